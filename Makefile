@@ -1,0 +1,44 @@
+# make demo   train the Levy example and draw it          make test      lint, types, fast tests
+# make test-compile, test-interpreter   the slow suites   make test-all  everything
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+INTERPRETER := TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
+
+.PHONY: demo test test-all test-compile test-interpreter lint clean
+
+demo: .venv/demo
+	$(BIN)/geoparam demo --out demo
+
+test: lint
+	$(PYTEST) -n 2 -m "not compile and not interpreter and not slow"
+	$(INTERPRETER) -n 2 -m "not slow"
+
+test-compile: .venv/dev
+	$(PYTEST) -m compile
+
+test-interpreter: .venv/dev
+	$(INTERPRETER) -n 2
+
+test-all: test test-compile test-interpreter
+
+lint: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist demo .mypy_cache .pytest_cache .ruff_cache
+
+# Stamps: each says that its extras are installed as these two files ask.
+.venv/demo: pyproject.toml constraints.txt
+	@echo "Installing geoparam and PyTorch into .venv (the first time takes some minutes)"
+	$(PYTHON) -m venv .venv
+	$(INSTALL) -e '.[cli,plots]'
+	@touch $@
+
+.venv/dev: .venv/demo
+	@echo "Installing the development tools into .venv"
+	$(INSTALL) -e '.[dev]'
+	@touch $@

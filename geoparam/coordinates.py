@@ -1,0 +1,95 @@
+"""Where a layer's unit directions are stored: as latitudes, as unit vectors, or as a sign.
+
+The three objects share one vocabulary: `name` of the stored tensor, `shape` of it for n inputs,
+`encode` from directions (out, n) and `decode` to weight rows, scaled by r where it is given.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from geoparam import ops, sphere
+
+
+class Coordinates(Protocol):
+    """What a layer asks of its coordinates."""
+
+    name: str
+
+    def shape(self, out: int, n: int) -> tuple[int, ...]: ...
+
+    def encode(self, direction: Tensor) -> Tensor: ...
+
+    def decode(
+        self, stored: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
+    ) -> Tensor: ...
+
+
+class Angles:
+    """The papers' hyperspherical coordinates, as `latitude` (out, n - 1) = pi/2 - theta."""
+
+    name = "latitude"
+
+    def shape(self, out: int, n: int) -> tuple[int, ...]:
+        return out, n - 1
+
+    def encode(self, direction: Tensor) -> Tensor:
+        return sphere.to_latitude(direction)
+
+    def decode(
+        self, stored: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
+    ) -> Tensor:
+        return ops.weight(stored, r, natural=natural, dtype=dtype)
+
+
+class Intrinsic:
+    """The direction itself, as `unit` (out, n), of which only the direction counts.
+
+    d / ||d|| has a gradient tangent to the sphere, so a step e of a unit vector turns it by at
+    most arcsin ||e||, the same in every direction: the papers' bound without their coordinates.
+    """
+
+    name = "unit"
+
+    def shape(self, out: int, n: int) -> tuple[int, ...]:
+        return out, n
+
+    def encode(self, direction: Tensor) -> Tensor:
+        return direction
+
+    def decode(
+        self, stored: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
+    ) -> Tensor:
+        if dtype is None:
+            dtype = stored.dtype if r is None else torch.promote_types(stored.dtype, r.dtype)
+        d = stored if stored.dtype == torch.float64 else stored.float()
+        length = torch.linalg.vector_norm(d, dim=-1, keepdim=True)
+        scale = length.clamp(min=1e-30).reciprocal()  # finite should a vector ever be 0
+        return (d * (scale if r is None else scale * r[..., None])).to(dtype)
+
+
+class Sign:
+    """One input: there is no angle, only a `sign` (out,), drawn once and not learned."""
+
+    name = "sign"
+
+    def shape(self, out: int, n: int) -> tuple[int, ...]:
+        return (out,)
+
+    def encode(self, direction: Tensor) -> Tensor:
+        return direction.squeeze(-1).sign()
+
+    def decode(
+        self, stored: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
+    ) -> Tensor:
+        row = stored if r is None else stored * r
+        return row.unsqueeze(-1) if dtype is None else row.unsqueeze(-1).to(dtype)
+
+
+def coordinates_for(name: str, fan_in: int) -> Coordinates:
+    """Return the coordinates called `name` for units with `fan_in` inputs."""
+    known: dict[str, Coordinates] = {"angles": Angles(), "intrinsic": Intrinsic()}
+    if name not in known:
+        raise ValueError(f"coordinates are 'angles' or 'intrinsic'; got {name!r}.")
+    return Sign() if fan_in == 1 else known[name]

@@ -1,0 +1,1 @@
+"""Data sets of the experiments, as numpy arrays."""

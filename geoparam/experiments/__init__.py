@@ -1,0 +1,1 @@
+"""The papers' experiments. They need the extras: pip install 'geoparam[experiments]'."""

@@ -1,0 +1,313 @@
+"""Linear and convolution layers under geometric parameterization, with torch.nn's signatures."""
+
+from collections.abc import Callable
+from typing import ClassVar, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from geoparam.unit import Activation, GmPLayer, InputNorm
+
+Conv = TypeVar("Conv", bound="_GmPConv")
+PlainConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+class GmPLinear(GmPLayer):
+    r"""A linear layer of units r (u^T x + lam), or r g(u^T x + lam) with an activation g.
+
+    Args:
+        in_features: fan-in n of each unit.
+        out_features: number of units.
+        bias: if False, no lam: every boundary passes through the origin.
+        activation: g; it makes the layer the papers' unit, with r outside of g.
+        init: `"sphere"`, uniform directions with r = 1 and lam = 0 as in the papers' text;
+            `"glorot"`, a Glorot-uniform weight turned into directions and r, as in their code;
+            None leaves the parameters uninitialised.
+        coordinates: `"angles"` stores `latitude` (out, n - 1), `"intrinsic"` stores `unit`
+            (out, n) and wants `retract` as a hook of the optimizer.
+        natural: divide the angles' gradient by the sphere's metric (bounded below by 0.01).
+        input_norm: subtract the input's mean over all dimensions but the last (`InputMeanNorm`),
+            without a centred copy. True and `"bias"` are the same here.
+
+    With one input there is no angle: a buffer `sign` holds the directions, drawn at random.
+
+    Reference:
+        Chen & Ge, *Neural Characteristic Activation Analysis and Geometric Parameterization for
+        ReLU Networks*, NeurIPS 2024, definition 3.3.
+
+    Example:
+        >>> layer = GmPLinear(3, 2, activation=torch.relu)
+        >>> layer(torch.randn(5, 3)).shape
+        torch.Size([5, 2])
+        >>> layer.direction.norm(dim=1).allclose(torch.ones(2))
+        True
+        >>> layer
+        GmPLinear(3, 2, coordinates='angles', activation=relu)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: Activation | None = None,
+        init: str | None = "sphere",
+        coordinates: str = "angles",
+        natural: bool = False,
+        input_norm: InputNorm = False,
+    ) -> None:
+        super().__init__(
+            (out_features, in_features),
+            in_channels=in_features,
+            channel_dim=-1,
+            bias=bias,
+            activation=activation,
+            init=init,
+            coordinates=coordinates,
+            natural=natural,
+            input_norm=input_norm,
+            device=device,
+            dtype=dtype,
+        )
+        self.in_features = in_features
+        self.out_features = out_features
+
+    def _map(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, coordinates: str = "angles", natural: bool = False
+    ) -> "GmPLinear":
+        """Return the layer that computes the same as `linear`.
+
+        Example:
+            >>> linear, x = nn.Linear(8, 4), torch.randn(5, 8)
+            >>> torch.allclose(GmPLinear.from_linear(linear)(x), linear(x), atol=1e-5)
+            True
+        """
+        if not isinstance(linear, nn.Linear):
+            raise ValueError(f"from_linear takes an nn.Linear; got {type(linear).__name__}.")
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            init=None,
+            coordinates=coordinates,
+            natural=natural,
+            device=linear.weight.device,
+            dtype=linear.weight.dtype,
+        )
+        layer._assign_affine(linear.weight, linear.bias)
+        return layer.train(linear.training)
+
+    def to_linear(self) -> nn.Linear:
+        """Return the nn.Linear that computes the same in evaluation."""
+        weight, bias = self._plain_affine()
+        arguments = {"in_features": self.in_features, "out_features": self.out_features}
+        return self._filled(nn.Linear, arguments, weight, bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}{super().extra_repr()}"
+
+
+class _GmPConv(GmPLayer):
+    """The convolutions, which differ in their rank alone."""
+
+    _plain: ClassVar[type[PlainConv]]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: str | int | tuple[int, ...] = 0,
+        dilation: int | tuple[int, ...] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: Activation | None = None,
+        init: str | None = "sphere",
+        coordinates: str = "angles",
+        natural: bool = False,
+        input_norm: InputNorm = False,
+    ) -> None:
+        rank = _RANKS[self._plain]
+        _check_groups(in_channels, out_channels, groups)
+        kernel = _per_dimension(kernel_size, rank, "kernel_size")
+        super().__init__(
+            (out_channels, in_channels // groups, *kernel),
+            in_channels=in_channels,
+            channel_dim=-1 - rank,
+            bias=bias,
+            activation=activation,
+            init=init,
+            coordinates=coordinates,
+            natural=natural,
+            input_norm=input_norm,
+            device=device,
+            dtype=dtype,
+        )
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.kernel_size = kernel
+        self.stride = _per_dimension(stride, rank, "stride")
+        self.dilation = _per_dimension(dilation, rank, "dilation")
+        self.groups = groups
+        self.padding_mode = padding_mode
+        self.padding = (
+            padding if isinstance(padding, str) else _per_dimension(padding, rank, "padding")
+        )
+        self._pads = self._padding_per_side()
+
+    def _padding_per_side(self) -> list[int]:
+        """Return what F.pad takes: left and right of the last dimension first."""
+        if self.padding_mode not in ("zeros", "reflect", "replicate", "circular"):
+            raise ValueError(
+                "padding_mode is 'zeros', 'reflect', 'replicate' or 'circular'; got "
+                f"{self.padding_mode!r}."
+            )
+        if not isinstance(self.padding, str):
+            return [pad for one in reversed(self.padding) for pad in (one, one)]
+        if self.padding == "valid":
+            return [0, 0] * len(self.kernel_size)
+        if self.padding != "same" or any(s != 1 for s in self.stride):
+            raise ValueError(
+                "padding is a number per dimension, 'valid', or, with stride 1, 'same'; got "
+                f"{self.padding!r} with stride {self.stride}."
+            )
+        totals = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+        return [pad for total in reversed(totals) for pad in (total // 2, total - total // 2)]
+
+    @property
+    def _pads_zeros(self) -> bool:
+        return self.padding_mode == "zeros" and any(self._pads)
+
+    def _map(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            x = F.pad(x, self._pads, mode=self.padding_mode)
+            padding = "valid"
+        convolve = _CONVOLVE[self._plain]
+        return convolve(x, weight, bias, self.stride, padding, self.dilation, self.groups)
+
+    @classmethod
+    def from_conv(
+        cls: type[Conv], conv: PlainConv, *, coordinates: str = "angles", natural: bool = False
+    ) -> Conv:
+        """Return the layer that computes the same as `conv`.
+
+        Example:
+            >>> conv, x = nn.Conv2d(4, 6, 3, groups=2), torch.randn(1, 4, 8, 8)
+            >>> torch.allclose(GmPConv2d.from_conv(conv)(x), conv(x), atol=1e-5)
+            True
+        """
+        if not isinstance(conv, cls._plain):
+            raise ValueError(
+                f"{cls.__name__}.from_conv takes an nn.{cls._plain.__name__}; "
+                f"got {type(conv).__name__}."
+            )
+        layer = cls(
+            **{name: getattr(conv, name) for name in _CONV_ARGUMENTS},
+            bias=conv.bias is not None,
+            init=None,
+            coordinates=coordinates,
+            natural=natural,
+            device=conv.weight.device,
+            dtype=conv.weight.dtype,
+        )
+        layer._assign_affine(conv.weight, conv.bias)
+        return layer.train(conv.training)
+
+    def to_conv(self) -> PlainConv:
+        """Return the torch.nn convolution that computes the same in evaluation."""
+        weight, bias = self._plain_affine()
+        arguments = {name: getattr(self, name) for name in _CONV_ARGUMENTS}
+        return self._filled(self._plain, arguments, weight, bias)
+
+    def extra_repr(self) -> str:
+        text = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"
+        plain = {"stride": 1, "padding": 0, "dilation": 1}
+        for name, default in plain.items():
+            value = getattr(self, name)
+            text += f", {name}={value}" if value != (default,) * len(self.kernel_size) else ""
+        text += f", groups={self.groups}" if self.groups != 1 else ""
+        text += f", padding_mode={self.padding_mode}" if self.padding_mode != "zeros" else ""
+        return text + super().extra_repr()
+
+
+class GmPConv1d(_GmPConv):
+    """A 1-d convolution under geometric parameterization; see `GmPConv2d`."""
+
+    _plain = nn.Conv1d
+
+
+class GmPConv2d(_GmPConv):
+    r"""A 2-d convolution of units r (u^T x + lam), or r g(u^T x + lam) with an activation g.
+
+    x is the patch under the kernel, so a unit's fan-in is kernel size times channels of its group.
+    The arguments are nn.Conv2d's and then `GmPLinear`'s.
+
+    Args:
+        input_norm: subtract each input channel's mean over batch and positions, without a centred
+            copy of the input. True centres first and pads with zeros afterwards, as the papers do
+            and as `InputMeanNorm` before the layer would; `"bias"` subtracts one constant per
+            output channel, so that it folds into a bias and a pretrained network keeps its
+            function. The two differ only where zeros are padded.
+
+    Example:
+        >>> layer = GmPConv2d(3, 8, 3, padding=1, activation=torch.relu, input_norm=True)
+        >>> layer(torch.randn(2, 3, 5, 5)).shape
+        torch.Size([2, 8, 5, 5])
+        >>> layer.latitude.shape
+        torch.Size([8, 26])
+    """
+
+    _plain = nn.Conv2d
+
+
+class GmPConv3d(_GmPConv):
+    """A 3-d convolution under geometric parameterization; see `GmPConv2d`."""
+
+    _plain = nn.Conv3d
+
+
+_RANKS: dict[type[PlainConv], int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+_CONVOLVE: dict[type[PlainConv], Callable[..., Tensor]] = {
+    nn.Conv1d: F.conv1d,
+    nn.Conv2d: F.conv2d,
+    nn.Conv3d: F.conv3d,
+}
+_CONV_ARGUMENTS = (
+    "in_channels",
+    "out_channels",
+    "kernel_size",
+    "stride",
+    "padding",
+    "dilation",
+    "groups",
+    "padding_mode",
+)
+
+
+def _per_dimension(value: int | tuple[int, ...], rank: int, name: str) -> tuple[int, ...]:
+    values = (value,) * rank if isinstance(value, int) else tuple(value)
+    if len(values) != rank:
+        raise ValueError(f"{name} is one number or {rank} of them; got {value}.")
+    return values
+
+
+def _check_groups(in_channels: int, out_channels: int, groups: int) -> None:
+    if groups < 1 or in_channels % groups or out_channels % groups:
+        raise ValueError(
+            "groups must divide both numbers of channels; got "
+            f"groups={groups} for {in_channels} input and {out_channels} output channels."
+        )

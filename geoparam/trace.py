@@ -1,0 +1,561 @@
+"""What follows what in a model: layer, norm, activation, next layer, seen in one run of it.
+
+`trace(model, inputs)` runs the model once in evaluation mode and writes down every torch function
+that makes or changes a tensor, with the steps whose results it reads. A `TorchFunctionMode` sees
+the functions as the model's author wrote them (`F.relu`, `x.relu_()`, `out += identity`); forward
+hooks turn the call of a layer, norm or activation module into one step with the module's name.
+
+- Tensors are known by identity, held weakly. A change in place shows in `_version`, and the tensor
+  then belongs to the step that changed it, so that `out += identity` and `ReLU(inplace=True)` need
+  no rule; who reads another view of the same memory reads both steps.
+- A call that returns its input untouched (Identity, Dropout in evaluation, `contiguous` of what is
+  contiguous) leaves no step: what stands before and after it are neighbours.
+- A weight that a function uses, as in `F.linear(x, embedding.weight)`, is recognised, also through
+  `weight.t()`; such a layer is named by the parameter, without a last ".weight".
+- Under a function mode torch's attention takes its readable path. There it is one function, which
+  is written down as the layers that it holds and the mixing between them.
+
+Why not otherwise: the call order of hooks takes the ReLU after a residual sum for that of the norm
+before it (49 conv > bn > relu chains in a ResNet-50 that has 33); `fx.symbolic_trace` fails on
+many models of transformers; `torch.export` takes seconds and shows ReLU6 or attention in pieces.
+
+What cannot be seen: branches that the example inputs do not take, what only training runs
+(auxiliary heads), scripted functions and foreign kernels, and values that leave torch and return.
+"""
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# What a function is, by its name without outer underscores; activation modules go by the same
+# names. `trace(..., kinds={MyLinear: "layer", "my_relu": "activation"})` adds to these tables.
+OPS = {
+    name: kind
+    for kind, names in {
+        "activation": """relu relu6 leaky_relu prelu rrelu elu selu celu srelu gelu new_gelu
+            quick_gelu fast_gelu gelu_tanh silu swish mish glu hardswish hardsigmoid hardtanh
+            sigmoid logsigmoid tanh tanhshrink softplus softsign softshrink hardshrink threshold
+            clamp clamp_min sin""",
+        "norm": "batch_norm layer_norm group_norm instance_norm rms_norm local_response_norm",
+        "linear": """linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d
+            conv_transpose3d matmul rmatmul mm bmm addmm baddbmm einsum tensordot""",
+        "embedding": "embedding embedding_bag",
+        "arithmetic": "add sub mul div",
+        "view": """view reshape flatten unflatten permute transpose swapaxes swapdims movedim
+            squeeze unsqueeze expand getitem t T mT""",
+        "same": "to float half bfloat16 double type type_as clone detach data contiguous dropout",
+        "average": """mean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d
+            adaptive_avg_pool2d adaptive_avg_pool3d""",
+        "max": """max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d
+            adaptive_max_pool3d""",
+        "constant": "zeros_like ones_like full_like new_zeros new_ones new_full",
+    }.items()
+    for name in names.split()
+}
+ACTIVATIONS = {op.replace("_", ""): op for op, kind in OPS.items() if kind == "activation"}
+LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.Bilinear, nn.RNNBase, nn.RNNCellBase)
+CHANNEL = {"linear": -1, "addmm": -1, "conv1d": -2, "conv2d": -3, "conv3d": -4}
+WEIGHTED = ("layer", "embedding")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One step of the run.
+
+    Attributes:
+        kind: layer, norm, activation, embedding, sum (of several results), scale (arithmetic with
+            constants), view, same, average, max, other; input (index if not floating), output.
+        op: The function's name, or the class's in small letters: relu, batch_norm, batchnorm2d.
+        name: The module's name; None for a function.
+        inputs: The steps whose results it reads.
+        channel: Where a layer has its channels, from the end.
+        func, args, kwargs: A function's call, without its tensor; only if it takes just one.
+    """
+
+    kind: str
+    op: str
+    name: str | None = None
+    inputs: tuple[int, ...] = ()
+    shape: torch.Size = field(default_factory=torch.Size)
+    channel: int | None = None
+    func: Callable | None = None
+    args: tuple = ()
+    kwargs: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What follows a layer up to its activation, as long as each result is used just once.
+
+    Attributes:
+        layer: Its name.
+        norm: The norm before the activation and before any sum.
+        activation: A module (`activation.name`) or function (`activation.args`), `.op` is "relu".
+        path: The other steps on the way: "sum", "max_pool2d", "transpose", ...
+        exclusive: The norm reads the bare output of this layer, channels in dim 1, and neither is
+            used in another place: a BatchNorm there can be folded into the layer and removed.
+    """
+
+    layer: str
+    norm: Node | None
+    activation: Node | None
+    path: tuple[str, ...]
+    exclusive: bool
+
+    @property
+    def through_sum(self) -> bool:
+        return "sum" in self.path
+
+
+class Graph:
+    """The steps of one run in their order, and the questions asked about them."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.nodes = tuple(nodes)
+        users: list[dict[int, None]] = [{} for _ in nodes]
+        self._calls: dict[str, list[int]] = {}
+        for index, node in enumerate(nodes):
+            for source in node.inputs:
+                users[source][index] = None
+            if node.name is not None:
+                self._calls.setdefault(node.name, []).append(index)
+        self.users = [tuple(found) for found in users]
+
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        """The layers that ran, in the order of their first calls."""
+        return self._names(range(len(self.nodes)))
+
+    @cached_property
+    def first(self) -> tuple[str, ...]:
+        """The layers that see floating-point inputs, and nothing that another layer has made."""
+        return self._ends(range(len(self.nodes)), [node.inputs for node in self.nodes], "input")
+
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        """The layers whose results reach the model's output, and no other layer."""
+        return self._ends(reversed(range(len(self.nodes))), self.users, "output")
+
+    def after(self, layer: str) -> Chain:
+        """Return what follows `layer`; of several calls of it, what they agree on."""
+        chains = [self._chain(layer, index) for index in self._layer_calls(layer)]
+        return Chain(
+            layer,
+            _common([chain.norm for chain in chains]),
+            _common([chain.activation for chain in chains]),
+            tuple(dict.fromkeys(step for chain in chains for step in chain.path)),
+            all(chain.exclusive for chain in chains),
+        )
+
+    def next(self, layer: str) -> tuple[str, ...]:
+        """Return the layers that `layer` reaches without another one between."""
+        found: set[int] = set()
+        stack = self._layer_calls(layer)
+        while stack:
+            new = set(self.users[stack.pop()]) - found
+            found |= new
+            stack += [index for index in new if self.nodes[index].kind != "layer"]
+        return self._names(sorted(found))
+
+    def receivers(self, layer: str) -> dict[str, Tensor]:
+        """Return for each next layer which channel of `layer` each of its input channels carries.
+
+        It is there for moving one sign per channel from a layer into the next ones, so it raises
+        ValueError where a sign does not pass: sums, norms, activations, max pooling, the model's
+        output, a next layer that mixes the channels or is used for other inputs as well.
+        """
+        found: dict[str, Tensor] = {}
+        reached: dict[str, list[int]] = {}
+        stack = [(index, _numbered(self.nodes[index])) for index in self._layer_calls(layer)]
+        while stack:
+            here, channels = stack.pop()
+            if not self.users[here]:
+                raise ValueError(f"no step is seen to read what comes from {layer!r}")
+            for user in self.users[here]:
+                node = self.nodes[user]
+                passed = _carry(node, channels)
+                if passed is None:
+                    step = " ".join(filter(None, (node.op, node.name)))
+                    raise ValueError(f"a sign of {layer!r} does not pass {step}")
+                if node.kind != "layer":
+                    stack.append((user, passed))
+                    continue
+                name = node.name or ""
+                reached.setdefault(name, []).append(user)
+                if not torch.equal(found.setdefault(name, passed), passed):
+                    raise ValueError(f"{name!r} gets the channels of {layer!r} in several orders")
+        for name, calls in reached.items():
+            if name == layer or sorted(calls) != self._calls[name]:
+                raise ValueError(f"{name!r}, which follows {layer!r}, is used elsewhere as well")
+        return found
+
+    def _layer_calls(self, layer: str) -> list[int]:
+        calls = [i for i in self._calls.get(layer, ()) if self.nodes[i].kind == "layer"]
+        if not calls:
+            raise ValueError(f"no layer {layer!r} ran; these did: {', '.join(self.layers)}")
+        return calls
+
+    def _names(self, indices: Iterable[int]) -> tuple[str, ...]:
+        nodes = [self.nodes[i] for i in indices]
+        return tuple(dict.fromkeys(n.name or "" for n in nodes if n.kind == "layer"))
+
+    def _ends(
+        self, order: Iterable[int], near: Sequence[tuple[int, ...]], end: str
+    ) -> tuple[str, ...]:
+        """Return the layers from which `end` is reached, and no layer, by following `near`."""
+        reach: set[int] = set()
+        between: set[int] = set()
+        for index in order:
+            if self.nodes[index].kind == end or not reach.isdisjoint(near[index]):
+                reach.add(index)
+            if any(i in between or self.nodes[i].kind in WEIGHTED for i in near[index]):
+                between.add(index)
+        return self._names(sorted(reach - between))
+
+    def _chain(self, layer: str, here: int) -> Chain:
+        norm: Node | None = None
+        activation: Node | None = None
+        path: list[str] = []
+        while activation is None and len(self.users[here]) == 1:
+            here = self.users[here][0]
+            node = self.nodes[here]
+            if node.kind == "activation":
+                activation = node
+            elif node.kind == "norm" and norm is None and "sum" not in path:
+                norm = node
+            elif node.kind in ("sum", "scale", "view", "same", "average", "max"):
+                path.append("sum" if node.kind == "sum" else node.op)
+            else:
+                break
+        return Chain(layer, norm, activation, tuple(path), self._exclusive(layer, norm))
+
+    def _exclusive(self, layer: str, norm: Node | None) -> bool:
+        if norm is None or norm.name is None:
+            return False
+        calls = self._calls[layer]
+        nodes = [self.nodes[i] for i in calls]
+        read = [i for call in self._calls[norm.name] for i in self.nodes[call].inputs]
+        paired = sorted(read) == calls and all(len(self.users[i]) == 1 for i in calls)
+        return paired and all(len(n.shape) + (n.channel or 0) == 1 for n in nodes)
+
+
+def trace(
+    model: nn.Module,
+    inputs: Tensor | Sequence | Mapping[str, object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    kinds: Mapping[type | str, str] | None = None,
+) -> Graph:
+    """Run `model` once on example inputs and return the graph of what it did.
+
+    The run is in evaluation mode and without gradients; training flags, buffers and torch's random
+    state are afterwards as they were. Keep the batch small: one or two examples are enough.
+
+    Args:
+        model: Any module. It runs eagerly, also where it is compiled.
+        inputs: A tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+        kwargs: Further keyword arguments.
+        kinds: What other module classes and function names are, in the words of `Node.kind`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
+        ...                       nn.Linear(32, 10))
+        >>> graph = trace(model, torch.zeros(1, 3, 4, 4))
+        >>> graph.first, graph.outputs, graph.next("0")
+        (('0',), ('4',), ('4',))
+        >>> chain = graph.after("0")
+        >>> chain.norm.name, chain.activation.op, chain.through_sum, chain.exclusive
+        ('1', 'relu', False, True)
+    """
+    if any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers())):
+        raise ValueError("the model has lazy layers without shapes: run it once, then trace it")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise ValueError("what is scripted shows no steps: trace the model before it is scripted")
+    args: tuple = ()
+    if isinstance(inputs, Mapping):
+        kwargs = {**inputs, **(kwargs or {})}
+    else:
+        args = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    recorder = _Recorder(model, kinds or {})
+    for tensor in _tensors((args, kwargs)):
+        kind = "input" if tensor.is_floating_point() else "index"
+        recorder.write(Node(kind, kind), [tensor])
+    with _undisturbed(model), recorder.hooked(model), recorder:
+        result = model(*args, **(kwargs or {}))
+    recorder.write(Node("output", "output", inputs=_sources(recorder.read(result))), [])
+    return Graph(recorder.nodes)
+
+
+def output_layers(model: nn.Module) -> tuple[str, ...]:
+    """Guess the output layer without running the model: the last one in order of registration.
+
+    A bare layer is none. Of several, one is found: `trace(model, inputs).outputs` knows them all.
+
+    Example:
+        >>> output_layers(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+        ('2',)
+    """
+    names = [name for name, module in model.named_modules() if _step(module).kind == "layer"]
+    return tuple(name for name in names[-1:] if name)
+
+
+class _Read(NamedTuple):
+    """A tensor that a call was given, its version before the call and the steps it comes from."""
+
+    tensor: Tensor
+    version: int
+    sources: tuple[int, ...]
+
+
+class _Recorder(TorchFunctionMode):
+    """Writes down each function, and each call of a known module, as a node."""
+
+    def __init__(self, model: nn.Module, kinds: Mapping[type | str, str]) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self.kinds = dict([*OPS.items(), *kinds.items()])
+        self.origin = WeakTensorKeyDictionary()  # tensor -> (its node, its version then)
+        self.writer = WeakTensorKeyDictionary()  # base of views -> the last node to change it
+        self.owner = WeakTensorKeyDictionary()  # parameter, or made of parameters alone -> name
+        self.calls: list[list[_Read]] = []  # known modules under way, and what they were given
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self.owner[tensor] = re.sub(r"\bparametrizations\.(\w+)\..*", r"\1", name)
+
+    def __torch_function__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        if self.calls:
+            return func(*args, **kwargs)
+        read = self.read((args, kwargs))
+        result = func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            self.attention(inspect.signature(func).bind(*args, **kwargs).arguments, result)
+        else:
+            node = self.classify(_op(func), read)
+            if len(read) == 1 and args and args[0] is read[0].tensor:
+                node = replace(node, func=func, args=args[1:], kwargs=kwargs)
+            self.record(node, read, result)
+        return result
+
+    def classify(self, op: str, read: list[_Read]) -> Node:
+        kind, sources = self.kinds.get(op, "other"), _sources(read)
+        owned = [r.tensor for r in read if r.tensor in self.owner]
+        if kind == "linear" and owned and sources:
+            weight = self.owner[max(owned, key=lambda tensor: tensor.ndim)]
+            return Node("layer", op, weight.removesuffix(".weight"), channel=CHANNEL.get(op))
+        if kind in ("norm", "embedding") and owned:
+            return Node(kind, op, self.owner[owned[0]].rpartition(".")[0])
+        if kind == "arithmetic" and len(sources) > 1 and op in ("add", "sub"):
+            return Node("sum", op)
+        commutes = op in ("add", "mul")
+        if kind == "arithmetic" and len(sources) == 1 and (commutes or read[0].sources):
+            return Node("scale", op)
+        return Node("other" if kind in ("linear", "arithmetic") else kind, op)
+
+    def attention(self, given: Mapping, result: object) -> None:
+        sources = _sources(self.read([given[name] for name in ("query", "key", "value")]))
+        inner = []
+        for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
+            if (weight := given.get(name)) is not None:
+                shape = torch.Size((*given["query"].shape[:-1], len(weight)))
+                inner.append(len(self.nodes))
+                self.write(Node("layer", "linear", self.owner.get(weight), sources, shape, -1), [])
+        self.write(Node("other", "attention", inputs=tuple(inner)), [])
+        out = self.owner.get(given["out_proj_weight"], "").removesuffix(".weight")
+        made, mixed = [*_tensors(result)], len(self.nodes) - 1
+        self.write(Node("layer", "linear", out, (mixed,), made[0].shape, -1), made)
+
+    @contextmanager
+    def hooked(self, model: nn.Module) -> Iterator[None]:
+        """Let each call of a known module be one step."""
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                node = _step(module, self.kinds)
+                if node.kind:
+                    leave = partial(self.leave, replace(node, name=name))
+                    enter = module.register_forward_pre_hook(self.enter, with_kwargs=True)
+                    stack.callback(enter.remove)
+                    stack.callback(module.register_forward_hook(leave).remove)
+            yield
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.calls.append([])
+        if len(self.calls) == 1:
+            self.calls[0] = self.read((args, kwargs))
+
+    def leave(self, node: Node, module: nn.Module, args: tuple, result: object) -> None:
+        if len(self.calls) == 1:
+            self.record(node, self.calls[0], result)
+        self.calls.pop()
+
+    def read(self, values: object) -> list[_Read]:
+        return [_Read(t, _version(t), self.sources(t)) for t in _tensors(values)]
+
+    def sources(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return the step that made `tensor`, and one that changed it since in another view."""
+        node, version = self.origin.get(tensor, (None, -1))
+        changed = None if _version(tensor) == version else self.writer.get(_base(tensor))
+        return tuple(dict.fromkeys(step for step in (node, changed) if step is not None))
+
+    def record(self, node: Node, read: list[_Read], result: object) -> None:
+        """Write down a call that made or changed something; of constants, only whose they are."""
+        changed = [r.tensor for r in read if _version(r.tensor) != r.version]
+        made = [t for t in _tensors(result) if all(t is not r.tensor for r in read)] + changed
+        sources = _sources(read)
+        if not made or node.kind == "constant":
+            return
+        if sources or node.kind == "layer":
+            self.write(replace(node, inputs=sources, shape=made[0].shape), made, changed)
+            return
+        owners = [self.owner[r.tensor] for r in read if r.tensor in self.owner]
+        for tensor in made if owners else ():
+            self.owner[tensor] = owners[0]
+
+    def write(self, node: Node, made: Sequence[Tensor], changed: Sequence[Tensor] = ()) -> None:
+        for tensor in made:
+            self.origin[tensor] = (len(self.nodes), _version(tensor))
+        for tensor in changed:
+            self.writer[_base(tensor)] = len(self.nodes)
+        self.nodes.append(node)
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluation, no gradients, no compiling; flags, buffers and random state come back."""
+    flags = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, name, buffer, _version(buffer), buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    devices = {p.device for p in model.parameters() if p.is_cuda}
+    try:
+        for module, _ in flags:  # not model.eval(), which may be made to do more
+            module.training = False
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.random.fork_rng(devices))
+            if "torch._dynamo" in sys.modules:  # its import takes a second
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+    finally:
+        for module, training in flags:
+            module.training = training
+        for module, name, buffer, version, copy in buffers:
+            module._buffers[name] = buffer
+            if _version(buffer) != version:
+                buffer.copy_(copy)
+
+
+def _step(module: nn.Module, kinds: Mapping[type | str, str] | None = None) -> Node:
+    """Return the node that a call of `module` is; its kind is empty where the inside is looked at.
+
+    A norm or activation with children is looked into: timm's BatchNormAct2d holds both.
+    """
+    op = type(module).__name__.lower().removesuffix("activation")
+    leaf = next(module.children(), None) is None
+    weight = getattr(type(module), "weight", None) or module._parameters.get("weight")
+    size = getattr(module, "kernel_size", ())
+    layer = Node("layer", op, channel=-1 - (len(size) if isinstance(size, tuple) else 0))
+    for key, kind in (kinds or {}).items():
+        if isinstance(key, type) and isinstance(module, key):
+            return replace(layer, kind=kind)
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return Node("embedding", op)
+    if leaf and "norm" in op:
+        return Node("norm", op)
+    if leaf and op in ACTIVATIONS:
+        return Node("activation", ACTIVATIONS[op])
+    matrix = leaf and isinstance(weight, Tensor) and weight.ndim > 1
+    # A weight that is a property is computed: our own layers, torch's parametrizations.
+    if matrix or isinstance(module, LAYERS) or isinstance(weight, property):
+        return layer
+    return Node("", op)
+
+
+def _op(func: Callable) -> str:
+    """Return one name for `__iadd__`, `add_` and `aten.add.Tensor`; `x.T`, a property, is "T"."""
+    name = getattr(func, "__name__", "")
+    name = getattr(func, "__self__", func).__name__ if name == "__get__" else name
+    name = name.partition(".")[0].strip("_")
+    operators = {"iadd": "add", "radd": "add", "imul": "mul", "rmul": "mul", "truediv": "div"}
+    return operators.get(name, name)
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists, mappings and dataclasses (model outputs)."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors([*value.values()])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif is_dataclass(value):
+        yield from _tensors([getattr(value, entry.name) for entry in fields(value)])
+
+
+def _sources(read: list[_Read]) -> tuple[int, ...]:
+    return tuple(source for r in read for source in r.sources)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def _common(nodes: Sequence[Node | None]) -> Node | None:
+    return nodes[0] if len({node and (node.op, node.name) for node in nodes}) == 1 else None
+
+
+def _numbered(node: Node) -> Tensor:
+    """Return a tensor of the node's shape with the channel's number in each place."""
+    channel = -1 if node.channel is None else node.channel
+    numbers = torch.arange(node.shape[channel]).reshape(-1, *[1] * (-1 - channel))
+    return numbers.expand(node.shape).contiguous()
+
+
+def _carry(node: Node, channels: Tensor) -> Tensor | None:
+    """Follow numbered channels through one step; None where a sign per channel does not pass.
+
+    Views are applied to the numbers themselves, so that any reshape is followed exactly.
+    """
+    if len(set(node.inputs)) != 1:
+        return None
+    if node.kind == "layer" and node.channel is not None:
+        return _constant(channels.movedim(node.channel, 0), 1)
+    if node.kind == "view" and node.func is not None:
+        return node.func(channels, *node.args, **node.kwargs).contiguous()
+    if node.kind == "same" or (node.kind == "scale" and node.op in ("mul", "div")):
+        return channels if channels.shape == node.shape else None
+    if node.op == "mean" and node.func is not None:
+        kwargs = {key: value for key, value in node.kwargs.items() if key != "dtype"}
+        low, high = (f(channels, *node.args, **kwargs) for f in (torch.amin, torch.amax))
+        return low if torch.equal(low, high) else None
+    if node.kind == "average" and (pool := re.search(r"pool(\d)d$", node.op)):
+        dims = int(pool[1])
+        pooled = _constant(channels, channels.ndim - dims)
+        return pooled if pooled is None else pooled[(...,) + (None,) * dims].expand(node.shape)
+    return None
+
+
+def _constant(channels: Tensor, dims: int) -> Tensor | None:
+    """Return `channels` without the dimensions from `dims` on, if they are constant there."""
+    flat = channels.reshape(*channels.shape[:dims], -1)
+    return flat[..., 0] if bool((flat == flat[..., :1]).all()) else None

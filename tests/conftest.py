@@ -1,0 +1,25 @@
+"""Shared by all tests: a seed before each, and what to skip on this machine."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRETER = Path(__file__).parent / "interpreter"
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects by the marks set here
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if INTERPRETER in item.path.parents:
+            item.add_marker("interpreter")
+            if os.environ.get("TRITON_INTERPRET") != "1":
+                item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1"))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

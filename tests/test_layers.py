@@ -1,0 +1,478 @@
+"""Layers compute what torch.nn's do, from directions, distances and scales."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, InputMeanNorm, retract, sphere
+from geoparam.unit import GmPLayer
+
+DOUBLE = {"dtype": torch.float64}
+CONVS = {1: (GmPConv1d, nn.Conv1d), 2: (GmPConv2d, nn.Conv2d), 3: (GmPConv3d, nn.Conv3d)}
+CONV_OPTIONS = [
+    {},
+    {"stride": 2},
+    {"padding": 1},
+    {"padding": "same"},
+    {"padding": "same", "kernel_size": 4, "dilation": 2},
+    {"padding": "valid"},
+    {"dilation": 2, "padding": 2},
+    {"groups": 2, "padding": 1},
+    {"groups": 4},
+    {"kernel_size": 1},
+    {"bias": False, "padding": 1},
+    {"padding": 1, "padding_mode": "reflect"},
+    {"padding": 1, "padding_mode": "circular", "stride": 2},
+    {"padding": "same", "padding_mode": "replicate"},
+]
+COORDINATES = ["angles", "intrinsic"]
+
+
+def image(rank: int, channels: int = 4, batch: int = 3) -> torch.Tensor:
+    return torch.randn(batch, channels, *[7, 6, 8][:rank], dtype=torch.float64)
+
+
+def perturb(layer: GmPLayer) -> GmPLayer:
+    """Give a new layer offsets and scales of both signs, so that nothing is 0 or 1 by chance."""
+    with torch.no_grad():
+        layer.r.copy_(torch.randn_like(layer.r))
+        if layer.lam is not None:
+            layer.lam.normal_()
+    return layer
+
+
+# --- against torch.nn ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("coordinates", COORDINATES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 3, 20])
+def test_linear_equals_torchs(n: int, bias: bool, coordinates: str) -> None:
+    linear = nn.Linear(n, 5, bias, **DOUBLE)
+    layer = GmPLinear.from_linear(linear, coordinates=coordinates)
+    x = torch.randn(2, 4, n, **DOUBLE)
+    torch.testing.assert_close(layer(x), linear(x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer.weight, linear.weight, rtol=1e-12, atol=1e-12)
+    back = layer.to_linear()
+    torch.testing.assert_close(back.weight, linear.weight, rtol=1e-12, atol=1e-12)
+    assert (back.bias is None) == (not bias) and type(back) is nn.Linear
+
+
+@pytest.mark.parametrize("coordinates", COORDINATES)
+@pytest.mark.parametrize("options", CONV_OPTIONS, ids=str)
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_convolution_equals_torchs(rank: int, options: dict, coordinates: str) -> None:
+    ours, torchs = CONVS[rank]
+    conv = torchs(4, 8, **{"kernel_size": 3, **options}, **DOUBLE)
+    layer = ours.from_conv(conv, coordinates=coordinates)
+    x = image(rank)
+    torch.testing.assert_close(layer(x), conv(x), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(layer(x[0]), conv(x[0]), rtol=1e-11, atol=1e-11)
+    back = layer.to_conv()
+    assert type(back) is torchs
+    torch.testing.assert_close(back(x), conv(x), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("n", [13, 576, 4608])
+def test_float32_conversion_keeps_weights_to_a_millionth(n: int) -> None:
+    linear = nn.Linear(n, 8)
+    error = (GmPLinear.from_linear(linear).weight - linear.weight).norm(dim=1)
+    assert (error / linear.weight.norm(dim=1)).max() < 1e-6
+
+
+def test_conversion_keeps_type_device_mode_and_frozen_parameters() -> None:
+    linear = nn.Linear(4, 3, dtype=torch.bfloat16).eval()
+    linear.weight.requires_grad_(False)
+    layer = GmPLinear.from_linear(linear)
+    assert layer.latitude.dtype == layer.r.dtype == torch.bfloat16
+    assert not layer.training
+    assert not layer.latitude.requires_grad and not layer.r.requires_grad
+    assert layer.lam.requires_grad
+    back = layer.to_linear()
+    assert not back.weight.requires_grad and back.bias.requires_grad and not back.training
+
+
+def test_conversion_draws_no_random_numbers() -> None:
+    linear = nn.Linear(4, 3)
+    state = torch.get_rng_state()
+    GmPLinear.from_linear(linear).to_linear()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- the unit ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("coordinates", COORDINATES)
+def test_the_papers_unit_has_r_outside(coordinates: str) -> None:
+    layer = perturb(GmPLinear(6, 5, activation=F.elu, coordinates=coordinates, **DOUBLE))
+    x = torch.randn(7, 6, **DOUBLE)
+    expected = layer.r * F.elu(x @ layer.direction.T + layer.lam)
+    torch.testing.assert_close(layer(x), expected)
+    assert torch.equal(layer.weight, layer.direction) and layer.bias is layer.lam
+
+
+def test_convolution_with_activation_has_r_outside() -> None:
+    layer = perturb(GmPConv2d(4, 6, 3, padding=1, activation=torch.relu, **DOUBLE))
+    x = image(2)
+    pre = F.conv2d(x, layer.direction, layer.lam, padding=1)
+    torch.testing.assert_close(layer(x), layer.r.view(-1, 1, 1) * torch.relu(pre))
+
+
+@pytest.mark.parametrize("coordinates", COORDINATES)
+def test_views(coordinates: str) -> None:
+    layer = perturb(GmPConv2d(4, 6, 3, coordinates=coordinates, **DOUBLE))
+    u = layer.direction
+    assert u.shape == layer.weight.shape == layer.location.shape == (6, 4, 3, 3)
+    torch.testing.assert_close(u.flatten(1).norm(dim=1), torch.ones(6, **DOUBLE))
+    torch.testing.assert_close(layer.weight, layer.r.view(-1, 1, 1, 1) * u)
+    torch.testing.assert_close(layer.bias, layer.r * layer.lam)
+    torch.testing.assert_close(sphere.to_unit(math.pi / 2 - layer.theta), u.flatten(1))
+    # The location lies on the boundary, and its distance from the origin is |lam|.
+    on_boundary = (layer.location * u).flatten(1).sum(dim=1) + layer.lam
+    torch.testing.assert_close(on_boundary, torch.zeros(6, **DOUBLE))
+    torch.testing.assert_close(layer.location.flatten(1).norm(dim=1), layer.lam.abs())
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "direction", "location", "theta"])
+def test_views_cannot_be_assigned(name: str) -> None:
+    layer = GmPLinear(3, 2)
+    with pytest.raises((AttributeError, KeyError)):
+        setattr(layer, name, torch.zeros(2, 3))
+
+
+def test_stored_parameters() -> None:
+    names = {"angles": ("latitude", (5, 19)), "intrinsic": ("unit", (5, 20))}
+    for coordinates, (name, shape) in names.items():
+        state = GmPLinear(20, 5, coordinates=coordinates).state_dict()
+        assert {k: tuple(v.shape) for k, v in state.items()} == {
+            name: shape,
+            "r": (5,),
+            "lam": (5,),
+        }
+
+
+def test_one_input_has_a_sign_and_no_angle() -> None:
+    layer = GmPLinear(1, 200)
+    assert not hasattr(layer, "latitude")
+    assert layer.sign.unique().tolist() == [-1.0, 1.0]
+    assert set(layer.state_dict()) == {"sign", "r", "lam"}
+    assert {name for name, _ in layer.named_parameters()} == {"r", "lam"}
+    other = GmPLinear(1, 200)
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(3, 1)
+    assert torch.equal(other(x), layer(x))
+
+
+def test_every_parameter_gets_a_finite_gradient() -> None:
+    for coordinates in COORDINATES:
+        layer = GmPConv2d(4, 6, 3, activation=torch.relu, coordinates=coordinates, input_norm=True)
+        layer(image(2).float()).square().sum().backward()
+        assert all(p.grad.isfinite().all() and p.grad.any() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("activation", [None, torch.relu])
+def test_zero_rows_and_zero_scales_stay_finite(activation) -> None:  # noqa: ANN001
+    linear = nn.Linear(5, 3)
+    with torch.no_grad():
+        linear.weight[1], linear.bias[1] = 0, 0
+    for coordinates in COORDINATES:
+        layer = GmPLinear.from_linear(linear, coordinates=coordinates)
+        layer.activation = activation
+        x = torch.randn(4, 5)
+        out = layer(x)
+        assert layer.r[1] == 0 and torch.equal(out[:, 1], torch.zeros(4))
+        out.sum().backward()
+        assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+# --- initialisation ------------------------------------------------------------------------------
+
+
+def test_sphere_initialisation_is_uniform_and_width_independent() -> None:
+    layer = GmPLinear(3, 20000)
+    u = layer.direction.detach()
+    assert u.mean(dim=0).abs().max() < 0.02
+    torch.testing.assert_close(u.T @ u / 20000, torch.eye(3) / 3, atol=0.01, rtol=0)
+    assert (layer.r == 1).all() and (layer.lam == 0).all()
+
+
+def test_glorot_initialisation_has_the_released_codes_bound() -> None:
+    layer = GmPConv2d(16, 64, 3, init="glorot")
+    w = layer.weight.detach()
+    bound = math.sqrt(6 / (9 * 16 + 64))
+    assert w.abs().max() <= bound * (1 + 1e-5)
+    assert w.std() == pytest.approx(bound / math.sqrt(3), rel=0.05)
+    assert (layer.lam == 0).all()
+    # All signs occur in the last coordinate, which the released code's inverse loses.
+    assert 0.3 < (w.flatten(1)[:, -1] < 0).float().mean() < 0.7
+
+
+def test_initialisation_repeats_with_the_seed() -> None:
+    torch.manual_seed(3)
+    first = GmPLinear(5, 4)
+    torch.manual_seed(3)
+    assert torch.equal(GmPLinear(5, 4).latitude, first.latitude)
+
+
+def test_meta_layers_can_be_materialised() -> None:
+    layer = GmPLinear(5, 4, device="meta").to_empty(device="cpu")
+    layer.reset_parameters()
+    torch.testing.assert_close(layer.direction.norm(dim=1), torch.ones(4))
+
+
+# --- input mean normalization --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("coordinates", COORDINATES)
+@pytest.mark.parametrize("options", CONV_OPTIONS, ids=str)
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_fused_input_norm_equals_the_module(rank: int, options: dict, coordinates: str) -> None:
+    options = {"kernel_size": 3, "coordinates": coordinates, **options, **DOUBLE}
+    fused = perturb(CONVS[rank][0](4, 8, input_norm=True, **options))
+    plain = CONVS[rank][0](4, 8, **options)
+    plain.load_state_dict(fused.state_dict(), strict=False)
+    check_same_training(fused, nn.Sequential(InputMeanNorm(4, **DOUBLE), plain), image(rank) + 2)
+
+
+@pytest.mark.parametrize("mode", [True, "bias"])
+@pytest.mark.parametrize("shape", [(8, 4), (2, 5, 4)])
+def test_fused_input_norm_of_linear(shape: tuple[int, ...], mode) -> None:  # noqa: ANN001
+    fused = perturb(GmPLinear(4, 6, input_norm=mode, activation=torch.tanh, **DOUBLE))
+    plain = GmPLinear(4, 6, activation=torch.tanh, **DOUBLE)
+    plain.load_state_dict(fused.state_dict(), strict=False)
+    norm = InputMeanNorm(4, dim=-1, **DOUBLE)
+    check_same_training(fused, nn.Sequential(norm, plain), torch.randn(shape, **DOUBLE) + 2)
+
+
+def check_same_training(fused: nn.Module, pair: nn.Sequential, x: torch.Tensor) -> None:
+    """Outputs, gradients and running means agree in training, and outputs in evaluation."""
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out, expected = fused(a), pair(b)
+    torch.testing.assert_close(out, expected)
+    target = torch.randn_like(out)
+    (out * target).sum().backward()
+    (expected * target).sum().backward()
+    torch.testing.assert_close(a.grad, b.grad)
+    for name, parameter in pair[1].named_parameters():
+        torch.testing.assert_close(fused.get_parameter(name).grad, parameter.grad)
+    torch.testing.assert_close(fused.input_norm.running_mean, pair[0].running_mean)
+    torch.testing.assert_close(fused.eval()(x), pair.eval()(x))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_bias_form_subtracts_a_constant_and_folds(groups: int) -> None:
+    layer = perturb(GmPConv2d(4, 6, 3, padding=1, groups=groups, input_norm="bias", **DOUBLE))
+    x = image(2) + 1
+    mean = x.mean(dim=(0, 2, 3), keepdim=True)
+    interior = F.conv2d(x - mean, layer.weight, layer.bias, groups=groups)
+    torch.testing.assert_close(layer(x)[..., 1:-1, 1:-1], interior)
+    # Zeros are padded to the input as it is, so the constant is the same at the border.
+    plain = F.conv2d(x, layer.weight, padding=1, groups=groups)
+    constant = layer(x) - plain
+    torch.testing.assert_close(constant, constant[:1, :, :1, :1].expand_as(constant))
+    folded = layer.eval().to_conv()
+    torch.testing.assert_close(folded(x), layer(x))
+
+
+def test_border_form_does_not_fold_into_a_bias() -> None:
+    with pytest.raises(ValueError, match="input_norm='bias'"):
+        GmPConv2d(4, 6, 3, padding=1, input_norm=True).to_conv()
+    assert GmPConv2d(4, 6, 3, input_norm=True).to_conv().bias is not None
+
+
+def test_an_empty_batch_passes() -> None:
+    for layer in (GmPConv2d(4, 6, 3, padding=1, input_norm=True), GmPConv2d(4, 6, 3)):
+        assert layer(torch.empty(0, 4, 5, 5)).shape[0] == 0
+        assert all(b.isfinite().all() for b in layer.buffers())
+
+
+# --- precision -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("coordinates", COORDINATES)
+@pytest.mark.parametrize("norm", [False, True, "bias"])
+def test_autocast_follows_float32(coordinates: str, norm) -> None:  # noqa: ANN001
+    layer = GmPConv2d(
+        4, 8, 3, padding=1, activation=torch.relu, coordinates=coordinates, input_norm=norm
+    )
+    x = image(2).float()
+    expected = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+        out.float().square().sum().backward()
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), expected, atol=0.05, rtol=0.05)
+    assert all(
+        p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in layer.parameters()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_layers(dtype: torch.dtype) -> None:
+    layer = GmPLinear(16, 8, activation=torch.relu).to(dtype)
+    out = layer(torch.randn(4, 16, dtype=dtype))
+    out.sum().backward()
+    assert out.dtype == dtype
+    assert all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_channels_last() -> None:
+    layer = GmPConv2d(4, 8, 3, padding=1, input_norm=True)
+    x = image(2).float()
+    expected = layer(x)
+    layer = layer.to(memory_format=torch.channels_last)
+    out = layer(x.contiguous(memory_format=torch.channels_last))
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+# --- intrinsic coordinates -----------------------------------------------------------------------
+
+
+def test_intrinsic_gradient_is_tangent() -> None:
+    layer = GmPLinear(9, 5, coordinates="intrinsic", **DOUBLE)
+    layer(torch.randn(4, 9, **DOUBLE)).square().sum().backward()
+    along = (layer.unit.grad * layer.unit).sum(dim=1)
+    assert along.abs().max() < 1e-12 * layer.unit.grad.abs().max()
+
+
+def test_retraction_keeps_the_function() -> None:
+    model = nn.Sequential(
+        GmPLinear(9, 5, coordinates="intrinsic"), GmPLinear(5, 2), nn.Linear(2, 1)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.randn(4, 9)
+    model(x).square().sum().backward()
+    optimizer.step()
+    drifted = model(x)
+    assert (model[0].unit.norm(dim=1) - 1).abs().max() > 1e-4
+    retract(model)()
+    torch.testing.assert_close(model[0].unit.norm(dim=1), torch.ones(5))
+    torch.testing.assert_close(model(x), drifted)
+
+
+def test_retraction_as_an_optimizer_hook() -> None:
+    layer = GmPLinear(9, 5, coordinates="intrinsic")
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.3)
+    optimizer.register_step_post_hook(retract(layer))
+    for _ in range(5):
+        optimizer.zero_grad()
+        layer(torch.randn(4, 9)).square().sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(layer.unit.norm(dim=1), torch.ones(5))
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.1, 0.9])
+@pytest.mark.parametrize("n", [2, 13, 576])
+def test_a_step_turns_an_intrinsic_unit_by_at_most_arcsin(n: int, size: float) -> None:
+    u = sphere.sample(200, n)
+    step = size * sphere.sample(200, n)
+    assert (sphere.angle_between(u, u + step) <= math.asin(size) + 1e-12).all()
+
+
+def test_drift_warns_once_and_never_in_forward() -> None:
+    layer = GmPLinear(9, 5, coordinates="intrinsic")
+    expected = layer(torch.ones(1, 9))
+    with torch.no_grad():
+        layer.unit.mul_(1.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(layer(torch.ones(1, 9)), expected)
+    with pytest.warns(UserWarning, match="register_step_post_hook"):
+        layer.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer.train()
+        layer.state_dict()
+
+
+@pytest.mark.parametrize("look", [nn.Module.train, nn.Module.eval, nn.Module.state_dict])
+def test_drift_is_looked_for_in_whole_models(look) -> None:  # noqa: ANN001
+    model = nn.Sequential(GmPLinear(9, 5, coordinates="intrinsic"))
+    with torch.no_grad():
+        model[0].unit.mul_(0.8)
+    with pytest.warns(UserWarning, match="drifted"):
+        look(model)
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("coordinates", COORDINATES)
+def test_training_repeats_bit_for_bit(coordinates: str) -> None:
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            GmPConv2d(3, 8, 3, activation=torch.relu, coordinates=coordinates),
+            GmPConv2d(8, 8, 3, padding=1, coordinates=coordinates, input_norm=True),
+            nn.Flatten(),
+            GmPLinear(128, 10, coordinates=coordinates, natural=coordinates == "angles"),
+        )
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        optimizer.register_step_post_hook(retract(model))
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3, 6, 6)).square().mean().backward()
+            optimizer.step()
+        return [*model.parameters(), *model.buffers()]
+
+    assert all(map(torch.equal, run(), run()))
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+def nan_linear() -> nn.Linear:
+    linear = nn.Linear(3, 2)
+    with torch.no_grad():
+        linear.weight[1, 2] = torch.nan
+    return linear
+
+
+def biased_zero_row() -> nn.Linear:
+    linear = nn.Linear(3, 2)
+    with torch.no_grad():
+        linear.weight[1], linear.bias[1] = 0, 1
+    return linear
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: GmPLinear(0, 3), "fan-in 0"),
+        (lambda: GmPLinear(3, 0), "0 units"),
+        (lambda: GmPConv2d(0, 3, 3), "fan-in 0"),
+        (lambda: GmPConv2d(4, 6, 3, groups=3), "groups must divide"),
+        (lambda: GmPConv2d(4, 6, 3, groups=0), "groups must divide"),
+        (lambda: GmPConv2d(4, 6, (3, 3, 3)), "kernel_size is one number or 2"),
+        (lambda: GmPConv2d(4, 6, 3, stride=2, padding="same"), "with stride 1, 'same'"),
+        (lambda: GmPConv2d(4, 6, 3, padding_mode="mirror"), "padding_mode"),
+        (lambda: GmPLinear(3, 2, init="he"), "init is 'sphere'"),
+        (lambda: GmPLinear(3, 2, coordinates="polar"), "coordinates are 'angles'"),
+        (lambda: GmPLinear(3, 2, coordinates="intrinsic", natural=True), "natural=True corrects"),
+        (lambda: GmPLinear(3, 2, input_norm="mean"), "input_norm is False"),
+        (lambda: GmPLinear.from_linear(nn.Conv2d(1, 1, 1)), "takes an nn.Linear; got Conv2d"),
+        (lambda: GmPConv2d.from_conv(nn.Conv1d(1, 1, 1)), "takes an nn.Conv2d; got Conv1d"),
+        (lambda: GmPConv2d.from_conv(nn.ConvTranspose2d(1, 1, 1)), "got ConvTranspose2d"),
+        (lambda: GmPLinear.from_linear(nan_linear()), "NaN or infinite values.*got 1"),
+        (lambda: GmPLinear.from_linear(biased_zero_row()), r"rows \[1\].*zero weight and a bias"),
+        (lambda: GmPLinear(3, 2, activation=torch.relu).to_linear(), "r outside"),
+    ],
+)
+def test_bad_input_is_refused(call, message: str) -> None:  # noqa: ANN001
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_repr_says_what_it_is() -> None:
+    layer = GmPConv2d(4, 6, 3, padding=1, activation=torch.relu, input_norm="bias")
+    assert repr(layer).startswith(
+        "GmPConv2d(\n  4, 6, kernel_size=(3, 3), padding=(1, 1), coordinates='angles', "
+        "activation=relu, input_norm='bias'"
+    )
+    assert repr(GmPLinear(3, 2, bias=False, natural=True)) == (
+        "GmPLinear(3, 2, bias=False, coordinates='angles', natural=True)"
+    )

@@ -1,0 +1,109 @@
+"""Mean normalization: what is subtracted, what is remembered."""
+
+import pytest
+import torch
+from torch import nn
+
+from geoparam import InputMeanNorm, MeanOnlyBatchNorm
+
+SHAPES = [(6, 3), (6, 3, 5), (4, 3, 5, 2), (2, 3, 4, 5, 2)]
+
+
+def others(x: torch.Tensor) -> list[int]:
+    return [d for d in range(x.ndim) if d != 1]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_subtracts_each_channels_mean(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.float64) + 3
+    centred = InputMeanNorm(3, dtype=torch.float64)(x)
+    torch.testing.assert_close(centred, x - x.mean(dim=others(x), keepdim=True))
+
+
+def test_channels_in_the_last_dimension() -> None:
+    x = torch.randn(2, 5, 3)
+    torch.testing.assert_close(InputMeanNorm(3, dim=-1)(x), x - x.mean(dim=(0, 1)))
+
+
+@pytest.mark.parametrize("momentum", [0.01, 0.3, None])
+def test_running_mean_follows_batchnorm(momentum: float | None) -> None:
+    ours, torchs = InputMeanNorm(3, momentum=momentum), nn.BatchNorm1d(3, momentum=momentum)
+    for _ in range(5):
+        x = torch.randn(8, 3) + 2
+        ours(x)
+        torchs(x)
+    torch.testing.assert_close(ours.running_mean, torchs.running_mean)
+    assert ours.num_batches_tracked == torchs.num_batches_tracked == 5
+
+
+def test_evaluation_uses_the_running_mean() -> None:
+    norm = InputMeanNorm(3, momentum=0.5)
+    norm(torch.randn(8, 3) + 4)
+    norm.eval()
+    before = norm.running_mean.clone()
+    x = torch.randn(5, 3)
+    assert torch.equal(norm(x), x - before)
+    assert torch.equal(norm.running_mean, before)
+
+
+def test_without_tracking_evaluation_uses_the_batch() -> None:
+    norm = InputMeanNorm(3, track_running_stats=False).eval()
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(norm(x), x - x.mean(dim=0))
+    assert not norm.state_dict()
+
+
+def test_the_means_gradient_flows() -> None:
+    x = torch.randn(4, 3, 2, dtype=torch.float64, requires_grad=True)
+    norm = InputMeanNorm(3, dtype=torch.float64)
+    assert torch.autograd.gradcheck(norm, (x,))
+    assert torch.autograd.grad(norm(x).sum(), x)[0].abs().max() < 1e-12
+
+
+def test_statistics_are_float32_under_autocast() -> None:
+    norm = InputMeanNorm(1, momentum=1.0)
+    x = (100 + torch.rand(4096, 1)).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        centred = norm(x)
+    assert centred.dtype == torch.bfloat16
+    assert norm.running_mean.dtype == torch.float32
+    torch.testing.assert_close(norm.running_mean, x.float().mean(dim=0), atol=1e-4, rtol=0)
+    assert centred.float().mean().abs() < 1e-2
+
+
+def test_an_empty_batch_changes_nothing() -> None:
+    norm = InputMeanNorm(3)
+    norm(torch.randn(4, 3))
+    before = norm.running_mean.clone()
+    assert norm(torch.empty(0, 3)).shape == (0, 3)
+    assert torch.equal(norm.running_mean, before)
+    assert norm.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_mean_only_batch_norm_has_its_bias_after(bias: bool) -> None:
+    norm = MeanOnlyBatchNorm(3, bias=bias)
+    x = torch.randn(8, 3, 2)
+    expected = x - x.mean(dim=(0, 2), keepdim=True)
+    if bias:
+        nn.init.normal_(norm.bias)
+        expected = expected + norm.bias.view(3, 1)
+    torch.testing.assert_close(norm(x), expected)
+
+
+def test_reset_forgets_and_state_dict_remembers() -> None:
+    norm, other = InputMeanNorm(3), InputMeanNorm(3)
+    norm(torch.randn(4, 3) + 5)
+    other.load_state_dict(norm.state_dict())
+    assert torch.equal(other.running_mean, norm.running_mean)
+    norm.reset_running_stats()
+    assert not norm.running_mean.any() and norm.num_batches_tracked == 0
+
+
+def test_wrong_number_of_channels() -> None:
+    with pytest.raises(ValueError, match="expected 3 channels in dimension 1"):
+        InputMeanNorm(3)(torch.randn(2, 4))
+    with pytest.raises(ValueError, match="expected 3 channels"):
+        InputMeanNorm(3)(torch.randn(3))
+    with pytest.raises(ValueError, match="num_features"):
+        InputMeanNorm(0)

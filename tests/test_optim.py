@@ -1,0 +1,88 @@
+"""Parameter groups: each parameter once, with the right decay and rate."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from geoparam import GmPConv2d, GmPLinear, param_groups
+
+
+class Model(nn.Module):
+    def __init__(self, coordinates: str = "angles") -> None:
+        super().__init__()
+        self.conv = GmPConv2d(3, 8, 3, coordinates=coordinates)
+        self.norm = nn.LayerNorm([8, 4, 4])  # its weight has three dimensions
+        self.hidden = GmPLinear(8, 16, coordinates=coordinates)
+        self.twin = self.hidden
+        self.embedding = nn.Embedding(5, 8)
+        self.head = nn.Linear(16, 2)
+
+
+def by_name(model: nn.Module, groups: list[dict]) -> dict[str, dict]:
+    of = {id(p): group for group in groups for p in group["params"]}
+    return {name: of[id(p)] for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
+@pytest.mark.parametrize("angle_lr", [None, 0.5, "fan_in"])
+def test_each_parameter_is_in_exactly_one_group(coordinates: str, angle_lr) -> None:  # noqa: ANN001
+    model = Model(coordinates)
+    grouped = [p for g in param_groups(model, 0.1, 0.05, angle_lr) for p in g["params"]]
+    assert len(grouped) == len({id(p) for p in grouped})
+    assert {id(p) for p in grouped} == {id(p) for p in model.parameters()}
+
+
+@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
+def test_only_plain_weights_are_decayed(coordinates: str) -> None:
+    model = Model(coordinates)
+    groups = by_name(model, param_groups(model, lr=0.1, weight_decay=0.05))
+    decayed = {name for name, group in groups.items() if group["weight_decay"]}
+    assert decayed == {"embedding.weight", "head.weight"}
+
+
+def test_rate_of_the_directions() -> None:
+    model = Model()
+    name = "conv.latitude"
+    assert by_name(model, param_groups(model, 0.1))[name]["lr"] == 0.1
+    assert by_name(model, param_groups(model, 0.1, angle_lr=0.5))[name]["lr"] == 0.5
+    groups = by_name(model, param_groups(model, 0.1, angle_lr="fan_in"))
+    assert groups[name]["lr"] == pytest.approx(0.1 / math.sqrt(27))
+    assert groups["hidden.latitude"]["lr"] == pytest.approx(0.1 / math.sqrt(8))
+    assert groups["conv.r"]["lr"] == groups["head.weight"]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+    ],
+)
+def test_any_optimizer_takes_them(optimizer: type[torch.optim.Optimizer]) -> None:
+    model = nn.Sequential(GmPLinear(6, 4, activation=torch.relu), nn.Linear(4, 1))
+    steps = optimizer(param_groups(model, lr=0.01, weight_decay=0.1, angle_lr="fan_in"))
+    before = [p.clone() for p in model.parameters()]
+    model(torch.randn(8, 6)).sum().backward()
+    steps.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+def test_decay_alone_turns_no_unit() -> None:
+    model = nn.Sequential(GmPLinear(6, 4), nn.Linear(4, 1))
+    steps = torch.optim.AdamW(param_groups(model, lr=0.1, weight_decay=0.5))
+    direction, head = model[0].direction.clone(), model[1].weight.clone()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    steps.step()
+    assert torch.equal(model[0].direction, direction)
+    assert not torch.equal(model[1].weight, head)
+
+
+def test_unknown_rate() -> None:
+    with pytest.raises(ValueError, match="angle_lr"):
+        param_groups(Model(), 0.1, angle_lr="fan_out")

@@ -1,0 +1,37 @@
+"""The installed package: its metadata, its types, and what importing it costs."""
+
+import importlib.metadata
+import importlib.resources
+import subprocess
+import sys
+
+import pytest
+
+import geoparam
+
+OPTIONAL = ("matplotlib", "rich", "safetensors", "sklearn", "torchvision", "transformers", "typer")
+
+
+def test_version_is_the_metadata_version() -> None:
+    assert geoparam.__version__ == importlib.metadata.version("geoparam")
+
+
+def test_depends_on_torch_and_numpy_alone() -> None:
+    requires = importlib.metadata.requires("geoparam") or []
+    assert sorted(r for r in requires if "extra" not in r) == ["numpy", "torch>=2.6"]
+
+
+def test_ships_its_types() -> None:
+    assert importlib.resources.files("geoparam").joinpath("py.typed").is_file()
+
+
+@pytest.fixture(scope="module")
+def imported() -> set[str]:
+    code = "import geoparam, sys; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize("name", (*OPTIONAL, "geoparam.ops.triton", "geoparam.experiments"))
+def test_import_leaves_out(name: str, imported: set[str]) -> None:
+    assert name not in imported

@@ -1,0 +1,527 @@
+"""The trace says what a model's author would: what follows a layer, where data enters and ends."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from geoparam.layers import GmPConv2d, GmPLinear
+from geoparam.norm import InputMeanNorm
+from geoparam.trace import Graph, output_layers, trace
+
+PIXELS = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
+
+
+class Made(nn.Module):
+    """A model of the given modules, with a function of it and its inputs as its forward."""
+
+    def __init__(self, function: Callable, **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.function = function
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return self.function(self, *args, **kwargs)
+
+
+def conv() -> nn.Conv2d:
+    return nn.Conv2d(3, 3, 3, padding=1)
+
+
+def summary(graph: Graph, layer: str) -> tuple:
+    """Return a chain as (norm, activation, through a sum, exclusive)."""
+    chain = graph.after(layer)
+    activation = chain.activation and chain.activation.op
+    return chain.norm and chain.norm.name, activation, chain.through_sum, chain.exclusive
+
+
+def count(graph: Graph) -> Counter:
+    """Count the chains by (norm or not, activation, through a sum)."""
+    chains = [summary(graph, layer) for layer in graph.layers]
+    return Counter((norm is not None, activation, added) for norm, activation, added, _ in chains)
+
+
+@pytest.fixture
+def vision() -> ModuleType:
+    return pytest.importorskip("torchvision.models")
+
+
+# Real models. Nothing is computed on the meta device, so that full sizes take no time.
+
+
+@pytest.mark.parametrize(("name", "plain", "added"), [("resnet18", 9, 11), ("resnet50", 33, 20)])
+def test_resnet_convolutions_before_the_sum_are_told_apart(
+    vision: ModuleType, name: str, plain: int, added: int
+) -> None:
+    with torch.device("meta"):
+        graph = trace(getattr(vision, name)(), torch.zeros(1, 3, 64, 64))
+    assert count(graph) == {
+        (True, "relu", False): plain,
+        (True, "relu", True): added,
+        (False, None, False): 1,
+    }
+    assert all(graph.after(layer).exclusive for layer in graph.layers if layer != "fc")
+    assert (graph.first, graph.outputs) == (("conv1",), ("fc",))
+    assert summary(graph, "layer2.0.downsample.0") == ("layer2.0.downsample.1", "relu", True, True)
+    last = {"resnet18": "layer4.1.conv2", "resnet50": "layer4.2.conv3"}[name]
+    assert graph.next(last) == ("fc",)
+
+
+def test_mobilenet_has_convolutions_without_activation(vision: ModuleType) -> None:
+    with torch.device("meta"):
+        graph = trace(vision.mobilenet_v3_small(), torch.zeros(1, 3, 64, 64))
+    assert count(graph) == {
+        (True, "hardswish", False): 18,
+        (True, "relu", False): 5,
+        (True, None, False): 5,
+        (True, None, True): 6,
+        (False, "relu", False): 9,
+        (False, "hardsigmoid", False): 9,
+        (False, "hardswish", False): 1,
+        (False, None, False): 1,
+    }
+    assert summary(graph, "features.1.block.2.0") == ("features.1.block.2.1", None, False, True)
+    assert graph.next("features.1.block.2.0") == ("features.2.block.0.0",)
+
+
+def test_vgg_starts_and_ends_where_it_should(vision: ModuleType) -> None:
+    with torch.device("meta"):
+        graph = trace(vision.vgg16(), torch.zeros(1, 3, 224, 224))
+    assert (graph.first, graph.outputs) == (("features.0",), ("classifier.6",))
+    assert count(graph) == {(False, "relu", False): 15, (False, None, False): 1}
+    with pytest.raises(ValueError, match="does not pass relu features.29"):
+        graph.receivers("features.28")
+
+
+def test_vit_shows_attention_as_its_projections(vision: ModuleType) -> None:
+    size = {"image_size": 32, "patch_size": 16, "hidden_dim": 16, "mlp_dim": 32}
+    model = vision.VisionTransformer(**size, num_layers=2, num_heads=2)
+    graph = trace(model, torch.zeros(1, 3, 32, 32))
+    block = "encoder.layers.encoder_layer_1."
+    assert graph.next(block + "self_attention.in_proj_weight") == (
+        block + "self_attention.out_proj",
+    )
+    assert graph.after(block + "self_attention.out_proj").through_sum
+    assert summary(graph, block + "mlp.0") == (None, "gelu", False, False)
+    assert (graph.first, graph.outputs) == (("conv_proj",), ("heads.head",))
+
+
+def test_convnext_norm_after_a_permutation_is_found_but_not_exclusive(vision: ModuleType) -> None:
+    setting = [vision.convnext.CNBlockConfig(8, None, 2)]
+    graph = trace(vision.ConvNeXt(setting), torch.zeros(1, 3, 32, 32))
+    assert summary(graph, "features.1.0.block.0") == ("features.1.0.block.2", None, False, False)
+    assert summary(graph, "features.1.0.block.3") == (None, "gelu", False, False)
+    assert graph.after("features.1.0.block.5").path[:3] == ("permute", "mul", "sum")
+    assert graph.outputs == output_layers(vision.ConvNeXt(setting)) == ("classifier.2",)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_transformer_layer_is_seen_in_spite_of_its_fast_path(norm_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, norm_first=norm_first, batch_first=True)
+    graph = trace(layer.eval(), torch.zeros(2, 5, 8))
+    assert graph.layers == ("self_attn.in_proj_weight", "self_attn.out_proj", "linear1", "linear2")
+    assert graph.first == graph.layers[:1]
+    assert graph.outputs == ("linear2",)
+    assert summary(graph, "linear1") == (None, "relu", False, False)
+    assert summary(graph, "linear2") == (None, None, True, False)
+
+
+def test_whole_transformer_starts_in_encoder_and_decoder() -> None:
+    tokens = torch.zeros(2, 5, 8)
+    graph = trace(nn.Transformer(8, 2, 1, 1, 16, batch_first=True), (tokens, tokens.clone()))
+    assert graph.first == tuple(
+        f"{s}coder.layers.0.self_attn.in_proj_weight" for s in ("en", "de")
+    )
+    assert graph.outputs == ("decoder.layers.0.linear2",)
+
+
+def test_attention_with_separate_projections_has_four_layers() -> None:
+    attention = nn.MultiheadAttention(8, 2, kdim=4, vdim=6, batch_first=True)
+    graph = trace(attention, (torch.zeros(1, 3, 8), torch.zeros(1, 5, 4), torch.zeros(1, 5, 6)))
+    assert graph.first == ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+    assert graph.outputs == ("out_proj",)
+
+
+# Ways to write the same thing.
+
+RELUS = {
+    "module": lambda m, x: m.relu(x),
+    "in-place module": lambda m, x: nn.ReLU(inplace=True)(x),
+    "F.relu": lambda m, x: F.relu(x),
+    "F.relu in place": lambda m, x: F.relu(x, inplace=True),
+    "torch.relu": lambda m, x: torch.relu(x),
+    "torch.relu_": lambda m, x: torch.relu_(x),
+    "method": lambda m, x: x.relu(),
+    "in-place method": lambda m, x: x.relu_(),
+    "operator": lambda m, x: torch.ops.aten.relu(x),
+    "overload": lambda m, x: torch.ops.aten.relu.default(x),
+}
+
+
+@pytest.mark.parametrize("relu", RELUS.values(), ids=RELUS)
+def test_every_spelling_of_relu_is_relu(relu: Callable) -> None:
+    model = Made(
+        lambda m, x: m.fc(relu(m, m.conv(x)).mean((2, 3))), conv=conv(), fc=nn.Linear(3, 2)
+    )
+    model.relu = nn.ReLU()
+    graph = trace(model, PIXELS)
+    assert summary(graph, "conv") == (None, "relu", False, False)
+    assert graph.next("conv") == ("fc",)
+
+
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [
+        (lambda x: F.leaky_relu(x, 0.2), "leaky_relu"),
+        (nn.LeakyReLU(0.2), "leaky_relu"),
+        (F.relu6, "relu6"),
+        (nn.ReLU6(), "relu6"),
+        (F.hardswish, "hardswish"),
+        (F.gelu, "gelu"),
+        (F.silu, "silu"),
+        (torch.tanh, "tanh"),
+        (lambda x: F.hardtanh(x, -2.0, 2.0), "hardtanh"),
+        (lambda x: x.clamp(min=0), "clamp"),
+        (nn.PReLU(), "prelu"),
+    ],
+)
+def test_functions_and_modules_have_one_name(function: Callable, op: str) -> None:
+    model = Made(lambda m, x: function(m.fc(x)), fc=nn.Linear(3, 3))
+    if isinstance(function, nn.Module):
+        model.act = function
+    assert trace(model, torch.zeros(1, 3)).after("fc").activation.op == op
+
+
+def test_a_functional_activation_keeps_its_arguments() -> None:
+    model = Made(lambda m, x: F.hardtanh(m.fc(x), -2.0, max_val=3.0), fc=nn.Linear(3, 3))
+    activation = trace(model, torch.zeros(1, 3)).after("fc").activation
+    assert (activation.args, activation.kwargs["max_val"]) == ((), 3.0)
+    assert activation.kwargs["min_val"] == -2.0
+
+
+SUMS = {
+    "a + b": lambda a, b: a + b,
+    "a += b": lambda a, b: a.__iadd__(b),
+    "b.add(a)": lambda a, b: b.add(a),
+    "torch.add": lambda a, b: torch.add(a, b),
+    "a - b": lambda a, b: a - b,
+}
+
+
+@pytest.mark.parametrize("add", SUMS.values(), ids=SUMS)
+def test_activation_after_a_residual_sum_is_flagged(add: Callable) -> None:
+    model = Made(lambda m, x: F.relu_(add(m.bn(m.conv(x)), x)), conv=conv(), bn=nn.BatchNorm2d(3))
+    assert summary(trace(model, PIXELS), "conv") == ("bn", "relu", True, True)
+
+
+@pytest.mark.parametrize("between", [nn.Identity(), nn.Dropout(0.5), nn.Sequential()])
+def test_what_does_nothing_in_evaluation_is_not_there(between: nn.Module) -> None:
+    model = nn.Sequential(conv(), between, nn.BatchNorm2d(3), between, nn.ReLU(), between, conv())
+    graph = trace(model, PIXELS)
+    assert summary(graph, "0") == ("2", "relu", False, True)
+    assert graph.after("0").path == ()
+    assert graph.next("0") == ("6",)
+
+
+def test_pooling_and_constants_are_passed_and_named() -> None:
+    model = Made(lambda m, x: F.relu(F.max_pool2d(m.conv(x), 2) * 0.5), conv=conv())
+    chain = trace(model, PIXELS).after("conv")
+    assert (chain.activation.op, chain.path) == ("relu", ("max_pool2d", "mul"))
+
+
+# When a norm belongs to one layer alone.
+
+
+def folding(function: Callable, **modules: nn.Module) -> bool:
+    model = Made(function, conv=conv(), bn=nn.BatchNorm2d(3), **modules)
+    return trace(model, PIXELS).after("conv").exclusive
+
+
+def test_norm_is_not_exclusive_when_the_layer_is_read_twice() -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        y = m.conv(x)
+        return m.bn(y) + y
+
+    assert not folding(forward)
+
+
+def test_norm_is_not_exclusive_when_the_layer_is_an_output() -> None:
+    assert not folding(lambda m, x: (y := m.conv(x), m.bn(y)))
+
+
+def test_norm_is_not_exclusive_when_shared_by_two_layers() -> None:
+    assert not folding(lambda m, x: m.bn(m.other(m.bn(m.conv(x)))), other=conv())
+
+
+def test_norm_is_not_exclusive_when_only_one_call_of_the_layer_has_it() -> None:
+    assert not folding(lambda m, x: m.conv(m.bn(m.conv(x))))
+
+
+def test_norm_is_not_exclusive_behind_a_pooling() -> None:
+    assert not folding(lambda m, x: m.bn(F.max_pool2d(m.conv(x), 2)))
+
+
+def test_norm_is_exclusive_when_both_are_called_twice_together() -> None:
+    assert folding(lambda m, x: m.bn(m.conv(m.bn(m.conv(x)))))
+
+
+def test_norm_is_exclusive_when_only_the_shape_is_read() -> None:
+    assert folding(lambda m, x: m.bn(y := m.conv(x)) + torch.zeros_like(y) + y.shape[0])
+
+
+@pytest.mark.parametrize(("shape", "exclusive"), [((4, 6), True), ((4, 6, 6), False)])
+def test_norm_counts_channels_where_the_linear_layer_has_them(
+    shape: tuple[int, ...], exclusive: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    assert trace(model, torch.zeros(shape)).after("0").exclusive == exclusive
+
+
+def test_norm_with_an_activation_inside_is_looked_into() -> None:
+    class NormAct(nn.BatchNorm2d):
+        def __init__(self) -> None:
+            super().__init__(3)
+            self.act = nn.SiLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            args = (self.running_mean, self.running_var, self.weight, self.bias)
+            return self.act(F.batch_norm(x, *args))
+
+    graph = trace(nn.Sequential(conv(), NormAct()), PIXELS)
+    assert summary(graph, "0") == ("1", "silu", False, True)
+    assert graph.after("0").activation.name == "1.act"
+
+
+def test_change_through_another_view_counts_as_a_second_reader() -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        y = m.conv(x)
+        y[:, :1].relu_()
+        return m.bn(y)
+
+    assert not folding(forward)
+
+
+# First, last, unused, shared, functional.
+
+
+def test_several_heads_and_several_inputs() -> None:
+    parts = {name: nn.Linear(4, 4) for name in ("a", "b", "body", "left", "right")}
+
+    def forward(m: nn.Module, x: Tensor, *, y: Tensor) -> dict:
+        hidden = F.relu(m.body(torch.cat([m.a(x), m.b(y)])))
+        return {"left": m.left(hidden).softmax(-1), "rest": [m.right(hidden)]}
+
+    graph = trace(Made(forward, **parts), (torch.zeros(1, 4),), {"y": torch.zeros(1, 4)})
+    assert (graph.first, graph.outputs) == (("a", "b"), ("left", "right"))
+    assert graph.next("a") == graph.next("b") == ("body",)
+
+
+def test_hidden_states_in_a_dataclass_are_not_output_layers() -> None:
+    @dataclass
+    class Output:
+        logits: Tensor
+        hidden: tuple[Tensor, ...]
+        cache: None = None
+
+    def forward(m: nn.Module, ids: Tensor) -> Output:
+        hidden = m.body(m.emb(ids))
+        return Output(m.head(hidden), (hidden,))
+
+    model = Made(forward, emb=nn.Embedding(9, 4), body=nn.Linear(4, 4), head=nn.Linear(4, 9))
+    graph = trace(model, {"ids": torch.zeros(1, 3, dtype=torch.long)})
+    assert (graph.first, graph.outputs) == ((), ("head",))
+
+
+@pytest.mark.parametrize("product", [F.linear, lambda x, w: x @ w.t(), lambda x, w: x @ w.T])
+def test_tied_weight_in_a_function_is_a_layer_of_its_owner(product: Callable) -> None:
+    model = Made(lambda m, i: product(m.fc(m.emb(i)), m.emb.weight), fc=nn.Linear(4, 4))
+    model.emb = nn.Embedding(9, 4)
+    graph = trace(model, torch.zeros(1, 3, dtype=torch.long))
+    assert graph.outputs == ("emb",)
+    assert graph.next("fc") == ("emb",)
+
+
+def test_unused_layer_is_no_layer_of_the_graph() -> None:
+    model = Made(lambda m, x: m.conv(x), conv=conv(), spare=conv())
+    graph = trace(model, PIXELS)
+    assert graph.layers == ("conv",)
+    assert output_layers(model) == ("spare",)
+    with pytest.raises(ValueError, match="'spare' ran; these did: conv"):
+        graph.after("spare")
+
+
+def test_shared_layer_keeps_what_its_calls_agree_on() -> None:
+    model = Made(lambda m, x: torch.tanh(m.fc(F.relu(m.fc(x)))), fc=nn.Linear(3, 3))
+    assert trace(model, torch.zeros(1, 3)).after("fc").activation is None
+    model.function = lambda m, x: torch.tanh(m.fc(torch.tanh(m.fc(x))))
+    assert trace(model, torch.zeros(1, 3)).after("fc").activation.op == "tanh"
+
+
+@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
+def test_layers_with_computed_weights_are_one_step(coordinates: str) -> None:
+    model = nn.Sequential(
+        GmPConv2d(3, 4, 3, activation=nn.ReLU(), coordinates=coordinates),
+        nn.AvgPool2d(6),
+        GmPConv2d(4, 4, 1, input_norm=True, coordinates=coordinates),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        weight_norm(nn.Linear(4, 3)),
+        InputMeanNorm(3),
+        nn.Tanh(),
+        GmPLinear(3, 2, coordinates=coordinates),
+    )
+    graph = trace(model, PIXELS)
+    assert graph.layers == ("0", "2", "6", "9")
+    assert (graph.first, graph.outputs) == (("0",), ("9",))
+    assert summary(graph, "2") == ("3", "relu", False, True)
+    assert summary(graph, "6") == ("7", "tanh", False, True)
+    assert graph.receivers("0")["2"].tolist() == [0, 1, 2, 3]
+    assert output_layers(model) == ("9",)
+
+
+def test_foreign_classes_and_functions_can_be_named() -> None:
+    class Scale(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.abs() * 2
+
+    model = nn.Sequential(nn.Linear(3, 3), Scale(), nn.Linear(3, 3))
+    assert trace(model, torch.zeros(1, 3)).after("0").activation is None
+    assert (
+        trace(model, torch.zeros(1, 3), kinds={"abs": "activation"}).after("0").activation.op
+        == "abs"
+    )
+    chain = trace(model, torch.zeros(1, 3), kinds={Scale: "activation"}).after("0")
+    assert (chain.activation.op, chain.activation.name) == ("scale", "1")
+
+
+@pytest.mark.parametrize(("model", "names"), [(nn.Linear(2, 2), ()), (nn.ReLU(), ())])
+def test_bare_modules_have_no_output_layer(model: nn.Module, names: tuple) -> None:
+    assert output_layers(model) == names
+
+
+# Where a sign per channel can go.
+
+PASSES = {
+    "nothing": (lambda x: x, conv),
+    "average pooling": (lambda x: F.avg_pool2d(x, 2, padding=1), conv),
+    "flatten": (lambda x: x.flatten(1), lambda: nn.Linear(192, 4)),
+    "channels last": (lambda x: x.permute(0, 2, 3, 1).flatten(1), lambda: nn.Linear(192, 4)),
+    "global average": (lambda x: F.adaptive_avg_pool2d(x, 1).view(2, -1), lambda: nn.Linear(3, 4)),
+    "mean": (lambda x: x.mean(dim=(2, 3), dtype=torch.float32) / 3, lambda: nn.Linear(3, 4)),
+    "tokens": (lambda x: x.flatten(2).transpose(1, 2)[:, 0], lambda: nn.Linear(3, 4)),
+    "dropout": (lambda x: F.dropout(x, 0.5, False).contiguous(), lambda: nn.Conv2d(3, 3, 3, 2, 1)),
+    "grouped": (lambda x: x, lambda: nn.Conv2d(3, 6, 1, groups=3)),
+}
+
+
+@pytest.mark.parametrize(("between", "layer"), PASSES.values(), ids=PASSES)
+def test_signs_moved_into_the_next_layer_change_nothing(
+    between: Callable, layer: Callable[[], nn.Module]
+) -> None:
+    sign = torch.tensor([1.0, -1.0, -1.0])
+    model = Made(lambda m, x: m.last(between(m.act(m.conv(x)))), conv=conv(), last=layer())
+    model.act = nn.Identity()
+    expected = model(PIXELS)
+    channels = trace(model, PIXELS).receivers("conv")["last"]
+    model.conv.register_forward_hook(lambda m, x, y: y * sign[:, None, None])
+    with torch.no_grad():
+        weight = model.last.weight
+        flips = sign[channels].reshape(getattr(model.last, "groups", 1), -1)
+        flips = flips.repeat_interleave(len(weight) // len(flips), 0)
+        weight.mul_(flips.reshape(*flips.shape, *[1] * (weight.ndim - 2)))
+    torch.testing.assert_close(model(PIXELS), expected)
+
+
+STOPS = {
+    "max_pool2d": lambda m, x: m.last(F.max_pool2d(m.conv(x), 2)),
+    "relu": lambda m, x: m.last(F.relu(m.conv(x))),
+    "bn": lambda m, x: m.last(m.bn(m.conv(x))),
+    "add": lambda m, x: m.last(m.conv(x) + x),
+    "output": lambda m, x: m.conv(x),
+    "mul": lambda m, x: m.last((y := m.conv(x)) * y),
+    "cat": lambda m, x: m.last(torch.cat([m.conv(x), x])),
+    "conv2d last": lambda m, x: m.last(m.conv(x).transpose(1, 2)[:, :3]),
+    "elsewhere": lambda m, x: m.last(m.last(m.conv(x))),
+    "several orders": lambda m, x: m.last(m.conv(x)) + m.last(m.conv(x)[:, [2, 1, 0]]),
+    "no step": lambda m, x: (m.conv(x), m.last(x))[1],
+}
+
+
+@pytest.mark.parametrize(("reason", "forward"), STOPS.items(), ids=STOPS)
+def test_signs_that_cannot_move_are_refused_with_the_reason(
+    reason: str, forward: Callable
+) -> None:
+    model = Made(forward, conv=conv(), bn=nn.BatchNorm2d(3), last=conv())
+    with pytest.raises(ValueError, match=reason):
+        trace(model, PIXELS).receivers("conv")
+
+
+# The model is left as it was.
+
+
+def test_model_and_random_state_are_left_alone() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+            self.register_buffer("replaced", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            self.replaced = torch.rand(())
+            return x
+
+    model = nn.Sequential(conv(), nn.BatchNorm2d(3), nn.Dropout(), Counting(), nn.ReLU())
+    model.train()
+    model[1].eval()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    tensors = [id(value) for value in model.state_dict(keep_vars=True).values()]
+    flags = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    trace(model, PIXELS)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert [id(value) for value in model.state_dict(keep_vars=True).values()] == tensors
+    assert [module.training for module in model.modules()] == flags
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_model_is_left_alone_when_its_forward_fails() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 6))
+    with pytest.raises(RuntimeError):
+        trace(model, torch.zeros(1, 3))
+    assert all(module.training for module in model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert torch.is_grad_enabled()
+
+
+def test_changes_in_place_are_seen_from_inside_inference_mode() -> None:
+    model = Made(lambda m, x: m.bn(m.conv(x)).add_(x).relu_(), conv=conv(), bn=nn.BatchNorm2d(3))
+    with torch.inference_mode():
+        assert summary(trace(model, PIXELS), "conv") == ("bn", "relu", True, True)
+        assert torch.is_inference_mode_enabled()
+
+
+def test_lazy_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="lazy"):
+        trace(nn.Sequential(nn.LazyLinear(3)), torch.zeros(1, 3))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_scripted_modules_are_refused() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    with pytest.raises(ValueError, match="scripted"):
+        trace(nn.Sequential(nn.Linear(3, 3), scripted), torch.zeros(1, 3))
+
+
+def test_compiled_model_is_run_eagerly() -> None:
+    model = torch.compile(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    assert trace(model, torch.zeros(1, 3)).after("_orig_mod.0").activation.op == "relu"
