@@ -15,8 +15,9 @@ that. No atomics: the same numbers every time.
 
 Precision. cos(a) near 1 rounded to float32 n times costs 4e-6 at n = 4608. So the forward product
 is carried as a high and a low part, starting from 1 - 2 sin^2(a/2), whose second term has full
-relative precision; at a large angle (|a| > pi/4) the cosine itself has it. In float64 the plain
-product is enough. The backward uses the same product; for y, which is a sum, the high part does.
+relative precision; at a large angle (|a| > pi/4) the cosine itself has it. (`enable_fp_fusion` is
+off: a compiler that fuses a multiplication into an addition would undo the low part.) In float64
+the plain product is enough. The backward uses the same product; for y, which is a sum, the high part does.
 
 Exclusive scans. P_k must not contain its own cosine: the forward loads the latitudes shifted by
 one, for the cosines only (a second load of a cached line). z_k needs y_{k+1}, not y_k: the scan
@@ -97,7 +98,8 @@ def _tile(rows: int, n: int) -> dict[str, Any]:
         "grid": (triton.cdiv(rows, rows_per_program),),
         "ROWS": rows_per_program,
         "BLOCK": block,
-        "num_warps": max(1, min(4, block * rows_per_program // 256)),
+        "num_warps": max(1, min(8, block * rows_per_program // 128)),
+        "enable_fp_fusion": False,
     }
 
 
@@ -207,12 +209,13 @@ def _cosine(a):
     """Return cos(a) as high + low."""
     if a.dtype == tl.float64:
         return tl.cos(a), a * 0
-    half = tl.sin(a * 0.5)
-    minus = -2 * half * half
-    high = 1 + minus
-    low = minus - (high - 1)
-    near = tl.abs(a) < _QUARTER_PI
-    return tl.where(near, high, tl.cos(a)), tl.where(near, low, 0)
+    else:
+        half = tl.sin(a * 0.5)
+        minus = -2 * half * half
+        high = 1 + minus
+        low = minus - (high - 1)
+        near = tl.abs(a) < _QUARTER_PI
+        return tl.where(near, high, tl.cos(a)), tl.where(near, low, 0)
 
 
 @triton.jit
@@ -220,10 +223,11 @@ def _multiply(a_high, a_low, b_high, b_low):
     """Return (a_high + a_low) (b_high + b_low) as high + low."""
     if a_high.dtype == tl.float64:
         return a_high * b_high, a_low
-    product = a_high * b_high
-    error = tl.fma(a_high, b_high, -product) + (a_high * b_low + a_low * b_high)
-    high = product + error
-    return high, error - (high - product)
+    else:
+        product = a_high * b_high
+        error = tl.fma(a_high, b_high, -product) + (a_high * b_low + a_low * b_high)
+        high = product + error
+        return high, error - (high - product)
 
 
 @triton.jit
@@ -253,4 +257,5 @@ def _zeros(like, ROWS: tl.constexpr):
     """Return (ROWS, 1) zeros in the working type: float64 for float64, else float32."""
     if like.dtype.element_ty == tl.float64:
         return tl.zeros((ROWS, 1), tl.float64)
-    return tl.zeros((ROWS, 1), tl.float32)
+    else:
+        return tl.zeros((ROWS, 1), tl.float32)
