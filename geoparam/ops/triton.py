@@ -13,11 +13,16 @@ the left) per row. The backward starts from the right, so it first walks to the 
 the product at each chunk's start, in a scratch of one number per chunk; rows of one chunk skip
 that. No atomics: the same numbers every time.
 
-Precision. cos(a) near 1 rounded to float32 n times costs 4e-6 at n = 4608. So the forward product
-is carried as a high and a low part, starting from 1 - 2 sin^2(a/2), whose second term has full
-relative precision; at a large angle (|a| > pi/4) the cosine itself has it. (`enable_fp_fusion` is
-off: a compiler that fuses a multiplication into an addition would undo the low part.) In float64
-the plain product is enough. The backward uses the same product; for y, which is a sum, the high part does.
+Precision. cos(a) near 1 rounded to float32 n times costs the weight 4e-6 at n = 4608. So the
+forward product is carried as a high and a low part, starting from 1 - 2 sin^2(a/2), whose second
+term has full relative precision; at a large angle (|a| > pi/4) the cosine itself has it. A
+compiler that fuses multiplications into additions would undo the low part, so the forward says
+itself where to fuse. The gradient does with the high part, rounded to nearest and so without bias
+(3e-6 at n = 25088; 5e-5 with a library's cosine). In float64 plain products are enough.
+
+Sines are our own in float32: both kernels are bound by arithmetic with the library's, which is
+built for any argument. One polynomial on [-pi/2, pi/2], reached by exact subtractions (2 pi k
+in two parts, then pi or pi/2 in two parts), serves sine and cosine; largest error 1.0e-7 relative.
 
 Exclusive scans. P_k must not contain its own cosine: the forward loads the latitudes shifted by
 one, for the cosines only (a second load of a cached line). z_k needs y_{k+1}, not y_k: the scan
@@ -33,7 +38,6 @@ from torch import Tensor
 
 from geoparam.ops.cpu import SMALLEST_METRIC
 
-_QUARTER_PI = tl.constexpr(0.7853981633974483)
 _SMALLEST_METRIC = tl.constexpr(SMALLEST_METRIC)
 
 
@@ -99,7 +103,6 @@ def _tile(rows: int, n: int) -> dict[str, Any]:
         "ROWS": rows_per_program,
         "BLOCK": block,
         "num_warps": max(1, min(8, block * rows_per_program // 128)),
-        "enable_fp_fusion": False,
     }
 
 
@@ -116,7 +119,7 @@ def _forward_kernel(
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     lane = tl.arange(0, BLOCK)[None, :]
-    high, low = _ones(latitude, ROWS), _zeros(latitude, ROWS)  # the product so far
+    high, low = _full(latitude, ROWS, 1), _full(latitude, ROWS, 0)  # the product so far
     scale = tl.load(r + row, row < rows).to(high.dtype) if SCALED else high
     for start in range(0, n, BLOCK):
         k = start + lane
@@ -125,10 +128,11 @@ def _forward_kernel(
         before = tl.load(at - 1, inside & (k > 0), 0).to(high.dtype)
         a = tl.load(at, inside & (k < n - 1), 0).to(high.dtype)
         p_high, p_low = tl.associative_scan(_cosine(before), 1, _multiply)
-        p_high, p_low = _multiply(high, low, p_high, p_low)
-        u = tl.where(k < n - 1, tl.sin(a), 1) * p_high
+        p = tl.fma(high, p_high, tl.fma(high, p_low, low * p_high))
+        u = tl.where(k < n - 1, _sin(a), 1) * p
         tl.store(weight + row * n + k, (scale * u).to(weight.dtype.element_ty), inside)
-        high, low = _at(p_high, lane, BLOCK - 1), _at(p_low, lane, BLOCK - 1)
+        last_high, last_low = _at(p_high, lane, BLOCK - 1), _at(p_low, lane, BLOCK - 1)
+        high, low = _multiply(high, low, last_high, last_low)
 
 
 @triton.jit
@@ -149,13 +153,13 @@ def _backward_kernel(
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     lane = tl.arange(0, BLOCK)[None, :]
-    one = _ones(latitude, ROWS)
+    one = _full(latitude, ROWS, 1)
     scale = tl.load(r + row, row < rows).to(one.dtype) if SCALED else one
     chunks = tl.cdiv(n, BLOCK)
     if not ONE_CHUNK:
         _note_starts(latitude, starts, row, rows, lane, n, chunks, ROWS, BLOCK)
 
-    y = _zeros(latitude, ROWS)  # y_{k+1} of the chunk's last column
+    y = _full(latitude, ROWS, 0)  # y_{k+1} of the chunk's last column
     for step in range(0, chunks):
         chunk = chunks - 1 - step
         k = chunk * BLOCK + lane
@@ -166,19 +170,19 @@ def _backward_kernel(
         a = tl.load(at, angle, 0).to(one.dtype)
         g = tl.load(grad + row * n + k, inside, 0).to(one.dtype)
 
-        p, _ = tl.associative_scan(_cosine(before), 1, _multiply)
+        p = tl.associative_scan(_cos(before), 1, _times)
         if not ONE_CHUNK:
             p *= tl.load(starts + row * chunks + chunk, row < rows, 1)
 
         # The last column has no angle: y_n = g_n. Columns outside pass y through.
-        sin = tl.where(angle, tl.sin(a), tl.where(inside, 1.0, 0.0).to(one.dtype))
-        cos = tl.where(angle, _cosine(a)[0], tl.where(inside, 0.0, 1.0).to(one.dtype))
+        sin = tl.where(angle, _sin(a), tl.where(inside, 1.0, 0.0).to(one.dtype))
+        cos = tl.where(angle, _cos(a), tl.where(inside, 0.0, 1.0).to(one.dtype))
         y_slope, y_offset, z_slope, z_offset = tl.associative_scan(
             (cos, sin * g, -sin, cos * g), 1, _compose, reverse=True
         )
         change = p * (z_slope * y + z_offset)
         if NATURAL:
-            change /= tl.maximum(p * p, _SMALLEST_METRIC)
+            change /= tl.maximum(p * p, _full(latitude, ROWS, _SMALLEST_METRIC))
         tl.store(
             grad_latitude + row * (n - 1) + k,
             (scale * change).to(grad_latitude.dtype.element_ty),
@@ -193,29 +197,22 @@ def _note_starts(
     latitude, starts, row, rows, lane, n, chunks, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Write the product of all cosines before each chunk, as the backward's scans need it."""
-    high, low = _ones(latitude, ROWS), _zeros(latitude, ROWS)
+    product = _full(latitude, ROWS, 1)
     for chunk in range(0, chunks):
-        tl.store(starts + row * chunks + chunk, high, row < rows)
+        tl.store(starts + row * chunks + chunk, product, row < rows)
         # From the cosine of this chunk's first column to that of the next one's.
         k = chunk * BLOCK + lane
-        a = tl.load(latitude + row * (n - 1) + k, (row < rows) & (k < n - 1), 0).to(high.dtype)
-        block_high, block_low = tl.reduce(_cosine(a), 1, _multiply, keep_dims=True)
-        high, low = _multiply(high, low, block_high, block_low)
+        a = tl.load(latitude + row * (n - 1) + k, (row < rows) & (k < n - 1), 0)
+        product *= tl.reduce(_cos(a.to(product.dtype)), 1, _times, keep_dims=True)
     tl.debug_barrier()  # the whole program reads what one of its threads wrote
 
 
+# --- products and recurrences -----------------------------------------------------------------
+
+
 @triton.jit
-def _cosine(a):
-    """Return cos(a) as high + low."""
-    if a.dtype == tl.float64:
-        return tl.cos(a), a * 0
-    else:
-        half = tl.sin(a * 0.5)
-        minus = -2 * half * half
-        high = 1 + minus
-        low = minus - (high - 1)
-        near = tl.abs(a) < _QUARTER_PI
-        return tl.where(near, high, tl.cos(a)), tl.where(near, low, 0)
+def _times(a, b):
+    return a * b
 
 
 @triton.jit
@@ -225,7 +222,8 @@ def _multiply(a_high, a_low, b_high, b_low):
         return a_high * b_high, a_low
     else:
         product = a_high * b_high
-        error = tl.fma(a_high, b_high, -product) + (a_high * b_low + a_low * b_high)
+        error = tl.fma(a_high, b_high, -product)
+        error = tl.fma(a_high, b_low, tl.fma(a_low, b_high, error))
         high = product + error
         return high, error - (high - product)
 
@@ -248,14 +246,63 @@ def _at(x, lane, index: tl.constexpr):
 
 
 @triton.jit
-def _ones(like, ROWS: tl.constexpr):
-    return _zeros(like, ROWS) + 1
+def _full(like, ROWS: tl.constexpr, value: tl.constexpr):
+    """Return (ROWS, 1) values in the working type: float64 for float64, else float32."""
+    if like.dtype.element_ty == tl.float64:
+        return tl.full((ROWS, 1), value, tl.float64)
+    else:
+        return tl.full((ROWS, 1), value, tl.float32)
+
+
+# --- sines ------------------------------------------------------------------------------------
+
+_PI = tl.constexpr(3.1415927410125732)  # float32 nearest to pi
+_PI_REST = tl.constexpr(-8.742277657347586e-08)  # pi = _PI + _PI_REST
 
 
 @triton.jit
-def _zeros(like, ROWS: tl.constexpr):
-    """Return (ROWS, 1) zeros in the working type: float64 for float64, else float32."""
-    if like.dtype.element_ty == tl.float64:
-        return tl.zeros((ROWS, 1), tl.float64)
+def _sin(a):
+    if a.dtype == tl.float64:
+        return tl.sin(a)
     else:
-        return tl.zeros((ROWS, 1), tl.float32)
+        a = _within_pi(a)
+        size = tl.abs(a)
+        size = tl.where(size > 0.5 * _PI, (_PI - size) + _PI_REST, size)
+        return _sine_polynomial(tl.where(a < 0, -size, size))
+
+
+@triton.jit
+def _cos(a):
+    high, _ = _cosine(a)
+    return high
+
+
+@triton.jit
+def _cosine(a):
+    """Return cos(a) as high + low."""
+    if a.dtype == tl.float64:
+        return tl.cos(a), a * 0
+    else:
+        size = tl.abs(_within_pi(a))
+        near = size < 0.25 * _PI
+        s = _sine_polynomial(tl.where(near, 0.5 * size, (0.5 * _PI - size) + 0.5 * _PI_REST))
+        minus = -2 * s * s
+        high = 1 + minus
+        return tl.where(near, high, s), tl.where(near, minus - (high - 1), 0)
+
+
+@triton.jit
+def _within_pi(a):
+    """Subtract whole turns. The first step is exact: both terms are multiples of 2^-21."""
+    turns = tl.floor(a * (0.5 / _PI) + 0.5)
+    return tl.fma(turns, -2 * _PI_REST, tl.fma(turns, -2 * _PI, a))
+
+
+@triton.jit
+def _sine_polynomial(y):
+    """Return sin(y) for |y| <= pi/2: y + y^3 q(y^2), q of minimal relative error."""
+    z = y * y
+    q = tl.fma(z, 2.605705731184571e-06, -0.0001980957022169605)
+    q = tl.fma(z, q, 0.008333065547049046)
+    q = tl.fma(z, q, -0.16666659712791443)
+    return tl.fma(y * z, q, y)
