@@ -35,6 +35,18 @@ def _seconds(function: Callable[[], object], device: str) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
+def kernel_seconds(function: Callable[[], object], repeats: int = 20) -> float:
+    """Return the time a GPU is busy with one call, without what the call costs in Python."""
+    function()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        for _ in range(repeats):
+            function()
+        torch.cuda.synchronize()
+    return sum(event.device_time_total for event in profile.key_averages()) / repeats / 1e6
+
+
 def peak_memory(function: Callable[[], object], device: str) -> int:
     """Return the most bytes that `function` held at once beyond what was there before."""
     function()

@@ -2,8 +2,10 @@
 
     python -m benchmarks.weight [--device cpu|cuda] [--repeats 50]
 
-Ratios above 1 mean that ours is faster than the peer, `memory` is the peak of forward + backward
-over what must be there at the end: the weight, its gradient and the latitudes' gradient.
+Ratios are peer / ours, so above 1 ours is faster. On a GPU `kernels` counts the time that the GPU
+is busy and `call` all that a call takes, Python included; on a CPU there is only the latter.
+`memory` is the peak of forward + backward over what must be there at the end: the weight, its
+gradient and the latitudes' gradient.
 """
 
 import argparse
@@ -67,7 +69,8 @@ def step(
     return run
 
 
-def measure(rows: int, n: int, device: str, repeats: int) -> list[str]:
+def measure(rows: int, n: int, device: str, repeats: int) -> None:
+    """Print one size's rows of the table."""
     w, g = torch.randn(2, rows, n)
     latitude, r = sphere.to_latitude(w).float().to(device), w.norm(dim=1).to(device)
     w, g = w.to(device), g.to(device)
@@ -78,13 +81,19 @@ def measure(rows: int, n: int, device: str, repeats: int) -> list[str]:
         "intrinsic": step(intrinsic, w, r, g),
         "copy": step(copies, w, r, g),
     }
-    times = medians(steps, device, repeats)
-    needed = 4 * (w.numel() + latitude.numel())  # g was there before
-    memory = peak_memory(steps["ours"], device)
-    total = needed + 4 * g.numel()
-    ratios = [f"{times[peer] / times['ours']:.2f}" for peer in list(steps)[1:]]
-    over = (memory + 4 * g.numel()) / total
-    return [f"{rows}x{n}", *ratios, f"{over:.3f}", f"{times['ours'] * 1e3:.3f}"]
+    results = 4 * (w.numel() + g.numel() + latitude.numel())
+    peak = peak_memory(steps["ours"], device) + 4 * g.numel()  # g was there before
+    kinds = {"call": medians(steps, device, repeats)}
+    if device == "cuda":
+        kinds["kernels"] = {name: kernel_seconds(run) for name, run in steps.items()}
+    for kind, seconds in kinds.items():
+        ours = seconds.pop("ours")
+        ratios = " | ".join(f"{peer / ours:.2f}" for peer in seconds.values())
+        milliseconds = f"{ours * 1e3:.3f}" if device == "cuda" else ""
+        print(
+            f"| {rows}x{n} | {kind} | {ratios} | {peak / results:.3f} | {milliseconds} |",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -93,12 +102,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50)
     args = parser.parse_args()
     print(f"(latitude, r) -> w, float32, forward + backward; {hardware(args.device)}\n")
-    print(
-        "| rows x n | naive / ours | weight_norm / ours | intrinsic / ours | copy / ours ", end=""
-    )
-    print("| memory | ours, ms |\n|" + " --- |" * 7)
+    print("| rows x n | time | naive | weight_norm | intrinsic | copy | memory | ours, ms |")
+    print("|" + " --- |" * 8)
     for rows, n in SIZES[args.device]:
-        print("| " + " | ".join(measure(rows, n, args.device, args.repeats)) + " |", flush=True)
+        measure(rows, n, args.device, args.repeats)
 
 
 if __name__ == "__main__":

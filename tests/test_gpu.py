@@ -1,0 +1,99 @@
+"""Layers on a GPU: the numbers of the CPU, in every mode that training uses."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from geoparam import GmPConv2d, GmPLinear, retract
+
+pytestmark = pytest.mark.gpu
+
+CASES = [("angles", False), ("angles", True), ("intrinsic", False)]
+
+
+def network(coordinates: str, natural: bool) -> nn.Module:
+    options = {"coordinates": coordinates, "natural": natural}
+    return nn.Sequential(
+        GmPConv2d(3, 16, 3, activation=torch.relu, **options),
+        GmPConv2d(16, 8, 3, padding=1, stride=2, groups=2, input_norm=True, **options),
+        nn.Flatten(),
+        GmPLinear(72, 10, input_norm="bias", **options),
+    )
+
+
+def train(model: nn.Module, device: str, steps: int = 3, **to: object) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    model = model.to(device, **to)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer.register_step_post_hook(retract(model))
+    for _ in range(steps):
+        x = torch.randn(8, 3, 8, 8, generator=generator).to(device, **to)
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+    return [p.detach().cpu() for p in [*model.parameters(), *model.buffers()]]
+
+
+@pytest.mark.parametrize(("coordinates", "natural"), CASES)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_training_follows_the_cpu(coordinates: str, natural: bool, layout) -> None:  # noqa: ANN001
+    torch.backends.cudnn.allow_tf32 = False
+    model = network(coordinates, natural)
+    expected = train(copy.deepcopy(model), "cpu")
+    found = train(model, "cuda", memory_format=layout)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("coordinates", "natural"), CASES)
+def test_training_repeats_bit_for_bit(coordinates: str, natural: bool) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    model = network(coordinates, natural)
+    first, second = (train(copy.deepcopy(model), "cuda") for _ in range(2))
+    torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("coordinates", "natural"), CASES)
+def test_autocast_follows_float32(coordinates: str, natural: bool, dtype: torch.dtype) -> None:
+    model = network(coordinates, natural).cuda()
+    x = torch.randn(8, 3, 8, 8, device="cuda")
+    expected = model(x)
+    with torch.autocast("cuda", dtype):
+        out = model(x)
+        out.float().square().mean().backward()
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), expected, atol=0.05, rtol=0.05)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("coordinates", "natural"), CASES)
+def test_compiled_training(coordinates: str, natural: bool, autocast: bool) -> None:
+    model = network(coordinates, natural).cuda()
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(twin, fullgraph=True)
+    x = torch.randn(8, 3, 8, 8, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        expected, out = model(x), compiled(x)
+    tolerance = {"atol": 0.06, "rtol": 0.06} if autocast else {"atol": 1e-3, "rtol": 1e-3}
+    torch.testing.assert_close(out, expected, **tolerance)
+    expected.float().square().mean().backward()
+    out.float().square().mean().backward()
+    for a, b in zip(twin.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, **tolerance)
+
+
+def test_cuda_graph_capture() -> None:
+    layer = GmPLinear(300, 64, activation=torch.relu).cuda()
+    x = torch.randn(16, 300, device="cuda")
+    expected = layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(x)
+    out.zero_()
+    graph.replay()
+    torch.testing.assert_close(out, expected)
