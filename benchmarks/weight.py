@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.timing import hardware, medians, peak_memory
+from benchmarks.timing import hardware, kernel_seconds, medians, peak_memory
 from geoparam import ops, sphere
 from geoparam.coordinates import Intrinsic
 
