@@ -1,8 +1,12 @@
 """Geometric Parameterization (GmP) for PyTorch."""
 
+from geoparam.attention import GmPMultiheadAttention
+from geoparam.convert import convert_, verify
+from geoparam.fold import fold_
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm
 from geoparam.optim import param_groups
+from geoparam.plan import plan
 from geoparam.unit import retract
 
 __version__ = "0.1.0"
@@ -12,8 +16,13 @@ __all__ = [
     "GmPConv2d",
     "GmPConv3d",
     "GmPLinear",
+    "GmPMultiheadAttention",
     "InputMeanNorm",
     "MeanOnlyBatchNorm",
+    "convert_",
+    "fold_",
     "param_groups",
+    "plan",
     "retract",
+    "verify",
 ]

@@ -1,7 +1,7 @@
 """Linear and convolution layers under geometric parameterization, with torch.nn's signatures."""
 
 from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +75,7 @@ class GmPLinear(GmPLayer):
         )
         self.in_features = in_features
         self.out_features = out_features
+        self.transposed = False  # whether it stands for transformers' Conv1D, (in, out)
 
     def _map(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
@@ -92,22 +93,42 @@ class GmPLinear(GmPLayer):
         """
         if not isinstance(linear, nn.Linear):
             raise ValueError(f"from_linear takes an nn.Linear; got {type(linear).__name__}.")
+        layer = cls.from_affine(
+            linear.weight, linear.bias, coordinates=coordinates, natural=natural
+        )
+        return layer.train(linear.training)
+
+    @classmethod
+    def from_affine(
+        cls,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        coordinates: str = "angles",
+        natural: bool = False,
+        init: str | None = None,
+    ) -> "GmPLinear":
+        """Return the layer for a weight (out, in) and a bias; with `init`, only of their shape."""
         layer = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            init=None,
+            weight.shape[1],
+            weight.shape[0],
+            bias is not None,
+            init=init,
             coordinates=coordinates,
             natural=natural,
-            device=linear.weight.device,
-            dtype=linear.weight.dtype,
+            device=weight.device,
+            dtype=weight.dtype,
         )
-        layer._assign_affine(linear.weight, linear.bias)
-        return layer.train(linear.training)
+        if init is None:
+            layer._assign_affine(weight, bias)
+        return layer
 
     def to_linear(self) -> nn.Linear:
         """Return the nn.Linear that computes the same in evaluation."""
-        weight, bias = self._plain_affine()
+        return self.plain(*self._plain_affine())
+
+    def plain(self, weight: Tensor, bias: Tensor | None) -> nn.Linear:
+        """Return the nn.Linear of this shape with the given weight and bias."""
         arguments = {"in_features": self.in_features, "out_features": self.out_features}
         return self._filled(nn.Linear, arguments, weight, bias)
 
@@ -215,8 +236,8 @@ class _GmPConv(GmPLayer):
                 f"{cls.__name__}.from_conv takes an nn.{cls._plain.__name__}; "
                 f"got {type(conv).__name__}."
             )
-        layer = cls(
-            **{name: getattr(conv, name) for name in _CONV_ARGUMENTS},
+        layer = cls.like(
+            conv,
             bias=conv.bias is not None,
             init=None,
             coordinates=coordinates,
@@ -227,9 +248,17 @@ class _GmPConv(GmPLayer):
         layer._assign_affine(conv.weight, conv.bias)
         return layer.train(conv.training)
 
+    @classmethod
+    def like(cls: type[Conv], conv: PlainConv, **options: Any) -> Conv:
+        """Return a new layer of the shape of `conv`: its channels, kernel, stride, padding, ..."""
+        return cls(**{name: getattr(conv, name) for name in _CONV_ARGUMENTS}, **options)
+
     def to_conv(self) -> PlainConv:
         """Return the torch.nn convolution that computes the same in evaluation."""
-        weight, bias = self._plain_affine()
+        return self.plain(*self._plain_affine())
+
+    def plain(self, weight: Tensor, bias: Tensor | None) -> PlainConv:
+        """Return the torch.nn convolution of this shape with the given weight and bias."""
         arguments = {name: getattr(self, name) for name in _CONV_ARGUMENTS}
         return self._filled(self._plain, arguments, weight, bias)
 

@@ -287,10 +287,10 @@ def trace(
     else:
         args = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     recorder = _Recorder(model, kinds or {})
-    for tensor in _tensors((args, kwargs)):
+    for tensor in tensors_in((args, kwargs)):
         kind = "input" if tensor.is_floating_point() else "index"
         recorder.write(Node(kind, kind), [tensor])
-    with _undisturbed(model), recorder.hooked(model), recorder:
+    with undisturbed(model), recorder.hooked(model), recorder:
         result = model(*args, **(kwargs or {}))
     recorder.write(Node("output", "output", inputs=_sources(recorder.read(result))), [])
     return Graph(recorder.nodes)
@@ -373,7 +373,7 @@ class _Recorder(TorchFunctionMode):
                 self.write(Node("layer", "linear", self.owner.get(weight), sources, shape, -1), [])
         self.write(Node("other", "attention", inputs=tuple(inner)), [])
         out = self.owner.get(given["out_proj_weight"], "").removesuffix(".weight")
-        made, mixed = [*_tensors(result)], len(self.nodes) - 1
+        made, mixed = [*tensors_in(result)], len(self.nodes) - 1
         self.write(Node("layer", "linear", out, (mixed,), made[0].shape, -1), made)
 
     @contextmanager
@@ -400,7 +400,7 @@ class _Recorder(TorchFunctionMode):
         self.calls.pop()
 
     def read(self, values: object) -> list[_Read]:
-        return [_Read(t, _version(t), self.sources(t)) for t in _tensors(values)]
+        return [_Read(t, _version(t), self.sources(t)) for t in tensors_in(values)]
 
     def sources(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the step that made `tensor`, and one that changed it since in another view."""
@@ -411,7 +411,7 @@ class _Recorder(TorchFunctionMode):
     def record(self, node: Node, read: list[_Read], result: object) -> None:
         """Write down a call that made or changed something; of constants, only whose they are."""
         changed = [r.tensor for r in read if _version(r.tensor) != r.version]
-        made = [t for t in _tensors(result) if all(t is not r.tensor for r in read)] + changed
+        made = [t for t in tensors_in(result) if all(t is not r.tensor for r in read)] + changed
         sources = _sources(read)
         if not made or node.kind == "constant":
             return
@@ -431,7 +431,7 @@ class _Recorder(TorchFunctionMode):
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluation, no gradients, no compiling; flags, buffers and random state come back."""
     flags = [(module, module.training) for module in model.modules()]
     buffers = [
@@ -495,17 +495,17 @@ def _op(func: Callable) -> str:
     return operators.get(name, name)
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield the tensors in nested tuples, lists, mappings and dataclasses (model outputs)."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        yield from _tensors([*value.values()])
+        yield from tensors_in([*value.values()])
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif is_dataclass(value):
-        yield from _tensors([getattr(value, entry.name) for entry in fields(value)])
+        yield from tensors_in([getattr(value, entry.name) for entry in fields(value)])
 
 
 def _sources(read: list[_Read]) -> tuple[int, ...]:

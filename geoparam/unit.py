@@ -118,11 +118,14 @@ class GmPLayer(nn.Module):
         if self.lam is not None and lam is not None:
             self.lam.copy_(lam)
 
-    def _assign_affine(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Take the parameters of w^T x + b: u = w / ||w||, r = ||w||, lam = b / r."""
+    def _assign_affine(
+        self, weight: Tensor, bias: Tensor | None, gain: Tensor | None = None
+    ) -> None:
+        """Take the parameters of gain * w^T x + b: u = w / ||w||, r = gain ||w||, lam = b / r."""
         _check_finite(weight, "weight")
         w = sphere.wide(weight.detach().flatten(1))
         r = torch.linalg.vector_norm(w, dim=1)
+        r = r if gain is None else sphere.wide(gain.detach()) * r
         lam = None
         if bias is not None:
             _check_finite(bias, "bias")
@@ -226,6 +229,10 @@ class GmPLayer(nn.Module):
         return (taps * seen).sum(dim=1)
 
     def _map(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def plain(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
+        """Return the torch.nn layer of this shape with the given weight and bias."""
         raise NotImplementedError
 
     @property

@@ -1,0 +1,79 @@
+"""nn.MultiheadAttention with its input projection under geometric parameterization."""
+
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from geoparam.layers import GmPLinear
+
+Attention = TypeVar("Attention", bound=nn.MultiheadAttention)
+
+
+class GmPMultiheadAttention(nn.MultiheadAttention):
+    """torch's attention, whose `in_proj_weight` and `in_proj_bias` are views of a `GmPLinear`.
+
+    Query, key and value of all heads are rows of one matrix, so one layer `in_proj` holds them.
+    It is made from an attention that is there, by `from_attention`, and taken off by
+    `to_attention`; everything else, forward included, is torch's.
+
+    Example:
+        >>> import torch
+        >>> attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(3, 5, 8)
+        >>> converted = GmPMultiheadAttention.from_attention(attention)
+        >>> torch.allclose(converted(x, x, x)[0], attention(x, x, x)[0], atol=1e-5)
+        True
+    """
+
+    in_proj: GmPLinear
+
+    @classmethod
+    def from_attention(
+        cls,
+        attention: nn.MultiheadAttention,
+        *,
+        coordinates: str = "angles",
+        natural: bool = False,
+        init: str | None = None,
+    ) -> "GmPMultiheadAttention":
+        """Return attention that computes the same, or starts anew where `init` is given."""
+        weight, bias = attention.in_proj_weight, attention.in_proj_bias
+        if weight is None:
+            raise ValueError(
+                "this attention has separate projections for query, key and value (kdim or vdim "
+                "is given), which share one bias: leave it as it is."
+            )
+        in_proj = GmPLinear.from_affine(
+            weight, bias, coordinates=coordinates, natural=natural, init=init
+        )
+        converted = _copy_as(cls, attention)
+        del converted._parameters["in_proj_weight"], converted._parameters["in_proj_bias"]
+        converted.in_proj = in_proj.train(attention.training)
+        return converted
+
+    def to_attention(self) -> nn.MultiheadAttention:
+        """Return the nn.MultiheadAttention that computes the same."""
+        plain = _copy_as(nn.MultiheadAttention, self)
+        linear = plain._modules.pop("in_proj")
+        linear = linear.to_linear() if isinstance(linear, GmPLinear) else linear
+        assert isinstance(linear, nn.Linear)
+        plain._parameters["in_proj_bias"] = None
+        plain._parameters.update(
+            {f"in_proj_{name}": parameter for name, parameter in linear.named_parameters()}
+        )
+        return plain
+
+    @property
+    def in_proj_weight(self) -> Tensor:  # type: ignore[override]
+        return self.in_proj.weight
+
+    @property
+    def in_proj_bias(self) -> Tensor | None:  # type: ignore[override]
+        return self.in_proj.bias
+
+
+def _copy_as(cls: type[Attention], module: nn.Module) -> Attention:
+    """Return a `cls` that shares the state of `module` and has its hooks."""
+    new = cls.__new__(cls)
+    for key, value in module.__dict__.items():
+        new.__dict__[key] = value.copy() if key in ("_parameters", "_modules") else value
+    return new

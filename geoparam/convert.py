@@ -1,0 +1,234 @@
+"""Put a network under geometric parameterization: one line, the same function.
+
+`convert_` has the whole model looked at first (`plan`), and then replaces one layer after the
+other, so that no second copy of the model is in memory.
+
+A layer without activation computes r (u^T x + lam) = w^T x + b, whatever follows it; so conversion
+is exact for any network. With `norm="imn"` a BatchNorm that follows a layer goes: gamma / sigma
+goes into r, and the layer gets input mean normalization instead.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from geoparam.attention import GmPMultiheadAttention
+from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
+from geoparam.plan import Decision, Filter, Inputs, absorbed, affine_of, kind_of, module_name, plan
+from geoparam.surgery import places, put
+from geoparam.trace import tensors_in, trace, undisturbed
+from geoparam.unit import GmPLayer
+
+log = logging.getLogger("geoparam")
+
+_CONVOLUTIONS = {nn.Conv1d: GmPConv1d, nn.Conv2d: GmPConv2d, nn.Conv3d: GmPConv3d}
+
+
+def convert_(
+    model: nn.Module,
+    filter_fn: Filter | None = None,
+    *,
+    coordinates: str = "angles",
+    natural: bool = False,
+    init: str | None = None,
+    norm: str | None = None,
+    example_inputs: Inputs | None = None,
+    calibration: Inputs | Iterable[Inputs] | None = None,
+    verbose: bool = False,
+) -> nn.Module:
+    """Put `model` under geometric parameterization in place, and return it.
+
+    Every nn.Linear, nn.Conv1d/2d/3d, the input projection of nn.MultiheadAttention and
+    transformers' Conv1D become GmP layers with the same function; the output layer, embeddings and
+    norms stay. The model has new parameters afterwards: build the optimizer after this call.
+
+    Args:
+        model: Any model. A bare layer is converted too; use what is returned.
+        filter_fn: `filter_fn(module, name) -> bool` chooses the layers instead, the output
+            layer included.
+        coordinates: `"angles"` or `"intrinsic"`.
+        natural: Divide the angles' gradient by the metric.
+        init: `"sphere"` or `"glorot"` for new parameters instead of the same function.
+        norm: `"imn"` removes each BatchNorm that follows a layer and gives that layer input mean
+            normalization. With the same function this is the form that folds into a bias;
+            with `init` it is the papers' form, on every converted layer but the first.
+        example_inputs: A small batch, as a tensor, a tuple or a mapping of keyword arguments;
+            needed for `norm`, and finds the output layers exactly.
+        calibration: A batch, or a list of batches, whose means the layers start from where
+            BatchNorm is replaced; by default `example_inputs`.
+        verbose: Print the summary; it is always logged, as "geoparam", level INFO.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+        >>> x = torch.randn(2, 3, 8, 8)
+        >>> before = model(x)
+        >>> torch.allclose(convert_(model)(x), before, atol=1e-5)
+        True
+        >>> type(model[0]).__name__, type(model[3]).__name__
+        ('GmPConv2d', 'Linear')
+    """
+    decided = plan(model, filter_fn, init=init, norm=norm, example_inputs=example_inputs)
+    means = {}
+    absorbing = [d.name for d in decided.decisions if d.norm and d.input_norm == "bias"]
+    if absorbing:
+        batches = example_inputs if calibration is None else calibration
+        means = _input_means(model, absorbing, batches)
+    make = {"coordinates": coordinates, "natural": natural, "init": init}
+    where, modules = places(model), dict(model.named_modules())
+    for decision in reversed(decided.decisions):  # children before the attention that holds them
+        if decision.converted:
+            old = modules.pop(module_name(decision))
+            absorbed_norm = modules[decision.norm] if decision.norm else None
+            new = _converted(old, decision, absorbed_norm, means, make)
+            if absorbed_norm is not None:
+                put(RemovedNorm(absorbed_norm, old, new), absorbed_norm, where)
+            put(new, old, where)
+            model = new if old is model else model
+            where.pop(old, None)  # with its last name, the old layer's memory goes
+    log.info("%s", decided)
+    if verbose:
+        print(decided)
+    return model
+
+
+class RemovedNorm(nn.Module):
+    """The place of a BatchNorm that a layer has absorbed: it passes its input on.
+
+    It remembers the norm and the layer, outside of the model's state, so that folding can put a
+    norm back. What the norm held besides (timm's carry their activation) still runs.
+    """
+
+    norm: nn.Module
+    layer: GmPLayer
+    layer_had_bias: bool
+
+    def __init__(self, norm: nn.Module, old: nn.Module, new: nn.Module) -> None:
+        super().__init__()
+        for name, child in norm.named_children():
+            self.add_module(name, child)
+        self.__dict__.update(norm=norm, layer=new, layer_had_bias=old.bias is not None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for child in self.children():
+            x = child(x)
+        return x
+
+
+def _input_means(model: nn.Module, names: list[str], batches: Any) -> dict[str, Tensor]:
+    """Return the mean of each named layer's input per channel, over all batches, in evaluation."""
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def hook(name: str) -> Callable:
+        def add(module: nn.Module, args: tuple) -> None:
+            channel = -1 - len(getattr(module, "kernel_size", ()))
+            x = args[0].detach().double().movedim(channel, 0).flatten(1)
+            sums[name] = sums.get(name, 0) + x.sum(dim=1)
+            counts[name] = counts.get(name, 0) + x.shape[1]
+
+        return add
+
+    handles = [model.get_submodule(n).register_forward_pre_hook(hook(n)) for n in names]
+    try:
+        for batch in batches if isinstance(batches, list) else [batches]:
+            trace(model, batch)  # evaluation, no gradients, nothing left behind
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: sums[name] / counts[name] for name in names}
+
+
+def _converted(
+    old: nn.Module,
+    decision: Decision,
+    norm: nn.Module | None,
+    means: dict[str, Tensor],
+    make: dict[str, Any],
+) -> nn.Module:
+    if isinstance(old, nn.MultiheadAttention):
+        return GmPMultiheadAttention.from_attention(old, **make)
+    weight, bias = affine_of(old)
+    if kind_of(old) == "transposed":
+        layer: Any = GmPLinear.from_affine(weight, bias, **make)
+        layer.transposed = True
+        return layer
+    layer = _empty_like(old, decision, norm is not None, make)
+    if make["init"] is None and not weight.is_meta:
+        gain = None
+        if norm is not None:
+            gain, bias = absorbed(weight, bias, norm)
+        layer._assign_affine(weight, bias, gain)
+        _start_from(layer, means.get(decision.name))
+        _freeze_like(layer, old, norm)
+    return layer
+
+
+def _empty_like(old: Any, decision: Decision, absorbs: bool, make: dict[str, Any]) -> GmPLayer:
+    options = {
+        **make,
+        "bias": old.bias is not None or absorbs,
+        "input_norm": decision.input_norm,
+        "device": old.weight.device,
+        "dtype": old.weight.dtype,
+    }
+    if isinstance(old, nn.Linear):
+        return GmPLinear(old.in_features, old.out_features, **options)
+    cls: Any = next(ours for plain, ours in _CONVOLUTIONS.items() if isinstance(old, plain))
+    return cls.like(old, **options)
+
+
+@torch.no_grad()
+def _start_from(layer: GmPLayer, mean: Tensor | None) -> None:
+    """Let a layer with mean normalization start from `mean`, with the function it has without."""
+    norm = layer.input_norm
+    if norm is None or mean is None or norm.running_mean is None or layer.lam is None:
+        return
+    norm.running_mean.copy_(mean)
+    response = layer._mean_response(layer.weight, norm.running_mean).double()
+    r = layer.r.double()
+    layer.lam.copy_(torch.where(r == 0, 0, layer.lam + response / torch.where(r == 0, 1, r)))
+
+
+def _freeze_like(layer: GmPLayer, old: Any, norm: nn.Module | None) -> None:
+    """Parameters stay frozen; what takes over from a BatchNorm learns if the norm did."""
+    if norm is not None and layer.lam is not None:
+        learns = [p.requires_grad for p in norm.parameters(recurse=False)]
+        layer.r.requires_grad_(old.weight.requires_grad or any(learns))
+        layer.lam.requires_grad_(any(learns) if learns else old.weight.requires_grad)
+
+
+@torch.no_grad()
+def verify(a: nn.Module, b: nn.Module, *inputs: Any) -> float:
+    """Return max|a - b| / max|a| over all outputs of two models on the same inputs.
+
+    Both run in evaluation mode, without gradients, and are left as they were. Inputs are
+    positional arguments, or one mapping of keyword arguments.
+
+    Example:
+        >>> plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> import copy
+        >>> verify(plain, convert_(copy.deepcopy(plain)), torch.randn(3, 4)) < 1e-5
+        True
+    """
+    first, second = (list(tensors_in(_evaluate(model, inputs))) for model in (a, b))
+    shapes = [[tuple(t.shape) for t in outputs] for outputs in (first, second)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"the models differ in the shapes of their outputs: {shapes}.")
+    if not first:
+        raise ValueError("the models return no tensors to compare.")
+    pairs = [(x.double(), y.double()) for x, y in zip(first, second, strict=True) if x.numel()]
+    difference = max(((x - y).abs().max().item() for x, y in pairs), default=0.0)
+    largest = max((x.abs().max().item() for x, _ in pairs), default=0.0)
+    if difference == 0:
+        return 0.0
+    return difference / largest if largest else float("inf")
+
+
+def _evaluate(model: nn.Module, inputs: tuple) -> object:
+    with undisturbed(model):
+        if len(inputs) == 1 and isinstance(inputs[0], Mapping):
+            return model(**inputs[0])
+        return model(*inputs)
