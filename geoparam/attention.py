@@ -46,7 +46,7 @@ class GmPMultiheadAttention(nn.MultiheadAttention):
             weight, bias, coordinates=coordinates, natural=natural, init=init
         )
         converted = _copy_as(cls, attention)
-        del converted._parameters["in_proj_weight"], converted._parameters["in_proj_bias"]
+        converted._parameters.update(in_proj_weight=None, in_proj_bias=None)  # keeps their order
         converted.in_proj = in_proj.train(attention.training)
         return converted
 
@@ -56,7 +56,6 @@ class GmPMultiheadAttention(nn.MultiheadAttention):
         linear = plain._modules.pop("in_proj")
         linear = linear.to_linear() if isinstance(linear, GmPLinear) else linear
         assert isinstance(linear, nn.Linear)
-        plain._parameters["in_proj_bias"] = None
         plain._parameters.update(
             {f"in_proj_{name}": parameter for name, parameter in linear.named_parameters()}
         )
@@ -64,7 +63,7 @@ class GmPMultiheadAttention(nn.MultiheadAttention):
 
     @property
     def in_proj_weight(self) -> Tensor:  # type: ignore[override]
-        return self.in_proj.weight
+        return self.in_proj._map_parameters(None, None)[0]  # remembered in evaluation
 
     @property
     def in_proj_bias(self) -> Tensor | None:  # type: ignore[override]

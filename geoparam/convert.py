@@ -202,7 +202,7 @@ def _freeze_like(layer: GmPLayer, old: Any, norm: nn.Module | None) -> None:
 
 @torch.no_grad()
 def verify(a: nn.Module, b: nn.Module, *inputs: Any) -> float:
-    """Return max|a - b| / max|a| over all outputs of two models on the same inputs.
+    """Return max|a - b| / max|a| over all outputs of two models; NaN if there is a NaN.
 
     Both run in evaluation mode, without gradients, and are left as they were. Inputs are
     positional arguments, or one mapping of keyword arguments.
@@ -220,11 +220,11 @@ def verify(a: nn.Module, b: nn.Module, *inputs: Any) -> float:
     if not first:
         raise ValueError("the models return no tensors to compare.")
     pairs = [(x.double(), y.double()) for x, y in zip(first, second, strict=True) if x.numel()]
-    difference = max(((x - y).abs().max().item() for x, y in pairs), default=0.0)
-    largest = max((x.abs().max().item() for x, _ in pairs), default=0.0)
-    if difference == 0:
+    if not pairs:
         return 0.0
-    return difference / largest if largest else float("inf")
+    difference = torch.stack([(x - y).abs().max() for x, y in pairs]).max().item()
+    largest = torch.stack([x.abs().max() for x, _ in pairs]).max().item()
+    return difference / largest if largest else difference and float("inf")
 
 
 def _evaluate(model: nn.Module, inputs: tuple) -> object:

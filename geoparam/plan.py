@@ -116,7 +116,7 @@ def plan(
 def kind_of(module: nn.Module) -> str | None:
     """Return how a module is converted; a subclass only if it computes what its base does."""
     if isinstance(module, nn.MultiheadAttention):
-        return "attention"
+        return None if isinstance(module, GmPMultiheadAttention) else "attention"
     if (
         type(module).__name__ == "Conv1D"
         and type(module).__module__ == "transformers.pytorch_utils"
@@ -141,9 +141,9 @@ def _bystander(name: str, module: nn.Module) -> list[Decision]:
     kind = type(module).__name__
     if isinstance(module, GmPLayer):
         return [Decision(name, kind, False, ("already converted",))]
-    matrices = [p for p in module.parameters(recurse=False) if p.ndim > 1]
+    has_matrix = any(p.ndim > 1 for p in module.parameters(recurse=False))
     known = isinstance(module, nn.Embedding | nn.EmbeddingBag) or "norm" in kind.lower()
-    if not matrices or known or isinstance(module, GmPMultiheadAttention):
+    if not has_matrix or known or next(module.children(), None) is not None:
         return []
     if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
         return [Decision(name, kind, False, ("it computes something else than its base class",))]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from geoparam import sphere
+from geoparam.cache import TensorCache, cacheable
 from geoparam.coordinates import Sign, coordinates_for
 from geoparam.norm import InputMeanNorm
 
@@ -25,6 +26,7 @@ Layer = TypeVar("Layer", bound="GmPLayer")
 Plain = TypeVar("Plain", bound=nn.Module)
 
 _LARGEST_DRIFT = 0.1
+_BLOCK = 1 << 21  # numbers encoded at once: bounds the float64 copies
 
 
 class GmPLayer(nn.Module):
@@ -89,6 +91,7 @@ class GmPLayer(nn.Module):
         self.r = nn.Parameter(torch.empty(out, **place))
         self.lam = nn.Parameter(torch.empty(out, **place)) if bias else None
         self._drift_reported = False
+        self._cache: TensorCache[tuple[Tensor, Tensor | None]] = TensorCache()
         self.reset_parameters()
 
     # --- parameters ---------------------------------------------------------------------------
@@ -100,20 +103,23 @@ class GmPLayer(nn.Module):
         if self.init is None or device.type == "meta":
             return
         if self.init == "sphere":  # the papers' text
-            direction, r = sphere.sample(out, n, device=device), torch.ones(out, device=device)
+            rows, r = sphere.sample(out, n, device=device), torch.ones(out, device=device)
         elif self.init == "glorot":  # the code behind the papers' tables
             bound = math.sqrt(6 / (n + out))
-            w = torch.empty(out, n, device=device, dtype=self.r.dtype).uniform_(-bound, bound)
-            direction, r = sphere.normalise(w), torch.linalg.vector_norm(sphere.wide(w), dim=1)
+            rows = torch.empty(out, n, device=device, dtype=self.r.dtype).uniform_(-bound, bound)
+            r = torch.linalg.vector_norm(sphere.wide(rows), dim=1)
         else:
             raise ValueError(f"init is 'sphere', 'glorot' or None; got {self.init!r}.")
-        self._assign(direction, r, torch.zeros(out, device=device))
+        self._assign(rows, r, torch.zeros(out, device=device))
 
     @torch.no_grad()
-    def _assign(self, direction: Tensor, r: Tensor, lam: Tensor | None) -> None:
-        nowhere = ~direction.any(dim=-1)  # a zero row has no direction: give it the last axis
-        direction[..., -1] += nowhere
-        self._stored.copy_(self._coordinates.encode(direction))
+    def _assign(self, rows: Tensor, r: Tensor, lam: Tensor | None) -> None:
+        """Take the directions of `rows`, a block at a time: encoding is float64."""
+        step = max(1, _BLOCK // self.fan_in)
+        for start in range(0, len(rows), step):
+            direction = sphere.normalise(rows[start : start + step])
+            direction[..., -1] += ~direction.any(dim=-1)  # a zero row has none: the last axis
+            self._stored[start : start + step] = self._coordinates.encode(direction)
         self.r.copy_(r)
         if self.lam is not None and lam is not None:
             self.lam.copy_(lam)
@@ -123,8 +129,8 @@ class GmPLayer(nn.Module):
     ) -> None:
         """Take the parameters of gain * w^T x + b: u = w / ||w||, r = gain ||w||, lam = b / r."""
         _check_finite(weight, "weight")
-        w = sphere.wide(weight.detach().flatten(1))
-        r = torch.linalg.vector_norm(w, dim=1)
+        w = weight.detach().flatten(1)
+        r = torch.linalg.vector_norm(w, dim=1, dtype=sphere.wide(w[:0]).dtype)
         r = r if gain is None else sphere.wide(gain.detach()) * r
         lam = None
         if bias is not None:
@@ -137,7 +143,7 @@ class GmPLayer(nn.Module):
                     "and r * lam cannot hold its bias. Leave the layer standard or prune the row."
                 )
             lam = torch.where(r == 0, 0, b / torch.where(r == 0, 1, r))
-        self._assign(sphere.normalise(w), r, lam)
+        self._assign(w, r, lam)
         for parameter in (self._stored, self.r):
             if isinstance(parameter, nn.Parameter):
                 parameter.requires_grad_(weight.requires_grad)
@@ -196,29 +202,43 @@ class GmPLayer(nn.Module):
     # --- the forward pass ---------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self._weight(_autocast_dtype(x)), self.bias
-        bias = None if bias is None else bias.to(weight.dtype)
-        z = self._affine(x, weight, bias)
+        z = self._affine(x)
         if self.activation is None:
             return z
         z = self.activation(z)
         return z * self._per_channel(self.r).to(z.dtype)
 
-    def _affine(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _affine(self, x: Tensor) -> Tensor:
         """Return w^T (x - E[x]) + b without a centred copy of x.
 
         What the mean contributes is subtracted afterwards: one number per unit, w^T E[x], or,
         where zeros are padded to the centred input, its image under the convolution.
         """
-        if self.input_norm is None:
+        mean = None if self.input_norm is None else self.input_norm.mean(x)
+        if mean is None or self.mean_in_bias or not self._pads_zeros:
+            weight, bias = self._map_parameters(_autocast_dtype(x), mean)
             return self._map(x, weight, bias)
-        mean = self.input_norm.mean(x)
-        if self.mean_in_bias or not self._pads_zeros:
-            shift = self._mean_response(weight, mean)
-            shift = -shift if bias is None else bias - shift
-            return self._map(x, weight, shift.to(weight.dtype))
-        image = mean.view(-1, *[1] * (-self.channel_dim - 1)).expand(x.shape[self.channel_dim :])
+        weight, bias = self._map_parameters(_autocast_dtype(x), None)
+        image = self._per_channel(mean).expand(x.shape[self.channel_dim :])
         return self._map(x, weight, bias) - self._map(image.to(x.dtype), weight, None)
+
+    def _map_parameters(
+        self, dtype: torch.dtype | None, mean: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias, less what `mean` contributes; in evaluation, remember them."""
+        sources = [t for t in (self._stored, self.r, self.lam, mean) if t is not None]
+        if self.training or not cacheable(sources):
+            return self._computed_parameters(dtype, mean)
+        return self._cache.get(sources, dtype, lambda: self._computed_parameters(dtype, mean))
+
+    def _computed_parameters(
+        self, dtype: torch.dtype | None, mean: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        weight, bias = self._weight(dtype), self.bias
+        if mean is not None:
+            shift = self._mean_response(weight, mean)
+            bias = -shift if bias is None else bias - shift
+        return weight, None if bias is None else bias.to(weight.dtype)
 
     def _mean_response(self, weight: Tensor, mean: Tensor) -> Tensor:
         """Return w^T E[x] for each unit, where the mean is the same at every tap."""
@@ -302,6 +322,7 @@ class GmPLayer(nn.Module):
             )
 
     def train(self: Layer, mode: bool = True) -> Layer:
+        self._cache.clear()
         self._report_drift()
         return super().train(mode)
 

@@ -1,0 +1,128 @@
+"""convert_, train and fold_ on the model families people bring."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import FAMILIES, Family, pretend_pretrained
+
+import geoparam as gp
+from geoparam.trace import tensors_in
+
+
+def parametrize(chosen: list[Family]) -> pytest.MarkDecorator:
+    marks = {True: [pytest.mark.slow], False: []}
+    cases = [pytest.param(f, id=f.name, marks=marks[f.slow]) for f in chosen]
+    return pytest.mark.parametrize("family", cases)
+
+
+families = parametrize(FAMILIES)
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+
+
+def args(inputs: Any) -> tuple:
+    return (inputs,) if isinstance(inputs, dict) else inputs
+
+
+def train(model: nn.Module, inputs: Any, steps: int, lr: float = 1e-3) -> None:
+    model.train()
+    optimizer = torch.optim.SGD(gp.param_groups(model, lr=lr))
+    optimizer.register_step_post_hook(gp.retract(model))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(call(model, inputs)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def loss(outputs: Any) -> Tensor:
+    floats = [t for t in tensors_in(outputs) if t.is_floating_point()]
+    return sum(t.float().square().mean() for t in floats)  # type: ignore[return-value]
+
+
+def to_double(inputs: Any) -> Any:
+    cast = lambda t: t.double() if t.is_floating_point() else t  # noqa: E731
+    if isinstance(inputs, dict):
+        return {k: cast(v) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    return tuple(map(cast, inputs))
+
+
+def nothing_of_ours(model: nn.Module) -> bool:
+    return not any(type(m).__module__.startswith("geoparam") for m in model.modules())
+
+
+@families
+def test_the_right_layers_are_converted(family: Family) -> None:
+    plan = gp.plan(family.build())
+    converted = {d.name for d in plan.decisions if d.converted}
+    left = {d.name for d in plan.decisions if not d.converted}
+    assert len(converted) == family.layers
+    assert converted.issuperset(family.some)
+    assert left.issuperset(family.left)
+
+
+@families
+@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
+def test_convert_train_fold(family: Family, coordinates: str) -> None:
+    original, inputs = pretend_pretrained(family.build()), family.inputs()
+    model = gp.convert_(copy.deepcopy(original), coordinates=coordinates)
+    assert gp.verify(original, model, *args(inputs)) < 1e-5
+    train(model, inputs, steps=20)
+    unseen = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert not [n for n in unseen if dict(original.named_parameters()).get(n) is None]
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, gp.GmPLinear | gp.GmPConv2d):
+                layer.r[::2] *= -1
+    folded = gp.fold_(copy.deepcopy(model))
+    assert nothing_of_ours(folded)
+    assert gp.verify(model, folded, *args(inputs)) < 1e-5
+    assert list(folded.state_dict()) == list(original.state_dict())
+    original.load_state_dict(folded.state_dict())
+    assert gp.verify(model, original, *args(inputs)) < 1e-5
+
+
+@parametrize([family for family in FAMILIES if family.norms])
+def test_batchnorm_gives_way_to_imn(family: Family) -> None:
+    original, inputs = pretend_pretrained(family.build()), family.inputs()
+    model = gp.convert_(copy.deepcopy(original), norm="imn", example_inputs=inputs)
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    before = [m for m in original.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    assert len(before) - len(norms) == family.norms
+    assert gp.verify(original, model, *args(inputs)) < 1e-5
+    train(model, inputs, steps=20, lr=1e-4)
+    folded = gp.fold_(copy.deepcopy(model))
+    assert nothing_of_ours(folded)
+    assert gp.verify(model, folded, *args(inputs)) < 1e-4
+    assert list(folded.state_dict()) == list(original.state_dict())
+    original.load_state_dict(folded.state_dict())
+    assert gp.verify(model, original, *args(inputs)) < 1e-4
+
+
+@families
+def test_float64_is_exact(family: Family) -> None:
+    original = pretend_pretrained(family.build()).double()
+    inputs = to_double(family.inputs())
+    model = gp.convert_(copy.deepcopy(original))
+    assert gp.verify(original, model, *args(inputs)) < 1e-10
+    assert gp.verify(original, gp.fold_(model), *args(inputs)) < 1e-10
+    if family.norms:
+        model = gp.convert_(copy.deepcopy(original), norm="imn", example_inputs=inputs)
+        assert gp.verify(original, model, *args(inputs)) < 1e-10
+        assert gp.verify(original, gp.fold_(model), *args(inputs)) < 1e-10
+
+
+@families
+def test_a_checkpoint_loads_into_a_freshly_converted_model(family: Family) -> None:
+    inputs = family.inputs()
+    options = {"norm": "imn", "example_inputs": inputs} if family.norms else {}
+    trained = gp.convert_(pretend_pretrained(family.build()), **options)
+    fresh = gp.convert_(family.build(), **options)
+    fresh.load_state_dict(trained.state_dict())
+    assert gp.verify(trained, fresh, *args(inputs)) == 0

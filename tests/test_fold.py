@@ -1,0 +1,242 @@
+"""fold_: plain torch.nn again, with the same function."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import geoparam as gp
+
+DOUBLE = {"dtype": torch.float64}
+
+
+def perturb(model: nn.Module, negative: bool = True) -> nn.Module:
+    """Let every layer have offsets, scales of both signs and a mean that has moved."""
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, gp.GmPLinear | gp.GmPConv2d):
+                module.r.uniform_(0.5, 2)
+                module.r[::2] *= -1 if negative else 1
+                module.lam.normal_()
+            if isinstance(module, gp.InputMeanNorm):
+                module.running_mean.normal_()
+    return model
+
+
+def assert_folds(model: nn.Module, x: torch.Tensor, **options: object) -> nn.Module:
+    folded = gp.fold_(copy.deepcopy(model), **options)
+    assert not any(type(m).__module__.startswith("geoparam") for m in folded.modules())
+    assert gp.verify(model, folded, x) < 1e-12
+    return folded
+
+
+@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
+def test_layers_without_activation_fold_whatever_r_is(coordinates: str) -> None:
+    options = {"coordinates": coordinates, **DOUBLE}
+    model = nn.Sequential(
+        gp.GmPConv2d(3, 6, 3, padding=1, **options),
+        nn.ReLU(),
+        gp.GmPConv2d(6, 4, 3, stride=2, input_norm="bias", padding=1, **options),
+        nn.Flatten(),
+        gp.GmPLinear(36, 5, input_norm=True, **options),
+        gp.GmPLinear(5, 1, **options),
+    )
+    folded = assert_folds(perturb(model), torch.randn(2, 3, 6, 6, **DOUBLE))
+    assert [type(m) for m in folded] == [
+        nn.Conv2d, nn.ReLU, nn.Conv2d, nn.Flatten, nn.Linear, nn.Linear,
+    ]  # fmt: skip
+
+
+def test_the_papers_border_form_becomes_a_batchnorm() -> None:
+    model = nn.Sequential(gp.GmPConv2d(3, 4, 3, padding=1, input_norm=True, **DOUBLE))
+    folded = assert_folds(perturb(model), torch.randn(2, 3, 6, 6, **DOUBLE))
+    norm, conv = folded[0]
+    assert type(norm) is nn.BatchNorm2d and not norm.affine and type(conv) is nn.Conv2d
+
+
+@pytest.mark.parametrize("activation", [torch.relu, F.relu, nn.ReLU(), nn.LeakyReLU(0.2)])
+def test_r_moves_through_a_homogeneous_activation(activation) -> None:  # noqa: ANN001
+    model = nn.Sequential(
+        gp.GmPLinear(4, 6, activation=activation, **DOUBLE), nn.Linear(6, 2, **DOUBLE)
+    )
+    folded = assert_folds(perturb(model, negative=False), torch.randn(3, 4, **DOUBLE))
+    assert torch.equal(folded[1].weight, model[1].weight)
+    assert isinstance(folded[0], nn.Sequential)
+
+
+def through(*steps: nn.Module) -> nn.Module:
+    return nn.Sequential(
+        gp.GmPConv2d(3, 6, 3, padding=1, activation=torch.relu, **DOUBLE),
+        *steps,
+    )
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        through(nn.Conv2d(6, 4, 3, groups=2, **DOUBLE)),
+        through(nn.AvgPool2d(2), nn.Dropout(), nn.Conv2d(6, 4, 2, **DOUBLE)),
+        through(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 2, **DOUBLE)),
+        through(nn.Flatten(), nn.Linear(216, 2, **DOUBLE)),
+        through(gp.GmPConv2d(6, 4, 3, padding=1, activation=F.elu, **DOUBLE),
+                nn.Conv2d(4, 2, 1, **DOUBLE)),
+        through(gp.GmPConv2d(6, 4, 3, padding=1, input_norm=True, **DOUBLE)),
+        through(gp.GmPConv2d(6, 4, 3, padding=1, input_norm="bias", groups=2, **DOUBLE)),
+    ],
+    ids=["grouped", "pooled", "averaged", "flattened", "elu", "border", "bias"],
+)  # fmt: skip
+def test_negative_r_goes_into_the_next_layer(model: nn.Module) -> None:
+    x = torch.randn(2, 3, 6, 6, **DOUBLE)
+    assert_folds(perturb(model), x, example_inputs=x)
+
+
+def test_one_layer_that_feeds_two() -> None:
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = gp.GmPLinear(4, 6, activation=torch.relu, **DOUBLE)
+            self.left, self.right = nn.Linear(6, 2, **DOUBLE), gp.GmPLinear(6, 2, **DOUBLE)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            return self.left(x) + self.right(x)
+
+    x = torch.randn(3, 4, **DOUBLE)
+    assert_folds(perturb(Fork()), x, example_inputs=x)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = gp.GmPLinear(4, 4, activation=torch.relu, **DOUBLE)
+        self.head = nn.Linear(4, 2, **DOUBLE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x + self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "message"),
+    [
+        (through(nn.MaxPool2d(2), nn.Conv2d(6, 4, 1, **DOUBLE)), (2, 3, 6, 6), "'0'.*max_pool2d"),
+        (through(nn.BatchNorm2d(6, **DOUBLE), nn.Conv2d(6, 4, 1, **DOUBLE)), (2, 3, 6, 6), "norm"),
+        (Residual(), (3, 4), "'layer'.*add"),
+        (through(), (2, 3, 6, 6), "'0'.*output"),
+    ],
+    ids=["max pooling", "batch norm", "residual", "output"],
+)
+def test_negative_r_is_refused_where_it_cannot_go(
+    model: nn.Module, shape: tuple[int, ...], message: str
+) -> None:
+    perturb(model)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    x = torch.randn(shape, **DOUBLE)
+    with pytest.raises(ValueError, match=message):
+        gp.fold_(model, example_inputs=x)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    with pytest.raises(ValueError, match="example_inputs"):
+        gp.fold_(model)
+
+
+def test_mean_norm_modules_become_batchnorms() -> None:
+    model = nn.Sequential(
+        gp.InputMeanNorm(3, **DOUBLE),
+        nn.Conv2d(3, 4, 3, **DOUBLE),
+        gp.MeanOnlyBatchNorm(4, **DOUBLE),
+        nn.ReLU(),
+        nn.Flatten(),
+        gp.MeanOnlyBatchNorm(64, bias=False, **DOUBLE),
+    )
+    perturb(model)
+    nn.init.normal_(model[2].bias)
+    x = torch.randn(2, 3, 6, 6, **DOUBLE)
+    folded = assert_folds(model, x, example_inputs=x)
+    assert type(folded[2]) is nn.BatchNorm2d and type(folded[5]) is nn.BatchNorm1d
+    with pytest.raises(ValueError, match="example_inputs"):
+        gp.fold_(copy.deepcopy(model))
+
+
+def test_frozen_and_mode_survive() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    model[0].weight.requires_grad_(False)
+    folded = gp.fold_(gp.convert_(model))
+    assert not folded[0].weight.requires_grad and folded[0].bias.requires_grad
+    assert not folded[0].training
+
+
+def test_broken_parameters_are_refused() -> None:
+    model = gp.convert_(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
+    with torch.no_grad():
+        model[0].r[1] = torch.nan
+    with pytest.raises(ValueError, match="'0' folds to NaN"):
+        gp.fold_(model)
+
+
+def test_unknown_activations_and_plain_models_are_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to fold"):
+        gp.fold_(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="nn.Module as its activation"):
+        gp.fold_(gp.GmPLinear(2, 2, activation=lambda x: x.relu()))
+
+
+def test_one_input_layers_fold() -> None:
+    model = nn.Sequential(gp.GmPLinear(1, 5, activation=torch.relu, **DOUBLE))
+    assert_folds(perturb(model, negative=False), torch.randn(4, 1, **DOUBLE))
+
+
+# --- a property: no silent difference on random networks ----------------------------------------
+
+
+class Block(nn.Module):
+    """A random step: convolution, norm, activation, pooling, with or without a skip."""
+
+    def __init__(self, channels: int, draw: torch.Generator) -> None:
+        super().__init__()
+        pick = lambda *options: options[int(torch.randint(len(options), (1,), generator=draw))]  # noqa: E731
+        groups, dilation, bias = pick(1, 2, channels), pick(1, 2), pick(True, False)
+        self.conv = nn.Conv2d(channels, channels, 3, padding=dilation, dilation=dilation,
+                              groups=groups, bias=bias)  # fmt: skip
+        self.norm = pick(nn.BatchNorm2d(channels), nn.BatchNorm2d(channels), nn.Identity())
+        self.act = pick(nn.ReLU(), nn.LeakyReLU(0.1), nn.ELU(), nn.Hardswish(), nn.Identity())
+        self.pool = pick(nn.Identity(), nn.AvgPool2d(2, 1), nn.MaxPool2d(2, 1))
+        self.skip = pick(True, False) and isinstance(self.pool, nn.Identity)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.conv(x))
+        return self.pool(self.act(x + y if self.skip else y))
+
+
+def random_network(seed: int) -> nn.Module:
+    draw = torch.Generator().manual_seed(seed)
+    blocks = [Block(8, draw) for _ in range(int(torch.randint(1, 5, (1,), generator=draw)))]
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 6), nn.ReLU(),
+                         nn.Linear(6, 3))  # fmt: skip
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=1 + seed % 2, bias=False), *blocks, head)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, -1.5, 1.5)
+            nn.init.normal_(module.bias)
+            nn.init.normal_(module.running_mean)
+            nn.init.uniform_(module.running_var, 0.3, 2)
+    return model.double()
+
+
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("norm", [None, "imn"])
+def test_random_networks_survive_the_round_trip(seed: int, norm: str | None) -> None:
+    original = random_network(seed)
+    x = torch.randn(2, 3, 16, 16, **DOUBLE)
+    options = {"norm": norm, "example_inputs": x} if norm else {}
+    model = gp.convert_(copy.deepcopy(original), **options)
+    assert gp.verify(original, model, x) < 1e-10
+    optimizer = torch.optim.SGD(gp.param_groups(model, lr=1e-3))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    folded = gp.fold_(copy.deepcopy(model))
+    assert gp.verify(model, folded, x) < 1e-10
+    original.load_state_dict(folded.state_dict())
+    assert gp.verify(model, original, x) < 1e-10

@@ -1,0 +1,212 @@
+"""Converted models in the tools that people train and ship with."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+import geoparam as gp
+
+COORDINATES = ["angles", "intrinsic"]
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1, stride=2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
+
+
+X = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(8) % 4
+
+
+def converted(coordinates: str = "angles") -> nn.Module:
+    return gp.convert_(network(), norm="imn", example_inputs=X, coordinates=coordinates)
+
+
+def groups(model: nn.Module) -> list[dict]:
+    return gp.param_groups(model, lr=0.05, weight_decay=0.1)
+
+
+def assert_angles_are_not_decayed(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    for name, parameter in model.named_parameters():
+        undecayed = name.rpartition(".")[2] in ("latitude", "unit", "r", "lam", "bias")
+        assert (decay[id(parameter)] == 0) == undecayed, name
+
+
+@pytest.mark.parametrize("coordinates", COORDINATES)
+def test_plain_loop_learns(coordinates: str) -> None:
+    torch.manual_seed(0)
+    model = converted(coordinates)
+    optimizer = torch.optim.SGD(groups(model), momentum=0.9)
+    optimizer.register_step_post_hook(gp.retract(model))
+    assert_angles_are_not_decayed(model, optimizer)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(X), Y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert gp.verify(model, gp.fold_(copy.deepcopy(model)), X) < 1e-5
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    plain = gp.convert_(network(), coordinates="angles").eval()
+    twin = copy.deepcopy(plain)
+    x = X.clone().requires_grad_()
+    plain(x).square().sum().backward()
+    Checkpointed(twin)(x).square().sum().backward()
+    for a, b in zip(plain.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_with_a_grad_scaler(dtype: torch.dtype) -> None:
+    model = converted()
+    optimizer = torch.optim.AdamW(groups(model))
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
+    before = [p.clone() for p in model.parameters()]
+    for _ in range(3):
+        with torch.autocast("cpu", dtype):
+            loss = nn.functional.cross_entropy(model(X).float(), Y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+def test_ema_along_one_run() -> None:
+    model = converted()
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    optimizer = torch.optim.SGD(groups(model))
+    for _ in range(5):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+        ema.update_parameters(model)
+    average = ema.module.eval()
+    assert average(X).isfinite().all()
+    assert gp.verify(average, gp.fold_(copy.deepcopy(average)), X) < 1e-5
+
+
+def test_lbfgs_and_second_order_penalties() -> None:
+    model = gp.convert_(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
+    x = torch.randn(6, 3, requires_grad=True)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        out = model(x)
+        slope = torch.autograd.grad(out.sum(), x, create_graph=True)[0]
+        loss = out.square().mean() + (slope.norm(dim=1) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    first = closure().item()
+    optimizer.step(closure)
+    assert closure().item() < first
+
+
+def test_safetensors_round_trip(tmp_path) -> None:  # noqa: ANN001
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, other = converted(), converted()
+    path = tmp_path / "model.safetensors"
+    safetensors.save_file(model.state_dict(), path)
+    other.load_state_dict(safetensors.load_file(path))
+    assert gp.verify(model, other, X) == 0
+
+
+def test_onnx_of_a_folded_model(tmp_path) -> None:  # noqa: ANN001
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = gp.fold_(converted()).eval()
+    path = tmp_path / "model.onnx"
+    torch.onnx.export(model, (X,), path, dynamo=True, verbose=False)
+    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: X.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(X).detach(), atol=1e-5, rtol=1e-4)
+
+
+def test_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = converted()
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(groups(model)))
+    assert_angles_are_not_decayed(accelerator.unwrap_model(model), optimizer)
+    accelerator.backward(nn.functional.cross_entropy(model(X), Y))
+    optimizer.step()
+    assert gp.fold_(accelerator.unwrap_model(model))(X).isfinite().all()
+
+
+def test_transformers_trainer(tmp_path) -> None:  # noqa: ANN001
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        image_size=8, patch_size=4, num_labels=4,
+    )  # fmt: skip
+    model = gp.convert_(transformers.ViTForImageClassification(config))
+    optimizer = torch.optim.AdamW(groups(model))
+    data = [{"pixel_values": x, "labels": y} for x, y in zip(X, Y, strict=True)]
+    arguments = transformers.TrainingArguments(
+        tmp_path, max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True
+    )
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=data, optimizers=(optimizer, None)
+    )
+    trainer.train()
+    decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    latitudes = [p for n, p in model.named_parameters() if n.endswith("latitude")]
+    assert latitudes and all(decay[id(p)] == 0 for p in latitudes)
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+
+
+def test_timm_optimizers_take_the_groups() -> None:
+    optim = pytest.importorskip("timm.optim")
+    model = converted()
+    optimizer = optim.create_optimizer_v2(groups(model), opt="lamb", lr=0.05)
+    assert_angles_are_not_decayed(model, optimizer)
+    nn.functional.cross_entropy(model(X), Y).backward()
+    optimizer.step()
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("norm", [None, "imn"])
+def test_compiled_resnet_has_no_graph_breaks(norm: str | None) -> None:
+    models = pytest.importorskip("torchvision.models")
+    x = torch.randn(2, 3, 32, 32)
+    model = gp.convert_(models.resnet18(num_classes=4), norm=norm, example_inputs=x).eval()
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x), atol=1e-4, rtol=1e-4)
+    compiled(x).sum().backward()
+
+
+def test_exported_model_equals_the_eager_one() -> None:
+    model = converted().eval()
+    program = torch.export.export(model, (X,))
+    torch.testing.assert_close(program.module()(X), model(X))
