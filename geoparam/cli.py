@@ -20,7 +20,15 @@ every time; GmP ended at 0.39-0.57 eleven times and at 1.02-1.25 nine times, whe
 schedule cut its rate too early (results/LOG.md). Try another with --seed.
 """  # torch 2.15 on a CPU
 
-EXTRAS = {"typer": "cli", "rich": "cli", "matplotlib": "plots"}
+INSTALL = {
+    "typer": "'geoparam[cli]'",
+    "rich": "'geoparam[cli]'",
+    "safetensors": "'geoparam[cli]'",
+    "matplotlib": "'geoparam[plots]'",
+    "torchvision": "'geoparam[vision]'",
+    "transformers": "'geoparam[hf]'",
+    "timm": "timm",
+}
 
 
 def main() -> None:
@@ -29,10 +37,9 @@ def main() -> None:
         app()()
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in EXTRAS:
+        if package not in INSTALL:
             raise
-        extra = EXTRAS[package]
-        sys.exit(f"This command needs {package}. Install it with: pip install 'geoparam[{extra}]'")
+        sys.exit(f"This command needs {package}. Install it with: pip install {INSTALL[package]}")
 
 
 def app() -> "Typer":
@@ -54,7 +61,56 @@ def app() -> "Typer":
         """Train a small network with and without GmP, compare the two and draw them."""
         demo(out, seed, epochs)
 
+    @app.command("fold")
+    def _(
+        checkpoint: Annotated[
+            Path,
+            typer.Argument(help="safetensors file, sharded folder or index, or torch state_dict."),
+        ],
+        out: Annotated[Path, typer.Option(help="The safetensors file to write.")],
+        arch: Annotated[
+            str | None,
+            typer.Option(
+                help="The plain model: torchvision:NAME, timm:NAME, transformers:FOLDER with a "
+                "config.json, or package.module:function. Only its shapes are used."
+            ),
+        ] = None,
+        like: Annotated[
+            Path | None,
+            typer.Option(help="A plain checkpoint, file or folder, of the same architecture."),
+        ] = None,
+        prefix: Annotated[
+            str, typer.Option(help="Take only entries that begin with this, and remove it.")
+        ] = "",
+        force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
+    ) -> None:
+        """Turn the checkpoint of a converted model into one of the plain model."""
+        fold(checkpoint, out, arch, like, prefix, force)
+
     return app
+
+
+def fold(
+    checkpoint: Path, out: Path, arch: str | None, like: Path | None, prefix: str, force: bool
+) -> None:
+    """Fold a checkpoint file; print what was done, or why it cannot be."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from geoparam.checkpoint import fold_checkpoint
+
+    try:
+        report = fold_checkpoint(checkpoint, out, arch=arch, like=like, prefix=prefix, force=force)
+    except (ValueError, OSError) as error:
+        sys.exit(f"Nothing written. {error}")
+    table = Table("layers folded", "entries kept as they are", "size")
+    table.add_row(f"{report.layers}", f"{report.kept}", f"{report.size / 1e6:,.1f} MB")
+    console = Console()
+    console.print(table)
+    for note in report.notes:
+        console.print(f"[bold]Note:[/] {escape(note)}", soft_wrap=True)
+    console.print(f"The plain checkpoint is [bold]{escape(str(out))}[/]", soft_wrap=True)
 
 
 def demo(out: Path, seed: int, epochs: int) -> None:

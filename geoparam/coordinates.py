@@ -1,7 +1,8 @@
 """Where a layer's unit directions are stored: as latitudes, as unit vectors, or as a sign.
 
 The three objects share one vocabulary: `name` of the stored tensor, `shape` of it for n inputs,
-`encode` from directions (out, n) and `decode` to weight rows, scaled by r where it is given.
+`encode` from rows (out, n) of any length and `decode` to weight rows, scaled by r where it is
+given. A zero row has no direction; it gets the last axis.
 """
 
 from typing import Protocol
@@ -19,7 +20,7 @@ class Coordinates(Protocol):
 
     def shape(self, out: int, n: int) -> tuple[int, ...]: ...
 
-    def encode(self, direction: Tensor) -> Tensor: ...
+    def encode(self, rows: Tensor) -> Tensor: ...
 
     def decode(
         self, stored: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
@@ -34,8 +35,8 @@ class Angles:
     def shape(self, out: int, n: int) -> tuple[int, ...]:
         return out, n - 1
 
-    def encode(self, direction: Tensor) -> Tensor:
-        return sphere.to_latitude(direction)
+    def encode(self, rows: Tensor) -> Tensor:
+        return sphere.to_latitude(rows)
 
     def decode(
         self, stored: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
@@ -55,8 +56,10 @@ class Intrinsic:
     def shape(self, out: int, n: int) -> tuple[int, ...]:
         return out, n
 
-    def encode(self, direction: Tensor) -> Tensor:
-        return direction
+    def encode(self, rows: Tensor) -> Tensor:
+        unit = sphere.normalise(rows)
+        unit[..., -1] += ~unit.any(dim=-1)
+        return unit
 
     def decode(
         self, stored: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
@@ -77,8 +80,8 @@ class Sign:
     def shape(self, out: int, n: int) -> tuple[int, ...]:
         return (out,)
 
-    def encode(self, direction: Tensor) -> Tensor:
-        return direction.squeeze(-1).sign()
+    def encode(self, rows: Tensor) -> Tensor:
+        return torch.where(rows.squeeze(-1) < 0, -1, 1)
 
     def decode(
         self, stored: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None

@@ -83,7 +83,7 @@ def to_latitude(vector: Tensor) -> Tensor:
     _check_rank(vector, "vector")
     if vector.shape[-1] == 0:
         raise ValueError("a direction needs at least one coordinate; got a vector of length 0.")
-    x = normalise(vector)
+    x = _rescale(wide(vector))
     tail = x.square().flip(-1).cumsum(-1).flip(-1).sqrt()
     rest = torch.cat([tail[..., 1:-1], x[..., -1:]], dim=-1)[..., : x.shape[-1] - 1]
     return torch.atan2(x[..., :-1], rest)
@@ -91,8 +91,7 @@ def to_latitude(vector: Tensor) -> Tensor:
 
 def normalise(vector: Tensor) -> Tensor:
     """Return the directions of vectors (..., n) in float64; a zero vector stays zero."""
-    x = wide(vector)
-    x = x / _nonzero(x.abs().amax(dim=-1, keepdim=True))  # so that squares cannot underflow
+    x = _rescale(wide(vector))
     return x / _nonzero(torch.linalg.vector_norm(x, dim=-1, keepdim=True))
 
 
@@ -135,6 +134,11 @@ def sample(
     """
     dtype = torch.float32 if torch.device(device or "cpu").type == "mps" else torch.float64
     return normalise(torch.randn(*shape, generator=generator, device=device, dtype=dtype))
+
+
+def _rescale(x: Tensor) -> Tensor:
+    """Bring the largest coordinate to 1, so that squares neither underflow nor overflow."""
+    return x / _nonzero(torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, keepdim=True))
 
 
 def _nonzero(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ Layer = TypeVar("Layer", bound="GmPLayer")
 Plain = TypeVar("Plain", bound=nn.Module)
 
 _LARGEST_DRIFT = 0.1
-_BLOCK = 1 << 21  # numbers encoded at once: bounds the float64 copies
+_BLOCK = 1 << 18  # numbers encoded at once: bounds the float64 copies
 
 
 class GmPLayer(nn.Module):
@@ -117,9 +117,8 @@ class GmPLayer(nn.Module):
         """Take the directions of `rows`, a block at a time: encoding is float64."""
         step = max(1, _BLOCK // self.fan_in)
         for start in range(0, len(rows), step):
-            direction = sphere.normalise(rows[start : start + step])
-            direction[..., -1] += ~direction.any(dim=-1)  # a zero row has none: the last axis
-            self._stored[start : start + step] = self._coordinates.encode(direction)
+            block = slice(start, start + step)
+            self._stored[block] = self._coordinates.encode(rows[block]).to(self.r.dtype)
         self.r.copy_(r)
         if self.lam is not None and lam is not None:
             self.lam.copy_(lam)

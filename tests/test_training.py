@@ -27,8 +27,9 @@ def network() -> nn.Module:
     )
 
 
-X = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+DRAW = torch.Generator().manual_seed(0)
 Y = torch.arange(8) % 4
+X = torch.randn(8, 3, 8, 8, generator=DRAW) + 2 * torch.randn(4, 3, 1, 1, generator=DRAW)[Y]
 
 
 def converted(coordinates: str = "angles") -> nn.Module:
