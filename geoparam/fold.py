@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.convert import RemovedNorm
+from geoparam.graph import Graph
 from geoparam.layers import GmPLinear
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm
 from geoparam.plan import Inputs
 from geoparam.surgery import places, put
-from geoparam.trace import Graph, trace
+from geoparam.trace import trace
 from geoparam.unit import GmPLayer
 
 log = logging.getLogger("geoparam")

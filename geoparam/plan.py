@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from geoparam.attention import GmPMultiheadAttention
-from geoparam.trace import Chain, Graph, output_layers, trace
+from geoparam.graph import Chain, Graph
+from geoparam.trace import output_layers, trace
 from geoparam.unit import GmPLayer, InputNorm
 
 Filter = Callable[[nn.Module, str], bool]

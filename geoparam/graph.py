@@ -1,0 +1,237 @@
+"""The steps of one run of a model, and the questions asked about them.
+
+`trace` writes such a graph. What follows a layer, up to its activation, is a `Chain`; which layers
+read it next, and in which order of channels, is `Graph.next` and `Graph.receivers`.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+WEIGHTED = ("layer", "embedding")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One step of the run.
+
+    Attributes:
+        kind: layer, norm, activation, embedding, sum (of several results), scale (arithmetic with
+            constants), view, same, average, max, other; input (index if not floating), output.
+        op: The function's name, or the class's in small letters: relu, batch_norm, batchnorm2d.
+        name: The module's name; None for a function.
+        inputs: The steps whose results it reads.
+        channel: Where a layer has its channels, from the end.
+        func, args, kwargs: A function's call, without its tensor; only if it takes just one.
+    """
+
+    kind: str
+    op: str
+    name: str | None = None
+    inputs: tuple[int, ...] = ()
+    shape: torch.Size = field(default_factory=torch.Size)
+    channel: int | None = None
+    func: Callable | None = None
+    args: tuple = ()
+    kwargs: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What follows a layer up to its activation, as long as each result is used just once.
+
+    Attributes:
+        layer: Its name.
+        norm: The norm before the activation and before any sum.
+        activation: A module (`activation.name`) or function (`activation.args`), `.op` is "relu".
+        path: The other steps on the way: "sum", "max_pool2d", "transpose", ...
+        exclusive: The norm reads the bare output of this layer, channels in dim 1, and neither is
+            used in another place: a BatchNorm there can be folded into the layer and removed.
+    """
+
+    layer: str
+    norm: Node | None
+    activation: Node | None
+    path: tuple[str, ...]
+    exclusive: bool
+
+    @property
+    def through_sum(self) -> bool:
+        return "sum" in self.path
+
+
+class Graph:
+    """The steps of one run in their order, and the questions asked about them."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.nodes = tuple(nodes)
+        users: list[dict[int, None]] = [{} for _ in nodes]
+        self._calls: dict[str, list[int]] = {}
+        for index, node in enumerate(nodes):
+            for source in node.inputs:
+                users[source][index] = None
+            if node.name is not None:
+                self._calls.setdefault(node.name, []).append(index)
+        self.users = [tuple(found) for found in users]
+
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        """The layers that ran, in the order of their first calls."""
+        return self._names(range(len(self.nodes)))
+
+    @cached_property
+    def first(self) -> tuple[str, ...]:
+        """The layers that see floating-point inputs, and nothing that another layer has made."""
+        return self._ends(range(len(self.nodes)), [node.inputs for node in self.nodes], "input")
+
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        """The layers whose results reach the model's output, and no other layer."""
+        return self._ends(reversed(range(len(self.nodes))), self.users, "output")
+
+    def after(self, layer: str) -> Chain:
+        """Return what follows `layer`; of several calls of it, what they agree on."""
+        chains = [self._chain(layer, index) for index in self._layer_calls(layer)]
+        return Chain(
+            layer,
+            _common([chain.norm for chain in chains]),
+            _common([chain.activation for chain in chains]),
+            tuple(dict.fromkeys(step for chain in chains for step in chain.path)),
+            all(chain.exclusive for chain in chains),
+        )
+
+    def next(self, layer: str) -> tuple[str, ...]:
+        """Return the layers that `layer` reaches without another one between."""
+        found: set[int] = set()
+        stack = self._layer_calls(layer)
+        while stack:
+            new = set(self.users[stack.pop()]) - found
+            found |= new
+            stack += [index for index in new if self.nodes[index].kind != "layer"]
+        return self._names(sorted(found))
+
+    def receivers(self, layer: str) -> dict[str, Tensor]:
+        """Return for each next layer which channel of `layer` each of its input channels carries.
+
+        It is there for moving one sign per channel from a layer into the next ones, so it raises
+        ValueError where a sign does not pass: sums, norms, activations, max pooling, the model's
+        output, a next layer that mixes the channels or is used for other inputs as well.
+        """
+        found: dict[str, Tensor] = {}
+        reached: dict[str, list[int]] = {}
+        stack = [(index, _numbered(self.nodes[index])) for index in self._layer_calls(layer)]
+        while stack:
+            here, channels = stack.pop()
+            if not self.users[here]:
+                raise ValueError(f"no step is seen to read what comes from {layer!r}")
+            for user in self.users[here]:
+                node = self.nodes[user]
+                passed = _carry(node, channels)
+                if passed is None:
+                    step = " ".join(filter(None, (node.op, node.name)))
+                    raise ValueError(f"a sign of {layer!r} does not pass {step}")
+                if node.kind != "layer":
+                    stack.append((user, passed))
+                    continue
+                name = node.name or ""
+                reached.setdefault(name, []).append(user)
+                if not torch.equal(found.setdefault(name, passed), passed):
+                    raise ValueError(f"{name!r} gets the channels of {layer!r} in several orders")
+        for name, calls in reached.items():
+            if name == layer or sorted(calls) != self._calls[name]:
+                raise ValueError(f"{name!r}, which follows {layer!r}, is used elsewhere as well")
+        return found
+
+    def _layer_calls(self, layer: str) -> list[int]:
+        calls = [i for i in self._calls.get(layer, ()) if self.nodes[i].kind == "layer"]
+        if not calls:
+            raise ValueError(f"no layer {layer!r} ran; these did: {', '.join(self.layers)}")
+        return calls
+
+    def _names(self, indices: Iterable[int]) -> tuple[str, ...]:
+        nodes = [self.nodes[i] for i in indices]
+        return tuple(dict.fromkeys(n.name or "" for n in nodes if n.kind == "layer"))
+
+    def _ends(
+        self, order: Iterable[int], near: Sequence[tuple[int, ...]], end: str
+    ) -> tuple[str, ...]:
+        """Return the layers from which `end` is reached, and no layer, by following `near`."""
+        reach: set[int] = set()
+        between: set[int] = set()
+        for index in order:
+            if self.nodes[index].kind == end or not reach.isdisjoint(near[index]):
+                reach.add(index)
+            if any(i in between or self.nodes[i].kind in WEIGHTED for i in near[index]):
+                between.add(index)
+        return self._names(sorted(reach - between))
+
+    def _chain(self, layer: str, here: int) -> Chain:
+        norm: Node | None = None
+        activation: Node | None = None
+        path: list[str] = []
+        while activation is None and len(self.users[here]) == 1:
+            here = self.users[here][0]
+            node = self.nodes[here]
+            if node.kind == "activation":
+                activation = node
+            elif node.kind == "norm" and norm is None and "sum" not in path:
+                norm = node
+            elif node.kind in ("sum", "scale", "view", "same", "average", "max"):
+                path.append("sum" if node.kind == "sum" else node.op)
+            else:
+                break
+        return Chain(layer, norm, activation, tuple(path), self._exclusive(layer, norm))
+
+    def _exclusive(self, layer: str, norm: Node | None) -> bool:
+        if norm is None or norm.name is None:
+            return False
+        calls = self._calls[layer]
+        nodes = [self.nodes[i] for i in calls]
+        read = [i for call in self._calls[norm.name] for i in self.nodes[call].inputs]
+        paired = sorted(read) == calls and all(len(self.users[i]) == 1 for i in calls)
+        return paired and all(len(n.shape) + (n.channel or 0) == 1 for n in nodes)
+
+
+def _common(nodes: Sequence[Node | None]) -> Node | None:
+    return nodes[0] if len({node and (node.op, node.name) for node in nodes}) == 1 else None
+
+
+def _numbered(node: Node) -> Tensor:
+    """Return a tensor of the node's shape with the channel's number in each place."""
+    channel = -1 if node.channel is None else node.channel
+    numbers = torch.arange(node.shape[channel]).reshape(-1, *[1] * (-1 - channel))
+    return numbers.expand(node.shape).contiguous()
+
+
+def _carry(node: Node, channels: Tensor) -> Tensor | None:
+    """Follow numbered channels through one step; None where a sign per channel does not pass.
+
+    Views are applied to the numbers themselves, so that any reshape is followed exactly.
+    """
+    if len(set(node.inputs)) != 1:
+        return None
+    if node.kind == "layer" and node.channel is not None:
+        return _constant(channels.movedim(node.channel, 0), 1)
+    if node.kind == "view" and node.func is not None:
+        return node.func(channels, *node.args, **node.kwargs).contiguous()
+    if node.kind == "same" or (node.kind == "scale" and node.op in ("mul", "div")):
+        return channels if channels.shape == node.shape else None
+    if node.op == "mean" and node.func is not None:
+        kwargs = {key: value for key, value in node.kwargs.items() if key != "dtype"}
+        low, high = (f(channels, *node.args, **kwargs) for f in (torch.amin, torch.amax))
+        return low if torch.equal(low, high) else None
+    if node.kind == "average" and (pool := re.search(r"pool(\d)d$", node.op)):
+        dims = int(pool[1])
+        pooled = _constant(channels, channels.ndim - dims)
+        return pooled if pooled is None else pooled[(...,) + (None,) * dims].expand(node.shape)
+    return None
+
+
+def _constant(channels: Tensor, dims: int) -> Tensor | None:
+    """Return `channels` without the dimensions from `dims` on, if they are constant there."""
+    flat = channels.reshape(*channels.shape[:dims], -1)
+    return flat[..., 0] if bool((flat == flat[..., :1]).all()) else None
