@@ -49,11 +49,12 @@ def copies(source: Tensor, r: Tensor) -> Tensor:
 class _Copies(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:  # noqa: ANN001
+        ctx.save_for_backward(x)
         return x.clone()
 
     @staticmethod
     def backward(ctx, g: Tensor) -> Tensor:  # noqa: ANN001
-        return g + g.flip(0)
+        return torch.add(g, ctx.saved_tensors[0])
 
 
 def step(

@@ -4,10 +4,10 @@ from geoparam.attention import GmPMultiheadAttention
 from geoparam.convert import convert_, verify
 from geoparam.fold import fold_
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
-from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm
+from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, synchronise_means_
 from geoparam.optim import param_groups
 from geoparam.plan import plan
-from geoparam.unit import retract
+from geoparam.unit import GmPLayer, retract
 
 __version__ = "0.1.0"
 
@@ -15,6 +15,7 @@ __all__ = [
     "GmPConv1d",
     "GmPConv2d",
     "GmPConv3d",
+    "GmPLayer",
     "GmPLinear",
     "GmPMultiheadAttention",
     "InputMeanNorm",
@@ -24,5 +25,6 @@ __all__ = [
     "param_groups",
     "plan",
     "retract",
+    "synchronise_means_",
     "verify",
 ]

@@ -15,8 +15,8 @@ class TensorCache(Generic[Value]):
     """The last value, and the tensors it was computed from.
 
     A tensor counts as unchanged if it is the same object with the same memory and version, so
-    steps of an optimizer, `load_state_dict`, moves and other changes in place are seen; writes
-    through `.data` or numpy are not. Copies and pickles of a cache are empty.
+    `load_state_dict`, moves and changes in place are seen; writes through `.data` or numpy, and by
+    torch's fused optimizers, are not. Copies and pickles of a cache are empty.
 
     Example:
         >>> cache, x = TensorCache(), torch.ones(2)

@@ -68,7 +68,7 @@ class Intrinsic:
             dtype = stored.dtype if r is None else torch.promote_types(stored.dtype, r.dtype)
         d = stored if stored.dtype == torch.float64 else stored.float()
         length = torch.linalg.vector_norm(d, dim=-1, keepdim=True)
-        scale = length.clamp(min=1e-30).reciprocal()  # finite should a vector ever be 0
+        scale = length.clamp(min=1e-12).reciprocal()  # a vector that was set to 0 stays finite
         return (d * (scale if r is None else scale * r[..., None])).to(dtype)
 
 

@@ -1,6 +1,7 @@
 """Linear and convolution layers under geometric parameterization, with torch.nn's signatures."""
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -290,7 +291,9 @@ class GmPConv2d(_GmPConv):
             copy of the input. True centres first and pads with zeros afterwards, as the papers do
             and as `InputMeanNorm` before the layer would; `"bias"` subtracts one constant per
             output channel, so that it folds into a bias and a pretrained network keeps its
-            function. The two differ only where zeros are padded.
+            function. The two differ only where zeros are padded. Under bfloat16 autocast the
+            subtraction comes after rounding: a mean far above the deviation costs digits, and the
+            module does not.
 
     Example:
         >>> layer = GmPConv2d(3, 8, 3, padding=1, activation=torch.relu, input_norm=True)
@@ -328,10 +331,10 @@ _CONV_ARGUMENTS = (
 
 
 def _per_dimension(value: int | tuple[int, ...], rank: int, name: str) -> tuple[int, ...]:
-    values = (value,) * rank if isinstance(value, int) else tuple(value)
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * rank
     if len(values) != rank:
         raise ValueError(f"{name} is one number or {rank} of them; got {value}.")
-    return values
+    return tuple(map(operator.index, values))
 
 
 def _check_groups(in_channels: int, out_channels: int, groups: int) -> None:

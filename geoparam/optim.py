@@ -1,6 +1,7 @@
 """Parameter groups that any torch optimizer takes: what is decayed, and how fast angles turn."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -36,7 +37,8 @@ def param_groups(
         undecayed 3 0.1 0.0
         decayed 1 0.1 0.05
     """
-    if not isinstance(angle_lr, int | float | None) and angle_lr != "fan_in":
+    is_rate = isinstance(angle_lr, int | float) and angle_lr >= 0
+    if angle_lr is not None and angle_lr != "fan_in" and not is_rate:
         raise ValueError(f"angle_lr is a rate, 'fan_in' or None; got {angle_lr!r}.")
     members: dict[tuple[str, float, float], list[nn.Parameter]] = defaultdict(list)
     for parameter, owner, name in _unique_parameters(model):
@@ -69,5 +71,5 @@ def _angle_rate(lr: float, angle_lr: AngleRate, fan_in: int) -> float:
 
 
 def _is_undecayed(parameter: nn.Parameter, owner: nn.Module, name: str) -> bool:
-    is_norm = "norm" in type(owner).__name__.lower()
-    return isinstance(owner, GmPLayer) or is_norm or parameter.ndim <= 1 or "bias" in name
+    is_norm = re.search(r"norm(act)?\d*d?$", type(owner).__name__.lower()) is not None
+    return isinstance(owner, GmPLayer) or is_norm or parameter.ndim <= 1 or name.endswith("bias")

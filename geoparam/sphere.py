@@ -8,10 +8,10 @@ hyperspherical angles:
 Latitudes rather than theta, because every theta of a random direction in high dimension sits near
 pi/2 and loses its digits there, while its latitude sits near 0 and keeps them.
 
-Everything here is plain torch, takes any leading batch shape, computes in float64 whatever the
-storage type, and can be differentiated any number of times. Products of cosines are never divided
-by a cosine, so poles (cos a_k = 0) need no special case: the later coordinates are 0, their angles
-get no gradient, and all is finite.
+Everything here is plain torch, takes any leading batch shape and computes in float64 whatever the
+storage type. From latitudes to vectors it can be differentiated any number of times: products of
+cosines are never divided by a cosine, so poles (cos a_k = 0) need no special case; the later
+coordinates are 0, their angles get no gradient, and all is finite.
 
 With n = 1 there is no angle: `to_unit` gives +1 and `to_latitude` an empty tensor; who needs the
 sign of a one-dimensional direction stores it beside.
@@ -95,6 +95,14 @@ def normalise(vector: Tensor) -> Tensor:
     return x / _nonzero(torch.linalg.vector_norm(x, dim=-1, keepdim=True))
 
 
+def length(vector: Tensor) -> Tensor:
+    """Return the lengths of vectors (..., n) in float64, of very short and long ones too."""
+    if vector.dtype != torch.float64:  # squares of narrower types do not leave float64
+        return torch.linalg.vector_norm(vector, dim=-1, dtype=wide(vector[:0]).dtype)
+    scale = torch.linalg.vector_norm(vector, ord=torch.inf, dim=-1)
+    return scale * torch.linalg.vector_norm(_rescale(vector), dim=-1)
+
+
 def metric(latitude: Tensor) -> Tensor:
     """Return the diagonal m_k = P_k^2 of the sphere's metric, (..., n - 1); it has no other entry.
 
@@ -146,5 +154,8 @@ def _nonzero(x: Tensor) -> Tensor:
 
 
 def _check_rank(x: Tensor, name: str) -> None:
-    if x.ndim == 0:
-        raise ValueError(f"{name} needs its coordinates in the last dimension; got a scalar.")
+    if x.ndim == 0 or not x.is_floating_point():
+        raise ValueError(
+            f"{name} needs its coordinates in the last dimension, in a floating type; got shape "
+            f"{tuple(x.shape)} of {x.dtype}."
+        )

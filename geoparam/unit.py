@@ -98,18 +98,19 @@ class GmPLayer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw new parameters: `init` says how; None leaves them as they are."""
-        out, n = self.weight_shape[0], self.fan_in
-        device = self.r.device
+        if self.init not in ("sphere", "glorot", None):
+            raise ValueError(f"init is 'sphere', 'glorot' or None; got {self.init!r}.")
+        if self.input_norm is not None:
+            self.input_norm.reset_parameters()
+        out, n, device = self.weight_shape[0], self.fan_in, self.r.device
         if self.init is None or device.type == "meta":
             return
         if self.init == "sphere":  # the papers' text
             rows, r = sphere.sample(out, n, device=device), torch.ones(out, device=device)
-        elif self.init == "glorot":  # the code behind the papers' tables
+        else:  # "glorot", the code behind the papers' tables
             bound = math.sqrt(6 / (n + out))
             rows = torch.empty(out, n, device=device, dtype=self.r.dtype).uniform_(-bound, bound)
-            r = torch.linalg.vector_norm(sphere.wide(rows), dim=1)
-        else:
-            raise ValueError(f"init is 'sphere', 'glorot' or None; got {self.init!r}.")
+            r = sphere.length(rows)
         self._assign(rows, r, torch.zeros(out, device=device))
 
     @torch.no_grad()
@@ -129,7 +130,7 @@ class GmPLayer(nn.Module):
         """Take the parameters of gain * w^T x + b: u = w / ||w||, r = gain ||w||, lam = b / r."""
         _check_finite(weight, "weight")
         w = weight.detach().flatten(1)
-        r = torch.linalg.vector_norm(w, dim=1, dtype=sphere.wide(w[:0]).dtype)
+        r = sphere.length(w)
         r = r if gain is None else sphere.wide(gain.detach()) * r
         lam = None
         if bias is not None:
@@ -142,6 +143,11 @@ class GmPLayer(nn.Module):
                     "and r * lam cannot hold its bias. Leave the layer standard or prune the row."
                 )
             lam = torch.where(r == 0, 0, b / torch.where(r == 0, 1, r))
+            if not lam.to(self.r.dtype).isfinite().all():
+                raise ValueError(
+                    f"a weight is so short beside its bias that lam = b / r is no {self.r.dtype}. "
+                    "Leave the layer standard."
+                )
         self._assign(w, r, lam)
         for parameter in (self._stored, self.r):
             if isinstance(parameter, nn.Parameter):
@@ -193,6 +199,7 @@ class GmPLayer(nn.Module):
 
     def _weight(self, dtype: torch.dtype | None) -> Tensor:
         scale = self.r if self.activation is None else None
+        dtype = dtype or torch.promote_types(self._stored.dtype, self.r.dtype)
         return self._rows(scale, dtype).view(self.weight_shape)
 
     def _rows(self, scale: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
@@ -227,8 +234,10 @@ class GmPLayer(nn.Module):
         """Return weight and bias, less what `mean` contributes; in evaluation, remember them."""
         sources = [t for t in (self._stored, self.r, self.lam, mean) if t is not None]
         if self.training or not cacheable(sources):
+            self._cache.clear()  # a gradient may lead to a step that no version counter shows
             return self._computed_parameters(dtype, mean)
-        return self._cache.get(sources, dtype, lambda: self._computed_parameters(dtype, mean))
+        tag = dtype, self.activation is None
+        return self._cache.get(sources, tag, lambda: self._computed_parameters(dtype, mean))
 
     def _computed_parameters(
         self, dtype: torch.dtype | None, mean: Tensor | None
@@ -300,7 +309,8 @@ class GmPLayer(nn.Module):
         if self._coordinates.name == "unit":
             d = self._stored
             precise = torch.promote_types(d.dtype, torch.float32)
-            d.div_(torch.linalg.vector_norm(d, dim=1, keepdim=True, dtype=precise))
+            length = torch.linalg.vector_norm(d, dim=1, keepdim=True, dtype=precise)
+            d.div_(torch.where(length == 0, 1, length))
 
     @torch.no_grad()
     def _report_drift(self) -> None:
@@ -308,16 +318,16 @@ class GmPLayer(nn.Module):
             return
         d = self._stored
         d = d.to_local() if hasattr(d, "to_local") else d
-        if d.numel() == 0:
+        if d.numel() == 0 or type(d) not in (Tensor, nn.Parameter):  # fake tensors have no value
             return
         drift = (torch.linalg.vector_norm(d.float(), dim=1) - 1).abs().max().item()
         if drift > _LARGEST_DRIFT:
             self._drift_reported = True
-            warnings.warn(
-                f"unit vectors have drifted from length 1 by {drift:.0%}: the function is right, "
-                "but their rotation per step fades. After building the optimizer, call "
+            warnings.warn(  # one text for all layers, so that Python shows it once
+                "unit vectors have drifted by more than 10 % from length 1. The function is right "
+                "but a step turns them differently: after building the optimizer, call "
                 "optimizer.register_step_post_hook(geoparam.retract(model)).",
-                stacklevel=3,
+                stacklevel=2,
             )
 
     def train(self: Layer, mode: bool = True) -> Layer:

@@ -53,7 +53,17 @@ def step(model: gp.GmPLinear) -> None:
         optimizer.step()
 
 
+def fused_step(model: gp.GmPLinear) -> None:
+    """torch's fused optimizers do not move the version counter."""
+    with torch.enable_grad():
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+        model(X).sum().backward()
+        optimizer.step()
+
+
 CHANGES = {
+    "fused optimizer step": fused_step,
+    "activation": lambda model: setattr(model, "activation", torch.tanh),
     "optimizer step": step,
     "in place": lambda model: model.latitude.add_(0.1),
     "r": lambda model: model.r.mul_(2),
@@ -70,7 +80,9 @@ def test_changes_are_seen(change) -> None:  # noqa: ANN001
     model = layer()
     before = model(X)
     change(model)
-    torch.testing.assert_close(model(X), torch.nn.functional.linear(X, model.weight, model.bias))
+    z = torch.nn.functional.linear(X, model.weight, model.bias)
+    expected = z if model.activation is None else model.r * model.activation(z)
+    torch.testing.assert_close(model(X), expected)
     assert not torch.equal(model(X), before)
 
 

@@ -1,7 +1,7 @@
 """torch.compile and AOT export: one opaque op, no graph break, the same numbers.
 
-Each case takes torch's compiler tens of seconds on a CPU: three are in the fast tests, all in
-`make test-compile`.
+Cold, a case takes the compiler up to half a minute on a CPU: three are in `make test`, the others
+in `make test-compile`, which compiles anew.
 """
 
 import copy
@@ -12,7 +12,7 @@ from torch import nn
 
 from geoparam import GmPConv2d, GmPLinear, ops
 
-pytestmark = pytest.mark.compile
+slow = pytest.mark.compile
 
 
 def network(coordinates: str = "angles", natural: bool = False) -> nn.Module:
@@ -46,17 +46,18 @@ def check_training_steps(model: nn.Module, autocast: bool = False) -> None:
 @pytest.mark.parametrize(
     ("coordinates", "natural", "autocast"),
     [
-        ("angles", False, False),
         ("angles", True, False),
-        ("angles", False, True),
-        ("intrinsic", False, False),
-        ("intrinsic", False, True),
+        pytest.param("angles", False, False, marks=slow),
+        pytest.param("angles", False, True, marks=slow),
+        pytest.param("intrinsic", False, False, marks=slow),
+        pytest.param("intrinsic", False, True, marks=slow),
     ],
 )
 def test_fullgraph_training(coordinates: str, natural: bool, autocast: bool) -> None:
     check_training_steps(network(coordinates, natural), autocast)
 
 
+@slow
 def test_dynamic_batch_size() -> None:
     layer = GmPLinear(6, 4, activation=torch.relu, input_norm=True)
     compiled = torch.compile(layer.eval(), fullgraph=True, dynamic=True)
@@ -65,12 +66,22 @@ def test_dynamic_batch_size() -> None:
         torch.testing.assert_close(compiled(x), layer(x))
 
 
+def test_compiled_forward_mode() -> None:
+    latitude, r, step = torch.randn(3, 5), torch.randn(3), torch.randn(3, 5)
+    call = lambda a, v: torch.func.jvp(lambda a: ops.weight(a, r), (a,), (v,))[1]  # noqa: E731
+    found = torch.compile(call, fullgraph=True, backend="aot_eager")(latitude, step)
+    torch.testing.assert_close(found, call(latitude, step))
+    assert found.abs().max() > 0
+
+
+@slow
 def test_compiled_ensemble() -> None:
     latitude, r = torch.randn(4, 3, 5), torch.randn(4, 3)
     call = torch.vmap(lambda a, s: ops.weight(a, s).square().sum())
     torch.testing.assert_close(torch.compile(call, fullgraph=True)(latitude, r), call(latitude, r))
 
 
+@slow
 def test_compiled_per_sample_gradient() -> None:
     latitude, r = torch.randn(4, 3, 5), torch.randn(3)
     call = torch.vmap(torch.func.grad(lambda a: ops.weight(a, r).sin().sum()))
@@ -86,6 +97,7 @@ def test_export_keeps_the_op() -> None:
     torch.testing.assert_close(program.module()(x), model(x))
 
 
+@slow
 def test_aot_inductor(tmp_path) -> None:  # noqa: ANN001
     model = network().eval()
     x = torch.randn(2, 3, 6, 6)

@@ -167,6 +167,26 @@ def test_one_input_has_a_sign_and_no_angle() -> None:
     assert torch.equal(other(x), layer(x))
 
 
+@pytest.mark.parametrize("cls", [GmPLinear, GmPConv2d])
+def test_natural_layers_divide_their_angles_gradient_by_the_metric(cls: type) -> None:
+    arguments = (6, 5) if cls is GmPLinear else (2, 5, 3)
+    x = torch.randn(4, 6, **DOUBLE) if cls is GmPLinear else torch.randn(4, 2, 5, 5, **DOUBLE)
+    plain, natural = (cls(*arguments, natural=flag, **DOUBLE) for flag in (False, True))
+    natural.load_state_dict(plain.state_dict())
+    for layer in (plain, natural):
+        layer(x).sin().sum().backward()
+    bounded = sphere.metric(plain.latitude.detach()).clamp(min=0.01)
+    torch.testing.assert_close(natural.latitude.grad, plain.latitude.grad / bounded)
+    torch.testing.assert_close(natural.r.grad, plain.r.grad)
+
+
+def test_mixed_storage() -> None:
+    layer = GmPLinear(6, 5, activation=torch.relu)
+    layer.latitude.data = layer.latitude.bfloat16()
+    assert layer.weight.dtype == torch.float32
+    assert layer(torch.randn(2, 6)).dtype == torch.float32
+
+
 def test_every_parameter_gets_a_finite_gradient() -> None:
     for coordinates in COORDINATES:
         layer = GmPConv2d(4, 6, 3, activation=torch.relu, coordinates=coordinates, input_norm=True)
@@ -284,6 +304,19 @@ def test_border_form_does_not_fold_into_a_bias() -> None:
     assert GmPConv2d(4, 6, 3, input_norm=True).to_conv().bias is not None
 
 
+def test_one_sample_without_a_batch_dimension() -> None:
+    layer = GmPLinear(4, 3, input_norm=True)
+    x = torch.randn(4)
+    torch.testing.assert_close(layer(x), layer.bias)  # it is its own mean
+    torch.testing.assert_close(layer.input_norm.running_mean, 0.01 * x)
+
+
+def test_meta_layers_reset_their_means() -> None:
+    layer = GmPLinear(4, 3, input_norm=True, device="meta").to_empty(device="cpu")
+    layer.reset_parameters()
+    assert not layer.input_norm.running_mean.any()
+
+
 def test_an_empty_batch_passes() -> None:
     for layer in (GmPConv2d(4, 6, 3, padding=1, input_norm=True), GmPConv2d(4, 6, 3)):
         assert layer(torch.empty(0, 4, 5, 5)).shape[0] == 0
@@ -365,12 +398,26 @@ def test_retraction_as_an_optimizer_hook() -> None:
     torch.testing.assert_close(layer.unit.norm(dim=1), torch.ones(5))
 
 
-@pytest.mark.parametrize("size", [1e-3, 0.1, 0.9])
+@pytest.mark.parametrize("lr", [1e-3, 0.1, 10.0])
 @pytest.mark.parametrize("n", [2, 13, 576])
-def test_a_step_turns_an_intrinsic_unit_by_at_most_arcsin(n: int, size: float) -> None:
-    u = sphere.sample(200, n)
-    step = size * sphere.sample(200, n)
-    assert (sphere.angle_between(u, u + step) <= math.asin(size) + 1e-12).all()
+def test_a_step_turns_an_intrinsic_unit_by_at_most_arcsin(n: int, lr: float) -> None:
+    layer = GmPLinear(n, 20, coordinates="intrinsic", **DOUBLE)
+    before = layer.direction.detach().clone()
+    optimizer = torch.optim.SGD([layer.unit], lr=lr)
+    layer(torch.randn(8, n, **DOUBLE)).square().mean().backward()
+    step = lr * layer.unit.grad.norm(dim=1)
+    optimizer.step()
+    turned = sphere.angle_between(before, layer.direction.detach())
+    small = step < 1
+    assert (turned[small] <= step[small].asin() + 1e-9).all() and (turned > 0).all()
+
+
+def test_retraction_leaves_zero_vectors_alone() -> None:
+    layer = GmPLinear(4, 3, coordinates="intrinsic")
+    with torch.no_grad():
+        layer.unit[1] = 0
+    layer.retract_()
+    assert layer.unit.isfinite().all() and layer(torch.randn(2, 4)).isfinite().all()
 
 
 def test_drift_warns_once_and_never_in_forward() -> None:
@@ -432,6 +479,13 @@ def nan_linear() -> nn.Linear:
     return linear
 
 
+def tiny_half_row() -> nn.Linear:
+    linear = nn.Linear(3, 2).half()
+    with torch.no_grad():
+        linear.weight[1], linear.bias[1] = 1e-6, 1
+    return linear
+
+
 def biased_zero_row() -> nn.Linear:
     linear = nn.Linear(3, 2)
     with torch.no_grad():
@@ -458,6 +512,8 @@ def biased_zero_row() -> nn.Linear:
         (lambda: GmPConv2d.from_conv(nn.Conv1d(1, 1, 1)), "takes an nn.Conv2d; got Conv1d"),
         (lambda: GmPConv2d.from_conv(nn.ConvTranspose2d(1, 1, 1)), "got ConvTranspose2d"),
         (lambda: GmPLinear.from_linear(nan_linear()), "NaN or infinite values.*got 1"),
+        (lambda: GmPLinear.from_linear(tiny_half_row()), "lam = b / r is no torch.float16"),
+        (lambda: GmPConv2d(4, 6, 3, input_norm="mean", device="meta"), "input_norm is False"),
         (lambda: GmPLinear.from_linear(biased_zero_row()), r"rows \[1\].*zero weight and a bias"),
         (lambda: GmPLinear(3, 2, activation=torch.relu).to_linear(), "r outside"),
     ],

@@ -83,6 +83,15 @@ def test_decay_alone_turns_no_unit() -> None:
     assert not torch.equal(model[1].weight, head)
 
 
+@pytest.mark.parametrize("name", ["NormFreeLinear", "NormalizedAttention"])
+def test_norm_in_a_name_makes_no_norm(name: str) -> None:
+    model = type(name, (nn.Linear,), {})(3, 4)
+    groups = by_name(model, param_groups(model, 0.1, 0.05))
+    assert groups["weight"]["weight_decay"] == 0.05
+
+
 def test_unknown_rate() -> None:
+    with pytest.raises(ValueError, match="angle_lr"):
+        param_groups(Model(), 0.1, angle_lr=-1.0)
     with pytest.raises(ValueError, match="angle_lr"):
         param_groups(Model(), 0.1, angle_lr="fan_out")

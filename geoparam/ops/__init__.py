@@ -5,10 +5,11 @@ Two torch.library ops do the work and are opaque to torch.compile, torch.export,
     weight(latitude, r)                 the rows r u, on any leading batch shape
     weight_backward(grad, latitude, r)  the gradients of <grad, weight>
 
-Registering autograd for them is not enough: torch.func.jvp would then return zeros without a
-word, and torch.func.grad would raise. So in eager mode the ops are wrapped in two
-autograd.Functions that also carry their tangents; dynamo refuses such a Function, so under
-compilation the op is called as it is.
+Registering autograd for them is not enough: torch.func.grad and double backward would raise. So in
+eager mode they are wrapped in two autograd.Functions; under compilation the op is called as it is.
+In forward mode (torch.func.jvp, jacfwd, hessian) an opaque op's tangent would be zero, and that of
+a Function is lost when nested or compiled, without a word in either case: there the weight is
+computed by `sphere`'s differentiable formula, which has no such limits.
 
 `r` may be None (then the rows are unit vectors), `natural=True` divides the latitudes' gradient by
 the sphere's metric, and `dtype` is the type of the result (default: what latitude and r promote
@@ -18,15 +19,18 @@ to). Arithmetic is float32 or better whatever the storage type.
 import functools
 import importlib
 import importlib.util
+import math
 import os
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx import Proxy
 
-from geoparam.ops import cpu
+from geoparam import sphere
+from geoparam.ops import cpu, native
 from geoparam.ops.tangents import gradient_tangent, weight_tangent
 
 __all__ = ["weight"]
@@ -46,9 +50,44 @@ def weight(
         tensor([[0., 0., 0., 1.],
                 [0., 0., 0., 2.]])
     """
+    if _in_forward_mode():
+        _refuse_natural(natural)
+        u = sphere.to_unit(latitude) if r is None else r[..., None] * sphere.to_unit(latitude)
+        return u.to(_result_type(latitude, r, dtype))
     if torch.compiler.is_compiling() or isinstance(latitude, Proxy):
         return torch.ops.geoparam.weight(latitude, r, natural=natural, dtype=dtype)
+    if hasattr(latitude, "placements"):
+        return _weight_of_shards(latitude, r, natural, dtype)
     return _Weight.apply(latitude, r, natural, dtype)
+
+
+def _weight_of_shards(latitude: Any, r: Any, natural: bool, dtype: torch.dtype | None) -> Tensor:
+    """Return the weight of DTensors, which parameters are under FSDP2 outside of forward.
+
+    A row of the weight comes from one row of the latitudes: each process makes those it holds.
+    """
+    from torch.distributed.tensor import DTensor  # slow to import, and not in every build
+
+    last, placements = latitude.ndim - 1, latitude.placements
+    by_rows = not any(place.is_partial() or place.is_shard(last) for place in placements)
+    if not by_rows or (r is not None and getattr(r, "placements", None) != placements):
+        raise ValueError(
+            "latitude and r must be sharded alike, with whole rows on each process; got "
+            f"{placements} and {getattr(r, 'placements', None)}. Under FSDP2, call unshard() on "
+            "the module first."
+        )
+    local_r = None if r is None else r.to_local()
+    rows = weight(latitude.to_local(), local_r, natural=natural, dtype=dtype)
+    shape = (*latitude.shape[:-1], latitude.shape[-1] + 1)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        rows,
+        latitude.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
 
 
 # --- the ops ----------------------------------------------------------------------------------
@@ -72,6 +111,11 @@ def _weight(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     _check(latitude, r)
+    if _in_forward_mode():
+        raise RuntimeError(
+            "forward-mode differentiation does not see through geoparam::weight itself; call "
+            "geoparam.ops.weight, or the layer, instead of a traced or exported copy of it."
+        )
     rows = _implementation(latitude).forward(
         *_as_rows(latitude, r), _result_type(latitude, r, dtype)
     )
@@ -124,6 +168,15 @@ def _op_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
 torch.library.register_autograd("geoparam::weight", _op_backward, setup_context=_setup_op_context)
 
 
+def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
+    raise RuntimeError(
+        "double backward goes through geoparam.ops.weight, not through geoparam::weight itself."
+    )
+
+
+torch.library.register_autograd("geoparam::weight_backward", _no_second_derivative)
+
+
 @torch.library.register_vmap("geoparam::weight")
 def _weight_vmap(
     info: Any,
@@ -146,7 +199,7 @@ def _weight_backward_vmap(
     return torch.ops.geoparam.weight_backward(grad, latitude, r, natural), (0, 0)
 
 
-# --- eager mode: the same ops with their tangents ---------------------------------------------
+# --- eager mode: the same ops for torch.func and double backward ------------------------------
 
 
 class _Weight(torch.autograd.Function):
@@ -160,19 +213,12 @@ class _Weight(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         latitude, r, ctx.natural, _ = inputs
         ctx.save_for_backward(latitude, r)
-        ctx.save_for_forward(latitude, r)
-        ctx.dtype = output.dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         latitude, r = ctx.saved_tensors
         grad_latitude, grad_r = _WeightBackward.apply(grad, latitude, r, ctx.natural)
         return grad_latitude, None if r is None else grad_r, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, d_latitude: Tensor | None, d_r: Tensor | None, *_: None) -> Tensor:
-        latitude, r = ctx.saved_tensors
-        return weight_tangent(latitude, r, d_latitude, d_r).to(ctx.dtype)
 
     @staticmethod
     def vmap(
@@ -198,8 +244,6 @@ class _WeightBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
         *tensors, ctx.natural = inputs
         ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
-        ctx.dtypes = tuple(x.dtype for x in output)
 
     @staticmethod
     def backward(
@@ -207,23 +251,15 @@ class _WeightBackward(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None, None]:
         _refuse_natural(ctx.natural)
         grad, latitude, r = ctx.saved_tensors
+        d_r = torch.zeros_like(d_r) if r is None else d_r  # without r its gradient is not used
         d_grad = weight_tangent(latitude, r, d_latitude, d_r)
-        to_latitude, to_r = gradient_tangent(grad, latitude, r, None, d_latitude, d_r)
+        to_latitude, to_r = gradient_tangent(grad, latitude, r, d_latitude, d_r)
         return (
             d_grad.to(grad.dtype),
             to_latitude.to(latitude.dtype),
             None if r is None else to_r.to(r.dtype),
             None,
         )
-
-    @staticmethod
-    def jvp(
-        ctx: Any, d_grad: Tensor | None, d_latitude: Tensor | None, d_r: Tensor | None, _: None
-    ) -> tuple[Tensor, ...]:
-        _refuse_natural(ctx.natural)
-        grad, latitude, r = ctx.saved_tensors
-        tangents = gradient_tangent(grad, latitude, r, d_grad, d_latitude, d_r)
-        return tuple(t.to(dtype) for t, dtype in zip(tangents, ctx.dtypes, strict=True))
 
     @staticmethod
     def vmap(
@@ -236,14 +272,17 @@ class _WeightBackward(torch.autograd.Function):
 # --- helpers ----------------------------------------------------------------------------------
 
 
-_KERNELS = os.environ.get("GEOPARAM_KERNELS", "auto")  # or "torch", "triton": for tests
-if _KERNELS not in ("auto", "torch", "triton"):
-    raise ValueError(f"GEOPARAM_KERNELS is auto, torch or triton; got {_KERNELS!r}.")
+# auto: the fastest there is. torch: plain torch. triton, native: that one, or an error; for tests.
+_KERNELS = os.environ.get("GEOPARAM_KERNELS", "auto")
+if _KERNELS not in ("auto", "torch", "triton", "native"):
+    raise ValueError(f"GEOPARAM_KERNELS is auto, torch, triton or native; got {_KERNELS!r}.")
 
 
 def _implementation(x: Tensor) -> ModuleType:
     if _KERNELS == "triton" or (_KERNELS == "auto" and x.is_cuda and _triton_installed()):
         return importlib.import_module("geoparam.ops.triton")
+    if x.is_cpu and (_KERNELS == "native" or (_KERNELS == "auto" and native.available())):
+        return native
     return cpu
 
 
@@ -252,8 +291,12 @@ def _triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def _in_forward_mode() -> bool:
+    return forward_ad._current_level >= 0
+
+
 def _as_rows(latitude: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    flat = latitude.reshape(r.numel() if r is not None else -1, latitude.shape[-1])
+    flat = latitude.reshape(math.prod(latitude.shape[:-1]), latitude.shape[-1])
     return flat.contiguous(), None if r is None else r.reshape(-1).contiguous()
 
 
@@ -288,5 +331,5 @@ def _refuse_natural(natural: bool) -> None:
     if natural:
         raise RuntimeError(
             "The natural gradient is not the gradient of any function, so it has no second "
-            "derivative. Use natural=False for double backward or forward-over-reverse."
+            "derivative. Use natural=False for double backward and forward mode."
         )

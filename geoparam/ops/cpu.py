@@ -33,7 +33,7 @@ def forward(latitude: Tensor, r: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the weight rows (rows, n) for latitudes (rows, n - 1) and scales (rows,)."""
     rows, angles = latitude.shape
     weight = latitude.new_empty(rows, angles + 1, dtype=dtype)
-    for block in _blocks(latitude):
+    for block in blocks(latitude):
         a, q = _angles_and_lengths(latitude[block])
         if r is not None:
             q.mul_(r[block, None])
@@ -48,7 +48,7 @@ def backward(
     """Return dL/dlatitude (rows, n - 1) and dL/dr (rows,) for grad = dL/dweight (rows, n)."""
     grad_latitude = torch.empty_like(latitude)
     grad_r = latitude.new_empty(latitude.shape[0], dtype=latitude.dtype if r is None else r.dtype)
-    for block in _blocks(latitude):
+    for block in blocks(latitude):
         change, grad_r[block] = _backward_block(grad[block], latitude[block], natural)
         grad_latitude[block] = change if r is None else change.mul_(r[block, None])
     return grad_latitude, grad_r
@@ -76,7 +76,8 @@ def _angles_and_lengths(latitude: Tensor) -> tuple[Tensor, Tensor]:
     return a, q.cumprod_(dim=-1)
 
 
-def _blocks(latitude: Tensor) -> Iterator[slice]:
+def blocks(latitude: Tensor) -> Iterator[slice]:
+    """Cut the rows into blocks, so that temporaries stay small."""
     rows, angles = latitude.shape
     step = max(1, max(_SMALLEST_BLOCK, rows * angles // 64) // (angles + 1))
     return (slice(start, start + step) for start in range(0, rows, step))

@@ -1,9 +1,8 @@
 """Directional derivatives of the operator and of its gradient, in plain differentiable torch.
 
-They serve forward-mode differentiation and, since second derivatives are symmetric, the double
-backward too: along (da, dr) the weight changes by `weight_tangent`, and the gradient of
-<g, weight> by `gradient_tangent`. All recurrences are solved by `sphere.scan`, so there is no
-division, and both functions can be differentiated again.
+They are the double backward, since second derivatives are symmetric: along (da, dr) the weight
+changes by `weight_tangent`, and the gradient of <g, weight> by `gradient_tangent`. All recurrences
+are solved by `sphere.scan`, so there is no division, and both can be differentiated again.
 """
 
 import torch
@@ -12,53 +11,35 @@ from torch import Tensor
 from geoparam.sphere import products, scan, wide
 
 
-def weight_tangent(
-    latitude: Tensor, r: Tensor | None, d_latitude: Tensor | None, d_r: Tensor | None
-) -> Tensor:
-    """Return the change of w = r u along (d_latitude, d_r), in float64; None stands for 0."""
+def weight_tangent(latitude: Tensor, r: Tensor | None, d_latitude: Tensor, d_r: Tensor) -> Tensor:
+    """Return the change of w = r u along (d_latitude, d_r), in float64."""
     sin, cos, p = _trigonometry(latitude)
     scale = torch.ones_like(p[..., :1]) if r is None else wide(r)[..., None]
-    change = torch.zeros_like(p)
-    if d_latitude is not None:
-        step = wide(d_latitude)
-        d_p = _products_tangent(sin, cos, p, step)
-        d_u = cos * step * p[..., :-1] + sin * d_p[..., :-1]
-        change = change + scale * torch.cat([d_u, d_p[..., -1:]], dim=-1)
-    if d_r is not None:
-        u = torch.cat([sin * p[..., :-1], p[..., -1:]], dim=-1)
-        change = change + wide(d_r)[..., None] * u
-    return change
+    step = wide(d_latitude)
+    d_p = _products_tangent(sin, cos, p, step)
+    d_u = torch.cat([cos * step * p[..., :-1] + sin * d_p[..., :-1], d_p[..., -1:]], dim=-1)
+    u = torch.cat([sin * p[..., :-1], p[..., -1:]], dim=-1)
+    return scale * d_u + wide(d_r)[..., None] * u
 
 
 def gradient_tangent(
-    grad: Tensor,
-    latitude: Tensor,
-    r: Tensor | None,
-    d_grad: Tensor | None,
-    d_latitude: Tensor | None,
-    d_r: Tensor | None,
+    grad: Tensor, latitude: Tensor, r: Tensor | None, d_latitude: Tensor, d_r: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the change of (dL/dlatitude, dL/dr) along the given tangents, in float64.
+    """Return the change of (dL/dlatitude, dL/dr) along (d_latitude, d_r), in float64.
 
     dL/da_k = r P_k z_k with z_k = cos a_k g_k - sin a_k R_k, and dL/dr = R_0; here each of these
     is differentiated by the product rule.
     """
     sin, cos, p = _trigonometry(latitude)
-    g = wide(grad)
-    step = torch.zeros_like(sin) if d_latitude is None else wide(d_latitude)
-    d_g = torch.zeros_like(g) if d_grad is None else wide(d_grad)
+    g, step = wide(grad), wide(d_latitude)
     scale = torch.ones_like(p[..., :1]) if r is None else wide(r)[..., None]
-    d_scale = torch.zeros_like(scale) if d_r is None else wide(d_r)[..., None]
+    d_scale = wide(d_r)[..., None]
 
-    g_head, d_g_head = g[..., :-1], d_g[..., :-1]
-    rest = _suffix(cos, g_head * sin, g[..., -1:])
-    after = rest[..., 1:]
-    d_source = d_g_head * sin + step * (g_head * cos - sin * after)
-    d_rest = _suffix(cos, d_source, d_g[..., -1:])
-    d_after = d_rest[..., 1:]
-
-    z = cos * g_head - sin * after
-    d_z = cos * d_g_head - sin * d_after - step * (sin * g_head + cos * after)
+    head, last = g[..., :-1], g[..., -1:]
+    after = _suffix(cos, head * sin, last)[..., 1:]
+    z = cos * head - sin * after
+    d_rest = _suffix(cos, step * z, torch.zeros_like(last))
+    d_z = -sin * d_rest[..., 1:] - step * (sin * head + cos * after)
     d_p = _products_tangent(sin, cos, p, step)[..., :-1]
     p = p[..., :-1]
     return d_scale * p * z + scale * (d_p * z + p * d_z), d_rest[..., 0]

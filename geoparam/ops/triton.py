@@ -204,8 +204,8 @@ def _note_starts(
         # From the cosine of this chunk's first column to that of the next one's.
         k = chunk * BLOCK + lane
         a = tl.load(latitude + row * (n - 1) + k, (row < rows) & (k < n - 1), 0)
-        factor = tl.reduce(_cosine(a.to(high.dtype)), 1, _multiply, keep_dims=True)
-        high, low = _multiply(high, low, factor[0], factor[1])
+        next_high, next_low = tl.reduce(_cosine(a.to(high.dtype)), 1, _multiply, keep_dims=True)
+        high, low = _multiply(high, low, next_high, next_low)
     tl.debug_barrier()  # the whole program reads what one of its threads wrote
 
 

@@ -1,0 +1,5 @@
+"""What pytest must not import: the Triton kernels, where there is no Triton."""
+
+import importlib.util
+
+collect_ignore = [] if importlib.util.find_spec("triton") else ["geoparam/ops/triton.py"]
