@@ -273,10 +273,12 @@ def _running_mean(name: str, norm: InputMeanNorm) -> Tensor:
 
 
 def _subtract(mean: Tensor, ndim: int) -> nn.Module:
-    """Return a BatchNorm that subtracts `mean` exactly: no eps, variance 1, nothing learned."""
+    """Return a BatchNorm that subtracts `mean` exactly: variance + eps = 1, nothing learned."""
+    eps = 2.0**-20  # 1 - eps is a float32 (and eps = 0 is refused by some versions of torch)
     norm: Any = BATCH_NORMS[ndim](
-        mean.numel(), eps=0.0, affine=False, device=mean.device, dtype=mean.dtype
+        mean.numel(), eps=eps, affine=False, device=mean.device, dtype=mean.dtype
     )
+    norm.running_var.fill_(1 - eps)
     norm.running_mean.copy_(mean)
     return norm
 

@@ -5,10 +5,10 @@ Two torch.library ops do the work and are opaque to torch.compile, torch.export,
     weight(latitude, r)                 the rows r u, on any leading batch shape
     weight_backward(grad, latitude, r)  the gradients of <grad, weight>
 
-Registering autograd for them is not enough: torch.func.grad and double backward would raise. So in
-eager mode they are wrapped in two autograd.Functions; under compilation the op is called as it is.
-In forward mode (torch.func.jvp, jacfwd, hessian) an opaque op's tangent would be zero, and that of
-a Function is lost when nested or compiled, without a word in either case: there the weight is
+Both have autograd registered, so the op can be differentiated any number of times. That is not
+enough for torch.func: its `grad` refuses such an op, so there they are wrapped in two
+autograd.Functions. In forward mode (jvp, jacfwd, hessian) an op's tangent would be zero, and that
+of a Function is lost when nested or compiled, without a word in either case: there the weight is
 computed by `sphere`'s differentiable formula, which has no such limits.
 
 `r` may be None (then the rows are unit vectors), `natural=True` divides the latitudes' gradient by
@@ -54,11 +54,11 @@ def weight(
         _refuse_natural(natural)
         u = sphere.to_unit(latitude) if r is None else r[..., None] * sphere.to_unit(latitude)
         return u.to(_result_type(latitude, r, dtype))
-    if torch.compiler.is_compiling() or isinstance(latitude, Proxy):
-        return torch.ops.geoparam.weight(latitude, r, natural=natural, dtype=dtype)
-    if hasattr(latitude, "placements"):
+    if hasattr(latitude, "placements") and not isinstance(latitude, Proxy):
         return _weight_of_shards(latitude, r, natural, dtype)
-    return _Weight.apply(latitude, r, natural, dtype)
+    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+        return _Weight.apply(latitude, r, natural, dtype)
+    return torch.ops.geoparam.weight(latitude, r, natural=natural, dtype=dtype)
 
 
 def _weight_of_shards(latitude: Any, r: Any, natural: bool, dtype: torch.dtype | None) -> Tensor:
@@ -168,13 +168,30 @@ def _op_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
 torch.library.register_autograd("geoparam::weight", _op_backward, setup_context=_setup_op_context)
 
 
-def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError(
-        "double backward goes through geoparam.ops.weight, not through geoparam::weight itself."
+def _setup_backward_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.natural = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _double_backward(
+    ctx: Any, d_latitude: Tensor, d_r: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    _refuse_natural(ctx.natural)
+    grad, latitude, r = ctx.saved_tensors
+    d_r = torch.zeros_like(d_r) if r is None else d_r  # without r its gradient is not used
+    d_grad = weight_tangent(latitude, r, d_latitude, d_r)
+    to_latitude, to_r = gradient_tangent(grad, latitude, r, d_latitude, d_r)
+    return (
+        d_grad.to(grad.dtype),
+        to_latitude.to(latitude.dtype),
+        None if r is None else to_r.to(r.dtype),
+        None,
     )
 
 
-torch.library.register_autograd("geoparam::weight_backward", _no_second_derivative)
+torch.library.register_autograd(
+    "geoparam::weight_backward", _double_backward, setup_context=_setup_backward_context
+)
 
 
 @torch.library.register_vmap("geoparam::weight")
@@ -199,7 +216,7 @@ def _weight_backward_vmap(
     return torch.ops.geoparam.weight_backward(grad, latitude, r, natural), (0, 0)
 
 
-# --- eager mode: the same ops for torch.func and double backward ------------------------------
+# --- the same ops for torch.func --------------------------------------------------------------
 
 
 class _Weight(torch.autograd.Function):
@@ -240,26 +257,8 @@ class _WeightBackward(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         return torch.ops.geoparam.weight_backward(grad, latitude, r, natural)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-        *tensors, ctx.natural = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(
-        ctx: Any, d_latitude: Tensor, d_r: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        _refuse_natural(ctx.natural)
-        grad, latitude, r = ctx.saved_tensors
-        d_r = torch.zeros_like(d_r) if r is None else d_r  # without r its gradient is not used
-        d_grad = weight_tangent(latitude, r, d_latitude, d_r)
-        to_latitude, to_r = gradient_tangent(grad, latitude, r, d_latitude, d_r)
-        return (
-            d_grad.to(grad.dtype),
-            to_latitude.to(latitude.dtype),
-            None if r is None else to_r.to(r.dtype),
-            None,
-        )
+    setup_context = staticmethod(_setup_backward_context)
+    backward = staticmethod(_double_backward)
 
     @staticmethod
     def vmap(
