@@ -1,14 +1,18 @@
-"""Every Python block of the README runs, in order, as a reader would type them."""
+"""Every Python block of the README and the guides runs, in order, as a reader would type them."""
 
 import re
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+import pytest
+
+ROOT = Path(__file__).parents[1]
 
 
-def test_python_blocks_run() -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/conversion.md"])
+def test_python_blocks_run(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     namespace: dict[str, object] = {}
-    for number, block in enumerate(BLOCKS, start=1):
-        exec(compile(block, f"README.md, python block {number}", "exec"), namespace)
-    assert BLOCKS
+    for number, block in enumerate(blocks, start=1):
+        exec(compile(block, f"{page}, python block {number}", "exec"), namespace)
+    assert blocks
