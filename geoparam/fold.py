@@ -80,6 +80,11 @@ def fold_(model: nn.Module, example_inputs: Inputs | None = None) -> nn.Module:
     ours = _ours(model)
     if not ours:
         raise ValueError("nothing to fold: the model has no layers of geoparam.")
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        raise ValueError(
+            "this model is sharded: gather its state dict into an unsharded converted model, and "
+            "fold that (docs/training.md)."
+        )
     graph = None if example_inputs is None else trace(model, example_inputs)
     slots = {id(m.layer): m for m in ours.values() if isinstance(m, RemovedNorm)}
     factors = _factors(model, ours, graph)

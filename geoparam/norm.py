@@ -2,10 +2,18 @@
 
 Both subtract a mean per channel, over the batch and all positions, and keep a running average of
 it for evaluation, with the semantics of torch's BatchNorm. Neither divides by a deviation.
+
+With several processes each takes the mean of its own batch, as BatchNorm does;
+`synchronise_means_` lets all of them take the mean of the joint batch.
 """
 
+from typing import Any, TypeVar
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class InputMeanNorm(nn.Module):
@@ -54,6 +62,8 @@ class InputMeanNorm(nn.Module):
         self.momentum = momentum
         self.track_running_stats = track_running_stats
         self.dim = dim
+        self.synchronised = False
+        self.process_group: dist.ProcessGroup | None = None
         mean = torch.zeros(num_features, device=device, dtype=dtype)
         count = torch.zeros((), device=device, dtype=torch.long)
         self.register_buffer("running_mean", mean if track_running_stats else None)
@@ -65,8 +75,11 @@ class InputMeanNorm(nn.Module):
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean (num_features,) to subtract from `x`, and track it when training."""
         self._check(x)
+        x = x.unsqueeze(0) if x.ndim == 1 else x
         if not self.training and self.running_mean is not None:
             return self.running_mean
+        if self.training and self.synchronised and _is_shared(self.process_group):
+            return self._joint_mean(x)
         if x.numel() == 0:  # an empty batch has no mean
             tracked = self.running_mean
             return x.new_zeros(self.num_features) if tracked is None else tracked.clone()
@@ -75,6 +88,10 @@ class InputMeanNorm(nn.Module):
             self._track(mean.detach())
         return mean
 
+    def reset_parameters(self) -> None:
+        """Start anew; there is nothing to draw."""
+        self.reset_running_stats()
+
     def reset_running_stats(self) -> None:
         """Forget all batches."""
         if self.running_mean is not None and self.num_batches_tracked is not None:
@@ -82,16 +99,30 @@ class InputMeanNorm(nn.Module):
             self.num_batches_tracked.zero_()
 
     def _batch_mean(self, x: Tensor) -> Tensor:
-        channel = self.dim % x.ndim
-        others = [d for d in range(x.ndim) if d != channel]
-        return x.mean(dim=others, dtype=torch.promote_types(x.dtype, torch.float32))
+        return x.mean(dim=self._others(x), dtype=torch.promote_types(x.dtype, torch.float32))
 
-    def _track(self, mean: Tensor) -> None:
+    def _joint_mean(self, x: Tensor) -> Tensor:
+        """Return the mean over the batches of all processes, any of which may be empty."""
+        sums = x.sum(dim=self._others(x), dtype=torch.promote_types(x.dtype, torch.float32))
+        count = sums.new_full((1,), x.numel() // self.num_features)
+        joint = _SumOverProcesses.apply(torch.cat([sums, count]), self.process_group)
+        sums, count = joint[:-1], joint[-1].detach()
+        mean = sums / count.clamp(min=1)
+        if self.running_mean is not None:
+            mean = torch.where(count > 0, mean, self.running_mean)
+            self._track(mean.detach(), count > 0)
+        return mean
+
+    def _others(self, x: Tensor) -> list[int]:
+        return [d for d in range(x.ndim) if d != self.dim % x.ndim]
+
+    def _track(self, mean: Tensor, batches: Tensor | int = 1) -> None:
         assert self.running_mean is not None and self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
+        self.num_batches_tracked.add_(batches)
         mean = mean.to(self.running_mean.dtype)
         if self.momentum is None:
-            self.running_mean.lerp_(mean, self.num_batches_tracked.to(mean.dtype).reciprocal())
+            tracked = self.num_batches_tracked.clamp(min=1).to(mean.dtype)
+            self.running_mean.lerp_(mean, tracked.reciprocal())
         else:
             self.running_mean.lerp_(mean, self.momentum)
 
@@ -110,6 +141,7 @@ class InputMeanNorm(nn.Module):
     def extra_repr(self) -> str:
         text = f"{self.num_features}, momentum={self.momentum}"
         text += "" if self.track_running_stats else ", track_running_stats=False"
+        text += ", synchronised=True" if self.synchronised else ""
         return text if self.dim == 1 else f"{text}, dim={self.dim}"
 
 
@@ -150,3 +182,67 @@ class MeanOnlyBatchNorm(InputMeanNorm):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.bias is not None else ", bias=False")
+
+
+# --- several processes --------------------------------------------------------------------------
+
+
+def synchronise_means_(model: Model, process_group: "dist.ProcessGroup | None" = None) -> Model:
+    r"""Let every mean normalization in `model` use the joint batch of all processes, in place.
+
+    It is to `InputMeanNorm` (that of a layer's `input_norm` too) and `MeanOnlyBatchNorm` what
+    `nn.SyncBatchNorm.convert_sync_batchnorm` is to BatchNorm. In training the sums S_p and counts
+    N_p are added up over the processes p, so unequal and empty batches are right and the running
+    means are the same everywhere; evaluation communicates nothing. Without a process group, or
+    with one process, the mean is the local one.
+
+    With m = sum_p S_p / N, N = sum_p N_p, and each process's own loss L_p,
+
+        d(sum_p L_p) / dx = (1 / N) sum_p dL_p / dm        for every x of every process,
+
+    so the backward pass adds up dL_p / dm over the processes, as SyncBatchNorm's does: local
+    gradients are then those of the *sum* of the losses, restricted to the local part of the graph.
+    DDP and FSDP average parameters' gradients over P processes, which makes them the gradients of
+    (1 / P) sum_p L_p. That is the joint batch's mean loss where L_p is the mean over equal local
+    batches; for unequal ones let L_p be P / N_samples times the local sum.
+
+    Every process of the group must run the same layers in the same order, in the backward pass
+    too, also for an empty batch; else the others wait for it.
+
+    Args:
+        model: A model with mean normalization, before or after it is wrapped.
+        process_group: The processes that share their means; all of them by default.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), MeanOnlyBatchNorm(8))
+        >>> synchronise_means_(model)[1]
+        MeanOnlyBatchNorm(8, momentum=0.01, synchronised=True)
+    """
+    norms = [module for module in model.modules() if isinstance(module, InputMeanNorm)]
+    if not norms:
+        raise ValueError(
+            "this model has no InputMeanNorm or MeanOnlyBatchNorm to synchronise. Call it after "
+            "convert_(norm='imn'); for BatchNorm use nn.SyncBatchNorm.convert_sync_batchnorm."
+        )
+    for norm in norms:
+        norm.synchronised, norm.process_group = True, process_group
+    return model
+
+
+class _SumOverProcesses(torch.autograd.Function):
+    """An all-reduce with a gradient; torch.distributed.nn's refuses to be compiled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: "dist.ProcessGroup | None") -> Tensor:
+        ctx.group = group
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _SumOverProcesses.apply(grad, ctx.group), None
+
+
+def _is_shared(group: "dist.ProcessGroup | None") -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1

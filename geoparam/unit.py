@@ -317,6 +317,8 @@ class GmPLayer(nn.Module):
         if self._coordinates.name != "unit" or self._drift_reported or self.r.is_meta:
             return
         d = self._stored
+        if any(place.is_shard(1) for place in getattr(d, "placements", ())):
+            return  # rows in pieces have no length of their own
         d = d.to_local() if hasattr(d, "to_local") else d
         if d.numel() == 0 or type(d) not in (Tensor, nn.Parameter):  # fake tensors have no value
             return

@@ -1,0 +1,196 @@
+"""FSDP2 (fully_shard): sharded parameters train, are saved and are read as whole ones are."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from processes import Processes
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from training import EQUAL, assert_same_state, network, sgd, synchronised, train, whole
+
+import geoparam as gp
+from geoparam.unit import GmPLayer
+
+EXACT = {"atol": 1e-10, "rtol": 1e-10}
+
+
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, GmPLayer):
+            fully_shard(module, **options)
+    return fully_shard(synchronised(model), **options)
+
+
+@torch.no_grad()
+def assert_same_output(model: nn.Module, reference: nn.Module) -> None:
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    torch.testing.assert_close(model.eval()(x), reference.eval()(x), **EXACT)
+    model.train()
+    reference.train()
+
+
+def trains_to_the_same(kind: str, coordinates: str, sizes: tuple[int, int]) -> None:
+    reference, model = network(kind, coordinates), sharded(network(kind, coordinates))
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    optimizer = sgd(model)  # before the first forward, which leaves some parameters whole
+    assert_same_output(model, reference)
+    train(model, sizes, optimizer=optimizer)
+    train(reference, batch=sum(sizes))
+    assert_same_state(model, reference)
+    assert_same_output(model, reference)
+
+
+@pytest.mark.parametrize("sizes", [EQUAL, (5, 2)], ids=str)
+@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
+@pytest.mark.parametrize("kind", ["plain", "absorbed", "anew"])
+def test_trains_to_the_same(
+    processes: Processes, kind: str, coordinates: str, sizes: tuple[int, int]
+) -> None:
+    processes.run(trains_to_the_same, kind, coordinates, sizes)
+
+
+def trains_to_the_same_compiled() -> None:
+    reference, model = network("absorbed"), sharded(network("absorbed"))
+    train(model, EQUAL, run=torch.compile(model))
+    train(reference)
+    assert_same_state(model, reference)
+
+
+@pytest.mark.compile
+def test_trains_to_the_same_compiled(processes: Processes) -> None:
+    processes.run(trains_to_the_same_compiled, timeout=300)
+
+
+def trains_in_bfloat16(coordinates: str) -> None:
+    kind = "absorbed"
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    reference = network(kind, coordinates, torch.float32)
+    model = sharded(network(kind, coordinates, torch.float32), mp_policy=policy)
+    losses = torch.tensor(train(model, EQUAL))
+    dist.all_reduce(losses)
+    torch.testing.assert_close(losses / 2, torch.tensor(train(reference)), atol=0.03, rtol=0.03)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32 and whole(parameter).isfinite().all(), name
+    assert_same_state(model, reference, tolerance=0.01)
+
+
+@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
+def test_trains_with_a_bfloat16_policy(processes: Processes, coordinates: str) -> None:
+    processes.run(trains_in_bfloat16, coordinates)
+
+
+def unit_vectors_stay_on_the_sphere() -> None:
+    model = fully_shard(gp.GmPLinear(7, 3, coordinates="intrinsic"))  # 2 rows here, 1 row there
+    with torch.no_grad():
+        model.unit.mul_(3)
+    before = model.unit.full_tensor()
+    with CommDebugMode() as communication:
+        gp.retract(model)()
+    assert communication.get_total_counts() == 0
+    torch.testing.assert_close(model.unit.full_tensor(), before / 3)
+
+
+def test_retract_works_on_shards(processes: Processes) -> None:
+    processes.run(unit_vectors_stay_on_the_sphere)
+
+
+def drift_is_reported_where_it_is() -> None:
+    model = fully_shard(gp.GmPLinear(7, 2, coordinates="intrinsic"))
+    if dist.get_rank() == 0:
+        model.unit.detach().to_local().mul_(2)
+    with warnings.catch_warnings(record=True) as caught, CommDebugMode() as communication:
+        warnings.simplefilter("always")
+        model.train()
+        model.state_dict()
+    assert communication.get_total_counts() == 0
+    assert any("drifted" in str(w.message) for w in caught) == (dist.get_rank() == 0)
+
+
+def test_drift_is_reported_without_communication(processes: Processes) -> None:
+    processes.run(drift_is_reported_where_it_is)
+
+
+def views_are_sharded(coordinates: str) -> None:
+    torch.manual_seed(0)
+    plain = gp.GmPConv2d(4, 3, 3, coordinates=coordinates)  # 3 rows: one process holds 2
+    torch.manual_seed(0)
+    model = fully_shard(gp.GmPConv2d(4, 3, 3, coordinates=coordinates))
+    for name in ("weight", "bias", "direction", "location", "theta"):
+        with CommDebugMode() as communication:
+            view = getattr(model, name)
+        assert communication.get_total_counts() == 0, name
+        torch.testing.assert_close(view.full_tensor(), getattr(plain, name), msg=name)
+    model.weight.square().sum().full_tensor().backward()
+    plain.weight.square().sum().backward()
+    torch.testing.assert_close(model.r.grad.full_tensor(), plain.r.grad)
+    model.unshard()
+    torch.testing.assert_close(model.weight, plain.weight)
+    assert not isinstance(model.weight, DTensor)
+
+
+@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
+def test_views_of_sharded_parameters(processes: Processes, coordinates: str) -> None:
+    processes.run(views_are_sharded, coordinates)
+
+
+def refuses_split_rows() -> None:
+    model = fully_shard(gp.GmPLinear(9, 4), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    with pytest.raises(ValueError, match="whole rows"):
+        model.weight  # noqa: B018
+
+
+def test_rows_split_over_processes_are_refused(processes: Processes) -> None:
+    processes.run(refuses_split_rows)
+
+
+def resumes_from_a_checkpoint(kind: str, coordinates: str, folder: Path) -> None:
+    model, other = sharded(network(kind, coordinates)), sharded(network(kind, coordinates))
+    optimizer, resumed = sgd(model), sgd(other)
+    train(model, EQUAL, optimizer=optimizer)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+
+    weights, moments = get_state_dict(other, resumed)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    set_state_dict(other, resumed, model_state_dict=weights, optim_state_dict=moments)
+    for part, its_optimizer in ((model, optimizer), (other, resumed)):
+        train(part, EQUAL, optimizer=its_optimizer, steps=2)
+    assert_same_state(other, model, tolerance=0)
+
+
+@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
+def test_resumes_from_a_distributed_checkpoint(
+    processes: Processes, coordinates: str, tmp_path: Path
+) -> None:
+    processes.run(resumes_from_a_checkpoint, "absorbed", coordinates, tmp_path)
+
+
+def one_process_folds(kind: str, coordinates: str) -> None:
+    model = sharded(network(kind, coordinates))
+    train(model, EQUAL)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered = get_model_state_dict(model, options=options)
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    expected = model.eval()(x)
+    if dist.get_rank() == 0:
+        single = network(kind, coordinates)
+        single.load_state_dict(gathered)
+        torch.testing.assert_close(gp.fold_(single).eval()(x), expected, **EXACT)
+
+
+@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
+def test_one_process_folds_what_all_trained(processes: Processes, coordinates: str) -> None:
+    processes.run(one_process_folds, "absorbed", coordinates)

@@ -1,0 +1,170 @@
+"""Synchronised means: two processes compute what one does with the joint batch."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Processes
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+from geoparam import (
+    GmPConv2d,
+    GmPLinear,
+    InputMeanNorm,
+    MeanOnlyBatchNorm,
+    synchronise_means_,
+)
+
+EXACT = {"atol": 1e-10, "rtol": 1e-10}
+IMAGE, ROWS = (4, 5, 5), (3, 4)
+FORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "norm": (lambda: InputMeanNorm(4, momentum=None), IMAGE),
+    "norm, untracked": (lambda: InputMeanNorm(4, track_running_stats=False), IMAGE),
+    "norm of pre-activations": (lambda: MeanOnlyBatchNorm(3), ROWS),
+    "linear": (lambda: GmPLinear(4, 6, input_norm=True, activation=torch.relu), ROWS),
+    "linear, intrinsic": (
+        lambda: GmPLinear(4, 6, input_norm="bias", coordinates="intrinsic"),
+        ROWS,
+    ),
+    "conv, padded": (lambda: GmPConv2d(4, 6, 3, padding=1, input_norm=True), IMAGE),
+    "conv, bias": (lambda: GmPConv2d(4, 6, 3, padding=1, groups=2, input_norm="bias"), IMAGE),
+    "network": (
+        lambda: nn.Sequential(
+            GmPConv2d(4, 4, 3, input_norm=True, activation=torch.relu),
+            GmPConv2d(4, 2, 3, padding=1, input_norm="bias", activation=torch.relu),
+            nn.Flatten(),
+            MeanOnlyBatchNorm(18),
+        ),
+        IMAGE,
+    ),
+}
+
+
+def own_part(x: Tensor, sizes: tuple[int, int]) -> Tensor:
+    return x.split(sizes)[dist.get_rank()].clone()
+
+
+def equals_the_joint_batch(form: str, sizes: tuple[int, int]) -> None:
+    make, shape = FORMS[form]
+    joint = make().double()
+    ours = synchronise_means_(copy.deepcopy(joint))
+    for _ in range(2):  # the second batch shows that the first was tracked
+        x = torch.randn(sum(sizes), *shape, dtype=torch.float64) + 2
+        x_own, x_joint = own_part(x, sizes).requires_grad_(), x.requires_grad_()
+        out, expected = ours(x_own), joint(x_joint)
+        importance = torch.randn_like(expected)
+        (expected.square() * importance).sum().backward()
+        (out.square() * own_part(importance, sizes)).sum().backward()
+        torch.testing.assert_close(out, own_part(expected, sizes), **EXACT)
+        torch.testing.assert_close(x_own.grad, own_part(x_joint.grad, sizes), **EXACT)
+    for parameter, reference in zip(ours.parameters(), joint.parameters(), strict=True):
+        dist.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad, reference.grad, **EXACT)
+    for buffer, reference in zip(ours.buffers(), joint.buffers(), strict=True):
+        torch.testing.assert_close(buffer, reference, **EXACT)
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (5, 2), (6, 0)], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_equals_the_joint_batch(processes: Processes, form: str, sizes: tuple[int, int]) -> None:
+    processes.run(equals_the_joint_batch, form, sizes)
+
+
+def nothing_at_all_changes_nothing(momentum: float | None) -> None:
+    norm = synchronise_means_(InputMeanNorm(3, momentum=momentum))
+    assert norm(torch.empty(0, 3)).shape == (0, 3)
+    assert not norm.running_mean.any() and norm.num_batches_tracked == 0
+    norm(torch.randn(4, 3) + 1)
+    before = norm.running_mean.clone()
+    norm(torch.empty(0, 3))
+    assert torch.equal(norm.running_mean, before) and norm.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_an_empty_joint_batch_changes_nothing(
+    processes: Processes, momentum: float | None
+) -> None:
+    processes.run(nothing_at_all_changes_nothing, momentum)
+
+
+def statistics_are_float32() -> None:
+    x = (100 + torch.rand(2, 2048, 1)).bfloat16()
+    norm = synchronise_means_(InputMeanNorm(1, momentum=1.0))
+    centred = norm(x[dist.get_rank()])
+    assert centred.dtype == torch.bfloat16
+    assert norm.running_mean.dtype == torch.float32
+    torch.testing.assert_close(norm.running_mean, x.float().mean(dim=(0, 1)), atol=1e-4, rtol=0)
+
+
+def test_statistics_are_float32(processes: Processes) -> None:
+    processes.run(statistics_are_float32)
+
+
+def only_training_communicates() -> None:
+    x = torch.randn(4, 3)
+    for track in (True, False):
+        norm = synchronise_means_(InputMeanNorm(3, track_running_stats=track))
+        with CommDebugMode() as training:
+            norm(x)
+        with CommDebugMode() as evaluation:
+            norm.eval()(x)
+        assert training.get_total_counts() == 1 and evaluation.get_total_counts() == 0
+
+
+def test_only_training_communicates(processes: Processes) -> None:
+    processes.run(only_training_communicates)
+
+
+def a_group_of_one_is_local() -> None:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    x = torch.randn(4, 3) + dist.get_rank()
+    for group in groups:  # its own, and one that it does not belong to
+        norm = synchronise_means_(InputMeanNorm(3), group)
+        assert torch.equal(norm(x), InputMeanNorm(3)(x))
+
+
+def test_a_group_of_one_process_is_local(processes: Processes) -> None:
+    processes.run(a_group_of_one_is_local)
+
+
+def means_are_local_by_default() -> None:
+    norm, x = InputMeanNorm(3), torch.randn(4, 3) + dist.get_rank()
+    with CommDebugMode() as communication:
+        torch.testing.assert_close(norm(x), x - x.mean(dim=0))
+    assert communication.get_total_counts() == 0
+
+
+def test_means_are_local_by_default(processes: Processes) -> None:
+    processes.run(means_are_local_by_default)
+
+
+def compiles_to_the_same() -> None:
+    joint = FORMS["network"][0]().double()
+    ours = synchronise_means_(copy.deepcopy(joint))
+    compiled = torch.compile(ours, fullgraph=True)
+    x = torch.randn(7, *IMAGE, dtype=torch.float64)
+    out, expected = compiled(own_part(x, (5, 2))), joint(x)
+    torch.testing.assert_close(out, own_part(expected, (5, 2)), **EXACT)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    for parameter, reference in zip(ours.parameters(), joint.parameters(), strict=True):
+        dist.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad, reference.grad, **EXACT)
+
+
+@pytest.mark.compile
+def test_compiles_without_a_graph_break(processes: Processes) -> None:
+    processes.run(compiles_to_the_same, timeout=300)
+
+
+def test_without_processes_the_mean_is_local() -> None:
+    x = torch.randn(4, 3)
+    assert torch.equal(synchronise_means_(InputMeanNorm(3))(x), InputMeanNorm(3)(x))
+
+
+def test_nothing_to_synchronise() -> None:
+    with pytest.raises(ValueError, match="no InputMeanNorm"):
+        synchronise_means_(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
