@@ -16,7 +16,7 @@ test: lint
 	$(INTERPRETER) -n 2 -m "not slow"
 
 test-compile: .venv/dev
-	TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(PYTEST) -m compile
+	TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(PYTEST) -m "compile and not slow"
 
 test-interpreter: .venv/dev
 	$(INTERPRETER) -n 2
