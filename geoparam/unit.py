@@ -58,19 +58,8 @@ class GmPLayer(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
+        _check_options(weight_shape, coordinates, natural, input_norm)
         out, n = weight_shape[0], math.prod(weight_shape[1:])
-        if out < 1 or n < 1:
-            raise ValueError(
-                "a layer needs at least one unit with at least one input; got a weight of shape "
-                f"{weight_shape}, that is {out} units with fan-in {n}."
-            )
-        if natural and coordinates != "angles":
-            raise ValueError(
-                "natural=True corrects the gradient of angles; intrinsic coordinates need no "
-                "correction. Use coordinates='angles' or natural=False."
-            )
-        if input_norm not in (False, True, "bias"):
-            raise ValueError(f"input_norm is False, True or 'bias'; got {input_norm!r}.")
         self.weight_shape = weight_shape
         self.channel_dim = channel_dim
         self.coordinates = coordinates
@@ -372,6 +361,24 @@ def retract(model: nn.Module) -> Callable[..., None]:
                 module.retract_()
 
     return hook
+
+
+def _check_options(
+    weight_shape: tuple[int, ...], coordinates: str, natural: bool, input_norm: InputNorm
+) -> None:
+    if min(weight_shape) < 1:
+        out, n = weight_shape[0], math.prod(weight_shape[1:])
+        raise ValueError(
+            "a layer needs at least one unit with at least one input; got a weight of shape "
+            f"{weight_shape}, that is {out} units with fan-in {n}."
+        )
+    if natural and coordinates != "angles":
+        raise ValueError(
+            "natural=True corrects the gradient of angles; intrinsic coordinates need no "
+            "correction. Use coordinates='angles' or natural=False."
+        )
+    if input_norm not in (False, True, "bias"):
+        raise ValueError(f"input_norm is False, True or 'bias'; got {input_norm!r}.")
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
