@@ -9,7 +9,8 @@ goes into r, and the layer gets input mean normalization instead.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,13 +18,24 @@ from torch import Tensor, nn
 
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
-from geoparam.plan import Decision, Filter, Inputs, absorbed, affine_of, kind_of, module_name, plan
+from geoparam.plan import (
+    Decision,
+    Filter,
+    Inputs,
+    Plan,
+    absorbed,
+    affine_of,
+    kind_of,
+    module_name,
+    plan,
+)
 from geoparam.surgery import places, put
 from geoparam.trace import tensors_in, trace, undisturbed
 from geoparam.unit import GmPLayer
 
 log = logging.getLogger("geoparam")
 
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _CONVOLUTIONS = {nn.Conv1d: GmPConv1d, nn.Conv2d: GmPConv2d, nn.Conv3d: GmPConv3d}
 
 
@@ -77,21 +89,57 @@ def convert_(
         batches = example_inputs if calibration is None else calibration
         means = _input_means(model, absorbing, batches)
     make = {"coordinates": coordinates, "natural": natural, "init": init}
-    where, modules = places(model), dict(model.named_modules())
-    for decision in reversed(decided.decisions):  # children before the attention that holds them
-        if decision.converted:
-            old = modules.pop(module_name(decision))
-            absorbed_norm = modules[decision.norm] if decision.norm else None
-            new = _converted(old, decision, absorbed_norm, means, make)
-            if absorbed_norm is not None:
-                put(RemovedNorm(absorbed_norm, old, new), absorbed_norm, where)
-            put(new, old, where)
-            model = new if old is model else model
-            where.pop(old, None)  # with its last name, the old layer's memory goes
+    if example_inputs is None or init is not None:
+        model = _replace_all(model, decided, means, make)
+    else:
+        with _checked_on(model, example_inputs):
+            model = _replace_all(model, decided, means, make)
     log.info("%s", decided)
     if verbose:
         print(decided)
     return model
+
+
+def _replace_all(
+    model: nn.Module, decided: Plan, means: dict[str, Tensor], make: dict[str, Any]
+) -> nn.Module:
+    where, modules = places(model), dict(model.named_modules())
+    for decision in reversed(decided.decisions):  # children before the attention that holds them
+        if decision.converted:
+            old = modules.pop(module_name(decision))
+            norm = modules[decision.norm] if decision.norm else None
+            new = _converted(old, decision, norm, means, make)
+            if norm is not None:
+                put(RemovedNorm(norm, old, new), norm, where)
+            put(new, old, where)
+            model = new if old is model else model
+            where.pop(old, None)  # with its last name, the old layer's memory goes
+    return model
+
+
+@contextmanager
+def _checked_on(model: nn.Module, inputs: Inputs) -> Iterator[None]:
+    """Run the model before and after; if it has changed, put the old layers back and raise.
+
+    It catches what no look at the modules can: a forward that reads a layer's weight for something
+    else, or a norm's statistics.
+    """
+    arguments = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    before = list(tensors_in(_evaluate(model, arguments)))
+    held = [(module, dict(module._modules)) for module in model.modules()]
+    try:
+        yield
+        difference = _difference(before, list(tensors_in(_evaluate(model, arguments))))
+        kinds = [t.dtype for t in before if t.is_floating_point()]
+        if not difference <= max((_TOLERANCE.get(kind, 0.1) for kind in kinds), default=0):
+            raise ValueError(
+                f"the converted model differs by {difference:.1e} on example_inputs: something "
+                "reads a layer or norm otherwise than by calling it. Leave it out with filter_fn."
+            )
+    except Exception:
+        for module, children in held:
+            module._modules.update(children)
+        raise
 
 
 class RemovedNorm(nn.Module):
@@ -133,11 +181,18 @@ def _input_means(model: nn.Module, names: list[str], batches: Any) -> dict[str, 
 
     handles = [model.get_submodule(n).register_forward_pre_hook(hook(n)) for n in names]
     try:
-        for batch in batches if isinstance(batches, list) else [batches]:
+        single = isinstance(batches, Tensor | tuple | Mapping)
+        for batch in [batches] if single else batches:
             trace(model, batch)  # evaluation, no gradients, nothing left behind
     finally:
         for handle in handles:
             handle.remove()
+    for name in names:
+        if name not in sums or not sums[name].isfinite().all():
+            raise ValueError(
+                f"calibration gives no finite mean for the input of {name!r}: there are no "
+                "batches, they hold NaN, or the layer's weight is used without calling the layer."
+            )
     return {name: sums[name] / counts[name] for name in names}
 
 
@@ -162,7 +217,7 @@ def _converted(
             gain, bias = absorbed(weight, bias, norm)
         layer._assign_affine(weight, bias, gain)
         _start_from(layer, means.get(decision.name))
-        _freeze_like(layer, old, norm)
+    _freeze_like(layer, old, norm)
     return layer
 
 
@@ -194,10 +249,14 @@ def _start_from(layer: GmPLayer, mean: Tensor | None) -> None:
 
 def _freeze_like(layer: GmPLayer, old: Any, norm: nn.Module | None) -> None:
     """Parameters stay frozen; what takes over from a BatchNorm learns if the norm did."""
-    if norm is not None and layer.lam is not None:
-        learns = [p.requires_grad for p in norm.parameters(recurse=False)]
-        layer.r.requires_grad_(old.weight.requires_grad or any(learns))
-        layer.lam.requires_grad_(any(learns) if learns else old.weight.requires_grad)
+    learns = old.weight.requires_grad
+    norm_learns = norm is not None and any(p.requires_grad for p in norm.parameters(recurse=False))
+    if isinstance(layer._stored, nn.Parameter):
+        layer._stored.requires_grad_(learns)
+    layer.r.requires_grad_(learns or norm_learns)
+    if layer.lam is not None:
+        own = learns if old.bias is None else old.bias.requires_grad
+        layer.lam.requires_grad_(own if norm is None else norm_learns)
 
 
 @torch.no_grad()
@@ -214,6 +273,10 @@ def verify(a: nn.Module, b: nn.Module, *inputs: Any) -> float:
         True
     """
     first, second = (list(tensors_in(_evaluate(model, inputs))) for model in (a, b))
+    return _difference(first, second)
+
+
+def _difference(first: list[Tensor], second: list[Tensor]) -> float:
     shapes = [[tuple(t.shape) for t in outputs] for outputs in (first, second)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"the models differ in the shapes of their outputs: {shapes}.")

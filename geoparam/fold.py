@@ -87,6 +87,7 @@ def fold_(model: nn.Module, example_inputs: Inputs | None = None) -> nn.Module:
         )
     graph = None if example_inputs is None else trace(model, example_inputs)
     slots = {id(m.layer): m for m in ours.values() if isinstance(m, RemovedNorm)}
+    _refuse_orphans(ours)
     factors = _factors(model, ours, graph)
     folded: dict[nn.Module, nn.Module] = {}
     for name, module in ours.items():
@@ -100,6 +101,15 @@ def fold_(model: nn.Module, example_inputs: Inputs | None = None) -> nn.Module:
     _check_finite(ours, folded)
     _scale_plain_layers(model, {n: f for n, f in factors.items() if n not in ours})
     return _put_all(model, ours, folded)
+
+
+def _refuse_orphans(ours: dict[str, nn.Module]) -> None:
+    for name, module in ours.items():
+        if isinstance(module, RemovedNorm) and all(m is not module.layer for m in ours.values()):
+            raise ValueError(
+                f"{name!r} is the place of a BatchNorm that a layer outside of this model has "
+                "absorbed. Fold the whole model, before it is taken apart."
+            )
 
 
 def _ours(model: nn.Module) -> dict[str, nn.Module]:
@@ -306,7 +316,8 @@ def _folded_norm(name: str, norm: InputMeanNorm, graph: Graph | None) -> nn.Modu
 def _check_finite(ours: dict[str, nn.Module], folded: dict[nn.Module, nn.Module]) -> None:
     for name, module in ours.items():
         tensors = folded[module].state_dict().values() if module in folded else ()
-        if not all(t.isfinite().all() for t in tensors if t.is_floating_point()):
+        checked = (t for t in tensors if t.is_floating_point() and not t.is_meta)
+        if not all(t.isfinite().all() for t in checked):
             raise ValueError(
                 f"{name!r} folds to NaN or infinite values: its parameters are broken."
             )

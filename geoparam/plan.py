@@ -5,7 +5,7 @@ follows them and where the outputs are comes from `trace`, or, without example i
 the order of the modules.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+HOLDERS = (list, tuple, dict, set)
 STEEPEST = 100.0  # |b| / |r| beyond which r lam is a lever that throws the bias about
 
 
@@ -104,6 +105,7 @@ def plan(
             reason = _tied(decision.name, tied, outputs)
         if reason is None:
             _refuse_parametrized(module, name)
+            _refuse_held_elsewhere(module, name, model)
             decision = _with_norm(decision, module, model, graph, init, norm)
             reason = None if init else _unfit(module, decision, model)
         left = Decision(decision.name, decision.kind, False, (reason or "",))
@@ -124,9 +126,20 @@ def kind_of(module: nn.Module) -> str | None:
     ):
         return "transposed"
     for base, kind in ((nn.Linear, "linear"), *((conv, "conv") for conv in CONVOLUTIONS)):
-        if isinstance(module, base) and type(module).forward is base.forward:
+        if isinstance(module, base) and _computes_as(module, base):
             return kind
     return None
+
+
+def _computes_as(module: nn.Module, base: type[nn.Module]) -> bool:
+    """Return whether nothing of what `base` computes is overridden or added to."""
+    own = type(module)
+    names = ("forward", "_conv_forward", "__call__")
+    inherited = all(getattr(own, name, None) is getattr(base, name, None) for name in names)
+    patched = "forward" in module.__dict__ or "_conv_forward" in module.__dict__
+    # A weight that is no parameter (old weight_norm, pruning) is refused later, with advice.
+    more = "weight" in module._parameters and set(module._parameters) - {"weight", "bias"}
+    return inherited and not patched and not more
 
 
 def _weight_name(name: str, module: nn.Module) -> str:
@@ -154,16 +167,16 @@ def _bystander(name: str, module: nn.Module) -> list[Decision]:
 def _reason_to_leave(
     module: nn.Module, name: str, outputs: set[str], filter_fn: Filter | None
 ) -> str | None:
-    if filter_fn is not None:
-        return None if filter_fn(module, name) else "filter_fn"
-    if name in outputs:
-        return "the output layer"
     if isinstance(module, nn.MultiheadAttention) and module._parameters["in_proj_weight"] is None:
         return "separate projections of query, key and value share one bias"
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor) and not weight.is_floating_point():
         return f"its weight is {weight.dtype}"
-    return None
+    if isinstance(weight, Tensor) and weight.numel() == 0:
+        return f"its weight is empty, {tuple(weight.shape)}"
+    if filter_fn is not None:
+        return None if filter_fn(module, name) else "filter_fn"
+    return "the output layer" if name in outputs else None
 
 
 def _ties(model: nn.Module) -> dict[nn.Module, list[str]]:
@@ -194,6 +207,8 @@ def _tied(name: str, others: list[str], outputs: set[str]) -> str:
 
 
 def _refuse_unready(model: nn.Module) -> None:
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise ValueError("scripted modules cannot be converted: convert before torch.jit.script.")
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise ValueError(f"{name!r} is lazy and has no shape yet: run the model once first.")
@@ -222,6 +237,22 @@ def _refuse_parametrized(module: nn.Module, name: str) -> None:
         )
 
 
+def _refuse_held_elsewhere(module: nn.Module, name: str, model: nn.Module) -> None:
+    """Refuse a layer that a list or other attribute holds too: that would keep the old one."""
+    for owner_name, owner in model.named_modules():
+        for key, value in owner.__dict__.items():
+            if key in ("_modules", "_parameters", "_buffers"):
+                continue
+            items = value.values() if isinstance(value, dict) else value
+            held = items if isinstance(items, Iterable) and not isinstance(items, Tensor) else ()
+            if value is module or (isinstance(value, HOLDERS) and any(m is module for m in held)):
+                raise ValueError(
+                    f"{name!r} is also held by {key!r} of {owner_name or 'the model'!r}, outside "
+                    "of its registered modules: that would go on with the old layer. Use "
+                    "nn.ModuleList or nn.ModuleDict there, or leave it out with filter_fn."
+                )
+
+
 def _unfit(module: nn.Module, decision: Decision, model: nn.Module) -> str | None:
     """Check the numbers: raise for NaN, return a reason where r lam cannot hold the bias well."""
     weight, bias = affine_of(module)
@@ -236,6 +267,11 @@ def _unfit(module: nn.Module, decision: Decision, model: nn.Module) -> str | Non
     r = torch.linalg.vector_norm(weight.flatten(1), dim=1, dtype=torch.float64)
     if decision.norm:
         gain, bias = absorbed(weight, bias, model.get_submodule(decision.norm))
+        if not (gain.isfinite().all() and bias.isfinite().all()):
+            raise ValueError(
+                f"{decision.norm!r} has statistics or parameters that are NaN, infinite or of "
+                f"negative variance, so {decision.name!r} cannot absorb it. Repair them first."
+            )
         r = r * gain.abs()
     if bias is not None and (steep := int((bias.abs() > STEEPEST * r).sum())):
         return f"{steep} rows with |bias| > {STEEPEST:.0f} |weight|"
@@ -248,17 +284,17 @@ def _checked(decisions: list[Decision], model: nn.Module) -> Plan:
         listed = "\n".join(f"  {d}" for d in decisions) or "  it has no layers"
         raise ValueError(f"nothing to convert in this model:\n{listed}")
     modules = dict(model.named_modules())
-    counted: dict[int, int] = {}
+    counted = 0
     noted = []
     for decision in decisions:
         if decision.converted:
             weight, bias = affine_of(modules[module_name(decision)])
-            counted.update({id(p): p.numel() for p in (weight, bias) if p is not None})
+            counted += weight.numel() + (0 if bias is None else bias.numel())
             notes = decision.notes + _remarks(weight, bias)
             decision = replace(decision, notes=notes)
         noted.append(decision)
     total = sum(p.numel() for p in model.parameters())
-    return Plan(tuple(noted), sum(counted.values()), total)
+    return Plan(tuple(noted), counted, total)
 
 
 def _remarks(weight: Tensor, bias: Tensor | None) -> tuple[str, ...]:
@@ -302,11 +338,22 @@ def _norm_to_absorb(chain: Chain, model: nn.Module, init: str | None) -> tuple[s
     found = model.get_submodule(chain.norm.name)
     if not isinstance(found, BATCH_NORMS):
         return None, ""
+    if not _is_plain_batch_norm(found):
+        return None, f"{chain.norm.name} stays: it computes something else than its base class"
     if not chain.exclusive:
         return None, f"{chain.norm.name} stays: it is not fed by this layer alone"
     if init is None and found.running_mean is None:
         return None, f"{chain.norm.name} stays: it has no running statistics"
     return chain.norm.name, ""
+
+
+def _is_plain_batch_norm(norm: nn.Module) -> bool:
+    """Return whether it is torch's, or timm's, which runs its children after it."""
+    base = nn.modules.batchnorm._BatchNorm
+    kind = type(norm)
+    timms = kind.__module__.startswith("timm.") and kind.__name__.startswith("BatchNormAct")
+    same = timms or (kind.forward is base.forward and kind.__call__ is base.__call__)
+    return same and "forward" not in norm.__dict__
 
 
 def absorbed(weight: Tensor, bias: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:

@@ -284,7 +284,8 @@ class GmPLayer(nn.Module):
         layer = nn.utils.skip_init(
             plain, **arguments, bias=bias is not None, device=weight.device, dtype=weight.dtype
         )
-        layer.weight = nn.Parameter(weight, requires_grad=self.r.requires_grad)
+        learned = self._stored if isinstance(self._stored, nn.Parameter) else self.r
+        layer.weight = nn.Parameter(weight, requires_grad=learned.requires_grad)
         if bias is not None:
             trained = self.r if self.lam is None else self.lam
             layer.bias = nn.Parameter(bias, requires_grad=trained.requires_grad)

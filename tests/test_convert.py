@@ -278,6 +278,65 @@ def test_attention_in_both_of_torchs_paths(bias: bool, mode: str) -> None:
     assert list(folded.state_dict()) == list(layer.state_dict())
 
 
+class OddConv(nn.Conv2d):
+    def _conv_forward(self, x, weight, bias):  # noqa: ANN001, ANN202
+        return super()._conv_forward(x, weight / weight.norm(), bias)
+
+
+class OddCall(nn.Conv2d):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x) * 2
+
+
+class WithParameter(nn.Conv2d):
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.gain = nn.Parameter(torch.ones(1))
+
+
+def patched(*args: int) -> nn.Conv2d:
+    conv = nn.Conv2d(*args)
+    conv.forward = lambda x: nn.functional.conv2d(x, conv.weight) * 2  # type: ignore[method-assign]
+    return conv
+
+
+@pytest.mark.parametrize("build", [OddConv, OddCall, WithParameter, patched])
+def test_layers_that_compute_something_else_are_left(build) -> None:  # noqa: ANN001
+    model = nn.Sequential(build(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1))
+    expected = model(X)
+    gp.convert_(model)
+    assert not isinstance(model[0], gp.GmPConv2d) and isinstance(model[1], gp.GmPConv2d)
+    torch.testing.assert_close(model(X), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_empty_layers_are_left() -> None:
+    with pytest.warns(UserWarning, match="zero-element"):
+        model = nn.Sequential(nn.Linear(0, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    gp.convert_(model)
+    assert type(model[0]) is nn.Linear and isinstance(model[1], gp.GmPLinear)
+
+
+def test_a_layer_held_in_a_list_too_is_refused() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+            self.steps = [self.a]
+
+    with pytest.raises(ValueError, match="'a' is also held by 'steps'.*ModuleList"):
+        gp.convert_(Listed())
+
+
+@pytest.mark.parametrize("init", [None, "sphere"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_frozen_layers_stay_frozen_everywhere(init: str | None, device: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2)).to(device)
+    gp.convert_(model, init=init)
+    assert not any(p.requires_grad for p in model[0].parameters())
+    folded = gp.fold_(model)
+    assert not any(p.requires_grad for p in folded[0].parameters())
+
+
 # --- norm="imn" -------------------------------------------------------------------------------
 
 
@@ -342,6 +401,82 @@ def test_a_norm_that_others_use_stays() -> None:
     plan = gp.plan(model, norm="imn", example_inputs=X)
     absorbed = {d.name: d.norm for d in plan.decisions if d.converted}
     assert absorbed == {"first": None, "second": "norm2"}
+
+
+class Doubling(nn.BatchNorm2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+def test_a_norm_that_computes_something_else_stays() -> None:
+    model = TwoConvs()
+    model.norm2 = Doubling(6)
+    original = copy.deepcopy(model)
+    assert "norm2 stays" in str(gp.plan(model, norm="imn", example_inputs=X))
+    gp.convert_(model, norm="imn", example_inputs=X)
+    assert gp.verify(original, model, X) < 1e-5
+
+
+class ReadsWeight(TwoConvs):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.first.weight.mean() * 10
+
+
+class ReadsNorm(TwoConvs):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.norm1.running_mean.mean()
+
+
+def with_broken_norm() -> nn.Module:
+    model = TwoConvs()
+    model.norm1.running_var[0] = torch.nan
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "error", "message"),
+    [
+        (ReadsWeight, {}, ValueError, "differs by .* on example_inputs"),
+        (ReadsNorm, {}, AttributeError, "running_mean"),
+        (with_broken_norm, {}, ValueError, "'norm1' has statistics.*'first' cannot absorb"),
+        (TwoConvs, {"calibration": X * torch.nan}, ValueError, "no finite mean.*'second'"),
+        (TwoConvs, {"calibration": []}, ValueError, "no finite mean"),
+    ],
+)
+def test_imn_errors_leave_the_model_alone(build, options, error, message) -> None:  # noqa: ANN001
+    model = build()
+    with torch.no_grad():
+        model.norm1.weight.fill_(3)
+    before = snapshot(model)
+    with pytest.raises(error, match=message):
+        gp.convert_(model, norm="imn", example_inputs=X, **options)
+    assert model.state_dict().keys() == before.keys()
+    assert not any(isinstance(m, gp.GmPLayer) for m in model.modules())
+
+
+def test_freezing_survives_absorbing_a_norm() -> None:
+    model = TwoConvs()
+    model.second.requires_grad_(False)
+    gp.convert_(model, norm="imn", example_inputs=X)
+    assert not model.second.latitude.requires_grad
+    assert model.second.r.requires_grad and model.second.lam.requires_grad  # as gamma and beta
+    gp.fold_(model)
+    assert not model.second.weight.requires_grad and model.norm2.weight.requires_grad
+
+
+def test_any_iterable_of_batches_calibrates() -> None:
+    first, second = TwoConvs(), TwoConvs()
+    second.load_state_dict(first.state_dict())
+    gp.convert_(first, norm="imn", example_inputs=X, calibration=[X, 2 * X])
+    gp.convert_(second, norm="imn", example_inputs=X, calibration=(b for b in [X, 2 * X]))
+    assert gp.verify(first, second, X) == 0
+
+
+def test_a_part_of_a_converted_model_does_not_fold() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    gp.convert_(model, norm="imn", example_inputs=X)
+    with pytest.raises(ValueError, match="Fold the whole model"):
+        gp.fold_(nn.Sequential(*model[1:], gp.GmPConv2d(2, 2, 1)))
 
 
 def test_norm_needs_example_inputs_and_a_known_name() -> None:
