@@ -5,7 +5,7 @@ follows them and where the outputs are comes from `trace`, or, without example i
 the order of the modules.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,7 +92,7 @@ def plan(
     _refuse_unready(model)
     graph = None if example_inputs is None else trace(model, example_inputs)
     outputs = set(output_layers(model) if graph is None else graph.outputs)
-    ties = _ties(model)
+    ties, held = _ties(model), _held_elsewhere(model)
     decisions = []
     for name, module in model.named_modules():
         if isinstance(module, GmPLayer) or kind_of(module) is None:
@@ -105,7 +105,7 @@ def plan(
             reason = _tied(decision.name, tied, outputs)
         if reason is None:
             _refuse_parametrized(module, name)
-            _refuse_held_elsewhere(module, name, model)
+            _refuse_held(name, held.get(module))
             decision = _with_norm(decision, module, model, graph, init, norm)
             reason = None if init else _unfit(module, decision, model)
         left = Decision(decision.name, decision.kind, False, (reason or "",))
@@ -237,20 +237,30 @@ def _refuse_parametrized(module: nn.Module, name: str) -> None:
         )
 
 
-def _refuse_held_elsewhere(module: nn.Module, name: str, model: nn.Module) -> None:
-    """Refuse a layer that a list or other attribute holds too: that would keep the old one."""
-    for owner_name, owner in model.named_modules():
+def _held_elsewhere(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the modules that a list or other attribute holds besides, and where.
+
+    Only registered modules are replaced: such a place would go on with the old layer.
+    """
+    found: dict[nn.Module, str] = {}
+    for name, owner in model.named_modules():
         for key, value in owner.__dict__.items():
             if key in ("_modules", "_parameters", "_buffers"):
                 continue
             items = value.values() if isinstance(value, dict) else value
-            held = items if isinstance(items, Iterable) and not isinstance(items, Tensor) else ()
-            if value is module or (isinstance(value, HOLDERS) and any(m is module for m in held)):
-                raise ValueError(
-                    f"{name!r} is also held by {key!r} of {owner_name or 'the model'!r}, outside "
-                    "of its registered modules: that would go on with the old layer. Use "
-                    "nn.ModuleList or nn.ModuleDict there, or leave it out with filter_fn."
-                )
+            for item in items if isinstance(value, HOLDERS) else (value,):
+                if isinstance(item, nn.Module):
+                    found[item] = f"{key!r} of {name or 'the model'!r}"
+    return found
+
+
+def _refuse_held(name: str, place: str | None) -> None:
+    if place is not None:
+        raise ValueError(
+            f"{name!r} is also held by {place}, outside of its registered modules: that would go "
+            "on with the old layer. Use nn.ModuleList or nn.ModuleDict there, or leave it out "
+            "with filter_fn."
+        )
 
 
 def _unfit(module: nn.Module, decision: Decision, model: nn.Module) -> str | None:

@@ -454,6 +454,16 @@ def test_imn_errors_leave_the_model_alone(build, options, error, message) -> Non
     assert not any(isinstance(m, gp.GmPLayer) for m in model.modules())
 
 
+@pytest.mark.parametrize("result", [lambda x: x * torch.nan, lambda x: x.argmax(dim=1)])
+def test_outputs_that_cannot_be_compared_do_not_stop_conversion(result) -> None:  # noqa: ANN001
+    class Odd(TwoConvs):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return result(super().forward(x))
+
+    model = gp.convert_(Odd(), norm="imn", example_inputs=X)
+    assert isinstance(model.second, gp.GmPConv2d)
+
+
 def test_freezing_survives_absorbing_a_norm() -> None:
     model = TwoConvs()
     model.second.requires_grad_(False)
