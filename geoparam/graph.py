@@ -64,6 +64,16 @@ class Chain:
         return "sum" in self.path
 
 
+@dataclass(frozen=True)
+class Call:
+    """The steps of one call of a layer: its own, its norm's and its activation's number."""
+
+    layer: int
+    norm: int | None
+    activation: int | None
+    path: tuple[str, ...]
+
+
 class Graph:
     """The steps of one run in their order, and the questions asked about them."""
 
@@ -95,14 +105,19 @@ class Graph:
 
     def after(self, layer: str) -> Chain:
         """Return what follows `layer`; of several calls of it, what they agree on."""
-        chains = [self._chain(layer, index) for index in self._layer_calls(layer)]
+        calls = self.calls(layer)
+        norms = [self._node(call.norm) for call in calls]
         return Chain(
             layer,
-            _common([chain.norm for chain in chains]),
-            _common([chain.activation for chain in chains]),
-            tuple(dict.fromkeys(step for chain in chains for step in chain.path)),
-            all(chain.exclusive for chain in chains),
+            _common(norms),
+            _common([self._node(call.activation) for call in calls]),
+            tuple(dict.fromkeys(step for call in calls for step in call.path)),
+            all(self._exclusive(layer, norm) for norm in norms),
         )
+
+    def calls(self, layer: str) -> list[Call]:
+        """Return the calls of `layer`, each with the steps that follow it up to an activation."""
+        return [self._call(index) for index in self._layer_calls(layer)]
 
     def next(self, layer: str) -> tuple[str, ...]:
         """Return the layers that `layer` reaches without another one between."""
@@ -169,22 +184,26 @@ class Graph:
                 between.add(index)
         return self._names(sorted(reach - between))
 
-    def _chain(self, layer: str, here: int) -> Chain:
-        norm: Node | None = None
-        activation: Node | None = None
+    def _call(self, layer: int) -> Call:
+        norm: int | None = None
+        activation: int | None = None
         path: list[str] = []
+        here = layer
         while activation is None and len(self.users[here]) == 1:
             here = self.users[here][0]
             node = self.nodes[here]
             if node.kind == "activation":
-                activation = node
+                activation = here
             elif node.kind == "norm" and norm is None and "sum" not in path:
-                norm = node
+                norm = here
             elif node.kind in ("sum", "scale", "view", "same", "average", "max"):
                 path.append("sum" if node.kind == "sum" else node.op)
             else:
                 break
-        return Chain(layer, norm, activation, tuple(path), self._exclusive(layer, norm))
+        return Call(layer, norm, activation, tuple(path))
+
+    def _node(self, index: int | None) -> Node | None:
+        return None if index is None else self.nodes[index]
 
     def _exclusive(self, layer: str, norm: Node | None) -> bool:
         if norm is None or norm.name is None:

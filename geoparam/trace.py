@@ -67,6 +67,7 @@ OPS = {
 }
 ACTIVATIONS = {op.replace("_", ""): op for op, kind in OPS.items() if kind == "activation"}
 LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.Bilinear, nn.RNNBase, nn.RNNCellBase)
+Visit = Callable[[int, list[Tensor]], None]
 CHANNEL = {"linear": -1, "addmm": -1, "conv1d": -2, "conv2d": -3, "conv3d": -4}
 
 
@@ -75,6 +76,7 @@ def trace(
     inputs: Tensor | Sequence | Mapping[str, object] = (),
     kwargs: Mapping[str, object] | None = None,
     kinds: Mapping[type | str, str] | None = None,
+    visit: Visit | None = None,
 ) -> Graph:
     """Run `model` once on example inputs and return the graph of what it did.
 
@@ -86,6 +88,9 @@ def trace(
         inputs: A tensor, a tuple of positional arguments, or a mapping of keyword arguments.
         kwargs: Further keyword arguments.
         kinds: What other module classes and function names are, in the words of `Node.kind`.
+        visit: Called before each call with the number that its step will have, and the tensors it
+            is given, as they are then: a later ReLU may overwrite them. A call that leaves no step
+            is visited too, under the number of the next one that does.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
@@ -106,7 +111,7 @@ def trace(
         kwargs = {**inputs, **(kwargs or {})}
     else:
         args = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    recorder = _Recorder(model, kinds or {})
+    recorder = _Recorder(model, kinds or {}, visit)
     for tensor in tensors_in((args, kwargs)):
         kind = "input" if tensor.is_floating_point() else "index"
         recorder.write(Node(kind, kind), [tensor])
@@ -140,8 +145,11 @@ class _Read(NamedTuple):
 class _Recorder(TorchFunctionMode):
     """Writes down each function, and each call of a known module, as a node."""
 
-    def __init__(self, model: nn.Module, kinds: Mapping[type | str, str]) -> None:
+    def __init__(
+        self, model: nn.Module, kinds: Mapping[type | str, str], visit: Visit | None
+    ) -> None:
         super().__init__()
+        self.visit = visit
         self.nodes: list[Node] = []
         self.kinds = dict([*OPS.items(), *kinds.items()])
         self.origin = WeakTensorKeyDictionary()  # tensor -> (its node, its version then)
@@ -157,7 +165,7 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.calls:
             return func(*args, **kwargs)
-        read = self.read((args, kwargs))
+        read = self.see((args, kwargs))
         result = func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             self.attention(inspect.signature(func).bind(*args, **kwargs).arguments, result)
@@ -212,12 +220,19 @@ class _Recorder(TorchFunctionMode):
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self.calls.append([])
         if len(self.calls) == 1:
-            self.calls[0] = self.read((args, kwargs))
+            self.calls[0] = self.see((args, kwargs))
 
     def leave(self, node: Node, module: nn.Module, args: tuple, result: object) -> None:
         if len(self.calls) == 1:
             self.record(node, self.calls[0], result)
         self.calls.pop()
+
+    def see(self, values: object) -> list[_Read]:
+        """Read what a call is given, and show it to the visitor."""
+        read = self.read(values)
+        if self.visit is not None and read:
+            self.visit(len(self.nodes), [r.tensor for r in read])
+        return read
 
     def read(self, values: object) -> list[_Read]:
         return [_Read(t, _version(t), self.sources(t)) for t in tensors_in(values)]

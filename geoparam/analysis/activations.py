@@ -1,0 +1,199 @@
+"""Where an activation breaks: the values of the pre-activation that are boundaries of a unit.
+
+Any activation that is put together from pieces has its breakpoints as boundaries: one for ReLU and
+its relatives, two for ReLU6, Hardtanh, Hardswish and SReLU. Smooth ones (GELU, SiLU, tanh) have
+none, and the papers leave them open; for these only the directions of units say something.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from geoparam.graph import Node
+
+Activation = nn.Module | Callable[[Tensor], Tensor] | Node
+
+
+class SReLU(nn.Module):
+    r"""The S-shaped rectified linear unit: the identity between two breakpoints, bent outside.
+
+    z + (a_l - 1) min(z - t_l, 0) + (a_r - 1) max(z - t_r, 0), with breakpoints t_l <= t_r
+    (`lower`, `upper`) and slopes a_l, a_r beyond them (`lower_slope`, `upper_slope`), all of them
+    learned, one for each channel or one for all. It starts as a leaky ReLU.
+
+    Args:
+        num_parameters: Number of channels, or 1 to share.
+        dim: The channels' dimension.
+
+    Reference:
+        Jin et al., *Deep Learning with S-shaped Rectified Linear Activation Units*, AAAI 2016.
+
+    Example:
+        >>> SReLU(upper_slope=0.5)(torch.tensor([[-1., 0.5, 3.]]))
+        tensor([[-0.2000,  0.5000,  2.0000]], grad_fn=<AddBackward0>)
+    """
+
+    def __init__(
+        self,
+        num_parameters: int = 1,
+        lower: float = 0.0,
+        upper: float = 1.0,
+        lower_slope: float = 0.2,
+        upper_slope: float = 1.0,
+        dim: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not lower <= upper:
+            raise ValueError(f"the breakpoints need lower <= upper; got {lower} and {upper}.")
+        self.dim = dim
+        self._start = {
+            "lower": lower,
+            "upper": upper,
+            "lower_slope": lower_slope,
+            "upper_slope": upper_slope,
+        }
+        for name in self._start:
+            empty = torch.empty(num_parameters, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(empty))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start anew at the values given."""
+        for name, value in self._start.items():
+            nn.init.constant_(getattr(self, name), value)
+
+    def breakpoints(self) -> tuple[Tensor, Tensor]:
+        """Return t_l and t_r; where learning has crossed them, the upper one is the lower."""
+        lower = self.get_parameter("lower")
+        return lower, torch.maximum(lower, self.get_parameter("upper"))
+
+    def forward(self, z: Tensor) -> Tensor:
+        lower, upper = (self._along_channels(t, z) for t in self.breakpoints())
+        below = self._along_channels(self.get_parameter("lower_slope") - 1, z)
+        above = self._along_channels(self.get_parameter("upper_slope") - 1, z)
+        bent = below * (z - lower).clamp(max=0) + above * (z - upper).clamp(min=0)
+        return z + bent.to(z.dtype)
+
+    def _along_channels(self, t: Tensor, z: Tensor) -> Tensor:
+        shape = [1] * z.ndim
+        if t.numel() > 1:
+            shape[self.dim] = t.numel()
+        return t.view(shape)
+
+    def extra_repr(self) -> str:
+        return f"{self.get_parameter('lower').numel()}"
+
+
+@dataclass(frozen=True)
+class Breaks:
+    """An activation's breakpoints, in rising order, and where a unit counts as active.
+
+    Attributes:
+        points: Numbers, or tensors with one number for each unit.
+        opens, closes: Whether a unit becomes active at the first point, and whether it stops at
+            the last one (ReLU6, Hardtanh).
+        linear: Whether the pieces are straight, so that the network is piecewise linear.
+    """
+
+    points: tuple[float | Tensor, ...]
+    opens: bool = True
+    closes: bool = False
+    linear: bool = True
+
+    def active(self, z: Tensor, channel: int) -> Tensor:
+        """Return where units are active, for pre-activations with channels in that dimension."""
+        first, last = (_along(p, z, channel) for p in (self.points[0], self.points[-1]))
+        if self.opens and self.closes:
+            return (z > first) & (z < last)
+        return z > first if self.opens else z < last
+
+    def above(self, z: Tensor, channel: int) -> Tensor:
+        """Return on which side of each point pre-activations lie, with a new first dimension."""
+        return torch.stack([z > _along(point, z, channel) for point in self.points])
+
+    def tensor(self, like: Tensor) -> Tensor:
+        """Return the points as (K, out), in the type of `like`, a tensor (out,)."""
+        rows = [torch.as_tensor(p, device=like.device).to(like.dtype) for p in self.points]
+        return torch.stack([row.detach().expand(like.shape) for row in rows])
+
+
+ZERO = Breaks((0.0,))
+SMOOTH_BELOW = Breaks((0.0,), linear=False)
+FIXED = {
+    "relu": ZERO,
+    "leaky_relu": ZERO,
+    "prelu": ZERO,
+    "rrelu": ZERO,
+    "elu": SMOOTH_BELOW,
+    "selu": SMOOTH_BELOW,
+    "celu": SMOOTH_BELOW,
+    "relu6": Breaks((0.0, 6.0), closes=True),
+    "hardswish": Breaks((-3.0, 3.0), linear=False),
+    "hardsigmoid": Breaks((-3.0, 3.0), closes=True),
+}
+
+
+def breaks(activation: Activation | None) -> Breaks | None:
+    """Return the breakpoints of an activation: a module, a function, or a step of a trace.
+
+    None for a smooth activation, for one that is not known, and where there is none.
+
+    Example:
+        >>> breaks(nn.ReLU6()).points, breaks(torch.relu).points, breaks(nn.GELU())
+        ((0.0, 6.0), (0.0,), None)
+    """
+    if activation is None:
+        return None
+    name = _name(activation)
+    if isinstance(activation, SReLU):
+        return Breaks(activation.breakpoints())
+    given = _given(activation, name)
+    if name in ("hardtanh", "clamp", "clamp_min", "threshold"):
+        return _clamped(name, given)
+    return FIXED.get(name)
+
+
+def _along(point: float | Tensor, z: Tensor, channel: int) -> float | Tensor:
+    if not isinstance(point, Tensor) or point.numel() == 1:
+        return point
+    shape = [1] * z.ndim
+    shape[channel] = point.numel()
+    return point.detach().view(shape)
+
+
+def _name(activation: Activation) -> str:
+    """Return torch's name of the function: "leaky_relu" for LeakyReLU, F.leaky_relu, x.relu_."""
+    if isinstance(activation, Node):
+        return activation.op
+    if isinstance(activation, nn.Module):
+        short = type(activation).__name__.lower()
+        return {"leakyrelu": "leaky_relu"}.get(short, short)
+    return getattr(activation, "__name__", "").strip("_")
+
+
+def _given(activation: Activation, name: str) -> Mapping[str, Any]:
+    """Return the arguments of an activation with limits, by name."""
+    if isinstance(activation, nn.Module):
+        return vars(activation)
+    if not isinstance(activation, Node):
+        return {}
+    names = {"hardtanh": ("min_val", "max_val"), "threshold": ("threshold", "value")}
+    by_place = zip(names.get(name, ("min", "max")), activation.args, strict=False)
+    return {**dict(by_place), **activation.kwargs}
+
+
+def _clamped(name: str, given: Mapping[str, Any]) -> Breaks | None:
+    if name == "threshold":
+        return Breaks((float(given["threshold"]),)) if "threshold" in given else None
+    if name == "hardtanh":
+        limits = (given.get("min_val", -1.0), given.get("max_val", 1.0))
+    else:
+        limits = (given.get("min"), given.get("max"))
+    points = tuple(float(limit) for limit in limits if limit is not None)
+    opens, closes = (limit is not None for limit in limits)
+    return Breaks(points, opens, closes) if points else None

@@ -1,0 +1,321 @@
+r"""Characteristic activation boundaries: where the units of a layer switch, under any parameters.
+
+A unit's pre-activation is affine in the layer's input x (a patch, for a convolution), for every
+parameterization and norm alike:
+
+    s(x) = (gain rows^T x + shift) / deviation + beta
+
+| | rows | gain | shift | deviation, beta |
+| standard (SP) | w | 1 | b | 1, 0 |
+| weight normalization (WN) | l v / ||v|| | 1 | b | 1, 0 |
+| GmP, r inside | u | r | r lam | 1, 0 |
+| GmP, r outside | u | 1 | lam | 1, 0 |
+| + BatchNorm | as the layer | gamma gain | gamma (shift - mu) | sigma, beta |
+| + LayerNorm | less their mean over units | gamma gain | gamma (shift - its mean) | sigma, beta |
+
+An activation with breakpoints t has the boundaries {x : s(x) = t}. They are told by
+
+    direction   u = sign(gain) rows / ||rows||, the normal that points to where s grows
+    distance    lam = (shift + (beta - t) deviation) / (|gain| ||rows||), signed
+    location    phi = -lam u, the boundary's nearest point to the origin
+    scale       how fast the unit's output grows beyond it: |gain| ||rows|| / deviation, and |r|
+                where r is outside
+
+A unit with zero rows, gamma = 0 or an inside r = 0 is constant and has no boundary: all NaN. Where
+a layer normalises the mean of its own input (IMN), x is the centred input.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from geoparam import sphere
+from geoparam.analysis.activations import Breaks, breaks
+from geoparam.analysis.moments import Moments, batch_moments, has_running, is_rms
+from geoparam.analysis.sites import (
+    Follows,
+    Layers,
+    find_sites,
+    is_transposed,
+    unwrap,
+)
+from geoparam.plan import Inputs
+from geoparam.unit import GmPLayer
+
+Statistics = Literal["running", "batch"]
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """The boundaries of a layer's units; (out, n) vectors point the way the weight does.
+
+    Attributes:
+        direction: Unit vectors (out, n) towards the side where the pre-activation grows.
+        scale: (out,), how fast the output grows there.
+        distances: (K, out), signed distances lam of the boundaries at the K breakpoints.
+    """
+
+    direction: Tensor
+    scale: Tensor
+    distances: Tensor
+
+    @property
+    def distance(self) -> Tensor:
+        """(out,), at the first breakpoint; ReLU and its relatives have no other."""
+        return self.distances[0]
+
+    @property
+    def location(self) -> Tensor:
+        """phi (out, n), the nearest point to the origin of the first breakpoint's boundary."""
+        return self.locations[0]
+
+    @property
+    def locations(self) -> Tensor:
+        """phi (K, out, n) at all breakpoints."""
+        return -self.distances[..., None] * self.direction
+
+
+class Parts(NamedTuple):
+    """What a layer and its norm are made of: `rows` (out, n), the others (out,) or left out."""
+
+    rows: Tensor
+    gain: Tensor | None = None  # r inside
+    offset: Tensor | None = None  # b, or lam
+    outer: Tensor | None = None  # r outside
+    gamma: Tensor | None = None
+    beta: Tensor | None = None
+    mean: Tensor | None = None
+    variance: Tensor | None = None  # the deviation is sqrt(variance + eps)
+    eps: float = 0.0
+
+
+LEFT_OUT = {
+    "gain": 1.0,
+    "offset": 0.0,
+    "outer": 1.0,
+    "gamma": 1.0,
+    "beta": 0.0,
+    "mean": 0.0,
+    "variance": 1.0,
+}
+
+
+class PreActivation(NamedTuple):
+    """(gain rows^T x + shift) / deviation + beta, times `outer` after the activation; (out,)."""
+
+    gain: Tensor
+    shift: Tensor
+    deviation: Tensor
+    beta: Tensor
+    outer: Tensor
+
+
+def boundaries(
+    model: nn.Module,
+    inputs: Inputs | None = None,
+    layers: Layers = None,
+    statistics: Statistics = "running",
+    follows: Follows | None = None,
+) -> dict[str, Boundaries]:
+    """Return the boundaries of every layer's units, in float64, by layer name.
+
+    Only a layer with a norm and an activation that are known has distances: those of the others
+    (smooth activations, output layers) are NaN, and their directions are still right.
+
+    What is exact: everything without a norm, BatchNorm with running statistics, and MBN. With
+    `statistics="batch"`, BatchNorm and MBN take those of `inputs`, as in training. LayerNorm on
+    the units, RMSNorm, and GroupNorm without positions have exact directions; their deviation
+    differs from point to point, so distances are those at its average over `inputs`, and are exact
+    only at beta = 0 and breakpoint 0. GroupNorm and InstanceNorm over positions subtract a mean
+    that differs from image to image as well: there the direction holds for one patch among many,
+    and mean and deviation are both averages.
+
+    Args:
+        model: Any model: SP, torch's weight_norm, BatchNorm, LayerNorm, GmP.
+        inputs: A batch as the model takes it.
+        layers: Names, or a function of module and name; all by default.
+        statistics: "running", or those of the batch `inputs`.
+        follows: Norm and activation by layer name, where they are known better than found.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 1), nn.ReLU())
+        >>> _ = nn.init.constant_(model[0].weight, 3.0), nn.init.constant_(model[0].bias, -6.0)
+        >>> found = boundaries(model, torch.zeros(1, 2))["0"]
+        >>> found.distance.item(), found.location.round(decimals=6).tolist()
+        (-1.414213562373095, [[1.0, 1.0]])
+    """
+    if statistics not in ("running", "batch"):
+        raise ValueError(f"statistics is 'running' or 'batch'; got {statistics!r}.")
+    if inputs is None and statistics == "batch":
+        raise ValueError("statistics='batch' needs `inputs`, the batch.")
+    sites = find_sites(model, inputs, layers, follows)
+    seen: dict[str, Moments] = {}
+    if inputs is not None:
+        seen = batch_moments(unwrap(model), inputs, sites, training=statistics == "batch")
+    found = {}
+    for name, site in sites.items():
+        moments = seen.get(name)
+        if statistics == "running" and has_running(site.norm):
+            moments = None
+        found[name] = _of(parts(site.layer, site.norm, moments), site.breaks)
+    return found
+
+
+def layer_boundaries(
+    layer: nn.Module,
+    norm: nn.Module | None = None,
+    activation: nn.Module | None = None,
+    moments: Moments | None = None,
+) -> Boundaries:
+    """Return the boundaries of one layer's units, given what follows it; ReLU by default.
+
+    Args:
+        layer: Linear, Conv1d-3d, with or without torch's weight_norm, or a GmP layer.
+        norm: The norm after it.
+        activation: The activation after that, ReLU by default.
+        moments: The norm's mean and deviation, where it has no running ones.
+
+    Example:
+        >>> layer_boundaries(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU6()).distances.shape
+        torch.Size([2, 5])
+    """
+    given = activation if activation is not None else getattr(layer, "activation", None)
+    return _of(parts(layer, norm, moments), breaks(given or nn.ReLU()))
+
+
+@torch.no_grad()
+def _of(of: Parts, breaks: Breaks | None) -> Boundaries:
+    rows = sphere.wide(of.rows)
+    like = sphere.length(rows)
+    vectors = {
+        name: torch.full_like(like, default) if given is None else given.to(like.dtype)
+        for name, default in LEFT_OUT.items()
+        for given in (getattr(of, name),)
+    }
+    pre = combine(vectors, of.eps)
+    slope = pre.gain.abs() * like
+    slope = torch.where(slope == 0, torch.nan, slope)
+    sign = torch.where(slope.isnan(), torch.nan, pre.gain.sign())
+    return Boundaries(
+        sign[:, None] * sphere.normalise(rows),
+        pre.outer * slope / pre.deviation,
+        offsets(pre, breaks) / slope,
+    )
+
+
+def combine(vectors: Mapping[str, Tensor], eps: Tensor | float) -> PreActivation:
+    """Return the pre-activation of units from their parts, all given: the formula of this file."""
+    gamma, gain = vectors["gamma"], vectors["gain"]
+    return PreActivation(
+        gain=gamma * gain,
+        shift=gamma * (gain * vectors["offset"] - vectors["mean"]),
+        deviation=(vectors["variance"] + eps).sqrt(),
+        beta=vectors["beta"],
+        outer=vectors["outer"].abs(),
+    )
+
+
+def offsets(pre: PreActivation, breaks: Breaks | None) -> Tensor:
+    """Return shift + (beta - t) deviation, (K, out); NaN without breakpoints.
+
+    A deviation that is not known does not matter where beta = t.
+    """
+    if breaks is None:
+        return torch.full_like(pre.shift, torch.nan)[None]
+    height = pre.beta - breaks.tensor(pre.shift)
+    return pre.shift + torch.where(height == 0, 0, height * pre.deviation)
+
+
+# --- the layer ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def parts(
+    layer: nn.Module, norm: nn.Module | None = None, moments: Moments | None = None
+) -> Parts:
+    """Return what a layer and the norm after it are made of, in their own types."""
+    if isinstance(layer, GmPLayer):
+        lam = None if layer.lam is None else gathered(layer.lam)
+        r = gathered(layer.r)
+        plain = Parts(layer.direction.flatten(1), offset=lam)
+        plain = plain._replace(gain=r) if layer.activation is None else plain._replace(outer=r)
+    else:
+        weight, bias = weight_and_bias(layer)
+        plain = Parts(weight, offset=None if bias is None else gathered(bias))
+    return plain if norm is None else _normed(plain, norm, moments, _has_positions(layer))
+
+
+def _has_positions(layer: nn.Module) -> bool:
+    """Return whether a unit of the layer has outputs at several places of one example."""
+    return len(getattr(layer, "kernel_size", ())) > 0
+
+
+def gathered(value: Tensor) -> Tensor:
+    """Return a small tensor whole, also where FSDP keeps it in pieces: then all take part."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the weight as rows (out, n) and the bias of a layer that is not ours."""
+    if isinstance(layer, nn.MultiheadAttention):
+        return layer.in_proj_weight, layer.in_proj_bias
+    if hasattr(layer, "weight_g") and hasattr(layer, "weight_v"):  # the older torch weight_norm
+        dim = [d for d, size in enumerate(layer.weight_g.shape) if size > 1]
+        weight = torch._weight_norm(layer.weight_v, layer.weight_g, dim[0] if dim else 0)
+    else:
+        weight = layer.weight
+    bias = getattr(layer, "bias", None)
+    return (weight.t() if is_transposed(layer) else weight.flatten(1)), bias
+
+
+# --- the norm -----------------------------------------------------------------------------------
+
+
+def _normed(of: Parts, norm: Any, moments: Moments | None, positions: bool) -> Parts:
+    """Put a norm on top of a layer; what is not known of it makes distances NaN."""
+    units = len(of.rows)
+    of = of._replace(gamma=_per_unit(norm, "weight", units), beta=_per_unit(norm, "bias", units))
+    groups = _groups_of_units(norm, positions, units)
+    of = _centred(of, groups) if groups else of
+    if moments is not None:
+        mean, deviation = (t.expand(units) for t in moments)
+        return of._replace(mean=None if groups else mean, variance=deviation.square())
+    if has_running(norm):
+        variance = getattr(norm, "running_var", None)
+        eps = 0.0 if variance is None else norm.eps
+        return of._replace(mean=norm.running_mean, variance=variance, eps=eps)
+    unknown = torch.full((units,), torch.nan, device=of.rows.device)
+    return of._replace(mean=None if groups or is_rms(norm) else unknown, variance=unknown)
+
+
+def _per_unit(norm: nn.Module, name: str, units: int) -> Tensor | None:
+    """Return gamma or beta, one number for each unit; of one for each position, the average."""
+    value = getattr(norm, name, None)
+    if value is None or value.numel() == units:
+        return value if value is None else gathered(value).flatten()
+    if value.numel() % units:
+        return torch.full((units,), torch.nan, device=value.device)
+    return gathered(value).reshape(units, -1).mean(dim=1)
+
+
+def _groups_of_units(norm: nn.Module, positions: bool, units: int) -> int:
+    """Return how many groups of units share a mean at one point, where that is all it is over."""
+    if isinstance(norm, nn.LayerNorm):
+        return int(tuple(norm.normalized_shape) == (units,))
+    return norm.num_groups if isinstance(norm, nn.GroupNorm) and not positions else 0
+
+
+def _centred(of: Parts, groups: int) -> Parts:
+    """Subtract the mean over the units of each group, which is an affine map too."""
+    rows = gathered(of.rows)
+    rows = rows if of.gain is None else of.gain[:, None] * rows
+    rows = rows.unflatten(0, (groups, -1))
+    offset = of.offset
+    if offset is not None:
+        offset = (offset if of.gain is None else of.gain * offset).unflatten(0, (groups, -1))
+        offset = (offset - offset.mean(dim=1, keepdim=True)).flatten()
+    rows = (rows - rows.mean(dim=1, keepdim=True)).flatten(0, 1)
+    return of._replace(rows=rows, offset=offset, gain=None)

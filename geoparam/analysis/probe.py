@@ -1,0 +1,115 @@
+"""Watch a model run on a probe batch: what its layers are given, and what their activations are.
+
+The run is in evaluation mode and leaves the model as it was. A pre-activation is seen before its
+activation may overwrite it; where a sum comes between, it is what the activation gets.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from geoparam.analysis.sites import Site
+from geoparam.plan import Inputs
+from geoparam.trace import trace, undisturbed
+from geoparam.unit import GmPLayer
+
+See = Callable[[Site, Tensor], None]
+
+
+def observe(
+    model: nn.Module,
+    inputs: Inputs,
+    sites: Mapping[str, Site],
+    pre_activation: See | None = None,
+    layer_input: See | None = None,
+) -> None:
+    """Run `model` and show, call by call, what each layer and its activation are given.
+
+    Args:
+        model: The model in which the sites were found with `find_sites(model, inputs)`.
+        inputs: A batch with the structure of the one they were found with.
+        sites: The layers to watch.
+        pre_activation: Called with the site and the tensor that its activation gets, units in
+            dimension `site.channel`. Not called where there is none, or where units are elsewhere.
+        layer_input: Called with the site and the layer's input.
+
+    Example:
+        >>> from geoparam.analysis.sites import find_sites
+        >>> model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(5, 3)
+        >>> observe(model, x, find_sites(model, x), lambda site, z: print(site.name, *z.shape))
+        0 5 4
+    """
+    layers: dict[int, list[Site]] = {}
+    activations: dict[int, list[Site]] = {}
+    for site in sites.values():
+        for call in site.calls:
+            layers.setdefault(call.layer, []).append(site)
+            if site.readable and call.activation is not None and not site.own_activation:
+                activations.setdefault(call.activation, []).append(site)
+    held: dict[int, Tensor] = {}  # the last call, which only the next one shows to be a step
+
+    def show() -> None:
+        for step, tensor in held.items():
+            for site in layers.get(step, ()):
+                if layer_input is not None:
+                    layer_input(site, tensor)
+                if pre_activation is not None and site.own_activation:
+                    pre_activation(site, _own_pre_activation(site.layer, tensor))
+            for site in activations.get(step, ()):
+                if pre_activation is not None:
+                    pre_activation(site, tensor)
+        held.clear()
+
+    def visit(step: int, tensors: list[Tensor]) -> None:
+        if step not in held:
+            show()
+        if step in layers or step in activations:
+            held[step] = tensors[0].clone()
+
+    with undisturbed(model):
+        trace(model, inputs, visit=visit)
+        show()
+
+
+def _own_pre_activation(layer: nn.Module, x: Tensor) -> Tensor:
+    assert isinstance(layer, GmPLayer)
+    return layer._affine(x)
+
+
+def input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return the length of what units see of `x`, at each point: of a patch, for a convolution.
+
+    Where the layer subtracts the mean of its input, it is the length of what is left. With groups
+    there is one length for each, in dimension 1.
+
+    Example:
+        >>> input_lengths(nn.Conv1d(1, 2, 2), torch.tensor([[[3., 4., 0.]]]))
+        tensor([[[5., 4.]]])
+    """
+    mean = None
+    if isinstance(layer, GmPLayer) and layer.input_norm is not None:
+        mean = layer._per_channel(layer.input_norm.mean(x))
+    size = getattr(layer, "kernel_size", ())
+    if not size:
+        return torch.linalg.vector_norm(x if mean is None else x - mean, dim=-1)
+    conv: Any = layer
+    if mean is not None and not conv.mean_in_bias:
+        x = x - mean
+    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+    x = F.pad(x, _pads(conv), mode=mode)
+    if mean is not None and conv.mean_in_bias:
+        x = x - mean
+    squares = x.square().unflatten(-len(size) - 1, (conv.groups, -1)).sum(dim=-len(size) - 1)
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[len(size) - 1]
+    ones = torch.ones(conv.groups, 1, *size, dtype=x.dtype, device=x.device)
+    sums = convolve(squares, ones, None, conv.stride, 0, conv.dilation, conv.groups)
+    return sums.clamp(min=0).sqrt()
+
+
+def _pads(conv: Any) -> list[int]:
+    """Return the padding of each side, last dimension first, as `F.pad` takes it."""
+    ours = isinstance(conv, GmPLayer)
+    return list(getattr(conv, "_pads" if ours else "_reversed_padding_repeated_twice"))
