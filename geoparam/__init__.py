@@ -1,5 +1,6 @@
 """Geometric Parameterization (GmP) for PyTorch."""
 
+from geoparam.analysis.tracker import BoundaryTracker
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.convert import convert_, verify
 from geoparam.fold import fold_
@@ -12,6 +13,7 @@ from geoparam.unit import GmPLayer, retract
 __version__ = "0.1.0"
 
 __all__ = [
+    "BoundaryTracker",
     "GmPConv1d",
     "GmPConv2d",
     "GmPConv3d",

@@ -88,9 +88,9 @@ def trace(
         inputs: A tensor, a tuple of positional arguments, or a mapping of keyword arguments.
         kwargs: Further keyword arguments.
         kinds: What other module classes and function names are, in the words of `Node.kind`.
-        visit: Called before each call with the number that its step will have, and the tensors it
-            is given, as they are then: a later ReLU may overwrite them. A call that leaves no step
-            is visited too, under the number of the next one that does.
+        visit: Called before each call, and with the outputs, with the number that its step will
+            have, and what it gets of the run's tensors, as they are then: a later ReLU may
+            overwrite them. A call that leaves no step is visited too, under the next one's number.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
@@ -111,12 +111,14 @@ def trace(
         kwargs = {**inputs, **(kwargs or {})}
     else:
         args = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    recorder = _Recorder(model, kinds or {}, visit)
-    for tensor in tensors_in((args, kwargs)):
-        kind = "input" if tensor.is_floating_point() else "index"
-        recorder.write(Node(kind, kind), [tensor])
-    with undisturbed(model), recorder.hooked(model), recorder:
-        result = model(*args, **(kwargs or {}))
+    with undisturbed(model):
+        recorder = _Recorder(model, kinds or {}, visit)
+        for tensor in tensors_in((args, kwargs)):
+            kind = "input" if tensor.is_floating_point() else "index"
+            recorder.write(Node(kind, kind), [tensor])
+        with recorder.hooked(model), recorder:
+            result = model(*args, **(kwargs or {}))
+        recorder.see(result)
     recorder.write(Node("output", "output", inputs=_sources(recorder.read(result))), [])
     return Graph(recorder.nodes)
 
@@ -230,8 +232,9 @@ class _Recorder(TorchFunctionMode):
     def see(self, values: object) -> list[_Read]:
         """Read what a call is given, and show it to the visitor."""
         read = self.read(values)
-        if self.visit is not None and read:
-            self.visit(len(self.nodes), [r.tensor for r in read])
+        made_in_the_run = [r.tensor for r in read if r.sources]
+        if self.visit is not None and made_in_the_run:
+            self.visit(len(self.nodes), made_in_the_run)
         return read
 
     def read(self, values: object) -> list[_Read]:
@@ -270,15 +273,18 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluation, no gradients, no compiling; flags, buffers and random state come back."""
     flags = [(module, module.training) for module in model.modules()]
     buffers = [
-        (module, name, buffer, _version(buffer), buffer.clone())
+        (module, name, buffer)
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+    copies = {buffer: buffer.clone() for _, _, buffer in buffers}
     devices = {p.device for p in model.parameters() if p.is_cuda}
     try:
         for module, _ in flags:  # not model.eval(), which may be made to do more
             module.training = False
+        for module, name, buffer in buffers:  # lent, since BatchNorm changes its own unseen
+            module._buffers[name] = copies[buffer]
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
@@ -289,10 +295,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in flags:
             module.training = training
-        for module, name, buffer, version, copy in buffers:
+        for module, name, buffer in buffers:
             module._buffers[name] = buffer
-            if _version(buffer) != version:
-                buffer.copy_(copy)
 
 
 def _step(module: nn.Module, kinds: Mapping[type | str, str] | None = None) -> Node:

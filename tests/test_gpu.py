@@ -2,10 +2,12 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import geoparam as gp
 from geoparam import GmPConv2d, GmPLinear, retract
 
 pytestmark = pytest.mark.gpu
@@ -97,3 +99,33 @@ def test_cuda_graph_capture() -> None:
     out.zero_()
     graph.replay()
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("norm", [None, "imn"])
+@pytest.mark.parametrize("probe", [False, True], ids=["motion", "probe"])
+def test_tracking_gives_what_the_cpu_gives_and_never_waits(norm: str | None, probe: bool) -> None:
+    torchvision = pytest.importorskip("torchvision")
+    x = torch.randn(4, 3, 64, 64)
+    model = torchvision.models.resnet18().double()
+    if norm:
+        gp.convert_(model, norm=norm, init="glorot", example_inputs=x.double())
+    given = {"probe": x.double()} if probe else {"example_inputs": x.double()}
+    on_gpu = {key: value.cuda() for key, value in given.items()}
+    twin = copy.deepcopy(model).cuda()
+    expected = gp.BoundaryTracker(model, **given)
+    tracker = gp.BoundaryTracker(twin, **on_gpu)
+    for _ in range(2):
+        with torch.no_grad():
+            for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+                a.add_(0.01 * torch.randn_like(a))
+                b.copy_(a)
+        expected.step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            tracker.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for name, layer in expected.history.items():
+        for quantity, values in layer.items():
+            found = tracker.history[name][quantity]
+            np.testing.assert_allclose(found, values, rtol=1e-6, atol=1e-6, err_msg=quantity)

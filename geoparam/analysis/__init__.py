@@ -2,5 +2,15 @@
 
 from geoparam.analysis.activations import SReLU, breaks
 from geoparam.analysis.boundary import Boundaries, boundaries, layer_boundaries
+from geoparam.analysis.partition import patterns
+from geoparam.analysis.tracker import BoundaryTracker
 
-__all__ = ["Boundaries", "SReLU", "boundaries", "breaks", "layer_boundaries"]
+__all__ = [
+    "Boundaries",
+    "BoundaryTracker",
+    "SReLU",
+    "boundaries",
+    "breaks",
+    "layer_boundaries",
+    "patterns",
+]

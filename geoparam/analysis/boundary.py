@@ -18,27 +18,36 @@ An activation with breakpoints t has the boundaries {x : s(x) = t}. They are tol
     direction   u = sign(gain) rows / ||rows||, the normal that points to where s grows
     distance    lam = (shift + (beta - t) deviation) / (|gain| ||rows||), signed
     location    phi = -lam u, the boundary's nearest point to the origin
-    scale       how fast the unit's output grows beyond it: |gain| ||rows|| / deviation, and |r|
-                where r is outside
+    scale       how fast the pre-activation grows beyond it: |gain| ||rows|| / deviation, times
+                |r| where r is outside, so that it is the output's slope under ReLU
 
 A unit with zero rows, gamma = 0 or an inside r = 0 is constant and has no boundary: all NaN. Where
 a layer normalises the mean of its own input (IMN), x is the centred input.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from geoparam import sphere
 from geoparam.analysis.activations import Breaks, breaks
-from geoparam.analysis.moments import Moments, batch_moments, has_running, is_rms
+from geoparam.analysis.moments import Moments, batch_moments, has_running
+from geoparam.analysis.norms import is_rms
 from geoparam.analysis.sites import (
     Follows,
     Layers,
+    checked,
     find_sites,
+    has_positions,
+    has_units,
     is_transposed,
     unwrap,
 )
@@ -54,7 +63,7 @@ class Boundaries:
 
     Attributes:
         direction: Unit vectors (out, n) towards the side where the pre-activation grows.
-        scale: (out,), how fast the output grows there.
+        scale: (out,), how fast the pre-activation grows there; the output, under ReLU.
         distances: (K, out), signed distances lam of the boundaries at the K breakpoints.
     """
 
@@ -122,8 +131,12 @@ def boundaries(
 ) -> dict[str, Boundaries]:
     """Return the boundaries of every layer's units, in float64, by layer name.
 
-    Only a layer with a norm and an activation that are known has distances: those of the others
-    (smooth activations, output layers) are NaN, and their directions are still right.
+    Only a layer with a norm and an activation that are understood has distances. Those of others
+    are NaN: smooth activations, output layers, norms of foreign kinds or over other features than
+    the units, averages and arithmetic with constants before the activation, several calls with
+    different norms. Their directions are those of the weight's rows. Subclasses of torch's layers
+    that compute something else are left out. Where a sum with other results comes before the
+    activation, as in residual blocks, the boundary is that of the layer and its norm alone.
 
     What is exact: everything without a norm, BatchNorm with running statistics, and MBN. With
     `statistics="batch"`, BatchNorm and MBN take those of `inputs`, as in training. LayerNorm on
@@ -131,7 +144,8 @@ def boundaries(
     differs from point to point, so distances are those at its average over `inputs`, and are exact
     only at beta = 0 and breakpoint 0. GroupNorm and InstanceNorm over positions subtract a mean
     that differs from image to image as well: there the direction holds for one patch among many,
-    and mean and deviation are both averages.
+    and mean and deviation are both averages. So is gamma or beta where LayerNorm has one for each
+    position.
 
     Args:
         model: Any model: SP, torch's weight_norm, BatchNorm, LayerNorm, GmP.
@@ -152,16 +166,21 @@ def boundaries(
     if inputs is None and statistics == "batch":
         raise ValueError("statistics='batch' needs `inputs`, the batch.")
     sites = find_sites(model, inputs, layers, follows)
-    seen: dict[str, Moments] = {}
-    if inputs is not None:
-        seen = batch_moments(unwrap(model), inputs, sites, training=statistics == "batch")
-    found = {}
-    for name, site in sites.items():
-        moments = seen.get(name)
-        if statistics == "running" and has_running(site.norm):
-            moments = None
-        found[name] = _of(parts(site.layer, site.norm, moments), site.breaks)
-    return found
+    batch = statistics == "batch"
+    open_sites = {
+        name: site
+        for name, site in sites.items()
+        if site.norm is not None and (batch or not has_running(site.norm))
+    }
+    moments: dict[str, Moments] = {}
+    if open_sites and inputs is not None:
+        unseen = Moments(*torch.full((2,), torch.nan))
+        moments = {name: unseen for name, site in open_sites.items() if has_running(site.norm)}
+        moments |= batch_moments(unwrap(model), inputs, open_sites, training=batch)
+    return {
+        name: _of(parts(site.layer, site.norm, moments.get(name)), site.breaks)
+        for name, site in sites.items()
+    }
 
 
 def layer_boundaries(
@@ -182,16 +201,21 @@ def layer_boundaries(
         >>> layer_boundaries(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU6()).distances.shape
         torch.Size([2, 5])
     """
+    if not has_units(layer, "in_proj_weight"):
+        raise ValueError(
+            f"{type(layer).__name__} has no units that are rows of its weight: Linear, Conv1d-3d "
+            "and their GmP forms do, and subclasses that compute the same."
+        )
     given = activation if activation is not None else getattr(layer, "activation", None)
-    return _of(parts(layer, norm, moments), breaks(given or nn.ReLU()))
+    return _of(parts(layer, checked(norm, layer), moments), breaks(given or nn.ReLU()))
 
 
 @torch.no_grad()
 def _of(of: Parts, breaks: Breaks | None) -> Boundaries:
-    rows = sphere.wide(of.rows)
+    rows = sphere.wide(gathered(of.rows))
     like = sphere.length(rows)
     vectors = {
-        name: torch.full_like(like, default) if given is None else given.to(like.dtype)
+        name: torch.full_like(like, default) if given is None else given.to(like)
         for name, default in LEFT_OUT.items()
         for given in (getattr(of, name),)
     }
@@ -240,17 +264,15 @@ def parts(
     if isinstance(layer, GmPLayer):
         lam = None if layer.lam is None else gathered(layer.lam)
         r = gathered(layer.r)
-        plain = Parts(layer.direction.flatten(1), offset=lam)
+        plain = Parts(layer._rows(None, _at_least_float32(r)), offset=lam)
         plain = plain._replace(gain=r) if layer.activation is None else plain._replace(outer=r)
     else:
         weight, bias = weight_and_bias(layer)
         plain = Parts(weight, offset=None if bias is None else gathered(bias))
-    return plain if norm is None else _normed(plain, norm, moments, _has_positions(layer))
+    return plain if norm is None else _normed(plain, norm, moments, has_positions(layer))
 
 
-def _has_positions(layer: nn.Module) -> bool:
-    """Return whether a unit of the layer has outputs at several places of one example."""
-    return len(getattr(layer, "kernel_size", ())) > 0
+_has_positions = has_positions
 
 
 def gathered(value: Tensor) -> Tensor:
@@ -262,13 +284,42 @@ def weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
     """Return the weight as rows (out, n) and the bias of a layer that is not ours."""
     if isinstance(layer, nn.MultiheadAttention):
         return layer.in_proj_weight, layer.in_proj_bias
-    if hasattr(layer, "weight_g") and hasattr(layer, "weight_v"):  # the older torch weight_norm
-        dim = [d for d, size in enumerate(layer.weight_g.shape) if size > 1]
-        weight = torch._weight_norm(layer.weight_v, layer.weight_g, dim[0] if dim else 0)
-    else:
-        weight = layer.weight
-    bias = getattr(layer, "bias", None)
+    with _evaluating_parametrizations(layer):
+        weight, bias = _tensor(layer, "weight"), _tensor(layer, "bias")
     return (weight.t() if is_transposed(layer) else weight.flatten(1)), bias
+
+
+def _tensor(layer: Any, name: str) -> Any:
+    """Return a layer's weight or bias as its next call has it.
+
+    What the older hooks of torch make of other parameters is an attribute, as of the last call.
+    """
+    for hook in layer._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm) and hook.name == name:
+            return hook.compute_weight(layer)
+        if isinstance(hook, SpectralNorm) and hook.name == name:
+            return hook.compute_weight(layer, do_power_iteration=False)
+        if isinstance(hook, BasePruningMethod) and hook._tensor_name == name:
+            return hook.apply_mask(layer)
+    return getattr(layer, name, None)
+
+
+@contextmanager
+def _evaluating_parametrizations(layer: nn.Module) -> Iterator[None]:
+    """Let no parametrization change: in training, reading spectral_norm's weight moves it."""
+    used = layer.get_submodule("parametrizations").modules() if is_parametrized(layer) else ()
+    training = [step for step in used if step.training]
+    for step in training:
+        step.training = False
+    try:
+        yield
+    finally:
+        for step in training:
+            step.training = True
+
+
+def _at_least_float32(like: Tensor) -> torch.dtype:
+    return torch.promote_types(like.dtype, torch.float32)
 
 
 # --- the norm -----------------------------------------------------------------------------------
@@ -311,10 +362,12 @@ def _groups_of_units(norm: nn.Module, positions: bool, units: int) -> int:
 def _centred(of: Parts, groups: int) -> Parts:
     """Subtract the mean over the units of each group, which is an affine map too."""
     rows = gathered(of.rows)
+    rows = rows.to(_at_least_float32(rows))
     rows = rows if of.gain is None else of.gain[:, None] * rows
     rows = rows.unflatten(0, (groups, -1))
     offset = of.offset
     if offset is not None:
+        offset = offset.to(_at_least_float32(offset))
         offset = (offset if of.gain is None else of.gain * offset).unflatten(0, (groups, -1))
         offset = (offset - offset.mean(dim=1, keepdim=True)).flatten()
     rows = (rows - rows.mean(dim=1, keepdim=True)).flatten(0, 1)

@@ -4,7 +4,9 @@ The run is in evaluation mode and leaves the model as it was. A pre-activation i
 activation may overwrite it; where a sum comes between, it is what the activation gets.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from geoparam.analysis.sites import Site
 from geoparam.plan import Inputs
-from geoparam.trace import trace, undisturbed
+from geoparam.trace import trace
 from geoparam.unit import GmPLayer
 
 See = Callable[[Site, Tensor], None]
@@ -25,6 +27,7 @@ def observe(
     sites: Mapping[str, Site],
     pre_activation: See | None = None,
     layer_input: See | None = None,
+    norm_input: See | None = None,
 ) -> None:
     """Run `model` and show, call by call, what each layer and its activation are given.
 
@@ -35,6 +38,7 @@ def observe(
         pre_activation: Called with the site and the tensor that its activation gets, units in
             dimension `site.channel`. Not called where there is none, or where units are elsewhere.
         layer_input: Called with the site and the layer's input.
+        norm_input: Called with the site and what the norm after its layer gets.
 
     Example:
         >>> from geoparam.analysis.sites import find_sites
@@ -42,56 +46,71 @@ def observe(
         >>> observe(model, x, find_sites(model, x), lambda site, z: print(site.name, *z.shape))
         0 5 4
     """
-    layers: dict[int, list[Site]] = {}
-    activations: dict[int, list[Site]] = {}
+    watched: dict[int, list[Callable[[Tensor], None]]] = {}
+
+    def watch(step: int | None, see: See | None, site: Site) -> None:
+        if step is not None and see is not None:
+            watched.setdefault(step, []).append(partial(see, site))
+
     for site in sites.values():
         for call in site.calls:
-            layers.setdefault(call.layer, []).append(site)
-            if site.readable and call.activation is not None and not site.own_activation:
-                activations.setdefault(call.activation, []).append(site)
+            watch(call.layer, layer_input, site)
+            watch(call.norm, norm_input if site.norm is not None else None, site)
+            if site.readable and not site.own_activation:
+                watch(call.activation, pre_activation, site)
     held: dict[int, Tensor] = {}  # the last call, which only the next one shows to be a step
 
     def show() -> None:
         for step, tensor in held.items():
-            for site in layers.get(step, ()):
-                if layer_input is not None:
-                    layer_input(site, tensor)
-                if pre_activation is not None and site.own_activation:
-                    pre_activation(site, _own_pre_activation(site.layer, tensor))
-            for site in activations.get(step, ()):
-                if pre_activation is not None:
-                    pre_activation(site, tensor)
+            for see in watched[step]:
+                see(tensor)
         held.clear()
 
     def visit(step: int, tensors: list[Tensor]) -> None:
         if step not in held:
             show()
-        if step in layers or step in activations:
+        if step in watched:
             held[step] = tensors[0].clone()
 
-    with undisturbed(model):
+    with ExitStack() as stack:
+        for site in sites.values():
+            if site.own_activation and site.calls and pre_activation is not None:
+                stack.enter_context(_shown_inside(site, pre_activation))
         trace(model, inputs, visit=visit)
-        show()
+        show()  # a layer whose result is not returned
 
 
-def _own_pre_activation(layer: nn.Module, x: Tensor) -> Tensor:
-    assert isinstance(layer, GmPLayer)
-    return layer._affine(x)
+@contextmanager
+def _shown_inside(site: Site, see: See) -> Iterator[None]:
+    """Show what a layer gives to an activation of its own, which leaves no step."""
+    attributes, activation = vars(site.layer), site.activation
+    assert callable(activation)
+    held = "activation" in attributes  # a module is elsewhere; what is here stands before it
+
+    def shown(z: Tensor) -> Tensor:
+        see(site, z.clone())  # for who keeps it: the activation may overwrite z
+        return activation(z)
+
+    attributes["activation"] = shown
+    try:
+        yield
+    finally:
+        del attributes["activation"]
+        attributes.update({"activation": activation} if held else {})
 
 
 def input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
     """Return the length of what units see of `x`, at each point: of a patch, for a convolution.
 
-    Where the layer subtracts the mean of its input, it is the length of what is left. With groups
-    there is one length for each, in dimension 1.
+    Where the layer subtracts the mean of its input, as it does in evaluation, it is the length of
+    what is left. With groups there is one length for each, where the channels were.
 
     Example:
         >>> input_lengths(nn.Conv1d(1, 2, 2), torch.tensor([[[3., 4., 0.]]]))
         tensor([[[5., 4.]]])
     """
-    mean = None
-    if isinstance(layer, GmPLayer) and layer.input_norm is not None:
-        mean = layer._per_channel(layer.input_norm.mean(x))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))  # squares leave float16
+    mean = _input_mean(layer, x)
     size = getattr(layer, "kernel_size", ())
     if not size:
         return torch.linalg.vector_norm(x if mean is None else x - mean, dim=-1)
@@ -107,6 +126,15 @@ def input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
     ones = torch.ones(conv.groups, 1, *size, dtype=x.dtype, device=x.device)
     sums = convolve(squares, ones, None, conv.stride, 0, conv.dilation, conv.groups)
     return sums.clamp(min=0).sqrt()
+
+
+def _input_mean(layer: nn.Module, x: Tensor) -> Tensor | None:
+    """Return what the layer subtracts from its input; nothing is tracked, in training neither."""
+    norm = layer.input_norm if isinstance(layer, GmPLayer) else None
+    if norm is None:
+        return None
+    assert isinstance(layer, GmPLayer)
+    return layer._per_channel(norm.mean(x) if norm.running_mean is None else norm.running_mean)
 
 
 def _pads(conv: Any) -> list[int]:

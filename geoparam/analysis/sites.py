@@ -3,23 +3,26 @@
 They are found as conversion finds them, in one run of the model, or they are given.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from geoparam.analysis.activations import Activation, Breaks, breaks
+from geoparam.analysis.activations import Activation, Breaks, SReLU, breaks
+from geoparam.analysis.norms import Unknown, feature_dim, mixes_units
+from geoparam.analysis.order import has_all, in_order
 from geoparam.graph import Call, Graph
-from geoparam.plan import Inputs
-from geoparam.trace import trace
+from geoparam.plan import Inputs, kind_of
+from geoparam.trace import OPS, trace
 from geoparam.unit import GmPLayer
 
 Layers = Iterable[str] | Callable[[nn.Module, str], bool] | None
 Follows = Mapping[str, tuple[nn.Module | None, Activation | None]]
 
+INNER = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+INSIDE_ATTENTION = (nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear)
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -30,11 +33,13 @@ class Site:
     Attributes:
         name: The layer's name, without the additions of torch.compile.
         layer: The module; nn.MultiheadAttention stands for its input projection.
-        norm: The norm between layer and activation.
+        norm: The norm between layer and activation; `Unknown` where what is between them is not
+            understood, so that boundaries have no distance.
         activation: What follows: a module, a function, a step of the trace; None if nothing does.
         channel: The units' dimension in the layer's output, from the end.
         through_sum: The activation comes after a sum with other results.
-        calls: The steps of the trace: the layer, its norm and its activation, for every call.
+        calls: The steps of the trace: the layer, its norm and its activation, for every call of
+            the layer; where a function uses its weight for something else, that is no call.
         readable: The activation's input has the units where the layer's output has them.
     """
 
@@ -63,6 +68,7 @@ def find_sites(
     inputs: Inputs | None = None,
     layers: Layers = None,
     follows: Follows | None = None,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Site]:
     """Return every layer with units, in the order of their calls, and what follows it.
 
@@ -72,29 +78,38 @@ def find_sites(
         layers: Names of the layers, or a function of module and name; all by default.
         follows: Norm and activation by layer name, where they are known better. Without `inputs`
             nothing else is known.
+        kwargs: Further keyword arguments for the run.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
         >>> sites = find_sites(model, torch.zeros(1, 4))
         >>> list(sites), sites["0"].norm is model[1], sites["0"].breaks.points
         (['0', '3'], True, (0.0,))
     """
     model = unwrap(model)
-    graph = None if inputs is None else trace(model, inputs)
     modules = dict(model.named_modules())
+    graph: Graph | None = None
+    callers: dict[int, nn.Module | None] = {}
+    if inputs is not None:
+        graph, callers = _trace_callers(model, inputs, kwargs)
     ran = () if graph is None else graph.layers
+    all_names = (_weight_name(name, module) for name, module in modules.items())
     found: dict[str, Site] = {}
-    for name in dict.fromkeys((*ran, *modules)):  # what did not run has directions all the same
+    for name in dict.fromkeys((*ran, *all_names)):  # what did not run has directions all the same
         module = modules.get(_holder(name))
         if module is not None and has_units(module, name):
             site = Site(_public(name), module, channel=_channel(module))
             if graph is not None and name in ran:
-                site = _traced(site, graph, name, modules)
+                inside = isinstance(module, INSIDE_ATTENTION)
+                calls = [c for c in graph.calls(name) if inside or callers.get(c.layer) is module]
+                site = _traced(site, graph, calls, modules) if calls else site
             found[site.name] = _own(site)
     for name, (norm, activation) in (follows or {}).items():
         if name not in found:
             raise ValueError(f"follows names {name!r}; the layers are: {', '.join(found)}.")
-        found[name] = replace(found[name], norm=norm, activation=activation)
+        site = replace(found[name], norm=checked(norm, found[name].layer), activation=activation)
+        found[name] = replace(site, calls=_calls_of_norm(site, graph, modules))
     return _chosen(found, layers)
 
 
@@ -107,13 +122,25 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def has_units(module: nn.Module, name: str = "") -> bool:
-    """Return whether a module is a layer whose weight has one row for each unit."""
+    """Return whether a module is a layer whose weight has one row for each unit.
+
+    A subclass of torch's layers only if it computes what they do, as for conversion.
+    """
     if isinstance(module, nn.MultiheadAttention):
         return name.endswith("in_proj_weight") and module.in_proj_weight is not None
-    if isinstance(module, nn.modules.conv._ConvTransposeNd):
-        return False  # what a unit sees is no row of its weight
-    known = (GmPLayer, nn.Linear, nn.modules.conv._ConvNd)
-    return isinstance(module, known) or is_transposed(module)
+    known = kind_of(module) in ("linear", "conv")
+    return isinstance(module, GmPLayer) or known or is_transposed(module)
+
+
+def count_units(layer: Any) -> int:
+    """Return how many units a layer has."""
+    if isinstance(layer, nn.MultiheadAttention):
+        return 3 * layer.embed_dim
+    if isinstance(layer, GmPLayer):
+        return layer.weight_shape[0]
+    if is_transposed(layer):
+        return layer.nf
+    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -121,19 +148,131 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def _traced(site: Site, graph: Graph, name: str, modules: Mapping[str, nn.Module]) -> Site:
-    chain, calls = graph.after(name), tuple(graph.calls(name))
-    norm = modules.get(chain.norm.name or "") if chain.norm is not None else None
-    step = chain.activation
-    named = None if step is None or not step.name else modules.get(step.name)
-    views = any(_moves_units(graph, call) for call in calls)
+def checked(norm: nn.Module | None, layer: nn.Module) -> nn.Module | None:
+    """Return a norm that somebody gives for a layer, or `Unknown` for one of a foreign kind.
+
+    Example:
+        >>> checked(nn.LocalResponseNorm(2), nn.Linear(3, 4))
+        Unknown(LocalResponseNorm)
+    """
+    if norm is None or isinstance(norm, Unknown | nn.Identity):
+        return norm if isinstance(norm, Unknown) else None
+    units, positions = count_units(layer), has_positions(layer)
+    ranks = range(2, 6)
+    if any(feature_dim(norm, units, rank, positions) is not None for rank in ranks):
+        return norm
+    size = getattr(norm, "num_features", getattr(norm, "num_channels", units))
+    if size != units:
+        raise ValueError(f"the norm has {size} features and the layer {units} units.")
+    return Unknown(type(norm).__name__)
+
+
+def has_positions(layer: nn.Module) -> bool:
+    """Return whether a unit of the layer has outputs at several places of one example."""
+    return len(getattr(layer, "kernel_size", ())) > 0
+
+
+# --- what a trace says --------------------------------------------------------------------------
+
+
+def _traced(
+    site: Site, graph: Graph, calls: Sequence[Call], modules: Mapping[str, nn.Module]
+) -> Site:
+    norms = [_norm(site, graph, call, modules) for call in calls]
+    differ = any(norm is not norms[0] for norm in norms)
     return replace(
         site,
-        norm=norm,
-        activation=step if named is None else named,
-        through_sum=chain.through_sum,
-        calls=calls,
-        readable=step is not None and not views,
+        norm=Unknown("the layer's calls have different norms") if differ else norms[0],
+        activation=_activation(site, graph, calls, modules),
+        through_sum=any("sum" in call.path for call in calls),
+        calls=tuple(calls),
+        readable=all(_keeps_units(site, graph, call) for call in calls),
+    )
+
+
+def _norm(
+    site: Site, graph: Graph, call: Call, modules: Mapping[str, nn.Module]
+) -> nn.Module | None:
+    """Return the norm after one call of a layer, if what is between the two leaves units alone."""
+    kinds = {OPS.get(step, step): step for step in call.path}
+    for kind in ("arithmetic", "average"):
+        if kind in kinds and call.activation is not None:
+            return Unknown(f"{kinds[kind]} between layer and activation")
+    if call.norm is None:
+        return None
+    node = graph.nodes[call.norm]
+    norm = None if node.name is None else modules.get(node.name)
+    if norm is None:
+        return Unknown(node.op)
+    rank = len(node.shape)
+    dim = feature_dim(norm, count_units(site.layer), rank, has_positions(site.layer))
+    pooled = "max" in kinds and mixes_units(norm)
+    if dim is None or pooled or not in_order(graph, call, call.norm, dim):
+        return Unknown(f"{type(norm).__name__} whose features are not the units")
+    return norm
+
+
+def _activation(
+    site: Site, graph: Graph, calls: Sequence[Call], modules: Mapping[str, nn.Module]
+) -> Activation | None:
+    """Return what all calls of a layer are followed by, or None."""
+    steps = [None if call.activation is None else graph.nodes[call.activation] for call in calls]
+    step = steps[0]
+    if step is None or len({s and (s.op, s.name, breaks(s)) for s in steps}) > 1:
+        return None
+    found = modules.get(step.name) if step.name else None
+    for call in calls:
+        assert call.activation is not None
+        if "getitem" in call.path and not has_all(graph, call, call.activation):
+            return None
+        if isinstance(found, SReLU) and found.get_parameter("lower").numel() > 1:
+            if not in_order(graph, call, call.activation, found.dim % len(step.shape)):
+                return None
+    return step if found is None else found
+
+
+def _keeps_units(site: Site, graph: Graph, call: Call) -> bool:
+    """Return whether the activation sees the units where the layer has put them."""
+    if call.activation is None:
+        return False
+    dim = len(graph.nodes[call.activation].shape) + site.channel
+    return dim >= 0 and in_order(graph, call, call.activation, dim)
+
+
+def _trace_callers(
+    model: nn.Module, inputs: Inputs, kwargs: Mapping[str, Any] | None
+) -> tuple[Graph, dict[int, nn.Module | None]]:
+    """Trace a model, and return also which step is the call of which layer.
+
+    None for a function: in `F.linear(x, layer.weight.t())` the weight's rows are no units.
+    """
+    entered: list[nn.Module] = []
+    callers: dict[int, nn.Module | None] = {}
+
+    def visit(step: int, _: object) -> None:  # of several visits, the last one makes the step
+        callers[step] = entered[-1] if entered else None
+        entered.clear()
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if has_units(module):
+                hook = module.register_forward_pre_hook(lambda layer, _: entered.append(layer))
+                stack.callback(hook.remove)
+        graph = trace(model, inputs, kwargs, visit=visit)
+    return graph, callers
+
+
+def _calls_of_norm(
+    site: Site, graph: Graph | None, modules: Mapping[str, nn.Module]
+) -> tuple[Call, ...]:
+    """Return a layer's calls with the steps of the norm that is given for it."""
+    names = [name for name, module in modules.items() if module is site.norm]
+    nodes = () if graph is None else graph.nodes
+    steps = [index for index, node in enumerate(nodes) if node.name in names]
+    after = ([step for step in steps if step > call.layer] for call in site.calls)
+    return tuple(
+        replace(call, norm=later[0] if later else None)
+        for call, later in zip(site.calls, after, strict=True)
     )
 
 
@@ -143,22 +282,6 @@ def _own(site: Site) -> Site:
         return site
     activation = site.layer.activation
     return replace(site, norm=None, activation=activation, through_sum=False, readable=True)
-
-
-def _moves_units(graph: Graph, call: Call) -> bool:
-    """Return whether the activation sees the units elsewhere than the layer put them."""
-    if call.activation is None:
-        return False
-    made, seen = graph.nodes[call.layer], graph.nodes[call.activation]
-    channel = -1 if made.channel is None else made.channel
-    same_rank = len(made.shape) == len(seen.shape)
-    viewed = any(step in VIEWS for step in call.path)
-    return viewed or not same_rank or made.shape[channel] != seen.shape[channel]
-
-
-VIEWS = frozenset(
-    "view reshape flatten unflatten permute transpose swapaxes swapdims movedim t T mT".split()
-)
 
 
 def _channel(module: nn.Module) -> int:
@@ -173,8 +296,14 @@ def _holder(name: str) -> str:
     return name.removesuffix("in_proj_weight").removesuffix(".")
 
 
+def _weight_name(name: str, module: nn.Module) -> str:
+    """Return a layer's name; attention's is that of its input projection."""
+    plain = kind_of(module) == "attention"
+    return f"{name}.in_proj_weight".lstrip(".") if plain else name
+
+
 def _public(name: str) -> str:
-    return re.sub(r"\b_orig_mod\.", "", name)
+    return ".".join(part for part in name.split(".") if part not in INNER)
 
 
 def _chosen(found: dict[str, Site], layers: Layers) -> dict[str, Site]:
@@ -194,14 +323,3 @@ def _chosen(found: dict[str, Site], layers: Layers) -> dict[str, Site]:
             "Give `layers` names, or a function of module and name that is true for some."
         )
     return chosen
-
-
-def tensors_to(value: Any, device: torch.device) -> Any:
-    """Return nested inputs with their tensors on `device`."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: tensors_to(item, device) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(tensors_to(item, device) for item in value)
-    return value

@@ -1,0 +1,92 @@
+"""What tracking costs: a training step of ResNet-50 with a `BoundaryTracker` over one without.
+
+    python -m benchmarks.tracker [--device cuda|cpu] [--repeats 50] [--compile]
+
+Both kinds of step are taken in turn, on one model with one optimizer, in one run. A record is made
+in every step, first without a probe, then, to see what it costs, with one of 64 images.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import geoparam as gp
+from benchmarks.timing import hardware, medians, peak_memory
+
+
+def resnet(device: str, converted: bool) -> nn.Module:
+    from torchvision.models import resnet50
+
+    model = resnet50(num_classes=1000)
+    model = gp.convert_(model) if converted else model
+    return model.to(device, memory_format=torch.channels_last)
+
+
+def training_step(model: nn.Module, device: str, compiled: bool) -> Callable[[], None]:
+    """Return one step of SGD on a fixed batch, in bfloat16 on a GPU."""
+    batch, size = (256, 224) if device == "cuda" else (8, 64)
+    x = torch.randn(batch, 3, size, size, device=device)
+    x, y = (
+        x.contiguous(memory_format=torch.channels_last),
+        torch.randint(1000, (batch,)).to(device),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    run = torch.compile(model) if compiled else model
+
+    def step() -> None:
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = F.cross_entropy(run(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def compare(device: str, repeats: int, converted: bool, compiled: bool) -> None:
+    """Print one row: a plain step in ms, and each kind of tracking as a ratio to it."""
+    model = resnet(device, converted)
+    step = training_step(model, device, compiled)
+    size = 224 if device == "cuda" else 64
+    images = torch.randn(64, 3, size, size, device=device)
+    images = images.contiguous(memory_format=torch.channels_last)
+    trackers = {
+        "tracked": gp.BoundaryTracker(model, example_inputs=images[:2]),
+        "64 units of each layer": gp.BoundaryTracker(model, example_inputs=images[:2], units=64),
+        "with a probe": gp.BoundaryTracker(model, probe=images),
+    }
+
+    def tracked(tracker: gp.BoundaryTracker) -> Callable[[], None]:
+        return lambda: (step(), tracker.step())
+
+    functions = {"plain": step, **{name: tracked(each) for name, each in trackers.items()}}
+    times = medians(functions, device, repeats)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    memory = peak_memory(trackers["tracked"].step, device) / weights
+    ratios = " | ".join(f"{times[name] / times['plain']:.3f}" for name in trackers)
+    plain = f"{times['plain'] * 1e3:.1f} ms" if device == "cuda" else "1"
+    kind = ("GmP" if converted else "BN") + (", compiled" if compiled else ", eager")
+    print(f"| {kind} | {plain} | {ratios} | {memory:.2f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--compile", action="store_true", help="compiled steps as well")
+    given = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
+    print(f"ResNet-50, {hardware(given.device)}; a record in every step, time over a plain step\n")
+    print("| | plain step | tracked | 64 units of each layer | probe of 64 images | memory |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for compiled in (False, True) if given.compile else (False,):
+        for converted in (False, True):
+            compare(given.device, given.repeats, converted, compiled)
+    print("\nmemory: the peak of one record beyond the copy of the directions, over the weights'")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""What a tracker has recorded: numpy arrays in memory and, as they come, in files.
+
+The summary has one row for each record and layer, `numpy.load(file)` or
+`pandas.DataFrame(numpy.load(file))`. With `keep="full"` a second file, with ".units" before its
+ending, has one row for each record, in which every layer has arrays over its units.
+
+A file grows by writing rows after its end and then their number into its header, for which numpy
+leaves room. A process that is killed in between leaves a whole file with the earlier rows.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+NETWORK = "(network)"
+
+
+class GrowingArray:
+    """Rows of one structured type, in memory and, if there is a path, in an .npy file.
+
+    Example:
+        >>> array = GrowingArray(np.dtype([("step", "i8"), ("loss", "f8")]))
+        >>> array.append(np.array([(1, 0.5), (2, 0.25)], array.dtype))
+        >>> array.rows["loss"]
+        array([0.5 , 0.25])
+    """
+
+    def __init__(
+        self, dtype: np.dtype, path: str | os.PathLike | None = None, resume: bool = False
+    ) -> None:
+        self.dtype = dtype
+        self.path = None if path is None else Path(path)
+        self._parts: list[np.ndarray] = []
+        if self.path is None:
+            return
+        if self.path.exists() and not resume:
+            raise FileExistsError(
+                f"{self.path} is there already. Go on with it by resume=True, or give another."
+            )
+        if self.path.exists():
+            self._parts = [self._read()]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._write_header(len(self))
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    @property
+    def rows(self) -> np.ndarray:
+        """All rows, (length,)."""
+        if len(self._parts) != 1:
+            self._parts = [np.concatenate([np.empty(0, self.dtype), *self._parts])]
+        return self._parts[0]
+
+    def append(self, rows: np.ndarray) -> None:
+        """Add rows at the end, in the file first."""
+        if self.path is not None:
+            with self.path.open("r+b") as file:
+                file.seek(self._header_size + len(self) * self.dtype.itemsize)
+                file.write(rows.tobytes())
+                file.truncate()
+            self._write_header(len(self) + len(rows))
+        self._parts.append(rows)
+
+    def truncate(self, length: int) -> None:
+        """Forget the rows from `length` on."""
+        self._parts = [self.rows[:length].copy()]
+        if self.path is not None:
+            self._write_header(length)
+
+    def _write_header(self, length: int) -> None:
+        assert self.path is not None
+        header = {
+            "descr": np.lib.format.dtype_to_descr(self.dtype),
+            "fortran_order": False,
+            "shape": (length,),
+        }
+        with self.path.open("r+b" if self.path.exists() else "w+b") as file:
+            np.lib.format.write_array_header_2_0(file, header)
+            self._header_size = file.tell()
+
+    def _read(self) -> np.ndarray:
+        assert self.path is not None
+        found = np.load(self.path)
+        if found.dtype != self.dtype:
+            raise ValueError(
+                f"{self.path} is of another model or other options: it does not hold the columns "
+                f"{self.dtype.names}. Give another file."
+            )
+        return found
+
+
+class History(Mapping[str, Mapping[str, np.ndarray]]):
+    """The records of a tracker: `history[layer][quantity]` has one value for each record.
+
+    Every layer has the quantities of the summary, and with `keep="full"` those of its units,
+    (records, units). `network` has what is told of all layers together.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[str],
+        quantities: Sequence[str],
+        units: np.dtype | None = None,
+        path: str | os.PathLike | None = None,
+        resume: bool = False,
+    ) -> None:
+        self.layers = tuple(layers)
+        self.quantities = tuple(quantities)
+        width = max(map(len, (*layers, NETWORK)))
+        numbers = [(quantity, "f8") for quantity in quantities]
+        self._index = {name: index for index, name in enumerate((*layers, NETWORK))}
+        dtype = np.dtype([("step", "i8"), ("layer", f"U{width}"), *numbers])
+        self._summary = GrowingArray(dtype, path, resume)
+        self._units = None
+        if units is not None:
+            beside = None if path is None else Path(path).with_suffix(".units.npy")
+            self._units = GrowingArray(units, beside, resume)
+            self._drop_what_only_one_has()
+
+    def append(self, step: int, values: np.ndarray, units: np.ndarray | None = None) -> None:
+        """Add a record: `values` (layers + 1, quantities), the network's last; `units` one row."""
+        rows = np.zeros(len(self._index), self._summary.dtype)
+        rows["step"] = step
+        rows["layer"] = list(self._index)
+        for column, quantity in enumerate(self.quantities):
+            rows[quantity] = values[:, column]
+        if self._units is not None and units is not None:
+            self._units.append(units)
+        self._summary.append(rows)
+
+    def forget_after(self, step: int) -> None:
+        """Drop the records of later steps, of a run that was killed and went on from `step`."""
+        kept = int((self.steps <= step).sum())
+        self._summary.truncate(kept * len(self._index))
+        if self._units is not None:
+            self._units.truncate(kept)
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The steps at which there is a record."""
+        return self._summary.rows["step"][:: len(self._index)]
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The summary as one table, a row for each record and layer: `pandas.DataFrame(rows)`."""
+        return self._summary.rows
+
+    @property
+    def network(self) -> Mapping[str, np.ndarray]:
+        """What is told of all layers together."""
+        return self[NETWORK]
+
+    def __getitem__(self, layer: str) -> Mapping[str, np.ndarray]:
+        if layer not in self._index:
+            raise KeyError(f"no layer {layer!r}; there are: {', '.join(self.layers)}")
+        rows = self._summary.rows[self._index[layer] :: len(self._index)]
+        found = {name: rows[name] for name in ("step", *self.quantities)}
+        if self._units is not None and layer in (self._units.dtype.names or ()):
+            units = self._units.rows[layer]
+            found |= {name: units[name] for name in units.dtype.names or ()}
+        return {name: column.copy() for name, column in found.items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def _drop_what_only_one_has(self) -> None:
+        """Bring both files to the records that both have, where one was killed between them."""
+        assert self._units is not None
+        records = min(len(self._units), len(self._summary) // len(self._index))
+        self._summary.truncate(records * len(self._index))
+        self._units.truncate(records)

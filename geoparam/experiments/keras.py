@@ -1,0 +1,105 @@
+"""Keras's training rules for a stack of models, each with its own rate, plateau and patience.
+
+The papers' numbers come from Keras, and its rules differ from torch's in what they count: Adam's
+epsilon joins the root of v before the bias correction; a rate falls when the epochs without a
+better value reach the patience, not when they exceed it; better means by 1e-4, absolute.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Array = np.ndarray
+
+
+class Adam:
+    """Adam for parameters (S, numbers), with a rate for each member.
+
+    Example:
+        >>> parameters = torch.zeros(2, 1)
+        >>> adam = Adam(parameters)
+        >>> adam.step(parameters, torch.tensor([[3.0], [-3.0]]), np.array([0.1, 0.2]))
+        >>> parameters.flatten()
+        tensor([-0.1000,  0.2000])
+    """
+
+    def __init__(
+        self, like: Tensor, betas: tuple[float, float] = (0.9, 0.999), epsilon: float = 1e-7
+    ) -> None:
+        self.m, self.v = torch.zeros_like(like), torch.zeros_like(like)
+        self.betas, self.epsilon, self.steps = betas, epsilon, 0
+
+    def step(self, parameters: Tensor, gradient: Tensor, rates: Array) -> None:
+        """Update the parameters in place."""
+        self.steps += 1
+        beta1, beta2 = self.betas
+        self.m.lerp_(gradient, 1 - beta1)
+        self.v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        change = self.v.sqrt().add_(self.epsilon)
+        torch.div(self.m, change, out=change)
+        correction = math.sqrt(1 - beta2**self.steps) / (1 - beta1**self.steps)
+        each = torch.from_numpy(rates).to(change).unsqueeze(1)
+        parameters.addcmul_(change, each, value=-correction)
+
+    def take(self, index: Array) -> None:
+        """Go on with these members only."""
+        self.m, self.v = self.m[index], self.v[index]
+
+
+class Judge:
+    """ReduceLROnPlateau and EarlyStopping: whose value is better, whose rate falls, who stops.
+
+    Args:
+        rates: the members' learning rates, (S,).
+        patience: epochs without a better value before a rate falls.
+        stop_patience: the same before a member stops.
+        factor: what a rate is multiplied by.
+        min_delta: what a value must be better by to count for the rate. (To go on: anything.)
+        higher_is_better: the values' direction.
+
+    Example:
+        >>> judge = Judge(np.array([1.0]), patience=1, stop_patience=2)
+        >>> for value in (5.0, 5.0, 5.0):
+        ...     better, stops = judge(np.array([value]))
+        ...     print(better, stops, judge.rates)
+        [ True] [False] [1.]
+        [False] [False] [0.1]
+        [False] [ True] [0.01]
+    """
+
+    def __init__(
+        self,
+        rates: Array,
+        patience: int,
+        stop_patience: int,
+        factor: float = 0.1,
+        min_delta: float = 1e-4,
+        higher_is_better: bool = False,
+    ) -> None:
+        self.patience, self.stop_patience = patience, stop_patience
+        self.factor, self.min_delta = factor, min_delta
+        self.sign = -1.0 if higher_is_better else 1.0
+        self.rates = rates.astype(np.float64)
+        self.best, self.plateau = np.full((2, len(rates)), np.inf)
+        self.wait, self.plateau_wait = np.zeros((2, len(rates)), dtype=int)
+
+    def __call__(self, values: Array) -> tuple[Array, Array]:
+        """Take each member's value of one epoch; return who is at its best, and who stops."""
+        values = self.sign * values
+        better = values < self.best
+        self.best = np.where(better, values, self.best)
+        self.wait = np.where(better, 0, self.wait + 1)
+        lower = values < self.plateau - self.min_delta
+        self.plateau = np.where(lower, values, self.plateau)
+        self.plateau_wait = np.where(lower, 0, self.plateau_wait + 1)
+        late = self.plateau_wait >= self.patience
+        self.plateau_wait[late] = 0
+        self.rates = np.where(late, self.rates * self.factor, self.rates)
+        return better, self.wait >= self.stop_patience
+
+    def take(self, index: Array) -> None:
+        """Go on with these members only."""
+        for name in ("rates", "best", "plateau", "wait", "plateau_wait"):
+            setattr(self, name, getattr(self, name)[index])

@@ -1,0 +1,59 @@
+"""Many models of one shape as one tensor (S, numbers): a row holds parameters, then buffers."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def pack(models: Sequence[nn.Sequential]) -> Tensor:
+    """Return the state of all models, one row for each.
+
+    Example:
+        >>> pack([nn.Sequential(nn.Linear(3, 2)) for _ in range(5)]).shape
+        torch.Size([5, 8])
+    """
+    rows = [[tensor.detach().flatten() for _, _, tensor in _entries(model)] for model in models]
+    return torch.stack([torch.cat(row) for row in rows])
+
+
+def views(state: Tensor, model: nn.Sequential) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+    """Return the parts of a state by module and name, and the parameters to differentiate by.
+
+    They share the state's memory, and have the members as their first dimension.
+    """
+    tensors: list[dict[str, Tensor]] = [{} for _ in model]
+    parameters, start = [], 0
+    for index, name, like in _entries(model):
+        stop = start + like.numel()
+        # .data: norms write to buffers between forward and backward. That does not touch the
+        # parameters, but autograd would take it for a change of all that shares their memory.
+        view = state[:, start:stop].view(len(state), *like.shape).data
+        if isinstance(like, nn.Parameter):
+            parameters.append(view.requires_grad_())
+        tensors[index][name] = view
+        start = stop
+    return tensors, parameters
+
+
+@torch.no_grad()
+def unpack_(model: nn.Sequential, row: Tensor, batches: int) -> None:
+    """Give a model the state in one row, which has seen so many batches."""
+    entries = [tensor for _, _, tensor in _entries(model)]
+    parts = row.split([tensor.numel() for tensor in entries])
+    for tensor, part in zip(entries, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
+    for name, buffer in model.named_buffers():
+        if name.endswith("num_batches_tracked"):
+            buffer.fill_(batches)
+
+
+def _entries(model: nn.Sequential) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield what a row holds: index of the module, name of the tensor in it, and the tensor."""
+    for index, module in enumerate(model):
+        for name, parameter in module.named_parameters():
+            yield index, name, parameter
+    for index, module in enumerate(model):
+        for name, buffer in module.named_buffers():
+            if buffer.is_floating_point():  # the others count batches
+                yield index, name, buffer

@@ -1,0 +1,411 @@
+"""A run is a folder: what was asked for, what came out, and what is needed to do it again.
+
+    config.json      experiment, configuration, key; and of the first session: command, versions,
+                     commit, hardware, start
+    sessions.jsonl   the same of every later session, when a run was resumed
+    metrics.jsonl    one record per finished piece of work, appended as it is finished
+    curves/*.npz     arrays
+    figures/*.png    pictures
+
+A piece of work has a key: the values of some fields of its record, such as method, data set and
+seed. Save a piece's curves first and append its record last: a record then says that all of it is
+there, and a resumed run asks ``done`` and leaves it out. Of several records with one key the first
+counts, so that processes that share a folder may do a piece twice without harm.
+
+A record is one line, written under a lock at the end of the file. A line without its end is what
+a kill or a full disk left: readers leave it out, the next append puts its own line in its place.
+JSON has no NaN and no infinities: they are written as the strings "NaN", "Infinity", "-Infinity",
+and these strings come back as numbers.
+"""
+
+import contextlib
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+import geoparam as gp
+from geoparam.data.files import replacing
+
+Record = dict[str, Any]
+
+_SESSION = ("command", "versions", "commit", "hardware", "started")
+_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class Run:
+    """One run's folder; use :meth:`create` to write to it and :meth:`open` to read it.
+
+    Arguments:
+        folder: where the run is.
+        info: what its config.json holds.
+
+    Example:
+        >>> import tempfile
+        >>> temporary = tempfile.TemporaryDirectory()
+        >>> folder = Path(temporary.name, "run")
+        >>> run = Run.create(folder, "uci", {"epochs": 5}, "geoparam run uci", key=("seed",))
+        >>> for seed in range(3):
+        ...     run.append({"seed": seed, "test_rmse": 0.5 / (seed + 1)})
+        >>> run = Run.create(folder, "uci", {"epochs": 5}, "...", key=("seed",), resume=True)
+        >>> [seed for seed in range(5) if not run.done(seed=seed)]
+        [3, 4]
+        >>> Run.open(folder).records()[1]
+        {'seed': 1, 'test_rmse': 0.25}
+        >>> temporary.cleanup()
+    """
+
+    def __init__(self, folder: Path, info: Record) -> None:
+        self.folder = folder
+        self.info = info
+        self._first: dict[Any, Record] = {}  # by key, in the order of the file
+        self._read = 0  # bytes of metrics.jsonl that are in it
+
+    # --- starting -----------------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        folder: str | Path,
+        experiment: str,
+        config: Mapping[str, Any],
+        command: str | Sequence[str] | None = None,
+        *,
+        key: Sequence[str] = (),
+        resume: bool = False,
+        may_change: Sequence[str] = (),
+    ) -> "Run":
+        """Start a run in a folder, or go on with the one that is there.
+
+        Arguments:
+            folder: made if need be.
+            experiment: its name.
+            config: all that decides the numbers, as JSON can hold it.
+            command: what a user types to do it again; by default, what was typed now.
+            key: the fields whose values tell one piece of work from another; by default all.
+            resume: go on where there is a run; without it, that is an error.
+            may_change: entries of the configuration that a resumed run may change, such as how
+                many seeds there are: those that say how much is done, not how.
+        """
+        folder = _usable(Path(folder))
+        wanted = {"experiment": experiment, "config": dict(config), "key": list(key)}
+        now = session(command)
+        if not (folder / "config.json").exists():
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                _write_new(folder, {"format": 1, **wanted, **now})
+                return cls.open(folder)
+        run = cls.open(folder)
+        if not resume:
+            raise FileExistsError(
+                f"{folder} already holds a run ({run.info['experiment']}, started "
+                f"{run.info['started']}). Continue it with --resume, or choose another folder"
+            )
+        _check_same(folder, run.info, _special(_plain(wanted)), may_change)
+        _append(folder / "sessions.jsonl", {**now, "config": wanted["config"]})
+        return run
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "Run":
+        """The run in a folder, to read it."""
+        path = Path(folder, "config.json")
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{folder} holds no run: there is no config.json in it. Name a folder that was "
+                "--out of geoparam run"
+            )
+        return cls(Path(folder), _decode(path.read_text(), str(path)))
+
+    # --- records ------------------------------------------------------------------------------
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add the record of a finished piece of work."""
+        missing = [field for field in self.info["key"] if field not in record]
+        if missing:
+            raise ValueError(
+                f"a record of this run needs {', '.join(self.info['key'])}, its key; "
+                f"{', '.join(missing)} not in {sorted(record)}"
+            )
+        _append(self.folder / "metrics.jsonl", dict(record))
+
+    def records(self) -> list[Record]:
+        """The records, the first for each key, in the order in which they were finished."""
+        lines, self._read = _complete_lines(self.folder / "metrics.jsonl", self._read)
+        for record in lines:
+            fields = self.info["key"] or sorted(record)
+            self._first.setdefault(_values(record, fields), record)
+        return [dict(record) for record in self._first.values()]
+
+    def done(self, **fields: Any) -> bool:
+        """Whether some record has these values."""
+        records, wanted = self.records(), _special(_plain(fields))  # reads what is new
+        if set(fields) == set(self.info["key"]):
+            return _values(wanted, self.info["key"]) in self._first
+        return any(_values(record, fields) == _values(wanted, fields) for record in records)
+
+    @property
+    def config(self) -> Record:
+        """The configuration, as the last session had it."""
+        config: Record = self.sessions()[-1]["config"]
+        return config
+
+    def sessions(self) -> list[Record]:
+        """Command, versions, commit, hardware and start of each session, the first one first."""
+        lines, _ = _complete_lines(self.folder / "sessions.jsonl")
+        return [{name: self.info[name] for name in (*_SESSION, "config")}, *lines]
+
+    # --- arrays and pictures ------------------------------------------------------------------
+
+    def save_curves(self, name: str, **arrays: Any) -> Path:
+        """Write arrays to curves/NAME.npz, whole or not at all."""
+        path = self._path("curves", name, ".npz")
+        with replacing(path) as unfinished:
+            np.savez_compressed(unfinished, **{k: _array(v) for k, v in arrays.items()})
+        return path
+
+    def curves(self, name: str) -> dict[str, np.ndarray]:
+        """The arrays of curves/NAME.npz."""
+        path = self._path("curves", name, ".npz")
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing; there are {self.curve_names()}")
+        with np.load(path) as arrays:
+            return dict(arrays)
+
+    def curve_names(self) -> list[str]:
+        """Names under which there are curves."""
+        return sorted(path.stem for path in (self.folder / "curves").glob("*.npz"))
+
+    def figure(self, name: str, figure: Any, dpi: int = 150) -> Path:
+        """Write a matplotlib figure to figures/NAME.png, whole or not at all."""
+        path = self._path("figures", name, ".png")
+        with replacing(path) as unfinished:
+            figure.savefig(unfinished, dpi=dpi)
+        return path
+
+    def _path(self, kind: str, name: str, suffix: str) -> Path:
+        if not name or name.startswith(".") or any(c in name for c in '/\\:*?"<>|\n'):
+            raise ValueError(f"a name of {kind} must be that of a file, without folders: {name!r}")
+        return self.folder / kind / f"{name}{suffix}"
+
+
+def _usable(folder: Path) -> Path:
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"a run is a folder, and {folder} is a file. Choose another name")
+    if (folder / "metrics.jsonl").exists() and not (folder / "config.json").exists():
+        raise ValueError(
+            f"{folder} holds metrics.jsonl without config.json, so nobody knows what it is of. "
+            "Choose another folder"
+        )
+    return folder
+
+
+def _check_same(folder: Path, info: Record, wanted: Record, may_change: Sequence[str]) -> None:
+    """Raise ValueError that names what a resumed run would do otherwise."""
+    old = {**info["config"], "experiment": info["experiment"], "key": info["key"]}
+    new = {**wanted["config"], "experiment": wanted["experiment"], "key": wanted["key"]}
+    changes = [
+        f"{name}={old.get(name)!r}, now {new.get(name)!r}"
+        for name in {**old, **new}
+        if name not in may_change and _values(old, [name]) != _values(new, [name])
+    ]
+    if changes:
+        raise ValueError(
+            f"{folder} holds a run with {'; '.join(changes)}. A resumed run must do what it was "
+            "started for: give the same options, or another folder"
+        )
+
+
+# --- what a session is -----------------------------------------------------------------------
+
+
+def session(command: str | Sequence[str] | None = None) -> Record:
+    """What this process is: its command, versions, commit, hardware and time.
+
+    Neither the machine's name nor any path is in it, but those that the user typed.
+
+    Example:
+        >>> sorted(session("geoparam demo"))
+        ['command', 'commit', 'hardware', 'started', 'versions']
+    """
+    if command is None:
+        command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    return {
+        "command": command if isinstance(command, str) else shlex.join(command),
+        "versions": versions(),
+        "commit": commit(),
+        "hardware": hardware(),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of geoparam and of what its numbers depend on."""
+    return {
+        "geoparam": gp.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def commit(package: Path = Path(__file__).parents[1]) -> Record | None:
+    """The commit of the package's checkout, and whether files differ from it; None without one."""
+    try:
+        _git(package, "ls-files", "--error-unmatch", "__init__.py")  # not the repository around
+        changed = _git(package, "status", "--porcelain", "--untracked-files=no")
+        return {"id": _git(package, "rev-parse", "HEAD").strip(), "dirty": bool(changed)}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=30, env=environment
+    )
+    return done.stdout
+
+
+def hardware() -> Record:
+    """The processor, the cores this process may use and the threads torch does, and the GPUs."""
+    allowed = getattr(os, "sched_getaffinity", None)
+    return {
+        "cpu": _processor(),
+        "cores": len(allowed(0)) if allowed else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+# --- files -----------------------------------------------------------------------------------
+
+
+def _write_new(folder: Path, info: Record) -> None:
+    """Write config.json; FileExistsError where there is one."""
+    path = folder / "config.json"
+    with replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(_plain(info), indent=2, allow_nan=False) + "\n")
+        try:
+            os.link(unfinished, path)  # unlike renaming, this fails where there is one
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without links: renaming must do
+            pass
+
+
+def _append(path: Path, record: Record) -> None:
+    line = (_encode(record) + "\n").encode()
+    with open(path, "ab+") as file:
+        _lock(file)
+        file.truncate(_complete_size(file))
+        file.write(line)
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Wait until no other process writes to the file, until it is closed."""
+    with contextlib.suppress(ImportError, OSError):  # not on Windows, nor on every file system
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def _complete_size(file: IO[bytes]) -> int:
+    """The size of a file without the line at its end that has none."""
+    size = file.seek(0, os.SEEK_END)
+    if size == 0:
+        return 0
+    file.seek(size - 1)
+    if file.read() == b"\n":
+        return size
+    file.seek(0)
+    return file.read().rfind(b"\n") + 1
+
+
+def _complete_lines(path: Path, start: int = 0) -> tuple[list[Record], int]:
+    """The records in a file's complete lines from a byte on, and the byte where these end."""
+    if not path.exists():
+        return [], start
+    with open(path, "rb") as file:
+        file.seek(start)
+        content = file.read()
+    content = content[: content.rfind(b"\n") + 1]
+    lines = enumerate(content.decode().splitlines(), start=1)
+    where = f"{path}, line {{}}" + (f" after byte {start}" if start else "")
+    return [_decode(line, where.format(n)) for n, line in lines], start + len(content)
+
+
+# --- JSON ------------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    """The value in JSON's types: arrays as lists, numbers that JSON lacks as strings."""
+    if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise ValueError(f"names in a record must be strings; got {list(value)}")
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, range)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return next(name for name, x in _SPECIAL.items() if repr(x) == repr(value))
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ValueError(f"a record holds numbers, strings, lists and dicts; got {type(value)}")
+
+
+def _special(value: Any) -> Any:
+    """The inverse: strings that name numbers become these."""
+    if isinstance(value, dict):
+        return {key: _special(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_special(item) for item in value]
+    return _SPECIAL.get(value, value) if isinstance(value, str) else value
+
+
+def _fixed(value: Any) -> Any:
+    """The value as something that a dict can look up; 1 and 1.0 are the same."""
+    if isinstance(value, dict):
+        return tuple(sorted((key, _fixed(item)) for key, item in value.items()))
+    return tuple(map(_fixed, value)) if isinstance(value, list) else value
+
+
+def _values(record: Record, fields: Iterable[str]) -> Any:
+    return tuple((field, _fixed(record.get(field))) for field in fields)
+
+
+def _encode(value: Any) -> str:
+    return json.dumps(_plain(value), allow_nan=False)
+
+
+def _decode(text: str, where: str) -> Any:
+    try:
+        return _special(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where} is damaged: {error}. Remove that line, or the run, and do its work again"
+        ) from error
+
+
+def _array(value: Any) -> Any:
+    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)

@@ -1,0 +1,64 @@
+"""Lightning callbacks: tracking and retraction. Needs the extra: 'geoparam[lightning]'."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from geoparam.analysis.tracker import BoundaryTracker
+from geoparam.unit import retract
+
+
+class TrackBoundaries(Callback):
+    """Runs a `BoundaryTracker` along with `Trainer.fit`; its state is kept in checkpoints.
+
+    Args:
+        module: Name of the submodule to track; the LightningModule itself by default.
+        options: Those of `BoundaryTracker`. Without a probe or example_inputs, the module's
+            `example_input_array` is used, or the first batch that the tracked module is called
+            with; a LightningModule whose training_step does not call `self(...)` needs one.
+
+    Attributes:
+        tracker: The tracker, once fitting has begun; `tracker.history` has the records.
+    """
+
+    def __init__(self, module: str = "", **options: Any) -> None:
+        self.module = module
+        self.options = options
+        self.tracker: BoundaryTracker | None = None
+        self._seen = 0
+        self._state: dict[str, Any] | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        options = dict(self.options)
+        example = pl_module.example_input_array
+        if not self.module and example is not None and options.get("probe") is None:
+            options.setdefault("example_inputs", example)
+        if self._state is not None:
+            options["resume"] = True
+        self.tracker = BoundaryTracker(pl_module.get_submodule(self.module), **options)
+        if self._state is not None:
+            self.tracker.load_state_dict(self._state)
+        self._seen = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if self.tracker is not None and trainer.global_step != self._seen:  # not accumulating
+            self._seen = trainer.global_step
+            self.tracker.step()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.tracker is not None:
+            self.tracker.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.tracker is None else self.tracker.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._state = state_dict or None
+
+
+class Retract(Callback):
+    """Pulls intrinsic directions back to length 1 after every optimizer step."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_post_hook(retract(pl_module))

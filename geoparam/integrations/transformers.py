@@ -1,0 +1,80 @@
+"""transformers callbacks: boundary tracking and retraction. Needs the extra: 'geoparam[hf]'.
+
+In a loop of one's own, with Accelerate, the tracker is used as it is: `tracker.step()` after
+`optimizer.step()`, and `accelerator.register_for_checkpointing(tracker)` for its state.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from geoparam.analysis.tracker import BoundaryTracker
+from geoparam.unit import retract
+
+STATE = "boundaries.pt"
+
+
+class TrackBoundaries(TrainerCallback):
+    """Runs a `BoundaryTracker` along with `Trainer.train`; its state is saved with checkpoints.
+
+    Args:
+        options: Those of `BoundaryTracker`, such as `every`, `probe`, `file`.
+
+    Attributes:
+        tracker: The tracker, once training has begun; `tracker.history` has the records.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.tracker: BoundaryTracker | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        saved = _checkpoint(args, state) / STATE
+        resumed = state.global_step > 0 and saved.exists()
+        options = {**self.options, "resume": True} if resumed else self.options
+        self.tracker = BoundaryTracker(kwargs["model"], **options)
+        if resumed:
+            self.tracker.load_state_dict(torch.load(saved, weights_only=True))
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.tracker is not None:
+            self.tracker.step()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        folder = _checkpoint(args, state)
+        if self.tracker is not None and state.is_world_process_zero and folder.is_dir():
+            torch.save(self.tracker.state_dict(), folder / STATE)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.tracker is not None:
+            self.tracker.close()
+
+
+class Retract(TrainerCallback):
+    """Pulls intrinsic directions back to length 1 after every optimizer step."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        optimizer = kwargs["optimizer"]
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
+        optimizer.register_step_post_hook(retract(kwargs["model"]))
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"

@@ -1,0 +1,288 @@
+"""Curves over inputs and over training: fits, spectra, stability, convergence."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.transforms import blended_transform_factory
+
+from geoparam.plots.style import (
+    INK,
+    MUTED,
+    checked,
+    checked_steps,
+    curve_styles,
+    finite,
+    given_or_new,
+    legend_beside,
+)
+
+
+def fit_1d(
+    ax: Axes | None = None,
+    *,
+    points: tuple[np.ndarray, np.ndarray],
+    grid: np.ndarray,
+    truth: np.ndarray,
+    prediction: np.ndarray,
+    units: np.ndarray,
+    initial: np.ndarray | None = None,
+    colour: str = INK,
+) -> Axes:
+    """Data, truth and prediction over one input, with a tick where each unit switches.
+
+    Args:
+        ax: the axis to draw on; None makes a figure.
+        points: inputs and targets of the training data, each (points,).
+        grid: inputs of the curves, (grid,).
+        truth: the true function there, (grid,).
+        prediction: the trained network there, (grid,).
+        units: the units' locations, (units,).
+        initial: the network before training there, (grid,).
+        colour: of the network and its units.
+
+    Example:
+        >>> x = np.linspace(-1, 1, 9)
+        >>> ax = fit_1d(points=(x, x), grid=x, truth=x, prediction=x, units=x[::2])
+        >>> ax.get_xlabel()
+        'x     (ticks: where units switch; 5 of 5 in view)'
+    """
+    grid = checked("grid", grid, ("grid",), "Give the inputs of the curves.")
+    advice = "Give one value for each input of the grid."
+    ax = given_or_new(ax)
+    inside = _within(np.asarray(units), low := grid.min(), high := grid.max())
+    if initial is not None:
+        start = checked("initial", initial, grid.shape, advice)
+        ax.plot(grid, finite(start), color=MUTED, linewidth=1.2, linestyle=":", label="at start")
+    truth = finite(checked("truth", truth, grid.shape, advice))
+    ax.plot(grid, truth, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label="true function")
+    prediction = finite(checked("prediction", prediction, grid.shape, advice))
+    ax.plot(grid, prediction, color=colour, linewidth=2.0, label="network")
+    ax.plot(*points, "o", color=INK, markersize=3.2, label="training data")
+    ticks = blended_transform_factory(ax.transData, ax.transAxes)
+    ax.vlines(inside, 0, 0.05, transform=ticks, color=colour, linewidth=0.9, alpha=0.7)
+    ax.set_xlim(low, high)
+    ax.set_ylabel("y")
+    ax.set_xlabel(f"x     (ticks: where units switch; {len(inside)} of {len(units)} in view)")
+    ax.locator_params(axis="x", nbins=5)
+    return ax
+
+
+def _within(values: np.ndarray, low: float, high: float) -> np.ndarray:
+    return values[(values >= low) & (values <= high)]
+
+
+def location_spectrum(
+    locations: np.ndarray,
+    *,
+    limits: tuple[float, float],
+    steps: np.ndarray | None = None,
+    rows: int = 12,
+    colour: str = INK,
+    ax: Axes | None = None,
+) -> Axes:
+    """Bars of ticks, one tick a unit: where the units are, from the first step up to the last.
+
+    Args:
+        locations: the units' locations over training, (steps, units).
+        limits: lowest and highest input in view.
+        steps: the number of each step, (steps,); 0, 1, ... where not given.
+        rows: how many of the steps to draw, evenly chosen.
+        colour: of the ticks.
+        ax: the axis to draw on; None makes a figure.
+
+    Example:
+        >>> ax = location_spectrum(np.random.randn(100, 20), limits=(-2, 2), rows=4)
+        >>> [label.get_text() for label in ax.get_yticklabels()]
+        ['0', '33', '66', '99']
+    """
+    advice = "Give the locations of every unit at every step; one input only."
+    locations = checked("locations", locations, ("steps", "units"), advice)
+    steps = checked_steps(steps, len(locations))
+    chosen = np.unique(np.linspace(0, len(locations) - 1, rows).round().astype(int))
+    ax = given_or_new(ax, size=(6.0, 0.9 + 0.22 * len(chosen)))
+    for row, step in enumerate(chosen):
+        inside = _within(locations[step], *limits)
+        ax.vlines(inside, row - 0.38, row + 0.38, color=colour, linewidth=1.0, alpha=0.7)
+        ax.annotate(
+            f"{len(inside)}", (1.01, row), xycoords=("axes fraction", "data"), va="center", size=8
+        )
+    ax.annotate("in view", (1.01, len(chosen) - 0.3), xycoords=("axes fraction", "data"), size=8)
+    ax.set_yticks(range(len(chosen)), [f"{steps[step]:,.0f}" for step in chosen], size=8)
+    ax.grid(visible=False)
+    ax.set(xlim=limits, ylim=(-0.6, len(chosen) - 0.4), xlabel="location φ", ylabel="step")
+    ax.locator_params(axis="x", nbins=5)
+    return ax
+
+
+def training_curves(ax: Axes | None, curves: Mapping[str, np.ndarray], *, title: str) -> Axes:
+    """One noisy positive curve a method, on a logarithmic axis, with its typical value in bold.
+
+    Args:
+        ax: the axis to draw on; None makes a figure.
+        curves: a value an epoch for each method, (epochs,).
+        title: of the axis.
+
+    Example:
+        >>> ax = training_curves(None, {"SP": np.exp(-np.arange(500.0))}, title="Loss")
+        >>> ax.get_yscale()
+        'log'
+    """
+    ax = given_or_new(ax)
+    _noisy_curves(ax, curves, None)
+    ax.set_yscale("log")
+    ax.set_xlabel("epoch")
+    ax.set_title(title, loc="left")
+    ax.legend(frameon=False)
+    return ax
+
+
+def displacement_curves(
+    curves: Mapping[str, np.ndarray],
+    *,
+    steps: np.ndarray | None = None,
+    legend: bool = True,
+    ax: Axes | None = None,
+) -> Axes:
+    """The largest move of any location in each step, for several methods, in powers of 2.
+
+    Args:
+        curves: the largest move in each step for each method, (steps,).
+        steps: the number of each step, (steps,); 0, 1, ... where not given.
+        legend: whether to name the methods beside the axis.
+        ax: the axis to draw on; None makes a figure.
+
+    Example:
+        >>> ax = displacement_curves({"sp": 2.0 ** np.arange(16), "gmp": np.full(16, 0.1)})
+        >>> [text.get_text() for text in ax.get_legend().get_texts()]
+        ['SP', 'GmP']
+    """
+    return _stability(curves, "largest move of a location, max |Δφ|", steps, legend, ax)
+
+
+def rotation_curves(
+    curves: Mapping[str, np.ndarray],
+    *,
+    steps: np.ndarray | None = None,
+    legend: bool = True,
+    ax: Axes | None = None,
+) -> Axes:
+    """The largest rotation of any unit in each step, for several methods, in powers of 2.
+
+    Args:
+        curves: the largest rotation in each step in degrees for each method, (steps,).
+        steps: the number of each step, (steps,); 0, 1, ... where not given.
+        legend: whether to name the methods beside the axis.
+        ax: the axis to draw on; None makes a figure.
+
+    Example:
+        >>> ax = rotation_curves({"sp": np.array([0.5, 170.0]), "gmp": np.array([0.5, 1.0])})
+        >>> ax.get_ylabel()
+        'largest rotation of a unit (degrees)'
+    """
+    ax = _stability(curves, "largest rotation of a unit (degrees)", steps, legend, ax)
+    ax.axhline(180, color=MUTED, linewidth=1.0, linestyle=":")
+    ax.annotate(
+        "180°: turned round",
+        (1.0, 180),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="right",
+        color=MUTED,
+        size=8,
+    )
+    return ax
+
+
+def _stability(
+    curves: Mapping[str, np.ndarray],
+    label: str,
+    steps: np.ndarray | None,
+    legend: bool,
+    ax: Axes | None,
+) -> Axes:
+    ax = given_or_new(ax)
+    _noisy_curves(ax, curves, steps)
+    ax.set_yscale("log", base=2)
+    ax.set(xlabel="step", ylabel=label)
+    if legend:
+        legend_beside(ax)
+    return ax
+
+
+def _noisy_curves(ax: Axes, curves: Mapping[str, np.ndarray], steps: np.ndarray | None) -> None:
+    """Every value as a thin line, so that no jump is hidden, and the running median in bold."""
+    if not curves:
+        raise ValueError("curves must name at least one method; got none. Give {name: values}")
+    for values, style in zip(curves.values(), curve_styles(curves), strict=True):
+        values = checked("a curve", values, ("steps",), "Give one value a step for each method.")
+        at = checked_steps(steps, len(values))
+        ax.plot(at, _loggable(values), color=style.colour, linewidth=0.5, alpha=0.25, zorder=1.5)
+        centres, medians = _medians(at, values)
+        ax.plot(centres, _loggable(medians), **style.line, linewidth=1.8, label=style.title)
+    ax.margins(x=0)
+
+
+def _loggable(values: np.ndarray) -> np.ndarray:
+    """A gap where a logarithmic axis has no place: at 0, and where nothing is known."""
+    return np.where(values > 0, finite(values), np.nan)
+
+
+def _medians(at: np.ndarray, values: np.ndarray, bins: int = 100) -> tuple[np.ndarray, np.ndarray]:
+    """Centres of equal stretches of the curve, and the median of what is finite in each."""
+    parts = np.array_split(np.arange(len(values)), min(bins, len(values)))
+    known = [values[p][np.isfinite(values[p])] for p in parts]
+    middle = [np.median(v) if len(v) else np.nan for v in known]
+    return np.array([at[p].mean() for p in parts]), np.array(middle)
+
+
+def convergence(
+    curves: Mapping[str, np.ndarray],
+    *,
+    label: str,
+    epochs: np.ndarray | None = None,
+    legend: bool = True,
+    ax: Axes | None = None,
+) -> Axes:
+    """A measure over epochs: mean over seeds, and the standard error of that mean as a band.
+
+    A seed that ended early is filled with NaN; the mean is then that of the seeds still there.
+    The papers' figure is two of these, training beside validation.
+
+    Args:
+        curves: a value a seed and epoch for each method, (seeds, epochs).
+        label: what was measured, such as "top-5 training accuracy (%)".
+        epochs: the number of each epoch, (epochs,); 1, 2, ... where not given.
+        legend: whether to name the methods beside the axis.
+        ax: the axis to draw on; None makes a figure.
+
+    Example:
+        >>> ax = convergence({"bn": np.random.rand(3, 90)}, label="top-5 accuracy")
+        >>> ax.get_xlabel(), ax.get_ylabel()
+        ('epoch', 'top-5 accuracy')
+    """
+    if not curves:
+        raise ValueError("curves must name at least one method; got none. Give {name: values}")
+    ax = given_or_new(ax)
+    for values, style in zip(curves.values(), curve_styles(curves), strict=True):
+        advice = "Give a row for each seed; values[None] for one seed."
+        values = checked("a curve", values, ("seeds", "epochs"), advice)
+        at = checked_steps(epochs, values.shape[1], first=1)
+        mean, error = _mean_and_error(values)
+        ax.plot(at, mean, **style.line, linewidth=1.8, label=style.title)
+        ax.fill_between(at, mean - error, mean + error, color=style.colour, alpha=0.2, linewidth=0)
+    ax.set(xlabel="epoch", ylabel=label)
+    if legend:
+        legend_beside(ax)
+    return ax
+
+
+def _mean_and_error(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over the finite rows and its standard error; NaN where no, or one, row is finite."""
+    known = np.isfinite(values)
+    count = known.sum(axis=0)
+    mean = np.where(known, values, 0.0).sum(axis=0) / np.where(count, count, np.nan)
+    squares = np.where(known, values - mean, 0.0) ** 2
+    variance = squares.sum(axis=0) / np.where(count > 1, count - 1, np.nan)
+    return mean, np.sqrt(variance / np.where(count, count, np.nan))

@@ -1,0 +1,270 @@
+"""Real networks: many layers over training, and the regions of a small one in a plane."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.ticker import Formatter, FuncFormatter, MaxNLocator
+
+from geoparam.plots.style import (
+    BLUE,
+    MUTED,
+    checked,
+    checked_steps,
+    finite,
+    given_or_new,
+    legend_beside,
+    ordered_colours,
+)
+
+ROW = 0.16  # inches a layer's name needs at 7 points
+COLUMNS = 400  # cells that a figure 900 pixels wide can show
+PERCENT = FuncFormatter(lambda share, _: f"{100 * share:g}%")
+FILLS = ("#f4f4f4", "#e8eef4", "#f4efe8", "#eaf2ec", "#f1eaf1")
+
+
+def layer_heatmap(
+    values: np.ndarray,
+    *,
+    layers: Sequence[str],
+    label: str,
+    steps: np.ndarray | None = None,
+    norm: Normalize | None = None,
+    cmap: str = "viridis",
+    ticks: Formatter | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """One coloured cell for each layer and recorded step; hatched where there is no value.
+
+    A cell is the highest of several records where there are more than 400, so that no jump of one
+    step is lost between pixels.
+
+    Args:
+        values: one value a layer and record, (layers, records).
+        layers: names of the layers, first at the top.
+        label: what the colour means.
+        steps: the number of the step of each record, (records,); 0, 1, ... where not given.
+        norm: how values become colours; linear from the lowest to the highest if None.
+        cmap: name of the colour map.
+        ticks: how to write the values beside the colours.
+        ax: the axis to draw on; None makes a figure high enough for every name.
+
+    Example:
+        >>> ax = layer_heatmap(np.eye(2), layers=["conv1", "fc"], label="share")
+        >>> [text.get_text() for text in ax.get_yticklabels()]
+        ['conv1', 'fc']
+    """
+    values = finite(_by_layer(values, layers))
+    steps = checked_steps(steps, records := values.shape[1])
+    starts = np.arange(min(records, COLUMNS)) * records // min(records, COLUMNS)
+    values, steps = np.fmax.reduceat(values, starts, axis=1), steps[starts]
+    ax = given_or_new(ax, size=_size(len(layers)))
+    if norm is None and np.isnan(values).all():
+        norm = Normalize(0, 1)  # nothing to take a range from
+    image = ax.imshow(values, aspect="auto", cmap=cmap, norm=norm, interpolation="nearest")
+    ax.grid(visible=False)
+    if np.isnan(values).any():  # imshow leaves such cells open, the background shows
+        ax.patch.set(facecolor="white", edgecolor="#c4c4c4", hatch="////")
+    _name_layers(ax, layers)
+    _number_steps(ax, steps)
+    ax.figure.colorbar(image, ax=ax, label=label, format=ticks, pad=0.02, fraction=0.05)
+    return ax
+
+
+def _by_layer(values: np.ndarray, layers: Sequence[str]) -> np.ndarray:
+    advice = "Give a row for each of the layers, and a name for each row."
+    return checked("values", values, (len(layers), "records"), advice)
+
+
+def _size(layers: int) -> tuple[float, float]:
+    return 6.0, max(3.0, 1.0 + ROW * layers)
+
+
+def _name_layers(ax: Axes, layers: Sequence[str]) -> None:
+    """As many of the names as the axis has room for, evenly chosen, first at the top."""
+    height = ax.get_window_extent().height / ax.figure.get_dpi()
+    every = max(1, math.ceil(0.85 * ROW * len(layers) / height))
+    shown = range(0, len(layers), every)
+    ax.set_yticks(shown, [layers[i] for i in shown], size=7 if len(layers) > 12 else 9)
+    ax.set_ylim(len(layers) - 0.5, -0.5)
+
+
+def _number_steps(ax: Axes, steps: np.ndarray) -> None:
+    """Round numbers of steps, below the columns where they belong."""
+    ticks = MaxNLocator(5, integer=True).tick_values(steps[0], steps[-1])
+    ticks = ticks[(ticks >= steps[0]) & (ticks <= steps[-1])]
+    ax.set_xticks(np.interp(ticks, steps, np.arange(len(steps))), [f"{t:,.0f}" for t in ticks])
+    ax.set_xlabel("step")
+
+
+def rotation_heatmap(
+    values: np.ndarray,
+    *,
+    layers: Sequence[str],
+    steps: np.ndarray | None = None,
+    limits: tuple[float, float] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """The rotation of each layer's units in each step, in degrees, on a logarithmic scale.
+
+    Args:
+        values: in degrees, (layers, records); 0 takes the colour of the lowest value.
+        layers: names of the layers, first at the top.
+        steps: the number of the step of each record, (records,); 0, 1, ... where not given.
+        limits: rotations of the lowest and highest colour, the same for figures to compare;
+            the lowest (above 0) and highest of the values if None.
+        ax: the axis to draw on; None makes a figure high enough for every name.
+
+    Example:
+        >>> ax = rotation_heatmap(np.array([[0.1, 1.0], [0.0, 10.0]]), layers=["conv1", "fc"])
+        >>> ax.images[0].norm.vmin, ax.images[0].norm.vmax
+        (0.1, 10.0)
+    """
+    positive = _positive(_by_layer(values, layers))
+    low, high = limits or (positive.min(), max(positive.max(), 1.01 * positive.min()))
+    if not 0 < low < high:
+        raise ValueError(f"limits must be two growing numbers above 0; got {limits}. Raise them")
+    norm = LogNorm(low, high, clip=True)  # clip: 0 has no logarithm, but is not unknown
+    return layer_heatmap(
+        values, layers=layers, steps=steps, label="rotation (degrees)", norm=norm, ax=ax
+    )
+
+
+def _positive(values: np.ndarray) -> np.ndarray:
+    """The values a logarithmic scale can be made from, or any where there are none."""
+    positive = values[np.isfinite(values) & (values > 0)]
+    return positive if len(positive) else np.array([1e-3, 1.0])
+
+
+def dead_units(
+    values: np.ndarray,
+    *,
+    layers: Sequence[str],
+    steps: np.ndarray | None = None,
+    limits: tuple[float, float] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """The share of each layer's units that are dead, at each step.
+
+    Args:
+        values: shares of the layer's units, from 0 to 1, (layers, records).
+        layers: names of the layers, first at the top.
+        steps: the number of the step of each record, (records,); 0, 1, ... where not given.
+        limits: shares of the lowest and highest colour, the same for figures to compare;
+            0 and the highest of the values if None.
+        ax: the axis to draw on; None makes a figure high enough for every name.
+
+    Example:
+        >>> ax = dead_units(np.array([[0.0, 0.5]]), layers=["conv1"])
+        >>> ax.images[0].norm.vmax
+        0.5
+    """
+    shares = _by_layer(values, layers)
+    known = shares[np.isfinite(shares)]
+    highest = max(0.01, known.max(initial=0.0))  # one unit in a thousand must not look like all
+    return layer_heatmap(
+        shares,
+        layers=layers,
+        label="dead units",
+        steps=steps,
+        norm=Normalize(*(limits or (0.0, highest))),
+        cmap="magma_r",
+        ticks=PERCENT,
+        ax=ax,
+    )
+
+
+def region_changes(values: np.ndarray, *, layers: Sequence[str], ax: Axes | None = None) -> Axes:
+    """How much of its activation pattern each layer changes in a step: median and range.
+
+    Args:
+        values: share of the pattern that changed, from 0 to 1, (layers, records).
+        layers: names of the layers, first at the top.
+        ax: the axis to draw on; None makes a figure high enough for every name.
+
+    Example:
+        >>> ax = region_changes(np.array([[0.1, 0.2, 0.3]]), layers=["conv1"])
+        >>> float(ax.lines[0].get_xdata()[0])
+        0.2
+    """
+    values = _by_layer(values, layers)
+    ax = given_or_new(ax, size=_size(len(layers)))
+    known = [row[np.isfinite(row)] for row in values]
+    rows = np.array([i for i, row in enumerate(known) if len(row)], dtype=int)
+    low, middle, high = (
+        np.array([np.quantile(known[i], (0, 0.5, 1)) for i in rows]).reshape(-1, 3).T
+    )
+    ax.hlines(rows, low, high, color=MUTED, linewidth=1.4, label="lowest to highest")
+    ax.plot(middle, rows, "o", color=BLUE, markersize=4.5, label="median over steps")
+    positive = _positive(values)
+    if positive.max() > 100 * positive.min():  # below that, powers of ten are too few ticks
+        ax.set_xscale("symlog", linthresh=positive.min())  # unlike "log" it has a place for 0
+    ax.xaxis.set_major_formatter(PERCENT)
+    ax.set_xlabel("part of the activation pattern that changes in a step")
+    _name_layers(ax, layers)
+    ax.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncol=2, frameon=False)
+    return ax
+
+
+def region_slice(
+    polygons: Sequence[np.ndarray],
+    segments: Mapping[str, np.ndarray],
+    *,
+    legend: bool = True,
+    ax: Axes | None = None,
+) -> Axes:
+    """The linear regions of a network in a plane, and the boundaries that part them, by layer.
+
+    Axes are the plane's coordinates a and b, those of a `geoparam.analysis` slice.
+
+    Args:
+        polygons: the corners of each region, (corners, 2).
+        segments: pieces of the boundaries of each layer's units, first layer first,
+            (segments, 2, 2): start and end. Those of deep layers bend where they cross those of
+            earlier ones.
+        legend: whether to name the layers beside the axis.
+        ax: the axis to draw on; None makes a figure.
+
+    Example:
+        >>> left, right = np.array([[0, 0], [1, 0], [1, 2]]), np.array([[1, 0], [2, 0], [1, 2]])
+        >>> ax = region_slice([left, right], {"fc1": np.array([[[1, 0], [1, 2]]])})
+        >>> [text.get_text() for text in ax.get_legend().get_texts()]
+        ['fc1']
+    """
+    advice = "Give the corners of each region in order."
+    corners = [checked("a polygon", polygon, ("corners", 2), advice) for polygon in polygons]
+    corners = [polygon for polygon in corners if np.isfinite(polygon).all()]
+    if not corners:
+        raise ValueError(
+            f"polygons must hold a region with finite corners; got {len(polygons)} without. "
+            "Bound the slice"
+        )
+    ax = given_or_new(ax, size=(6.0, 5.0))
+    fills = [FILLS[i % len(FILLS)] for i in range(len(corners))]
+    ax.add_collection(PolyCollection(corners, facecolors=fills, edgecolors="none"))
+    for i, (name, pieces) in enumerate(segments.items()):
+        ax.add_collection(_layer_lines(pieces, i, len(segments), label=name))
+    every = np.concatenate(corners)
+    (left, low), (right, high) = every.min(axis=0), every.max(axis=0)
+    ax.set(xlim=(left, right), ylim=(low, high), aspect="equal", xlabel="a", ylabel="b")
+    ax.grid(visible=False)
+    if legend and segments:
+        legend_beside(ax, title="layer")
+    return ax
+
+
+def _layer_lines(segments: np.ndarray, layer: int, count: int, **line: Any) -> LineCollection:
+    """A layer's segments: dark and thick for the first layer, lighter and thinner for the last."""
+    shape = np.shape(segments)
+    if len(shape) != 3 or shape[1:] != (2, 2):
+        raise ValueError(
+            f"segments must have shape (segments, 2, 2) for each layer; got {shape}. "
+            "Give start and end of each segment, and an empty (0, 2, 2) for a layer without"
+        )
+    width = 2.4 - 1.2 * layer / max(1, count - 1)
+    colour = ordered_colours(count)[layer]
+    return LineCollection(list(segments), colors=[colour], linewidths=width, **line)

@@ -1,0 +1,251 @@
+"""What every figure shares: colours, a style for each method, figures and checks.
+
+Colours are Okabe and Ito's, told apart with any kind of colour vision, without their yellow (too
+pale for a line on white), three dark ones of Paul Tol's and a brown. Thirteen methods are more
+than such a palette holds. So the colour tells the parameterization, and the dash what is added to
+it: means are dashed, BN dotted, LN dash-dotted, also by itself (to eyes without red and green its
+purple and BN's green are nearly one grey). The two pairs that share a figure in the papers, WN and
+WN+MBN, GmP and GmP+IMN, differ in lightness as well.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from numpy.typing import ArrayLike
+
+INK, MUTED, PALE = "#222222", "#8a8a8a", "#eeeeee"
+BLUE, SKY, GREEN, PURPLE = "#0072b2", "#56b4e9", "#009e73", "#cc79a7"
+VERMILLION, ORANGE = "#d55e00", "#e69f00"
+INDIGO, WINE, OLIVE, BROWN = "#332288", "#882255", "#999933", "#7f4a00"
+CYCLE = (BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, INDIGO, OLIVE, WINE, INK)
+
+Dash = str | tuple[float, tuple[float, ...]]
+SOLID, DASHED = "solid", (0, (5, 1.6))
+DOTTED, DASH_DOTTED = (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5))
+
+
+class MethodStyle(NamedTuple):
+    """How a method is called and drawn, in every figure.
+
+    Args:
+        title: its name in legends.
+        colour: its colour, as matplotlib takes it.
+        dash: its line style, as matplotlib takes it.
+    """
+
+    title: str
+    colour: str
+    dash: Dash
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """The arguments for ``Axes.plot``."""
+        return {"color": self.colour, "linestyle": self.dash}
+
+
+_METHODS = (
+    MethodStyle("SP", VERMILLION, SOLID),
+    MethodStyle("WN", ORANGE, SOLID),
+    MethodStyle("WN+MBN", BROWN, DASHED),
+    MethodStyle("BN", GREEN, SOLID),
+    MethodStyle("LN", PURPLE, DASH_DOTTED),
+    MethodStyle("GmP", BLUE, SOLID),
+    MethodStyle("GmP+IMN", INDIGO, DASHED),
+    MethodStyle("GmP+BN", BLUE, DOTTED),
+    MethodStyle("GmP+LN", BLUE, DASH_DOTTED),
+    MethodStyle("natural", SKY, SOLID),
+    MethodStyle("natural+IMN", SKY, DASHED),
+    MethodStyle("intrinsic", INK, SOLID),
+    MethodStyle("intrinsic+IMN", INK, DASHED),
+)
+METHODS = {style.title.lower(): style for style in _METHODS}
+COLOURS = {style.title: style.colour for style in _METHODS}
+
+
+def method_style(name: str) -> MethodStyle:
+    """The fixed style of a method, by its key or its title.
+
+    Args:
+        name: such as "gmp+imn", "GmP+IMN" or "GmP + IMN".
+
+    Example:
+        >>> method_style("gmp+imn").title
+        'GmP+IMN'
+        >>> method_style("GmP + IMN") == method_style("gmp+imn")
+        True
+    """
+    style = METHODS.get(_key(name))
+    if style is None:
+        raise ValueError(
+            f"a method must be one of {', '.join(METHODS)}; got {name!r}. "
+            "For other curves choose a colour yourself"
+        )
+    return style
+
+
+def curve_styles(names: Iterable[str]) -> list[MethodStyle]:
+    """A style for each name: its own for a method, greys told apart by dashes for the rest.
+
+    Args:
+        names: keys or titles of methods, or any other labels.
+
+    Example:
+        >>> [style.title for style in curve_styles(["sp", "no training"])]
+        ['SP', 'no training']
+    """
+    dashes = (DOTTED, DASHED, DASH_DOTTED, SOLID)  # solid last: to some eyes BN's green is grey
+    greys = [(colour, dash) for colour in ("#666666", "#aaaaaa") for dash in dashes]
+    names = list(names)
+    others = [name for name in names if _key(name) not in METHODS]
+    grey = {name: greys[i % len(greys)] for i, name in enumerate(others)}
+    return [METHODS.get(_key(name)) or MethodStyle(name, *grey[name]) for name in names]
+
+
+def ordered_colours(count: int) -> list[tuple[float, float, float, float]]:
+    """Colours from dark to light for things with an order, such as layers.
+
+    Args:
+        count: how many.
+
+    Example:
+        >>> len(ordered_colours(3))
+        3
+    """
+    stretch = np.linspace(0.0, 0.8, count)  # the last fifth is too pale for lines on white
+    return [tuple(colour) for colour in matplotlib.colormaps["plasma"](stretch).tolist()]
+
+
+def _key(name: str) -> str:
+    return name.replace(" ", "").lower()
+
+
+def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, np.ndarray]:
+    """A figure of its own, on no screen, with its axes in an array (rows, columns).
+
+    Args:
+        rows: rows of axes.
+        columns: columns of axes.
+        size: width and height in inches.
+
+    Example:
+        >>> figure, axes = new_figure(2, 2, size=(8, 6))
+        >>> axes.shape
+        (2, 2)
+    """
+    figure = Figure(
+        figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, compress=True)
+    )
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for ax in axes.flat:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.spines[["left", "bottom"]].set_color(MUTED)
+        ax.tick_params(color=MUTED, labelcolor=INK)
+        ax.grid(color=PALE, linewidth=0.8)
+        ax.set_axisbelow(True)
+    return figure, axes
+
+
+def given_or_new(ax: Axes | None, size: tuple[float, float] = (6.0, 4.0)) -> Axes:
+    """The given axis, or that of a new figure.
+
+    Args:
+        ax: an axis or None.
+        size: of the new figure, in inches.
+
+    Example:
+        >>> ax = given_or_new(None)
+        >>> given_or_new(ax) is ax
+        True
+    """
+    return new_figure(1, 1, size)[1][0, 0] if ax is None else ax
+
+
+def checked(name: str, values: ArrayLike, shape: tuple[str | int, ...], advice: str) -> np.ndarray:
+    """The values as floats, where they have the shape that can be drawn and are not empty.
+
+    Args:
+        name: of the argument, for the error.
+        values: what the caller gave.
+        shape: a word for an axis of any length, a number for one of that length.
+        advice: what to do instead, for the error.
+
+    Example:
+        >>> checked("locations", np.zeros((5, 3)), ("steps", "units", 2), "Give plane points.")
+        Traceback (most recent call last):
+        ...
+        ValueError: locations must have shape (steps, units, 2), none of them 0; got (5, 3). \
+Give plane points.
+    """
+    array = np.asarray(values, dtype=float)
+    fits = array.ndim == len(shape) and all(
+        isinstance(wanted, str) or wanted == got
+        for wanted, got in zip(shape, array.shape, strict=True)
+    )
+    if not fits or array.size == 0:
+        wanted = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
+        raise ValueError(
+            f"{name} must have shape ({wanted}), none of them 0; got {array.shape}. {advice}"
+        )
+    return array
+
+
+def finite(values: np.ndarray) -> np.ndarray:
+    """The values with NaN for infinities: matplotlib leaves a gap at the one, not at the other.
+
+    Args:
+        values: floats.
+
+    Example:
+        >>> finite(np.array([1.0, np.inf]))
+        array([ 1., nan])
+    """
+    return np.where(np.isfinite(values), values, np.nan)
+
+
+def checked_steps(steps: np.ndarray | None, count: int, first: int = 0) -> np.ndarray:
+    """The numbers of steps or epochs that were recorded, where they grow; counted where None.
+
+    Args:
+        steps: their numbers, (count,), or None.
+        count: how many there are.
+        first: the first one's number where they are counted.
+
+    Example:
+        >>> checked_steps(None, 3, first=1)
+        array([1, 2, 3])
+    """
+    if steps is None:
+        return np.arange(first, first + count)
+    steps = checked("steps", steps, (count,), "Give the number of each step recorded.")
+    if not (np.diff(steps) > 0).all():
+        raise ValueError("steps must grow from one to the next; got some that do not. Sort them")
+    return steps
+
+
+def legend_beside(ax: Axes, title: str | None = None) -> None:
+    """A legend to the right of the axis, where it covers no data.
+
+    Args:
+        ax: an axis whose artists have labels.
+        title: of the legend.
+
+    Example:
+        >>> ax = given_or_new(None)
+        >>> _ = ax.plot([0, 1], label="line")
+        >>> legend_beside(ax)
+        >>> ax.get_legend().get_texts()[0].get_text()
+        'line'
+    """
+    ax.legend(
+        title=title,
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1.0),
+        borderaxespad=0.0,
+        handlelength=2.6,
+        frameon=False,
+    )

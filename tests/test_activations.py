@@ -1,0 +1,279 @@
+"""Breakpoints are where the function itself bends, and SReLU is what its paper says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from geoparam.analysis import SReLU, breaks
+from geoparam.analysis.activations import Breaks
+from geoparam.trace import trace
+
+D = {"dtype": torch.float64}
+
+
+def bends(function: Callable[[Tensor], Tensor]) -> list[float]:
+    """Return where a function on [-8, 8] jumps, has a kink, or a jump of its second derivative."""
+    h = 1 / 1024
+    z = torch.arange(-8 * 1024, 8 * 1024 + 1, **D) * h
+    value = function(z[:, None]).detach().flatten()
+    curvature = (value[2:] - 2 * value[1:-1] + value[:-2]) / h**2
+    found = z[1:-2][(curvature[1:] - curvature[:-1]).abs() > 0.1]
+    apart = [
+        x for x, last in zip(found, [-9.0, *found.tolist()], strict=False) if x - last > 8 * h
+    ]
+    return [round(x.item(), 1) + 0.0 for x in apart]
+
+
+def srelu(*values: float) -> SReLU:
+    names = ("lower", "upper", "lower_slope", "upper_slope")
+    return SReLU(1, **dict(zip(names, values, strict=True)), **D)
+
+
+MODULES = [
+    nn.ReLU(),
+    nn.LeakyReLU(0.3),
+    nn.PReLU(**D),
+    nn.RReLU().eval(),
+    nn.ELU(),
+    nn.ELU(0.5),
+    nn.SELU(),
+    nn.CELU(2.0),
+    nn.ReLU6(),
+    nn.Hardswish(),
+    nn.Hardsigmoid(),
+    nn.Hardtanh(),
+    nn.Hardtanh(-0.5, 3.5),
+    nn.Threshold(0.5, 2.0),
+    SReLU(**D),
+    srelu(-1.5, 2.5, 0.1, 0.3),
+    nn.GELU(),
+    nn.SiLU(),
+    nn.Tanh(),
+    nn.Softplus(),
+]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_breakpoints_are_where_the_function_bends(module: nn.Module) -> None:
+    found = breaks(module)
+    points = [] if found is None else [torch.as_tensor(point).item() for point in found.points]
+    expected = bends(module)
+    if isinstance(module, SReLU) and module.upper_slope == 1:
+        expected.append(1.0)  # it does not bend there yet
+    assert points == expected
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if breaks(m) is not None], ids=str)
+def test_pieces_are_straight_where_it_says_so(module: nn.Module) -> None:
+    found = breaks(module)
+    h = 1 / 64
+    z = torch.arange(-8, 8, h, **D)
+    curved = module((z + h)[:, None]) - 2 * module(z[:, None]) + module((z - h)[:, None])
+    near = torch.stack(
+        [(z - torch.as_tensor(point).item()).abs() <= h for point in found.points]
+    ).any(0)
+    assert found.linear == (curved.flatten()[~near].abs() < 1e-9).all()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [m for m in MODULES if isinstance(m, nn.ReLU | nn.Hardtanh | nn.Hardsigmoid)],
+    ids=str,
+)
+def test_a_unit_is_active_where_its_output_can_change(module: nn.Module) -> None:
+    z = torch.linspace(-7.9, 7.8, 300, **D).reshape(3, 100).requires_grad_()
+    (slope,) = torch.autograd.grad(module(z).sum(), z)
+    found = breaks(module)
+    assert torch.equal(found.active(z, -1), slope != 0)
+    sides = torch.stack([z > point for point in found.points])
+    assert torch.equal(found.above(z, -1), sides)
+
+
+def test_other_units_are_active_above_their_first_breakpoint() -> None:
+    z = torch.linspace(-7.9, 7.8, 50, **D)
+    assert torch.equal(breaks(nn.LeakyReLU()).active(z, -1), z > 0)
+    assert torch.equal(breaks(nn.Hardswish()).active(z, -1), z > -3)
+
+
+WRITTEN: dict[str, tuple[Callable[[Tensor], Tensor], Breaks | None]] = {
+    "relu": (F.relu, Breaks((0.0,))),
+    "relu_": (lambda z: z.relu_(), Breaks((0.0,))),
+    "leaky_relu": (lambda z: F.leaky_relu(z, 0.2), Breaks((0.0,))),
+    "prelu": (lambda z: F.prelu(z, torch.ones(1)), Breaks((0.0,))),
+    "relu6": (F.relu6, Breaks((0.0, 6.0), closes=True)),
+    "hardtanh": (lambda z: F.hardtanh(z, -2.0, max_val=3.0), Breaks((-2.0, 3.0), closes=True)),
+    "hardtanh, as it is": (F.hardtanh, Breaks((-1.0, 1.0), closes=True)),
+    "hardswish": (F.hardswish, Breaks((-3.0, 3.0), linear=False)),
+    "elu": (F.elu, Breaks((0.0,), linear=False)),
+    "threshold": (lambda z: F.threshold(z, 0.5, 9.0), Breaks((0.5,))),
+    "clamp": (lambda z: torch.clamp(z, 0, 6), Breaks((0.0, 6.0), closes=True)),
+    "clamp from below": (lambda z: z.clamp_(min=0.5), Breaks((0.5,))),
+    "clamp_min": (lambda z: z.clamp_min(0), Breaks((0.0,))),
+    "clamp from above": (lambda z: z.clamp(max=1), Breaks((1.0,), opens=False, closes=True)),
+    "clamp by a tensor": (lambda z: z.clamp(min=torch.zeros(())), None),
+    "gelu": (F.gelu, None),
+    "tanh": (torch.tanh, None),
+}
+
+
+@pytest.mark.parametrize(("function", "expected"), WRITTEN.values(), ids=WRITTEN)
+def test_a_step_of_a_trace_has_the_breakpoints_of_its_arguments(
+    function: Callable, expected: Breaks | None
+) -> None:
+    class Model(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(super().forward(x))
+
+    step = trace(Model(nn.Linear(3, 3)), torch.zeros(1, 3)).after("0").activation
+    assert step is not None and breaks(step) == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "points"),
+    [(F.relu, (0.0,)), (torch.relu_, (0.0,)), (Tensor.relu, (0.0,)), (F.relu6, (0.0, 6.0))],
+)
+def test_a_function_has_the_breakpoints_of_its_name(function: Callable, points: tuple) -> None:
+    assert breaks(function).points == points
+
+
+@pytest.mark.parametrize("unknown", [None, lambda z: z, nn.Identity(), F.threshold, torch.clamp])
+def test_what_is_not_known_has_none(unknown: Any) -> None:
+    assert breaks(unknown) is None
+
+
+def test_limits_of_one_side_are_active_on_the_other() -> None:
+    z = torch.tensor([-1.0, 0.5, 2.0])
+    from_above = Breaks((1.0,), opens=False, closes=True)
+    assert from_above.active(z, -1).tolist() == [True, True, False]
+    assert Breaks((0.0, 1.0), closes=True).active(z, -1).tolist() == [False, True, False]
+
+
+def test_points_of_each_unit_are_along_its_channel() -> None:
+    points = Breaks((torch.tensor([0.0, 10.0]), torch.tensor([1.0, 11.0])))
+    z = torch.tensor([[[0.5, 2.0], [5.0, 10.5]]])  # (1, channels, positions)
+    assert points.active(z, -2).tolist() == [[[True, True], [False, True]]]
+    assert points.above(z, -2)[1].tolist() == [[[False, True], [False, False]]]
+    assert points.above(z.transpose(1, 2), -1)[1].tolist() == [[[False, False], [True, False]]]
+    rows = points.tensor(torch.zeros(2, **D))
+    assert rows.tolist() == [[0, 10], [1, 11]] and rows.dtype == torch.float64
+    assert Breaks((0.0, 6.0)).tensor(torch.zeros(3)).tolist() == [[0] * 3, [6] * 3]
+
+
+# --- SReLU ---------------------------------------------------------------------------------------
+
+
+def by_cases(z: Tensor, lower: Tensor, upper: Tensor, below: Tensor, above: Tensor) -> Tensor:
+    """The definition of Jin et al., equation 1, number by number."""
+    result = torch.empty_like(z)
+    for i, row in enumerate(z):
+        for c, value in enumerate(row):
+            if value >= upper[c]:
+                result[i, c] = upper[c] + above[c] * (value - upper[c])
+            elif value > lower[c]:
+                result[i, c] = value
+            else:
+                result[i, c] = lower[c] + below[c] * (value - lower[c])
+    return result
+
+
+def drawn(channels: int, dim: int = 1) -> SReLU:
+    """Return an SReLU with values of its own for each channel."""
+    module = SReLU(channels, dim=dim, **D)
+    with torch.no_grad():
+        module.lower.normal_()
+        module.upper.copy_(module.lower + torch.rand(channels, **D))
+        module.lower_slope.normal_()
+        module.upper_slope.normal_()
+    return module
+
+
+def test_srelu_is_the_function_of_its_paper() -> None:
+    module, z = drawn(4), 2 * torch.randn(50, 4, **D)
+    values = (module.lower, module.upper, module.lower_slope, module.upper_slope)
+    torch.testing.assert_close(module(z), by_cases(z, *values))
+
+
+def test_srelu_starts_as_a_leaky_relu() -> None:
+    z = torch.randn(5, 3, **D)
+    torch.testing.assert_close(SReLU(**D)(z), F.leaky_relu(z, 0.2))
+    assert SReLU().reset_parameters() is None
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((2, 4), 1), ((2, 4, 3, 5), 1), ((2, 3, 4), -1)])
+def test_srelu_has_its_channels_in_any_dimension(shape: tuple[int, ...], dim: int) -> None:
+    module, z = drawn(4, dim), torch.randn(shape, **D)
+    flat = by_cases(
+        z.movedim(dim, -1).reshape(-1, 4),
+        *(p for p in (module.lower, module.upper, module.lower_slope, module.upper_slope)),
+    )
+    torch.testing.assert_close(module(z).movedim(dim, -1).reshape(-1, 4), flat)
+
+
+def test_srelu_shared_by_all_channels_takes_any_shape() -> None:
+    for shape in ((), (3,), (2, 3), (2, 3, 4, 5)):
+        assert SReLU()(torch.zeros(shape)).shape == shape
+
+
+def test_gradients_of_srelu_are_those_of_differences() -> None:
+    z = torch.randn(6, 3, **D, requires_grad=True)
+    module = drawn(3)
+    names = [name for name, _ in module.named_parameters()]
+
+    def function(z: Tensor, *values: Tensor) -> Tensor:
+        return torch.func.functional_call(module, dict(zip(names, values, strict=True)), z)
+
+    assert torch.autograd.gradcheck(function, (z, *module.parameters()))
+
+
+def test_breakpoints_of_srelu_that_have_crossed_are_one() -> None:
+    module = srelu(0.0, 1.0, 0.1, 0.5)
+    with torch.no_grad():
+        module.lower.fill_(2.0)
+    found = breaks(module)
+    assert [point.item() for point in found.points] == [2.0, 2.0]
+    z = torch.tensor([[1.0], [2.0], [4.0]], **D)
+    assert module(z).flatten().tolist() == pytest.approx([1.9, 2.0, 3.0])
+
+
+def test_breakpoints_of_srelu_are_as_they_are_now() -> None:
+    module = SReLU(2)
+    before = breaks(module).tensor(torch.zeros(2))
+    with torch.no_grad():
+        module.lower.add_(torch.tensor([-1.0, 0.5]))
+    assert (breaks(module).tensor(torch.zeros(2)) - before).tolist() == [[-1, 0.5], [0, 0]]
+
+
+def test_srelu_learns_a_function_with_two_bends() -> None:
+    target = srelu(-0.5, 0.5, 0.5, 0.0)
+    module, z = SReLU(upper_slope=0.9, **D), torch.linspace(-2, 2, 101, **D)[:, None]
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
+    for _ in range(300):
+        loss = (module(z) - target(z)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for ours, theirs in zip(module.parameters(), target.parameters(), strict=True):
+        assert ours.item() == pytest.approx(theirs.item(), abs=0.05)
+
+
+def test_srelu_is_saved_copied_and_moved_as_any_module() -> None:
+    module, other = drawn(3), SReLU(3)
+    other.load_state_dict(module.state_dict())
+    assert all(
+        torch.equal(other.state_dict()[k], v.float()) for k, v in module.state_dict().items()
+    )
+    assert sorted(module.state_dict()) == ["lower", "lower_slope", "upper", "upper_slope"]
+    z = torch.randn(4, 3)
+    assert module.to(torch.bfloat16)(z.bfloat16()).dtype == torch.bfloat16
+    assert SReLU(3)(z.half()).dtype == torch.float16
+    assert SReLU(3, device="meta")(z.to("meta")).is_meta
+    assert repr(SReLU(3)) == "SReLU(3)"
+
+
+def test_srelu_refuses_breakpoints_in_the_wrong_order() -> None:
+    with pytest.raises(ValueError, match="lower <= upper; got 2.0 and 1.0"):
+        SReLU(lower=2.0)

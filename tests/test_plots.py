@@ -1,0 +1,553 @@
+"""Plots: what is drawn is what was given, on the axis that was given, and nowhere else."""
+
+from collections.abc import Callable
+from itertools import combinations
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.colors import to_rgb
+from matplotlib.lines import Line2D
+from matplotlib.path import Path
+
+from geoparam import plots
+from geoparam.plots import style
+
+X = np.linspace(-2.0, 2.0, 9)
+SQUARE = np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+LAYERS = [f"layer{i}.0.conv{j}" for i in range(3) for j in range(2)]
+METHODS = (
+    "sp wn wn+mbn bn ln gmp gmp+imn gmp+bn gmp+ln natural natural+imn intrinsic intrinsic+imn"
+)
+
+TURNED = np.array([0.2, 0.25, 0.5, 0.8, 0.9])
+
+# Each figure from data with a gap: NaN and infinity where a unit has no boundary.
+GAPS = np.where(np.arange(60).reshape(6, 10) % 7 == 3, np.nan, np.arange(60.0).reshape(6, 10) / 60)
+GAPS[2, 2], GAPS[4] = np.inf, np.nan
+FIGURES: dict[str, Callable[[Axes | None], Axes]] = {
+    "unit_1d": lambda ax: plots.unit_1d(-1.0, 0.5, r=-2.0, ax=ax),
+    "unit_1d without boundary": lambda ax: plots.unit_1d(0.0, 0.5, ax=ax),
+    "unit_1d at infinity": lambda ax: plots.unit_1d(np.inf, np.inf, ax=ax),
+    "unit_2d": lambda ax: plots.unit_2d(np.array([0.6, -0.8]), 1.0, ax=ax),
+    "unit_2d without boundary": lambda ax: plots.unit_2d(np.zeros(2), -1.0, ax=ax),
+    "unit_2d at infinity": lambda ax: plots.unit_2d(np.array([np.inf, 1.0]), np.inf, ax=ax),
+    "perturbation": lambda ax: plots.perturbation(
+        np.stack([np.cos(TURNED), np.sin(TURNED)], axis=1),
+        TURNED - 0.15,
+        deltas=np.array([1e-4, 1e-3, 1e-2, 1e-1]),
+        rotations=np.degrees(TURNED[1:] - TURNED[0]),
+        ax=ax,
+    ),
+    "perturbation without boundary": lambda ax: plots.perturbation(
+        np.array([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [np.inf, 0.0]]),
+        np.array([1.0, np.nan, 1.0, np.inf]),
+        deltas=np.array([0.001, 0.01, 0.1]),
+        rotations=np.array([90.0, np.nan, np.nan]),
+        ax=ax,
+    ),
+    "trajectories": lambda ax: plots.trajectories(GAPS.reshape(6, 5, 2), points=SQUARE, ax=ax),
+    "trajectories nowhere": lambda ax: plots.trajectories(np.full((3, 2, 2), np.nan), ax=ax),
+    "decision_regions": lambda ax: decision_regions(np.where(X > 1, np.nan, X[:, None]), ax),
+    "decision_regions of one class": lambda ax: decision_regions(np.ones((9, 9)), ax),
+    "decision_regions unknown": lambda ax: decision_regions(np.full((9, 9), np.nan), ax),
+    "fit_1d": lambda ax: plots.fit_1d(
+        ax,
+        points=(X, X),
+        grid=X,
+        truth=X,
+        prediction=np.where(X > 0, np.inf, X),
+        units=np.array([0.5, np.nan, np.inf, 9.0]),
+        initial=X,
+    ),
+    "location_spectrum": lambda ax: plots.location_spectrum(GAPS, limits=(0.0, 0.5), ax=ax),
+    "training_curves": lambda ax: plots.training_curves(ax, {"SP": GAPS[0]}, title="Loss"),
+    "displacement_curves": lambda ax: plots.displacement_curves({"sp": GAPS[2]}, ax=ax),
+    "displacement_curves unknown": lambda ax: plots.displacement_curves({"sp": GAPS[4]}, ax=ax),
+    "rotation_curves": lambda ax: plots.rotation_curves({"sp": GAPS[2], "rest": 0 * X}, ax=ax),
+    "rotation_curves of one step": lambda ax: plots.rotation_curves(
+        {"sp": np.ones(1)}, steps=np.array([5]), ax=ax
+    ),
+    "convergence": lambda ax: plots.convergence({"bn": GAPS, "sp": GAPS[:1]}, label="%", ax=ax),
+    "layer_heatmap": lambda ax: plots.layer_heatmap(GAPS, layers=LAYERS, label="share", ax=ax),
+    "layer_heatmap unknown": lambda ax: plots.layer_heatmap(
+        np.full((6, 2), np.nan), layers=LAYERS, label="share", ax=ax
+    ),
+    "rotation_heatmap": lambda ax: plots.rotation_heatmap(GAPS, layers=LAYERS, ax=ax),
+    "rotation_heatmap at rest": lambda ax: plots.rotation_heatmap(
+        np.zeros((6, 1)), layers=LAYERS, ax=ax
+    ),
+    "dead_units": lambda ax: plots.dead_units(GAPS, layers=LAYERS, ax=ax),
+    "region_changes": lambda ax: plots.region_changes(GAPS, layers=LAYERS, ax=ax),
+    "region_changes unknown": lambda ax: plots.region_changes(
+        np.full((6, 2), np.nan), layers=LAYERS, ax=ax
+    ),
+    "region_slice": lambda ax: plots.region_slice(
+        [SQUARE, SQUARE[:3] + 1, np.full((3, 2), np.inf)],
+        {"fc1": np.array([[[0, 0], [1, np.nan]]]), "fc2": np.zeros((0, 2, 2))},
+        ax=ax,
+    ),
+}
+
+
+def decision_regions(scores: np.ndarray, ax: Axes | None = None) -> Axes:
+    return plots.decision_regions(
+        scores,
+        grid=(X, X),
+        points=SQUARE,
+        labels=np.array([0, 1, 1, 0]),
+        locations=np.array([[0.5, 0.5], [np.nan, np.nan], [np.inf, 0.0], [7.0, 0.0]]),
+        level=0.0,
+        ax=ax,
+    )
+
+
+def new_axis() -> Axes:
+    return plots.new_figure(1, 1, size=(6, 4))[1][0, 0]
+
+
+def render(ax: Axes) -> np.ndarray:
+    canvas = FigureCanvasAgg(ax.get_figure(root=True))
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())
+
+
+def line(ax: Axes, label: str) -> Line2D:
+    return next(each for each in ax.lines if each.get_label() == label)
+
+
+def region(ax: Axes, label: str) -> Path:
+    return next(each.get_path() for each in ax.patches if each.get_label() == label)
+
+
+def legend(ax: Axes) -> list[str]:
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+# --- every figure ---
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_returns_the_given_axis_and_makes_a_figure_without_one(name: str) -> None:
+    ax = new_axis()
+    assert FIGURES[name](ax) is ax
+    assert FIGURES[name](None).get_figure() is not ax.get_figure()
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_is_drawn_and_says_what_its_axes_are(name: str) -> None:
+    ax = FIGURES[name](None)
+    assert render(ax)[..., :3].std() > 0
+    assert ax.get_xlabel()
+    named = [text.get_text() for text in ax.get_yticklabels()]
+    assert ax.get_ylabel() or ax.get_title(loc="left") or named == LAYERS
+
+
+def test_no_figure_is_left_with_pyplot() -> None:
+    for draw in FIGURES.values():
+        draw(None)
+    assert pyplot.get_fignums() == []
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_everything_fits_into_a_figure_of_its_own(name: str) -> None:
+    ax = FIGURES[name](None)
+    render(ax)
+    figure = ax.get_figure(root=True)
+    box = figure.get_tightbbox()
+    width, height = figure.get_size_inches()
+    assert box.x0 > -0.01 and box.y0 > -0.01
+    assert box.x1 < width + 0.01 and box.y1 < height + 0.01
+
+
+BAD: dict[str, tuple[Callable[[], object], str]] = {
+    "unit with three inputs": (lambda: plots.unit_2d(np.ones(3), 0.0), r"\(2,\).*got \(3,\)"),
+    "no unperturbed unit": (
+        lambda: plots.perturbation(np.ones((1, 2)), [1], deltas=[0.1], rotations=[1]),
+        r"\(2, 2\).*got \(1, 2\)",
+    ),
+    "one input": (
+        lambda: plots.trajectories(np.ones((5, 3))),
+        r"\(steps, units, 2\).*got \(5, 3\)",
+    ),
+    "no steps": (
+        lambda: plots.trajectories(np.ones((0, 3, 2))),
+        r"none of them 0.*got \(0, 3, 2\)",
+    ),
+    "one row of scores": (lambda: decision_regions(np.ones((1, 9))), r"\(9, 9\).*got \(1, 9\)"),
+    "classes -1 and 1": (
+        lambda: plots.decision_regions(
+            np.ones((9, 9)), grid=(X, X), points=SQUARE, labels=[-1, 1, 1, 1], locations=SQUARE
+        ),
+        "0 or 1; got",
+    ),
+    "two inputs": (
+        lambda: plots.location_spectrum(np.ones((4, 3, 2)), limits=(0, 1)),
+        r"\(steps, units\).*got \(4, 3, 2\)",
+    ),
+    "no method": (lambda: plots.rotation_curves({}), "at least one method; got none"),
+    "no method to converge": (lambda: plots.convergence({}, label=""), "got none"),
+    "seeds forgotten": (lambda: plots.convergence({"bn": X}, label=""), r"got \(9,\).*\[None\]"),
+    "other steps": (
+        lambda: plots.displacement_curves({"sp": X}, steps=X[:4]),
+        r"steps must have shape \(9,\).*got \(4,\)",
+    ),
+    "steps out of order": (lambda: plots.displacement_curves({"sp": X}, steps=-X), "must grow"),
+    "a name too many": (
+        lambda: plots.dead_units(np.ones((5, 4)), layers=LAYERS),
+        r"\(6, records\).*got \(5, 4\)",
+    ),
+    "logarithm of 0": (
+        lambda: plots.rotation_heatmap(GAPS, layers=LAYERS, limits=(0, 1)),
+        r"above 0; got \(0, 1\)",
+    ),
+    "no region": (lambda: plots.region_slice([], {}), "finite corners; got 0"),
+    "segments of points": (
+        lambda: plots.region_slice([SQUARE], {"fc": SQUARE}),
+        r"\(segments, 2, 2\).*got \(4, 2\)",
+    ),
+    "unknown method": (lambda: plots.method_style("sgd"), "one of sp, .*got 'sgd'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_drawn_is_refused_with_rule_and_finding(name: str) -> None:
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# --- styles of methods ---
+
+
+@pytest.mark.parametrize("key", METHODS.split())
+def test_key_and_title_name_the_same_style(key: str) -> None:
+    found = plots.method_style(key)
+    assert found.title.lower() == key
+    assert plots.method_style(found.title.replace("+", " + ")) == found
+    assert plots.COLOURS[found.title] == found.colour
+
+
+def test_every_method_is_drawn_in_its_own_way() -> None:
+    drawn = [(s.colour, s.dash) for s in map(plots.method_style, METHODS.split())]
+    assert len(set(drawn)) == len(drawn) == 13
+
+
+def lab(colour: str, seen: np.ndarray) -> np.ndarray:
+    """CIE L*a*b* of a colour as an eye with this matrix of linear sRGB sees it."""
+    rgb = np.array(to_rgb(colour))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    linear = np.clip(seen @ linear, 0, 1)
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    x, y, z = np.cbrt(np.array(to_xyz) @ linear / [0.9505, 1.0, 1.089])
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+# Machado, Oliveira and Fernandes 2009, severity 1
+EYES = {
+    "normal": np.eye(3),
+    "deuteranopia": np.array(
+        [
+            [0.367322, 0.860646, -0.227968],
+            [0.280085, 0.672501, 0.047413],
+            [-0.01182, 0.04294, 0.968881],
+        ]
+    ),
+    "protanopia": np.array(
+        [
+            [0.152286, 1.052583, -0.204868],
+            [0.114503, 0.786281, 0.099216],
+            [-0.003882, -0.048116, 1.051998],
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("eye", EYES)
+def test_methods_with_the_same_dash_differ_in_colour_to(eye: str) -> None:
+    styles = [plots.method_style(key) for key in METHODS.split()]
+    for one, other in combinations(styles, 2):
+        if one.dash == other.dash:
+            distance = np.linalg.norm(lab(one.colour, EYES[eye]) - lab(other.colour, EYES[eye]))
+            assert distance > 15, (one.title, other.title)
+
+
+def test_curves_that_are_no_methods_are_told_apart() -> None:
+    found = style.curve_styles(["sp", "first", "second", "third"])
+    assert [s.title for s in found] == ["SP", "first", "second", "third"]
+    assert len({(s.colour, s.dash) for s in found}) == 4
+
+
+# --- units ---
+
+
+@pytest.mark.parametrize("direction", [1.0, -1.0, -3.0])
+def test_unit_over_one_input_is_r_relu(direction: float) -> None:
+    ax = plots.unit_1d(direction, 0.7, r=-1.5)
+    x, z = line(ax, "unit").get_data()
+    np.testing.assert_allclose(z, -1.5 * np.maximum(direction * x + 0.7, 0))
+    assert np.isclose(x, -0.7 / direction, rtol=1e-12).any()  # the bend is not cut off
+    np.testing.assert_allclose(line(ax, "location φ").get_xdata(), -0.7 / direction)
+    np.testing.assert_allclose(line(ax, "boundary").get_xdata(), -0.7 / direction)
+
+
+@pytest.mark.parametrize("angle", [0.0, 0.9, 2.5, 4.0])
+@pytest.mark.parametrize("lam", [-1.0, 0.0, 0.6])
+@pytest.mark.parametrize("length", [1.0, 1e-3])
+def test_boundary_goes_through_phi_at_right_angles(
+    angle: float, lam: float, length: float
+) -> None:
+    u = np.array([np.cos(angle), np.sin(angle)])
+    ax = plots.unit_2d(length * u, length * lam)
+    phi = np.ravel(line(ax, "location φ").get_data())
+    np.testing.assert_allclose(phi, -lam * u, atol=1e-12)
+    ends = np.transpose(line(ax, "boundary").get_data())
+    np.testing.assert_allclose(ends @ u + lam, 0, atol=1e-12)
+    low, high = ax.get_xlim()
+    assert np.linalg.norm(ends[1] - ends[0]) > high - low
+    assert (np.abs(phi) < high).all()
+
+
+@pytest.mark.parametrize("angle", [0.3, 2.0, 5.0])
+def test_shaded_sides_are_where_the_unit_is_active_and_not(angle: float) -> None:
+    u, lam = np.array([np.cos(angle), np.sin(angle)]), 0.4
+    ax = plots.unit_2d(u, lam)
+    low, high = ax.get_xlim()
+    points = np.random.default_rng(0).uniform(low, high, (500, 2))
+    np.testing.assert_array_equal(region(ax, "active").contains_points(points), points @ u > -lam)
+    np.testing.assert_array_equal(
+        region(ax, "inactive").contains_points(points), points @ u < -lam
+    )
+    assert region(ax, "active").contains_point(-lam * u + 0.5 * u)
+
+
+@pytest.mark.parametrize("lam", [1.0, -1.0])
+def test_unit_without_boundary_is_on_one_side_everywhere(lam: float) -> None:
+    ax = plots.unit_2d(np.zeros(2), lam)
+    side = "active" if lam > 0 else "inactive"
+    assert region(ax, side).contains_point((0.1, 0.1))
+    assert ax.get_title(loc="left") == "no boundary"
+    assert "boundary" not in legend(ax)
+
+
+def test_perturbed_boundaries_go_through_their_phi_and_tell_their_turn() -> None:
+    angles = np.array([0.5, 0.6, 1.5])
+    directions = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    lams = np.array([1.0, 1.2, 0.3])
+    ax = plots.perturbation(
+        directions, lams, deltas=np.array([1e-4, 0.1]), rotations=np.array([5.73, 57.3])
+    )
+    labels = ["unperturbed", "δ = 0.0001: 5.73°", "δ = 0.1: 57.3°"]
+    assert legend(ax) == labels
+    for label, u, lam in zip(labels, directions, lams, strict=True):
+        ends = np.transpose(line(ax, label).get_data())
+        np.testing.assert_allclose(ends @ u + lam, 0, atol=1e-12)
+
+
+def test_perturbation_that_leaves_no_boundary_says_so() -> None:
+    ax = FIGURES["perturbation without boundary"](None)
+    assert legend(ax)[2] == "δ = 0.01: nan° (no boundary)"
+
+
+# --- planes ---
+
+
+def test_trajectories_are_the_locations_from_start_to_end() -> None:
+    locations = np.random.default_rng(0).normal(size=(20, 3, 2)).cumsum(axis=0)
+    ax = plots.trajectories(locations)
+    paths = [np.transpose(each.get_data()) for each in ax.lines if len(each.get_xdata()) == 20]
+    np.testing.assert_array_equal(paths, locations.swapaxes(0, 1))
+    np.testing.assert_array_equal(np.ravel(line(ax, "start").get_data()), locations[0, 0])
+    np.testing.assert_array_equal(np.ravel(line(ax, "end").get_data()), locations[-1, 0])
+    assert legend(ax) == ["start", "end"]
+
+
+def test_a_leap_out_of_sight_does_not_shrink_the_rest_and_is_counted() -> None:
+    locations = np.random.default_rng(0).uniform(-1, 1, size=(100, 4, 2))
+    locations[-1, 0] = 2.0**16
+    ax = plots.trajectories(locations)
+    assert ax.get_xlim()[1] < 2
+    assert "3 of 4 units end in view" in ax.get_xlabel()
+
+
+def test_decision_is_drawn_at_the_level_and_stars_at_the_locations() -> None:
+    ax = decision_regions(X - 0.25 + 0 * X[:, None])
+    (contour,) = [each for each in ax.collections if hasattr(each, "levels")]
+    np.testing.assert_allclose(contour.get_paths()[0].vertices[:, 0], 0.25)
+    stars = np.transpose(line(ax, "location φ").get_data())
+    np.testing.assert_array_equal(stars[0], [0.5, 0.5])
+    assert "1 of 4 locations in view" in ax.get_xlabel()
+    assert legend(ax) == ["decision", "class 0", "class 1", "location φ"]
+
+
+def test_points_are_drawn_with_their_class() -> None:
+    ax = decision_regions(X[:, None] + X)
+    np.testing.assert_array_equal(np.transpose(line(ax, "class 1").get_data()), SQUARE[[1, 2]])
+
+
+# --- curves ---
+
+
+def test_fit_has_a_tick_at_each_unit_in_view() -> None:
+    ax = FIGURES["fit_1d"](None)
+    (ticks,) = [each for each in ax.collections if isinstance(each, LineCollection)]
+    assert [segment[0, 0] for segment in ticks.get_segments()] == [0.5]
+    assert "1 of 4 in view" in ax.get_xlabel()
+    np.testing.assert_array_equal(line(ax, "at start").get_ydata(), X)
+
+
+def test_spectrum_goes_from_the_first_step_up_to_the_last() -> None:
+    locations = np.arange(40.0).reshape(10, 4)
+    steps = 100 * np.arange(10)
+    ax = plots.location_spectrum(locations, limits=(1.0, 37.0), steps=steps, rows=3)
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["0", "400", "900"]
+    bars = [[tick[0, 0] for tick in bar.get_segments()] for bar in ax.collections]
+    assert bars == [[1, 2, 3], [16, 17, 18, 19], [36, 37]]
+    assert [text.get_text() for text in ax.texts] == ["3", "4", "2", "in view"]
+
+
+@pytest.mark.parametrize("draw", [plots.displacement_curves, plots.rotation_curves])
+def test_stability_shows_every_value_in_powers_of_two(draw: Callable[..., Axes]) -> None:
+    values = 2.0 ** np.array([0, -3, 16, 1])
+    ax = draw({"gmp+imn": values, "sp": 2 * values}, steps=np.array([0, 10, 20, 30]))
+    thin = ax.lines[0]
+    np.testing.assert_array_equal(thin.get_ydata(), values)
+    np.testing.assert_array_equal(thin.get_xdata(), [0, 10, 20, 30])
+    assert ax.yaxis.get_transform().base == 2
+    assert legend(ax) == ["GmP+IMN", "SP"]
+    assert line(ax, "SP").get_color() == plots.COLOURS["SP"]
+
+
+def test_bold_line_is_the_median_of_each_hundredth() -> None:
+    values = np.random.default_rng(0).exponential(size=1000)
+    values[:3] = np.nan
+    ax = plots.displacement_curves({"sp": values})
+    expected = np.nanmedian(values.reshape(100, 10), axis=1)
+    np.testing.assert_allclose(line(ax, "SP").get_ydata(), expected)
+
+
+def test_a_step_without_motion_is_a_gap() -> None:
+    ax = plots.rotation_curves({"sp": np.array([1.0, 0.0, 4.0])})
+    np.testing.assert_array_equal(ax.lines[0].get_ydata(), [1, np.nan, 4])
+
+
+def test_convergence_is_mean_and_standard_error_over_seeds() -> None:
+    values = np.random.default_rng(0).normal(size=(5, 30))
+    values[3:, 20:] = np.nan  # two seeds ended early
+    ax = plots.convergence({"bn": values}, label="top-5 accuracy (%)")
+    left, right = values[:, :20], values[:3, 20:]
+    mean = np.concatenate([left.mean(0), right.mean(0)])
+    error = np.concatenate([left.std(0, ddof=1) / 5**0.5, right.std(0, ddof=1) / 3**0.5])
+    x, y = line(ax, "BN").get_data()
+    np.testing.assert_array_equal(x, np.arange(1, 31))
+    np.testing.assert_allclose(y, mean)
+    corners = ax.collections[0].get_paths()[0].vertices
+    for epoch, low, high in zip(x, mean - error, mean + error, strict=True):
+        at = corners[corners[:, 0] == epoch, 1]
+        assert (at.min(), at.max()) == pytest.approx((low, high))
+    assert ax.get_ylabel() == "top-5 accuracy (%)"
+
+
+def test_one_seed_has_a_mean_and_no_band() -> None:
+    ax = plots.convergence({"bn": X[None]}, label="accuracy")
+    np.testing.assert_array_equal(line(ax, "BN").get_ydata(), X)
+    assert not ax.collections[0].get_paths()
+
+
+# --- networks ---
+
+
+def test_heat_map_holds_the_values() -> None:
+    ax = plots.layer_heatmap(GAPS, layers=LAYERS, label="share")
+    shown = ax.images[0].get_array()
+    np.testing.assert_array_equal(shown.mask, ~np.isfinite(GAPS))
+    np.testing.assert_array_equal(shown.compressed(), GAPS[np.isfinite(GAPS)])
+    assert ax.images[0].colorbar.ax.get_ylabel() == "share"
+
+
+def test_more_records_than_pixels_keep_every_jump() -> None:
+    values = np.zeros((1, 10_000))
+    values[0, 1234] = 90.0
+    ax = plots.layer_heatmap(values, layers=["fc"], label="degrees")
+    shown = ax.images[0].get_array()
+    assert shown.shape[1] == 400 and shown[0, 1234 * 400 // 10_000] == shown.max() == 90
+
+
+def test_columns_are_numbered_by_step() -> None:
+    steps = np.array([0, 1, 2, 4, 8, 16, 32, 64])
+    ax = plots.layer_heatmap(np.ones((1, 8)), layers=["fc"], label="", steps=steps)
+    ticks = {text.get_text(): text.get_position()[0] for text in ax.get_xticklabels()}
+    assert ticks["0"] == 0 and ticks["60"] == pytest.approx(6 + (60 - 32) / 32)
+
+
+def test_rest_has_a_colour_and_the_unknown_is_hatched() -> None:
+    values = np.array([[0.0, 1.0], [np.nan, 10.0]])
+    image = plots.rotation_heatmap(values, layers=["conv1", "fc"]).images[0]
+    colours = image.cmap(image.norm(image.get_array()))
+    np.testing.assert_array_equal(colours[0, 0], image.cmap(0.0))
+    assert colours[1, 0, 3] == 0  # see-through
+    assert image.axes.patch.get_hatch()
+
+
+def test_dead_units_are_a_share_in_percent() -> None:
+    ax = plots.dead_units(np.array([[0.0, 0.25]]), layers=["conv1"])
+    norm, bar = ax.images[0].norm, ax.images[0].colorbar
+    assert (norm.vmin, norm.vmax) == (0, 0.25)
+    assert bar.ax.yaxis.get_major_formatter()(0.25) == "25%"
+    equal = plots.dead_units(np.array([[0.0, 0.25]]), layers=["conv1"], limits=(0, 1)).images[0]
+    assert equal.norm.vmax == 1
+
+
+RESNET = ["conv1"] + [
+    f"layer{i}.{j}.conv{k}" for i in (1, 2, 3, 4) for j in range(4) for k in (1, 2, 3)
+]
+
+
+@pytest.mark.parametrize("draw", [plots.rotation_heatmap, plots.dead_units, plots.region_changes])
+@pytest.mark.parametrize("size", [None, (6, 3)])
+def test_names_of_many_layers_do_not_touch(
+    draw: Callable[..., Axes], size: tuple[float, float] | None
+) -> None:
+    ax = size and plots.new_figure(1, 1, size=size)[1][0, 0]
+    values = np.random.default_rng(0).uniform(size=(len(RESNET), 20))
+    ax = draw(values, layers=RESNET, ax=ax)
+    render(ax)
+    names = ax.get_yticklabels()
+    assert size or [text.get_text() for text in names] == RESNET
+    boxes = [text.get_window_extent() for text in names]
+    assert len(boxes) > 5
+    assert all(below.y1 <= above.y0 + 1 for above, below in zip(boxes, boxes[1:], strict=False))
+
+
+def test_region_changes_are_median_and_range_of_each_layer() -> None:
+    values = np.array([[0.5, 0.0, 0.1], [np.nan, np.nan, np.nan], [0.2, np.inf, 0.4]])
+    ax = plots.region_changes(values, layers=LAYERS[:3])
+    np.testing.assert_allclose(line(ax, "median over steps").get_data(), [[0.1, 0.3], [0, 2]])
+    np.testing.assert_allclose(
+        ax.collections[0].get_segments(), [[[0, 0], [0.5, 0]], [[0.2, 2], [0.4, 2]]]
+    )
+
+
+def test_slice_draws_regions_and_the_boundaries_of_each_layer() -> None:
+    segments = {
+        "fc1": np.array([[[0.5, 0.0], [0.5, 1.0]]]),
+        "fc2": np.array([[[0.0, 0.2], [0.5, 0.6]], [[0.5, 0.6], [1.0, 0.1]]]),
+    }
+    ax = plots.region_slice([SQUARE, 2 * SQUARE[:3]], segments)
+    (fills,) = [each for each in ax.collections if isinstance(each, PolyCollection)]
+    assert [len(path.vertices) - 1 for path in fills.get_paths()] == [4, 3]
+    drawn = {c.get_label(): c for c in ax.collections if isinstance(c, LineCollection)}
+    for name, expected in segments.items():
+        np.testing.assert_array_equal(drawn[name].get_segments(), expected)
+    assert not np.array_equal(drawn["fc1"].get_color(), drawn["fc2"].get_color())
+    assert legend(ax) == ["fc1", "fc2"]
+    assert (ax.get_xlim(), ax.get_ylim()) == ((0, 2), (0, 2))
+
+
+def test_colours_with_an_order_grow_lighter() -> None:
+    lightness = [lab(matplotlib.colors.to_hex(c), np.eye(3))[0] for c in style.ordered_colours(6)]
+    assert lightness == sorted(lightness)
