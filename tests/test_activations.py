@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam.analysis import SReLU, breaks
-from geoparam.analysis.activations import Breaks
+from geoparam.analysis.reading.activations import Breaks
 from geoparam.trace import trace
 
 D = {"dtype": torch.float64}

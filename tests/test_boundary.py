@@ -28,9 +28,9 @@ from geoparam import (
     convert_,
 )
 from geoparam.analysis import Boundaries, SReLU, boundaries, layer_boundaries
-from geoparam.analysis.moments import norm_moments
-from geoparam.analysis.norms import Unknown
-from geoparam.analysis.sites import find_sites, unwrap
+from geoparam.analysis.reading.moments import norm_moments
+from geoparam.analysis.reading.norms import Unknown
+from geoparam.analysis.reading.sites import find_sites, unwrap
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.unit import GmPLayer
 

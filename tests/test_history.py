@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from geoparam.analysis.history import GrowingArray, History
+from geoparam.analysis.tracking.history import GrowingArray, History
 
 TYPE = np.dtype([("step", "i8"), ("name", "U5"), ("value", "f8")])
 

@@ -22,8 +22,8 @@ from geoparam.analysis.partition import (
     patterns,
     read_patterns,
 )
-from geoparam.analysis.probe import observe
-from geoparam.analysis.sites import find_sites
+from geoparam.analysis.reading.probe import observe
+from geoparam.analysis.reading.sites import find_sites
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from geoparam.analysis.planes import Plane, checked_plane, plane_through, unit_window
+from geoparam.analysis.slicing.planes import Plane, checked_plane, plane_through, unit_window
 
 SHAPE = (2, 3, 3)
 

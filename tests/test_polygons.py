@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from geoparam.analysis.polygons import Polygons, chords, join, rectangle, split
+from geoparam.analysis.slicing.polygons import Polygons, chords, join, rectangle, split
 
 
 def regular(corners: int, radius: float = 1.0) -> Polygons:

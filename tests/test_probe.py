@@ -12,8 +12,8 @@ from patches import patches
 from torch import Tensor, nn
 
 from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, InputMeanNorm, convert_
-from geoparam.analysis.probe import input_lengths, observe
-from geoparam.analysis.sites import Site, find_sites
+from geoparam.analysis.reading.probe import input_lengths, observe
+from geoparam.analysis.reading.sites import Site, find_sites
 from geoparam.attention import GmPMultiheadAttention
 
 D = {"dtype": torch.float64}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from geoparam.analysis.quantiles import Quantiles
+from geoparam.analysis.tracking.quantiles import Quantiles
 
 LEVELS = (0.0, 0.5, 0.99, 1.0)
 

@@ -14,7 +14,7 @@ import geoparam as gp
 from geoparam.analysis import SReLU, boundaries, breaks
 from geoparam.analysis import slices as module
 from geoparam.analysis.partition import pack, patterns
-from geoparam.analysis.planes import plane_through
+from geoparam.analysis.slicing.planes import plane_through
 from geoparam.analysis.slices import Slice, slice_regions
 
 EXTENT = (-2.0, 2.0, -1.5, 2.5)

@@ -1,8 +1,8 @@
 """What the units of a network do: their boundaries, how these move, the regions they make."""
 
-from geoparam.analysis.activations import SReLU, breaks
 from geoparam.analysis.boundary import Boundaries, boundaries, layer_boundaries
 from geoparam.analysis.partition import patterns
+from geoparam.analysis.reading.activations import SReLU, breaks
 from geoparam.analysis.tracker import BoundaryTracker
 
 __all__ = [

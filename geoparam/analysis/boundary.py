@@ -38,10 +38,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from geoparam import sphere
-from geoparam.analysis.activations import Breaks, breaks
-from geoparam.analysis.moments import Moments, batch_moments, has_running
-from geoparam.analysis.norms import is_rms
-from geoparam.analysis.sites import (
+from geoparam.analysis.reading.activations import Breaks, breaks
+from geoparam.analysis.reading.moments import Moments, batch_moments, has_running
+from geoparam.analysis.reading.norms import is_rms
+from geoparam.analysis.reading.sites import (
     Follows,
     Layers,
     checked,
@@ -178,7 +178,7 @@ def boundaries(
         moments = {name: unseen for name, site in open_sites.items() if has_running(site.norm)}
         moments |= batch_moments(unwrap(model), inputs, open_sites, training=batch)
     return {
-        name: _of(parts(site.layer, site.norm, moments.get(name)), site.breaks)
+        name: made_boundaries(parts(site.layer, site.norm, moments.get(name)), site.breaks)
         for name, site in sites.items()
     }
 
@@ -207,11 +207,12 @@ def layer_boundaries(
             "and their GmP forms do, and subclasses that compute the same."
         )
     given = activation if activation is not None else getattr(layer, "activation", None)
-    return _of(parts(layer, checked(norm, layer), moments), breaks(given or nn.ReLU()))
+    return made_boundaries(parts(layer, checked(norm, layer), moments), breaks(given or nn.ReLU()))
 
 
 @torch.no_grad()
-def _of(of: Parts, breaks: Breaks | None) -> Boundaries:
+def made_boundaries(of: Parts, breaks: Breaks | None) -> Boundaries:
+    """Return the boundaries of units made of these parts, in float64."""
     rows = sphere.wide(gathered(of.rows))
     like = sphere.length(rows)
     vectors = {
@@ -272,9 +273,6 @@ def parts(
     return plain if norm is None else _normed(plain, norm, moments, has_positions(layer))
 
 
-_has_positions = has_positions
-
-
 def gathered(value: Tensor) -> Tensor:
     """Return a small tensor whole, also where FSDP keeps it in pieces: then all take part."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -329,7 +327,7 @@ def _normed(of: Parts, norm: Any, moments: Moments | None, positions: bool) -> P
     """Put a norm on top of a layer; what is not known of it makes distances NaN."""
     units = len(of.rows)
     of = of._replace(gamma=_per_unit(norm, "weight", units), beta=_per_unit(norm, "bias", units))
-    groups = _groups_of_units(norm, positions, units)
+    groups = groups_of_units(norm, positions, units)
     of = _centred(of, groups) if groups else of
     if moments is not None:
         mean, deviation = (t.expand(units) for t in moments)
@@ -352,7 +350,7 @@ def _per_unit(norm: nn.Module, name: str, units: int) -> Tensor | None:
     return gathered(value).reshape(units, -1).mean(dim=1)
 
 
-def _groups_of_units(norm: nn.Module, positions: bool, units: int) -> int:
+def groups_of_units(norm: nn.Module, positions: bool, units: int) -> int:
     """Return how many groups of units share a mean at one point, where that is all it is over."""
     if isinstance(norm, nn.LayerNorm):
         return int(tuple(norm.normalized_shape) == (units,))

@@ -33,8 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam.analysis.probe import observe
-from geoparam.analysis.sites import Layers, Site, find_sites, unwrap
+from geoparam.analysis.reading.probe import observe
+from geoparam.analysis.reading.sites import Layers, Site, find_sites, unwrap
 from geoparam.plan import Inputs
 from geoparam.trace import tensors_in
 

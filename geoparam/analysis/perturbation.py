@@ -44,20 +44,26 @@ import torch
 from torch import Tensor, nn
 
 from geoparam import sphere
-from geoparam.analysis.activations import Activation, Breaks, breaks
 from geoparam.analysis.boundary import (
     Boundaries,
     Parts,
     Statistics,
-    _groups_of_units,
-    _has_positions,
-    _of,
     gathered,
+    groups_of_units,
+    made_boundaries,
     parts,
 )
-from geoparam.analysis.moments import Moments, batch_moments, has_running
+from geoparam.analysis.reading.activations import Activation, Breaks, breaks
+from geoparam.analysis.reading.moments import Moments, batch_moments, has_running
+from geoparam.analysis.reading.sites import (
+    Follows,
+    Layers,
+    Site,
+    find_sites,
+    has_positions,
+    unwrap,
+)
 from geoparam.analysis.roles import Role, Steps, coordinates, moved, rows, stored, twin
-from geoparam.analysis.sites import Follows, Layers, Site, find_sites, unwrap
 from geoparam.plan import Inputs
 from geoparam.unit import GmPLayer
 
@@ -388,7 +394,7 @@ def _see(
 ) -> _Seen:
     other, other_norm = perturbed(layer, steps, norm)
     made_of = parts(other, other_norm, moments)
-    return _Seen(other, other_norm, made_of, _of(made_of, points))
+    return _Seen(other, other_norm, made_of, made_boundaries(made_of, points))
 
 
 def _observer(
@@ -479,7 +485,7 @@ def _reach(before: _Seen, after: _Seen) -> tuple[Tensor, Tensor, Tensor]:
     """Return length, first-order turn and bound of the step that directions took, in radians."""
     layer, norm, made_of, _ = before
     held, row, other = coordinates(layer), rows(layer), rows(after.layer)
-    if norm is not None and _groups_of_units(norm, _has_positions(layer), len(made_of.rows)):
+    if norm is not None and groups_of_units(norm, has_positions(layer), len(made_of.rows)):
         return _straight(made_of.rows, after.parts.rows)
     if held == "sign":
         zero = torch.zeros_like(before.found.scale)

@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from geoparam import sphere
 from geoparam.analysis.boundary import gathered
-from geoparam.analysis.sites import is_transposed
+from geoparam.analysis.reading.sites import is_transposed
 from geoparam.unit import GmPLayer
 
 Role = Literal["direction", "length", "scale", "offset", "gamma", "beta"]

@@ -35,13 +35,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from geoparam.analysis.activations import Breaks
 from geoparam.analysis.partition import Pattern, Patterns
-from geoparam.analysis.piecewise import Build, Network, bent
-from geoparam.analysis.planes import Extent, Plane, checked_plane, unit_window
-from geoparam.analysis.polygons import Polygons, chords, join, rectangle, split
-from geoparam.analysis.probe import observe
-from geoparam.analysis.sites import Site
+from geoparam.analysis.reading.activations import Breaks
+from geoparam.analysis.reading.probe import observe
+from geoparam.analysis.reading.sites import Site
+from geoparam.analysis.slicing.piecewise import Build, Network, bent
+from geoparam.analysis.slicing.planes import Extent, Plane, checked_plane, unit_window
+from geoparam.analysis.slicing.polygons import Polygons, chords, join, rectangle, split
 from geoparam.trace import tensors_in
 
 ON_LINE = 1e-11  # of half the window

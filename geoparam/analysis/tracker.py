@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from geoparam.analysis.gauge import QUANTITIES, Gauge, reshard
-from geoparam.analysis.history import NETWORK, History
-from geoparam.analysis.sites import Follows, Layers, find_sites, unwrap
+from geoparam.analysis.reading.sites import Follows, Layers, find_sites, unwrap
+from geoparam.analysis.tracking.gauge import QUANTITIES, Gauge, reshard
+from geoparam.analysis.tracking.history import NETWORK, History
 from geoparam.plan import Inputs
 
 

@@ -15,8 +15,8 @@ into (u, r = ||w||) or (v, l = ||v||), all offsets 0. For convolutions the code 
 sqrt(6 / (k^2 (in + out))) for plain layers and sqrt(6 / (k^2 in + out)) for the others. "sphere"
 is the papers' text, for geometric layers: uniform directions, r = 1; plain and weight-normalised
 layers stay Glorot-uniform. "he" draws hidden weights, plain or weight-normalised, from
-N(0, 2 / fan-in). Output layers are always Glorot-uniform. Drawn from one seed, all methods start
-from the same weights, so that SP, WN and GmP start as the same function.
+N(0, 2 / fan-in). Output layers are always Glorot-uniform. From one seed, networks of linear layers
+get the same Glorot weights under all methods, so that SP, WN and GmP start as one function.
 
 **Norms.** BN and LN have Keras's epsilon of 1e-3, BN, MBN and IMN its momentum, 1 % of each new
 batch. IMN stands where the papers' code has it, at the end of each hidden block: thus every layer
@@ -67,12 +67,12 @@ class Method:
         imn: where IMN stands: at a hidden block's "output" or at its "input".
 
     Example:
-        >>> METHODS["gmp+imn"].conv2d(3, 128, 3, padding=1)
+        >>> METHODS["gmp+imn"].conv2d(3, 128, 3)
         Sequential(
-          (0): GmPConv2d(3, 128, kernel_size=(3, 3), padding=(1, 1), coordinates='angles', activation=relu)
+          (0): GmPConv2d(3, 128, kernel_size=(3, 3), coordinates='angles', activation=relu)
           (1): InputMeanNorm(128, momentum=0.01)
         )
-    """  # noqa: E501
+    """
 
     title: str
     layer: Literal["plain", "weight_norm", "angles", "natural", "intrinsic"] = "plain"

@@ -97,6 +97,18 @@ def source(experiment: str, measure: str) -> str:
     return table.source if table else ""
 
 
+def rate(experiment: str, method: str) -> float | None:
+    """The learning rate behind the papers' number of a method; None where they have none.
+
+    Example:
+        >>> rate("uci", "gmp"), rate("uci", "bn"), rate("imagenet", "bn")
+        (0.1, 0.01, 0.1)
+    """
+    if experiment == "imagenet":
+        return 0.1
+    return {"gmp": 0.1, "gmp+imn": 0.1}.get(method, 0.01) if method in _COMPARED else None
+
+
 def _parse(text: str) -> dict[str, dict[str, Printed]]:
     """Read a table whose first row names the columns, and whose others begin with a method."""
     (_, *columns), *rows = (
@@ -146,6 +158,8 @@ _DRAWN = """\
 sp|4.1|12.2|18.3|23.7
 wn|4.1|12.2|18.3|23.7"""
 
+_COMPARED = ("sp", "wn", "wn+mbn", "bn", "gmp", "gmp+imn")
+EPOCHS = {"levy": 10_000, "banana": 5_000, "uci": 5_000, "imagenet32": 90, "imagenet": 90}  # most
 _RESNET = "v2, table 3 (ResNet-18) and v1, table 1 (ResNet-50)"
 
 PAPERS: dict[tuple[str, str], PaperTable] = {

@@ -15,11 +15,11 @@ import torch
 import torch.autograd.forward_ad as forward_mode
 from torch import Tensor, nn
 
-from geoparam.analysis.activations import Activation, SReLU, breaks
-from geoparam.analysis.moments import has_running
-from geoparam.analysis.planes import Plane
-from geoparam.analysis.probe import observe
-from geoparam.analysis.sites import Site, unwrap
+from geoparam.analysis.reading.activations import Activation, SReLU, breaks
+from geoparam.analysis.reading.moments import has_running
+from geoparam.analysis.reading.probe import observe
+from geoparam.analysis.reading.sites import Site, unwrap
+from geoparam.analysis.slicing.planes import Plane
 from geoparam.graph import Call, Graph, Node
 from geoparam.trace import trace
 from geoparam.unit import GmPLayer

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from geoparam.analysis.moments import Moments, average_moments, has_running, norm_moments
 from geoparam.analysis.partition import Collector, Patterns
-from geoparam.analysis.probe import input_lengths, observe
-from geoparam.analysis.sites import Site
+from geoparam.analysis.reading.moments import Moments, average_moments, has_running, norm_moments
+from geoparam.analysis.reading.probe import input_lengths, observe
+from geoparam.analysis.reading.sites import Site
 from geoparam.plan import Inputs
 from geoparam.trace import tensors_in
 

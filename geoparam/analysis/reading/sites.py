@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from geoparam.analysis.activations import Activation, Breaks, SReLU, breaks
-from geoparam.analysis.norms import Unknown, feature_dim, mixes_units
-from geoparam.analysis.order import has_all, in_order
+from geoparam.analysis.reading.activations import Activation, Breaks, SReLU, breaks
+from geoparam.analysis.reading.norms import Unknown, feature_dim, mixes_units
+from geoparam.analysis.reading.order import has_all, in_order
 from geoparam.graph import Call, Graph
 from geoparam.plan import Inputs, kind_of
 from geoparam.trace import OPS, trace

@@ -29,8 +29,8 @@ from geoparam.analysis.boundary import (
     parts,
     weight_and_bias,
 )
-from geoparam.analysis.moments import Moments
-from geoparam.analysis.sites import Site
+from geoparam.analysis.reading.moments import Moments
+from geoparam.analysis.reading.sites import Site
 from geoparam.unit import GmPLayer
 
 NEGLIGIBLE = 1e-4  # a metric below this: a step of the angle turns the unit by under 1 % of it
@@ -56,7 +56,7 @@ class Motion:
 
     Example:
         >>> from torch import nn
-        >>> from geoparam.analysis.sites import find_sites
+        >>> from geoparam.analysis.reading.sites import find_sites
         >>> model = nn.Sequential(nn.Linear(2, 1), nn.ReLU())
         >>> motion = Motion(find_sites(model, torch.zeros(1, 2)))
         >>> _ = motion.measure()

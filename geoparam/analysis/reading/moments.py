@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from geoparam import sphere
-from geoparam.analysis.norms import InstanceNorm, Unknown, is_for_images, is_rms
-from geoparam.analysis.probe import observe
-from geoparam.analysis.sites import Site
+from geoparam.analysis.reading.norms import InstanceNorm, Unknown, is_for_images, is_rms
+from geoparam.analysis.reading.probe import observe
+from geoparam.analysis.reading.sites import Site
 from geoparam.norm import InputMeanNorm
 from geoparam.plan import Inputs
 
@@ -50,14 +50,11 @@ def batch_moments(
 def _use_the_batch(model: nn.Module, _: object) -> None:
     """Let all norms take the batch's statistics, also those that no call shows, inside of layers.
 
-    They track them in copies: torch's batch_norm writes without counting a version. The run puts
-    flags and buffers back.
+    The run has lent them copies of their buffers, and puts flags back.
     """
     for module in model.modules():
         if has_running(module):
             module.training = True
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.clone()
 
 
 def average_moments(moments: Sequence[Moments]) -> Moments:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam.analysis.sites import Site
+from geoparam.analysis.reading.sites import Site
 from geoparam.plan import Inputs
 from geoparam.trace import trace
 from geoparam.unit import GmPLayer
@@ -41,7 +41,7 @@ def observe(
         norm_input: Called with the site and what the norm after its layer gets.
 
     Example:
-        >>> from geoparam.analysis.sites import find_sites
+        >>> from geoparam.analysis.reading.sites import find_sites
         >>> model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(5, 3)
         >>> observe(model, x, find_sites(model, x), lambda site, z: print(site.name, *z.shape))
         0 5 4

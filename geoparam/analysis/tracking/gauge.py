@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from geoparam.analysis.boundary import gathered
-from geoparam.analysis.moments import Moments
-from geoparam.analysis.motion import Measured, Motion
 from geoparam.analysis.partition import Pattern, Patterns
-from geoparam.analysis.quantiles import Quantiles
-from geoparam.analysis.readings import Readings, median
-from geoparam.analysis.replay import Replayed
-from geoparam.analysis.sites import Site
+from geoparam.analysis.reading.moments import Moments
+from geoparam.analysis.reading.sites import Site
+from geoparam.analysis.tracking.motion import Measured, Motion
+from geoparam.analysis.tracking.quantiles import Quantiles
+from geoparam.analysis.tracking.readings import Readings, median
+from geoparam.analysis.tracking.replay import Replayed
 from geoparam.plan import Inputs
 
 LEVELS = (0.0, 0.5, 0.99, 1.0)

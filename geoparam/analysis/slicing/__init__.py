@@ -1,0 +1,1 @@
+"""The insides of slices: planes, convex polygons, a network that is affine in pieces."""

@@ -1,0 +1,1 @@
+"""The insides of the tracker: what is measured, on the device, and what is kept of it."""
