@@ -81,6 +81,7 @@ def test_a_layer_has_one_value_for_each_record() -> None:
     np.testing.assert_array_equal(history["bc"]["step"], [2, 4, 6])
     np.testing.assert_array_equal(history["bc"]["y"], [23, 43, 63])
     np.testing.assert_array_equal(history.network["x"], [24, 44, 64])
+    np.testing.assert_array_equal(history.table("y"), [[21, 41, 61], [23, 43, 63]])
     with pytest.raises(KeyError, match="no layer 'd'; there are: a, bc"):
         history["d"]
 

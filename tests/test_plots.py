@@ -526,7 +526,7 @@ def test_names_of_many_layers_do_not_touch(
 def test_region_changes_are_median_and_range_of_each_layer() -> None:
     values = np.array([[0.5, 0.0, 0.1], [np.nan, np.nan, np.nan], [0.2, np.inf, 0.4]])
     ax = plots.region_changes(values, layers=LAYERS[:3])
-    np.testing.assert_allclose(line(ax, "median over steps").get_data(), [[0.1, 0.3], [0, 2]])
+    np.testing.assert_allclose(ax.lines[0].get_data(), [[0.1, 0.3], [0, 2]])
     np.testing.assert_allclose(
         ax.collections[0].get_segments(), [[[0, 0], [0.5, 0]], [[0.2, 2], [0.4, 2]]]
     )

@@ -99,6 +99,7 @@ class Parts(NamedTuple):
     mean: Tensor | None = None
     variance: Tensor | None = None  # the deviation is sqrt(variance + eps)
     eps: float = 0.0
+    unit: bool = False  # rows are unit vectors, every one
 
 
 LEFT_OUT = {
@@ -265,7 +266,8 @@ def parts(
     if isinstance(layer, GmPLayer):
         lam = None if layer.lam is None else gathered(layer.lam)
         r = gathered(layer.r)
-        plain = Parts(layer._rows(None, _at_least_float32(r)), offset=lam)
+        rows = layer._rows(None, _at_least_float32(r))
+        plain = Parts(rows, offset=lam, unit=layer.coordinates == "angles")
         plain = plain._replace(gain=r) if layer.activation is None else plain._replace(outer=r)
     else:
         weight, bias = weight_and_bias(layer)
@@ -369,4 +371,4 @@ def _centred(of: Parts, groups: int) -> Parts:
         offset = (offset if of.gain is None else of.gain * offset).unflatten(0, (groups, -1))
         offset = (offset - offset.mean(dim=1, keepdim=True)).flatten()
     rows = (rows - rows.mean(dim=1, keepdim=True)).flatten(0, 1)
-    return of._replace(rows=rows, offset=offset, gain=None)
+    return of._replace(rows=rows, offset=offset, gain=None, unit=False)

@@ -48,6 +48,7 @@ class BoundaryTracker:
     - `displacement_max`, `_median`, `_p99`: ||delta phi|| (`displacement`).
     - `scale_min`, `_median`, `_max` (`scale`), `distance_median`, `_p99`, `_max` of |lam|
       (`distance`, signed); with `keep="full"` also `location`, for layers of up to 3 inputs.
+    - `units`, how many the layer has.
     - `smallest_product` of cosines and the share of angles with `negligible_metric` (< 1e-4), for
       layers with angles.
     - with a probe: `input_length_median`, the median of ||x|| over the layer's inputs;
@@ -157,7 +158,7 @@ class BoundaryTracker:
 
     @property
     def history(self) -> History:
-        """The records so far: `history[layer][quantity]`, `history.network`, `history.rows`."""
+        """The records so far: `history[layer][quantity]`, or `history.table(quantity)`."""
         if not self._first:
             raise RuntimeError("this process does not record: the first one of the group does.")
         self._begun()

@@ -198,15 +198,17 @@ def region_changes(values: np.ndarray, *, layers: Sequence[str], ax: Axes | None
     low, middle, high = (
         np.array([np.quantile(known[i], (0, 0.5, 1)) for i in rows]).reshape(-1, 3).T
     )
-    ax.hlines(rows, low, high, color=MUTED, linewidth=1.4, label="lowest to highest")
-    ax.plot(middle, rows, "o", color=BLUE, markersize=4.5, label="median over steps")
+    ax.hlines(rows, low, high, color=MUTED, linewidth=1.4)
+    ax.plot(middle, rows, "o", color=BLUE, markersize=4.5)
     positive = _positive(values)
     if positive.max() > 100 * positive.min():  # below that, powers of ten are too few ticks
         ax.set_xscale("symlog", linthresh=positive.min())  # unlike "log" it has a place for 0
     ax.xaxis.set_major_formatter(PERCENT)
-    ax.set_xlabel("part of the activation pattern that changes in a step")
+    ax.set_xlabel(  # no legend: above the axis is the place of a title
+        "part of the activation pattern that changes in a step\n"
+        "(dot: median over steps, line: lowest to highest)"
+    )
     _name_layers(ax, layers)
-    ax.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncol=2, frameon=False)
     return ax
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from geoparam.analysis.boundary import gathered
 from geoparam.analysis.partition import Pattern, Patterns
 from geoparam.analysis.reading.moments import Moments
-from geoparam.analysis.reading.sites import Site
+from geoparam.analysis.reading.sites import Site, count_units
 from geoparam.analysis.tracking.motion import Measured, Motion
 from geoparam.analysis.tracking.quantiles import Quantiles
 from geoparam.analysis.tracking.readings import Readings, median
@@ -32,7 +32,7 @@ MOTION = {  # of which vector of all units, which level
     "distance_p99": (3, 2),
     "distance_max": (3, 3),
 }
-ANGLES = ("undefined", "smallest_product", "negligible_metric")
+ANGLES = ("units", "undefined", "smallest_product", "negligible_metric")
 UNITS = (
     "input_length_median",
     "relative_distance_median",
@@ -68,6 +68,8 @@ class Gauge:
         self._overall = Quantiles([sum(counts)], LEVELS, device)
         layer_of = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         self._layer_of = layer_of.to(device)
+        sizes = torch.tensor([count_units(site.layer) for site in sites.values()])
+        self._sizes = _with(sizes.double(), sizes.double().sum()).to(device)
         self._replayed = Replayed(self._measure_motion, _read_by(sites))
         self._patterns: Patterns | None = None
         self.unit_types: np.dtype | None = None
@@ -110,6 +112,7 @@ class Gauge:
         undefined = missing.new_zeros(len(self.sites)).index_add(0, self._layer_of, missing)
         return {
             **{name: levels[which, :, level] for name, (which, level) in MOTION.items()},
+            "units": self._sizes,
             "undefined": _with(undefined, undefined.sum()),
             "smallest_product": _with(measured.smallest_product.double()),
             "negligible_metric": _with(measured.negligible_metric.double()),

@@ -148,6 +148,10 @@ class History(Mapping[str, Mapping[str, np.ndarray]]):
         """The summary as one table, a row for each record and layer: `pandas.DataFrame(rows)`."""
         return self._summary.rows
 
+    def table(self, quantity: str) -> np.ndarray:
+        """Return one quantity of the summary for all layers, (layers, records)."""
+        return self._summary.rows[quantity].reshape(-1, len(self._index))[:, :-1].T.copy()
+
     @property
     def network(self) -> Mapping[str, np.ndarray]:
         """What is told of all layers together."""

@@ -27,12 +27,12 @@ from geoparam.analysis.boundary import (
     combine,
     gathered,
     parts,
-    weight_and_bias,
 )
 from geoparam.analysis.reading.moments import Moments
-from geoparam.analysis.reading.sites import Site
+from geoparam.analysis.reading.sites import Site, count_units
 from geoparam.unit import GmPLayer
 
+SAMPLED = 64  # units of a layer whose angles are counted: a scan of all took 0.7 ms on an H200
 NEGLIGIBLE = 1e-4  # a metric below this: a step of the angle turns the unit by under 1 % of it
 
 
@@ -67,7 +67,7 @@ class Motion:
 
     def __init__(self, sites: Mapping[str, Site], units: int | None = None) -> None:
         self.sites = dict(sites)
-        sizes = [_unit_count(site) for site in self.sites.values()]
+        sizes = [count_units(site.layer) for site in self.sites.values()]
         self.counts = [min(size, units or size) for size in sizes]
         some = [next(site.layer.parameters()) for site in self.sites.values()]
         self.device = some[0].device
@@ -91,7 +91,7 @@ class Motion:
                 found = parts(site.layer, site.norm, (moments or {}).get(name))
                 for key, column in self._vectors(site, found, count).items():
                     columns.setdefault(key, []).append(column)
-                u, lengths = self._turned(name, found.rows)
+                u, lengths = self._turned(name, found.rows, found.unit)
                 for key, column in lengths.items():
                     columns.setdefault(key, []).append(self._to_numbers(gathered(column)))
                 angular.append(self._to_numbers(_smallness(site, u, self._constant(torch.nan, 2))))
@@ -133,14 +133,18 @@ class Motion:
     def _to_numbers(self, value: Tensor) -> Tensor:
         return value.to(self.device, self.dtype)
 
-    def _turned(self, name: str, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _turned(self, name: str, rows: Tensor, unit: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a layer's directions and the lengths that tell how they have turned."""
         rows = rows.detach()
         rows = rows if self.chosen[name] is None else self.pick(name, gathered(rows))
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        length = torch.linalg.vector_norm(rows, dim=1)
-        u = rows / length[:, None]
-        before = self.reference.setdefault(name, u)
+        u = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        length = self._constant(1.0, len(u))
+        if not unit:
+            length = torch.linalg.vector_norm(u, dim=1)
+            u = u / length[:, None]
+        if name not in self.reference:
+            self.reference[name] = u.clone()
+        before = self.reference[name]
         apart, together = (torch.linalg.vector_norm(t, dim=1) for t in (u - before, u + before))
         before.copy_(u)
         return u, {"length": length, "apart": apart, "together": together}
@@ -187,12 +191,6 @@ def _displacement(lam: Tensor, before: Tensor, near: Tensor, far: Tensor) -> Ten
     return torch.where(product >= 0, same_side, other_side).sqrt()
 
 
-def _unit_count(site: Site) -> int:
-    if isinstance(site.layer, GmPLayer):
-        return site.layer.weight_shape[0]
-    return len(weight_and_bias(site.layer)[0])
-
-
 def _evenly_spaced(size: int, count: int, device: torch.device) -> Tensor:
     return torch.linspace(0, size - 1, count, device=device).round().long()
 
@@ -207,6 +205,7 @@ def _smallness(site: Site, u: Tensor, unknown: Tensor) -> Tensor:
     if not angles:
         return unknown
     smallest = torch.linalg.vector_norm(u[:, -2:], dim=1).amin()
-    used_up = u[:, :-2].square().cumsum(1) > 1 - NEGLIGIBLE  # P_1 = 1 is never small
-    share = used_up.sum() / max(1, u[:, 1:].numel())
+    some = u[:: -(-len(u) // SAMPLED)]
+    used_up = some[:, :-2].square().cumsum(1) > 1 - NEGLIGIBLE  # P_1 = 1 is never small
+    share = used_up.sum() / some[:, 1:].numel()
     return gathered(torch.stack([smallest, share.to(smallest.dtype)]))
