@@ -48,7 +48,7 @@ OPS = {
         "activation": """relu relu6 leaky_relu prelu rrelu elu selu celu srelu gelu new_gelu
             quick_gelu fast_gelu gelu_tanh silu swish mish glu hardswish hardsigmoid hardtanh
             sigmoid logsigmoid tanh tanhshrink softplus softsign softshrink hardshrink threshold
-            clamp clamp_min sin""",
+            clamp clamp_min clip sin""",
         "norm": "batch_norm layer_norm group_norm instance_norm rms_norm local_response_norm",
         "linear": """linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d
             conv_transpose3d matmul rmatmul mm bmm addmm baddbmm einsum tensordot""",

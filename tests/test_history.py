@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from geoparam.analysis.tracking.history import GrowingArray, History
+from geoparam.analysis.tracking.history import HEADER, GrowingArray, History
 
 TYPE = np.dtype([("step", "i8"), ("name", "U5"), ("value", "f8")])
 
@@ -110,3 +110,33 @@ def test_a_record_that_only_one_file_has_is_dropped(tmp_path: Path) -> None:
     resumed = History(["a", "bc"], ["x", "y"], units, tmp_path / "h.npy", resume=True)
     assert resumed.steps.tolist() == [2, 4, 6]
     assert len(resumed["a"]["rotation"]) == 3
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    recorded(tmp_path / "h.npy")
+    for layers in (["a"], ["a", "bc", "d"], ["bc", "a"]):  # all with columns of the same types
+        with pytest.raises(ValueError, match=r"another model: its layers are a, bc, \(network\)"):
+            History(layers, ["x", "y"], None, tmp_path / "h.npy", resume=True)
+    assert len(np.load(tmp_path / "h.npy")) == 9
+
+
+def test_a_file_without_units_is_not_continued_with_them(tmp_path: Path) -> None:
+    recorded(tmp_path / "h.npy")
+    units = np.dtype([("step", "f8"), ("a", [("rotation", "f8", (3,))])])
+    with pytest.raises(ValueError, match="3 records and .* 0: it was not made with keep='full'"):
+        History(["a", "bc"], ["x", "y"], units, tmp_path / "h.npy", resume=True)
+    assert len(np.load(tmp_path / "h.npy")) == 9
+
+
+def test_a_process_killed_before_the_header_leaves_a_file_to_begin_with(tmp_path: Path) -> None:
+    (tmp_path / "a.npy").touch()
+    GrowingArray(TYPE, tmp_path / "a.npy", resume=True).append(rows(1))
+    assert np.load(tmp_path / "a.npy").tolist() == rows(1).tolist()
+
+
+def test_units_of_hundreds_of_layers_are_read_again(tmp_path: Path) -> None:
+    layers = [f"features.denseblock1.denselayer{k}.conv" for k in range(200)]
+    units = np.dtype([("step", "f8"), *((name, [("rotation", "f8", (64,))]) for name in layers)])
+    GrowingArray(units, tmp_path / "a.npy").append(np.zeros(1, units))
+    assert len(GrowingArray(units, tmp_path / "a.npy", resume=True)) == 1
+    assert len(np.load(tmp_path / "a.npy", max_header_size=HEADER)) == 1

@@ -260,9 +260,16 @@ def offsets(pre: PreActivation, breaks: Breaks | None) -> Tensor:
 
 @torch.no_grad()
 def parts(
-    layer: nn.Module, norm: nn.Module | None = None, moments: Moments | None = None
+    layer: nn.Module,
+    norm: nn.Module | None = None,
+    moments: Moments | None = None,
+    channels_last: bool = False,
 ) -> Parts:
-    """Return what a layer and the norm after it are made of, in their own types."""
+    """Return what a layer and the norm after it are made of, in their own types.
+
+    With `channels_last`, a convolution's rows have the channels of an input together: for lengths
+    and angles the order does not matter, and weights that are so in memory need no copy.
+    """
     if isinstance(layer, GmPLayer):
         lam = None if layer.lam is None else gathered(layer.lam)
         r = gathered(layer.r)
@@ -270,7 +277,7 @@ def parts(
         plain = Parts(rows, offset=lam, unit=layer.coordinates == "angles")
         plain = plain._replace(gain=r) if layer.activation is None else plain._replace(outer=r)
     else:
-        weight, bias = weight_and_bias(layer)
+        weight, bias = weight_and_bias(layer, channels_last)
         plain = Parts(weight, offset=None if bias is None else gathered(bias))
     return plain if norm is None else _normed(plain, norm, moments, has_positions(layer))
 
@@ -280,12 +287,13 @@ def gathered(value: Tensor) -> Tensor:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
+def weight_and_bias(layer: Any, channels_last: bool = False) -> tuple[Tensor, Tensor | None]:
     """Return the weight as rows (out, n) and the bias of a layer that is not ours."""
     if isinstance(layer, nn.MultiheadAttention):
         return layer.in_proj_weight, layer.in_proj_bias
     with _evaluating_parametrizations(layer):
         weight, bias = _tensor(layer, "weight"), _tensor(layer, "bias")
+    weight = weight.movedim(1, -1) if channels_last else weight
     return (weight.t() if is_transposed(layer) else weight.flatten(1)), bias
 
 

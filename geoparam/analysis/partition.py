@@ -203,6 +203,14 @@ class Patterns(Mapping[str, Pattern]):
         prints = [fingerprints(part.packed) for part in self.parts.values()]
         return _different(_combined(prints))
 
+    def is_like(self, earlier: "Patterns") -> bool:
+        """Return whether both have the same layers, and the same bits of the same points."""
+        sizes, sizes_then = (
+            {step: part.packed.shape for step, part in each.parts.items()}
+            for each in (self, earlier)
+        )
+        return self.layers == earlier.layers and sizes == sizes_then
+
     def changes(self, earlier: "Patterns") -> Changes:
         """Return how regions changed since patterns of the same layers on the same points.
 
@@ -227,7 +235,7 @@ class Patterns(Mapping[str, Pattern]):
             count = sum((counts[step] for step in steps[1:]), counts[steps[0]])
             bits = sum(self.parts[step].bits for step in steps) * len(count)
             regions = _different(_combined([prints[step] for step in steps]))
-            return Change(count.sum() / max(1, bits), (count > 0).sum(), regions)
+            return Change(count.sum().double() / max(1, bits), (count > 0).sum(), regions)
 
         return Changes(
             {name: over(steps) for name, steps in self.layers.items()}, over(tuple(self.parts))
@@ -254,9 +262,9 @@ def _combined(prints: Sequence[Tensor]) -> Tensor:
 class Collector:
     """Packs the pre-activations of one run: give it to `observe` as its `pre_activation`.
 
-    A layer is left out if its activation has no breakpoints, or if the first dimension of what the
-    activation gets is neither the number of examples nor, as with the windows or tokens of each
-    example in turn, a multiple of it.
+    A layer is left out if its activation has no breakpoints, if it gets nothing, or if the first
+    dimension of what the activation gets is neither the number of examples nor, as with the
+    windows or tokens of each example in turn, a multiple of it.
 
     Args:
         examples: Number of examples; by default the first dimension of the first tensor seen.
@@ -264,7 +272,7 @@ class Collector:
     Example:
         >>> model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU6()), torch.ones(5, 3)
         >>> collector = Collector()
-        >>> observe(model, x, find_sites(model, x), pre_activation=collector)
+        >>> _ = observe(model, x, find_sites(model, x), pre_activation=collector)
         >>> found = collector.patterns()
         >>> list(found), len(found["0"]), found["0"].bits
         (['0'], 5, 8)
@@ -281,7 +289,7 @@ class Collector:
         if self.examples is None:
             self.examples = len(z)
         breaks = site.breaks
-        if breaks is None or len(z) % max(1, self.examples):
+        if breaks is None or not z.numel() or len(z) % max(1, self.examples):
             return
         if step not in self._parts:
             above = breaks.above(z.detach(), site.channel)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from geoparam.analysis.reading.sites import Follows, Layers, find_sites, unwrap
+from geoparam.analysis.reading.sites import Follows, Layers, find_sites, is_traced, unwrap
 from geoparam.analysis.tracking.gauge import QUANTITIES, Gauge, reshard
 from geoparam.analysis.tracking.history import NETWORK, History
 from geoparam.plan import Inputs
@@ -33,6 +33,24 @@ class _Pending(NamedTuple):
     values: Tensor
     units: Tensor | None
     arrived: torch.cuda.Event | None
+
+
+class _FirstBatch:
+    """The hook that shows a tracker the first batch.
+
+    A copy of the model, for an average of its weights or in a file, is not followed: there the
+    hook does nothing.
+    """
+
+    def __init__(self, see: Callable[[tuple, dict], None] | None = None) -> None:
+        self._see = see
+
+    def __call__(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._see is not None:
+            self._see(args, kwargs)
+
+    def __reduce__(self) -> tuple:
+        return _FirstBatch, ()
 
 
 class BoundaryTracker:
@@ -143,7 +161,8 @@ class BoundaryTracker:
         elif sharded:
             raise ValueError("under FSDP2 the tracker needs example_inputs, or a probe.")
         else:
-            self._hook = model.register_forward_pre_hook(self._see_first_batch, with_kwargs=True)
+            hook = _FirstBatch(self._see_first_batch)
+            self._hook = model.register_forward_pre_hook(hook, with_kwargs=True)
 
     # --- the user's side ----------------------------------------------------------------------
 
@@ -194,8 +213,8 @@ class BoundaryTracker:
 
     # --- the beginning ------------------------------------------------------------------------
 
-    def _see_first_batch(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self._waiting and not torch.compiler.is_compiling():
+    def _see_first_batch(self, args: tuple, kwargs: dict) -> None:
+        if self._waiting and not torch.compiler.is_compiling() and not is_traced():
             self._waiting = False  # the run that follows calls the model too
             self._begin(args, kwargs)
 

@@ -153,7 +153,7 @@ def breaks(activation: Activation | None) -> Breaks | None:
     if isinstance(activation, SReLU):
         return Breaks(activation.breakpoints())
     given = _given(activation, name)
-    if name in ("hardtanh", "clamp", "clamp_min", "threshold"):
+    if name in ("hardtanh", "clamp", "clamp_min", "clip", "threshold"):
         return _clamped(name, given)
     return FIXED.get(name)
 

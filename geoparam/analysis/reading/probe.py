@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam.analysis.reading.sites import Site
+from geoparam.analysis.reading.sites import Site, took_same_steps, unshared
 from geoparam.plan import Inputs
 from geoparam.trace import trace
 from geoparam.unit import GmPLayer
@@ -28,8 +28,11 @@ def observe(
     pre_activation: See | None = None,
     layer_input: See | None = None,
     norm_input: See | None = None,
-) -> None:
+) -> bool:
     """Run `model` and show, call by call, what each layer and its activation are given.
+
+    Return whether it took the steps in which the sites were found. If not, since a branch or a
+    router decided otherwise, what was shown may have been of other layers: it is of no use.
 
     Args:
         model: The model in which the sites were found with `find_sites(model, inputs)`.
@@ -45,6 +48,7 @@ def observe(
         >>> model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(5, 3)
         >>> observe(model, x, find_sites(model, x), lambda site, z: print(site.name, *z.shape))
         0 5 4
+        True
     """
     watched: dict[int, list[Callable[[Tensor], None]]] = {}
 
@@ -76,8 +80,25 @@ def observe(
         for site in sites.values():
             if site.own_activation and site.calls and pre_activation is not None:
                 stack.enter_context(_shown_inside(site, pre_activation))
-        trace(model, inputs, visit=visit)
+        stack.enter_context(_casting_anew())
+        given, _ = unshared(inputs)
+        graph = trace(model, given, visit=visit)
         show()  # a layer whose result is not returned
+    return took_same_steps(sites.values(), graph)
+
+
+@contextmanager
+def _casting_anew() -> Iterator[None]:
+    """Let autocast cast weights as they are: those it keeps are from before the optimizer's step.
+
+    It keeps them until its outermost context is left, which may be around a whole training step.
+    """
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)
 
 
 @contextmanager

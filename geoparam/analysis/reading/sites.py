@@ -5,17 +5,20 @@ They are found as conversion finds them, in one run of the model, or they are gi
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from geoparam.analysis.reading.activations import Activation, Breaks, SReLU, breaks
 from geoparam.analysis.reading.norms import Unknown, feature_dim, mixes_units
 from geoparam.analysis.reading.order import has_all, in_order
 from geoparam.graph import Call, Graph
 from geoparam.plan import Inputs, kind_of
-from geoparam.trace import OPS, trace
+from geoparam.trace import OPS, _Recorder, trace
 from geoparam.unit import GmPLayer
 
 Layers = Iterable[str] | Callable[[nn.Module, str], bool] | None
@@ -41,6 +44,8 @@ class Site:
         calls: The steps of the trace: the layer, its norm and its activation, for every call of
             the layer; where a function uses its weight for something else, that is no call.
         readable: The activation's input has the units where the layer's output has them.
+        steps: What these steps of the trace were, function and module: in another run they are
+            the same only if the model takes the same way.
     """
 
     name: str
@@ -51,6 +56,7 @@ class Site:
     through_sum: bool = False
     calls: tuple[Call, ...] = ()
     readable: bool = True
+    steps: Mapping[int, tuple[str, str | None]] = field(default_factory=dict)
 
     @property
     def breaks(self) -> Breaks | None:
@@ -92,7 +98,7 @@ def find_sites(
     graph: Graph | None = None
     callers: dict[int, nn.Module | None] = {}
     if inputs is not None:
-        graph, callers = _trace_callers(model, inputs, kwargs)
+        graph, callers = _trace_callers(model, *unshared(inputs, kwargs))
     ran = () if graph is None else graph.layers
     all_names = (_weight_name(name, module) for name, module in modules.items())
     found: dict[str, Site] = {}
@@ -110,7 +116,42 @@ def find_sites(
             raise ValueError(f"follows names {name!r}; the layers are: {', '.join(found)}.")
         site = replace(found[name], norm=checked(norm, found[name].layer), activation=activation)
         found[name] = replace(site, calls=_calls_of_norm(site, graph, modules))
+    if graph is not None:
+        found = {name: replace(site, steps=_steps(site, graph)) for name, site in found.items()}
     return _chosen(found, layers)
+
+
+def took_same_steps(sites: Iterable[Site], graph: Graph) -> bool:
+    """Return whether a run took the steps in which the sites were found."""
+    return all(site.steps == _steps(site, graph) for site in sites)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def unshared(inputs: Inputs, kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Return a batch and its keywords with copies of all tensors: models may change what they get.
+
+    Example:
+        >>> x = torch.ones(2)
+        >>> (a, b), _ = unshared((x, x))
+        >>> a is b, a is x
+        (True, False)
+    """
+    copies = WeakTensorKeyDictionary()
+
+    def copied(t: Tensor) -> Tensor:
+        if t not in copies:
+            copies[t] = t.clone()
+        return copies[t]
+
+    given = [dict(each) if isinstance(each, Mapping) else each for each in (inputs, kwargs)]
+    return tree_map_only(Tensor, copied, given)
+
+
+def is_traced() -> bool:
+    """Return whether a model is being traced: what a hook runs in there would count as steps."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(isinstance(mode, _Recorder) for mode in modes)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -274,6 +315,14 @@ def _calls_of_norm(
         replace(call, norm=later[0] if later else None)
         for call, later in zip(site.calls, after, strict=True)
     )
+
+
+def _steps(site: Site, graph: Graph) -> dict[int, tuple[str, str | None]]:
+    """Return what the steps of a site's calls are in a run; without those that it has not."""
+    calls = ((call.layer, call.norm, call.activation) for call in site.calls)
+    steps = [step for call in calls for step in call if step is not None]
+    nodes = {step: graph.nodes[step] for step in steps if step < len(graph.nodes)}
+    return {step: (node.op, node.name) for step, node in nodes.items()}
 
 
 def _own(site: Site) -> Site:

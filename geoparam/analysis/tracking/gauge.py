@@ -1,5 +1,6 @@
 """Everything a tracker records of one moment, as one small matrix on the model's device."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from geoparam.analysis.boundary import gathered
 from geoparam.analysis.partition import Pattern, Patterns
 from geoparam.analysis.reading.moments import Moments
 from geoparam.analysis.reading.sites import Site, count_units
+from geoparam.analysis.tracking.history import column
 from geoparam.analysis.tracking.motion import Measured, Motion
 from geoparam.analysis.tracking.quantiles import Quantiles
 from geoparam.analysis.tracking.readings import Readings, median
@@ -43,6 +45,11 @@ UNITS = (
 REGIONS = ("pattern_change", "points_changed", "regions")
 QUANTITIES = (*MOTION, *ANGLES, *UNITS, *REGIONS)
 PER_UNIT = ("rotation", "displacement", "scale", "distance")
+OTHER_STEPS = (
+    "on the probe the model takes other steps than when the tracker was built, so what the probe "
+    "tells is NaN in this record: a branch or a router decided otherwise, or example_inputs lead "
+    "elsewhere than the probe does."
+)
 DRAWABLE = 3  # inputs up to which the locations of all units are kept with keep="full"
 
 
@@ -71,16 +78,25 @@ class Gauge:
         sizes = torch.tensor([count_units(site.layer) for site in sites.values()])
         self._sizes = _with(sizes.double(), sizes.double().sum()).to(device)
         self._replayed = Replayed(self._measure_motion, _read_by(sites))
+        inside = set(model.modules())
+        self._read = {
+            name: [part for part in _read_by({name: site}) if part in inside]
+            for name, site in sites.items()
+        }
         self._patterns: Patterns | None = None
         self.unit_types: np.dtype | None = None
 
+    @torch.inference_mode(False)  # of what is kept, the next call may be outside of it
     @torch.no_grad()
     def measure(self) -> tuple[Tensor, Tensor | None]:
         """Measure now; the next call compares with this one."""
+        self._check_model()
         readings = None
         if self.probe is not None:
             readings = Readings(self.model, self.probe, self.sites)
             reshard(self.model)
+            if not readings.followed:
+                warnings.warn(OTHER_STEPS, stacklevel=4)
         if readings is None or not readings.moments:
             measured, table = self._replayed()
         else:
@@ -89,10 +105,21 @@ class Gauge:
             table = table | self._unit_columns(readings, table["distance_median"])
             if readings.patterns is not None:
                 table |= self._region_columns(readings.patterns)
-            self._patterns = readings.patterns
+                self._patterns = readings.patterns
         unknown = torch.full_like(table["rotation_max"], torch.nan)
         values = torch.stack([table.get(name, unknown) for name in QUANTITIES], dim=1)
         return values, self._units(measured, readings) if self.full else None
+
+    def _check_model(self) -> None:
+        """Refuse to measure layers that are not in the model any more."""
+        inside = set(self.model.modules())
+        gone = [name for name, parts in self._read.items() if not inside.issuperset(parts)]
+        if gone:
+            raise ValueError(
+                "the model has other modules than when the tracker was built, at "
+                f"{', '.join(gone)}: convert_, fold_ and the like replace them. Build the tracker "
+                "afterwards."
+            )
 
     # --- the summary: one number for each layer, and one for the network ----------------------
 
@@ -104,10 +131,8 @@ class Gauge:
 
     def _motion_columns(self, measured: Measured) -> dict[str, Tensor]:
         distance = measured.distance.abs()
-        vectors = torch.stack(
-            [measured.rotation, measured.displacement, measured.scale, distance]
-        ).double()
-        levels = torch.cat([self._by_layer(vectors), self._overall(vectors)], dim=1)
+        vectors = torch.stack([measured.rotation, measured.displacement, measured.scale, distance])
+        levels = torch.cat([self._by_layer(vectors), self._overall(vectors)], dim=1).double()
         missing = measured.rotation.isnan().double()
         undefined = missing.new_zeros(len(self.sites)).index_add(0, self._layer_of, missing)
         return {
@@ -134,10 +159,14 @@ class Gauge:
         }
 
     def _region_columns(self, patterns: Patterns) -> dict[str, Tensor]:
-        layers, network = patterns.changes(self._patterns or patterns)
+        earlier = self._patterns
+        if earlier is None or not patterns.is_like(earlier):  # a router may leave a layer out
+            earlier = None
+        layers, network = patterns.changes(earlier or patterns)
         return {
             name: self._column({layer: change[k] for layer, change in layers.items()}, network[k])
             for k, name in enumerate(REGIONS)
+            if earlier is not None or name == "regions"
         }
 
     def _column(self, found: Mapping[str, Tensor], network: Tensor | None = None) -> Tensor:
@@ -157,10 +186,11 @@ class Gauge:
             stretch = slice(ends[index], ends[index + 1])
             found = {key: getattr(measured, key)[stretch] for key in PER_UNIT}
             found |= self._drawn(name, found["distance"], stretch)
-            active = {} if readings is None else readings.active
-            if name in active:
-                found["active"] = self._motion.pick(name, active[name])
-            types.append((name, [(key, "f8", tuple(t.shape)) for key, t in found.items()]))
+            if readings is not None and _is_shown(self.sites[name]):
+                unknown = torch.full_like(found["scale"], torch.nan)
+                active = readings.active.get(name)
+                found["active"] = unknown if active is None else self._motion.pick(name, active)
+            types.append((column(name), [(key, "f8", tuple(t.shape)) for key, t in found.items()]))
             numbers += [_number(t, numbers[0]).flatten() for t in found.values()]
         if self.unit_types is None:
             self.unit_types = np.dtype(types)
@@ -187,6 +217,7 @@ class Gauge:
         """Return what the next measure compares with."""
         state: dict[str, Any] = {
             "reference": dict(self._motion.reference),
+            "channels_last": dict(self._motion.channels_last),
             "before": self._motion.before,
         }
         if self._patterns is not None:
@@ -196,6 +227,8 @@ class Gauge:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Compare the next measure with an earlier one."""
+        self._motion.channels_last = dict(state["channels_last"])
+        self._replayed.forget()  # kernels that read the rows in another order
         for name, directions in state["reference"].items():
             self._motion.reference[name].copy_(directions)
         assert self._motion.before is not None
@@ -220,6 +253,12 @@ def _read_by(sites: Mapping[str, Site]) -> list[nn.Module]:
     """Return the modules whose tensors say where the boundaries are."""
     held = [part for site in sites.values() for part in (site.layer, site.norm, site.activation)]
     return [part for part in held if isinstance(part, nn.Module)]
+
+
+def _is_shown(site: Site) -> bool:
+    """Return whether a run shows where the units of a layer are active."""
+    seen = site.own_activation or any(call.activation is not None for call in site.calls)
+    return site.breaks is not None and site.readable and bool(site.calls) and seen
 
 
 def _with(layers: Tensor, network: Tensor | None = None) -> Tensor:

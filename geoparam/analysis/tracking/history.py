@@ -2,7 +2,9 @@
 
 The summary has one row for each record and layer, `numpy.load(file)` or
 `pandas.DataFrame(numpy.load(file))`. With `keep="full"` a second file, with ".units" before its
-ending, has one row for each record, in which every layer has arrays over its units.
+ending, has one row for each record, in which every layer has arrays over its units. Its header
+names them all: of a network with more than about 50 layers numpy reads it as
+`numpy.load(file, max_header_size=HEADER)`, since its own limit is 10,000 characters.
 
 A file grows by writing rows after its end and then their number into its header, for which numpy
 leaves room. A process that is killed in between leaves a whole file with the earlier rows.
@@ -15,6 +17,17 @@ from pathlib import Path
 import numpy as np
 
 NETWORK = "(network)"
+HEADER = 1 << 24  # characters, some 100,000 layers
+
+
+def column(layer: str) -> str:
+    """Return the name of a layer's column, where its own is empty or taken.
+
+    Example:
+        >>> column("fc"), column(""), column("step")
+        ('fc', '(the model)', '(step)')
+    """
+    return {"": "(the model)", "step": "(step)"}.get(layer, layer)
 
 
 class GrowingArray:
@@ -33,19 +46,21 @@ class GrowingArray:
         self.dtype = dtype
         self.path = None if path is None else Path(path)
         self._parts: list[np.ndarray] = []
+        self._length = 0
         if self.path is None:
             return
         if self.path.exists() and not resume:
             raise FileExistsError(
                 f"{self.path} is there already. Go on with it by resume=True, or give another."
             )
-        if self.path.exists():
+        if self.path.exists() and self.path.stat().st_size:  # else killed before the header
             self._parts = [self._read()]
+            self._length = len(self._parts[0])
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._write_header(len(self))
 
     def __len__(self) -> int:
-        return sum(map(len, self._parts))
+        return self._length
 
     @property
     def rows(self) -> np.ndarray:
@@ -63,10 +78,12 @@ class GrowingArray:
                 file.truncate()
             self._write_header(len(self) + len(rows))
         self._parts.append(rows)
+        self._length += len(rows)
 
     def truncate(self, length: int) -> None:
         """Forget the rows from `length` on."""
         self._parts = [self.rows[:length].copy()]
+        self._length = len(self._parts[0])
         if self.path is not None:
             self._write_header(length)
 
@@ -83,7 +100,7 @@ class GrowingArray:
 
     def _read(self) -> np.ndarray:
         assert self.path is not None
-        found = np.load(self.path)
+        found = np.load(self.path, max_header_size=HEADER)
         if found.dtype != self.dtype:
             raise ValueError(
                 f"{self.path} is of another model or other options: it does not hold the columns "
@@ -114,6 +131,7 @@ class History(Mapping[str, Mapping[str, np.ndarray]]):
         self._index = {name: index for index, name in enumerate((*layers, NETWORK))}
         dtype = np.dtype([("step", "i8"), ("layer", f"U{width}"), *numbers])
         self._summary = GrowingArray(dtype, path, resume)
+        self._check_layers()
         self._units = None
         if units is not None:
             beside = None if path is None else Path(path).with_suffix(".units.npy")
@@ -162,8 +180,8 @@ class History(Mapping[str, Mapping[str, np.ndarray]]):
             raise KeyError(f"no layer {layer!r}; there are: {', '.join(self.layers)}")
         rows = self._summary.rows[self._index[layer] :: len(self._index)]
         found = {name: rows[name] for name in ("step", *self.quantities)}
-        if self._units is not None and layer in (self._units.dtype.names or ()):
-            units = self._units.rows[layer]
+        if self._units is not None and column(layer) in (self._units.dtype.names or ()):
+            units = self._units.rows[column(layer)]
             found |= {name: units[name] for name in units.dtype.names or ()}
         return {name: column.copy() for name, column in found.items()}
 
@@ -173,9 +191,22 @@ class History(Mapping[str, Mapping[str, np.ndarray]]):
     def __len__(self) -> int:
         return len(self.layers)
 
+    def _check_layers(self) -> None:
+        """Refuse a file of another model, whose records are as long as ours only by chance."""
+        found = self._summary.rows["layer"]
+        if not np.array_equal(found, np.resize(list(self._index), len(found))):
+            raise ValueError(
+                f"{self._summary.path} is of another model: its layers are "
+                f"{', '.join(dict.fromkeys(found))}. Give another file."
+            )
+
     def _drop_what_only_one_has(self) -> None:
-        """Bring both files to the records that both have, where one was killed between them."""
+        """Drop the units of a record that was killed before its summary was written."""
         assert self._units is not None
-        records = min(len(self._units), len(self._summary) // len(self._index))
-        self._summary.truncate(records * len(self._index))
+        records = len(self._summary) // len(self._index)
+        if len(self._units) < records:
+            raise ValueError(
+                f"{self._summary.path} has {records} records and {self._units.path} "
+                f"{len(self._units)}: it was not made with keep='full'. Give another file."
+            )
         self._units.truncate(records)

@@ -77,6 +77,8 @@ class Motion:
             name: None if count == size else _evenly_spaced(size, count, self.device)
             for name, size, count in zip(self.sites, sizes, self.counts, strict=True)
         }
+        # Decided once: a weight that changes its layout must not change the order of its rows.
+        self.channels_last = {name: _channels_last(site) for name, site in self.sites.items()}
         self.reference: dict[str, Tensor] = {}  # the directions, without signs
         self.before: Tensor | None = None  # signs and distances at both ends, (3, total)
         self._constants: dict[float, Tensor] = {}
@@ -88,7 +90,8 @@ class Motion:
         angular: list[Tensor] = []
         with torch.autocast(self.device.type, enabled=False):
             for (name, site), count in zip(self.sites.items(), self.counts, strict=True):
-                found = parts(site.layer, site.norm, (moments or {}).get(name))
+                seen = (moments or {}).get(name)
+                found = parts(site.layer, site.norm, seen, self.channels_last[name])
                 for key, column in self._vectors(site, found, count).items():
                     columns.setdefault(key, []).append(column)
                 u, lengths = self._turned(name, found.rows, found.unit)
@@ -189,6 +192,12 @@ def _displacement(lam: Tensor, before: Tensor, near: Tensor, far: Tensor) -> Ten
     same_side = (lam - before).square() + product * near.square()
     other_side = (lam + before).square() - product * far.square()
     return torch.where(product >= 0, same_side, other_side).sqrt()
+
+
+def _channels_last(site: Site) -> bool:
+    """Return whether a convolution's weight, an ordinary parameter, is so in memory."""
+    weight = site.layer._parameters.get("weight")
+    return weight is not None and weight.ndim > 2 and weight.stride(1) == 1
 
 
 def _evenly_spaced(size: int, count: int, device: torch.device) -> Tensor:

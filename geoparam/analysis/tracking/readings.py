@@ -27,6 +27,9 @@ class Readings:
         lengths: The median length of what units see, one number, by layer.
         moments: Mean and deviation of norms that have no statistics of their own, by layer.
         patterns: The activation patterns; None where all activations are smooth.
+        followed: Whether the model took the steps in which the sites were found; where a branch
+            or a router decided otherwise it is not known which layer showed what, and there are
+            no numbers.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) -> None:
@@ -36,7 +39,10 @@ class Readings:
         self._moments: dict[str, list[Moments]] = {}
         first = next(tensors_in(inputs), None)
         self._collector = Collector(None if first is None else len(first))
-        observe(model, inputs, sites, self._see, self._see_input, self._see_norm)
+        calls = (self._see, self._see_input, self._see_norm)
+        self.followed = observe(model, inputs, sites, *calls)
+        if not self.followed:
+            self._forget()
         self.active = {name: torch.stack(each).mean(dim=0) for name, each in self._active.items()}
         self.above = {name: torch.stack(each).mean(dim=0) for name, each in self._above.items()}
         self.lengths = {name: torch.stack(t).mean(dim=0) for name, t in self._lengths.items()}
@@ -44,6 +50,11 @@ class Readings:
         self.patterns: Patterns | None = None
         if len(self._collector):
             self.patterns = self._collector.patterns()
+
+    def _forget(self) -> None:
+        for seen in (self._active, self._above, self._lengths, self._moments):
+            seen.clear()
+        self._collector = Collector()
 
     def _see(self, site: Site, z: Tensor) -> None:
         breaks = site.breaks

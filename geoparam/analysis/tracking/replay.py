@@ -42,6 +42,10 @@ class Replayed(Generic[Result]):
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Result | None = None
 
+    def forget(self) -> None:
+        """Begin anew with the next call."""
+        self._places = self._graph = self._result = None
+
     def __call__(self) -> Result:
         if not self._replayable:
             return self._function()
