@@ -1,15 +1,27 @@
 """The command line, called as a user calls it."""
 
+import inspect
+import io
+import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
 import geoparam as gp
 from geoparam import cli
+from geoparam.cli import files, running
+from geoparam.experiments import levy, perturbation, toys, uci, width
+from geoparam.experiments.results import Run
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
@@ -20,22 +32,277 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
     return exit_info.value.code
 
 
-def test_demo_prints_both_errors_and_draws(
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures take most of the time of a short run."""
+    monkeypatch.setattr(toys, "save_figures", lambda *_: None)
+
+
+# --- demo ---------------------------------------------------------------------------------------
+
+
+def test_demo_prints_every_seed_beside_the_papers_and_writes_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "folder"
-    assert call(monkeypatch, "demo", "--out", str(out), "--epochs", "3") == 0
-    printed = capsys.readouterr().out
-    assert "1.104" in printed and "0.496" in printed
-    assert str(out / "levy.png") in printed
-    assert (out / "levy.png").read_bytes().startswith(b"\x89PNG")
+    short = ("--out", str(out), "--epochs", "3", "--seeds", "2", "--jobs", "1")
+    assert call(monkeypatch, "demo", *short) == 0
+    printed, errors = capsys.readouterr()
+    assert errors == ""  # no bars where there is no terminal
+    for number in ("1.104", "0.496", "59.6", "18.3"):
+        assert number in printed
+    for record in Run.open(out / "levy").records():
+        if record["lr"] == {"gmp": 0.1}.get(record["method"], 0.01):
+            assert f"{record['test_rmse']:.2f}" in printed
+    assert "does not show" in printed and "generated" in printed
+    assert str(out / "report.html") in printed.replace("\n", "")
+    assert "<html" in (out / "report.html").read_text()[:500]
+    assert (out / "levy" / "figures" / "figure2d-g.png").exists()
+
+
+def test_demo_needs_neither_file_nor_network_and_goes_on_with_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+) -> None:
+    monkeypatch.setenv("GEOPARAM_DATA", str(tmp_path))  # whatever lies there
+    monkeypatch.setattr("geoparam.data.files.fetch", None)
+    short = ("--out", str(tmp_path / "demo"), "--epochs", "2", "--seeds", "1", "--jobs", "1")
+    assert call(monkeypatch, "demo", *short) == 0
+    monkeypatch.setattr(toys, "train", None)
+    assert call(monkeypatch, "demo", *short) == 0
+    assert "--resume" in str(call(monkeypatch, "demo", *short, "--no-resume"))
+    commands = [Run.open(path).info["command"] for path in (tmp_path / "demo").glob("[lb]*")]
+    assert sorted(command.split(" --out")[0] for command in commands) == [
+        "geoparam run banana --seeds 1 --epochs 2 --source generated",
+        "geoparam run levy --seeds 1 --epochs 2",
+    ]
+
+
+# --- run ----------------------------------------------------------------------------------------
+
+
+def test_run_prints_the_table_and_where_everything_is(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    undrawn: None,
+) -> None:
+    out = tmp_path / "levy"
+    options = ("--methods", "sp,gmp+imn", "--seeds", "2", "--epochs", "3", "--jobs", "1")
+    assert call(monkeypatch, "run", "levy", "--out", str(out), *options) == 0
+    printed, errors = capsys.readouterr()
+    assert "GmP+IMN, rate 0.1" in printed and "1.104" in printed and str(out) in printed
+    assert errors == ""
+    run = Run.open(out)
+    assert run.info["command"].startswith("geoparam run levy --out")
+    assert run.config["lrs"] == [0.01, 0.1] and len(run.records()) == 8
+
+
+def test_run_banana_says_which_points_it_had(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    undrawn: None,
+) -> None:
+    options = ("--methods", "sp", "--seeds", "1", "--epochs", "2", "--source", "generated")
+    assert call(monkeypatch, "run", "banana", "--out", str(tmp_path / "b"), *options) == 0
+    assert "The points are generated, not KEEL's" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("levy", "--methods", "sp,spp"), "sp, wn, wn+mbn, bn, ln, gmp"),
+        (("banana", "--methods", "spp"), "intrinsic+imn; got 'spp'"),
+        (("banana", "--source", "here"), "auto, KEEL, generated"),
+        (("perturbation", "--methods", "ln"), "one of sp, wn, bn, gmp, intrinsic; got 'ln'"),
+        (("uci", "--datasets", "boston,bostn"), "boston, concrete, energy"),
+        (("uci", "--methods", "spp"), "got 'spp'"),
+        (("levy", "--lrs", "0.1,fast"), "numbers between commas; got '0.1,fast'"),
+        (("levy", "--init", "he"), "Use 'glorot' or 'sphere'"),
+    ],
+)
+def test_mistakes_are_told_without_a_traceback(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = call(monkeypatch, "run", *arguments, "--out", str(tmp_path / "run"))
+    assert message in str(told)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "arguments", "expected"),
+    [
+        (
+            "uci",
+            uci,
+            (
+                "--datasets",
+                "energy,yacht",
+                "--protocol",
+                "heldout",
+                "--lrs",
+                "0.1",
+                "--seeds",
+                "4",
+            ),
+            {"datasets": ["energy", "yacht"], "protocol": "heldout", "lrs": [0.1], "seeds": 4},
+        ),
+        ("uci", uci, ("--storage", "log", "--resume"), {"storage": "log", "resume": True}),
+        ("width", width, ("--widths", "16,64", "--steps", "5"), {"widths": [16, 64], "steps": 5}),
+        ("width", width, ("--rates", "0.1", "--jobs", "1"), {"rates": [0.1], "jobs": 1}),
+    ],
+)
+def test_options_reach_the_experiment(
+    name: str,
+    module: Any,
+    arguments: tuple[str, ...],
+    expected: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    finished: Path,
+) -> None:
+    given: dict[str, Any] = {}
+    signature = inspect.signature(module.run)
+
+    def fake(out: Path, **options: Any) -> Run:
+        given.update(signature.bind(out, **options).arguments)
+        return Run.open(finished)
+
+    monkeypatch.setattr(module, "run", fake)
+    assert call(monkeypatch, "run", name, "--out", str(tmp_path), *arguments) == 0
+    assert expected.items() <= given.items() and given["out"] == tmp_path
+
+
+def test_ctrl_c_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(levy, "run", interrupted)
+    out = str(tmp_path / "my run")
+    assert call(monkeypatch, "run", "levy", "--seeds", "3", "--out", out) == 130
+    told = capsys.readouterr().err
+    assert f"geoparam run levy --seeds 3 --out '{out}' --resume" in told
+
+
+@pytest.mark.slow
+def test_a_run_that_was_interrupted_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from geoparam.cli import main; main()", "run", "levy"]
+    command += ["--seeds", "2", "--epochs", "2000", "--lrs", "0.1", "--jobs", "1", "--out"]
+    process = subprocess.Popen([*command, str(tmp_path / "one")], stderr=subprocess.PIPE)
+    metrics = tmp_path / "one" / "metrics.jsonl"
+    while not metrics.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    assert b"--resume" in process.communicate()[1] and process.returncode == 130
+    assert len(metrics.read_text().splitlines()) < 8
+    subprocess.run([*command, str(tmp_path / "one"), "--resume"], check=True)
+    subprocess.run([*command, str(tmp_path / "two")], check=True)
+    records = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    ]
+    assert records[0] == records[1]
+
+
+# --- the bar ------------------------------------------------------------------------------------
+
+
+def test_a_terminal_shows_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120)
+    monkeypatch.setattr(running, "Console", lambda stderr: console)
+    with running.progress() as bar:
+        assert bar is not None
+        bar("Levy", 10, 40)
+        bar("Levy", 20, 40)
+        bar("Levy figures", 1, 3)
+        assert bar.bars.tasks[0].total == 3 and bar.bars.tasks[0].completed == 1
+        bar.bars.refresh()
+    assert "time left" in screen.getvalue() and "Levy figures" in screen.getvalue()
+
+
+def test_no_terminal_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with running.progress() as bar:
+        assert bar is None
+    assert capsys.readouterr() == ("", "")
+
+
+# --- table, report and bench --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two small runs in one folder, as demo makes them; the path of the first."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toys, "save_figures", lambda *_: None)
+        perturbation.run(folder / "units", seeds=5)
+        levy.run(folder / "levy", methods=["sp", "gmp"], seeds=2, epochs=3, jobs=1)
+    return folder / "units"
+
+
+def test_table_prints_or_writes_in_any_form(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert call(monkeypatch, "table", str(finished)) == 0
+    assert "| SP " in capsys.readouterr().out
+    out = tmp_path / "sub" / "table.tex"
+    assert call(monkeypatch, "table", str(finished), "--format", "latex", "--out", str(out)) == 0
+    assert "\\toprule" in out.read_text() and capsys.readouterr().out == ""
+    assert "markdown, latex, csv" in str(
+        call(monkeypatch, "table", str(finished), "--format", "word")
+    )
+    assert "holds no run" in str(call(monkeypatch, "table", str(tmp_path / "nothing")))
+
+
+def test_a_folder_of_runs_stands_for_them(finished: Path) -> None:
+    found = [run.info["experiment"] for run in files.opened([finished.parent])]
+    assert found == ["levy", "perturbation"]
+    assert [run.folder for run in files.opened([finished])] == [finished]
+
+
+def test_report_writes_one_page(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "page.html"
+    assert call(monkeypatch, "report", str(finished.parent), "--out", str(out)) == 0
+    assert "Levy regression" in out.read_text() and str(out) in capsys.readouterr().out
+
+
+def test_bench_lists_runs_and_refuses(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert call(monkeypatch, "bench") == 0
+    listed = capfd.readouterr().out
+    assert "weight" in listed and "timing" not in listed
+    assert call(monkeypatch, "bench", "stacked", "--splits", "few") == 2
+    assert "invalid int value: 'few'" in capfd.readouterr().err
+    assert "one of conversion" in str(call(monkeypatch, "bench", "fast"))
+    monkeypatch.setattr(files, "checkout", lambda: None)
+    assert "python -m benchmarks.NAME" in str(call(monkeypatch, "bench"))
 
 
 def test_help_lists_the_commands(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(monkeypatch, "--help") == 0
-    assert "demo" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert all(f" {name} " in printed for name in "demo run table report fold bench".split())
+    assert call(monkeypatch, "run", "--help") == 0
+    printed = capsys.readouterr().out
+    assert all(f" {name} " in printed for name in "levy banana perturbation uci width".split())
+
+
+# --- fold ---------------------------------------------------------------------------------------
 
 
 def gmp_file(folder: Path) -> Path:
@@ -85,18 +352,42 @@ def test_fold_names_the_missing_library(
     assert message.endswith(f"pip install {advice}")
 
 
+# --- what is not installed ----------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("missing", "extra"), [("typer", "cli"), ("rich", "cli"), ("matplotlib", "plots")]
 )
 def test_missing_extra_is_named(
     missing: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == missing]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "geoparam.plots", raising=False)
+    gone = (missing, "geoparam.cli.", "geoparam.plots")
+    for name in [name for name in sys.modules if f"{name}.".startswith(gone)]:
+        if name != "geoparam.cli":
+            monkeypatch.delitem(sys.modules, name)
+    for name in ("demo", "files", "runs", "running"):
+        monkeypatch.delattr(cli, name, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     message = str(call(monkeypatch, "demo", "--out", str(tmp_path)))
     assert f"pip install 'geoparam[{extra}]'" in message
+
+
+@pytest.mark.parametrize("missing", ["optuna", "sklearn", "xlrd"])
+def test_extras_of_experiments_are_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ModuleNotFoundError(f"No module named '{missing}.part'", name=f"{missing}.part")
+
+    monkeypatch.setattr(levy, "run", broken)
+    message = str(call(monkeypatch, "run", "levy"))
+    assert message.endswith("pip install 'geoparam[experiments]'")
+
+
+def test_advice_that_comes_with_an_error_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ImportError("a shared search needs Optuna: pip install 'geoparam[experiments]'")
+
+    monkeypatch.setattr(uci, "run", broken)
+    assert str(call(monkeypatch, "run", "uci")).startswith("a shared search needs Optuna")
 
 
 def test_other_missing_modules_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,25 +1,30 @@
 """Figure 1's experiment against plain numpy geometry and the papers' numbers."""
 
 import math
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from geoparam.analysis.perturbation import DELTAS
+from geoparam.experiments import toys
 from geoparam.experiments.perturbation import (
     DRAWN_ROTATIONS,
     METHODS,
     TRUE_ROTATIONS,
     Outcome,
     build,
+    perturb,
     run,
 )
+from geoparam.experiments.results import Run
 
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
-    return run(seeds=200)
+    return perturb(seeds=200)
 
 
 def papers_unit() -> tuple[np.ndarray, float]:
@@ -36,7 +41,7 @@ def polar(method: str, w: np.ndarray, b: float, delta: float) -> tuple[float, fl
     z, d = complex(*w), complex(delta, delta)
     if method == "sp":
         return np.angle(z + d), (b + delta) / abs(z + d)
-    if method == "wn":
+    if method in ("wn", "bn"):
         return np.angle(z + d), (b + delta) / (abs(z) + delta)
     angle = np.angle(z) + delta if method == "gmp" else np.angle(z / abs(z) + d)
     return angle, b / abs(z) + delta
@@ -88,7 +93,7 @@ def test_sp_and_wn_turn_alike_and_lose_their_directions(outcome: Outcome) -> Non
 
 
 def test_units_of_the_distribution_are_those_of_their_seeds() -> None:
-    several, alone = run(seeds=3), run(seed=2, seeds=1)
+    several, alone = perturb(seeds=3), perturb(seed=2, seeds=1)
     for method in METHODS:
         assert np.allclose(several.rotations[method][:, 2], alone.lines[method].rotations)
         assert np.allclose(several.displacements[method][:, 2], alone.lines[method].displacements)
@@ -113,7 +118,7 @@ def test_records_hold_the_references_of_the_papers_unit_only(outcome: Outcome) -
     for record in records:
         assert record["rotation_median"] <= record["rotation_95"] <= record["rotation_max"]
         assert record["rotation_max"] <= record["bound_max"] + 1e-4
-    assert not any("reference" in record for record in run(seed=0, seeds=1).records())
+    assert not any("reference" in record for record in perturb(seed=0, seeds=1).records())
 
 
 def test_lines_can_be_drawn(outcome: Outcome) -> None:
@@ -129,8 +134,67 @@ def test_lines_can_be_drawn(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize(
     ("options", "match"),
-    [({"methods": ["bn"]}, "one of sp, wn, gmp, intrinsic; got 'bn'"), ({"seeds": 0}, ">= 1")],
+    [
+        ({"methods": ["ln"]}, "one of sp, wn, bn, gmp, intrinsic; got 'ln'"),
+        ({"seeds": 0}, ">= 1"),
+    ],
 )
-def test_mistakes_are_told(options: dict, match: str) -> None:
+def test_mistakes_are_told(options: dict, match: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=match):
-        run(**options)
+        run(tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+# --- a run --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(tmp_path_factory.mktemp("perturbation") / "run", seeds=50)
+
+
+def test_bn_on_whitened_data_turns_as_wn(outcome: Outcome) -> None:
+    """Against batch norm itself: 4 points with mean 0 and covariance I, and a unit after it."""
+    x = torch.tensor([[1.0, 1], [1, -1], [-1, 1], [-1, -1]], dtype=torch.float64)
+    w, b = papers_unit()
+    linear = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    norm = torch.nn.BatchNorm1d(1, eps=1e-30, dtype=torch.float64)
+    for i, delta in enumerate((0.0, *DELTAS)):
+        with torch.no_grad():
+            linear.weight.copy_(torch.from_numpy(w + delta))
+            norm.weight.fill_(np.linalg.norm(w) + delta)
+            norm.bias.fill_(b + delta)
+            z = norm(linear(x)).squeeze(1)
+        slope = torch.linalg.lstsq(torch.cat([x, torch.ones(4, 1)], dim=1), z).solution.numpy()
+        length = np.linalg.norm(slope[:2])
+        lines = outcome.lines["bn"]
+        np.testing.assert_allclose(lines.directions[i], slope[:2] / length, atol=1e-9)
+        assert lines.lams[i] == pytest.approx(slope[2] / length, rel=1e-9)
+
+
+def test_a_run_records_every_method_and_delta(finished: Run) -> None:
+    records = finished.records()
+    expected = [(method, delta) for method in METHODS for delta in DELTAS]
+    assert [(record["method"], record["delta"]) for record in records] == expected
+    own = records[: len(DELTAS)]
+    assert tuple(record["reference"] for record in own) == TRUE_ROTATIONS
+    assert tuple(record["reference_drawn"] for record in own) == DRAWN_ROTATIONS
+
+
+def test_a_run_draws_its_figures_with_captions(finished: Run) -> None:
+    names = {"figure1", "figure1-methods", "figure1-units", "figure2a-b", "figure5", "figure6"}
+    folder = finished.folder / "figures"
+    assert {path.stem for path in folder.glob("*.png")} == names
+    assert all(len((folder / f"{name}.txt").read_text()) > 40 for name in names)
+
+
+def test_a_killed_run_resumes_to_the_same_records(
+    finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toys, "save_figures", lambda *_: None)
+    shutil.copytree(finished.folder, tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    text = path.read_text()
+    path.write_text(text[: len(text) // 2])
+    run(tmp_path / "run", seeds=50, resume=True)
+    assert path.read_text() == text

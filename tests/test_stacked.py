@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch_rules import keras_adam, keras_plateau
 
 import geoparam as gp
 from geoparam.analysis.boundary import boundaries
-from geoparam.data.synthetic import levy_regression
-from geoparam.experiments import batched, levy, methods, stacked
+from geoparam.experiments import batched, methods, stacked
 from geoparam.experiments.keras import Judge
 from geoparam.experiments.packing import pack, unpack_, views
 from geoparam.experiments.stacked import Protocol, Result
@@ -67,9 +67,9 @@ def train_alone(
     seed: int,
 ) -> tuple[list[float], list[float], list[float], nn.Sequential]:
     """Return losses, metrics and rates of each epoch, and the best model."""
-    optimizer = levy.keras_adam(model, lr)
+    optimizer = keras_adam(model, lr)
     optimizer.register_step_post_hook(gp.retract(model))
-    plateau = levy.keras_plateau(optimizer, protocol.patience)
+    plateau = keras_plateau(optimizer, protocol.patience)
     order = torch.Generator().manual_seed(seed)
     losses, metrics, rates, best = [], [], [], copy.deepcopy(model)
     rows = len(data[0])
@@ -323,28 +323,6 @@ def test_any_loss_and_several_outputs() -> None:
     result = run("gmp", Protocol(cross_entropy, epochs=100), models=models, data=(x, classes))
     assert result.predict(x).shape == (3, 40, 3)
     assert ((result.predict(x).argmax(-1) == classes.numpy()).mean(1) > 0.9).all()
-
-
-@pytest.mark.parametrize("name", ["sp", "gmp"])
-def test_a_judged_training_loss_belongs_to_the_weights_before_the_step(name: str) -> None:
-    models, data = [levy.build(name, seed) for seed in (3, 4)], levy_regression()
-    result = stacked.train(
-        models,
-        (data.x_train, data.y_train),
-        levy.LEARNING_RATES[name],
-        Protocol(epochs=300, patience=40),
-        track="step",
-        keep="full",
-    )
-    for index, model in enumerate(models):
-        lr = levy.LEARNING_RATES[name]
-        alone = levy.train(model, data, lr, epochs=300, patience=40)
-        epochs = len(alone.losses)
-        close(result.losses[:epochs, index], alone.losses)
-        close(result.predict(data.x_test)[index], alone.prediction)
-        assert result.best_epoch[index] == alone.best_epoch and result.epochs[index] == epochs
-        found = result.motion.location[:epochs, index, :, 0]
-        np.testing.assert_allclose(found, alone.locations, rtol=1e-8, atol=1e-8)
 
 
 # --- motion of boundaries -----------------------------------------------------------------------

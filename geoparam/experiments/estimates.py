@@ -3,7 +3,7 @@
 **Agreement with a printed number.** Ours and the papers' agree when they are at most two combined
 standard errors apart, 2 sqrt(ours^2 + theirs^2), after allowing for the papers' rounding. A number
 of one seed has no standard error: it is one more draw from what we draw from, so that our own
-spread over seeds is taken for its error. Where we too have one seed, nothing can be said.
+spread over seeds is taken for its error. With fewer than three results nothing is said.
 
 **Paired differences.** Two methods on the same seed or split share its luck, so that the
 differences vary less than the results: their mean has its own standard error. Splits of one data
@@ -25,7 +25,7 @@ class Estimate(NamedTuple):
     Args:
         mean: of the finite values.
         error: its standard error; None where there is one value.
-        n: how many values there are.
+        n: how many values there are; 0 where that is not known, as for the papers'.
         low: the lowest of them.
         high: the highest.
     """
@@ -64,7 +64,7 @@ def agrees(ours: Estimate | None, papers: Printed | None) -> bool | None:
         >>> agrees(ours, Printed("3.057 ± 0.144")), agrees(ours, Printed("9.0 ± 0.1"))
         (True, False)
     """
-    if ours is None or papers is None or ours.error is None:
+    if ours is None or papers is None or ours.error is None or ours.n < 3:
         return None
     theirs = ours.spread if papers.error is None else papers.error
     combined = math.hypot(ours.error, theirs or 0.0)
@@ -86,20 +86,21 @@ def paired(values: Mapping[Any, float], baseline: Mapping[Any, float]) -> Estima
 
 
 def decimals(errors: Iterable[float | None], least: int) -> int:
-    """Return how many decimals show two digits of the smallest error; two more than `least` at most.
+    """Return how many decimals show a digit of the middle error: `least`, or up to two more.
 
     Example:
-        >>> decimals([0.28, 0.14], 3), decimals([0.00021], 3), decimals([None, 0.0], 2)
+        >>> decimals([0.28, 0.14, 0.00001], 3), decimals([0.00002], 3), decimals([None, 0.0], 2)
         (3, 5, 2)
     """
-    known = [error for error in errors if error]
+    known = sorted(error for error in errors if error and error >= 10.0 ** -(least + 2))
     if not known:
         return least
-    return min(max(least, 1 - math.floor(math.log10(min(known)))), least + 2)
+    middle = known[len(known) // 2]
+    return min(max(least, -math.floor(math.log10(middle))), least + 2)
 
 
-def written(value: Estimate, digits: int) -> str:
-    """Return "mean ± error", with this many decimals.
+def written(value: Estimate, digits: int | None) -> str:
+    """Return "mean ± error", with this many decimals, or three significant digits for None.
 
     Example:
         >>> written(Estimate(2.9712, 0.2443, 10, 2.0, 4.0), 3)
@@ -107,7 +108,7 @@ def written(value: Estimate, digits: int) -> str:
         >>> written(Estimate(1234567.0, None, 1, 0.0, 0.0), 3)
         '1.23e+06'
     """
-    if abs(value.mean) >= 1e5 or (value.error or 0) >= 1e5:
+    if digits is None or abs(value.mean) >= 1e5 or (value.error or 0) >= 1e5:
         return short(value.mean) + ("" if value.error is None else f" ± {short(value.error)}")
     error = "" if value.error is None else f" ± {value.error:.{digits}f}"
     return f"{value.mean:.{digits}f}{error}"

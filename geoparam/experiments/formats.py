@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from geoparam.experiments.estimates import Estimate
 
-SAME, OTHER = "≈", "≠"
+SAME, OTHER, EMPTY = "≈", "≠", "–"
 CSV_COLUMNS = (
     "table",
     "row",
@@ -32,6 +32,7 @@ _MINUS = re.compile(r"(?<![\w-])-(?=[\d.])")
 _LATEX = {
     "\\": r"\textbackslash{}",
     **{character: "\\" + character for character in "&%$#_{}"},
+    "[": "{[}",  # at the start of a row it would belong to the end of the one before
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "<": r"\textless{}",
@@ -61,7 +62,7 @@ class Cell:
         agrees: whether ours and the papers' agree; None where that was not judged.
     """
 
-    text: str = "–"
+    text: str = EMPTY
     estimate: Estimate | None = None
     diverged: int = 0
     agrees: bool | None = None
@@ -114,11 +115,9 @@ class Table:
         lines = [[_markdown(text) for text in line] for line in texts]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         lines.insert(1, ["-" * width for width in widths])
-        body = "\n".join(
-            "| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines
-        )
-        notes = "".join(f"\n{_markdown(note)}  " for note in self.notes)
-        return f"**{_markdown(self.title)}**\n\n{body}\n{notes and chr(10) + notes.strip()}\n"
+        body = "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+        notes = " ".join(map(_markdown, self.notes))
+        return f"**{_markdown(self.title)}**\n\n{body}\n" + (f"\n{notes}\n" if notes else "")
 
     def latex(self) -> str:
         """Return it as a LaTeX table; it needs the package booktabs."""
@@ -160,9 +159,20 @@ def to_csv(tables: Iterable[Table]) -> str:
 
 
 def _csv_line(table: Table, row: Row, column: str, cell: Cell) -> list[object]:
-    numbers = cell.estimate or [None] * 5
-    source = "papers" if row.papers else "ours"
-    return [table.title, row.label, source, column, cell.text, *numbers, cell.diverged, cell.agrees]
+    numbers = list(cell.estimate or [None] * 5)
+    if cell.estimate and not cell.estimate.n:
+        numbers[2:] = [None] * 3
+    source = "papers" if row.papers or column == "papers" else "ours"
+    return [
+        table.title,
+        row.label,
+        source,
+        column,
+        cell.text,
+        *numbers,
+        cell.diverged,
+        cell.agrees,
+    ]
 
 
 def _markdown(text: str) -> str:

@@ -158,6 +158,12 @@ _DRAWN = """\
 sp|4.1|12.2|18.3|23.7
 wn|4.1|12.2|18.3|23.7"""
 
+WHICH = (
+    "The papers are two versions of one work by W. Chen and H. Ge: v1, “Neural Characteristic "
+    "Activation Value Analysis for Improved ReLU Network Feature Learning”, and v2, “Neural "
+    "Characteristic Activation Analysis and Geometric Parameterization for ReLU Networks” "
+    "(NeurIPS 2024)."
+)
 _COMPARED = ("sp", "wn", "wn+mbn", "bn", "gmp", "gmp+imn")
 EPOCHS = {"levy": 10_000, "banana": 5_000, "uci": 5_000, "imagenet32": 90, "imagenet": 90}  # most
 _RESNET = "v2, table 3 (ResNet-18) and v1, table 1 (ResNet-50)"

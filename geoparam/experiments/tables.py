@@ -1,197 +1,44 @@
 """Tables from the records of a run: means over seeds or splits, beside the papers' numbers.
 
-A row is a method, or a variant of one where the run has several (two learning rates, two
-initialisations); columns are data sets, batch sizes or widths. Where an experiment has one column
-only, the columns say more about it: the papers' number, the range, the difference to the baseline.
+Where an experiment has several columns (data sets, batch sizes), a row of the papers' numbers
+stands below each of ours, and the differences to a baseline are a second table. Where it has one,
+the columns say more about it: the papers' number, the range, the difference.
 
-Nothing is left out: a run that diverged is counted, and what it left behind that is finite is in
-the mean, since dropping it would favour the method; a cell says how many results are in it.
+Nothing is left out. A run that diverged is counted, and what it left behind that is finite is in
+the mean, since dropping it would favour the method. A cell says how many results are in it.
 """
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from geoparam.experiments import reference
+from geoparam.experiments.blocks import Block, Line, arrange, groups, heading
 from geoparam.experiments.estimates import (
     Estimate,
-    agrees,
     decimals,
     estimate,
     paired,
     short,
     written,
 )
-from geoparam.experiments.formats import OTHER, SAME, Cell, Row, Table, to_csv
-from geoparam.experiments.methods import METHODS
+from geoparam.experiments.formats import EMPTY, OTHER, SAME, Cell, Row, Table, to_csv
+from geoparam.experiments.layouts import (
+    ANY,
+    DETAILS,
+    LAYOUTS,
+    Layout,
+    Measure,
+    measures,
+    number,
+)
+from geoparam.experiments.notes import difference_notes, result_notes
 from geoparam.experiments.results import Record, Run
 
 FORMATS = ("markdown", "latex", "csv")
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A result that a table shows.
-
-    Args:
-        name: its field in a record.
-        title: what it is.
-        digits: the least decimals to show; None for three significant digits.
-        better: "lower" or "higher"; empty where neither is.
-    """
-
-    name: str
-    title: str
-    digits: int | None = 3
-    better: str = ""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the tables of an experiment are laid out.
-
-    Args:
-        measures: one table each.
-        column: the field whose values are the columns; empty where there is one column.
-        column_title: what these are.
-        group: a field whose values are in separate tables.
-        notes: what a reader must know besides.
-    """
-
-    measures: tuple[Measure, ...]
-    column: str = ""
-    column_title: str = ""
-    group: str = ""
-    notes: tuple[str, ...] = ()
-
-
-_RMSE = Measure("test_rmse", "Test RMSE", 3, "lower")
-_ACCURACY = Measure("test_accuracy", "Test accuracy", 3, "higher")
-_TOP1 = Measure("top1", "Top-1 accuracy (%)", 2, "higher")
-_TOP5 = Measure("top5", "Top-5 accuracy (%)", 2, "higher")
-_TURNS = (
-    Measure("rotation", "Turn of the papers' unit, in degrees", None),
-    Measure("rotation_median", "Median turn of many such units, in degrees", None),
-    Measure("rotation_max", "Largest turn of many such units, in degrees", None),
-)
-_MIRRORED = (
-    "The papers' picture loses a sign (arccos), so that it shows the mirror image of the unit and "
-    "smaller turns of SP and WN than they make."
-)
-
-LAYOUTS = {
-    "levy": Layout((_RMSE,)),
-    "banana": Layout((_ACCURACY,)),
-    "perturbation": Layout(_TURNS, "delta", "perturbation", notes=(_MIRRORED,)),
-    "uci": Layout((_RMSE,), "dataset", "data set", "protocol"),
-    "width": Layout((_RMSE,), "width", "width"),
-    "imagenet32": Layout((_TOP1, _TOP5), "batch_size", "batch size"),
-    "imagenet": Layout((_TOP1, _TOP5), "network", "network"),
-}
-_ANY = Layout((_RMSE, _ACCURACY, _TOP1, _TOP5))
-PROTOCOLS = {
-    "paper": "the papers' protocol: rate and stopping judged on the test split itself",
-    "heldout": "held-out protocol: every choice made on a validation part",
-}
-VARIANTS = ("init", "width", "batch_size", "lr")  # fields that may tell rows of a method apart
-WORDS = {"lr": "rate", "batch_size": "batch", "init": "init"}
-DETAILS = {
-    "epochs": "epochs",
-    "best_epoch": "best epoch",
-    "largest_move": "largest move of a unit in one update",
-    "largest_rotation": "largest turn of a unit in one update (°)",
-}
-
-
-# --- what a table is made of -------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Line:
-    """A method, with the fields in which its variants differ.
-
-    Example:
-        >>> Line("gmp+imn", (("lr", 0.3),)).label
-        'GmP+IMN, rate 0.3'
-    """
-
-    method: str
-    variant: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def label(self) -> str:
-        """What the row is called."""
-        title = METHODS[self.method].title if self.method in METHODS else self.method
-        return ", ".join([title, *(f"{WORDS.get(k, k)} {v}" for k, v in self.variant)])
-
-
-@dataclass(frozen=True)
-class Block:
-    """The records of one table, sorted into rows and columns.
-
-    Args:
-        experiment: as in the run's folder.
-        measure: what the table shows.
-        layout: of the experiment.
-        cells: the records by row and column.
-        config: of the run, or {}.
-        baseline: the row that others are compared with, or None.
-        notes: what a reader must know besides.
-    """
-
-    experiment: str
-    measure: Measure
-    layout: Layout
-    cells: Mapping[Line, Mapping[Any, Sequence[Record]]]
-    config: Mapping[str, Any] = field(default_factory=dict)
-    baseline: Line | None = None
-    compare: bool = True
-
-    @property
-    def columns(self) -> list[Any]:
-        """The values of the field that makes the columns, in order."""
-        found = {column for cells in self.cells.values() for column in cells}
-        return sorted(found, key=lambda value: (isinstance(value, str), value))
-
-    def values(self, line: Line, column: Any) -> dict[Any, float]:
-        """The results in a cell, by seed or split."""
-        records = self.cells[line].get(column, ())
-        return {_sample(record, i): self.value(record) for i, record in enumerate(records)}
-
-    def value(self, record: Record) -> float:
-        """The result in a record; NaN where there is none."""
-        value = record.get(self.measure.name)
-        known = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return float(value) if known else float("nan")
-
-    def estimate(self, line: Line, column: Any) -> Estimate | None:
-        """The mean in a cell."""
-        return estimate(map(self.value, self.cells[line].get(column, ())))
-
-    def diverged(self, line: Line, column: Any) -> int:
-        """How many runs in a cell diverged."""
-        records = self.cells[line].get(column, ())
-        return sum(record.get("outcome") == "diverged" for record in records)
-
-    def papers(self, line: Line, column: Any) -> reference.Printed | None:
-        """The papers' number for a cell: below the variant that is theirs, or the only one."""
-        if not self.compare or not self._is_the_papers(line):
-            return None
-        return reference.printed(self.experiment, self.measure.name, line.method, column)
-
-    def _is_the_papers(self, line: Line) -> bool:
-        if sum(other.method == line.method for other in self.cells) == 1:
-            return True
-        theirs = {"init": "glorot", "lr": reference.rate(self.experiment, line.method)}
-        return all(theirs.get(name, value) == value for name, value in line.variant)
-
-
-def _sample(record: Record, i: int) -> Any:
-    return record.get("split", record.get("seed", i))
-
-
-# --- records to tables -------------------------------------------------------------------------
+_SEVERAL = "see below"
 
 
 def tables(run: Run, baseline: str = "sp") -> list[Table]:
@@ -201,20 +48,12 @@ def tables(run: Run, baseline: str = "sp") -> list[Table]:
         run: its folder.
         baseline: the method that others are compared with on the same seeds or splits.
     """
-    return from_records(
-        run.records(),
-        run.info["experiment"],
-        key=run.info.get("key") or VARIANTS,
-        config=run.config,
-        baseline=baseline,
-    )
+    return from_records(run.records(), run.info["experiment"], run.config, baseline)
 
 
 def from_records(
     records: Iterable[Record],
     experiment: str,
-    *,
-    key: Sequence[str] = VARIANTS,
     config: Mapping[str, Any] | None = None,
     baseline: str = "sp",
 ) -> list[Table]:
@@ -223,28 +62,34 @@ def from_records(
     Args:
         records: one for each method and seed or split, and what else the experiment varies.
         experiment: its name; it decides what is in rows and columns.
-        key: the fields that tell one piece of work from another.
-        config: of the run, to say what differs from the papers'.
+        config: of the run, to say where it is not the papers'.
         baseline: the method that others are compared with on the same seeds or splits.
 
     Example:
         >>> records = [{"method": method, "seed": seed, "test_rmse": rmse + seed / 10}
-        ...            for method, rmse in (("sp", 1.0), ("gmp", 0.4)) for seed in (0, 1)]
-        >>> table, = from_records(records, "levy")
+        ...            for method, rmse in (("sp", 1.0), ("gmp", 0.4)) for seed in range(3)]
+        >>> [table] = from_records(records, "levy")
         >>> [cell.text for cell in table.rows[1].cells]
-        ['0.450 ± 0.050', '≈ 0.496', '0.400 to 0.500', '-0.600 ± 0.000', '2']
+        ['0.500 ± 0.058', '≈ 0.496', '0.400 to 0.600', '-0.600 ± 0.000', '3']
     """
-    layout = LAYOUTS.get(experiment, _ANY)
-    records = [record for record in records if isinstance(record.get("method"), str)]
+    known = [record for record in records if isinstance(record.get("method"), str)]
+    known = [record for record in known if record.get("chosen") is not False]  # a search's trials
     found: list[Table] = []
-    for group, part in _groups(records, layout.group):
-        cells = _sorted(part, layout, key)
-        compare = layout.group != "protocol" or group in ("paper", None)
-        for measure in layout.measures:
-            if any(measure.name in record for record in part):
-                block = Block(experiment, measure, layout, cells, config or {}, None, compare)
-                found += _tables(block, baseline, group)
+    for layout in LAYOUTS.get(experiment, ANY):
+        own = [r for r in known if all(r.get(k) == v for k, v in layout.where.items())]
+        for group, part in groups(own, layout.group):
+            if layout.fields:
+                found += _fields(part, layout, group)
+            for measure in measures(part, layout):
+                cells = arrange([r for r in part if _belongs(r, measure)], layout)
+                block = Block(experiment, measure, layout, cells, config or {}, group)
+                found += _of_block(block, baseline)
     return found
+
+
+def _belongs(record: Record, measure: Measure) -> bool:
+    """Return whether a record has a result to show, or should have had one."""
+    return measure.name in record or record.get("outcome") == "diverged"
 
 
 def export(runs: Iterable[Run], form: str = "markdown", baseline: str = "sp") -> str:
@@ -258,38 +103,229 @@ def export(runs: Iterable[Run], form: str = "markdown", baseline: str = "sp") ->
     if form not in FORMATS:
         raise ValueError(f"a table is written as one of {', '.join(FORMATS)}; got {form!r}.")
     found = [table for run in runs for table in tables(run, baseline)]
+    if not found:
+        raise ValueError("no table can be made: there is no finished piece of work yet.")
     if form == "csv":
         return to_csv(found)
     return "\n".join(getattr(table, form)() for table in found)
 
 
-def _groups(records: Sequence[Record], name: str) -> list[tuple[Any, list[Record]]]:
-    values = dict.fromkeys(record.get(name) for record in records)
-    return [(value, [r for r in records if r.get(name) == value]) for value in values]
+# --- kinds of table ----------------------------------------------------------------------------
 
 
-def _sorted(
-    records: Sequence[Record], layout: Layout, key: Sequence[str]
-) -> dict[Line, dict[Any, list[Record]]]:
-    """Sort records into rows, methods in their usual order, and columns."""
-    names = [name for name in VARIANTS if name in key and name != layout.column]
-    varied = {name: _varied(records, name) for name in names}
-    cells: dict[Line, dict[Any, list[Record]]] = {}
-    for record in records:
-        method = record["method"]
-        shown = tuple((n, record.get(n)) for n in names if method in varied[n])
-        column = record.get(layout.column, "") if layout.column else ""
-        cells.setdefault(Line(method, shown), {}).setdefault(column, []).append(record)
-    order = {method: i for i, method in enumerate(METHODS)}
-    return dict(
-        sorted(
-            cells.items(),
-            key=lambda item: (order.get(item[0].method, 99), [str(v) for _, v in item[0].variant]),
-        )
-    )
+def _of_block(block: Block, baseline: str) -> list[Table]:
+    base = _baseline(block, baseline) if block.layout.compare else None
+    if len(block.columns) == 1:
+        return [_list(block, base)]
+    found = [_matrix(block)]
+    if base is not None:
+        found.append(_differences(block, base))
+    if any(_common_rate(block, line) == _SEVERAL for line in block.cells):
+        found.append(_rate_table(block))
+    return found
 
 
-def _varied(records: Sequence[Record], name: str) -> set[str]:
-    """Return the methods of which there are several values of a field."""
-    pairs = {(record["method"], record.get(name)) for record in records}
-    return {method for method, count in Counter(m for m, _ in pairs).items() if count > 1}
+def _list(block: Block, base: Line | None) -> Table:
+    """Return the table of an experiment with one column: its columns are what is known of it."""
+    [column] = block.columns
+    digits = _digits(block, column)
+    said = _rate_is_in_labels(block)
+    difference = f"difference to {Line(base.method).label}" if base else ""
+    kinds: dict[str, Callable[[Line], Cell]] = {
+        block.measure.title: lambda line: _cell(block, line, column, digits),
+        "papers": lambda line: _papers_cell(block, line, column),
+        "range": lambda line: _range_cell(block, line, column, digits),
+        difference: lambda line: _difference_cell(block, line, base, column, digits),
+        "n": lambda line: _count_cell(block, line, column),
+        "diverged": lambda line: Cell(f"{block.diverged(line, column) or EMPTY}"),
+        "rate": lambda line: Cell(EMPTY if said else rates(block.records(line, column))),
+    }
+    named = {name: [kind(line) for line in block.cells] for name, kind in kinds.items()}
+    for name, words in DETAILS.items():
+        named[words] = [_detail_cell(block.records(line, column), name) for line in block.cells]
+    notes = [*result_notes(block), *(difference_notes(block) if base else ())]
+    if any("largest_move" in record for record in block.all_records()):
+        notes.append("Largest move and turn: of any unit of any seed in one update.")
+    return _assemble(block.title, block, named, {}, notes)
+
+
+def _fields(records: Sequence[Record], layout: Layout, group: Any) -> list[Table]:
+    """Return a table of some fields of records, one a row; none where no record has any."""
+    shown = [name for name in layout.fields if any(name in record for record in records)]
+    rows = [
+        Row(line.label, tuple(_field_cell(record.get(name)) for name in shown))
+        for line, cells in arrange(records, layout).items()
+        for record in itertools.chain.from_iterable(cells.values())
+    ]
+    columns = tuple(layout.fields[name] for name in shown)
+    title = f"{layout.title} ({group})" if group else layout.title
+    return [Table(title, "method", columns, tuple(rows), layout.notes)] if shown else []
+
+
+def _matrix(block: Block) -> Table:
+    """Return methods by columns, the papers' numbers below ours."""
+    usual = block.usual_n
+    papers = {"rate": [_papers_rate_cell(block, line) for line in block.cells]}
+    said = _rate_is_in_labels(block) and all(cell.text == EMPTY for cell in papers["rate"])
+    rate = EMPTY if said else None
+    named = {"rate": [Cell(rate or _common_rate(block, line)) for line in block.cells]}
+    for column in block.columns:
+        digits, name = _digits(block, column), heading(column)
+        named[name] = [_cell(block, line, column, digits, usual) for line in block.cells]
+        papers[name] = [_papers_cell(block, line, column) for line in block.cells]
+    return _assemble(block.title, block, named, papers, list(result_notes(block)))
+
+
+def _differences(block: Block, base: Line) -> Table:
+    named = {}
+    for column in block.columns:
+        digits = _digits(block, column)
+        cells = [_difference_cell(block, line, base, column, digits) for line in block.cells]
+        named[heading(column)] = cells
+    same = f"on the same {block.samples[:-1]}"
+    title = f"Difference to {Line(base.method).label} {same}: {block.title}"
+    return _assemble(title, block, named, {}, list(difference_notes(block)))
+
+
+def _rate_table(block: Block) -> Table:
+    named = {
+        heading(column): [Cell(rates(block.records(line, column))) for line in block.cells]
+        for column in block.columns
+    }
+    notes = [f"How many {block.samples} have a rate is in brackets, where not all have the same."]
+    return _assemble(f"Learning rates: {block.title}", block, named, {}, notes)
+
+
+def _assemble(
+    title: str,
+    block: Block,
+    named: Mapping[str, Sequence[Cell]],
+    papers: Mapping[str, Sequence[Cell]],
+    notes: Sequence[str],
+) -> Table:
+    """Put cells, by column and row, into a table without the columns and rows that are empty."""
+    kept = [name for name, cells in named.items() if any(cell.text != EMPTY for cell in cells)]
+    blank = [Cell("")] * len(block.cells)
+    rows = []
+    for i, line in enumerate(block.cells):
+        rows.append(Row(line.label, tuple(named[name][i] for name in kept)))
+        rows.append(Row(line.label, tuple(papers.get(n, blank)[i] for n in kept), papers=True))
+    rows = [row for row in rows if any(cell.text not in ("", EMPTY) for cell in row.cells)]
+    return Table(title, "method", tuple(kept), tuple(rows), tuple(notes))
+
+
+# --- cells -------------------------------------------------------------------------------------
+
+
+def _cell(block: Block, line: Line, column: Any, digits: int | None, usual: int = 0) -> Cell:
+    """Return a mean with its error; what differs from the `usual` number of results is said."""
+    found, diverged = block.estimate(line, column), block.diverged(line, column)
+    if found is None:
+        return Cell(f"{diverged} diverged" if diverged else EMPTY, diverged=diverged)
+    verdict = block.agrees(line, column)
+    remarks = [f"n = {found.n}"] * (usual not in (0, found.n))
+    remarks += [f"{diverged} diverged"] * (usual > 0 and diverged > 0)
+    text = written(found, digits) + (f" ({', '.join(remarks)})" if remarks else "")
+    return Cell(text, found, diverged, verdict)
+
+
+def _papers_cell(block: Block, line: Line, column: Any) -> Cell:
+    papers, verdict = block.papers(line, column), block.agrees(line, column)
+    if papers is None or not block.records(line, column):
+        return Cell()
+    mark = "" if verdict is None else f"{SAME if verdict else OTHER} "
+    theirs = Estimate(papers.value, papers.error, 0, papers.value, papers.value)
+    return Cell(mark + papers.text, theirs, agrees=verdict)
+
+
+def _papers_rate_cell(block: Block, line: Line) -> Cell:
+    shown = any(block.papers(line, column) for column in block.columns)
+    rate = reference.rate(block.experiment, line.method) if shown else None
+    return Cell(EMPTY if rate is None else f"{rate:g}")
+
+
+def _range_cell(block: Block, line: Line, column: Any, digits: int | None) -> Cell:
+    found = block.estimate(line, column)
+    if found is None or found.error is None:
+        return Cell()
+    low, high = (written(Estimate(x, None, 1, x, x), digits) for x in (found.low, found.high))
+    return Cell(f"{low} to {high}")
+
+
+def _difference_cell(
+    block: Block, line: Line, base: Line | None, column: Any, digits: int | None
+) -> Cell:
+    """Return the paired difference to the baseline, to its own variant where there is one."""
+    if base is None or line.method == base.method:
+        return Cell()
+    partner = Line(base.method, line.variant)
+    partner = partner if partner in block.cells else base
+    found = paired(block.values(line, column), block.values(partner, column))
+    if found is None:
+        return Cell()
+    clear = found.n >= 5 and found.error is not None and abs(found.mean) > 2 * found.error
+    return Cell(written(found, digits) + (" *" if clear else ""), found)
+
+
+def _field_cell(value: Any) -> Cell:
+    if isinstance(value, list):
+        return Cell(", ".join(_field_cell(each).text for each in value) or EMPTY)
+    found = estimate([number(value)])
+    return Cell(EMPTY if value is None else short(number(value)), found)
+
+
+def _count_cell(block: Block, line: Line, column: Any) -> Cell:
+    found = block.estimate(line, column)
+    return Cell(f"{found.n if found else 0}")
+
+
+def _detail_cell(records: Sequence[Record], name: str) -> Cell:
+    """Return the largest value of a field whose name says so, else the mean."""
+    values = [number(record[name]) for record in records if record.get(name) is not None]
+    if not values:
+        return Cell()
+    if name.startswith("largest"):
+        return Cell(short(math.nan if any(map(math.isnan, values)) else max(values)))
+    found = estimate(values)
+    return Cell(short(round(found.mean)), found) if found else Cell()
+
+
+def rates(records: Iterable[Record]) -> str:
+    """Return the learning rates of some records, with how many have each where they differ.
+
+    Example:
+        >>> rates([{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.03}]), rates([{"lr": 0.1}] * 3)
+        ('0.03 (1), 0.1 (2)', '0.1')
+    """
+    counts = Counter(number(record["lr"]) for record in records if "lr" in record)
+    if len(counts) < 2:
+        return "".join(f"{rate:g}" for rate in counts) or EMPTY
+    return ", ".join(f"{rate:g} ({count})" for rate, count in sorted(counts.items()))
+
+
+# --- what cells and notes share ----------------------------------------------------------------
+
+
+def _baseline(block: Block, wanted: str) -> Line | None:
+    """Return the first row of the method that was asked for, or else of BN; None without seeds."""
+    methods = {line.method for line in block.cells}
+    for method in (wanted, "bn"):
+        if method in methods and len(methods) > 1 and block.samples:
+            return next(line for line in block.cells if line.method == method)
+    return None
+
+
+def _digits(block: Block, column: Any) -> int | None:
+    found = [block.estimate(line, column) for line in block.cells]
+    least = block.measure.digits
+    return None if least is None else decimals((each.error for each in found if each), least)
+
+
+def _rate_is_in_labels(block: Block) -> bool:
+    return all("lr" in dict(line.variant) for line in block.cells)
+
+
+def _common_rate(block: Block, line: Line) -> str:
+    """Return the rate of a row; that there are several is said elsewhere."""
+    found = {rates(records) for records in block.cells[line].values()}
+    return found.pop() if len(found) == 1 and "(" not in "".join(found) else _SEVERAL

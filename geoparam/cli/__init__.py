@@ -1,0 +1,61 @@
+"""The command line: it parses, calls and prints. Needs the extra: pip install 'geoparam[cli]'.
+
+typer is imported when the application is made, so that a missing extra is named, not a traceback.
+"""
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typer import Typer
+
+INSTALL = {
+    "typer": "'geoparam[cli]'",
+    "rich": "'geoparam[cli]'",
+    "safetensors": "'geoparam[cli]'",
+    "matplotlib": "'geoparam[plots]'",
+    "accelerate": "'geoparam[experiments]'",
+    "optuna": "'geoparam[experiments]'",
+    "sklearn": "'geoparam[experiments]'",
+    "tensorboard": "'geoparam[experiments]'",
+    "xlrd": "'geoparam[experiments]'",
+    "torchvision": "'geoparam[vision]'",
+    "transformers": "'geoparam[hf]'",
+    "timm": "timm",
+}
+
+
+def main() -> None:
+    """Run the command line; where an extra is missing, name it instead of a traceback."""
+    try:
+        app()()
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if "pip install" in str(error):  # who raised it says more
+            sys.exit(str(error))
+        if package not in INSTALL:
+            raise
+        sys.exit(f"This command needs {package}. Install it with: pip install {INSTALL[package]}")
+
+
+def app() -> "Typer":
+    """Return the application, with all commands."""
+    import typer
+
+    from geoparam.cli import demo, files, runs
+
+    application = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @application.callback()
+    def geoparam() -> None:
+        """Geometric Parameterization for PyTorch."""
+
+    application.command("demo")(demo.command)
+    application.add_typer(runs.application(), name="run")
+    files.add(application)
+    return application

@@ -1,0 +1,104 @@
+"""What every long command shares: a bar with the time left, errors in words, Ctrl-C."""
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from typer import Option
+
+from geoparam.experiments import tasks
+
+Jobs = Annotated[
+    int | None, Option(min=1, help="Processes that train; by default one for each core.")
+]
+
+
+class Bar:
+    """One bar for work of several kinds, one after the other.
+
+    It is told a title, how much is done and how much there is; where these begin anew, so does the
+    estimate of the time left.
+    """
+
+    def __init__(self, bars: Progress) -> None:
+        self.bars = bars
+        self.task = bars.add_task("", total=None)
+        self.done, self.total = 0, 0
+
+    def __call__(self, title: str, done: int, total: int) -> None:
+        if total != self.total or done < self.done:
+            self.bars.reset(self.task, total=total)
+        self.bars.update(self.task, completed=done, description=title)
+        self.done, self.total = done, total
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[tasks.Progress | None]:
+    """Show a bar on standard error while the block runs; None where that is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("time left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as bars:
+        yield Bar(bars)
+
+
+@contextlib.contextmanager
+def explained(out: Path | None = None) -> Iterator[None]:
+    """Print what went wrong without a traceback; after Ctrl-C, how to go on with `out`."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        message = "\nInterrupted."
+        if out is not None:
+            message += f" What is finished is in {out}. Go on with:\n  {resuming(sys.argv)}"
+        print(message, file=sys.stderr)
+        raise SystemExit(130) from None
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"{error}") from error
+
+
+def resuming(arguments: Sequence[str]) -> str:
+    """Return the command that goes on with what these arguments began.
+
+    Example:
+        >>> resuming(["/usr/bin/geoparam", "run", "levy", "--out", "my runs"])
+        "geoparam run levy --out 'my runs' --resume"
+    """
+    given = [Path(arguments[0]).name, *arguments[1:]]
+    return shlex.join(given if "--resume" in given else [*given, "--resume"])
+
+
+def listed(text: str) -> list[str]:
+    """Return the names between commas.
+
+    Example:
+        >>> listed("sp, gmp,")
+        ['sp', 'gmp']
+    """
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def numbers(text: str) -> list[float]:
+    """Return the numbers between commas.
+
+    Example:
+        >>> numbers("0.01,0.1")
+        [0.01, 0.1]
+    """
+    try:
+        return [float(part) for part in listed(text)]
+    except ValueError as error:
+        raise ValueError(f"an option needs numbers between commas; got {text!r}.") from error

@@ -1,0 +1,75 @@
+"""The sentences below a table: what its numbers are, and where the run is not the papers'."""
+
+from collections.abc import Iterator, Sequence
+
+from geoparam.experiments import reference
+from geoparam.experiments.blocks import Block
+from geoparam.experiments.formats import OTHER, SAME
+from geoparam.experiments.layouts import number
+
+
+def result_notes(block: Block) -> Iterator[str]:
+    """Yield what a reader must know of a table of results.
+
+    Args:
+        block: its records.
+    """
+    counts = sorted({each.n for each in block.estimates})
+    better = f" {block.measure.better.capitalize()} is better." * bool(block.measure.better)
+    if counts and counts[-1] > 1:
+        few = "" if len(counts) == 1 else " where a cell says nothing else"
+        yield f"Mean ± standard error over {block.samples}, n = {block.usual_n}{few}.{better}"
+    elif better:
+        yield f"One seed, which may be an accident.{better}"
+    yield from _papers_notes(block)
+    if any(block.diverged(line, column) for line in block.cells for column in block.columns):
+        yield "Diverged runs are counted; those that left a finite result are in the mean."
+    yield from _protocol_notes(block, counts)
+
+
+def _papers_notes(block: Block) -> Iterator[str]:
+    places = [(line, column) for line in block.cells for column in block.columns]
+    shown = [papers for place in places if (papers := block.papers(*place))]
+    source = reference.source(block.experiment, block.measure.name)
+    if not shown:
+        if source and not block.compare:
+            yield "The papers' numbers are of another protocol and not shown here."
+        return
+    yield f"papers: {source}."
+    yield from block.layout.notes
+    if not block.same_data:
+        yield "The papers trained on KEEL's points, this run on generated ones: do not compare."
+    judged = [verdict for place in places if (verdict := block.agrees(*place)) is not None]
+    if judged:
+        yield (
+            f"{SAME} at most two combined standard errors apart, rounding allowed for "
+            f"({sum(judged)} of {len(judged)}); {OTHER} further."
+        )
+    if judged and any(papers.error is None for papers in shown):
+        yield "A number of one seed is judged by the spread of our seeds."
+
+
+def _protocol_notes(block: Block, counts: Sequence[int]) -> Iterator[str]:
+    epochs, theirs = number(block.config.get("epochs")), reference.EPOCHS.get(block.experiment, 0)
+    if epochs < theirs:
+        yield f"Trained for at most {epochs:,.0f} epochs; the papers allow {theirs:,}."
+    asked = block.config.get("seeds", block.config.get("splits"))
+    asked = len(asked) if isinstance(asked, list) else number(asked)
+    if block.samples and counts and counts[0] < asked:
+        yield f"Not all of the {asked:.0f} {block.samples} that were asked for have a result."
+
+
+def difference_notes(block: Block) -> Iterator[str]:
+    """Yield what a reader must know of differences to a baseline.
+
+    Args:
+        block: the records.
+    """
+    better = {"lower": "negative", "higher": "positive"}.get(block.measure.better)
+    yield (
+        f"Differences: mean ± standard error over the {block.samples} that both have"
+        + (f"; {better} is better" if better else "")
+        + ". * more than two standard errors from 0, with n of 5 or more."
+    )
+    if block.samples == "splits":
+        yield "Splits of one data set share points, so that these errors are somewhat too small."

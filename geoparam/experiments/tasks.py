@@ -1,0 +1,309 @@
+"""A run's work in tasks: each done once, by this process or by several, and kept in the folder.
+
+A task gives some records, and perhaps arrays. It says beforehand which keys its records have, so
+that a resumed run leaves out what is there. Where only some of its records are there, as a kill
+may leave it, all of it is done again and what was missing is added: a task is never done by
+halves, and so its numbers do not depend on what was finished before.
+
+Small networks gain nothing from threads, and lose much by them where other programs run: on two
+busy cores ten networks on Yacht took 1.3 ms an epoch with one thread and 20 to 116 ms with two.
+So a task has one thread, and cores are used by processes. These only compute; this process alone
+writes. They end when it ends, however that happens.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from geoparam.experiments import search
+from geoparam.experiments.results import Record, Run
+
+Key = tuple[Any, ...]
+Tick = Callable[[int, int], None]
+Progress = Callable[[str, int, int], None]
+
+INTERVAL = 0.3  # seconds between two reports of a task
+
+
+class Task(Protocol):
+    """What is done in one go; hashable, and its text is its title."""
+
+    @property
+    def keys(self) -> Sequence[Key]:
+        """The keys of its records, one for each, in the order of the run's key."""
+
+    @property
+    def name(self) -> str:
+        """Under which its arrays are kept."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a task gave.
+
+    Args:
+        records: one for each of the task's keys.
+        arrays: by name; none are kept where there are none.
+    """
+
+    records: list[Record]
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+Work = Callable[[Any, Tick], Done]
+Report = Callable[[Any, int, int], None]
+
+
+class Session:
+    """The work that one call does for a run, and how far it is.
+
+    Args:
+        run: the folder.
+        work: does a task. It is given a function to call now and then with two numbers, the epoch
+            and how many of the task's records are still open.
+        total: how many records there will be.
+        jobs: how many processes work; 1 is this one.
+        progress: called with a title, how many records are done and how many there are.
+    """
+
+    def __init__(
+        self, run: Run, work: Work, total: int, jobs: int = 1, progress: Progress | None = None
+    ) -> None:
+        self.run, self.work, self.total, self.jobs = run, work, total, jobs
+        self.progress = progress or (lambda title, done, total: None)
+        self.keys = {self._key(record) for record in run.records()}
+        self.open: dict[Any, int] = {}  # records that are not done, of the tasks under way
+
+    def spread(self, tasks: Iterable[Any]) -> None:
+        """Do the tasks that are not done, in this order."""
+        todo = [task for task in tasks if not self._is_done(task)]
+        for task, done in spread(self.work, todo, self.jobs, self._report):
+            self._keep(task, done)
+
+    def share(
+        self, tasks: Sequence[tuple[search.Point, Any]], value: str, storage: str, study: str
+    ) -> None:
+        """Do the tasks together with other processes: see `search.share`.
+
+        Args:
+            tasks: each with the point of a grid that it belongs to; a point may have several.
+            value: the field of the records whose mean is a point's value.
+            storage: where the study is.
+            study: its name.
+        """
+        points = [point for point, _ in tasks]
+        grid = {name: list(dict.fromkeys(p[name] for p in points)) for name in points[0]}
+
+        def work(at: search.Point) -> tuple[float, list[Record]]:
+            own = [task for point, task in tasks if point == at]
+            records = [record for task in own for record in self._records(task)]
+            return float(np.mean([record[value] for record in records])), records
+
+        def waiting(left: int) -> None:
+            self._show(f"others work on the last {left} points of {study}")
+
+        for _, records in search.share(work, grid, storage, study, waiting):
+            self._add(records)
+
+    def _records(self, task: Any) -> list[Record]:
+        """Return a task's records, from the folder or by doing it."""
+        if self._is_done(task):
+            return [record for record in self.run.records() if self._key(record) in task.keys]
+        [(_, done)] = spread(self.work, [task], 1, self._report)
+        self._keep(task, done)
+        return done.records
+
+    def _keep(self, task: Any, done: Done) -> None:
+        if done.arrays:
+            self.run.save_curves(task.name, **done.arrays)
+        self._add(done.records)
+        self.open.pop(task, None)
+        self._show(str(task))
+
+    def _add(self, records: Iterable[Record]) -> None:
+        for record in records:
+            if self._key(record) not in self.keys:
+                self.run.append(record)
+                self.keys.add(self._key(record))
+
+    def _is_done(self, task: Any) -> bool:
+        return self.keys.issuperset(task.keys)
+
+    def _key(self, record: Record) -> Key:
+        return tuple(record[name] for name in self.run.info["key"])
+
+    def _report(self, task: Any, epoch: int, left: int) -> None:
+        self.open[task] = left
+        self._show(f"{task}, epoch {epoch:,}")
+
+    def _show(self, title: str) -> None:
+        under_way = sum(len(task.keys) - left for task, left in self.open.items())
+        self.progress(title, min(len(self.keys) + under_way, self.total), self.total)
+
+
+def check_names(what: str, given: Sequence[str], allowed: Sequence[str]) -> None:
+    """Raise ValueError where a name is not among those there are, or none is given.
+
+    Example:
+        >>> check_names("methods", ["spp"], ("sp", "gmp"))
+        Traceback (most recent call last):
+        ...
+        ValueError: methods must be of sp, gmp; got 'spp'.
+    """
+    wrong = [name for name in given if name not in allowed]
+    if wrong or not given:
+        got = ", ".join(map(repr, wrong)) or "none"
+        raise ValueError(f"{what} must be of {', '.join(allowed)}; got {got}.")
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+
+def spread(
+    work: Callable[[Any, Tick], Any],
+    tasks: Sequence[Any],
+    jobs: int = 1,
+    report: Report | None = None,
+) -> Iterator[tuple[Any, Any]]:
+    """Do all tasks, and yield each with its result as soon as it is done.
+
+    Args:
+        work: called with a task and a function of two numbers, which it calls now and then. With
+            several jobs it must be picklable.
+        tasks: in the order in which they are begun.
+        jobs: how many processes do them; 1 is this one.
+        report: called with a task and those two numbers, but not too often.
+
+    Example:
+        >>> def square(task, tick):
+        ...     return task**2
+        >>> list(spread(square, [2, 3]))
+        [(2, 4), (3, 9)]
+    """
+    report = report or (lambda task, epoch, left: None)
+    if min(jobs, len(tasks)) > 1:
+        yield from _in_processes(work, tasks, min(jobs, len(tasks)), report)
+        return
+    for task in tasks:
+        with one_thread():
+            result = work(task, _seldom(report, task))
+        yield task, result
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    allowed = getattr(os, "sched_getaffinity", None)
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread within the context.
+
+    Example:
+        >>> with one_thread():
+        ...     torch.get_num_threads()
+        1
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _seldom(report: Report, task: Any) -> Tick:
+    """Return a function that reports of a task what comes INTERVAL seconds after the last."""
+    last = time.monotonic()
+
+    def tick(epoch: int, left: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= INTERVAL:
+            last = time.monotonic()
+            report(task, epoch, left)
+
+    return tick
+
+
+def _in_processes(
+    work: Callable[[Any, Tick], Any], tasks: Sequence[Any], jobs: int, report: Report
+) -> Iterator[tuple[Any, Any]]:
+    context = multiprocessing.get_context("spawn")  # torch and its threads do not survive a fork
+    ticks, stop = context.Queue(), context.Event()
+    with ProcessPoolExecutor(jobs, context, _begin, (ticks, stop)) as pool:
+        try:
+            running: dict[Future[Any], int] = {
+                pool.submit(_call, work, task, number): number for number, task in enumerate(tasks)
+            }
+            while running:
+                finished, _ = wait(running, INTERVAL, FIRST_COMPLETED)
+                for number, epoch, left in _waiting(ticks):
+                    report(tasks[number], epoch, left)
+                for future in finished:
+                    yield tasks[running.pop(future)], future.result()
+        except BrokenProcessPool as error:
+            raise RuntimeError(
+                "a working process ended without a word: killed, or out of memory; or a script "
+                "started it that does not guard its own calls by if __name__ == '__main__'. "
+                "Go on with resume, or try jobs=1."
+            ) from error
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def _waiting(ticks: Any) -> Iterator[tuple[int, int, int]]:
+    """Yield what is in the queue."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            yield ticks.get_nowait()
+
+
+# --- in a working process -----------------------------------------------------------------------
+
+_ticks: Any = None
+_stop: Any = None
+
+
+class _Stopped(Exception):
+    """The process that asked for the work does not want it any more."""
+
+
+def _begin(ticks: Any, stop: Any) -> None:
+    global _ticks, _stop
+    _ticks, _stop = ticks, stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and says stop
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Wait until the parent is gone, killed perhaps, and go too."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _call(work: Callable[[Any, Tick], Any], task: Any, number: int) -> Any:
+    seldom = _seldom(lambda number, epoch, left: _ticks.put((number, epoch, left)), number)
+
+    def tick(epoch: int, left: int) -> None:
+        if _stop.is_set():
+            raise _Stopped
+        seldom(epoch, left)
+
+    return work(task, tick)

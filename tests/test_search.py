@@ -1,0 +1,164 @@
+"""A grid shared through Optuna: every point is done, whoever fails, stops or is killed."""
+
+import itertools
+import math
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from geoparam.experiments import search
+
+GRID = {"method": ["sp", "gmp"], "lr": [0.01, 0.1, 0.3]}
+LEFT_BEHIND = """
+import os, signal, sys
+from geoparam.experiments import search
+from test_search import GRID
+def work(point):
+    os.kill(os.getpid(), signal.SIGKILL)
+search.share(work, GRID, sys.argv[1], "study")
+"""
+WORKER = """
+import sys
+from geoparam.experiments import search
+from test_search import GRID
+def work(point):
+    print(point["method"], point["lr"], flush=True)
+    sys.stdin.readline()  # until the other has one, too
+    return point["lr"], [point["method"], point["lr"]]
+print(len(search.share(work, GRID, sys.argv[1], "study")), "points")
+"""
+
+pytest.importorskip("optuna")
+
+
+@pytest.fixture(params=["database", "journal"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/a.db" if request.param == "database" else f"{tmp_path}/a.log"
+
+
+class Work:
+    """Remembers the points it was given, and what it should raise at which."""
+
+    def __init__(self, *errors: tuple[int, BaseException]) -> None:
+        self.errors, self.points = dict(errors), []
+
+    def __call__(self, point: search.Point) -> tuple[float, Any]:
+        self.points.append(tuple(point.values()))
+        if len(self.points) in self.errors:
+            raise self.errors[len(self.points)]
+        return point["lr"], list(point.values())
+
+
+def share(work: Any, storage: str, name: str = "study", **options: Any) -> list[Any]:
+    return search.share(work, GRID, storage, name, **options)
+
+
+EXPECTED = [(point, list(point.values())) for point in search.points(GRID)]
+
+
+def process(script: str, storage: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", script, storage],
+        cwd=Path(__file__).parent,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_every_point_is_done_once(storage: str) -> None:
+    work = Work()
+    assert share(work, storage) == EXPECTED
+    assert sorted(work.points) == sorted(itertools.product(*GRID.values()))
+
+
+def test_a_finished_study_is_not_done_again(storage: str) -> None:
+    share(Work(), storage)
+    work = Work()
+    assert share(work, storage) == EXPECTED and work.points == []
+
+
+def test_another_name_is_another_study(storage: str) -> None:
+    share(Work(), storage)
+    work = Work()
+    share(work, storage, name="other")
+    assert len(work.points) == len(EXPECTED)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(1, KeyboardInterrupt()), (3, RuntimeError()), (6, RuntimeError())]
+)
+def test_a_point_that_failed_is_done_by_the_next(
+    storage: str, number: int, error: BaseException
+) -> None:
+    first, second = Work((number, error)), Work()
+    with pytest.raises(type(error)):
+        share(first, storage)
+    assert share(second, storage) == EXPECTED
+    assert len(first.points) == number and len(second.points) == len(EXPECTED) - number + 1
+
+
+def test_points_of_a_killed_process_are_done_by_others(
+    storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = process(LEFT_BEHIND, storage)
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    monkeypatch.setattr(search, "SILENCE", 1)
+    work, waits = Work(), []
+    assert share(work, storage, waiting=waits.append) == EXPECTED
+    assert sorted(work.points) == sorted(itertools.product(*GRID.values()))
+    assert set(waits) == ({1} if search._is_database(storage) else set())
+
+
+def test_processes_take_different_points(tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path}/a.db"
+    workers = [process(WORKER, storage) for _ in range(2)]
+    taken = [[], []]
+    for _ in range(len(EXPECTED) // 2):
+        for worker, own in zip(workers, taken, strict=True):
+            own.append(worker.stdout.readline())
+        for worker in workers:
+            worker.stdin.write("\n")
+            worker.stdin.flush()
+    assert [worker.communicate()[0] for worker in workers] == ["6 points\n"] * 2
+    assert len({*taken[0], *taken[1]}) == len(EXPECTED)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_point_without_a_value_is_done(storage: str, value: float) -> None:
+    results = search.share(lambda point: (value, value), {"x": [1]}, storage, "study")
+    assert repr(results) == repr([({"x": 1}, value)])
+
+
+def test_the_best_point_can_be_asked_of_the_study(tmp_path: Path) -> None:
+    import optuna
+
+    storage = f"sqlite:///{tmp_path}/a.db"
+    share(Work(), storage)
+    study = optuna.load_study(study_name="study", storage=storage)
+    assert study.best_value == 0.01 and set(study.best_params) == set(GRID)
+
+
+def test_names_of_studies_tell_data_and_configuration_apart() -> None:
+    names = {
+        search.study_name("uci", config, [array])
+        for config in ({"seeds": 3}, {"seeds": 4})
+        for array in (np.zeros(3), np.ones(3))
+    }
+    assert len(names) == 4
+
+
+def test_a_new_database_can_be_opened_by_many_at_once(tmp_path: Path) -> None:
+    """Optuna makes its tables without a lock: those who come second get errors of any kind."""
+    for number in range(3):
+        url = f"sqlite:///{tmp_path}/{number}.db"
+        with ThreadPoolExecutor(4) as pool:
+            opened = [pool.submit(search._study, url, "one", GRID) for _ in range(4)]
+        assert {future.result().study_name for future in opened} == {"one"}
