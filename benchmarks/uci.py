@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 
 from benchmarks.timing import hardware
-from geoparam.experiments import methods, reference, uci
-from geoparam.experiments.estimates import agrees, estimate
+from geoparam.experiments import methods, uci
 from geoparam.experiments.results import Run
+from geoparam.experiments.tabling import reference
+from geoparam.experiments.tabling.estimates import agrees, estimate
 from geoparam.experiments.tasks import cores
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from geoparam.experiments import reference
 from geoparam.experiments.results import Record, Run
+from geoparam.experiments.tabling import reference
 
 Array = np.ndarray
 

@@ -14,8 +14,8 @@ import geoparam as gp
 from geoparam.analysis import SReLU, boundaries, breaks
 from geoparam.analysis import slices as module
 from geoparam.analysis.partition import pack, patterns
-from geoparam.analysis.slicing.planes import plane_through
 from geoparam.analysis.slices import Slice, slice_regions
+from geoparam.analysis.slicing.planes import plane_through
 
 EXTENT = (-2.0, 2.0, -1.5, 2.5)
 MODULES = (nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.ReLU6, nn.Hardtanh, nn.RReLU, SReLU)

@@ -12,10 +12,11 @@ from torch_rules import keras_adam, keras_plateau
 
 import geoparam as gp
 from geoparam.analysis.boundary import boundaries
-from geoparam.experiments import batched, methods, stacked
-from geoparam.experiments.keras import Judge
-from geoparam.experiments.packing import pack, unpack_, views
+from geoparam.experiments import methods, stacked
 from geoparam.experiments.stacked import Protocol, Result
+from geoparam.experiments.stacking import batched
+from geoparam.experiments.stacking.keras import Judge
+from geoparam.experiments.stacking.packing import pack, unpack_, views
 
 VARIANTS = [(name, {}) for name in methods.METHODS]
 VARIANTS += [("wn+mbn", {"mbn_bias": "cancelled"}), ("gmp+imn", {"imn": "input"})]

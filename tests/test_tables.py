@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import run_folders
 
-from geoparam.experiments import estimates, reference, tables
-from geoparam.experiments.estimates import Estimate, estimate, paired
-from geoparam.experiments.formats import Cell, Row, Table
-from geoparam.experiments.reference import Printed
+from geoparam.experiments import tables
 from geoparam.experiments.results import Record, Run
+from geoparam.experiments.tabling import estimates, reference
+from geoparam.experiments.tabling.estimates import Estimate, estimate, paired
+from geoparam.experiments.tabling.formats import Cell, Row, Table
+from geoparam.experiments.tabling.reference import Printed
 
 ODD = r"a|b*c_d`e`\f & 50% $x$ #1 {y} ~z^2 <p> [l]"
 ODD_TABLE = Table(ODD, "m|n", ("x", "y_1"), (Row(ODD, (Cell("-1.5 ± 0.2 *"), Cell())),), (ODD,))

@@ -137,8 +137,9 @@ def each_seed(run: "Run", measure: str, motion: str, lr: float | None = None) ->
         motion: the field of how boundaries moved.
         lr: the rate at which they did; by default that of the row.
     """
-    from geoparam.experiments import reference, toys
+    from geoparam.experiments import toys
     from geoparam.experiments.methods import TITLES
+    from geoparam.experiments.tabling import reference
 
     comparable = run.config.get("source") != "generated"
     table = Table(show_header=True)

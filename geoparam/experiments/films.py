@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from geoparam import sphere
-from geoparam.experiments import batched
-from geoparam.experiments.packing import views
+from geoparam.experiments.stacking import batched
+from geoparam.experiments.stacking.packing import views
 
 Array = np.ndarray
 FRAMES = 60

@@ -33,10 +33,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from geoparam.experiments import batched
-from geoparam.experiments.keras import Adam, Judge
-from geoparam.experiments.motion import Motion, Recorder
-from geoparam.experiments.packing import pack, unpack_, views
+from geoparam.experiments.stacking import batched
+from geoparam.experiments.stacking.keras import Adam, Judge
+from geoparam.experiments.stacking.motion import Motion, Recorder
+from geoparam.experiments.stacking.packing import pack, unpack_, views
 
 Array = np.ndarray
 Data = tuple[Array | Tensor, Array | Tensor]

@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from geoparam.experiments import reference
-from geoparam.experiments.blocks import Block, Line, arrange, groups, heading
-from geoparam.experiments.estimates import (
+from geoparam.experiments.results import Record, Run
+from geoparam.experiments.tabling import reference
+from geoparam.experiments.tabling.blocks import Block, Line, arrange, groups, heading
+from geoparam.experiments.tabling.estimates import (
     Estimate,
     decimals,
     estimate,
@@ -24,8 +25,8 @@ from geoparam.experiments.estimates import (
     short,
     written,
 )
-from geoparam.experiments.formats import EMPTY, OTHER, SAME, Cell, Row, Table, to_csv
-from geoparam.experiments.layouts import (
+from geoparam.experiments.tabling.formats import EMPTY, OTHER, SAME, Cell, Row, Table, to_csv
+from geoparam.experiments.tabling.layouts import (
     ANY,
     DETAILS,
     LAYOUTS,
@@ -34,8 +35,7 @@ from geoparam.experiments.layouts import (
     measures,
     number,
 )
-from geoparam.experiments.notes import difference_notes, result_notes
-from geoparam.experiments.results import Record, Run
+from geoparam.experiments.tabling.notes import difference_notes, result_notes
 
 FORMATS = ("markdown", "latex", "csv")
 _SEVERAL = "see below"

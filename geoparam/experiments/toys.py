@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from geoparam.data.files import replacing
-from geoparam.experiments import methods, reference, stacked, tasks
+from geoparam.experiments import methods, stacked, tasks
 from geoparam.experiments.films import Film, frame_epochs
 from geoparam.experiments.results import Record, Run
 from geoparam.experiments.stacked import Protocol, Result
+from geoparam.experiments.tabling import reference
 from geoparam.experiments.tasks import Progress, Tick
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any
 
-from geoparam.experiments.formats import Table
+from geoparam.experiments.tabling.formats import Table
 
 _VOID = ("img", "input", "meta")
 _MINUS = re.compile(r"(?<![\w-])-(?=[\d.])")
@@ -75,7 +75,7 @@ def table(source: Table) -> Html:
     """Return a table with its title and notes; it scrolls by itself where it is too wide.
 
     Example:
-        >>> from geoparam.experiments.formats import Cell, Row
+        >>> from geoparam.experiments.tabling.formats import Cell, Row
         >>> "<td>-1 to 0</td>" in table(Table("T", "m", ("x",), (Row("SP", (Cell("-1 to 0"),)),)))
         False
     """

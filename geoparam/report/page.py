@@ -17,8 +17,9 @@ from typing import Any
 
 import geoparam as gp
 from geoparam.data.files import replacing
-from geoparam.experiments import reference, tables
+from geoparam.experiments import tables
 from geoparam.experiments.results import Run
+from geoparam.experiments.tabling import reference
 from geoparam.report import html, slider, words
 from geoparam.report.html import Html, element, join
 

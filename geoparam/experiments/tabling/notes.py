@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from geoparam.experiments import reference
-from geoparam.experiments.blocks import Block
-from geoparam.experiments.formats import OTHER, SAME
-from geoparam.experiments.layouts import number
+from geoparam.experiments.tabling import reference
+from geoparam.experiments.tabling.blocks import Block
+from geoparam.experiments.tabling.formats import OTHER, SAME
+from geoparam.experiments.tabling.layouts import number
 
 
 def result_notes(block: Block) -> Iterator[str]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from geoparam.experiments.estimates import Estimate
+from geoparam.experiments.tabling.estimates import Estimate
 
 SAME, OTHER, EMPTY = "≈", "≠", "–"
 CSV_COLUMNS = (

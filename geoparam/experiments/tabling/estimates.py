@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from geoparam.experiments.reference import Printed
+from geoparam.experiments.tabling.reference import Printed
 
 
 class Estimate(NamedTuple):

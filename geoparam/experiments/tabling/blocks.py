@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from geoparam.experiments import reference
-from geoparam.experiments.estimates import Estimate, agrees, estimate
-from geoparam.experiments.layouts import PROTOCOLS, VARIANTS, Layout, Measure, number
 from geoparam.experiments.methods import METHODS
 from geoparam.experiments.results import Record
+from geoparam.experiments.tabling import reference
+from geoparam.experiments.tabling.estimates import Estimate, agrees, estimate
+from geoparam.experiments.tabling.layouts import PROTOCOLS, VARIANTS, Layout, Measure, number
 
 Cells = Mapping["Line", Mapping[Any, Sequence[Record]]]
 

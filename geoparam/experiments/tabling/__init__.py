@@ -1,0 +1,1 @@
+"""The insides of tables: the papers' numbers, estimates, what stands in which row, formats."""
