@@ -1,12 +1,12 @@
-# make demo   train the Levy example and draw it          make test      lint, types, fast tests
-# make test-compile, test-interpreter, test-models   the slow suites   make test-all  everything
+# make demo   three small experiments and their page       make test      lint, types, fast tests
+# make test-compile, test-interpreter, test-models, test-runs   the slow suites   make test-all  all
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 INTERPRETER := TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 
-.PHONY: demo test test-all test-compile test-interpreter test-models lint clean
+.PHONY: demo test test-all test-compile test-interpreter test-models test-runs lint clean
 
 demo: .venv/demo
 	$(BIN)/geoparam demo --out demo
@@ -24,7 +24,10 @@ test-interpreter: .venv/dev
 test-models: .venv/dev
 	$(PYTEST) -n 2 tests/models -m slow
 
-test-all: test test-compile test-interpreter test-models
+test-runs: .venv/dev
+	$(PYTEST) -n 2 tests --ignore tests/models --ignore tests/interpreter -m slow
+
+test-all: test test-compile test-interpreter test-models test-runs
 
 lint: .venv/dev
 	$(BIN)/ruff check .
