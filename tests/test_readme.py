@@ -8,7 +8,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/conversion.md", "docs/analysis.md", "docs/experiments.md"])
+PAGES = ("README.md", "docs/conversion.md", "docs/analysis.md", "docs/experiments.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_python_blocks_run(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
