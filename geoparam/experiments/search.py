@@ -106,11 +106,15 @@ def _objective(
     grid: Grid,
     work: Callable[[Point], tuple[float, Any]],
 ) -> float:
+    from optuna.storages._heartbeat import BaseHeartbeat
+
+    if isinstance(study._storage, BaseHeartbeat):  # its own first beat may come too late
+        study._storage.record_heartbeat(trial._trial_id)
     point = {key: trial.suggest_categorical(key, list(values)) for key, values in grid.items()}
     try:
         value, result = work(point)
     except BaseException:
-        _retry()(study, study.trials[trial.number])
+        _queue_again(study, study.trials[trial.number])
         raise
     trial.set_user_attr("result", result)
     return value if math.isfinite(value) else math.inf  # to Optuna, NaN is a failure
@@ -125,9 +129,7 @@ def _standing(study: "optuna.Study") -> tuple[dict[Any, Any], set[Any]]:
     for trial in trials:
         if trial.state == TrialState.COMPLETE:
             done.setdefault(_fixed(trial.params), trial.user_attrs["result"])
-    running = {_fixed(t.params) for t in trials if t.state == TrialState.RUNNING}
-    queued = {_fixed(t.params) for t in trials if t.state == TrialState.WAITING}
-    return done, running - queued
+    return done, {_fixed(t.params) for t in trials if t.state == TrialState.RUNNING}
 
 
 def _fixed(point: Point) -> tuple[tuple[str, Any], ...]:
@@ -179,7 +181,7 @@ def _storage(storage: str) -> Any:
                     engine_kwargs=patience,
                     heartbeat_interval=HEARTBEAT,
                     grace_period=SILENCE,
-                    heartbeat_stale_trial_callback=_retry(),
+                    heartbeat_stale_trial_callback=_queue_again,
                 )
         except DatabaseError:  # another process is making the tables
             if attempt == OPENINGS:
@@ -191,12 +193,17 @@ def _is_database(storage: str) -> bool:
     return "://" in storage
 
 
-def _retry() -> Callable[["optuna.Study", Any], None]:
-    """Return what puts the point of a trial that will not be finished back into the queue."""
-    from optuna.storages import RetryHeartbeatStaleTrialCallback
+def _queue_again(study: "optuna.Study", trial: "optuna.trial.FrozenTrial") -> None:
+    """Queue the point of a trial that will not be finished.
 
-    with _experiments_allowed():
-        return RetryHeartbeatStaleTrialCallback()
+    It is queued by its number in the grid alone. With its parameters, it would count as someone's
+    work from the moment it is taken, before there is a heartbeat to tell whether they live.
+    """
+    import optuna
+
+    number = {name: trial.system_attrs[name] for name in ("grid_id", "search_space")}
+    state = optuna.trial.TrialState.WAITING
+    study.add_trial(optuna.create_trial(state=state, system_attrs=number))
 
 
 @contextlib.contextmanager
