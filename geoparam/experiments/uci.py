@@ -16,9 +16,8 @@ a grid by the validation error, *for each split alone*. Choosing one rate by the
 would look less noisy, but a split's test points are training and validation points of the others:
 the choice would have seen them. So a split is one whole repetition of what a user does, and the
 standard errors cover the luck of the choice. Then each split is trained once more at its rate, and
-the result of that, and nothing else ever, meets the test targets. (Within a stack, who is beside a
-network decides the last digit of a sum, and thousands of steps make much of it: the network that
-is reported is therefore another one than that which won, and its validation error is its own.)
+the result of that, and nothing else ever, meets the test targets. (It is the network that won: in
+results/runs/uci-heldout all 350 have its validation error, to 2e-15.)
 
 **Stacks.** A task is a stack of up to ten splits of one set, method and rate: a larger one leaves
 the cache (60 networks on Energy took 12 times as long as 10). Processes of this machine take tasks
