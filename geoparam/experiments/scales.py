@@ -6,6 +6,7 @@ sign of its gradient, however small that is.
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,26 @@ from geoparam.experiments.results import Record
 
 STEP = 0.01  # rate of the step
 UNITS, ROWS = 64, 256  # of the layer whose fan-in is varied
+
+
+class Variant(NamedTuple):
+    """A method and its initialisation."""
+
+    method: str
+    init: str
+
+    @property
+    def title(self) -> str:
+        return _TITLES[self]
+
+
+_TITLES = {
+    Variant("gmp", "sphere"): "GmP, text (r = 1)",
+    Variant("gmp", "glorot"): "GmP, code (r = ‖w‖)",
+    Variant("sp", "glorot"): "SP, Glorot",
+    Variant("sp", "he"): "SP, He",
+}
+VARIANTS = tuple(_TITLES)
 
 
 def start(model: nn.Sequential, x: Tensor, y: Tensor) -> Record:

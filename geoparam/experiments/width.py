@@ -28,7 +28,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from geoparam.data import uci as data_sets
 from geoparam.data.synthetic import levy_regression
 from geoparam.experiments import methods, scales, stacked
 from geoparam.experiments.results import Record, Run
+from geoparam.experiments.scales import VARIANTS, Variant
 from geoparam.experiments.stacked import Protocol
 from geoparam.experiments.tasks import Done, Progress, Session, Tick, check_names, cores
 
@@ -51,26 +52,6 @@ SEEDS, STEPS, BATCH_SIZE = 3, 1000, 128
 BEFORE = 20  # seeds of what is measured before training
 IN_CACHE = 2**21  # activations of a stack and batch: 8 MB
 KEY = ("kind", "dataset", "method", "init", "width", "lr", "seed")
-
-
-class Variant(NamedTuple):
-    """A method and its initialisation."""
-
-    method: str
-    init: str
-
-    @property
-    def title(self) -> str:
-        return _TITLES[self]
-
-
-_TITLES = {
-    Variant("gmp", "sphere"): "GmP, text (r = 1)",
-    Variant("gmp", "glorot"): "GmP, code (r = ‖w‖)",
-    Variant("sp", "glorot"): "SP, Glorot",
-    Variant("sp", "he"): "SP, He",
-}
-VARIANTS = tuple(_TITLES)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator
 from geoparam import plots
 from geoparam.data.files import replacing
 from geoparam.experiments.results import Record, Run
-from geoparam.experiments.width import VARIANTS, Variant
+from geoparam.experiments.scales import VARIANTS, Variant
 from geoparam.plots.style import DASHED, DOTTED, SOLID, legend_beside, ordered_colours
 
 _DASHES = {  # solid where the initialisation knows the fan-in alone
