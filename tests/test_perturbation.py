@@ -552,7 +552,7 @@ def test_only_one_layer_is_copied_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
         most = max(most, len(alive))
         return made
 
-    monkeypatch.setattr("geoparam.analysis.perturbation.twin", counted)
+    monkeypatch.setattr("geoparam.analysis.perturbing.seen.twin", counted)
     sweep(model, torch.zeros(2, 7), ["constant"], [0.1, 0.2, 0.3])
     assert most == 2  # the layer before and after
 

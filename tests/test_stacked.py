@@ -374,6 +374,29 @@ def test_a_unit_without_a_boundary_does_not_move() -> None:
     assert not motion.displacement[0].any() and not motion.rotation[0].any()
 
 
+# --- states on the way --------------------------------------------------------------------------
+
+
+def test_snapshots_are_the_states_after_so_many_epochs() -> None:
+    models, (x, y) = networks("bn"), regression(rows=15, seed=1)
+    result = run("bn", replace(MSE, stop_patience=100), models=models, snapshots=[0, 1, 7, 25, 99])
+    assert [*result.snapshots] == [0, 1, 7, 25]
+    assert torch.equal(result.snapshots[0], pack(models))
+    for epochs in (1, 7, 25):
+        tensors, _ = views(result.snapshots[epochs], models[0])
+        output = batched.forward(models[0], tensors, x, training=False).squeeze(-1)
+        close(stacked.squared_error(output, y).detach(), result.metrics[epochs - 1])
+
+
+def test_a_snapshot_has_the_best_weights_of_who_has_stopped() -> None:
+    result = run(
+        "sp", replace(MSE, epochs=50, stop_patience=4), lr=[0.0, 0.03, 0.0], snapshots=[9]
+    )
+    assert result.epochs.tolist()[::2] == [5, 5] and result.epochs[1] > 9
+    assert torch.equal(result.snapshots[9][::2], result.states[::2])
+    assert not torch.equal(result.snapshots[9][1], result.states[1])
+
+
 # --- types and devices --------------------------------------------------------------------------
 
 

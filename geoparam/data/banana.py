@@ -50,12 +50,23 @@ def load(data: str | Path | None = None, download: bool = False, seed: int = 0) 
             points are generated instead, at once.
         seed: of the draws; 0 gives the papers' points.
     """
-    if download or files.find(KEEL, data) is not None:
-        x, y = _keel_points(files.load(KEEL, data, download), seed)
-        source = "KEEL"
-    else:
-        x, y = synthetic.banana(seed, POINTS)
-        source = "generated"
+    if not download and files.find(KEEL, data) is None:
+        return generated(seed)
+    return _divided(*_keel_points(files.load(KEEL, data, download), seed), seed, "KEEL")
+
+
+def generated(seed: int = 0) -> Banana:
+    """Return as many points of :func:`geoparam.data.synthetic.banana`, divided as KEEL's are.
+
+    Example:
+        >>> data = generated()
+        >>> data.x_train.shape, data.x_test.shape, data.source
+        ((800, 2), (200, 2), 'generated')
+    """
+    return _divided(*synthetic.banana(seed, POINTS), seed, "generated")
+
+
+def _divided(x: np.ndarray, y: np.ndarray, seed: int, source: str) -> Banana:
     train, test = split(POINTS, seed)
     x_train, x_test = standardise(x[train], x[test])
     return Banana(x_train, y[train], x_test, y[test], source)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from geoparam.data import banana as points
-from geoparam.data import files, splits, synthetic
+from geoparam.data import files
 from geoparam.data.banana import Banana
 from geoparam.experiments import films, methods, stacked, toys
 from geoparam.experiments.films import Film
@@ -82,17 +82,12 @@ def run(
         ...     [(record["lr"], record["source"]) for record in done.records()]
         [(0.01, 'generated'), (0.1, 'generated')]
     """
-    import geoparam.plots  # noqa: F401  says now, not after training, that matplotlib is missing
-
     config = toys.checked(methods, init, seeds, lrs) | {"epochs": epochs, "patience": patience}
     if resume and source == "auto" and Path(out, "config.json").exists():
         source = Run.open(out).config.get("source", source)
     found = load(data, source)
     config["source"] = found.source
-    changeable = ("methods", "seeds", "lrs")
-    done = Run.create(
-        out, "banana", config, command, key=toys.KEY, resume=resume, may_change=changeable
-    )
+    done = toys.begin(out, "banana", config, command, resume)
     describe = functools.partial(_members, found)
     toys.train_missing(done, problem(found, epochs, patience), describe, jobs, progress)
     draw(done, found, progress)
@@ -115,15 +110,7 @@ def load(data: str | Path | None = None, source: str = "auto") -> Banana:
     except FileNotFoundError:
         if source == "KEEL":
             raise
-    return _generated()
-
-
-def _generated(seed: int = 0) -> Banana:
-    """Return our own points, split and standardised as KEEL's are."""
-    x, y = synthetic.banana(seed, points.POINTS)
-    train, test = splits.split(points.POINTS, seed)
-    x_train, x_test = splits.standardise(x[train], x[test])
-    return Banana(x_train, y[train], x_test, y[test], "generated")
+    return points.generated()
 
 
 def problem(data: Banana, epochs: int = EPOCHS, patience: int = PATIENCE) -> Problem:

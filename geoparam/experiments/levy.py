@@ -79,14 +79,9 @@ def run(
         >>> [(record["method"], record["seed"], record["epochs"]) for record in records]
         [('gmp', 0, 20), ('gmp', 1, 20)]
     """
-    import geoparam.plots  # noqa: F401  says now, not after training, that matplotlib is missing
-
     schedule = {"epochs": epochs, "patience": patience, "data_seed": data_seed}
     config = toys.checked(methods, init, seeds, lrs) | schedule
-    changeable = ("methods", "seeds", "lrs")
-    done = Run.create(
-        out, "levy", config, command, key=toys.KEY, resume=resume, may_change=changeable
-    )
+    done = toys.begin(out, "levy", config, command, resume)
     data = levy_regression(data_seed)
     describe = functools.partial(_members, data)
     toys.train_missing(done, problem(data, epochs, patience), describe, jobs, progress)

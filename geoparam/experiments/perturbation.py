@@ -156,13 +156,10 @@ def run(
         >>> [(record["method"], round(record["rotation"], 2)) for record in records[3::4]]
         [('sp', 65.0), ('gmp', 5.73)]
     """
-    import geoparam.plots  # noqa: F401  says now that matplotlib is missing
-
     outcome = perturb(seeds=seeds, methods=list(dict.fromkeys(methods)))
     config = {"methods": [*outcome.lines], "units": seeds}
-    key = ("method", "delta")
-    done = Run.create(
-        out, "perturbation", config, command, key=key, resume=resume, may_change=["methods"]
+    done = toys.begin(
+        out, "perturbation", config, command, resume, ("method", "delta"), ("methods",)
     )
     for record in outcome.records():
         if not done.done(method=record["method"], delta=record["delta"]):
@@ -290,7 +287,7 @@ def draw(run: Run, outcome: Outcome, progress: Progress | None = None) -> None:
         "figure1-units": (_draw_units, f"How far {count:,} units drawn like the papers' turn when "
             "every stored parameter is moved by δ: solid the median unit, dotted the one that "
             "turns most. Under GmP every unit turns by δ radians, whatever its weight; under SP, "
-            "WN and BN, which lie on each other, some unit turns right round at every δ."),
+            "WN and BN, which lie on each other, the smallest weights turn furthest."),
         "figure2a-b": (_draw_pair, "Figure 2a-b. A unit over one input: its boundary is a point "
             "φ, and its direction a sign."),
         "figure5": (_draw_1d, "Figure 5. Units r relu(u x + λ) over one input."),

@@ -24,7 +24,7 @@ other, and where one of two has to share its core an epoch that takes 54 ms on o
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,12 +34,12 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from geoparam.experiments.stacking import batched
+from geoparam.experiments.stacking.given import Data, data_for, per_member, taken
 from geoparam.experiments.stacking.keras import Adam, Judge
 from geoparam.experiments.stacking.motion import Motion, Recorder
 from geoparam.experiments.stacking.packing import pack, unpack_, views
 
 Array = np.ndarray
-Data = tuple[Array | Tensor, Array | Tensor]
 Measure = Callable[[Tensor, Tensor], Tensor]
 Progress = Callable[[int, int], None]
 
@@ -112,6 +112,10 @@ class Result:
         best_epoch: the epoch whose weights were kept, (S,); -1 if there was none.
         outcomes: why each stopped: "patience", "epochs" or "diverged".
         motion: how the boundaries moved, if that was tracked.
+        states: the best weights, parameters and buffers in the order of `stacking.packing`,
+            (S, numbers).
+        snapshots: the states on the way, by how many epochs came before, as far as training went;
+            of a member that has stopped, its best weights.
     """
 
     losses: Array
@@ -121,8 +125,9 @@ class Result:
     best_epoch: Array
     outcomes: list[str]
     motion: Motion | None
+    states: Tensor = field(repr=False)
+    snapshots: dict[int, Tensor] = field(repr=False)
     _models: Sequence[nn.Sequential] = field(repr=False)
-    _states: Tensor = field(repr=False)
     _batches: Array = field(repr=False)  # how many the best weights have seen
 
     @property
@@ -134,7 +139,7 @@ class Result:
     def model(self, member: int) -> nn.Sequential:
         """Return a member with its best weights: an ordinary module, in evaluation mode."""
         model = copy.deepcopy(self._models[member])
-        unpack_(model, self._states[member], int(self._batches[member]))
+        unpack_(model, self.states[member], int(self._batches[member]))
         return model.eval()
 
     @torch.no_grad()
@@ -144,9 +149,9 @@ class Result:
         Inputs are (N, d), the same for all members, or (S, N, d).
         """
         model = self._models[0]
-        tensors, _ = views(self._states, model)
-        inputs = torch.as_tensor(x).to(self._states)
-        inputs = inputs.expand(len(self._states), *inputs.shape) if inputs.ndim == 2 else inputs
+        tensors, _ = views(self.states, model)
+        inputs = torch.as_tensor(x).to(self.states)
+        inputs = inputs.expand(len(self.states), *inputs.shape) if inputs.ndim == 2 else inputs
         return _squeezed(batched.forward(model, tensors, inputs, training=False)).numpy()
 
 
@@ -161,6 +166,7 @@ def train(
     device: torch.device | str = "cpu",
     track: Literal["step", "epoch"] | None = None,
     keep: Literal["max", "full"] = "max",
+    snapshots: Collection[int] = (),
     progress: Progress | None = None,
 ) -> Result:
     """Train all models at once, each for itself. The models that are given stay as they are.
@@ -176,6 +182,7 @@ def train(
         device: where to train; results come back to the CPU.
         track: record the first hidden layer's boundaries after every step or every epoch.
         keep: of those, only how far they move at most, or also where they are.
+        snapshots: after how many epochs to keep the states of all members; 0 is the start.
         progress: called after each epoch with its number, from 1, and that of members left.
 
     Example:
@@ -189,8 +196,12 @@ def train(
         ((4, 20), torch.Size([20, 1]))
     """
     run = _Run(models, data, lr, protocol or Protocol(), evaluation, seeds, device, track, keep)
+    if 0 in snapshots:
+        run.keep_states(0)
     for epoch in range(run.protocol.epochs):
         run.epoch(epoch)
+        if epoch + 1 in snapshots:
+            run.keep_states(epoch + 1)
         if progress is not None:
             progress(epoch + 1, len(run.members))
         if not len(run.members):
@@ -225,18 +236,19 @@ class _Run:
         self.best = self.state.clone()
         self.numbers = sum(p.numel() for p in models[0].parameters())
         self.tensors, self.parameters = views(self.state, self.model)
-        self.data = _data(data, self.state)
-        self.evaluation = None if evaluation is None else _data(evaluation, self.state)
+        self.data = data_for(data, self.state)
+        self.evaluation = None if evaluation is None else data_for(evaluation, self.state)
         self.adam = Adam(self.state[:, : self.numbers])
-        self.judge = protocol.judge(_per_member(lr, size, "lr"))
+        self.judge = protocol.judge(per_member(lr, size, "lr"))
         seeds = range(size) if seeds is None else seeds
         self.generators = [
-            torch.Generator().manual_seed(int(seed)) for seed in _per_member(seeds, size, "seeds")
+            torch.Generator().manual_seed(int(seed)) for seed in per_member(seeds, size, "seeds")
         ]
         self.history = np.full((3, protocol.epochs, size), np.nan)
         self.best_epoch = np.full(size, -1)
         self.outcomes = ["epochs"] * size
         self.recorder = Recorder(size, keep == "full") if track else None
+        self.snapshots: dict[int, Tensor] = {}
         self._record("start")
 
     def epoch(self, epoch: int) -> None:
@@ -255,6 +267,12 @@ class _Run:
         if (stopped | diverged).any():
             self._let_go(stopped, diverged)
 
+    def keep_states(self, epoch: int) -> None:
+        """Take a snapshot of all members, after so many epochs."""
+        states = self.best.clone()
+        states[self.members] = self.state
+        self.snapshots[epoch] = states.cpu()
+
     def result(self) -> Result:
         losses, metrics, rates = self.history
         epochs = np.isfinite(rates).sum(0)
@@ -268,8 +286,9 @@ class _Run:
             self.best_epoch,
             self.outcomes,
             None if self.recorder is None else self.recorder.motion(),
-            self.models,
             self.best.cpu(),
+            self.snapshots,
+            self.models,
             updates.clip(0) * self._batches_per_epoch,
         )
 
@@ -333,49 +352,15 @@ class _Run:
         self.members = self.members[left]
         self.state = self.state[left]
         self.tensors, self.parameters = views(self.state, self.model)
-        self.data = _taken(self.data, left)
-        self.evaluation = self.evaluation and _taken(self.evaluation, left)
+        self.data = taken(self.data, left)
+        self.evaluation = self.evaluation and taken(self.evaluation, left)
         self.generators = [self.generators[index] for index in left]
         self.adam.take(left)
         self.judge.take(left)
 
 
-# --- data and options ---------------------------------------------------------------------------
-
-
-def _data(data: Data, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return inputs (S, N, d) and targets (S, N, ...) on the members' device."""
-    x, y = (torch.as_tensor(part) for part in data)
-    if y.is_floating_point():
-        y = y.to(state.dtype)
-    x, y = x.to(state), y.to(state.device)
-    if x.ndim == 2:
-        x, y = (part.expand(len(state), *part.shape) for part in (x, y))
-    if x.ndim != 3 or len(x) != len(state) or x.shape[:2] != y.shape[:2]:
-        raise ValueError(
-            f"inputs are (N, d) and targets (N, ...), or both with {len(state)} members first; "
-            f"got shapes {tuple(data[0].shape)} and {tuple(data[1].shape)}."
-        )
-    return x, y
-
-
-def _taken(data: tuple[Tensor, Tensor], index: Array) -> tuple[Tensor, Tensor]:
-    """Return the data of some members, without a copy of what is shared."""
-    x, y = (part[: len(index)] if part.stride(0) == 0 else part[index] for part in data)
-    return x, y
-
-
 def _squeezed(outputs: Tensor) -> Tensor:
     return outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs
-
-
-def _per_member(values: float | Sequence[float], size: int, name: str) -> Array:
-    array = np.asarray(values)
-    if array.ndim == 0:
-        array = np.full(size, values)
-    if array.shape != (size,):
-        raise ValueError(f"{name} needs one value for each of {size} models; got {len(array)}.")
-    return array
 
 
 def _check(

@@ -10,11 +10,11 @@ finished: where any of its records is missing it is trained again, and only thos
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from geoparam.data.files import replacing
 from geoparam.experiments import methods, stacked, tasks
@@ -70,6 +70,23 @@ class Problem:
         return -(-rows // (self.protocol.batch_size or rows))
 
 
+def begin(
+    out: str | Path,
+    experiment: str,
+    config: Record,
+    command: str | None,
+    resume: bool,
+    key: Sequence[str] = KEY,
+    may_change: Sequence[str] = ("methods", "seeds", "lrs"),
+) -> Run:
+    """Return the folder of a run that will be drawn, new or to be gone on with."""
+    import geoparam.plots  # noqa: F401  says now, not after training, that matplotlib is missing
+
+    return Run.create(
+        out, experiment, config, command, key=key, resume=resume, may_change=may_change
+    )
+
+
 # --- training -----------------------------------------------------------------------------------
 
 
@@ -91,23 +108,19 @@ def train(
     """
     models = [methods.mlp(method, problem.widths, seed=m.seed, init=init) for m in members]
     rates, seeds = zip(*members, strict=True)
-    data, protocol = (problem.data, problem.evaluation), problem.protocol
-    training = stacked._Run(  # stacked.train, looked at on the way
-        models, data[0], rates, protocol, data[1], seeds, "cpu", "step", "max"
+    result = stacked.train(
+        models,
+        problem.data,
+        rates,
+        problem.protocol,
+        problem.evaluation,
+        seeds=seeds,
+        track="step",
+        snapshots=set(frame_epochs(problem.protocol.epochs).tolist()),
+        progress=progress,
     )
-    frames = set(frame_epochs(protocol.epochs).tolist())
-    states: dict[int, Tensor] = {}
-    epoch = 0
-    while epoch < protocol.epochs and len(training.members):
-        if epoch in frames:
-            states[epoch] = training.best.clone()
-            states[epoch][training.members] = training.state
-        training.epoch(epoch)
-        epoch += 1
-        if progress is not None:
-            progress(epoch, len(training.members))
-    states[epoch] = training.best
-    return training.result(), Film(np.array([*states]), torch.stack([*states.values()]), models[0])
+    frames = result.snapshots | {len(result.losses): result.states}
+    return result, Film(np.array([*frames]), torch.stack([*frames.values()]), models[0])
 
 
 class Stack(NamedTuple):
@@ -151,7 +164,7 @@ def train_missing(
     todo, each = stacks(run), problem.protocol.epochs
     epochs = dict.fromkeys(todo, 0)
 
-    def report(stack: Stack, epoch: int, left: int = 0) -> None:
+    def report(stack: Stack, epoch: int, left: int = 0, remark: str = "") -> None:
         epochs[stack] = epoch
         if progress is not None:
             progress(problem.title, sum(epochs.values()), each * len(todo))

@@ -1,0 +1,1 @@
+"""The insides of perturbation: which steps there are, a layer after them, and their bounds."""
