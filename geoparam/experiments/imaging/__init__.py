@@ -1,0 +1,1 @@
+"""The insides of training on images: settings, schedules, checkpoints, and the loop."""

@@ -1,0 +1,77 @@
+"""Loss, top-1 and top-5 over many batches, summed where the batches are.
+
+Nothing is copied to the host before somebody asks, so that adding a batch never waits for a GPU.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+TOP = 5
+
+
+class Result(NamedTuple):
+    """Means over some images; `top1` and `top5` are shares of them."""
+
+    loss: float
+    top1: float
+    top5: float
+
+
+class Sums:
+    """Sums over the images of this process.
+
+    Args:
+        device: where they are kept.
+
+    Example:
+        >>> sums = Sums(torch.device("cpu"))
+        >>> logits = torch.arange(8.0).expand(3, 8)  # class 7 first, then 6, ...
+        >>> sums.add(torch.tensor(0.5), logits, torch.tensor([7, 4, 0]))
+        >>> sums.totals
+        tensor([0.5000, 1.0000, 2.0000, 3.0000], dtype=torch.float64)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        precise = torch.float32 if device.type == "mps" else torch.float64
+        self._values = torch.zeros(3, dtype=precise, device=device)
+        self._count = 0  # known without looking at the device
+
+    @torch.no_grad()
+    def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add a batch: its loss, summed over images, and how often its labels were guessed."""
+        guesses = logits.topk(min(TOP, logits.shape[1])).indices
+        right = guesses == labels.unsqueeze(1)
+        hits = torch.stack([right[:, 0].sum(), right.sum()])
+        self._values += torch.cat([loss.detach().reshape(1), hits])
+        self._count += len(labels)
+
+    @property
+    def totals(self) -> Tensor:
+        """Sums of loss, top-1 and top-5, and the number of images."""
+        return torch.cat([self._values, self._values.new_full((1,), self._count)])
+
+    def over_processes(self, accelerator: "Accelerator") -> list[float]:
+        """Return the totals of all processes; each of them must ask."""
+        joint: Tensor = accelerator.reduce(self.totals, "sum")
+        return joint.tolist()
+
+    def load(self, totals: list[float]) -> None:
+        """Go on from these totals."""
+        self._values.copy_(torch.tensor(totals[:3], dtype=self._values.dtype))
+        self._count = int(totals[3])
+
+
+def result(totals: list[float]) -> Result:
+    """Return the means that follow from totals.
+
+    Example:
+        >>> result([3.0, 1.0, 2.0, 4.0])
+        Result(loss=0.75, top1=0.25, top5=0.5)
+    """
+    *sums, count = totals
+    return Result(*(value / count for value in sums))

@@ -1,0 +1,142 @@
+"""What decides the numbers of one run on images, and what a run leaves behind."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from geoparam.experiments import methods
+from geoparam.experiments.imaging import schedules
+from geoparam.optim import AngleRate
+
+PRECISIONS = {"fp32": "no", "bf16": "bf16"}  # and what Accelerate calls them
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides the numbers of one run, apart from the images.
+
+    A run's checkpoints hold its settings, and a run with others does not go on from them.
+
+    Args:
+        network: as `networks.build` takes it.
+        method: one of `methods.METHODS`.
+        lr: the learning rate at the start.
+        batch_size: images in a step, over all processes.
+        seed: of the weights, the order of the images and their augmentation.
+        epochs: the most there are.
+        schedule: one of `schedules.NAMES`.
+        momentum: of SGD.
+        weight_decay: of the weights that `param_groups` lets decay: never of angles.
+        label_smoothing: of the training loss.
+        ema: decay of a moving average of the state, which is then what is evaluated; 0 for none.
+        accumulate: parts in which a batch goes through the network, one after the other.
+        precision: "fp32", or "bf16" for autocast.
+        compile: whether torch.compile makes the network's code.
+        channels_last: the layout of images and kernels in memory.
+        deterministic: whether the same run gives the same bits on a GPU too.
+        synchronise: whether norms take the means of the joint batch of all processes.
+        init: as `methods.get` takes it.
+        imn: as `methods.get` takes it.
+        skip: "centred" or "plain": a ResNet's skip connections.
+        crop: pixels by which an image of 32 or 64 is shifted at most; 0 for none.
+        angle_lr: as `param_groups` takes it.
+        widths: channels of VGG-6's convolutions, or of a ResNet's first stage; None: the papers'.
+
+    Example:
+        >>> settings = Settings("vgg6", "gmp+imn", lr=0.1, batch_size=1024, seed=0)
+        >>> settings.epochs, settings.schedule
+        (90, 'steps')
+        >>> Settings("vgg6", "gmp+imn", lr=0.1, batch_size=100, seed=0, accumulate=3)
+        Traceback (most recent call last):
+        ...
+        ValueError: accumulate divides a batch into equal parts; got 3 for batch_size 100.
+    """
+
+    network: str
+    method: str
+    lr: float
+    batch_size: int
+    seed: int
+    epochs: int = 90
+    schedule: str = "steps"
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    label_smoothing: float = 0.0
+    ema: float = 0.0
+    accumulate: int = 1
+    precision: str = "bf16"
+    compile: bool = False
+    channels_last: bool = True
+    deterministic: bool = False
+    synchronise: bool = True
+    init: str = "glorot"
+    imn: str = "output"
+    skip: str = "centred"
+    crop: int = 0
+    angle_lr: AngleRate = None
+    widths: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        methods.get(self.method, init=self.init, imn=self.imn)  # raises where they are unknown
+        _check_name("schedule", self.schedule, schedules.NAMES)
+        _check_name("precision", self.precision, PRECISIONS)
+        _check_name("skip", self.skip, ("centred", "plain"))
+        for name in ("batch_size", "epochs", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is at least 1; got {getattr(self, name)}.")
+        for name in ("momentum", "label_smoothing", "ema"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is from 0 to below 1; got {getattr(self, name)}.")
+        if self.lr <= 0 or self.weight_decay < 0 or self.crop < 0:
+            raise ValueError(
+                "lr is above 0, weight_decay and crop are not below; got "
+                f"lr={self.lr}, weight_decay={self.weight_decay}, crop={self.crop}."
+            )
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                "accumulate divides a batch into equal parts; got "
+                f"{self.accumulate} for batch_size {self.batch_size}."
+            )
+
+    @property
+    def network_options(self) -> dict[str, Any]:
+        """What `networks.build` is given besides network, method, classes, size and seed."""
+        options: dict[str, Any] = {"init": self.init, "imn": self.imn}
+        if self.network.startswith("resnet"):
+            options["skip"] = self.skip
+        if self.widths is not None and self.network.startswith("resnet"):
+            options["width"] = self.widths[0]
+        elif self.widths is not None:
+            options["widths"] = tuple(self.widths)
+        return options
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the settings as they are written into files."""
+        values = asdict(self)
+        return values | {"widths": None if self.widths is None else list(self.widths)}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves behind.
+
+    Args:
+        record: `method`, `network`, `seed`, `lr`, `batch_size`, `schedule`; `top1`, `top5`,
+            `train_top1`, `train_top5` in percent, `train_loss` and `val_loss`, of the best epoch
+            where the schedule keeps the best weights and of the last one elsewhere; `outcome`,
+            "finished", "stopped early" or "diverged"; `epochs`, how many were completed;
+            `best_epoch`, the one (from 0) whose results these are; `images_per_second` of
+            training. A run that diverged has NaN for its results and -1 for its best epoch.
+        curves: for each completed epoch `train_loss`, `train_top1`, `train_top5`, `val_loss`,
+            `val_top1`, `val_top5` and `lr`.
+    """
+
+    record: dict[str, Any]
+    curves: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+def _check_name(what: str, given: str, known: Any) -> None:
+    if given not in known:
+        raise ValueError(f"{what} is one of {', '.join(known)}; got {given!r}.")

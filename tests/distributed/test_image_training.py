@@ -1,0 +1,201 @@
+"""Training on images with two processes: what one does, under DDP; and checkpoints under FSDP2."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from image_runs import (
+    STEPS,
+    Killed,
+    assert_same_run,
+    die,
+    forget_accelerate,  # noqa: F401
+    kill_at,
+    settings,
+    source,
+    weights,
+)
+from processes import Processes
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from geoparam.analysis.tracking.gauge import reshard
+from geoparam.experiments.imaging import checkpoints
+from geoparam.experiments.imaging.averaging import Average
+from geoparam.experiments.imaging.loop import Training
+from geoparam.experiments.imaging.settings import Outcome
+from geoparam.experiments.imaging.training import train
+
+pytest.importorskip("accelerate")
+
+CLOSE = {"atol": 2e-5, "rtol": 1e-3}
+
+
+def accelerator(sharded: bool = False) -> Any:
+    from accelerate import Accelerator
+
+    rank, count = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=count, LOCAL_WORLD_SIZE=count)
+
+    class Sharding(Accelerator):
+        """Accelerate shards nothing without a GPU: this does it as Accelerate would."""
+
+        is_fsdp2 = True
+
+        def prepare(self, model: Any, optimizer: Any) -> Any:
+            names = {parameter: name for name, parameter in model.named_parameters()}
+            fully_shard(model)
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+            new = dict(model.named_parameters())
+            for group in optimizer.param_groups:
+                group["params"] = [new[names[parameter]] for parameter in group["params"]]
+            return model, self.prepare_optimizer(optimizer)
+
+    return (Sharding if sharded else Accelerator)(cpu=True, mixed_precision="no")
+
+
+def assert_close_weights(folder: Path, reference: Path) -> None:
+    expected = weights(reference)
+    found = weights(folder)
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=name, **CLOSE)
+
+
+def trains_to_the_same(
+    options: dict[str, Any], sharded: bool, folder: Path, reference: Path, expected: Outcome
+) -> None:
+    outcome = train(settings(**options), source(), folder, accelerator=accelerator(sharded))
+    for name, curve in expected.curves.items():
+        torch.testing.assert_close(
+            torch.tensor(outcome.curves[name]), torch.tensor(curve), msg=name, **CLOSE
+        )
+    dist.barrier()  # the main process has written
+    assert_close_weights(folder, reference)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "sp": {"method": "sp"},
+    "wn+mbn": {"method": "wn+mbn"},
+    "gmp+imn": {"method": "gmp+imn", "ema": 0.8},
+    "intrinsic+imn": {"method": "intrinsic+imn", "weight_decay": 0.1},
+    "in parts": {"method": "gmp", "accumulate": 2, "schedule": "plateau-top5"},
+}
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", RUNS)
+def test_two_train_to_what_one_does(
+    processes: Processes, name: str, sharded: bool, tmp_path: Path
+) -> None:
+    one = tmp_path / "one"
+    expected = train(settings(**RUNS[name]), source(), one)
+    processes.run(trains_to_the_same, RUNS[name], sharded, tmp_path / "two", one, expected)
+
+
+def goes_on(options: dict[str, Any], sharded: bool, whole: Path, parts: Path) -> None:
+    both = accelerator(sharded)
+    chosen, images = settings(**options), source()
+    expected = train(chosen, images, whole, accelerator=both)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Training, "train_on", kill_at(STEPS + 3, Training.train_on, die))
+        train(chosen, images, parts, accelerator=both, checkpoint_every=1)
+    outcome = train(chosen, images, parts, accelerator=both)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        assert_same_run(outcome, expected, parts, whole)
+    assert outcome.record["top1"] == expected.record["top1"]
+    dist.barrier()
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", ["wn+mbn", "gmp+imn", "intrinsic+imn"])
+def test_two_go_on_as_if_nothing_had_happened(
+    processes: Processes, name: str, sharded: bool, tmp_path: Path
+) -> None:
+    processes.run(goes_on, RUNS[name], sharded, tmp_path / "whole", tmp_path / "parts")
+
+
+def is_killed(options: dict[str, Any], sharded: bool, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Training, "train_on", kill_at(STEPS + 3, Training.train_on, die))
+        both = accelerator(sharded)
+        train(settings(**options), source(), folder, accelerator=both, checkpoint_every=1)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_one_goes_on_with_what_two_began(
+    processes: Processes, sharded: bool, tmp_path: Path
+) -> None:
+    options = RUNS["gmp+imn"]
+    expected = train(settings(**options), source(), tmp_path / "one")
+    processes.run(is_killed, options, sharded, tmp_path / "two")
+    state = checkpoints.Store(tmp_path / "two").newest()
+    assert state is not None and (state["epoch"], state["step"]) == (1, 2)
+    outcome = train(settings(**options), source(), tmp_path / "two")
+    torch.testing.assert_close(
+        torch.tensor(outcome.curves["train_loss"]),
+        torch.tensor(expected.curves["train_loss"]),
+        **CLOSE,
+    )
+    assert_close_weights(tmp_path / "two", tmp_path / "one")
+
+
+@torch.no_grad()
+def average_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    model, x = fully_shard(nn.Linear(3, 2)), torch.randn(4, 3)
+    average = Average(model, decay=0.5)
+    for parameter in model.parameters():
+        parameter.mul_(3)
+    average.update()
+    expected = model(x)
+    reshard(model)
+    with average.in_place():
+        torch.testing.assert_close(model(x), 2 / 3 * expected)
+    assert torch.equal(model(x), expected)
+
+
+def test_an_average_under_fsdp2_leaves_no_trace(processes: Processes) -> None:
+    processes.run(average_leaves_no_trace)
+
+
+def diverges(folder: Path) -> None:
+    outcome = train(settings("sp", lr=1e30), source(), folder, accelerator=accelerator())
+    assert outcome.record["outcome"] == "diverged"
+
+
+def test_two_notice_together_that_they_diverge(processes: Processes, tmp_path: Path) -> None:
+    processes.run(diverges, tmp_path)
+
+
+def own_means_are_evaluated_alike(folder: Path) -> None:
+    both = accelerator()
+    training = Training(settings("gmp+imn", synchronise=False), source(), both)
+    for _ in training.steps():
+        pass
+    training.end_epoch()
+    found = torch.cat([buffer.reshape(-1).float() for buffer in training.model.buffers()])
+    theirs = found.clone()
+    dist.broadcast(theirs, src=0)
+    assert torch.equal(found, theirs)
+
+
+def test_means_that_are_not_synchronised_are_the_main_processes(
+    processes: Processes, tmp_path: Path
+) -> None:
+    processes.run(own_means_are_evaluated_alike, tmp_path)
+
+
+def refuses_odd_batches(folder: Path) -> None:
+    with pytest.raises(ValueError, match="multiple of 4"):
+        chosen = settings("sp", batch_size=6, accumulate=2)
+        train(chosen, source(), folder, accelerator=accelerator())
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(processes: Processes, tmp_path: Path) -> None:
+    processes.run(refuses_odd_batches, tmp_path)
