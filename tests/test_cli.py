@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_images
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
@@ -20,7 +22,7 @@ from torch import nn
 import geoparam as gp
 from geoparam import cli
 from geoparam.cli import files, running
-from geoparam.experiments import levy, perturbation, toys, uci, width
+from geoparam.experiments import images, levy, perturbation, toys, uci, width
 from geoparam.experiments.results import Run
 
 
@@ -119,6 +121,10 @@ def test_run_banana_says_which_points_it_had(
         (("uci", "--methods", "spp"), "got 'spp'"),
         (("levy", "--lrs", "0.1,fast"), "numbers between commas; got '0.1,fast'"),
         (("levy", "--init", "he"), "Use 'glorot' or 'sphere'"),
+        (("imagenet32", "--data", "d", "--methods", "spp"), "got 'spp'"),
+        (("imagenet32", "--data", "d", "--batch-sizes", "2.5"), "whole numbers between commas"),
+        (("imagenet32", "--data", "missing-folder"), "missing-folder"),
+        (("imagenet", "--data", "missing-folder"), "missing-folder"),
     ],
 )
 def test_mistakes_are_told_without_a_traceback(
@@ -150,6 +156,18 @@ def test_mistakes_are_told_without_a_traceback(
         ("uci", uci, ("--storage", "log", "--resume"), {"storage": "log", "resume": True}),
         ("width", width, ("--widths", "16,64", "--steps", "5"), {"widths": [16, 64], "steps": 5}),
         ("width", width, ("--rates", "0.1", "--jobs", "1"), {"rates": [0.1], "jobs": 1}),
+        (
+            "imagenet32",
+            images,
+            ("--data", "npz", "--batch-sizes", "256,1024", "--widths", "8,8", "--keep-weights"),
+            {"data": Path("npz"), "batch_sizes": [256, 1024], "keep_weights": True, "lrs": None},
+        ),
+        (
+            "imagenet",
+            images,
+            ("--data", "jpeg", "--lrs", "0.1,0.3", "--angle-lr", "fan_in", "--check-images"),
+            {"experiment": "imagenet", "lrs": [0.1, 0.3], "check_images": True, "workers": None},
+        ),
     ],
 )
 def test_options_reach_the_experiment(
@@ -205,6 +223,68 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_numbers(tmp_path: Path) 
         for name in ("one", "two")
     ]
     assert records[0] == records[1]
+
+
+# --- images -------------------------------------------------------------------------------------
+
+SMALL = ("--methods", "gmp+imn", "--batch-sizes", "8", "--seeds", "1", "--epochs", "1")
+SMALL += ("--precision", "fp32")
+
+
+@pytest.fixture
+def accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Accelerate has one precision for the life of a process; other tests have others."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("kind", ["imagenet32", "imagenet"])
+def test_images_in_both_layouts(
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    accelerate: None,
+) -> None:
+    if kind == "imagenet32":
+        data = tiny_images.write_npz(tmp_path / "data", classes=6, train=16, val=8)
+        own = ("--widths", "4,4,4,4,4,4")
+    else:
+        pytest.importorskip("torchvision")
+        data = tiny_images.write_folders(tmp_path / "data", classes=6, per_class=4)
+        own = ("--size", "32", "--workers", "0", "--widths", "4", "--check-images")
+    out = tmp_path / "run"
+    assert (
+        call(monkeypatch, "run", kind, "--data", str(data), "--out", str(out), *SMALL, *own) == 0
+    )
+    printed, errors = capsys.readouterr()
+    assert errors == "" and "GmP+IMN" in printed and "6 classes" in printed and str(out) in printed
+    [record] = Run.open(out).records()
+    assert record["lr"] == 0.1 and record["outcome"] == "finished"
+    assert (out / "figures" / "figure4.png").exists()
+    assert Run.open(out).info["command"].startswith(f"geoparam run {kind} --data")
+
+
+def test_followers_are_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(images, "run", lambda *_, **options: given.update(options))
+    assert call(monkeypatch, "run", "imagenet32", "--data", "npz", "--out", str(tmp_path)) == 0
+    assert capsys.readouterr() == ("", "") and given["progress"] is None
+    assert given["command"].startswith("torchrun --nproc-per-node 2 -m geoparam run imagenet32")
+
+
+def test_the_package_is_a_command() -> None:
+    command = [sys.executable, "-m", "geoparam", "run", "imagenet", "--help"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Usage: geoparam run imagenet" in told.stdout
 
 
 # --- the bar ------------------------------------------------------------------------------------
@@ -299,7 +379,9 @@ def test_help_lists_the_commands(
     assert all(f" {name} " in printed for name in "demo run table report fold bench".split())
     assert call(monkeypatch, "run", "--help") == 0
     printed = capsys.readouterr().out
-    assert all(f" {name} " in printed for name in "levy banana perturbation uci width".split())
+    assert all(
+        f" {name} " in printed for name in "levy banana perturbation uci width imagenet32".split()
+    )
 
 
 # --- fold ---------------------------------------------------------------------------------------

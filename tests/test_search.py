@@ -5,8 +5,10 @@ import math
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,10 @@ def work(point):
     print(point["method"], point["lr"], flush=True)
     sys.stdin.readline()  # until the other has one, too
     return point["lr"], [point["method"], point["lr"]]
-print(len(search.share(work, GRID, sys.argv[1], "study")), "points")
+def waiting(left):
+    print("waiting for", left, flush=True)
+    search.PAUSE = 0.01
+print(len(search.share(work, GRID, sys.argv[1], "study", waiting)), "points")
 """
 
 pytest.importorskip("optuna")
@@ -117,8 +122,18 @@ def test_points_of_a_killed_process_are_done_by_others(
     assert set(waits) <= {1}  # it depends on time whether one has to wait
 
 
-def test_processes_take_different_points(tmp_path: Path) -> None:
-    storage = f"sqlite:///{tmp_path}/a.db"
+def test_who_is_heard_of_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(search.time, "monotonic", lambda: now)
+    pulse, found = search._Pulse(), []
+    for now in (0, 100, 200, 300):
+        steady = SimpleNamespace(number=0, user_attrs={"beat": now})
+        fading = SimpleNamespace(number=1, user_attrs={"beat": min(now, 100)})
+        found.append([trial.number for trial in pulse.silent([steady, fading])])
+    assert found == [[], [], [], [1]]
+
+
+def test_processes_take_different_points(storage: str) -> None:
     workers = [process(WORKER, storage) for _ in range(2)]
     taken = [[], []]
     for _ in range(len(EXPECTED) // 2):
@@ -127,8 +142,48 @@ def test_processes_take_different_points(tmp_path: Path) -> None:
         for worker in workers:
             worker.stdin.write("\n")
             worker.stdin.flush()
-    assert [worker.communicate()[0] for worker in workers] == ["6 points\n"] * 2
+    rest = [worker.communicate()[0].splitlines() for worker in workers]
+    assert [lines[-1] for lines in rest] == ["6 points"] * 2
+    assert {line for lines in rest for line in lines} <= {"6 points", "waiting for 1"}
     assert len({*taken[0], *taken[1]}) == len(EXPECTED)
+
+
+def test_the_last_point_is_waited_for_and_not_taken_twice(storage: str) -> None:
+    slow, fast = process(WORKER, storage), process(WORKER, storage)
+    held = slow.stdout.readline()
+    taken = []
+    for _ in range(len(EXPECTED) - 1):
+        taken.append(fast.stdout.readline())
+        fast.stdin.write("\n")
+        fast.stdin.flush()
+    assert fast.stdout.readline() == "waiting for 1\n" and held not in taken
+    assert slow.communicate("\n")[0] == "6 points\n"
+    assert fast.communicate()[0].endswith("6 points\n")
+
+
+def test_of_those_who_take_a_point_at_once_one_does_it(
+    storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All see that nobody has the point before one of them takes it."""
+    done, met = [], threading.local()
+    standing, all_here = search._standing, threading.Barrier(4)
+
+    def together(study: Any) -> Any:
+        found = standing(study)
+        if not hasattr(met, "others"):
+            met.others = all_here.wait()
+        return found
+
+    def work(point: search.Point) -> tuple[float, Any]:
+        done.append(point)
+        return 0.0, "done"
+
+    monkeypatch.setattr(search, "_standing", together)
+    monkeypatch.setattr(search, "PAUSE", 0.01)
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(search.share, work, {"x": [1]}, storage, "one") for _ in range(4)]
+    assert [future.result() for future in found] == [[({"x": 1}, "done")]] * 4
+    assert len(done) == 1
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

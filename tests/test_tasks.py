@@ -125,6 +125,34 @@ def test_this_process_has_one_thread_for_the_while() -> None:
     assert dict(spread(threads, [1])) == {1: 1} and torch.get_num_threads() == before
 
 
+def test_threads_can_be_left_as_they_are() -> None:
+    with tasks.limited(2):
+        assert dict(spread(threads, [1], threads=None)) == {1: 2}
+
+
+def test_a_part_of_a_task_counts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "INTERVAL", 0)
+
+    def work(task: Batch, tick: tasks.Tick) -> Done:
+        tick(3, 7, "fast")
+        return squares(task, tick)
+
+    seen: list[Any] = []
+    Session(run, work, 6, progress=lambda *step: seen.append(step), weight=10).spread(TASKS[2:])
+    assert seen == [
+        (f"{TASKS[2]}, epoch 3, fast", 3, 60),
+        (f"{TASKS[2]}, epoch 1", 10, 60),
+        (f"{TASKS[2]}", 10, 60),
+    ]
+
+
+def test_what_is_finished_is_told_when_all_of_it_is_written(run: Run) -> None:
+    seen: list[Any] = []
+    finished: Any = lambda task: seen.append((task, len(run.records()), run.curve_names()))  # noqa: E731
+    session(run, finished=finished).spread(TASKS[:2])
+    assert seen == [(TASKS[0], 2, ["from-0"]), (TASKS[1], 5, ["from-0", "from-2"])]
+
+
 def test_an_error_of_a_task_is_raised() -> None:
     with pytest.raises(ZeroDivisionError, match="task 1"):
         list(spread(fail, [1, 2], jobs=2))

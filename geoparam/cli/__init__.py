@@ -28,7 +28,7 @@ INSTALL = {
 def main() -> None:
     """Run the command line; where an extra is missing, name it instead of a traceback."""
     try:
-        app()()
+        app()(prog_name="geoparam")
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
         if "pip install" in str(error):  # who raised it says more

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from typer import Option
 
 from geoparam.experiments import tasks
@@ -48,8 +49,10 @@ def progress() -> Iterator[tasks.Progress | None]:
         BarColumn(),
         TaskProgressColumn(),
         TextColumn("time left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
+        TimeRemainingColumn(
+            table_column=Column(min_width=7)
+        ),  # on a narrow screen, titles give way
+        TextColumn("{task.description}", table_column=Column(overflow="ellipsis", no_wrap=True)),
     )
     with Progress(*columns, console=console, transient=True) as bars:
         yield Bar(bars)
@@ -102,3 +105,16 @@ def numbers(text: str) -> list[float]:
         return [float(part) for part in listed(text)]
     except ValueError as error:
         raise ValueError(f"an option needs numbers between commas; got {text!r}.") from error
+
+
+def integers(text: str) -> list[int]:
+    """Return the whole numbers between commas.
+
+    Example:
+        >>> integers("256,1024")
+        [256, 1024]
+    """
+    try:
+        return [int(part) for part in listed(text)]
+    except ValueError as error:
+        raise ValueError(f"an option needs whole numbers between commas; got {text!r}.") from error

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from geoparam.cli.images import imagenet, imagenet32
 from geoparam.cli.running import Jobs, explained, listed, numbers, progress
 from geoparam.data.uci import NAMES
 from geoparam.experiments.methods import METHODS
@@ -30,7 +31,7 @@ PAPERS = "sp,wn,bn,gmp"
 def application() -> typer.Typer:
     """Return the commands."""
     found = typer.Typer(no_args_is_help=True, help="Run an experiment of the papers.")
-    for command in (levy, banana, perturbation, uci, width):
+    for command in (levy, banana, perturbation, uci, width, imagenet32, imagenet):
         found.command()(command)
     return found
 

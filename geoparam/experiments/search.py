@@ -4,12 +4,11 @@ The trials are the points of the grid (GridSampler), in a storage that all of th
 point gave is kept in its trial, so that every process ends with the results of all. Three things
 go wrong in such company:
 
-    two take one point         GridSampler hands the first trials out by number, so that this is
-                               rare; the result of the first to finish counts
+    two take one point         the earlier trial has it, the later one is given up before its work
     one fails or is stopped    its point goes back into the queue at once
-    one is killed              a database has a heartbeat: silence for two minutes puts the point
-                               back, and who has nothing else to do waits for that. A journal file
-                               has none: who has nothing else to do takes the point once more
+    one is killed              silence for two minutes puts the point back, and who has nothing
+                               else to do waits for that. A database has Optuna's heartbeat; in a
+                               journal file a running trial counts up an attribute of its own
 """
 
 import contextlib
@@ -17,6 +16,7 @@ import hashlib
 import itertools
 import json
 import math
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +36,7 @@ HEARTBEAT, SILENCE = (
     120,
 )  # seconds: between two beats, and after which a process counts as gone
 PAUSE = 1.0  # seconds between two looks at what others do
+GLANCE = 0.05  # seconds between two looks at a trial that does not have its point yet
 OPENINGS = 20  # attempts to open a database that another process is just making
 
 
@@ -88,16 +89,16 @@ def share(
         ...     share(lambda point: (0.0, -point["x"]), {"x": [1, 2]}, f"{folder}/log", "signs")
         [({'x': 1}, -1), ({'x': 2}, -2)]
     """
-    study = _study(storage, name, grid)
+    study, pulse = _study(storage, name, grid), _Pulse()
     while True:
         done, claimed = _standing(study)
         left = [point for point in points(grid) if _fixed(point) not in done]
         if not left:
             return [(point, done[_fixed(point)]) for point in points(grid)]
-        if claimed.issuperset(map(_fixed, left)) and _is_database(storage):
-            _wait(study, len(left), waiting)
+        if claimed.issuperset(map(_fixed, left)):
+            _wait(study, len(left), waiting, pulse)
         else:
-            study.optimize(lambda trial: _objective(study, trial, grid, work), n_trials=1)
+            study.optimize(lambda trial: _objective(study, trial, grid, work, pulse), n_trials=1)
 
 
 def _objective(
@@ -105,19 +106,44 @@ def _objective(
     trial: "optuna.Trial",
     grid: Grid,
     work: Callable[[Point], tuple[float, Any]],
+    pulse: "_Pulse",
 ) -> float:
+    import optuna
     from optuna.storages._heartbeat import BaseHeartbeat
 
     if isinstance(study._storage, BaseHeartbeat):  # its own first beat may come too late
         study._storage.record_heartbeat(trial._trial_id)
     point = {key: trial.suggest_categorical(key, list(values)) for key, values in grid.items()}
+    if _is_taken(study, trial.number, point, pulse):
+        raise optuna.TrialPruned
     try:
-        value, result = work(point)
+        with _beating(study, trial):
+            value, result = work(point)
     except BaseException:
         _queue_again(study, study.trials[trial.number])
         raise
     trial.set_user_attr("result", result)
     return value if math.isfinite(value) else math.inf  # to Optuna, NaN is a failure
+
+
+def _is_taken(study: "optuna.Study", number: int, point: Point, pulse: "_Pulse") -> bool:
+    """Return whether a point is done, or an earlier trial works on it.
+
+    A trial runs before it has its point. Those that came earlier are waited for, so that of two
+    that take the same point at the same time one and only one goes on.
+    """
+    from optuna.trial import TrialState
+
+    while True:
+        trials = study.get_trials(deepcopy=False)
+        earlier = [t for t in trials if t.number < number and t.state == TrialState.RUNNING]
+        done = [t for t in trials if t.state == TrialState.COMPLETE]
+        if any(t.params == point for t in earlier + done):
+            return True
+        if all(len(t.params) == len(point) for t in earlier):
+            return False
+        time.sleep(GLANCE)
+        _give_up(study, pulse)
 
 
 def _standing(study: "optuna.Study") -> tuple[dict[Any, Any], set[Any]]:
@@ -136,15 +162,74 @@ def _fixed(point: Point) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(point.items()))
 
 
-def _wait(study: "optuna.Study", left: int, waiting: Waiting | None) -> None:
+def _wait(study: "optuna.Study", left: int, waiting: Waiting | None, pulse: "_Pulse") -> None:
     """Let some time pass, and put back the points of processes that have fallen silent."""
-    import optuna
-
     if waiting is not None:
         waiting(left)
     time.sleep(PAUSE)
-    with _experiments_allowed():
-        optuna.storages.fail_stale_trials(study)
+    _give_up(study, pulse)
+
+
+# --- heartbeats ---------------------------------------------------------------------------------
+
+
+class _Pulse:
+    """Since when each running trial of a journal has been silent, by this process's own clock."""
+
+    def __init__(self) -> None:
+        self.heard: dict[int, tuple[Any, float]] = {}  # last beat and when it was new, by number
+
+    def silent(self, trials: "Iterable[optuna.trial.FrozenTrial]") -> Iterator[Any]:
+        """Yield the trials that nobody has been heard of for SILENCE seconds."""
+        now = time.monotonic()
+        for trial in trials:
+            beat = trial.user_attrs.get("beat")
+            last, since = self.heard.get(trial.number, (None, now))
+            self.heard[trial.number] = (beat, since if beat == last else now)
+            if now - self.heard[trial.number][1] > SILENCE:
+                yield trial
+
+
+@contextlib.contextmanager
+def _beating(study: "optuna.Study", trial: "optuna.Trial") -> Iterator[None]:
+    """Say now and then that a trial is worked on, where the storage does not do so itself."""
+    from optuna.storages._heartbeat import BaseHeartbeat
+
+    if isinstance(study._storage, BaseHeartbeat):
+        yield
+        return
+    stop = threading.Event()
+
+    def beat() -> None:
+        for number in itertools.count():
+            with contextlib.suppress(OSError):  # a drive that is away for a moment
+                study._storage.set_trial_user_attr(trial._trial_id, "beat", number)
+            if stop.wait(HEARTBEAT):
+                return
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _give_up(study: "optuna.Study", pulse: _Pulse) -> None:
+    """Put back the points of trials whose processes have fallen silent."""
+    import optuna
+    from optuna.storages._heartbeat import BaseHeartbeat
+
+    if isinstance(study._storage, BaseHeartbeat):
+        with _experiments_allowed():
+            optuna.storages.fail_stale_trials(study)
+        return
+    running = study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.RUNNING])
+    for trial in pulse.silent(running):
+        with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):  # another was faster
+            study._storage.set_trial_state_values(trial._trial_id, optuna.trial.TrialState.FAIL)
+            _queue_again(study, trial)
 
 
 # --- Optuna -------------------------------------------------------------------------------------
@@ -201,6 +286,8 @@ def _queue_again(study: "optuna.Study", trial: "optuna.trial.FrozenTrial") -> No
     """
     import optuna
 
+    if "grid_id" not in trial.system_attrs:  # it did not come so far as to have a point
+        return
     number = {name: trial.system_attrs[name] for name in ("grid_id", "search_space")}
     state = optuna.trial.TrialState.WAITING
     study.add_trial(optuna.create_trial(state=state, system_attrs=number))

@@ -8,7 +8,8 @@ halves, and so its numbers do not depend on what was finished before.
 Small networks gain nothing from threads, and lose much by them where other programs run: on two
 busy cores ten networks on Yacht took 1.3 ms an epoch with one thread and 20 to 116 ms with two.
 So a task has one thread, and cores are used by processes. These only compute; this process alone
-writes. They end when it ends, however that happens.
+writes. They end when it ends, however that happens. (A large network is another matter: a session
+may leave the threads as they are.)
 """
 
 import contextlib
@@ -31,10 +32,15 @@ from geoparam.experiments import search
 from geoparam.experiments.results import Record, Run
 
 Key = tuple[Any, ...]
-Tick = Callable[[int, int], None]
 Progress = Callable[[str, int, int], None]
 
 INTERVAL = 0.3  # seconds between two reports of a task
+
+
+class Tick(Protocol):
+    """Called now and then with the epoch, how much is left to do, and perhaps a remark."""
+
+    def __call__(self, epoch: int, left: int, remark: str = "", /) -> None: ...
 
 
 class Task(Protocol):
@@ -63,7 +69,7 @@ class Done:
 
 
 Work = Callable[[Any, Tick], Done]
-Report = Callable[[Any, int, int], None]
+Report = Callable[[Any, int, int, str], None]
 
 
 class Session:
@@ -71,25 +77,42 @@ class Session:
 
     Args:
         run: the folder.
-        work: does a task. It is given a function to call now and then with two numbers, the epoch
-            and how many of the task's records are still open.
+        work: does a task. It is given a function to call now and then with the epoch and how many
+            of the task's records are still open.
         total: how many records there will be.
         jobs: how many processes work; 1 is this one.
         progress: called with a title, how many records are done and how many there are.
+        weight: what a record counts in progress, so that a part of one can be told: `work` then
+            says how much is left, of this for each record.
+        threads: what a task may use; None leaves them as they are.
+        finished: called with a task when all of it is in the folder.
+        arrays: whether those who share the work get its arrays, too.
     """
 
     def __init__(
-        self, run: Run, work: Work, total: int, jobs: int = 1, progress: Progress | None = None
+        self,
+        run: Run,
+        work: Work,
+        total: int,
+        jobs: int = 1,
+        progress: Progress | None = None,
+        *,
+        weight: int = 1,
+        threads: int | None = 1,
+        finished: Callable[[Any], None] | None = None,
+        arrays: bool = False,
     ) -> None:
         self.run, self.work, self.total, self.jobs = run, work, total, jobs
         self.progress = progress or (lambda title, done, total: None)
+        self.weight, self.threads, self.arrays = weight, threads, arrays
+        self.finished = finished or (lambda task: None)
         self.keys = {self._key(record) for record in run.records()}
-        self.open: dict[Any, int] = {}  # records that are not done, of the tasks under way
+        self.open: dict[Any, int] = {}  # what is left of the tasks under way
 
     def spread(self, tasks: Iterable[Any]) -> None:
         """Do the tasks that are not done, in this order."""
         todo = [task for task in tasks if not self._is_done(task)]
-        for task, done in spread(self.work, todo, self.jobs, self._report):
+        for task, done in spread(self.work, todo, self.jobs, self._report, self.threads):
             self._keep(task, done)
 
     def share(
@@ -106,30 +129,41 @@ class Session:
         points = [point for point, _ in tasks]
         grid = {name: list(dict.fromkeys(p[name] for p in points)) for name in points[0]}
 
-        def work(at: search.Point) -> tuple[float, list[Record]]:
+        def work(at: search.Point) -> tuple[float, Any]:
             own = [task for point, task in tasks if point == at]
-            records = [record for task in own for record in self._records(task)]
-            return float(np.mean([record[value] for record in records])), records
+            done = {task.name: self._done(task) for task in own}
+            records = [record for each in done.values() for record in each.records]
+            arrays = {name: _listed(each.arrays) for name, each in done.items() if self.arrays}
+            result = {"records": records, "arrays": arrays}
+            return float(np.mean([record[value] for record in records])), result
 
         def waiting(left: int) -> None:
             self._show(f"others work on the last {left} points of {study}")
 
-        for _, records in search.share(work, grid, storage, study, waiting):
-            self._add(records)
+        for at, result in search.share(work, grid, storage, study, waiting):
+            for task in (task for point, task in tasks if point == at):
+                keys = set(task.keys)
+                records = [r for r in result["records"] if self._key(r) in keys]
+                arrays = {k: np.array(v) for k, v in result["arrays"].get(task.name, {}).items()}
+                if not self._is_done(task):
+                    self._keep(task, Done(records, arrays))
 
-    def _records(self, task: Any) -> list[Record]:
-        """Return a task's records, from the folder or by doing it."""
+    def _done(self, task: Any) -> Done:
+        """Return what a task gave, from the folder or by doing it."""
         if self._is_done(task):
-            return [record for record in self.run.records() if self._key(record) in task.keys]
-        [(_, done)] = spread(self.work, [task], 1, self._report)
+            records = [record for record in self.run.records() if self._key(record) in task.keys]
+            there = self.arrays and task.name in self.run.curve_names()
+            return Done(records, self.run.curves(task.name) if there else {})
+        [(_, done)] = spread(self.work, [task], 1, self._report, self.threads)
         self._keep(task, done)
-        return done.records
+        return done
 
     def _keep(self, task: Any, done: Done) -> None:
         if done.arrays:
             self.run.save_curves(task.name, **done.arrays)
         self._add(done.records)
         self.open.pop(task, None)
+        self.finished(task)
         self._show(str(task))
 
     def _add(self, records: Iterable[Record]) -> None:
@@ -144,13 +178,18 @@ class Session:
     def _key(self, record: Record) -> Key:
         return tuple(record[name] for name in self.run.info["key"])
 
-    def _report(self, task: Any, epoch: int, left: int) -> None:
+    def _report(self, task: Any, epoch: int, left: int, remark: str) -> None:
         self.open[task] = left
-        self._show(f"{task}, epoch {epoch:,}")
+        self._show(f"{task}, epoch {epoch:,}" + (f", {remark}" if remark else ""))
 
     def _show(self, title: str) -> None:
-        under_way = sum(len(task.keys) - left for task, left in self.open.items())
-        self.progress(title, min(len(self.keys) + under_way, self.total), self.total)
+        under_way = sum(self.weight * len(task.keys) - left for task, left in self.open.items())
+        total = self.weight * self.total
+        self.progress(title, min(self.weight * len(self.keys) + under_way, total), total)
+
+
+def _listed(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    return {name: np.asarray(array).tolist() for name, array in arrays.items()}
 
 
 def check_names(what: str, given: Sequence[str], allowed: Sequence[str]) -> None:
@@ -176,6 +215,7 @@ def spread(
     tasks: Sequence[Any],
     jobs: int = 1,
     report: Report | None = None,
+    threads: int | None = 1,
 ) -> Iterator[tuple[Any, Any]]:
     """Do all tasks, and yield each with its result as soon as it is done.
 
@@ -184,7 +224,9 @@ def spread(
             several jobs it must be picklable.
         tasks: in the order in which they are begun.
         jobs: how many processes do them; 1 is this one.
-        report: called with a task and those two numbers, but not too often.
+        report: called with a task, those two numbers and a remark, but not too often.
+        threads: that this process may use for a task; None leaves them as they are. Processes of
+            their own have one.
 
     Example:
         >>> def square(task, tick):
@@ -192,12 +234,12 @@ def spread(
         >>> list(spread(square, [2, 3]))
         [(2, 4), (3, 9)]
     """
-    report = report or (lambda task, epoch, left: None)
+    report = report or (lambda task, epoch, left, remark: None)
     if min(jobs, len(tasks)) > 1:
         yield from _in_processes(work, tasks, min(jobs, len(tasks)), report)
         return
     for task in tasks:
-        with one_thread():
+        with contextlib.nullcontext() if threads is None else limited(threads):
             result = work(task, _seldom(report, task))
         yield task, result
 
@@ -209,31 +251,36 @@ def cores() -> int:
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread within the context.
+def limited(threads: int) -> Iterator[None]:
+    """Let torch use this many threads within the context.
 
     Example:
-        >>> with one_thread():
+        >>> with limited(1):
         ...     torch.get_num_threads()
         1
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     try:
         yield
     finally:
         torch.set_num_threads(before)
 
 
+def one_thread() -> contextlib.AbstractContextManager[None]:
+    """Let torch use one thread within the context."""
+    return limited(1)
+
+
 def _seldom(report: Report, task: Any) -> Tick:
     """Return a function that reports of a task what comes INTERVAL seconds after the last."""
     last = time.monotonic()
 
-    def tick(epoch: int, left: int) -> None:
+    def tick(epoch: int, left: int, remark: str = "") -> None:
         nonlocal last
         if time.monotonic() - last >= INTERVAL:
             last = time.monotonic()
-            report(task, epoch, left)
+            report(task, epoch, left, remark)
 
     return tick
 
@@ -250,8 +297,8 @@ def _in_processes(
             }
             while running:
                 finished, _ = wait(running, INTERVAL, FIRST_COMPLETED)
-                for number, epoch, left in _waiting(ticks):
-                    report(tasks[number], epoch, left)
+                for number, epoch, left, remark in _waiting(ticks):
+                    report(tasks[number], epoch, left, remark)
                 for future in finished:
                     yield tasks[running.pop(future)], future.result()
         except BrokenProcessPool as error:
@@ -265,7 +312,7 @@ def _in_processes(
             pool.shutdown(cancel_futures=True)
 
 
-def _waiting(ticks: Any) -> Iterator[tuple[int, int, int]]:
+def _waiting(ticks: Any) -> Iterator[tuple[int, int, int, str]]:
     """Yield what is in the queue."""
     with contextlib.suppress(queue.Empty):
         while True:
@@ -299,11 +346,11 @@ def _end_with_parent() -> None:
 
 
 def _call(work: Callable[[Any, Tick], Any], task: Any, number: int) -> Any:
-    seldom = _seldom(lambda number, epoch, left: _ticks.put((number, epoch, left)), number)
+    seldom = _seldom(lambda *told: _ticks.put(told), number)
 
-    def tick(epoch: int, left: int) -> None:
+    def tick(epoch: int, left: int, remark: str = "") -> None:
         if _stop.is_set():
             raise _Stopped
-        seldom(epoch, left)
+        seldom(epoch, left, remark)
 
     return work(task, tick)

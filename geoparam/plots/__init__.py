@@ -12,6 +12,7 @@ from geoparam.plots.curves import (
     displacement_curves,
     fit_1d,
     location_spectrum,
+    over_rates,
     rotation_curves,
     training_curves,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "location_spectrum",
     "method_style",
     "new_figure",
+    "over_rates",
     "perturbation",
     "region_changes",
     "region_slice",

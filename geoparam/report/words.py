@@ -6,6 +6,7 @@ from typing import Any
 
 from geoparam.experiments.methods import METHODS
 from geoparam.experiments.results import Record, Run
+from geoparam.experiments.tabling import images
 
 EXPERIMENTS = {
     "levy": (
@@ -34,11 +35,11 @@ EXPERIMENTS = {
     ),
     "imagenet32": (
         "VGG-6 on ImageNet32",
-        "A network of six convolutions is trained on images of 32 by 32 pixels.",
+        "A convolutional network learns to tell classes of small images apart.",
     ),
     "imagenet": (
         "ResNet on ImageNet",
-        "A residual network is trained on images of 224 by 224 pixels.",
+        "A residual network learns to tell classes of images apart.",
     ),
 }
 LABELS = {
@@ -49,12 +50,23 @@ LABELS = {
     "init": "initialisation",
     "datasets": "data sets",
     "hidden": "hidden units",
+    "skip": "skip connections",
+    "imn": "IMN at a block's",
+    "ema": "decay of averaged weights",
+    "crop": "shift of images in pixels",
+    "angle_lr": "learning rate of angles",
+    "accumulate": "parts of a batch",
+}
+_NONE = dict.fromkeys(("lr", "lrs", "rates", "widths"), "the papers' own") | {
+    "angle_lr": "that of the others"
 }
 
 
 def title(run: Run) -> str:
     """Return what the experiment of a run is called."""
-    name = str(run.info.get("experiment", "experiment"))
+    name, config = str(run.info.get("experiment", "experiment")), run.config
+    if name in images.THEIRS and "network" in config:
+        return images.title(name, config)
     return EXPERIMENTS.get(name, (name,))[0]
 
 
@@ -66,7 +78,9 @@ def heading(run: Run) -> str:
 
 def about(run: Run) -> str:
     """Return what the experiment is, in a sentence or two; empty where it is not known."""
-    return EXPERIMENTS.get(str(run.info.get("experiment")), ("", ""))[1]
+    about = EXPERIMENTS.get(str(run.info.get("experiment")), ("", ""))[1]
+    data = images.images(run.config)
+    return f"{about} The data: {data}." if data else about
 
 
 def configuration(config: Mapping[str, Any]) -> dict[str, str]:
@@ -78,23 +92,26 @@ def configuration(config: Mapping[str, Any]) -> dict[str, str]:
         >>> configuration({"lrs": None})
         {'learning rates': "the papers' own"}
     """
-    own = {"lr": "the papers' own", "lrs": "the papers' own", "rates": "the papers' own"}
     return {
-        LABELS.get(key, key.replace("_", " ")): own.get(key, "none") if v is None else _words(v)
+        LABELS.get(key, key.replace("_", " ")): _NONE.get(key, "none") if v is None else _words(v)
         for key, v in config.items()
     }
 
 
 def _words(value: Any) -> str:
+    if said := images.images({"data": value}):
+        return f"{said}, checksum {value.get('checksum', 'not known')}"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int) and abs(value) >= 1000:
         return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:g}"
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_words, value)) or "none"
     if isinstance(value, Mapping):
         return json.dumps(value)
-    return METHODS[value].title if value in METHODS else str(value)
+    return METHODS[value].title if value in METHODS else images.NETWORKS.get(value, str(value))
 
 
 def circumstances(run: Run) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from geoparam.experiments.methods import METHODS
 from geoparam.experiments.results import Record
-from geoparam.experiments.tabling import reference
+from geoparam.experiments.tabling import images, reference
 from geoparam.experiments.tabling.estimates import Estimate, agrees, estimate
 from geoparam.experiments.tabling.layouts import PROTOCOLS, VARIANTS, Layout, Measure, number
 
@@ -39,7 +39,11 @@ class Line:
     def label(self) -> str:
         """What the row is called."""
         title = METHODS[self.method].title if self.method in METHODS else self.method
-        return ", ".join([title, *(f"{_WORDS.get(k, k)} {v}" for k, v in self.variant)])
+        return ", ".join([title, *(f"{_WORDS.get(k, k)} {_short(v)}" for k, v in self.variant)])
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,18 @@ class Block:
     def title(self) -> str:
         """What is measured, over what, and by which protocol."""
         by = f" by {self.layout.column_title}" if len(self.columns) > 1 else ""
-        of = f", {heading(self.columns[0])}" if self.columns and self.columns != [""] else ""
+        of = ""
+        if len(self.columns) == 1 and self.columns != [""]:
+            [column] = self.columns  # a number needs to be told what of
+            of = f", {'' if isinstance(column, str) else self.layout.column_title + ' '}"
+            of += heading(column)
         protocol = f" ({PROTOCOLS.get(self.group, self.group)})" if self.group else ""
         return self.measure.title + (by or of) + protocol
 
     @property
     def compare(self) -> bool:
-        """Whether the papers' numbers are of the same protocol."""
-        return self.group in ("", "paper")
+        """Whether the papers' numbers are of the same protocol, and of the same kind of data."""
+        return self.group in ("", "paper") and images.is_imagenet(self.experiment, self.config)
 
     @property
     def same_data(self) -> bool:
@@ -140,6 +148,8 @@ class Block:
         rows = [other for other in self.cells if other.method == line.method]
         if not self.compare or line != next(filter(self._is_the_papers, rows), rows[0]):
             return None
+        if not all(images.is_the_papers(self.experiment, r) for r in self.records(line, column)):
+            return None
         return reference.printed(self.experiment, self.measure.name, line.method, column)
 
     def agrees(self, line: Line, column: Any) -> bool | None:
@@ -149,7 +159,8 @@ class Block:
         return agrees(self.estimate(line, column), self.papers(line, column))
 
     def _is_the_papers(self, line: Line) -> bool:
-        theirs = {"init": "glorot", "lr": reference.rate(self.experiment, line.method)}
+        theirs: dict[str, Any] = {"init": "glorot", **images.THEIRS.get(self.experiment, {})}
+        theirs["lr"] = reference.rate(self.experiment, line.method)
         return all(theirs.get(name, value) == value for name, value in line.variant)
 
 
@@ -157,10 +168,12 @@ def heading(column: Any) -> str:
     """Return what a column is called.
 
     Example:
-        >>> heading("yacht"), heading(1024), heading(0.0001)
-        ('Yacht', '1024', '0.0001')
+        >>> heading("yacht"), heading(1024), heading(0.0001), heading("resnet18")
+        ('Yacht', '1024', '0.0001', 'ResNet-18')
     """
-    return f"{column:g}" if isinstance(column, float) else str(column).capitalize()
+    if column in images.NETWORKS:
+        return images.NETWORKS[column]
+    return _short(column) if isinstance(column, float) else str(column).capitalize()
 
 
 def sample(record: Record) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from geoparam.experiments.tabling import reference
+from geoparam.experiments.tabling import images, reference
 from geoparam.experiments.tabling.blocks import Block
 from geoparam.experiments.tabling.formats import OTHER, SAME
 from geoparam.experiments.tabling.layouts import number
@@ -21,6 +21,7 @@ def result_notes(block: Block) -> Iterator[str]:
         yield f"Mean ± standard error over {block.samples}, n = {block.usual_n}{few}.{better}"
     elif better:
         yield f"One seed, which may be an accident.{better}"
+    yield from images.notes(block.experiment, block.config, block.all_records())
     yield from _papers_notes(block)
     if any(block.diverged(line, column) for line in block.cells for column in block.columns):
         yield "Diverged runs are counted; those that left a finite result are in the mean."
@@ -32,7 +33,7 @@ def _papers_notes(block: Block) -> Iterator[str]:
     shown = [papers for place in places if (papers := block.papers(*place))]
     source = reference.source(block.experiment, block.measure.name)
     if not shown:
-        if source and not block.compare:
+        if source and block.group not in ("", "paper"):
             yield "The papers' numbers are of another protocol and not shown here."
         return
     yield f"papers: {source}."
