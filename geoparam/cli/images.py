@@ -38,6 +38,9 @@ Epochs = Annotated[int, Option(min=1, help="The most there are.")]
 Schedule = Annotated[
     str, Option(help="steps (v2), plateau-top1 (v1) or plateau-top5 (the released code).")
 ]
+Skip = Annotated[
+    str, Option(help="A ResNet's skips: centred, as the authors', or plain, as convert_'s.")
+]
 WeightDecay = Annotated[float, Option(min=0, help="Of plain weights; never of angles.")]
 LabelSmoothing = Annotated[float, Option(min=0, help="Of the training loss.")]
 Ema = Annotated[
@@ -84,6 +87,7 @@ def imagenet32(
     epochs: Epochs = 90,
     schedule: Schedule = "steps",
     crop: Annotated[int, Option(min=0, help="Shift images by up to so many pixels.")] = 0,
+    skip: Skip = "centred",
     weight_decay: WeightDecay = 0.0,
     label_smoothing: LabelSmoothing = 0.0,
     ema: Ema = 0.0,
@@ -120,9 +124,7 @@ def imagenet(
     seeds: Seeds = 3,
     epochs: Epochs = 90,
     schedule: Schedule = "steps",
-    skip: Annotated[
-        str, Option(help="Skip connections: centred, as the authors', or plain, as convert_'s.")
-    ] = "centred",
+    skip: Skip = "centred",
     weight_decay: WeightDecay = 0.0,
     label_smoothing: LabelSmoothing = 0.0,
     ema: Ema = 0.0,
