@@ -29,6 +29,7 @@ os.dup2(reads, 3), os.dup2(writes, 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
 _KEYS = {"ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35, "PageUp": 33, "PageDown": 34}
+_KEYS |= {"Escape": 27}
 
 
 def find() -> str | None:

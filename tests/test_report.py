@@ -14,6 +14,7 @@ import run_folders
 
 from geoparam import report
 from geoparam.experiments.results import Run
+from geoparam.experiments.tabling.formats import Cell, Row, Table
 from geoparam.report import html as elements
 from geoparam.report import slider, words
 
@@ -132,6 +133,20 @@ def test_an_empty_run_is_said_to_be_so(tmp_path: Path) -> None:
     assert "is finished yet" in page.text and "geoparam run uci" in page.text
 
 
+def test_figures_come_in_the_order_of_their_names(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", "perturbation", {}, "geoparam run perturbation")
+    for name in ("figure1-units", "seeds", "figure1", "figure2a-b"):
+        run_folders.picture(run.folder / "figures", name)
+    found = [a["alt"] for a in Parsed(report.page([run])).all("img")]
+    assert found == ["Figure1", "Figure1 units", "Figure2a b", "Seeds"]
+
+
+def test_the_configuration_of_uci_speaks_of_splits_and_names_the_sets(page_file: Path) -> None:
+    facts = page_file.read_text().partition("UCI regression: fair</h2>")[2].partition("</dl>")[0]
+    assert "<dt>splits</dt><dd>10</dd>" in facts and "seeds" not in facts
+    assert "<dd>Boston, Concrete, Energy" in facts
+
+
 def test_damaged_files_are_left_out_with_a_word(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run", "levy", {}, "geoparam run levy")
     arrays = run_folders.levy_slider(5)
@@ -230,6 +245,14 @@ def test_methods_keep_the_colours_of_the_figures() -> None:
     titles = np.array(["SP, rate 0.1", "WN", "GmP (sphere)", "mine"])
     found = slider.payload({**arrays, "methods": titles})
     assert found["colours"][:3] == [COLOURS["SP"], COLOURS["WN"], COLOURS["GmP"]]
+
+
+def test_cells_have_a_minus_and_powers_and_only_lists_may_break() -> None:
+    cells = tuple(map(Cell, ("-1.5e-07 ± 0.2", "0.01 (3), 0.1 (7)")))
+    found = elements.table(Table("T", "method", ("x", "y"), (Row("SP, rate 0.1", cells),)))
+    assert "<td>−1.5·10⁻⁷ ± 0.2</td>" in found
+    assert '<td class="long">0.01\xa0(3), 0.1\xa0(7)</td>' in found
+    assert '<th scope="row">SP, rate\xa00.1</th>' in found
 
 
 def test_an_element_escapes_text_and_attributes() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import run_folders
 from browser import Browser, Page
+from PIL import Image
 
 from geoparam import report
 from geoparam.experiments.results import Run
@@ -60,7 +61,83 @@ def test_the_page_opens_without_complaint_or_request(
     page.close()
 
 
-def test_wide_tables_and_figures_scroll_by_themselves_on_a_phone(page: Page) -> None:
+def test_a_figure_is_seen_whole_and_opens_at_full_size(page: Page) -> None:
+    """1500 pixels: on the page 960 or what there is, in the dialog all of them."""
+    seen = []
+    for width in (1200, 360):
+        page.look(width)
+        page.evaluate("document.querySelector('.picture img').click()")
+        page.frame()
+        seen.append(
+            page.evaluate(
+                "['.picture', 'dialog'].map(s => document.querySelector(s + ' img').clientWidth)"
+            )
+        )
+        page.press("Escape")
+        page.wait("!document.querySelector('dialog')")
+    assert seen == [[960, 1500], [328, 960]]
+
+
+def test_full_size_opens_and_closes_by_buttons(page: Page) -> None:
+    page.evaluate("document.querySelector('.picture button').click()")
+    assert page.evaluate("document.activeElement.textContent") == "Close"
+    page.evaluate("document.activeElement.click()")
+    page.wait("!document.querySelector('dialog')")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_table_that_is_cut_says_so_at_the_edge(page: Page, tmp_path: Path, dark: bool) -> None:
+    page.look(360, dark=dark)
+    page.evaluate(
+        "box = [...document.querySelectorAll('.scroll')].find(b => b.scrollWidth > 700);"
+        "box.id = 'cut'; 0"
+    )
+    edges = []
+    for place in (0, 100, 5000):
+        page.evaluate(f"box.scrollLeft = {place}")
+        page.screenshot(tmp_path / "box.png", "#cut")
+        row = np.asarray(Image.open(tmp_path / "box.png").convert("L"), dtype=int)[4]
+        edges.append(abs(row[-3] - row[len(row) // 2]) > 20)
+    assert edges == [True, True, False]
+
+
+def test_methods_stay_in_sight_when_a_table_scrolls(page: Page) -> None:
+    page.look(360)
+    left = page.evaluate(
+        "box = [...document.querySelectorAll('.scroll')].find(b => b.scrollWidth > 700);"
+        "box.scrollLeft = 300;"
+        "[...box.querySelectorAll('tr > :first-child')].map(e =>"
+        " e.getBoundingClientRect().left - box.getBoundingClientRect().left)"
+    )
+    assert left and all(abs(each) < 1 for each in left)
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "first"), [(3e-14, 5e5, "3.0·10⁻¹⁴"), (1e3, 9e5, "1,000")]
+)
+def test_labels_fit_beside_the_axis_and_powers_in_one_line(
+    chromium: Browser, tmp_path: Path, least: float, most: float, first: str
+) -> None:
+    arrays = run_folders.levy_slider(6)
+    arrays["moves"] = np.tile(np.geomspace(least, most, 6), (4, 1))
+    run = Run.create(tmp_path / "run", "levy", {}, "geoparam run levy")
+    run.save_curves("slider_levy", **arrays)
+    page = chromium.open(report.write([run], tmp_path / "page.html"))
+    page.wait(READY)
+    ink = page.evaluate(
+        "(c => [...c.getContext('2d').getImageData(0, 0, 2, c.height).data].some(v => v > 0))"
+        "(document.querySelector('[data-what=moves]'))"
+    )
+    assert not ink
+    page.evaluate("document.querySelector('input').focus()")
+    page.press("Home")
+    caption = page.evaluate("document.querySelector('.panels figcaption').textContent")
+    assert caption.endswith(f"at most {first} ")
+    assert page.errors == []
+    page.close()
+
+
+def test_wide_tables_scroll_by_themselves_on_a_phone(page: Page) -> None:
     page.look(360)
     page.frame()
     boxes = page.evaluate(

@@ -60,6 +60,28 @@ def test_few_values_have_no_error(values: list[float], n: int) -> None:
     assert found is None or (found.error is None and found.spread is None)
 
 
+@pytest.mark.parametrize(
+    ("mean", "text"), [(-0.0004, "0.000"), (-0.0006, "-0.001"), (0.0, "0.000")]
+)
+def test_a_rounded_zero_has_no_minus(mean: float, text: str) -> None:
+    assert estimates.written(Estimate(mean, None, 1, mean, mean), 3) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.9, "0.900"),
+        (0.86, "0.860"),
+        (180.0, "180"),
+        (999.7, "1,000"),
+        (-0.0, "0"),
+        (2e7, "2.00e+07"),
+    ],
+)
+def test_short_numbers_have_three_digits_all_of_them(value: float, text: str) -> None:
+    assert estimates.short(value) == text
+
+
 def test_paired_differences_use_the_splits_that_both_have() -> None:
     values, baseline = {0: 1.0, 1: 3.0, 2: 2.5, 9: 100.0}, {0: 0.5, 1: 1.0, 2: 2.0, 3: -50.0}
     differences = np.array([0.5, 2.0, 0.5])
@@ -136,9 +158,9 @@ def test_one_column_shows_ours_beside_the_papers() -> None:
     assert cell(table, "GmP", "Test RMSE").text == "0.500 ± 0.058"
     assert cell(table, "GmP", "papers").text == "≈ 0.496"
     assert cell(table, "GmP", "range").text == "0.400 to 0.600"
-    assert cell(table, "GmP", "difference to SP").text == "-0.667 ± 0.033"
+    assert cell(table, "GmP", "difference to SP, same rate").text == "-0.667 ± 0.033"
     assert cell(table, "SP", "n").text == "3" and cell(table, "SP", "rate").text == "0.01"
-    assert cell(table, "SP", "largest move").text == "0.5"
+    assert cell(table, "SP", "largest move").text == "0.500"
     assert "diverged" not in table.columns
 
 
@@ -177,6 +199,7 @@ def test_heldout_shows_chosen_rates_and_neither_trials_nor_papers() -> None:
     assert cell(matrix, "SP", "Yacht").estimate.n == 10  # type: ignore[union-attr]
     assert cell(rates, "SP", "Yacht").text == "0.01 (4), 0.1 (6)"
     assert cell(rates, "GmP", "Yacht").text == "0.1"
+    assert rates.title.startswith("Learning rates by data set (held-out")
 
 
 def test_two_rates_of_one_seed_are_two_rows_and_the_papers_stand_at_theirs() -> None:
@@ -192,7 +215,7 @@ def test_two_rates_of_one_seed_are_two_rows_and_the_papers_stand_at_theirs() -> 
     assert "rate" not in table.columns
     shown = [cell(table, label, "papers").text != "–" for label in labels]
     assert shown == [True, False, False, True]
-    assert cell(table, "GmP, rate 0.1", "difference to SP").text == "0.000 ± 0.000"
+    assert cell(table, "GmP, rate 0.1", "difference to SP, same rate").text == "0.000 ± 0.000"
 
 
 def test_images_are_tables_by_batch_size_compared_with_bn() -> None:
@@ -284,18 +307,18 @@ def width_records() -> list[Record]:
             for s in range(3)
         ]
         found.append({**key, "kind": "start", "width": 16, "seed": 0, "activation": 3.0})
-        answer = {"exponent_activation": -0.4987, "best_rates": [0.1, 0.01], "one_rate": 0.1}
+        answer = {"exponent_activation": -0.49, "best_rates": [0.1, 0.01], "one_rate": 0.1}
         found.append({**key, "kind": "answer", "width": None, "lr": None, "seed": None, **answer})
     return found
 
 
 def test_the_width_experiment_has_answers_and_errors_by_width() -> None:
     exponents, rates, errors = tables.from_records(width_records(), "width")
-    assert exponents.columns == ("activations",) and "(levy)" in exponents.title
-    assert cell(exponents, "GmP, init sphere", "activations").text == "-0.499"
-    assert cell(rates, "GmP, init glorot", "best rate for each width").text == "0.1, 0.01"
-    assert cell(rates, "GmP, init glorot", "best rate for all").text == "0.1"
-    assert errors.title == "Test RMSE by width (levy)" and errors.columns == ("16", "1024")
+    assert exponents.columns == ("activations",) and "(Levy)" in exponents.title
+    assert cell(exponents, "GmP, init sphere", "activations").text == "-0.490"
+    assert cell(rates, "GmP, init Glorot", "best rate for each width").text == "0.1, 0.01"
+    assert cell(rates, "GmP, init Glorot", "best rate for all widths").text == "0.1"
+    assert errors.title == "Test RMSE by width (Levy)" and errors.columns == ("16", "1024")
     assert cell(errors, "GmP, init sphere, rate 0.1", "16").text == "1.600 ± 0.000"
 
 

@@ -8,6 +8,7 @@ Nothing is left out. A run that diverged is counted, and what it left behind tha
 the mean, since dropping it would favour the method. A cell says how many results are in it.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -16,7 +17,15 @@ from typing import Any
 
 from geoparam.experiments.results import Record, Run
 from geoparam.experiments.tabling import reference
-from geoparam.experiments.tabling.blocks import Block, Line, arrange, groups, heading
+from geoparam.experiments.tabling.blocks import (
+    Block,
+    Line,
+    arrange,
+    groups,
+    heading,
+    in_brackets,
+)
+from geoparam.experiments.tabling.comparisons import Comparison, comparisons
 from geoparam.experiments.tabling.estimates import (
     Estimate,
     decimals,
@@ -115,27 +124,32 @@ def export(runs: Iterable[Run], form: str = "markdown", baseline: str = "sp") ->
 
 def _of_block(block: Block, baseline: str) -> list[Table]:
     base = _baseline(block, baseline) if block.layout.compare else None
+    compared = comparisons(block, base) if base else []
     if len(block.columns) == 1:
-        return [_list(block, base)]
+        return [_list(block, base, compared)]
     found = [_matrix(block)]
-    if base is not None:
-        found.append(_differences(block, base))
+    found += [_differences(block, base, comparison) for comparison in compared]
     if any(_common_rate(block, line) == _SEVERAL for line in block.cells):
         found.append(_rate_table(block))
     return found
 
 
-def _list(block: Block, base: Line | None) -> Table:
+def _list(block: Block, base: str | None, compared: Sequence[Comparison]) -> Table:
     """Return the table of an experiment with one column: its columns are what is known of it."""
     [column] = block.columns
     digits = _digits(block, column)
     said = _rate_is_in_labels(block)
-    difference = f"difference to {Line(base.method).label}" if base else ""
+    differences = {
+        _difference_title("difference", base, comparison): functools.partial(
+            _difference_cell, block, comparison, column, digits
+        )
+        for comparison in compared
+    }
     kinds: dict[str, Callable[[Line], Cell]] = {
         block.measure.title: lambda line: _cell(block, line, column, digits),
         "papers": lambda line: _papers_cell(block, line, column),
         "range": lambda line: _range_cell(block, line, column, digits),
-        difference: lambda line: _difference_cell(block, line, base, column, digits),
+        **differences,
         "n": lambda line: _count_cell(block, line, column),
         "diverged": lambda line: Cell(f"{block.diverged(line, column) or EMPTY}"),
         "rate": lambda line: Cell(EMPTY if said else rates(block.records(line, column))),
@@ -143,7 +157,7 @@ def _list(block: Block, base: Line | None) -> Table:
     named = {name: [kind(line) for line in block.cells] for name, kind in kinds.items()}
     for name, words in DETAILS.items():
         named[words] = [_detail_cell(block.records(line, column), name) for line in block.cells]
-    notes = [*result_notes(block), *(difference_notes(block) if base else ())]
+    notes = [*result_notes(block), *(difference_notes(block, compared) if compared else ())]
     if any("largest_move" in record for record in block.all_records()):
         notes.append("Largest move and turn: of any unit of any seed in one update.")
     return _assemble(block.title, block, named, {}, notes)
@@ -151,14 +165,14 @@ def _list(block: Block, base: Line | None) -> Table:
 
 def _fields(records: Sequence[Record], layout: Layout, group: Any) -> list[Table]:
     """Return a table of some fields of records, one a row; none where no record has any."""
-    shown = [name for name in layout.fields if any(name in record for record in records)]
+    shown = [each for each in layout.fields if any(each.name in record for record in records)]
     rows = [
-        Row(line.label, tuple(_field_cell(record.get(name)) for name in shown))
+        Row(line.label, tuple(_field_cell(record.get(f.name), f.digits) for f in shown))
         for line, cells in arrange(records, layout).items()
         for record in itertools.chain.from_iterable(cells.values())
     ]
-    columns = tuple(layout.fields[name] for name in shown)
-    title = f"{layout.title} ({group})" if group else layout.title
+    columns = tuple(each.title for each in shown)
+    title = layout.title + in_brackets(group)
     return [Table(title, "method", columns, tuple(rows), layout.notes)] if shown else []
 
 
@@ -166,9 +180,10 @@ def _matrix(block: Block) -> Table:
     """Return methods by columns, the papers' numbers below ours."""
     usual = block.usual_n
     papers = {"rate": [_papers_rate_cell(block, line) for line in block.cells]}
-    said = _rate_is_in_labels(block) and all(cell.text == EMPTY for cell in papers["rate"])
-    rate = EMPTY if said else None
-    named = {"rate": [Cell(rate or _common_rate(block, line)) for line in block.cells]}
+    ours = [_common_rate(block, line) for line in block.cells]
+    said = _rate_is_in_labels(block) or set(ours) == {_SEVERAL}
+    said = said and all(cell.text == EMPTY for cell in papers["rate"])
+    named = {"rate": [Cell(EMPTY if said else rate) for rate in ours]}
     for column in block.columns:
         digits, name = _digits(block, column), heading(column)
         named[name] = [_cell(block, line, column, digits, usual) for line in block.cells]
@@ -176,15 +191,16 @@ def _matrix(block: Block) -> Table:
     return _assemble(block.title, block, named, papers, list(result_notes(block)))
 
 
-def _differences(block: Block, base: Line) -> Table:
+def _differences(block: Block, base: str | None, comparison: Comparison) -> Table:
     named = {}
     for column in block.columns:
         digits = _digits(block, column)
-        cells = [_difference_cell(block, line, base, column, digits) for line in block.cells]
-        named[heading(column)] = cells
-    same = f"on the same {block.samples[:-1]}"
-    title = f"Difference to {Line(base.method).label} {same}: {block.title}"
-    return _assemble(title, block, named, {}, list(difference_notes(block)))
+        named[heading(column)] = [
+            _difference_cell(block, comparison, column, digits, line) for line in block.cells
+        ]
+    same = f" on the same {block.samples[:-1]}"
+    title = f"{_difference_title('Difference', base, comparison, same)}: {block.title}"
+    return _assemble(title, block, named, {}, list(difference_notes(block, [comparison])))
 
 
 def _rate_table(block: Block) -> Table:
@@ -193,7 +209,7 @@ def _rate_table(block: Block) -> Table:
         for column in block.columns
     }
     notes = [f"How many {block.samples} have a rate is in brackets, where not all have the same."]
-    return _assemble(f"Learning rates: {block.title}", block, named, {}, notes)
+    return _assemble(f"Learning rates{block.place}", block, named, {}, notes)
 
 
 def _assemble(
@@ -253,25 +269,24 @@ def _range_cell(block: Block, line: Line, column: Any, digits: int | None) -> Ce
 
 
 def _difference_cell(
-    block: Block, line: Line, base: Line | None, column: Any, digits: int | None
+    block: Block, comparison: Comparison, column: Any, digits: int | None, line: Line
 ) -> Cell:
-    """Return the paired difference to the baseline, to its own variant where there is one."""
-    if base is None or line.method == base.method:
-        return Cell()
-    partner = Line(base.method, line.variant)
-    partner = partner if partner in block.cells else base
-    found = paired(block.values(line, column), block.values(partner, column))
+    """Return the paired difference to the baseline's row for this one, where there is one."""
+    base = comparison.pairs.get(line)
+    found = paired(block.values(line, column), block.values(base, column)) if base else None
     if found is None:
         return Cell()
     clear = found.n >= 5 and found.error is not None and abs(found.mean) > 2 * found.error
     return Cell(written(found, digits) + (" *" if clear else ""), found)
 
 
-def _field_cell(value: Any) -> Cell:
+def _field_cell(value: Any, digits: int | None) -> Cell:
     if isinstance(value, list):
-        return Cell(", ".join(_field_cell(each).text for each in value) or EMPTY)
+        return Cell(", ".join(_field_cell(each, digits).text for each in value) or EMPTY)
     found = estimate([number(value)])
-    return Cell(EMPTY if value is None else short(number(value)), found)
+    if found is None:
+        return Cell(EMPTY if value is None else short(number(value)))
+    return Cell(f"{found.mean:g}" if digits is None else written(found, digits), found)
 
 
 def _count_cell(block: Block, line: Line, column: Any) -> Cell:
@@ -287,7 +302,7 @@ def _detail_cell(records: Sequence[Record], name: str) -> Cell:
     if name.startswith("largest"):
         return Cell(short(math.nan if any(map(math.isnan, values)) else max(values)))
     found = estimate(values)
-    return Cell(short(round(found.mean)), found) if found else Cell()
+    return Cell(f"{found.mean:,.0f}", found) if found else Cell()
 
 
 def rates(records: Iterable[Record]) -> str:
@@ -306,13 +321,18 @@ def rates(records: Iterable[Record]) -> str:
 # --- what cells and notes share ----------------------------------------------------------------
 
 
-def _baseline(block: Block, wanted: str) -> Line | None:
-    """Return the first row of the method that was asked for, or else of BN; None without seeds."""
+def _baseline(block: Block, wanted: str) -> str | None:
+    """Return the method that was asked for, or else BN; None without it, or without seeds."""
     methods = {line.method for line in block.cells}
     for method in (wanted, "bn"):
         if method in methods and len(methods) > 1 and block.samples:
-            return next(line for line in block.cells if line.method == method)
+            return method
     return None
+
+
+def _difference_title(word: str, base: str | None, comparison: Comparison, how: str = "") -> str:
+    rates = f", {comparison.rates}" if comparison.rates else ""
+    return f"{word} to {Line(base or '').label}{how}{rates}"
 
 
 def _digits(block: Block, column: Any) -> int | None:

@@ -75,7 +75,10 @@ def _draw_scales(
                 own = _of(records, kind, dataset, variant)
                 ax.plot(*_means(own, "width", measure), **_style(variant), marker="o", ms=3)
             _finish(
-                ax, f"{dataset}: {title}" if len(datasets) > 1 else title, label, config["widths"]
+                ax,
+                f"{dataset.capitalize()}: {title}" if len(datasets) > 1 else title,
+                label,
+                config["widths"],
             )
     legend_beside(axes[0, -1])
     return figure
@@ -92,7 +95,9 @@ def _draw_trained(records: Sequence[Record], config: Record) -> Figure:
             for width, colour in zip(widths, ordered_colours(len(widths)), strict=True):
                 line = _means([r for r in own if r["width"] == width], "lr", "test_rmse")
                 ax.plot(*line, color=colour, marker="o", ms=3, label=f"{width:,}")
-            _finish(ax, f"{dataset}: {variant.title}", "learning rate", config["rates"])
+            _finish(
+                ax, f"{dataset.capitalize()}: {variant.title}", "learning rate", config["rates"]
+            )
         row[0].set_ylabel("test RMSE")
     legend_beside(axes[0, -1], title="width")
     return figure

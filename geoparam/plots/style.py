@@ -58,10 +58,10 @@ _METHODS = (
     MethodStyle("GmP+IMN", INDIGO, DASHED),
     MethodStyle("GmP+BN", BLUE, DOTTED),
     MethodStyle("GmP+LN", BLUE, DASH_DOTTED),
-    MethodStyle("natural", SKY, SOLID),
-    MethodStyle("natural+IMN", SKY, DASHED),
-    MethodStyle("intrinsic", INK, SOLID),
-    MethodStyle("intrinsic+IMN", INK, DASHED),
+    MethodStyle("Natural", SKY, SOLID),
+    MethodStyle("Natural+IMN", SKY, DASHED),
+    MethodStyle("Intrinsic", INK, SOLID),
+    MethodStyle("Intrinsic+IMN", INK, DASHED),
 )
 METHODS = {style.title.lower(): style for style in _METHODS}
 COLOURS = {style.title: style.colour for style in _METHODS}

@@ -13,6 +13,10 @@ from geoparam.experiments.tabling.formats import Table
 
 _VOID = ("img", "input", "meta")
 _MINUS = re.compile(r"(?<![\w-])-(?=[\d.])")
+_POWER = re.compile(r"(?<=\d)e([+-]\d+)")
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_LONG = 16  # characters from which a heading may have several lines
+_INSIDE = re.compile("(?<!,) ")  # a space within a part of "GmP, init Glorot, rate 0.1"
 
 
 class Html(str):
@@ -72,30 +76,43 @@ def facts(pairs: dict[str, str | Html]) -> Html:
 
 
 def table(source: Table) -> Html:
-    """Return a table with its title and notes; it scrolls by itself where it is too wide.
-
-    Example:
-        >>> from geoparam.experiments.tabling.formats import Cell, Row
-        >>> "<td>-1 to 0</td>" in table(Table("T", "m", ("x",), (Row("SP", (Cell("-1 to 0"),)),)))
-        False
-    """
-    head = element("tr", *(element("th", name, scope="col") for name in _head(source)))
+    """Return a table with its title and notes; it scrolls by itself where it is too wide."""
+    names = (source.corner, *source.columns)
+    head = element("tr", *(_heading(name, "col") for name in names))
     rows = [_row(row.texts, row.papers) for row in source.rows]
     grid = element("table", element("thead", head), element("tbody", *rows))
     box = element(
         "div", grid, class_="scroll", tabindex="0", role="group", aria_label=source.title
     )
-    notes = [element("li", note) for note in source.notes]
+    notes = [element("li", typeset(note)) for note in source.notes]
     below = element("ul", *notes, class_="notes") if notes else None
     return element("section", element("h4", source.title), box, below, class_="table")
 
 
-def _head(source: Table) -> tuple[str, ...]:
-    return (source.corner, *source.columns)
-
-
 def _row(texts: tuple[str, ...], papers: bool) -> Html:
-    label, *cells = (_MINUS.sub("−", text) for text in texts)
-    entries = [element("td", cell) for cell in cells]
-    heading = element("th", label, scope="row")
+    label, *cells = map(typeset, texts)
+    entries = [_entry(cell) for cell in cells]
+    heading = _heading(_INSIDE.sub("\u00a0", label), "row")
     return element("tr", heading, *entries, class_="papers" if papers else None)
+
+
+def _heading(text: str, scope: str) -> Html:
+    return element("th", text, scope=scope, class_="long" if len(text) > _LONG else None)
+
+
+def _entry(text: str) -> Html:
+    """Return a cell; a list such as "0.01 (3), 0.1 (7)" may have several lines."""
+    if ", " not in text:
+        return element("td", text)
+    return element("td", text.replace(" (", "\u00a0("), class_="long")
+
+
+def typeset(text: str) -> str:
+    """Return a text with a true minus and powers of ten.
+
+    Example:
+        >>> typeset("-1.5 ± 0.2"), typeset("1.48e+06"), typeset("8.9e-14")
+        ('−1.5 ± 0.2', '1.48·10⁶', '8.9·10⁻¹⁴')
+    """
+    text = _POWER.sub(lambda found: "·10" + str(int(found[1])).translate(_RAISED), text)
+    return _MINUS.sub("−", text)

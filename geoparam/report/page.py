@@ -24,16 +24,19 @@ from geoparam.report import html, slider, words
 from geoparam.report.html import Html, element, join
 
 SCRIPTS = ("drawing.js", "panels.js", "page.js")
-WIDE = 1200  # pixels from which a figure scrolls on a phone, instead of shrinking
+PRINTED = 96 / 150  # a picture's size on the page: Run.figure has 150 pixels to the inch, CSS 96
 
 _EXPLAINED = {
     "levy": (
-        "Dots are the training data, the dashed line is the true function and the solid one the "
-        "network. Each tick at the bottom is a point where a unit switches.",
+        "Move the slider to see the networks at any epoch of one seed; frames are closer at "
+        "first, when most happens. Dots are the training data, the dashed line is the true "
+        "function and the solid one the network. Each tick at the bottom is a point where a unit "
+        "switches.",
         (("loss", "Training loss"), ("moves", "Largest move of a unit since the frame before")),
     ),
     "banana": (
-        "Circles and triangles are the two classes; the shade is what the network decides, the "
+        "Move the slider to see the networks at any epoch of one seed. Circles and triangles are "
+        "the two classes; the shade is what the network decides, the "
         "thick line is where it changes its mind. A unit is off on one side of its thin line and "
         "on where the teeth point; the star is its location φ, the line's nearest point to "
         "the origin (+).",
@@ -118,11 +121,20 @@ def _opening(runs: Sequence[Run]) -> Html:
         element("h1", _title(runs)),
         element(
             "p",
-            "This page shows what came out when geoparam trained networks with standard (SP), "
-            "weight-normalised (WN), batch-normalised (BN) and geometric (GmP) units. Our numbers "
-            "are means over seeds or splits with their standard errors, beside what the papers "
-            "print: ≈ says that the two are within two combined standard errors, ≠ that they "
-            "are not. Each run ends with the command that makes it again.",
+            "This page shows what came out when geoparam trained ReLU networks whose units are "
+            "parameterised in different ways: standard (SP), with weight normalisation (WN) or "
+            "batch normalisation (BN), or geometric, by the angles (GmP) or the intrinsic "
+            "coordinates (Intrinsic) of each unit's direction. A unit is on at one side of its "
+            "boundary and off at the other; the question is how training moves these boundaries.",
+        ),
+        element(
+            "p",
+            "Numbers are means over seeds, which draw the initial weights, or over splits of the "
+            "data, ± their standard errors. What the two papers behind GmP print (v1 and v2, "
+            "named at the end) stands beside ours: ≈ says that both are within two combined "
+            "standard errors, ≠ that they are not. “Rate” is the learning rate; for small "
+            "networks the papers give GmP 0.1 and the others 0.01. RMSE is the root of the mean "
+            "squared error. Each run ends with the command that makes it again.",
         ),
         element("nav", element("ul", *entries), aria_label="Runs") if len(runs) > 1 else None,
     )
@@ -148,7 +160,9 @@ def _section(run: Run, name: str, baseline: str) -> Html:
 
 
 def _what_was_run(run: Run) -> Html:
-    return join(html.facts(words.configuration(run.config)), html.facts(words.circumstances(run)))
+    experiment = str(run.info.get("experiment"))
+    asked = words.configuration(run.config, experiment)
+    return join(html.facts(asked), html.facts(words.circumstances(run)))
 
 
 def _tables(run: Run, baseline: str) -> Html:
@@ -223,7 +237,8 @@ def _panel(title: str, what: str) -> Html:
 
 
 def _figures(run: Run) -> Iterable[Html]:
-    paths = sorted((run.folder / "figures").glob("*.png"))
+    # By stem: "figure1" comes before "figure1-units", but "figure1.png" would come after.
+    paths = sorted((run.folder / "figures").glob("*.png"), key=lambda path: path.stem)
     if paths:
         yield element("h3", "Figures")
     yield from map(_figure, paths)
@@ -242,13 +257,13 @@ def _figure(path: Path) -> Html:
     image = element(
         "img",
         src="data:image/png;base64," + base64.b64encode(content).decode(),
-        width=width,
-        height=height,
+        width=round(width * PRINTED),
+        height=round(height * PRINTED),
         alt=caption,
     )
-    kind = "scroll wide" if width >= WIDE else "scroll"
-    box = element("div", image, class_=kind, tabindex="0", role="group", aria_label=path.stem)
-    return element("figure", box, element("figcaption", caption), class_="picture")
+    button = element("button", "Full size", type="button", aria_label=f"Full size: {path.stem}")
+    below = element("figcaption", caption, " ", button)
+    return element("figure", image, below, class_="picture", data_full="")
 
 
 def _size(content: bytes) -> tuple[int, int]:

@@ -1,12 +1,15 @@
 """What a run was, in words: experiment, configuration, results so far, hardware, versions."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from geoparam.experiments.methods import METHODS
 from geoparam.experiments.results import Record, Run
 from geoparam.experiments.tabling import images
+from geoparam.experiments.tabling.blocks import INITS
+from geoparam.experiments.tabling.blocks import heading as name_of
+from geoparam.experiments.tabling.layouts import PROTOCOLS
 
 EXPERIMENTS = {
     "levy": (
@@ -50,6 +53,10 @@ LABELS = {
     "init": "initialisation",
     "datasets": "data sets",
     "hidden": "hidden units",
+    "patience": "patience (epochs)",
+    "steps": "steps of training",
+    "data_seed": "seed of the data",
+    "dtype": "number type",
     "skip": "skip connections",
     "imn": "IMN at a block's",
     "ema": "decay of averaged weights",
@@ -59,6 +66,11 @@ LABELS = {
 }
 _NONE = dict.fromkeys(("lr", "lrs", "rates", "widths"), "the papers' own") | {
     "angle_lr": "that of the others"
+}
+_NAMES: dict[str, Callable[[str], str]] = {
+    "datasets": name_of,
+    "init": lambda value: INITS.get(value, value),
+    "protocol": lambda value: PROTOCOLS.get(value, value).replace(" protocol:", ":"),
 }
 
 
@@ -83,22 +95,30 @@ def about(run: Run) -> str:
     return f"{about} The data: {data}." if data else about
 
 
-def configuration(config: Mapping[str, Any]) -> dict[str, str]:
+def configuration(config: Mapping[str, Any], experiment: str = "") -> dict[str, str]:
     """Return a configuration as words.
+
+    Args:
+        config: of a run.
+        experiment: its name; UCI's seeds are splits.
 
     Example:
         >>> configuration({"methods": ["sp", "gmp"], "lrs": [0.01, 0.1], "epochs": 5000})
         {'methods': 'SP, GmP', 'learning rates': '0.01, 0.1', 'epochs at most': '5,000'}
         >>> configuration({"lrs": None})
         {'learning rates': "the papers' own"}
+        >>> configuration({"datasets": ["wine"], "seeds": 10}, "uci")
+        {'data sets': 'Wine', 'splits': '10'}
     """
+    labels = LABELS | ({"seeds": "splits"} if experiment == "uci" else {})
     return {
-        LABELS.get(key, key.replace("_", " ")): _NONE.get(key, "none") if v is None else _words(v)
-        for key, v in config.items()
+        labels.get(key, key.replace("_", " ")): _words(value, key) for key, value in config.items()
     }
 
 
-def _words(value: Any) -> str:
+def _words(value: Any, key: str = "") -> str:
+    if value is None:
+        return _NONE.get(key, "none")
     if said := images.images({"data": value}):
         return f"{said}, checksum {value.get('checksum', 'not known')}"
     if isinstance(value, bool):
@@ -108,9 +128,11 @@ def _words(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(_words, value)) or "none"
+        return ", ".join(_words(each, key) for each in value) or "none"
     if isinstance(value, Mapping):
         return json.dumps(value)
+    if key in _NAMES:
+        return _NAMES[key](str(value))
     return METHODS[value].title if value in METHODS else images.NETWORKS.get(value, str(value))
 
 

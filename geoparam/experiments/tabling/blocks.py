@@ -21,6 +21,8 @@ from geoparam.experiments.tabling.layouts import PROTOCOLS, VARIANTS, Layout, Me
 Cells = Mapping["Line", Mapping[Any, Sequence[Record]]]
 
 _WORDS = {"lr": "rate", "batch_size": "batch"}
+INITS = {"glorot": "Glorot", "he": "He", "sphere": "sphere"}
+_DATASETS = {"normal": "normal inputs, over their number"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Line:
 
 
 def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else str(INITS.get(value, value))
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,18 @@ class Block:
     @property
     def title(self) -> str:
         """What is measured, over what, and by which protocol."""
+        return self.measure.title + self.place
+
+    @property
+    def place(self) -> str:
+        """Over what, and by which protocol, to stand behind what is measured."""
         by = f" by {self.layout.column_title}" if len(self.columns) > 1 else ""
         of = ""
         if len(self.columns) == 1 and self.columns != [""]:
             [column] = self.columns  # a number needs to be told what of
             of = f", {'' if isinstance(column, str) else self.layout.column_title + ' '}"
             of += heading(column)
-        protocol = f" ({PROTOCOLS.get(self.group, self.group)})" if self.group else ""
-        return self.measure.title + (by or of) + protocol
+        return (by or of) + in_brackets(self.group)
 
     @property
     def compare(self) -> bool:
@@ -146,7 +152,7 @@ class Block:
     def papers(self, line: Line, column: Any) -> reference.Printed | None:
         """The papers' number for a cell, in the row of their variant, or else in the first."""
         rows = [other for other in self.cells if other.method == line.method]
-        if not self.compare or line != next(filter(self._is_the_papers, rows), rows[0]):
+        if not self.compare or line != next(filter(self.is_the_papers, rows), rows[0]):
             return None
         if not all(images.is_the_papers(self.experiment, r) for r in self.records(line, column)):
             return None
@@ -158,7 +164,8 @@ class Block:
             return None
         return agrees(self.estimate(line, column), self.papers(line, column))
 
-    def _is_the_papers(self, line: Line) -> bool:
+    def is_the_papers(self, line: Line) -> bool:
+        """Whether a row's variant, if it has one, is what the papers have."""
         theirs: dict[str, Any] = {"init": "glorot", **images.THEIRS.get(self.experiment, {})}
         theirs["lr"] = reference.rate(self.experiment, line.method)
         return all(theirs.get(name, value) == value for name, value in line.variant)
@@ -174,6 +181,17 @@ def heading(column: Any) -> str:
     if column in images.NETWORKS:
         return images.NETWORKS[column]
     return _short(column) if isinstance(column, float) else str(column).capitalize()
+
+
+def in_brackets(group: Any) -> str:
+    """Return what the records of a table have in common, to stand behind its title.
+
+    Example:
+        >>> in_brackets("energy"), in_brackets("")
+        (' (Energy)', '')
+    """
+    said = PROTOCOLS.get(group) or _DATASETS.get(group) or heading(group)
+    return f" ({said})" if said else ""
 
 
 def sample(record: Record) -> Any:

@@ -107,20 +107,25 @@ def written(value: Estimate, digits: int | None) -> str:
         '2.971 ± 0.244'
         >>> written(Estimate(1234567.0, None, 1, 0.0, 0.0), 3)
         '1.23e+06'
+        >>> written(Estimate(-0.0001, 0.013, 10, -1.0, 1.0), 3)
+        '0.000 ± 0.013'
     """
     if digits is None or abs(value.mean) >= 1e5 or (value.error or 0) >= 1e5:
         return short(value.mean) + ("" if value.error is None else f" ± {short(value.error)}")
     error = "" if value.error is None else f" ± {value.error:.{digits}f}"
-    return f"{value.mean:.{digits}f}{error}"
+    mean = round(value.mean, digits) + 0.0  # which is never the zero with a minus
+    return f"{mean:.{digits}f}{error}"
 
 
 def short(value: float) -> str:
     """Return a number with three significant digits or more, thousands separated.
 
     Example:
-        >>> short(0.0573), short(65.04), short(9512), short(65536.2), short(1.3e9)
-        ('0.0573', '65', '9,512', '65,536', '1.3e+09')
+        >>> short(0.0573), short(65.04), short(180), short(65536.2), short(1.3e9), short(0)
+        ('0.0573', '65.0', '180', '65,536', '1.30e+09', '0')
     """
     if not math.isfinite(value):
         return {math.inf: "infinite", -math.inf: "-infinite"}.get(value, "not a number")
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
+    if value == 0 or 999.5 <= abs(value) < 1e6:
+        return f"{abs(value) if value == 0 else value:,.0f}"
+    return f"{value:#.3g}".rstrip(".")

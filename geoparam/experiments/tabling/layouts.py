@@ -15,7 +15,8 @@ class Measure:
     Args:
         name: its field in a record.
         title: what it is.
-        digits: the least decimals to show; None for three significant digits.
+        digits: the least decimals to show; None for three significant digits, or where a table
+            shows a record's fields for those that the number has.
         better: "lower" or "higher"; empty where neither is.
     """
 
@@ -48,7 +49,7 @@ class Layout:
     group: str = ""
     where: Mapping[str, Any] = field(default_factory=dict)
     compare: bool = True
-    fields: Mapping[str, str] = field(default_factory=dict)
+    fields: tuple[Measure, ...] = ()
     title: str = ""
     open: bool = False
     notes: tuple[str, ...] = ()
@@ -68,37 +69,48 @@ _MIRRORED = (
     "smaller turns of SP and WN than they make."
 )
 
-_EXPONENTS = {
-    "exponent_activation": "activations",
-    "exponent_output": "outputs",
-    "exponent_output_change": "change of outputs in a step",
-    "exponent_turn": "turn of a unit in a step",
-    "exponent_gradient_direction": "gradient of directions",
-    "exponent_gradient_offset": "of offsets",
-    "exponent_gradient_scale": "of scales",
-    "exponent_gradient_output": "of output weights",
-}
-_ONE_RATE = {
-    "best_rates": "best rate for each width",
-    "one_rate": "best rate for all",
-    "one_rate_factor": "error with it, at most",
-    "papers_rate": "papers' rate",
-    "papers_rate_factor": "error with that, at most",
-}
+_EXPONENTS = (
+    Measure("exponent_activation", "activations"),
+    Measure("exponent_output", "outputs"),
+    Measure("exponent_output_change", "change of outputs in a step"),
+    Measure("exponent_turn", "turn of a unit in a step"),
+    Measure("exponent_gradient_direction", "gradient of directions"),
+    Measure("exponent_gradient_offset", "gradient of offsets"),
+    Measure("exponent_gradient_scale", "gradient of scales"),
+    Measure("exponent_gradient_output", "gradient of output weights"),
+)
+_ONE_RATE = (
+    Measure("best_rates", "best rate for each width", None),
+    Measure("one_rate", "best rate for all widths", None),
+    Measure("one_rate_factor", "error with it, at most", 2),
+    Measure("papers_rate", "papers' rate", None),
+    Measure("papers_rate_factor", "error with the papers' rate, at most", 2),
+)
+_INITS = (
+    "GmP's scales r begin at 1 with init sphere, the papers' text, and at the norms of weights "
+    "with init Glorot, the papers' code."
+)
 _WIDTH = (
     Layout(
         group="dataset",
         where={"kind": "answer"},
         fields=_EXPONENTS,
         title="Exponent with which things grow with the width, before training",
-        notes=("0: does not depend on the width; for normal inputs, on their number.",),
+        notes=(
+            "0: does not depend on the width; 0.5: grows with its square root; -0.5: shrinks "
+            "with it. For normal inputs the same of their number.",
+            _INITS,
+        ),
     ),
     Layout(
         group="dataset",
         where={"kind": "answer"},
         fields=_ONE_RATE,
         title="Whether one learning rate serves all widths",
-        notes=("Errors are multiples of the best rate's, at the width where they are highest.",),
+        notes=(
+            "Best rates from the narrowest network to the widest. Errors are multiples of the "
+            "best rate's, at the width where they are highest.",
+        ),
     ),
     Layout((_RMSE,), "width", "width", "dataset", where={"kind": "trained"}, compare=False),
 )
@@ -115,7 +127,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 ANY = (Layout((_RMSE, _ACCURACY, _TOP1, _TOP5), open=True),)
 PROTOCOLS = {
     "paper": "papers' protocol: the test split itself decides when to stop",
-    "heldout": "held-out protocol: a validation part decides",
+    "heldout": "held-out protocol: a validation part decides, the test split does not",
 }
 VARIANTS = ("init", "width", "batch_size", "lr")  # fields that may tell rows of a method apart
 CONDITIONS = ("seed", "split", "delta", *VARIANTS)  # numbers in records that are no results

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from geoparam.experiments.tabling import images, reference
 from geoparam.experiments.tabling.blocks import Block
+from geoparam.experiments.tabling.comparisons import Comparison
 from geoparam.experiments.tabling.formats import OTHER, SAME
 from geoparam.experiments.tabling.layouts import number
 
@@ -23,6 +24,8 @@ def result_notes(block: Block) -> Iterator[str]:
         yield f"One seed, which may be an accident.{better}"
     yield from images.notes(block.experiment, block.config, block.all_records())
     yield from _papers_notes(block)
+    if block.group == "heldout":
+        yield "The learning rate was chosen for each split, by the validation part."
     if any(block.diverged(line, column) for line in block.cells for column in block.columns):
         yield "Diverged runs are counted; those that left a finite result are in the mean."
     yield from _protocol_notes(block, counts)
@@ -60,11 +63,12 @@ def _protocol_notes(block: Block, counts: Sequence[int]) -> Iterator[str]:
         yield f"Not all of the {asked:.0f} {block.samples} that were asked for have a result."
 
 
-def difference_notes(block: Block) -> Iterator[str]:
+def difference_notes(block: Block, comparisons: Sequence[Comparison]) -> Iterator[str]:
     """Yield what a reader must know of differences to a baseline.
 
     Args:
         block: the records.
+        comparisons: those that the table shows.
     """
     better = {"lower": "negative", "higher": "positive"}.get(block.measure.better)
     yield (
@@ -72,5 +76,6 @@ def difference_notes(block: Block) -> Iterator[str]:
         + (f"; {better} is better" if better else "")
         + ". * more than two standard errors from 0, with n of 5 or more."
     )
+    yield from filter(None, (comparison.note for comparison in comparisons))
     if block.samples == "splits":
         yield "Splits of one data set share points, so that these errors are somewhat too small."

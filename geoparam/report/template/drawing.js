@@ -38,11 +38,28 @@ function range(values) {
   return low <= high ? [low, high] : [0, 1];
 }
 
+// A number at an axis: as few digits as it has.
 function short(value) {
+  return written(value, (near) => String(+near.toPrecision(3)));
+}
+
+// A number in a sentence: three digits, so that readings beside each other have as many.
+function reading(value) {
+  return written(value, (near) => (near === 0 ? "0" : near.toPrecision(3)));
+}
+
+function written(value, plain) {
   if (!Number.isFinite(value)) return "not finite";
   const size = Math.abs(value);
-  if (size >= 1e6 || (size > 0 && size < 1e-3)) return value.toExponential(1);
-  return size >= 1000 ? Math.round(value).toLocaleString("en-GB") : String(+value.toPrecision(3));
+  if (size >= 1e6 || (size > 0 && size < 1e-3)) return power(value);
+  return size >= 999.5 ? Math.round(value).toLocaleString("en-GB") : plain(value);
+}
+
+// 8.9·10⁻¹⁴, which no line break can cut; 10⁻¹⁴ where the factor is 1.
+function power(value) {
+  const [factor, exponent] = value.toExponential(1).split("e");
+  const raised = [...exponent.replace("+", "")].map((c) => (c === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[c]));
+  return (factor === "1.0" ? "" : factor.replace("-", "−") + "·") + "10" + raised.join("");
 }
 
 // --- drawing ------------------------------------------------------------------------------------
@@ -87,16 +104,18 @@ function axes(canvas, { across, up, ratio, log = false, xticks, yticks = 4 }, co
   canvas.style.height = height + "px";
   const pen = canvas.getContext("2d");
   pen.setTransform(scale, 0, 0, scale, 0, 0);
-  const frame = { left: 42, right: width - 6, top: 6, bottom: height - 22 };
+  pen.font = "11px system-ui, sans-serif";
+  const vertical = log ? decades(up) : ticks(up, yticks);
+  const widest = Math.max(...vertical.map((at) => pen.measureText(short(at)).width));
+  const left = Math.max(42, Math.ceil(widest) + 8); // as wide as the labels, 5 of it a gap
+  const frame = { left, right: width - 6, top: 6, bottom: height - 22 };
   const place = log ? Math.log10 : (value) => value;
   const [low, high] = up.map(place);
   const x = (value) =>
     frame.left + ((value - across[0]) / (across[1] - across[0])) * (frame.right - frame.left);
   const y = (value) =>
     frame.bottom - ((place(value) - low) / (high - low)) * (frame.bottom - frame.top);
-  pen.font = "11px system-ui, sans-serif";
   pen.lineWidth = 1;
-  const vertical = log ? decades(up) : ticks(up, yticks);
   label(
     pen,
     frame,

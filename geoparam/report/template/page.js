@@ -1,4 +1,4 @@
-// The sliders of a report, and the buttons that copy a command.
+// The sliders of a report, figures at full size, and the buttons that copy a command.
 //
 // A slider's numbers are in a JSON element inside it (geoparam/report/slider.py packs them). Each
 // canvas says in data-what what it shows: "method" is the panel of a method, all others are curves
@@ -97,5 +97,25 @@ function copying(button) {
   });
 }
 
+// A figure over the whole window, which scrolls; Escape and "Close" go back to the page.
+function enlarging(figure) {
+  const image = figure.querySelector("img");
+  function open() {
+    const dialog = document.createElement("dialog"),
+      close = document.createElement("button");
+    dialog.className = "full";
+    dialog.setAttribute("aria-label", image.alt);
+    close.textContent = "Close";
+    close.addEventListener("click", () => dialog.close());
+    dialog.addEventListener("close", () => dialog.remove());
+    dialog.append(close, image.cloneNode());
+    document.body.append(dialog);
+    dialog.showModal();
+  }
+  image.addEventListener("click", open);
+  figure.querySelector("button").addEventListener("click", open);
+}
+
+document.querySelectorAll("[data-full]").forEach(enlarging);
 document.querySelectorAll("[data-copy]").forEach(copying);
 document.querySelectorAll("[data-slider]").forEach(start);

@@ -30,11 +30,12 @@ function levy({ arrays, colours }, canvas, m, t, look) {
     pen.stroke();
   });
   const inView = `${inside.length} of ${units.length} units in view`;
-  return `loss ${short(loss.part(m, t)[0])}, ${inView}, ${moved("move", moves.part(m, t)[0])}`;
+  return `loss ${reading(loss.part(m, t)[0])}, ${inView}, ${most("moved", moves.part(m, t)[0])}`;
 }
 
-function moved(how, value) {
-  return `largest ${how} since the frame before ${short(value)}`;
+function most(happened, value, sign = "") {
+  const amount = Number.isFinite(value) ? `at most ${reading(value)}${sign}` : "not finite";
+  return `${happened} since the frame before: ${amount}`;
 }
 
 function dot(pen, x, y, radius) {
@@ -68,8 +69,8 @@ function banana({ arrays, units }, canvas, m, t, look) {
     }
     origin(plot, look.ink);
   });
-  const rate = `accuracy ${short(accuracy.part(m, t)[0])}`;
-  const turned = moved("turn", rotation.part(m, t)[0]) + "°";
+  const rate = `accuracy ${reading(accuracy.part(m, t)[0])}`;
+  const turned = most("turned", rotation.part(m, t)[0], "°");
   return `${rate}, ${inView} of ${offsets.length} locations in view, ${turned}`;
 }
 
@@ -237,5 +238,5 @@ function strip({ arrays, colours, dashes, methods, steps }, canvas, name, t, loo
     );
     curve(plot, [t, t], up, look.ink, 1);
   });
-  return methods.map((title, m) => `${title} ${short(part(m)[t])}`);
+  return methods.map((title, m) => `${title} ${reading(part(m)[t])}`);
 }
