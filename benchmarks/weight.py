@@ -6,6 +6,10 @@ Ratios are peer / ours, so above 1 ours is faster. On a GPU `kernels` counts the
 is busy and `call` all that a call takes, Python included; on a CPU there is only the latter.
 `memory` is the peak of forward + backward over what must be there at the end: the weight, its
 gradient and the latitudes' gradient.
+
+On a GPU a second table has all convolutions of a ResNet-50, as a training step needs them: 53
+weights, then one backward through all; `bf16` are made in bfloat16 and channels_last, for peers by
+a cast and a copy.
 """
 
 import argparse
@@ -70,6 +74,81 @@ def step(
     return run
 
 
+# --- all convolutions of a ResNet-50 ------------------------------------------------------------
+
+
+def resnet50() -> list[tuple[int, int, int, int]]:
+    """Return the weights' shapes: (out, in, kernel, kernel)."""
+    shapes, width = [(64, 3, 7, 7)], 64
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        inner = 64 << stage
+        for block in range(blocks):
+            shapes += [(inner, width, 1, 1), (inner, inner, 3, 3), (4 * inner, inner, 1, 1)]
+            if block == 0:
+                shapes.append((4 * inner, width, 1, 1))
+            width = 4 * inner
+    return shapes
+
+
+def steps_of_resnet50(half: bool) -> dict[str, Callable[[], object]]:
+    """Return, for ours and its peers, a function that makes all weights and all gradients."""
+    dtype = torch.bfloat16 if half else torch.float32
+    order = torch.channels_last if half else torch.contiguous_format
+    options = {"dtype": dtype, "channels_last": half}
+
+    def converted(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return rows.view(shape).to(dtype=dtype, memory_format=order)
+
+    functions: dict[str, Callable[[Tensor, Tensor, tuple[int, ...]], Tensor]] = {
+        "ours": lambda a, r, shape: ops.weight(a, r, shape=shape[1:], **options),
+        "intrinsic": lambda d, r, shape: ops.intrinsic.weight(d, r, shape=shape[1:], **options),
+        "weight_norm": lambda v, r, shape: converted(weight_norm(v, r), shape),
+        "copy": lambda x, r, shape: converted(copies(x, r), shape),
+    }
+    inputs: dict[str, list[tuple[Tensor, Tensor, tuple[int, ...], Tensor]]] = {}
+    for name in functions:
+        inputs[name] = []
+        for shape in resnet50():
+            n = math.prod(shape[1:])
+            stored = torch.randn(shape[0], n - (name == "ours"), device="cuda") / math.sqrt(n)
+            r, g = torch.ones(shape[0], device="cuda"), torch.randn(shape, device="cuda")
+            g = g.to(dtype=dtype, memory_format=order)
+            inputs[name].append((stored.requires_grad_(), r.requires_grad_(), shape, g))
+    return {name: all_weights(functions[name], inputs[name]) for name in functions}
+
+
+def all_weights(
+    function: Callable[[Tensor, Tensor, tuple[int, ...]], Tensor],
+    inputs: list[tuple[Tensor, Tensor, tuple[int, ...], Tensor]],
+) -> Callable[[], object]:
+    parameters = [x for stored, r, _, _ in inputs for x in (stored, r)]
+    gradients = [g for _, _, _, g in inputs]
+
+    def run() -> object:
+        weights = [function(stored, r, shape) for stored, r, shape, _ in inputs]
+        return torch.autograd.grad(weights, parameters, gradients, allow_unused=True)
+
+    return run
+
+
+def measure_resnet50(repeats: int) -> None:
+    print("\nAll 53 convolution weights of a ResNet-50, forward + backward, ms\n")
+    print("| type | time | ours | intrinsic | weight_norm | copy |")
+    print("|" + " --- |" * 6)
+    for half in (False, True):
+        steps = steps_of_resnet50(half)
+        kinds = {
+            "call": medians(steps, "cuda", repeats),
+            "kernels": {name: kernel_seconds(run) for name, run in steps.items()},
+        }
+        for kind, seconds in kinds.items():
+            cells = " | ".join(f"{value * 1e3:.2f}" for value in seconds.values())
+            print(f"| {'bf16' if half else 'fp32'} | {kind} | {cells} |", flush=True)
+
+
+# --- one weight ---------------------------------------------------------------------------------
+
+
 def measure(rows: int, n: int, device: str, repeats: int) -> None:
     """Print one size's rows of the table."""
     w, g = torch.randn(2, rows, n)
@@ -107,6 +186,8 @@ def main() -> None:
     print("|" + " --- |" * 8)
     for rows, n in SIZES[args.device]:
         measure(rows, n, args.device, args.repeats)
+    if args.device == "cuda":
+        measure_resnet50(args.repeats)
 
 
 if __name__ == "__main__":

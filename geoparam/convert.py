@@ -5,7 +5,8 @@ other, so that no second copy of the model is in memory.
 
 A layer without activation computes r (u^T x + lam) = w^T x + b, whatever follows it; so conversion
 is exact for any network. With `norm="imn"` a BatchNorm that follows a layer goes: gamma / sigma
-goes into r, and the layer gets input mean normalization instead.
+goes into r, and the layer gets input mean normalization instead; each nn.ReLU before such a layer
+becomes one of ours, which finds the mean on the way.
 """
 
 import logging
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from geoparam.attention import GmPMultiheadAttention
+from geoparam.fused import ReLU
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
 from geoparam.plan import (
     Decision,
@@ -105,6 +107,8 @@ def _replace_all(
     model: nn.Module, decided: Plan, means: dict[str, Tensor], make: dict[str, Any]
 ) -> nn.Module:
     where, modules = places(model), dict(model.named_modules())
+    for name in decided.relus:
+        put(ReLU(modules[name].inplace), modules[name], where)
     for decision in reversed(decided.decisions):  # children before the attention that holds them
         if decision.converted:
             old = modules.pop(module_name(decision))
@@ -164,7 +168,8 @@ class RemovedNorm(nn.Module):
         self.__dict__.update(norm=norm, layer=new, layer_had_bias=old.bias is not None)
 
     def forward(self, x: Tensor) -> Tensor:
-        for child in self.children():
+        for child in self._modules.values():  # children() takes longer than most calls of this
+            assert child is not None
             x = child(x)
         return x
 

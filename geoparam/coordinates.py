@@ -2,7 +2,8 @@
 
 The three objects share one vocabulary: `name` of the stored tensor, `shape` of it for n inputs,
 `encode` from rows (out, n) of any length and `decode` to weight rows, scaled by r where it is
-given. A zero row has no direction; it gets the last axis.
+given, each of the given shape and, for a convolution, laid out channels_last. A zero row has no
+direction; it gets the last axis.
 """
 
 from typing import Protocol
@@ -23,7 +24,13 @@ class Coordinates(Protocol):
     def encode(self, rows: Tensor) -> Tensor: ...
 
     def decode(
-        self, stored: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
+        self,
+        stored: Tensor,
+        r: Tensor | None,
+        natural: bool,
+        dtype: torch.dtype | None,
+        shape: tuple[int, ...] | None = None,
+        channels_last: bool = False,
     ) -> Tensor: ...
 
 
@@ -39,9 +46,17 @@ class Angles:
         return sphere.to_latitude(rows)
 
     def decode(
-        self, stored: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
+        self,
+        stored: Tensor,
+        r: Tensor | None,
+        natural: bool,
+        dtype: torch.dtype | None,
+        shape: tuple[int, ...] | None = None,
+        channels_last: bool = False,
     ) -> Tensor:
-        return ops.weight(stored, r, natural=natural, dtype=dtype)
+        return ops.weight(
+            stored, r, natural=natural, dtype=dtype, shape=shape, channels_last=channels_last
+        )
 
 
 class Intrinsic:
@@ -62,14 +77,17 @@ class Intrinsic:
         return unit
 
     def decode(
-        self, stored: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
+        self,
+        stored: Tensor,
+        r: Tensor | None,
+        natural: bool,
+        dtype: torch.dtype | None,
+        shape: tuple[int, ...] | None = None,
+        channels_last: bool = False,
     ) -> Tensor:
-        if dtype is None:
-            dtype = stored.dtype if r is None else torch.promote_types(stored.dtype, r.dtype)
-        d = stored if stored.dtype == torch.float64 else stored.float()
-        length = torch.linalg.vector_norm(d, dim=-1, keepdim=True)
-        scale = length.clamp(min=1e-12).reciprocal()  # a vector that was set to 0 stays finite
-        return (d * (scale if r is None else scale * r[..., None])).to(dtype)
+        return ops.intrinsic.weight(
+            stored, r, dtype=dtype, shape=shape, channels_last=channels_last
+        )
 
 
 class Sign:
@@ -84,10 +102,17 @@ class Sign:
         return torch.where(rows.squeeze(-1) < 0, -1, 1)
 
     def decode(
-        self, stored: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
+        self,
+        stored: Tensor,
+        r: Tensor | None,
+        natural: bool,
+        dtype: torch.dtype | None,
+        shape: tuple[int, ...] | None = None,
+        channels_last: bool = False,
     ) -> Tensor:
-        row = stored if r is None else stored * r
-        return row.unsqueeze(-1) if dtype is None else row.unsqueeze(-1).to(dtype)
+        row = (stored if r is None else stored * r).unsqueeze(-1)
+        row = row if shape is None else row.unflatten(-1, shape)
+        return row if dtype is None else row.to(dtype)
 
 
 def coordinates_for(name: str, fan_in: int) -> Coordinates:

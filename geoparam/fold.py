@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.convert import RemovedNorm
+from geoparam.fused import ReLU
 from geoparam.graph import Graph
 from geoparam.layers import GmPLinear
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm
@@ -127,6 +128,10 @@ def _put_all(
         new = folded[module] if module in folded else _attention(module)
         put(new, module, where)
         model = new if module is model else model
+    where = places(model)  # anew: a restored norm may hold a ReLU
+    for module in where:
+        if isinstance(module, ReLU):
+            put(nn.ReLU(module.inplace), module, where)
     return model
 
 

@@ -8,7 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam.unit import Activation, GmPLayer, InputNorm
+from geoparam import fused
+from geoparam.coordinates import Angles
+from geoparam.norm import InputMeanNorm
+from geoparam.ops import direct
+from geoparam.unit import (
+    Activation,
+    GmPLayer,
+    InputNorm,
+    autocast_dtype,
+    is_channels_last,
+)
 
 Conv = TypeVar("Conv", bound="_GmPConv")
 PlainConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -220,6 +230,56 @@ class _GmPConv(GmPLayer):
             padding = "valid"
         convolve = _CONVOLVE[self._plain]
         return convolve(x, weight, bias, self.stride, padding, self.dilation, self.groups)
+
+    def _in_few_passes(self, x: Tensor) -> Tensor | None:
+        cast, norm, r, lam = autocast_dtype(x), self.input_norm, self.r, self.lam
+        activation, geometry = self.activation, self._geometry()
+        if (
+            geometry is None
+            or x.ndim != len(geometry.stride) + 2
+            or x.shape[1] != self.in_channels
+            or (x.dtype != r.dtype and cast is None)
+            or not (activation is None or fused.is_relu(activation))
+            or (activation is None and lam is None and norm is None)
+            or not (norm is None or self._subtracts_a_constant(norm))
+        ):
+            return None
+        total, means = None, None
+        if norm is not None:
+            total, running = fused.channel_sums(x, 1), norm.running
+            means = fused.Means(x.numel() // self.in_channels, running, norm.momentum or 0.0)
+        channels_last = is_channels_last(x)
+        weighing = self._weighing(cast, channels_last)
+        stored = self._stored if weighing is not None else self._weight(cast, channels_last)
+        if self.padding_mode != "zeros":
+            x = F.pad(x, self._pads, mode=self.padding_mode)
+        call = fused.Call(geometry, activation is not None, weighing, means)
+        return fused.convolution(x if cast is None else x.to(cast), stored, r, lam, total, call)
+
+    def _weighing(self, cast: torch.dtype | None, channels_last: bool) -> fused.Weighing | None:
+        """Return how the convolution makes its weight, if that can be one step with it."""
+        stored, r = self._stored, self.r
+        if type(self._coordinates) is not Angles or not direct.possible(stored, r):
+            return None
+        dtype = cast or torch.promote_types(stored.dtype, r.dtype)
+        return fused.Weighing(self.natural, dtype, self.weight_shape[1:], channels_last)
+
+    def _subtracts_a_constant(self, norm: InputMeanNorm) -> bool:
+        """Return whether the batch's own mean goes into the bias, tracked with a momentum."""
+        constant = self.mean_in_bias or not self._pads_zeros
+        tracked = norm.track_running_stats and norm.momentum is not None
+        return constant and tracked and norm.training and not norm.is_shared
+
+    def _geometry(self) -> fused.Geometry | None:
+        """Return how a convolution in few passes is applied; None if it pads unevenly."""
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            padding = (0,) * len(self.stride)
+        elif isinstance(padding, str):
+            if self._pads[::2] != self._pads[1::2]:
+                return None
+            padding = tuple(self._pads[-2::-2])
+        return fused.Geometry(self.stride, padding, self.dilation, self.groups)
 
     @classmethod
     def from_conv(

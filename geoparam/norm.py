@@ -3,6 +3,9 @@
 Both subtract a mean per channel, over the batch and all positions, and keep a running average of
 it for evaluation, with the semantics of torch's BatchNorm. Neither divides by a deviation.
 
+In training on a GPU the mean is mostly known already: the step that made the input has added it up
+on the way (`fused`).
+
 With several processes each takes the mean of its own batch, as BatchNorm does;
 `synchronise_means_` lets all of them take the mean of the joint batch.
 """
@@ -12,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from geoparam import fused
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -70,7 +75,15 @@ class InputMeanNorm(nn.Module):
         self.register_buffer("num_batches_tracked", count if track_running_stats else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x - self._along_channels(self.mean(x), x)).to(x.dtype)
+        return self._centred(x, None)
+
+    def _centred(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x - mean + bias."""
+        mean = self.mean(x)
+        if self.training and x.ndim > 1 and fused.eligible(x):
+            return fused.Centre.apply(x, mean if bias is None else mean - bias, self.dim)
+        centred = x - self._along_channels(mean, x)
+        return (centred if bias is None else centred + self._along_channels(bias, x)).to(x.dtype)
 
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean (num_features,) to subtract from `x`, and track it when training."""
@@ -78,7 +91,7 @@ class InputMeanNorm(nn.Module):
         x = x.unsqueeze(0) if x.ndim == 1 else x
         if not self.training and self.running_mean is not None:
             return self.running_mean
-        if self.training and self.synchronised and _is_shared(self.process_group):
+        if self.training and self.is_shared:
             return self._joint_mean(x)
         if x.numel() == 0:  # an empty batch has no mean
             tracked = self.running_mean
@@ -87,6 +100,18 @@ class InputMeanNorm(nn.Module):
         if self.training and self.running_mean is not None:
             self._track(mean.detach())
         return mean
+
+    @property
+    def running(self) -> tuple[Tensor, Tensor] | None:
+        """The running mean and the number of batches in it, if tracked."""
+        if self.running_mean is None or self.num_batches_tracked is None:
+            return None
+        return self.running_mean, self.num_batches_tracked
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the mean is that of several processes."""
+        return self.synchronised and _is_shared(self.process_group)
 
     def reset_parameters(self) -> None:
         """Start anew; there is nothing to draw."""
@@ -99,11 +124,16 @@ class InputMeanNorm(nn.Module):
             self.num_batches_tracked.zero_()
 
     def _batch_mean(self, x: Tensor) -> Tensor:
+        if self.training and fused.eligible(x):
+            return fused.channel_sums(x, self.dim) / (x.numel() // self.num_features)
         return x.mean(dim=self._others(x), dtype=torch.promote_types(x.dtype, torch.float32))
 
     def _joint_mean(self, x: Tensor) -> Tensor:
         """Return the mean over the batches of all processes, any of which may be empty."""
-        sums = x.sum(dim=self._others(x), dtype=torch.promote_types(x.dtype, torch.float32))
+        if fused.eligible(x):
+            sums = fused.channel_sums(x, self.dim)
+        else:
+            sums = x.sum(dim=self._others(x), dtype=torch.promote_types(x.dtype, torch.float32))
         count = sums.new_full((1,), x.numel() // self.num_features)
         joint = _SumOverProcesses.apply(torch.cat([sums, count]), self.process_group)
         sums, count = joint[:-1], joint[-1].detach()
@@ -175,10 +205,7 @@ class MeanOnlyBatchNorm(InputMeanNorm):
         self.register_parameter("bias", offset if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return super().forward(x)
-        centred = x - self._along_channels(self.mean(x), x)
-        return (centred + self._along_channels(self.bias, x)).to(x.dtype)
+        return self._centred(x, self.bias)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.bias is not None else ", bias=False")

@@ -61,6 +61,7 @@ class Plan:
     decisions: tuple[Decision, ...]
     converted_parameters: int
     parameters: int
+    relus: tuple[str, ...] = ()  # around layers with input mean normalization
 
     def __str__(self) -> str:
         chosen = [d for d in self.decisions if d.converted]
@@ -110,7 +111,8 @@ def plan(
             reason = None if init else _unfit(module, decision, model)
         left = Decision(decision.name, decision.kind, False, (reason or "",))
         decisions.append(decision if reason is None else left)
-    return _checked(decisions, model)
+    checked = _checked(decisions, model)
+    return checked if graph is None else replace(checked, relus=_relus(checked, graph, model))
 
 
 # --- which layers -----------------------------------------------------------------------------
@@ -355,6 +357,26 @@ def _norm_to_absorb(chain: Chain, model: nn.Module, init: str | None) -> tuple[s
     if init is None and found.running_mean is None:
         return None, f"{chain.norm.name} stays: it has no running statistics"
     return chain.norm.name, ""
+
+
+def _relus(plan: Plan, graph: Graph, model: nn.Module) -> tuple[str, ...]:
+    """Return the nn.ReLU modules that can gather means: right before such layers, or after them.
+
+    After a layer its bias's gradient is gathered, if that has no norm of its own any more.
+    """
+    converted = [d for d in plan.decisions if d.converted]
+    before = {d.name for d in converted if d.input_norm}
+    chains = [graph.after(d.name) for d in converted if d.norm]
+    after = {chain.activation.name for chain in chains if chain.activation is not None}
+    found = [
+        node.name
+        for index, node in enumerate(graph.nodes)
+        if node.kind == "activation"
+        and node.name
+        and type(model.get_submodule(node.name)) is nn.ReLU
+        and (node.name in after or any(graph.nodes[i].name in before for i in graph.users[index]))
+    ]
+    return tuple(dict.fromkeys(found))
 
 
 def _is_plain_batch_norm(norm: nn.Module) -> bool:

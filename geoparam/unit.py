@@ -3,7 +3,8 @@
 A unit with input x (a patch, for a convolution) is r (u^T x + lam), or r g(u^T x + lam) when the
 layer is given its activation g: u is a unit vector, lam the signed distance of the unit's boundary
 {x : u^T x + lam = 0} from the origin, r its scale. The layer holds parameters and delegates: the
-directions to `coordinates`, the mean of the input to `norm`, the arithmetic to torch.
+directions to `coordinates`, the mean of the input to `norm`, the arithmetic to torch, and in
+training on a GPU to `fused`, which computes the same in fewer passes over the memory.
 """
 
 import math
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from geoparam import sphere
+from geoparam import fused, ops, sphere
 from geoparam.cache import TensorCache, cacheable
 from geoparam.coordinates import Sign, coordinates_for
 from geoparam.norm import InputMeanNorm
@@ -186,10 +187,11 @@ class GmPLayer(nn.Module):
             return self.lam
         return self.r * self.lam
 
-    def _weight(self, dtype: torch.dtype | None) -> Tensor:
-        scale = self.r if self.activation is None else None
-        dtype = dtype or torch.promote_types(self._stored.dtype, self.r.dtype)
-        return self._rows(scale, dtype).view(self.weight_shape)
+    def _weight(self, dtype: torch.dtype | None, channels_last: bool = False) -> Tensor:
+        stored, scale = self._stored, self.r if self.activation is None else None
+        dtype = dtype or torch.promote_types(stored.dtype, self.r.dtype)
+        shape = self.weight_shape[1:]
+        return self._coordinates.decode(stored, scale, self.natural, dtype, shape, channels_last)
 
     def _rows(self, scale: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         return self._coordinates.decode(self._stored, scale, self.natural, dtype)
@@ -197,11 +199,17 @@ class GmPLayer(nn.Module):
     # --- the forward pass ---------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.training and fused.eligible(x) and (y := self._in_few_passes(x)) is not None:
+            return y
         z = self._affine(x)
         if self.activation is None:
             return z
         z = self.activation(z)
         return z * self._per_channel(self.r).to(z.dtype)
+
+    def _in_few_passes(self, x: Tensor) -> Tensor | None:
+        """Return the same by `fused`, where there is such a form of this layer."""
+        return None
 
     def _affine(self, x: Tensor) -> Tensor:
         """Return w^T (x - E[x]) + b without a centred copy of x.
@@ -210,28 +218,42 @@ class GmPLayer(nn.Module):
         where zeros are padded to the centred input, its image under the convolution.
         """
         mean = None if self.input_norm is None else self.input_norm.mean(x)
+        dtype, channels_last = autocast_dtype(x), is_channels_last(x)
         if mean is None or self.mean_in_bias or not self._pads_zeros:
-            weight, bias = self._map_parameters(_autocast_dtype(x), mean)
+            weight, bias = self._map_parameters(dtype, mean, channels_last)
+            if bias is not None and self._adds_its_bias_apart(x):
+                return self._map(x, weight, None) + self._per_channel(bias)
             return self._map(x, weight, bias)
-        weight, bias = self._map_parameters(_autocast_dtype(x), None)
+        weight, bias = self._map_parameters(dtype, None, channels_last)
         image = self._per_channel(mean).expand(x.shape[self.channel_dim :])
         return self._map(x, weight, bias) - self._map(image.to(x.dtype), weight, None)
 
+    def _adds_its_bias_apart(self, x: Tensor) -> bool:
+        """Return whether a compiler does better with the bias outside of the convolution.
+
+        The backward pass of an activation needs its input. As a convolution's result that would be
+        written once without the bias and once with it; added apart, the sum is computed again.
+        """
+        outside = self.activation is not None and torch.compiler.is_compiling()
+        return outside and x.is_cuda and len(self.weight_shape) > 2
+
     def _map_parameters(
-        self, dtype: torch.dtype | None, mean: Tensor | None
+        self, dtype: torch.dtype | None, mean: Tensor | None, channels_last: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias, less what `mean` contributes; in evaluation, remember them."""
         sources = [t for t in (self._stored, self.r, self.lam, mean) if t is not None]
         if self.training or not cacheable(sources):
             self._cache.clear()  # a gradient may lead to a step that no version counter shows
-            return self._computed_parameters(dtype, mean)
-        tag = dtype, self.activation is None
-        return self._cache.get(sources, tag, lambda: self._computed_parameters(dtype, mean))
+            return self._computed_parameters(dtype, mean, channels_last)
+        tag = dtype, channels_last, self.activation is None
+        return self._cache.get(
+            sources, tag, lambda: self._computed_parameters(dtype, mean, channels_last)
+        )
 
     def _computed_parameters(
-        self, dtype: torch.dtype | None, mean: Tensor | None
+        self, dtype: torch.dtype | None, mean: Tensor | None, channels_last: bool
     ) -> tuple[Tensor, Tensor | None]:
-        weight, bias = self._weight(dtype), self.bias
+        weight, bias = self._weight(dtype, channels_last), self.bias
         if mean is not None:
             shift = self._mean_response(weight, mean)
             bias = -shift if bias is None else bias - shift
@@ -297,10 +319,7 @@ class GmPLayer(nn.Module):
     def retract_(self) -> None:
         """Pull drifted unit vectors back to length 1, which does not change the function."""
         if self._coordinates.name == "unit":
-            d = self._stored
-            precise = torch.promote_types(d.dtype, torch.float32)
-            length = torch.linalg.vector_norm(d, dim=1, keepdim=True, dtype=precise)
-            d.div_(torch.where(length == 0, 1, length))
+            ops.intrinsic.normalise_(self._stored)
 
     @torch.no_grad()
     def _report_drift(self) -> None:
@@ -382,12 +401,19 @@ def _check_options(
         raise ValueError(f"input_norm is False, True or 'bias'; got {input_norm!r}.")
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Return the type autocast would give a weight, so that it can be made in it directly."""
     if isinstance(x, Proxy) or x.dtype == torch.float64:
         return None
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Return whether cuDNN would want the weight for this input in the same order."""
+    if isinstance(x, Proxy) or x.ndim != 4 or not x.is_cuda:
+        return False
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 def _check_finite(x: Tensor, name: str) -> None:

@@ -12,8 +12,7 @@ import kernels
 import pytest
 import torch
 
-from geoparam import ops
-from geoparam.ops import cpu, native
+from geoparam.ops import cpu, implementation, native
 
 FLOATS = [torch.float32, torch.float64]
 HALVES = [torch.bfloat16, torch.float16]
@@ -24,7 +23,9 @@ pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="needs a 
 
 def test_is_what_cpus_use() -> None:
     assert native.available()
-    assert ops._KERNELS != "auto" or ops._implementation(torch.zeros(1)) is native
+    assert (
+        implementation.KERNELS != "auto" or implementation.implementation(torch.zeros(1)) is native
+    )
 
 
 # --- against float64 ----------------------------------------------------------------------------
@@ -243,9 +244,9 @@ def test_falls_back_to_plain_torch(
     variable: str, value: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(ops, "_KERNELS", "auto")
+    monkeypatch.setattr(implementation, "KERNELS", "auto")
     assert not native.available()
-    assert ops._implementation(torch.zeros(1)) is cpu
+    assert implementation.implementation(torch.zeros(1)) is cpu
 
 
 @pytest.mark.parametrize(

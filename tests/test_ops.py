@@ -1,6 +1,7 @@
 """The operator equals the sphere's arithmetic, however it is called."""
 
 import copy
+import math
 import pickle
 
 import kernels
@@ -11,7 +12,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils._pytree import tree_leaves
 
 from geoparam import GmPConv2d, GmPLinear, ops, sphere
-from geoparam.ops import cpu
+from geoparam.ops import cpu, implementation
 
 SIZES = [2, 3, 13, 576, 4608, 25088]
 FLOATS = [torch.float32, torch.float64]
@@ -121,6 +122,60 @@ def test_non_contiguous_input(device: str) -> None:
     latitude, r, _ = kernels.random_case(6, 9, torch.float64, device)
     strided = latitude.t().contiguous().t()
     assert torch.equal(ops.weight(strided, r), ops.weight(latitude, r))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_off_its_alignment(device: str) -> None:
+    latitude, r, g = kernels.random_case(6, 40, torch.float32, device)
+    flat = torch.zeros(1 + latitude.numel(), device=device)
+    flat[1:] = latitude.flatten()
+    shifted = flat[1:].view(latitude.shape)
+    module = implementation.implementation(latitude)
+    assert torch.equal(module.forward(shifted, r, r.dtype), module.forward(latitude, r, r.dtype))
+    found = module.backward(g, shifted, r, False)
+    assert all(map(torch.equal, found, module.backward(g, latitude, r, False)))
+
+
+# --- the weight's shape and memory --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 3, 3), (5, 1, 1), (1, 3, 3), (4, 7, 7), (2, 2, 1, 3)])
+def test_channels_last_changes_no_number(shape: tuple, dtype: torch.dtype, device: str) -> None:
+    n = math.prod(shape)
+    latitude, r, g = kernels.random_case(4, n, dtype, device)
+    latitude.requires_grad_(), r.requires_grad_()
+    order = torch.channels_last if len(shape) == 3 else torch.channels_last_3d
+    rows = ops.weight(latitude, r)
+    w = ops.weight(latitude, r, shape=shape, channels_last=True)
+    assert w.is_contiguous(memory_format=order)
+    assert torch.equal(w, rows.view(4, *shape))
+    expected = torch.autograd.grad(rows, (latitude, r), g)
+    g = g.view(4, *shape)
+    other = g.transpose(0, 1).contiguous().transpose(0, 1)
+    for given in (g, g.to(memory_format=order), other):
+        found = torch.autograd.grad(w, (latitude, r), given, retain_graph=True)
+        assert all(map(torch.equal, found, expected))
+
+
+def test_shapes_are_the_same_in_every_mode() -> None:
+    latitude = torch.randn(4, 17, dtype=torch.float64)
+    r = torch.randn(4, dtype=torch.float64)
+    options = {"shape": (2, 3, 3), "channels_last": True}
+    expected = ops.weight(latitude, r).view(4, 2, 3, 3)
+    call = lambda a: ops.weight(a, r, **options)  # noqa: E731
+    assert torch.equal(torch.ops.geoparam.weight(latitude, r, **options), expected)
+    torch.testing.assert_close(jvp(call, (latitude,), (latitude,))[0], expected)
+    torch.testing.assert_close(vmap(call)(latitude[None])[0], expected)
+    found = grad(lambda a: call(a).square().sum())(latitude)
+    torch.testing.assert_close(found, grad(lambda a: ops.weight(a, r).square().sum())(latitude))
+    assert torch.autograd.gradgradcheck(call, latitude[:, :17].clone().requires_grad_())
+
+
+def test_a_shape_must_fit() -> None:
+    with pytest.raises(ValueError, match="one more than its latitudes"):
+        ops.weight(torch.zeros(3, 4), shape=(2, 2))
 
 
 # --- storage in half precision ------------------------------------------------------------------
@@ -266,6 +321,8 @@ def test_opcheck(dtype: torch.dtype) -> None:
     r = torch.randn(3, dtype=dtype, requires_grad=True)
     torch.library.opcheck(torch.ops.geoparam.weight, (latitude, r))
     torch.library.opcheck(torch.ops.geoparam.weight, (latitude,))
+    shaped = {"shape": (3, 2, 1), "channels_last": True}
+    torch.library.opcheck(torch.ops.geoparam.weight, (latitude, r), shaped)
     args = (torch.randn(3, 6, dtype=dtype), latitude.detach(), r.detach(), False)
     torch.library.opcheck(torch.ops.geoparam.weight_backward, args)
 

@@ -66,7 +66,11 @@ Track = Annotated[
     int | None, Option(min=1, help="Follow the units' boundaries, every so many steps.")
 ]
 Storage = Annotated[
-    str | None, Option(help="Share the runs with others: a database URL or a journal file.")
+    str | None,
+    Option(
+        help="Share the runs: a database URL or a journal file. Start the same command on each "
+        "GPU, each with an --out of its own."
+    ),
 ]
 Resume = Annotated[bool, Option("--resume", help="Go on with the run in the folder.")]
 

@@ -118,7 +118,11 @@ def uci(
     init: Init = "glorot",
     data: Data = None,
     storage: Annotated[
-        str | None, Option(help="Share the work with others: a database URL or a journal file.")
+        str | None,
+        Option(
+            help="Share the work: a database URL or a journal file. Start the same command as "
+            "often as there are cores, each with an --out of its own."
+        ),
     ] = None,
     device: Annotated[str, Option(help="Where to train, such as cuda.")] = "cpu",
     jobs: Jobs = None,

@@ -11,17 +11,16 @@ autograd.Functions. In forward mode (jvp, jacfwd, hessian) an op's tangent would
 of a Function is lost when nested or compiled, without a word in either case: there the weight is
 computed by `sphere`'s differentiable formula, which has no such limits.
 
+Torch's dispatch of an op written in Python takes longer than most weights. Where nobody looks on,
+in plain eager training, `direct` calls the kernels without it.
+
 `r` may be None (then the rows are unit vectors), `natural=True` divides the latitudes' gradient by
 the sphere's metric, and `dtype` is the type of the result (default: what latitude and r promote
-to). Arithmetic is float32 or better whatever the storage type.
+to). `shape` is that of a row in the result, and `channels_last` says how a convolution's weight
+lies in memory; neither changes a number. Arithmetic is float32 or better whatever the type.
 """
 
-import functools
-import importlib
-import importlib.util
-import math
-import os
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,10 +29,10 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 
 from geoparam import sphere
-from geoparam.ops import cpu, native
+from geoparam.ops import direct, implementation, intrinsic
 from geoparam.ops.tangents import gradient_tangent, weight_tangent
 
-__all__ = ["weight"]
+__all__ = ["intrinsic", "weight"]
 
 
 def weight(
@@ -42,26 +41,64 @@ def weight(
     *,
     natural: bool = False,
     dtype: torch.dtype | None = None,
+    shape: tuple[int, ...] | None = None,
+    channels_last: bool = False,
 ) -> Tensor:
     """Return the weight rows (..., n) for latitudes (..., n - 1) and scales (...).
+
+    Args:
+        latitude: the angles from the equator, pi/2 - theta.
+        r: a scale for each row; None for unit vectors.
+        natural: divide the latitudes' gradient by the sphere's metric.
+        dtype: type of the result.
+        shape: a row's shape in the result, as (channels, height, width); None for (n,).
+        channels_last: lay the weight (out, *shape) of an image convolution out in this order.
 
     Example:
         >>> weight(torch.zeros(2, 3), torch.tensor([1., 2.]))
         tensor([[0., 0., 0., 1.],
                 [0., 0., 0., 2.]])
+        >>> weight(torch.zeros(2, 17), shape=(2, 3, 3), channels_last=True).stride()
+        (18, 1, 6, 2)
     """
+    if not direct.possible(latitude, r):
+        return _dispatched(latitude, r, natural, dtype, shape, channels_last)
+    _check(latitude, r)
+    return direct.weight(
+        latitude, r, natural, _result_type(latitude, r, dtype), shape, channels_last
+    )
+
+
+def _dispatched(
+    latitude: Tensor,
+    r: Tensor | None,
+    natural: bool,
+    dtype: torch.dtype | None,
+    shape: tuple[int, ...] | None,
+    channels_last: bool,
+) -> Tensor:
+    """Call the op, or what stands for it."""
     if _in_forward_mode():
         _refuse_natural(natural)
         u = sphere.to_unit(latitude) if r is None else r[..., None] * sphere.to_unit(latitude)
-        return u.to(_result_type(latitude, r, dtype))
+        u = u.to(_result_type(latitude, r, dtype))
+        return u if shape is None else u.unflatten(-1, shape)
     if hasattr(latitude, "placements") and not isinstance(latitude, Proxy):
-        return _weight_of_shards(latitude, r, natural, dtype)
+        return _weight_of_shards(latitude, r, natural, dtype, shape)
     if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
-        return _Weight.apply(latitude, r, natural, dtype)
-    return torch.ops.geoparam.weight(latitude, r, natural=natural, dtype=dtype)
+        return _Weight.apply(latitude, r, natural, dtype, shape)
+    return torch.ops.geoparam.weight(
+        latitude, r, natural=natural, dtype=dtype, shape=shape, channels_last=channels_last
+    )
 
 
-def _weight_of_shards(latitude: Any, r: Any, natural: bool, dtype: torch.dtype | None) -> Tensor:
+def _weight_of_shards(
+    latitude: Any,
+    r: Any,
+    natural: bool,
+    dtype: torch.dtype | None,
+    row_shape: tuple[int, ...] | None,
+) -> Tensor:
     """Return the weight of DTensors, which parameters are under FSDP2 outside of forward.
 
     A row of the weight comes from one row of the latitudes: each process makes those it holds.
@@ -77,8 +114,8 @@ def _weight_of_shards(latitude: Any, r: Any, natural: bool, dtype: torch.dtype |
             "the module first."
         )
     local_r = None if r is None else r.to_local()
-    rows = weight(latitude.to_local(), local_r, natural=natural, dtype=dtype)
-    shape = (*latitude.shape[:-1], latitude.shape[-1] + 1)
+    rows = weight(latitude.to_local(), local_r, natural=natural, dtype=dtype, shape=row_shape)
+    shape = (*latitude.shape[:-1], *(row_shape or (latitude.shape[-1] + 1,)))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         rows,
@@ -94,7 +131,8 @@ def _weight_of_shards(latitude: Any, r: Any, natural: bool, dtype: torch.dtype |
 
 torch.library.define(
     "geoparam::weight",
-    "(Tensor latitude, Tensor? r=None, *, bool natural=False, ScalarType? dtype=None) -> Tensor",
+    "(Tensor latitude, Tensor? r=None, *, bool natural=False, ScalarType? dtype=None, "
+    "SymInt[]? shape=None, bool channels_last=False) -> Tensor",
 )
 torch.library.define(
     "geoparam::weight_backward",
@@ -109,6 +147,8 @@ def _weight(
     *,
     natural: bool = False,
     dtype: torch.dtype | None = None,
+    shape: Sequence[int] | None = None,
+    channels_last: bool = False,
 ) -> Tensor:
     _check(latitude, r)
     if _in_forward_mode():
@@ -116,21 +156,20 @@ def _weight(
             "forward-mode differentiation does not see through geoparam::weight itself; call "
             "geoparam.ops.weight, or the layer, instead of a traced or exported copy of it."
         )
-    rows = _implementation(latitude).forward(
-        *_as_rows(latitude, r), _result_type(latitude, r, dtype)
+    return implementation.forward(
+        latitude,
+        r,
+        _result_type(latitude, r, dtype),
+        None if shape is None else tuple(shape),
+        channels_last,
     )
-    return rows.reshape(*latitude.shape[:-1], latitude.shape[-1] + 1)
 
 
 @torch.library.impl("geoparam::weight_backward", "CompositeExplicitAutograd")
 def _weight_backward(
     grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
 ) -> tuple[Tensor, Tensor]:
-    rows = grad.reshape(-1, grad.shape[-1])
-    grad_latitude, grad_r = _implementation(latitude).backward(
-        rows, *_as_rows(latitude, r), natural
-    )
-    return grad_latitude.view(latitude.shape), grad_r.view(latitude.shape[:-1])
+    return implementation.backward(grad, latitude, r, natural)
 
 
 @torch.library.register_fake("geoparam::weight")
@@ -140,10 +179,15 @@ def _weight_fake(
     *,
     natural: bool = False,
     dtype: torch.dtype | None = None,
+    shape: Sequence[int] | None = None,
+    channels_last: bool = False,
 ) -> Tensor:
     _check(latitude, r)
-    shape = (*latitude.shape[:-1], latitude.shape[-1] + 1)
-    return latitude.new_empty(shape, dtype=_result_type(latitude, r, dtype))
+    row = None if shape is None else tuple(shape)
+    layout = implementation.layout_of(latitude.shape, row, channels_last)
+    return latitude.new_empty_strided(
+        layout.size, layout.stride, dtype=_result_type(latitude, r, dtype)
+    )
 
 
 @torch.library.register_fake("geoparam::weight_backward")
@@ -178,11 +222,12 @@ def _double_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, None]:
     _refuse_natural(ctx.natural)
     grad, latitude, r = ctx.saved_tensors
+    rows = grad.reshape(*latitude.shape[:-1], latitude.shape[-1] + 1)
     d_r = torch.zeros_like(d_r) if r is None else d_r  # without r its gradient is not used
     d_grad = weight_tangent(latitude, r, d_latitude, d_r)
-    to_latitude, to_r = gradient_tangent(grad, latitude, r, d_latitude, d_r)
+    to_latitude, to_r = gradient_tangent(rows, latitude, r, d_latitude, d_r)
     return (
-        d_grad.to(grad.dtype),
+        d_grad.to(grad.dtype).reshape(grad.shape),
         to_latitude.to(latitude.dtype),
         None if r is None else to_r.to(r.dtype),
         None,
@@ -203,9 +248,11 @@ def _weight_vmap(
     *,
     natural: bool = False,
     dtype: torch.dtype | None = None,
+    shape: Sequence[int] | None = None,
+    channels_last: bool = False,
 ) -> tuple[Tensor, int]:
     latitude, r = _batch_first(info.batch_size, in_dims, latitude, r)
-    return torch.ops.geoparam.weight(latitude, r, natural=natural, dtype=dtype), 0
+    return torch.ops.geoparam.weight(latitude, r, natural=natural, dtype=dtype, shape=shape), 0
 
 
 @torch.library.register_vmap("geoparam::weight_backward")
@@ -222,20 +269,24 @@ def _weight_backward_vmap(
 class _Weight(torch.autograd.Function):
     @staticmethod
     def forward(
-        latitude: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
+        latitude: Tensor,
+        r: Tensor | None,
+        natural: bool,
+        dtype: torch.dtype | None,
+        shape: tuple[int, ...] | None,
     ) -> Tensor:
-        return torch.ops.geoparam.weight(latitude, r, natural=natural, dtype=dtype)
+        return torch.ops.geoparam.weight(latitude, r, natural=natural, dtype=dtype, shape=shape)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        latitude, r, ctx.natural, _ = inputs
+        latitude, r, ctx.natural, _, _ = inputs
         ctx.save_for_backward(latitude, r)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         latitude, r = ctx.saved_tensors
         grad_latitude, grad_r = _WeightBackward.apply(grad, latitude, r, ctx.natural)
-        return grad_latitude, None if r is None else grad_r, None, None
+        return grad_latitude, None if r is None else grad_r, None, None, None
 
     @staticmethod
     def vmap(
@@ -245,9 +296,10 @@ class _Weight(torch.autograd.Function):
         r: Tensor | None,
         natural: bool,
         dtype: torch.dtype | None,
+        shape: tuple[int, ...] | None,
     ) -> tuple[Tensor, int]:
         latitude, r = _batch_first(info.batch_size, in_dims, latitude, r)
-        return _Weight.apply(latitude, r, natural, dtype), 0
+        return _Weight.apply(latitude, r, natural, dtype, shape), 0
 
 
 class _WeightBackward(torch.autograd.Function):
@@ -271,32 +323,8 @@ class _WeightBackward(torch.autograd.Function):
 # --- helpers ----------------------------------------------------------------------------------
 
 
-# auto: the fastest there is. torch: plain torch. triton, native: that one, or an error; for tests.
-_KERNELS = os.environ.get("GEOPARAM_KERNELS", "auto")
-if _KERNELS not in ("auto", "torch", "triton", "native"):
-    raise ValueError(f"GEOPARAM_KERNELS is auto, torch, triton or native; got {_KERNELS!r}.")
-
-
-def _implementation(x: Tensor) -> ModuleType:
-    if _KERNELS == "triton" or (_KERNELS == "auto" and x.is_cuda and _triton_installed()):
-        return importlib.import_module("geoparam.ops.triton")
-    if x.is_cpu and (_KERNELS == "native" or (_KERNELS == "auto" and native.available())):
-        return native
-    return cpu
-
-
-@functools.cache
-def _triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def _in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
-
-
-def _as_rows(latitude: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    flat = latitude.reshape(math.prod(latitude.shape[:-1]), latitude.shape[-1])
-    return flat.contiguous(), None if r is None else r.reshape(-1).contiguous()
 
 
 def _result_type(latitude: Tensor, r: Tensor | None, dtype: torch.dtype | None) -> torch.dtype:

@@ -129,17 +129,21 @@ def _library() -> Callable[..., None]:
 
 
 def _binary() -> Path:
+    return binary(_SOURCE, _FLAGS)
+
+
+def binary(source: Path, flags: Sequence[str]) -> Path:
     """Return the compiled file, from the cache where it is there."""
     try:
-        return _binary_for([*_FLAGS, "-march=native"])
+        return _binary_for(source, [*flags, "-march=native"])
     except subprocess.CalledProcessError:  # some compilers know no -march=native
-        return _binary_for(_FLAGS)
+        return _binary_for(source, flags)
 
 
-def _binary_for(flags: Sequence[str]) -> Path:
+def _binary_for(source: Path, flags: Sequence[str]) -> Path:
     command = [*shlex.split(os.environ.get("CC", "cc")), *flags]
     macros = _output([*command, "-dM", "-E", "-x", "c", os.devnull])
-    key = _digest(_SOURCE.read_bytes() + macros + repr(command).encode())
+    key = _digest(source.read_bytes() + macros + repr(command).encode())
     cache = Path(os.environ.get("GEOPARAM_CACHE") or Path.home() / ".cache" / "geoparam")
     for path in cache.glob(f"native-{key}-*.so"):
         if path.stem.endswith(_digest(path.read_bytes())):
@@ -147,7 +151,7 @@ def _binary_for(flags: Sequence[str]) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         compiled = Path(folder, "native.so")
-        _output([*command, "-shared", "-fPIC", "-pthread", "-o", compiled, _SOURCE, "-lm"])
+        _output([*command, "-shared", "-fPIC", "-pthread", "-o", compiled, source, "-lm"])
         return compiled.replace(cache / f"native-{key}-{_digest(compiled.read_bytes())}.so")
 
 

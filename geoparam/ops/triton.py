@@ -7,28 +7,30 @@ dL/dlatitude. Nothing else of that size is touched: the backward recomputes its 
     y_n = g_n,  y_k = sin(a_k) g_k + cos(a_k) y_{k+1},    z_k = cos(a_k) g_k - sin(a_k) y_{k+1}
     dL/da_k = r P_k z_k,      dL/dr = y_1
 
-Layout. A program owns ROWS rows and walks along them in chunks of BLOCK columns, each chunk one
-associative scan; what is carried from chunk to chunk is one product (to the right) or one y (to
-the left) per row. The backward starts from the right, so it first walks to the right once to note
-the product at each chunk's start, in a scratch of one number per chunk; rows of one chunk skip
-that. No atomics: the same numbers every time.
+Layout. A program owns ROWS rows and walks along them in chunks of LANES * EACH columns: a thread
+owns EACH neighbours, goes through them one after the other, and only what it has gathered takes
+part in one associative scan over the threads; so most of the arithmetic is free of exchanges, and
+P_k and y_{k+1}, which must not contain their own column, cost nothing inside a thread. Memory is
+read and written along the row and changes hands once (`lanes_triton`). Rows up to 4096 are one
+chunk. Longer ones carry one product (to the right) or one y (to the left) per row; the backward
+starts from the right, so it first walks to the right once to note the product at each chunk's
+start. No atomics: the same numbers every time.
 
 Precision. The cosines are near 1, where a float32 has few digits below: rounded n times, they cost
 the weight 4e-6 at n = 4608, and products of such numbers are always rounded down, which costs the
-gradient 3e-5 at n = 25088. So a product is carried as a high and a low part, starting from
-1 - 2 sin^2(a/2), whose second term has full relative precision; at a large angle (|a| > pi/4) the
-cosine itself has it. For y, which is a sum, the high part is enough; in float64 all are.
+gradient 3e-5 at n = 25088. So a product is gathered as (1 - near) far. `near` is made of
+1 - cos(a) = 2 sin^2(a/2), which has full relative precision where the cosine is near 1; products
+then add up, 1 - (1 - p) (1 - q) = p + q - p q. `far` is the plain product of the cosines at poles,
+below 0.2, which have theirs. In float64 the same.
 
-Sines are our own in float32: both kernels are bound by arithmetic with the library's, which is
-built for any argument. One polynomial on [-pi/2, pi/2], reached by exact subtractions (2 pi k
-in two parts, then pi or pi/2 in two parts), serves sine and cosine; largest error 1.0e-7 relative.
+Sines are our own in float32: the library's are built for any argument. sin(a/2) and cos(a/2) are
+two polynomials on [-pi/2, pi/2], reached by exact subtractions (pi k, in two parts); sin(a) is
+twice their product. The last column has no angle: its sine is 1, or what comes back is y_n.
 
-Exclusive scans. P_k must not contain its own cosine: the forward loads the latitudes shifted by
-one, for the cosines only (a second load of a cached line). z_k needs y_{k+1}, not y_k: the scan
-carries z of its left end beside y, as affine functions of the y that comes in from the right.
+Order. With TAPS > 1 a row of the weight lies tap by tap, as channels_last wants it.
 """
 
-from typing import Any
+import functools
 
 import torch
 import triton
@@ -36,111 +38,168 @@ import triton.language as tl
 from torch import Tensor
 
 from geoparam.ops.cpu import SMALLEST_METRIC
+from geoparam.ops.implementation import Layout, layout_of
+from geoparam.ops.lanes_triton import (
+    compose,
+    from_lane,
+    full,
+    gather,
+    gather_both,
+    in_a_row,
+    pieces_of,
+    product,
+    sine_and_cosine,
+    trigonometry,
+)
+from geoparam.ops.launch import Launch
 
 _SMALLEST_METRIC = tl.constexpr(SMALLEST_METRIC)
 
 
-def forward(latitude: Tensor, r: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the weight rows (rows, n) for contiguous latitudes (rows, n - 1) and r (rows,)."""
-    rows, angles = latitude.shape
-    weight = latitude.new_empty(rows, angles + 1, dtype=dtype)
-    if rows:
-        tile = _tile(rows, angles + 1)
-        with torch.cuda.device_of(latitude):
-            _forward_kernel[tile.pop("grid")](
-                latitude,
-                _or_any(r, latitude),
-                weight,
-                rows,
-                angles + 1,
-                SCALED=r is not None,
-                **tile,
-            )
+def forward(
+    latitude: Tensor, r: Tensor | None, dtype: torch.dtype, layout: Layout | None = None
+) -> Tensor:
+    """Return the weight for contiguous latitudes (..., n - 1) and r (...), rows if no layout."""
+    layout = layout or layout_of(latitude.shape, None, False)
+    weight = torch.empty_strided(layout.size, layout.stride, dtype=dtype, device=latitude.device)
+    if weight.numel():
+        launch = _forward_launch(latitude.shape, layout.taps, *types_of(latitude, r, weight))
+        launch(latitude, _any_if_none(r, latitude, weight), weight)
     return weight
 
 
 def backward(
-    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
+    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool, taps: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Return dL/dlatitude (rows, n - 1) and dL/dr (rows,) for grad = dL/dweight (rows, n)."""
-    rows, angles = latitude.shape
+    """Return dL/dlatitude and dL/dr for grad = dL/dweight, whose rows lie as `taps` says."""
     grad_latitude = torch.empty_like(latitude)
-    grad_r = latitude.new_empty(rows, dtype=latitude.dtype if r is None else r.dtype)
-    if rows:
-        tile = _tile(rows, angles + 1)
-        chunks = triton.cdiv(angles + 1, tile["BLOCK"])
-        working = torch.float64 if latitude.dtype == torch.float64 else torch.float32
-        starts = latitude.new_empty(rows, chunks if chunks > 1 else 0, dtype=working)
-        with torch.cuda.device_of(latitude):
-            _backward_kernel[tile.pop("grid")](
-                grad.contiguous(),
-                latitude,
-                _or_any(r, latitude),
-                grad_latitude,
-                grad_r,
-                starts,
-                rows,
-                angles + 1,
-                SCALED=r is not None,
-                NATURAL=natural,
-                ONE_CHUNK=chunks == 1,
-                **tile,
-            )
+    grad_r = torch.empty_like(r) if r is not None else latitude.new_empty(latitude.shape[:-1])
+    if grad.numel():
+        launch, scratch = _backward_launch(
+            latitude.shape, natural, taps, *types_of(latitude, r, grad)
+        )
+        starts = latitude
+        if scratch is not None:
+            working = torch.float64 if latitude.dtype == torch.float64 else torch.float32
+            starts = latitude.new_empty(scratch, dtype=working)
+        r = _any_if_none(r, latitude, grad)
+        launch(grad, latitude, r, grad_latitude, grad_r, starts)
     return grad_latitude, grad_r
 
 
-def _or_any(x: Tensor | None, other: Tensor) -> Tensor:
-    return other if x is None else x  # a pointer the kernel never reads
+def _any_if_none(r: Tensor | None, latitude: Tensor, weight: Tensor) -> Tensor:
+    """Return r, or memory with a number for each row, which the kernel loads and drops."""
+    if r is not None:
+        return r
+    return latitude if latitude.shape[-1] else weight
 
 
-def _tile(rows: int, n: int) -> dict[str, Any]:
-    """Return the launch grid and the tile's shape."""
-    block = min(
-        triton.next_power_of_2(n), 1024
-    )  # these numbers: the best of those tried on an H200
-    rows_per_program = max(1, 128 // block)
-    return {
-        "grid": (triton.cdiv(rows, rows_per_program),),
-        "ROWS": rows_per_program,
-        "BLOCK": block,
-        "num_warps": min(4, block * rows_per_program // 128),
-    }
+def types_of(stored: Tensor, r: Tensor | None, weight: Tensor) -> tuple:
+    """Return what a kernel is compiled for, beside its numbers."""
+    return stored.dtype, None if r is None else r.dtype, weight.dtype, weight.get_device()
 
 
-@triton.jit
+@functools.cache
+def _forward_launch(
+    size: torch.Size,
+    taps: int,
+    latitude: torch.dtype,
+    r: torch.dtype | None,
+    weight: torch.dtype,
+    device: int,
+) -> Launch:
+    rows, n = size[:-1].numel(), size[-1] + 1
+    grid, warps, *tile = _tile(rows, n, latitude)
+    arguments = (rows, n, r is not None, taps, *tile)
+    return Launch(_forward_kernel, grid, arguments, warps)
+
+
+@functools.cache
+def _backward_launch(
+    size: torch.Size,
+    natural: bool,
+    taps: int,
+    latitude: torch.dtype,
+    r: torch.dtype | None,
+    weight: torch.dtype,
+    device: int,
+) -> tuple[Launch, tuple[int, int] | None]:
+    """Return the launch and the shape of `starts`, if it needs any."""
+    rows, n = size[:-1].numel(), size[-1] + 1
+    grid, warps, *tile = _tile(rows, n, latitude)
+    _, lanes, each, one_chunk = tile
+    arguments = (rows, n, r is not None, natural, taps, *tile)
+    # With a few more registers, half as many programs would fit.
+    limit = {"maxnreg": 128} if each == 16 and torch.version.cuda else {}
+    launch = Launch(_backward_kernel, grid, arguments, warps, **limit)
+    return launch, None if one_chunk else (rows, triton.cdiv(n, lanes * each))
+
+
+def _tile(
+    rows: int, n: int, latitude: torch.dtype
+) -> tuple[tuple[int, int, int], int, int, int, int, bool]:
+    """Return the grid, the warps, and ROWS, LANES, EACH and ONE_CHUNK. Numbers: tried on an H200.
+
+    A chunk of 4096 is the longest that fits into the registers, so shorter rows are one; longer
+    ones, walked along, do better in shorter chunks, of which the last must not be nearly empty.
+    In float64 all is bound by the library's sines, whose code should not be there many times.
+    """
+    longest = 1024 if latitude == torch.float64 else 4096
+    if n > 4096:
+        longest = min(longest, 2048 if -n % 2048 <= n // 8 else 1024)
+    block = max(16, min(triton.next_power_of_2(n), longest))
+    each = 4 if block <= 128 or latitude == torch.float64 else 8 if block <= 1024 else 16
+    lanes = block // each
+    warps = max(1, lanes // 32)
+    rows_per_program = max(1, 32 * warps // lanes)
+    grid = (triton.cdiv(rows, rows_per_program), 1, 1)
+    return grid, warps, rows_per_program, lanes, each, n <= block
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(
     latitude,  # (rows, n - 1)
-    r,  # (rows,), read only if SCALED
+    r,  # (rows,), or anything unless SCALED
     weight,  # (rows, n)
     rows,
     n,
     SCALED: tl.constexpr,
+    TAPS: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    EACH: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    lane = tl.arange(0, BLOCK)[None, :]
-    high, low = _full(latitude, ROWS, 1), _full(latitude, ROWS, 0)  # the product so far
-    scale = tl.load(r + row, row < rows).to(high.dtype) if SCALED else high
-    for start in range(0, n, BLOCK):
-        k = start + lane
-        inside = (row < rows) & (k < n)
-        at = latitude + row * (n - 1) + k
-        before = tl.load(at - 1, inside & (k > 0), 0).to(high.dtype)
-        a = tl.load(at, inside & (k < n - 1), 0).to(high.dtype)
-        p_high, p_low = tl.associative_scan(_cosine(before), 1, _multiply)
-        p = tl.fma(high, p_high, tl.fma(high, p_low, low * p_high))
-        u = tl.where(k < n - 1, _sin(a), 1) * p
-        tl.store(weight + row * n + k, (scale * u).to(weight.dtype.element_ty), inside)
-        last_high, last_low = _at(p_high, lane, BLOCK - 1), _at(p_low, lane, BLOCK - 1)
-        high, low = _multiply(high, low, last_high, last_low)
+    column = tl.arange(0, LANES * EACH)[None, :]
+    lane = tl.arange(0, LANES)[None, :]
+    scale, zero = _scale_and_zero(latitude, r, row, rows, SCALED, ROWS, LANES)
+    near, far = zero, zero + 1  # so far
+    for start in range(0, 1 if ONE_CHUNK else n, LANES * EACH):
+        k = start + column
+        a = tl.load(latitude + row * (n - 1) + k, _inside(row, rows, k, n - 1, ROWS), 0)
+        sines, _, before, near_here, far_here = trigonometry(a, zero, ROWS, LANES, EACH)
+        near_here, far_here, near_before, far_before = tl.associative_scan(
+            (near_here, far_here, zero, zero + 1), 1, gather_both
+        )
+        p = scale * product(*gather(near, far, near_before, far_before))
+        pieces = ()
+        for j in tl.static_range(EACH):
+            sine = tl.where(start + lane * EACH + j == n - 1, 1.0, sines[j])
+            pieces = pieces + (p * (sine * before[j]),)
+        w = in_a_row(pieces, ROWS, LANES, EACH).to(weight.dtype.element_ty)
+        # The mask of the store, unlike the load's, can be seen to be whole vectors.
+        tl.store(weight + row * n + place(k, n, TAPS), w, _inside(row, rows, k, n, ROWS))
+        if not ONE_CHUNK:
+            near, far = gather(near, far, near_here, far_here)
+            near, far = from_lane(LANES - 1, near, lane), from_lane(LANES - 1, far, lane)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
     grad,  # (rows, n)
     latitude,  # (rows, n - 1)
-    r,  # (rows,), read only if SCALED
+    r,  # (rows,), or anything unless SCALED
     grad_latitude,  # (rows, n - 1)
     grad_r,  # (rows,)
     starts,  # (rows, chunks): the product at the start of each chunk, unless ONE_CHUNK
@@ -148,160 +207,116 @@ def _backward_kernel(
     n,
     SCALED: tl.constexpr,
     NATURAL: tl.constexpr,
-    ONE_CHUNK: tl.constexpr,
+    TAPS: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    EACH: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    lane = tl.arange(0, BLOCK)[None, :]
-    one = _full(latitude, ROWS, 1)
-    scale = tl.load(r + row, row < rows).to(one.dtype) if SCALED else one
-    chunks = tl.cdiv(n, BLOCK)
+    column = tl.arange(0, LANES * EACH)[None, :]
+    lane = tl.arange(0, LANES)[None, :]
+    scale, zero = _scale_and_zero(latitude, r, row, rows, SCALED, ROWS, LANES)
+    chunks = 1 if ONE_CHUNK else tl.cdiv(n, LANES * EACH)
     if not ONE_CHUNK:
-        _note_starts(latitude, starts, row, rows, lane, n, chunks, ROWS, BLOCK)
+        _note_starts(latitude, starts, row, rows, column, n, chunks, ROWS, LANES * EACH)
 
-    y = _full(latitude, ROWS, 0)  # y_{k+1} of the chunk's last column
+    # y_{k+1} of the chunk's last column. Columns without an angle, with sine 0, let it pass.
+    last = grad + row * n + place(n - 1, n, TAPS)
+    y = _of_each_lane(last, row < rows, zero.dtype, ROWS, LANES)
     for step in range(0, chunks):
         chunk = chunks - 1 - step
-        k = chunk * BLOCK + lane
-        inside = (row < rows) & (k < n)
-        angle = inside & (k < n - 1)
-        at = latitude + row * (n - 1) + k
-        before = tl.load(at - 1, inside & (k > 0) & (lane > 0), 0).to(one.dtype)
-        a = tl.load(at, angle, 0).to(one.dtype)
-        g = tl.load(grad + row * n + k, inside, 0).to(one.dtype)
+        k = chunk * LANES * EACH + column
+        angle = _inside(row, rows, k, n - 1, ROWS)
+        a = tl.load(latitude + row * (n - 1) + k, angle, 0)
+        g = tl.load(grad + row * n + place(k, n, TAPS), _inside(row, rows, k, n, ROWS), 0)
+        sines, cosines, before, near, far = trigonometry(a, zero, ROWS, LANES, EACH)
+        g = pieces_of(g.to(zero.dtype), ROWS, LANES, EACH)
 
-        p, _ = tl.associative_scan(_cosine(before), 1, _multiply)
+        _, _, near_before, far_before = tl.associative_scan(
+            (near, far, zero, zero + 1), 1, gather_both
+        )
+        p = product(near_before, far_before)
         if not ONE_CHUNK:
-            p *= tl.load(starts + row * chunks + chunk, row < rows, 1)
+            p *= tl.load(starts + row * chunks + chunk, row < rows, 0)
 
-        # The last column has no angle: y_n = g_n. Columns outside pass y through.
-        sin = tl.where(angle, _sin(a), tl.where(inside, 1.0, 0.0).to(one.dtype))
-        cos = tl.where(angle, _cos(a), tl.where(inside, 0.0, 1.0).to(one.dtype))
-        y_slope, y_offset, z_slope, z_offset = tl.associative_scan(
-            (cos, sin * g, -sin, cos * g), 1, _compose, reverse=True
+        # y of a lane's first column, and y_{k+1} of its last, as functions of y from the right.
+        offset = sines[EACH - 1] * g[EACH - 1]
+        for j in tl.static_range(EACH - 2, -1, -1):
+            offset = tl.fma(cosines[j], offset, sines[j] * g[j])
+        slope, offset, after_slope, after_offset = tl.associative_scan(
+            (product(near, far), offset, zero + 1, zero), 1, compose, reverse=True
         )
-        change = p * (z_slope * y + z_offset)
-        if NATURAL:
-            change /= tl.maximum(p * p, _full(latitude, ROWS, _SMALLEST_METRIC))
-        tl.store(
-            grad_latitude + row * (n - 1) + k,
-            (scale * change).to(grad_latitude.dtype.element_ty),
-            angle,
-        )
-        y = _at(y_slope * y + y_offset, lane, 0)
-    tl.store(grad_r + row, y.to(grad_r.dtype.element_ty), row < rows)
+        after = tl.fma(after_slope, y, after_offset)
+        y = tl.fma(slope, y, offset)  # right in the first lane
+        if not ONE_CHUNK:
+            y = from_lane(0, y, lane)
+
+        pieces = ()
+        scaled = scale * p
+        for j in tl.static_range(EACH - 1, -1, -1):
+            change = tl.fma(cosines[j], g[j], -sines[j] * after)
+            after = tl.fma(cosines[j], after, sines[j] * g[j])
+            if NATURAL:
+                metric = p * before[j] * p * before[j]
+                change /= tl.maximum(metric, full(latitude, 1, 1, _SMALLEST_METRIC))
+            pieces = (scaled * before[j] * change,) + pieces
+        out = in_a_row(pieces, ROWS, LANES, EACH).to(grad_latitude.dtype.element_ty)
+        tl.store(grad_latitude + row * (n - 1) + k, out, angle)
+    to = tl.broadcast_to(grad_r + row, (ROWS, LANES))
+    tl.store(to, y.to(grad_r.dtype.element_ty), (row < rows) & (lane == 0))
 
 
 @triton.jit
 def _note_starts(
-    latitude, starts, row, rows, lane, n, chunks, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    latitude, starts, row, rows, column, n, chunks, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write the product of all cosines before each chunk, as the backward's scans need it."""
-    high, low = _full(latitude, ROWS, 1), _full(latitude, ROWS, 0)
+    """Write the product of all cosines before each chunk."""
+    near, far = full(latitude, ROWS, 1, 0), full(latitude, ROWS, 1, 1)
     for chunk in range(0, chunks):
-        tl.store(starts + row * chunks + chunk, high, row < rows)
-        # From the cosine of this chunk's first column to that of the next one's.
-        k = chunk * BLOCK + lane
-        a = tl.load(latitude + row * (n - 1) + k, (row < rows) & (k < n - 1), 0)
-        next_high, next_low = tl.reduce(_cosine(a.to(high.dtype)), 1, _multiply, keep_dims=True)
-        high, low = _multiply(high, low, next_high, next_low)
+        tl.store(starts + row * chunks + chunk, product(near, far), row < rows)
+        k = chunk * BLOCK + column
+        a = tl.load(latitude + row * (n - 1) + k, _inside(row, rows, k, n - 1, ROWS), 0)
+        _, near_here, far_here = sine_and_cosine(a.to(near.dtype))
+        near_here, far_here = tl.reduce((near_here, far_here), 1, gather, keep_dims=True)
+        near, far = gather(near, far, near_here, far_here)
     tl.debug_barrier()  # the whole program reads what one of its threads wrote
 
 
-# --- products and recurrences -----------------------------------------------------------------
+@triton.jit
+def _scale_and_zero(
+    like, r, row, rows, SCALED: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
+):
+    """Return r, or 1, and 0 for each lane, in the working type, all in the layout of a load."""
+    loaded = _of_each_lane(r + row, row < rows, full(like, 1, 1, 0).dtype, ROWS, LANES)
+    scale = loaded if SCALED else tl.where(row < rows, 1.0, loaded)
+    return scale, tl.where(row < rows, 0.0, loaded)
 
 
 @triton.jit
-def _multiply(a_high, a_low, b_high, b_low):
-    """Return (a_high + a_low) (b_high + b_low) as high + low."""
-    if a_high.dtype == tl.float64:
-        return a_high * b_high, a_low
+def _of_each_lane(pointers, inside, dtype, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Load a number per row for each of its lanes.
+
+    Although one load per row would do: the compiler takes a load's layout for given, and only so
+    keeps a thread's columns in the thread until all are in a row again.
+    """
+    pointers = tl.broadcast_to(pointers, (ROWS, LANES))
+    return tl.load(pointers, tl.broadcast_to(inside, (ROWS, LANES)), 0).to(dtype)
+
+
+@triton.jit
+def _inside(row, rows, k, end, ROWS: tl.constexpr):
+    """Return which columns there are. A program of one row has always one."""
+    if ROWS == 1:
+        return k < end
     else:
-        # An explicit fma: a product that the compiler could fuse into `high - product` would
-        # count the error twice.
-        product = tl.fma(a_high, b_high, 0.0)
-        error = tl.fma(a_high, b_high, -product)
-        error = tl.fma(a_high, b_low, tl.fma(a_low, b_high, error))
-        high = product + error
-        return high, error - (high - product)
+        return (row < rows) & (k < end)
 
 
 @triton.jit
-def _compose(y_slope, y_offset, z_slope, z_offset, y_slope_2, y_offset_2, z_slope_2, z_offset_2):
-    """Let y and z of the columns at the left (2) depend on what enters those at the right (1)."""
-    return (
-        y_slope_2 * y_slope,
-        y_slope_2 * y_offset + y_offset_2,
-        z_slope_2 * y_slope,
-        z_slope_2 * y_offset + z_offset_2,
-    )
-
-
-@triton.jit
-def _at(x, lane, index: tl.constexpr):
-    """Return column `index` of x, as (ROWS, 1)."""
-    return tl.sum(tl.where(lane == index, x, 0), 1, keep_dims=True)
-
-
-@triton.jit
-def _full(like, ROWS: tl.constexpr, value: tl.constexpr):
-    """Return (ROWS, 1) values in the working type: float64 for float64, else float32."""
-    if like.dtype.element_ty == tl.float64:
-        return tl.full((ROWS, 1), value, tl.float64)
+def place(k, n, TAPS: tl.constexpr):
+    """Return where column k of a row lies."""
+    if TAPS == 1:
+        return k
     else:
-        return tl.full((ROWS, 1), value, tl.float32)
-
-
-# --- sines ------------------------------------------------------------------------------------
-
-_PI = tl.constexpr(3.1415927410125732)  # float32 nearest to pi
-_PI_REST = tl.constexpr(-8.742277657347586e-08)  # pi = _PI + _PI_REST
-
-
-@triton.jit
-def _sin(a):
-    if a.dtype == tl.float64:
-        return tl.sin(a)
-    else:
-        a = _within_pi(a)
-        size = tl.abs(a)
-        size = tl.where(size > 0.5 * _PI, (_PI - size) + _PI_REST, size)
-        return _sine_polynomial(tl.where(a < 0, -size, size))
-
-
-@triton.jit
-def _cos(a):
-    high, _ = _cosine(a)
-    return high
-
-
-@triton.jit
-def _cosine(a):
-    """Return cos(a) as high + low."""
-    if a.dtype == tl.float64:
-        return tl.cos(a), a * 0
-    else:
-        size = tl.abs(_within_pi(a))
-        near = size < 0.25 * _PI
-        s = _sine_polynomial(tl.where(near, 0.5 * size, (0.5 * _PI - size) + 0.5 * _PI_REST))
-        minus = -2 * s * s
-        high = 1 + minus
-        return tl.where(near, high, s), tl.where(near, minus - (high - 1), 0)
-
-
-@triton.jit
-def _within_pi(a):
-    """Subtract whole turns. The first step is exact: both terms are multiples of 2^-21."""
-    turns = tl.floor(a * (0.5 / _PI) + 0.5)
-    return tl.fma(turns, -2 * _PI_REST, tl.fma(turns, -2 * _PI, a))
-
-
-@triton.jit
-def _sine_polynomial(y):
-    """Return sin(y) for |y| <= pi/2: y + y^3 q(y^2), q of minimal relative error."""
-    z = y * y
-    q = tl.fma(z, 2.605705731184571e-06, -0.0001980957022169605)
-    q = tl.fma(z, q, 0.008333065547049046)
-    q = tl.fma(z, q, -0.16666659712791443)
-    return tl.fma(y * z, q, y)
+        return (k % TAPS) * (n // TAPS) + k // TAPS

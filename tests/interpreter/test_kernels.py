@@ -5,10 +5,14 @@ long rows (several chunks, carried products) are marked slow but for one.
 """
 
 import importlib.util
+import math
 
 import kernels
 import pytest
 import torch
+
+from geoparam import ops
+from geoparam.ops import implementation, intrinsic
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -35,6 +39,60 @@ def test_poles(count: int, dtype: torch.dtype) -> None:
     latitude = kernels.with_poles(latitude, count)
     kernels.assert_weight(triton, latitude, r)
     kernels.assert_gradient(triton, g, latitude, r)
+    kernels.assert_gradient(triton, g, latitude, r, natural=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_behind_a_pole_keeps_its_digits(dtype: torch.dtype) -> None:
+    latitude, r, _ = kernels.random_case(2, 40, dtype)
+    latitude[:, 5] = math.pi / 2 - 1e-5
+    expected = kernels.weight(latitude, r)[:, 6:]
+    found = triton.forward(latitude, r, dtype).double()[:, 6:]
+    assert expected.abs().max() < 1e-4
+    torch.testing.assert_close(found, expected, rtol=10 * torch.finfo(dtype).eps, atol=1e-14)
+
+
+def test_a_number_that_is_none_stays_in_its_row() -> None:
+    latitude, _, g = kernels.random_case(3, 9, torch.float32)
+    latitude[0, 1] = torch.nan
+    for found in (
+        triton.forward(latitude, None, torch.float32),
+        triton.backward(g, latitude, None, False)[0],
+    ):
+        assert found[0].isnan().any() and found[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("module", [ops, intrinsic])
+@pytest.mark.parametrize("shape", [(3, 3, 3), (2, 7, 1), (40, 1, 1)])
+def test_channels_last(module, shape: tuple, monkeypatch) -> None:  # noqa: ANN001
+    monkeypatch.setattr(implementation, "KERNELS", "triton")
+    n = math.prod(shape)
+    stored = torch.randn(3, n - (module is ops), requires_grad=True)
+    r, g = torch.randn(3, requires_grad=True), torch.randn(3, *shape)
+    rows = module.weight(stored, r)
+    w = module.weight(stored, r, shape=shape, channels_last=True)
+    assert w.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(w, rows.view(3, *shape))
+    found = torch.autograd.grad(w, (stored, r), g.to(memory_format=torch.channels_last))
+    expected = torch.autograd.grad(rows, (stored, r), g.view(3, n))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [2, 3, 27, pytest.param(9000, marks=SLOW)])
+def test_rows_by_their_lengths(n: int, dtype: torch.dtype, monkeypatch) -> None:  # noqa: ANN001
+    d, g = torch.randn(2, 3, n, dtype=torch.float64).to(dtype)
+    r = torch.randn(3).to(dtype)
+    expected = intrinsic.weight(d.requires_grad_(), r.requires_grad_())
+    wanted = torch.autograd.grad(expected, (d, r), g)
+    monkeypatch.setattr(implementation, "KERNELS", "triton")
+    found = intrinsic.weight(d, r)
+    assert found.grad_fn.name() != expected.grad_fn.name()
+    bound = 8e-3 if dtype.itemsize == 2 else 1e-5
+    torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+    for a, b in zip(torch.autograd.grad(found, (d, r), g), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=bound, atol=bound * g.abs().max().item())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,244 @@
+"""What a training step costs under GmP and IMN: time and memory over the model with BatchNorm.
+
+    python -m benchmarks.training [--device cuda|cpu] [--networks resnet50,vgg6,vit]
+        [--modes eager,compiled] [--methods bn,none,...] [--steps 50]
+
+One step is forward, backward and SGD with momentum on a fixed batch: bfloat16 autocast and
+channels_last on a GPU, cudnn.benchmark on; float32 on a CPU. Each model has the device for itself,
+and its time is the median of at least 50 steps after the warm-up. A cell is time / memory, as
+ratios to the model with the norm it was made with, in the same mode and run: BatchNorm, and
+LayerNorm for ViT-B/16, which has no form with IMN. Memory (on a GPU) is the most that was
+allocated, parameters and optimizer included.
+
+    bn          torchvision's ResNet-50; VGG-6 of the experiments; for ViT, as it is, with LN
+    none        the same without norms
+    naive       GmP, no norm, as one would write it: autograd goes through the cumulative product
+    wn          torch's weight_norm, no norm
+    ln          LayerNorm over channels and positions in place of BN
+    gmp         GmP, no norm
+    imn         GmP + IMN: convert_(model, norm="imn"), and the experiments' VGG-6
+    intrinsic   the same in intrinsic coordinates
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import geoparam as gp
+from benchmarks.timing import hardware
+from benchmarks.weight import naive
+from geoparam.coordinates import Angles
+from geoparam.experiments import networks
+
+METHODS = ("bn", "none", "naive", "wn", "ln", "gmp", "imn", "intrinsic")
+TITLES = {"resnet50": "ResNet-50", "vgg6": "VGG-6", "vit": "ViT-B/16"}
+BATCHES = {
+    "cuda": {"resnet50": (256, 224), "vgg6": (1024, 32), "vit": (256, 224)},
+    "cpu": {"resnet50": (8, 64), "vgg6": (64, 32), "vit": (1, 224)},
+}
+VGG6 = {"none": "sp", "naive": "gmp", "imn": "gmp+imn", "intrinsic": "intrinsic+imn"}
+WARMUP = 10
+
+
+class Naive(Angles):
+    """Latitudes whose weight is left to autograd."""
+
+    def decode(
+        self,
+        stored: Tensor,
+        r: Tensor | None,
+        natural: bool,
+        dtype: torch.dtype | None,
+        shape: tuple[int, ...] | None = None,
+        channels_last: bool = False,
+    ) -> Tensor:
+        scale = torch.ones_like(stored[:, 0]) if r is None else r
+        return naive(stored, scale).view(len(stored), *(shape or (-1,))).to(dtype)
+
+
+# --- models -------------------------------------------------------------------------------------
+
+
+def build(network: str, method: str, device: str) -> nn.Module | None:
+    """Return a network under a method, or None where there is no such thing."""
+    if network == "vit" and method in ("none", "ln", "imn"):
+        return None
+    make = {"resnet50": _resnet50, "vgg6": _vgg6, "vit": _vit}[network]
+    torch.manual_seed(0)
+    return make(method, device).train()
+
+
+def _resnet50(method: str, device: str) -> nn.Module:
+    from torchvision.models import resnet50
+
+    model = resnet50().to(device)
+    if method in ("imn", "intrinsic"):
+        coordinates = "angles" if method == "imn" else method
+        images = torch.randn(4, 3, 64, 64, device=device)
+        return gp.convert_(model, norm="imn", coordinates=coordinates, example_inputs=images)
+    if method == "ln":
+        _replace_norms(model, lambda norm: nn.GroupNorm(1, norm.num_features, device=device))
+    elif method != "bn":
+        _replace_norms(model, lambda norm: nn.Identity())
+    if method in ("gmp", "naive", "wn"):
+        _give_biases(model)
+    return _parametrized(model, method)
+
+
+def _vgg6(method: str, device: str) -> nn.Module:
+    model = networks.vgg6(VGG6.get(method, method), 1000).to(device)
+    if method == "naive":
+        _make_naive(model)
+    return model
+
+
+def _vit(method: str, device: str) -> nn.Module:
+    from torchvision.models import vit_b_16
+
+    model = vit_b_16().to(device)
+    if method == "intrinsic":
+        return gp.convert_(model, coordinates=method)
+    return _parametrized(model, method)
+
+
+def _parametrized(model: nn.Module, method: str) -> nn.Module:
+    """Put all layers but the last under weight normalization or GmP, if the method asks for it."""
+    if method in ("gmp", "naive"):
+        gp.convert_(model)
+    if method == "naive":
+        _make_naive(model)
+    if method == "wn":
+        *layers, _ = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+        for layer in layers:
+            if not isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
+                weight_norm(layer)
+    return model
+
+
+def _make_naive(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, gp.GmPConv2d | gp.GmPLinear):
+            module._coordinates = Naive()
+
+
+def _replace_norms(model: nn.Module, new: Callable[[nn.BatchNorm2d], nn.Module]) -> None:
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.BatchNorm2d):
+                setattr(parent, name, new(child))
+
+
+def _give_biases(model: nn.Module) -> None:
+    """Without BatchNorm its shift is missing: a layer needs one of its own."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.bias = nn.Parameter(torch.zeros_like(module.weight[:, 0, 0, 0]))
+
+
+# --- measuring ----------------------------------------------------------------------------------
+
+
+def training_step(
+    model: nn.Module, network: str, device: str, compiled: bool
+) -> Callable[[], None]:
+    """Return one step on a fixed batch."""
+    batch, size = BATCHES[device][network]
+    layout = torch.channels_last if device == "cuda" else torch.contiguous_format
+    model = model.to(memory_format=layout)
+    x = torch.randn(batch, 3, size, size, device=device).contiguous(memory_format=layout)
+    y = torch.randint(1000, (batch,), device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    run = torch.compile(model) if compiled else model
+
+    def step() -> None:
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = F.cross_entropy(run(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def measure(step: Callable[[], None], device: str, steps: int) -> tuple[float, float]:
+    """Return the median of seconds per step, and the most memory allocated, in GiB."""
+    for _ in range(WARMUP if device == "cuda" else 1):
+        step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    return statistics.median(times), peak
+
+
+def one(network: str, method: str, mode: str, device: str, steps: int) -> tuple | None:
+    """Build a model, measure it, and give its memory back."""
+    torch.compiler.reset()
+    model = build(network, method, device)
+    if model is None:
+        return None
+    found = measure(training_step(model, network, device, mode == "compiled"), device, steps)
+    del model
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def row(network: str, mode: str, device: str, methods: list[str], steps: int) -> None:
+    """Print one row of the table: the first method in numbers, the others over it."""
+    batch, size = BATCHES[device][network]
+    print(f"| {TITLES[network]}, {batch}x{size}², {mode} |", end="", flush=True)
+    base = None
+    for method in methods:
+        try:
+            found = one(network, method, mode, device, steps)
+        except RuntimeError as error:  # out of memory, or what a compiler does not take
+            print(f" {type(error).__name__} |", end="", flush=True)
+            continue
+        if found is None:
+            print(" |", end="", flush=True)
+        elif base is None:
+            base = found
+            memory = f", {found[1]:.1f} GiB" if device == "cuda" else ""
+            print(f" {found[0] * 1e3:.1f} ms{memory} |", end="", flush=True)
+        else:
+            memory = f" / {found[1] / base[1]:.2f}" if device == "cuda" else ""
+            print(f" {found[0] / base[0]:.2f}{memory} |", end="", flush=True)
+    print(flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--networks", default="resnet50,vgg6,vit")
+    parser.add_argument("--modes", default="eager,compiled")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--steps", type=int, default=50)
+    given = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
+    methods = given.methods.split(",")
+    print(f"One training step, {hardware(given.device)}; time / memory over the first column\n")
+    print(f"| | {' | '.join(methods)} |")
+    print("|" + " --- |" * (len(methods) + 1))
+    for network in given.networks.split(","):
+        for mode in given.modes.split(","):
+            row(network, mode, given.device, methods, given.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Passes over activations that look at each channel: bias, ReLU, scale, and sums on the way.
+
+A convolution's output is far larger than anything else in a training step, and reading it once
+costs as much as many of its layers' other steps. So what IMN needs, the mean of each channel and
+its gradient, is gathered in passes that are made anyway:
+
+    rectify           y = s relu(x + b), and sum y per channel
+    rectify_backward  dx = (dy + dsum) s 1[a > 0], and in the same pass db = sum dx and
+                      ds = sum (dy + dsum) a, where a = relu(x + b)
+    sums              sum x per channel, where nothing else has to be computed
+    shifted_bias      b = r lam - w^T E[x], one number per unit, and the running mean's step
+    shifted_bias_backward
+
+Here is the specification in plain torch; `columns_triton` has the same functions for GPUs, and
+`columns_native` those over activations for CPUs. Sums are float32 or better, over values as they
+are stored, and deterministic. `dim` is where the channels are.
+"""
+
+import functools
+import importlib
+import importlib.util
+import os
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from geoparam.ops import columns_native
+
+
+def rectify(
+    x: Tensor,
+    dim: int,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    relu: bool = True,
+    inplace: bool = False,
+    summed: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Return y = scale relu(x + bias), in x's memory if `inplace`, and its sums per channel.
+
+    Example:
+        >>> rectify(torch.tensor([[1., -1.], [2., 3.]]), 1, bias=torch.tensor([0., 1.]))
+        (tensor([[1., 0.],
+                [2., 4.]]), tensor([3., 4.]))
+    """
+    if (kernels := _passes(x)) is not None:
+        return kernels.rectify(x, dim, bias, scale, relu, inplace, summed)
+    y = x.to(wide(x))
+    y = y if bias is None else y + along(bias, x, dim)
+    y = y.relu() if relu else y
+    y = y if scale is None else y * along(scale, x, dim)
+    y = x.copy_(y) if inplace else y.to(x.dtype)
+    return y, sums(y, dim) if summed else None
+
+
+def rectify_backward(
+    grad: Tensor, a: Tensor, dim: int, grad_sums: Tensor | None, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of x, bias and scale, where a = relu(x + bias) was."""
+    if (kernels := _passes(a)) is not None:
+        return kernels.rectify_backward(grad, a, dim, grad_sums, scale)
+    grad = grad.to(wide(a))
+    grad = grad if grad_sums is None else grad + along(grad_sums, a, dim)
+    grad_scale = None if scale is None else sums(grad * a, dim)
+    grad = grad if scale is None else grad * along(scale, a, dim)
+    grad_x = torch.where(a > 0, grad, 0).to(a.dtype)
+    return grad_x, sums(grad_x, dim), grad_scale
+
+
+def sums(x: Tensor, dim: int) -> Tensor:
+    """Return the sum of each channel.
+
+    Example:
+        >>> sums(torch.ones(2, 3, 4), 1)
+        tensor([8., 8., 8.])
+    """
+    if (kernels := _passes(x)) is not None:
+        return kernels.sums(x, dim)
+    return x.sum([d for d in range(x.ndim) if d != dim % x.ndim], dtype=wide(x))
+
+
+def shifted_bias(
+    weight: Tensor,
+    r: Tensor | None,
+    lam: Tensor | None,
+    total: Tensor,
+    count: int,
+    running: tuple[Tensor, Tensor] | None = None,
+    momentum: float = 0.0,
+) -> Tensor:
+    """Return r lam - w^T mean for each unit, with mean = total / count.
+
+    The mean is the same at every tap of a unit, and each group of units sees its own channels.
+    `running`, the mean of all batches and their number, makes one step on the way.
+    """
+    if (kernels := _kernels(weight)) is not None:
+        return kernels.shifted_bias(weight, r, lam, total, count, running, momentum)
+    mean = total / count
+    if running is not None:
+        running[0].lerp_(mean.to(running[0].dtype), momentum)
+        running[1].add_(1)
+    bias = -(taps_of(weight, mean.dtype) * per_unit(mean, weight)).sum(dim=1)
+    if lam is not None:
+        bias = bias + (lam if r is None else r * lam)
+    return bias.to(weight.dtype)
+
+
+def shifted_bias_backward(
+    grad: Tensor,
+    weight: Tensor,
+    grad_weight: Tensor,
+    r: Tensor | None,
+    lam: Tensor | None,
+    total: Tensor,
+    count: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Return the gradients of weight, r, lam and total; the first is added to `grad_weight`."""
+    if (kernels := _kernels(weight)) is not None:
+        return kernels.shifted_bias_backward(grad, weight, grad_weight, r, lam, total, count)
+    outer = grad[:, None] * per_unit(total / count, weight)
+    outer = outer.view(*outer.shape, *[1] * (weight.ndim - 2))
+    grad_weight = (grad_weight - outer).to(weight.dtype)
+    grad_r = None if lam is None or r is None else grad * lam
+    grad_lam = None if lam is None else grad if r is None else grad * r
+    units = grad[:, None] * taps_of(weight, total.dtype)
+    seen = units.view(total.numel() // weight.shape[1], -1, weight.shape[1]).sum(dim=1)
+    return grad_weight, grad_r, grad_lam, seen.flatten() / -count
+
+
+def taps_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return each unit's weights added up over its kernel, (out, channels of its group)."""
+    return weight.flatten(2).sum(-1, dtype=dtype) if weight.ndim > 2 else weight
+
+
+def along(per_channel: Tensor, x: Tensor, dim: int) -> Tensor:
+    """Bring one number per channel into a shape that spreads over `x`."""
+    shape = [1] * x.ndim
+    shape[dim] = -1
+    return per_channel.view(shape)
+
+
+def per_unit(mean: Tensor, weight: Tensor) -> Tensor:
+    """Return the means (out, channels of its group) that each unit sees."""
+    out, width = weight.shape[:2]
+    groups = mean.numel() // width
+    return mean.view(groups, 1, width).expand(-1, out // groups, -1).reshape(out, width)
+
+
+def wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+# As for the operator: auto, or torch for plain torch; triton and native are for tests.
+_CHOICE = os.environ.get("GEOPARAM_KERNELS", "auto")
+
+
+def worthwhile(x: Tensor) -> bool:
+    """Return whether there are kernels for this tensor: plain torch gains nothing in this way."""
+    return _passes(x) is not None
+
+
+def _passes(x: Tensor) -> ModuleType | None:
+    """Return the kernels for an activation, or None for plain torch."""
+    if _CHOICE in ("auto", "native") and columns_native.serves(x):
+        return columns_native
+    return _kernels(x)
+
+
+def _kernels(x: Tensor) -> ModuleType | None:
+    if _CHOICE == "triton" or (_CHOICE == "auto" and x.is_cuda):
+        return _load_kernels()
+    return None
+
+
+@functools.cache
+def _load_kernels() -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("geoparam.ops.columns_triton")

@@ -1,0 +1,42 @@
+"""The passes over activations in Triton's interpreter, on machines without a GPU."""
+
+import importlib.util
+
+import passes
+import pytest
+import torch
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+if HAS_TRITON:
+    from geoparam.ops import columns_triton
+
+
+@passes.cases
+@passes.dtypes
+def test_rectify(case: tuple, dtype: torch.dtype) -> None:
+    passes.check_rectify(columns_triton, case, dtype, "cpu")
+
+
+@passes.cases
+@passes.dtypes
+def test_rectify_backward(case: tuple, dtype: torch.dtype) -> None:
+    passes.check_backward(columns_triton, case, dtype, "cpu")
+
+
+@passes.cases
+@passes.dtypes
+def test_sums(case: tuple, dtype: torch.dtype) -> None:
+    passes.check_sums(columns_triton, case, dtype, "cpu")
+
+
+def test_gaps_and_nan() -> None:
+    passes.check_strided(columns_triton, "cpu")
+    passes.check_nan(columns_triton, "cpu")
+
+
+@passes.weights
+@passes.dtypes
+@pytest.mark.parametrize("last", [False, True], ids=["in order", "channels_last"])
+def test_bias(case: tuple, dtype: torch.dtype, last: bool) -> None:
+    passes.check_bias(columns_triton, case, dtype, last, "cpu")

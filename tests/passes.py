@@ -1,0 +1,144 @@
+"""What every implementation of the passes over activations must satisfy, stated once.
+
+`kernels` is a module with the functions of `geoparam.ops.columns_triton`; `device` is where its
+tensors live. Expected values are those of plain torch, in float64.
+"""
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from geoparam.ops import columns
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+BOUND = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+LAST, FIRST = torch.channels_last, torch.contiguous_format
+# shape, dimension of the channels, layout
+CASES = [
+    ((2, 3, 5, 4), 1, LAST),
+    ((2, 3, 5, 4), 1, FIRST),
+    ((3, 70, 9, 8), 1, LAST),
+    ((7, 27), 1, FIRST),
+    ((3, 5, 7), -1, FIRST),
+    ((1, 1, 2, 2), 1, LAST),
+    ((0, 4, 3, 3), 1, LAST),
+]
+# units, channels of a group, kernel, groups
+WEIGHTS = [(4, 3, (3, 3), 1), (6, 5, (1, 1), 2), (33, 40, (1, 1), 1), (1, 1, (2, 2), 1)]
+
+
+def near(found: Tensor | None, expected: Tensor | None, dtype: torch.dtype) -> None:
+    """Check numbers that were rounded to `dtype`, or that sums of such numbers gave."""
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None and found.shape == expected.shape
+    if expected.numel():
+        scale = expected.abs().max().clamp(min=1)
+        assert (found.double().cpu() - expected.cpu()).abs().max() <= BOUND[dtype] * scale
+
+
+def activation(case: tuple, dtype: torch.dtype, device: str) -> Tensor:
+    shape, _, layout = case
+    x = torch.randn(shape).to(device, dtype)
+    return x.contiguous(memory_format=layout) if len(shape) == 4 else x
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def check_rectify(kernels: ModuleType, case: tuple, dtype: torch.dtype, device: str) -> None:
+    x, dim = activation(case, dtype, device), case[1]
+    channels = x.shape[dim]
+    bias = torch.randn(channels).to(device, dtype)
+    scale = torch.randn(channels).to(device, wide(dtype))
+    for b, s, relu in [
+        (None, None, True),
+        (bias, None, True),
+        (bias, scale, True),
+        (bias, None, False),
+    ]:
+        given = (t if t is None else t.double().cpu() for t in (b, s))
+        expected, sums = columns.rectify(x.double().cpu(), dim, *given, relu=relu)
+        y, found = kernels.rectify(x, dim, b, s, relu, False, True)
+        near(y, expected, dtype)
+        near(found, y.double().sum([d for d in range(y.ndim) if d != dim % y.ndim]), wide(dtype))
+        assert y.stride() == x.stride() and found.dtype == wide(dtype)
+        z = x.clone()
+        assert kernels.rectify(z, dim, b, s, relu, True, False)[0] is z
+        assert torch.equal(z, y)
+
+
+def check_backward(kernels: ModuleType, case: tuple, dtype: torch.dtype, device: str) -> None:
+    x, dim = activation(case, dtype, device), case[1]
+    channels, a = x.shape[dim], x.relu()
+    grad = activation(case, dtype, device)
+    grad_sums, scale = torch.randn(2, channels).to(device, wide(dtype))
+    for gs, s in [(None, None), (grad_sums, None), (grad_sums, scale)]:
+        given = (t if t is None else t.double().cpu() for t in (gs, s))
+        expected = columns.rectify_backward(grad.double().cpu(), a.double().cpu(), dim, *given)
+        found = kernels.rectify_backward(grad, a, dim, gs, s)
+        near(found[0], expected[0], dtype)
+        others = [d for d in range(a.ndim) if d != dim % a.ndim]
+        near(found[1], found[0].double().sum(others), wide(dtype))
+        near(found[2], expected[2], dtype)
+
+
+def check_sums(kernels: ModuleType, case: tuple, dtype: torch.dtype, device: str) -> None:
+    x, dim = activation(case, dtype, device), case[1]
+    others = [d for d in range(x.ndim) if d != dim % x.ndim]
+    near(kernels.sums(x, dim), x.double().sum(others), wide(dtype))
+
+
+def check_strided(kernels: ModuleType, device: str) -> None:
+    """Gaps in memory, and a gradient that lies otherwise than the activation."""
+    x = torch.randn(4, 6, 5, 5, device=device)[::2, :, 1:]
+    near(kernels.sums(x, 1), x.double().sum((0, 2, 3)), torch.float32)
+    y, _ = kernels.rectify(x, 1, None, None, True, False, True)
+    assert torch.equal(y, x.relu())
+    grad = torch.randn(1, 4, 6, 1, device=device).transpose(1, 2).expand_as(x)
+    found = kernels.rectify_backward(grad, y, 1, None, None)
+    assert torch.equal(found[0], torch.where(y > 0, grad, 0))
+
+
+def check_nan(kernels: ModuleType, device: str) -> None:
+    x = torch.tensor([[1.0, float("nan")], [-1.0, 2.0]], device=device)
+    y, sums = kernels.rectify(x, 1, None, None, True, False, True)
+    assert y[0, 1].isnan() and sums[1].isnan() and sums[0] == 1
+
+
+def check_bias(
+    kernels: ModuleType, case: tuple, dtype: torch.dtype, last: bool, device: str
+) -> None:
+    out, width, kernel, groups = case
+    layout = LAST if last else FIRST
+    weight = torch.randn(out, width, *kernel).to(device, dtype).contiguous(memory_format=layout)
+    grad_weight = torch.randn_like(weight)
+    r, lam, grad = torch.randn(3, out).to(device, wide(dtype))
+    total, mean = torch.randn(2, width * groups).to(device, wide(dtype))
+    for scale, offset in [(r, lam), (None, lam), (None, None)]:
+        running = mean.clone(), torch.tensor(3, device=device)
+        precise = mean.double().cpu(), torch.tensor(3)
+        inputs = (t if t is None else t.double().cpu() for t in (weight, scale, offset, total))
+        expected = columns.shifted_bias(*inputs, 7, precise, 0.1)
+        version = running[0]._version
+        found = kernels.shifted_bias(weight, scale, offset, total, 7, running, 0.1)
+        near(found, expected, dtype)
+        near(running[0], precise[0], wide(dtype))
+        assert running[1] == 4 and running[0]._version > version
+        inputs = (
+            t if t is None else t.double().cpu()
+            for t in (grad, weight, grad_weight, scale, offset, total)
+        )
+        expected = columns.shifted_bias_backward(*inputs, 7)
+        given = grad, weight, grad_weight.clone(), scale, offset, total
+        for a, b in zip(kernels.shifted_bias_backward(*given, 7), expected, strict=True):
+            near(a, b, dtype)
+
+
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+weights = pytest.mark.parametrize("case", WEIGHTS, ids=str)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
