@@ -147,6 +147,18 @@ def test_other_modes_become_rgb(tmp_path: Path, mode: str) -> None:
     assert torch.allclose(images[0].mean(dim=(1, 2)), 120 / 255 - torch.tensor(MEAN), atol=0.01)
 
 
+def test_greys_of_sixteen_bits_become_bytes(tmp_path: Path) -> None:
+    from PIL import Image
+
+    image = np.full((40, 60), 120 * 257, dtype=np.uint16)
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        Image.fromarray(image).save(tmp_path / split / "a" / "0.png")
+    source = ImageFolders(tmp_path, size=32, workers=0)
+    images, _ = next(source.val(1, device="cpu").epoch(0))
+    assert torch.allclose(images[0].mean(dim=(1, 2)), 120 / 255 - torch.tensor(MEAN), atol=0.01)
+
+
 # --- order --------------------------------------------------------------------------------------
 
 

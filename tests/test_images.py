@@ -139,15 +139,15 @@ def test_every_run_of_the_grid_has_a_record_and_curves(finished: Run) -> None:
 
 
 def test_the_papers_rates_are_the_default() -> None:
-    config = {"network": "vgg6", "methods": ["bn", "gmp"], "batch_sizes": [256], "seeds": 1}
-    for experiment, rates in {"imagenet32": [0.01, 0.1], "imagenet": [0.1, 0.1]}.items():
-        todo = images.tasks(experiment, config | {"lrs": None})
+    config = {"methods": ["bn", "gmp"], "batch_sizes": [256], "seeds": 1, "lrs": None}
+    for network, rates in {"vgg6": [0.01, 0.1], "resnet18": [0.1, 0.1]}.items():
+        todo = images.tasks(config | {"network": network})
         assert [task.settings.lr for task in todo] == rates
 
 
 def test_the_first_seed_of_everything_comes_first() -> None:
     config = {"network": "vgg6", "methods": ["bn", "gmp"], "batch_sizes": [8, 16], "lrs": [0.1]}
-    seeds = [task.settings.seed for task in images.tasks("imagenet32", config | {"seeds": 2})]
+    seeds = [task.settings.seed for task in images.tasks(config | {"seeds": 2})]
     assert seeds == [0] * 4 + [1] * 4
 
 
@@ -446,6 +446,11 @@ def test_progress_counts_images_and_says_how_fast(
         ({"batch_sizes": [16, 65]}, "no batch of 65 can be taken from 64 images"),
         ({"lrs": []}, "lrs must be learning rates above 0"),
         ({"lrs": [0.1, -1]}, "lr is above 0"),
+        ({"lrs": [float("nan")]}, "lr is above 0 and finite"),
+        ({"widths": ()}, r"from 1 on, one or more for vgg6; got \[\]"),
+        ({"network": "resnet18"}, "from 1 on, one for resnet18; got"),
+        ({"crop": 32}, "below the size 32; got 32"),
+        ({"angle_lr": -1.0}, "angle_lr is a rate"),
         ({"schedule": "cosine"}, "schedule is one of steps"),
         ({"dropout": 0.5}, "settings are epochs, .*; got dropout"),
         ({"data": "nowhere"}, "nowhere"),
@@ -458,6 +463,16 @@ def test_mistakes_are_told_before_anything_is_written(
     with pytest.raises((ValueError, FileNotFoundError), match=match):
         run(tmp_path / "run", **({"data": data} | options))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("text", [",", "0.1,0.2", "fan"])
+def test_the_rate_of_angles_is_one_number(text: str) -> None:
+    pytest.importorskip("typer")
+    from geoparam.cli.images import _rate
+
+    assert (_rate("fan_in"), _rate("0.1")) == ("fan_in", 0.1)
+    with pytest.raises(ValueError, match="number.*; got"):
+        _rate(text)
 
 
 def test_images_that_are_at_hand_need_no_folder(

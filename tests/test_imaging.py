@@ -164,6 +164,26 @@ def test_the_average_is_what_is_evaluated(tmp_path: Path) -> None:
             torch.testing.assert_close(value, expected[name], msg=name)
 
 
+def test_processes_evaluate_the_main_ones_average_of_running_means(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Each process averages running means of its own where norms are not synchronised. What a
+    # checkpoint has are the main one's: a resumed run would else evaluate something else.
+    training = Training(settings("bn", ema=0.5), source(), preparation.make_accelerator("fp32"))
+    for batch in training.batches.epoch(0):
+        training.train_on(*batch)
+    with training._evaluated():
+        expected = [buffer.clone() for buffer in training.model.buffers()]
+    live, sent = [buffer.clone() for buffer in training.model.buffers()], []
+    monkeypatch.setattr(type(training.accelerator), "num_processes", 2)
+    monkeypatch.setattr(
+        "accelerate.utils.broadcast", lambda tensors: sent.extend(t.clone() for t in tensors)
+    )
+    training.evaluate()
+    assert len(sent) == len(expected) and all(map(torch.equal, sent, expected))
+    assert all(map(torch.equal, training.model.buffers(), live))
+
+
 def test_a_finished_run_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = train(settings(), source(), tmp_path)
     monkeypatch.setattr(Training, "train_on", die)
@@ -258,6 +278,8 @@ def test_leaves_random_numbers_and_switches_as_they_were(tmp_path: Path) -> None
         ({"epochs": 0}, "epochs is at least 1"),
         ({"momentum": 1.0}, "momentum is from 0 to below 1"),
         ({"lr": 0.0}, "lr is above 0"),
+        ({"lr": float("inf")}, "lr is above 0 and finite"),
+        ({"widths": (4, 0)}, "widths are numbers of channels from 1 on"),
         ({"accumulate": 3}, "equal parts"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

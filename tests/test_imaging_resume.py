@@ -224,6 +224,19 @@ def test_the_tracker_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert whole.tobytes() == parts.tobytes()  # NaN where there is nothing to measure
 
 
+def test_a_tracker_that_comes_later_counts_the_steps_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(settings(), source(), tmp_path / "whole", track=1)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        mid_epoch(patch)
+        train(settings(), source(), tmp_path / "parts", checkpoint_every=1)
+    train(settings(), source(), tmp_path / "parts", track=1)
+    whole, parts = (np.load(tmp_path / name / "boundaries.npy") for name in ("whole", "parts"))
+    assert 1 < parts["step"][0] and parts["step"][-1] == whole["step"][-1]
+    assert parts.tobytes() == whole[-len(parts) :].tobytes()
+
+
 def test_tensorboard_has_the_curves_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -178,7 +178,12 @@ def _run(experiment: str, given: Mapping[str, Any]) -> None:
 
 
 def _rate(text: str) -> float | str:
-    return text if text == "fan_in" else numbers(text)[0]
+    if text == "fan_in":
+        return text
+    rates = numbers(text)
+    if len(rates) != 1:
+        raise ValueError(f"angle-lr is one number, or fan_in; got {text!r}.")
+    return rates[0]
 
 
 _READ = {

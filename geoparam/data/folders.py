@@ -276,11 +276,20 @@ def _decoded(path: str) -> Any:
 
     try:
         with Image.open(path) as picture:
-            return picture.convert("RGB")
+            return _eight_bits(picture).convert("RGB")
     except Exception as error:  # Pillow raises whatever its decoders stumble over
         raise ValueError(
             f"{path} cannot be decoded ({error}). Get it anew, or remove it from its folder."
         ) from error
+
+
+def _eight_bits(picture: Any) -> Any:
+    """Return greys of 16 bits as bytes: Pillow's convert would make all above 255 white."""
+    from PIL import Image
+
+    if not picture.mode.startswith("I"):
+        return picture
+    return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
 
 
 def _colour_noise() -> Tensor:

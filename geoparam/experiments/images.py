@@ -85,24 +85,24 @@ class Task:
         return f"{title}, batch {one.batch_size:,}, rate {one.lr:g}, seed {one.seed}"
 
 
-def papers_rate(experiment: str, method: str) -> float:
+def papers_rate(network: str, method: str) -> float:
     """Return the learning rate that a method has in the papers, or would have by their rule.
 
     Example:
-        >>> [papers_rate("imagenet32", method) for method in ("bn", "gmp+imn", "intrinsic+imn")]
+        >>> [papers_rate("vgg6", method) for method in ("bn", "gmp+imn", "intrinsic+imn")]
         [0.01, 0.1, 0.1]
-        >>> papers_rate("imagenet", "bn")
+        >>> papers_rate("resnet18", "bn")
         0.1
     """
-    return 0.1 if experiment == "imagenet" else all_methods.LEARNING_RATES[method]
+    return 0.1 if network.startswith("resnet") else all_methods.LEARNING_RATES[method]
 
 
-def tasks(experiment: str, config: Record) -> list[Task]:
+def tasks(config: Record) -> list[Task]:
     """Return the runs of a sweep with this configuration, the first seed's first.
 
     Example:
         >>> config = {"network": "vgg6", "methods": ["bn", "gmp"], "batch_sizes": [256]}
-        >>> [str(task) for task in tasks("imagenet32", config | {"lrs": None, "seeds": 1})]
+        >>> [str(task) for task in tasks(config | {"lrs": None, "seeds": 1})]
         ['BN, batch 256, rate 0.01, seed 0', 'GmP, batch 256, rate 0.1, seed 0']
     """
     names = {field.name for field in fields(Settings)}
@@ -114,7 +114,7 @@ def tasks(experiment: str, config: Record) -> list[Task]:
         for seed in range(config["seeds"])
         for batch_size in config["batch_sizes"]
         for method in config["methods"]
-        for lr in config["lrs"] or [papers_rate(experiment, method)]
+        for lr in config["lrs"] or [papers_rate(config["network"], method)]
     ]
 
 
@@ -178,7 +178,7 @@ def run(
     config = _checked(experiment, network, methods, batch_sizes, lrs, seeds, settings)
     source = _source(experiment, data, size, workers, check_images)
     crew = Crew(make_accelerator(config["precision"]))
-    _check_fits(tasks(experiment, config), source, crew)
+    _check_fits(tasks(config), source, crew)
     kinds = {"checkpoint_every": checkpoint_every, "tensorboard": tensorboard, "track": track}
     work = _Work(Path(out), source, crew, keep_weights, kinds)
     if not crew.leads:
@@ -200,7 +200,7 @@ def run(
 def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress | None) -> None:
     """Do all runs that are not done."""
     config, experiment = folder.config, folder.info["experiment"]
-    todo = tasks(experiment, config)
+    todo = tasks(config)
     session = Session(
         folder,
         work,
@@ -228,7 +228,7 @@ def _finisher(folder: Run, work: "_Work") -> Callable[[Task], None]:
     from geoparam.experiments.imaging import figures
 
     names = all_methods.METHODS
-    papers = {name: papers_rate(folder.info["experiment"], name) for name in names}
+    papers = {name: papers_rate(folder.config["network"], name) for name in names}
 
     def finished(task: Task) -> None:
         work.clean(task)
@@ -349,7 +349,7 @@ def _checked(
         "seeds": seeds,
     }
     config |= {name: value for name, value in common.items() if name not in KEY}
-    tasks(experiment, config)  # raises where a run cannot be
+    tasks(config)  # raises where a run cannot be
     return config
 
 
@@ -362,12 +362,13 @@ def _check_settings(settings: Record) -> None:
 
 def _check_fits(todo: Sequence[Task], source: "Source", crew: "Crew") -> None:
     """Raise ValueError where a run could not begin: hours later, it would end the sweep."""
-    from geoparam.data.imagenet import Shares
     from geoparam.experiments.imaging import preparation
 
-    for task in todo:
-        preparation.check(task.settings, crew.accelerator)
-        Shares(source.fingerprint["train"], task.settings.batch_size, 0, crew.size)
+    place: Record = {"device": crew.accelerator.device, "world": crew.size}
+    for one in (task.settings for task in todo):
+        preparation.check(one, crew.accelerator)
+        source.train(one.batch_size, seed=0, crop=one.crop, **place)
     for one in {task.settings.method: task.settings for task in todo}.values():
         options = {"size": source.size, "seed": 0, **one.network_options}
-        networks.build(one.network, one.method, source.classes, **options)
+        model = networks.build(one.network, one.method, source.classes, **options)
+        preparation.make_optimizer(one, model)

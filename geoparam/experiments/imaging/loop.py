@@ -192,10 +192,10 @@ class Training:
     @torch.no_grad()
     def evaluate(self) -> Result:
         """Return the result on the validation split, of the average where there is one."""
-        self._share_buffers()
         sums = Sums(self.accelerator.device)
         self.model.eval()
         with self._evaluated():
+            self._share_buffers()  # of the average where there is one: each process has its own
             for images, labels in self.val.epoch(0):
                 logits = self.model(self._laid_out(images))
                 sums.add(F.cross_entropy(logits, labels, reduction="sum"), logits, labels)
@@ -230,8 +230,9 @@ class Training:
         self.tracker = watching.make_tracker(
             self.model, every, self.size, self.accelerator.device, folder, state is not None
         )
-        if state is not None and state.get("tracker"):
-            self.tracker.load_state_dict(state["tracker"])
+        if state is not None:  # it may be that nobody looked on before
+            done = {"step": self.epoch * self.batches.steps + self.step}
+            self.tracker.load_state_dict(state["tracker"] or done)
 
     def write_curves(self, writer: Any) -> None:
         """Write the last epoch for TensorBoard."""

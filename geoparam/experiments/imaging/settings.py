@@ -1,5 +1,6 @@
 """What decides the numbers of one run on images, and what a run leaves behind."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -89,15 +90,28 @@ class Settings:
         for name in ("momentum", "label_smoothing", "ema"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is from 0 to below 1; got {getattr(self, name)}.")
-        if self.lr <= 0 or self.weight_decay < 0 or self.crop < 0:
+        finite = math.isfinite(self.lr) and math.isfinite(self.weight_decay)
+        if not finite or self.lr <= 0 or self.weight_decay < 0 or self.crop < 0:
             raise ValueError(
-                "lr is above 0, weight_decay and crop are not below; got "
+                "lr is above 0 and finite, weight_decay and crop are not below; got "
                 f"lr={self.lr}, weight_decay={self.weight_decay}, crop={self.crop}."
             )
+        self._check_widths()
         if self.batch_size % self.accumulate:
             raise ValueError(
                 "accumulate divides a batch into equal parts; got "
                 f"{self.accumulate} for batch_size {self.batch_size}."
+            )
+
+    def _check_widths(self) -> None:
+        """Raise where the network could not have these widths, or would leave some out."""
+        if self.widths is None:
+            return
+        one = self.network.startswith("resnet")
+        if not self.widths or min(self.widths) < 1 or (one and len(self.widths) > 1):
+            raise ValueError(
+                f"widths are numbers of channels from 1 on, {'one' if one else 'one or more'} for "
+                f"{self.network}; got {list(self.widths)}."
             )
 
     @property
