@@ -93,7 +93,7 @@ def test_run_prints_the_table_and_where_everything_is(
     assert call(monkeypatch, "run", "levy", "--out", str(out), *options) == 0
     printed, errors = capsys.readouterr()
     assert "GmP+IMN, rate 0.1" in printed and "1.104" in printed and str(out) in printed
-    assert errors == ""
+    assert errors == "" and "Records and curves are in" in printed  # figures were left out
     run = Run.open(out)
     assert run.info["command"].startswith("geoparam run levy --out")
     assert run.config["lrs"] == [0.01, 0.1] and len(run.records()) == 8
@@ -120,7 +120,10 @@ def test_run_banana_says_which_points_it_had(
         (("uci", "--datasets", "boston,bostn"), "boston, concrete, energy"),
         (("uci", "--methods", "spp"), "got 'spp'"),
         (("levy", "--lrs", "0.1,fast"), "numbers between commas; got '0.1,fast'"),
+        (("levy", "--lrs", "nan"), "above 0 and finite; got [nan]"),
         (("levy", "--init", "he"), "Use 'glorot' or 'sphere'"),
+        (("uci", "--device", "gpu"), "device must be one that torch can use here"),
+        (("width", "--widths", "16.7"), "whole numbers between commas; got '16.7'"),
         (("imagenet32", "--data", "d", "--methods", "spp"), "got 'spp'"),
         (("imagenet32", "--data", "d", "--batch-sizes", "2.5"), "whole numbers between commas"),
         (("imagenet32", "--data", "missing-folder"), "missing-folder"),
@@ -347,6 +350,14 @@ def test_a_folder_of_runs_stands_for_them(finished: Path) -> None:
     assert [run.folder for run in files.opened([finished])] == [finished]
 
 
+@pytest.mark.parametrize("command", ["table", "report"])
+def test_a_baseline_that_is_no_method_is_told(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = call(monkeypatch, command, str(tmp_path), "--baseline", "spp")
+    assert "baseline must be of sp, wn" in str(told) and "got 'spp'" in str(told)
+
+
 def test_report_writes_one_page(
     finished: Path,
     tmp_path: Path,
@@ -382,6 +393,13 @@ def test_help_lists_the_commands(
     assert all(
         f" {name} " in printed for name in "levy banana perturbation uci width imagenet32".split()
     )
+
+
+def test_version_is_that_of_the_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"geoparam {gp.__version__}, torch {torch.__version__}\n"
 
 
 # --- fold ---------------------------------------------------------------------------------------

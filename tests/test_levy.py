@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,8 @@ def test_several_processes_give_the_same_numbers(tmp_path: Path, undrawn: None) 
         ({"methods": ["gmp"], "init": "he"}, "Use 'glorot' or 'sphere'"),
         ({"seeds": 0}, ">= 1; got 0"),
         ({"lrs": [0.1, -1.0]}, "above 0"),
+        ({"lrs": [0.1, float("nan")]}, "finite"),
+        ({"lrs": [float("inf")]}, "finite"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_written(
@@ -280,6 +283,16 @@ def test_a_run_that_diverges_is_told_and_drawn(tmp_path: Path) -> None:
     records = experiment.run(tmp_path / "run", **wanted).records()
     assert [r["outcome"] for r in records] == ["finished", "diverged"] * 2
     assert all(r["epochs"] < 5 for r in records if r["outcome"] == "diverged")
+
+
+def test_one_seed_of_one_method_is_drawn_beside_its_median(tmp_path: Path) -> None:
+    run = Run.create(tmp_path, "levy", {"methods": ["gmp"], "lrs": [0.1]}, key=toys.KEY)
+    run.append({"method": "gmp", "lr": 0.1, "seed": 0, "test_rmse": 0.5})
+    figure = toys.draw_seeds(run, "test_rmse", "test RMSE")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib's, where words leave no room for the axes
+        run.figure("seeds", figure)
+    assert figure.axes[0].lines[0].get_xdata() == [0]
 
 
 def test_films_of_different_length_stay_at_their_ends() -> None:

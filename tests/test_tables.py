@@ -411,3 +411,32 @@ def test_runs_are_exported_together(tmp_path: Path, form: str) -> None:
     runs = [run_folders.levy(tmp_path / "levy"), run_folders.banana(tmp_path / "banana")]
     text = tables.export(runs, form)
     assert "Test RMSE" in text and "Test accuracy" in text and text.endswith("\n")
+
+
+def test_numbers_of_the_papers_beside_another_rate_say_so() -> None:
+    records = [
+        {"method": method, "seed": seed, "lr": 0.1, "test_rmse": 1.0 + seed}
+        for method in ("sp", "gmp")
+        for seed in range(2)
+    ]
+    said = "The papers' numbers are of other rates: SP 0.01."
+    assert said in only(tables.from_records(records, "levy")).notes
+    theirs = [record | {"lr": 0.01 if record["method"] == "sp" else 0.1} for record in records]
+    assert said not in only(tables.from_records(theirs, "levy")).notes
+
+
+def test_tables_of_levy_and_banana_name_their_experiment() -> None:
+    records = [{"method": "sp", "seed": 0, "test_rmse": 1.0}]
+    assert only(tables.from_records(records, "levy")).title == "Test RMSE (Levy)"
+
+
+def test_one_epoch_is_no_plural() -> None:
+    records = [{"method": "sp", "seed": 0, "test_rmse": 1.0}]
+    notes = only(tables.from_records(records, "levy", {"epochs": 1})).notes
+    assert "Trained for at most one epoch; the papers allow 10,000." in notes
+
+
+def test_a_star_alone_needs_no_backslash_in_markdown_and_emphasis_does() -> None:
+    rows = (Row("a*b", (Cell("0.1 ± 0.0 *"),)),)
+    text = Table("Stars", "method", ("x",), rows, ("Clear. * more than two.",)).markdown()
+    assert "0.1 ± 0.0 * |" in text and "Clear. * more" in text and r"a\*b" in text

@@ -306,8 +306,10 @@ def test_a_gpu_finds_what_the_cpu_does(tmp_path: Path) -> None:
         ({"protocol": "test"}, "protocol must be of paper, heldout; got 'test'"),
         ({"init": "he"}, "init='he' draws weights"),
         ({"seeds": 0}, "seeds, the number of splits, and epochs must be >= 1; got 0"),
-        ({"lrs": []}, "lrs must be learning rates above 0, or left out"),
+        ({"lrs": []}, "lrs must be learning rates above 0 and finite, or left out"),
         ({"lrs": [0.1, -1]}, "above 0"),
+        ({"lrs": [math.nan, 0.1]}, "finite"),
+        ({"device": "nonsense"}, "device must be one that torch can use here.*got 'nonsense'"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_written(

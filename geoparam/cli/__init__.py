@@ -4,7 +4,7 @@ typer is imported when the application is made, so that a missing extra is named
 """
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 if TYPE_CHECKING:
     from typer import Typer
@@ -52,10 +52,28 @@ def app() -> "Typer":
     )
 
     @application.callback()
-    def geoparam() -> None:
+    def geoparam(
+        version: Annotated[
+            bool,
+            typer.Option(
+                "--version", callback=_version, is_eager=True, help="Show the version and exit."
+            ),
+        ] = False,
+    ) -> None:
         """Geometric Parameterization for PyTorch."""
 
     application.command("demo")(demo.command)
     application.add_typer(runs.application(), name="run")
     files.add(application)
     return application
+
+
+def _version(asked: bool) -> None:
+    """Print the versions of geoparam and torch, and end, where that was asked for."""
+    if asked:
+        import torch
+
+        from geoparam import __version__
+
+        print(f"geoparam {__version__}, torch {torch.__version__}")
+        sys.exit(0)

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 from typer import Argument, Option
 
 import geoparam as gp
 from geoparam.cli.running import explained
+from geoparam.experiments.methods import METHODS
+from geoparam.experiments.tasks import check_names
 
 if TYPE_CHECKING:
     from geoparam.experiments.results import Run
@@ -22,7 +25,9 @@ if TYPE_CHECKING:
 Runs = Annotated[
     list[Path], Argument(help="Folders of runs, or folders of such folders, as demo makes.")
 ]
-Baseline = Annotated[str, Option(help="The method that others are compared with.")]
+Baseline = Annotated[
+    str, Option(help="The method that others are compared with; bn in runs without it.")
+]
 
 
 def table(
@@ -35,6 +40,7 @@ def table(
     from geoparam.experiments import tables
 
     with explained():
+        check_names("baseline", [baseline], tuple(METHODS))
         text = tables.export(opened(runs), form, baseline)
         if out is None:
             print(text)
@@ -52,6 +58,7 @@ def report(
     from geoparam import report as pages
 
     with explained():
+        check_names("baseline", [baseline], tuple(METHODS))
         command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
         path = pages.write(opened(runs), out, baseline, command)
         print(f"The page is {path}")
@@ -97,7 +104,7 @@ def fold(
     except (ValueError, OSError) as error:
         sys.exit(f"Nothing written. {error}")
     shown = Table("layers folded", "entries kept as they are", "size")
-    shown.add_row(f"{report.layers}", f"{report.kept}", f"{report.size / 1e6:,.1f} MB")
+    shown.add_row(f"{report.layers}", f"{report.kept}", decimal(report.size))
     console = Console()
     console.print(shown)
     for note in report.notes:
@@ -111,7 +118,7 @@ def bench(
         str | None, Argument(help="Which one; without a name they are listed.")
     ] = None,
 ) -> None:
-    """Run a performance comparison; options after its name are given to it."""
+    """Run a performance comparison; what follows its name is given to it, also -- --help."""
     root = checkout()
     if root is None:
         sys.exit(

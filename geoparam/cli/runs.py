@@ -8,7 +8,7 @@ import typer
 from typer import Option
 
 from geoparam.cli.images import imagenet, imagenet32
-from geoparam.cli.running import Jobs, explained, listed, numbers, progress
+from geoparam.cli.running import Jobs, explained, integers, listed, numbers, progress
 from geoparam.data.uci import NAMES
 from geoparam.experiments.methods import METHODS
 
@@ -44,7 +44,9 @@ def levy(
     epochs: Annotated[int, Option(min=1, help="The most there are.")] = 10_000,
     patience: Annotated[int, Option(min=1, help="Epochs before the rate falls.")] = 500,
     init: Init = "glorot",
-    data_seed: Annotated[int, Option(help="Of the 50 points; 0 gives the papers'.")] = 0,
+    data_seed: Annotated[
+        int, Option(min=0, max=2**32 - 1, help="Of the 50 points; 0 gives the papers'.")
+    ] = 0,
     jobs: Jobs = None,
     resume: Resume = False,
 ) -> None:
@@ -128,7 +130,7 @@ def uci(
     jobs: Jobs = None,
     resume: Resume = False,
 ) -> None:
-    """Seven regression sets of the UCI archive: table 1."""
+    """Seven regression sets of the UCI archive: table 1. Minutes; heldout about an hour."""
     from geoparam.experiments import uci as experiment
 
     options = {"protocol": protocol, "seeds": seeds, "epochs": epochs, "init": init, "data": data}
@@ -151,12 +153,12 @@ def width(
     jobs: Jobs = None,
     resume: Resume = False,
 ) -> None:
-    """What depends on the width: scales at the start, and the best learning rate."""
+    """What depends on the width: scales at the start, the best learning rate. Half an hour."""
     from geoparam.experiments import width as experiment
 
     with explained(out):
         given = {
-            "widths": widths and [int(number) for number in numbers(widths)],
+            "widths": widths and integers(widths),
             "datasets": datasets and listed(datasets),
             "rates": rates and numbers(rates),
             "seeds": seeds,
@@ -173,5 +175,12 @@ def _run(experiment: Callable[..., "Run"], out: Path, options: dict[str, Any]) -
     with progress() as bar:
         done = experiment(out, **options, progress=bar)
     print(tables.export([done]))
-    print(f"Records, curves and figures are in {out}")
+    print(f"{_left(out)} in {out}")
     return done
+
+
+def _left(out: Path) -> str:
+    """Say what a run left behind besides its records."""
+    kinds = [name for name in ("curves", "figures") if (out / name).is_dir()]
+    *first, last = ["Records", *kinds]
+    return f"{', '.join(first)} and {last} are" if first else f"{last} are"

@@ -8,6 +8,7 @@ finished: where any of its records is missing it is trained again, and only thos
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,8 +240,8 @@ def checked(names: Sequence[str], init: str, seeds: int, lrs: Sequence[float]) -
         methods.get(name, init=init)
     if seeds < 1:
         raise ValueError(f"seeds is how many initial weights to train from, >= 1; got {seeds}.")
-    if not lrs or min(lrs) <= 0:
-        raise ValueError(f"lrs are learning rates above 0; got {list(lrs)}.")
+    if not lrs or not all(0 < lr < math.inf for lr in lrs):
+        raise ValueError(f"lrs are learning rates above 0 and finite; got {list(lrs)}.")
     return {
         "methods": list(dict.fromkeys(names)),
         "seeds": seeds,
@@ -324,7 +325,8 @@ def draw_seeds(run: Run, measure: str, label: str, papers: bool = True) -> "Figu
 
     config = run.config
     columns = [(method, lr) for method in config["methods"] for lr in config["lrs"]]
-    figure, axes = plots.new_figure(1, 1, size=(1.6 + 0.95 * len(columns), 4.2))
+    wide = max(1.6 + 0.95 * len(columns), 7.0)  # words need that much, however few the columns
+    figure, axes = plots.new_figure(1, 1, size=(wide, 4.2))
     ax = axes[0, 0]
     for x, (method, lr) in enumerate(columns):
         own = [r for r in run.records() if r["method"] == method and r["lr"] == lr]
@@ -350,7 +352,8 @@ def _seed_column(ax: "Axes", x: int, values: list[float], method: str, lr: float
 
     colour = plots.method_style(method).colour
     order = np.argsort(np.argsort(values))
-    beside = x + 0.22 * ((order % 5) - 2) / 2  # so that equal values do not hide each other
+    middle = (min(len(values), 5) - 1) / 2
+    beside = x + 0.11 * (order % 5 - middle)  # so that equal values do not hide each other
     filled = lr == methods.LEARNING_RATES[method]
     ax.plot(beside, values, "o", color=colour, mfc=colour if filled else "none", ms=5, alpha=0.75)
     if values:

@@ -383,8 +383,9 @@ def _checked(
     if min(seeds, settings.epochs) < 1:
         got = f"{seeds} and {settings.epochs}"
         raise ValueError(f"seeds, the number of splits, and epochs must be >= 1; got {got}.")
-    if lrs is not None and (not lrs or min(lrs) <= 0):
-        raise ValueError(f"lrs must be learning rates above 0, or left out; got {list(lrs)}.")
+    if lrs is not None and (not lrs or not all(0 < lr < math.inf for lr in lrs)):
+        rule = "lrs must be learning rates above 0 and finite, or left out"
+        raise ValueError(f"{rule}; got {list(lrs)}.")
     grid = lrs or (RATES if settings.protocol == "heldout" else None)
     return {
         "datasets": list(dict.fromkeys(datasets)),
@@ -394,6 +395,17 @@ def _checked(
         "lrs": grid and sorted({float(lr) for lr in grid}),
         "init": settings.init,
         "epochs": settings.epochs,
-        "device": torch.device(settings.device).type,
+        "device": _usable(settings.device),
         "dtype": str(settings.dtype).removeprefix("torch."),
     }
+
+
+def _usable(device: str) -> str:
+    """Return the type of a device, if torch can put a tensor there."""
+    try:
+        return torch.empty(0, device=device).device.type
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+        reason = f"{error}".partition("\n")[0]
+        raise ValueError(
+            f"device must be one that torch can use here, such as cpu; got {device!r}: {reason}"
+        ) from error

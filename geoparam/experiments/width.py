@@ -207,8 +207,10 @@ def run(
         "seeds": seeds,
         "steps": steps,
     }
-    if not (widths and rates) or min(*widths, *rates, seeds, steps) <= 0:
-        raise ValueError(f"widths, rates, seeds and steps must be above 0; got {config}.")
+    given = (*widths, *rates, seeds, steps)
+    if not (widths and rates) or not all(0 < number < math.inf for number in given):
+        rule = "widths, rates, seeds and steps must be above 0 and finite"
+        raise ValueError(f"{rule}; got {config}.")
     energy = data_sets.load("energy", data) if "energy" in datasets else None
     folder = Run.create(out, "width", config, command, key=KEY, resume=resume)
     todo = tasks(config)

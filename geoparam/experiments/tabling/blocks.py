@@ -22,6 +22,7 @@ Cells = Mapping["Line", Mapping[Any, Sequence[Record]]]
 
 _WORDS = {"lr": "rate", "batch_size": "batch"}
 INITS = {"glorot": "Glorot", "he": "He", "sphere": "sphere"}
+_NAMED = ("levy", "banana")  # nothing else in their tables says what they are of
 _DATASETS = {"normal": "normal inputs, over their number"}
 
 
@@ -82,7 +83,8 @@ class Block:
             [column] = self.columns  # a number needs to be told what of
             of = f", {'' if isinstance(column, str) else self.layout.column_title + ' '}"
             of += heading(column)
-        return (by or of) + in_brackets(self.group)
+        named = self.experiment if self.experiment in _NAMED else ""
+        return (by or of) + in_brackets(self.group or named)
 
     @property
     def compare(self) -> bool:

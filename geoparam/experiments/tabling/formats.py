@@ -48,7 +48,8 @@ _LATEX = {
     "φ": r"$\varphi$",
     "°": r"$^\circ$",
 }
-_MARKDOWN = re.compile(r"([\\|*_`\[\]<])")
+# A star with space on both sides is only a star: a terminal need not show it with a backslash.
+_MARKDOWN = re.compile(r"([\\|_`\[\]<]|(?<!\s)\*|\*(?=\S))")
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ _WIDTH = (
         title="Exponent with which things grow with the width, before training",
         notes=(
             "0: does not depend on the width; 0.5: grows with its square root; -0.5: shrinks "
-            "with it. For normal inputs the same of their number.",
+            "with it. With normal inputs, read their number for the width.",
             _INITS,
         ),
     ),

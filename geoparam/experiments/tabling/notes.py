@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from geoparam.experiments.tabling import images, reference
-from geoparam.experiments.tabling.blocks import Block
+from geoparam.experiments.tabling.blocks import Block, Line
 from geoparam.experiments.tabling.comparisons import Comparison
 from geoparam.experiments.tabling.formats import OTHER, SAME
 from geoparam.experiments.tabling.layouts import number
@@ -41,6 +41,8 @@ def _papers_notes(block: Block) -> Iterator[str]:
         return
     yield f"papers: {source}."
     yield from block.layout.notes
+    if len(block.columns) == 1:  # where there are more, the papers' rows have their rates
+        yield from _rate_notes(block)
     if not block.same_data:
         yield "The papers trained on KEEL's points, this run on generated ones: do not compare."
     judged = [verdict for place in places if (verdict := block.agrees(*place)) is not None]
@@ -53,10 +55,24 @@ def _papers_notes(block: Block) -> Iterator[str]:
         yield "A number of one seed is judged by the spread of our seeds."
 
 
+def _rate_notes(block: Block) -> Iterator[str]:
+    """Yield at which rates the papers trained, where their numbers stand beside other rates."""
+    [column] = block.columns
+    found = []
+    for line in filter(lambda line: block.papers(line, column), block.cells):
+        theirs = reference.rate(block.experiment, line.method)
+        ours = {number(record["lr"]) for record in block.records(line, column) if "lr" in record}
+        if theirs is not None and ours - {theirs}:
+            found.append(f"{Line(line.method).label} {theirs:g}")
+    if found:
+        yield f"The papers' numbers are of other rates: {', '.join(found)}."
+
+
 def _protocol_notes(block: Block, counts: Sequence[int]) -> Iterator[str]:
     epochs, theirs = number(block.config.get("epochs")), reference.EPOCHS.get(block.experiment, 0)
     if epochs < theirs:
-        yield f"Trained for at most {epochs:,.0f} epochs; the papers allow {theirs:,}."
+        most = "one epoch" if epochs == 1 else f"{epochs:,.0f} epochs"
+        yield f"Trained for at most {most}; the papers allow {theirs:,}."
     asked = block.config.get("seeds", block.config.get("splits"))
     asked = len(asked) if isinstance(asked, list) else number(asked)
     if block.samples and counts and counts[0] < asked:
