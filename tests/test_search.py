@@ -217,3 +217,9 @@ def test_a_new_database_can_be_opened_by_many_at_once(tmp_path: Path) -> None:
         with ThreadPoolExecutor(4) as pool:
             opened = [pool.submit(search._study, url, "one", GRID) for _ in range(4)]
         assert {future.result().study_name for future in opened} == {"one"}
+
+
+@pytest.mark.parametrize("storage", ["nonsense://x", "sqlite:////no/such/folder/search.db"])
+def test_a_storage_that_cannot_be_opened_is_an_error_in_words(storage: str) -> None:
+    with pytest.raises(ValueError, match="cannot be opened"):
+        search.check(storage)

@@ -440,3 +440,14 @@ def test_a_star_alone_needs_no_backslash_in_markdown_and_emphasis_does() -> None
     rows = (Row("a*b", (Cell("0.1 ± 0.0 *"),)),)
     text = Table("Stars", "method", ("x",), rows, ("Clear. * more than two.",)).markdown()
     assert "0.1 ± 0.0 * |" in text and "Clear. * more" in text and r"a\*b" in text
+
+
+def test_two_runs_of_one_experiment_are_told_apart(tmp_path: Path) -> None:
+    runs = [
+        run_folders.uci(tmp_path / name, protocol)
+        for name, protocol in (("here", "paper"), ("there", "heldout"))
+    ]
+    lines = list(csv.DictReader(io.StringIO(tables.export(runs, "csv"))))
+    assert {line["table"].partition(":")[0] for line in lines} == {"here", "there"}
+    alone = tables.export(runs[:1])
+    assert "here:" not in alone

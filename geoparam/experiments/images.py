@@ -187,6 +187,8 @@ def run(
         return None
     config |= {"data": {**source.fingerprint, "classes": source.classes, "size": source.size}}
     try:
+        if storage is not None:
+            search.check(storage)
         options: Record = {"key": KEY, "resume": resume, "may_change": _MAY_CHANGE}
         folder = Run.create(out, experiment, config, command, **options)
     except BaseException:

@@ -123,7 +123,7 @@ class Run:
                 f"{folder} holds no run: there is no config.json in it. Name a folder that was "
                 "--out of geoparam run"
             )
-        return cls(Path(folder), _decode(path.read_text(), str(path)))
+        return cls(Path(folder), _decode(path.read_text(), str(path), "Start the run anew"))
 
     # --- records ------------------------------------------------------------------------------
 
@@ -398,13 +398,11 @@ def _encode(value: Any) -> str:
     return json.dumps(_plain(value), allow_nan=False)
 
 
-def _decode(text: str, where: str) -> Any:
+def _decode(text: str, where: str, advice: str = "Remove that line and do its work again") -> Any:
     try:
         return _special(json.loads(text))
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where} is damaged: {error}. Remove that line, or the run, and do its work again"
-        ) from error
+        raise ValueError(f"{where} is damaged: {error}. {advice}") from error
 
 
 def _array(value: Any) -> Any:

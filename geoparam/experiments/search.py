@@ -232,21 +232,40 @@ def _give_up(study: "optuna.Study", pulse: _Pulse) -> None:
             _queue_again(study, trial)
 
 
+def check(storage: str) -> None:
+    """Raise ValueError where a storage cannot be opened: before a run has a folder."""
+    _optuna()
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        _storage(storage)
+    except (SQLAlchemyError, ModuleNotFoundError) as error:
+        raise ValueError(
+            f"the storage {storage!r} cannot be opened: {str(error).splitlines()[0]}. It is the "
+            "path of a file, or a URL such as sqlite:///search.db, whose driver is installed."
+        ) from error
+
+
 # --- Optuna -------------------------------------------------------------------------------------
 
 
 def _study(storage: str, name: str, grid: Grid) -> "optuna.Study":
+    optuna = _optuna()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # a point done twice is no news
+    sampler = optuna.samplers.GridSampler(grid, seed=0)  # the same order for all
+    return optuna.create_study(
+        storage=_storage(storage), study_name=name, sampler=sampler, load_if_exists=True
+    )
+
+
+def _optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
         raise ImportError(
             "a shared search needs Optuna: pip install 'geoparam[experiments]'"
         ) from error
-    optuna.logging.set_verbosity(optuna.logging.ERROR)  # a point done twice is no news
-    sampler = optuna.samplers.GridSampler(grid, seed=0)  # the same order for all
-    return optuna.create_study(
-        storage=_storage(storage), study_name=name, sampler=sampler, load_if_exists=True
-    )
+    return optuna
 
 
 def _storage(storage: str) -> Any:

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from geoparam.experiments.results import Record, Run
@@ -111,12 +112,23 @@ def export(runs: Iterable[Run], form: str = "markdown", baseline: str = "sp") ->
     """
     if form not in FORMATS:
         raise ValueError(f"a table is written as one of {', '.join(FORMATS)}; got {form!r}.")
-    found = [table for run in runs for table in tables(run, baseline)]
+    runs = list(runs)
+    alike = Counter(run.info["experiment"] for run in runs)
+    found = [
+        table if alike[run.info["experiment"]] == 1 else _named(table, run)
+        for run in runs
+        for table in tables(run, baseline)
+    ]
     if not found:
         raise ValueError("no table can be made: there is no finished piece of work yet.")
     if form == "csv":
         return to_csv(found)
     return "\n".join(getattr(table, form)() for table in found)
+
+
+def _named(table: Table, run: Run) -> Table:
+    """Return a table whose title begins with its run's folder."""
+    return replace(table, title=f"{run.folder.resolve().name}: {table.title}")
 
 
 # --- kinds of table ----------------------------------------------------------------------------

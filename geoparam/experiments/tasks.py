@@ -292,9 +292,10 @@ def _in_processes(
     ticks, stop = context.Queue(), context.Event()
     with ProcessPoolExecutor(jobs, context, _begin, (ticks, stop)) as pool:
         try:
-            running: dict[Future[Any], int] = {
-                pool.submit(_call, work, task, number): number for number, task in enumerate(tasks)
-            }
+            with _deaf():  # as are the processes that begin here, before they can say so
+                running: dict[Future[Any], int] = {
+                    pool.submit(_call, work, task, n): n for n, task in enumerate(tasks)
+                }
             while running:
                 finished, _ = wait(running, INTERVAL, FIRST_COMPLETED)
                 for number, epoch, left, remark in _waiting(ticks):
@@ -310,6 +311,19 @@ def _in_processes(
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Ignore Ctrl-C for a moment."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread hears it, or may change that
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _waiting(ticks: Any) -> Iterator[tuple[int, int, int, str]]:

@@ -319,6 +319,8 @@ def run(
     loaded = {
         name: (tables or {}).get(name) or data_sets.load(name, data) for name in config["datasets"]
     }
+    if storage is not None:
+        search.check(storage)
     options: Record = {"key": KEY, "resume": resume, "may_change": _MAY_CHANGE}
     folder = Run.create(out, "uci", config, command, **options)
     alone = torch.device(device).type == "cpu" and storage is None
