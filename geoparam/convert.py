@@ -31,7 +31,7 @@ from geoparam.plan import (
     module_name,
     plan,
 )
-from geoparam.surgery import places, put
+from geoparam.surgery import like, places, put
 from geoparam.trace import tensors_in, trace, undisturbed
 from geoparam.unit import GmPLayer
 
@@ -108,7 +108,7 @@ def _replace_all(
 ) -> nn.Module:
     where, modules = places(model), dict(model.named_modules())
     for name in decided.relus:
-        put(ReLU(modules[name].inplace), modules[name], where)
+        put(like(modules[name], ReLU), modules[name], where)
     for decision in reversed(decided.decisions):  # children before the attention that holds them
         if decision.converted:
             old = modules.pop(module_name(decision))

@@ -23,7 +23,7 @@ from geoparam.graph import Graph
 from geoparam.layers import GmPLinear
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm
 from geoparam.plan import Inputs
-from geoparam.surgery import places, put
+from geoparam.surgery import like, places, put
 from geoparam.trace import trace
 from geoparam.unit import GmPLayer
 
@@ -130,8 +130,8 @@ def _put_all(
         model = new if module is model else model
     where = places(model)  # anew: a restored norm may hold a ReLU
     for module in where:
-        if isinstance(module, ReLU):
-            put(nn.ReLU(module.inplace), module, where)
+        if type(module) is ReLU:
+            put(like(module, nn.ReLU), module, where)
     return model
 
 

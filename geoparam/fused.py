@@ -6,17 +6,18 @@ for the mean that the next layer subtracts, and all of that again for the gradie
 - `ReLU`, which `convert_` puts in the place of nn.ReLU, and a convolution with its own ReLU add up
   each channel of their result on the way, and take the gradient of these sums back into the pass
   that masks the gradient, where they add that up too: it is the gradient of a bias;
-- the sums travel beside the tensor (`notes`), from where it is made to the layer that asks for the
+- the sums travel beside the tensor (`sums`), from where it is made to the layer that asks for the
   mean. Where a note is lost the mean is computed, which costs a pass and nothing else;
 - a convolution is one autograd.Function with its bias and the mean in it, so that a bias is added
   where it costs least: by the matrix product, or by cuDNN together with the ReLU.
 
-The functions are those of `unit`, `norm` and nn.ReLU, equal to rounding; second derivatives go
-through the readable form. All of this is for training in eager mode, on `DEVICES`, where there are
-kernels for it: a compiler fuses by itself, and tracing, torch.func and forward mode want to see
-plain operations.
+The functions are those of `unit`, `norm` and nn.ReLU, equal to rounding; second derivatives and
+batches of gradients go through the readable form. All of this is for training in eager mode, on
+`DEVICES`, where there are kernels for it: a compiler fuses by itself, and tracing, torch.func and
+forward mode want to see plain operations.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam import ops
-from geoparam.notes import note, noted
+from geoparam.notes import note
 from geoparam.ops import columns, direct, implementation
+from geoparam.sums import bystander, gradient_sums, is_beside, is_plain, is_watched
 
 DEVICES = {"cuda", "cpu"}
 
@@ -38,41 +40,11 @@ def eligible(x: Tensor) -> bool:
         and x.device.type in DEVICES
         and torch.is_grad_enabled()
         and x.is_floating_point()
-        and x.numel() > 0
         and direct.possible(x)
+        and x.numel() > 0
+        and not x.is_inference()  # it has no version
         and columns.worthwhile(x)
     )
-
-
-# --- sums ---------------------------------------------------------------------------------------
-
-
-def channel_sums(x: Tensor, dim: int) -> Tensor:
-    """Return the sums of the channels, with their gradient: noted, or computed and then noted."""
-    sums = noted(x, dim)
-    if sums is None:
-        sums = _ChannelSums.apply(x, dim)
-        note(x, dim, sums)
-    return sums
-
-
-def _gradient_sums(grad: Tensor, dim: int) -> Tensor:
-    """Return the sums of a gradient's channels, which the step that made it may have noted."""
-    sums = noted(grad, dim)
-    return columns.sums(grad, dim) if sums is None else sums
-
-
-class _ChannelSums(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
-        ctx.shape, ctx.dtype, ctx.dim = x.shape, x.dtype, dim
-        return columns.sums(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        shape = [1] * len(ctx.shape)
-        shape[ctx.dim] = -1
-        return grad.to(ctx.dtype).view(shape).expand(ctx.shape), None
 
 
 # --- ReLU and centring --------------------------------------------------------------------------
@@ -87,8 +59,9 @@ class ReLU(nn.ReLU):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        images = x.ndim in (2, 4, 5)  # where channels are in dimension 1
-        if not (self.training and images and eligible(x) and x.requires_grad):
+        if not (self.training and eligible(x) and x.requires_grad):
+            return super().forward(x)
+        if x.ndim not in (2, 4, 5):  # where channels are in dimension 1
             return super().forward(x)
         if self.inplace and (x.is_leaf or x._is_view()):
             return super().forward(x)
@@ -102,7 +75,9 @@ def is_relu(activation: Callable[[Tensor], Tensor]) -> bool:
     if isinstance(activation, nn.ReLU):
         hooks = activation._forward_hooks, activation._forward_pre_hooks
         backward = activation._backward_hooks, activation._backward_pre_hooks
-        return type(activation) in (nn.ReLU, ReLU) and not any((*hooks, *backward))
+        looked_at = any((*hooks, *backward)) or nn.modules.module._has_any_global_hook()
+        own = type(activation) in (nn.ReLU, ReLU) and "forward" not in activation.__dict__
+        return own and not looked_at
     return activation in (torch.relu, F.relu)
 
 
@@ -121,9 +96,9 @@ class _Rectify(torch.autograd.Function):
         (y,) = ctx.saved_tensors
         if grad is None and grad_sums is None:
             return None, None
-        if torch.is_grad_enabled():  # of second order
+        if not is_plain(grad, grad_sums):
             spread = _spread(grad, grad_sums, y)
-            return torch.where(y > 0, spread, 0).to(y.dtype), None
+            return torch.where(y <= 0, 0, spread).to(y.dtype), None
         grad = torch.zeros_like(y) if grad is None else grad
         grad_x, sums, _ = columns.rectify_backward(grad, y, 1, grad_sums)
         note(grad_x, 1, sums)
@@ -147,9 +122,9 @@ class Centre(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         others = [d for d in range(grad.ndim) if d != ctx.dim % grad.ndim]
-        if torch.is_grad_enabled():
+        if not is_plain(grad):
             return grad, -grad.sum(others, dtype=ctx.dtype), None
-        return grad, -_gradient_sums(grad, ctx.dim).to(ctx.dtype), None
+        return grad, -gradient_sums(grad, ctx.dim).to(ctx.dtype), None
 
 
 # --- convolutions -------------------------------------------------------------------------------
@@ -216,7 +191,9 @@ def convolution(
 
     The mean, of the channels' sums `total`, is subtracted as one constant per unit, u^T mean.
     """
-    y, sums = _Convolution.apply(x, stored, r, lam, total, call)
+    beside = total is not None and is_beside(total, x)
+    leaf = bystander().leaf if beside else None
+    y, sums = _Convolution.apply(x, stored, r, lam, total, leaf, call)
     if sums is not None:
         note(y, 1, sums)
     return y
@@ -231,8 +208,10 @@ class _Convolution(torch.autograd.Function):
         r: Tensor,
         lam: Tensor | None,
         total: Tensor | None,
+        leaf: Tensor | None,
         call: Call,
     ) -> tuple[Tensor, Tensor | None]:
+        ctx.input = None if leaf is None else weakref.ref(x)
         weight = call.weight(stored, r)
         y = a = _mapped(x, weight, _bias(weight, r, lam, total, call), call)
         sums = None
@@ -249,9 +228,10 @@ class _Convolution(torch.autograd.Function):
         *inputs, weight, a = ctx.saved_tensors
         x, stored, r, lam, total = inputs
         if grad is None and grad_sums is None:
-            return (None,) * 6
-        if torch.is_grad_enabled():
-            return (*_second_order(inputs, call, grad, grad_sums, ctx.needs_input_grad), None)
+            return (None,) * 7
+        if not is_plain(grad, grad_sums):
+            needed = ctx.needs_input_grad
+            return _shared_out(ctx, *_readable_backward(inputs, call, grad, grad_sums, needed))
         grad_bias = by_scale = by_bias = by_weight = grad_lam = grad_total = None
         if a is not None:
             grad = torch.zeros_like(a) if grad is None else grad
@@ -260,7 +240,7 @@ class _Convolution(torch.autograd.Function):
         grad_x, grad_stored = _convolution_backward(grad, x, weight, call, ctx.needs_input_grad)
         inside = None if call.relu else r
         if lam is not None or total is not None:
-            grad_bias = _gradient_sums(grad, 1) if grad_bias is None else grad_bias
+            grad_bias = gradient_sums(grad, 1) if grad_bias is None else grad_bias
             if total is None or call.means is None:
                 by_bias = None if inside is None else grad_bias * lam
                 grad_lam = grad_bias if inside is None else grad_bias * inside
@@ -273,7 +253,20 @@ class _Convolution(torch.autograd.Function):
                 grad_stored, stored, inside, call.weighing.natural
             )
         parts = [by_scale, by_bias, None if inside is None else by_weight]
-        return grad_x, grad_stored, _sum(parts), grad_lam, grad_total, None
+        found = grad_x, grad_stored, _sum(parts), grad_lam, grad_total
+        return _shared_out(ctx, *found)
+
+
+def _shared_out(ctx: Any, *found: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return all gradients, that of the sums as a part of x's where that is looked at."""
+    grad_x, *between, grad_total = found
+    if ctx.input is None or grad_x is None or grad_total is None:
+        return *found, None, None
+    nothing = bystander().gradient
+    if not is_watched(ctx.input()):
+        return *found, nothing, None
+    grad_x = (grad_x + columns.along(grad_total, grad_x, 1)).to(grad_x.dtype)
+    return grad_x, *between, None, nothing, None
 
 
 def _sum(parts: list[Tensor | None]) -> Tensor | None:
@@ -365,27 +358,29 @@ def _convolution_backward(
     return grad_x, grad_weight
 
 
-def _second_order(
+def _readable_backward(
     inputs: list[Any],
     call: Call,
     grad: Tensor | None,
     grad_sums: Tensor | None,
     needed: tuple[bool, ...],
 ) -> list[Tensor | None]:
-    """Return the gradients as functions that can be differentiated again.
+    """Return the gradients by plain operations, which can be differentiated again.
 
     Inputs depend on one another (the sums on x, the weight on r) and partial derivatives are asked
     for: so each is replaced by a view of it, from which no other is reached.
     """
-    inputs = [None if t is None else t.view_as(t) for t in inputs]
-    y, sums = _readable(call, *inputs)
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        inputs = [None if t is None else t.view_as(t) for t in inputs]
+        y, sums = _readable(call, *inputs)
     outputs = [(o, g) for o, g in ((y, grad), (sums, grad_sums)) if g is not None]
     wanted = [t for t, need in zip(inputs, needed, strict=False) if need]
     found = torch.autograd.grad(
         [o for o, _ in outputs],
         wanted,
         [g for _, g in outputs],
-        create_graph=True,
+        create_graph=create_graph,
         allow_unused=True,
     )
     grads = iter(found)

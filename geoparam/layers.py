@@ -12,6 +12,7 @@ from geoparam import fused
 from geoparam.coordinates import Angles
 from geoparam.norm import InputMeanNorm
 from geoparam.ops import direct
+from geoparam.sums import channel_sums
 from geoparam.unit import (
     Activation,
     GmPLayer,
@@ -246,7 +247,8 @@ class _GmPConv(GmPLayer):
             return None
         total, means = None, None
         if norm is not None:
-            total, running = fused.channel_sums(x, 1), norm.running
+            as_it_is = cast in (None, x.dtype) and self.padding_mode == "zeros"
+            total, running = channel_sums(x, 1, past=as_it_is), norm.running
             means = fused.Means(x.numel() // self.in_channels, running, norm.momentum or 0.0)
         channels_last = is_channels_last(x)
         weighing = self._weighing(cast, channels_last)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geoparam import fused
+from geoparam.sums import channel_sums
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -125,13 +126,13 @@ class InputMeanNorm(nn.Module):
 
     def _batch_mean(self, x: Tensor) -> Tensor:
         if self.training and fused.eligible(x):
-            return fused.channel_sums(x, self.dim) / (x.numel() // self.num_features)
+            return channel_sums(x, self.dim) / (x.numel() // self.num_features)
         return x.mean(dim=self._others(x), dtype=torch.promote_types(x.dtype, torch.float32))
 
     def _joint_mean(self, x: Tensor) -> Tensor:
         """Return the mean over the batches of all processes, any of which may be empty."""
         if fused.eligible(x):
-            sums = fused.channel_sums(x, self.dim)
+            sums = channel_sums(x, self.dim)
         else:
             sums = x.sum(dim=self._others(x), dtype=torch.promote_types(x.dtype, torch.float32))
         count = sums.new_full((1,), x.numel() // self.num_features)

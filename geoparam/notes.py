@@ -1,8 +1,9 @@
 """What is known of a tensor besides its numbers: the sums of its channels, noted by who made it.
 
-A note belongs to one tensor object in one version. Views and copies have none, a change in place
-makes it void, and it goes when its tensor goes. It is kept beside the tensor, not on it, so that
-nothing of it is saved, pickled or copied.
+A note belongs to one tensor object in one version and place. Views and copies have none, a change
+in place or of `data` makes it void, and it goes when its tensor goes. It is kept beside the
+tensor, not on it, so that nothing of it is saved, pickled or copied. What no version counts, as
+writing through numpy or `x.data`, is not seen: so results are noted, never what came from outside.
 """
 
 import weakref
@@ -16,6 +17,7 @@ class Note(NamedTuple):
 
     of: "weakref.ref[Tensor]"
     version: int
+    address: int
     dim: int
     sums: Tensor
 
@@ -36,19 +38,20 @@ def note(x: Tensor, dim: int, sums: Tensor) -> None:
         True
     """
     key = id(x)
-    _notes[key] = Note(
-        weakref.ref(x, lambda ref: _forget(key, ref)), x._version, dim % x.ndim, sums
-    )
+    of = weakref.ref(x, lambda ref: _forget(key, ref))
+    _notes[key] = Note(of, x._version, x.data_ptr(), dim % x.ndim, sums)
 
 
 def noted(x: Tensor, dim: int) -> Tensor | None:
     """Return the sums of `x` if they are known and it has not changed since."""
     found = _notes.get(id(x))
-    if found is None or found.of() is not x or found.version != x._version:
+    if found is None or found.of() is not x or found.dim != dim % x.ndim:
         return None
-    return found.sums if found.dim == dim % x.ndim else None
+    same = found.version == x._version and found.address == x.data_ptr()
+    return found.sums if same else None
 
 
 def _forget(key: int, of: "weakref.ref[Tensor]") -> None:
-    if key in _notes and _notes[key].of is of:  # else another tensor has this id by now
-        del _notes[key]
+    found = _notes.get(key)
+    if found is not None and found.of is of:  # else another tensor has this id by now
+        _notes.pop(key, None)

@@ -1,7 +1,10 @@
 """Putting one module in another's place: everywhere it is used, with its hooks and its mode."""
 
+from typing import TypeVar
+
 from torch import nn
 
+Kind = TypeVar("Kind", bound=nn.Module)
 Places = dict[nn.Module, list[tuple[nn.Module, str]]]
 
 
@@ -23,4 +26,11 @@ def put(new: nn.Module, old: nn.Module, where: Places) -> nn.Module:
     new.train(old.training)
     for parent, name in where.get(old, ()):
         parent._modules[name] = new
+    return new
+
+
+def like(old: nn.Module, kind: type[Kind]) -> Kind:
+    """Return a module of another class that has all of `old`, what a user has set on it too."""
+    new = kind.__new__(kind)
+    new.__dict__.update(old.__dict__)
     return new

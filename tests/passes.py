@@ -104,10 +104,37 @@ def check_strided(kernels: ModuleType, device: str) -> None:
     assert torch.equal(found[0], torch.where(y > 0, grad, 0))
 
 
+def check_strided_parameters(kernels: ModuleType, device: str) -> None:
+    """One number per channel may come from anywhere: a column, or one number for all."""
+    columns_of = torch.randn(4, 5, device=device)
+    r, lam, mean = columns_of[:, 0], columns_of[:1, 1].expand(4), columns_of[:, 2]
+    weight, total = torch.randn(4, 4, 1, 1, device=device), columns_of[:, 3]
+    expected_mean = (mean + 0.1 * (total / 7 - mean)).clone()
+    expected = columns.shifted_bias(weight.cpu(), r.cpu(), lam.cpu(), total.cpu(), 7)
+    running = mean, torch.tensor(3, device=device)
+    found = kernels.shifted_bias(weight, r, lam, total, 7, running, 0.1)
+    near(found, expected.double(), torch.float32)
+    near(mean, expected_mean.double(), torch.float32)
+    given = torch.randn(4, 2, device=device)[:, 0], weight, torch.randn_like(weight), r, lam, total
+    expected = columns.shifted_bias_backward(*[t.cpu() for t in given], 7)
+    for a, b in zip(kernels.shifted_bias_backward(*given, 7), expected, strict=True):
+        near(a, b.double(), torch.float32)
+    x = torch.randn(3, 4, device=device)
+    y, _ = kernels.rectify(x, 1, lam, r, True, False, True)
+    near(y, columns.rectify(x.cpu(), 1, lam.cpu(), r.cpu())[0].double(), torch.float32)
+    found = kernels.rectify_backward(x, y.abs(), 1, lam, r)
+    expected = columns.rectify_backward(x.cpu(), y.abs().cpu(), 1, lam.cpu(), r.cpu())
+    for a, b in zip(found, expected, strict=True):
+        near(a, b.double(), torch.float32)
+
+
 def check_nan(kernels: ModuleType, device: str) -> None:
     x = torch.tensor([[1.0, float("nan")], [-1.0, 2.0]], device=device)
     y, sums = kernels.rectify(x, 1, None, None, True, False, True)
     assert y[0, 1].isnan() and sums[1].isnan() and sums[0] == 1
+    grad = torch.tensor([[2.0, 3.0], [4.0, 5.0]], device=device)
+    found, _, _ = kernels.rectify_backward(grad, y, 1, None, None)
+    assert found.tolist() == [[2, 3], [0, 5]]  # as torch's: only what is not above 0 stops it
 
 
 def check_bias(

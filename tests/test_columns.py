@@ -89,6 +89,22 @@ def test_c_keeps_nan_and_counts_versions() -> None:
 
 
 @needs_c
+def test_c_knows_where_one_channel_lies() -> None:
+    """With one channel its stride says nothing, and may be longer than the tensor."""
+    x = torch.randn(3, 10, 6)[:1, :8].transpose(0, 1)
+    assert x.is_contiguous() and x.stride(1) > x.numel()
+    torch.testing.assert_close(columns_native.sums(x, 1), x.sum((0, 2)))
+
+
+@needs_c
+def test_c_writes_to_the_cpu_whatever_the_default() -> None:
+    x = torch.randn(2, 3, 4, device="cpu")
+    with torch.device("meta"):
+        total = columns_native.sums(x, 1)
+    torch.testing.assert_close(total, x.sum((0, 2)))
+
+
+@needs_c
 def test_c_serves_large_tensors_in_order() -> None:
     large = torch.randn(4, 16, 64, 32)
     assert columns_native.serves(large)

@@ -7,6 +7,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,13 +28,6 @@ from geoparam import (
 from geoparam.ops import columns
 
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
-
-
-@pytest.fixture
-def switch(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Switch the passes on or off for CPUs, for tensors of any size."""
-    monkeypatch.setattr(columns, "worthwhile", lambda x: True)
-    return lambda on: monkeypatch.setattr(fused, "DEVICES", {"cpu"} if on else set())
 
 
 @pytest.fixture
@@ -233,7 +227,7 @@ def test_a_bias_after_relu_costs_no_pass_backward(switch: Callable, passes: Coun
 def test_who_shares_an_input_shares_its_mean(switch: Callable, passes: Counter) -> None:
     switch(True)
     layers = [GmPConv2d(3, 4, 1, input_norm="bias") for _ in range(3)]
-    x = torch.randn(2, 3, 4, 4, requires_grad=True)
+    x = torch.randn(2, 3, 4, 4, requires_grad=True) * 1
     for layer in layers:
         layer(x)
     assert passes["sums"] == 1
@@ -286,6 +280,29 @@ def test_gradients_that_are_added_up_are_summed_anew(switch: Callable, order: in
         return layer.lam.grad.clone()
 
     torch.testing.assert_close(gradient(fused.ReLU()), gradient(nn.ReLU()))
+
+
+def test_memory_of_others_is_summed_anew(switch: Callable) -> None:
+    """Numpy and `data` change a tensor and no version."""
+    switch(True)
+    array = numpy.ones((2, 3, 4), numpy.float32)
+    x, norm = torch.from_numpy(array), InputMeanNorm(3)
+    norm(x)
+    array += numpy.arange(4, dtype=numpy.float32)
+    torch.testing.assert_close(norm(x), x - x.mean((0, 2), keepdim=True))
+    y = fused.ReLU()(torch.randn(4, 3, requires_grad=True) * 1)
+    y.data = y.data * 2 + 1
+    torch.testing.assert_close(norm(y), y - y.mean(0, keepdim=True))
+
+
+def test_no_note_stays_behind(switch: Callable) -> None:
+    """An input's gradient node holds the input, so a note must not hold the node."""
+    switch(True)
+    layer = GmPConv2d(3, 4, 1, input_norm="bias")
+    before = len(notes._notes)
+    for _ in range(3):
+        layer(torch.randn(2, 3, 4, 4, requires_grad=True)).sum().backward()
+    assert len(notes._notes) == before
 
 
 def test_relu_in_place_changes_its_input(switch: Callable) -> None:
@@ -351,6 +368,32 @@ def test_hooks_see_what_they_saw(switch: Callable) -> None:
         torch.testing.assert_close(found, expected)
 
 
+def test_inference_tensors(switch: Callable) -> None:
+    switch(True)
+    with torch.inference_mode():
+        x = torch.randn(4, 3)
+    torch.testing.assert_close(InputMeanNorm(3)(x), x - x.mean(0))
+
+
+def test_relu_can_be_traced() -> None:
+    traced = torch.fx.symbolic_trace(nn.Sequential(fused.ReLU()))
+    assert torch.equal(traced(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
+
+
+def test_an_activation_that_is_looked_at_is_called(switch: Callable) -> None:
+    switch(True)
+    activation, calls = nn.ReLU(), []
+    layer, x = GmPConv2d(3, 4, 1, activation=activation), torch.randn(2, 3, 4, 4)
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: calls.append(m))
+    try:
+        layer(x)
+    finally:
+        handle.remove()
+    assert calls == [activation, layer]
+    activation.forward = torch.tanh
+    assert layer(x).min() < 0
+
+
 # --- conversion ---------------------------------------------------------------------------------
 
 
@@ -366,6 +409,15 @@ def test_relus_keep_their_kind_and_come_back() -> None:
     gp.fold_(model)
     assert [n for n, m in model.named_modules() if type(m) is nn.ReLU] == names
     assert list(model.state_dict()) == keys
+
+
+def test_relus_keep_what_was_set_on_them() -> None:
+    model = residual_network()
+    model[2].tag = "mine"
+    gp.convert_(model, norm="imn", example_inputs=torch.randn(4, 3, 12, 12))
+    assert type(model[2]) is fused.ReLU and model[2].tag == "mine"
+    gp.fold_(model)
+    assert type(model[2]) is nn.ReLU and model[2].tag == "mine"
 
 
 def test_relus_elsewhere_stay() -> None:

@@ -35,7 +35,7 @@ typedef struct {
     {                                            \
         const REAL v = x[i] + shift;             \
         const REAL s = v * scale;                \
-        const REAL w = a[i] > 0 ? s : 0;         \
+        const REAL w = a[i] <= 0 ? 0 : s;        \
         y[i] = w;                                \
         sums[lane] += w;                         \
         scaled[lane] += v * a[i];                \

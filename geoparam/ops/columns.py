@@ -65,7 +65,7 @@ def rectify_backward(
     grad = grad if grad_sums is None else grad + along(grad_sums, a, dim)
     grad_scale = None if scale is None else sums(grad * a, dim)
     grad = grad if scale is None else grad * along(scale, a, dim)
-    grad_x = torch.where(a > 0, grad, 0).to(a.dtype)
+    grad_x = torch.where(a <= 0, 0, grad).to(a.dtype)  # it passes NaN, as in torch
     return grad_x, sums(grad_x, dim), grad_scale
 
 
@@ -99,8 +99,7 @@ def shifted_bias(
         return kernels.shifted_bias(weight, r, lam, total, count, running, momentum)
     mean = total / count
     if running is not None:
-        running[0].lerp_(mean.to(running[0].dtype), momentum)
-        running[1].add_(1)
+        advance(running, mean, momentum)
     bias = -(taps_of(weight, mean.dtype) * per_unit(mean, weight)).sum(dim=1)
     if lam is not None:
         bias = bias + (lam if r is None else r * lam)
@@ -127,6 +126,12 @@ def shifted_bias_backward(
     units = grad[:, None] * taps_of(weight, total.dtype)
     seen = units.view(total.numel() // weight.shape[1], -1, weight.shape[1]).sum(dim=1)
     return grad_weight, grad_r, grad_lam, seen.flatten() / -count
+
+
+def advance(running: tuple[Tensor, Tensor], mean: Tensor, momentum: float) -> None:
+    """Let the running mean, with the number of batches in it, make a step."""
+    running[0].lerp_(mean.to(running[0].dtype), momentum)
+    running[1].add_(1)
 
 
 def taps_of(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@
 import ctypes
 import functools
 import logging
+import math
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -75,8 +76,8 @@ def _call(
     relu: bool,
 ) -> tuple[Tensor, Tensor]:
     channels = x.shape[dim]
-    positions = x.stride(dim)
-    total = torch.empty(2, channels, dtype=torch.float64)
+    positions = math.prod(x.shape[dim % x.ndim + 1 :])  # one channel's stride may be anything
+    total = torch.empty(2, channels, dtype=torch.float64, device="cpu")
     per_channel = [None if t is None else t.to(x.dtype).contiguous() for t in (bias, scale)]
     pointers = [None if t is None else t.data_ptr() for t in (x, a, *per_channel, y, *total)]
     images = x.numel() // (channels * positions)

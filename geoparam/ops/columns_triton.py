@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from geoparam.ops.columns import wide
+from geoparam.ops.columns import advance, wide
 from geoparam.ops.launch import Launch
 
 _PROGRAMS = 2112
@@ -36,6 +36,7 @@ def rectify(
     summed: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return scale relu(x + bias), and its sums per channel; see `columns`."""
+    bias, scale = _packed(bias), _packed(scale)
     dense, positions = _dense(x, dim)
     y = dense if inplace else torch.empty_like(dense)
     partial = _forward(dense, y, dim, positions, bias, scale, relu, True)
@@ -75,12 +76,13 @@ def rectify_backward(
     grad: Tensor, a: Tensor, dim: int, grad_sums: Tensor | None, scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradients of x, bias and scale; see `columns`."""
+    grad_sums, scale = _packed(grad_sums), _packed(scale)
     a, positions = _dense(a, dim)
     if grad.stride() != a.stride() or grad.dtype != a.dtype:
         grad = torch.empty_like(a).copy_(grad)
     channels = a.shape[dim]
     flags = grad_sums is not None, scale is not None
-    grad_sums = a if grad_sums is None else grad_sums.contiguous()
+    grad_sums = a if grad_sums is None else grad_sums
     types = _types(a, grad_sums, scale)
     grid, launch = _backward_launch(a.numel(), channels, positions, flags, types)
     shape = (grid[0], channels) if scale is None else (2, grid[0], channels)
@@ -106,13 +108,17 @@ def shifted_bias(
     momentum: float,
 ) -> Tensor:
     """Return r lam - w^T mean, and let `running` make its step; see `columns`."""
+    if running is not None and not running[0].is_contiguous():
+        advance(running, total / count, momentum)
+        running = None
+    r, lam = _packed(r), _packed(lam)
     weight, run = _rows(weight)
-    bias = torch.empty(len(weight), dtype=weight.dtype, device=weight.device)
+    units, width = weight.shape[:2]
+    bias = torch.empty(units, dtype=weight.dtype, device=weight.device)
     mean, batches = (total, total) if running is None else running
     flags = r is not None, lam is not None, running is not None
     types = _types(weight, r, lam, total, mean)
-    width, n = weight.shape[1], weight.numel() // len(weight)
-    shape = len(weight), n, run, width, total.numel()
+    shape = units, weight.numel() // units, run, width, total.numel()
     launch = _bias_launch(shape, count, momentum, flags, types)
     launch(
         weight,
@@ -138,19 +144,21 @@ def shifted_bias_backward(
     count: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Return the gradients of weight, r, lam and total; see `columns`."""
+    grad, r, lam = grad.contiguous(), _packed(r), _packed(lam)
     weight, run = _rows(weight)
     grad_weight, other = _rows(grad_weight)
     if run != other:
         weight, grad_weight = weight.contiguous(), grad_weight.contiguous()
         run = weight[0, 0].numel()
-    width, n, channels = weight.shape[1], weight.numel() // len(weight), total.numel()
+    units, width = weight.shape[:2]
+    n, channels = weight.numel() // units, total.numel()
     groups = channels // width
     seen = torch.empty((groups, n), dtype=total.dtype, device=total.device)
     grad_r = None if lam is None or r is None else torch.empty_like(r)
     grad_lam = None if lam is None else torch.empty_like(lam)
     flags = r is not None, lam is not None
     types = _types(grad, weight, grad_weight, r, lam, total)
-    _bias_backward_launch((len(weight), n, run, width, groups), count, flags, types)(
+    _bias_backward_launch((units, n, run, width, groups), count, flags, types)(
         grad,
         weight,
         grad_weight,
@@ -173,6 +181,11 @@ def _types(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
     return tuple([None if x is None else x.dtype for x in tensors])
 
 
+def _packed(per_channel: Tensor | None) -> Tensor | None:
+    """Return what lies number by number: kernels know no strides, and users set parameters."""
+    return None if per_channel is None else per_channel.contiguous()
+
+
 def _dense(x: Tensor, dim: int) -> tuple[Tensor, int]:
     """Return `x` without gaps in memory, and how many positions lie between two channels."""
     if x.ndim == 4 and dim == 1 and x.is_contiguous(memory_format=torch.channels_last):
@@ -180,14 +193,16 @@ def _dense(x: Tensor, dim: int) -> tuple[Tensor, int]:
     if x.movedim(dim, -1).is_contiguous():
         return x, 1
     x = x.contiguous()
-    return x, x.stride(dim)
+    return x, math.prod(x.shape[dim % x.ndim + 1 :])  # the stride of one channel may be anything
 
 
 def _rows(weight: Tensor) -> tuple[Tensor, int]:
     """Return `weight` with its units one after the other, and how long a channel's runs are."""
     if weight.is_contiguous():
         return weight, math.prod(weight.shape[2:])
-    if weight.movedim(1, -1).is_contiguous():  # channels_last
+    if weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last):
+        return weight, 1
+    if weight.movedim(1, -1).is_contiguous():
         return weight, 1
     return weight.contiguous(), math.prod(weight.shape[2:])
 
@@ -342,7 +357,7 @@ def _backward_kernel(
         if HAS_SCALE:
             scale_sums += g * active  # outside, active is 0
             g *= s
-        stored = tl.where(active > 0, g, 0).to(grad_x.dtype.element_ty)
+        stored = tl.where(active <= 0, 0, g).to(grad_x.dtype.element_ty)
         tl.store(grad_x + at, stored, ok)
         sums += stored.to(sums.dtype)  # outside, active is 0
     at = partial + tl.program_id(0) * channels + c

@@ -32,6 +32,7 @@ def test_sums(case: tuple, dtype: torch.dtype) -> None:
 
 def test_gaps_and_nan() -> None:
     passes.check_strided(columns_triton, "cpu")
+    passes.check_strided_parameters(columns_triton, "cpu")
     passes.check_nan(columns_triton, "cpu")
 
 

@@ -1,0 +1,121 @@
+"""The sums of channels: their gradient goes past a tensor, but past nobody who looks at it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from geoparam import GmPConv2d, InputMeanNorm, fused
+from geoparam.ops import columns, columns_native
+
+
+def relu_and_layer() -> tuple[nn.Module, nn.Module]:
+    return fused.ReLU(), GmPConv2d(3, 4, 3, input_norm="bias", padding=1).double()
+
+
+def relu_and_norm() -> tuple[nn.Module, nn.Module]:
+    return fused.ReLU(), InputMeanNorm(3).double()
+
+
+def two_layers() -> tuple[nn.Module, nn.Module]:
+    first = GmPConv2d(3, 3, 1, activation=torch.relu).double()
+    return first, GmPConv2d(3, 4, 1, input_norm="bias").double()
+
+
+def by_retaining(y: Tensor, loss: Tensor) -> Tensor:
+    y.retain_grad()
+    loss.backward()
+    return y.grad
+
+
+def by_hook(y: Tensor, loss: Tensor) -> Tensor:
+    seen: list[Tensor] = []
+    y.register_hook(seen.append)
+    loss.backward()
+    return seen[0]
+
+
+def by_grad(y: Tensor, loss: Tensor) -> Tensor:
+    return torch.autograd.grad(loss, y)[0]
+
+
+def by_inputs(y: Tensor, loss: Tensor) -> Tensor:
+    loss.backward(inputs=[y])
+    return y.grad
+
+
+def by_differentiable_grad(y: Tensor, loss: Tensor) -> Tensor:
+    return torch.autograd.grad(loss, y, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("pair", [relu_and_layer, relu_and_norm, two_layers])
+@pytest.mark.parametrize(
+    "look", [by_retaining, by_hook, by_grad, by_inputs, by_differentiable_grad]
+)
+def test_the_gradient_of_a_result_is_whole(
+    switch: Callable, pair: Callable, look: Callable
+) -> None:
+    """The mean's part goes past the result to its maker, but not past one who looks."""
+    first, second = pair()
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64, requires_grad=True)
+    found = []
+    for on in (False, True):
+        switch(on)
+        y = first(x * 1)
+        found.append(look(y, second(y).pow(3).sum()))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_hook_may_change_the_gradient(switch: Callable) -> None:
+    first, second = two_layers()
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    found = []
+    for on in (False, True):
+        switch(on)
+        first.zero_grad()
+        y = first(x)
+        y.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+        second(y).pow(3).sum().backward()
+        found.append([p.grad.clone() for p in first.parameters()])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_detached_result_has_a_detached_mean(switch: Callable) -> None:
+    switch(True)
+    first, second = two_layers()
+    y = first(torch.randn(2, 3, 5, 5, dtype=torch.float64))
+    y.detach_()
+    second(y).pow(3).sum().backward()
+    assert first.r.grad is None and second.r.grad is not None
+
+
+def test_an_input_may_ask_for_its_gradient_later(switch: Callable) -> None:
+    layer = GmPConv2d(3, 4, 3, input_norm="bias").double()
+    found = []
+    for on in (False, True):
+        switch(on)
+        x = torch.ones(2, 3, 5, 5, dtype=torch.float64).cumsum(2)
+        layer(x)
+        x.requires_grad_()
+        layer(x).pow(3).sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_batches_of_gradients(
+    switch: Callable, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "_CHOICE", kernels)
+    monkeypatch.setattr(columns_native, "_SMALLEST", 0)
+    first, second = two_layers()
+    model = nn.Sequential(first, second, fused.ReLU(), InputMeanNorm(4).double())
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    found = []
+    for on in (False, True):
+        switch(on)
+        y, each = model(x).pow(3).mean((0, 2, 3)), torch.eye(4, dtype=torch.float64)
+        parameters = list(model.parameters())
+        found.append(torch.autograd.grad(y, parameters, each, is_grads_batched=True))
+    torch.testing.assert_close(found[1], found[0])
