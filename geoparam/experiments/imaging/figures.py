@@ -50,10 +50,11 @@ def draw(run: Run, papers: Mapping[str, float]) -> None:
         return
     best, theirs = best_rates(records), papers_rates(records, papers)
     _draw_convergence(run, "figure4", records, best, _THEIRS if best == theirs else _BEST)
-    if theirs and theirs != best:
+    if theirs != best and theirs.keys() == best.keys():
         _draw_convergence(run, _PAPERS_RATES, records, theirs, _THEIRS)
-    else:  # before the sweep went on, they may have differed
-        (run.folder / "figures" / f"{_PAPERS_RATES}.png").unlink(missing_ok=True)
+    else:  # before the sweep went on, there may have been one
+        for suffix in (".png", ".txt"):
+            (run.folder / "figures" / f"{_PAPERS_RATES}{suffix}").unlink(missing_ok=True)
     if any(len(rates) > 1 for rates in _tried(records).values()):
         _save(run, "rates", _over_rates(records), f"{_OVER_RATES} {_what(run)}")
 
