@@ -258,10 +258,10 @@ def versions() -> dict[str, str]:
 
 
 def commit(package: Path = Path(__file__).parents[1]) -> Record | None:
-    """The commit of the package's checkout, and whether files differ from it; None without one."""
+    """The commit of the package's checkout, and whether the package differs; None without one."""
     try:
         _git(package, "ls-files", "--error-unmatch", "__init__.py")  # not the repository around
-        changed = _git(package, "status", "--porcelain", "--untracked-files=no")
+        changed = _git(package, "status", "--porcelain", "--untracked-files=no", "--", ".")
         return {"id": _git(package, "rev-parse", "HEAD").strip(), "dirty": bool(changed)}
     except (OSError, subprocess.SubprocessError):
         return None
