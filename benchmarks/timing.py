@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 
 def medians(
@@ -19,6 +21,24 @@ def medians(
             if turn >= warmup:
                 times[name].append(seconds)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def training_step(
+    model: nn.Module, x: Tensor, y: Tensor, compiled: bool = False
+) -> Callable[[], None]:
+    """Return one step of SGD on a fixed batch, in bfloat16 on a GPU."""
+    device = x.device.type
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    run = torch.compile(model) if compiled else model
+
+    def step() -> None:
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = F.cross_entropy(run(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
 
 
 def _seconds(function: Callable[[], object], device: str) -> float:

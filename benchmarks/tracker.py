@@ -12,11 +12,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import geoparam as gp
-from benchmarks.timing import hardware, medians, peak_memory
+from benchmarks.timing import hardware, medians, peak_memory, training_step
 
 AT_A_TIME = 5
 
@@ -29,7 +28,7 @@ def resnet(device: str, converted: bool) -> nn.Module:
     return model.to(device, memory_format=torch.channels_last)
 
 
-def training_step(model: nn.Module, device: str, compiled: bool) -> Callable[[], None]:
+def step_of(model: nn.Module, device: str, compiled: bool) -> Callable[[], None]:
     """Return one step of SGD on a fixed batch, in bfloat16 on a GPU."""
     batch, size = (256, 224) if device == "cuda" else (8, 64)
     x = torch.randn(batch, 3, size, size, device=device)
@@ -37,23 +36,13 @@ def training_step(model: nn.Module, device: str, compiled: bool) -> Callable[[],
         x.contiguous(memory_format=torch.channels_last),
         torch.randint(1000, (batch,)).to(device),
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    run = torch.compile(model) if compiled else model
-
-    def step() -> None:
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = F.cross_entropy(run(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return step
+    return training_step(model, x, y, compiled)
 
 
 def compare(device: str, repeats: int, converted: bool, compiled: bool) -> None:
     """Print one row: a plain step in ms, and each kind of tracking as a ratio to it."""
     model = resnet(device, converted)
-    step = training_step(model, device, compiled)
+    step = step_of(model, device, compiled)
     size = 224 if device == "cuda" else 64
     images = torch.randn(64, 3, size, size, device=device)
     images = images.contiguous(memory_format=torch.channels_last)

@@ -27,12 +27,11 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
-from benchmarks.timing import hardware
+from benchmarks.timing import hardware, training_step
 from benchmarks.weight import naive
 from geoparam.coordinates import Angles
 from geoparam.experiments import networks
@@ -145,26 +144,14 @@ def _give_biases(model: nn.Module) -> None:
 # --- measuring ----------------------------------------------------------------------------------
 
 
-def training_step(
-    model: nn.Module, network: str, device: str, compiled: bool
-) -> Callable[[], None]:
+def step_of(model: nn.Module, network: str, device: str, compiled: bool) -> Callable[[], None]:
     """Return one step on a fixed batch."""
     batch, size = BATCHES[device][network]
     layout = torch.channels_last if device == "cuda" else torch.contiguous_format
     model = model.to(memory_format=layout)
     x = torch.randn(batch, 3, size, size, device=device).contiguous(memory_format=layout)
     y = torch.randint(1000, (batch,), device=device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-    run = torch.compile(model) if compiled else model
-
-    def step() -> None:
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = F.cross_entropy(run(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return step
+    return training_step(model, x, y, compiled)
 
 
 def measure(step: Callable[[], None], device: str, steps: int) -> tuple[float, float]:
@@ -191,7 +178,7 @@ def one(network: str, method: str, mode: str, device: str, steps: int) -> tuple 
     model = build(network, method, device)
     if model is None:
         return None
-    found = measure(training_step(model, network, device, mode == "compiled"), device, steps)
+    found = measure(step_of(model, network, device, mode == "compiled"), device, steps)
     del model
     gc.collect()
     if device == "cuda":

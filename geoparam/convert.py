@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.fused import ReLU
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
+from geoparam.ops import columns
 from geoparam.plan import (
     Decision,
     Filter,
@@ -251,7 +252,7 @@ def _start_from(layer: GmPLayer, mean: Tensor | None) -> None:
     if norm is None or mean is None or norm.running_mean is None or layer.lam is None:
         return
     norm.running_mean.copy_(mean)
-    response = layer._mean_response(layer.weight, norm.running_mean).double()
+    response = columns.response(layer.weight, norm.running_mean).double()
     r = layer.r.double()
     layer.lam.copy_(torch.where(r == 0, 0, layer.lam + response / torch.where(r == 0, 1, r)))
 

@@ -22,6 +22,7 @@ from geoparam.fused import ReLU
 from geoparam.graph import Graph
 from geoparam.layers import GmPLinear
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm
+from geoparam.ops import columns
 from geoparam.plan import Inputs
 from geoparam.surgery import like, places, put
 from geoparam.trace import trace
@@ -159,7 +160,7 @@ def _folded_layer(
         before = _subtract(mean, len(layer.weight_shape))
         log.info("%s: its input mean stays as a BatchNorm, %s.0, before the layer", name, name)
     elif mean is not None:
-        shift = layer._mean_response(weight, mean)
+        shift = columns.response(weight, mean)
         bias = -shift if bias is None else bias - shift
     if factor is not None:
         weight = weight * _per_input(factor, weight)

@@ -404,9 +404,7 @@ def _readable(
     if lam is not None:
         y = y + columns.along(lam if call.relu else r * lam, y, 1)
     if total is not None and call.means is not None:
-        mean = total / call.means.numbers
-        taps = columns.taps_of(weight, mean.dtype)
-        response = (taps * columns.per_unit(mean, weight)).sum(dim=1)
+        response = columns.response(weight, total / call.means.numbers)
         y = y - columns.along(response, y, 1)
     y = y.to(x.dtype)
     y = (y.relu() * columns.along(r, y, 1)).to(x.dtype) if call.relu else y

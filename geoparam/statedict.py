@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam.coordinates import Angles, Coordinates, Intrinsic, Sign
+from geoparam.ops import columns
 from geoparam.plan import CONVOLUTIONS, kind_of
 from geoparam.sphere import wide
 
@@ -267,10 +268,7 @@ def _mean_response(
             "whether before or after zeros are padded: build the model as it was trained, load "
             "the checkpoint into it and call geoparam.fold_."
         )
-    out, width = weight.shape[:2]
-    groups = len(mean) // width
-    seen = mean.view(groups, 1, width).expand(-1, out // groups, -1).reshape(out, width)
-    return (weight.reshape(out, width, -1).sum(dim=-1) * seen).sum(dim=1)
+    return columns.response(weight, mean)
 
 
 def _rounded(key: str, x: Tensor, dtype: torch.dtype) -> Tensor:

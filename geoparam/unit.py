@@ -20,6 +20,7 @@ from geoparam import fused, ops, sphere
 from geoparam.cache import TensorCache, cacheable
 from geoparam.coordinates import Sign, coordinates_for
 from geoparam.norm import InputMeanNorm
+from geoparam.ops import columns
 
 Activation = Callable[[Tensor], Tensor]
 InputNorm = bool | Literal["bias"]
@@ -255,17 +256,9 @@ class GmPLayer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         weight, bias = self._weight(dtype, channels_last), self.bias
         if mean is not None:
-            shift = self._mean_response(weight, mean)
+            shift = columns.response(weight, mean)
             bias = -shift if bias is None else bias - shift
         return weight, None if bias is None else bias.to(weight.dtype)
-
-    def _mean_response(self, weight: Tensor, mean: Tensor) -> Tensor:
-        """Return w^T E[x] for each unit, where the mean is the same at every tap."""
-        out, group_width = self.weight_shape[:2]
-        groups = mean.numel() // group_width
-        taps = weight.flatten(2).sum(-1, dtype=mean.dtype) if weight.ndim > 2 else weight
-        seen = mean.view(groups, 1, group_width).expand(-1, out // groups, -1).reshape(out, -1)
-        return (taps * seen).sum(dim=1)
 
     def _map(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
@@ -296,7 +289,7 @@ class GmPLayer(nn.Module):
                 "the input's mean cannot go into a bias: it is the batch's own, or zeros are "
                 "padded to the centred input. Use input_norm='bias' with running statistics."
             )
-        shift = self._mean_response(weight, self.input_norm.running_mean)
+        shift = columns.response(weight, self.input_norm.running_mean)
         return weight, (-shift if bias is None else bias.detach() - shift).to(weight.dtype)
 
     def _filled(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from geoparam import GmPConv2d, InputMeanNorm, fused
-from geoparam.ops import columns, columns_native
+from geoparam.ops import columns_native, implementation
 
 
 def relu_and_layer() -> tuple[nn.Module, nn.Module]:
@@ -107,7 +107,7 @@ def test_an_input_may_ask_for_its_gradient_later(switch: Callable) -> None:
 def test_batches_of_gradients(
     switch: Callable, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(columns, "_CHOICE", kernels)
+    monkeypatch.setattr(implementation, "KERNELS", kernels)
     monkeypatch.setattr(columns_native, "_SMALLEST", 0)
     first, second = two_layers()
     model = nn.Sequential(first, second, fused.ReLU(), InputMeanNorm(4).double())

@@ -78,7 +78,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        raise NotImplementedError("tasks of this experiment leave no arrays")
+        return f"{self.kind}-{self.dataset}-{'-'.join(self.variant)}-width{self.width}"
 
     def __str__(self) -> str:
         return f"{self.kind} {self.dataset}, {self.variant.title}, width {self.width:,}"

@@ -18,14 +18,12 @@ are stored, and deterministic. `dim` is where the channels are.
 
 import functools
 import importlib
-import importlib.util
-import os
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from geoparam.ops import columns_native
+from geoparam.ops import columns_native, implementation
 
 
 def rectify(
@@ -100,7 +98,7 @@ def shifted_bias(
     mean = total / count
     if running is not None:
         advance(running, mean, momentum)
-    bias = -(taps_of(weight, mean.dtype) * per_unit(mean, weight)).sum(dim=1)
+    bias = -response(weight, mean)
     if lam is not None:
         bias = bias + (lam if r is None else r * lam)
     return bias.to(weight.dtype)
@@ -134,6 +132,11 @@ def advance(running: tuple[Tensor, Tensor], mean: Tensor, momentum: float) -> No
     running[1].add_(1)
 
 
+def response(weight: Tensor, mean: Tensor) -> Tensor:
+    """Return w^T mean for each unit, where the mean is the same at every tap."""
+    return (taps_of(weight, mean.dtype) * per_unit(mean, weight)).sum(dim=1)
+
+
 def taps_of(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return each unit's weights added up over its kernel, (out, channels of its group)."""
     return weight.flatten(2).sum(-1, dtype=dtype) if weight.ndim > 2 else weight
@@ -157,10 +160,6 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-# As for the operator: auto, or torch for plain torch; triton and native are for tests.
-_CHOICE = os.environ.get("GEOPARAM_KERNELS", "auto")
-
-
 def worthwhile(x: Tensor) -> bool:
     """Return whether there are kernels for this tensor: plain torch gains nothing in this way."""
     return _passes(x) is not None
@@ -168,19 +167,15 @@ def worthwhile(x: Tensor) -> bool:
 
 def _passes(x: Tensor) -> ModuleType | None:
     """Return the kernels for an activation, or None for plain torch."""
-    if _CHOICE in ("auto", "native") and columns_native.serves(x):
+    if implementation.KERNELS in ("auto", "native") and columns_native.serves(x):
         return columns_native
     return _kernels(x)
 
 
 def _kernels(x: Tensor) -> ModuleType | None:
-    if _CHOICE == "triton" or (_CHOICE == "auto" and x.is_cuda):
-        return _load_kernels()
-    return None
+    return _triton() if implementation.uses_triton(x) else None
 
 
 @functools.cache
-def _load_kernels() -> ModuleType | None:
-    if importlib.util.find_spec("triton") is None:
-        return None
+def _triton() -> ModuleType:
     return importlib.import_module("geoparam.ops.columns_triton")
