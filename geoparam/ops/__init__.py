@@ -12,7 +12,8 @@ of a Function is lost when nested or compiled, without a word in either case: th
 computed by `sphere`'s differentiable formula, which has no such limits.
 
 Torch's dispatch of an op written in Python takes longer than most weights. Where nobody looks on,
-in plain eager training, `direct` calls the kernels without it.
+in plain eager training, `direct` calls the kernels without it; for a compiler on a GPU `expansion`
+replaces the ops by their kernels.
 
 `r` may be None (then the rows are unit vectors), `natural=True` divides the latitudes' gradient by
 the sphere's metric, and `dtype` is the type of the result (default: what latitude and r promote
@@ -29,7 +30,8 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 
 from geoparam import sphere
-from geoparam.ops import direct, implementation, intrinsic
+from geoparam.ops import direct, expansion, implementation, intrinsic
+from geoparam.ops.implementation import result_type
 from geoparam.ops.tangents import gradient_tangent, weight_tangent
 
 __all__ = ["intrinsic", "weight"]
@@ -65,7 +67,7 @@ def weight(
         return _dispatched(latitude, r, natural, dtype, shape, channels_last)
     _check(latitude, r)
     return direct.weight(
-        latitude, r, natural, _result_type(latitude, r, dtype), shape, channels_last
+        latitude, r, natural, dtype or result_type(latitude, r), shape, channels_last
     )
 
 
@@ -81,7 +83,7 @@ def _dispatched(
     if _in_forward_mode():
         _refuse_natural(natural)
         u = sphere.to_unit(latitude) if r is None else r[..., None] * sphere.to_unit(latitude)
-        u = u.to(_result_type(latitude, r, dtype))
+        u = u.to(dtype or result_type(latitude, r))
         return u if shape is None else u.unflatten(-1, shape)
     if hasattr(latitude, "placements") and not isinstance(latitude, Proxy):
         return _weight_of_shards(latitude, r, natural, dtype, shape)
@@ -159,7 +161,7 @@ def _weight(
     return implementation.forward(
         latitude,
         r,
-        _result_type(latitude, r, dtype),
+        dtype or result_type(latitude, r),
         None if shape is None else tuple(shape),
         channels_last,
     )
@@ -186,7 +188,7 @@ def _weight_fake(
     row = None if shape is None else tuple(shape)
     layout = implementation.layout_of(latitude.shape, row, channels_last)
     return latitude.new_empty_strided(
-        layout.size, layout.stride, dtype=_result_type(latitude, r, dtype)
+        layout.size, layout.stride, dtype=dtype or result_type(latitude, r)
     )
 
 
@@ -263,6 +265,9 @@ def _weight_backward_vmap(
     return torch.ops.geoparam.weight_backward(grad, latitude, r, natural), (0, 0)
 
 
+expansion.register()
+
+
 # --- the same ops for torch.func --------------------------------------------------------------
 
 
@@ -325,12 +330,6 @@ class _WeightBackward(torch.autograd.Function):
 
 def _in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
-
-
-def _result_type(latitude: Tensor, r: Tensor | None, dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is not None:
-        return dtype
-    return latitude.dtype if r is None else torch.promote_types(latitude.dtype, r.dtype)
 
 
 def _batch_first(size: int, dims: tuple, *tensors: Tensor | None) -> list:

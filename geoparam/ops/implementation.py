@@ -35,7 +35,7 @@ def implementation(x: Tensor) -> ModuleType:
 
 def uses_triton(x: Tensor) -> bool:
     """Return whether Triton's kernels serve this tensor."""
-    return KERNELS == "triton" or (KERNELS == "auto" and x.is_cuda and _triton_installed())
+    return KERNELS == "triton" or (KERNELS == "auto" and x.is_cuda and has_triton())
 
 
 @functools.cache
@@ -44,8 +44,16 @@ def _triton() -> ModuleType:
 
 
 @functools.cache
-def _triton_installed() -> bool:
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
+
+
+def result_type(latitude: Tensor, r: Tensor | None) -> torch.dtype:
+    """Return the type of a weight that nobody has asked for in another."""
+    if r is None or r.dtype == latitude.dtype:
+        return latitude.dtype
+    return torch.promote_types(latitude.dtype, r.dtype)
 
 
 class Layout(NamedTuple):
@@ -94,12 +102,16 @@ def forward(
     dtype: torch.dtype,
     shape: tuple[int, ...] | None = None,
     channels_last: bool = False,
+    traced: bool = False,
 ) -> Tensor:
-    """Return the weight in its shape, for latitudes (..., n - 1) and scales (...)."""
+    """Return the weight in its shape, for latitudes (..., n - 1) and scales (...).
+
+    If `traced`, Triton's kernel is left in the graph that a compiler is tracing.
+    """
     layout = layout_for(latitude.shape, shape, channels_last)
     latitude, r = latitude.contiguous(), None if r is None else r.contiguous()
     if uses_triton(latitude):
-        return _triton().forward(latitude, r, dtype, layout)
+        return _triton().forward(latitude, r, dtype, layout, traced)
     rows = implementation(latitude).forward(*_as_rows(latitude, r), dtype)
     if layout.taps == 1:
         return torch.ops.aten._unsafe_view(rows, layout.size)
@@ -108,13 +120,13 @@ def forward(
 
 
 def backward(
-    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
+    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool, traced: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of latitude and r for `grad`, of the weight's shape in any layout."""
     latitude, r = latitude.contiguous(), None if r is None else r.contiguous()
     if uses_triton(latitude):
         grad, taps = readable(grad, latitude.ndim - 1)
-        return _triton().backward(grad, latitude, r, natural, taps)
+        return _triton().backward(grad, latitude, r, natural, taps, traced)
     rows = grad.reshape(math.prod(latitude.shape[:-1]), latitude.shape[-1] + 1)
     module = implementation(latitude)
     grad_latitude, grad_r = module.backward(rows, *_as_rows(latitude, r), natural)
@@ -128,12 +140,17 @@ def readable(grad: Tensor, lead: int) -> tuple[Tensor, int]:
     """
     if grad.is_contiguous():
         return grad, 1
-    if grad.ndim in (4, 5) and lead == 1:
-        size = grad.shape
-        layout = layout_for((size[0], size[1:].numel() - 1), size[1:], True)
-        if grad.stride() == layout.stride:
-            return grad, layout.taps
-    return grad.contiguous(), 1
+    taps = _taps(grad.shape, grad.stride()) if lead == 1 else 0
+    return (grad, taps) if taps else (grad.contiguous(), 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _taps(size: torch.Size, stride: tuple[int, ...]) -> int:
+    """Return the taps of an image convolution's weight that lies tap by tap; else 0."""
+    if len(size) not in (4, 5):
+        return 0
+    layout = layout_of((size[0], size[1:].numel() - 1), size[1:], True)
+    return layout.taps if stride == layout.stride else 0
 
 
 def _as_rows(latitude: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -4,6 +4,9 @@ Plain torch, which autograd, torch.func and compilers see through; on a GPU in p
 two Triton kernels instead, one pass over the memory each way, where torch would take nine.
 """
 
+import functools
+import importlib
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,8 +33,7 @@ def weight(
         >>> weight(torch.tensor([[3., 4.]]), torch.tensor([10.]))
         tensor([[6., 8.]])
     """
-    if dtype is None:
-        dtype = d.dtype if r is None else torch.promote_types(d.dtype, r.dtype)
+    dtype = dtype or implementation.result_type(d, r)
     if torch.compiler.is_compiling():  # one kernel writes in any order
         return _arranged(_formula(d, r, dtype), shape, channels_last)
     if not (direct.possible(d, r) and implementation.uses_triton(d)):
@@ -74,8 +76,15 @@ def _forward(
     shape: tuple[int, ...] | None,
     channels_last: bool,
 ) -> Tensor:
-    layout = implementation.layout_for((*d.shape[:-1], d.shape[-1] - 1), shape, channels_last)
+    layout = _layout(d.shape, shape, channels_last)
     return _kernels().forward(d.contiguous(), None if r is None else r.contiguous(), dtype, layout)
+
+
+@functools.cache
+def _layout(
+    size: torch.Size, shape: tuple[int, ...] | None, channels_last: bool
+) -> implementation.Layout:
+    return implementation.layout_of((*size[:-1], size[-1] - 1), shape, channels_last)
 
 
 class _Weight(torch.autograd.Function):
@@ -117,7 +126,6 @@ def _differentiable_backward(
     return [next(found) if wanted else None for wanted in needed[:2]]
 
 
-def _kernels() -> Any:
-    from geoparam.ops import rows_triton  # needs Triton
-
-    return rows_triton
+@functools.cache
+def _kernels() -> ModuleType:
+    return importlib.import_module("geoparam.ops.rows_triton")  # needs Triton

@@ -57,19 +57,32 @@ _SMALLEST_METRIC = tl.constexpr(SMALLEST_METRIC)
 
 
 def forward(
-    latitude: Tensor, r: Tensor | None, dtype: torch.dtype, layout: Layout | None = None
+    latitude: Tensor,
+    r: Tensor | None,
+    dtype: torch.dtype,
+    layout: Layout | None = None,
+    traced: bool = False,
 ) -> Tensor:
-    """Return the weight for contiguous latitudes (..., n - 1) and r (...), rows if no layout."""
+    """Return the weight for contiguous latitudes (..., n - 1) and r (...), rows if no layout.
+
+    If `traced`, the kernel is not run but left in the graph that a compiler is tracing.
+    """
     layout = layout or layout_of(latitude.shape, None, False)
     weight = torch.empty_strided(layout.size, layout.stride, dtype=dtype, device=latitude.device)
     if weight.numel():
         launch = _forward_launch(latitude.shape, layout.taps, *types_of(latitude, r, weight))
-        launch(latitude, _any_if_none(r, latitude, weight), weight)
+        run = launch.traced if traced else launch
+        run(latitude, _any_if_none(r, latitude, weight), weight)
     return weight
 
 
 def backward(
-    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool, taps: int = 1
+    grad: Tensor,
+    latitude: Tensor,
+    r: Tensor | None,
+    natural: bool,
+    taps: int = 1,
+    traced: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return dL/dlatitude and dL/dr for grad = dL/dweight, whose rows lie as `taps` says."""
     grad_latitude = torch.empty_like(latitude)
@@ -83,7 +96,8 @@ def backward(
             working = torch.float64 if latitude.dtype == torch.float64 else torch.float32
             starts = latitude.new_empty(scratch, dtype=working)
         r = _any_if_none(r, latitude, grad)
-        launch(grad, latitude, r, grad_latitude, grad_r, starts)
+        run = launch.traced if traced else launch
+        run(grad, latitude, r, grad_latitude, grad_r, starts)
     return grad_latitude, grad_r
 
 

@@ -1,0 +1,92 @@
+"""What torch.compile sees of the ops on a GPU: the Triton kernels in them.
+
+An op that is opaque to a compiler is called from compiled code through torch's dispatcher, twice
+into Python and back: more time than most weights take. So, as torch.library.triton_op does, the
+ops are expanded when AOTAutograd makes its graph functional, after autograd has seen them; from
+there inductor launches our kernels as it does its own. Export keeps the ops, which can be stored
+and run anywhere, and so do CPUs and sizes that are not known.
+
+`GEOPARAM_COMPILED=op` leaves the ops in compiled code as they are.
+"""
+
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+from geoparam.ops import implementation
+
+COMPILED = os.environ.get("GEOPARAM_COMPILED", "kernels")
+if COMPILED not in ("kernels", "op"):
+    raise ValueError(f"GEOPARAM_COMPILED is kernels or op; got {COMPILED!r}.")
+
+
+def register() -> None:
+    """Let compilers expand the ops, which must be defined."""
+    for name, expansion in (("weight", _weight), ("weight_backward", _weight_backward)):
+        op = f"geoparam::{name}"
+        torch.library.register_torch_dispatch(op, FunctionalTensorMode, _rule(expansion))
+    if hasattr(torch._library.triton, "triton_ops_to_kernels"):
+        torch._library.triton.triton_ops_to_kernels["geoparam::weight"] = _Sources()
+
+
+class _Sources(list):
+    """The kernels whose source torch's cache of compiled graphs has to look at.
+
+    It keeps graphs from before the expansion, in which an op is only a name.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        if COMPILED == "kernels" and torch.cuda.is_available() and implementation.has_triton():
+            kernels = importlib.import_module("geoparam.ops.triton")
+            yield from (kernels._forward_kernel, kernels._backward_kernel)
+
+
+def _rule(expansion: Any) -> Any:
+    def rule(mode: Any, op: Any, types: Any, args: tuple, kwargs: dict | None) -> Any:
+        kwargs = kwargs or {}
+        if not _expandable(args):
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        with mode:
+            return expansion(*args, **kwargs)
+
+    return rule
+
+
+def _expandable(args: tuple) -> bool:
+    """Return whether all tensors are a compiler's, with kernels for them, and of known sizes."""
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    if COMPILED == "op" or not all(type(x) is FunctionalTensor and _served(x) for x in tensors):
+        return False
+    from torch.export import _trace  # loads most of the compiler, which is there by now
+
+    known = all(type(size) is int for x in tensors for size in x.shape)
+    return known and not _trace.custom_triton_ops_decomposition_disabled()
+
+
+def _served(x: Tensor) -> bool:
+    return x.is_cuda and implementation.uses_triton(x)
+
+
+def _weight(
+    latitude: Tensor,
+    r: Tensor | None = None,
+    *,
+    natural: bool = False,
+    dtype: torch.dtype | None = None,
+    shape: list[int] | None = None,
+    channels_last: bool = False,
+) -> Tensor:
+    row = None if shape is None else tuple(shape)
+    dtype = dtype or implementation.result_type(latitude, r)
+    return implementation.forward(latitude, r, dtype, row, channels_last, traced=True)
+
+
+def _weight_backward(
+    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
+) -> tuple[Tensor, Tensor]:
+    return implementation.backward(grad, latitude, r, natural, traced=True)

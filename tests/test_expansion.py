@@ -1,0 +1,105 @@
+"""A compiler on a GPU finds the kernels in its graph, and everyone else the ops."""
+
+from collections.abc import Callable
+
+import kernels
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+
+from geoparam import ops
+from geoparam.ops import expansion, implementation
+
+KERNEL = "triton_kernel_wrapper_functional"
+
+
+def traced(function: Callable, *inputs: Tensor, dynamic: bool = False) -> list[str]:
+    """Return what a compiler would call, forward and backward, without calling it."""
+    targets: list[str] = []
+
+    def record(graph: torch.fx.GraphModule, _: object) -> Callable:
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return lambda *args: pytest.fail("nothing is run here")
+
+    torch.compiler.reset()
+    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        with pytest.raises(pytest.fail.Exception):
+            torch.compile(function, backend=backend, dynamic=dynamic)(*inputs)
+    return targets
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the tracing believe that Triton's kernels serve a CPU."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(implementation, "KERNELS", "triton")
+    monkeypatch.setattr(expansion, "_served", lambda x: True)
+
+
+def case() -> tuple[Tensor, Tensor]:
+    latitude, r, _ = kernels.random_case(3, 18, torch.float32)
+    return latitude.requires_grad_(), r.requires_grad_()
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_compilers_see_the_kernels(on_gpu: None, scaled: bool) -> None:
+    latitude, r = case()
+    options = {"dtype": torch.bfloat16, "shape": (2, 3, 3), "channels_last": True}
+    found = traced(lambda a, s: ops.weight(a, s if scaled else None, **options), latitude, r)
+    assert found.count(KERNEL) == 2  # one each way
+    assert not any("geoparam" in target for target in found)
+
+
+def test_the_ops_stay_if_asked_for(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expansion, "COMPILED", "op")
+    found = traced(ops.weight, *case())
+    assert {"geoparam.weight.default", "geoparam.weight_backward.default"} <= set(found)
+
+
+def test_the_ops_stay_where_sizes_are_unknown(on_gpu: None) -> None:
+    found = traced(ops.weight, *case(), dynamic=True)
+    assert "geoparam.weight.default" in found and KERNEL not in found
+
+
+def test_the_ops_stay_on_a_cpu() -> None:
+    found = traced(ops.weight, *case())
+    assert "geoparam.weight.default" in found and KERNEL not in found
+
+
+def test_export_keeps_the_op(on_gpu: None) -> None:
+    class Weight(torch.nn.Module):
+        def forward(self, latitude: Tensor, r: Tensor) -> Tensor:
+            return ops.weight(latitude, r)
+
+    program = torch.export.export(Weight(), tuple(x.detach() for x in case()))
+    targets = [str(node.target) for node in program.run_decompositions({}).graph.nodes]
+    assert "geoparam.weight.default" in targets
+
+
+def test_the_compilers_cache_knows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    sources = torch._library.triton.get_triton_kernels_for_op("geoparam::weight")
+    assert [kernel.__name__ for kernel in sources] == ["_forward_kernel", "_backward_kernel"]
+    monkeypatch.setattr(expansion, "COMPILED", "op")
+    assert list(sources) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", ["kernels", "op"])
+@pytest.mark.parametrize("n", [2, 27, 1152, 4609])
+def test_compiled_numbers(monkeypatch: pytest.MonkeyPatch, compiled: str, n: int) -> None:
+    monkeypatch.setattr(expansion, "COMPILED", compiled)
+    latitude, r, grad = kernels.random_case(5, n, torch.float32, "cuda")
+    latitude.requires_grad_(), r.requires_grad_()
+
+    def gradients(function: Callable) -> tuple[Tensor, ...]:
+        w = function(latitude, r)
+        return w, *torch.autograd.grad(w, (latitude, r), grad)
+
+    torch.compiler.reset()
+    expected = gradients(ops.weight)
+    for found, one in zip(gradients(torch.compile(ops.weight)), expected, strict=True):
+        torch.testing.assert_close(found, one, atol=1e-6, rtol=1e-5)
