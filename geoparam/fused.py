@@ -19,7 +19,7 @@ forward mode want to see plain operations.
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,16 @@ from torch import Tensor, nn
 
 from geoparam import ops
 from geoparam.notes import note
-from geoparam.ops import columns, direct, implementation
-from geoparam.sums import bystander, gradient_sums, is_beside, is_plain, is_watched
+from geoparam.ops import columns, direct, implementation, intrinsic, shifted
+from geoparam.routes import Route
+from geoparam.sums import (
+    bystander,
+    finished,
+    gradient_partials,
+    is_beside,
+    is_plain,
+    is_watched,
+)
 
 DEVICES = {"cuda", "cpu"}
 
@@ -37,17 +45,17 @@ def eligible(x: Tensor) -> bool:
     """Return whether a training step on `x` may be taken in few passes."""
     return (
         not torch.compiler.is_compiling()
-        and x.device.type in DEVICES
         and torch.is_grad_enabled()
-        and x.is_floating_point()
         and direct.possible(x)
+        and ("cuda" if x.is_cuda else x.device.type) in DEVICES
+        and x.is_floating_point()
         and x.numel() > 0
         and not x.is_inference()  # it has no version
         and columns.worthwhile(x)
     )
 
 
-# --- ReLU and centring --------------------------------------------------------------------------
+# --- ReLU ---------------------------------------------------------------------------------------
 
 
 class ReLU(nn.ReLU):
@@ -59,13 +67,14 @@ class ReLU(nn.ReLU):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if not (self.training and eligible(x) and x.requires_grad):
+        inplace = self.inplace
+        if (
+            not (self.training and eligible(x) and x.requires_grad)
+            or x.ndim not in (2, 4, 5)  # where channels are in dimension 1
+            or (inplace and (x.is_leaf or x._is_view()))
+        ):
             return super().forward(x)
-        if x.ndim not in (2, 4, 5):  # where channels are in dimension 1
-            return super().forward(x)
-        if self.inplace and (x.is_leaf or x._is_view()):
-            return super().forward(x)
-        y, sums = _Rectify.apply(x, self.inplace)
+        y, sums = _rectify(x, inplace)
         note(y, 1, sums)
         return y
 
@@ -100,9 +109,13 @@ class _Rectify(torch.autograd.Function):
             spread = _spread(grad, grad_sums, y)
             return torch.where(y <= 0, 0, spread).to(y.dtype), None
         grad = torch.zeros_like(y) if grad is None else grad
-        grad_x, sums, _ = columns.rectify_backward(grad, y, 1, grad_sums)
-        note(grad_x, 1, sums)
+        grad_x, partial, _ = columns.rectify_backward(grad, y, 1, grad_sums, whole=False)
+        note(grad_x, 1, partial)
         return grad_x, None
+
+
+# Nobody but autograd looks on, so what Function.apply sees to for others is left out.
+_rectify = super(torch.autograd.Function, _Rectify).apply
 
 
 def _spread(grad: Tensor | None, grad_sums: Tensor | None, y: Tensor) -> Tensor:
@@ -111,89 +124,26 @@ def _spread(grad: Tensor | None, grad_sums: Tensor | None, y: Tensor) -> Tensor:
     return grad if grad_sums is None else grad + columns.along(grad_sums, y, 1)
 
 
-class Centre(torch.autograd.Function):
-    """x - mean per channel; the gradient of x passes through untouched."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mean: Tensor, dim: int) -> Tensor:
-        ctx.dim, ctx.dtype = dim, mean.dtype
-        return columns.rectify(x, dim, -mean, relu=False, summed=False)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        others = [d for d in range(grad.ndim) if d != ctx.dim % grad.ndim]
-        if not is_plain(grad):
-            return grad, -grad.sum(others, dtype=ctx.dtype), None
-        return grad, -gradient_sums(grad, ctx.dim).to(ctx.dtype), None
-
-
 # --- convolutions -------------------------------------------------------------------------------
 
 
-class Weighing(NamedTuple):
-    """How a weight is made of latitudes: the arguments of `ops.weight`."""
-
-    natural: bool
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    channels_last: bool
-
-
-class Geometry(NamedTuple):
-    """Where a convolution looks."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-
-class Means(NamedTuple):
-    """How many numbers each channel of the input has, and the running mean of batches to move."""
-
-    numbers: int
-    running: tuple[Tensor, Tensor] | None
-    momentum: float
-
-
-class Call(NamedTuple):
-    """How a convolution is applied.
-
-    Attributes:
-        relu: Whether the layer has a ReLU of its own: then r is outside of it, as a scale, and
-            the result's sums are gathered.
-        weighing: How the weight is made of what is stored; None if that is the weight already.
-        means: If the mean of the input is subtracted.
-    """
-
-    geometry: Geometry
-    relu: bool
-    weighing: Weighing | None
-    means: Means | None
-
-    def weight(self, stored: Tensor, r: Tensor) -> Tensor:
-        if self.weighing is None:
-            return stored
-        _, dtype, shape, channels_last = self.weighing
-        inside = None if self.relu else r
-        return implementation.forward(stored, inside, dtype, shape, channels_last)
-
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        stride, padding, dilation, groups = self.geometry
-        none = (0,) * len(stride)
-        return torch.convolution(x, weight, bias, stride, padding, dilation, False, none, groups)
-
-
 def convolution(
-    x: Tensor, stored: Tensor, r: Tensor, lam: Tensor | None, total: Tensor | None, call: Call
+    x: Tensor,
+    stored: Tensor,
+    r: Tensor,
+    lam: Tensor | None,
+    total: Tensor | None,
+    running: tuple[Tensor, Tensor] | None,
+    route: Route,
 ) -> Tensor:
     """Return r (u * (x - mean) + lam), or r relu(u * (x - mean) + lam), and note its sums.
 
-    The mean, of the channels' sums `total`, is subtracted as one constant per unit, u^T mean.
+    The mean, of the channels' sums `total`, is subtracted as one constant per unit, u^T mean; the
+    `running` mean of batches makes its step.
     """
     beside = total is not None and is_beside(total, x)
     leaf = bystander().leaf if beside else None
-    y, sums = _Convolution.apply(x, stored, r, lam, total, leaf, call)
+    y, sums = _convolve(x, stored, r, lam, total, leaf, running, route)
     if sums is not None:
         note(y, 1, sums)
     return y
@@ -209,122 +159,151 @@ class _Convolution(torch.autograd.Function):
         lam: Tensor | None,
         total: Tensor | None,
         leaf: Tensor | None,
-        call: Call,
+        running: tuple[Tensor, Tensor] | None,
+        route: Route,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.input = None if leaf is None else weakref.ref(x)
-        weight = call.weight(stored, r)
-        y = a = _mapped(x, weight, _bias(weight, r, lam, total, call), call)
-        sums = None
-        if call.relu:
-            y, sums = columns.rectify(a, 1, None, r, relu=False)
-        ctx.call = call
-        ctx.save_for_backward(x, stored, r, lam, total, weight, a if call.relu else None)
+        ctx.route = route
+        weight, bias = _parameters(stored, r, lam, total, running, route)
+        y, sums, kept = _mapped(x, weight, bias, route), None, (None, None)
+        if route.relu:
+            y, sums, *kept = _rectified(y, bias, r, route)
+        ctx.save_for_backward(x, stored, r, lam, total, weight, *kept)
         ctx.set_materialize_grads(False)
         return y, sums
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_sums: Tensor | None) -> tuple:
-        call: Call = ctx.call
-        *inputs, weight, a = ctx.saved_tensors
+        route: Route = ctx.route
+        *inputs, weight, a, bias = ctx.saved_tensors
         x, stored, r, lam, total = inputs
         if grad is None and grad_sums is None:
-            return (None,) * 7
+            return (None,) * 8
         if not is_plain(grad, grad_sums):
             needed = ctx.needs_input_grad
-            return _shared_out(ctx, *_readable_backward(inputs, call, grad, grad_sums, needed))
-        grad_bias = by_scale = by_bias = by_weight = grad_lam = grad_total = None
+            return _shared_out(ctx, *_readable_backward(inputs, route, grad, grad_sums, needed))
+        grad_bias = by_scale = None
         if a is not None:
             grad = torch.zeros_like(a) if grad is None else grad
-            grad, grad_bias, by_scale = columns.rectify_backward(grad, a, 1, grad_sums, r)
-        assert grad is not None
-        grad_x, grad_stored = _convolution_backward(grad, x, weight, call, ctx.needs_input_grad)
-        inside = None if call.relu else r
-        if lam is not None or total is not None:
-            grad_bias = gradient_sums(grad, 1) if grad_bias is None else grad_bias
-            if total is None or call.means is None:
-                by_bias = None if inside is None else grad_bias * lam
-                grad_lam = grad_bias if inside is None else grad_bias * inside
-            else:
-                grad_stored, by_bias, grad_lam, grad_total = columns.shifted_bias_backward(
-                    grad_bias, weight, grad_stored, inside, lam, total, call.means.numbers
-                )
-        if call.weighing is not None:
-            grad_stored, by_weight = implementation.backward(
-                grad_stored, stored, inside, call.weighing.natural
+            grad, grad_bias, by_scale = columns.rectify_backward(
+                grad, a, 1, grad_sums, r, bias=bias
             )
-        parts = [by_scale, by_bias, None if inside is None else by_weight]
-        found = grad_x, grad_stored, _sum(parts), grad_lam, grad_total
-        return _shared_out(ctx, *found)
+        assert grad is not None
+        if lam is None and total is None:
+            grad_bias = None
+        elif grad_bias is None:
+            grad_bias = gradient_partials(grad, 1)
+        grad_x, grad_weight = _convolution_backward(grad, x, weight, route, ctx.needs_input_grad)
+        grad_stored, grad_r, grad_lam, grad_total = _parameters_backward(
+            grad_weight, grad_bias, (stored, r, lam, total, weight), route
+        )
+        grad_r = by_scale if grad_r is None else grad_r
+        return _shared_out(ctx, grad_x, grad_stored, grad_r, grad_lam, grad_total)
+
+
+_convolve = super(torch.autograd.Function, _Convolution).apply
 
 
 def _shared_out(ctx: Any, *found: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return all gradients, that of the sums as a part of x's where that is looked at."""
     grad_x, *between, grad_total = found
     if ctx.input is None or grad_x is None or grad_total is None:
-        return *found, None, None
+        return *found, None, None, None
     nothing = bystander().gradient
     if not is_watched(ctx.input()):
-        return *found, nothing, None
+        return *found, nothing, None, None
     grad_x = (grad_x + columns.along(grad_total, grad_x, 1)).to(grad_x.dtype)
-    return grad_x, *between, None, nothing, None
+    return grad_x, *between, None, nothing, None, None
 
 
-def _sum(parts: list[Tensor | None]) -> Tensor | None:
-    there = [part for part in parts if part is not None]
-    return None if not there else there[0] if len(there) == 1 else there[0] + there[1]
-
-
-def _bias(
-    weight: Tensor, r: Tensor, lam: Tensor | None, total: Tensor | None, call: Call
-) -> Tensor | None:
-    inside = None if call.relu else r
-    if total is not None and call.means is not None:
-        return columns.shifted_bias(weight, inside, lam, total, *call.means)
+def _parameters(
+    stored: Tensor,
+    r: Tensor,
+    lam: Tensor | None,
+    total: Tensor | None,
+    running: tuple[Tensor, Tensor] | None,
+    route: Route,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the weight and the bias."""
+    how = route.how
+    if total is not None and not route.stores_weight:
+        return shifted.forward(stored, r, lam, total, running, how)
+    inside = r if how.inside else None
+    weight = stored if route.stores_weight else _weight(stored, inside, how)
+    if total is not None:
+        bias = columns.shifted_bias(weight, inside, lam, total, how.count, running, how.momentum)
+        return weight, bias
     if lam is None:
-        return None
-    return (lam if inside is None else inside * lam).to(weight.dtype)
+        return weight, None
+    return weight, (lam if inside is None else inside * lam).to(weight.dtype)
 
 
-def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-    """Return relu(w * x + b), or without the ReLU."""
-    if bias is not None and call.relu and _has_fused_relu(x, weight, call):
-        return torch.cudnn_convolution_relu(x, weight, bias, *call.geometry)
-    if bias is not None and not call.relu and _is_matrix_product(x, weight, call):
+def _parameters_backward(
+    grad: Tensor, grad_bias: Tensor | None, inputs: tuple[Any, ...], route: Route
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of stored, r, lam and total, where r's is not that of a scale."""
+    stored, r, lam, total, weight = inputs
+    how, by_weight, by_bias, grad_lam, grad_total = route.how, None, None, None, None
+    if total is not None and not route.stores_weight:
+        return shifted.backward(grad, grad_bias, stored, r, lam, total, weight, how)
+    inside = r if how.inside else None
+    if grad_bias is not None:
+        grad_bias = finished(grad_bias)
+        if total is not None:
+            grad, by_bias, grad_lam, grad_total = columns.shifted_bias_backward(
+                grad_bias, weight, grad, inside, lam, total, how.count
+            )
+        else:
+            by_bias = None if inside is None else grad_bias * lam
+            grad_lam = grad_bias if inside is None else grad_bias * inside
+    if not route.stores_weight:
+        grad, by_weight = _weight_backward(grad, stored, inside, how)
+    grad_r = by_weight if by_bias is None else by_bias
+    if by_weight is not None and by_bias is not None:
+        grad_r = by_weight + by_bias
+    return grad, None if inside is None else grad_r, grad_lam, grad_total
+
+
+def _weight(stored: Tensor, r: Tensor | None, how: shifted.How) -> Tensor:
+    if how.coordinates == "latitude":
+        return implementation.forward(stored, r, how.dtype, how.shape, how.channels_last)
+    return intrinsic.forward(stored, r, how.dtype, how.shape, how.channels_last)
+
+
+def _weight_backward(
+    grad: Tensor, stored: Tensor, r: Tensor | None, how: shifted.How
+) -> tuple[Tensor, Tensor]:
+    if how.coordinates == "latitude":
+        return implementation.backward(grad, stored, r, how.natural)
+    return intrinsic.backward(grad, stored, r)
+
+
+def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Tensor:
+    """Return w * x + b; with a ReLU, relu of it or, where that costs a pass, w * x alone."""
+    if bias is not None and route.relu and _has_epilogue(route):
+        return torch.cudnn_convolution_relu(x, weight, bias, *route.geometry)
+    if bias is not None and not route.relu and route.is_product:
         return _matrix_product(x, weight, bias)
     if x.is_cpu:  # here the bias costs nothing
-        z = call.convolve(x, weight, bias)
-        return z.relu_() if call.relu else z
-    z = call.convolve(x, weight)
-    if bias is None and not call.relu:
-        return z
-    return columns.rectify(z, 1, bias, relu=call.relu, inplace=True, summed=False)[0]
+        z = route.convolve(x, weight, bias)
+        return z.relu_() if route.relu else z
+    z = route.convolve(x, weight)
+    if bias is None or route.relu:
+        return z.relu_() if route.relu and bias is None else z
+    return columns.rectify(z, 1, bias, relu=False, inplace=True, summed=False)[0]
 
 
-def _has_fused_relu(x: Tensor, weight: Tensor, call: Call) -> bool:
-    """Return whether cuDNN applies bias and ReLU in the convolution's own kernel, at no cost."""
-    return (
-        x.is_cuda
-        and x.ndim == 4
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and call.geometry.groups == 1
-        and weight.shape[0] % 8 == 0
-        and weight.shape[1] % 8 == 0
-        and x.is_contiguous(memory_format=torch.channels_last)
-        and torch.backends.cudnn.enabled
-        and torch.version.hip is None
-    )
+def _rectified(
+    z: Tensor, bias: Tensor | None, r: Tensor, route: Route
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Return r relu(z + b) and its sums, and what is kept: z and b, or z if it has both already."""
+    if bias is None or z.is_cpu or _has_epilogue(route):
+        return *columns.rectify(z, 1, None, r, relu=False), z, None
+    return *columns.rectify(z, 1, bias, r), z, bias
 
 
-def _is_matrix_product(x: Tensor, weight: Tensor, call: Call) -> bool:
-    return (
-        x.ndim == 4
-        and weight.shape[2:] == (1, 1)
-        and call.geometry.groups == 1
-        and call.geometry.stride == (1, 1)
-        and call.geometry.padding == (0, 0)
-        and x.is_contiguous(memory_format=torch.channels_last)
-        and weight.is_contiguous()
-    )
+def _has_epilogue(route: Route) -> bool:
+    return route.has_epilogue and torch.backends.cudnn.enabled
 
 
 def _matrix_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -335,12 +314,8 @@ def _matrix_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """
     images, inputs, height, width = x.shape
     units, rows = weight.shape[0], images * height * width
-    y = torch.empty(
-        (images, units, height, width),
-        dtype=x.dtype,
-        device=x.device,
-        memory_format=torch.channels_last,
-    )
+    size, strides = (images, units, height, width), (height * width * units, 1, width * units, units)
+    y = torch.empty_strided(size, strides, dtype=x.dtype, device=x.device)
     matrix = weight.as_strided((inputs, units), (1, inputs))
     out = y.as_strided((rows, units), (units, 1))
     torch.addmm(bias, x.as_strided((rows, inputs), (inputs, 1)), matrix, out=out)
@@ -348,9 +323,9 @@ def _matrix_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _convolution_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, call: Call, needed: tuple[bool, ...]
+    grad: Tensor, x: Tensor, weight: Tensor, route: Route, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor]:
-    stride, padding, dilation, groups = call.geometry
+    stride, padding, dilation, groups = route.geometry
     none, mask = (0,) * len(stride), (needed[0], True, False)
     grad_x, grad_weight, _ = torch.ops.aten.convolution_backward.default(
         grad, x, weight, None, stride, padding, dilation, False, none, groups, mask
@@ -360,7 +335,7 @@ def _convolution_backward(
 
 def _readable_backward(
     inputs: list[Any],
-    call: Call,
+    route: Route,
     grad: Tensor | None,
     grad_sums: Tensor | None,
     needed: tuple[bool, ...],
@@ -373,7 +348,7 @@ def _readable_backward(
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         inputs = [None if t is None else t.view_as(t) for t in inputs]
-        y, sums = _readable(call, *inputs)
+        y, sums = _readable(route, *inputs)
     outputs = [(o, g) for o, g in ((y, grad), (sums, grad_sums)) if g is not None]
     wanted = [t for t, need in zip(inputs, needed, strict=False) if need]
     found = torch.autograd.grad(
@@ -388,7 +363,7 @@ def _readable_backward(
 
 
 def _readable(
-    call: Call,
+    route: Route,
     x: Tensor,
     stored: Tensor,
     r: Tensor,
@@ -396,17 +371,23 @@ def _readable(
     total: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return what `convolution` computes, and the sums, as plain operations."""
+    how = route.how
     weight = stored
-    if call.weighing is not None:
-        scale = None if call.relu else r
-        weight = ops.weight(stored, scale, **call.weighing._asdict())
-    y = call.convolve(x, weight)
+    if not route.stores_weight:
+        made: dict[str, Any] = {"dtype": how.dtype, "shape": how.shape}
+        made |= {"channels_last": how.channels_last}
+        scale = r if how.inside else None
+        if how.coordinates == "latitude":
+            weight = ops.weight(stored, scale, natural=how.natural, **made)
+        else:
+            weight = ops.intrinsic.weight(stored, scale, **made)
+    y = route.convolve(x, weight)
     if lam is not None:
-        y = y + columns.along(lam if call.relu else r * lam, y, 1)
-    if total is not None and call.means is not None:
-        response = columns.response(weight, total / call.means.numbers)
+        y = y + columns.along(r * lam if how.inside else lam, y, 1)
+    if total is not None:
+        response = columns.response(weight, total / how.count)
         y = y - columns.along(response, y, 1)
     y = y.to(x.dtype)
-    y = (y.relu() * columns.along(r, y, 1)).to(x.dtype) if call.relu else y
+    y = (y.relu() * columns.along(r, y, 1)).to(x.dtype) if route.relu else y
     others = [d for d in range(y.ndim) if d != 1]
     return y, y.sum(others, dtype=columns.wide(y))

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam import fused
-from geoparam.coordinates import Angles
+from geoparam import fused, routes
+from geoparam.coordinates import Angles, Intrinsic
 from geoparam.norm import InputMeanNorm
 from geoparam.ops import direct
 from geoparam.sums import channel_sums
@@ -18,7 +18,6 @@ from geoparam.unit import (
     GmPLayer,
     InputNorm,
     autocast_dtype,
-    is_channels_last,
 )
 
 Conv = TypeVar("Conv", bound="_GmPConv")
@@ -233,47 +232,53 @@ class _GmPConv(GmPLayer):
         return convolve(x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
     def _in_few_passes(self, x: Tensor) -> Tensor | None:
-        cast, norm, r, lam = autocast_dtype(x), self.input_norm, self.r, self.lam
+        parameters, norm = self._parameters, self._modules.get("input_norm")
+        r, lam, kind = parameters.get("r"), parameters.get("lam"), type(self._coordinates)
+        stored = parameters.get(self._coordinates.name) if kind in (Angles, Intrinsic) else None
         activation, geometry = self.activation, self._geometry()
         if (
-            geometry is None
-            or x.ndim != len(geometry.stride) + 2
-            or x.shape[1] != self.in_channels
-            or (x.dtype != r.dtype and cast is None)
+            r is None
+            or not direct.possible(stored, r, lam)
             or not (activation is None or fused.is_relu(activation))
-            or (activation is None and lam is None and norm is None)
-            or not (norm is None or self._subtracts_a_constant(norm))
         ):
             return None
-        total, means = None, None
-        if norm is not None:
-            as_it_is = cast in (None, x.dtype) and self.padding_mode == "zeros"
-            total, running = channel_sums(x, 1, past=as_it_is), norm.running
-            means = fused.Means(x.numel() // self.in_channels, running, norm.momentum or 0.0)
-        channels_last = is_channels_last(x)
-        weighing = self._weighing(cast, channels_last)
-        stored = self._stored if weighing is not None else self._weight(cast, channels_last)
-        if self.padding_mode != "zeros":
-            x = F.pad(x, self._pads, mode=self.padding_mode)
-        call = fused.Call(geometry, activation is not None, weighing, means)
-        return fused.convolution(x if cast is None else x.to(cast), stored, r, lam, total, call)
-
-    def _weighing(self, cast: torch.dtype | None, channels_last: bool) -> fused.Weighing | None:
-        """Return how the convolution makes its weight, if that can be one step with it."""
-        stored, r = self._stored, self.r
-        if type(self._coordinates) is not Angles or not direct.possible(stored, r):
+        cast, zeros = autocast_dtype(x), self.padding_mode == "zeros"
+        mapped = x if zeros else F.pad(x, self._pads, mode=self.padding_mode)
+        mapped = mapped if cast in (None, x.dtype) else mapped.to(cast)
+        makes_weight = stored is not None and routes.makes_weight(self._coordinates.name, x)
+        route = routes.route(
+            mapped.shape,
+            mapped.stride(),
+            mapped.dtype,
+            mapped.is_cuda,
+            self.weight_shape,
+            geometry,
+            activation is not None,
+            self._coordinates.name if makes_weight else None,
+            self.natural,
+            () if cast is not None else (r.dtype,) if stored is None else (r.dtype, stored.dtype),
+            lam is not None,
+            None if norm is None else self._means(norm, x),
+        )
+        if route is None:
             return None
-        dtype = cast or torch.promote_types(stored.dtype, r.dtype)
-        return fused.Weighing(self.natural, dtype, self.weight_shape[1:], channels_last)
+        total = running = None
+        if norm is not None:
+            buffers = norm._buffers
+            running = buffers["running_mean"], buffers["num_batches_tracked"]
+            total = channel_sums(x, 1, past=mapped is x)
+        if stored is None or not makes_weight:
+            stored = self._weight(cast, route.how.channels_last)
+        return fused.convolution(mapped, stored, r, lam, total, running, route)
 
-    def _subtracts_a_constant(self, norm: InputMeanNorm) -> bool:
-        """Return whether the batch's own mean goes into the bias, tracked with a momentum."""
+    def _means(self, norm: InputMeanNorm, x: Tensor) -> routes.Means:
+        """Return which mean it is, where it can go into the bias."""
         constant = self.mean_in_bias or not self._pads_zeros
-        tracked = norm.track_running_stats and norm.momentum is not None
-        return constant and tracked and norm.training and not norm.is_shared
+        own = constant and norm.track_running_stats and norm.training and not norm.is_shared
+        return routes.Means(x.numel() // self.in_channels, norm.momentum, own)
 
-    def _geometry(self) -> fused.Geometry | None:
-        """Return how a convolution in few passes is applied; None if it pads unevenly."""
+    def _geometry(self) -> routes.Geometry | None:
+        """Return where a convolution in few passes looks; None if it pads unevenly."""
         padding = self.padding
         if self.padding_mode != "zeros":
             padding = (0,) * len(self.stride)
@@ -281,7 +286,7 @@ class _GmPConv(GmPLayer):
             if self._pads[::2] != self._pads[1::2]:
                 return None
             padding = tuple(self._pads[-2::-2])
-        return fused.Geometry(self.stride, padding, self.dilation, self.groups)
+        return routes.Geometry(self.stride, padding, self.dilation, self.groups)
 
     @classmethod
     def from_conv(

@@ -4,7 +4,7 @@ Both subtract a mean per channel, over the batch and all positions, and keep a r
 it for evaluation, with the semantics of torch's BatchNorm. Neither divides by a deviation.
 
 In training on a GPU the mean is mostly known already: the step that made the input has added it up
-on the way (`fused`).
+on the way (`fused`), and its gradient goes back there (`centring`).
 
 With several processes each takes the mean of its own batch, as BatchNorm does;
 `synchronise_means_` lets all of them take the mean of the joint batch.
@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from geoparam import fused
-from geoparam.sums import channel_sums
+from geoparam import centring, fused
+from geoparam.ops import means, rectified
+from geoparam.sums import channel_sums, known_sums
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -80,11 +81,29 @@ class InputMeanNorm(nn.Module):
 
     def _centred(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x - mean + bias."""
-        mean = self.mean(x)
-        if self.training and x.ndim > 1 and fused.eligible(x):
-            return fused.Centre.apply(x, mean if bias is None else mean - bias, self.dim)
-        centred = x - self._along_channels(mean, x)
+        in_few_passes = self.training and x.ndim > 1 and fused.eligible(x)
+        if in_few_passes and not self.is_shared:
+            return self._centred_by_sums(x, bias)
+        if self.training and self._is_centred_at_once(x):
+            centred = rectified.centred(x, self.mean(x.detach()))
+        else:
+            mean = self.mean(x)
+            if in_few_passes:
+                return centring.less(x, mean, bias, self.dim)
+            centred = x - self._along_channels(mean, x)
         return (centred if bias is None else centred + self._along_channels(bias, x)).to(x.dtype)
+
+    def _centred_by_sums(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        self._check(x)
+        total, count = known_sums(x, self.dim), x.numel() // self.num_features
+        if self.running_mean is not None:
+            self._track(total.detach() / count)
+        return centring.centred(x, total, count, bias, self.dim)
+
+    def _is_centred_at_once(self, x: Tensor) -> bool:
+        """Return whether a compiler is to find an op, from which it makes fewer passes."""
+        known = rectified.possible(x) and x.numel() > 0
+        return known and self.dim in (1, -3) and not self.is_shared
 
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean (num_features,) to subtract from `x`, and track it when training."""
@@ -97,10 +116,24 @@ class InputMeanNorm(nn.Module):
         if x.numel() == 0:  # an empty batch has no mean
             tracked = self.running_mean
             return x.new_zeros(self.num_features) if tracked is None else tracked.clone()
+        if self.momentum is not None and self._is_in_parts(x):
+            return means.mean_of_images(x, self.running, self.momentum)
         mean = self._batch_mean(x)
         if self.training and self.running_mean is not None:
             self._track(mean.detach())
         return mean
+
+    def mean_and_batches(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the mean, and the number of batches where it is left to the caller to count."""
+        tracked, momentum = self.running_mean, self.momentum
+        if not self.training or self.is_shared or tracked is None or momentum is None:
+            return self.mean(x), None
+        if x.numel() == 0 or self._is_in_parts(x):
+            return self.mean(x), None
+        self._check(x)
+        mean = self._batch_mean(x.unsqueeze(0) if x.ndim == 1 else x)
+        tracked.lerp_(mean.detach().to(tracked.dtype), momentum)
+        return mean, self.num_batches_tracked
 
     @property
     def running(self) -> tuple[Tensor, Tensor] | None:
@@ -128,6 +161,11 @@ class InputMeanNorm(nn.Module):
         if self.training and fused.eligible(x):
             return channel_sums(x, self.dim) / (x.numel() // self.num_features)
         return x.mean(dim=self._others(x), dtype=torch.promote_types(x.dtype, torch.float32))
+
+    def _is_in_parts(self, x: Tensor) -> bool:
+        """Return whether a compiler takes the mean of sums per image."""
+        of_images = self.training and self.dim in (1, -3)
+        return of_images and means.in_parts(x, self.num_features)
 
     def _joint_mean(self, x: Tensor) -> Tensor:
         """Return the mean over the batches of all processes, any of which may be empty."""

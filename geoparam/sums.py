@@ -7,6 +7,7 @@ tensor's gradient, a hook, retain_grad or autograd.grad, must find it there all 
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -34,10 +35,30 @@ def channel_sums(x: Tensor, dim: int, past: bool = False) -> Tensor:
     return sums
 
 
+def known_sums(x: Tensor, dim: int) -> Tensor:
+    """Return the sums of the channels, noted with their gradient or computed without one."""
+    known = noted(x, dim)
+    if known is None:
+        known = columns.sums(x.detach(), dim)
+        if not x.is_leaf:
+            note(x, dim, known)
+    return known
+
+
 def gradient_sums(grad: Tensor, dim: int) -> Tensor:
     """Return the sums of a gradient's channels, which the step that made it may have noted."""
+    return finished(gradient_partials(grad, dim))
+
+
+def gradient_partials(grad: Tensor, dim: int) -> Tensor:
+    """Return these sums, or parts (parts, channels) of them, which are still to be added up."""
     sums = noted(grad, dim)
     return columns.sums(grad, dim) if sums is None else sums
+
+
+def finished(partial: Tensor) -> Tensor:
+    """Return sums whose parts are added up."""
+    return partial if partial.ndim == 1 else partial.sum(0)
 
 
 class _ChannelSums(torch.autograd.Function):
@@ -66,15 +87,34 @@ def is_beside(sums: Tensor, x: Tensor) -> bool:
     return sums.grad_fn is not None and sums.grad_fn is x.grad_fn
 
 
-def is_watched(x: Tensor | None) -> bool:
+def is_watched(x: Tensor | None, hooks: Mapping | None = None) -> bool:
     """Return whether someone may look at x's own gradient in this backward pass.
 
-    Hooks and retain_grad are seen on x, if it is still there. What autograd.grad asks for is not
-    seen; but it asks for nothing of the bystander, to which every other backward pass comes.
+    Hooks and retain_grad are seen on x, if it is still there; if it has gone, hooks that were set
+    on it are run all the same, and seen in what `hooks_of` returned. What autograd.grad asks for
+    is not seen; but it asks for nothing of the bystander, to which every other pass comes.
     """
-    if x is None or x._backward_hooks or x.retains_grad:
+    if hooks or (x is None and hooks is None):
+        return True
+    if x is not None and (x._backward_hooks or x.retains_grad):
         return True
     return not torch._C._will_engine_execute_node(bystander().node)
+
+
+def hooks_of(x: Tensor) -> Mapping:
+    """Return where the hooks on x's gradient are, those set later too; it outlives x.
+
+    Torch makes that place with the first hook, and leaves it when the hook goes.
+    """
+    if x._backward_hooks is None:
+        x.register_hook(_look_away).remove()
+    hooks = x._backward_hooks
+    assert hooks is not None
+    return hooks
+
+
+def _look_away(grad: Tensor) -> None:
+    pass
 
 
 class Bystander(NamedTuple):

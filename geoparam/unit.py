@@ -20,7 +20,7 @@ from geoparam import fused, ops, sphere
 from geoparam.cache import TensorCache, cacheable
 from geoparam.coordinates import Sign, coordinates_for
 from geoparam.norm import InputMeanNorm
-from geoparam.ops import columns
+from geoparam.ops import columns, means, rectified, shifted_op
 
 Activation = Callable[[Tensor], Tensor]
 InputNorm = bool | Literal["bias"]
@@ -203,7 +203,7 @@ class GmPLayer(nn.Module):
         if self.training and fused.eligible(x) and (y := self._in_few_passes(x)) is not None:
             return y
         z = self._affine(x)
-        if self.activation is None:
+        if self.activation is None or self._is_rectified_at_once(x):
             return z
         z = self.activation(z)
         return z * self._per_channel(self.r).to(z.dtype)
@@ -216,18 +216,34 @@ class GmPLayer(nn.Module):
         """Return w^T (x - E[x]) + b without a centred copy of x.
 
         What the mean contributes is subtracted afterwards: one number per unit, w^T E[x], or,
-        where zeros are padded to the centred input, its image under the convolution.
+        where zeros are padded to the centred input, its image under the convolution. What is
+        rectified at once comes out as r relu of it.
         """
-        mean = None if self.input_norm is None else self.input_norm.mean(x)
         dtype, channels_last = autocast_dtype(x), is_channels_last(x)
+        if self.input_norm is not None and self._is_made_at_once:
+            return self._mapped_at_once(self.input_norm, x, dtype, channels_last)
+        mean = None if self.input_norm is None else self.input_norm.mean(x)
         if mean is None or self.mean_in_bias or not self._pads_zeros:
             weight, bias = self._map_parameters(dtype, mean, channels_last)
-            if bias is not None and self._adds_its_bias_apart(x):
-                return self._map(x, weight, None) + self._per_channel(bias)
-            return self._map(x, weight, bias)
+            return self._map_with_bias(x, weight, bias)
         weight, bias = self._map_parameters(dtype, None, channels_last)
         image = self._per_channel(mean).expand(x.shape[self.channel_dim :])
         return self._map(x, weight, bias) - self._map(image.to(x.dtype), weight, None)
+
+    def _map_with_bias(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self._is_rectified_at_once(x):
+            bias = self.bias if self.input_norm is None else bias  # as it is: it rounds nothing
+            return rectified.rectified(self._map(x, weight, None), bias, self.r)
+        if bias is not None and self._adds_its_bias_apart(x):
+            return self._map(x, weight, None) + self._per_channel(bias)
+        return self._map(x, weight, bias)
+
+    def _is_rectified_at_once(self, x: Tensor) -> bool:
+        """Return whether r relu(z + b) is one op, whose gradients a compiler makes in one pass."""
+        if self.activation is None or not self.training or len(self.weight_shape) != 4:
+            return False
+        apart = self.input_norm is not None and self._pads_zeros and not self.mean_in_bias
+        return not apart and rectified.possible(x) and fused.is_relu(self.activation)
 
     def _adds_its_bias_apart(self, x: Tensor) -> bool:
         """Return whether a compiler does better with the bias outside of the convolution.
@@ -237,6 +253,42 @@ class GmPLayer(nn.Module):
         """
         outside = self.activation is not None and torch.compiler.is_compiling()
         return outside and x.is_cuda and len(self.weight_shape) > 2
+
+    @property
+    def _is_made_at_once(self) -> bool:
+        """Whether a compiler finds one op for weight and bias, with the mean in it."""
+        return (
+            self.training
+            and (self.mean_in_bias or not self._pads_zeros)
+            and self._coordinates.name != "sign"
+            and shifted_op.wanted(self._stored)
+        )
+
+    def _mapped_at_once(
+        self, norm: InputMeanNorm, x: Tensor, dtype: torch.dtype | None, channels_last: bool
+    ) -> Tensor:
+        """Return w^T x + b, with weight and bias, less what the mean contributes, by one op."""
+        mean, batches = norm.mean_and_batches(x)
+        of_images = self.activation is None and len(self.weight_shape) == 4
+        in_parts = of_images and means.in_parts(x, len(self.r))
+        weight, bias = shifted_op.weight_and_bias(
+            self._stored,
+            self.r,
+            self.lam,
+            mean,
+            batches,
+            coordinates=self._coordinates.name,
+            natural=self.natural,
+            inside=self.activation is None,
+            dtype=dtype or torch.promote_types(self._stored.dtype, self.r.dtype),
+            shape=self.weight_shape[1:],
+            channels_last=channels_last,
+            images=x.shape[0] if in_parts else 0,
+        )
+        if not in_parts:
+            return self._map_with_bias(x, weight, bias)
+        z = self._map(x, weight, None)
+        return (z + bias[:, :, None, None]).to(z.dtype)
 
     def _map_parameters(
         self, dtype: torch.dtype | None, mean: Tensor | None, channels_last: bool = False

@@ -87,6 +87,31 @@ def check_backward(kernels: ModuleType, case: tuple, dtype: torch.dtype, device:
         near(found[2], expected[2], dtype)
 
 
+def check_backward_from_the_start(
+    kernels: ModuleType, case: tuple, dtype: torch.dtype, device: str
+) -> None:
+    """Bias and ReLU are done again, from what they were applied to."""
+    x, dim = activation(case, dtype, device), case[1]
+    channels, grad = x.shape[dim], activation(case, dtype, device)
+    grad_sums, scale, bias = torch.randn(3, channels).to(device, wide(dtype))
+    for gs, s, b in [(grad_sums, scale, bias), (None, scale, bias), (grad_sums, None, bias)]:
+        given = [t if t is None else t.double().cpu() for t in (gs, s, b)]
+        a = columns.rectify(x.double().cpu(), dim, given[2], summed=False)[0]
+        expected = columns.rectify_backward(grad.double().cpu(), a, dim, *given[:2])
+        found = kernels.rectify_backward(grad, x, dim, gs, s, bias=b)
+        for ours, theirs in zip(found, expected, strict=True):
+            near(ours, theirs, dtype)
+
+
+def check_backward_without_bias(kernels: ModuleType, device: str) -> None:
+    """Triton's kernel, which compilers launch, rectifies what it is given."""
+    x, grad = (activation(CASES[0], torch.float32, device) for _ in range(2))
+    scale = torch.randn(3, device=device)
+    found = kernels.rectify_backward(grad, x, 1, None, scale)
+    expected = kernels.rectify_backward(grad, x.relu(), 1, None, scale)
+    assert all(map(torch.equal, found, expected))
+
+
 def check_sums(kernels: ModuleType, case: tuple, dtype: torch.dtype, device: str) -> None:
     x, dim = activation(case, dtype, device), case[1]
     others = [d for d in range(x.ndim) if d != dim % x.ndim]
@@ -135,6 +160,15 @@ def check_nan(kernels: ModuleType, device: str) -> None:
     grad = torch.tensor([[2.0, 3.0], [4.0, 5.0]], device=device)
     found, _, _ = kernels.rectify_backward(grad, y, 1, None, None)
     assert found.tolist() == [[2, 3], [0, 5]]  # as torch's: only what is not above 0 stops it
+
+
+def check_nan_from_the_start(kernels: ModuleType, device: str) -> None:
+    x = torch.tensor([[1.0, float("nan")], [-1.0, 2.0]], device=device)
+    grad = torch.tensor([[2.0, 3.0], [4.0, 5.0]], device=device)
+    one = torch.ones(2, device=device)
+    found, by_bias, by_scale = kernels.rectify_backward(grad, x, 1, None, one, bias=-0.5 * one)
+    assert found.tolist() == [[2, 3], [0, 5]] and by_bias.tolist() == [2, 8]
+    assert by_scale[0] == 1 and by_scale[1].isnan()
 
 
 def check_bias(

@@ -34,8 +34,22 @@ def test_plain_torch_is_autograds(scaled: bool) -> None:
     expected = torch.autograd.grad(loss, inputs)
     a = columns.rectify(x.detach(), 1, b.detach())[0]
     gradients = columns.rectify_backward(weights.detach(), a, 1, of_sums, scale)
-    for ours, theirs in zip(gradients, expected, strict=False):
-        torch.testing.assert_close(ours, theirs)
+    again = columns.rectify_backward(
+        weights.detach(), x.detach(), 1, of_sums, scale, bias=b.detach()
+    )
+    for found in (gradients, again):
+        for ours, theirs in zip(found, expected, strict=False):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.gpu
+@passes.cases
+@passes.dtypes
+def test_the_kernel_that_compilers_launch(case: tuple, dtype: torch.dtype) -> None:
+    kernels = pytest.importorskip("geoparam.ops.columns_triton")
+    passes.check_backward_from_the_start(kernels, case, dtype, "cuda")
+    passes.check_nan_from_the_start(kernels, "cuda")
+    passes.check_backward_without_bias(kernels, "cuda")
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -74,6 +88,7 @@ def test_c(case: tuple, dtype: torch.dtype, threads: int, monkeypatch: pytest.Mo
     try:
         passes.check_rectify(columns_native, case, dtype, "cpu")
         passes.check_backward(columns_native, case, dtype, "cpu")
+        passes.check_backward_from_the_start(columns_native, case, dtype, "cpu")
         passes.check_sums(columns_native, case, dtype, "cpu")
     finally:
         torch.set_num_threads(before)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-from geoparam import ops
-from geoparam.ops import expansion, implementation
+from geoparam import GmPConv2d, ops
+from geoparam.ops import expansion, implementation, means
 
 KERNEL = "triton_kernel_wrapper_functional"
 
@@ -28,6 +28,12 @@ def traced(function: Callable, *inputs: Tensor, dynamic: bool = False) -> list[s
         with pytest.raises(pytest.fail.Exception):
             torch.compile(function, backend=backend, dynamic=dynamic)(*inputs)
     return targets
+
+
+def layer(x: Tensor, **options: object) -> list[str]:
+    """Return what a compiler would call for a layer that takes the mean into its bias."""
+    conv = GmPConv2d(2, 4, 3, padding=1, input_norm="bias", **options)
+    return traced(conv, x.requires_grad_())
 
 
 @pytest.fixture
@@ -50,6 +56,29 @@ def test_compilers_see_the_kernels(on_gpu: None, scaled: bool) -> None:
     found = traced(lambda a, s: ops.weight(a, s if scaled else None, **options), latitude, r)
     assert found.count(KERNEL) == 2  # one each way
     assert not any("geoparam" in target for target in found)
+
+
+@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
+@pytest.mark.parametrize("activation", [None, torch.tanh])
+def test_weight_and_bias_are_one_launch(on_gpu: None, coordinates: str, activation) -> None:  # noqa: ANN001
+    found = layer(torch.randn(2, 2, 5, 5), coordinates=coordinates, activation=activation)
+    assert found.count(KERNEL) == 3  # one forward, two backward
+    assert not any("geoparam" in target or "num_batches" in target for target in found)
+
+
+def test_means_in_parts_are_one_launch(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(means, "_PARTS", 1)
+    found = layer(torch.randn(2, 2, 6, 6))
+    assert found.count(KERNEL) == 4
+    assert not any("geoparam" in target for target in found)
+
+
+def test_weight_and_bias_stay_apart_if_asked_for(
+    on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expansion, "COMPILED", "op")
+    found = layer(torch.randn(2, 2, 5, 5))
+    assert "geoparam.weight.default" in found and "geoparam.shifted_weight.default" not in found
 
 
 def test_the_ops_stay_if_asked_for(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,8 +112,10 @@ def test_the_compilers_cache_knows_the_kernels(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     sources = torch._library.triton.get_triton_kernels_for_op("geoparam::weight")
     assert [kernel.__name__ for kernel in sources] == ["_forward_kernel", "_backward_kernel"]
+    others = torch._library.triton.get_triton_kernels_for_op("geoparam::shifted_weight")
+    assert len(list(others)) == 3
     monkeypatch.setattr(expansion, "COMPILED", "op")
-    assert list(sources) == []
+    assert list(sources) == [] == list(others)
 
 
 @pytest.mark.gpu

@@ -34,6 +34,7 @@ def test_passes(kernels, case: tuple, dtype: torch.dtype) -> None:  # noqa: ANN0
 
 def test_gaps_and_nan(kernels) -> None:  # noqa: ANN001
     passes.check_strided(kernels, "cuda")
+    passes.check_strided_parameters(kernels, "cuda")
     passes.check_nan(kernels, "cuda")
 
 
@@ -118,3 +119,12 @@ def test_training_repeats_bit_for_bit(name: str) -> None:
     first, second = (train(copy.deepcopy(model), 3, torch.float32, True) for _ in range(2))
     torch.use_deterministic_algorithms(False)
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_nan_comes_out_of_a_convolution_with_its_own_relu() -> None:
+    layer = gp.GmPConv2d(8, 16, 3, padding=1, activation=torch.relu, input_norm="bias").cuda()
+    x = torch.randn(4, 8, 12, 12, device="cuda").to(memory_format=torch.channels_last)
+    x[0, 0, 0, 0] = torch.nan
+    with torch.autocast("cuda", torch.bfloat16):
+        y = layer(x.requires_grad_())
+    assert y.isnan().all()  # the mean is NaN

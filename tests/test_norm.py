@@ -1,10 +1,13 @@
 """Mean normalization: what is subtracted, what is remembered."""
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from geoparam import InputMeanNorm, MeanOnlyBatchNorm
+from geoparam import InputMeanNorm, MeanOnlyBatchNorm, fused
 
 SHAPES = [(6, 3), (6, 3, 5), (4, 3, 5, 2), (2, 3, 4, 5, 2)]
 
@@ -89,6 +92,48 @@ def test_mean_only_batch_norm_has_its_bias_after(bias: bool) -> None:
         nn.init.normal_(norm.bias)
         expected = expected + norm.bias.view(3, 1)
     torch.testing.assert_close(norm(x), expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", [InputMeanNorm, MeanOnlyBatchNorm])
+@pytest.mark.parametrize(("shape", "dim"), [*((s, 1) for s in SHAPES), ((2, 5, 3), -1)])
+@pytest.mark.parametrize("before", [nn.Identity(), nn.Tanh(), fused.ReLU()], ids=str)
+def test_few_passes_are_the_readable_form(
+    switch: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    before: nn.Module,
+    shape: tuple[int, ...],
+    dim: int,
+    kind: type[InputMeanNorm],
+    device: str,
+) -> None:
+    norm = kind(3, momentum=0.3, dim=dim, dtype=torch.float64, device=device)
+    x = torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
+    results: list[dict[str, Tensor]] = []
+    for on in (False, True):
+        switch(on)
+        monkeypatch.setattr(fused, "DEVICES", {device} if on else set())
+        twin = copy.deepcopy(norm)
+        y = twin(before(x * 1))
+        inputs = [x, *twin.parameters()]
+        slopes = torch.autograd.grad(y.pow(3).sum(), inputs, create_graph=True)
+        curved = torch.autograd.grad(slopes[0].pow(2).sum(), inputs, allow_unused=True)
+        x.grad = None
+        y = twin(before(x * 1))
+        y.pow(3).sum().backward()
+        found = [y, x.grad, *slopes, *curved, *[p.grad for p in twin.parameters()]]
+        results.append({**twin.state_dict(), **{str(i): t for i, t in enumerate(found)}})
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, atol=1e-12, rtol=1e-10, msg=name)
+
+
+def test_a_frozen_input_gets_nothing_and_the_bias_its_gradient(switch: Callable) -> None:
+    switch(True)
+    norm, x = MeanOnlyBatchNorm(3), torch.randn(4, 3, 2)
+    norm(x).sum().backward()
+    torch.testing.assert_close(norm.bias.grad, torch.full((3,), 8.0))
+    norm.bias.requires_grad_(False)
+    assert not norm(x).requires_grad
 
 
 def test_reset_forgets_and_state_dict_remembers() -> None:

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from geoparam import GmPConv2d, InputMeanNorm, fused
-from geoparam.ops import columns_native, implementation
+from geoparam import GmPConv2d, InputMeanNorm, MeanOnlyBatchNorm, fused
+from geoparam.ops import columns, columns_native, implementation
+
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def relu_and_layer() -> tuple[nn.Module, nn.Module]:
@@ -16,6 +18,18 @@ def relu_and_layer() -> tuple[nn.Module, nn.Module]:
 
 def relu_and_norm() -> tuple[nn.Module, nn.Module]:
     return fused.ReLU(), InputMeanNorm(3).double()
+
+
+def layer_and_norm() -> tuple[nn.Module, nn.Module]:
+    return GmPConv2d(3, 3, 1, activation=torch.relu).double(), InputMeanNorm(3).double()
+
+
+def relu_and_norm_with_bias() -> tuple[nn.Module, nn.Module]:
+    return fused.ReLU(), MeanOnlyBatchNorm(3).double()
+
+
+def alone_and_norm() -> tuple[nn.Module, nn.Module]:
+    return nn.Tanh(), InputMeanNorm(3).double()
 
 
 def two_layers() -> tuple[nn.Module, nn.Module]:
@@ -49,19 +63,35 @@ def by_differentiable_grad(y: Tensor, loss: Tensor) -> Tensor:
     return torch.autograd.grad(loss, y, create_graph=True)[0]
 
 
-@pytest.mark.parametrize("pair", [relu_and_layer, relu_and_norm, two_layers])
+PAIRS = [
+    relu_and_layer,
+    relu_and_norm,
+    relu_and_norm_with_bias,
+    layer_and_norm,
+    alone_and_norm,
+    two_layers,
+]
+
+
+@devices
+@pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(
     "look", [by_retaining, by_hook, by_grad, by_inputs, by_differentiable_grad]
 )
 def test_the_gradient_of_a_result_is_whole(
-    switch: Callable, pair: Callable, look: Callable
+    switch: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    pair: Callable,
+    look: Callable,
+    device: str,
 ) -> None:
     """The mean's part goes past the result to its maker, but not past one who looks."""
-    first, second = pair()
-    x = torch.randn(2, 3, 5, 5, dtype=torch.float64, requires_grad=True)
+    first, second = (module.to(device) for module in pair())
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64, device=device, requires_grad=True)
     found = []
     for on in (False, True):
         switch(on)
+        monkeypatch.setattr(fused, "DEVICES", {device} if on else set())
         y = first(x * 1)
         found.append(look(y, second(y).pow(3).sum()))
     torch.testing.assert_close(found[1], found[0])
@@ -79,6 +109,57 @@ def test_a_hook_may_change_the_gradient(switch: Callable) -> None:
         second(y).pow(3).sum().backward()
         found.append([p.grad.clone() for p in first.parameters()])
     torch.testing.assert_close(found[1], found[0])
+
+
+@devices
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_hook_outlives_its_tensor(
+    switch: Callable, monkeypatch: pytest.MonkeyPatch, pair: Callable, device: str
+) -> None:
+    """Centring keeps no input: a hook that was set on it is run all the same."""
+    first, second = (module.to(device) for module in pair())
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64, device=device, requires_grad=True)
+    found: list[list[Tensor]] = []
+    for on, early in ((False, True), (True, True), (True, False)):
+        switch(on)
+        monkeypatch.setattr(fused, "DEVICES", {device} if on else set())
+        y, x.grad = first(x * 1), None
+        seen: list[Tensor] = []
+        handle = y.register_hook(seen.append) if early else None
+        z = second(y)
+        handle = handle or y.register_hook(seen.append)
+        del y, handle
+        z.pow(3).sum().backward()
+        found.append([*seen, x.grad])
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
+def test_a_means_gradient_goes_past_the_result(
+    switch: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes to the norm comes to the layer before it, untouched."""
+    switch(True)
+    first, second = layer_and_norm()
+    z = second(first(torch.randn(2, 3, 5, 5, dtype=torch.float64)))
+    came, backward = [], columns.rectify_backward
+
+    def recorded(grad: Tensor, *args: object, **options: object) -> tuple:
+        came.append(grad.data_ptr())
+        return backward(grad, *args, **options)
+
+    monkeypatch.setattr(columns, "rectify_backward", recorded)
+    grad = torch.randn_like(z)
+    z.backward(grad)
+    assert came == [grad.data_ptr()]
+
+
+def test_centring_keeps_no_input(switch: Callable) -> None:
+    switch(True)
+    y = fused.ReLU()(torch.randn(2, 3, 4, 4, requires_grad=True) * 1)
+    z = InputMeanNorm(3)(y)
+    assert not any(isinstance(kept, Tensor) for kept in vars(z.grad_fn).values())
+    assert z.grad_fn.saved_tensors == ()
 
 
 def test_a_detached_result_has_a_detached_mean(switch: Callable) -> None:

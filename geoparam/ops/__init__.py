@@ -13,7 +13,8 @@ computed by `sphere`'s differentiable formula, which has no such limits.
 
 Torch's dispatch of an op written in Python takes longer than most weights. Where nobody looks on,
 in plain eager training, `direct` calls the kernels without it; for a compiler on a GPU `expansion`
-replaces the ops by their kernels.
+replaces the ops by their kernels. Where a mean is taken into a layer's bias, weight and bias are
+made together (`shifted`, and for compilers `shifted_op` with `means`).
 
 `r` may be None (then the rows are unit vectors), `natural=True` divides the latitudes' gradient by
 the sphere's metric, and `dtype` is the type of the result (default: what latitude and r promote

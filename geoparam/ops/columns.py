@@ -54,11 +54,23 @@ def rectify(
 
 
 def rectify_backward(
-    grad: Tensor, a: Tensor, dim: int, grad_sums: Tensor | None, scale: Tensor | None = None
+    grad: Tensor,
+    a: Tensor,
+    dim: int,
+    grad_sums: Tensor | None,
+    scale: Tensor | None = None,
+    *,
+    whole: bool = True,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of x, bias and scale, where a = relu(x + bias) was."""
+    """Return the gradients of x, bias and scale, where a = relu(x + bias) was.
+
+    Unless `whole`, that of the bias may be parts (parts, channels) that are still to be added up.
+    With a `bias`, `a` is x instead, and a is computed again.
+    """
     if (kernels := _passes(a)) is not None:
-        return kernels.rectify_backward(grad, a, dim, grad_sums, scale)
+        return kernels.rectify_backward(grad, a, dim, grad_sums, scale, whole, bias)
+    a = a if bias is None else (a.to(wide(a)) + along(bias, a, dim)).relu().to(a.dtype)
     grad = grad.to(wide(a))
     grad = grad if grad_sums is None else grad + along(grad_sums, a, dim)
     grad_scale = None if scale is None else sums(grad * a, dim)

@@ -57,9 +57,17 @@ def sums(x: Tensor, dim: int) -> Tensor:
 
 
 def rectify_backward(
-    grad: Tensor, a: Tensor, dim: int, grad_sums: Tensor | None, scale: Tensor | None
+    grad: Tensor,
+    a: Tensor,
+    dim: int,
+    grad_sums: Tensor | None,
+    scale: Tensor | None,
+    whole: bool = True,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of x, bias and scale; see `columns`."""
+    """Return the gradients of x, bias and scale, always whole; see `columns`."""
+    if bias is not None:
+        a, _ = rectify(a, dim, bias, None, True, False, False)
     grad_x = torch.empty_like(a)
     given = grad.to(a.dtype).contiguous()
     total, by_scale = _call(given, a, dim, grad_sums, scale, grad_x, False)

@@ -73,27 +73,38 @@ def _forward(
 
 
 def rectify_backward(
-    grad: Tensor, a: Tensor, dim: int, grad_sums: Tensor | None, scale: Tensor | None
+    grad: Tensor,
+    a: Tensor,
+    dim: int,
+    grad_sums: Tensor | None,
+    scale: Tensor | None,
+    whole: bool = True,
+    bias: Tensor | None = None,
+    traced: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of x, bias and scale; see `columns`."""
-    grad_sums, scale = _packed(grad_sums), _packed(scale)
+    """Return the gradients of x, bias and scale; see `columns`.
+
+    `a` may also be what is still to be rectified, or lacks its `bias` too: both are done again. If
+    `traced`, the kernel is left in the graph that a compiler is tracing.
+    """
+    grad_sums, scale, bias = _packed(grad_sums), _packed(scale), _packed(bias)
     a, positions = _dense(a, dim)
     if grad.stride() != a.stride() or grad.dtype != a.dtype:
         grad = torch.empty_like(a).copy_(grad)
     channels = a.shape[dim]
-    flags = grad_sums is not None, scale is not None
-    grad_sums = a if grad_sums is None else grad_sums
-    types = _types(a, grad_sums, scale)
+    flags = grad_sums is not None, scale is not None, bias is not None
+    types = _types(a, grad_sums, scale, bias)
     grid, launch = _backward_launch(a.numel(), channels, positions, flags, types)
     shape = (grid[0], channels) if scale is None else (2, grid[0], channels)
     partial = torch.empty(shape, dtype=wide(a), device=a.device)
     grad_x = torch.empty_like(a)
     if a.numel():
-        launch(grad, a, grad_sums, a if scale is None else scale, grad_x, partial)
+        per_channel = [a if t is None else t for t in (grad_sums, scale, bias)]
+        (launch.traced if traced else launch)(grad, a, *per_channel, grad_x, partial)
     else:
         partial.zero_()
     if scale is None:
-        return grad_x, partial.sum(0), None
+        return grad_x, partial.sum(0) if whole else partial, None
     total = partial.sum(1)
     return grad_x, total[0], total[1]
 
@@ -325,6 +336,7 @@ def _backward_kernel(
     a,
     grad_sums,  # (channels,), read only if HAS_SUMS
     scale,  # (channels,), read only if HAS_SCALE
+    bias,  # (channels,), read only if HAS_BIAS
     grad_x,
     partial,  # (1 or 2, programs along rows, channels)
     rows,
@@ -333,6 +345,7 @@ def _backward_kernel(
     RUN,
     HAS_SUMS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -344,6 +357,8 @@ def _backward_kernel(
         gs = tl.load(grad_sums + c, inside, 0).to(sums.dtype)[None, :]
     if HAS_SCALE:
         s = tl.load(scale + c, inside, 0).to(sums.dtype)[None, :]
+    if HAS_BIAS:
+        b = tl.load(bias + c, inside, 0).to(sums.dtype)[None, :]
     base = tl.program_id(0).to(tl.int64) * RUN
     length = tl.minimum(RUN, rows - base)
     for start in range(0, length, BM):
@@ -352,10 +367,12 @@ def _backward_kernel(
         at = _offsets(base, row, c, channels, S)
         g = tl.load(grad + at, ok, 0).to(sums.dtype)
         active = tl.load(a + at, ok, 0).to(sums.dtype)
+        if HAS_BIAS:
+            active += tl.where(ok, b, 0)
         if HAS_SUMS:
             g += gs
         if HAS_SCALE:
-            scale_sums += g * active  # outside, active is 0
+            scale_sums += g * tl.where(active < 0, 0, active)  # outside, active is 0
             g *= s
         stored = tl.where(active <= 0, 0, g).to(grad_x.dtype.element_ty)
         tl.store(grad_x + at, stored, ok)

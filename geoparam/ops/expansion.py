@@ -26,24 +26,39 @@ if COMPILED not in ("kernels", "op"):
 
 
 def register() -> None:
-    """Let compilers expand the ops, which must be defined."""
-    for name, expansion in (("weight", _weight), ("weight_backward", _weight_backward)):
-        op = f"geoparam::{name}"
-        torch.library.register_torch_dispatch(op, FunctionalTensorMode, _rule(expansion))
-    if hasattr(torch._library.triton, "triton_ops_to_kernels"):
-        torch._library.triton.triton_ops_to_kernels["geoparam::weight"] = _Sources()
+    """Let compilers expand the weight's ops, which must be defined."""
+    expand("weight", _weight)
+    expand("weight_backward", _weight_backward)
+    note_sources("weight", "triton", ("_forward_kernel", "_backward_kernel"))
 
 
-class _Sources(list):
-    """The kernels whose source torch's cache of compiled graphs has to look at.
+def expand(op: str, expansion: Any) -> None:
+    """Let compilers replace an op by what a function of the same arguments computes."""
+    rule = _rule(expansion)
+    torch.library.register_torch_dispatch(f"geoparam::{op}", FunctionalTensorMode, rule)
+
+
+def note_sources(op: str, module: str, kernels: tuple[str, ...]) -> None:
+    """Tell torch's cache of compiled graphs which kernels' source is behind an op.
 
     It keeps graphs from before the expansion, in which an op is only a name.
     """
+    if hasattr(torch._library.triton, "triton_ops_to_kernels"):
+        sources = _Sources(module, kernels)
+        torch._library.triton.triton_ops_to_kernels[f"geoparam::{op}"] = sources
+
+
+class _Sources(list):
+    """Kernels, loaded only where they are used."""
+
+    def __init__(self, module: str, kernels: tuple[str, ...]) -> None:
+        super().__init__()
+        self.module, self.kernels = f"geoparam.ops.{module}", kernels
 
     def __iter__(self) -> Iterator[Any]:
         if COMPILED == "kernels" and torch.cuda.is_available() and implementation.has_triton():
-            kernels = importlib.import_module("geoparam.ops.triton")
-            yield from (kernels._forward_kernel, kernels._backward_kernel)
+            module = importlib.import_module(self.module)
+            yield from (getattr(module, name) for name in self.kernels)
 
 
 def _rule(expansion: Any) -> Any:

@@ -40,7 +40,7 @@ def weight(
         return _arranged(_formula(d, r, dtype), shape, False)
     if torch.is_grad_enabled():
         return _Weight.apply(d, r, dtype, shape, channels_last)
-    return _forward(d, r, dtype, shape, channels_last)
+    return forward(d, r, dtype, shape, channels_last)
 
 
 def normalise_(d: Tensor) -> None:
@@ -69,15 +69,30 @@ def _arranged(rows: Tensor, shape: tuple[int, ...] | None, channels_last: bool) 
     return w
 
 
-def _forward(
+def forward(
     d: Tensor,
     r: Tensor | None,
     dtype: torch.dtype,
     shape: tuple[int, ...] | None,
     channels_last: bool,
 ) -> Tensor:
+    """Return the weight, without autograd."""
+    if not implementation.uses_triton(d):
+        return _arranged(_formula(d, r, dtype), shape, channels_last)
     layout = _layout(d.shape, shape, channels_last)
     return _kernels().forward(d.contiguous(), None if r is None else r.contiguous(), dtype, layout)
+
+
+def backward(grad: Tensor, d: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the gradients of d and r, or 1, for `grad` in any layout."""
+    if not implementation.uses_triton(d):
+        r = d.new_ones(d.shape[:-1]) if r is None else r
+        inputs = d.detach().requires_grad_(), r.detach().requires_grad_()
+        by_d, by_r = _differentiable_backward((True, True), grad, *inputs)
+        assert by_d is not None and by_r is not None
+        return by_d, by_r
+    grad, taps = implementation.readable(grad, d.ndim - 1)
+    return _kernels().backward(grad, d.contiguous(), None if r is None else r.contiguous(), taps)
 
 
 @functools.cache
@@ -98,17 +113,14 @@ class _Weight(torch.autograd.Function):
         channels_last: bool,
     ) -> Tensor:
         ctx.save_for_backward(d, r)
-        return _forward(d, r, dtype, shape, channels_last)
+        return forward(d, r, dtype, shape, channels_last)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         d, r = ctx.saved_tensors
         if torch.is_grad_enabled() or not direct.possible(grad, d, r):
             return *_differentiable_backward(ctx.needs_input_grad, grad, d, r), None, None, None
-        grad, taps = implementation.readable(grad, d.ndim - 1)
-        grad_d, grad_r = _kernels().backward(
-            grad, d.contiguous(), None if r is None else r.contiguous(), taps
-        )
+        grad_d, grad_r = backward(grad, d, r)
         return grad_d, None if r is None else grad_r, None, None, None
 
 

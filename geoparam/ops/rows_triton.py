@@ -4,7 +4,8 @@
 
 where the second term is 0 if ||d|| is below its bound. Each program holds its rows whole, up to
 _CHUNK columns, and reads them once; longer rows are read twice. `normalise_` is the forward with
-r = 1 onto d itself. TAPS > 1: the rows of w and g lie tap by tap, those of d never do.
+r = 1 onto d itself. TAPS > 1: the rows of w and g lie tap by tap, those of d never do. The kernels
+with a layer's bias in them (`shifted_triton`) call the same two functions.
 """
 
 import functools
@@ -18,7 +19,7 @@ from torch import Tensor
 from geoparam.ops.implementation import Layout
 from geoparam.ops.lanes_triton import full
 from geoparam.ops.launch import Launch
-from geoparam.ops.triton import place, types_of
+from geoparam.ops.triton import own_rows, place, types_of
 
 _CHUNK = 8192
 SHORTEST = 1e-12
@@ -63,12 +64,12 @@ def _launch(
     device: int,
 ) -> Launch:
     rows, n = size[:-1].numel(), size[-1]
-    grid, warps, *tile = _tile(rows, n)
+    grid, warps, *tile = tile_of_vectors(rows, n)
     arguments = (rows, n, r is not None, taps, *tile)
     return Launch(kernel, grid, arguments, warps)
 
 
-def _tile(rows: int, n: int) -> tuple[tuple[int, int, int], int, int, int, bool]:
+def tile_of_vectors(rows: int, n: int) -> tuple[tuple[int, int, int], int, int, int, bool]:
     """Return the grid, the warps, and ROWS, BLOCK and ONE_CHUNK."""
     block = max(16, min(triton.next_power_of_2(n), _CHUNK))
     rows_per_program = max(1, 512 // block)
@@ -90,22 +91,10 @@ def _forward_kernel(
     BLOCK: tl.constexpr,
     ONE_CHUNK: tl.constexpr,
 ):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    square = full(d, ROWS, 1, 0)
-    scale = tl.load(r + row, row < rows, 0).to(square.dtype) if SCALED else square + 1
-    end = 1 if ONE_CHUNK else n
-    for start in range(0, end, BLOCK):
-        k = start + column
-        x = tl.load(d + row * n + k, (row < rows) & (k < n), 0).to(square.dtype)
-        square += tl.sum(x * x, 1, keep_dims=True)
-    scale = scale / tl.maximum(tl.sqrt(square), full(d, ROWS, 1, _SHORTEST))
-    for start in range(0, end, BLOCK):
-        k = start + column
-        inside = (row < rows) & (k < n)
-        x = tl.load(d + row * n + k, inside, 0).to(square.dtype)
-        w = (scale * x).to(weight.dtype.element_ty)
-        tl.store(weight + row * n + place(k, n, TAPS), w, inside)
+    row = own_rows(ROWS)
+    weight_of_vectors(
+        d, r, weight, d, row, row, rows, n, SCALED, TAPS, 0, ROWS, BLOCK, ONE_CHUNK
+    )  # fmt: skip
 
 
 @triton.jit
@@ -123,7 +112,72 @@ def _backward_kernel(
     BLOCK: tl.constexpr,
     ONE_CHUNK: tl.constexpr,
 ):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    row = own_rows(ROWS)
+    by_r = gradient_of_vectors(
+        grad, d, r, grad_d, d, row, row, row, rows, n, SCALED, TAPS, 0, ROWS, BLOCK, ONE_CHUNK
+    )  # fmt: skip
+    tl.store(grad_r + row, by_r.to(grad_r.dtype.element_ty), row < rows)
+
+
+@triton.jit
+def weight_of_vectors(
+    d,
+    r,
+    weight,
+    total,  # (channels,), read only if KERNEL
+    first,  # (ROWS, 1): the first of the channels that a row sees
+    row,
+    rows,
+    n,
+    SCALED: tl.constexpr,
+    TAPS: tl.constexpr,
+    KERNEL: tl.constexpr,  # how many columns a channel has; 0: do not look at `total`
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,
+):
+    """Write the weights of these rows, and return w^T total (ROWS, 1)."""
+    column = tl.arange(0, BLOCK)[None, :]
+    square, seen = full(d, ROWS, 1, 0), full(d, ROWS, 1, 0)
+    scale = tl.load(r + row, row < rows, 0).to(square.dtype) if SCALED else square + 1
+    end = 1 if ONE_CHUNK else n
+    for start in range(0, end, BLOCK):
+        k = start + column
+        x = tl.load(d + row * n + k, (row < rows) & (k < n), 0).to(square.dtype)
+        square += tl.sum(x * x, 1, keep_dims=True)
+    scale = scale / tl.maximum(tl.sqrt(square), full(d, ROWS, 1, _SHORTEST))
+    for start in range(0, end, BLOCK):
+        k = start + column
+        inside = (row < rows) & (k < n)
+        x = tl.load(d + row * n + k, inside, 0).to(square.dtype)
+        w = (scale * x).to(weight.dtype.element_ty)
+        tl.store(weight + row * n + place(k, n, TAPS), w, inside)
+        if KERNEL:
+            x = tl.load(total + first + k // KERNEL, inside, 0).to(seen.dtype)
+            seen += tl.sum(w.to(seen.dtype) * x, 1, keep_dims=True)
+    return seen
+
+
+@triton.jit
+def gradient_of_vectors(
+    grad,
+    d,
+    r,
+    grad_d,
+    total,  # (channels,), read only if KERNEL
+    first,  # (ROWS, 1): the first of the channels that a row sees
+    share,  # (ROWS, 1): what each row's gradient has of -total, if KERNEL
+    row,
+    rows,
+    n,
+    SCALED: tl.constexpr,
+    TAPS: tl.constexpr,
+    KERNEL: tl.constexpr,  # how many columns a channel has; 0: do not look at `total`
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,
+):
+    """Write dL/dd of these rows, and return dL/dr (ROWS, 1)."""
     column = tl.arange(0, BLOCK)[None, :]
     square, along = full(d, ROWS, 1, 0), full(d, ROWS, 1, 0)
     scale = tl.load(r + row, row < rows, 0).to(square.dtype) if SCALED else square + 1
@@ -133,17 +187,22 @@ def _backward_kernel(
         inside = (row < rows) & (k < n)
         x = tl.load(d + row * n + k, inside, 0).to(square.dtype)
         g = tl.load(grad + row * n + place(k, n, TAPS), inside, 0).to(square.dtype)
+        if KERNEL:
+            g -= share * tl.load(total + first + k // KERNEL, inside, 0).to(square.dtype)
         square += tl.sum(x * x, 1, keep_dims=True)
         along += tl.sum(x * g, 1, keep_dims=True)
     length, shortest = tl.sqrt(square), full(d, ROWS, 1, _SHORTEST)
     divisor = tl.maximum(length, shortest)
-    tl.store(grad_r + row, (along / divisor).to(grad_r.dtype.element_ty), row < rows)
-    along = tl.where(length > shortest, along / divisor / divisor, 0.0)
+    by_r = along / divisor
+    along = tl.where(length > shortest, by_r / divisor, 0.0)
     scale = scale / divisor
     for start in range(0, end, BLOCK):
         k = start + column
         inside = (row < rows) & (k < n)
         x = tl.load(d + row * n + k, inside, 0).to(square.dtype)
         g = tl.load(grad + row * n + place(k, n, TAPS), inside, 0).to(square.dtype)
+        if KERNEL:
+            g -= share * tl.load(total + first + k // KERNEL, inside, 0).to(square.dtype)
         change = scale * (g - along * x)
         tl.store(grad_d + row * n + k, change.to(grad_d.dtype.element_ty), inside)
+    return by_r

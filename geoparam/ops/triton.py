@@ -28,6 +28,9 @@ two polynomials on [-pi/2, pi/2], reached by exact subtractions (pi k, in two pa
 twice their product. The last column has no angle: its sine is 1, or what comes back is y_n.
 
 Order. With TAPS > 1 a row of the weight lies tap by tap, as channels_last wants it.
+
+The kernels with a layer's bias in them (`shifted_triton`) call the same two functions, which then
+look at one number per channel on the way.
 """
 
 import functools
@@ -123,7 +126,7 @@ def _forward_launch(
     device: int,
 ) -> Launch:
     rows, n = size[:-1].numel(), size[-1] + 1
-    grid, warps, *tile = _tile(rows, n, latitude)
+    grid, warps, *tile = tile_of_angles(rows, n, latitude)
     arguments = (rows, n, r is not None, taps, *tile)
     return Launch(_forward_kernel, grid, arguments, warps)
 
@@ -140,7 +143,7 @@ def _backward_launch(
 ) -> tuple[Launch, tuple[int, int] | None]:
     """Return the launch and the shape of `starts`, if it needs any."""
     rows, n = size[:-1].numel(), size[-1] + 1
-    grid, warps, *tile = _tile(rows, n, latitude)
+    grid, warps, *tile = tile_of_angles(rows, n, latitude)
     _, lanes, each, one_chunk = tile
     arguments = (rows, n, r is not None, natural, taps, *tile)
     # With a few more registers, half as many programs would fit.
@@ -149,7 +152,7 @@ def _backward_launch(
     return launch, None if one_chunk else (rows, triton.cdiv(n, lanes * each))
 
 
-def _tile(
+def tile_of_angles(
     rows: int, n: int, latitude: torch.dtype
 ) -> tuple[tuple[int, int, int], int, int, int, int, bool]:
     """Return the grid, the warps, and ROWS, LANES, EACH and ONE_CHUNK. Numbers: tried on an H200.
@@ -184,29 +187,11 @@ def _forward_kernel(
     EACH: tl.constexpr,
     ONE_CHUNK: tl.constexpr,
 ):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    column = tl.arange(0, LANES * EACH)[None, :]
-    lane = tl.arange(0, LANES)[None, :]
-    scale, zero = _scale_and_zero(latitude, r, row, rows, SCALED, ROWS, LANES)
-    near, far = zero, zero + 1  # so far
-    for start in range(0, 1 if ONE_CHUNK else n, LANES * EACH):
-        k = start + column
-        a = tl.load(latitude + row * (n - 1) + k, _inside(row, rows, k, n - 1, ROWS), 0)
-        sines, _, before, near_here, far_here = trigonometry(a, zero, ROWS, LANES, EACH)
-        near_here, far_here, near_before, far_before = tl.associative_scan(
-            (near_here, far_here, zero, zero + 1), 1, gather_both
-        )
-        p = scale * product(*gather(near, far, near_before, far_before))
-        pieces = ()
-        for j in tl.static_range(EACH):
-            sine = tl.where(start + lane * EACH + j == n - 1, 1.0, sines[j])
-            pieces = pieces + (p * (sine * before[j]),)
-        w = in_a_row(pieces, ROWS, LANES, EACH).to(weight.dtype.element_ty)
-        # The mask of the store, unlike the load's, can be seen to be whole vectors.
-        tl.store(weight + row * n + place(k, n, TAPS), w, _inside(row, rows, k, n, ROWS))
-        if not ONE_CHUNK:
-            near, far = gather(near, far, near_here, far_here)
-            near, far = from_lane(LANES - 1, near, lane), from_lane(LANES - 1, far, lane)
+    row = own_rows(ROWS)
+    weight_of_angles(
+        latitude, r, weight, latitude, row, row, rows, n,
+        SCALED, TAPS, 0, ROWS, LANES, EACH, ONE_CHUNK,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -227,7 +212,94 @@ def _backward_kernel(
     EACH: tl.constexpr,
     ONE_CHUNK: tl.constexpr,
 ):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    row = own_rows(ROWS)
+    y = gradient_of_angles(
+        grad, latitude, r, grad_latitude, starts, latitude, row, row, row, rows, n,
+        SCALED, NATURAL, TAPS, 0, ROWS, LANES, EACH, ONE_CHUNK,
+    )  # fmt: skip
+    lane = tl.arange(0, LANES)[None, :]
+    to = tl.broadcast_to(grad_r + row, (ROWS, LANES))
+    tl.store(to, y.to(grad_r.dtype.element_ty), (row < rows) & (lane == 0))
+
+
+@triton.jit
+def own_rows(ROWS: tl.constexpr):
+    """Return the rows of this program, (ROWS, 1)."""
+    return (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+
+
+@triton.jit
+def weight_of_angles(
+    latitude,
+    r,
+    weight,
+    total,  # (channels,), read only if KERNEL
+    first,  # (ROWS, 1): the first of the channels that a row sees
+    row,
+    rows,
+    n,
+    SCALED: tl.constexpr,
+    TAPS: tl.constexpr,
+    KERNEL: tl.constexpr,  # how many columns a channel has; 0: do not look at `total`
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    EACH: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,
+):
+    """Write the weights of these rows, and return w^T total (ROWS, 1)."""
+    column = tl.arange(0, LANES * EACH)[None, :]
+    lane = tl.arange(0, LANES)[None, :]
+    scale, zero = _scale_and_zero(latitude, r, row, rows, SCALED, ROWS, LANES)
+    near, far = zero, zero + 1  # so far
+    seen = full(latitude, ROWS, 1, 0)
+    for start in range(0, 1 if ONE_CHUNK else n, LANES * EACH):
+        k = start + column
+        a = tl.load(latitude + row * (n - 1) + k, _inside(row, rows, k, n - 1, ROWS), 0)
+        sines, _, before, near_here, far_here = trigonometry(a, zero, ROWS, LANES, EACH)
+        near_here, far_here, near_before, far_before = tl.associative_scan(
+            (near_here, far_here, zero, zero + 1), 1, gather_both
+        )
+        p = scale * product(*gather(near, far, near_before, far_before))
+        pieces = ()
+        for j in tl.static_range(EACH):
+            sine = tl.where(start + lane * EACH + j == n - 1, 1.0, sines[j])
+            pieces = pieces + (p * (sine * before[j]),)
+        w = in_a_row(pieces, ROWS, LANES, EACH).to(weight.dtype.element_ty)
+        # The mask of the store, unlike the load's, can be seen to be whole vectors.
+        inside = _inside(row, rows, k, n, ROWS)
+        tl.store(weight + row * n + place(k, n, TAPS), w, inside)
+        if KERNEL:
+            x = tl.load(total + first + k // KERNEL, inside, 0).to(seen.dtype)
+            seen += tl.sum(w.to(seen.dtype) * x, 1, keep_dims=True)
+        if not ONE_CHUNK:
+            near, far = gather(near, far, near_here, far_here)
+            near, far = from_lane(LANES - 1, near, lane), from_lane(LANES - 1, far, lane)
+    return seen
+
+
+@triton.jit
+def gradient_of_angles(
+    grad,
+    latitude,
+    r,
+    grad_latitude,
+    starts,
+    total,  # (channels,), read only if KERNEL
+    first,  # (ROWS, 1): the first of the channels that a row sees
+    share,  # (ROWS, 1): what each row's gradient has of -total, if KERNEL
+    row,
+    rows,
+    n,
+    SCALED: tl.constexpr,
+    NATURAL: tl.constexpr,
+    TAPS: tl.constexpr,
+    KERNEL: tl.constexpr,  # how many columns a channel has; 0: do not look at `total`
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    EACH: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,
+):
+    """Write dL/dlatitude of these rows; return dL/dr (ROWS, LANES), right in the first lane."""
     column = tl.arange(0, LANES * EACH)[None, :]
     lane = tl.arange(0, LANES)[None, :]
     scale, zero = _scale_and_zero(latitude, r, row, rows, SCALED, ROWS, LANES)
@@ -238,12 +310,18 @@ def _backward_kernel(
     # y_{k+1} of the chunk's last column. Columns without an angle, with sine 0, let it pass.
     last = grad + row * n + place(n - 1, n, TAPS)
     y = _of_each_lane(last, row < rows, zero.dtype, ROWS, LANES)
+    if KERNEL:
+        last = total + first + (n - 1) // KERNEL
+        y -= share * _of_each_lane(last, row < rows, zero.dtype, ROWS, LANES)
     for step in range(0, chunks):
         chunk = chunks - 1 - step
         k = chunk * LANES * EACH + column
-        angle = _inside(row, rows, k, n - 1, ROWS)
+        angle, inside = _inside(row, rows, k, n - 1, ROWS), _inside(row, rows, k, n, ROWS)
         a = tl.load(latitude + row * (n - 1) + k, angle, 0)
-        g = tl.load(grad + row * n + place(k, n, TAPS), _inside(row, rows, k, n, ROWS), 0)
+        g = tl.load(grad + row * n + place(k, n, TAPS), inside, 0)
+        if KERNEL:
+            x = tl.load(total + first + k // KERNEL, inside, 0).to(zero.dtype)
+            g = g.to(zero.dtype) - share * x
         sines, cosines, before, near, far = trigonometry(a, zero, ROWS, LANES, EACH)
         g = pieces_of(g.to(zero.dtype), ROWS, LANES, EACH)
 
@@ -277,8 +355,7 @@ def _backward_kernel(
             pieces = (scaled * before[j] * change,) + pieces
         out = in_a_row(pieces, ROWS, LANES, EACH).to(grad_latitude.dtype.element_ty)
         tl.store(grad_latitude + row * (n - 1) + k, out, angle)
-    to = tl.broadcast_to(grad_r + row, (ROWS, LANES))
-    tl.store(to, y.to(grad_r.dtype.element_ty), (row < rows) & (lane == 0))
+    return y
 
 
 @triton.jit

@@ -26,6 +26,12 @@ def test_rectify_backward(case: tuple, dtype: torch.dtype) -> None:
 
 @passes.cases
 @passes.dtypes
+def test_rectify_backward_from_the_start(case: tuple, dtype: torch.dtype) -> None:
+    passes.check_backward_from_the_start(columns_triton, case, dtype, "cpu")
+
+
+@passes.cases
+@passes.dtypes
 def test_sums(case: tuple, dtype: torch.dtype) -> None:
     passes.check_sums(columns_triton, case, dtype, "cpu")
 
@@ -34,6 +40,8 @@ def test_gaps_and_nan() -> None:
     passes.check_strided(columns_triton, "cpu")
     passes.check_strided_parameters(columns_triton, "cpu")
     passes.check_nan(columns_triton, "cpu")
+    passes.check_nan_from_the_start(columns_triton, "cpu")
+    passes.check_backward_without_bias(columns_triton, "cpu")
 
 
 @passes.weights

@@ -1,0 +1,218 @@
+"""What torch.compile sees on a GPU of r relu(z + b) and of centring: one pass backward.
+
+A compiler fuses the forward pass by itself. Backward it adds up r's gradient, then writes z's,
+then adds that up for the bias: three passes over memory, where the kernel of `columns` makes one.
+So there are two ops, which are expanded when AOTAutograd makes its graph functional (`expansion`):
+
+    rectified(z, bias, scale)   y = scale relu(z + bias)    plain operations; backward, the kernel
+    centred(x, mean)            y = x - E[x]                plain operations both ways
+
+The gradient of what is centred is dy - (sum dy) / N, and the kernel would want it written. But it
+takes the two apart: so while a graph is traced, it is remembered which gradient is such a sum. Who
+else looks at that gradient, a hook or a second use of x, finds it whole; if nobody does, the
+compiler drops it.
+
+Everywhere else, on other devices, in torch.func, export and evaluation, there are plain operations
+and no such op.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd import forward_ad
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from geoparam.ops import columns, expansion, implementation, means
+
+_HAS_TRITON = implementation.has_triton()
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: True)
+
+
+def possible(x: Tensor) -> bool:
+    """Return whether a compiler is to find the ops in a training step on `x`."""
+    return (
+        torch.compiler.is_compiling()
+        and not _is_exporting()
+        and torch.is_grad_enabled()
+        and x.is_floating_point()
+        and x.ndim == 4
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and _served(x)
+    )
+
+
+def _served(x: Tensor) -> bool:
+    by_kernels = expansion.COMPILED == "kernels" and implementation.KERNELS in ("auto", "triton")
+    return x.is_cuda and _HAS_TRITON and by_kernels
+
+
+def rectified(z: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
+    """Return scale relu(z + bias), where channels are in dimension 1."""
+    return torch.ops.geoparam.rectified(z, bias, scale)
+
+
+def centred(x: Tensor, mean: Tensor) -> Tensor:
+    """Return x less its own mean, whose gradient is x's too."""
+    return torch.ops.geoparam.centred(x, mean)
+
+
+# --- as plain operations ------------------------------------------------------------------------
+
+
+def _rectified(z: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
+    return _active(z, bias) * columns.along(scale, z, 1).to(z.dtype)
+
+
+def _active(z: Tensor, bias: Tensor | None) -> Tensor:
+    return (z if bias is None else z + columns.along(bias, z, 1).to(z.dtype)).relu()
+
+
+def _rectified_backward(
+    grad: Tensor, z: Tensor, bias: Tensor | None, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    a = _active(z, bias)
+    grad_z = torch.where(a <= 0, 0, grad * columns.along(scale, z, 1).to(grad.dtype))
+    return grad_z, _sums(grad_z), _sums(grad * a)
+
+
+def _centred(x: Tensor, mean: Tensor) -> Tensor:
+    return (x - columns.along(mean, x, 1)).to(x.dtype)
+
+
+def _centred_backward(grad: Tensor) -> Tensor:
+    return _spread(grad, _shift(grad))
+
+
+def _shift(grad: Tensor) -> Tensor:
+    """Return -(sum dy) / N, by sums per image where a compiler gathers those on the way."""
+    if means.in_parts(grad, grad.shape[1]):
+        sums = grad.sum((2, 3), dtype=columns.wide(grad)).sum(0)
+    else:
+        sums = _sums(grad)
+    return sums / -(grad.numel() // grad.shape[1])
+
+
+def _spread(grad: Tensor, shift: Tensor) -> Tensor:
+    return (grad + columns.along(shift, grad, 1)).to(grad.dtype)
+
+
+def _sums(x: Tensor) -> Tensor:
+    return x.sum((0, 2, 3), dtype=columns.wide(x))
+
+
+# --- the ops ------------------------------------------------------------------------------------
+
+_OPS: dict[str, Callable[..., Any]] = {
+    "rectified(Tensor z, Tensor? bias, Tensor scale) -> Tensor": _rectified,
+    "rectified_backward(Tensor grad, Tensor z, Tensor? bias, Tensor scale)"
+    " -> (Tensor, Tensor, Tensor)": _rectified_backward,
+    "centred(Tensor x, Tensor mean) -> Tensor": _centred,
+    "centred_backward(Tensor grad) -> Tensor": _centred_backward,
+}
+for _schema, _plain in _OPS.items():
+    _name, _, _signature = _schema.partition("(")
+    torch.library.define(f"geoparam::{_name}", f"({_signature}")
+    torch.library.impl(f"geoparam::{_name}", "CompositeExplicitAutograd", _plain)
+    torch.library.register_fake(f"geoparam::{_name}", _plain)
+
+
+def _rectified_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _rectified_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    z, bias, scale = ctx.saved_tensors
+    grad_z, grad_bias, grad_scale = torch.ops.geoparam.rectified_backward(grad, z, bias, scale)
+    by_bias = None if bias is None else grad_bias.to(bias.dtype)
+    return grad_z, by_bias, grad_scale.to(scale.dtype)
+
+
+def _centred_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return torch.ops.geoparam.centred_backward(grad), None
+
+
+torch.library.register_autograd(
+    "geoparam::rectified", _rectified_gradients, setup_context=_rectified_context
+)
+torch.library.register_autograd("geoparam::centred", _centred_gradients)
+
+
+# --- expanded in a compiler's graph -------------------------------------------------------------
+
+
+class _Parts(NamedTuple):
+    """What a gradient in a graph is the sum of, and the nodes that it and they were then."""
+
+    grad: Tensor
+    shift: Tensor
+    nodes: list[Tensor]
+
+
+_parts_of = WeakTensorKeyDictionary()
+
+
+def _expanded_rectified_backward(
+    grad: Tensor, z: Tensor, bias: Tensor | None, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _has_kernel(z):
+        return _rectified_backward(grad, z, bias, scale)
+    shift, parts = None, _parts_of.get(grad)
+    if parts is not None and _same(parts.nodes, _nodes(grad, parts.grad)):
+        grad, shift = parts.grad, parts.shift
+    kernels = importlib.import_module("geoparam.ops.columns_triton")
+    grad = grad.to(z.dtype).contiguous(memory_format=torch.channels_last)
+    return kernels.rectify_backward(grad, z, 1, shift, scale, bias=bias, traced=True)
+
+
+def _expanded_centred_backward(grad: Tensor) -> Tensor:
+    shift = _shift(grad)
+    whole = _spread(grad, shift)
+    _parts_of[whole] = _Parts(grad, shift, _nodes(whole, grad))
+    return whole
+
+
+def _nodes(*tensors: Any) -> list[Tensor]:
+    """Return what tensors in a functional graph stand for; a change in place changes that."""
+    return [x.from_functional() for x in tensors]
+
+
+def _same(before: list[Tensor], now: list[Tensor]) -> bool:
+    return all(a is b for a, b in zip(before, now, strict=True))
+
+
+def _has_kernel(z: Tensor) -> bool:
+    """Return whether the kernel reads z as it lies; other layouts are the compiler's choice."""
+    known = all(type(size) is int for size in z.shape)
+    return known and z.numel() > 0 and z.is_contiguous(memory_format=torch.channels_last)
+
+
+def _rule(expanded: Any) -> Any:
+    def rule(mode: Any, op: Any, types: Any, args: tuple, kwargs: dict | None) -> Any:
+        if any(isinstance(x, Tensor) and type(x) is not FunctionalTensor for x in args):
+            return mode.__torch_dispatch__(op, types, args, kwargs or {})
+        with mode:
+            return expanded(*args)
+
+    return rule
+
+
+def register() -> None:
+    """Let compilers expand the ops."""
+    expansions = {
+        "rectified": _rectified,
+        "rectified_backward": _expanded_rectified_backward,
+        "centred": _centred,
+        "centred_backward": _expanded_centred_backward,
+    }
+    for name, expanded in expansions.items():
+        op = f"geoparam::{name}"
+        torch.library.register_torch_dispatch(op, FunctionalTensorMode, _rule(expanded))
+    expansion.note_sources("rectified", "columns_triton", ("_backward_kernel",))
+
+
+register()

@@ -1,0 +1,259 @@
+"""Weight and shifted bias for compilers: two ops, which become the kernels of `shifted_triton`.
+
+    shifted_weight(stored, r, lam, mean, batches)        weight, bias; batches += 1
+    shifted_weight_backward(grad_weight, grad_bias, ...) the gradients of stored, r, lam and mean
+
+A compiler computes the mean, and moves the running mean on the way, in kernels that it has anyway.
+To count the batches, one number, it would launch a kernel in every layer: ours does that. Hence an
+op that changes an argument, for which torch.library has no autograd; it is registered by hand.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geoparam.ops import expansion, implementation, shifted
+
+_HAS_TRITON = implementation.has_triton()  # looked up here: a compiler cannot follow that
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: True)
+
+
+def wanted(stored: Tensor) -> bool:
+    """Return whether a compiler that is tracing should find this op in the place of others."""
+    return (
+        torch.compiler.is_compiling()
+        and not _is_exporting()
+        and expansion.COMPILED == "kernels"
+        and (implementation.KERNELS == "triton" or (stored.is_cuda and _has_kernels()))
+        and not hasattr(stored, "placements")
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def _has_kernels() -> bool:
+    return implementation.KERNELS == "auto" and _HAS_TRITON
+
+
+def weight_and_bias(
+    stored: Tensor,
+    r: Tensor,
+    lam: Tensor | None,
+    mean: Tensor,
+    batches: Tensor | None,
+    *,
+    coordinates: str,
+    natural: bool,
+    inside: bool,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    channels_last: bool,
+    images: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Return what `shifted.forward` does, of the mean itself, and count one batch.
+
+    With `images`, the bias is (images, units), the same for all, in float32 or better: its
+    gradient then arrives in as many parts.
+    """
+    given = stored, r, lam, mean, batches
+    how = coordinates, natural, inside, dtype, shape, channels_last
+    return torch.ops.geoparam.shifted_weight(*given, *how, images)
+
+
+torch.library.define(
+    "geoparam::shifted_weight",
+    "(Tensor stored, Tensor r, Tensor? lam, Tensor mean, Tensor(a!)? batches, str coordinates, "
+    "bool natural, bool inside, ScalarType dtype, SymInt[] shape, bool channels_last, "
+    "SymInt images) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "geoparam::shifted_weight_backward",
+    "(Tensor grad_weight, Tensor grad_bias, Tensor stored, Tensor r, Tensor? lam, Tensor mean, "
+    "Tensor weight, str coordinates, bool natural, bool inside) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("geoparam::shifted_weight", "CompositeExplicitAutograd")
+def _forward(
+    stored: Tensor,
+    r: Tensor,
+    lam: Tensor | None,
+    mean: Tensor,
+    batches: Tensor | None,
+    coordinates: str,
+    natural: bool,
+    inside: bool,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    channels_last: bool,
+    images: int,
+) -> tuple[Tensor, Tensor]:
+    how = _how(coordinates, natural, inside, dtype, shape, channels_last)
+    if batches is not None:
+        batches.add_(1)
+    weight, bias = shifted.forward(stored, r, lam, mean, None, how)
+    return weight, _spread(bias, images)
+
+
+@torch.library.impl("geoparam::shifted_weight_backward", "CompositeExplicitAutograd")
+def _backward(
+    grad_weight: Tensor,
+    grad_bias: Tensor,
+    stored: Tensor,
+    r: Tensor,
+    lam: Tensor | None,
+    mean: Tensor,
+    weight: Tensor,
+    coordinates: str,
+    natural: bool,
+    inside: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    how = _how(coordinates, natural, inside, weight.dtype, weight.shape[1:], False)
+    found = shifted.backward(grad_weight, grad_bias, stored, r, lam, mean, weight, how)
+    return _all_there(found, r)
+
+
+@torch.library.register_fake("geoparam::shifted_weight")
+def _forward_fake(
+    stored: Tensor,
+    r: Tensor,
+    lam: Tensor | None,
+    mean: Tensor,
+    batches: Tensor | None,
+    coordinates: str,
+    natural: bool,
+    inside: bool,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    channels_last: bool,
+    images: int,
+) -> tuple[Tensor, Tensor]:
+    last = stored.shape[-1] - (coordinates != "latitude")
+    layout = implementation.layout_of((stored.shape[0], last), tuple(shape), channels_last)
+    weight = stored.new_empty_strided(layout.size, layout.stride, dtype=dtype)
+    return weight, _spread(stored.new_empty(stored.shape[:1], dtype=dtype), images)
+
+
+@torch.library.register_fake("geoparam::shifted_weight_backward")
+def _backward_fake(
+    grad_weight: Tensor,
+    grad_bias: Tensor,
+    stored: Tensor,
+    r: Tensor,
+    lam: Tensor | None,
+    mean: Tensor,
+    weight: Tensor,
+    coordinates: str,
+    natural: bool,
+    inside: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_r = r.new_empty(r.shape) if inside else None
+    grad_lam = None if lam is None else lam.new_empty(lam.shape)
+    found = stored.new_empty(stored.shape), grad_r, grad_lam, mean.new_empty(mean.shape)
+    return _all_there(found, r)
+
+
+class _Shifted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            weight, bias = torch.ops.geoparam.shifted_weight(*inputs)
+        stored, r, lam, mean, _, *ctx.options = inputs
+        ctx.save_for_backward(stored, r, lam, mean, weight)
+        return weight, bias
+
+    @staticmethod
+    def backward(ctx: Any, grad_weight: Tensor, grad_bias: Tensor) -> tuple[Tensor | None, ...]:
+        _, _, lam, *_ = saved = ctx.saved_tensors
+        coordinates, natural, inside, *_ = ctx.options
+        grad_stored, grad_r, grad_lam, grad_mean = torch.ops.geoparam.shifted_weight_backward(
+            grad_weight, grad_bias, *saved, coordinates, natural, inside
+        )
+        grad_r, grad_lam = grad_r if inside else None, None if lam is None else grad_lam
+        return grad_stored, grad_r, grad_lam, grad_mean, *[None] * 8
+
+
+@torch.library.impl("geoparam::shifted_weight", "Autograd")
+def _differentiable(*inputs: Any) -> tuple[Tensor, Tensor]:
+    return _Shifted.apply(*inputs)
+
+
+# --- for compilers on a GPU ---------------------------------------------------------------------
+
+
+def _forward_kernels(
+    stored: Tensor,
+    r: Tensor,
+    lam: Tensor | None,
+    mean: Tensor,
+    batches: Tensor | None,
+    coordinates: str,
+    natural: bool,
+    inside: bool,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    channels_last: bool,
+    images: int,
+) -> tuple[Tensor, Tensor]:
+    how = _how(coordinates, natural, inside, dtype, shape, channels_last)
+    running = None if batches is None else (None, batches)
+    weight, bias = shifted.kernels().forward(stored, r, lam, mean, running, how, traced=True)
+    return weight, _spread(bias, images)
+
+
+def _backward_kernels(
+    grad_weight: Tensor,
+    grad_bias: Tensor,
+    stored: Tensor,
+    r: Tensor,
+    lam: Tensor | None,
+    mean: Tensor,
+    weight: Tensor,
+    coordinates: str,
+    natural: bool,
+    inside: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    how = _how(coordinates, natural, inside, weight.dtype, weight.shape[1:], False)
+    given = grad_weight, grad_bias, stored, r, lam, mean, weight, how
+    return _all_there(shifted.kernels().backward(*given, traced=True), r)
+
+
+expansion.expand("shifted_weight", _forward_kernels)
+expansion.expand("shifted_weight_backward", _backward_kernels)
+expansion.note_sources(
+    "shifted_weight",
+    "shifted_triton",
+    ("_shifted_kernel", "_shifted_backward_kernel", "_mean_gradient_kernel"),
+)
+
+
+def _how(
+    coordinates: str,
+    natural: bool,
+    inside: bool,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    channels_last: bool,
+) -> shifted.How:
+    return shifted.How(
+        coordinates, natural, dtype, tuple(shape), channels_last, inside, count=1, momentum=0.0
+    )
+
+
+def _spread(bias: Tensor, images: int) -> Tensor:
+    """Return the bias for each image, if asked for, without a copy."""
+    if isinstance(images, int) and images == 0:
+        return bias
+    return bias.to(torch.promote_types(bias.dtype, torch.float32)).expand(images, -1)
+
+
+def _all_there(
+    found: tuple[Tensor, Tensor | None, Tensor | None, Tensor], r: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a tensor for each gradient: an op has no optional ones."""
+    grad_stored, grad_r, grad_lam, grad_mean = found
+    grad_r = r.new_empty(0) if grad_r is None else grad_r
+    grad_lam = r.new_empty(0) if grad_lam is None else grad_lam
+    return grad_stored, grad_r, grad_lam, grad_mean
