@@ -25,6 +25,18 @@ if COMPILED not in ("kernels", "op"):
     raise ValueError(f"GEOPARAM_COMPILED is kernels or op; got {COMPILED!r}.")
 
 
+_EXPORT_IS_KNOWN = torch.__version__ >= (2, 15)
+
+
+def is_exporting() -> bool:
+    """Return whether a graph is traced for torch.export.
+
+    Before, dynamo takes torch's own answer for always True; there torch's flag is read, which
+    strict export, the old form, does not set.
+    """
+    return torch.compiler.is_exporting() if _EXPORT_IS_KNOWN else torch.compiler._is_exporting_flag
+
+
 def register() -> None:
     """Let compilers expand the weight's ops, which must be defined."""
     expand("weight", _weight)

@@ -29,14 +29,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from geoparam.ops import columns, expansion, implementation, means
 
 _HAS_TRITON = implementation.has_triton()
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: True)
 
 
 def possible(x: Tensor) -> bool:
     """Return whether a compiler is to find the ops in a training step on `x`."""
     return (
         torch.compiler.is_compiling()
-        and not _is_exporting()
+        and not expansion.is_exporting()
         and torch.is_grad_enabled()
         and x.is_floating_point()
         and x.ndim == 4

@@ -17,14 +17,13 @@ from torch import Tensor
 from geoparam.ops import expansion, implementation, shifted
 
 _HAS_TRITON = implementation.has_triton()  # looked up here: a compiler cannot follow that
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: True)
 
 
 def wanted(stored: Tensor) -> bool:
     """Return whether a compiler that is tracing should find this op in the place of others."""
     return (
         torch.compiler.is_compiling()
-        and not _is_exporting()
+        and not expansion.is_exporting()
         and expansion.COMPILED == "kernels"
         and (implementation.KERNELS == "triton" or (stored.is_cuda and _has_kernels()))
         and not hasattr(stored, "placements")
