@@ -6,7 +6,7 @@ x is that of y as it is. Elsewhere one pass adds it.
 """
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,25 +15,33 @@ from geoparam.ops import columns
 from geoparam.sums import bystander, gradient_sums, hooks_of, is_beside, is_plain, is_watched
 
 
-def centred(x: Tensor, total: Tensor, count: int, bias: Tensor | None, dim: int) -> Tensor:
+class Mean(NamedTuple):
+    """The mean of `numbers` per channel, and the running mean of batches that it moves."""
+
+    numbers: int
+    running: tuple[Tensor, Tensor] | None
+    momentum: float
+
+
+def centred(x: Tensor, total: Tensor, mean: Mean, bias: Tensor | None, dim: int) -> Tensor:
     """Return x - total / count + bias, where `total` are the sums of x's channels.
 
     Their gradient is x's own, whether or not they have a graph.
 
     Example:
         >>> x = torch.tensor([[1., 2.], [3., 6.]])
-        >>> centred(x, x.sum(0), 2, None, 1)
+        >>> centred(x, x.sum(0), Mean(2, None, 0.), None, 1)
         tensor([[-1., -2.],
                 [ 1.,  2.]])
     """
     if is_beside(total, x):
-        return _centre(x, total, bystander().leaf, bias, count, dim)
-    return _centre(x, total.detach(), None, bias, count, dim)
+        return _centre(x, total, bystander().leaf, bias, mean, dim)
+    return _centre(x, total.detach(), None, bias, mean, dim)
 
 
 def less(x: Tensor, mean: Tensor, bias: Tensor | None, dim: int) -> Tensor:
     """Return x - mean + bias, where the mean's gradient is for the mean."""
-    return _centre(x, mean, None, bias, 1, dim)
+    return _centre(x, mean, None, bias, Mean(1, None, 0.0), dim)
 
 
 class _Centre(torch.autograd.Function):
@@ -46,17 +54,15 @@ class _Centre(torch.autograd.Function):
         total: Tensor,
         leaf: Tensor | None,
         bias: Tensor | None,
-        count: int,
+        mean: Mean,
         dim: int,
     ) -> Tensor:
         ctx.past = leaf is not None
         if ctx.past:  # x is not kept: the next layer needs y alone
             ctx.input, ctx.hooks = weakref.ref(x), hooks_of(x)
-        ctx.count, ctx.dim, ctx.wide = count, dim, total.dtype
+        ctx.count, ctx.dim, ctx.wide = mean.numbers, dim, total.dtype
         ctx.bias = None if bias is None else bias.dtype
-        shift = total / -count
-        shift = shift if bias is None else shift + bias
-        return columns.rectify(x, dim, shift, relu=False, summed=False)[0]
+        return columns.centre(x, dim, total, mean.numbers, bias, mean.running, mean.momentum)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -73,7 +73,7 @@ class ReLU(nn.ReLU):
             or x.ndim not in (2, 4, 5)  # where channels are in dimension 1
             or (inplace and (x.is_leaf or x._is_view()))
         ):
-            return super().forward(x)
+            return F.relu(x, inplace=inplace)
         y, sums = _rectify(x, inplace)
         note(y, 1, sums)
         return y
@@ -165,10 +165,10 @@ class _Convolution(torch.autograd.Function):
         ctx.input = None if leaf is None else weakref.ref(x)
         ctx.route = route
         weight, bias = _parameters(stored, r, lam, total, running, route)
-        y, sums, kept = _mapped(x, weight, bias, route), None, (None, None)
+        y, sums, a, added = _mapped(x, weight, bias, route), None, None, None
         if route.relu:
-            y, sums, *kept = _rectified(y, bias, r, route)
-        ctx.save_for_backward(x, stored, r, lam, total, weight, *kept)
+            y, sums, a, added = _rectified(y, bias, r, route)
+        ctx.save_for_backward(x, stored, r, lam, total, weight, a, added)
         ctx.set_materialize_grads(False)
         return y, sums
 
@@ -231,7 +231,7 @@ def _parameters(
     inside = r if how.inside else None
     weight = stored if route.stores_weight else _weight(stored, inside, how)
     if total is not None:
-        bias = columns.shifted_bias(weight, inside, lam, total, how.count, running, how.momentum)
+        bias = columns.shifted_bias(weight, inside, lam, total, how.numbers, running, how.momentum)
         return weight, bias
     if lam is None:
         return weight, None
@@ -245,13 +245,14 @@ def _parameters_backward(
     stored, r, lam, total, weight = inputs
     how, by_weight, by_bias, grad_lam, grad_total = route.how, None, None, None, None
     if total is not None and not route.stores_weight:
+        assert grad_bias is not None
         return shifted.backward(grad, grad_bias, stored, r, lam, total, weight, how)
     inside = r if how.inside else None
     if grad_bias is not None:
         grad_bias = finished(grad_bias)
         if total is not None:
             grad, by_bias, grad_lam, grad_total = columns.shifted_bias_backward(
-                grad_bias, weight, grad, inside, lam, total, how.count
+                grad_bias, weight, grad, inside, lam, total, how.numbers
             )
         else:
             by_bias = None if inside is None else grad_bias * lam
@@ -296,7 +297,7 @@ def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Ten
 def _rectified(
     z: Tensor, bias: Tensor | None, r: Tensor, route: Route
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return r relu(z + b) and its sums, and what is kept: z and b, or z if it has both already."""
+    """Return r relu(z + b) and its sums, and what is kept: z and b, or z if both are in it."""
     if bias is None or z.is_cpu or _has_epilogue(route):
         return *columns.rectify(z, 1, None, r, relu=False), z, None
     return *columns.rectify(z, 1, bias, r), z, bias
@@ -314,7 +315,8 @@ def _matrix_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """
     images, inputs, height, width = x.shape
     units, rows = weight.shape[0], images * height * width
-    size, strides = (images, units, height, width), (height * width * units, 1, width * units, units)
+    strides = height * width * units, 1, width * units, units
+    size = images, units, height, width
     y = torch.empty_strided(size, strides, dtype=x.dtype, device=x.device)
     matrix = weight.as_strided((inputs, units), (1, inputs))
     out = y.as_strided((rows, units), (units, 1))
@@ -385,7 +387,7 @@ def _readable(
     if lam is not None:
         y = y + columns.along(r * lam if how.inside else lam, y, 1)
     if total is not None:
-        response = columns.response(weight, total / how.count)
+        response = columns.response(weight, total / how.numbers)
         y = y - columns.along(response, y, 1)
     y = y.to(x.dtype)
     y = (y.relu() * columns.along(r, y, 1)).to(x.dtype) if route.relu else y

@@ -12,13 +12,9 @@ from geoparam import fused, routes
 from geoparam.coordinates import Angles, Intrinsic
 from geoparam.norm import InputMeanNorm
 from geoparam.ops import direct
+from geoparam.routes import autocast_dtype
 from geoparam.sums import channel_sums
-from geoparam.unit import (
-    Activation,
-    GmPLayer,
-    InputNorm,
-    autocast_dtype,
-)
+from geoparam.unit import Activation, GmPLayer, InputNorm
 
 Conv = TypeVar("Conv", bound="_GmPConv")
 PlainConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -232,7 +228,8 @@ class _GmPConv(GmPLayer):
         return convolve(x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
     def _in_few_passes(self, x: Tensor) -> Tensor | None:
-        parameters, norm = self._parameters, self._modules.get("input_norm")
+        parameters: dict[str, Any] = self._parameters  # looked up so: attributes are slow
+        norm: Any = self._modules.get("input_norm")
         r, lam, kind = parameters.get("r"), parameters.get("lam"), type(self._coordinates)
         stored = parameters.get(self._coordinates.name) if kind in (Angles, Intrinsic) else None
         activation, geometry = self.activation, self._geometry()
@@ -264,7 +261,7 @@ class _GmPConv(GmPLayer):
             return None
         total = running = None
         if norm is not None:
-            buffers = norm._buffers
+            buffers: dict[str, Any] = norm._buffers
             running = buffers["running_mean"], buffers["num_batches_tracked"]
             total = channel_sums(x, 1, past=mapped is x)
         if stored is None or not makes_weight:

@@ -96,9 +96,12 @@ class InputMeanNorm(nn.Module):
     def _centred_by_sums(self, x: Tensor, bias: Tensor | None) -> Tensor:
         self._check(x)
         total, count = known_sums(x, self.dim), x.numel() // self.num_features
-        if self.running_mean is not None:
+        running, momentum = self.running, self.momentum
+        if running is not None and momentum is None:
             self._track(total.detach() / count)
-        return centring.centred(x, total, count, bias, self.dim)
+            running = None
+        mean = centring.Mean(count, running, momentum or 0.0)
+        return centring.centred(x, total, mean, bias, self.dim)
 
     def _is_centred_at_once(self, x: Tensor) -> bool:
         """Return whether a compiler is to find an op, from which it makes fewer passes."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from geoparam.ops import implementation
 from geoparam.ops.shifted import How
@@ -26,7 +27,7 @@ class Geometry(NamedTuple):
 class Means(NamedTuple):
     """The mean of the input, which is subtracted: of how many numbers, and what it moves."""
 
-    count: int
+    numbers: int
     momentum: float | None
     is_own: bool  # the batch's own, tracked, and of this process alone
 
@@ -100,7 +101,7 @@ def route(
         tuple(weight_shape[1:]),
         is_cuda and last and not like.is_contiguous(),
         not relu,
-        1 if means is None else means.count,
+        1 if means is None else means.numbers,
         0.0 if means is None or means.momentum is None else means.momentum,
     )
     pointwise = all(k == 1 for k in kernel) and geometry[:3] == ((1, 1), (0, 0), (1, 1))
@@ -122,3 +123,18 @@ def _has_epilogue(dtype: torch.dtype, units: int, width: int) -> bool:
 def makes_weight(coordinates: str, x: Tensor) -> bool:
     """Return whether a weight can be made as a part of the convolution's step."""
     return coordinates == "latitude" or (coordinates == "unit" and implementation.uses_triton(x))
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the type autocast would give a weight, so that it can be made in it directly."""
+    if isinstance(x, Proxy) or x.dtype == torch.float64:
+        return None
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Return whether cuDNN would want the weight for this input in the same order."""
+    if isinstance(x, Proxy) or x.ndim != 4 or not x.is_cuda:
+        return False
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()

@@ -14,13 +14,13 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 
-from geoparam import fused, ops, sphere
+from geoparam import compiled, fused, ops, sphere
 from geoparam.cache import TensorCache, cacheable
 from geoparam.coordinates import Sign, coordinates_for
 from geoparam.norm import InputMeanNorm
-from geoparam.ops import columns, means, rectified, shifted_op
+from geoparam.ops import columns
+from geoparam.routes import autocast_dtype, is_channels_last
 
 Activation = Callable[[Tensor], Tensor]
 InputNorm = bool | Literal["bias"]
@@ -202,11 +202,11 @@ class GmPLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training and fused.eligible(x) and (y := self._in_few_passes(x)) is not None:
             return y
+        if self.training and torch.compiler.is_compiling():
+            if (y := compiled.forward(self, x)) is not None:
+                return y
         z = self._affine(x)
-        if self.activation is None or self._is_rectified_at_once(x):
-            return z
-        z = self.activation(z)
-        return z * self._per_channel(self.r).to(z.dtype)
+        return z if self.activation is None else self._activated(z)
 
     def _in_few_passes(self, x: Tensor) -> Tensor | None:
         """Return the same by `fused`, where there is such a form of this layer."""
@@ -216,79 +216,20 @@ class GmPLayer(nn.Module):
         """Return w^T (x - E[x]) + b without a centred copy of x.
 
         What the mean contributes is subtracted afterwards: one number per unit, w^T E[x], or,
-        where zeros are padded to the centred input, its image under the convolution. What is
-        rectified at once comes out as r relu of it.
+        where zeros are padded to the centred input, its image under the convolution.
         """
-        dtype, channels_last = autocast_dtype(x), is_channels_last(x)
-        if self.input_norm is not None and self._is_made_at_once:
-            return self._mapped_at_once(self.input_norm, x, dtype, channels_last)
         mean = None if self.input_norm is None else self.input_norm.mean(x)
+        dtype, channels_last = autocast_dtype(x), is_channels_last(x)
         if mean is None or self.mean_in_bias or not self._pads_zeros:
-            weight, bias = self._map_parameters(dtype, mean, channels_last)
-            return self._map_with_bias(x, weight, bias)
+            return self._map(x, *self._map_parameters(dtype, mean, channels_last))
         weight, bias = self._map_parameters(dtype, None, channels_last)
         image = self._per_channel(mean).expand(x.shape[self.channel_dim :])
         return self._map(x, weight, bias) - self._map(image.to(x.dtype), weight, None)
 
-    def _map_with_bias(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self._is_rectified_at_once(x):
-            bias = self.bias if self.input_norm is None else bias  # as it is: it rounds nothing
-            return rectified.rectified(self._map(x, weight, None), bias, self.r)
-        if bias is not None and self._adds_its_bias_apart(x):
-            return self._map(x, weight, None) + self._per_channel(bias)
-        return self._map(x, weight, bias)
-
-    def _is_rectified_at_once(self, x: Tensor) -> bool:
-        """Return whether r relu(z + b) is one op, whose gradients a compiler makes in one pass."""
-        if self.activation is None or not self.training or len(self.weight_shape) != 4:
-            return False
-        apart = self.input_norm is not None and self._pads_zeros and not self.mean_in_bias
-        return not apart and rectified.possible(x) and fused.is_relu(self.activation)
-
-    def _adds_its_bias_apart(self, x: Tensor) -> bool:
-        """Return whether a compiler does better with the bias outside of the convolution.
-
-        The backward pass of an activation needs its input. As a convolution's result that would be
-        written once without the bias and once with it; added apart, the sum is computed again.
-        """
-        outside = self.activation is not None and torch.compiler.is_compiling()
-        return outside and x.is_cuda and len(self.weight_shape) > 2
-
-    @property
-    def _is_made_at_once(self) -> bool:
-        """Whether a compiler finds one op for weight and bias, with the mean in it."""
-        return (
-            self.training
-            and (self.mean_in_bias or not self._pads_zeros)
-            and self._coordinates.name != "sign"
-            and shifted_op.wanted(self._stored)
-        )
-
-    def _mapped_at_once(
-        self, norm: InputMeanNorm, x: Tensor, dtype: torch.dtype | None, channels_last: bool
-    ) -> Tensor:
-        """Return w^T x + b, with weight and bias, less what the mean contributes, by one op."""
-        mean, batches = norm.mean_and_batches(x)
-        of_images = self.activation is None and len(self.weight_shape) == 4
-        in_parts = of_images and means.in_parts(x, len(self.r))
-        weight, bias = shifted_op.weight_and_bias(
-            self._stored,
-            self.r,
-            self.lam,
-            mean,
-            batches,
-            coordinates=self._coordinates.name,
-            natural=self.natural,
-            inside=self.activation is None,
-            dtype=dtype or torch.promote_types(self._stored.dtype, self.r.dtype),
-            shape=self.weight_shape[1:],
-            channels_last=channels_last,
-            images=x.shape[0] if in_parts else 0,
-        )
-        if not in_parts:
-            return self._map_with_bias(x, weight, bias)
-        z = self._map(x, weight, None)
-        return (z + bias[:, :, None, None]).to(z.dtype)
+    def _activated(self, z: Tensor) -> Tensor:
+        assert self.activation is not None
+        z = self.activation(z)
+        return z * self._per_channel(self.r).to(z.dtype)
 
     def _map_parameters(
         self, dtype: torch.dtype | None, mean: Tensor | None, channels_last: bool = False
@@ -444,21 +385,6 @@ def _check_options(
         )
     if input_norm not in (False, True, "bias"):
         raise ValueError(f"input_norm is False, True or 'bias'; got {input_norm!r}.")
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the type autocast would give a weight, so that it can be made in it directly."""
-    if isinstance(x, Proxy) or x.dtype == torch.float64:
-        return None
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def is_channels_last(x: Tensor) -> bool:
-    """Return whether cuDNN would want the weight for this input in the same order."""
-    if isinstance(x, Proxy) or x.ndim != 4 or not x.is_cuda:
-        return False
-    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 def _check_finite(x: Tensor, name: str) -> None:

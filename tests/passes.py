@@ -26,7 +26,6 @@ CASES = [
     ((0, 4, 3, 3), 1, LAST),
 ]
 # units, channels of a group, kernel, groups
-WEIGHTS = [(4, 3, (3, 3), 1), (6, 5, (1, 1), 2), (33, 40, (1, 1), 1), (1, 1, (2, 2), 1)]
 
 
 def near(found: Tensor | None, expected: Tensor | None, dtype: torch.dtype) -> None:
@@ -133,18 +132,12 @@ def check_strided_parameters(kernels: ModuleType, device: str) -> None:
     """One number per channel may come from anywhere: a column, or one number for all."""
     columns_of = torch.randn(4, 5, device=device)
     r, lam, mean = columns_of[:, 0], columns_of[:1, 1].expand(4), columns_of[:, 2]
-    weight, total = torch.randn(4, 4, 1, 1, device=device), columns_of[:, 3]
+    x, total = torch.randn(3, 4, device=device), columns_of[:, 3]
     expected_mean = (mean + 0.1 * (total / 7 - mean)).clone()
-    expected = columns.shifted_bias(weight.cpu(), r.cpu(), lam.cpu(), total.cpu(), 7)
+    expected = columns.centre(x.cpu(), 1, total.cpu(), 7, lam.cpu())
     running = mean, torch.tensor(3, device=device)
-    found = kernels.shifted_bias(weight, r, lam, total, 7, running, 0.1)
-    near(found, expected.double(), torch.float32)
+    near(kernels.centre(x, 1, total, 7, lam, running, 0.1), expected.double(), torch.float32)
     near(mean, expected_mean.double(), torch.float32)
-    given = torch.randn(4, 2, device=device)[:, 0], weight, torch.randn_like(weight), r, lam, total
-    expected = columns.shifted_bias_backward(*[t.cpu() for t in given], 7)
-    for a, b in zip(kernels.shifted_bias_backward(*given, 7), expected, strict=True):
-        near(a, b.double(), torch.float32)
-    x = torch.randn(3, 4, device=device)
     y, _ = kernels.rectify(x, 1, lam, r, True, False, True)
     near(y, columns.rectify(x.cpu(), 1, lam.cpu(), r.cpu())[0].double(), torch.float32)
     found = kernels.rectify_backward(x, y.abs(), 1, lam, r)
@@ -171,35 +164,20 @@ def check_nan_from_the_start(kernels: ModuleType, device: str) -> None:
     assert by_scale[0] == 1 and by_scale[1].isnan()
 
 
-def check_bias(
-    kernels: ModuleType, case: tuple, dtype: torch.dtype, last: bool, device: str
-) -> None:
-    out, width, kernel, groups = case
-    layout = LAST if last else FIRST
-    weight = torch.randn(out, width, *kernel).to(device, dtype).contiguous(memory_format=layout)
-    grad_weight = torch.randn_like(weight)
-    r, lam, grad = torch.randn(3, out).to(device, wide(dtype))
-    total, mean = torch.randn(2, width * groups).to(device, wide(dtype))
-    for scale, offset in [(r, lam), (None, lam), (None, None)]:
-        running = mean.clone(), torch.tensor(3, device=device)
-        precise = mean.double().cpu(), torch.tensor(3)
-        inputs = (t if t is None else t.double().cpu() for t in (weight, scale, offset, total))
-        expected = columns.shifted_bias(*inputs, 7, precise, 0.1)
+def check_centre(kernels: ModuleType, case: tuple, dtype: torch.dtype, device: str) -> None:
+    x, dim = activation(case, dtype, device), case[1]
+    bias, total, mean = torch.randn(3, x.shape[dim]).to(device, wide(dtype))
+    for b in (bias, None):
+        running, precise = (mean.clone(), torch.tensor(3, device=device)), mean.double().cpu()
+        precise = precise, torch.tensor(3)
+        given = x.double().cpu(), dim, total.double().cpu(), 7
+        expected = columns.centre(*given, b if b is None else b.double().cpu(), precise, 0.1)
         version = running[0]._version
-        found = kernels.shifted_bias(weight, scale, offset, total, 7, running, 0.1)
-        near(found, expected, dtype)
+        near(kernels.centre(x, dim, total, 7, b, running, 0.1), expected, dtype)
         near(running[0], precise[0], wide(dtype))
         assert running[1] == 4 and running[0]._version > version
-        inputs = (
-            t if t is None else t.double().cpu()
-            for t in (grad, weight, grad_weight, scale, offset, total)
-        )
-        expected = columns.shifted_bias_backward(*inputs, 7)
-        given = grad, weight, grad_weight.clone(), scale, offset, total
-        for a, b in zip(kernels.shifted_bias_backward(*given, 7), expected, strict=True):
-            near(a, b, dtype)
+    near(kernels.centre(x, dim, total, 7, b, None, 0.0), expected, dtype)
 
 
 cases = pytest.mark.parametrize("case", CASES, ids=str)
-weights = pytest.mark.parametrize("case", WEIGHTS, ids=str)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -30,19 +30,13 @@ def test_passes(kernels, case: tuple, dtype: torch.dtype) -> None:  # noqa: ANN0
     passes.check_rectify(kernels, case, dtype, "cuda")
     passes.check_backward(kernels, case, dtype, "cuda")
     passes.check_sums(kernels, case, dtype, "cuda")
+    passes.check_centre(kernels, case, dtype, "cuda")
 
 
 def test_gaps_and_nan(kernels) -> None:  # noqa: ANN001
     passes.check_strided(kernels, "cuda")
     passes.check_strided_parameters(kernels, "cuda")
     passes.check_nan(kernels, "cuda")
-
-
-@pytest.mark.parametrize("case", [*passes.WEIGHTS, (512, 512, (3, 3), 1)], ids=str)
-@passes.dtypes
-@pytest.mark.parametrize("last", [False, True])
-def test_bias(kernels, case: tuple, dtype: torch.dtype, last: bool) -> None:  # noqa: ANN001
-    passes.check_bias(kernels, case, dtype, last, "cuda")
 
 
 def converted(**options: str) -> nn.Module:
@@ -72,7 +66,11 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 
 def train(
-    model: nn.Module, steps: int, dtype: torch.dtype, autocast: bool = False
+    model: nn.Module,
+    steps: int,
+    dtype: torch.dtype,
+    autocast: bool = False,
+    call: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     model = model.to("cuda", dtype, memory_format=torch.channels_last)
@@ -82,7 +80,8 @@ def train(
         x = torch.randn(16, 3, 12, 12, generator=generator).to("cuda", dtype)
         y = torch.randint(5, (16,), generator=generator).cuda()
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            loss = F.cross_entropy(model(x.contiguous(memory_format=torch.channels_last)), y)
+            x = x.contiguous(memory_format=torch.channels_last)
+            loss = F.cross_entropy((call or model)(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -128,3 +127,13 @@ def test_nan_comes_out_of_a_convolution_with_its_own_relu() -> None:
     with torch.autocast("cuda", torch.bfloat16):
         y = layer(x.requires_grad_())
     assert y.isnan().all()  # the mean is NaN
+
+
+@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
+def test_a_converted_network_compiles_whole_and_follows_eager(coordinates: str) -> None:
+    model = converted(coordinates=coordinates)
+    twin = copy.deepcopy(model)
+    torch.compiler.reset()
+    found = train(twin, 5, torch.float64, call=torch.compile(twin, fullgraph=True))
+    for key, value in train(model, 5, torch.float64).items():
+        torch.testing.assert_close(found[key], value, atol=1e-9, rtol=1e-8, msg=key)

@@ -17,7 +17,7 @@ def readable(
     scale = r if how.inside else None
     module = ops if how.coordinates == "latitude" else ops.intrinsic
     weight = module.weight(stored, scale, shape=how.shape)
-    shift = columns.response(weight, total / how.count)
+    shift = columns.response(weight, total / how.numbers)
     offset = 0 if lam is None else lam * r if how.inside else lam
     return weight, offset - shift
 

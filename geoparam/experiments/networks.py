@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import geoparam as gp
 from geoparam.experiments import methods
 from geoparam.experiments.methods import Method
+from geoparam.pooling import MaxPool2d
 
 NETWORKS = ("vgg6", "resnet18", "resnet34", "resnet50")
 
@@ -86,7 +87,7 @@ def vgg6(
                 kind = "relu" if isinstance(module, nn.ReLU) else "norm" if index else "conv"
                 parts[f"{kind}{number}"] = module
             if number % 2 == 0:
-                parts[f"pool{number}"] = nn.MaxPool2d(2)
+                parts[f"pool{number}"] = MaxPool2d(2) if method.norm == "imn" else nn.MaxPool2d(2)
         parts["average"] = nn.AdaptiveAvgPool2d(1)
         parts["flatten"] = nn.Flatten()
         parts["output"] = method.output(widths[-1], classes)

@@ -8,6 +8,7 @@ its gradient, is gathered in passes that are made anyway:
     rectify_backward  dx = (dy + dsum) s 1[a > 0], and in the same pass db = sum dx and
                       ds = sum (dy + dsum) a, where a = relu(x + b)
     sums              sum x per channel, where nothing else has to be computed
+    centre            y = x - E[x] + b, and the running mean's step
     shifted_bias      b = r lam - w^T E[x], one number per unit, and the running mean's step
     shifted_bias_backward
 
@@ -91,6 +92,33 @@ def sums(x: Tensor, dim: int) -> Tensor:
     return x.sum([d for d in range(x.ndim) if d != dim % x.ndim], dtype=wide(x))
 
 
+def centre(
+    x: Tensor,
+    dim: int,
+    total: Tensor,
+    count: int,
+    bias: Tensor | None = None,
+    running: tuple[Tensor, Tensor] | None = None,
+    momentum: float = 0.0,
+) -> Tensor:
+    """Return x - total / count + bias.
+
+    `running`, the mean of all batches and their number, makes one step on the way.
+
+    Example:
+        >>> x = torch.tensor([[1., 2.], [3., 6.]])
+        >>> centre(x, 1, x.sum(0), 2)
+        tensor([[-1., -2.],
+                [ 1.,  2.]])
+    """
+    if (kernels := _kernels(x)) is not None:
+        return kernels.centre(x, dim, total, count, bias, running, momentum)
+    mean = total / count
+    if running is not None:
+        advance(running, mean, momentum)
+    return rectify(x, dim, -mean if bias is None else bias - mean, relu=False, summed=False)[0]
+
+
 def shifted_bias(
     weight: Tensor,
     r: Tensor | None,
@@ -105,8 +133,6 @@ def shifted_bias(
     The mean is the same at every tap of a unit, and each group of units sees its own channels.
     `running`, the mean of all batches and their number, makes one step on the way.
     """
-    if (kernels := _kernels(weight)) is not None:
-        return kernels.shifted_bias(weight, r, lam, total, count, running, momentum)
     mean = total / count
     if running is not None:
         advance(running, mean, momentum)
@@ -126,8 +152,6 @@ def shifted_bias_backward(
     count: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Return the gradients of weight, r, lam and total; the first is added to `grad_weight`."""
-    if (kernels := _kernels(weight)) is not None:
-        return kernels.shifted_bias_backward(grad, weight, grad_weight, r, lam, total, count)
     outer = grad[:, None] * per_unit(total / count, weight)
     outer = outer.view(*outer.shape, *[1] * (weight.ndim - 2))
     grad_weight = (grad_weight - outer).to(weight.dtype)

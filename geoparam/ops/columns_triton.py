@@ -109,80 +109,30 @@ def rectify_backward(
     return grad_x, total[0], total[1]
 
 
-def shifted_bias(
-    weight: Tensor,
-    r: Tensor | None,
-    lam: Tensor | None,
+def centre(
+    x: Tensor,
+    dim: int,
     total: Tensor,
     count: int,
+    bias: Tensor | None,
     running: tuple[Tensor, Tensor] | None,
     momentum: float,
 ) -> Tensor:
-    """Return r lam - w^T mean, and let `running` make its step; see `columns`."""
+    """Return x - total / count + bias, and let `running` make its step; see `columns`."""
     if running is not None and not running[0].is_contiguous():
         advance(running, total / count, momentum)
         running = None
-    r, lam = _packed(r), _packed(lam)
-    weight, run = _rows(weight)
-    units, width = weight.shape[:2]
-    bias = torch.empty(units, dtype=weight.dtype, device=weight.device)
+    bias, total = _packed(bias), total.contiguous()
+    x, positions = _dense(x, dim)
     mean, batches = (total, total) if running is None else running
-    flags = r is not None, lam is not None, running is not None
-    types = _types(weight, r, lam, total, mean)
-    shape = units, weight.numel() // units, run, width, total.numel()
-    launch = _bias_launch(shape, count, momentum, flags, types)
-    launch(
-        weight,
-        total if r is None else r,
-        total if lam is None else lam,
-        total.contiguous(),
-        mean,
-        batches,
-        bias,
-    )
+    flags = bias is not None, running is not None
+    types = _types(x, bias, total, mean)
+    launch = _centre_launch(x.numel(), x.shape[dim], positions, count, momentum, flags, types)
+    y = torch.empty_like(x)
+    launch(x, total, total if bias is None else bias, mean, batches, y)
     if running is not None:
         torch.autograd.graph.increment_version(running)  # a kernel's writing is not seen
-    return bias
-
-
-def shifted_bias_backward(
-    grad: Tensor,
-    weight: Tensor,
-    grad_weight: Tensor,
-    r: Tensor | None,
-    lam: Tensor | None,
-    total: Tensor,
-    count: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Return the gradients of weight, r, lam and total; see `columns`."""
-    grad, r, lam = grad.contiguous(), _packed(r), _packed(lam)
-    weight, run = _rows(weight)
-    grad_weight, other = _rows(grad_weight)
-    if run != other:
-        weight, grad_weight = weight.contiguous(), grad_weight.contiguous()
-        run = weight[0, 0].numel()
-    units, width = weight.shape[:2]
-    n, channels = weight.numel() // units, total.numel()
-    groups = channels // width
-    seen = torch.empty((groups, n), dtype=total.dtype, device=total.device)
-    grad_r = None if lam is None or r is None else torch.empty_like(r)
-    grad_lam = None if lam is None else torch.empty_like(lam)
-    flags = r is not None, lam is not None
-    types = _types(grad, weight, grad_weight, r, lam, total)
-    _bias_backward_launch((units, n, run, width, groups), count, flags, types)(
-        grad,
-        weight,
-        grad_weight,
-        total.contiguous(),
-        grad if r is None else r,
-        grad if lam is None else lam,
-        grad if grad_r is None else grad_r,
-        grad if grad_lam is None else grad_lam,
-        seen,
-    )
-    if n > width:
-        seen = seen.view(groups, -1, width, run).sum((1, 3))
-    return grad_weight, grad_r, grad_lam, seen.view(channels)
+    return y
 
 
 # --- launching ----------------------------------------------------------------------------------
@@ -205,17 +155,6 @@ def _dense(x: Tensor, dim: int) -> tuple[Tensor, int]:
         return x, 1
     x = x.contiguous()
     return x, math.prod(x.shape[dim % x.ndim + 1 :])  # the stride of one channel may be anything
-
-
-def _rows(weight: Tensor) -> tuple[Tensor, int]:
-    """Return `weight` with its units one after the other, and how long a channel's runs are."""
-    if weight.is_contiguous():
-        return weight, math.prod(weight.shape[2:])
-    if weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last):
-        return weight, 1
-    if weight.movedim(1, -1).is_contiguous():
-        return weight, 1
-    return weight.contiguous(), math.prod(weight.shape[2:])
 
 
 def _tile(
@@ -253,26 +192,18 @@ def _backward_launch(
 
 
 @functools.lru_cache(maxsize=4096)
-def _bias_launch(
-    shape: tuple[int, ...], count: int, momentum: float, flags: tuple[bool, ...], types: tuple
+def _centre_launch(
+    size: int,
+    channels: int,
+    positions: int,
+    count: int,
+    momentum: float,
+    flags: tuple[bool, ...],
+    types: tuple,
 ) -> Launch:
-    out, n, run, width, channels = shape
-    block = min(1024, triton.next_power_of_2(max(n, 16)))
-    rows = max(1, 1024 // block)
-    numbers = out, n, run, width, out * width // channels, channels, count
-    grid = triton.cdiv(out, rows), 1, 1
-    return Launch(_bias_kernel, grid, (*numbers, momentum, *flags, rows, block), _WARPS)
-
-
-@functools.lru_cache(maxsize=4096)
-def _bias_backward_launch(
-    shape: tuple[int, ...], count: int, flags: tuple[bool, ...], types: tuple
-) -> Launch:
-    out, n, run, width, groups = shape
-    block = min(32, triton.next_power_of_2(n))
-    numbers = out // groups, n, run, width, count
-    grid = triton.cdiv(n, block), groups, 1
-    return Launch(_bias_backward_kernel, grid, (*numbers, *flags, 128, block), _WARPS)
+    grid, (rows, run, height, width) = _tile(size, channels, positions)
+    numbers = rows, channels, positions, run, count
+    return Launch(_centre_kernel, grid, (*numbers, momentum, *flags, height, width), _WARPS)
 
 
 # --- kernels ------------------------------------------------------------------------------------
@@ -384,98 +315,42 @@ def _backward_kernel(
 
 
 @triton.jit
-def _bias_kernel(
-    weight,  # (out, n)
-    r,  # (out,), read only if HAS_R
-    lam,  # (out,), read only if HAS_LAM
+def _centre_kernel(
+    x,
     total,  # (channels,)
-    running,  # (channels,), written if TRACK
-    batches,  # one number, written if TRACK
-    bias,  # (out,)
-    out,
-    n,
-    run,  # number k of a unit belongs to channel (k // run) % width of its group
-    width,
-    units,  # per group
+    bias,  # (channels,), read only if HAS_BIAS
+    running,  # (channels,), changed if TRACK
+    batches,  # one number, changed if TRACK
+    y,
+    rows,
     channels,
+    S,
+    RUN,
     count,
     MOMENTUM: tl.constexpr,  # a constant: as an argument it would be float32
-    HAS_R: tl.constexpr,
-    HAS_LAM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     TRACK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
 ):
-    unit = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = unit < out
-    first = (unit // units) * width
-    seen = tl.zeros((ROWS, BLOCK), total.dtype.element_ty)
-    for start in range(0, n, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        ok = inside[:, None] & (k < n)[None, :]
-        w = tl.load(weight + unit.to(tl.int64)[:, None] * n + k[None, :], ok, 0).to(seen.dtype)
-        seen += w * tl.load(total + first[:, None] + ((k // run) % width)[None, :], ok, 0)
-    b = -tl.sum(seen, 1) / count
-    if HAS_LAM:
-        offset = tl.load(lam + unit, inside, 0).to(seen.dtype)
-        if HAS_R:
-            offset *= tl.load(r + unit, inside, 0).to(seen.dtype)
-        b += offset
-    tl.store(bias + unit, b.to(bias.dtype.element_ty), inside)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = c < channels
+    mean = tl.load(total + c, inside, 0) / count
+    shift = -mean
+    if HAS_BIAS:
+        shift += tl.load(bias + c, inside, 0).to(mean.dtype)
     if TRACK:
         if tl.program_id(0) == 0:
-            tl.store(batches, tl.load(batches) + 1)
-            for start in range(0, channels, BLOCK):
-                c = start + tl.arange(0, BLOCK)
-                mean = tl.load(total + c, c < channels, 0) / count
-                old = tl.load(running + c, c < channels, 0).to(seen.dtype)
-                new = old + MOMENTUM * (mean - old)
-                tl.store(running + c, new.to(running.dtype.element_ty), c < channels)
-
-
-@triton.jit
-def _bias_backward_kernel(
-    grad,  # (out,)
-    weight,  # (out, n)
-    grad_weight,  # (out, n), changed
-    total,  # (channels,)
-    r,  # (out,), read only if HAS_R
-    lam,  # (out,), read only if HAS_LAM
-    grad_r,
-    grad_lam,
-    seen,  # (groups, n): the gradient of each group's channels at each tap
-    units,  # per group
-    n,
-    run,
-    width,
-    count,
-    HAS_R: tl.constexpr,
-    HAS_LAM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    group = tl.program_id(1)
-    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = k < n
-    mean = tl.load(total + group * width + (k // run) % width, inside, 0) / count
-    sums = tl.zeros((ROWS, BLOCK), seen.dtype.element_ty)
-    for start in range(0, units, ROWS):
-        row = start + tl.arange(0, ROWS)
-        valid = row < units
-        ok = valid[:, None] & inside[None, :]
-        unit = group * units + row
-        g = tl.load(grad + unit, valid, 0).to(sums.dtype)
-        at = unit.to(tl.int64)[:, None] * n + k[None, :]
-        sums += g[:, None] * tl.load(weight + at, ok, 0).to(sums.dtype)
-        old = tl.load(grad_weight + at, ok, 0).to(sums.dtype)
-        new = old - g[:, None] * mean[None, :]
-        tl.store(grad_weight + at, new.to(grad_weight.dtype.element_ty), ok)
-        if HAS_LAM:
-            if tl.program_id(0) == 0:
-                by_lam = g
-                if HAS_R:
-                    by_lam = g * tl.load(r + unit, valid, 0).to(sums.dtype)
-                    by_r = g * tl.load(lam + unit, valid, 0).to(sums.dtype)
-                    tl.store(grad_r + unit, by_r.to(grad_r.dtype.element_ty), valid)
-                tl.store(grad_lam + unit, by_lam.to(grad_lam.dtype.element_ty), valid)
-    tl.store(seen + group * n + k, -tl.sum(sums, 0) / count, inside)
+            old = tl.load(running + c, inside, 0).to(mean.dtype)
+            new = old + MOMENTUM * (mean - old)
+            tl.store(running + c, new.to(running.dtype.element_ty), inside)
+            if tl.program_id(1) == 0:
+                tl.store(batches, tl.load(batches) + 1)
+    base = tl.program_id(0).to(tl.int64) * RUN
+    length = tl.minimum(RUN, rows - base)
+    for start in range(0, length, BM):
+        row = start + tl.arange(0, BM)
+        ok = (row < length)[:, None] & inside[None, :]
+        at = _offsets(base, row, c, channels, S)
+        v = tl.load(x + at, ok, 0).to(mean.dtype) + shift[None, :]
+        tl.store(y + at, v.to(y.dtype.element_ty), ok)

@@ -25,7 +25,7 @@ if COMPILED not in ("kernels", "op"):
     raise ValueError(f"GEOPARAM_COMPILED is kernels or op; got {COMPILED!r}.")
 
 
-_EXPORT_IS_KNOWN = torch.__version__ >= (2, 15)
+_EXPORT_IS_KNOWN = torch.__version__ >= "2.15"
 
 
 def is_exporting() -> bool:

@@ -31,7 +31,7 @@ class How(NamedTuple):
         shape: Of a row: the channels of a group, and the kernel.
         channels_last: Whether the weight lies in this order.
         inside: Whether r is part of weight and bias.
-        count: How many numbers per channel are in `total`.
+        numbers: How many per channel are in `total`.
         momentum: Share of the new batch in the running mean.
     """
 
@@ -41,7 +41,7 @@ class How(NamedTuple):
     shape: tuple[int, ...]
     channels_last: bool
     inside: bool
-    count: int  # type: ignore[assignment]  # a tuple has a method of this name
+    numbers: int
     momentum: float
 
 
@@ -68,7 +68,7 @@ def forward(
         w = implementation.forward(stored, scale, how.dtype, how.shape, how.channels_last)
     else:
         w = intrinsic.forward(stored, scale, how.dtype, how.shape, how.channels_last)
-    return w, columns.shifted_bias(w, scale, lam, total, how.count, running, how.momentum)
+    return w, columns.shifted_bias(w, scale, lam, total, how.numbers, running, how.momentum)
 
 
 def backward(
@@ -90,7 +90,7 @@ def backward(
     scale = r if how.inside else None
     grad_bias = grad_bias if grad_bias.ndim == 1 else grad_bias.sum(0)
     grad, by_bias, grad_lam, grad_total = columns.shifted_bias_backward(
-        grad_bias, weight, grad_weight, scale, lam, total, how.count
+        grad_bias, weight, grad_weight, scale, lam, total, how.numbers
     )
     if how.coordinates == "latitude":
         grad_stored, by_weight = implementation.backward(grad, stored, scale, how.natural)

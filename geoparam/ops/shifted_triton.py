@@ -52,7 +52,7 @@ def forward(
     """
     mean, batches = (None, None) if running is None else running
     if mean is not None and batches is not None and not mean.is_contiguous():
-        advance((mean, batches), total / how.count, how.momentum)
+        advance((mean, batches), total / how.numbers, how.momentum)
         mean = batches = None
     types = _types(stored, r, lam, total, mean, batches)
     plan = _forward_plan(stored.shape, total.shape, types, stored.get_device(), how)
@@ -166,7 +166,7 @@ def _forward_plan(
     track = 0 if batches is None else 1 if mean is None else 2
     flags = how.momentum, track, _is_angles(how), how.inside, lam is not None
     groups = channels.numel() * kernel // n
-    numbers = units, n, units // groups, channels.numel(), how.count
+    numbers = units, n, units // groups, channels.numel(), how.numbers
     arguments = (*numbers, *flags, layout.taps, kernel, *tile)
     return _Forward(layout.size, layout.stride, Launch(_shifted_kernel, grid, arguments, warps))
 
@@ -190,12 +190,12 @@ def _backward_plan(
     is_grad_lam = parts > 1 and lam == total and not how.inside
     finishes = parts > 1 and not is_grad_lam
     flags = _is_angles(how), how.natural, how.inside, lam is not None, finishes, parts > 1
-    numbers = units, n, units // groups, how.count, parts
+    numbers = units, n, units // groups, how.numbers, parts
     arguments = (*numbers, *flags, taps, kernel, max(16, _PARTS // rows), *tile)
     limit = {"maxnreg": 128} if each == 16 and torch.version.cuda else {}  # as in `triton`
     launch = Launch(_shifted_backward_kernel, grid, arguments, warps, **limit)
     chunks = None if one_chunk or not _is_angles(how) else (units, triton.cdiv(n, lanes * each))
-    across = _across(units, n, kernel, groups, own_taps, how.count)
+    across = _across(units, n, kernel, groups, own_taps, how.numbers)
     working = torch.float64 if stored == torch.float64 else torch.float32
     return _Backward(units, chunks, working, finishes, is_grad_lam, launch, across)
 

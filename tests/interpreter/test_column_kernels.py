@@ -44,8 +44,7 @@ def test_gaps_and_nan() -> None:
     passes.check_backward_without_bias(columns_triton, "cpu")
 
 
-@passes.weights
+@passes.cases
 @passes.dtypes
-@pytest.mark.parametrize("last", [False, True], ids=["in order", "channels_last"])
-def test_bias(case: tuple, dtype: torch.dtype, last: bool) -> None:
-    passes.check_bias(columns_triton, case, dtype, last, "cpu")
+def test_centre(case: tuple, dtype: torch.dtype) -> None:
+    passes.check_centre(columns_triton, case, dtype, "cpu")

@@ -1,0 +1,93 @@
+"""What torch.compile finds of a layer that trains on a GPU.
+
+A compiler fuses what it sees, but not everything: it takes a mean in a pass of its own, makes a
+weight, its bias and their gradients in a dozen small kernels, and adds up gradients in passes that
+follow one another. Ops of our own stand for these, and leave kernels in its graph (`shifted_op`,
+`means`, `rectified`). The function is that of `unit`, equal to rounding.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geoparam import fused
+from geoparam.ops import means, rectified, shifted_op
+from geoparam.routes import autocast_dtype, is_channels_last
+
+
+def forward(layer: Any, x: Tensor) -> Tensor | None:
+    """Return what a layer computes, or None where a compiler does as well without our ops."""
+    norm, activation = layer.input_norm, layer.activation
+    if norm is not None and layer._pads_zeros and not layer.mean_in_bias:
+        return None
+    made_at_once = norm is not None and _is_made_at_once(layer)
+    rectified_at_once = _is_rectified_at_once(layer, x)
+    if not (made_at_once or rectified_at_once or _adds_its_bias_apart(layer, x)):
+        return None
+    in_parts = made_at_once and activation is None and _has_bias_in_parts(layer, x)
+    if made_at_once:
+        weight, bias = _parameters_at_once(layer, x, x.shape[0] if in_parts else 0)
+    else:
+        mean = None if norm is None else norm.mean(x)
+        weight, bias = layer._map_parameters(autocast_dtype(x), mean, is_channels_last(x))
+    if in_parts:
+        z = layer._map(x, weight, None)
+        return (z + bias[:, :, None, None]).to(z.dtype)
+    if rectified_at_once:
+        bias = layer.bias if norm is None else bias  # as it is: it rounds nothing
+        return rectified.rectified(layer._map(x, weight, None), bias, layer.r)
+    if bias is None or not _adds_its_bias_apart(layer, x):
+        z = layer._map(x, weight, bias)
+    else:
+        z = layer._map(x, weight, None) + layer._per_channel(bias)
+    return z if activation is None else layer._activated(z)
+
+
+def _is_made_at_once(layer: Any) -> bool:
+    """Return whether weight and bias, with the mean in it, are one op."""
+    return layer._coordinates.name != "sign" and shifted_op.wanted(layer._stored)
+
+
+def _is_rectified_at_once(layer: Any, x: Tensor) -> bool:
+    """Return whether r relu(z + b) is one op, whose gradients are made in one pass."""
+    if layer.activation is None or len(layer.weight_shape) != 4:
+        return False
+    return rectified.possible(x) and fused.is_relu(layer.activation)
+
+
+def _adds_its_bias_apart(layer: Any, x: Tensor) -> bool:
+    """Return whether the bias is better outside of the convolution.
+
+    The backward pass of an activation needs its input. As a convolution's result that would be
+    written once without the bias and once with it; added apart, the sum is computed again.
+    """
+    return layer.activation is not None and x.is_cuda and len(layer.weight_shape) > 2
+
+
+def _has_bias_in_parts(layer: Any, x: Tensor) -> bool:
+    """Return whether the bias is given for each image, so that its gradient comes in parts.
+
+    These are gathered in the pass that makes the gradient.
+    """
+    return len(layer.weight_shape) == 4 and means.in_parts(x, layer.weight_shape[0])
+
+
+def _parameters_at_once(layer: Any, x: Tensor, images: int) -> tuple[Tensor, Tensor]:
+    """Return weight and bias, less what the mean contributes, by one op."""
+    stored, r, cast = layer._stored, layer.r, autocast_dtype(x)
+    mean, batches = layer.input_norm.mean_and_batches(x)
+    return shifted_op.weight_and_bias(
+        stored,
+        r,
+        layer.lam,
+        mean,
+        batches,
+        coordinates=layer._coordinates.name,
+        natural=layer.natural,
+        inside=layer.activation is None,
+        dtype=cast or torch.promote_types(stored.dtype, r.dtype),
+        shape=layer.weight_shape[1:],
+        channels_last=is_channels_last(x),
+        images=images,
+    )
