@@ -237,7 +237,7 @@ def _how(
     channels_last: bool,
 ) -> shifted.How:
     return shifted.How(
-        coordinates, natural, dtype, tuple(shape), channels_last, inside, count=1, momentum=0.0
+        coordinates, natural, dtype, tuple(shape), channels_last, inside, numbers=1, momentum=0.0
     )
 
 
