@@ -280,27 +280,25 @@ def _weight_backward(
 
 
 def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Tensor:
-    """Return w * x + b; with a ReLU, relu of it or, where that costs a pass, w * x alone."""
+    """Return w * x + b; where a ReLU follows, w * x alone if the bias would cost a pass."""
     if bias is not None and route.relu and _has_epilogue(route):
         return torch.cudnn_convolution_relu(x, weight, bias, *route.geometry)
     if bias is not None and not route.relu and route.is_product:
         return _matrix_product(x, weight, bias)
     if x.is_cpu:  # here the bias costs nothing
-        z = route.convolve(x, weight, bias)
-        return z.relu_() if route.relu else z
+        return route.convolve(x, weight, bias)
     z = route.convolve(x, weight)
     if bias is None or route.relu:
-        return z.relu_() if route.relu and bias is None else z
+        return z
     return columns.rectify(z, 1, bias, relu=False, inplace=True, summed=False)[0]
 
 
 def _rectified(
     z: Tensor, bias: Tensor | None, r: Tensor, route: Route
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return r relu(z + b) and its sums, and what is kept: z and b, or z if both are in it."""
-    if bias is None or z.is_cpu or _has_epilogue(route):
-        return *columns.rectify(z, 1, None, r, relu=False), z, None
-    return *columns.rectify(z, 1, bias, r), z, bias
+    """Return r relu(z + b) and its sums, and z and b, unless b is in z already."""
+    added = None if z.is_cpu or _has_epilogue(route) else bias
+    return *columns.rectify(z, 1, added, r), z, added
 
 
 def _has_epilogue(route: Route) -> bool:

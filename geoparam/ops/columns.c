@@ -12,7 +12,7 @@
 enum { LANES = 16, MOST_THREADS = 64 };
 
 typedef struct {
-    const void *x, *a;        /* forward: x and NULL; backward: dy and a = relu(x + b) */
+    const void *x, *a;        /* forward: x and NULL; backward: dy and x + b, rectified or not */
     const void *shift, *scale; /* per channel or NULL; shift is b, or the gradient of y's sums */
     void *y;                   /* forward: y, or NULL for its sums alone; backward: dx */
     double *sums, *scale_sums; /* of what is in y, and of the gradient of the scale */
@@ -31,14 +31,15 @@ typedef struct {
         sums[lane] += v;                          \
     }
 
-#define BACKWARD(i, lane)                        \
-    {                                            \
-        const REAL v = x[i] + shift;             \
-        const REAL s = v * scale;                \
-        const REAL w = a[i] <= 0 ? 0 : s;        \
-        y[i] = w;                                \
-        sums[lane] += w;                         \
-        scaled[lane] += v * a[i];                \
+#define BACKWARD(i, lane)                              \
+    {                                                  \
+        const REAL active = a[i] < 0 ? 0 : a[i];       \
+        const REAL v = x[i] + shift;                   \
+        const REAL s = v * scale;                      \
+        const REAL w = active <= 0 ? 0 : s;            \
+        y[i] = w;                                      \
+        sums[lane] += w;                               \
+        scaled[lane] += v * active;                    \
     }
 
 #define CHANNELS(STEP)                                                                     \

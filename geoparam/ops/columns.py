@@ -64,14 +64,14 @@ def rectify_backward(
     whole: bool = True,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of x, bias and scale, where a = relu(x + bias) was.
+    """Return the gradients of x, bias and scale of y = scale relu(x + bias).
 
-    Unless `whole`, that of the bias may be parts (parts, channels) that are still to be added up.
-    With a `bias`, `a` is x instead, and a is computed again.
+    `a` is x + bias, rectified or not, or x, and then `bias` is given. Unless `whole`, the gradient
+    of the bias may be parts (parts, channels) that are still to be added up.
     """
     if (kernels := _passes(a)) is not None:
         return kernels.rectify_backward(grad, a, dim, grad_sums, scale, whole, bias)
-    a = a if bias is None else (a.to(wide(a)) + along(bias, a, dim)).relu().to(a.dtype)
+    a = a.relu() if bias is None else (a.to(wide(a)) + along(bias, a, dim)).relu().to(a.dtype)
     grad = grad.to(wide(a))
     grad = grad if grad_sums is None else grad + along(grad_sums, a, dim)
     grad_scale = None if scale is None else sums(grad * a, dim)
