@@ -1,18 +1,19 @@
 """What a training step costs under GmP and IMN: time and memory over the model with BatchNorm.
 
     python -m benchmarks.training [--device cuda|cpu] [--networks resnet50,vgg6,vit]
-        [--modes eager,compiled] [--methods bn,none,...] [--steps 50]
+        [--modes eager,compiled] [--methods bn,none,...] [--steps 50] [--profile]
 
 One step is forward, backward and SGD with momentum on a fixed batch: bfloat16 autocast and
 channels_last on a GPU, cudnn.benchmark on; float32 on a CPU. Each model has the device for itself,
 and its time is the median of at least 50 steps after the warm-up. A cell is time / memory, as
 ratios to the model with the norm it was made with, in the same mode and run: BatchNorm, and
 LayerNorm for ViT-B/16, which has no form with IMN. Memory (on a GPU) is the most that was
-allocated, parameters and optimizer included.
+allocated, parameters and optimizer included. `--profile` adds where the device's time goes.
 
     bn          torchvision's ResNet-50; VGG-6 of the experiments; for ViT, as it is, with LN
     none        the same without norms
-    naive       GmP, no norm, as one would write it: autograd goes through the cumulative product
+    naive       GmP, no norm, as one would write it: autograd goes through the cumulative product;
+                not compiled, which has not come to an end for a ResNet-50
     wn          torch's weight_norm, no norm
     ln          LayerNorm over channels and positions in place of BN
     gmp         GmP, no norm
@@ -44,6 +45,10 @@ BATCHES = {
 }
 VGG6 = {"none": "sp", "naive": "gmp", "imn": "gmp+imn", "intrinsic": "intrinsic+imn"}
 WARMUP = 10
+KINDS = {  # of kernels, by what their names contain or begin with
+    "convolutions": ("fprop", "dgrad", "wgrad", "gemm", "nvjet", "cutlass", "nhwcAdd", "cudnn"),
+    "inductor's": ("triton_",),
+}
 
 
 class Naive(Angles):
@@ -172,41 +177,80 @@ def measure(step: Callable[[], None], device: str, steps: int) -> tuple[float, f
     return statistics.median(times), peak
 
 
-def one(network: str, method: str, mode: str, device: str, steps: int) -> tuple | None:
+def one(
+    network: str, method: str, mode: str, device: str, steps: int, profiled: bool = False
+) -> tuple | None:
     """Build a model, measure it, and give its memory back."""
     torch.compiler.reset()
-    model = build(network, method, device)
+    model = None if (method, mode) == ("naive", "compiled") else build(network, method, device)
     if model is None:
         return None
-    found = measure(step_of(model, network, device, mode == "compiled"), device, steps)
-    del model
+    step = step_of(model, network, device, mode == "compiled")
+    found = measure(step, device, steps)
+    busy = profile(step) if profiled and device == "cuda" else None
+    del model, step
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
-    return found
+    return *found, busy
 
 
-def row(network: str, mode: str, device: str, methods: list[str], steps: int) -> None:
-    """Print one row of the table: the first method in numbers, the others over it."""
+def profile(step: Callable[[], None], repeats: int = 3) -> dict[str, float]:
+    """Return the milliseconds that a step keeps the device busy, by kinds of kernels."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(repeats):
+            step()
+        torch.cuda.synchronize()
+    kinds = dict.fromkeys(["kernels", *KINDS, "geoparam's", "others"], 0.0)
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kinds["kernels"] += 1 / repeats
+            kinds[_kind(event.name)] += event.device_time / 1e3 / repeats
+    return kinds
+
+
+def _kind(kernel: str) -> str:
+    if kernel.startswith("_") and not kernel.startswith("_Z"):  # Triton's, under Python's name
+        return "geoparam's"
+    kinds = (kind for kind, parts in KINDS.items() if any(part in kernel for part in parts))
+    return next(kinds, "others")
+
+
+def row(
+    network: str, mode: str, device: str, methods: list[str], steps: int, profiled: bool
+) -> list[str]:
+    """Print one row of the table: the first method in numbers, the others over it.
+
+    Return the rows of the table of profiles.
+    """
     batch, size = BATCHES[device][network]
-    print(f"| {TITLES[network]}, {batch}x{size}², {mode} |", end="", flush=True)
-    base = None
+    title = f"{TITLES[network]}, {batch}x{size}², {mode}"
+    print(f"| {title} |", end="", flush=True)
+    base, profiles = None, []
     for method in methods:
         try:
-            found = one(network, method, mode, device, steps)
+            found = one(network, method, mode, device, steps, profiled)
         except RuntimeError as error:  # out of memory, or what a compiler does not take
             print(f" {type(error).__name__} |", end="", flush=True)
             continue
         if found is None:
             print(" |", end="", flush=True)
-        elif base is None:
+            continue
+        seconds, memory, busy = found
+        if base is None:
             base = found
-            memory = f", {found[1]:.1f} GiB" if device == "cuda" else ""
-            print(f" {found[0] * 1e3:.1f} ms{memory} |", end="", flush=True)
+            text = f", {memory:.1f} GiB" if device == "cuda" else ""
+            print(f" {seconds * 1e3:.1f} ms{text} |", end="", flush=True)
         else:
-            memory = f" / {found[1] / base[1]:.2f}" if device == "cuda" else ""
-            print(f" {found[0] / base[0]:.2f}{memory} |", end="", flush=True)
+            text = f" / {memory / base[1]:.2f}" if device == "cuda" else ""
+            print(f" {seconds / base[0]:.2f}{text} |", end="", flush=True)
+        if busy is not None:
+            count, *times = busy.values()
+            cells = [f"{seconds * 1e3:.1f}", f"{sum(times):.1f}", f"{count:.0f}"]
+            cells += [f"{time:.1f}" for time in times]
+            profiles.append(f"| {title} | {method} | {' | '.join(cells)} |")
     print(flush=True)
+    return profiles
 
 
 def main() -> None:
@@ -216,15 +260,22 @@ def main() -> None:
     parser.add_argument("--modes", default="eager,compiled")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     methods = given.methods.split(",")
     print(f"One training step, {hardware(given.device)}; time / memory over the first column\n")
     print(f"| | {' | '.join(methods)} |")
     print("|" + " --- |" * (len(methods) + 1))
+    profiles = []
     for network in given.networks.split(","):
         for mode in given.modes.split(","):
-            row(network, mode, given.device, methods, given.steps)
+            profiles += row(network, mode, given.device, methods, given.steps, given.profile)
+    if profiles:
+        kinds = ["step", "device busy", "kernels", *KINDS, "geoparam's", "others"]
+        print(f"\nWhere the device's time goes, ms\n\n| | method | {' | '.join(kinds)} |")
+        print("|" + " --- |" * (len(kinds) + 2))
+        print("\n".join(profiles))
 
 
 if __name__ == "__main__":
