@@ -41,6 +41,7 @@ def centred(x: Tensor, total: Tensor, mean: Mean, bias: Tensor | None, dim: int)
 
 def less(x: Tensor, mean: Tensor, bias: Tensor | None, dim: int) -> Tensor:
     """Return x - mean + bias, where the mean's gradient is for the mean."""
+    assert mean.requires_grad or not x.requires_grad  # else it would count as x's own
     return _centre(x, mean, None, bias, Mean(1, None, 0.0), dim)
 
 

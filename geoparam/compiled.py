@@ -19,7 +19,7 @@ from geoparam.routes import autocast_dtype, is_channels_last
 def forward(layer: Any, x: Tensor) -> Tensor | None:
     """Return what a layer computes, or None where a compiler does as well without our ops."""
     norm, activation = layer.input_norm, layer.activation
-    if norm is not None and layer._pads_zeros and not layer.mean_in_bias:
+    if norm is not None and not layer.mean_in_bias and layer._pads_zeros:
         return None
     made_at_once = norm is not None and _is_made_at_once(layer)
     rectified_at_once = _is_rectified_at_once(layer, x)

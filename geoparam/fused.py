@@ -26,12 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam import ops
-from geoparam.notes import note
-from geoparam.ops import columns, direct, implementation, intrinsic, shifted
+from geoparam.notes import note, whole
+from geoparam.ops import columns, direct, shifted
 from geoparam.routes import Route
 from geoparam.sums import (
     bystander,
-    finished,
     gradient_partials,
     is_beside,
     is_plain,
@@ -229,7 +228,7 @@ def _parameters(
     if total is not None and not route.stores_weight:
         return shifted.forward(stored, r, lam, total, running, how)
     inside = r if how.inside else None
-    weight = stored if route.stores_weight else _weight(stored, inside, how)
+    weight = stored if route.stores_weight else shifted.weight_of(stored, inside, how)
     if total is not None:
         bias = columns.shifted_bias(weight, inside, lam, total, how.numbers, running, how.momentum)
         return weight, bias
@@ -249,7 +248,7 @@ def _parameters_backward(
         return shifted.backward(grad, grad_bias, stored, r, lam, total, weight, how)
     inside = r if how.inside else None
     if grad_bias is not None:
-        grad_bias = finished(grad_bias)
+        grad_bias = whole(grad_bias)
         if total is not None:
             grad, by_bias, grad_lam, grad_total = columns.shifted_bias_backward(
                 grad_bias, weight, grad, inside, lam, total, how.numbers
@@ -258,32 +257,18 @@ def _parameters_backward(
             by_bias = None if inside is None else grad_bias * lam
             grad_lam = grad_bias if inside is None else grad_bias * inside
     if not route.stores_weight:
-        grad, by_weight = _weight_backward(grad, stored, inside, how)
+        grad, by_weight = shifted.gradients_of(grad, stored, inside, how)
     grad_r = by_weight if by_bias is None else by_bias
     if by_weight is not None and by_bias is not None:
         grad_r = by_weight + by_bias
     return grad, None if inside is None else grad_r, grad_lam, grad_total
 
 
-def _weight(stored: Tensor, r: Tensor | None, how: shifted.How) -> Tensor:
-    if how.coordinates == "latitude":
-        return implementation.forward(stored, r, how.dtype, how.shape, how.channels_last)
-    return intrinsic.forward(stored, r, how.dtype, how.shape, how.channels_last)
-
-
-def _weight_backward(
-    grad: Tensor, stored: Tensor, r: Tensor | None, how: shifted.How
-) -> tuple[Tensor, Tensor]:
-    if how.coordinates == "latitude":
-        return implementation.backward(grad, stored, r, how.natural)
-    return intrinsic.backward(grad, stored, r)
-
-
 def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Tensor:
     """Return w * x + b; where a ReLU follows, w * x alone if the bias would cost a pass."""
-    if bias is not None and route.relu and _has_epilogue(route):
+    if bias is not None and route.relu and _uses_epilogue(route):
         return torch.cudnn_convolution_relu(x, weight, bias, *route.geometry)
-    if bias is not None and not route.relu and route.is_product:
+    if bias is not None and not route.relu and route.is_product and weight.is_contiguous():
         return _matrix_product(x, weight, bias)
     if x.is_cpu:  # here the bias costs nothing
         return route.convolve(x, weight, bias)
@@ -297,11 +282,11 @@ def _rectified(
     z: Tensor, bias: Tensor | None, r: Tensor, route: Route
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Return r relu(z + b) and its sums, and z and b, unless b is in z already."""
-    added = None if z.is_cpu or _has_epilogue(route) else bias
+    added = None if z.is_cpu or _uses_epilogue(route) else bias
     return *columns.rectify(z, 1, added, r), z, added
 
 
-def _has_epilogue(route: Route) -> bool:
+def _uses_epilogue(route: Route) -> bool:
     return route.has_epilogue and torch.backends.cudnn.enabled
 
 

@@ -194,26 +194,32 @@ class _GmPConv(GmPLayer):
         self.padding = (
             padding if isinstance(padding, str) else _per_dimension(padding, rank, "padding")
         )
-        self._pads = self._padding_per_side()
+        self._pads  # noqa: B018  # it raises
 
-    def _padding_per_side(self) -> list[int]:
-        """Return what F.pad takes: left and right of the last dimension first."""
+    @property
+    def _pads(self) -> list[int]:
+        """What F.pad takes: left and right of the last dimension first."""
         if self.padding_mode not in ("zeros", "reflect", "replicate", "circular"):
             raise ValueError(
                 "padding_mode is 'zeros', 'reflect', 'replicate' or 'circular'; got "
                 f"{self.padding_mode!r}."
             )
         if not isinstance(self.padding, str):
-            return [pad for one in reversed(self.padding) for pad in (one, one)]
+            return [pad for one in reversed(self._each(self.padding)) for pad in (one, one)]
         if self.padding == "valid":
             return [0, 0] * len(self.kernel_size)
-        if self.padding != "same" or any(s != 1 for s in self.stride):
+        if self.padding != "same" or any(s != 1 for s in self._each(self.stride)):
             raise ValueError(
                 "padding is a number per dimension, 'valid', or, with stride 1, 'same'; got "
                 f"{self.padding!r} with stride {self.stride}."
             )
-        totals = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+        reach = zip(self._each(self.dilation), self.kernel_size, strict=True)
+        totals = [d * (k - 1) for d, k in reach]
         return [pad for total in reversed(totals) for pad in (total // 2, total - total // 2)]
+
+    def _each(self, value: int | tuple[int, ...]) -> tuple[int, ...]:
+        """Return a number per dimension, also where one for all was set after construction."""
+        return (value,) * len(self.kernel_size) if isinstance(value, int) else tuple(value)
 
     @property
     def _pads_zeros(self) -> bool:
@@ -230,7 +236,8 @@ class _GmPConv(GmPLayer):
     def _in_few_passes(self, x: Tensor) -> Tensor | None:
         parameters: dict[str, Any] = self._parameters  # looked up so: attributes are slow
         norm: Any = self._modules.get("input_norm")
-        r, lam, kind = parameters.get("r"), parameters.get("lam"), type(self._coordinates)
+        r, kind = parameters.get("r"), type(self._coordinates)
+        lam = parameters["lam"] if "lam" in parameters else self.lam  # may be made of others
         stored = parameters.get(self._coordinates.name) if kind in (Angles, Intrinsic) else None
         activation, geometry = self.activation, self._geometry()
         if (
@@ -275,14 +282,18 @@ class _GmPConv(GmPLayer):
         return routes.Means(x.numel() // self.in_channels, norm.momentum, own)
 
     def _geometry(self) -> routes.Geometry | None:
-        """Return where a convolution in few passes looks; None if it pads unevenly."""
-        padding = self.padding
+        """Return where a convolution in few passes looks; None if it pads unevenly.
+
+        Also where one number was set for all dimensions: what follows wants one for each.
+        """
+        padding: Any = self.padding
         if self.padding_mode != "zeros":
-            padding = (0,) * len(self.stride)
+            padding = (0,) * len(self.kernel_size)
         elif isinstance(padding, str):
-            if self._pads[::2] != self._pads[1::2]:
-                return None
-            padding = tuple(self._pads[-2::-2])
+            pads = self._pads
+            padding = tuple(pads[-2::-2]) if pads[::2] == pads[1::2] else None
+        if not (type(self.stride) is type(padding) is type(self.dilation) is tuple):
+            return None
         return routes.Geometry(self.stride, padding, self.dilation, self.groups)
 
     @classmethod

@@ -13,7 +13,10 @@ from torch import Tensor
 
 
 class Note(NamedTuple):
-    """The sums of a tensor's channels, which are in dimension `dim`."""
+    """The sums (channels,) of a tensor's channels, or parts (parts, channels) of them.
+
+    Its channels are in dimension `dim`.
+    """
 
     of: "weakref.ref[Tensor]"
     version: int
@@ -44,11 +47,22 @@ def note(x: Tensor, dim: int, sums: Tensor) -> None:
 
 def noted(x: Tensor, dim: int) -> Tensor | None:
     """Return the sums of `x` if they are known and it has not changed since."""
+    found = noted_in_parts(x, dim)
+    return None if found is None else whole(found)
+
+
+def noted_in_parts(x: Tensor, dim: int) -> Tensor | None:
+    """Return the sums as they were noted: whole, or in parts that are still to be added up."""
     found = _notes.get(id(x))
     if found is None or found.of() is not x or found.dim != dim % x.ndim:
         return None
     same = found.version == x._version and found.address == x.data_ptr()
     return found.sums if same else None
+
+
+def whole(sums: Tensor) -> Tensor:
+    """Return sums whose parts, if they are parts, are added up."""
+    return sums if sums.ndim == 1 else sums.sum(0)
 
 
 def _forget(key: int, of: "weakref.ref[Tensor]") -> None:

@@ -4,6 +4,8 @@ Where one step made both, the gradient of the sums may go past the tensor itself
 that asked for the mean to that step, which adds it up in its own pass. Whoever looks at the
 tensor's gradient, a hook, retain_grad or autograd.grad, must find it there all the same:
 `is_watched` tells when, and then the layer adds it to the gradient that it gives to the tensor.
+Only a prehook on the node itself, x.grad_fn.register_prehook, sees the gradients of the tensor and
+of its sums apart, as two.
 """
 
 import functools
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from geoparam.notes import note, noted
+from geoparam.notes import note, noted, noted_in_parts, whole
 from geoparam.ops import columns, direct
 
 
@@ -47,18 +49,13 @@ def known_sums(x: Tensor, dim: int) -> Tensor:
 
 def gradient_sums(grad: Tensor, dim: int) -> Tensor:
     """Return the sums of a gradient's channels, which the step that made it may have noted."""
-    return finished(gradient_partials(grad, dim))
+    return whole(gradient_partials(grad, dim))
 
 
 def gradient_partials(grad: Tensor, dim: int) -> Tensor:
     """Return these sums, or parts (parts, channels) of them, which are still to be added up."""
-    sums = noted(grad, dim)
+    sums = noted_in_parts(grad, dim)
     return columns.sums(grad, dim) if sums is None else sums
-
-
-def finished(partial: Tensor) -> Tensor:
-    """Return sums whose parts are added up."""
-    return partial if partial.ndim == 1 else partial.sum(0)
 
 
 class _ChannelSums(torch.autograd.Function):

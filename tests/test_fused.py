@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from residual import residual_network
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import geoparam as gp
@@ -158,6 +159,45 @@ def test_every_form_of_a_convolution(switch: Callable, name: str) -> None:
     assert_same(results[1], results[0])
 
 
+def changed_to_same(layer: GmPConv2d) -> None:
+    layer.padding = "same"
+
+
+def changed_to_numbers(layer: GmPConv2d) -> None:
+    layer.stride, layer.padding, layer.dilation = 2, 1, 1
+
+
+def pruned(layer: GmPConv2d) -> None:
+    prune.random_unstructured(layer, "lam", 1)
+
+
+def parametrized(layer: GmPConv2d) -> None:
+    parametrize.register_parametrization(layer, "lam", nn.Softplus())
+
+
+def strided(layer: GmPConv2d) -> None:
+    layer.unit = nn.Parameter(layer.unit.detach().t().contiguous().t())
+
+
+@pytest.mark.parametrize(
+    "change", [changed_to_same, changed_to_numbers, pruned, parametrized, strided]
+)
+def test_what_is_changed_later(switch: Callable, change: Callable) -> None:
+    results = []
+    kernel = 1 if change is strided else 3  # images of one pixel lie in both orders at once
+    x = torch.randn(8, 4, *[1 if change is strided else 9] * 2, dtype=torch.float64)
+    for on in (False, True):
+        switch(on)
+        torch.manual_seed(0)
+        layer = GmPConv2d(4, 6, kernel, input_norm="bias", coordinates="intrinsic").double()
+        nn.init.normal_(layer.lam)
+        change(layer)
+        y = layer(x)
+        y.pow(2).sum().backward()
+        results.append({"y": y, **{name: p.grad for name, p in layer.named_parameters()}})
+    assert_same(results[1], results[0])
+
+
 def test_bfloat16_is_as_near_to_float64_as_the_readable_form(switch: Callable) -> None:
     def gradient(model: nn.Module, x: Tensor, autocast: bool) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -245,6 +285,26 @@ def test_a_note_is_of_one_tensor_in_one_version() -> None:
         assert notes.noted(other, 1) is None
     x.add_(1)
     assert notes.noted(x, 1) is None
+
+
+def test_a_note_may_be_in_parts() -> None:
+    x = torch.ones(4, 3)
+    notes.note(x, 1, torch.ones(4, 3))
+    assert notes.noted(x, 1).tolist() == [4, 4, 4]
+    assert notes.noted_in_parts(x, 1).shape == (4, 3)
+
+
+@pytest.mark.parametrize("layer", [InputMeanNorm(4), GmPConv2d(4, 5, 3, input_norm="bias")])
+def test_a_gradient_may_be_an_input(switch: Callable, layer: nn.Module) -> None:
+    results, layer = [], layer.double()
+    x = torch.randn(6, 4, 5, 5, dtype=torch.float64, requires_grad=True)
+    for on in (False, True):
+        switch(on)
+        (g,) = torch.autograd.grad(fused.ReLU()(x * 1).pow(3).sum(), x)
+        if on:
+            notes.note(g, 1, g.sum((2, 3)))  # as Triton's kernels have it: in parts
+        results.append(copy.deepcopy(layer)(g))
+    torch.testing.assert_close(results[1], results[0])
 
 
 def test_notes_go_with_their_tensors() -> None:

@@ -64,10 +64,7 @@ def forward(
     if implementation.uses_triton(stored):
         return kernels().forward(stored, r, lam, total, running, how)
     scale = r if how.inside else None
-    if how.coordinates == "latitude":
-        w = implementation.forward(stored, scale, how.dtype, how.shape, how.channels_last)
-    else:
-        w = intrinsic.forward(stored, scale, how.dtype, how.shape, how.channels_last)
+    w = weight_of(stored, scale, how)
     return w, columns.shifted_bias(w, scale, lam, total, how.numbers, running, how.momentum)
 
 
@@ -92,10 +89,7 @@ def backward(
     grad, by_bias, grad_lam, grad_total = columns.shifted_bias_backward(
         grad_bias, weight, grad_weight, scale, lam, total, how.numbers
     )
-    if how.coordinates == "latitude":
-        grad_stored, by_weight = implementation.backward(grad, stored, scale, how.natural)
-    else:
-        grad_stored, by_weight = intrinsic.backward(grad, stored, scale)
+    grad_stored, by_weight = gradients_of(grad, stored, scale, how)
     grad_r = by_weight if by_bias is None else by_weight + by_bias
     return (
         grad_stored,
@@ -103,6 +97,21 @@ def backward(
         None if grad_lam is None or lam is None else grad_lam.to(lam.dtype),
         grad_total,
     )
+
+
+def weight_of(stored: Tensor, r: Tensor | None, how: How) -> Tensor:
+    """Return the weight alone."""
+    module = implementation if how.coordinates == "latitude" else intrinsic
+    return module.forward(stored, r, how.dtype, how.shape, how.channels_last)
+
+
+def gradients_of(
+    grad: Tensor, stored: Tensor, r: Tensor | None, how: How
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of stored and r for that of the weight alone."""
+    if how.coordinates == "latitude":
+        return implementation.backward(grad, stored, r, how.natural)
+    return intrinsic.backward(grad, stored, r)
 
 
 @functools.cache
