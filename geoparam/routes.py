@@ -79,7 +79,7 @@ def route(
         size, strides, dtype, is_cuda: of the input.
         geometry: None if it pads unevenly.
         coordinates: what the weight is made of; None if it is given.
-        types: of the parameters; one type if autocast gives them another.
+        types: of the parameters; none if autocast gives them another.
         means: None if no mean is subtracted.
     """
     units, width, *kernel = weight_shape

@@ -24,7 +24,6 @@ COMPILED = os.environ.get("GEOPARAM_COMPILED", "kernels")
 if COMPILED not in ("kernels", "op"):
     raise ValueError(f"GEOPARAM_COMPILED is kernels or op; got {COMPILED!r}.")
 
-
 _EXPORT_IS_KNOWN = torch.__version__ >= "2.15"
 
 
@@ -44,9 +43,12 @@ def register() -> None:
     note_sources("weight", "triton", ("_forward_kernel", "_backward_kernel"))
 
 
-def expand(op: str, expansion: Any) -> None:
-    """Let compilers replace an op by what a function of the same arguments computes."""
-    rule = _rule(expansion)
+def expand(op: str, expansion: Any, always: bool = False) -> None:
+    """Let compilers replace an op by what a function of the same arguments computes.
+
+    Only where there are kernels, unless `always`, for functions that look for themselves.
+    """
+    rule = _rule(expansion, _traced if always else _expandable)
     torch.library.register_torch_dispatch(f"geoparam::{op}", FunctionalTensorMode, rule)
 
 
@@ -73,10 +75,10 @@ class _Sources(list):
             yield from (getattr(module, name) for name in self.kernels)
 
 
-def _rule(expansion: Any) -> Any:
+def _rule(expansion: Any, possible: Any) -> Any:
     def rule(mode: Any, op: Any, types: Any, args: tuple, kwargs: dict | None) -> Any:
         kwargs = kwargs or {}
-        if not _expandable(args):
+        if not possible(args):
             return mode.__torch_dispatch__(op, types, args, kwargs)
         with mode:
             return expansion(*args, **kwargs)
@@ -87,12 +89,17 @@ def _rule(expansion: Any) -> Any:
 def _expandable(args: tuple) -> bool:
     """Return whether all tensors are a compiler's, with kernels for them, and of known sizes."""
     tensors = [x for x in args if isinstance(x, Tensor)]
-    if COMPILED == "op" or not all(type(x) is FunctionalTensor and _served(x) for x in tensors):
+    if COMPILED == "op" or not _traced(args) or not all(map(_served, tensors)):
         return False
     from torch.export import _trace  # loads most of the compiler, which is there by now
 
     known = all(type(size) is int for x in tensors for size in x.shape)
     return known and not _trace.custom_triton_ops_decomposition_disabled()
+
+
+def _traced(args: tuple) -> bool:
+    """Return whether all tensors are a compiler's."""
+    return all(type(x) is FunctionalTensor for x in args if isinstance(x, Tensor))
 
 
 def _served(x: Tensor) -> bool:

@@ -1,4 +1,7 @@
-"""`means` as a Triton kernel: a program adds up some channels, one part after the other."""
+"""`means` as a Triton kernel: a program adds up some channels, one part after the other.
+
+It is for compilers, which call it once, while they trace: so no launch is remembered.
+"""
 
 import torch
 import triton

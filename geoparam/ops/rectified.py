@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -190,28 +189,8 @@ def _has_kernel(z: Tensor) -> bool:
     return known and z.numel() > 0 and z.is_contiguous(memory_format=torch.channels_last)
 
 
-def _rule(expanded: Any) -> Any:
-    def rule(mode: Any, op: Any, types: Any, args: tuple, kwargs: dict | None) -> Any:
-        if any(isinstance(x, Tensor) and type(x) is not FunctionalTensor for x in args):
-            return mode.__torch_dispatch__(op, types, args, kwargs or {})
-        with mode:
-            return expanded(*args)
-
-    return rule
-
-
-def register() -> None:
-    """Let compilers expand the ops."""
-    expansions = {
-        "rectified": _rectified,
-        "rectified_backward": _expanded_rectified_backward,
-        "centred": _centred,
-        "centred_backward": _expanded_centred_backward,
-    }
-    for name, expanded in expansions.items():
-        op = f"geoparam::{name}"
-        torch.library.register_torch_dispatch(op, FunctionalTensorMode, _rule(expanded))
-    expansion.note_sources("rectified", "columns_triton", ("_backward_kernel",))
-
-
-register()
+expansion.expand("rectified", _rectified, always=True)
+expansion.expand("rectified_backward", _expanded_rectified_backward, always=True)
+expansion.expand("centred", _centred, always=True)
+expansion.expand("centred_backward", _expanded_centred_backward, always=True)
+expansion.note_sources("rectified", "columns_triton", ("_backward_kernel",))

@@ -81,18 +81,12 @@ def _forward(
     lam: Tensor | None,
     mean: Tensor,
     batches: Tensor | None,
-    coordinates: str,
-    natural: bool,
-    inside: bool,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    channels_last: bool,
-    images: int,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    how = _how(coordinates, natural, inside, dtype, shape, channels_last)
+    *how, images = options
     if batches is not None:
         batches.add_(1)
-    weight, bias = shifted.forward(stored, r, lam, mean, None, how)
+    weight, bias = shifted.forward(stored, r, lam, mean, None, _how(*how))
     return weight, _spread(bias, images)
 
 
@@ -121,14 +115,9 @@ def _forward_fake(
     lam: Tensor | None,
     mean: Tensor,
     batches: Tensor | None,
-    coordinates: str,
-    natural: bool,
-    inside: bool,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    channels_last: bool,
-    images: int,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
+    coordinates, _, _, dtype, shape, channels_last, images = options
     last = stored.shape[-1] - (coordinates != "latitude")
     layout = implementation.layout_of((stored.shape[0], last), tuple(shape), channels_last)
     weight = stored.new_empty_strided(layout.size, layout.stride, dtype=dtype)
@@ -188,35 +177,22 @@ def _forward_kernels(
     lam: Tensor | None,
     mean: Tensor,
     batches: Tensor | None,
-    coordinates: str,
-    natural: bool,
-    inside: bool,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    channels_last: bool,
-    images: int,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    how = _how(coordinates, natural, inside, dtype, shape, channels_last)
+    *how, images = options
     running = None if batches is None else (None, batches)
-    weight, bias = shifted.kernels().forward(stored, r, lam, mean, running, how, traced=True)
+    given = stored, r, lam, mean, running, _how(*how)
+    weight, bias = shifted.kernels().forward(*given, traced=True)
     return weight, _spread(bias, images)
 
 
 def _backward_kernels(
-    grad_weight: Tensor,
-    grad_bias: Tensor,
-    stored: Tensor,
-    r: Tensor,
-    lam: Tensor | None,
-    mean: Tensor,
-    weight: Tensor,
-    coordinates: str,
-    natural: bool,
-    inside: bool,
+    *inputs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *tensors, coordinates, natural, inside = inputs
+    _, _, _, r, _, _, weight = tensors
     how = _how(coordinates, natural, inside, weight.dtype, weight.shape[1:], False)
-    given = grad_weight, grad_bias, stored, r, lam, mean, weight, how
-    return _all_there(shifted.kernels().backward(*given, traced=True), r)
+    return _all_there(shifted.kernels().backward(*tensors, how, traced=True), r)
 
 
 expansion.expand("shifted_weight", _forward_kernels)
