@@ -25,15 +25,14 @@ def forward(layer: Any, x: Tensor) -> Tensor | None:
     rectified_at_once = _is_rectified_at_once(layer, x)
     if not (made_at_once or rectified_at_once or _adds_its_bias_apart(layer, x)):
         return None
-    in_parts = made_at_once and activation is None and _has_bias_in_parts(layer, x)
+    parts = _parts_of_bias(layer, x) if made_at_once and activation is None else 0
     if made_at_once:
-        weight, bias = _parameters_at_once(layer, x, x.shape[0] if in_parts else 0)
+        weight, bias = _parameters_at_once(layer, x, parts)
     else:
         mean = None if norm is None else norm.mean(x)
         weight, bias = layer._map_parameters(autocast_dtype(x), mean, is_channels_last(x))
-    if in_parts:
-        z = layer._map(x, weight, None)
-        return (z + bias[:, :, None, None]).to(z.dtype)
+    if parts:
+        return rectified.added(layer._map(x, weight, None), bias)
     if rectified_at_once:
         bias = layer.bias if norm is None else bias  # as it is: it rounds nothing
         return rectified.rectified(layer._map(x, weight, None), bias, layer.r)
@@ -65,15 +64,29 @@ def _adds_its_bias_apart(layer: Any, x: Tensor) -> bool:
     return layer.activation is not None and x.is_cuda and len(layer.weight_shape) > 2
 
 
-def _has_bias_in_parts(layer: Any, x: Tensor) -> bool:
-    """Return whether the bias is given for each image, so that its gradient comes in parts.
+def _parts_of_bias(layer: Any, x: Tensor) -> int:
+    """Return how often the bias is given, so that its gradient comes in as many parts; 0: once.
 
-    These are gathered in the pass that makes the gradient.
+    The parts are gathered in the pass that makes the gradient.
     """
-    return len(layer.weight_shape) == 4 and means.in_parts(x, layer.weight_shape[0])
+    if len(layer.weight_shape) != 4 or x.ndim != 4:
+        return 0
+    return means.number_of_parts(x, layer.weight_shape[0], _positions(layer, x))
 
 
-def _parameters_at_once(layer: Any, x: Tensor, images: int) -> tuple[Tensor, Tensor]:
+def _positions(layer: Any, x: Tensor) -> int:
+    """Return how many positions the result of a convolution has."""
+    left, right, top, bottom = layer._pads
+    geometry = layer.kernel_size, layer._each(layer.dilation), layer._each(layer.stride)
+    padded = x.shape[2] + top + bottom, x.shape[3] + left + right
+    height, width = (
+        (size - dilation * (kernel - 1) - 1) // stride + 1
+        for size, kernel, dilation, stride in zip(padded, *geometry, strict=True)
+    )
+    return height * width
+
+
+def _parameters_at_once(layer: Any, x: Tensor, parts: int) -> tuple[Tensor, Tensor]:
     """Return weight and bias, less what the mean contributes, by one op."""
     stored, r, cast = layer._stored, layer.r, autocast_dtype(x)
     mean, batches = layer.input_norm.mean_and_batches(x)
@@ -89,5 +102,5 @@ def _parameters_at_once(layer: Any, x: Tensor, images: int) -> tuple[Tensor, Ten
         dtype=cast or torch.promote_types(stored.dtype, r.dtype),
         shape=layer.weight_shape[1:],
         channels_last=is_channels_last(x),
-        images=images,
+        parts=parts,
     )

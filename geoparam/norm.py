@@ -166,9 +166,10 @@ class InputMeanNorm(nn.Module):
         return x.mean(dim=self._others(x), dtype=torch.promote_types(x.dtype, torch.float32))
 
     def _is_in_parts(self, x: Tensor) -> bool:
-        """Return whether a compiler takes the mean of sums per image."""
-        of_images = self.training and self.dim in (1, -3)
-        return of_images and means.in_parts(x, self.num_features)
+        """Return whether a compiler takes the mean of sums in parts."""
+        if not self.training or x.ndim != 4 or self.dim not in (1, -3):
+            return False
+        return means.number_of_parts(x, self.num_features, x.shape[2] * x.shape[3]) > 0
 
     def _joint_mean(self, x: Tensor) -> Tensor:
         """Return the mean over the batches of all processes, any of which may be empty."""

@@ -108,17 +108,25 @@ def check_compiled(coordinates: str, device: str, backend: str) -> None:
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
-in_parts = pytest.mark.parametrize("parts", [1, 10**9], ids=["in parts", "at once"])
+SUMS = {"over images": (1, 10**9), "over positions": (1, 0), "at once": (10**9, 0)}
 
 
-@in_parts
+@pytest.fixture(params=SUMS)
+def sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How compilers add up channels."""
+    parts, few = SUMS[request.param]
+    monkeypatch.setattr(means, "_NUMBERS", 1)
+    monkeypatch.setattr(means, "_PARTS", parts)
+    monkeypatch.setattr(means, "_FEW", few)
+    return request.param
+
+
 @pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
 def test_compilers_find_one_op(
-    coordinates: str, parts: int, monkeypatch: pytest.MonkeyPatch
+    coordinates: str, sums: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
     forward = shifted.forward
-    monkeypatch.setattr(means, "_PARTS", parts)
     monkeypatch.setattr(shifted_op, "wanted", lambda stored: torch.compiler.is_compiling())
     monkeypatch.setattr(shifted, "forward", lambda *a: calls.append(1) or forward(*a))
     check_compiled(coordinates, "cpu", "aot_eager")
@@ -163,11 +171,9 @@ def test_gaps_and_nan_on_a_gpu(coordinates: str) -> None:
 
 
 @pytest.mark.gpu
-@in_parts
 @pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
 def test_compiled_training_follows_eager(
-    coordinates: str, parts: int, monkeypatch: pytest.MonkeyPatch
+    coordinates: str, sums: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(means, "_PARTS", parts)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     check_compiled(coordinates, "cuda", "inductor")

@@ -1,8 +1,9 @@
-"""The mean of each channel for compilers, of sums per image, and the running mean's step.
+"""The mean of each channel for compilers, of sums in parts, and the running mean's step.
 
 To take a mean over images and positions, a compiler reads what it has just written once more. Sums
-over the positions alone it gathers on the way; what is left, one number per image and channel, is
-added up here, by a kernel that moves the running mean and counts the batches too:
+over the positions alone, or over the images alone, it gathers on the way; what is left, one number
+per image and channel, or per position and channel, is added up here, by a kernel that moves the
+running mean and counts the batches too:
 
     mean_of_parts(parts, count, running, batches, momentum)      parts.sum(0) / count
 """
@@ -18,26 +19,42 @@ from torch import Tensor
 from geoparam.ops import expansion, shifted_op
 from geoparam.ops.columns import advance
 
-_POSITIONS = 32  # with fewer, sums per image are not much smaller than what is summed
+_NUMBERS = 32  # in a part; with fewer, the parts are not much smaller than what is summed
 _PARTS = 132 * 64  # with fewer, inductor divides the sums further, in a pass of their own (H200)
+_FEW = 128  # positions: with more, sums over the images are slower than over the positions (H200)
 
 
-def in_parts(x: Tensor, channels: int) -> bool:
-    """Return whether a compiler should add up this many channels of images like x in parts."""
-    return (
-        shifted_op.wanted(x)
-        and x.ndim == 4
-        and x.shape[2] * x.shape[3] >= _POSITIONS
-        and x.shape[0] * channels >= _PARTS
-    )
+def number_of_parts(x: Tensor, channels: int, positions: int) -> int:
+    """Return in how many parts a compiler should add up channels of as many images as x; 0: none.
+
+    It is the number of positions or that of images, see `sums`.
+    """
+    if not shifted_op.wanted(x) or x.ndim != 4:
+        return 0
+    images = x.shape[0]
+    if _over_images(images, positions, channels):
+        return positions
+    return images if positions >= _NUMBERS and images * channels >= _PARTS else 0
+
+
+def sums(x: Tensor) -> Tensor:
+    """Return the sums of x (images, channels, height, width) in parts, (parts, channels)."""
+    images, channels, height, width = x.shape
+    dtype, x = torch.promote_types(x.dtype, torch.float32), x.permute(0, 2, 3, 1)
+    if _over_images(images, height * width, channels):
+        return x.sum(0, dtype=dtype).flatten(0, 1)
+    return x.sum((1, 2), dtype=dtype)
+
+
+def _over_images(images: int, positions: int, channels: int) -> bool:
+    return positions < _FEW and images >= _NUMBERS and positions * channels >= _PARTS
 
 
 def mean_of_images(x: Tensor, running: tuple[Tensor, Tensor] | None, momentum: float) -> Tensor:
     """Return the mean of each channel of x (images, channels, height, width)."""
-    parts = x.sum((2, 3), dtype=torch.promote_types(x.dtype, torch.float32))
     count = x.shape[0] * x.shape[2] * x.shape[3]
     mean, batches = (None, None) if running is None else running
-    return torch.ops.geoparam.mean_of_parts(parts, count, mean, batches, momentum)
+    return torch.ops.geoparam.mean_of_parts(sums(x), count, mean, batches, momentum)
 
 
 torch.library.define(

@@ -2,10 +2,15 @@
 
 A compiler fuses the forward pass by itself. Backward it adds up r's gradient, then writes z's,
 then adds that up for the bias: three passes over memory, where the kernel of `columns` makes one.
-So there are two ops, which are expanded when AOTAutograd makes its graph functional (`expansion`):
+So there are ops, which are expanded when AOTAutograd makes its graph functional (`expansion`):
 
     rectified(z, bias, scale)   y = scale relu(z + bias)    plain operations; backward, the kernel
     centred(x, mean)            y = x - E[x]                plain operations both ways
+    added(z, bias)              y = z + bias                plain operations both ways
+
+The last takes a bias in parts (`means`), all of them the same. Its backward is there for what it
+does not do: by torch's own, z's gradient would be rounded, which changes nothing, but makes it
+another tensor than y's for the compiler, to be written beside it.
 
 The gradient of what is centred is dy - (sum dy) / N, and the kernel would want it written. But it
 takes the two apart: so while a graph is traced, it is remembered which gradient is such a sum. Who
@@ -59,6 +64,11 @@ def centred(x: Tensor, mean: Tensor) -> Tensor:
     return torch.ops.geoparam.centred(x, mean)
 
 
+def added(z: Tensor, bias: Tensor) -> Tensor:
+    """Return z + bias, where channels are in dimension 1 and the bias is (parts, channels)."""
+    return torch.ops.geoparam.added(z, bias)
+
+
 # --- as plain operations ------------------------------------------------------------------------
 
 
@@ -86,12 +96,15 @@ def _centred_backward(grad: Tensor) -> Tensor:
     return _spread(grad, _shift(grad))
 
 
+def _added(z: Tensor, bias: Tensor) -> Tensor:
+    return (z + columns.along(bias[0], z, 1)).to(z.dtype)
+
+
 def _shift(grad: Tensor) -> Tensor:
-    """Return -(sum dy) / N, by sums per image where a compiler gathers those on the way."""
-    if means.in_parts(grad, grad.shape[1]):
-        sums = grad.sum((2, 3), dtype=columns.wide(grad)).sum(0)
-    else:
-        sums = _sums(grad)
+    """Return -(sum dy) / N, by sums in parts where a compiler gathers those on the way."""
+    _, channels, height, width = grad.shape
+    in_parts = means.number_of_parts(grad, channels, height * width) > 0
+    sums = means.sums(grad).sum(0) if in_parts else _sums(grad)
     return sums / -(grad.numel() // grad.shape[1])
 
 
@@ -111,6 +124,7 @@ _OPS: dict[str, Callable[..., Any]] = {
     " -> (Tensor, Tensor, Tensor)": _rectified_backward,
     "centred(Tensor x, Tensor mean) -> Tensor": _centred,
     "centred_backward(Tensor grad) -> Tensor": _centred_backward,
+    "added(Tensor z, Tensor bias) -> Tensor": _added,
 }
 for _schema, _plain in _OPS.items():
     _name, _, _signature = _schema.partition("(")
@@ -134,10 +148,15 @@ def _centred_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return torch.ops.geoparam.centred_backward(grad), None
 
 
+def _added_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return grad, means.sums(grad)
+
+
 torch.library.register_autograd(
     "geoparam::rectified", _rectified_gradients, setup_context=_rectified_context
 )
 torch.library.register_autograd("geoparam::centred", _centred_gradients)
+torch.library.register_autograd("geoparam::added", _added_gradients)
 
 
 # --- expanded in a compiler's graph -------------------------------------------------------------
@@ -192,5 +211,6 @@ def _has_kernel(z: Tensor) -> bool:
 expansion.expand("rectified", _rectified, always=True)
 expansion.expand("rectified_backward", _expanded_rectified_backward, always=True)
 expansion.expand("centred", _centred, always=True)
+expansion.expand("added", _added, always=True)
 expansion.expand("centred_backward", _expanded_centred_backward, always=True)
 expansion.note_sources("rectified", "columns_triton", ("_backward_kernel",))

@@ -48,23 +48,23 @@ def weight_and_bias(
     dtype: torch.dtype,
     shape: tuple[int, ...],
     channels_last: bool,
-    images: int = 0,
+    parts: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return what `shifted.forward` does, of the mean itself, and count one batch.
 
-    With `images`, the bias is (images, units), the same for all, in float32 or better: its
-    gradient then arrives in as many parts.
+    With `parts`, the bias is (parts, units), the same for all, in float32 or better: its gradient
+    then arrives in as many.
     """
     given = stored, r, lam, mean, batches
     how = coordinates, natural, inside, dtype, shape, channels_last
-    return torch.ops.geoparam.shifted_weight(*given, *how, images)
+    return torch.ops.geoparam.shifted_weight(*given, *how, parts)
 
 
 torch.library.define(
     "geoparam::shifted_weight",
     "(Tensor stored, Tensor r, Tensor? lam, Tensor mean, Tensor(a!)? batches, str coordinates, "
     "bool natural, bool inside, ScalarType dtype, SymInt[] shape, bool channels_last, "
-    "SymInt images) -> (Tensor, Tensor)",
+    "SymInt parts) -> (Tensor, Tensor)",
 )
 torch.library.define(
     "geoparam::shifted_weight_backward",
@@ -83,11 +83,11 @@ def _forward(
     batches: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    *how, images = options
+    *how, parts = options
     if batches is not None:
         batches.add_(1)
     weight, bias = shifted.forward(stored, r, lam, mean, None, _how(*how))
-    return weight, _spread(bias, images)
+    return weight, _spread(bias, parts)
 
 
 @torch.library.impl("geoparam::shifted_weight_backward", "CompositeExplicitAutograd")
@@ -117,11 +117,11 @@ def _forward_fake(
     batches: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    coordinates, _, _, dtype, shape, channels_last, images = options
+    coordinates, _, _, dtype, shape, channels_last, parts = options
     last = stored.shape[-1] - (coordinates != "latitude")
     layout = implementation.layout_of((stored.shape[0], last), tuple(shape), channels_last)
     weight = stored.new_empty_strided(layout.size, layout.stride, dtype=dtype)
-    return weight, _spread(stored.new_empty(stored.shape[:1], dtype=dtype), images)
+    return weight, _spread(stored.new_empty(stored.shape[:1], dtype=dtype), parts)
 
 
 @torch.library.register_fake("geoparam::shifted_weight_backward")
@@ -179,11 +179,11 @@ def _forward_kernels(
     batches: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    *how, images = options
+    *how, parts = options
     running = None if batches is None else (None, batches)
     given = stored, r, lam, mean, running, _how(*how)
     weight, bias = shifted.kernels().forward(*given, traced=True)
-    return weight, _spread(bias, images)
+    return weight, _spread(bias, parts)
 
 
 def _backward_kernels(
@@ -217,11 +217,11 @@ def _how(
     )
 
 
-def _spread(bias: Tensor, images: int) -> Tensor:
-    """Return the bias for each image, if asked for, without a copy."""
-    if isinstance(images, int) and images == 0:
+def _spread(bias: Tensor, parts: int) -> Tensor:
+    """Return the bias as often as asked for, without a copy."""
+    if isinstance(parts, int) and parts == 0:
         return bias
-    return bias.to(torch.promote_types(bias.dtype, torch.float32)).expand(images, -1)
+    return bias.to(torch.promote_types(bias.dtype, torch.float32)).expand(parts, -1)
 
 
 def _all_there(
