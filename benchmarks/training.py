@@ -5,10 +5,12 @@
 
 One step is forward, backward and SGD with momentum on a fixed batch: bfloat16 autocast and
 channels_last on a GPU, cudnn.benchmark on; float32 on a CPU. Each model has the device for itself,
-and its time is the median of at least 50 steps after the warm-up. A cell is time / memory, as
+and its time is the median of at least 50 steps after the warm-up, which follow one another as in
+training: nobody waits for a step before the next is begun. A cell is time / memory, as
 ratios to the model with the norm it was made with, in the same mode and run: BatchNorm, and
 LayerNorm for ViT-B/16, which has no form with IMN. Memory (on a GPU) is the most that was
-allocated, parameters and optimizer included. `--profile` adds where the device's time goes.
+allocated, parameters and optimizer included. `--profile` adds how long a step takes that is waited
+for, and where the device's time goes.
 
     bn          torchvision's ResNet-50; VGG-6 of the experiments; for ViT, as it is, with LN
     none        the same without norms
@@ -26,6 +28,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -163,9 +166,22 @@ def measure(step: Callable[[], None], device: str, steps: int) -> tuple[float, f
     """Return the median of seconds per step, and the most memory allocated, in GiB."""
     for _ in range(WARMUP if device == "cuda" else 1):
         step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+    if device == "cpu":
+        return waited(step, device, steps), 0.0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    times = [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
+    return statistics.median(times), torch.cuda.max_memory_allocated() / 2**30
+
+
+def waited(step: Callable[[], None], device: str, steps: int = 20) -> float:
+    """Return the median of seconds that a step takes from its call to its end."""
     times = []
     for _ in range(steps):
         start = time.perf_counter()
@@ -173,8 +189,7 @@ def measure(step: Callable[[], None], device: str, steps: int) -> tuple[float, f
         if device == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    return statistics.median(times), peak
+    return statistics.median(times)
 
 
 def one(
@@ -196,12 +211,16 @@ def one(
 
 
 def profile(step: Callable[[], None], repeats: int = 3) -> dict[str, float]:
-    """Return the milliseconds that a step keeps the device busy, by kinds of kernels."""
+    """Return the milliseconds that a step keeps the device busy, by kinds of kernels.
+
+    And those of a step that is waited for, and the number of kernels.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         for _ in range(repeats):
             step()
         torch.cuda.synchronize()
-    kinds = dict.fromkeys(["kernels", *KINDS, "geoparam's", "others"], 0.0)
+    kinds = dict.fromkeys(["waited", "kernels", *KINDS, "geoparam's", "others"], 0.0)
+    kinds["waited"] = waited(step, "cuda") * 1e3
     for event in found.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             kinds["kernels"] += 1 / repeats
@@ -245,8 +264,8 @@ def row(
             text = f" / {memory / base[1]:.2f}" if device == "cuda" else ""
             print(f" {seconds / base[0]:.2f}{text} |", end="", flush=True)
         if busy is not None:
-            count, *times = busy.values()
-            cells = [f"{seconds * 1e3:.1f}", f"{sum(times):.1f}", f"{count:.0f}"]
+            alone, count, *times = busy.values()
+            cells = [f"{x:.1f}" for x in (seconds * 1e3, alone, sum(times))] + [f"{count:.0f}"]
             cells += [f"{time:.1f}" for time in times]
             profiles.append(f"| {title} | {method} | {' | '.join(cells)} |")
     print(flush=True)
@@ -272,7 +291,7 @@ def main() -> None:
         for mode in given.modes.split(","):
             profiles += row(network, mode, given.device, methods, given.steps, given.profile)
     if profiles:
-        kinds = ["step", "device busy", "kernels", *KINDS, "geoparam's", "others"]
+        kinds = ["step", "waited for", "device busy", "kernels", *KINDS, "geoparam's", "others"]
         print(f"\nWhere the device's time goes, ms\n\n| | method | {' | '.join(kinds)} |")
         print("|" + " --- |" * (len(kinds) + 2))
         print("\n".join(profiles))

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from geoparam.attention import GmPMultiheadAttention
-from geoparam.fused import ReLU
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
 from geoparam.ops import columns
 from geoparam.plan import (
@@ -32,6 +31,7 @@ from geoparam.plan import (
     module_name,
     plan,
 )
+from geoparam.pooling import GATHERING
 from geoparam.surgery import like, places, put
 from geoparam.trace import tensors_in, trace, undisturbed
 from geoparam.unit import GmPLayer
@@ -108,8 +108,8 @@ def _replace_all(
     model: nn.Module, decided: Plan, means: dict[str, Tensor], make: dict[str, Any]
 ) -> nn.Module:
     where, modules = places(model), dict(model.named_modules())
-    for name in decided.relus:
-        put(like(modules[name], ReLU), modules[name], where)
+    for name in decided.gathering:
+        put(like(modules[name], GATHERING[type(modules[name])]), modules[name], where)
     for decision in reversed(decided.decisions):  # children before the attention that holds them
         if decision.converted:
             old = modules.pop(module_name(decision))

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.convert import RemovedNorm
-from geoparam.fused import ReLU
 from geoparam.graph import Graph
 from geoparam.layers import GmPLinear
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm
 from geoparam.ops import columns
 from geoparam.plan import Inputs
+from geoparam.pooling import GATHERING
 from geoparam.surgery import like, places, put
 from geoparam.trace import trace
 from geoparam.unit import GmPLayer
@@ -131,8 +131,9 @@ def _put_all(
         model = new if module is model else model
     where = places(model)  # anew: a restored norm may hold a ReLU
     for module in where:
-        if type(module) is ReLU:
-            put(like(module, nn.ReLU), module, where)
+        for plain, gathering in GATHERING.items():
+            if type(module) is gathering:
+                put(like(module, plain), module, where)
     return model
 
 

@@ -61,7 +61,7 @@ class Plan:
     decisions: tuple[Decision, ...]
     converted_parameters: int
     parameters: int
-    relus: tuple[str, ...] = ()  # around layers with input mean normalization
+    gathering: tuple[str, ...] = ()  # modules around layers with input mean normalization
 
     def __str__(self) -> str:
         chosen = [d for d in self.decisions if d.converted]
@@ -112,7 +112,9 @@ def plan(
         left = Decision(decision.name, decision.kind, False, (reason or "",))
         decisions.append(decision if reason is None else left)
     checked = _checked(decisions, model)
-    return checked if graph is None else replace(checked, relus=_relus(checked, graph, model))
+    if graph is None:
+        return checked
+    return replace(checked, gathering=_gathering(checked, graph, model))
 
 
 # --- which layers -----------------------------------------------------------------------------
@@ -359,10 +361,10 @@ def _norm_to_absorb(chain: Chain, model: nn.Module, init: str | None) -> tuple[s
     return chain.norm.name, ""
 
 
-def _relus(plan: Plan, graph: Graph, model: nn.Module) -> tuple[str, ...]:
-    """Return the nn.ReLU modules that can gather means: right before such layers, or after them.
+def _gathering(plan: Plan, graph: Graph, model: nn.Module) -> tuple[str, ...]:
+    """Return what can gather means: nn.ReLU and nn.MaxPool2d right before layers that want them.
 
-    After a layer its bias's gradient is gathered, if that has no norm of its own any more.
+    A ReLU after a layer gathers its bias's gradient, if that has no norm of its own any more.
     """
     converted = [d for d in plan.decisions if d.converted]
     before = {d.name for d in converted if d.input_norm}
@@ -371,9 +373,9 @@ def _relus(plan: Plan, graph: Graph, model: nn.Module) -> tuple[str, ...]:
     found = [
         node.name
         for index, node in enumerate(graph.nodes)
-        if node.kind == "activation"
+        if node.kind in ("activation", "max")
         and node.name
-        and type(model.get_submodule(node.name)) is nn.ReLU
+        and type(model.get_submodule(node.name)) in (nn.ReLU, nn.MaxPool2d)
         and (node.name in after or any(graph.nodes[i].name in before for i in graph.users[index]))
     ]
     return tuple(dict.fromkeys(found))

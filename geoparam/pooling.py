@@ -1,8 +1,7 @@
 """Max pooling in training in few passes: what `fused.ReLU` is to nn.ReLU.
 
-A pool only moves gradients: their sums per channel are those of its result's, a quarter of the
-numbers. `MaxPool2d` notes them for the centring that comes before it, and the sums of its result
-for the layer behind it.
+A pool only moves gradients: their sums per channel are those of its result's. `MaxPool2d` notes
+them for the centring that comes before it, and the sums of its result for the layer behind it.
 """
 
 from typing import Any
@@ -13,8 +12,12 @@ from torch import Tensor, nn
 
 from geoparam import fused
 from geoparam.notes import note
-from geoparam.ops import pooling
+from geoparam.ops import pooling, pooling_op
+from geoparam.ops.pooling import Window
 from geoparam.sums import is_plain
+
+_LARGEST = 5  # window that is served: kernels write out a line for each of its places
+_MOST = 1 << 30  # positions: kernels count them in 32 bits
 
 
 class MaxPool2d(nn.MaxPool2d):
@@ -26,48 +29,61 @@ class MaxPool2d(nn.MaxPool2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if not (self.training and fused.eligible(x) and x.requires_grad and self._is_served(x)):
+        window = self._window(x) if self.training and x.requires_grad else None
+        if window is not None and pooling_op.wanted(x):
+            return torch.ops.geoparam.max_pool(x, *window)[0]
+        if window is None or not (fused.eligible(x) and pooling.worthwhile(x)):
             options: Any = self.padding, self.dilation, self.ceil_mode, self.return_indices
             return F.max_pool2d(x, self.kernel_size, self.stride, *options)
-        y, sums = _pool(x)
+        y, sums = _pool(x, window)
         note(y, 1, sums)
         return y
 
-    def _is_served(self, x: Tensor) -> bool:
-        two = 2, (2, 2)
-        return (
-            x.ndim == 4
-            and x.shape[2] % 2 == x.shape[3] % 2 == 0
-            and self.kernel_size in two
-            and self.stride in two
-            and self.padding in (0, (0, 0))
-            and self.dilation in (1, (1, 1))
-            and not self.return_indices
-            and pooling.worthwhile(x)
-        )
+    def _window(self, x: Tensor) -> Window | None:
+        """Return the windows if all is square, and none reaches over the padding."""
+        given = self.kernel_size, self.stride, self.padding
+        sides = [{one} if isinstance(one, int) else set(one) for one in given]
+        if (
+            x.ndim != 4
+            or x.shape[0] * x.shape[2] * x.shape[3] > _MOST
+            or any(len(side) > 1 for side in sides)
+            or self.dilation not in (1, (1, 1))
+            or self.ceil_mode
+            or self.return_indices
+        ):
+            return None
+        window = Window(*[min(side) for side in sides])
+        fits = 0 < 2 * window.padding <= window.size or window.padding == 0
+        long_enough = min(x.shape[2:]) + 2 * window.padding >= window.size
+        return window if fits and long_enough and window.size <= _LARGEST else None
 
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        y, place, sums = pooling.pool(x)
+    def forward(ctx: Any, x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+        y, place, sums = pooling.pool(x, window)
         ctx.save_for_backward(place)
-        ctx.dtype = x.dtype
+        ctx.dtype, ctx.how = x.dtype, (window, x.shape[2:])
         ctx.set_materialize_grads(False)
         return y, sums
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_sums: Tensor | None) -> Tensor | None:
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_sums: Tensor | None
+    ) -> tuple[Tensor | None, None]:
         (place,) = ctx.saved_tensors
         if grad is None and grad_sums is None:
-            return None
+            return None, None
         grad = torch.zeros_like(place, dtype=ctx.dtype) if grad is None else grad
         if not is_plain(grad, grad_sums):
-            return pooling.scattered(pooling.spread(grad, grad_sums), place)
-        grad_x, sums = pooling.pool_backward(grad, place, grad_sums)
+            return pooling.scattered(pooling.spread(grad, grad_sums), place, *ctx.how), None
+        grad_x, sums = pooling.pool_backward(grad, place, grad_sums, *ctx.how)
         note(grad_x, 1, sums)
-        return grad_x
+        return grad_x, None
 
 
 # Nobody but autograd looks on, so what Function.apply sees to for others is left out.
 _pool = super(torch.autograd.Function, _MaxPool).apply
+
+# What `convert_` puts in the place of torch's around layers with input mean normalization.
+GATHERING: dict[type[nn.Module], type[nn.Module]] = {nn.ReLU: fused.ReLU, nn.MaxPool2d: MaxPool2d}

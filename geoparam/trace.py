@@ -316,6 +316,8 @@ def _step(module: nn.Module, kinds: Mapping[type | str, str] | None = None) -> N
         return Node("embedding", op)
     if leaf and "norm" in op:
         return Node("norm", op)
+    if isinstance(module, nn.MaxPool2d):
+        return Node("max", "max_pool2d")
     if leaf and op in ACTIVATIONS:
         return Node("activation", ACTIVATIONS[op])
     matrix = leaf and isinstance(weight, Tensor) and weight.ndim > 1

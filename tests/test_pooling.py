@@ -6,10 +6,13 @@ from collections.abc import Callable
 import pooling_checks
 import pytest
 import torch
+from test_expansion import KERNEL, traced
 from torch import Tensor, nn
 
+import geoparam as gp
 from geoparam import GmPConv2d, InputMeanNorm, fused
-from geoparam.ops import columns, pooling
+from geoparam.ops import columns, expansion, pooling, rectified
+from geoparam.ops.pooling import Window
 from geoparam.pooling import MaxPool2d
 
 LAST = torch.channels_last
@@ -29,19 +32,24 @@ def on(switch: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool, str
     return turn
 
 
+@pooling_checks.windows
 @pooling_checks.cases
 @pooling_checks.dtypes
-def test_plain_torch(shape: tuple, dtype: torch.dtype) -> None:
-    pooling_checks.check(pooling, shape, dtype, "cpu")
+def test_plain_torch(shape: tuple, window: Window, dtype: torch.dtype) -> None:
+    pooling_checks.check(pooling, shape, window, dtype, "cpu")
+
+
+def test_equal_numbers_and_nan() -> None:
     pooling_checks.check_equal_numbers_and_nan(pooling, "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [*pooling_checks.SHAPES, (64, 128, 32, 32)], ids=str)
+@pooling_checks.windows
+@pytest.mark.parametrize("shape", [*pooling_checks.SHAPES, (64, 128, 33, 32)], ids=str)
 @pooling_checks.dtypes
-def test_kernels(shape: tuple, dtype: torch.dtype) -> None:
+def test_kernels(shape: tuple, window: Window, dtype: torch.dtype) -> None:
     kernels = pytest.importorskip("geoparam.ops.pooling_triton")
-    pooling_checks.check(kernels, shape, dtype, "cuda")
+    pooling_checks.check(kernels, shape, window, dtype, "cuda")
     pooling_checks.check_equal_numbers_and_nan(kernels, "cuda")
 
 
@@ -51,7 +59,7 @@ def network() -> nn.Module:
         InputMeanNorm(4),
         MaxPool2d(2),
         GmPConv2d(4, 6, 3, padding=1, activation=torch.relu, input_norm="bias"),
-        MaxPool2d(2),
+        MaxPool2d(3, 2, 1),
         InputMeanNorm(6),
     ).to(torch.float64, memory_format=LAST)
 
@@ -96,7 +104,13 @@ def test_centring_before_a_pool_sums_no_gradient(
 
 @pytest.mark.parametrize(
     "pool",
-    [MaxPool2d(3, 2), MaxPool2d(2, 1), MaxPool2d(2, padding=1), MaxPool2d(2, dilation=2)],
+    [
+        MaxPool2d((2, 3)),
+        MaxPool2d(2, (2, 1)),
+        MaxPool2d(2, dilation=2),
+        MaxPool2d(3, 2, ceil_mode=True),
+        MaxPool2d(7, 2),
+    ],
     ids=str,
 )
 def test_other_windows_are_torchs(on: Callable, pool: MaxPool2d) -> None:
@@ -107,10 +121,83 @@ def test_other_windows_are_torchs(on: Callable, pool: MaxPool2d) -> None:
     assert "MaxPool2D" in y.grad_fn.name()
 
 
-def test_odd_sizes_evaluation_and_images_alone_are_torchs(on: Callable) -> None:
+@pytest.mark.parametrize(
+    "pool", [MaxPool2d(2), MaxPool2d((3, 3), (2, 2), 1), MaxPool2d(3)], ids=str
+)
+def test_windows_are_ours(on: Callable, pool: MaxPool2d) -> None:
+    on(True)
+    x = torch.randn(2, 3, 7, 8, requires_grad=True)
+    y = pool(x * 1)
+    assert torch.equal(y, nn.MaxPool2d.forward(pool, x))
+    assert "MaxPool2D" not in y.grad_fn.name()
+
+
+def test_evaluation_and_images_alone_are_torchs(on: Callable) -> None:
     on(True)
     pool = MaxPool2d(2)
-    for x in (torch.randn(2, 3, 7, 8), torch.randn(3, 8, 8)):
-        assert torch.equal(pool(x.requires_grad_()), nn.functional.max_pool2d(x, 2))
+    x = torch.randn(3, 8, 8)
+    assert torch.equal(pool(x.requires_grad_()), nn.functional.max_pool2d(x, 2))
     y = pool.eval()(torch.randn(2, 3, 8, 8, requires_grad=True))
     assert "MaxPool2D" in y.grad_fn.name()
+
+
+def test_windows_too_large_are_torchs_error(on: Callable) -> None:
+    on(True)
+    for pool, side in ((MaxPool2d(3), 2), (MaxPool2d(2, padding=2), 8)):
+        with pytest.raises(RuntimeError):
+            pool(torch.randn(1, 1, side, side, requires_grad=True))
+
+
+# --- compiled -----------------------------------------------------------------------------------
+
+
+def compiled_pool(x: Tensor) -> Tensor:
+    return MaxPool2d(3, 2, 1)(x.contiguous(memory_format=LAST) * 1)
+
+
+def test_compilers_find_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(rectified, "_served", lambda x: True)
+    monkeypatch.setattr(expansion, "_served", lambda x: True)
+    found = traced(compiled_pool, torch.randn(2, 3, 6, 7, requires_grad=True))
+    assert found.count(KERNEL) == 2  # one each way
+    assert not any("geoparam" in target for target in found)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_by_the_op(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rectified, "_served", lambda x: True)
+    check_compiled("cpu", "aot_eager", dynamic)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_on_a_gpu(dynamic: bool) -> None:
+    check_compiled("cuda", "inductor", dynamic)
+
+
+def check_compiled(device: str, backend: str, dynamic: bool) -> None:
+    torch.compiler.reset()
+    run = torch.compile(compiled_pool, backend=backend, dynamic=dynamic, fullgraph=True)
+    for size in (7, 10):
+        x = torch.randn(2, 3, 6, size, device=device, requires_grad=True)
+        for pool in (run, nn.MaxPool2d(3, 2, 1)):
+            x.grad = None
+            y = pool(x)
+            y.pow(3).sum().backward()
+            if pool is run:
+                found = y, x.grad
+        torch.testing.assert_close(found, (y, x.grad))
+
+
+# --- conversion ---------------------------------------------------------------------------------
+
+
+def test_pools_before_a_mean_are_ours_and_come_back() -> None:
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    layers += [nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(4, 2))
+    gp.convert_(model, norm="imn", example_inputs=torch.randn(4, 3, 10, 10))
+    assert [type(model[3]), type(model[7])] == [MaxPool2d, nn.MaxPool2d]
+    gp.fold_(model)
+    assert type(model[3]) is nn.MaxPool2d and model[3].padding == 1

@@ -1,48 +1,68 @@
-"""Max pooling of 2x2 squares in one pass each way, with the sums of channels on the way.
+"""Max pooling in one pass each way, with the sums of channels on the way.
 
-    pool           y = the largest of each square, which one it was, and sum y per channel
-    pool_backward  dx = dy + dsum where it was the largest, else 0; sum dx per channel is that of
-                   dy + dsum, so it costs a quarter of a pass and is gathered in this one
+    pool           y = the largest number of each window, which one it was, and sum y per channel
+    pool_backward  dx = the sum of dy + dsum over the windows where x was the largest, else 0; and
+                   sum dx per channel
 
-torch notes eight bytes for each square where one is enough, and gathers nothing. Here is the
-specification in plain torch, `pooling_triton` has the same for GPUs. Sizes are even.
+torch notes eight bytes for each window where one is enough, and gathers nothing. Here is the
+specification in plain torch, `pooling_triton` has the same for GPUs.
 """
 
 import functools
 import importlib
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from geoparam.ops import columns, implementation
 
 
-def pool(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest number of each square, its place there (0 to 3), and sums per channel.
+class Window(NamedTuple):
+    """Windows of size x size numbers, `stride` apart, that reach `padding` over the border."""
 
-    As in torch, the first of equals counts, and NaN is larger than all.
+    size: int
+    stride: int
+    padding: int
+
+    def along(self, length: int) -> int:
+        """Return how many windows there are along a line of this many numbers."""
+        return (length + 2 * self.padding - self.size) // self.stride + 1
+
+
+def pool(x: Tensor, window: Window) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest number of each window, its place there, and sums per channel.
+
+    Places are counted row by row. As in torch, the first of equals counts, and NaN is larger than
+    all.
 
     Example:
-        >>> y, place, sums = pool(torch.arange(8.).view(1, 1, 2, 4))
+        >>> y, place, sums = pool(torch.arange(8.).view(1, 1, 2, 4), Window(2, 2, 0))
         >>> y, place, sums
         (tensor([[[[5., 7.]]]]), tensor([[[[3, 3]]]], dtype=torch.uint8), tensor([12.]))
     """
     if (kernels := _kernels(x)) is not None:
-        return kernels.pool(x)
-    y, place = x[..., ::2, ::2], torch.zeros_like(x[..., ::2, ::2], dtype=torch.uint8)
-    for number, other in enumerate((x[..., ::2, 1::2], x[..., 1::2, ::2], x[..., 1::2, 1::2]), 1):
-        larger = (other > y) | other.isnan()
-        y, place = torch.where(larger, other, y), place.masked_fill(larger, number)
-    return y, place, columns.sums(y, 1)
+        return kernels.pool(x, window)
+    y, index = F.max_pool2d(x, *window, return_indices=True)
+    top, left = _corners(y, window)
+    row, column = index // x.shape[3] - top, index % x.shape[3] - left
+    return y, (row * window.size + column).to(torch.uint8), columns.sums(y, 1)
 
 
-def pool_backward(grad: Tensor, place: Tensor, grad_sums: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x, and its sums."""
+def pool_backward(
+    grad: Tensor,
+    place: Tensor,
+    grad_sums: Tensor | None,
+    window: Window,
+    size: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of x, whose height and width are `size`, and its sums."""
     if (kernels := _kernels(grad)) is not None:
-        return kernels.pool_backward(grad, place, grad_sums)
-    grad = spread(grad, grad_sums)
-    return scattered(grad, place), columns.sums(grad, 1)
+        return kernels.pool_backward(grad, place, grad_sums, window, size)
+    grad = spread(grad, grad_sums)  # each number of it goes to one of x
+    return scattered(grad, place, window, size), columns.sums(grad, 1)
 
 
 def spread(grad: Tensor, grad_sums: Tensor | None) -> Tensor:
@@ -51,18 +71,28 @@ def spread(grad: Tensor, grad_sums: Tensor | None) -> Tensor:
     return whole.to(grad.dtype)
 
 
-def scattered(grad: Tensor, place: Tensor) -> Tensor:
+def scattered(grad: Tensor, place: Tensor, window: Window, size: tuple[int, int]) -> Tensor:
     """Return x's gradient by plain operations, which can be differentiated again."""
-    images, channels, height, width = grad.shape
-    squares = torch.stack([torch.where(place == k, grad, 0) for k in range(4)], -1)
-    squares = squares.view(images, channels, height, width, 2, 2).transpose(3, 4)
-    return squares.reshape(images, channels, 2 * height, 2 * width)
+    top, left = _corners(grad, window)
+    place = place.long()
+    index = (place // window.size + top) * size[1] + place % window.size + left
+    nothing = grad.new_zeros((*grad.shape[:2], size[0] * size[1]), dtype=columns.wide(grad))
+    grad_x = nothing.scatter_add(2, index.flatten(2), grad.flatten(2).to(nothing.dtype))
+    return grad_x.unflatten(2, size).to(grad.dtype)
 
 
 def worthwhile(x: Tensor) -> bool:
     """Return whether there are kernels for this tensor as it lies."""
     last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
     return last and _kernels(x) is not None
+
+
+def _corners(y: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+    """Return the first row of each window, and the first column."""
+    top, left = (
+        torch.arange(n, device=y.device) * window.stride - window.padding for n in y.shape[2:]
+    )
+    return top[:, None], left
 
 
 def _kernels(x: Tensor) -> ModuleType | None:

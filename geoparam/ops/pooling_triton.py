@@ -1,8 +1,12 @@
 """The passes of `pooling` as Triton kernels, for images with their channels last in memory.
 
-Layout. The result is (squares, channels). A program owns a tile of BC channels and a run of
-squares, as in `columns_triton`. With W squares in a row, square m is in row m // W of squares, and
-its first number in row 4 W (m // W) + 2 (m % W) of x; the others are 1, 2 W, 2 W + 1 further.
+A program owns a tile of BC channels and a run of windows, as in `columns_triton`. Backward it owns
+a run of squares of x, STRIDE numbers wide, instead: which windows a number of a square is in, and
+at which place of them, is then the same for all squares and known to the compiler, so that each
+gathers what it needs and no two write to the same number. Windows and squares are counted in 32
+bits: 64 make divisions slow.
+
+With `traced`, the kernels are left in the graph that a compiler is tracing.
 """
 
 import functools
@@ -15,33 +19,38 @@ from torch import Tensor
 from geoparam.ops.columns import wide
 from geoparam.ops.columns_triton import _WARPS, _tile
 from geoparam.ops.launch import Launch
+from geoparam.ops.pooling import Window
 
 
-def pool(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest of each square, its place, and sums per channel; see `pooling`."""
+def pool(x: Tensor, window: Window, traced: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest of each window, its place, and sums per channel; see `pooling`."""
     x = x.contiguous(memory_format=torch.channels_last)
     images, channels, height, width = x.shape
-    size = (images, channels, height // 2, width // 2)
-    y = _image(size, x)
+    y = _image((images, channels, window.along(height), window.along(width)), x)
     place = torch.empty_like(y, dtype=torch.uint8)
-    programs, launch = _launch(_forward_kernel, size, (), x.dtype)
+    programs, launch = _forward_launch(x.shape, window, x.dtype)
     partial = torch.empty((programs, channels), dtype=wide(x), device=x.device)
-    launch(x, y, place, partial)
+    (launch.traced if traced else launch)(x, y, place, partial)
     return y, place, partial.sum(0)
 
 
-def pool_backward(grad: Tensor, place: Tensor, grad_sums: Tensor | None) -> tuple[Tensor, Tensor]:
+def pool_backward(
+    grad: Tensor,
+    place: Tensor,
+    grad_sums: Tensor | None,
+    window: Window,
+    size: tuple[int, int],
+    traced: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Return the gradient of x and its sums; see `pooling`."""
     grad = grad.contiguous(memory_format=torch.channels_last)
-    images, channels, height, width = grad.shape
-    size = (images, channels, 2 * height, 2 * width)
-    grad_x = _image(size, grad)
-    has_sums = grad_sums is not None
-    types = grad.dtype, grad_sums.dtype if grad_sums is not None else None
-    programs, launch = _launch(_backward_kernel, grad.shape, (has_sums,), types)
+    images, channels, *_ = grad.shape
+    grad_x = _image((images, channels, *size), grad)
+    types = grad.dtype, None if grad_sums is None else grad_sums.dtype
+    programs, launch = _backward_launch(grad_x.shape, window, types)
     partial = torch.empty((programs, channels), dtype=wide(grad), device=grad.device)
     sums = grad if grad_sums is None else grad_sums.contiguous()
-    launch(grad, place, sums, grad_x, partial)
+    (launch.traced if traced else launch)(grad, place, sums, grad_x, partial)
     return grad_x, partial.sum(0)
 
 
@@ -51,21 +60,32 @@ def _image(size: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _launch(
-    kernel: triton.JITFunction, size: tuple[int, ...], flags: tuple[bool, ...], types: object
+def _forward_launch(size: torch.Size, window: Window, dtype: torch.dtype) -> tuple[int, Launch]:
+    """Return the programs along windows and the launch, for images of this size."""
+    images, channels, *sides = size
+    down, across = (window.along(side) for side in sides)
+    grid, (windows, run, tall, wide_) = _tile(images * down * across * channels, channels, 1)
+    numbers = windows, channels, *sides, down, across, run
+    return grid[0], Launch(
+        _forward_kernel, grid, (*numbers, *window, max(1, tall // 4), wide_), _WARPS
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward_launch(
+    size: torch.Size, window: Window, types: tuple[torch.dtype, torch.dtype | None]
 ) -> tuple[int, Launch]:
-    """Return the programs along squares and the launch, for results of this size and type."""
-    images, channels, height, width = size
-    numbers = images * channels * height * width
-    grid, (squares, run, tall, wide_) = _tile(numbers, channels, 1)
-    arguments = squares, channels, width, run, *flags, tall // 4 or 1, wide_
-    return grid[0], Launch(kernel, grid, arguments, _WARPS)
-
-
-@triton.jit
-def _corners(m, c, channels, W):
-    first = 4 * W * (m // W) + 2 * (m % W)
-    return first[:, None] * channels + c[None, :]
+    """Return the programs along squares and the launch, for images of this size."""
+    images, channels, *sides = size
+    down, across = (triton.cdiv(side, window.stride) for side in sides)
+    grid, (squares, run, tall, wide_) = _tile(images * down * across * channels, channels, 1)
+    windows = [window.along(side) for side in sides]
+    numbers = squares, channels, *sides, down, across, *windows, run
+    furthest = (window.stride - 1 + window.padding) // window.stride  # of the windows of a square
+    nearest = -((window.size - 1 - window.padding) // window.stride)
+    reach = furthest, furthest - nearest + 1
+    arguments = *numbers, types[1] is not None, *window, *reach, max(1, tall // 4), wide_
+    return grid[0], Launch(_backward_kernel, grid, arguments, _WARPS)
 
 
 @triton.jit
@@ -73,36 +93,49 @@ def _forward_kernel(
     x,
     y,
     place,
-    partial,  # (programs along squares, channels)
-    squares,
+    partial,  # (programs along windows, channels)
+    windows,
     channels,
+    H,
     W,
+    DOWN,  # windows along a column of an image
+    ACROSS,
     RUN,
+    SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside = c < channels
     sums = tl.zeros((BM, BC), partial.dtype.element_ty)
-    base = tl.program_id(0).to(tl.int64) * RUN
-    length = tl.minimum(RUN, squares - base)
+    base = tl.program_id(0) * RUN
+    length = tl.minimum(RUN, windows - base)
     for start in range(0, length, BM):
         row = start + tl.arange(0, BM)
-        ok = (row < length)[:, None] & inside[None, :]
-        at = _corners(base + row, c, channels, W)
-        best = tl.load(x + at, ok, 0).to(sums.dtype)
-        which = tl.zeros((BM, BC), tl.uint8)
-        for k in tl.static_range(1, 4):
-            further = ((k // 2) * 2 * W + k % 2) * channels
-            other = tl.load(x + at + further, ok, 0).to(sums.dtype)
+        ok = (row < length)[:, None] & (c < channels)[None, :]
+        m = base + row
+        top = m // ACROSS % DOWN * STRIDE - PADDING
+        left = m % ACROSS * STRIDE - PADDING
+        image = (m // ACROSS // DOWN).to(tl.int64)
+        best = tl.full((BM, BC), float("-inf"), sums.dtype)
+        first = tl.maximum(-top, 0) * SIZE + tl.maximum(-left, 0)
+        which = tl.zeros((BM, BC), tl.uint8) + first[:, None].to(tl.uint8)
+        for k in tl.static_range(SIZE * SIZE):
+            h, w = top + k // SIZE, left + k % SIZE
+            there = ok
+            if PADDING:
+                there = ok & ((h >= 0) & (h < H) & (w >= 0) & (w < W))[:, None]
+            at = ((image * H + h) * W + w)[:, None] * channels + c[None, :]
+            other = tl.load(x + at, there, float("-inf")).to(sums.dtype)
             larger = (other > best) | (other != other)  # NaN is larger than all
             best = tl.where(larger, other, best)
             which = tl.where(larger, k, which).to(tl.uint8)
-        to = (base + row)[:, None] * channels + c[None, :]
+        to = m[:, None].to(tl.int64) * channels + c[None, :]
         tl.store(y + to, best.to(y.dtype.element_ty), ok)
         tl.store(place + to, which, ok)
-        sums += best  # outside, it is 0
-    tl.store(partial + tl.program_id(0) * channels + c, tl.sum(sums, 0), inside)
+        sums += tl.where(ok, best, 0)
+    tl.store(partial + tl.program_id(0) * channels + c, tl.sum(sums, 0), c < channels)
 
 
 @triton.jit
@@ -114,32 +147,51 @@ def _backward_kernel(
     partial,  # (programs along squares, channels)
     squares,
     channels,
+    H,
     W,
+    DOWN,  # squares along a column of an image
+    ACROSS,
+    OH,  # windows along a column of an image
+    OW,
     RUN,
     HAS_SUMS: tl.constexpr,
+    SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    FURTHEST: tl.constexpr,  # window of a square, the first being its own
+    SPAN: tl.constexpr,  # number of windows of a square, in each dimension
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside = c < channels
     sums = tl.zeros((BM, BC), partial.dtype.element_ty)
+    gs = tl.zeros((1, BC), sums.dtype)
     if HAS_SUMS:
-        gs = tl.load(grad_sums + c, inside, 0).to(sums.dtype)[None, :]
-    base = tl.program_id(0).to(tl.int64) * RUN
+        gs = tl.load(grad_sums + c, c < channels, 0).to(sums.dtype)[None, :]
+    base = tl.program_id(0) * RUN
     length = tl.minimum(RUN, squares - base)
     for start in range(0, length, BM):
         row = start + tl.arange(0, BM)
-        ok = (row < length)[:, None] & inside[None, :]
-        at = (base + row)[:, None] * channels + c[None, :]
-        g = tl.load(grad + at, ok, 0).to(sums.dtype)
-        which = tl.load(place + at, ok, 0)
-        if HAS_SUMS:
-            g += gs
-        g = g.to(grad_x.dtype.element_ty).to(sums.dtype)  # as it is stored
-        to = _corners(base + row, c, channels, W)
-        for k in tl.static_range(4):
-            further = ((k // 2) * 2 * W + k % 2) * channels
-            moved = tl.where(which == k, g, 0).to(grad_x.dtype.element_ty)
-            tl.store(grad_x + to + further, moved, ok)
-        sums += tl.where(ok, g, 0)
-    tl.store(partial + tl.program_id(0) * channels + c, tl.sum(sums, 0), inside)
+        ok = (row < length)[:, None] & (c < channels)[None, :]
+        m = base + row
+        across, down = m % ACROSS, m // ACROSS % DOWN
+        image = (m // ACROSS // DOWN).to(tl.int64)
+        for k in tl.static_range(STRIDE * STRIDE):
+            g = tl.zeros((BM, BC), sums.dtype)
+            for q in tl.static_range(SPAN * SPAN):
+                i = k // STRIDE + PADDING - (FURTHEST - q // SPAN) * STRIDE
+                j = k % STRIDE + PADDING - (FURTHEST - q % SPAN) * STRIDE
+                if i >= 0 and i < SIZE and j >= 0 and j < SIZE:
+                    oh, ow = down + (FURTHEST - q // SPAN), across + (FURTHEST - q % SPAN)
+                    there = ok & ((oh >= 0) & (oh < OH) & (ow >= 0) & (ow < OW))[:, None]
+                    at = ((image * OH + oh) * OW + ow)[:, None] * channels + c[None, :]
+                    which = tl.load(place + at, there, 255)
+                    own = tl.load(grad + at, there, 0).to(sums.dtype) + gs
+                    g += tl.where(there & (which == i * SIZE + j), own, 0)
+            h, w = down * STRIDE + k // STRIDE, across * STRIDE + k % STRIDE
+            inside = ok & ((h < H) & (w < W))[:, None]
+            at = ((image * H + h) * W + w)[:, None] * channels + c[None, :]
+            stored = g.to(grad_x.dtype.element_ty)
+            tl.store(grad_x + at, stored, inside)
+            sums += tl.where(inside, stored.to(sums.dtype), 0)
+    tl.store(partial + tl.program_id(0) * channels + c, tl.sum(sums, 0), c < channels)

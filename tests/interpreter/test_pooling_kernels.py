@@ -6,12 +6,24 @@ import pooling_checks
 import pytest
 import torch
 
+from geoparam.ops.pooling import Window
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
+@pooling_checks.windows
 @pooling_checks.cases
-@pooling_checks.dtypes
-def test_kernels(shape: tuple, dtype: torch.dtype) -> None:
+def test_kernels(shape: tuple, window: Window) -> None:
     kernels = importlib.import_module("geoparam.ops.pooling_triton")
-    pooling_checks.check(kernels, shape, dtype, "cpu")
+    pooling_checks.check(kernels, shape, window, torch.float32, "cpu")
+
+
+@pooling_checks.dtypes
+def test_types(dtype: torch.dtype) -> None:
+    kernels = importlib.import_module("geoparam.ops.pooling_triton")
+    pooling_checks.check(kernels, (2, 3, 5, 6), pooling_checks.STEM, dtype, "cpu")
+
+
+def test_equal_numbers_and_nan() -> None:
+    kernels = importlib.import_module("geoparam.ops.pooling_triton")
     pooling_checks.check_equal_numbers_and_nan(kernels, "cpu")
