@@ -47,7 +47,7 @@ def check_gradient(
     x = x.detach().double().requires_grad_()
     theirs = torch.autograd.grad(F.max_pool2d(x, *window), x, grad.double())[0].to(found.dtype)
     bound = torch.finfo(found.dtype).eps
-    torch.testing.assert_close(found, theirs, rtol=2 * bound, atol=8 * bound)
+    torch.testing.assert_close(found, theirs, rtol=2 * bound, atol=64 * bound)
     if window == SQUARES:  # others add up, to what may be nothing
         assert torch.equal(found == 0, theirs == 0)
 

@@ -10,7 +10,8 @@ from test_expansion import KERNEL, traced
 from torch import Tensor, nn
 
 from geoparam import GmPConv2d, InputMeanNorm, MeanOnlyBatchNorm
-from geoparam.ops import columns, implementation, rectified
+from geoparam.ops import columns, expansion, implementation, pooling, rectified
+from geoparam.pooling import MaxPool2d
 
 LAST = torch.channels_last
 
@@ -96,6 +97,30 @@ def test_training_steps_are_those_of_the_readable_form(shifts: list[bool]) -> No
     assert_same(found, train(model, model), 1e-12)
     # backward: MBN's, behind the pool IMN's, IMN's
     assert shifts == [True, True, True]
+
+
+def test_centring_moves_past_a_pool(shifts: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = pytest.importorskip("geoparam.ops.pooling_triton")
+    monkeypatch.setattr(expansion, "_served", lambda x: x.ndim == 4)
+    monkeypatch.setattr(kernels, "pool", lambda *a, traced: pooling.pool(*a))
+    monkeypatch.setattr(kernels, "pool_backward", lambda *a, traced: pooling.pool_backward(*a))
+    model, twin = network(), network()
+    twin.load_state_dict(model.state_dict())
+    twin[4] = MaxPool2d(2)
+    centred, summed = rectified._expanded_centred, []
+    shift = rectified._shift
+    monkeypatch.setattr(
+        rectified, "_shift", lambda g, s: summed.append(s.shape[2:]) or shift(g, s)
+    )
+    pooled = []
+    monkeypatch.setattr(
+        rectified, "_expanded_centred", lambda x, m: pooled.append(x.shape[2:]) or centred(x, m)
+    )
+    torch.compiler.reset()
+    found = train(twin, torch.compile(twin, fullgraph=True, backend="aot_eager"))
+    assert_same(found, train(model, model), 1e-12)
+    assert set(pooled) == {(3, 3)}  # centred behind the pool
+    assert summed == [(3, 3), (3, 3), (8, 8)]  # MBN's, the pool's in the place of (6, 6), IMN's
 
 
 def used_twice(first: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:

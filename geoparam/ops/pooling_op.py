@@ -78,14 +78,15 @@ torch.library.register_autograd("geoparam::max_pool", _gradients, setup_context=
 # --- for compilers on a GPU ---------------------------------------------------------------------
 
 
-def _pool_kernel(x: Tensor, *window: int) -> tuple[Tensor, Tensor]:
-    return _kernels().pool(x, Window(*window), traced=True)[:2]
+def _pool_kernel(x: Tensor, *numbers: int) -> tuple[Tensor, Tensor]:
+    window = Window(*numbers)
+    return rectified.pooled(x, lambda x: _kernels().pool(x, window, traced=True)[:2])
 
 
 def _pool_backward_kernel(grad: Tensor, place: Tensor, *numbers: int) -> Tensor:
     *window, height, width = numbers
     given = grad, place, None, Window(*window), (height, width)
-    return _kernels().pool_backward(*given, traced=True)[0]
+    return rectified.note_moved(_kernels().pool_backward(*given, traced=True)[0], grad)
 
 
 expansion.expand("max_pool", _pool_kernel)

@@ -15,7 +15,7 @@ another tensor than y's for the compiler, to be written beside it.
 The gradient of what is centred is dy - (sum dy) / N, and the kernel would want it written. But it
 takes the two apart: so while a graph is traced, it is remembered which gradient is such a sum. Who
 else looks at that gradient, a hook or a second use of x, finds it whole; if nobody does, the
-compiler drops it.
+compiler drops it. In the same way max pooling (`pooling_op`) takes what is centred apart.
 
 Everywhere else, on other devices, in torch.func, export and evaluation, there are plain operations
 and no such op.
@@ -93,18 +93,21 @@ def _centred(x: Tensor, mean: Tensor) -> Tensor:
 
 
 def _centred_backward(grad: Tensor) -> Tensor:
-    return _spread(grad, _shift(grad))
+    return _spread(grad, _shift(grad, grad))
 
 
 def _added(z: Tensor, bias: Tensor) -> Tensor:
     return (z + columns.along(bias[0], z, 1)).to(z.dtype)
 
 
-def _shift(grad: Tensor) -> Tensor:
-    """Return -(sum dy) / N, by sums in parts where a compiler gathers those on the way."""
-    _, channels, height, width = grad.shape
-    in_parts = means.number_of_parts(grad, channels, height * width) > 0
-    sums = means.sums(grad).sum(0) if in_parts else _sums(grad)
+def _shift(grad: Tensor, summed: Tensor) -> Tensor:
+    """Return -(sum dy) / N, by sums in parts where a compiler gathers those on the way.
+
+    They are those of `summed`, of which there may be fewer numbers.
+    """
+    _, channels, height, width = summed.shape
+    in_parts = means.number_of_parts(summed, channels, height * width) > 0
+    sums = means.sums(summed).sum(0) if in_parts else _sums(summed)
     return sums / -(grad.numel() // grad.shape[1])
 
 
@@ -162,15 +165,32 @@ torch.library.register_autograd("geoparam::added", _added_gradients)
 # --- expanded in a compiler's graph -------------------------------------------------------------
 
 
-class _Parts(NamedTuple):
-    """What a gradient in a graph is the sum of, and the nodes that it and they were then."""
+class _Note(NamedTuple):
+    """What a tensor in a graph is made of, and the nodes that it and they were then."""
 
-    grad: Tensor
-    shift: Tensor
+    of: tuple[Tensor, ...]
     nodes: list[Tensor]
 
 
-_parts_of = WeakTensorKeyDictionary()
+class _Notes:
+    """What tensors are made of, as long as nobody has changed one of them in place."""
+
+    def __init__(self) -> None:
+        self._notes = WeakTensorKeyDictionary()
+
+    def write(self, x: Tensor, *of: Tensor) -> None:
+        self._notes[x] = _Note(of, _nodes(x, *of))
+
+    def read(self, x: Tensor) -> tuple[Tensor, ...] | None:
+        note = self._notes.get(x)
+        if note is None or not _same(note.nodes, _nodes(x, *note.of)):
+            return None
+        return note.of
+
+
+_shifted = _Notes()  # a gradient: one without its shift, and the shift
+_centrings = _Notes()  # what is centred: x and its mean
+_moved = _Notes()  # a gradient: one with the same numbers, and sums, besides zeros
 
 
 def _expanded_rectified_backward(
@@ -178,19 +198,43 @@ def _expanded_rectified_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not _has_kernel(z):
         return _rectified_backward(grad, z, bias, scale)
-    shift, parts = None, _parts_of.get(grad)
-    if parts is not None and _same(parts.nodes, _nodes(grad, parts.grad)):
-        grad, shift = parts.grad, parts.shift
+    grad, shift = _shifted.read(grad) or (grad, None)
     kernels = importlib.import_module("geoparam.ops.columns_triton")
     grad = grad.to(z.dtype).contiguous(memory_format=torch.channels_last)
     return kernels.rectify_backward(grad, z, 1, shift, scale, bias=bias, traced=True)
 
 
-def _expanded_centred_backward(grad: Tensor) -> Tensor:
-    shift = _shift(grad)
-    whole = _spread(grad, shift)
-    _parts_of[whole] = _Parts(grad, shift, _nodes(whole, grad))
+def _expanded_centred(x: Tensor, mean: Tensor) -> Tensor:
+    whole = _centred(x, mean)
+    _centrings.write(whole, x, mean)
     return whole
+
+
+def _expanded_centred_backward(grad: Tensor) -> Tensor:
+    (summed,) = _moved.read(grad) or (grad,)
+    shift = _shift(grad, summed)
+    whole = _spread(grad, shift)
+    _shifted.write(whole, grad, shift)
+    return whole
+
+
+def pooled(x: Tensor, pool: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return the largest of windows, and their places, while a compiler traces a graph.
+
+    The largest of centred numbers is the centred largest: so what is centred is not written as
+    such before it is pooled, if nobody else wants it.
+    """
+    centring = _centrings.read(x)
+    if centring is None:
+        return pool(x)
+    y, place = pool(centring[0])
+    return _expanded_centred(y, centring[1]), place
+
+
+def note_moved(grad_x: Tensor, grad: Tensor) -> Tensor:
+    """Return `grad_x`, which is `grad` moved to other places, with a note of that."""
+    _moved.write(grad_x, grad)
+    return grad_x
 
 
 def _nodes(*tensors: Any) -> list[Tensor]:
@@ -210,7 +254,7 @@ def _has_kernel(z: Tensor) -> bool:
 
 expansion.expand("rectified", _rectified, always=True)
 expansion.expand("rectified_backward", _expanded_rectified_backward, always=True)
-expansion.expand("centred", _centred, always=True)
+expansion.expand("centred", _expanded_centred, always=True)
 expansion.expand("added", _added, always=True)
 expansion.expand("centred_backward", _expanded_centred_backward, always=True)
 expansion.note_sources("rectified", "columns_triton", ("_backward_kernel",))
