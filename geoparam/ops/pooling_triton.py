@@ -21,6 +21,8 @@ from geoparam.ops.columns_triton import _WARPS, _tile
 from geoparam.ops.launch import Launch
 from geoparam.ops.pooling import Window
 
+_TILE, _PROGRAMS = 1024, 4224
+
 
 def pool(x: Tensor, window: Window, traced: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return the largest of each window, its place, and sums per channel; see `pooling`."""
@@ -66,11 +68,10 @@ def _forward_launch(size: torch.Size, window: Window, dtype: torch.dtype) -> tup
     """Return the programs along windows and the launch, for images of this size."""
     images, channels, *sides = size
     down, across = (window.along(side) for side in sides)
-    grid, (windows, run, tall, wide_) = _tile(images * down * across * channels, channels, 1)
+    count = images * down * across * channels
+    grid, (windows, run, *tile) = _tile(count, channels, 1, _TILE, _PROGRAMS)
     numbers = windows, channels, *sides, down, across, run
-    return grid[0], Launch(
-        _forward_kernel, grid, (*numbers, *window, max(1, tall // 4), wide_), _WARPS
-    )
+    return grid[0], Launch(_forward_kernel, grid, (*numbers, *window, *tile), _WARPS)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -80,13 +81,14 @@ def _backward_launch(
     """Return the programs along squares and the launch, for images of this size."""
     images, channels, *sides = size
     down, across = (triton.cdiv(side, window.stride) for side in sides)
-    grid, (squares, run, tall, wide_) = _tile(images * down * across * channels, channels, 1)
+    count = images * down * across * channels
+    grid, (squares, run, *tile) = _tile(count, channels, 1, _TILE, _PROGRAMS)
     windows = [window.along(side) for side in sides]
     numbers = squares, channels, *sides, down, across, *windows, run
     furthest = (window.stride - 1 + window.padding) // window.stride  # of the windows of a square
     nearest = -((window.size - 1 - window.padding) // window.stride)
     reach = furthest, furthest - nearest + 1
-    arguments = *numbers, types[1] is not None, *window, *reach, max(1, tall // 4), wide_
+    arguments = *numbers, types[1] is not None, *window, *reach, *tile
     return grid[0], Launch(_backward_kernel, grid, arguments, _WARPS)
 
 

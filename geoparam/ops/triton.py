@@ -128,6 +128,9 @@ def _forward_launch(
     rows, n = size[:-1].numel(), size[-1] + 1
     grid, warps, *tile = tile_of_angles(rows, n, latitude)
     arguments = (rows, n, r is not None, taps, *tile)
+    _, lanes, each, _ = tile
+    if lanes * each == 4096 and torch.version.cuda:  # more programs fit, of half the threads
+        return Launch(_forward_kernel, grid, arguments, warps // 2, maxnreg=96)
     return Launch(_forward_kernel, grid, arguments, warps)
 
 
