@@ -24,12 +24,17 @@ def medians(
 
 
 def training_step(
-    model: nn.Module, x: Tensor, y: Tensor, compiled: bool = False
+    model: nn.Module, x: Tensor, y: Tensor, mode: str = "eager"
 ) -> Callable[[], None]:
-    """Return one step of SGD on a fixed batch, in bfloat16 on a GPU."""
+    """Return one step of SGD on a fixed batch, in bfloat16 on a GPU.
+
+    The mode is "eager", "compiled", or "graphs", compiled with CUDA graphs.
+    """
     device = x.device.type
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-    run = torch.compile(model) if compiled else model
+    run = model
+    if mode != "eager":
+        run = torch.compile(model, mode="reduce-overhead" if mode == "graphs" else None)
 
     def step() -> None:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):

@@ -36,7 +36,7 @@ def step_of(model: nn.Module, device: str, compiled: bool) -> Callable[[], None]
         x.contiguous(memory_format=torch.channels_last),
         torch.randint(1000, (batch,)).to(device),
     )
-    return training_step(model, x, y, compiled)
+    return training_step(model, x, y, "compiled" if compiled else "eager")
 
 
 def compare(device: str, repeats: int, converted: bool, compiled: bool) -> None:

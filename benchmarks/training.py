@@ -1,7 +1,7 @@
 """What a training step costs under GmP and IMN: time and memory over the model with BatchNorm.
 
     python -m benchmarks.training [--device cuda|cpu] [--networks resnet50,vgg6,vit]
-        [--modes eager,compiled] [--methods bn,none,...] [--steps 50] [--profile]
+        [--modes eager,compiled,graphs] [--methods bn,none,...] [--steps 50] [--profile]
 
 One step is forward, backward and SGD with momentum on a fixed batch: bfloat16 autocast and
 channels_last on a GPU, cudnn.benchmark on; float32 on a CPU. Each model has the device for itself,
@@ -10,7 +10,8 @@ training: nobody waits for a step before the next is begun. A cell is time / mem
 ratios to the model with the norm it was made with, in the same mode and run: BatchNorm, and
 LayerNorm for ViT-B/16, which has no form with IMN. Memory (on a GPU) is the most that was
 allocated, parameters and optimizer included. `--profile` adds how long a step takes that is waited
-for, and where the device's time goes.
+for, and where the device's time goes. The mode "graphs", which is not run unless asked for, is
+compiled code in CUDA graphs (mode="reduce-overhead"): there no host is too slow.
 
     bn          torchvision's ResNet-50; VGG-6 of the experiments; for ViT, as it is, with LN
     none        the same without norms
@@ -152,14 +153,14 @@ def _give_biases(model: nn.Module) -> None:
 # --- measuring ----------------------------------------------------------------------------------
 
 
-def step_of(model: nn.Module, network: str, device: str, compiled: bool) -> Callable[[], None]:
+def step_of(model: nn.Module, network: str, device: str, mode: str) -> Callable[[], None]:
     """Return one step on a fixed batch."""
     batch, size = BATCHES[device][network]
     layout = torch.channels_last if device == "cuda" else torch.contiguous_format
     model = model.to(memory_format=layout)
     x = torch.randn(batch, 3, size, size, device=device).contiguous(memory_format=layout)
     y = torch.randint(1000, (batch,), device=device)
-    return training_step(model, x, y, compiled)
+    return training_step(model, x, y, mode)
 
 
 def measure(step: Callable[[], None], device: str, steps: int) -> tuple[float, float]:
@@ -197,10 +198,12 @@ def one(
 ) -> tuple | None:
     """Build a model, measure it, and give its memory back."""
     torch.compiler.reset()
-    model = None if (method, mode) == ("naive", "compiled") else build(network, method, device)
+    if method == "naive" and mode != "eager":
+        return None
+    model = build(network, method, device)
     if model is None:
         return None
-    step = step_of(model, network, device, mode == "compiled")
+    step = step_of(model, network, device, mode)
     found = measure(step, device, steps)
     busy = profile(step) if profiled and device == "cuda" else None
     del model, step

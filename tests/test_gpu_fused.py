@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from residual import residual_network
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import geoparam as gp
 from geoparam import fused
+from geoparam.pooling import MaxPool2d
 
 pytestmark = pytest.mark.gpu
 
@@ -51,9 +53,11 @@ def stacked() -> nn.Module:
             gp.GmPConv2d(inputs, units, 3, padding=1, activation=torch.relu, init="glorot"),
             gp.InputMeanNorm(units),
         ]
+    layers.insert(4, MaxPool2d(2))
+    layers.insert(2, MaxPool2d(3, 2, 1))
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5))
     with torch.no_grad():
-        model[2].r[:4] *= -1
+        model[3].r[:4] *= -1
     return model
 
 
@@ -129,11 +133,23 @@ def test_nan_comes_out_of_a_convolution_with_its_own_relu() -> None:
     assert y.isnan().all()  # the mean is NaN
 
 
-@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
-def test_a_converted_network_compiles_whole_and_follows_eager(coordinates: str) -> None:
-    model = converted(coordinates=coordinates)
+@pytest.mark.parametrize("name", ["converted", "intrinsic", "stacked"])
+def test_a_network_compiles_whole_and_follows_eager(name: str) -> None:
+    model = NETWORKS[name]()
     twin = copy.deepcopy(model)
     torch.compiler.reset()
     found = train(twin, 5, torch.float64, call=torch.compile(twin, fullgraph=True))
     for key, value in train(model, 5, torch.float64).items():
+        torch.testing.assert_close(found[key], value, atol=1e-9, rtol=1e-8, msg=key)
+
+
+@pytest.mark.parametrize("name", ["converted", "stacked"])
+def test_training_in_cuda_graphs_follows_eager(name: str) -> None:
+    model = NETWORKS[name]()
+    twin = copy.deepcopy(model)
+    torch.compiler.reset()
+    counters["inductor"].clear()
+    found = train(twin, 6, torch.float64, call=torch.compile(twin, mode="reduce-overhead"))
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    for key, value in train(model, 6, torch.float64).items():
         torch.testing.assert_close(found[key], value, atol=1e-9, rtol=1e-8, msg=key)
