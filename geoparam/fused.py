@@ -185,7 +185,7 @@ class _Convolution(torch.autograd.Function):
         if a is not None:
             grad = torch.zeros_like(a) if grad is None else grad
             grad, grad_bias, by_scale = columns.rectify_backward(
-                grad, a, 1, grad_sums, r, bias=bias
+                grad, a, 1, grad_sums, r, bias=bias, lent=not _is_looked_on()
             )
         assert grad is not None
         if lam is None and total is None:
@@ -201,6 +201,11 @@ class _Convolution(torch.autograd.Function):
 
 
 _convolve = super(torch.autograd.Function, _Convolution).apply
+
+
+def _is_looked_on() -> bool:
+    """Return whether a mode of torch's sees what operations are given, and may keep it."""
+    return torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack() > 0
 
 
 def _shared_out(ctx: Any, *found: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -32,7 +32,7 @@ class MaxPool2d(nn.MaxPool2d):
         window = self._window(x) if self.training and x.requires_grad else None
         if window is not None and pooling_op.wanted(x):
             return torch.ops.geoparam.max_pool(x, *window)[0]
-        if window is None or not (fused.eligible(x) and pooling.worthwhile(x)):
+        if window is None or not (fused.eligible(x) and pooling.worthwhile(x, window)):
             options: Any = self.padding, self.dilation, self.ceil_mode, self.return_indices
             return F.max_pool2d(x, self.kernel_size, self.stride, *options)
         y, sums = _pool(x, window)

@@ -21,23 +21,32 @@ dtypes = pytest.mark.parametrize(
 
 
 def check(
-    kernels: ModuleType, shape: tuple, window: Window, dtype: torch.dtype, device: str
-) -> None:
-    x = torch.randn(shape).to(device, dtype).contiguous(memory_format=LAST).requires_grad_()
+    kernels: ModuleType,
+    shape: tuple,
+    window: Window,
+    dtype: torch.dtype,
+    device: str,
+    layout: torch.memory_format = LAST,
+) -> list[torch.Tensor]:
+    """Compare with torch, and return what was found."""
+    x = torch.randn(shape).to(device, dtype).contiguous(memory_format=layout).requires_grad_()
     with torch.no_grad():
         y, place, sums = kernels.pool(x, window)
     expected = F.max_pool2d(x, *window)
-    assert torch.equal(y, expected) and y.is_contiguous(memory_format=LAST)
+    assert torch.equal(y, expected) and y.is_contiguous(memory_format=layout)
     bound = 1e-12 if dtype == torch.float64 else 1e-5
     close = {"atol": bound * y.numel(), "rtol": bound}
     torch.testing.assert_close(sums.double(), y.double().sum((0, 2, 3)), **close)
     grad = torch.randn_like(y)
     of_sums = torch.randn(shape[1]).to(device, sums.dtype)
+    all_found = [y, place, sums]
     for given in (None, of_sums):
         found, total = kernels.pool_backward(grad, place, given, window, shape[2:])
         check_gradient(found, x, grad if given is None else grad + given.view(-1, 1, 1), window)
         rounded = 8 * torch.finfo(dtype).eps * found.double().abs().sum((0, 2, 3))
         assert ((total.double() - found.double().sum((0, 2, 3))).abs() <= rounded + 1e-12).all()
+        all_found += [found, total]
+    return all_found
 
 
 def check_gradient(
@@ -52,11 +61,13 @@ def check_gradient(
         assert torch.equal(found == 0, theirs == 0)
 
 
-def check_equal_numbers_and_nan(kernels: ModuleType, device: str) -> None:
+def check_equal_numbers_and_nan(
+    kernels: ModuleType, device: str, windows: tuple[Window, ...] = (SQUARES, STEM)
+) -> None:
     nan, inf = float("nan"), float("inf")
     squares = [[1, 1, 1, 1], [0, 2, 2, 1], [nan, 1, 2, 3], [3, nan, nan, 1], [-inf] * 4]
     x = torch.tensor(squares, device=device).view(5, 1, 2, 2).contiguous(memory_format=LAST)
-    for window in (SQUARES, STEM):
+    for window in windows:
         y, place, _ = kernels.pool(x, window)
         expected, index = F.max_pool2d(x, *window, return_indices=True)
         torch.testing.assert_close(y, expected, equal_nan=True)

@@ -1,5 +1,10 @@
 """The passes over activations: plain torch against autograd, and C against plain torch."""
 
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import passes
 import pytest
 import torch
@@ -82,7 +87,7 @@ def test_shifted_bias_is_the_response_to_the_mean(groups: int, kernel: tuple[int
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_c(case: tuple, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns_native, "_NUMBERS_PER_THREAD", 1)
+    monkeypatch.setattr(columns_native, "NUMBERS_PER_THREAD", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -92,6 +97,83 @@ def test_c(case: tuple, dtype: torch.dtype, threads: int, monkeypatch: pytest.Mo
         passes.check_sums(columns_native, case, dtype, "cpu")
     finally:
         torch.set_num_threads(before)
+
+
+@needs_c
+@pytest.mark.parametrize("positions", [1, 7, 64, 1024, 1025, 3000])
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+def test_threads_do_not_change_a_bit(
+    positions: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns_native, "NUMBERS_PER_THREAD", 1)
+    x, grad = torch.randn(2, 5, 11, positions, dtype=dtype)
+    bias, scale = torch.randn(2, 11, dtype=dtype)
+    results = []
+    for threads in (1, 2, 3, 11, 100):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found = columns_native.rectify(x, 1, bias, scale, True, False, True)
+        back = columns_native.rectify_backward(grad, x, 1, bias, scale)
+        results.append((*found, *back, columns_native.sums(x, 1)))
+    assert all(all(map(torch.equal, result, results[0])) for result in results)
+
+
+_FORKING = """
+import os, signal, sys, torch
+from geoparam.ops import columns_native, native, pooling_native
+
+torch.set_num_threads(2)
+x, a = torch.randn(4, 8, 64, 256), torch.randn(8, 40000)
+
+def results():
+    y, sums = columns_native.rectify(x, 1, None, None, True, False, True)
+    pooled, *_ = pooling_native.pool(x, (2, 2, 0))
+    found = y, sums, pooled, native.forward(a, None, torch.float32)
+    return [t.numpy().tobytes() for t in found]  # torch itself may not compare them in a child
+
+before = results()
+child = os.fork()
+if child == 0:
+    signal.alarm(30)  # who waits for ever must end all the same
+    os._exit(0 if results() == before else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@needs_c
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_c_runs_after_a_fork() -> None:
+    """The threads of before are gone then, and who waits for them waits for ever."""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKING], timeout=60)
+    assert run.returncode == 0
+
+
+@needs_c
+def test_c_lends_memory_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    grad, a = torch.randn(2, 2, 3, 40)
+    whole, by_bias, _ = columns_native.rectify_backward(grad, a, 1, None, None)
+    lent, again, _ = columns_native.rectify_backward(grad, a, 1, None, None, lent=True)
+    assert torch.equal(lent, whole) and torch.equal(again, by_bias)
+    smaller, *_ = columns_native.rectify_backward(grad[:1], a[:1], 1, None, None, lent=True)
+    assert smaller.data_ptr() == lent.data_ptr() != whole.data_ptr()
+    assert torch.equal(smaller, whole[:1]) and smaller.is_contiguous()
+    precise, *_ = columns_native.rectify_backward(
+        grad.double(), a.double(), 1, None, None, lent=True
+    )
+    assert torch.equal(precise.float(), whole)
+    monkeypatch.setattr(columns_native, "MOST_LENT", 8)
+    new, *_ = columns_native.rectify_backward(grad, a, 1, None, None, lent=True)
+    assert torch.equal(new, whole) and new.data_ptr() != precise.data_ptr()
+
+
+@needs_c
+def test_each_thread_has_its_own_memory() -> None:
+    grad, a = torch.randn(2, 2, 3, 40)
+
+    def lent() -> int:
+        return columns_native.rectify_backward(grad, a, 1, None, None, lent=True)[0].data_ptr()
+
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(lent).result() != lent()
 
 
 @needs_c

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from residual import residual_network
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import geoparam as gp
@@ -26,7 +27,7 @@ from geoparam import (
     fused,
     notes,
 )
-from geoparam.ops import columns
+from geoparam.ops import columns, columns_native, implementation
 
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 
@@ -492,3 +493,66 @@ def test_compiles_as_one_graph(switch: Callable) -> None:
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 3, 12, 12, dtype=torch.float64)
     torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.skipif(not columns_native.available(), reason="needs a C compiler")
+@pytest.mark.parametrize("input_too", [False, True])
+def test_what_is_lent_is_given_to_nobody(
+    input_too: bool, switch: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a backward pass returns stays as it is when lent memory is written to."""
+    monkeypatch.setattr(columns_native, "SMALLEST", 0)
+    monkeypatch.setattr(implementation, "KERNELS", "auto")
+    monkeypatch.setattr(columns_native, "_lent", columns_native._Lent())
+    model, x = stacked(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    found = []
+    for on in (False, True):
+        switch(on)
+        twin, given = copy.deepcopy(model), x.clone().requires_grad_(input_too)
+        twin(given).pow(3).sum().backward()
+        assert (columns_native._lent.memory.numel() > 0) is on
+        columns_native._lent.memory.fill_(255)  # NaN
+        grads = [p.grad for p in twin.parameters()]
+        found.append([*grads, given.grad] if input_too else grads)
+    torch.testing.assert_close(found[1], found[0])
+
+
+class FunctionMode(torch.overrides.TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Callable] = []
+
+    def __torch_function__(
+        self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Callable] = []
+
+    def __torch_dispatch__(
+        self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [FunctionMode, DispatchMode])
+@pytest.mark.skipif(not columns_native.available(), reason="needs a C compiler")
+def test_nothing_is_lent_where_a_mode_may_keep_it(
+    mode: type, switch: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns_native, "SMALLEST", 0)
+    monkeypatch.setattr(implementation, "KERNELS", "auto")
+    monkeypatch.setattr(columns_native, "_lent", columns_native._Lent())
+    switch(True)
+    loss = stacked()(torch.randn(2, 3, 8, 8, dtype=torch.float64)).pow(3).sum()
+    engine, one = torch.autograd.Variable._execution_engine, torch.ones_like(loss)
+    with mode() as looking:  # backward() itself would hide what is inside
+        engine.run_backward((loss,), (one,), False, False, (), True, accumulate_grad=True)
+    assert torch.ops.aten.convolution_backward.default in looking.seen
+    assert columns_native._lent.memory.numel() == 0

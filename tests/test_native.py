@@ -260,10 +260,24 @@ def test_falls_back_to_plain_torch(
 def test_wrong_code_is_not_used(
     right: str, wrong: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = tmp_path / "native.c"
-    source.write_text(native._SOURCE.read_text().replace(right, wrong))
+    shutil.copytree(native._SOURCE.parent, tmp_path / "ops")
+    source = tmp_path / "ops" / "native.c"
     monkeypatch.setattr(native, "_SOURCE", source)
+    assert native.available()
+    source.write_text(source.read_text().replace(right, wrong))
+    native.available.cache_clear()
+    native._library.cache_clear()
     assert not native.available()
+
+
+def test_what_is_included_counts(cache: Path, tmp_path: Path) -> None:
+    """Another header is another file, or old code would be used with a new one."""
+    shutil.copytree(native._SOURCE.parent, tmp_path / "ops")
+    source, header = tmp_path / "ops" / "native.c", tmp_path / "ops" / "threads.h"
+    before = native.binary(source, native._FLAGS)
+    header.write_text(header.read_text() + "int one_more;")
+    assert native.binary(source, native._FLAGS) != before
+    assert len(list(cache.iterdir())) == 2
 
 
 def start(cache: Path, **environment: str) -> subprocess.Popen:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import geoparam as gp
 from geoparam import GmPConv2d, InputMeanNorm, fused
-from geoparam.ops import columns, expansion, pooling, rectified
+from geoparam.ops import columns, columns_native, expansion, pooling, rectified
 from geoparam.ops.pooling import Window
 from geoparam.pooling import MaxPool2d
 
-LAST = torch.channels_last
+LAST, FIRST = torch.channels_last, torch.contiguous_format
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -27,7 +27,7 @@ def on(switch: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool, str
         switch(on)
         monkeypatch.setattr(fused, "DEVICES", {device} if on else set())
         if device == "cpu":
-            monkeypatch.setattr(pooling, "worthwhile", lambda x: True)
+            monkeypatch.setattr(pooling, "worthwhile", lambda x, window: True)
 
     return turn
 
@@ -45,11 +45,18 @@ def test_equal_numbers_and_nan() -> None:
 
 @pytest.mark.gpu
 @pooling_checks.windows
-@pytest.mark.parametrize("shape", [*pooling_checks.SHAPES, (64, 128, 33, 32)], ids=str)
-@pooling_checks.dtypes
-def test_kernels(shape: tuple, window: Window, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shape", [(5, 16, 11, 8), (64, 128, 33, 32)], ids=str)
+def test_kernels(shape: tuple, window: Window) -> None:
     kernels = pytest.importorskip("geoparam.ops.pooling_triton")
-    pooling_checks.check(kernels, shape, window, dtype, "cuda")
+    pooling_checks.check(kernels, shape, window, torch.float32, "cuda")
+
+
+@pytest.mark.gpu
+@pooling_checks.dtypes
+def test_types_of_kernels(dtype: torch.dtype) -> None:
+    kernels = pytest.importorskip("geoparam.ops.pooling_triton")
+    for window in (pooling_checks.SQUARES, pooling_checks.STEM):
+        pooling_checks.check(kernels, (3, 70, 5, 5), window, dtype, "cuda")
     pooling_checks.check_equal_numbers_and_nan(kernels, "cuda")
 
 
@@ -64,10 +71,15 @@ def network() -> nn.Module:
     ).to(torch.float64, memory_format=LAST)
 
 
+@pytest.mark.parametrize("layout", [LAST, FIRST], ids=["last", "first"])
 @devices
-def test_training_and_second_derivatives(on: Callable, device: str) -> None:
-    model = network().to(device)
-    x = torch.randn(2, 3, 8, 8, dtype=torch.float64, device=device).contiguous(memory_format=LAST)
+def test_training_and_second_derivatives(
+    on: Callable, device: str, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns_native, "SMALLEST", 0)  # with FIRST, by C where it is there
+    model = network().to(device, memory_format=layout)
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64, device=device)
+    x = x.contiguous(memory_format=layout)
     found: list[list[Tensor]] = []
     for few in (False, True):
         on(few, device)

@@ -189,7 +189,7 @@ def test_batches_of_gradients(
     switch: Callable, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(implementation, "KERNELS", kernels)
-    monkeypatch.setattr(columns_native, "_SMALLEST", 0)
+    monkeypatch.setattr(columns_native, "SMALLEST", 0)
     first, second = two_layers()
     model = nn.Sequential(first, second, fused.ReLU(), InputMeanNorm(4).double())
     x = torch.randn(2, 3, 5, 5, dtype=torch.float64)

@@ -1,45 +1,34 @@
 /* The passes of columns.py in C, for CPUs: y = s relu(x + b) with its sums, and its gradient.
 
-   Activations are (images, channels, positions), float or double, without gaps. A thread owns
-   whole channels, so that their number does not change a bit. It walks through them in the order
-   of the memory, image by image: one channel of all images lies in pieces of a page or less, far
-   apart, and to fetch these takes twice as long.
+   Activations are (images, channels, positions), float or double, without gaps. A thread takes
+   some channels, so that the number of threads does not change a bit, and walks through them in
+   the order of the memory, image by image: all of one channel lies in pieces of a page or less,
+   far apart.
 
    Layout. At most BLOCK numbers at a time, which stay in the first-level cache: one loop for each
    thing that is computed of them, each of a kind that compilers turn into vector code. y may be x
-   or a itself; IN_ORDER says that nothing else overlaps. Sums are double, in LANES parts, which
-   reorders nothing but these. columns_native.py compiles this file and calls geoparam_columns. */
+   or a itself; IN_ORDER says that nothing else overlaps.
+
+   columns_native.py compiles this file and calls geoparam_columns. */
 
 #include <math.h>
-#include <pthread.h>
 #include <stdint.h>
 
-enum { LANES = 16, BLOCK = 1024, MOST_THREADS = 64 };
+#include "lanes.h"
+#include "threads.h"
+
+enum { BLOCK = 1024 };
 
 typedef struct {
     const void *x, *a;        /* forward: x and NULL; backward: dy and x + b, rectified or not */
     const void *shift, *scale; /* per channel or NULL; shift is b, or the gradient of y's sums */
     void *y;                   /* forward: y, or NULL for its sums alone; backward: dx */
-    double *sums, *scale_sums; /* of what is in y, and of the gradient of the scale, or NULL */
-    int64_t images, channels, positions, begin, end;
-    int wide, relu; /* wide: double, else float */
+    double *sums, *scale_sums; /* of what is in y, and of the gradient of the scale */
+    int64_t images, channels, positions;
+    int wide, relu, summed; /* wide: double, else float */
 } Job;
 
 #define IN_ORDER _Pragma("GCC ivdep")
-
-#define LANE_SUM(size, term)                        \
-    double lanes[LANES] = {0}, total = 0;           \
-    int i = 0;                                      \
-    for (; i + LANES <= size; i += LANES)           \
-        for (int l = 0; l < LANES; l++) {           \
-            const int k = i + l;                    \
-            lanes[l] += term;                       \
-        }                                           \
-    for (int l = 0; i && l < LANES; l++)            \
-        total += lanes[l];                          \
-    for (int k = i; k < size; k++)                  \
-        total += term;                              \
-    return total;
 
 #define FUNCTIONS(REAL)                                                                        \
     static double sum_##REAL(const REAL *x, int size)                                          \
@@ -79,55 +68,38 @@ typedef struct {
         const REAL scale = j->scale ? ((const REAL *)j->scale)[c] : 1;                         \
         const REAL *x = (const REAL *)j->x + at, *a = j->a ? (const REAL *)j->a + at : 0;      \
         REAL *y = j->y ? (REAL *)j->y + at : 0;                                                \
-        if (a && j->scale_sums)                                                                \
+        if (a && j->scale)                                                                     \
             j->scale_sums[c] += scale_sum_##REAL(x, a, shift, size);                           \
         if (a)                                                                                 \
             backward_##REAL(x, a, shift, scale, y, size);                                      \
         else if (y)                                                                            \
             forward_##REAL(x, shift, scale, j->relu, y, size);                                 \
-        if (j->sums)                                                                           \
+        if (j->summed)                                                                         \
             j->sums[c] += sum_##REAL(y ? y : x, size);                                         \
     }
 
 FUNCTIONS(float)
 FUNCTIONS(double)
 
-static void *run(void *argument)
+static void run(const void *job, int64_t begin, int64_t end)
 {
-    const Job *j = argument;
-    for (int64_t c = j->begin; c < j->end; c++) {
-        if (j->sums)
-            j->sums[c] = 0;
-        if (j->scale_sums)
-            j->scale_sums[c] = 0;
-    }
+    const Job *j = job;
+    for (int64_t c = begin; c < end; c++)
+        j->sums[c] = j->scale_sums[c] = 0;
     for (int64_t n = 0; n < j->images; n++)
-        for (int64_t c = j->begin; c < j->end; c++)
+        for (int64_t c = begin; c < end; c++)
             for (int64_t p = 0; p < j->positions; p += BLOCK) {
                 const int size = j->positions - p < BLOCK ? (int)(j->positions - p) : BLOCK;
                 const int64_t at = (n * j->channels + c) * j->positions + p;
                 j->wide ? block_double(j, c, at, size) : block_float(j, c, at, size);
             }
-    return 0;
 }
 
 void geoparam_columns(const void *x, const void *a, const void *shift, const void *scale, void *y,
                       double *sums, double *scale_sums, int64_t images, int64_t channels,
-                      int64_t positions, int wide, int relu, int threads)
+                      int64_t positions, int wide, int relu, int summed, int threads)
 {
-    Job jobs[MOST_THREADS];
-    pthread_t started[MOST_THREADS];
-    int alive[MOST_THREADS] = {0};
-    threads = threads > MOST_THREADS ? MOST_THREADS : threads;
-    for (int t = 0; t < threads; t++) {
-        jobs[t] = (Job){x, a, shift, scale, y, sums, scale_sums, images, channels, positions,
-                        channels * t / threads, channels * (t + 1) / threads, wide, relu};
-        alive[t] = t && !pthread_create(&started[t], 0, run, &jobs[t]);
-    }
-    for (int t = 0; t < threads; t++) /* its own part, and what got no thread */
-        if (!alive[t])
-            run(&jobs[t]);
-    for (int t = 1; t < threads; t++)
-        if (alive[t])
-            pthread_join(started[t], 0);
+    const Job job = {x, a, shift, scale, y, sums, scale_sums, images, channels, positions,
+                     wide, relu, summed};
+    share_out(run, &job, channels, 1, threads);
 }

@@ -63,13 +63,18 @@ def rectify_backward(
     *,
     whole: bool = True,
     bias: Tensor | None = None,
+    lent: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradients of x, bias and scale of y = scale relu(x + bias).
 
     `a` is x + bias, rectified or not, or x, and then `bias` is given. Unless `whole`, the gradient
-    of the bias may be parts (parts, channels) that are still to be added up.
+    of the bias may be parts (parts, channels) that are still to be added up. With `lent`, that of
+    x may lie in memory that the next call writes to: the caller is done with it by then, and has
+    given it to nobody.
     """
-    if (kernels := _passes(a)) is not None:
+    if (kernels := _passes(a)) is columns_native:
+        return columns_native.rectify_backward(grad, a, dim, grad_sums, scale, whole, bias, lent)
+    if kernels is not None:
         return kernels.rectify_backward(grad, a, dim, grad_sums, scale, whole, bias)
     a = a.relu() if bias is None else (a.to(wide(a)) + along(bias, a, dim)).relu().to(a.dtype)
     grad = grad.to(wide(a))

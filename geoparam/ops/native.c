@@ -18,24 +18,24 @@
    and (cos(y) - 1 + y^2/2)/y^4 on |y| <= pi/4. Beyond REACH, and for NaN and infinity, the
    library's. Errors are below 2 units in the last place of a double (measured against 120 bits).
 
-   Threads get whole groups of four rows, so that their number does not change a bit. They are made
-   for one call, in some 50 us: a pool would not survive a fork.
+   Threads get whole groups of four rows, so that their number does not change a bit.
 
    Left out: half types, which torch converts before and after; a second sine in float arithmetic
    as in triton.py, which would be faster and another thing to get right. */
 
 #include <math.h>
-#include <pthread.h>
 #include <stdint.h>
 #include <string.h>
 
-enum { ROWS = 4, TILE = 128, MOST_THREADS = 64 };
+#include "threads.h"
+
+enum { ROWS = 4, TILE = 128 };
 static const double REACH = 1e6; /* turns * 33 bits of pi/2 is exact up to 1.6e6 */
 
 typedef struct {
     const void *latitude, *r, *grad; /* (rows, n - 1); (rows,) or NULL; (rows, n) or NULL */
     void *out, *grad_r;              /* without grad: (rows, n); else (rows, n - 1), (rows,) */
-    int64_t begin, end, n;
+    int64_t n;
     int wide, natural; /* wide: all of them are double, else float */
 } Job;
 
@@ -169,39 +169,22 @@ INLINE void walk(const Job *job, int64_t row, int rows, int wide)
         walk_left(job, row, rows, wide);
 }
 
-static void *run(void *argument)
+static void run(const void *argument, int64_t begin, int64_t end)
 {
     const Job *job = argument;
-    for (int64_t row = job->begin, rows; row < job->end; row += rows) {
-        rows = job->end - row < ROWS ? 1 : ROWS;
+    for (int64_t row = begin, rows; row < end; row += rows) {
+        rows = end - row < ROWS ? 1 : ROWS;
         if (job->wide)
             rows == 1 ? walk(job, row, 1, 1) : walk(job, row, ROWS, 1);
         else
             rows == 1 ? walk(job, row, 1, 0) : walk(job, row, ROWS, 0);
     }
-    return NULL;
 }
 
 /* Compute w or, where `grad` is given, the gradients, in `threads` threads, this one included. */
 void geoparam_run(const void *latitude, const void *r, const void *grad, void *out, void *grad_r,
                   int64_t rows, int64_t n, int wide, int natural, int threads)
 {
-    Job job = {latitude, r, grad, out, grad_r, 0, rows, n, wide, natural}, part[MOST_THREADS];
-    pthread_t thread[MOST_THREADS];
-    int started[MOST_THREADS];
-    int64_t groups = (rows + ROWS - 1) / ROWS;
-    threads = threads < MOST_THREADS ? threads : MOST_THREADS;
-    threads = threads < groups ? threads : (int)groups;
-    for (int i = threads - 1; i >= 0; i--) {
-        int64_t end = groups * (i + 1) / threads * ROWS;
-        part[i] = job;
-        part[i].begin = groups * i / threads * ROWS;
-        part[i].end = end < rows ? end : rows;
-        started[i] = i && !pthread_create(&thread[i], NULL, run, &part[i]);
-        if (!started[i])
-            run(&part[i]);
-    }
-    for (int i = 1; i < threads; i++)
-        if (started[i])
-            pthread_join(thread[i], NULL);
+    const Job job = {latitude, r, grad, out, grad_r, n, wide, natural};
+    share_out(run, &job, rows, ROWS, threads);
 }

@@ -5,7 +5,7 @@ neither. The compiler is $CC or cc, for about a second, once per machine; no hea
 torch is needed, so nothing is built when geoparam is installed. The results are kept in
 $GEOPARAM_CACHE or ~/.cache/geoparam as
 
-    native-KEY-DIGEST.so    KEY of source, flags and the compiler's own macros, DIGEST of the file
+    native-KEY-DIGEST.so    KEY of sources, flags and the compiler's own macros, DIGEST of the file
 
 The macros tell the compiler's version and what -march=native stands for, so machines may share a
 home. A file is renamed when it is complete, so processes may race; one that does not match its
@@ -143,7 +143,8 @@ def binary(source: Path, flags: Sequence[str]) -> Path:
 def _binary_for(source: Path, flags: Sequence[str]) -> Path:
     command = [*shlex.split(os.environ.get("CC", "cc")), *flags]
     macros = _output([*command, "-dM", "-E", "-x", "c", os.devnull])
-    key = _digest(source.read_bytes() + macros + repr(command).encode())
+    text = b"".join(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
+    key = _digest(text + macros + repr(command).encode())
     cache = Path(os.environ.get("GEOPARAM_CACHE") or Path.home() / ".cache" / "geoparam")
     for path in cache.glob(f"native-{key}-*.so"):
         if path.stem.endswith(_digest(path.read_bytes())):

@@ -5,7 +5,8 @@
                    sum dx per channel
 
 torch notes eight bytes for each window where one is enough, and gathers nothing. Here is the
-specification in plain torch, `pooling_triton` has the same for GPUs.
+specification in plain torch, `pooling_triton` has the same for GPUs, and `pooling_native` that of
+squares for CPUs.
 """
 
 import functools
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from geoparam.ops import columns, implementation
+from geoparam.ops import columns, implementation, pooling_native
 
 
 class Window(NamedTuple):
@@ -43,7 +44,7 @@ def pool(x: Tensor, window: Window) -> tuple[Tensor, Tensor, Tensor]:
         >>> y, place, sums
         (tensor([[[[5., 7.]]]]), tensor([[[[3, 3]]]], dtype=torch.uint8), tensor([12.]))
     """
-    if (kernels := _kernels(x)) is not None:
+    if (kernels := _passes(x, window)) is not None:
         return kernels.pool(x, window)
     y, index = F.max_pool2d(x, *window, return_indices=True)
     top, left = _corners(y, window)
@@ -59,7 +60,7 @@ def pool_backward(
     size: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, whose height and width are `size`, and its sums."""
-    if (kernels := _kernels(grad)) is not None:
+    if (kernels := _passes_back(grad, window, size)) is not None:
         return kernels.pool_backward(grad, place, grad_sums, window, size)
     grad = spread(grad, grad_sums)  # each number of it goes to one of x
     return scattered(grad, place, window, size), columns.sums(grad, 1)
@@ -81,10 +82,11 @@ def scattered(grad: Tensor, place: Tensor, window: Window, size: tuple[int, int]
     return grad_x.unflatten(2, size).to(grad.dtype)
 
 
-def worthwhile(x: Tensor) -> bool:
+def worthwhile(x: Tensor, window: Window) -> bool:
     """Return whether there are kernels for this tensor as it lies."""
+    kernels = _passes(x, window)
     last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return last and _kernels(x) is not None
+    return kernels is pooling_native or (last and kernels is not None)
 
 
 def _corners(y: Tensor, window: Window) -> tuple[Tensor, Tensor]:
@@ -93,6 +95,21 @@ def _corners(y: Tensor, window: Window) -> tuple[Tensor, Tensor]:
         torch.arange(n, device=y.device) * window.stride - window.padding for n in y.shape[2:]
     )
     return top[:, None], left
+
+
+def _passes(x: Tensor, window: Window) -> ModuleType | None:
+    """Return the kernels for an activation, or None for plain torch."""
+    if implementation.KERNELS in ("auto", "native") and pooling_native.serves(x, window):
+        return pooling_native
+    return _kernels(x)
+
+
+def _passes_back(grad: Tensor, window: Window, size: tuple[int, int]) -> ModuleType | None:
+    """Return the kernels for a gradient; it may lie in another way than the result did."""
+    native = implementation.KERNELS in ("auto", "native")
+    if native and pooling_native.serves_backward(grad, window, size):
+        return pooling_native
+    return _kernels(grad)
 
 
 def _kernels(x: Tensor) -> ModuleType | None:
