@@ -14,6 +14,7 @@ for, and where the device's time goes. The mode "graphs", which is not run unles
 compiled code in CUDA graphs (mode="reduce-overhead"): there no host is too slow.
 
     bn          torchvision's ResNet-50; VGG-6 of the experiments; for ViT, as it is, with LN
+    bn+pool     the same with our max pool, which networks with IMN have; only if asked for
     none        the same without norms
     naive       GmP, no norm, as one would write it: autograd goes through the cumulative product;
                 not compiled, which has not come to an end for a ResNet-50
@@ -29,7 +30,9 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +43,8 @@ from benchmarks.timing import hardware, training_step
 from benchmarks.weight import naive
 from geoparam.coordinates import Angles
 from geoparam.experiments import networks
+from geoparam.pooling import MaxPool2d
+from geoparam.surgery import like
 
 METHODS = ("bn", "none", "naive", "wn", "ln", "gmp", "imn", "intrinsic")
 TITLES = {"resnet50": "ResNet-50", "vgg6": "VGG-6", "vit": "ViT-B/16"}
@@ -80,7 +85,10 @@ def build(network: str, method: str, device: str) -> nn.Module | None:
         return None
     make = {"resnet50": _resnet50, "vgg6": _vgg6, "vit": _vit}[network]
     torch.manual_seed(0)
-    return make(method, device).train()
+    model = make(method.removesuffix("+pool"), device)
+    if method.endswith("+pool"):
+        _replace(model, nn.MaxPool2d, lambda pool: like(pool, MaxPool2d))
+    return model.train()
 
 
 def _resnet50(method: str, device: str) -> nn.Module:
@@ -92,9 +100,10 @@ def _resnet50(method: str, device: str) -> nn.Module:
         images = torch.randn(4, 3, 64, 64, device=device)
         return gp.convert_(model, norm="imn", coordinates=coordinates, example_inputs=images)
     if method == "ln":
-        _replace_norms(model, lambda norm: nn.GroupNorm(1, norm.num_features, device=device))
+        new = partial(nn.GroupNorm, 1, device=device)
+        _replace(model, nn.BatchNorm2d, lambda norm: new(norm.num_features))
     elif method != "bn":
-        _replace_norms(model, lambda norm: nn.Identity())
+        _replace(model, nn.BatchNorm2d, lambda norm: nn.Identity())
     if method in ("gmp", "naive", "wn"):
         _give_biases(model)
     return _parametrized(model, method)
@@ -136,10 +145,10 @@ def _make_naive(model: nn.Module) -> None:
             module._coordinates = Naive()
 
 
-def _replace_norms(model: nn.Module, new: Callable[[nn.BatchNorm2d], nn.Module]) -> None:
+def _replace(model: nn.Module, kind: type, new: Callable[[Any], nn.Module]) -> None:
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if isinstance(child, nn.BatchNorm2d):
+            if isinstance(child, kind):
                 setattr(parent, name, new(child))
 
 
