@@ -12,7 +12,7 @@ from geoparam import fused, routes
 from geoparam.coordinates import Angles, Intrinsic
 from geoparam.norm import InputMeanNorm
 from geoparam.ops import direct
-from geoparam.routes import autocast_dtype
+from geoparam.routes import autocast_dtype, is_channels_last
 from geoparam.sums import channel_sums
 from geoparam.unit import Activation, GmPLayer, InputNorm
 
@@ -234,8 +234,19 @@ class _GmPConv(GmPLayer):
         return convolve(x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
     def _in_few_passes(self, x: Tensor) -> Tensor | None:
-        parameters: dict[str, Any] = self._parameters  # looked up so: attributes are slow
-        norm: Any = self._modules.get("input_norm")
+        norm: Any = self._modules.get("input_norm")  # looked up so: attributes are slow
+        if norm is None or self.mean_in_bias or not self._pads_zeros:
+            return self._by_route(x, norm)
+        x = norm._centred(x, None)  # a pass, but the rest has fewer: zeros come after it
+        y = self._by_route(x, None)
+        if y is not None:
+            return y
+        parameters = self._map_parameters(autocast_dtype(x), None, is_channels_last(x))
+        z = self._map(x, *parameters)
+        return z if self.activation is None else self._activated(z)
+
+    def _by_route(self, x: Tensor, norm: Any) -> Tensor | None:
+        parameters: dict[str, Any] = self._parameters
         r, kind = parameters.get("r"), type(self._coordinates)
         lam = parameters["lam"] if "lam" in parameters else self.lam  # may be made of others
         stored = parameters.get(self._coordinates.name) if kind in (Angles, Intrinsic) else None

@@ -130,6 +130,20 @@ LAYERS = {
     "rectangular": (GmPConv2d(4, 6, (3, 1), padding=(2, 0), dilation=(2, 1)), (2, 4, 5, 6)),
     "same": (GmPConv2d(4, 6, 3, padding="same", input_norm="bias"), (2, 4, 5, 5)),
     "zeros after centring": (GmPConv2d(4, 6, 3, padding=1, input_norm=True), (2, 4, 5, 5)),
+    "zeros after centring, ReLU": (
+        GmPConv2d(4, 6, 3, padding=1, stride=2, input_norm=True, activation=torch.relu),
+        (2, 4, 5, 5),
+    ),
+    "zeros after centring, tanh": (
+        GmPConv2d(4, 6, 3, padding=1, input_norm=True, activation=torch.tanh),
+        (2, 4, 5, 5),
+    ),
+    "zeros after centring, 1d": (GmPConv1d(4, 6, 3, padding=1, input_norm=True), (2, 4, 7)),
+    "zeros after centring one image": (
+        GmPConv2d(4, 6, 3, padding=1, input_norm=True),
+        (4, 5, 5),
+    ),
+    "zeros after centring nothing": (GmPConv2d(4, 6, 3, padding=1, input_norm=True), (0, 4, 5, 5)),
     "one input": (GmPConv2d(1, 3, 1, input_norm="bias"), (2, 1, 3, 3)),
     "other activation": (
         GmPConv2d(4, 6, 3, activation=torch.tanh, input_norm="bias"),
