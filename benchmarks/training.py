@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
@@ -294,6 +295,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     torch.backends.cudnn.benchmark = True
+    inductor.autotune_local_cache = False  # tune now, while nobody else has the device
     methods = given.methods.split(",")
     print(f"One training step, {hardware(given.device)}; time / memory over the first column\n")
     print(f"| | {' | '.join(methods)} |")
