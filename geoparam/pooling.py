@@ -29,33 +29,44 @@ class MaxPool2d(nn.MaxPool2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        window = self._window(x) if self.training and x.requires_grad else None
-        if window is not None and pooling_op.wanted(x):
-            return torch.ops.geoparam.max_pool(x, *window)[0]
-        if window is None or not (fused.eligible(x) and pooling.worthwhile(x, window)):
-            options: Any = self.padding, self.dilation, self.ceil_mode, self.return_indices
-            return F.max_pool2d(x, self.kernel_size, self.stride, *options)
-        y, sums = _pool(x, window)
-        note(y, 1, sums)
-        return y
+        compiled = self.training and pooling_op.wanted(x)
+        if compiled or (self.training and fused.eligible(x)):  # asked first: x may be anything
+            window = self._window(x) if x.requires_grad else None
+            if window is not None and compiled:
+                return torch.ops.geoparam.max_pool(x, *window)[0]
+            if window is not None and pooling.worthwhile(x, window):
+                y, sums = _pool(x, window)
+                note(y, 1, sums)
+                return y
+        options: Any = self.padding, self.dilation, self.ceil_mode, self.return_indices
+        return F.max_pool2d(x, self.kernel_size, self.stride, *options)
 
     def _window(self, x: Tensor) -> Window | None:
         """Return the windows if all is square, and none reaches over the padding."""
-        given = self.kernel_size, self.stride, self.padding
-        sides = [{one} if isinstance(one, int) else set(one) for one in given]
+        sides = [_side(one) for one in (self.kernel_size, self.stride, self.padding)]
+        size, stride, padding = sides
         if (
             x.ndim != 4
             or x.shape[0] * x.shape[2] * x.shape[3] > _MOST
-            or any(len(side) > 1 for side in sides)
+            or size is None
+            or stride is None
+            or padding is None
             or self.dilation not in (1, (1, 1))
             or self.ceil_mode
             or self.return_indices
         ):
             return None
-        window = Window(*[min(side) for side in sides])
-        fits = 0 < 2 * window.padding <= window.size or window.padding == 0
-        long_enough = min(x.shape[2:]) + 2 * window.padding >= window.size
-        return window if fits and long_enough and window.size <= _LARGEST else None
+        fits = 2 * padding <= size and min(x.shape[2:]) + 2 * padding >= size
+        served = fits and 0 < size <= _LARGEST and stride > 0 and padding >= 0
+        return Window(size, stride, padding) if served else None
+
+
+def _side(of: Any) -> int | None:
+    """Return what both dimensions have; None if they differ, or torch is to say what is meant."""
+    if type(of) is int:
+        return of
+    pair = type(of) is tuple and len(of) == 2 and type(of[0]) is type(of[1]) is int
+    return of[0] if pair and of[0] == of[1] else None
 
 
 class _MaxPool(torch.autograd.Function):

@@ -75,8 +75,13 @@ class _ChannelSums(torch.autograd.Function):
 
 
 def is_plain(*gradients: Tensor | None) -> bool:
-    """Return whether gradients are numbers in memory, and nobody will differentiate further."""
-    return not torch.is_grad_enabled() and direct.possible(*gradients)
+    """Return whether gradients are numbers in memory that can have notes.
+
+    And nobody will differentiate further.
+    """
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    return direct.possible(*gradients)
 
 
 def is_beside(sums: Tensor, x: Tensor) -> bool:

@@ -39,6 +39,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from geoparam.graph import Graph, Node
+from geoparam.pooling import MaxPool2d
 
 # What a function is, by its name without outer underscores; activation modules go by the same
 # names. `trace(..., kinds={MyLinear: "layer", "my_relu": "activation"})` adds to these tables.
@@ -316,7 +317,7 @@ def _step(module: nn.Module, kinds: Mapping[type | str, str] | None = None) -> N
         return Node("embedding", op)
     if leaf and "norm" in op:
         return Node("norm", op)
-    if isinstance(module, nn.MaxPool2d):
+    if type(module) in (nn.MaxPool2d, MaxPool2d) and "forward" not in module.__dict__:
         return Node("max", "max_pool2d")
     if leaf and op in ACTIVATIONS:
         return Node("activation", ACTIVATIONS[op])

@@ -3,9 +3,11 @@
 import copy
 from collections.abc import Callable
 
+import numpy as np
 import pooling_checks
 import pytest
 import torch
+import torch.nn.functional as F
 from test_expansion import KERNEL, traced
 from torch import Tensor, nn
 
@@ -158,6 +160,59 @@ def test_windows_too_large_are_torchs_error(on: Callable) -> None:
     for pool, side in ((MaxPool2d(3), 2), (MaxPool2d(2, padding=2), 8)):
         with pytest.raises(RuntimeError):
             pool(torch.randn(1, 1, side, side, requires_grad=True))
+
+
+@pytest.mark.parametrize("pool", [MaxPool2d(2), MaxPool2d(3, 2, 1)], ids=str)
+def test_batched_gradients(on: Callable, pool: MaxPool2d, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns_native, "SMALLEST", 0)
+    on(True)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    jacobian = torch.autograd.functional.jacobian
+    found = jacobian(lambda x: pool(x * 1).pow(2), x, vectorize=True)
+    assert torch.equal(found, jacobian(lambda x: nn.MaxPool2d.forward(pool, x).pow(2), x))
+
+
+def test_gradients_of_all_kinds(on: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing at all, numbers whose sign is a bit beside them, and without versions."""
+    monkeypatch.setattr(columns_native, "SMALLEST", 0)
+    on(True)
+    x = torch.randn(2, 3, 4, 4, requires_grad=True)
+    y, sums = MaxPool2d(2)(torch._neg_view(x * 1)), MaxPool2d(2)(fused.ReLU()(x * 1))
+    assert torch.equal(y, F.max_pool2d(-x, 2))
+    nothing, given = torch._efficientzerotensor(y.shape), torch.randn(y.shape)
+    assert torch.autograd.grad(sums, x, nothing, retain_graph=True)[0].count_nonzero() == 0
+    negative = torch.autograd.grad(sums, x, torch._neg_view(given), retain_graph=True)[0]
+    expected = torch.autograd.grad(F.max_pool2d(x.relu(), 2), x, given)[0]
+    with torch.inference_mode():
+        found = torch.autograd.grad(sums, x, given)[0]
+    assert torch.equal(found, expected) and torch.equal(negative, -expected)
+
+
+@pytest.mark.parametrize(
+    "pool", [MaxPool2d(2, stride=()), MaxPool2d(np.int64(2)), MaxPool2d((2,))], ids=str
+)
+def test_what_only_torch_understands(on: Callable, pool: MaxPool2d) -> None:
+    on(True)
+    x = torch.randn(2, 3, 4, 4, requires_grad=True)
+    assert torch.equal(pool(x * 1), F.max_pool2d(x, 2))
+
+
+def test_export_of_any_number_of_images(on: Callable) -> None:
+    on(True)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), MaxPool2d(2))
+    shapes = ({0: torch.export.Dim("images")},)
+    program = torch.export.export(model, (torch.randn(4, 3, 8, 8),), dynamic_shapes=shapes)
+    x = torch.randn(7, 3, 8, 8)
+    torch.testing.assert_close(program.module()(x), model(x))
+
+
+def test_symbolic_tracing(on: Callable) -> None:
+    on(True)
+    pool, x = MaxPool2d(2), torch.randn(2, 3, 4, 4)
+    tracer = torch.fx.Tracer()
+    tracer.is_leaf_module = lambda *_: False
+    traced = torch.fx.GraphModule(pool, tracer.trace(pool))
+    assert torch.equal(traced(x), pool(x))
 
 
 # --- compiled -----------------------------------------------------------------------------------

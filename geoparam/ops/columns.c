@@ -7,7 +7,8 @@
 
    Layout. At most BLOCK numbers at a time, which stay in the first-level cache: one loop for each
    thing that is computed of them, each of a kind that compilers turn into vector code. y may be x
-   or a itself; IN_ORDER says that nothing else overlaps.
+   or a itself; IN_ORDER says that nothing else overlaps. With one position, channels lie side by
+   side, and loops run over them instead.
 
    columns_native.py compiles this file and calls geoparam_columns. */
 
@@ -17,7 +18,7 @@
 #include "lanes.h"
 #include "threads.h"
 
-enum { BLOCK = 1024 };
+enum { BLOCK = 1024, SIDE_BY_SIDE = 32 }; /* channels for one thread: lines of the cache */
 
 typedef struct {
     const void *x, *a;        /* forward: x and NULL; backward: dy and x + b, rectified or not */
@@ -76,6 +77,23 @@ typedef struct {
             forward_##REAL(x, shift, scale, j->relu, y, size);                                 \
         if (j->summed)                                                                         \
             j->sums[c] += sum_##REAL(y ? y : x, size);                                         \
+    }                                                                                          \
+                                                                                               \
+    static void row_##REAL(const Job *j, int64_t at, int64_t begin, int64_t end)               \
+    {                                                                                          \
+        const REAL *shift = j->shift, *scale = j->scale, floor = j->relu ? 0 : -(REAL)INFINITY; \
+        const REAL *x = (const REAL *)j->x + at, *a = j->a ? (const REAL *)j->a + at : 0;      \
+        REAL *y = j->y ? (REAL *)j->y + at : 0;                                                \
+        for (int64_t c = begin; a && scale && c < end; c++)                                    \
+            j->scale_sums[c] += (x[c] + (shift ? shift[c] : 0)) * (a[c] < 0 ? 0 : a[c]);       \
+        IN_ORDER for (int64_t c = begin; y && c < end; c++)                                    \
+        {                                                                                      \
+            const REAL v = x[c] + (shift ? shift[c] : 0), s = scale ? scale[c] : 1;            \
+            y[c] = a ? (a[c] <= 0 ? 0 : v * s) : (v < floor ? floor : v) * s;                  \
+        }                                                                                      \
+        const REAL *summed = y ? y : x;                                                        \
+        for (int64_t c = begin; j->summed && c < end; c++)                                     \
+            j->sums[c] += summed[c];                                                           \
     }
 
 FUNCTIONS(float)
@@ -86,6 +104,11 @@ static void run(const void *job, int64_t begin, int64_t end)
     const Job *j = job;
     for (int64_t c = begin; c < end; c++)
         j->sums[c] = j->scale_sums[c] = 0;
+    if (j->positions == 1) {
+        for (int64_t at = 0; at < j->images * j->channels; at += j->channels)
+            j->wide ? row_double(j, at, begin, end) : row_float(j, at, begin, end);
+        return;
+    }
     for (int64_t n = 0; n < j->images; n++)
         for (int64_t c = begin; c < end; c++)
             for (int64_t p = 0; p < j->positions; p += BLOCK) {
@@ -101,5 +124,5 @@ void geoparam_columns(const void *x, const void *a, const void *shift, const voi
 {
     const Job job = {x, a, shift, scale, y, sums, scale_sums, images, channels, positions,
                      wide, relu, summed};
-    share_out(run, &job, channels, 1, threads);
+    share_out(run, &job, channels, positions == 1 ? SIDE_BY_SIDE : 1, threads);
 }

@@ -20,14 +20,22 @@ def possible(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling():  # first: a compiler knows the answer and reads no further
         return False
     for x in tensors:
-        if x is not None and (type(x) not in _PLAIN or not torch._C._has_storage(x)):
-            return False  # without storage: autograd's own vmap, for batched gradients
+        if x is not None and (type(x) not in _PLAIN or not _is_in_memory(x)):
+            return False
     return not (
         torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
     )
+
+
+def _is_in_memory(x: Tensor) -> bool:
+    """Return whether the numbers are what lies in memory.
+
+    Without storage are those of autograd's own vmap, for batched gradients.
+    """
+    return torch._C._has_storage(x) and not x.is_neg() and not x._is_zerotensor()
 
 
 def weight(

@@ -77,9 +77,11 @@ def scattered(grad: Tensor, place: Tensor, window: Window, size: tuple[int, int]
     top, left = _corners(grad, window)
     place = place.long()
     index = (place // window.size + top) * size[1] + place % window.size + left
-    nothing = grad.new_zeros((*grad.shape[:2], size[0] * size[1]), dtype=columns.wide(grad))
-    grad_x = nothing.scatter_add(2, index.flatten(2), grad.flatten(2).to(nothing.dtype))
-    return grad_x.unflatten(2, size).to(grad.dtype)
+    images, channels, height, width = grad.shape
+    flat = images, channels, height * width  # by reshape: batched gradients know no flatten
+    nothing = grad.new_zeros((images, channels, size[0] * size[1]), dtype=columns.wide(grad))
+    moved = nothing.scatter_add(2, index.reshape(flat), grad.reshape(flat).to(nothing.dtype))
+    return moved.reshape(images, channels, *size).to(grad.dtype)
 
 
 def worthwhile(x: Tensor, window: Window) -> bool:
