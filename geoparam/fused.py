@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam import ops
 from geoparam.notes import note, whole
 from geoparam.ops import columns, direct, shifted
 from geoparam.routes import Route
@@ -364,13 +363,7 @@ def _readable(
     how = route.how
     weight = stored
     if not route.stores_weight:
-        made: dict[str, Any] = {"dtype": how.dtype, "shape": how.shape}
-        made |= {"channels_last": how.channels_last}
-        scale = r if how.inside else None
-        if how.coordinates == "latitude":
-            weight = ops.weight(stored, scale, natural=how.natural, **made)
-        else:
-            weight = ops.intrinsic.weight(stored, scale, **made)
+        weight = shifted.readable_weight(stored, r if how.inside else None, how)
     y = route.convolve(x, weight)
     if lam is not None:
         y = y + columns.along(r * lam if how.inside else lam, y, 1)

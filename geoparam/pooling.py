@@ -17,7 +17,6 @@ from geoparam.ops.pooling import Window
 from geoparam.sums import is_plain
 
 _LARGEST = 5  # window that is served: kernels write out a line for each of its places
-_MOST = 1 << 30  # positions: kernels count them in 32 bits
 
 
 class MaxPool2d(nn.MaxPool2d):
@@ -47,7 +46,6 @@ class MaxPool2d(nn.MaxPool2d):
         size, stride, padding = sides
         if (
             x.ndim != 4
-            or x.shape[0] * x.shape[2] * x.shape[3] > _MOST
             or size is None
             or stride is None
             or padding is None

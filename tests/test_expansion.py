@@ -107,15 +107,19 @@ def test_export_keeps_the_op(on_gpu: None) -> None:
     assert "geoparam.weight.default" in targets
 
 
-def test_the_compilers_cache_knows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("op", ["weight", "shifted_weight", "centred", "added", "max_pool"])
+def test_the_compilers_cache_knows_our_code(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    sources = torch._library.triton.get_triton_kernels_for_op("geoparam::weight")
-    assert [kernel.__name__ for kernel in sources] == ["_forward_kernel", "_backward_kernel"]
-    others = torch._library.triton.get_triton_kernels_for_op("geoparam::shifted_weight")
-    assert len(list(others)) == 3
+    from torch._inductor.codegen import wrapper
+
+    (code,) = torch._library.triton.get_triton_kernels_for_op(f"geoparam::{op}")
+    source = wrapper.user_defined_triton_kernel_transitive_closure_source_code
+    seen = {source(code)}
     monkeypatch.setattr(expansion, "COMPILED", "op")
-    assert list(sources) == [] == list(others)
+    seen.add(source(code))
+    monkeypatch.setattr(expansion, "_digest", lambda: "other code")
+    seen.add(source(code))
+    assert len(seen) == 3
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from test_expansion import KERNEL, traced
 from torch import Tensor, nn
 
 from geoparam import GmPConv2d, InputMeanNorm, MeanOnlyBatchNorm
-from geoparam.ops import columns, expansion, implementation, pooling, rectified
+from geoparam.ops import columns, expansion, implementation, pooling, rectified, shifted_op
 from geoparam.pooling import MaxPool2d
 
 LAST = torch.channels_last
@@ -121,6 +121,36 @@ def test_centring_moves_past_a_pool(shifts: list[bool], monkeypatch: pytest.Monk
     assert_same(found, train(model, model), 1e-12)
     assert set(pooled) == {(3, 3)}  # centred behind the pool
     assert summed == [(3, 3), (3, 3), (8, 8)]  # MBN's, the pool's in the place of (6, 6), IMN's
+
+
+def penalty(model: nn.Module, x: Tensor) -> Tensor:
+    """Return a loss that asks for second derivatives, within what is compiled."""
+    (slope,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
+    return slope.pow(3).sum()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="needs a newer torch"
+)
+@pytest.mark.parametrize("number", [0, 1, 2, 5], ids=["ReLU", "IMN", "pool", "mean in the bias"])
+def test_second_derivatives(
+    number: int, shifts: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shifted_op, "wanted", lambda stored: torch.compiler.is_compiling())
+    smooth = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Tanh()).double()
+    steps = {1: InputMeanNorm(6), 2: MaxPool2d(3, 2, 1)}
+    own = network()[number]
+    model = nn.Sequential(smooth, steps[number]) if number in steps else own
+    model = nn.Sequential(smooth, own) if number == 5 else model
+    torch.compiler.reset()
+    given, found = images(), []
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        for call in (penalty, torch.compile(penalty, backend="aot_eager", fullgraph=True)):
+            model.zero_grad()
+            x = given.clone().requires_grad_()
+            call(model, x).backward()
+            found.append([x.grad, *[p.grad.clone() for p in model.parameters()]])
+    torch.testing.assert_close(found[1], found[0])
 
 
 def used_twice(first: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:

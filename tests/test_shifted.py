@@ -133,6 +133,17 @@ def test_compilers_find_one_op(
     assert len(calls) == 12
 
 
+def test_the_op_returns_none_of_its_inputs() -> None:
+    weight, units = torch.randn(4, 9), torch.randn(3, 4)
+    given = weight, units[0], torch.randn(4, 8), units[1], units[2], torch.randn(9), weight
+    backward = torch.ops.geoparam.shifted_weight_backward
+    found = backward(*[x.clone() for x in given[:6]], weight, "latitude", False, False)
+    again = backward(*given, "latitude", False, False)
+    torch.testing.assert_close(found, again)
+    addresses = {x.untyped_storage().data_ptr() for x in given}
+    assert not any(x.untyped_storage().data_ptr() in addresses for x in again if x.numel())
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_mean_of_parts(dtype: torch.dtype, device: str) -> None:

@@ -9,9 +9,10 @@ and run anywhere, and so do CPUs and sizes that are not known.
 `GEOPARAM_COMPILED=op` leaves the ops in compiled code as they are.
 """
 
-import importlib
+import functools
+import hashlib
 import os
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,39 +41,36 @@ def register() -> None:
     """Let compilers expand the weight's ops, which must be defined."""
     expand("weight", _weight)
     expand("weight_backward", _weight_backward)
-    note_sources("weight", "triton", ("_forward_kernel", "_backward_kernel"))
 
 
 def expand(op: str, expansion: Any, always: bool = False) -> None:
     """Let compilers replace an op by what a function of the same arguments computes.
 
-    Only where there are kernels, unless `always`, for functions that look for themselves.
+    Only where there are kernels, unless `always`, for functions that look for themselves. torch's
+    cache of compiled graphs has them from before the expansion, with an op as a mere name, and
+    asks which kernels are behind it: it is told what changes with any of our code.
     """
     rule = _rule(expansion, _traced if always else _expandable)
     torch.library.register_torch_dispatch(f"geoparam::{op}", FunctionalTensorMode, rule)
-
-
-def note_sources(op: str, module: str, kernels: tuple[str, ...]) -> None:
-    """Tell torch's cache of compiled graphs which kernels' source is behind an op.
-
-    It keeps graphs from before the expansion, in which an op is only a name.
-    """
     if hasattr(torch._library.triton, "triton_ops_to_kernels"):
-        sources = _Sources(module, kernels)
-        torch._library.triton.triton_ops_to_kernels[f"geoparam::{op}"] = sources
+        torch._library.triton.triton_ops_to_kernels[f"geoparam::{op}"] = [_Code()]
 
 
-class _Sources(list):
-    """Kernels, loaded only where they are used."""
+class _Code:
+    """All code of the ops, in the place of a Triton kernel."""
 
-    def __init__(self, module: str, kernels: tuple[str, ...]) -> None:
-        super().__init__()
-        self.module, self.kernels = f"geoparam.ops.{module}", kernels
+    __name__ = "geoparam"
+    fn = staticmethod(lambda: None)  # it calls no others
 
-    def __iter__(self) -> Iterator[Any]:
-        if COMPILED == "kernels" and torch.cuda.is_available() and implementation.has_triton():
-            module = importlib.import_module(self.module)
-            yield from (getattr(module, name) for name in self.kernels)
+    @property
+    def src(self) -> str:
+        return f"# {_digest()}, {COMPILED}, {implementation.KERNELS}"
+
+
+@functools.cache
+def _digest() -> str:
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def _rule(expansion: Any, possible: Any) -> Any:

@@ -105,7 +105,6 @@ def _kernel(
 
 
 expansion.expand("mean_of_parts", _kernel)
-expansion.note_sources("mean_of_parts", "means_triton", ("_mean_kernel",))
 
 
 @functools.cache

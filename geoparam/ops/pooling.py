@@ -11,6 +11,7 @@ squares for CPUs.
 
 import functools
 import importlib
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -46,10 +47,16 @@ def pool(x: Tensor, window: Window) -> tuple[Tensor, Tensor, Tensor]:
     """
     if (kernels := _passes(x, window)) is not None:
         return kernels.pool(x, window)
+    y, place = plain_pool(x, window)
+    return y, place, columns.sums(y, 1)
+
+
+def plain_pool(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+    """Return the largest number of each window, and its place, by plain operations."""
     y, index = F.max_pool2d(x, *window, return_indices=True)
     top, left = _corners(y, window)
     row, column = index // x.shape[3] - top, index % x.shape[3] - left
-    return y, (row * window.size + column).to(torch.uint8), columns.sums(y, 1)
+    return y, (row * window.size + column).to(torch.uint8)
 
 
 def pool_backward(
@@ -103,7 +110,7 @@ def _passes(x: Tensor, window: Window) -> ModuleType | None:
     """Return the kernels for an activation, or None for plain torch."""
     if implementation.KERNELS in ("auto", "native") and pooling_native.serves(x, window):
         return pooling_native
-    return _kernels(x)
+    return _kernels(x, x.shape[2:])
 
 
 def _passes_back(grad: Tensor, window: Window, size: tuple[int, int]) -> ModuleType | None:
@@ -111,11 +118,19 @@ def _passes_back(grad: Tensor, window: Window, size: tuple[int, int]) -> ModuleT
     native = implementation.KERNELS in ("auto", "native")
     if native and pooling_native.serves_backward(grad, window, size):
         return pooling_native
-    return _kernels(grad)
+    return _kernels(grad, size)
 
 
-def _kernels(x: Tensor) -> ModuleType | None:
-    return _triton() if implementation.uses_triton(x) else None
+def _kernels(x: Tensor, size: Sequence[int]) -> ModuleType | None:
+    """Return Triton's, for images of this height and width."""
+    served = implementation.uses_triton(x) and is_countable((x.shape[0], 1, *size))
+    return _triton() if served else None
+
+
+def is_countable(shape: Sequence[int]) -> bool:
+    """Return whether 32 bits are enough to count the positions of images, as Triton's do."""
+    images, _, height, width = shape
+    return images * height * width <= 1 << 30
 
 
 @functools.cache

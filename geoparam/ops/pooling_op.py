@@ -68,7 +68,10 @@ def _context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     (place,) = ctx.saved_tensors
-    found = torch.ops.geoparam.max_pool_backward(grad, place, *ctx.window, *ctx.size)
+    if torch.is_grad_enabled():  # somebody will differentiate once more
+        found = pooling.scattered(grad, place, Window(*ctx.window), tuple(ctx.size))
+    else:
+        found = torch.ops.geoparam.max_pool_backward(grad, place, *ctx.window, *ctx.size)
     return found, None, None, None
 
 
@@ -80,18 +83,23 @@ torch.library.register_autograd("geoparam::max_pool", _gradients, setup_context=
 
 def _pool_kernel(x: Tensor, *numbers: int) -> tuple[Tensor, Tensor]:
     window = Window(*numbers)
-    return rectified.pooled(x, lambda x: _kernels().pool(x, window, traced=True)[:2])
+    if pooling.is_countable(x.shape):
+        return rectified.pooled(x, lambda x: _kernels().pool(x, window, traced=True)[:2])
+    return rectified.pooled(x, lambda x: pooling.plain_pool(x, window))
 
 
 def _pool_backward_kernel(grad: Tensor, place: Tensor, *numbers: int) -> Tensor:
-    *window, height, width = numbers
-    given = grad, place, None, Window(*window), (height, width)
-    return rectified.note_moved(_kernels().pool_backward(*given, traced=True)[0], grad)
+    *sides, height, width = numbers
+    window, size = Window(*sides), (height, width)
+    if pooling.is_countable((grad.shape[0], 1, *size)):
+        found, _ = _kernels().pool_backward(grad, place, None, window, size, traced=True)
+    else:
+        found = pooling.scattered(grad, place, window, size)
+    return rectified.note_moved(found, grad)
 
 
 expansion.expand("max_pool", _pool_kernel)
 expansion.expand("max_pool_backward", _pool_backward_kernel)
-expansion.note_sources("max_pool", "pooling_triton", ("_forward_kernel", "_backward_kernel"))
 
 
 def _kernels() -> Any:

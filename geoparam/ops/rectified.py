@@ -142,13 +142,16 @@ def _rectified_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _rectified_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     z, bias, scale = ctx.saved_tensors
-    grad_z, grad_bias, grad_scale = torch.ops.geoparam.rectified_backward(grad, z, bias, scale)
+    twice = torch.is_grad_enabled()  # somebody will differentiate once more
+    backward = _rectified_backward if twice else torch.ops.geoparam.rectified_backward
+    grad_z, grad_bias, grad_scale = backward(grad, z, bias, scale)
     by_bias = None if bias is None else grad_bias.to(bias.dtype)
     return grad_z, by_bias, grad_scale.to(scale.dtype)
 
 
 def _centred_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return torch.ops.geoparam.centred_backward(grad), None
+    twice = torch.is_grad_enabled()
+    return (_centred_backward if twice else torch.ops.geoparam.centred_backward)(grad), None
 
 
 def _added_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -257,4 +260,3 @@ expansion.expand("rectified_backward", _expanded_rectified_backward, always=True
 expansion.expand("centred", _expanded_centred, always=True)
 expansion.expand("added", _added, always=True)
 expansion.expand("centred_backward", _expanded_centred_backward, always=True)
-expansion.note_sources("rectified", "columns_triton", ("_backward_kernel",))

@@ -13,11 +13,12 @@ Here is the specification, composed of `implementation`, `intrinsic` and `column
 import functools
 import importlib
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from geoparam import ops
 from geoparam.ops import columns, implementation, intrinsic
 
 
@@ -103,6 +104,15 @@ def weight_of(stored: Tensor, r: Tensor | None, how: How) -> Tensor:
     """Return the weight alone."""
     module = implementation if how.coordinates == "latitude" else intrinsic
     return module.forward(stored, r, how.dtype, how.shape, how.channels_last)
+
+
+def readable_weight(stored: Tensor, r: Tensor | None, how: How) -> Tensor:
+    """Return the weight alone by an operation that can be differentiated, twice too."""
+    made: dict[str, Any] = {"dtype": how.dtype, "shape": how.shape}
+    made |= {"channels_last": how.channels_last}
+    if how.coordinates == "latitude":
+        return ops.weight(stored, r, natural=how.natural, **made)
+    return intrinsic.weight(stored, r, **made)
 
 
 def gradients_of(

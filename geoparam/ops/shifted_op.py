@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoparam.ops import expansion, implementation, shifted
+from geoparam.ops import columns, expansion, implementation, shifted
 
 _HAS_TRITON = implementation.has_triton()  # looked up here: a compiler cannot follow that
 
@@ -105,7 +105,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     how = _how(coordinates, natural, inside, weight.dtype, weight.shape[1:], False)
     found = shifted.backward(grad_weight, grad_bias, stored, r, lam, mean, weight, how)
-    return _all_there(found, r)
+    grad_stored, grad_r, grad_lam, grad_mean = _all_there(found, r)
+    return grad_stored, grad_r, grad_lam.clone(), grad_mean  # it may be grad_bias itself
 
 
 @torch.library.register_fake("geoparam::shifted_weight")
@@ -156,11 +157,35 @@ class _Shifted(torch.autograd.Function):
     def backward(ctx: Any, grad_weight: Tensor, grad_bias: Tensor) -> tuple[Tensor | None, ...]:
         _, _, lam, *_ = saved = ctx.saved_tensors
         coordinates, natural, inside, *_ = ctx.options
+        if torch.is_grad_enabled():  # somebody will differentiate once more
+            *how, _ = ctx.options
+            found = _readable_gradients(grad_weight, grad_bias, saved[:4], _how(*how))
+            return *found, *[None] * 8
         grad_stored, grad_r, grad_lam, grad_mean = torch.ops.geoparam.shifted_weight_backward(
             grad_weight, grad_bias, *saved, coordinates, natural, inside
         )
         grad_r, grad_lam = grad_r if inside else None, None if lam is None else grad_lam
         return grad_stored, grad_r, grad_lam, grad_mean, *[None] * 8
+
+
+def _readable_gradients(
+    grad_weight: Tensor, grad_bias: Tensor, inputs: tuple[Tensor | None, ...], how: shifted.How
+) -> list[Tensor | None]:
+    """Return the gradients of stored, r, lam and mean by plain operations, with a graph."""
+    inputs = tuple(None if t is None else t.view_as(t) for t in inputs)  # none leads to another
+    stored, r, lam, mean = inputs
+    assert stored is not None and r is not None and mean is not None
+    scale = r if how.inside else None
+    weight = shifted.readable_weight(stored, scale, how)
+    bias = -columns.response(weight, mean)
+    if lam is not None:
+        bias = bias + (lam if scale is None else scale * lam)
+    grad_bias = grad_bias if grad_bias.ndim == 1 else grad_bias.sum(0)
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    outputs, grads = (weight, bias.to(how.dtype)), (grad_weight, grad_bias.to(how.dtype))
+    found = torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True)
+    given = dict(zip(map(id, wanted), found, strict=True))
+    return [given.get(id(t)) for t in inputs]
 
 
 @torch.library.impl("geoparam::shifted_weight", "Autograd")
@@ -197,11 +222,6 @@ def _backward_kernels(
 
 expansion.expand("shifted_weight", _forward_kernels)
 expansion.expand("shifted_weight_backward", _backward_kernels)
-expansion.note_sources(
-    "shifted_weight",
-    "shifted_triton",
-    ("_shifted_kernel", "_shifted_backward_kernel", "_mean_gradient_kernel"),
-)
 
 
 def _how(
