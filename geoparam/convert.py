@@ -31,8 +31,7 @@ from geoparam.plan import (
     module_name,
     plan,
 )
-from geoparam.pooling import GATHERING
-from geoparam.surgery import like, places, put
+from geoparam.surgery import GATHERING, like, places, put
 from geoparam.trace import tensors_in, trace, undisturbed
 from geoparam.unit import GmPLayer
 

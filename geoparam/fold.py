@@ -23,8 +23,7 @@ from geoparam.layers import GmPLinear
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm
 from geoparam.ops import columns
 from geoparam.plan import Inputs
-from geoparam.pooling import GATHERING
-from geoparam.surgery import like, places, put
+from geoparam.surgery import GATHERING, like, places, put
 from geoparam.trace import trace
 from geoparam.unit import GmPLayer
 

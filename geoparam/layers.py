@@ -12,7 +12,7 @@ from geoparam import fused, routes
 from geoparam.coordinates import Angles, Intrinsic
 from geoparam.norm import InputMeanNorm
 from geoparam.ops import direct
-from geoparam.routes import autocast_dtype, is_channels_last
+from geoparam.routes import autocast_dtype
 from geoparam.sums import channel_sums
 from geoparam.unit import Activation, GmPLayer, InputNorm
 
@@ -241,8 +241,7 @@ class _GmPConv(GmPLayer):
         y = self._by_route(x, None)
         if y is not None:
             return y
-        parameters = self._map_parameters(autocast_dtype(x), None, is_channels_last(x))
-        z = self._map(x, *parameters)
+        z = self._mapped(x, None)
         return z if self.activation is None else self._activated(z)
 
     def _by_route(self, x: Tensor, norm: Any) -> Tensor | None:

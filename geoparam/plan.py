@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.graph import Chain, Graph
+from geoparam.surgery import GATHERING
 from geoparam.trace import output_layers, trace
 from geoparam.unit import GmPLayer, InputNorm
 
@@ -375,7 +376,7 @@ def _gathering(plan: Plan, graph: Graph, model: nn.Module) -> tuple[str, ...]:
         for index, node in enumerate(graph.nodes)
         if node.kind in ("activation", "max")
         and node.name
-        and type(model.get_submodule(node.name)) in (nn.ReLU, nn.MaxPool2d)
+        and type(model.get_submodule(node.name)) in GATHERING
         and (node.name in after or any(graph.nodes[i].name in before for i in graph.users[index]))
     ]
     return tuple(dict.fromkeys(found))

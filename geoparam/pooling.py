@@ -93,6 +93,3 @@ class _MaxPool(torch.autograd.Function):
 
 # Nobody but autograd looks on, so what Function.apply sees to for others is left out.
 _pool = super(torch.autograd.Function, _MaxPool).apply
-
-# What `convert_` puts in the place of torch's around layers with input mean normalization.
-GATHERING: dict[type[nn.Module], type[nn.Module]] = {nn.ReLU: fused.ReLU, nn.MaxPool2d: MaxPool2d}

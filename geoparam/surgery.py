@@ -4,7 +4,12 @@ from typing import TypeVar
 
 from torch import nn
 
+from geoparam.fused import ReLU
+from geoparam.pooling import MaxPool2d
+
 Kind = TypeVar("Kind", bound=nn.Module)
+# What `convert_` puts in the place of torch's around layers with input mean normalization.
+GATHERING: dict[type[nn.Module], type[nn.Module]] = {nn.ReLU: ReLU, nn.MaxPool2d: MaxPool2d}
 Places = dict[nn.Module, list[tuple[nn.Module, str]]]
 
 

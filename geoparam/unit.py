@@ -219,12 +219,16 @@ class GmPLayer(nn.Module):
         where zeros are padded to the centred input, its image under the convolution.
         """
         mean = None if self.input_norm is None else self.input_norm.mean(x)
-        dtype, channels_last = autocast_dtype(x), is_channels_last(x)
         if mean is None or self.mean_in_bias or not self._pads_zeros:
-            return self._map(x, *self._map_parameters(dtype, mean, channels_last))
-        weight, bias = self._map_parameters(dtype, None, channels_last)
+            return self._mapped(x, mean)
+        weight, bias = self._map_parameters(autocast_dtype(x), None, is_channels_last(x))
         image = self._per_channel(mean).expand(x.shape[self.channel_dim :])
         return self._map(x, weight, bias) - self._map(image.to(x.dtype), weight, None)
+
+    def _mapped(self, x: Tensor, mean: Tensor | None) -> Tensor:
+        """Return w^T x + b, less what a mean contributes as one number per unit."""
+        parameters = self._map_parameters(autocast_dtype(x), mean, is_channels_last(x))
+        return self._map(x, *parameters)
 
     def _activated(self, z: Tensor) -> Tensor:
         assert self.activation is not None

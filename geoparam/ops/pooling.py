@@ -123,13 +123,12 @@ def _passes_back(grad: Tensor, window: Window, size: tuple[int, int]) -> ModuleT
 
 def _kernels(x: Tensor, size: Sequence[int]) -> ModuleType | None:
     """Return Triton's, for images of this height and width."""
-    served = implementation.uses_triton(x) and is_countable((x.shape[0], 1, *size))
+    served = implementation.uses_triton(x) and is_countable(x.shape[0], *size)
     return _triton() if served else None
 
 
-def is_countable(shape: Sequence[int]) -> bool:
-    """Return whether 32 bits are enough to count the positions of images, as Triton's do."""
-    images, _, height, width = shape
+def is_countable(images: int, height: int, width: int) -> bool:
+    """Return whether 32 bits are enough to count all positions, as Triton's kernels do."""
     return images * height * width <= 1 << 30
 
 

@@ -83,7 +83,7 @@ torch.library.register_autograd("geoparam::max_pool", _gradients, setup_context=
 
 def _pool_kernel(x: Tensor, *numbers: int) -> tuple[Tensor, Tensor]:
     window = Window(*numbers)
-    if pooling.is_countable(x.shape):
+    if pooling.is_countable(x.shape[0], *x.shape[2:]):
         return rectified.pooled(x, lambda x: _kernels().pool(x, window, traced=True)[:2])
     return rectified.pooled(x, lambda x: pooling.plain_pool(x, window))
 
@@ -91,7 +91,7 @@ def _pool_kernel(x: Tensor, *numbers: int) -> tuple[Tensor, Tensor]:
 def _pool_backward_kernel(grad: Tensor, place: Tensor, *numbers: int) -> Tensor:
     *sides, height, width = numbers
     window, size = Window(*sides), (height, width)
-    if pooling.is_countable((grad.shape[0], 1, *size)):
+    if pooling.is_countable(grad.shape[0], *size):
         found, _ = _kernels().pool_backward(grad, place, None, window, size, traced=True)
     else:
         found = pooling.scattered(grad, place, window, size)
