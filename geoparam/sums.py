@@ -120,11 +120,10 @@ def _look_away(grad: Tensor) -> None:
 
 
 class Bystander(NamedTuple):
-    """A leaf that goes into a step and does nothing, its node in the graph and its gradient."""
+    """A leaf that goes into a step and gets no gradient, and its node in the graph."""
 
     leaf: Tensor
     node: Any
-    gradient: Tensor
 
 
 @functools.cache
@@ -132,4 +131,4 @@ def bystander() -> Bystander:
     """Return the one leaf for all steps."""
     leaf = torch.zeros((), device="cpu", requires_grad=True)
     node = torch.autograd.graph.get_gradient_edge(leaf).node
-    return Bystander(leaf, node, torch.zeros((), device="cpu"))
+    return Bystander(leaf, node)
