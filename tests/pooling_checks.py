@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from geoparam.ops import columns, pooling
 from geoparam.ops.pooling import Window
 
 LAST = torch.channels_last
@@ -59,6 +60,44 @@ def check_gradient(
     torch.testing.assert_close(found, theirs, rtol=2 * bound, atol=64 * bound)
     if window == SQUARES:  # others add up, to what may be nothing
         assert torch.equal(found == 0, theirs == 0)
+
+
+def check_rectified(
+    kernels: ModuleType, shape: tuple, window: Window, dtype: torch.dtype, device: str
+) -> None:
+    """Compare the pooling of s relu(z + b), r of both signs and 0, with torch in float64."""
+    numbers = torch.Generator().manual_seed(0)
+
+    def normal(*size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(size, generator=numbers).to(device, dtype)
+
+    z = normal(*shape, dtype=dtype).contiguous(memory_format=LAST)
+    scale, bias, sums = (normal(shape[1], dtype=columns.wide(z)) for _ in range(3))
+    scale[: shape[1] // 3] = 0.5
+    scale[shape[1] // 2 :: 3] = 0
+    y, place, _ = kernels.pool(z, window, scale)
+    wide = [t.double().requires_grad_() for t in (z, bias, scale)]
+    expected = F.max_pool2d(_rectified(*wide), *window)
+    bound = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(_rectified(y.double(), *wide[1:]), expected, rtol=bound, atol=bound)
+    grad = normal(*y.shape, dtype=dtype).contiguous(memory_format=LAST)
+    for given, of_bias in ((None, bias), (sums, bias), (sums, None)):
+        whole = pooling.scattered(grad.double(), place, window, shape[2:])
+        whole = whole if given is None else whole + given.double().view(-1, 1, 1)
+        inputs = wide[0], *([] if of_bias is None else wide[1:2]), wide[2]
+        active = _rectified(wide[0], None if of_bias is None else wide[1], wide[2])
+        *theirs, by_scale = torch.autograd.grad(active, inputs, whole)
+        found = kernels.rectify_backward(grad, place, window, z, given, scale, of_bias)
+        rounding = 2 * torch.finfo(dtype).eps
+        torch.testing.assert_close(found[0].double(), theirs[0], rtol=rounding, atol=1e-5)
+        close = {"rtol": bound, "atol": 4 * rounding * y.numel()}
+        torch.testing.assert_close(found[1].double(), theirs[0].sum((0, 2, 3)), **close)
+        torch.testing.assert_close(found[2].double(), by_scale, **close)
+
+
+def _rectified(z: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor:
+    z = z if bias is None else z + columns.along(bias, z, 1)
+    return columns.along(scale, z, 1) * z.relu()
 
 
 def check_equal_numbers_and_nan(

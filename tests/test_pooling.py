@@ -62,6 +62,15 @@ def test_types_of_kernels(dtype: torch.dtype) -> None:
     pooling_checks.check_equal_numbers_and_nan(kernels, "cuda")
 
 
+@pytest.mark.gpu
+@pooling_checks.dtypes
+@pytest.mark.parametrize("shape", [(5, 16, 11, 8), (64, 128, 33, 32)], ids=str)
+def test_rectified_and_pooled(shape: tuple, dtype: torch.dtype) -> None:
+    kernels = pytest.importorskip("geoparam.ops.pooling_triton")
+    for window in (pooling_checks.SQUARES, pooling_checks.STEM):
+        pooling_checks.check_rectified(kernels, shape, window, dtype, "cuda")
+
+
 def network() -> nn.Module:
     return nn.Sequential(
         GmPConv2d(3, 4, 3, padding=1, activation=torch.relu),

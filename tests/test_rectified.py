@@ -99,11 +99,37 @@ def test_training_steps_are_those_of_the_readable_form(shifts: list[bool]) -> No
     assert shifts == [True, True, True]
 
 
-def test_centring_moves_past_a_pool(shifts: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def pools(shifts: list[bool], monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Let plain torch be the kernels of pooling too; record which, and what they were given."""
     kernels = pytest.importorskip("geoparam.ops.pooling_triton")
+    seen: list[tuple[str, Any]] = []
+
+    def pool(x: Tensor, window: Any, scale: Tensor | None, traced: bool) -> tuple[Tensor, ...]:
+        seen.append(("pool", scale is not None))
+        sign = torch.ones_like(x[0, :, 0, 0]) if scale is None else (scale < 0) * -2.0 + 1
+        y, place, sums = pooling.pool(x * columns.along(sign, x, 1), window)
+        return y * columns.along(sign, x, 1), place, sums
+
+    def pool_backward(*given: Any, traced: bool) -> tuple[Tensor, Tensor]:
+        return pooling.pool_backward(*given)
+
+    def rectify_backward(
+        grad: Tensor, place: Tensor, window: Any, z: Tensor, *rest: Any, traced: bool
+    ) -> tuple[Tensor, ...]:
+        shift, scale, bias = rest
+        seen.append(("backward", shift is not None))
+        whole = pooling.scattered(grad, place, window, tuple(z.shape[2:]))
+        whole = whole if shift is None else whole + columns.along(shift, z, 1)
+        return rectified._rectified_backward(whole, z, bias, scale)
+
+    for plain in (pool, pool_backward, rectify_backward):
+        monkeypatch.setattr(kernels, plain.__name__, plain)
     monkeypatch.setattr(expansion, "_served", lambda x: x.ndim == 4)
-    monkeypatch.setattr(kernels, "pool", lambda *a, traced: pooling.pool(*a))
-    monkeypatch.setattr(kernels, "pool_backward", lambda *a, traced: pooling.pool_backward(*a))
+    return seen
+
+
+def test_centring_moves_past_a_pool(pools: list, monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin = network(), network()
     twin.load_state_dict(model.state_dict())
     twin[4] = MaxPool2d(2)
@@ -121,6 +147,56 @@ def test_centring_moves_past_a_pool(shifts: list[bool], monkeypatch: pytest.Monk
     assert_same(found, train(model, model), 1e-12)
     assert set(pooled) == {(3, 3)}  # centred behind the pool
     assert summed == [(3, 3), (3, 3), (8, 8)]  # MBN's, the pool's in the place of (6, 6), IMN's
+    assert list(dict.fromkeys(pools)) == [("pool", True), ("backward", True)]  # traced twice
+
+
+class Twice(nn.Module):
+    """A unit's result, pooled and as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = GmPConv2d(3, 6, 3, activation=torch.relu)
+        self.pool = MaxPool2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.unit(x)
+        return self.pool(y).square().mean((2, 3)) + y.mean((2, 3))
+
+
+def unit(*behind: nn.Module) -> nn.Module:
+    return nn.Sequential(GmPConv2d(3, 6, 3, activation=torch.relu), *behind)
+
+
+@pytest.mark.parametrize(
+    ("make", "used"),
+    [
+        (lambda: unit(MaxPool2d(2)), [("pool", True), ("backward", False)]),
+        (lambda: unit(MaxPool2d(3, 2, 1)), [("pool", True), ("backward", False)]),
+        (lambda: unit(InputMeanNorm(6), MaxPool2d(3, 2, 1)), [("pool", True), ("backward", True)]),
+        (lambda: unit(MaxPool2d(2), InputMeanNorm(6)), [("pool", True), ("backward", False)]),
+        (lambda: unit(nn.Hardtanh(), MaxPool2d(2)), [("pool", False)]),
+        (lambda: unit(nn.ReLU(inplace=True), MaxPool2d(2)), [("pool", False)]),
+        (Twice, [("pool", True)]),
+    ],
+    ids=["alone", "overlapping", "centred", "then centred", "clipped", "in place", "twice"],
+)
+def test_rectification_moves_past_a_pool(pools: list, make: Callable, used: list) -> None:
+    torch.manual_seed(0)
+    model = make().double().to(memory_format=LAST)
+    r = next(m for m in model.modules() if isinstance(m, GmPConv2d)).r
+    with torch.no_grad():
+        r[:3] = torch.tensor([-0.7, 0.4, -1.3])
+    x = images()
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    steps = []
+    for call in (model, compiled):
+        model.zero_grad()
+        y = call(x)
+        y.pow(3).sum().backward()
+        steps.append([y, *[p.grad for p in model.parameters()]])
+    torch.testing.assert_close(steps[1], steps[0], rtol=1e-10, atol=1e-12)
+    assert list(dict.fromkeys(pools)) == used  # a forward pass is traced twice
 
 
 def penalty(model: nn.Module, x: Tensor) -> Tensor:

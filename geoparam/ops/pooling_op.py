@@ -83,19 +83,19 @@ torch.library.register_autograd("geoparam::max_pool", _gradients, setup_context=
 
 def _pool_kernel(x: Tensor, *numbers: int) -> tuple[Tensor, Tensor]:
     window = Window(*numbers)
-    if pooling.is_countable(x.shape[0], *x.shape[2:]):
-        return rectified.pooled(x, lambda x: _kernels().pool(x, window, traced=True)[:2])
-    return rectified.pooled(x, lambda x: pooling.plain_pool(x, window))
+    if not pooling.is_countable(x.shape[0], *x.shape[2:]):
+        return pooling.plain_pool(x, window)
+    pool = _kernels().pool
+    return rectified.pooled(x, lambda x, scale=None: pool(x, window, scale, traced=True)[:2])
 
 
 def _pool_backward_kernel(grad: Tensor, place: Tensor, *numbers: int) -> Tensor:
     *sides, height, width = numbers
     window, size = Window(*sides), (height, width)
-    if pooling.is_countable(grad.shape[0], *size):
-        found, _ = _kernels().pool_backward(grad, place, None, window, size, traced=True)
-    else:
-        found = pooling.scattered(grad, place, window, size)
-    return rectified.note_moved(found, grad)
+    if not pooling.is_countable(grad.shape[0], *size):
+        return pooling.scattered(grad, place, window, size)
+    found, _ = _kernels().pool_backward(grad, place, None, window, size, traced=True)
+    return rectified.note_moved(found, grad, place, window)
 
 
 expansion.expand("max_pool", _pool_kernel)

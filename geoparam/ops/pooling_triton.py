@@ -21,18 +21,26 @@ from geoparam.ops.columns_triton import _WARPS, _tile
 from geoparam.ops.launch import Launch
 from geoparam.ops.pooling import Window
 
-_TILE, _PROGRAMS = 1024, 4224
+_TILE = 1024, 4224  # numbers looked at together, and programs
+_TILE_RECTIFIED = 512, 1056  # where z is looked at too
 
 
-def pool(x: Tensor, window: Window, traced: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest of each window, its place, and sums per channel; see `pooling`."""
+def pool(
+    x: Tensor, window: Window, scale: Tensor | None = None, traced: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest of each window, its place, and sums per channel; see `pooling`.
+
+    In channels with a negative scale, if there is one, it is the smallest.
+    """
     x = x.contiguous(memory_format=torch.channels_last)
     images, channels, height, width = x.shape
     y = _image((images, channels, window.along(height), window.along(width)), x)
     place = torch.empty_like(y, dtype=torch.uint8)
-    programs, launch = _forward_launch(x.shape, window, x.dtype)
+    types = x.dtype, None if scale is None else scale.dtype
+    programs, launch = _forward_launch(x.shape, window, types)
     partial = torch.empty((programs, channels), dtype=wide(x), device=x.device)
-    (launch.traced if traced else launch)(x, y, place, partial)
+    per_channel = x if scale is None else scale.contiguous()
+    (launch.traced if traced else launch)(x, per_channel, y, place, partial)
     return y, place, partial.sum(0)
 
 
@@ -56,6 +64,33 @@ def pool_backward(
     return grad_x, partial.sum(0)
 
 
+def rectify_backward(
+    grad: Tensor,
+    place: Tensor,
+    window: Window,
+    z: Tensor,
+    grad_sums: Tensor | None,
+    scale: Tensor,
+    bias: Tensor | None,
+    traced: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of z, bias and scale, where y = scale relu(z + bias) is pooled.
+
+    `grad` and `place` are as in `pool_backward`, and `grad_sums` is the gradient of y's own sums.
+    """
+    grad = grad.to(z.dtype).contiguous(memory_format=torch.channels_last)
+    z = z.contiguous(memory_format=torch.channels_last)
+    flags = grad_sums is not None, bias is not None
+    types = z.dtype, scale.dtype, *(None if t is None else t.dtype for t in (grad_sums, bias))
+    programs, launch = _rectified_launch(z.shape, window, flags, types)
+    partial = torch.empty((2, programs, z.shape[1]), dtype=wide(z), device=z.device)
+    grad_z = _image(z.shape, z)
+    per_channel = [scale if t is None else t.contiguous() for t in (grad_sums, scale, bias)]
+    (launch.traced if traced else launch)(grad, place, z, *per_channel, grad_z, partial)
+    total = partial.sum(1)
+    return grad_z, total[0], total[1]
+
+
 def _image(size: tuple[int, ...], like: Tensor) -> Tensor:
     """Return memory, by strides: what is asked for by a layout, inductor fills with zeros."""
     _, channels, height, width = size
@@ -64,37 +99,54 @@ def _image(size: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _forward_launch(size: torch.Size, window: Window, dtype: torch.dtype) -> tuple[int, Launch]:
+def _forward_launch(size: torch.Size, window: Window, types: tuple) -> tuple[int, Launch]:
     """Return the programs along windows and the launch, for images of this size."""
     images, channels, *sides = size
     down, across = (window.along(side) for side in sides)
     count = images * down * across * channels
-    grid, (windows, run, *tile) = _tile(count, channels, 1, _TILE, _PROGRAMS)
+    grid, (windows, run, *tile) = _tile(count, channels, 1, *_TILE)
     numbers = windows, channels, *sides, down, across, run
-    return grid[0], Launch(_forward_kernel, grid, (*numbers, *window, *tile), _WARPS)
+    arguments = *numbers, types[1] is not None, *window, *tile
+    return grid[0], Launch(_forward_kernel, grid, arguments, _WARPS)
 
 
 @functools.lru_cache(maxsize=4096)
-def _backward_launch(
-    size: torch.Size, window: Window, types: tuple[torch.dtype, torch.dtype | None]
+def _backward_launch(size: torch.Size, window: Window, types: tuple) -> tuple[int, Launch]:
+    """Return the programs along squares and the launch, for images of this size."""
+    grid, numbers, reach, tile = _squares(size, window, _TILE)
+    arguments = *numbers, types[1] is not None, *window, *reach, *tile
+    return grid[0], Launch(_backward_kernel, grid, arguments, _WARPS)
+
+
+@functools.lru_cache(maxsize=4096)
+def _rectified_launch(
+    size: torch.Size, window: Window, flags: tuple[bool, ...], types: tuple
 ) -> tuple[int, Launch]:
     """Return the programs along squares and the launch, for images of this size."""
+    grid, numbers, reach, tile = _squares(size, window, _TILE_RECTIFIED)
+    arguments = *numbers, *flags, *window, *reach, *tile
+    return grid[0], Launch(_rectified_kernel, grid, arguments, _WARPS)
+
+
+def _squares(
+    size: torch.Size, window: Window, of: tuple[int, int]
+) -> tuple[tuple[int, int, int], tuple, tuple, list]:
+    """Return the grid, numbers of squares and windows, the windows of a square, and the tile."""
     images, channels, *sides = size
     down, across = (triton.cdiv(side, window.stride) for side in sides)
     count = images * down * across * channels
-    grid, (squares, run, *tile) = _tile(count, channels, 1, _TILE, _PROGRAMS)
+    grid, (squares, run, *tile) = _tile(count, channels, 1, *of)
     windows = [window.along(side) for side in sides]
     numbers = squares, channels, *sides, down, across, *windows, run
     furthest = (window.stride - 1 + window.padding) // window.stride  # of the windows of a square
     nearest = -((window.size - 1 - window.padding) // window.stride)
-    reach = furthest, furthest - nearest + 1
-    arguments = *numbers, types[1] is not None, *window, *reach, *tile
-    return grid[0], Launch(_backward_kernel, grid, arguments, _WARPS)
+    return grid, numbers, (furthest, furthest - nearest + 1), tile
 
 
 @triton.jit
 def _forward_kernel(
     x,
+    scale,  # (channels,), read only if HAS_SCALE
     y,
     place,
     partial,  # (programs along windows, channels)
@@ -105,6 +157,7 @@ def _forward_kernel(
     DOWN,  # windows along a column of an image
     ACROSS,
     RUN,
+    HAS_SCALE: tl.constexpr,
     SIZE: tl.constexpr,
     STRIDE: tl.constexpr,
     PADDING: tl.constexpr,
@@ -113,6 +166,8 @@ def _forward_kernel(
 ):
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     sums = tl.zeros((BM, BC), partial.dtype.element_ty)
+    if HAS_SCALE:
+        falls = (tl.load(scale + c, c < channels, 0) < 0)[None, :]
     base = tl.program_id(0) * RUN
     length = tl.minimum(RUN, windows - base)
     for start in range(0, length, BM):
@@ -132,14 +187,62 @@ def _forward_kernel(
                 there = ok & ((h >= 0) & (h < H) & (w >= 0) & (w < W))[:, None]
             at = ((image * H + h) * W + w)[:, None] * channels + c[None, :]
             other = tl.load(x + at, there, float("-inf")).to(sums.dtype)
+            if HAS_SCALE:
+                other = tl.where(falls & there, -other, other)
             larger = (other > best) | (other != other)  # NaN is larger than all
             best = tl.where(larger, other, best)
             which = tl.where(larger, k, which).to(tl.uint8)
+        if HAS_SCALE:
+            best = tl.where(falls, -best, best)
         to = m[:, None].to(tl.int64) * channels + c[None, :]
         tl.store(y + to, best.to(y.dtype.element_ty), ok)
         tl.store(place + to, which, ok)
         sums += tl.where(ok, best, 0)
     tl.store(partial + tl.program_id(0) * channels + c, tl.sum(sums, 0), c < channels)
+
+
+@triton.jit
+def _window(grad, place, gs, ok, image, oh, ow, c, channels, OH, OW):
+    """Return the places and gradients of windows; outside of the image, no place and 0."""
+    there = ok & ((oh >= 0) & (oh < OH) & (ow >= 0) & (ow < OW))[:, None]
+    at = ((image * OH + oh) * OW + ow)[:, None] * channels + c[None, :]
+    which = tl.load(place + at, there, 255)
+    return which, tl.load(grad + at, there, 0).to(gs.dtype) + gs
+
+
+@triton.jit
+def _gathered(
+    grad,
+    place,
+    gs,  # added to the gradient of each window
+    which,  # of the only window of a square, if there is but one
+    own,
+    ok,
+    image,
+    down,
+    across,
+    c,
+    channels,
+    OH,
+    OW,
+    k: tl.constexpr,  # place in the square
+    SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    FURTHEST: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Return what numbers at place k of their squares get from the windows that they are in."""
+    g = tl.zeros(ok.shape, gs.dtype)
+    for q in tl.static_range(SPAN * SPAN):
+        i = k // STRIDE + PADDING - (FURTHEST - q // SPAN) * STRIDE
+        j = k % STRIDE + PADDING - (FURTHEST - q % SPAN) * STRIDE
+        if i >= 0 and i < SIZE and j >= 0 and j < SIZE:
+            if SPAN > 1:
+                oh, ow = down + (FURTHEST - q // SPAN), across + (FURTHEST - q % SPAN)
+                which, own = _window(grad, place, gs, ok, image, oh, ow, c, channels, OH, OW)
+            g += tl.where(which == i * SIZE + j, own, 0)
+    return g
 
 
 @triton.jit
@@ -180,18 +283,12 @@ def _backward_kernel(
         m = base + row
         across, down = m % ACROSS, m // ACROSS % DOWN
         image = (m // ACROSS // DOWN).to(tl.int64)
+        first = _window(grad, place, gs, ok, image, down, across, c, channels, OH, OW)
         for k in tl.static_range(STRIDE * STRIDE):
-            g = tl.zeros((BM, BC), sums.dtype)
-            for q in tl.static_range(SPAN * SPAN):
-                i = k // STRIDE + PADDING - (FURTHEST - q // SPAN) * STRIDE
-                j = k % STRIDE + PADDING - (FURTHEST - q % SPAN) * STRIDE
-                if i >= 0 and i < SIZE and j >= 0 and j < SIZE:
-                    oh, ow = down + (FURTHEST - q // SPAN), across + (FURTHEST - q % SPAN)
-                    there = ok & ((oh >= 0) & (oh < OH) & (ow >= 0) & (ow < OW))[:, None]
-                    at = ((image * OH + oh) * OW + ow)[:, None] * channels + c[None, :]
-                    which = tl.load(place + at, there, 255)
-                    own = tl.load(grad + at, there, 0).to(sums.dtype) + gs
-                    g += tl.where(there & (which == i * SIZE + j), own, 0)
+            g = _gathered(
+                grad, place, gs, *first, ok, image, down, across, c, channels, OH, OW,
+                k, SIZE, STRIDE, PADDING, FURTHEST, SPAN,
+            )  # fmt: skip
             h, w = down * STRIDE + k // STRIDE, across * STRIDE + k % STRIDE
             inside = ok & ((h < H) & (w < W))[:, None]
             at = ((image * H + h) * W + w)[:, None] * channels + c[None, :]
@@ -199,3 +296,72 @@ def _backward_kernel(
             tl.store(grad_x + at, stored, inside)
             sums += tl.where(inside, stored.to(sums.dtype), 0)
     tl.store(partial + tl.program_id(0) * channels + c, tl.sum(sums, 0), c < channels)
+
+
+@triton.jit
+def _rectified_kernel(
+    grad,
+    place,
+    z,
+    grad_sums,  # (channels,), read only if HAS_SUMS
+    scale,
+    bias,  # (channels,), read only if HAS_BIAS
+    grad_z,
+    partial,  # (2, programs along squares, channels)
+    squares,
+    channels,
+    H,
+    W,
+    DOWN,  # squares along a column of an image
+    ACROSS,
+    OH,  # windows along a column of an image
+    OW,
+    RUN,
+    HAS_SUMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    FURTHEST: tl.constexpr,  # window of a square, the first being its own
+    SPAN: tl.constexpr,  # number of windows of a square, in each dimension
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+):
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    sums = tl.zeros((BM, BC), partial.dtype.element_ty)
+    scale_sums = tl.zeros((BM, BC), partial.dtype.element_ty)
+    nothing = tl.zeros((1, BC), sums.dtype)
+    s = tl.load(scale + c, c < channels, 0).to(sums.dtype)[None, :]
+    if HAS_SUMS:
+        gs = tl.load(grad_sums + c, c < channels, 0).to(sums.dtype)[None, :]
+    if HAS_BIAS:
+        b = tl.load(bias + c, c < channels, 0).to(sums.dtype)[None, :]
+    base = tl.program_id(0) * RUN
+    length = tl.minimum(RUN, squares - base)
+    for start in range(0, length, BM):
+        row = start + tl.arange(0, BM)
+        ok = (row < length)[:, None] & (c < channels)[None, :]
+        m = base + row
+        across, down = m % ACROSS, m // ACROSS % DOWN
+        image = (m // ACROSS // DOWN).to(tl.int64)
+        first = _window(grad, place, nothing, ok, image, down, across, c, channels, OH, OW)
+        for k in tl.static_range(STRIDE * STRIDE):
+            g = _gathered(
+                grad, place, nothing, *first, ok, image, down, across, c, channels, OH, OW,
+                k, SIZE, STRIDE, PADDING, FURTHEST, SPAN,
+            )  # fmt: skip
+            h, w = down * STRIDE + k // STRIDE, across * STRIDE + k % STRIDE
+            inside = ok & ((h < H) & (w < W))[:, None]
+            at = ((image * H + h) * W + w)[:, None] * channels + c[None, :]
+            active = tl.load(z + at, inside, 0).to(sums.dtype)
+            if HAS_BIAS:
+                active += tl.where(inside, b, 0)
+            if HAS_SUMS:
+                g += gs
+            scale_sums += g * tl.where(active < 0, 0, active)  # outside, active is 0
+            stored = tl.where(active <= 0, 0, g * s).to(grad_z.dtype.element_ty)
+            tl.store(grad_z + at, stored, inside)
+            sums += stored.to(sums.dtype)  # outside, active is 0
+    at = partial + tl.program_id(0) * channels + c
+    tl.store(at, tl.sum(sums, 0), c < channels)
+    tl.store(at + tl.num_programs(0) * channels, tl.sum(scale_sums, 0), c < channels)

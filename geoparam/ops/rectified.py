@@ -15,7 +15,12 @@ another tensor than y's for the compiler, to be written beside it.
 The gradient of what is centred is dy - (sum dy) / N, and the kernel would want it written. But it
 takes the two apart: so while a graph is traced, it is remembered which gradient is such a sum. Who
 else looks at that gradient, a hook or a second use of x, finds it whole; if nobody does, the
-compiler drops it. In the same way max pooling (`pooling_op`) takes what is centred apart.
+compiler drops it.
+
+In the same way max pooling (`pooling_op`) takes apart what is centred or rectified: both grow with
+what they are applied to, or fall with it where the scale is negative, so they may come after the
+pool, where there is less of it. And the gradient of r relu(z + b) takes that of a pool's result,
+and moves it to its places by itself.
 
 Everywhere else, on other devices, in torch.func, export and evaluation, there are plain operations
 and no such op.
@@ -27,6 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -171,7 +177,7 @@ torch.library.register_autograd("geoparam::added", _added_gradients)
 class _Note(NamedTuple):
     """What a tensor in a graph is made of, and the nodes that it and they were then."""
 
-    of: tuple[Tensor, ...]
+    of: tuple[Any, ...]
     nodes: list[Tensor]
 
 
@@ -181,10 +187,10 @@ class _Notes:
     def __init__(self) -> None:
         self._notes = WeakTensorKeyDictionary()
 
-    def write(self, x: Tensor, *of: Tensor) -> None:
+    def write(self, x: Tensor, *of: Any) -> None:
         self._notes[x] = _Note(of, _nodes(x, *of))
 
-    def read(self, x: Tensor) -> tuple[Tensor, ...] | None:
+    def read(self, x: Tensor) -> tuple[Any, ...] | None:
         note = self._notes.get(x)
         if note is None or not _same(note.nodes, _nodes(x, *note.of)):
             return None
@@ -193,7 +199,15 @@ class _Notes:
 
 _shifted = _Notes()  # a gradient: one without its shift, and the shift
 _centrings = _Notes()  # what is centred: x and its mean
-_moved = _Notes()  # a gradient: one with the same numbers, and sums, besides zeros
+_rectifications = _Notes()  # scale relu(z + bias): z, bias and scale
+_moved = _Notes()  # a pool's gradient: that of its result, places and windows
+
+
+def _expanded_rectified(z: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
+    y = _rectified(z, bias, scale)
+    if _has_kernel(z):
+        _rectifications.write(y, z, bias, scale)
+    return y
 
 
 def _expanded_rectified_backward(
@@ -202,6 +216,9 @@ def _expanded_rectified_backward(
     if not _has_kernel(z):
         return _rectified_backward(grad, z, bias, scale)
     grad, shift = _shifted.read(grad) or (grad, None)
+    if (moved := _moved.read(grad)) is not None:
+        kernels = importlib.import_module("geoparam.ops.pooling_triton")
+        return kernels.rectify_backward(*moved, z, shift, scale, bias, traced=True)
     kernels = importlib.import_module("geoparam.ops.columns_triton")
     grad = grad.to(z.dtype).contiguous(memory_format=torch.channels_last)
     return kernels.rectify_backward(grad, z, 1, shift, scale, bias=bias, traced=True)
@@ -214,35 +231,39 @@ def _expanded_centred(x: Tensor, mean: Tensor) -> Tensor:
 
 
 def _expanded_centred_backward(grad: Tensor) -> Tensor:
-    (summed,) = _moved.read(grad) or (grad,)
-    shift = _shift(grad, summed)
+    few, *_ = _moved.read(grad) or (grad,)  # the same numbers, and sums, besides zeros
+    shift = _shift(grad, few)
     whole = _spread(grad, shift)
     _shifted.write(whole, grad, shift)
     return whole
 
 
-def pooled(x: Tensor, pool: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def pooled(x: Tensor, pool: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return the largest of windows, and their places, while a compiler traces a graph.
 
-    The largest of centred numbers is the centred largest: so what is centred is not written as
-    such before it is pooled, if nobody else wants it.
+    `pool` takes the largest numbers, or where a scale that it is given is negative the smallest.
+    What is centred or rectified is not written as such before it is pooled, if nobody else wants
+    it.
     """
-    centring = _centrings.read(x)
-    if centring is None:
-        return pool(x)
-    y, place = pool(centring[0])
-    return _expanded_centred(y, centring[1]), place
+    if (centring := _centrings.read(x)) is not None:
+        y, place = pooled(centring[0], pool)
+        return _expanded_centred(y, centring[1]), place
+    if (rectification := _rectifications.read(x)) is not None:
+        z, bias, scale = rectification
+        y, place = pool(z, scale)
+        return _rectified(y, bias, scale), place
+    return pool(x)
 
 
-def note_moved(grad_x: Tensor, grad: Tensor) -> Tensor:
-    """Return `grad_x`, which is `grad` moved to other places, with a note of that."""
-    _moved.write(grad_x, grad)
+def note_moved(grad_x: Tensor, grad: Tensor, place: Tensor, window: Any) -> Tensor:
+    """Return `grad_x`, which is `grad` moved to its places in windows, with a note of that."""
+    _moved.write(grad_x, grad, place, window)
     return grad_x
 
 
 def _nodes(*tensors: Any) -> list[Tensor]:
     """Return what tensors in a functional graph stand for; a change in place changes that."""
-    return [x.from_functional() for x in tensors]
+    return [x.from_functional() for x in tensors if isinstance(x, FunctionalTensor)]
 
 
 def _same(before: list[Tensor], now: list[Tensor]) -> bool:
@@ -255,7 +276,7 @@ def _has_kernel(z: Tensor) -> bool:
     return known and z.numel() > 0 and z.is_contiguous(memory_format=torch.channels_last)
 
 
-expansion.expand("rectified", _rectified, always=True)
+expansion.expand("rectified", _expanded_rectified, always=True)
 expansion.expand("rectified_backward", _expanded_rectified_backward, always=True)
 expansion.expand("centred", _expanded_centred, always=True)
 expansion.expand("added", _added, always=True)

@@ -27,3 +27,16 @@ def test_types(dtype: torch.dtype) -> None:
 def test_equal_numbers_and_nan() -> None:
     kernels = importlib.import_module("geoparam.ops.pooling_triton")
     pooling_checks.check_equal_numbers_and_nan(kernels, "cpu")
+
+
+@pooling_checks.windows
+@pytest.mark.parametrize("shape", [(2, 3, 8, 6), (5, 16, 11, 8)], ids=str)
+def test_rectified(shape: tuple, window: Window) -> None:
+    kernels = importlib.import_module("geoparam.ops.pooling_triton")
+    pooling_checks.check_rectified(kernels, shape, window, torch.float32, "cpu")
+
+
+@pooling_checks.dtypes
+def test_types_of_rectified(dtype: torch.dtype) -> None:
+    kernels = importlib.import_module("geoparam.ops.pooling_triton")
+    pooling_checks.check_rectified(kernels, (3, 70, 5, 5), pooling_checks.SQUARES, dtype, "cpu")
