@@ -11,7 +11,8 @@ ratios to the model with the norm it was made with, in the same mode and run: Ba
 LayerNorm for ViT-B/16, which has no form with IMN. Memory (on a GPU) is the most that was
 allocated, parameters and optimizer included. `--profile` adds how long a step takes that is waited
 for, and where the device's time goes. The mode "graphs", which is not run unless asked for, is
-compiled code in CUDA graphs (mode="reduce-overhead"): there no host is too slow.
+compiled code in CUDA graphs (mode="reduce-overhead"): there no host is too slow, and their memory
+is not seen.
 
     bn          torchvision's ResNet-50; VGG-6 of the experiments; for ViT, as it is, with LN
     bn+pool     the same with our max pool, which networks with IMN have; only if asked for
@@ -228,7 +229,8 @@ def profile(step: Callable[[], None], repeats: int = 3) -> dict[str, float]:
 
     And those of a step that is waited for, and the number of kernels.
     """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as found:
         for _ in range(repeats):
             step()
         torch.cuda.synchronize()
@@ -268,21 +270,27 @@ def row(
         if found is None:
             print(" |", end="", flush=True)
             continue
-        seconds, memory, busy = found
-        if base is None:
-            base = found
-            text = f", {memory:.1f} GiB" if device == "cuda" else ""
-            print(f" {seconds * 1e3:.1f} ms{text} |", end="", flush=True)
-        else:
-            text = f" / {memory / base[1]:.2f}" if device == "cuda" else ""
-            print(f" {seconds / base[0]:.2f}{text} |", end="", flush=True)
-        if busy is not None:
-            alone, count, *times = busy.values()
-            cells = [f"{x:.1f}" for x in (seconds * 1e3, alone, sum(times))] + [f"{count:.0f}"]
-            cells += [f"{time:.1f}" for time in times]
-            profiles.append(f"| {title} | {method} | {' | '.join(cells)} |")
+        has_memory = device == "cuda" and mode != "graphs"
+        print(f" {_cell(found, base, has_memory)} |", end="", flush=True)
+        base = base or found
+        if found[2] is not None:
+            profiles.append(f"| {title} | {method} | {_profile_cells(found)} |")
     print(flush=True)
     return profiles
+
+
+def _cell(found: tuple, base: tuple | None, has_memory: bool) -> str:
+    seconds, memory, _ = found
+    if base is None:
+        return f"{seconds * 1e3:.1f} ms" + (f", {memory:.1f} GiB" if has_memory else "")
+    return f"{seconds / base[0]:.2f}" + (f" / {memory / base[1]:.2f}" if has_memory else "")
+
+
+def _profile_cells(found: tuple) -> str:
+    seconds, _, busy = found
+    alone, count, *times = busy.values()
+    cells = [f"{x:.1f}" for x in (seconds * 1e3, alone, sum(times))]
+    return " | ".join([*cells, f"{count:.0f}", *[f"{time:.1f}" for time in times]])
 
 
 def main() -> None:
