@@ -15,7 +15,8 @@ compiled code in CUDA graphs (mode="reduce-overhead"): there no host is too slow
 is not seen.
 
     bn          torchvision's ResNet-50; VGG-6 of the experiments; for ViT, as it is, with LN
-    bn+pool     the same with our max pool, which networks with IMN have; only if asked for
+    bn+pool     the same with our max pool, which networks with IMN have, and the experiments' with
+                GmP; only if asked for
     none        the same without norms
     naive       GmP, no norm, as one would write it: autograd goes through the cumulative product;
                 not compiled, which has not come to an end for a ResNet-50
@@ -142,9 +143,12 @@ def _parametrized(model: nn.Module, method: str) -> nn.Module:
 
 
 def _make_naive(model: nn.Module) -> None:
+    """Leave everything to torch: weights, what is applied to them, and max pools."""
     for module in model.modules():
         if isinstance(module, gp.GmPConv2d | gp.GmPLinear):
             module._coordinates = Naive()
+            module._in_few_passes = lambda x: None
+    _replace(model, MaxPool2d, lambda pool: like(pool, nn.MaxPool2d))
 
 
 def _replace(model: nn.Module, kind: type, new: Callable[[Any], nn.Module]) -> None:

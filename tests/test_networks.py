@@ -8,6 +8,7 @@ from torch.nn.utils import parametrize
 import geoparam as gp
 from geoparam.experiments import methods, networks
 from geoparam.layers import GmPConv2d
+from geoparam.pooling import MaxPool2d
 
 NAMES = list(methods.METHODS)
 CENTRED = [name for name in NAMES if name.endswith("+imn")]
@@ -130,6 +131,13 @@ def test_large_images_get_imagenets_stem() -> None:
     model = networks.build("resnet18", "gmp+imn", 3, size=224, width=4)
     assert model.conv1.kernel_size == (7, 7) and model.conv1.stride == (2, 2)
     assert isinstance(model.maxpool, nn.MaxPool2d)
+
+
+@pytest.mark.parametrize(("method", "ours"), [("bn", False), ("wn+mbn", False), ("gmp", True)])
+def test_peers_have_torchs_max_pool(method: str, ours: bool) -> None:
+    vgg6 = networks.vgg6(method, 3, widths=WIDTHS)
+    resnet = networks.build("resnet18", method, 3, size=224, width=4)
+    assert {isinstance(p, MaxPool2d) for p in (vgg6.pool2, vgg6.pool4, resnet.maxpool)} == {ours}
 
 
 def test_weight_normalised_resnet_has_it_everywhere_and_mbn_where_bn_was() -> None:

@@ -87,11 +87,16 @@ def vgg6(
                 kind = "relu" if isinstance(module, nn.ReLU) else "norm" if index else "conv"
                 parts[f"{kind}{number}"] = module
             if number % 2 == 0:
-                parts[f"pool{number}"] = MaxPool2d(2) if method.norm == "imn" else nn.MaxPool2d(2)
+                parts[f"pool{number}"] = _max_pool(method)(2)
         parts["average"] = nn.AdaptiveAvgPool2d(1)
         parts["flatten"] = nn.Flatten()
         parts["output"] = method.output(widths[-1], classes)
     return nn.Sequential(parts)
+
+
+def _max_pool(method: Method) -> type[nn.MaxPool2d]:
+    """Return the max pool of a method: peers have torch's, unmodified."""
+    return MaxPool2d if method.is_geometric or method.norm == "imn" else nn.MaxPool2d
 
 
 def resnet(
@@ -260,7 +265,7 @@ class ResNet(nn.Module):
         self.conv1 = parts.conv(3, width, 3, 1) if small else parts.conv(3, width, 7, 2)
         self.bn1 = parts.norm(width)
         self.activation = parts.activation(width)
-        self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, 2, padding=1)
+        self.maxpool = nn.Identity() if small else _max_pool(parts.method)(3, 2, padding=1)
         inputs = width
         for number, count in enumerate(depths):
             units, blocks = width * 2**number, []
