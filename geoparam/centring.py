@@ -75,15 +75,16 @@ class _Centre(torch.autograd.Function):
             sums = grad.sum(others, dtype=ctx.wide)
         by_bias = sums.to(ctx.bias) if needed[3] else None
         by_total = sums.to(ctx.wide) / -ctx.count
+        nothing = bystander().gradient() if ctx.past else None
         if needed[1] and not (ctx.past and is_watched(ctx.input(), ctx.hooks)):
-            return grad, by_total, None, by_bias, None, None
+            return grad, by_total, nothing, by_bias, None, None
         if not needed[0]:
             grad_x = None
         elif plain:
             grad_x = columns.rectify(grad, dim, by_total, relu=False, summed=False)[0]
         else:
             grad_x = (grad + columns.along(by_total, grad, dim)).to(grad.dtype)
-        return grad_x, None, None, by_bias, None, None
+        return grad_x, None, nothing, by_bias, None, None
 
 
 # Nobody but autograd looks on, so what Function.apply sees to for others is left out.

@@ -210,10 +210,13 @@ def _is_looked_on() -> bool:
 def _shared_out(ctx: Any, *found: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return all gradients, that of the sums as a part of x's where that is looked at."""
     grad_x, *between, grad_total = found
-    if ctx.input is None or grad_x is None or grad_total is None or not is_watched(ctx.input()):
+    if ctx.input is None:
         return *found, None, None, None
+    nothing = bystander().gradient()
+    if grad_x is None or grad_total is None or not is_watched(ctx.input()):
+        return *found, nothing, None, None
     grad_x = (grad_x + columns.along(grad_total, grad_x, 1)).to(grad_x.dtype)
-    return grad_x, *between, None, None, None, None
+    return grad_x, *between, None, nothing, None, None
 
 
 def _parameters(

@@ -9,6 +9,7 @@ of its sums apart, as two.
 """
 
 import functools
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -120,10 +121,17 @@ def _look_away(grad: Tensor) -> None:
 
 
 class Bystander(NamedTuple):
-    """A leaf that goes into a step and gets no gradient, and its node in the graph."""
+    """A leaf that goes into a step and does nothing, and its node in the graph."""
 
     leaf: Tensor
     node: Any
+
+    @staticmethod
+    def gradient() -> Tensor | None:
+        """Return None, or where compiled autograd adds up without looking, 0."""
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        running = compiled is not None and compiled.in_compiled_autograd_region
+        return torch.zeros((), device="cpu") if running else None
 
 
 @functools.cache

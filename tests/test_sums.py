@@ -200,3 +200,26 @@ def test_batches_of_gradients(
         parameters = list(model.parameters())
         found.append(torch.autograd.grad(y, parameters, each, is_grads_batched=True))
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.compile
+def test_compiled_autograd(switch: Callable) -> None:
+    unit = {"activation": torch.relu, "dtype": torch.float64}
+    model = nn.Sequential(
+        GmPConv2d(3, 4, 3, **unit),
+        InputMeanNorm(4).double(),
+        GmPConv2d(4, 4, 3, input_norm="bias", **unit),
+        GmPConv2d(4, 2, 1, input_norm="bias", **unit),
+        InputMeanNorm(2).double(),
+    )
+    x = torch.randn(2, 3, 7, 7, dtype=torch.float64)
+    found = []
+    for compiled in (False, True):
+        switch(compiled)
+        torch.compiler.reset()
+        with torch._dynamo.config.patch(compiled_autograd=compiled):
+            backward = torch.compile(lambda loss: loss.backward(), backend="eager")
+            backward(model(x).pow(3).sum())
+        found.append([p.grad for p in model.parameters()])
+        model.zero_grad()
+    torch.testing.assert_close(found[1], found[0])
