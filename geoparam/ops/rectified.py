@@ -112,9 +112,10 @@ def _shift(grad: Tensor, summed: Tensor) -> Tensor:
     They are those of `summed`, of which there may be fewer numbers.
     """
     _, channels, height, width = summed.shape
-    in_parts = means.number_of_parts(summed, channels, height * width) > 0
-    sums = means.sums(summed).sum(0) if in_parts else _sums(summed)
-    return sums / -(grad.numel() // grad.shape[1])
+    count = grad.numel() // grad.shape[1]
+    if means.number_of_parts(summed, channels, height * width) > 0:
+        return torch.ops.geoparam.mean_of_parts(means.sums(summed), -count, None, None, 0.0)
+    return _sums(summed) / -count
 
 
 def _spread(grad: Tensor, shift: Tensor) -> Tensor:
