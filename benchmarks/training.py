@@ -5,11 +5,11 @@
 
 One step is forward, backward and SGD with momentum on a fixed batch: bfloat16 autocast and
 channels_last on a GPU, cudnn.benchmark on; float32 on a CPU. Each model has the device for itself,
-and its time is the median of at least 50 steps after the warm-up, which follow one another as in
-training: nobody waits for a step before the next is begun. A cell is time / memory, as
-ratios to the model with the norm it was made with, in the same mode and run: BatchNorm, and
-LayerNorm for ViT-B/16, which has no form with IMN. Memory (on a GPU) is the most that was
-allocated, parameters and optimizer included. `--profile` adds how long a step takes that is waited
+and its time is the median of 50 steps after the warm-up, which follow one another as in training:
+on a GPU nobody waits for a step before the next is begun. A cell is time / memory, as ratios to
+the model with the norm it was made with, in the same mode and run: BatchNorm, and LayerNorm for
+ViT-B/16, which has no form with IMN. Memory (on a GPU) is the most that was allocated, parameters
+and optimizer included. `--profile` adds how long a step takes that is waited
 for, and where the device's time goes. The mode "graphs", which is not run unless asked for, is
 compiled code in CUDA graphs (mode="reduce-overhead"): there no host is too slow, and their memory
 is not seen.
@@ -298,7 +298,9 @@ def _profile_cells(found: tuple) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--networks", default="resnet50,vgg6,vit")
     parser.add_argument("--modes", default="eager,compiled")
@@ -309,7 +311,8 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     inductor.autotune_local_cache = False  # tune now, while nobody else has the device
     methods = given.methods.split(",")
-    print(f"One training step, {hardware(given.device)}; time / memory over the first column\n")
+    cell = "time / memory" if given.device == "cuda" else "time"
+    print(f"One training step, {hardware(given.device)}; {cell} over the first column\n")
     print(f"| | {' | '.join(methods)} |")
     print("|" + " --- |" * (len(methods) + 1))
     profiles = []

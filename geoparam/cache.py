@@ -56,12 +56,13 @@ class TensorCache(Generic[Value]):
 def cacheable(sources: Sequence[Tensor]) -> bool:
     """Return whether values computed from these tensors may be kept for another call.
 
-    Not while gradients are recorded, a compiler or torch.func looks on, or several processes
-    exist: FSDP fills a parameter's memory behind its version counter.
+    Not while gradients are recorded, a compiler, a tracer or torch.func looks on, or several
+    processes exist: FSDP fills a parameter's memory behind its version counter.
     """
     return not (
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
         or torch._C._are_functorch_transforms_active()
         or _get_current_dispatch_mode() is not None
         or (torch.distributed.is_available() and torch.distributed.is_initialized())

@@ -46,6 +46,16 @@ def test_not_remembered_where_it_matters(count: list, mode: str) -> None:
     assert len(count) == 2
 
 
+@torch.no_grad()
+def test_traces_neither_fill_nor_use_it(count: list) -> None:
+    model = layer()
+    for _ in range(2):  # with what is remembered of a call in between
+        traced = torch.jit.trace(model, X)  # which traces twice, and compares
+        assert torch.equal(traced(X), model(X))
+    model.r.mul_(2)
+    assert torch.equal(traced(X), model(X))
+
+
 def step(model: gp.GmPLinear) -> None:
     with torch.enable_grad():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
