@@ -9,10 +9,9 @@ and its time is the median of 50 steps after the warm-up, which follow one anoth
 on a GPU nobody waits for a step before the next is begun. A cell is time / memory, as ratios to
 the model with the norm it was made with, in the same mode and run: BatchNorm, and LayerNorm for
 ViT-B/16, which has no form with IMN. Memory (on a GPU) is the most that was allocated, parameters
-and optimizer included. `--profile` adds how long a step takes that is waited
-for, and where the device's time goes. The mode "graphs", which is not run unless asked for, is
-compiled code in CUDA graphs (mode="reduce-overhead"): there no host is too slow, and their memory
-is not seen.
+and optimizer included. `--profile` adds how long a step takes that is waited for, and where the
+device's time goes. The mode "graphs", which is not run unless asked for, is compiled code in CUDA
+graphs (mode="reduce-overhead"): there no host is too slow, and their memory is not seen.
 
     bn          torchvision's ResNet-50; VGG-6 of the experiments; for ViT, as it is, with LN
     bn+pool     the same with our max pool, which networks with IMN have, and the experiments' with

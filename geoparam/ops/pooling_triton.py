@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from geoparam.ops.columns import wide
-from geoparam.ops.columns_triton import _WARPS, _tile
+from geoparam.ops.columns_triton import _WARPS, _tile, _types
 from geoparam.ops.launch import Launch
 from geoparam.ops.pooling import Window
 
@@ -36,8 +36,7 @@ def pool(
     images, channels, height, width = x.shape
     y = _image((images, channels, window.along(height), window.along(width)), x)
     place = torch.empty_like(y, dtype=torch.uint8)
-    types = x.dtype, None if scale is None else scale.dtype
-    programs, launch = _forward_launch(x.shape, window, types)
+    programs, launch = _forward_launch(x.shape, window, _types(x, scale))
     partial = torch.empty((programs, channels), dtype=wide(x), device=x.device)
     per_channel = x if scale is None else scale.contiguous()
     (launch.traced if traced else launch)(x, per_channel, y, place, partial)
@@ -56,11 +55,11 @@ def pool_backward(
     grad = grad.contiguous(memory_format=torch.channels_last)
     images, channels, *_ = grad.shape
     grad_x = _image((images, channels, *size), grad)
-    types = grad.dtype, None if grad_sums is None else grad_sums.dtype
-    programs, launch = _backward_launch(grad_x.shape, window, types)
+    flags = grad_sums is not None, False, False
+    programs, launch = _backward_launch(grad_x.shape, window, flags, _types(grad, grad_sums))
     partial = torch.empty((programs, channels), dtype=wide(grad), device=grad.device)
     sums = grad if grad_sums is None else grad_sums.contiguous()
-    (launch.traced if traced else launch)(grad, place, sums, grad_x, partial)
+    (launch.traced if traced else launch)(grad, place, sums, grad, grad, grad, grad_x, partial)
     return grad_x, partial.sum(0)
 
 
@@ -80,13 +79,13 @@ def rectify_backward(
     """
     grad = grad.to(z.dtype).contiguous(memory_format=torch.channels_last)
     z = z.contiguous(memory_format=torch.channels_last)
-    flags = grad_sums is not None, bias is not None
-    types = z.dtype, scale.dtype, *(None if t is None else t.dtype for t in (grad_sums, bias))
-    programs, launch = _rectified_launch(z.shape, window, flags, types)
+    flags = grad_sums is not None, True, bias is not None
+    types = _types(z, grad_sums, scale, bias)
+    programs, launch = _backward_launch(z.shape, window, flags, types)
     partial = torch.empty((2, programs, z.shape[1]), dtype=wide(z), device=z.device)
     grad_z = _image(z.shape, z)
-    per_channel = [scale if t is None else t.contiguous() for t in (grad_sums, scale, bias)]
-    (launch.traced if traced else launch)(grad, place, z, *per_channel, grad_z, partial)
+    sums, scale, bias = (z if t is None else t.contiguous() for t in (grad_sums, scale, bias))
+    (launch.traced if traced else launch)(grad, place, sums, z, scale, bias, grad_z, partial)
     total = partial.sum(1)
     return grad_z, total[0], total[1]
 
@@ -111,36 +110,22 @@ def _forward_launch(size: torch.Size, window: Window, types: tuple) -> tuple[int
 
 
 @functools.lru_cache(maxsize=4096)
-def _backward_launch(size: torch.Size, window: Window, types: tuple) -> tuple[int, Launch]:
-    """Return the programs along squares and the launch, for images of this size."""
-    grid, numbers, reach, tile = _squares(size, window, _TILE)
-    arguments = *numbers, types[1] is not None, *window, *reach, *tile
-    return grid[0], Launch(_backward_kernel, grid, arguments, _WARPS)
-
-
-@functools.lru_cache(maxsize=4096)
-def _rectified_launch(
-    size: torch.Size, window: Window, flags: tuple[bool, ...], types: tuple
+def _backward_launch(
+    size: torch.Size, window: Window, flags: tuple[bool, bool, bool], types: tuple
 ) -> tuple[int, Launch]:
     """Return the programs along squares and the launch, for images of this size."""
-    grid, numbers, reach, tile = _squares(size, window, _TILE_RECTIFIED)
-    arguments = *numbers, *flags, *window, *reach, *tile
-    return grid[0], Launch(_rectified_kernel, grid, arguments, _WARPS)
-
-
-def _squares(
-    size: torch.Size, window: Window, of: tuple[int, int]
-) -> tuple[tuple[int, int, int], tuple, tuple, list]:
-    """Return the grid, numbers of squares and windows, the windows of a square, and the tile."""
     images, channels, *sides = size
     down, across = (triton.cdiv(side, window.stride) for side in sides)
     count = images * down * across * channels
-    grid, (squares, run, *tile) = _tile(count, channels, 1, *of)
+    _, is_rectified, _ = flags
+    sizes = _TILE_RECTIFIED if is_rectified else _TILE
+    grid, (squares, run, *tile) = _tile(count, channels, 1, *sizes)
     windows = [window.along(side) for side in sides]
     numbers = squares, channels, *sides, down, across, *windows, run
     furthest = (window.stride - 1 + window.padding) // window.stride  # of the windows of a square
     nearest = -((window.size - 1 - window.padding) // window.stride)
-    return grid, numbers, (furthest, furthest - nearest + 1), tile
+    arguments = *numbers, *flags, *window, furthest, furthest - nearest + 1, *tile
+    return grid[0], Launch(_backward_kernel, grid, arguments, _WARPS)
 
 
 @triton.jit
@@ -249,9 +234,12 @@ def _gathered(
 def _backward_kernel(
     grad,
     place,
-    grad_sums,  # (channels,), read only if HAS_SUMS
-    grad_x,
-    partial,  # (programs along squares, channels)
+    grad_sums,  # (channels,), read only if HAS_SUMS: of the result, or if IS_RECTIFIED of y
+    z,  # this and what follows are read only if IS_RECTIFIED: y = scale relu(z + bias) is pooled
+    scale,  # (channels,)
+    bias,  # (channels,), read only if HAS_BIAS
+    grad_x,  # or z's
+    partial,  # (1 or 2, programs along squares, channels)
     squares,
     channels,
     H,
@@ -262,6 +250,8 @@ def _backward_kernel(
     OW,
     RUN,
     HAS_SUMS: tl.constexpr,
+    IS_RECTIFIED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     SIZE: tl.constexpr,
     STRIDE: tl.constexpr,
     PADDING: tl.constexpr,
@@ -272,9 +262,16 @@ def _backward_kernel(
 ):
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     sums = tl.zeros((BM, BC), partial.dtype.element_ty)
-    gs = tl.zeros((1, BC), sums.dtype)
+    scale_sums = tl.zeros((BM, BC), partial.dtype.element_ty)
+    gs = tl.zeros((1, BC), sums.dtype)  # of each window
+    gy = tl.zeros((1, BC), sums.dtype)  # of each number
     if HAS_SUMS:
         gs = tl.load(grad_sums + c, c < channels, 0).to(sums.dtype)[None, :]
+    if IS_RECTIFIED:
+        gs, gy = gy, gs
+        s = tl.load(scale + c, c < channels, 0).to(sums.dtype)[None, :]
+    if HAS_BIAS:
+        b = tl.load(bias + c, c < channels, 0).to(sums.dtype)[None, :]
     base = tl.program_id(0) * RUN
     length = tl.minimum(RUN, squares - base)
     for start in range(0, length, BM):
@@ -292,76 +289,17 @@ def _backward_kernel(
             h, w = down * STRIDE + k // STRIDE, across * STRIDE + k % STRIDE
             inside = ok & ((h < H) & (w < W))[:, None]
             at = ((image * H + h) * W + w)[:, None] * channels + c[None, :]
+            if IS_RECTIFIED:
+                active = tl.load(z + at, inside, 0).to(sums.dtype)
+                if HAS_BIAS:
+                    active += tl.where(inside, b, 0)
+                g += gy
+                scale_sums += g * tl.where(active < 0, 0, active)  # outside, active is 0
+                g = tl.where(active <= 0, 0, g * s)
             stored = g.to(grad_x.dtype.element_ty)
             tl.store(grad_x + at, stored, inside)
             sums += tl.where(inside, stored.to(sums.dtype), 0)
-    tl.store(partial + tl.program_id(0) * channels + c, tl.sum(sums, 0), c < channels)
-
-
-@triton.jit
-def _rectified_kernel(
-    grad,
-    place,
-    z,
-    grad_sums,  # (channels,), read only if HAS_SUMS
-    scale,
-    bias,  # (channels,), read only if HAS_BIAS
-    grad_z,
-    partial,  # (2, programs along squares, channels)
-    squares,
-    channels,
-    H,
-    W,
-    DOWN,  # squares along a column of an image
-    ACROSS,
-    OH,  # windows along a column of an image
-    OW,
-    RUN,
-    HAS_SUMS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SIZE: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PADDING: tl.constexpr,
-    FURTHEST: tl.constexpr,  # window of a square, the first being its own
-    SPAN: tl.constexpr,  # number of windows of a square, in each dimension
-    BM: tl.constexpr,
-    BC: tl.constexpr,
-):
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    sums = tl.zeros((BM, BC), partial.dtype.element_ty)
-    scale_sums = tl.zeros((BM, BC), partial.dtype.element_ty)
-    nothing = tl.zeros((1, BC), sums.dtype)
-    s = tl.load(scale + c, c < channels, 0).to(sums.dtype)[None, :]
-    if HAS_SUMS:
-        gs = tl.load(grad_sums + c, c < channels, 0).to(sums.dtype)[None, :]
-    if HAS_BIAS:
-        b = tl.load(bias + c, c < channels, 0).to(sums.dtype)[None, :]
-    base = tl.program_id(0) * RUN
-    length = tl.minimum(RUN, squares - base)
-    for start in range(0, length, BM):
-        row = start + tl.arange(0, BM)
-        ok = (row < length)[:, None] & (c < channels)[None, :]
-        m = base + row
-        across, down = m % ACROSS, m // ACROSS % DOWN
-        image = (m // ACROSS // DOWN).to(tl.int64)
-        first = _window(grad, place, nothing, ok, image, down, across, c, channels, OH, OW)
-        for k in tl.static_range(STRIDE * STRIDE):
-            g = _gathered(
-                grad, place, nothing, *first, ok, image, down, across, c, channels, OH, OW,
-                k, SIZE, STRIDE, PADDING, FURTHEST, SPAN,
-            )  # fmt: skip
-            h, w = down * STRIDE + k // STRIDE, across * STRIDE + k % STRIDE
-            inside = ok & ((h < H) & (w < W))[:, None]
-            at = ((image * H + h) * W + w)[:, None] * channels + c[None, :]
-            active = tl.load(z + at, inside, 0).to(sums.dtype)
-            if HAS_BIAS:
-                active += tl.where(inside, b, 0)
-            if HAS_SUMS:
-                g += gs
-            scale_sums += g * tl.where(active < 0, 0, active)  # outside, active is 0
-            stored = tl.where(active <= 0, 0, g * s).to(grad_z.dtype.element_ty)
-            tl.store(grad_z + at, stored, inside)
-            sums += stored.to(sums.dtype)  # outside, active is 0
     at = partial + tl.program_id(0) * channels + c
     tl.store(at, tl.sum(sums, 0), c < channels)
-    tl.store(at + tl.num_programs(0) * channels, tl.sum(scale_sums, 0), c < channels)
+    if IS_RECTIFIED:
+        tl.store(at + tl.num_programs(0) * channels, tl.sum(scale_sums, 0), c < channels)
