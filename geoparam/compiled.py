@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from geoparam import fused
-from geoparam.ops import means, rectified, shifted_op
+from geoparam.ops import means, rectified, shifted_op, stem
 from geoparam.routes import autocast_dtype, is_channels_last
 
 
@@ -35,6 +35,9 @@ def forward(layer: Any, x: Tensor) -> Tensor | None:
         return rectified.added(layer._map(x, weight, None), bias)
     if rectified_at_once:
         bias = layer.bias if norm is None else bias  # as it is: it rounds nothing
+        geometry = layer._geometry() if layer.padding_mode == "zeros" else None
+        if geometry is not None and stem.possible(x, weight, geometry.groups):
+            return stem.convolved(x, weight, bias, layer.r, *geometry[:3])
         return rectified.rectified(layer._map(x, weight, None), bias, layer.r)
     if bias is None or not _adds_its_bias_apart(layer, x):
         z = layer._map(x, weight, bias)

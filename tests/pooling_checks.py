@@ -80,6 +80,8 @@ def check_rectified(
     expected = F.max_pool2d(_rectified(*wide), *window)
     bound = 1e-12 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(_rectified(y.double(), *wide[1:]), expected, rtol=bound, atol=bound)
+    if window.tiles(*shape[2:]):
+        check_sums_of_rectified(kernels, z, window, scale, bias)
     grad = normal(*y.shape, dtype=dtype).contiguous(memory_format=LAST)
     for given, of_bias in ((None, bias), (sums, bias), (sums, None)):
         whole = pooling.scattered(grad.double(), place, window, shape[2:])
@@ -93,6 +95,25 @@ def check_rectified(
         close = {"rtol": bound, "atol": 4 * rounding * y.numel()}
         torch.testing.assert_close(found[1].double(), theirs[0].sum((0, 2, 3)), **close)
         torch.testing.assert_close(found[2].double(), by_scale, **close)
+
+
+def check_sums_of_rectified(
+    kernels: ModuleType,
+    z: torch.Tensor,
+    window: Window,
+    scale: torch.Tensor,
+    bias: torch.Tensor,
+) -> None:
+    largest, places, _ = kernels.pool(z, window, scale)
+    for of_bias in (bias, None):
+        y, place, parts = kernels.rectify(z, window, scale, of_bias)
+        assert torch.equal(y, largest) and torch.equal(place, places)
+        whole = _rectified(z.double(), of_bias, scale.double())
+        bound = (1e-12 if z.dtype == torch.float64 else 1e-5) * z.numel() / z.shape[1]
+        torch.testing.assert_close(parts.double().sum(0), whole.sum((0, 2, 3)), rtol=0, atol=bound)
+    z = z.clone()
+    z[0, 0, 0, 0] = float("nan")
+    assert kernels.rectify(z, window, scale, bias)[2].sum(0).isnan()[0]
 
 
 def _rectified(z: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled"),
 ]
 LAST = torch.channels_last
+SHARED = 227 << 10  # bytes that a program may have there
 TYPES = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -31,6 +32,8 @@ TYPES = {
     torch.uint8: "*u8",
 }
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+
+dtypes_of_products = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
 @pytest.fixture
@@ -56,12 +59,14 @@ def compile_for_gpu(launch: Launch, tensors: tuple[Tensor, ...]) -> None:
     constants = {}
     given = [*[TYPES[x.dtype] for x in tensors], *launch.arguments]
     for parameter, value in zip(launch.kernel.params, given, strict=True):
-        if parameter.is_constexpr:
+        # Triton takes a 1 for a constant, too
+        if parameter.is_constexpr or (type(value) is int and value == 1):
             constants[parameter.name] = value
         plain = value if isinstance(value, str) else "fp32" if isinstance(value, float) else "i32"
-        signature[parameter.name] = "constexpr" if parameter.is_constexpr else plain
+        signature[parameter.name] = "constexpr" if parameter.name in constants else plain
     source = ASTSource(launch.kernel, signature, constexprs=constants)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
+    assert compiled.metadata.shared <= SHARED
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -89,9 +94,10 @@ def test_pooling(launches: list[str], window: Window) -> None:
     x, scale = numbers(4, 48, 9, 8, dtype=torch.bfloat16), numbers(48)
     y, place, sums = pooling.pool(x, window)
     kernels.pool(x, window, scale)
+    kernels.rectify(x, window, scale, scale)
     pooling.pool_backward(y, place, sums, window, (9, 8))
     kernels.rectify_backward(y, place, window, x, sums, scale, scale)
-    assert launches == ["_forward_kernel"] * 2 + ["_backward_kernel"] * 2
+    assert launches == ["_forward_kernel"] * 3 + ["_backward_kernel"] * 2
 
 
 @dtypes
@@ -102,6 +108,27 @@ def test_types_of_pooling(launches: list[str], window: Window, dtype: torch.dtyp
     y, place, sums = kernels.pool(x, window, scale)
     kernels.rectify_backward(y, place, window, x, None, scale, None)
     assert len(launches) == 2
+
+
+@dtypes_of_products
+@pytest.mark.parametrize("channels", [1, 3, 7])
+def test_first_convolution(launches: list[str], channels: int, dtype: torch.dtype) -> None:
+    kernels = pytest.importorskip("geoparam.ops.stem_triton")
+    x, weight = numbers(4, channels, 9, 8, dtype=dtype), numbers(48, channels, 3, 3, dtype=dtype)
+    sides, bias = ((2, 1), (1, 1), (1, 1)), numbers(48)
+    z = kernels.forward(x, weight, (4, 48, 5, 8), *sides)
+    kernels.backward(z, bias, x, z, bias, bias, (3, 3), *sides)
+    kernels.backward(z, None, x, z, None, bias, (3, 3), *sides)
+    assert launches == ["_forward_kernel"] + ["_backward_kernel"] * 2
+
+
+def test_first_convolution_of_one_number(launches: list[str]) -> None:
+    kernels = pytest.importorskip("geoparam.ops.stem_triton")
+    x, bias = numbers(1, 2, 1, 1, dtype=torch.bfloat16), numbers(1)
+    sides = ((1, 1), (0, 0), (1, 1))
+    z = kernels.forward(x, x, (1, 1, 1, 1), *sides)
+    kernels.backward(z, bias, x, z, bias, bias, (1, 1), *sides)
+    assert launches == ["_forward_kernel", "_backward_kernel"]
 
 
 @pytest.mark.parametrize("n", [2, 27, 576, 4609])

@@ -64,7 +64,7 @@ def test_types_of_kernels(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pooling_checks.dtypes
-@pytest.mark.parametrize("shape", [(5, 16, 11, 8), (64, 128, 33, 32)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 16, 11, 8), (64, 128, 33, 32), (33, 70, 12, 8)], ids=str)
 def test_rectified_and_pooled(shape: tuple, dtype: torch.dtype) -> None:
     kernels = pytest.importorskip("geoparam.ops.pooling_triton")
     for window in (pooling_checks.SQUARES, pooling_checks.STEM):

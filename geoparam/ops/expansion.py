@@ -13,11 +13,12 @@ import functools
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from geoparam.ops import implementation
 
@@ -102,6 +103,44 @@ def _traced(args: tuple) -> bool:
 
 def _served(x: Tensor) -> bool:
     return x.is_cuda and implementation.uses_triton(x)
+
+
+# --- what is known while a graph is traced ------------------------------------------------------
+
+
+class _Note(NamedTuple):
+    """What a tensor in a graph is made of, and the nodes that it and they were then."""
+
+    of: tuple[Any, ...]
+    nodes: list[Tensor]
+
+
+class Notes:
+    """What tensors are made of, as long as nobody has changed one of them in place."""
+
+    def __init__(self) -> None:
+        self._notes = WeakTensorKeyDictionary()
+
+    def write(self, x: Tensor, *of: Any) -> None:
+        self._notes[x] = _Note(of, nodes(x, *of))
+
+    def read(self, x: Tensor) -> tuple[Any, ...] | None:
+        note = self._notes.get(x)
+        if note is None or not _same(note.nodes, nodes(x, *note.of)):
+            return None
+        return note.of
+
+
+def nodes(*tensors: Any) -> list[Tensor]:
+    """Return what tensors in a functional graph stand for; a change in place changes that."""
+    return [x.from_functional() for x in tensors if isinstance(x, FunctionalTensor)]
+
+
+def _same(before: list[Tensor], now: list[Tensor]) -> bool:
+    return all(a is b for a, b in zip(before, now, strict=True))
+
+
+# --- the weight ---------------------------------------------------------------------------------
 
 
 def _weight(

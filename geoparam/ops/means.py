@@ -98,10 +98,39 @@ def _differentiable(*inputs: Any) -> Tensor:
     return _Mean.apply(*inputs)
 
 
+# --- in a compiler's graph ----------------------------------------------------------------------
+
+_taken = expansion.Notes()  # a mean: what is tracked, that before its step, and the numbers
+
+
 def _kernel(
     parts: Tensor, count: int, running: Tensor | None, batches: Tensor | None, momentum: float
 ) -> Tensor:
-    return _kernels().mean_of_parts(parts, count, running, batches, momentum, traced=True)
+    before = expansion.nodes(running, batches)
+    mean = _kernels().mean_of_parts(parts, count, running, batches, momentum, traced=True)
+    _taken.write(mean, running, batches, before, count, momentum)
+    return mean
+
+
+def may_be_taken_again(mean: Tensor) -> bool:
+    """Return whether `mean` was taken by sums in parts, and what it moved is where it left it."""
+    return _taken.read(mean) is not None
+
+
+def taken_again(mean: Tensor, parts: Tensor) -> Tensor:
+    """Return `mean` by other parts, as if it had not been taken before.
+
+    In a graph nothing has happened yet: the running mean goes back to what it was, and the first
+    step, whose result nobody uses any more, is dropped.
+    """
+    note = _taken.read(mean)
+    assert note is not None
+    running, batches, before, count, momentum = note
+    for tracked, value in zip((running, batches), before, strict=False):
+        tracked.replace_(value)
+        tracked.commit_update()
+        tracked.sync()
+    return _kernel(parts, count, running, batches, momentum)
 
 
 expansion.expand("mean_of_parts", _kernel)

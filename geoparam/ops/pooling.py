@@ -33,6 +33,11 @@ class Window(NamedTuple):
         """Return how many windows there are along a line of this many numbers."""
         return (length + 2 * self.padding - self.size) // self.stride + 1
 
+    def tiles(self, height: int, width: int) -> bool:
+        """Return whether each number of an image is in one window."""
+        fits = height % self.size == 0 and width % self.size == 0
+        return fits and self.size == self.stride and self.padding == 0
+
 
 def pool(x: Tensor, window: Window) -> tuple[Tensor, Tensor, Tensor]:
     """Return the largest number of each window, its place there, and sums per channel.

@@ -85,8 +85,7 @@ def _pool_kernel(x: Tensor, *numbers: int) -> tuple[Tensor, Tensor]:
     window = Window(*numbers)
     if not pooling.is_countable(x.shape[0], *x.shape[2:]):
         return pooling.plain_pool(x, window)
-    pool = _kernels().pool
-    return rectified.pooled(x, lambda x, scale=None: pool(x, window, scale, traced=True)[:2])
+    return rectified.pooled(x, window)
 
 
 def _pool_backward_kernel(grad: Tensor, place: Tensor, *numbers: int) -> Tensor:

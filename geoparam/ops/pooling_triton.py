@@ -22,6 +22,7 @@ from geoparam.ops.launch import Launch
 from geoparam.ops.pooling import Window
 
 _TILE = 1024, 4224  # numbers looked at together, and programs
+_TILE_SUMMED = 512, 2112  # where all of z is added up: each program leaves a part
 _TILE_RECTIFIED = 512, 1056  # where z is looked at too
 
 
@@ -32,15 +33,38 @@ def pool(
 
     In channels with a negative scale, if there is one, it is the smallest.
     """
+    y, place, partial = _pool(x, window, scale, None, False, traced)
+    return y, place, partial.sum(0)
+
+
+def rectify(
+    z: Tensor, window: Window, scale: Tensor, bias: Tensor | None, traced: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `pool` does of z, but the sums, in parts, are those of scale relu(z + bias).
+
+    They are sums over all windows, so these must tile the image.
+    """
+    return _pool(z, window, scale, bias, True, traced)
+
+
+def _pool(
+    x: Tensor,
+    window: Window,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    is_rectified: bool,
+    traced: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous(memory_format=torch.channels_last)
     images, channels, height, width = x.shape
     y = _image((images, channels, window.along(height), window.along(width)), x)
     place = torch.empty_like(y, dtype=torch.uint8)
-    programs, launch = _forward_launch(x.shape, window, _types(x, scale))
+    flags = scale is not None, is_rectified, bias is not None
+    programs, launch = _forward_launch(x.shape, window, flags, _types(x, scale, bias))
     partial = torch.empty((programs, channels), dtype=wide(x), device=x.device)
-    per_channel = x if scale is None else scale.contiguous()
-    (launch.traced if traced else launch)(x, per_channel, y, place, partial)
-    return y, place, partial.sum(0)
+    scale, bias = (x if t is None else t.contiguous() for t in (scale, bias))
+    (launch.traced if traced else launch)(x, scale, bias, y, place, partial)
+    return y, place, partial
 
 
 def pool_backward(
@@ -91,21 +115,29 @@ def rectify_backward(
 
 
 def _image(size: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return memory, by strides: what is asked for by a layout, inductor fills with zeros."""
-    _, channels, height, width = size
-    strides = channels * height * width, 1, width * channels, channels
-    return torch.empty_strided(size, strides, dtype=like.dtype, device=like.device)
+    """Return memory for images with their channels last.
+
+    By torch.empty: what is asked for by a layout, inductor fills with zeros, and what is asked for
+    by strides, older compilers take for the same memory as any other of this size, and copy.
+    """
+    images, channels, height, width = size
+    memory = torch.empty((images, height, width, channels), dtype=like.dtype, device=like.device)
+    return memory.permute(0, 3, 1, 2)
 
 
 @functools.lru_cache(maxsize=4096)
-def _forward_launch(size: torch.Size, window: Window, types: tuple) -> tuple[int, Launch]:
+def _forward_launch(
+    size: torch.Size, window: Window, flags: tuple[bool, bool, bool], types: tuple
+) -> tuple[int, Launch]:
     """Return the programs along windows and the launch, for images of this size."""
     images, channels, *sides = size
     down, across = (window.along(side) for side in sides)
     count = images * down * across * channels
-    grid, (windows, run, *tile) = _tile(count, channels, 1, *_TILE)
+    _, is_rectified, _ = flags
+    sizes = _TILE_SUMMED if is_rectified else _TILE
+    grid, (windows, run, *tile) = _tile(count, channels, 1, *sizes)
     numbers = windows, channels, *sides, down, across, run
-    arguments = *numbers, types[1] is not None, *window, *tile
+    arguments = *numbers, *flags, *window, *tile
     return grid[0], Launch(_forward_kernel, grid, arguments, _WARPS)
 
 
@@ -132,6 +164,7 @@ def _backward_launch(
 def _forward_kernel(
     x,
     scale,  # (channels,), read only if HAS_SCALE
+    bias,  # (channels,), read only if HAS_BIAS
     y,
     place,
     partial,  # (programs along windows, channels)
@@ -143,6 +176,8 @@ def _forward_kernel(
     ACROSS,
     RUN,
     HAS_SCALE: tl.constexpr,
+    IS_RECTIFIED: tl.constexpr,  # the sums are those of scale relu(x + bias)
+    HAS_BIAS: tl.constexpr,
     SIZE: tl.constexpr,
     STRIDE: tl.constexpr,
     PADDING: tl.constexpr,
@@ -152,7 +187,10 @@ def _forward_kernel(
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     sums = tl.zeros((BM, BC), partial.dtype.element_ty)
     if HAS_SCALE:
-        falls = (tl.load(scale + c, c < channels, 0) < 0)[None, :]
+        s = tl.load(scale + c, c < channels, 0).to(sums.dtype)[None, :]
+        falls = s < 0
+    if HAS_BIAS:
+        b = tl.load(bias + c, c < channels, 0).to(sums.dtype)[None, :]
     base = tl.program_id(0) * RUN
     length = tl.minimum(RUN, windows - base)
     for start in range(0, length, BM):
@@ -172,6 +210,12 @@ def _forward_kernel(
                 there = ok & ((h >= 0) & (h < H) & (w >= 0) & (w < W))[:, None]
             at = ((image * H + h) * W + w)[:, None] * channels + c[None, :]
             other = tl.load(x + at, there, float("-inf")).to(sums.dtype)
+            if IS_RECTIFIED:
+                active = other
+                if HAS_BIAS:
+                    active += b
+                active = tl.where(active < 0, 0, active)  # NaN stays, as in torch
+                sums += tl.where(there, active * s, 0)
             if HAS_SCALE:
                 other = tl.where(falls & there, -other, other)
             larger = (other > best) | (other != other)  # NaN is larger than all
@@ -182,7 +226,8 @@ def _forward_kernel(
         to = m[:, None].to(tl.int64) * channels + c[None, :]
         tl.store(y + to, best.to(y.dtype.element_ty), ok)
         tl.store(place + to, which, ok)
-        sums += tl.where(ok, best, 0)
+        if not IS_RECTIFIED:
+            sums += tl.where(ok, best, 0)
     tl.store(partial + tl.program_id(0) * channels + c, tl.sum(sums, 0), c < channels)
 
 

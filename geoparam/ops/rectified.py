@@ -28,13 +28,11 @@ and no such op.
 
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from geoparam.ops import columns, expansion, implementation, means
 
@@ -175,38 +173,15 @@ torch.library.register_autograd("geoparam::added", _added_gradients)
 # --- expanded in a compiler's graph -------------------------------------------------------------
 
 
-class _Note(NamedTuple):
-    """What a tensor in a graph is made of, and the nodes that it and they were then."""
-
-    of: tuple[Any, ...]
-    nodes: list[Tensor]
-
-
-class _Notes:
-    """What tensors are made of, as long as nobody has changed one of them in place."""
-
-    def __init__(self) -> None:
-        self._notes = WeakTensorKeyDictionary()
-
-    def write(self, x: Tensor, *of: Any) -> None:
-        self._notes[x] = _Note(of, _nodes(x, *of))
-
-    def read(self, x: Tensor) -> tuple[Any, ...] | None:
-        note = self._notes.get(x)
-        if note is None or not _same(note.nodes, _nodes(x, *note.of)):
-            return None
-        return note.of
-
-
-_shifted = _Notes()  # a gradient: one without its shift, and the shift
-_centrings = _Notes()  # what is centred: x and its mean
-_rectifications = _Notes()  # scale relu(z + bias): z, bias and scale
-_moved = _Notes()  # a pool's gradient: that of its result, places and windows
+_shifted = expansion.Notes()  # a gradient: one without its shift, and the shift
+_centrings = expansion.Notes()  # what is centred: x and its mean
+_rectifications = expansion.Notes()  # scale relu(z + bias): z, bias and scale
+_moved = expansion.Notes()  # a pool's gradient: that of its result, places and windows
 
 
 def _expanded_rectified(z: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
     y = _rectified(z, bias, scale)
-    if _has_kernel(z):
+    if has_kernel(z):
         _rectifications.write(y, z, bias, scale)
     return y
 
@@ -214,7 +189,7 @@ def _expanded_rectified(z: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor
 def _expanded_rectified_backward(
     grad: Tensor, z: Tensor, bias: Tensor | None, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not _has_kernel(z):
+    if not has_kernel(z):
         return _rectified_backward(grad, z, bias, scale)
     grad, shift = _shifted.read(grad) or (grad, None)
     if (moved := _moved.read(grad)) is not None:
@@ -239,21 +214,34 @@ def _expanded_centred_backward(grad: Tensor) -> Tensor:
     return whole
 
 
-def pooled(x: Tensor, pool: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def pooled(x: Tensor, window: Any) -> tuple[Tensor, Tensor]:
     """Return the largest of windows, and their places, while a compiler traces a graph.
 
-    `pool` takes the largest numbers, or where a scale that it is given is negative the smallest.
     What is centred or rectified is not written as such before it is pooled, if nobody else wants
-    it.
+    it, and its mean is gathered on the way.
     """
-    if (centring := _centrings.read(x)) is not None:
-        y, place = pooled(centring[0], pool)
-        return _expanded_centred(y, centring[1]), place
-    if (rectification := _rectifications.read(x)) is not None:
-        z, bias, scale = rectification
-        y, place = pool(z, scale)
-        return _rectified(y, bias, scale), place
-    return pool(x)
+    kernels = importlib.import_module("geoparam.ops.pooling_triton")
+    x, mean = _centrings.read(x) or (x, None)
+    z, bias, scale = _rectifications.read(x) or (x, None, None)
+    if scale is None:
+        y, place, _ = kernels.pool(z, window, traced=True)
+    else:
+        if mean is not None and window.tiles(*z.shape[2:]) and means.may_be_taken_again(mean):
+            y, place, parts = kernels.rectify(z, window, scale, bias, traced=True)
+            mean = means.taken_again(mean, parts)
+        else:
+            y, place, _ = kernels.pool(z, window, scale, traced=True)
+        y = _rectified(y, bias, scale)
+    return (y if mean is None else _expanded_centred(y, mean)), place
+
+
+def parts_of(grad: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    """Return the gradient of r relu(z + b) without a shift of its channels, and the shift.
+
+    None, where no kernel takes them as they are.
+    """
+    grad, shift = _shifted.read(grad) or (grad, None)
+    return (grad, shift) if has_kernel(z) and _moved.read(grad) is None else None
 
 
 def note_moved(grad_x: Tensor, grad: Tensor, place: Tensor, window: Any) -> Tensor:
@@ -262,16 +250,7 @@ def note_moved(grad_x: Tensor, grad: Tensor, place: Tensor, window: Any) -> Tens
     return grad_x
 
 
-def _nodes(*tensors: Any) -> list[Tensor]:
-    """Return what tensors in a functional graph stand for; a change in place changes that."""
-    return [x.from_functional() for x in tensors if isinstance(x, FunctionalTensor)]
-
-
-def _same(before: list[Tensor], now: list[Tensor]) -> bool:
-    return all(a is b for a, b in zip(before, now, strict=True))
-
-
-def _has_kernel(z: Tensor) -> bool:
+def has_kernel(z: Tensor) -> bool:
     """Return whether the kernel reads z as it lies; other layouts are the compiler's choice."""
     known = all(type(size) is int for size in z.shape)
     return known and z.numel() > 0 and z.is_contiguous(memory_format=torch.channels_last)
