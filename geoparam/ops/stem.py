@@ -1,8 +1,8 @@
 """A network's first convolution for compilers: y = r relu(conv(x) + b), where x wants no gradient.
 
 Images have few channels, for which cuDNN has no good kernel: VGG-6's first convolution takes it
-three times as long as z = conv(x) takes to be written. Backward, z's gradient is there for the
-weight's alone: it need not be written either, if one kernel makes it and adds up the weight's
+four times as long as z = conv(x) takes to be written. Backward, z's gradient is there for the
+weight's alone: it need not be written at all, if one kernel makes it and adds up the weight's
 (`stem_triton`). As the ops of `rectified`, those here are expanded in a compiler's graph, and
 nobody else meets them:
 
