@@ -19,8 +19,8 @@ compiler drops it.
 
 In the same way max pooling (`pooling_op`) takes apart what is centred or rectified: both grow with
 what they are applied to, or fall with it where the scale is negative, so they may come after the
-pool, where there is less of it. And the gradient of r relu(z + b) takes that of a pool's result,
-and moves it to its places by itself.
+pool, where there is less of it; the pool adds up what the mean is of. And the gradient of
+r relu(z + b) takes that of a pool's result, and moves it to its places by itself.
 
 Everywhere else, on other devices, in torch.func, export and evaluation, there are plain operations
 and no such op.
@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from geoparam.ops import columns, expansion, implementation, means
+from geoparam.ops.pooling import Window
 
 _HAS_TRITON = implementation.has_triton()
 
@@ -172,7 +173,6 @@ torch.library.register_autograd("geoparam::added", _added_gradients)
 
 # --- expanded in a compiler's graph -------------------------------------------------------------
 
-
 _shifted = expansion.Notes()  # a gradient: one without its shift, and the shift
 _centrings = expansion.Notes()  # what is centred: x and its mean
 _rectifications = expansion.Notes()  # scale relu(z + bias): z, bias and scale
@@ -214,7 +214,7 @@ def _expanded_centred_backward(grad: Tensor) -> Tensor:
     return whole
 
 
-def pooled(x: Tensor, window: Any) -> tuple[Tensor, Tensor]:
+def pooled(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     """Return the largest of windows, and their places, while a compiler traces a graph.
 
     What is centred or rectified is not written as such before it is pooled, if nobody else wants
@@ -244,7 +244,7 @@ def parts_of(grad: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None] | None:
     return (grad, shift) if has_kernel(z) and _moved.read(grad) is None else None
 
 
-def note_moved(grad_x: Tensor, grad: Tensor, place: Tensor, window: Any) -> Tensor:
+def note_moved(grad_x: Tensor, grad: Tensor, place: Tensor, window: Window) -> Tensor:
     """Return `grad_x`, which is `grad` moved to its places in windows, with a note of that."""
     _moved.write(grad_x, grad, place, window)
     return grad_x

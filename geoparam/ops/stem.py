@@ -59,23 +59,12 @@ def _stem(
 
 
 def _stem_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    z: Tensor,
-    bias: Tensor | None,
-    scale: Tensor,
-    *sides: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_z, by_bias, by_scale = torch.ops.geoparam.rectified_backward(grad, z, bias, scale)
-    return _by_weight(grad_z, x, weight, *sides), by_bias, by_scale
-
-
-def _differentiable_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, *others: Any
+    grad: Tensor, x: Tensor, weight: Tensor, *others: Any, differentiable: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     z, bias, scale, *sides = others
-    grad_z, by_bias, by_scale = rectified._rectified_backward(grad, z, bias, scale)
+    op: Any = torch.ops.geoparam.rectified_backward
+    backward = rectified._rectified_backward if differentiable else op
+    grad_z, by_bias, by_scale = backward(grad, z, bias, scale)
     return _by_weight(grad_z, x, weight, *sides), by_bias, by_scale
 
 
@@ -112,9 +101,11 @@ def _gradients(ctx: Any, grad: Tensor | None, grad_z: Tensor | None) -> tuple[Te
     x, weight, z, bias, scale = ctx.saved_tensors
     by_weight = by_bias = by_scale = None
     if grad is not None:
-        twice = torch.is_grad_enabled()  # somebody will differentiate once more
-        backward = _differentiable_backward if twice else torch.ops.geoparam.stem_backward
-        found = backward(grad, x, weight, z, bias, scale, *ctx.sides)
+        given = grad, x, weight, z, bias, scale, *ctx.sides
+        if torch.is_grad_enabled():  # somebody will differentiate once more
+            found = _stem_backward(*given, differentiable=True)
+        else:
+            found = torch.ops.geoparam.stem_backward(*given)
         by_weight, by_bias, by_scale = found[0], found[1], found[2].to(scale.dtype)
         by_bias = None if bias is None else by_bias.to(bias.dtype)
     if grad_z is not None:  # somebody does: the first derivative looks at z
