@@ -8,8 +8,9 @@ import pytest
 import stem_checks
 import torch
 import torch.nn.functional as F
+from test_compiled_pools import pools, shifts  # noqa: F401
 from test_expansion import KERNEL, traced
-from test_rectified import images, pools, shifts, train  # noqa: F401
+from test_rectified import images, train
 from torch import Tensor, nn
 
 from geoparam import GmPConv2d, InputMeanNorm
