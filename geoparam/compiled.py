@@ -35,15 +35,21 @@ def forward(layer: Any, x: Tensor) -> Tensor | None:
         return rectified.added(layer._map(x, weight, None), bias)
     if rectified_at_once:
         bias = layer.bias if norm is None else bias  # as it is: it rounds nothing
-        geometry = layer._geometry() if layer.padding_mode == "zeros" else None
-        if geometry is not None and stem.possible(x, weight, geometry.groups):
-            return stem.convolved(x, weight, bias, layer.r, *geometry[:3])
-        return rectified.rectified(layer._map(x, weight, None), bias, layer.r)
+        return _rectified(layer, x, weight, bias)
     if bias is None or not _adds_its_bias_apart(layer, x):
         z = layer._map(x, weight, bias)
     else:
         z = layer._map(x, weight, None) + layer._per_channel(bias)
     return z if activation is None else layer._activated(z)
+
+
+def _rectified(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return r relu(z + b) by one op, or where x is images with the convolution in it."""
+    geometry = layer._geometry() if layer.padding_mode == "zeros" else None
+    images = x.to(autocast_dtype(x) or x.dtype)
+    if geometry is not None and stem.possible(images, weight, geometry.groups):
+        return stem.convolved(images, weight, bias, layer.r, *geometry[:3])
+    return rectified.rectified(layer._map(x, weight, None), bias, layer.r)
 
 
 def _is_made_at_once(layer: Any) -> bool:

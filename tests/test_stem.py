@@ -122,6 +122,14 @@ def test_images_that_want_a_gradient_get_it(calls: list[str]) -> None:
     assert not calls
 
 
+def test_images_of_another_type_are_refused(calls: list[str]) -> None:
+    model = network()
+    torch.compiler.reset()
+    for call in (model, torch.compile(model, backend="aot_eager")):
+        with pytest.raises(RuntimeError, match="type"):
+            call(images().float())
+
+
 def test_who_looks_at_the_result_finds_its_gradient(calls: list[str]) -> None:
     def clipped(model: nn.Module, x: Tensor) -> Tensor:
         y = model[0](x)

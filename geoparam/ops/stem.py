@@ -30,8 +30,8 @@ Sides = Sequence[int]  # down and across
 
 def possible(x: Tensor, weight: Tensor, groups: int) -> bool:
     """Return whether a convolution that may be rectified at once is one of images as they are."""
-    few = math.prod(weight.shape[1:]) <= _LARGEST
-    return few and groups == 1 and weight.dtype in _TYPES and not x.requires_grad
+    few = math.prod(weight.shape[1:]) <= _LARGEST and groups == 1
+    return few and x.dtype == weight.dtype and x.dtype in _TYPES and not x.requires_grad
 
 
 def convolved(
@@ -44,7 +44,6 @@ def convolved(
     dilation: Sides,
 ) -> Tensor:
     """Return scale relu(conv(x) + bias), whose gradient does not reach x."""
-    x = x.to(weight.dtype)  # as autocast would
     return torch.ops.geoparam.stem(x, weight, bias, scale, stride, padding, dilation)[0]
 
 
