@@ -235,6 +235,8 @@ class _GmPConv(GmPLayer):
 
     def _in_few_passes(self, x: Tensor) -> Tensor | None:
         norm: Any = self._modules.get("input_norm")  # looked up so: attributes are slow
+        if norm is not None and not norm._takes_own_mean:
+            return None
         if norm is None or self.mean_in_bias or not self._pads_zeros:
             return self._by_route(x, norm)
         x = norm._centred(x, None)  # a pass, but the rest has fewer: zeros come after it

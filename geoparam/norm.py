@@ -52,6 +52,11 @@ class InputMeanNorm(nn.Module):
 
     running_mean: Tensor | None
     num_batches_tracked: Tensor | None
+    _takes_own_mean = True  # else a subclass has another, and nothing is done behind its back
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._takes_own_mean = cls.mean is InputMeanNorm.mean
 
     def __init__(
         self,
@@ -81,10 +86,11 @@ class InputMeanNorm(nn.Module):
 
     def _centred(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x - mean + bias."""
-        in_few_passes = self.training and x.ndim > 1 and fused.eligible(x)
+        own = self.training and self._takes_own_mean
+        in_few_passes = own and x.ndim > 1 and fused.eligible(x)
         if in_few_passes and not self.is_shared:
             return self._centred_by_sums(x, bias)
-        if self.training and self._is_centred_at_once(x):
+        if own and self._is_centred_at_once(x):
             centred = rectified.centred(x, self.mean(x.detach()))
         else:
             mean = self.mean(x)
@@ -131,7 +137,7 @@ class InputMeanNorm(nn.Module):
         tracked, momentum = self.running_mean, self.momentum
         if not self.training or self.is_shared or tracked is None or momentum is None:
             return self.mean(x), None
-        if x.numel() == 0 or self._is_in_parts(x):
+        if not self._takes_own_mean or x.numel() == 0 or self._is_in_parts(x):
             return self.mean(x), None
         self._check(x)
         mean = self._batch_mean(x.unsqueeze(0) if x.ndim == 1 else x)

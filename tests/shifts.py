@@ -201,6 +201,10 @@ def check_mean(
     near(running, exactly(old).lerp(expected, MOMENTUM), dtype)
     assert batches == 4
     assert torch.equal(mean_of_parts(parts, COUNT, None, None, MOMENTUM), found)
+    pairs = torch.zeros((*running.shape, 2), dtype=running.dtype, device=device)
+    mean_of_parts(parts, COUNT, pairs[:, 0], batches, MOMENTUM)  # with gaps in memory
+    near(pairs[:, 0], MOMENTUM * found.double(), dtype)
+    assert not pairs[:, 1].any() and batches == 5
 
 
 dtypes = pytest.mark.parametrize(

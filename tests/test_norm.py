@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from geoparam import InputMeanNorm, MeanOnlyBatchNorm, fused
+from geoparam import GmPConv2d, InputMeanNorm, MeanOnlyBatchNorm, fused
+from geoparam.ops import rectified
 
 SHAPES = [(6, 3), (6, 3, 5), (4, 3, 5, 2), (2, 3, 4, 5, 2)]
 
@@ -125,6 +126,38 @@ def test_few_passes_are_the_readable_form(
         results.append({**twin.state_dict(), **{str(i): t for i, t in enumerate(found)}})
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value, atol=1e-12, rtol=1e-10, msg=name)
+
+
+class MeanOfTheFirst(InputMeanNorm):
+    """What a user may make of it: here the mean of two images."""
+
+    def mean(self, x: Tensor) -> Tensor:
+        return super().mean(x[:2])
+
+
+@pytest.mark.parametrize("mode", ["passes", "compiled"])
+@pytest.mark.parametrize("place", ["alone", "in a layer", "in a bias"])
+def test_a_subclass_may_have_another_mean(
+    switch: Callable, monkeypatch: pytest.MonkeyPatch, mode: str, place: str
+) -> None:
+    def step(on: bool) -> list[Tensor]:
+        switch(on and mode == "passes")
+        torch.manual_seed(0)
+        norm = MeanOfTheFirst(3).double()
+        kind = "bias" if place == "in a bias" else True
+        layer = GmPConv2d(3, 4, 3, padding=1, activation=torch.relu, input_norm=kind).double()
+        layer.input_norm = norm
+        model = norm if place == "alone" else layer
+        x = torch.randn(4, 3, 5, 5, dtype=torch.float64, requires_grad=True)
+        torch.compiler.reset()
+        call = torch.compile(model, backend="aot_eager") if on and mode == "compiled" else model
+        y = call(x)
+        y.pow(3).sum().backward()
+        return [y, x.grad, *[p.grad for p in model.parameters()], norm.running_mean]
+
+    expected = step(False)
+    monkeypatch.setattr(rectified, "possible", lambda x: torch.compiler.is_compiling())
+    torch.testing.assert_close(step(True), expected)
 
 
 def test_a_frozen_input_gets_nothing_and_the_bias_its_gradient(switch: Callable) -> None:

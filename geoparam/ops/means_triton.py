@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from geoparam.ops.columns import advance
 from geoparam.ops.launch import Launch
 
 _PARTS, _CHANNELS, _WARPS = 256, 16, 8
@@ -22,6 +23,10 @@ def mean_of_parts(
     traced: bool = False,
 ) -> Tensor:
     """Return parts.sum(0) / count, and let the running mean make its step."""
+    if running is not None and batches is not None and not running.is_contiguous():
+        mean = mean_of_parts(parts, count, None, None, momentum, traced)
+        advance((running, batches), mean, momentum)
+        return mean
     number, channels = parts.shape
     mean, parts = parts.new_empty(channels), parts.contiguous()
     tracks = running is not None and batches is not None

@@ -123,7 +123,7 @@ def _expanded_stem(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, *sides: Any
 ) -> tuple[Tensor, Tensor]:
     z = F.conv2d(x, weight, None, *sides)  # shows how z lies; if nobody uses it, it is dropped
-    if rectified.has_kernel(z) and _is_countable(z):
+    if rectified.has_kernel(z) and _is_countable(x, z):
         z = _kernels().forward(x, weight, tuple(z.shape), *sides, traced=True)
     return rectified.rectified(z, bias, scale), z
 
@@ -138,14 +138,16 @@ def _expanded_stem_backward(
     *sides: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     parts = rectified.parts_of(grad, z)
-    if parts is None or not _is_countable(z):
+    if parts is None or not _is_countable(x, z):
         return _stem_backward(grad, x, weight, z, bias, scale, *sides)
     kernel = tuple(weight.shape[2:])
     return _kernels().backward(*parts, x, z, bias, scale, kernel, *sides, traced=True)
 
 
-def _is_countable(z: Tensor) -> bool:
-    return pooling.is_countable(z.shape[0], *z.shape[2:])
+def _is_countable(x: Tensor, z: Tensor) -> bool:
+    """Return whether 32 bits are enough to count positions of z, and numbers of an image."""
+    reach = sum((n - 1) * stride for n, stride in zip(x.shape[1:], x.stride()[1:], strict=True))
+    return reach < 1 << 31 and pooling.is_countable(z.shape[0], *z.shape[2:])
 
 
 def _kernels() -> ModuleType:
