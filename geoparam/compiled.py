@@ -44,7 +44,7 @@ def forward(layer: Any, x: Tensor) -> Tensor | None:
 
 
 def _rectified(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return r relu(z + b) by one op, or where x is images with the convolution in it."""
+    """Return r relu(z + b) by one op, with the convolution in it where x is images."""
     geometry = layer._geometry() if layer.padding_mode == "zeros" else None
     images = x.to(autocast_dtype(x) or x.dtype)
     if geometry is not None and stem.possible(images, weight, geometry.groups):

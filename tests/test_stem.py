@@ -109,6 +109,14 @@ def test_a_pool_keeps_its_own_gradient(calls: list[str]) -> None:
     expected = train(model, model)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-12, rtol=1e-10, msg=name)
+    assert set(calls) == {"forward"}
+
+
+def test_large_images_keep_the_librarys_convolution() -> None:
+    x, z = torch.empty(4, 3, 8, 8, device="meta"), torch.empty(4, 6, 8, 8, device="meta")
+    assert stem._is_countable(x, z)
+    assert not stem._is_countable(x.as_strided(x.shape, (8, 1, 1 << 30, 1)), z)
+    assert not stem._is_countable(x, z.expand(4, 6, 8, 8).as_strided((1 << 25, 6, 8, 8), (0,) * 4))
 
 
 def test_images_that_want_a_gradient_get_it(calls: list[str]) -> None:

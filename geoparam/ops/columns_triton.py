@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from geoparam.ops.columns import advance, wide
-from geoparam.ops.launch import Launch
+from geoparam.ops.launch import Launch, dtypes_of
 
 _TILE = 4096  # numbers looked at together
 _TILE_BACK = 2048  # of two tensors
@@ -64,7 +64,9 @@ def _forward(
     """Launch the forward kernel and return the sums of its programs."""
     channels = x.shape[dim]
     flags = bias is not None, scale is not None, relu, store
-    grid, launch = _forward_launch(x.numel(), channels, positions, flags, _types(x, bias, scale))
+    grid, launch = _forward_launch(
+        x.numel(), channels, positions, flags, dtypes_of(x, bias, scale)
+    )
     partial = torch.empty((grid[0], channels), dtype=wide(x), device=x.device)
     if x.numel():
         launch(x, x if bias is None else bias, x if scale is None else scale, y, partial)
@@ -93,7 +95,7 @@ def rectify_backward(
         grad = torch.empty_like(a).copy_(grad)
     channels = a.shape[dim]
     flags = grad_sums is not None, scale is not None, bias is not None
-    types = _types(a, grad_sums, scale, bias)
+    types = dtypes_of(a, grad_sums, scale, bias)
     grid, launch = _backward_launch(a.numel(), channels, positions, flags, types)
     shape = (grid[0], channels) if scale is None else (2, grid[0], channels)
     partial = torch.empty(shape, dtype=wide(a), device=a.device)
@@ -126,7 +128,7 @@ def centre(
     x, positions = _dense(x, dim)
     mean, batches = (total, total) if running is None else running
     flags = bias is not None, running is not None
-    types = _types(x, bias, total, mean)
+    types = dtypes_of(x, bias, total, mean)
     launch = _centre_launch(x.numel(), x.shape[dim], positions, count, momentum, flags, types)
     y = torch.empty_like(x)
     launch(x, total, total if bias is None else bias, mean, batches, y)
@@ -136,10 +138,6 @@ def centre(
 
 
 # --- launching ----------------------------------------------------------------------------------
-
-
-def _types(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
-    return tuple([None if x is None else x.dtype for x in tensors])
 
 
 def _packed(per_channel: Tensor | None) -> Tensor | None:

@@ -22,6 +22,24 @@ from torch import Tensor
 
 _ALIGNMENT = 16  # bytes; what Triton distinguishes
 
+Types = tuple[torch.dtype | None, ...]
+
+
+def dtypes_of(*tensors: Tensor | None) -> Types:
+    """Return what a kernel is compiled for, beside its numbers."""
+    return tuple([None if x is None else x.dtype for x in tensors])
+
+
+def image(size: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return memory for images with their channels last.
+
+    By torch.empty: what is asked for by a layout, inductor fills with zeros, and what is asked for
+    by strides, older compilers take for the same memory as any other of this size, and copy.
+    """
+    images, channels, height, width = size
+    memory = torch.empty((images, height, width, channels), dtype=like.dtype, device=like.device)
+    return memory.permute(0, 3, 1, 2)
+
 
 class Launch:
     """A kernel, its grid, all its arguments but the tensors, which come first, and options."""

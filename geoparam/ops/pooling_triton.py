@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from geoparam.ops.columns import wide
-from geoparam.ops.columns_triton import _WARPS, _tile, _types
-from geoparam.ops.launch import Launch
+from geoparam.ops.columns_triton import _WARPS, _tile
+from geoparam.ops.launch import Launch, dtypes_of, image
 from geoparam.ops.pooling import Window
 
 _TILE = 1024, 4224  # numbers looked at together, and programs
@@ -57,10 +57,10 @@ def _pool(
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous(memory_format=torch.channels_last)
     images, channels, height, width = x.shape
-    y = _image((images, channels, window.along(height), window.along(width)), x)
+    y = image((images, channels, window.along(height), window.along(width)), x)
     place = torch.empty_like(y, dtype=torch.uint8)
     flags = scale is not None, is_rectified, bias is not None
-    programs, launch = _forward_launch(x.shape, window, flags, _types(x, scale, bias))
+    programs, launch = _forward_launch(x.shape, window, flags, dtypes_of(x, scale, bias))
     partial = torch.empty((programs, channels), dtype=wide(x), device=x.device)
     scale, bias = (x if t is None else t.contiguous() for t in (scale, bias))
     (launch.traced if traced else launch)(x, scale, bias, y, place, partial)
@@ -78,9 +78,9 @@ def pool_backward(
     """Return the gradient of x and its sums; see `pooling`."""
     grad = grad.contiguous(memory_format=torch.channels_last)
     images, channels, *_ = grad.shape
-    grad_x = _image((images, channels, *size), grad)
+    grad_x = image((images, channels, *size), grad)
     flags = grad_sums is not None, False, False
-    programs, launch = _backward_launch(grad_x.shape, window, flags, _types(grad, grad_sums))
+    programs, launch = _backward_launch(grad_x.shape, window, flags, dtypes_of(grad, grad_sums))
     partial = torch.empty((programs, channels), dtype=wide(grad), device=grad.device)
     sums = grad if grad_sums is None else grad_sums.contiguous()
     (launch.traced if traced else launch)(grad, place, sums, grad, grad, grad, grad_x, partial)
@@ -104,25 +104,14 @@ def rectify_backward(
     grad = grad.to(z.dtype).contiguous(memory_format=torch.channels_last)
     z = z.contiguous(memory_format=torch.channels_last)
     flags = grad_sums is not None, True, bias is not None
-    types = _types(z, grad_sums, scale, bias)
+    types = dtypes_of(z, grad_sums, scale, bias)
     programs, launch = _backward_launch(z.shape, window, flags, types)
     partial = torch.empty((2, programs, z.shape[1]), dtype=wide(z), device=z.device)
-    grad_z = _image(z.shape, z)
+    grad_z = image(z.shape, z)
     sums, scale, bias = (z if t is None else t.contiguous() for t in (grad_sums, scale, bias))
     (launch.traced if traced else launch)(grad, place, sums, z, scale, bias, grad_z, partial)
     total = partial.sum(1)
     return grad_z, total[0], total[1]
-
-
-def _image(size: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return memory for images with their channels last.
-
-    By torch.empty: what is asked for by a layout, inductor fills with zeros, and what is asked for
-    by strides, older compilers take for the same memory as any other of this size, and copy.
-    """
-    images, channels, height, width = size
-    memory = torch.empty((images, height, width, channels), dtype=like.dtype, device=like.device)
-    return memory.permute(0, 3, 1, 2)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -24,7 +24,7 @@ from torch import Tensor
 from geoparam.ops.columns import advance
 from geoparam.ops.implementation import Layout, layout_of, readable
 from geoparam.ops.lanes_triton import full
-from geoparam.ops.launch import Launch
+from geoparam.ops.launch import Launch, Types, dtypes_of
 from geoparam.ops.rows_triton import gradient_of_vectors, tile_of_vectors, weight_of_vectors
 from geoparam.ops.shifted import How
 from geoparam.ops.triton import gradient_of_angles, own_rows, tile_of_angles, weight_of_angles
@@ -33,8 +33,6 @@ _ACROSS = 8192  # numbers that a program looks at together, where it adds up ove
 _CHANNELS = 16  # of them side by side: at least a sector of memory
 _PARTS = 512  # of gradients of biases, looked at together
 _WARPS = 8
-
-Types = tuple[torch.dtype | None, ...]
 
 
 def forward(
@@ -54,7 +52,7 @@ def forward(
     if mean is not None and batches is not None and not mean.is_contiguous():
         advance((mean, batches), total / how.numbers, how.momentum)
         mean = batches = None
-    types = _types(stored, r, lam, total, mean, batches)
+    types = dtypes_of(stored, r, lam, total, mean, batches)
     plan = _forward_plan(stored.shape, total.shape, types, stored.get_device(), how)
     device = stored.device
     weight = torch.empty_strided(plan.size, plan.stride, dtype=how.dtype, device=device)
@@ -89,7 +87,7 @@ def backward(
     """Return the gradients of stored, r, lam and total; see `shifted`."""
     grad_weight, taps = readable(grad_weight, 1)
     weight, own_taps = readable(weight, 1)
-    types = _types(stored, r, lam, total, grad_weight, grad_bias, weight)
+    types = dtypes_of(stored, r, lam, total, grad_weight, grad_bias, weight)
     parts = 1 if grad_bias.ndim == 1 else grad_bias.shape[0]
     sizes, device = (stored.shape, total.shape), stored.get_device()
     plan = _backward_plan(*sizes, taps, own_taps, parts, types, device, how)
@@ -149,10 +147,6 @@ class _Backward(NamedTuple):
     finished_is_grad_lam: bool
     launch: Launch
     across: Launch
-
-
-def _types(*tensors: Tensor | None) -> Types:
-    return tuple([None if x is None else x.dtype for x in tensors])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -29,7 +29,7 @@ Sides = Sequence[int]  # down and across
 
 
 def possible(x: Tensor, weight: Tensor, groups: int) -> bool:
-    """Return whether a convolution that may be rectified at once is one of images as they are."""
+    """Return whether a convolution has few numbers per unit, and images that want no gradient."""
     few = math.prod(weight.shape[1:]) <= _LARGEST and groups == 1
     return few and x.dtype == weight.dtype and x.dtype in _TYPES and not x.requires_grad
 

@@ -16,9 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from geoparam.ops.columns import wide
-from geoparam.ops.columns_triton import _types
-from geoparam.ops.launch import Launch
-from geoparam.ops.pooling_triton import _image
+from geoparam.ops.launch import Launch, dtypes_of, image
 
 _FORWARD = 128, 1056, 8  # positions looked at together, programs, warps (H200)
 _BACKWARD = 32, 264, 4
@@ -31,9 +29,9 @@ def forward(
 ) -> Tensor:
     """Return the convolution, which has this size; `sides` are stride, padding and dilation."""
     _, _, *kernel = weight.shape
-    z, rows = _image(size, x), weight.permute(0, 2, 3, 1).contiguous()
+    z, rows = image(size, x), weight.permute(0, 2, 3, 1).contiguous()
     where = x.stride(), tuple(kernel), _flat(sides)
-    launch, _ = _launch(_forward_kernel, z.shape, x.shape, *where, (), _types(x, weight))
+    launch, _ = _launch(_forward_kernel, z.shape, x.shape, *where, (), dtypes_of(x, weight))
     (launch.traced if traced else launch)(x, rows, z)
     return z
 
@@ -57,7 +55,7 @@ def backward(
     z = z.contiguous(memory_format=torch.channels_last)
     channels, units = x.shape[1], z.shape[1]
     taps = channels * kernel[0] * kernel[1]
-    flags, types = (shift is not None, bias is not None), _types(x, z, shift, bias, scale)
+    flags, types = (shift is not None, bias is not None), dtypes_of(x, z, shift, bias, scale)
     where = x.stride(), kernel, _flat(sides)
     launch, programs = _launch(_backward_kernel, z.shape, x.shape, *where, flags, types)
     partial = torch.empty((programs, taps + 2, units), dtype=wide(z), device=z.device)
