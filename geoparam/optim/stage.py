@@ -1,0 +1,250 @@
+"""Around the base optimizer's step: from plain gradients to coordinates, and back to weights.
+
+A unit's weight is W = r u and its bias b = r lam. The base optimizer does not see W but the stored
+direction, at a length R that is the layer's mean |r| at the start (R = 1 with match=False):
+
+    intrinsic   v,  |v| = R,  W = r v / |v|          dL/dv = (r / R) (G - u <G, u>)
+    angles      A = R sqrt(g) latitude                dL/dA = dL/dlatitude / (R sqrt(g))
+    distance    L = R lam,  b = r L / R               dL/dL = (r / R) dL/db
+    scale       r                                     dL/dr = <G, u> + lam dL/db
+
+with g the mean of the sphere's metric. A step of size s on v then moves W by (r / R) s: about s, as
+in plain training, for SGD and Adam alike. R is the layer's mean and not each row's own |r|, since
+that would undo the protection: a row of tiny r would turn as wildly as a plain row does.
+
+Nothing is copied for float32 weights in intrinsic coordinates: W is brought to length R, stepped in
+place, and brought to length r. Whatever was written to W in between is therefore seen. Angles, and
+weights in half precision, are kept in the state; rows that no longer agree with what was written
+last are taken up from the weight.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from geoparam.kernels.rows import Rows
+from geoparam.optim.units import Unit
+
+
+_ROUNDING = 1e-5  # a larger relative change of r is no rounding: somebody wrote to the weight
+_MEMORY_ORDERS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def local(x: Any) -> Tensor:
+    """Return a tensor without its history, of a DTensor the rows that this process holds."""
+    return x._local_tensor.detach() if hasattr(x, "_local_tensor") else x.detach()
+
+
+def is_zero(rate: Any) -> bool:
+    """Whether a rate is 0, as far as the host knows: one on a device is not looked at."""
+    return isinstance(rate, int | float) and rate == 0
+
+
+class Member:
+    """One unit's tensors: `stored` is stepped by the base optimizer, `r` and `lam` by the rest.
+
+    `stored` is (rows, fan-in), or has the weight's own shape where the rows of its memory are in
+    another order (channels_last): so states of the base mean the same in any memory format.
+    """
+
+    stored: Any = None
+    r: Any = None
+    lam: Any = None
+    scale: float = 1.0
+
+    def __init__(
+        self, unit: Unit, weight: Any, bias: Any, state: dict, bias_state: dict, in_place: bool
+    ) -> None:
+        self.unit, self.weight, self.bias = unit, weight, bias
+        self.state, self.bias_state = state, bias_state
+        self.dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self.process_group = _process_group(unit, weight)
+        own = local(weight)
+        self.shape = (unit.out if unit.layout.columns else len(own), unit.fan_in)
+        order = torch.contiguous_format
+        self.order = order if own.is_contiguous() else _MEMORY_ORDERS.get(own.ndim, order)
+        # Whether the weight's own memory is a matrix of rows, so that no copy is needed.
+        self.is_in_place = (
+            in_place
+            and own.is_contiguous(memory_format=self.order)
+            and not unit.layout.columns
+            and weight.dtype == self.dtype
+        )
+        self._fit_states()
+
+    def matrix(self, x: Tensor) -> Tensor:
+        """Return a dense tensor of the weight's elements as rows, in the order of memory."""
+        return x.as_strided(self.shape, (self.unit.fan_in, 1))
+
+    def weight_rows(self) -> Tensor:
+        """Return the weight as rows; they are a copy unless it is in place."""
+        own = local(self.weight)
+        if self.is_in_place:
+            return self.matrix(own)
+        return self.unit.layout.to_rows(own).to(self.dtype).contiguous()
+
+    def gradient_rows(self) -> Tensor:
+        """Return the weight's gradient as rows in the same order."""
+        g = local(self.weight.grad).to(self.dtype)
+        if self.is_in_place:
+            return self.matrix(g.contiguous(memory_format=self.order))
+        return self.unit.layout.to_rows(g).contiguous()
+
+    def as_stored(self, rows: Tensor) -> Tensor:
+        """Return rows in the order of memory as `stored` is laid out."""
+        if not self.is_in_place or self.order == torch.contiguous_format:
+            return rows
+        own = local(self.weight)
+        return rows.as_strided(own.shape, own.stride())
+
+    def wrap(self, part: Tensor) -> Tensor:
+        """Return this process's rows as what the weight is: a tensor, or a part of a DTensor."""
+        if not hasattr(self.weight, "placements"):
+            return part
+        from torch.distributed.tensor import DTensor
+
+        size = torch.Size((self.unit.out, *part.shape[1:]))
+        mesh, placements = self.weight.device_mesh, self.weight.placements
+        return DTensor.from_local(
+            part, mesh, placements, run_check=False, shape=size, stride=part.stride()
+        )
+
+    def parameter(self, part: Tensor) -> nn.Parameter:
+        return nn.Parameter(self.wrap(part), requires_grad=False)
+
+    def _fit_states(self) -> None:
+        """Bring states to the weight's present device, type and layout, if these have changed."""
+        for state in (self.state, self.bias_state):
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.ndim and value.is_floating_point():
+                    value = value.to(self.weight.device, self.dtype)
+                    if key.startswith("direction/") and value.ndim > 1:
+                        is_flat = not self.is_in_place or self.order == torch.contiguous_format
+                        value = value.flatten(1) if is_flat else value.view_as(self.weight)
+                    state[key] = value
+
+
+class Stage:
+    """Units on one device, of one type and in one process group, which are stepped together."""
+
+    def __init__(self, members: Sequence[Member], match: bool, max_turn: float | None) -> None:
+        self.members = list(members)
+        first = self.members[0]
+        self.max_turn, self.process_group = max_turn, first.process_group
+        self.counts = torch.tensor([m.shape[0] for m in members], device=first.weight.device)
+        self.table = Rows([m.shape for m in members], first.weight.new_empty(0, dtype=first.dtype))
+        if new := [m for m in members if "r" not in m.state]:
+            self._start(new, match)
+        for m in self.members:
+            m.r = nn.Parameter(m.state["r"], requires_grad=False)
+            if m.bias is not None:
+                m.bias_state.setdefault("lam", torch.zeros_like(m.state["r"]))
+                m.lam = nn.Parameter(m.bias_state["lam"], requires_grad=False)
+        self.biased = [m for m in members if m.bias is not None]
+        self.length = self._per_row(torch.stack([m.state["length"] for m in members]))
+        self.zeros = torch.zeros_like(self.length)
+
+    def _start(self, members: Sequence[Member], match: bool) -> None:
+        """Write the first r, and the length R of the stored directions, into the states."""
+        r = [self._first_scale(m) for m in members]
+        sums = [torch.stack([x.abs().sum(), x.new_tensor(len(x))]) for x in r]
+        sums = self._reduce(torch.stack(sums))
+        mean = sums[:, 0] / sums[:, 1] if match else torch.ones_like(sums[:, 0])
+        for m, one, length in zip(members, r, mean, strict=True):
+            m.state.update(r=m.wrap(one), length=length.clone())
+
+    def _first_scale(self, m: Member) -> Tensor:
+        return torch.linalg.vector_norm(m.weight_rows(), dim=1)
+
+    def _reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over the processes that share the units."""
+        if self.process_group is not None:
+            dist.all_reduce(x, group=self.process_group)
+        return x
+
+    def _per_row(self, per_layer: Tensor) -> Tensor:
+        """Return one number per layer as one per row."""
+        return per_layer.repeat_interleave(self.counts, output_size=self.table.total)
+
+    def _layer_sums(self, per_row: Tensor) -> Tensor:
+        """Return the sum over the rows of each layer, in all processes."""
+        sums = torch.segment_reduce(per_row, "sum", lengths=self.counts, initial=0, unsafe=True)
+        return self._reduce(sums)
+
+    def _flat(self, tensors: Sequence[Any]) -> Tensor:
+        """Return one number per row from a vector for each layer; None stands for zeros."""
+        parts = self.table.split(self.zeros)
+        return torch.cat(
+            [zero if x is None else local(x) for x, zero in zip(tensors, parts, strict=True)]
+        )
+
+    # --- before and after the step ------------------------------------------------------------
+
+    def enter(self, rates: Sequence[Any]) -> None:
+        """Give the base and the rest their parameters and gradients; `rates` are the turns."""
+        before = self._flat([m.r for m in self.members])
+        self.r, slope = self._enter_directions(before, rates)
+        if self.biased:
+            slope = slope + self._enter_distances(before)
+        parts = self.table.split(self.r), self.table.split(slope)
+        for m, r, by_r in zip(self.members, *parts, strict=True):
+            local(m.r).copy_(r)
+            m.r.grad = m.wrap(by_r)
+
+    def _enter_distances(self, before: Tensor) -> Tensor:
+        """Give the rest L = R lam and dL/dL, and return what b = r L / R adds to dL/dr."""
+        biases = [m.bias for m in self.members]
+        by_bias = self._flat([None if b is None else b.grad for b in biases]).to(self.r.dtype)
+        self.bias, lam = self._flat(biases), self._flat([m.lam for m in self.members])
+        is_ours = (before * lam / self.length).to(self.bias.dtype) == self.bias
+        is_ours &= (self.r - before).abs() <= _ROUNDING * before.abs()
+        new = self.bias * self.length / torch.where(self.r == 0, 1, self.r)
+        self.lam = torch.where(is_ours | (self.r == 0), lam, new.to(lam.dtype))
+        parts = self.table.split(self.lam), self.table.split(self.r / self.length * by_bias)
+        for m, one, by_lam in zip(self.members, *parts, strict=True):
+            if m.lam is not None:
+                local(m.lam).copy_(one)
+                m.lam.grad = m.wrap(by_lam)
+        return self.lam / self.length * by_bias
+
+    def leave(self) -> None:
+        """Write weights and biases from what the base and the rest have stepped."""
+        r = self._flat([m.r for m in self.members])
+        r = torch.where(self.r == 0, self.r, r)  # a row of zeros has no direction to grow in
+        self._leave_directions(r)
+        if self.biased:
+            lam = self._flat([m.lam for m in self.members])
+            is_still = (lam == self.lam) & (r == self.r)
+            bias = torch.where(is_still, self.bias, (r * lam / self.length).to(self.bias.dtype))
+            for m, one in zip(self.members, self.table.split(bias), strict=True):
+                if m.bias is not None:
+                    local(m.bias).copy_(one)
+        for m in self.members:
+            for p in (m.stored, m.r, m.lam):
+                if p is not None:
+                    p.grad = None
+
+    def _enter_directions(self, r: Tensor, rates: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Set `stored` and its gradient; return r as the weights have it, and <G, u>."""
+        raise NotImplementedError
+
+    def _leave_directions(self, r: Tensor) -> None:
+        """Write r times the new directions into the weights."""
+        raise NotImplementedError
+
+
+def _process_group(unit: Unit, weight: Any) -> Any:
+    """Return the processes among which the rows of a weight are divided; None for one process."""
+    shards = [i for i, p in enumerate(getattr(weight, "placements", ())) if not p.is_replicate()]
+    if not shards:
+        return None
+    if len(shards) > 1 or not weight.placements[shards[0]].is_shard(0) or unit.layout.columns:
+        raise ValueError(
+            f"{unit.name!r} is sharded as {weight.placements}, which cuts its units into pieces. "
+            "Shard rows (dimension 0) of layers whose units are rows, or leave it out with "
+            "filter_fn."
+        )
+    return weight.device_mesh.get_group(shards[0])
