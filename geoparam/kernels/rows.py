@@ -10,8 +10,9 @@ is one flat tensor. Four functions serve the optimizer:
     measure  d = v - c w,  along = <d, u>,  across = |d - along u|
     rotate   w = a w + b d
 
-A zero row has no direction: its gradients are 0 and it stays zero. Matrices are contiguous, (rows,
-n), float32 or float64; the order within a row does not matter, if it is the same in all of them.
+A zero row has no direction: its gradients are 0 and it stays zero. A matrix is any dense float32 or
+float64 tensor whose memory has one row after the other, each with n elements; their order within a
+row does not matter, if it is the same in all operands.
 
 This file has the form in plain torch and decides which form serves; `rows_triton` is for GPUs and
 `rows_native` for CPUs with a C compiler.
@@ -123,19 +124,20 @@ class Plain:
     ) -> None:
         flat = [rows.split(x) for x in (length, *per_row)]
         for i, (length_, r, slope, peak, stretch) in enumerate(zip(*flat, strict=True)):
-            x, y = w[i], g[i]
+            x, y = _flat(w[i], rows.widths[i]), _flat(g[i], rows.widths[i])
             r.copy_(torch.linalg.vector_norm(x, dim=1).copysign(r))
             u = x / _nonzero(r)[:, None]
             slope.copy_((y * u).sum(dim=1))
             peak.copy_(torch.linalg.vector_norm(y, ord=torch.inf, dim=1))
             stretch.copy_(length_ / _nonzero(r))
-            by_v[i].copy_((r / length_)[:, None] * (y - slope[:, None] * u))
+            _flat(by_v[i], rows.widths[i]).copy_((r / length_)[:, None] * (y - slope[:, None] * u))
             if v is not None:
-                v[i].copy_(stretch[:, None] * x)
+                _flat(v[i], rows.widths[i]).copy_(stretch[:, None] * x)
 
     @staticmethod
     def leave(rows: Rows, v: Matrices, r: Tensor) -> None:
-        for x, r_ in zip(v, rows.split(r), strict=True):
+        for x, r_, n in zip(v, rows.split(r), rows.widths, strict=True):
+            x = _flat(x, n)
             x.mul_((r_ / _nonzero(torch.linalg.vector_norm(x, dim=1)))[:, None])
 
     @staticmethod
@@ -144,8 +146,8 @@ class Plain:
     ) -> None:
         per_row = [rows.split(x) for x in (c, r, along, across)]
         for i, (c_, r_, along_, across_) in enumerate(zip(*per_row, strict=True)):
-            x = w[i]
-            d, u = v[i] - c_[:, None] * x, x / _nonzero(r_)[:, None]
+            x, y = _flat(w[i], rows.widths[i]), _flat(v[i], rows.widths[i])
+            d, u = y - c_[:, None] * x, x / _nonzero(r_)[:, None]
             along_.copy_((d * u).sum(dim=1))
             across_.copy_(torch.linalg.vector_norm(d - along_[:, None] * u, dim=1))
 
@@ -153,9 +155,13 @@ class Plain:
     def rotate(rows: Rows, w: Matrices, v: Matrices, c: Tensor, a: Tensor, b: Tensor) -> None:
         per_row = [rows.split(x) for x in (c, a, b)]
         for i, (c_, a_, b_) in enumerate(zip(*per_row, strict=True)):
-            x = w[i]
-            d = v[i] - c_[:, None] * x
+            x, y = _flat(w[i], rows.widths[i]), _flat(v[i], rows.widths[i])
+            d = y - c_[:, None] * x
             x.copy_(a_[:, None] * x + b_[:, None] * d)
+
+
+def _flat(matrix: Tensor, n: int) -> Tensor:
+    return matrix.as_strided((matrix.numel() // n, n), (n, 1))
 
 
 def _nonzero(x: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ class AngularStage(Stage):
                     new = torch.where((parts[m] == self.parts[m])[:, None], old, new)
                 elif self.max_turn is not None and m.unit.fan_in > 1:
                     new = self._limit(m, old, new, parts[m])
-                m.unit.layout.write(local(m.weight), new)
+                m.unit.layout.write(m.own, new)
                 self.written[m.unit.name] = new.to(m.weight.dtype)
 
     def _limit(self, m: Member, old: Tensor, new: Tensor, r: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""GeometricOptimizer: geometric parameterization in the optimizer, for a model that stays plain."""
+"""Geometric parameterization in the optimizer, for a model that stays plain."""
 
 import functools
 import inspect
@@ -18,7 +18,6 @@ from geoparam.optim.stage import Member, Stage, local
 from geoparam.optim.units import Choice, Filter, Unit, choose
 
 MakeOptimizer = Callable[..., Optimizer]
-SCALE_FACTOR = 3.0  # r's rate over lr with match=True: results/README.md says why
 
 
 class GeometricOptimizer(Optimizer):
@@ -42,8 +41,8 @@ class GeometricOptimizer(Optimizer):
             converted layers have it.
         scale: r is `"free"`, `"fixed"`, or with `"auto"` fixed where BatchNorm or InstanceNorm
             follows, which undoes it.
-        scale_lr: rate of r, which schedules scale along with lr; by default 3 lr with `match` and
-            lr without.
+        scale_lr: rate of r, which schedules scale along with `lr`; by default lr. Three times lr
+            is often faster, but no longer the plain model's speed.
         scale_decay: weight decay of r where it is free.
         rest: class of the optimizer for r, lam and all that is no unit; by default the base's,
             AdamW where the base is Muon.
@@ -95,12 +94,11 @@ class GeometricOptimizer(Optimizer):
         make_base, is_muon = _batched(base)
         make_rest = rest or (torch.optim.AdamW if is_muon else base)
         rest_options = base_options if make_rest is base else {}
-        factor = SCALE_FACTOR if match else 1.0
         self._base = functools.partial(make_base, lr=lr, **base_options)
         self._rest = functools.partial(make_rest, lr=lr, **rest_options)
         self._coordinates, self._match, self._scale = coordinates, match, scale
         self._max_turn, self._turns, self._scale_decay = max_turn, turn is not None, scale_decay
-        self._scale_factor = factor if scale_lr is None else scale_lr / lr
+        self._scale_factor = 1.0 if scale_lr is None else scale_lr / lr
         self._choice: Choice = choose(model, filter_fn, example_inputs)
         self._undecayed = undecayed_names(model)
         self._title = f"{coordinates}, {_name(base)}; rest {_name(make_rest)}"
@@ -217,9 +215,9 @@ class GeometricOptimizer(Optimizer):
                 bias = None if bias is None or bias.grad is None else bias
                 bias_state = {} if bias is None else self.state[bias]
                 in_place = self._coordinates == "intrinsic"
-                active[unit.name] = Member(
-                    unit, weight, bias, self.state[weight], bias_state, in_place
-                )
+                m = Member(unit, weight, bias, self.state[weight], bias_state, in_place)
+                m.is_fixed = self.is_fixed(unit)
+                active[unit.name] = m
         self._build_stages(active)
         self._build_optimizers(active)
 
@@ -252,7 +250,7 @@ class GeometricOptimizer(Optimizer):
                     ([m.stored for m in members if m.stored is not None], group,
                      {"lr": 1.0} if self._turns else {})
                 )  # fmt: skip
-                scales = [m.r for m in members if not self.is_fixed(m.unit)]
+                scales = [m.r for m in members if not m.is_fixed]
                 for m in members:
                     states[m.stored] = _Prefixed(m.state, "direction/")
                     states[m.r] = _Prefixed(m.state, "r/")
@@ -390,8 +388,8 @@ def _signature(p: Any) -> Any:
     """Return what must be the same for tensors built from a parameter to serve again."""
     if p is None:
         return None
-    own = p._local_tensor if hasattr(p, "_local_tensor") else p
-    return id(p), own.data_ptr(), own.dtype, own.stride(), p.grad is None
+    own = p if type(p) is nn.Parameter else local(p)
+    return id(p), own.data_ptr(), own.dtype, p.grad is None
 
 
 def _move(value: Any, key: str, p: Any, step_on_device: bool) -> Any:

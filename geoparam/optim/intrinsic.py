@@ -23,9 +23,10 @@ class IntrinsicStage(Stage):
     ) -> None:
         super().__init__(members, match, max_turn)
         self.turns = turns
+        self.own = [m.own for m in members]
         for m in self.members:
             if m.unit.fan_in > 1:
-                m.stored = m.parameter(m.as_stored(m.weight_rows()))
+                m.stored = m.parameter(m.weight_rows())
 
     def _enter_directions(self, r: Tensor, rates: Sequence[Any]) -> tuple[Tensor, Tensor]:
         self.rates = rates
@@ -43,8 +44,9 @@ class IntrinsicStage(Stage):
         self.peak, self.stretch = entered.peak, entered.stretch
         for m, v, by in zip(self.members, self.v, by_v, strict=True):
             if m.stored is not None:
-                _set_memory(m.stored, m.as_stored(v))
-                m.stored.grad = m.wrap(m.as_stored(by))
+                if self.by_increment or not m.is_in_place:
+                    _set_memory(m.stored, v)
+                m.stored.grad = m.wrap(by)
         return entered.r, entered.slope
 
     def _leave_directions(self, r: Tensor) -> None:
@@ -52,13 +54,12 @@ class IntrinsicStage(Stage):
             self._turn(r)
         else:
             self.table.leave(self.w, r)
+        torch.autograd.graph.increment_version(self.own)
         for m, w in zip(self.members, self.w, strict=True):
-            if m.is_in_place:
-                torch.autograd.graph.increment_version(m.weight)
-            else:
-                m.unit.layout.write(local(m.weight), w)
+            if not m.is_in_place:
+                m.unit.layout.write(m.own, w)
             if m.stored is not None and (self.by_increment or not m.is_in_place):
-                _set_memory(m.stored, w.new_empty(0))
+                _set_memory(m.stored, m.own)  # let the step's own memory go
         self.w = self.v = []
 
     def _turn(self, r: Tensor) -> None:

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from geoparam.kernels.rows import Rows
 from geoparam.optim.units import Unit
 
-
 _ROUNDING = 1e-5  # a larger relative change of r is no rounding: somebody wrote to the weight
 _MEMORY_ORDERS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -53,7 +52,8 @@ class Member:
     stored: Any = None
     r: Any = None
     lam: Any = None
-    scale: float = 1.0
+    is_fixed = False  # whether r is held
+    scale = 1.0  # what latitudes are multiplied by
 
     def __init__(
         self, unit: Unit, weight: Any, bias: Any, state: dict, bias_state: dict, in_place: bool
@@ -73,32 +73,24 @@ class Member:
             and not unit.layout.columns
             and weight.dtype == self.dtype
         )
-        self._fit_states()
-
-    def matrix(self, x: Tensor) -> Tensor:
-        """Return a dense tensor of the weight's elements as rows, in the order of memory."""
-        return x.as_strided(self.shape, (self.unit.fan_in, 1))
+        is_flat = not self.is_in_place or self.order == torch.contiguous_format
+        self.own = own.view(self.shape) if self.is_in_place and is_flat else own
+        self._fit_states(self.shape if is_flat else tuple(own.shape))
 
     def weight_rows(self) -> Tensor:
-        """Return the weight as rows; they are a copy unless it is in place."""
-        own = local(self.weight)
+        """Return the weight as rows: its own memory where it is in place, else a copy."""
         if self.is_in_place:
-            return self.matrix(own)
-        return self.unit.layout.to_rows(own).to(self.dtype).contiguous()
+            return self.own
+        return self.unit.layout.to_rows(self.own).to(self.dtype, copy=True).contiguous()
 
     def gradient_rows(self) -> Tensor:
         """Return the weight's gradient as rows in the same order."""
-        g = local(self.weight.grad).to(self.dtype)
+        g = self.weight.grad if self.process_group is None else local(self.weight.grad)
+        if g.dtype != self.dtype:
+            g = g.to(self.dtype)
         if self.is_in_place:
-            return self.matrix(g.contiguous(memory_format=self.order))
+            return g.contiguous(memory_format=self.order)
         return self.unit.layout.to_rows(g).contiguous()
-
-    def as_stored(self, rows: Tensor) -> Tensor:
-        """Return rows in the order of memory as `stored` is laid out."""
-        if not self.is_in_place or self.order == torch.contiguous_format:
-            return rows
-        own = local(self.weight)
-        return rows.as_strided(own.shape, own.stride())
 
     def wrap(self, part: Tensor) -> Tensor:
         """Return this process's rows as what the weight is: a tensor, or a part of a DTensor."""
@@ -115,15 +107,14 @@ class Member:
     def parameter(self, part: Tensor) -> nn.Parameter:
         return nn.Parameter(self.wrap(part), requires_grad=False)
 
-    def _fit_states(self) -> None:
+    def _fit_states(self, shape: tuple[int, ...]) -> None:
         """Bring states to the weight's present device, type and layout, if these have changed."""
         for state in (self.state, self.bias_state):
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim and value.is_floating_point():
                     value = value.to(self.weight.device, self.dtype)
-                    if key.startswith("direction/") and value.ndim > 1:
-                        is_flat = not self.is_in_place or self.order == torch.contiguous_format
-                        value = value.flatten(1) if is_flat else value.view_as(self.weight)
+                    if key.startswith("direction/") and value.numel() == self.weight.numel():
+                        value = value.view(self.unit.out, *shape[1:])
                     state[key] = value
 
 
@@ -143,9 +134,10 @@ class Stage:
             if m.bias is not None:
                 m.bias_state.setdefault("lam", torch.zeros_like(m.state["r"]))
                 m.lam = nn.Parameter(m.bias_state["lam"], requires_grad=False)
-        self.biased = [m for m in members if m.bias is not None]
         self.length = self._per_row(torch.stack([m.state["length"] for m in members]))
         self.zeros = torch.zeros_like(self.length)
+        self.scales = [local(m.r) for m in members]
+        self.biased = [m for m in members if m.bias is not None]
 
     def _start(self, members: Sequence[Member], match: bool) -> None:
         """Write the first r, and the length R of the stored directions, into the states."""
@@ -176,23 +168,21 @@ class Stage:
 
     def _flat(self, tensors: Sequence[Any]) -> Tensor:
         """Return one number per row from a vector for each layer; None stands for zeros."""
-        parts = self.table.split(self.zeros)
-        return torch.cat(
-            [zero if x is None else local(x) for x, zero in zip(tensors, parts, strict=True)]
-        )
+        parts = zip(tensors, self.table.split(self.zeros), strict=True)
+        return torch.cat([zero if x is None else local(x) for x, zero in parts])
 
     # --- before and after the step ------------------------------------------------------------
 
     def enter(self, rates: Sequence[Any]) -> None:
-        """Give the base and the rest their parameters and gradients; `rates` are the turns."""
-        before = self._flat([m.r for m in self.members])
+        """Give the base and the rest their parameters and gradients; `rates` are the groups'."""
+        before = torch.cat(self.scales)
         self.r, slope = self._enter_directions(before, rates)
         if self.biased:
             slope = slope + self._enter_distances(before)
-        parts = self.table.split(self.r), self.table.split(slope)
-        for m, r, by_r in zip(self.members, *parts, strict=True):
-            local(m.r).copy_(r)
-            m.r.grad = m.wrap(by_r)
+        torch._foreach_copy_(self.scales, self.table.split(self.r))
+        for m, by_r in zip(self.members, self.table.split(slope), strict=True):
+            if not m.is_fixed:
+                m.r.grad = m.wrap(by_r)
 
     def _enter_distances(self, before: Tensor) -> Tensor:
         """Give the rest L = R lam and dL/dL, and return what b = r L / R adds to dL/dr."""
@@ -203,25 +193,28 @@ class Stage:
         is_ours &= (self.r - before).abs() <= _ROUNDING * before.abs()
         new = self.bias * self.length / torch.where(self.r == 0, 1, self.r)
         self.lam = torch.where(is_ours | (self.r == 0), lam, new.to(lam.dtype))
-        parts = self.table.split(self.lam), self.table.split(self.r / self.length * by_bias)
-        for m, one, by_lam in zip(self.members, *parts, strict=True):
+        self._copy_to([m.lam for m in self.members], self.lam)
+        by_lam = self.table.split(self.r / self.length * by_bias)
+        for m, part in zip(self.members, by_lam, strict=True):
             if m.lam is not None:
-                local(m.lam).copy_(one)
-                m.lam.grad = m.wrap(by_lam)
+                m.lam.grad = m.wrap(part)
         return self.lam / self.length * by_bias
+
+    def _copy_to(self, tensors: Sequence[Any], per_row: Tensor) -> None:
+        """Copy one number per row into the vectors of those layers that have one."""
+        parts = zip(tensors, self.table.split(per_row), strict=True)
+        pairs = [(local(x), part) for x, part in parts if x is not None]
+        torch._foreach_copy_([x for x, _ in pairs], [part for _, part in pairs])
 
     def leave(self) -> None:
         """Write weights and biases from what the base and the rest have stepped."""
-        r = self._flat([m.r for m in self.members])
-        r = torch.where(self.r == 0, self.r, r)  # a row of zeros has no direction to grow in
+        r = torch.where(self.r == 0, self.r, torch.cat(self.scales))  # a zero row stays zero
         self._leave_directions(r)
         if self.biased:
             lam = self._flat([m.lam for m in self.members])
             is_still = (lam == self.lam) & (r == self.r)
             bias = torch.where(is_still, self.bias, (r * lam / self.length).to(self.bias.dtype))
-            for m, one in zip(self.members, self.table.split(bias), strict=True):
-                if m.bias is not None:
-                    local(m.bias).copy_(one)
+            self._copy_to([m.bias for m in self.members], bias)
         for m in self.members:
             for p in (m.stored, m.r, m.lam):
                 if p is not None:
