@@ -10,16 +10,16 @@ is one flat tensor. Four functions serve the optimizer:
     measure  d = v - c w,  along = <d, u>,  across = |d - along u|
     rotate   w = a w + b d
 
-A zero row has no direction: its gradients are 0 and it stays zero. A matrix is any dense float32 or
-float64 tensor whose memory has one row after the other, each with n elements; their order within a
-row does not matter, if it is the same in all operands.
+A zero row has no direction: its gradients are 0 and it stays zero. A matrix is any dense float32
+or float64 tensor whose memory has one row after the other, each with n elements; their order
+within a row does not matter, if it is the same in all operands.
 
 This file has the form in plain torch and decides which form serves; `rows_triton` is for GPUs and
 `rows_native` for CPUs with a C compiler.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,15 +29,6 @@ from geoparam.ops import implementation
 Matrices = Sequence[Tensor]
 
 
-class Entered(NamedTuple):
-    """What `enter` finds of each row."""
-
-    r: Tensor
-    slope: Tensor  # dL/dr of W = r u
-    peak: Tensor  # the largest |g|; 0 where a row has no gradient
-    stretch: Tensor  # R / r, by which a row is multiplied to have length R
-
-
 class Rows:
     """The rows of matrices of given shapes, of the type and device of `like`.
 
@@ -45,10 +36,11 @@ class Rows:
         >>> w, r = torch.tensor([[3.0, 4.0]]), torch.tensor([1.0])
         >>> rows = Rows([w.shape], w)
         >>> g, by_v = torch.tensor([[1.0, 0.0]]), torch.empty(1, 2)
-        >>> entered = rows.enter([w], [g], [by_v], [w], r, torch.ones(1))
-        >>> entered.r, entered.slope, w  # w is at length 1 until it leaves
+        >>> slope, peak, stretch = torch.empty(3, 1)
+        >>> rows.enter([w], [g], [by_v], [w], torch.ones(1), r, slope, peak, stretch)
+        >>> r, slope, w  # w is at length 1 until it leaves
         (tensor([5.]), tensor([0.6000]), tensor([[0.6000, 0.8000]]))
-        >>> rows.leave([w], entered.r)
+        >>> rows.leave([w], r)
         >>> w
         tensor([[3., 4.]])
     """
@@ -66,13 +58,18 @@ class Rows:
         g: Matrices,
         by_v: Matrices,
         v: Matrices | None,
-        r: Tensor,
         length: Tensor,
-    ) -> Entered:
-        """Write dL/dv to `by_v` and R u to `v`, which may be `w` itself, or None for nowhere."""
-        entered = Entered(r.clone(), *(torch.empty_like(r) for _ in range(3)))
-        self.kernels.enter(self, w, g, by_v, v, length, *entered)
-        return entered
+        r: Tensor,
+        slope: Tensor,
+        peak: Tensor,
+        stretch: Tensor,
+    ) -> None:
+        """Write dL/dv to `by_v` and R u to `v`, which may be `w` itself, or None for nowhere.
+
+        Per row `length` is R and r has a sign; written are r = sign |w|, the slope dL/dr = <g, u>,
+        the peak, which is the largest |g|, and the stretch R / r from w to v.
+        """
+        self.kernels.enter(self, w, g, by_v, v, length, r, slope, peak, stretch)
 
     def leave(self, v: Matrices, r: Tensor) -> None:
         """Bring rows of any length to length r."""
@@ -119,10 +116,9 @@ class Plain:
         g: Matrices,
         by_v: Matrices,
         v: Matrices | None,
-        length: Tensor,
-        *per_row: Tensor,  # the entries of Entered
+        *per_row: Tensor,
     ) -> None:
-        flat = [rows.split(x) for x in (length, *per_row)]
+        flat = [rows.split(x) for x in per_row]
         for i, (length_, r, slope, peak, stretch) in enumerate(zip(*flat, strict=True)):
             x, y = _flat(w[i], rows.widths[i]), _flat(g[i], rows.widths[i])
             r.copy_(torch.linalg.vector_norm(x, dim=1).copysign(r))

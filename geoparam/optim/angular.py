@@ -53,12 +53,11 @@ class AngularStage(Stage):
             scaled = latitude * (float(m.state["length"]) * math.sqrt(g))
             m.state["direction"] = m.wrap(scaled.to(m.dtype))
 
-    def _enter_directions(self, r: Tensor, rates: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    def _enter_directions(self, rates: Sequence[Any]) -> None:
         self.is_still = all(is_zero(rate) for rate in rates)
-        r, slope = r.clone(), torch.empty_like(r)
-        self.parts = dict(zip(self.members, self.table.split(r), strict=True))
+        self.parts = dict(zip(self.members, self.table.split(self.r), strict=True))
         self._take_up_writes()
-        slopes = dict(zip(self.members, self.table.split(slope), strict=True))
+        slopes = dict(zip(self.members, self.table.split(self.by_r), strict=True))
         for batch in self.batches.values():
             latitude, scale = self._latitudes(batch), torch.cat([self.parts[m] for m in batch])
             g = torch.cat([m.gradient_rows() for m in batch])
@@ -68,7 +67,6 @@ class AngularStage(Stage):
                 slopes[m].copy_(by_r)
                 if m.stored is not None:
                     m.stored.grad = m.wrap(by_angle / m.scale)
-        return r, slope
 
     def _latitudes(self, batch: Sequence[Member]) -> Tensor:
         return torch.cat([local(m.state["direction"]) / m.scale for m in batch])
@@ -102,18 +100,20 @@ class AngularStage(Stage):
         error = torch.linalg.vector_norm(rows - expected, ord=torch.inf, dim=1)
         return ~(error <= 4 * torch.finfo(m.weight.dtype).eps * self.parts[m].abs())
 
-    def _leave_directions(self, r: Tensor) -> None:
-        parts = dict(zip(self.members, self.table.split(r), strict=True))
+    def _leave_directions(self, entered: Tensor) -> None:
+        before = dict(zip(self.members, self.table.split(entered), strict=True))
         for batch in self.batches.values():
-            rows = self._weights(batch, [parts[m] for m in batch])
+            rows = self._weights(batch, [self.parts[m] for m in batch])
             for m, new in zip(batch, rows, strict=True):
-                old = m.weight_rows()
-                if self.is_still:
-                    new = torch.where((parts[m] == self.parts[m])[:, None], old, new)
+                r, old = self.parts[m], m.weight_rows()
+                if self.is_still:  # at rate 0 not even rounding changes a weight
+                    new = torch.where((r == before[m])[:, None], old, new)
                 elif self.max_turn is not None and m.unit.fan_in > 1:
-                    new = self._limit(m, old, new, parts[m])
+                    new = self._limit(m, old * before[m].sign()[:, None], new, r)
                 m.unit.layout.write(m.own, new)
                 self.written[m.unit.name] = new.to(m.weight.dtype)
+                if m.stored is not None:
+                    m.stored.grad = None
 
     def _limit(self, m: Member, old: Tensor, new: Tensor, r: Tensor) -> Tensor:
         """Return the new rows, none of which has turned by more than `max_turn`."""

@@ -287,8 +287,8 @@ class GeometricOptimizer(Optimizer):
         saved = state_dict["param_groups"]
         if any("geometry" not in group for group in saved):
             raise ValueError(
-                "this is the state of another optimizer. Its moments belong to plain weights and "
-                "not to directions: load the model's weights, and let GeometricOptimizer start anew."
+                "this is the state of another optimizer. Its moments belong to plain weights, not "
+                "to directions: load the model's weights and let GeometricOptimizer start anew."
             )
         self._check_fit(saved, state_dict["state"])
         super().load_state_dict({**state_dict, "state": {}})
@@ -323,9 +323,8 @@ class GeometricOptimizer(Optimizer):
             for key, name in zip(group["params"], names, strict=True):
                 r = states.get(key, {}).get("r")
                 if name in units and r is not None and len(r) != units[name].out:
-                    raise ValueError(
-                        f"the state of {name!r} has {len(r)} units; the model's has {units[name].out}."
-                    )
+                    out = units[name].out
+                    raise ValueError(f"the state of {name!r} has {len(r)} units, not {out}.")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
@@ -400,7 +399,7 @@ def _move(value: Any, key: str, p: Any, step_on_device: bool) -> Any:
     return value.clone() if is_step and not step_on_device else value.to(p.device, copy=True)
 
 
-# --- options --------------------------------------------------------------------------------------
+# --- options ----------------------------------------------------------------------------------
 
 
 def _check_options(coordinates: str, turn: Any, max_turn: Any, scale: str) -> None:
@@ -444,7 +443,8 @@ def _defaults(make: MakeOptimizer, name: str) -> dict[str, Any]:
     closure = inspect.signature(type(probe).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"{type(probe).__name__} needs a closure that it calls several times in a step, which {name} cannot be."
+            f"{type(probe).__name__} calls its closure several times in a step, so it cannot be "
+            f"the {name}: here each step has one gradient."
         )
     options = {k: v for k, v in probe.param_groups[0].items() if k not in _OWN_KEYS}
     if options.get("differentiable"):

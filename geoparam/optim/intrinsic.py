@@ -23,77 +23,106 @@ class IntrinsicStage(Stage):
     ) -> None:
         super().__init__(members, match, max_turn)
         self.turns = turns
-        self.own = [m.own for m in members]
-        for m in self.members:
+        self.by_increment = turns or max_turn is not None
+        self.peak, self.stretch = torch.zeros_like(self.r), torch.zeros_like(self.r)
+        self.w = [_rows_of(m) for m in members]
+        self.copied = [i for i, m in enumerate(members) if not m.is_in_place]
+        passing = [i for i in self.copied if "direction" not in members[i].state]
+        self.copies = Scratch([self.w[i] for i in passing])
+        for i, part in zip(passing, self.copies.parts, strict=True):
+            self.w[i] = part
+        self.gradients = Scratch(self.w)
+        self.increments = Scratch(self.w if self.by_increment else [])
+        for i, m in enumerate(members):
             if m.unit.fan_in > 1:
-                m.stored = m.parameter(m.weight_rows())
+                v = self.increments.parts[i] if self.by_increment else self.w[i]
+                m.stored = m.parameter(v)
+                m.stored.grad = m.wrap(self.gradients.parts[i])
 
-    def _enter_directions(self, r: Tensor, rates: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    def _enter_directions(self, rates: Sequence[Any]) -> None:
         self.rates = rates
-        is_bounded = self.turns or self.max_turn is not None
-        self.by_increment = is_bounded or all(is_zero(rate) for rate in rates)
-        self.w = [_rows_of(m) for m in self.members]
-        self.v = self.w
-        if self.by_increment:
-            make = torch.zeros_like if self.turns else torch.empty_like
-            self.v = [make(w) for w in self.w]
-        by_v = [torch.empty_like(w) for w in self.w]
-        gradients = [m.gradient_rows() for m in self.members]
-        v = None if self.turns else self.v
-        entered = self.table.enter(self.w, gradients, by_v, v, r, self.length)
-        self.peak, self.stretch = entered.peak, entered.stretch
-        for m, v, by in zip(self.members, self.v, by_v, strict=True):
-            if m.stored is not None:
-                if self.by_increment or not m.is_in_place:
-                    _set_memory(m.stored, v)
-                m.stored.grad = m.wrap(by)
-        return entered.r, entered.slope
+        self.gradients.allocate()
+        self.increments.allocate(zero=self.turns)
+        self.copies.allocate()
+        for i in self.copied:
+            self.w[i].copy_(_rows_of(self.members[i]))
+        v = None if self.turns else self.increments.parts if self.by_increment else self.w
+        is_still = not self.by_increment and all(is_zero(rate) for rate in rates)
+        self.before = [w.clone() for w in self.w] if is_still else None
+        g = [m.gradient_rows() for m in self.members]
+        self.table.enter(
+            self.w, g, self.gradients.parts, v,
+            self.length, self.r, self.by_r, self.peak, self.stretch,
+        )  # fmt: skip
 
-    def _leave_directions(self, r: Tensor) -> None:
+    def _leave_directions(self, entered: Tensor) -> None:
         if self.by_increment:
-            self._turn(r)
+            self._turn(entered)
         else:
-            self.table.leave(self.w, r)
-        torch.autograd.graph.increment_version(self.own)
-        for m, w in zip(self.members, self.w, strict=True):
-            if not m.is_in_place:
-                m.unit.layout.write(m.own, w)
-            if m.stored is not None and (self.by_increment or not m.is_in_place):
-                _set_memory(m.stored, m.own)  # let the step's own memory go
-        self.w = self.v = []
+            self.table.leave(self.w, self.r)
+        if self.before is not None:  # at rate 0 not even rounding changes a weight
+            parts = zip(self.w, self.before, self.table.split(self.r == entered), strict=True)
+            for w, before, is_still in parts:
+                w.copy_(torch.where(is_still.view(-1, *[1] * (w.ndim - 1)), before, w))
+        torch.autograd.graph.increment_version(self.w)
+        for i in self.copied:
+            self.members[i].unit.layout.write(self.members[i].own, self.w[i])
+        for scratch in (self.gradients, self.increments, self.copies):
+            scratch.free()
 
-    def _turn(self, r: Tensor) -> None:
+    def _turn(self, entered: Tensor) -> None:
         """Turn each row by the angle of its increment, as `turn` and `max_turn` say."""
-        c = self.zeros if self.turns else self.stretch
-        along, across = self.table.measure(self.w, self.v, c, self.r)
-        limit = None if self.max_turn is None else math.radians(self.max_turn)
+        d, c = self.increments.parts, self.zeros if self.turns else self.stretch
+        along, across = self.table.measure(self.w, d, c, entered)
+        limit: Any = None if self.max_turn is None else math.radians(self.max_turn)
         if self.turns:
             turn = self._turn_per_row()
             angle = across * self._factor(across) * turn
-            limit = 4 * turn if limit is None else torch.full_like(turn, limit)
+            angle = torch.minimum(angle, 4 * turn) if limit is None else angle
         else:
             angle = torch.atan2(across, self.length + along)
-        if limit is not None:
-            angle = angle.clamp(max=limit)
-        scale = torch.where(self.r == 0, 1, self.r)
-        b = torch.where(across > 0, r * angle.sin() / across, 0)
-        self.table.rotate(self.w, self.v, c, r / scale * angle.cos() - b * along / scale, b)
+        angle = angle if limit is None else angle.clamp(max=limit)
+        scale = torch.where(entered == 0, 1, entered)
+        b = torch.where(across > 0, self.r * angle.sin() / across, 0)
+        a = self.r / scale * angle.cos() - b * along / scale
+        self.table.rotate(self.w, d, c, a, b)
 
     def _factor(self, across: Tensor) -> Tensor:
         """Return 1 / rms of each layer's increments; 0 where they, or all gradients, are 0."""
-        ones = torch.ones_like(across)
-        sums = torch.stack([across.square(), ones, (self.peak > 0).to(across.dtype)])
-        square, count, moving = (self._layer_sums(x) for x in sums)
+        columns = torch.stack([across.square(), (self.peak > 0).to(across), self.zeros + 1], dim=1)
+        square, moving, count = self._layer_sums(columns).unbind(dim=1)
         rms = (square / count.clamp(min=1)).sqrt()
         return self._per_row(torch.where((rms == 0) | (moving == 0), 0, 1 / rms))
 
     def _turn_per_row(self) -> Tensor:
         """Return the layers' turns in radians, from their groups' rates in degrees."""
-        ones = torch.ones_like(self.zeros)
-        parts = self.table.split(ones)
-        if all(rate is self.rates[0] or rate == self.rates[0] for rate in self.rates[1:]):
-            return ones * math.radians(1) * self.rates[0]
-        return torch.cat([x * rate for x, rate in zip(parts, self.rates, strict=True)]).deg2rad()
+        ones = self.zeros + math.radians(1)
+        if all(rate is self.rates[0] for rate in self.rates):
+            return ones * self.rates[0]
+        parts = zip(self.table.split(ones), self.rates, strict=True)
+        return torch.cat([part * rate for part, rate in parts])
+
+
+class Scratch:
+    """Memory during a step for tensors like the given ones, which are parts of one block."""
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        sizes = [x.numel() for x in like]
+        self.block = (like[0] if like else torch.empty(0)).new_empty(sum(sizes))
+        self.bytes = self.block.untyped_storage().nbytes()
+        self.parts = [
+            part.as_strided(x.shape, x.stride(), part.storage_offset())
+            for part, x in zip(self.block.split(sizes), like, strict=True)
+        ]
+        self.free()
+
+    def allocate(self, zero: bool = False) -> None:
+        self.block.untyped_storage().resize_(self.bytes)
+        if zero:
+            self.block.zero_()
+
+    def free(self) -> None:
+        self.block.untyped_storage().resize_(0)
 
 
 def _rows_of(m: Member) -> Tensor:
@@ -110,10 +139,3 @@ def _rows_of(m: Member) -> Tensor:
     kept = local(m.state["direction"])
     agrees = (kept.to(m.weight.dtype) == rows.to(m.weight.dtype)).all(dim=1, keepdim=True)
     return kept.copy_(torch.where(agrees, kept, rows))
-
-
-def _set_memory(p: Any, memory: Tensor) -> None:
-    if hasattr(p, "_local_tensor"):
-        p._local_tensor = memory
-    else:
-        p.data = memory

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 
 class RowMuon(Optimizer):
-    """torch.optim.Muon with the same options and state, for parameters of two or more dimensions."""
+    """torch.optim.Muon, with its options and state, for weights of two or more dimensions."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class RowMuon(Optimizer):
 def orthogonalise(
     matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Tensor:
-    """Return U V^T, nearly, for each matrix U S V^T of a batch (matrices, out, in), in bfloat16."""
+    """Return nearly U V^T for each matrix U S V^T of a batch (matrices, out, in), in bfloat16."""
     a, b, c = coefficients
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.bfloat16()

@@ -8,14 +8,14 @@ direction, at a length R that is the layer's mean |r| at the start (R = 1 with m
     distance    L = R lam,  b = r L / R               dL/dL = (r / R) dL/db
     scale       r                                     dL/dr = <G, u> + lam dL/db
 
-with g the mean of the sphere's metric. A step of size s on v then moves W by (r / R) s: about s, as
-in plain training, for SGD and Adam alike. R is the layer's mean and not each row's own |r|, since
-that would undo the protection: a row of tiny r would turn as wildly as a plain row does.
+with g the mean of the sphere's metric. A step of size s on v then moves W by (r / R) s: about s,
+as in plain training, for SGD and Adam alike. R is the layer's mean and not each row's own |r|,
+since that would undo the protection: a row of tiny r would turn as wildly as a plain row does.
 
-Nothing is copied for float32 weights in intrinsic coordinates: W is brought to length R, stepped in
-place, and brought to length r. Whatever was written to W in between is therefore seen. Angles, and
-weights in half precision, are kept in the state; rows that no longer agree with what was written
-last are taken up from the weight.
+Nothing is copied for float32 weights in intrinsic coordinates: W is brought to length R, stepped
+in place, and brought to length r, so whatever was written to W since the last step is seen. Angles,
+and weights in half precision, are kept in the state; rows that no longer agree with what was
+written last are taken up from the weight.
 """
 
 from collections.abc import Sequence
@@ -122,22 +122,31 @@ class Stage:
     """Units on one device, of one type and in one process group, which are stepped together."""
 
     def __init__(self, members: Sequence[Member], match: bool, max_turn: float | None) -> None:
-        self.members = list(members)
-        first = self.members[0]
-        self.max_turn, self.process_group = max_turn, first.process_group
-        self.counts = torch.tensor([m.shape[0] for m in members], device=first.weight.device)
-        self.table = Rows([m.shape for m in members], first.weight.new_empty(0, dtype=first.dtype))
+        self.members, self.max_turn = list(members), max_turn
+        self.process_group = members[0].process_group
+        self.counts = torch.tensor([m.shape[0] for m in members], device=members[0].weight.device)
+        like = members[0].weight.new_empty(0, dtype=members[0].dtype)
+        self.table = Rows([m.shape for m in members], like)
         if new := [m for m in members if "r" not in m.state]:
             self._start(new, match)
-        for m in self.members:
-            m.r = nn.Parameter(m.state["r"], requires_grad=False)
-            if m.bias is not None:
-                m.bias_state.setdefault("lam", torch.zeros_like(m.state["r"]))
-                m.lam = nn.Parameter(m.bias_state["lam"], requires_grad=False)
+        self.biased = [m for m in members if m.bias is not None]
+        self.has_free = any(not m.is_fixed for m in members)
         self.length = self._per_row(torch.stack([m.state["length"] for m in members]))
         self.zeros = torch.zeros_like(self.length)
-        self.scales = [local(m.r) for m in members]
-        self.biased = [m for m in members if m.bias is not None]
+        # One flat tensor each, of which every layer's r, lam and their gradients are parts.
+        self.r = self._flat([m.state["r"] for m in members])
+        self.lam = self._flat([m.bias_state.get("lam") for m in members])
+        self.by_r, self.by_lam = torch.zeros_like(self.r), torch.zeros_like(self.lam)
+        for m, *parts in zip(members, *map(self.table.split, self._flat_tensors()), strict=True):
+            r, lam, by_r, by_lam = map(m.wrap, parts)
+            m.state["r"], m.r = r, nn.Parameter(r, requires_grad=False)
+            m.r.grad = by_r
+            if m.bias is not None:
+                m.bias_state["lam"], m.lam = lam, nn.Parameter(lam, requires_grad=False)
+                m.lam.grad = by_lam
+
+    def _flat_tensors(self) -> tuple[Tensor, ...]:
+        return self.r, self.lam, self.by_r, self.by_lam
 
     def _start(self, members: Sequence[Member], match: bool) -> None:
         """Write the first r, and the length R of the stored directions, into the states."""
@@ -149,7 +158,7 @@ class Stage:
             m.state.update(r=m.wrap(one), length=length.clone())
 
     def _first_scale(self, m: Member) -> Tensor:
-        return torch.linalg.vector_norm(m.weight_rows(), dim=1)
+        return torch.linalg.vector_norm(m.weight_rows().flatten(1), dim=1)
 
     def _reduce(self, x: Tensor) -> Tensor:
         """Return the sum over the processes that share the units."""
@@ -175,57 +184,49 @@ class Stage:
 
     def enter(self, rates: Sequence[Any]) -> None:
         """Give the base and the rest their parameters and gradients; `rates` are the groups'."""
-        before = torch.cat(self.scales)
-        self.r, slope = self._enter_directions(before, rates)
+        before = self.r.clone() if self.biased else self.r
+        self._enter_directions(rates)
         if self.biased:
-            slope = slope + self._enter_distances(before)
-        torch._foreach_copy_(self.scales, self.table.split(self.r))
-        for m, by_r in zip(self.members, self.table.split(slope), strict=True):
-            if not m.is_fixed:
-                m.r.grad = m.wrap(by_r)
+            self._enter_distances(before)
+        if self.has_free:
+            self.entered = self.r.clone()
 
-    def _enter_distances(self, before: Tensor) -> Tensor:
-        """Give the rest L = R lam and dL/dL, and return what b = r L / R adds to dL/dr."""
+    def _enter_distances(self, before: Tensor) -> None:
+        """Set L = R lam and dL/dL, and add to dL/dr what b = r L / R contributes."""
         biases = [m.bias for m in self.members]
         by_bias = self._flat([None if b is None else b.grad for b in biases]).to(self.r.dtype)
-        self.bias, lam = self._flat(biases), self._flat([m.lam for m in self.members])
-        is_ours = (before * lam / self.length).to(self.bias.dtype) == self.bias
+        self.bias = self._flat(biases)
+        is_ours = (before * self.lam / self.length).to(self.bias.dtype) == self.bias
         is_ours &= (self.r - before).abs() <= _ROUNDING * before.abs()
         new = self.bias * self.length / torch.where(self.r == 0, 1, self.r)
-        self.lam = torch.where(is_ours | (self.r == 0), lam, new.to(lam.dtype))
-        self._copy_to([m.lam for m in self.members], self.lam)
-        by_lam = self.table.split(self.r / self.length * by_bias)
-        for m, part in zip(self.members, by_lam, strict=True):
-            if m.lam is not None:
-                m.lam.grad = m.wrap(part)
-        return self.lam / self.length * by_bias
-
-    def _copy_to(self, tensors: Sequence[Any], per_row: Tensor) -> None:
-        """Copy one number per row into the vectors of those layers that have one."""
-        parts = zip(tensors, self.table.split(per_row), strict=True)
-        pairs = [(local(x), part) for x, part in parts if x is not None]
-        torch._foreach_copy_([x for x, _ in pairs], [part for _, part in pairs])
+        self.lam.copy_(torch.where(is_ours | (self.r == 0), self.lam, new))
+        self.by_lam.copy_(self.r / self.length * by_bias)
+        self.by_r.add_(self.lam / self.length * by_bias)
+        self.entered_lam = self.lam.clone()
 
     def leave(self) -> None:
         """Write weights and biases from what the base and the rest have stepped."""
-        r = torch.where(self.r == 0, self.r, torch.cat(self.scales))  # a zero row stays zero
-        self._leave_directions(r)
+        entered = self.entered if self.has_free else self.r
+        if self.has_free:
+            self.r.mul_(entered != 0)  # a row of zeros has no direction to grow in
+        self._leave_directions(entered)
         if self.biased:
-            lam = self._flat([m.lam for m in self.members])
-            is_still = (lam == self.lam) & (r == self.r)
-            bias = torch.where(is_still, self.bias, (r * lam / self.length).to(self.bias.dtype))
-            self._copy_to([m.bias for m in self.members], bias)
-        for m in self.members:
-            for p in (m.stored, m.r, m.lam):
-                if p is not None:
-                    p.grad = None
+            is_still = (self.lam == self.entered_lam) & (self.r == entered)
+            new = (self.r * self.lam / self.length).to(self.bias.dtype)
+            parts = self.table.split(torch.where(is_still, self.bias, new))
+            pairs = [
+                (local(m.bias), part)
+                for m, part in zip(self.members, parts, strict=True)
+                if m.bias is not None
+            ]
+            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
-    def _enter_directions(self, r: Tensor, rates: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Set `stored` and its gradient; return r as the weights have it, and <G, u>."""
+    def _enter_directions(self, rates: Sequence[Any]) -> None:
+        """Set `stored` and its gradient, r as the weights have it, and by_r = <G, u>."""
         raise NotImplementedError
 
-    def _leave_directions(self, r: Tensor) -> None:
-        """Write r times the new directions into the weights."""
+    def _leave_directions(self, entered: Tensor) -> None:
+        """Write r times the new directions into the weights, whose r was `entered`."""
         raise NotImplementedError
 
 
