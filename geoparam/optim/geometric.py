@@ -194,23 +194,27 @@ class GeometricOptimizer(Optimizer):
     def _forget(self) -> None:
         """Drop what is built at the next step from parameters and states."""
         self._signature: Any = None
+        self._watched: list[Any] = []
         self._stages: list[tuple[Stage, list[dict[str, Any]]]] = []
         self._inner: list[Optimizer] = []
         self._inner_groups: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-        self._written: dict[str, Tensor] = {}
+        self._written: dict[tuple[str, ...], Tensor] = {}
 
     def _prepare(self) -> None:
         """Build stages and inner optimizers anew where parameters have changed since."""
-        params = dict(chain.from_iterable(map(_named, self.param_groups)))
-        watched = [(params[u.name], params.get(u.bias or "")) for u in self._choice.units]
-        signature = [len(params), *(_signature(p) for pair in watched for p in pair)]
+        members = [id(p) for group in self.param_groups for p in group["params"]]
+        signature = members, *_signatures(self._watched)
         if signature == self._signature:
             return
+        params = dict(chain.from_iterable(map(_named, self.param_groups)))
         written = self._written
         self._forget()
-        self._written, self._signature = written, signature
+        names = [name for u in self._choice.units for name in (u.name, u.bias) if name]
+        self._written, self._watched = written, [params[name] for name in names]
+        self._signature = members, *_signatures(self._watched)
         active = {}
-        for unit, (weight, bias) in zip(self._choice.units, watched, strict=True):
+        for unit in self._choice.units:
+            weight, bias = params[unit.name], params.get(unit.bias or "")
             if weight.grad is not None:
                 bias = None if bias is None or bias.grad is None else bias
                 bias_state = {} if bias is None else self.state[bias]
@@ -269,7 +273,9 @@ class GeometricOptimizer(Optimizer):
             lams = [by_bias[id(p)] for p in group["params"] if id(p) in held]
             rest.append(([m.lam for m in lams], group, {"weight_decay": 0.0}))
             states.update((m.lam, _Prefixed(m.bias_state, "lam/")) for m in lams)
-        for make, groups in ((self._base, base), (self._rest, rest)):
+        is_one = self._base.func is self._rest.func and not self._turns
+        for make, groups in ([(self._base, base + rest)] if is_one else
+                             [(self._base, base), (self._rest, rest)]):  # fmt: skip
             groups = [entry for entry in groups if entry[0]]
             if groups:
                 inner = make([{"params": params} for params, _, _ in groups])
@@ -328,7 +334,7 @@ class GeometricOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
-        built = ("_signature", "_stages", "_inner", "_inner_groups", "_written")
+        built = ("_signature", "_watched", "_stages", "_inner", "_inner_groups", "_written")
         hooks = [name for name in self.__dict__ if name.endswith("_hooks")]
         return {k: v for k, v in self.__dict__.items() if k not in (*built, *hooks)}
 
@@ -383,12 +389,11 @@ def _named(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     return zip(group["param_names"], group["params"], strict=True)
 
 
-def _signature(p: Any) -> Any:
-    """Return what must be the same for tensors built from a parameter to serve again."""
-    if p is None:
-        return None
-    own = p if type(p) is nn.Parameter else local(p)
-    return id(p), own.data_ptr(), own.dtype, p.grad is None
+def _signatures(params: Sequence[Any]) -> tuple[list, list, list]:
+    """Return what must be as it was for tensors built from these parameters to serve again."""
+    own = [p if type(p) is nn.Parameter else local(p) for p in params]
+    has_none = [p.grad is None for p in params]
+    return [p.data_ptr() for p in own], [p.dtype for p in own], has_none
 
 
 def _move(value: Any, key: str, p: Any, step_on_device: bool) -> Any:

@@ -1,9 +1,9 @@
-"""Muon on matrices whose rows are units, all matrices of one shape in one batch.
+"""Muon on matrices whose rows are units, many matrices in one batch.
 
 The update of torch.optim.Muon: with momentum M <- mu M + (1 - mu) G, the matrix nearest to
 orthogonal of (1 - mu) G + mu M, found by Newton-Schulz steps in bfloat16. torch's own takes one
-matrix after the other, which is 25 launches each; here equal shapes share them. A convolution's
-weight of any rank is flattened to (out, fan-in).
+matrix after the other, which is 25 launches each; here matrices with an equal short side share
+them. A convolution's weight of any rank is flattened to (out, fan-in).
 """
 
 import math
@@ -63,34 +63,49 @@ class RowMuon(Optimizer):
             updates = torch._foreach_lerp(gradients, buffers, group["momentum"])
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        batches: dict[Any, list[int]] = {}
-        for i, p in enumerate(params):
-            batches.setdefault((p.flatten(1).shape, p.device, p.dtype), []).append(i)
-        for (shape, _, dtype), members in batches.items():
-            batch = torch.stack([_whole(updates[i]).flatten(1) for i in members])
-            batch = orthogonalise(batch, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            batch = batch.to(dtype) * (-group["lr"] * _adjustment(group["adjust_lr_fn"], *shape))
-            torch._foreach_add_(
-                [params[i] for i in members],
-                [_like(one, params[i]) for one, i in zip(batch, members, strict=True)],
+        for members in _batches(params):
+            wide = [_wide(_whole(updates[i])) for i in members]
+            batch = wide[0].new_zeros(
+                len(wide), len(wide[0]), max(x.shape[1] for x in wide), dtype=torch.bfloat16
             )
+            for slot, x in zip(batch, wide, strict=True):
+                slot[:, : x.shape[1]].copy_(x)
+            batch = orthogonalise(batch, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            for slot, x, i in zip(batch, wide, members, strict=True):
+                out, fan_in = params[i].flatten(1).shape
+                rate = group["lr"] * _adjustment(group["adjust_lr_fn"], out, fan_in)
+                update = slot[:, : x.shape[1]]
+                update = (update.mT if out > fan_in else update).reshape(params[i].shape)
+                params[i].sub_(_like(update.to(params[i].dtype) * rate, params[i]))
+
+
+def _batches(params: list[Tensor]) -> list[list[int]]:
+    """Return which matrices share a batch: those of one shape, and small ones of one short side.
+
+    A small matrix is filled up with columns of zeros, which Newton-Schulz steps leave zero: calls
+    cost more than the arithmetic there.
+    """
+    found: dict[Any, list[int]] = {}
+    for i, p in enumerate(params):
+        short, long = sorted(p.flatten(1).shape)
+        is_small = short * long <= _SMALL
+        found.setdefault((short, 0 if is_small else long, p.device), []).append(i)
+    return list(found.values())
 
 
 def orthogonalise(
     matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Tensor:
-    """Return nearly U V^T for each matrix U S V^T of a batch (matrices, out, in), in bfloat16."""
+    """Return nearly U V^T for each matrix U S V^T of a batch whose rows are the short side."""
     a, b, c = coefficients
-    is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.bfloat16()
-    x = x.mT if is_tall else x
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=eps)
+    x = matrices / torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
+    return x
 
 
+_SMALL = 1 << 22  # elements
 _OPTIONS = {
     "lr",
     "weight_decay",
@@ -109,6 +124,12 @@ def _adjustment(name: str | None, out: int, fan_in: int) -> float:
     return math.sqrt(out / fan_in if name == "spectral_unclamped" else max(1, out / fan_in))
 
 
+def _wide(x: Tensor) -> Tensor:
+    """Return a weight as a matrix with the short side first."""
+    x = x.flatten(1)
+    return x.mT if x.shape[0] > x.shape[1] else x
+
+
 def _whole(x: Any) -> Tensor:
     """Return all rows of a sharded matrix: Newton-Schulz needs them together."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
@@ -116,7 +137,6 @@ def _whole(x: Any) -> Tensor:
 
 def _like(update: Tensor, p: Any) -> Tensor:
     """Return the update in the shape of `p`, and of a sharded one this process's part."""
-    update = update.reshape(p.shape)
     if not hasattr(p, "placements"):
         return update
     from torch.distributed.tensor import DTensor, Replicate
