@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from geoparam.experiments.results import Record, Run
-from geoparam.experiments.tabling import reference
+from geoparam.experiments.tabling import images, reference
 from geoparam.experiments.tabling.blocks import (
     Block,
     Line,
@@ -84,6 +84,8 @@ def from_records(
     """
     known = [record for record in records if isinstance(record.get("method"), str)]
     known = [record for record in known if record.get("chosen") is not False]  # a search's trials
+    if any("select_top1" in record for record in known):
+        known = images.choose(known, "select_top1")
     found: list[Table] = []
     for layout in LAYOUTS.get(experiment, ANY):
         own = [r for r in known if all(r.get(k) == v for k, v in layout.where.items())]
@@ -314,20 +316,28 @@ def _detail_cell(records: Sequence[Record], name: str) -> Cell:
     if name.startswith("largest"):
         return Cell(short(math.nan if any(map(math.isnan, values)) else max(values)))
     found = estimate(values)
-    return Cell(f"{found.mean:,.0f}", found) if found else Cell()
+    return Cell(f"{found.mean:,.{2 if 'top1' in name else 0}f}", found) if found else Cell()
 
 
 def rates(records: Iterable[Record]) -> str:
     """Return the learning rates of some records, with how many have each where they differ.
 
+    What else was tuned is with them.
+
     Example:
         >>> rates([{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.03}]), rates([{"lr": 0.1}] * 3)
         ('0.03 (1), 0.1 (2)', '0.1')
+        >>> rates([{"lr": 0.4, "tuned": "decay=0.0005"}])
+        '0.4, decay 0.0005'
     """
-    counts = Counter(number(record["lr"]) for record in records if "lr" in record)
-    if len(counts) < 2:
-        return "".join(f"{rate:g}" for rate in counts) or EMPTY
-    return ", ".join(f"{rate:g} ({count})" for rate, count in sorted(counts.items()))
+    found = ((number(each["lr"]), each.get("tuned", "")) for each in records if "lr" in each)
+    counts = Counter(found)
+    said = [
+        ", ".join(filter(None, (f"{rate:g}", images.in_words(tuned))))
+        + f" ({count})" * (len(counts) > 1)
+        for (rate, tuned), count in sorted(counts.items())
+    ]
+    return ", ".join(said) or EMPTY
 
 
 # --- what cells and notes share ----------------------------------------------------------------

@@ -3,14 +3,15 @@
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 import geoparam as gp
 from geoparam.data.imagenet import Source
-from geoparam.experiments import networks
+from geoparam.experiments import networks, rivals
 from geoparam.experiments.imaging.settings import PRECISIONS, Settings
 
 if TYPE_CHECKING:
@@ -79,12 +80,83 @@ def _synchronised(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.SGD:
-    """Return SGD over the groups that decay and do not, which keeps unit vectors on the sphere."""
-    groups = gp.param_groups(model, settings.lr, settings.weight_decay, settings.angle_lr)
-    optimizer = torch.optim.SGD(groups, settings.lr, settings.momentum)
+def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer over all parameters, which keeps unit vectors on the sphere."""
+    if settings.optimizer == "geometric":
+        optimizer = _geometric(settings, model)
+    elif settings.optimizer in _RIVALS:
+        optimizer = _rival(settings, model)
+    else:
+        groups = gp.param_groups(model, settings.lr, settings.weight_decay, settings.angle_lr)
+        make = _torch_optimizer(settings.optimizer, settings, settings.momentum)
+        optimizer = make(groups, lr=settings.lr)
     optimizer.register_step_post_hook(gp.retract(model))
     return optimizer
+
+
+_RIVALS: dict[str, tuple[type[rivals.RowOptimizer], float]] = {  # each with its momentum
+    "muon": (rivals.Muon, 0.95),
+    "airbench": (rivals.Airbench, 0.6),
+    "rotational": (rivals.RotationalSGD, 0.9),
+    "angularmuown": (rivals.AngularMuown, 0.95),
+}
+
+
+def _torch_optimizer(name: str, settings: Settings, momentum: float | None = None) -> partial[Any]:
+    """Return what makes torch's optimizer of this name from parameters, rate and decay."""
+    if name == "muon":
+        if not hasattr(torch.optim, "Muon"):
+            raise ValueError(f"base muon needs torch.optim.Muon; torch is {torch.__version__}.")
+        return partial(torch.optim.Muon, momentum=0.95 if momentum is None else momentum)
+    momentum = 0.9 if momentum is None else momentum
+    if name == "adamw":
+        return partial(torch.optim.AdamW, betas=(momentum, 0.999))
+    return partial(torch.optim.SGD, momentum=momentum, nesterov=settings.nesterov)
+
+
+def _rival(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    """Return a rival over the rows of all layers but the last, and torch's over the rest."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    weights = [each.weight for each in layers[:-1] if isinstance(each.weight, nn.Parameter)]
+    geometric = any(isinstance(module, gp.GmPLayer) for module in model.modules())
+    if geometric or len(weights) < len(layers) - 1:
+        raise ValueError(
+            f"optimizer {settings.optimizer!r} is for plain weights; method {settings.method!r} "
+            "has others. Use sp, bn or ln."
+        )
+    kind, momentum = _RIVALS[settings.optimizer]
+    rest = settings.rest or ("sgd" if settings.optimizer == "rotational" else "adamw")
+    rest_lr = settings.rest_lr or (settings.lr if rest == "sgd" else 1e-3)
+    taken = set(map(id, weights))
+    groups = gp.param_groups(model, rest_lr, settings.weight_decay)
+    for group in groups:
+        group["params"] = [each for each in group["params"] if id(each) not in taken]
+    return kind(
+        weights,
+        _torch_optimizer(rest, settings)(groups, lr=rest_lr),
+        lr=settings.lr,
+        momentum=momentum if settings.momentum is None else settings.momentum,
+        weight_decay=settings.weight_decay,
+    )
+
+
+def _geometric(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    if not hasattr(gp, "GeometricOptimizer"):
+        raise ValueError(
+            "optimizer geometric needs gp.GeometricOptimizer, which is not there yet."
+        )
+    base = _torch_optimizer(settings.base or "sgd", settings, settings.momentum)
+    rest = settings.rest and _torch_optimizer(settings.rest, settings)
+    given = {"coordinates": settings.coordinates, "turn": settings.turn, "rest": rest}
+    options = {name: value for name, value in given.items() if value is not None}
+    return gp.GeometricOptimizer(
+        model,
+        base.func,
+        lr=settings.rest_lr or settings.lr,
+        weight_decay=settings.weight_decay,
+        **base.keywords,
+        **options,
+    )
 
 
 @contextlib.contextmanager

@@ -129,11 +129,19 @@ PROTOCOLS = {
     "paper": "papers' protocol: the test split itself decides when to stop",
     "heldout": "held-out protocol: a validation part decides, the test split does not",
 }
-VARIANTS = ("init", "width", "batch_size", "lr")  # fields that may tell rows of a method apart
+VARIANTS = (
+    "init",
+    "width",
+    "batch_size",
+    "lr",
+    "tuned",
+)  # fields that may tell rows of a method apart
 CONDITIONS = ("seed", "split", "delta", *VARIANTS)  # numbers in records that are no results
 _WORDS = {"lr": "rate", "batch_size": "batch"}
 
 DETAILS = {
+    "select_top1": "top-1 on images kept back (%)",
+    "tries": "settings tried",
     "epochs": "epochs",
     "best_epoch": "best epoch",
     "largest_move": "largest move",
@@ -151,6 +159,7 @@ def measures(records: Sequence[Record], layout: Layout) -> list[Measure]:
     """
     names = dict.fromkeys(name for record in records for name in record)
     known = [measure for measure in layout.measures if measure.name in names]
+    known += [measure for name in sorted(names) if (measure := _time(name))]
     taken = (*CONDITIONS, *DETAILS, *(measure.name for measure in known))
     others = [
         Measure(name, name.replace("_", " ").capitalize(), None)
@@ -159,6 +168,14 @@ def measures(records: Sequence[Record], layout: Layout) -> list[Measure]:
         if any(math.isfinite(number(record.get(name))) for record in records)
     ]
     return known + others
+
+
+def _time(name: str) -> Measure | None:
+    """Return the measure of how long a run took to an accuracy, if a field is one."""
+    unit, _, level = name.partition("_to_")
+    if unit not in ("epochs", "seconds") or not level:
+        return None
+    return Measure(name, f"{unit.capitalize()} to {level} % top-1", 1, "lower")
 
 
 def number(value: Any) -> float:
