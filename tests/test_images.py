@@ -352,6 +352,7 @@ def test_the_best_rate_has_the_highest_mean_and_no_divergence() -> None:
         return [one | {"seed": seed, "top1": value} for seed, value in enumerate(top1)]
 
     good, better, partly = some(0.1, 40, 41), some(0.3, 39, 43), some(1.0, 90, math.nan)
+
     def best(records: list[Record]) -> set[float]:
         return {record["lr"] for record in described.choose(records, "top1")}
 

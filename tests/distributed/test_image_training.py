@@ -16,8 +16,8 @@ from image_runs import (
     kill_at,
     settings,
     source,
-    without_times,
     weights,
+    without_times,
 )
 from processes import Processes
 from torch import nn
