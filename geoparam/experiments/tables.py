@@ -44,6 +44,7 @@ from geoparam.experiments.tabling.layouts import (
     Measure,
     measures,
     number,
+    times,
 )
 from geoparam.experiments.tabling.notes import difference_notes, result_notes
 
@@ -169,8 +170,9 @@ def _list(block: Block, base: str | None, compared: Sequence[Comparison]) -> Tab
         "rate": lambda line: Cell(EMPTY if said else rates(block.records(line, column))),
     }
     named = {name: [kind(line) for line in block.cells] for name, kind in kinds.items()}
-    for name, words in DETAILS.items():
-        named[words] = [_detail_cell(block.records(line, column), name) for line in block.cells]
+    for detail in (*times(list(block.all_records())), *DETAILS):
+        cells = [_detail_cell(block.records(line, column), detail) for line in block.cells]
+        named[detail.title] = cells
     notes = [*result_notes(block), *(difference_notes(block, compared) if compared else ())]
     if any("largest_move" in record for record in block.all_records()):
         notes.append("Largest move and turn: of any unit of any seed in one update.")
@@ -308,15 +310,17 @@ def _count_cell(block: Block, line: Line, column: Any) -> Cell:
     return Cell(f"{found.n if found else 0}")
 
 
-def _detail_cell(records: Sequence[Record], name: str) -> Cell:
-    """Return the largest value of a field whose name says so, else the mean."""
-    values = [number(record[name]) for record in records if record.get(name) is not None]
+def _detail_cell(records: Sequence[Record], detail: Measure) -> Cell:
+    """Return the mean of a field; without digits, the largest value."""
+    found_in = [record for record in records if record.get(detail.name) is not None]
+    values = [number(record[detail.name]) for record in found_in]
     if not values:
         return Cell()
-    if name.startswith("largest"):
+    if detail.digits is None:
         return Cell(short(math.nan if any(map(math.isnan, values)) else max(values)))
     found = estimate(values)
-    return Cell(f"{found.mean:,.{2 if 'top1' in name else 0}f}", found) if found else Cell()
+    some = f" ({len(values)} of {len(records)})" if len(values) < len(records) else ""
+    return Cell(f"{found.mean:,.{detail.digits}f}{some}", found) if found else Cell()
 
 
 def rates(records: Iterable[Record]) -> str:
