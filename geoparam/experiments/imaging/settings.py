@@ -9,7 +9,7 @@ import numpy as np
 
 from geoparam.experiments import methods
 from geoparam.experiments.imaging import schedules
-from geoparam.optim import AngleRate
+from geoparam.optim.groups import AngleRate
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16"}  # and what Accelerate calls them
 _RIVALS = dict.fromkeys(("muon", "airbench", "rotational", "angularmuown"), ("rest", "rest_lr"))

@@ -54,6 +54,13 @@ def param_groups(
     ]
 
 
+def undecayed_names(model: nn.Module) -> set[str]:
+    """Return the names of biases, of norms' parameters and of all others that decay spares."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = _unique_parameters(model)
+    return {names[id(p)] for p, owner, key in found if _is_undecayed(p, owner, key)}
+
+
 def _unique_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Module, str]]:
     """Yield each parameter once, with the module that holds it and its name there."""
     seen = set()
