@@ -51,6 +51,10 @@ def test_every_method_trains_a_step(method: str, tmp_path: Path) -> None:
         {"optimizer": "airbench"},
         {"optimizer": "rotational", "weight_decay": 0.01, "nesterov": True},
         {"optimizer": "angularmuown", "rest_lr": 0.01},
+        {"optimizer": "geometric"},
+        {"optimizer": "geometric", "base": "adamw", "lr": 0.01},
+        {"optimizer": "geometric", "base": "muon", "turn": 2.4, "lr": 0.01},
+        {"optimizer": "geometric", "coordinates": "angles"},
     ],
     ids=lambda chosen: "-".join(map(str, chosen.values())),
 )
@@ -66,7 +70,7 @@ def test_the_geometric_optimizer_gets_what_is_given(monkeypatch: pytest.MonkeyPa
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
     given: dict[str, Any] = {}
-    monkeypatch.setattr(gp, "GeometricOptimizer", fake, raising=False)
+    monkeypatch.setattr(gp, "GeometricOptimizer", fake)
     model = networks.build("vgg6", "bn", 2, size=8, widths=(4, 4))
     chosen = {"optimizer": "geometric", "weight_decay": 0.05}
     preparation.make_optimizer(settings("bn", **chosen, nesterov=True), model)
@@ -76,18 +80,15 @@ def test_the_geometric_optimizer_gets_what_is_given(monkeypatch: pytest.MonkeyPa
         "weight_decay": 0.05,
         "momentum": 0.9,
         "nesterov": True,
+        "coordinates": "intrinsic",
+        "turn": None,
+        "rest": None,
     }
-    chosen |= {"base": "adamw", "turn": 2.4, "coordinates": "intrinsic", "rest": "sgd"}
+    chosen |= {"base": "adamw", "turn": 2.4, "coordinates": "angles", "rest": "sgd"}
     preparation.make_optimizer(settings("bn", **chosen, rest_lr=0.01, momentum=0.8), model)
     assert given["base"] is torch.optim.AdamW and given["betas"] == (0.8, 0.999)
-    assert (given["turn"], given["coordinates"], given["lr"]) == (2.4, "intrinsic", 0.01)
+    assert (given["turn"], given["coordinates"], given["lr"]) == (2.4, "angles", 0.01)
     assert given["rest"].func is torch.optim.SGD and given["rest"].keywords["momentum"] == 0.9
-
-
-def test_the_geometric_optimizer_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(gp, "GeometricOptimizer", raising=False)
-    with pytest.raises(ValueError, match="needs gp.GeometricOptimizer"):
-        preparation.make_optimizer(settings("bn", optimizer="geometric"), torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("method", ["wn", "gmp+bn", "intrinsic+imn"])

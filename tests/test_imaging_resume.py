@@ -52,6 +52,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "muon": {"method": "bn", "schedule": "cosine", "optimizer": "muon", "weight_decay": 0.1},
     "rotational": {"method": "bn", "optimizer": "rotational", "weight_decay": 0.01},
     "angular": {"method": "bn", "optimizer": "angularmuown", "rest": "sgd", "rest_lr": 0.01},
+    "geometric": {
+        "method": "bn",
+        "optimizer": "geometric",
+        "schedule": "linear",
+        "nesterov": True,
+    },
+    "turn": {"method": "bn", "optimizer": "geometric", "base": "muon", "turn": 2.0, "lr": 1e-3},
     "best weights": {"method": "gmp+imn", "schedule": "plateau-top5", "epochs": 8, "ema": 0.5},
 }
 

@@ -1,8 +1,8 @@
-"""Optimizers to compare with: Muon on rows, airbench's Muon, rotational SGD, AngularMuown.
+"""Optimizers to compare with: airbench's Muon, rotational SGD, AngularMuown; and two as one.
 
-Each updates weights of hidden layers as matrices of rows (out, fan-in), convolutions flattened to
-that, by a rule of its own. All other parameters, the output layer's too, go to a torch optimizer,
-`rest`. Layers of equal shape are stacked and updated at once.
+Each updates weights as matrices of rows (out, fan-in), convolutions flattened to that; layers of
+equal shape are stacked and updated at once. `Together` joins one of them, or Muon itself
+(`geoparam.optim.muon`), with torch's optimizer of all other parameters.
 
 Notation: w is a row of W, g its gradient, m x n the shape, mu the momentum, polar(X) = U V^T for
 X = U S V^T, by Newton-Schulz iterations in bfloat16. These bring singular values only near 1: to
@@ -19,14 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-Coefficients = Sequence[tuple[float, float, float]]
+from geoparam.optim.muon import orthogonalise as polar
+
 State = dict[str, Tensor]
 
-MUON: Coefficients = [(3.4445, -4.7750, 2.0315)] * 5
+MUON = ((3.4445, -4.7750, 2.0315),) * 5
 # Polar Express: the odd quintics that come closest to 1 on what the step before may give, from
 # [0.001, 1] on, by linear programming; all but the last for arguments 1 % too large, as bfloat16
 # makes them.
-EXPRESS: Coefficients = (
+EXPRESS = (
     (8.3865, -24.3697, 17.7252),
     (4.1414, -3.0173, 0.5524),
     (3.9226, -2.8672, 0.5357),
@@ -35,49 +36,52 @@ EXPRESS: Coefficients = (
 )
 
 
-def polar(x: Tensor, coefficients: Coefficients = MUON) -> Tensor:
-    """Return about U V^T for each matrix U S V^T of a stack (k, m, n), in bfloat16.
+class Together(torch.optim.Optimizer):
+    """Several optimizers, each over parameters of its own, as one.
+
+    It has all groups and states, so that schedules and checkpoints see one optimizer.
 
     Example:
-        >>> x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0))
-        >>> values = torch.linalg.svdvals(polar(x, EXPRESS).float())
-        >>> bool(values.min() > 0.85), bool(values.max() < 1.14)
-        (True, True)
+        >>> weight, bias = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.zeros(2))
+        >>> both = Together(torch.optim.SGD([weight], lr=0.1), torch.optim.AdamW([bias], lr=1e-3))
+        >>> [group["lr"] for group in both.param_groups]
+        [0.1, 0.001]
     """
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
-    x = (x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-30)).bfloat16()
-    for a, b, c in coefficients:
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        super().__init__([group for each in optimizers for group in each.param_groups], {})
+        self.optimizers = [(each, len(each.param_groups)) for each in optimizers]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        groups = iter(self.param_groups)
+        for optimizer, count in self.optimizers:
+            optimizer.param_groups = [next(groups) for _ in range(count)]  # loading replaces them
+            optimizer.state = self.state
+            optimizer.step()
+        return loss
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """Updates some weights as stacks of matrices, and all else by another optimizer.
-
-    Its groups are one of rows and those of `rest`, whose state is held here too: a schedule and a
-    checkpoint see one optimizer.
+    """Updates weights as stacks of matrices, by the rule of a subclass.
 
     Args:
         weights: of two dimensions or more, rows first.
-        rest: a torch optimizer over the other parameters.
-        lr: rate of the rows.
-        momentum: of the rows.
-        weight_decay: of the rows, where the rule has one.
+        lr: the rate.
+        momentum: mu.
+        weight_decay: for the rule that has one.
     """
 
     def __init__(
         self,
         weights: Sequence[nn.Parameter],
-        rest: torch.optim.Optimizer,
         lr: float,
         momentum: float,
         weight_decay: float = 0.0,
     ) -> None:
         options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__([{"params": list(weights), "name": "rows"}, *rest.param_groups], options)
-        self.rest = rest
+        super().__init__([{"params": list(weights), "name": "rows"}], options)
 
     def start(self, weight: Tensor) -> State:
         """Return the state of one matrix before its first step."""
@@ -90,11 +94,9 @@ class RowOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
-        group, *others = self.param_groups
-        for weights in _by_shape(group["params"]):
-            self._step(weights, group)
-        self.rest.param_groups, self.rest.state = others, self.state  # loading replaces both
-        self.rest.step()
+        for group in self.param_groups:
+            for weights in _by_shape(group["params"]):
+                self._step(weights, group)
         return loss
 
     def _step(self, weights: Sequence[Tensor], group: dict[str, Any]) -> None:
@@ -120,30 +122,16 @@ def _by_shape(weights: Sequence[Tensor]) -> list[list[Tensor]]:
     return list(found.values())
 
 
-def _nesterov(g: Tensor, state: State, group: dict[str, Any]) -> Tensor:
-    """Return (1 - mu) g + mu M, with M <- mu M + (1 - mu) g."""
-    state["momentum_buffer"].lerp_(g, 1 - group["momentum"])
-    return g.lerp(state["momentum_buffer"], group["momentum"])
+class Airbench(RowOptimizer):
+    """W <- sqrt(m) W / |W|_F before every step, then W <- W - lr polar(X) by three iterations.
 
-
-class Muon(RowOptimizer):
-    """W <- (1 - lr decay) W - lr sqrt(max(1, m / n)) polar(X), X the Nesterov momentum.
-
-    It is torch.optim.Muon, for convolutions too.
+    X is the Nesterov momentum (1 - mu) g + mu M, with M <- mu M + (1 - mu) g.
     """
 
     def update(self, w: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> Tensor:
-        turn = polar(_nesterov(g, state, group))
-        rate = group["lr"] * math.sqrt(max(1, w.shape[1] / w.shape[2]))
-        return w * (1 - group["lr"] * group["weight_decay"]) - rate * turn
-
-
-class Airbench(RowOptimizer):
-    """W <- sqrt(m) W / |W|_F before every step, then W <- W - lr polar(X) by three iterations."""
-
-    def update(self, w: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> Tensor:
         lengths = w.norm(dim=(1, 2), keepdim=True).clamp(min=1e-30)
-        turn = polar(_nesterov(g, state, group), MUON[:3])
+        momentum = state["momentum_buffer"].lerp_(g, 1 - group["momentum"])
+        turn = polar(g.lerp(momentum, group["momentum"]), MUON[:3])
         return w * (math.sqrt(w.shape[1]) / lengths) - group["lr"] * turn
 
 

@@ -7,7 +7,7 @@ weight of any rank is flattened to (out, fan-in).
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +68,8 @@ class RowMuon(Optimizer):
             batches.setdefault((p.flatten(1).shape, p.device, p.dtype), []).append(i)
         for (shape, _, dtype), members in batches.items():
             batch = torch.stack([_whole(updates[i]).flatten(1) for i in members])
-            batch = orthogonalise(batch, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            coefficients = [group["ns_coefficients"]] * group["ns_steps"]
+            batch = orthogonalise(batch, coefficients, group["eps"])
             batch = batch.to(dtype) * (-group["lr"] * _adjustment(group["adjust_lr_fn"], *shape))
             torch._foreach_add_(
                 [params[i] for i in members],
@@ -77,15 +78,17 @@ class RowMuon(Optimizer):
 
 
 def orthogonalise(
-    matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+    matrices: Tensor, coefficients: Sequence[tuple[float, float, float]], eps: float = 1e-7
 ) -> Tensor:
-    """Return nearly U V^T for each matrix U S V^T of a batch (matrices, out, in), in bfloat16."""
-    a, b, c = coefficients
+    """Return nearly U V^T for each matrix U S V^T of a batch (matrices, out, in), in bfloat16.
+
+    Each step has coefficients of its own.
+    """
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.bfloat16()
     x = x.mT if is_tall else x
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=eps)
-    for _ in range(steps):
+    for a, b, c in coefficients:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import geoparam as gp
 from geoparam.data.imagenet import Source
 from geoparam.experiments import networks, rivals
 from geoparam.experiments.imaging.settings import PRECISIONS, Settings
+from geoparam.optim.muon import RowMuon
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -94,8 +95,8 @@ def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimize
     return optimizer
 
 
-_RIVALS: dict[str, tuple[type[rivals.RowOptimizer], float]] = {  # each with its momentum
-    "muon": (rivals.Muon, 0.95),
+_RIVALS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {  # and its momentum
+    "muon": (RowMuon, 0.95),
     "airbench": (rivals.Airbench, 0.6),
     "rotational": (rivals.RotationalSGD, 0.9),
     "angularmuown": (rivals.AngularMuown, 0.95),
@@ -131,12 +132,10 @@ def _rival(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     groups = gp.param_groups(model, rest_lr, settings.weight_decay)
     for group in groups:
         group["params"] = [each for each in group["params"] if id(each) not in taken]
-    return kind(
-        weights,
-        _torch_optimizer(rest, settings)(groups, lr=rest_lr),
-        lr=settings.lr,
-        momentum=momentum if settings.momentum is None else settings.momentum,
-        weight_decay=settings.weight_decay,
+    momentum = momentum if settings.momentum is None else settings.momentum
+    options = {"lr": settings.lr, "momentum": momentum, "weight_decay": settings.weight_decay}
+    return rivals.Together(
+        kind(weights, **options), _torch_optimizer(rest, settings)(groups, lr=rest_lr)
     )
 
 
@@ -146,16 +145,16 @@ def _geometric(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
             "optimizer geometric needs gp.GeometricOptimizer, which is not there yet."
         )
     base = _torch_optimizer(settings.base or "sgd", settings, settings.momentum)
-    rest = settings.rest and _torch_optimizer(settings.rest, settings)
-    given = {"coordinates": settings.coordinates, "turn": settings.turn, "rest": rest}
-    options = {name: value for name, value in given.items() if value is not None}
+    coordinates: Any = settings.coordinates or "intrinsic"
     return gp.GeometricOptimizer(
         model,
         base.func,
         lr=settings.rest_lr or settings.lr,
+        coordinates=coordinates,
+        turn=settings.turn,
+        rest=_torch_optimizer(settings.rest, settings) if settings.rest else None,
         weight_decay=settings.weight_decay,
         **base.keywords,
-        **options,
     )
 
 
