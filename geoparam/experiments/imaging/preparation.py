@@ -140,10 +140,6 @@ def _rival(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _geometric(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
-    if not hasattr(gp, "GeometricOptimizer"):
-        raise ValueError(
-            "optimizer geometric needs gp.GeometricOptimizer, which is not there yet."
-        )
     base = _torch_optimizer(settings.base or "sgd", settings, settings.momentum)
     coordinates: Any = settings.coordinates or "intrinsic"
     return gp.GeometricOptimizer(
