@@ -25,8 +25,8 @@ class Batch:
         self.stored = torch.cat([local(m.state["direction"]) for m in members])
         self.by_stored = torch.zeros_like(self.stored)
         scales = [m.state["length"] * m.state["metric"].sqrt() for m in members]
-        parts = zip(scales, self.sizes, strict=True)
-        self.scale = torch.cat([scale.expand(size, 1) for scale, size in parts])
+        sized = zip(scales, self.sizes, strict=True)
+        self.scale = torch.cat([scale.expand(size, 1) for scale, size in sized])
         for m, *parts in zip(
             members, self.stored.split(self.sizes), self.by_stored.split(self.sizes), strict=True
         ):

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from geoparam.optim.muon import RowMuon
 from geoparam.optim.stage import Member, Stage, local
 from geoparam.optim.units import Choice, Filter, Unit, choose
 
-MakeOptimizer = Callable[..., Optimizer]
+MakeOptimizer = Callable[..., Any]
 
 
 class GeometricOptimizer(Optimizer):
@@ -97,7 +97,7 @@ class GeometricOptimizer(Optimizer):
                     f"{name} is an optimizer's class, as torch.optim.SGD; got {make!r}."
                 )
         make_base, is_muon = _batched(base)
-        make_rest = rest or (torch.optim.AdamW if is_muon else base)
+        make_rest: MakeOptimizer = rest or (torch.optim.AdamW if is_muon else base)
         rest_options = base_options if make_rest is base else {}
         self._base = functools.partial(make_base, lr=lr, **base_options)
         self._rest = functools.partial(make_rest, lr=lr, **rest_options)
@@ -305,9 +305,6 @@ class GeometricOptimizer(Optimizer):
         self._check_fit(saved, state_dict["state"])
         super().load_state_dict({**state_dict, "state": {}})
         ids = chain.from_iterable(group["params"] for group in saved)
-        own = chain.from_iterable(
-            (group, p) for group in self.param_groups for p in group["params"]
-        )
         own = [(group, p) for group in self.param_groups for p in group["params"]]
         self.state.clear()
         for key, (group, p) in zip(ids, own, strict=True):
@@ -320,29 +317,23 @@ class GeometricOptimizer(Optimizer):
 
     def _check_fit(self, saved: Sequence[dict[str, Any]], states: dict[Any, dict]) -> None:
         own = [group["param_names"] for group in self.param_groups]
-        theirs = [
-            group.get("param_names", own[i] if i < len(own) else [])
-            for i, group in enumerate(saved)
-        ]
-        for i, (a, b) in enumerate(zip(own, theirs, strict=False)):
-            if a != b and (other := sorted({*a} ^ {*b}) or a):
+        names = [group.get("param_names", mine) for group, mine in zip(saved, own, strict=False)]
+        pairs: Iterator[Any] = zip_longest(own, names, fillvalue=[])
+        for i, (mine, theirs) in enumerate(pairs):
+            if mine != theirs:
+                other = sorted({*mine} ^ {*theirs}) or mine
                 raise ValueError(f"the state's group {i} differs from the optimizer's in {other}.")
         forms = [group["geometry"] for group in self.param_groups]
         if forms != (found := [group["geometry"] for group in saved]):
             raise ValueError(f"the state is for groups {found}; this optimizer has {forms}.")
-        units = {unit.name: unit for unit in self._choice.units}
-        for group, names in zip(saved, own, strict=True):
-            for key, name in zip(group["params"], names, strict=True):
-                found = states.get(key, {})
-                if name in units and "r" in found:
-                    theirs, own = (
-                        (len(found["r"]), found["fan_in"]),
-                        (units[name].out, units[name].fan_in),
-                    )
-                    if theirs != own:
-                        raise ValueError(
-                            f"the state of {name!r} has rows x fan-in {theirs}, not {own}."
-                        )
+        keys = dict(zip(chain(*own), chain(*(group["params"] for group in saved)), strict=True))
+        for unit in self._choice.units:
+            state = states.get(keys.get(unit.name), {})
+            if "r" in state and (len(state["r"]), state["fan_in"]) != (unit.out, unit.fan_in):
+                raise ValueError(
+                    f"the state of {unit.name!r} has {len(state['r'])} units of fan-in "
+                    f"{state['fan_in']}; the model's has {unit.out} of {unit.fan_in}."
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
@@ -403,7 +394,7 @@ def _take_over(inner: Optimizer, states: dict[Any, MutableMapping[str, Any]]) ->
         for p in group["params"]:
             if not len(states[p]):
                 states[p].update(made.get(p, {}))
-            inner.state[p] = states[p]  # type: ignore[assignment]
+            inner.state[p] = states[p]
 
 
 def _named(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -52,13 +52,13 @@ class RowMuon(Optimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        gradients = [p.grad for p in params]
-        for p in params:
+        gradients: list[Any] = [p.grad for p in params]
+        for p, g in zip(params, gradients, strict=True):
             if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+                self.state[p]["momentum_buffer"] = torch.zeros_like(g)
         buffers = [self.state[p]["momentum_buffer"] for p in params]
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
-        updates = buffers
+        updates: Any = buffers
         if group["nesterov"]:
             updates = torch._foreach_lerp(gradients, buffers, group["momentum"])
         if group["weight_decay"]:

@@ -13,9 +13,9 @@ as in plain training, for SGD and Adam alike. R is the layer's mean and not each
 since that would undo the protection: a row of tiny r would turn as wildly as a plain row does.
 
 Nothing is copied for float32 weights in intrinsic coordinates: W is brought to length R, stepped
-in place, and brought to length r, so that whatever was written to W before is seen.
-Angles, and weights in half precision, are kept in the state; rows that no longer agree with what was
-written last are taken up from the weight.
+in place, and brought to length r, so that whatever was written to W before is seen. Angles, and
+weights in half precision, are kept in the state; rows that no longer agree with what was written
+last are taken up from the weight.
 """
 
 from collections.abc import Sequence
@@ -152,8 +152,8 @@ class Stage:
     def _start(self, members: Sequence[Member], match: bool) -> None:
         """Write the first r, and the length R of the stored directions, into the states."""
         r = [self._first_scale(m) for m in members]
-        sums = [torch.stack([x.abs().sum(), x.new_tensor(len(x))]) for x in r]
-        sums = self._reduce(torch.stack(sums))
+        pairs = [torch.stack([x.abs().sum(), x.new_tensor(len(x))]) for x in r]
+        sums = self._reduce(torch.stack(pairs))
         mean = sums[:, 0] / sums[:, 1] if match else torch.ones_like(sums[:, 0])
         for m, one, length in zip(members, r, mean, strict=True):
             m.state.update(r=m.wrap(one), length=length.clone(), fan_in=m.unit.fan_in)
@@ -215,12 +215,9 @@ class Stage:
             is_still = (self.lam == self.entered_lam) & (self.r == entered)
             new = (self.r * self.lam / self.length).to(self.bias.dtype)
             parts = self.table.split(torch.where(is_still, self.bias, new))
-            pairs = [
-                (local(m.bias), part)
-                for m, part in zip(self.members, parts, strict=True)
-                if m.bias is not None
-            ]
-            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+            biased = [i for i, m in enumerate(self.members) if m.bias is not None]
+            own = [local(self.members[i].bias) for i in biased]
+            torch._foreach_copy_(own, [parts[i] for i in biased])
 
     def _enter_directions(self, rates: Sequence[Any]) -> None:
         """Set `stored` and its gradient, r as the weights have it, and by_r = <G, u>."""
