@@ -89,7 +89,7 @@ def convert_(
     means = {}
     absorbing = [d.name for d in decided.decisions if d.norm and d.input_norm == "bias"]
     if absorbing:
-        # A list is the arguments of one call as example_inputs, and several batches as calibration.
+        # A list of example_inputs is one call's arguments; a calibration list is of batches.
         batches = [example_inputs] if calibration is None else calibration
         means = _input_means(model, absorbing, batches)
     make = {"coordinates": coordinates, "natural": natural, "init": init}

@@ -324,7 +324,7 @@ def _norm_to_absorb(chain: Chain, model: nn.Module, init: str | None) -> tuple[s
     found = model.get_submodule(chain.norm.name)
     if not isinstance(found, BATCH_NORMS):
         return None, ""
-    if chain.norm.op == "batch_norm":
+    if chain.norm.op == "batch_norm" and next(found.children(), None) is None:
         return None, f"{chain.norm.name} stays: its statistics are used without calling it"
     if not _is_plain_batch_norm(found):
         return None, f"{chain.norm.name} stays: it computes something else than its base class"

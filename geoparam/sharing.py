@@ -48,10 +48,12 @@ def ties_and_holders(
                     held[item] = place
     ties: dict[nn.Module, list[str]] = {}
     for group in _overlapping(claims):
-        for module, place in ((c.owner, c.place) for c in group if c.owner is not None):
-            held.update({module: c.place for c in group if c.owner is None})
-            others = [c.place for c in group if c.owner is not None and c.place != place]
-            if others:
+        attributes = [claim.place for claim in group if claim.owner is None]
+        owned = [(c.owner, c.place) for c in group if c.owner is not None]
+        for module, place in owned:
+            if attributes:
+                held[module] = attributes[0]
+            if others := [other for _, other in owned if other != place]:
                 ties.setdefault(module, []).extend(others)
     return ties, held
 
