@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 import geoparam as gp
-from geoparam.data.files import replacing
+from geoparam.storage import replacing
 
 Record = dict[str, Any]
 

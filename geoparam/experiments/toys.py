@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from geoparam.data.files import replacing
 from geoparam.experiments import methods, stacked, tasks
 from geoparam.experiments.films import Film, frame_epochs
 from geoparam.experiments.results import Record, Run
 from geoparam.experiments.stacked import Protocol, Result
 from geoparam.experiments.tabling import reference
 from geoparam.experiments.tasks import Progress, Tick
+from geoparam.storage import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

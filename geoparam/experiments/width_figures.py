@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from geoparam import plots
-from geoparam.data.files import replacing
 from geoparam.experiments.results import Record, Run
 from geoparam.experiments.scales import VARIANTS, Variant
 from geoparam.plots.style import DASHED, DOTTED, SOLID, legend_beside, ordered_colours
+from geoparam.storage import replacing
 
 _DASHES = {  # solid where the initialisation knows the fan-in alone
     Variant("gmp", "sphere"): SOLID,
