@@ -1,13 +1,13 @@
 """Fold checkpoint files: read safely, fold, write plain safetensors.
 
 Nothing is ever unpickled: safetensors files hold tensors alone, and torch files are loaded with
-`weights_only=True`. Both are mapped into memory, so that folding takes the memory of the result
-and of one tensor in float64. Needs safetensors: pip install 'geoparam[cli]'.
+`weights_only=True`. Both are mapped into memory (compressed torch files are not), so that folding
+takes the memory of the result and of one tensor in float64. Needs safetensors:
+pip install 'geoparam[cli]'.
 """
 
 import importlib
 import inspect
-import json
 import os
 import pickle
 import re
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from geoparam.statedict import Folding, folded
+from geoparam.statedict import Folding, folded, layers_in
+from geoparam.storage import open_zip, read_json, refuse_overwrite, replacing
 
 INDEX = "model.safetensors.index.json"
 IN_A_FOLDER = (INDEX, "model.safetensors", "pytorch_model.bin")
@@ -47,6 +48,7 @@ def fold_checkpoint(
     *,
     arch: str | None = None,
     like: Path | None = None,
+    linear: bool = False,
     prefix: str = "",
     force: bool = False,
 ) -> Report:
@@ -58,15 +60,18 @@ def fold_checkpoint(
         out: The file to write; it appears under its name when it is complete.
         arch: The plain model, as `build` takes it.
         like: A plain checkpoint of the same architecture, instead of `arch`.
+        linear: Every converted layer is an nn.Linear or attention: no plain model is needed.
         prefix: Take only entries that begin with this, and remove it ("model." for Lightning).
         force: Overwrite `out`.
     """
-    if arch is not None and like is not None:
-        raise ValueError("--arch and --like say the same thing in two ways: give one of them.")
+    if (arch is not None) + (like is not None) + linear > 1:
+        raise ValueError("--arch, --like and --linear say one thing in three ways: give one.")
     _check_out(out, checkpoint, force)
     entries, notes = read(checkpoint)
     entries, more = _under(prefix, entries)
     plain = build(arch) if arch is not None else None if like is None else read(like)[0]
+    if plain is None and not linear:
+        _refuse_unknown_shapes(entries)
     folding = folded(entries, plain)
     write(folding.state, out)
     return Report(
@@ -76,6 +81,16 @@ def fold_checkpoint(
         out=out,
         size=out.stat().st_size,
     )
+
+
+def _refuse_unknown_shapes(entries: Mapping[str, Tensor]) -> None:
+    """Refuse layers of ours: a file has the rows of a convolution, but not its kernel's shape."""
+    if ours := [name for name, parts in layers_in(entries).items() if "theta" not in parts]:
+        raise ValueError(
+            f"the file does not say whether {ours[0] or 'its layer'!r} is a convolution, nor the "
+            "shape of a kernel. Name the plain model by --arch or --like; or say --linear, if "
+            "every converted layer is an nn.Linear or nn.MultiheadAttention."
+        )
 
 
 def _kept(entries: Mapping[str, Tensor], folding: Folding) -> int:
@@ -106,6 +121,8 @@ def read(path: Path) -> tuple[dict[str, Tensor], list[str]]:
         tensors, left = (_read_safetensors(file), []) if safe else _read_torch(file)
         entries |= tensors
         notes += [f"left out, because they are not tensors: {', '.join(left)}."] if left else []
+    if not entries:
+        raise ValueError(f"{path} holds no tensors.")
     return _unwrapped(entries), notes
 
 
@@ -120,11 +137,12 @@ def files_of(path: Path) -> list[Path]:
         raise ValueError(f"{path} does not exist.")
     if path.suffix != ".json":
         return [path]
-    try:
-        names = sorted(set(json.loads(path.read_text("utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is no index of safetensors files.") from error
-    files = [path.parent / str(name) for name in names]
+    names = read_json(path.read_bytes(), path).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(
+            f"{path} is no index of safetensors files: it has no weight_map of names."
+        )
+    files = [path.parent / name for name in sorted(set(names.values()))]
     lost = [file.name for file in files if file.parent != path.parent or not file.is_file()]
     if lost:
         raise ValueError(f"{path} names files that are not beside it: {', '.join(lost)}.")
@@ -145,12 +163,11 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_torch(path: Path) -> tuple[dict[str, Tensor], list[str]]:
+    mapped = zipfile.is_zipfile(path) and _is_stored(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # TorchScript, which then raises
-            loaded = torch.load(
-                path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-            )
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         raise ValueError(
@@ -165,6 +182,23 @@ def _read_torch(path: Path) -> tuple[dict[str, Tensor], list[str]]:
             "damaged, of another format, or TorchScript (export its state_dict in that case)."
         ) from error
     return _tensors(loaded, path)
+
+
+def _is_stored(path: Path) -> bool:
+    """Check an archive, of which torch itself sees no checksum; return if nothing is compressed.
+
+    Compressed entries cannot be mapped: torch would take their bytes for tensors.
+    """
+    try:
+        with open_zip(path) as archive:
+            if damaged := archive.testzip():
+                raise ValueError(f"its entry {damaged} fails its checksum")
+            return all(e.compress_type == zipfile.ZIP_STORED for e in archive.infolist())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is a damaged archive: {error}. (Or it was saved without checksums, by "
+            "torch.serialization.set_crc32_options(False): save it again with them.)"
+        ) from error
 
 
 def _tensors(loaded: Any, path: Path) -> tuple[dict[str, Tensor], list[str]]:
@@ -279,24 +313,19 @@ def _check_out(out: Path, checkpoint: Path, force: bool) -> None:
         raise ValueError(f"the result is a file NAME.safetensors; got {out}.")
     if out.exists() and any(out.samefile(file) for file in files_of(checkpoint)):
         raise ValueError(f"{out} is the checkpoint itself: write to another file.")
-    if out.exists() and not force:
-        raise ValueError(f"{out} exists: overwrite it with --force, or write to another file.")
+    refuse_overwrite(out, force)
 
 
 def write(entries: Mapping[str, Tensor], out: Path) -> None:
-    """Write a safetensors file as transformers reads it, first under a temporary name."""
+    """Write a safetensors file as transformers reads it, whole or not at all."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        save_file(_untied(entries), part, metadata={"format": "pt"})
-        part.replace(out)
+        with replacing(out) as unfinished:
+            save_file(_untied(entries), unfinished, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{out} cannot be written: {error}.") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _untied(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:

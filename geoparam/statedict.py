@@ -31,6 +31,7 @@ Parts = dict[str, Tensor]
 COORDINATES: dict[str, Coordinates] = {c.name: c for c in (Angles(), Intrinsic(), Sign())}
 OURS = (*COORDINATES, "r", "lam")
 MEAN, COUNT = "input_norm.running_mean", "input_norm.num_batches_tracked"
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LISTED = 12
 
 
@@ -92,8 +93,10 @@ def folded(
             result[key] = tensor
         elif (name := owners[key]) not in done:
             done.add(name)
-            result.update(_folded_layer(name, layers[name], state, plain))
-    notes = _notes(layers, plain)
+            entries = _folded_layer(name, layers[name], state, plain)
+            _refuse_leftovers(name, layers[name], entries, state)
+            result.update(entries)
+    notes = _notes(layers)
     if plain is not None:
         notes += _match(result, plain)
     return Folding(result, tuple(layers), tuple(notes))
@@ -186,11 +189,23 @@ def _check(name: str, parts: Parts) -> None:
     out = len(parts[stored[0]]) if parts[stored[0]].ndim else 0
     ranks = {part: 1 for part in parts} | {stored[0]: 1 if stored[0] == "sign" else 2}
     for part, x in parts.items():
-        if x.ndim != ranks[part] or len(x) != out or not x.is_floating_point():
+        if x.ndim != ranks[part] or len(x) != out or x.dtype not in FLOATS:
             raise ValueError(
-                f"{_join(name, part)!r} does not fit a layer of {out} units: it is a tensor of "
-                f"shape {tuple(x.shape)} and {x.dtype}."
+                f"{_join(name, part)!r} does not fit a layer of {out} units in float16, bfloat16, "
+                f"float32 or float64: it is a tensor of shape {tuple(x.shape)} and {x.dtype}."
             )
+
+
+def _refuse_leftovers(
+    name: str, parts: Parts, folded: Collection[str], state: Mapping[str, Tensor]
+) -> None:
+    """Refuse a plain layer's weight or bias beside a GmP layer's entries: one of them is stale."""
+    bias = () if "theta" in parts else (_bias(next(iter(folded))),)  # theta has a bias of its own
+    if leftovers := [key for key in dict.fromkeys((*folded, *bias)) if key in state]:
+        raise ValueError(
+            f"{', '.join(leftovers)} stands beside {', '.join(parts)} of {name!r}, and a layer is "
+            "either plain or under GmP. Remove what is left over from the checkpoint."
+        )
 
 
 def _folded_layer(
@@ -324,7 +339,7 @@ def _mismatch(unexpected: list[str], missing: list[str]) -> str:
     return text
 
 
-def _notes(layers: dict[str, Parts], plain: Plain | None) -> list[str]:
+def _notes(layers: dict[str, Parts]) -> list[str]:
     notes = []
     if foreign := sum("theta" in parts for parts in layers.values()):
         notes.append(
@@ -333,11 +348,6 @@ def _notes(layers: dict[str, Parts], plain: Plain | None) -> list[str]:
             "files calls it GmP."
         )
     ours = {name: parts for name, parts in layers.items() if "theta" not in parts}
-    if ours and plain is None:
-        notes.append(
-            "every weight is (out, in), as in nn.Linear: without the plain model (--arch, --like) "
-            "no other shape is known, and convolutions and transformers' Conv1D need theirs."
-        )
     if negative := [name for name, parts in ours.items() if (parts["r"] < 0).any()]:
         notes.append(
             f"r < 0 in {_listed(negative)}: exact if the layer has no activation of its own, as "

@@ -253,7 +253,7 @@ def test_opening_no_run_is_an_error(tmp_path: Path) -> None:
 
 def test_records_of_an_unknown_run_are_not_adopted(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"seed": 0}\n')
-    with pytest.raises(ValueError, match="without config.json"):
+    with pytest.raises(FileExistsError, match="metrics.jsonl without config.json"):
         create(tmp_path, resume=True)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import shlex
 import sys
+import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,7 @@ from geoparam.experiments import tasks
 Jobs = Annotated[
     int | None, Option(min=1, help="Processes that train; by default one for each core.")
 ]
+Force = Annotated[bool, Option("--force", help="Overwrite the output.")]
 
 
 class Bar:
@@ -70,7 +72,20 @@ def explained(out: Path | None = None) -> Iterator[None]:
         print(message, file=sys.stderr)
         raise SystemExit(130) from None
     except (ValueError, OSError) as error:
-        raise SystemExit(f"{error}") from error
+        raise SystemExit(printable(f"{error}")) from error
+
+
+def printable(text: str) -> str:
+    """Return text for the terminal, with control characters written out: names may hold any.
+
+    Example:
+        >>> printable("a\\x1b]0;title\\x07")
+        'a\\\\x1b]0;title\\\\x07'
+    """
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else ascii(c)[1:-1]
+        for c in text
+    )
 
 
 def resuming(arguments: Sequence[str]) -> str:

@@ -35,11 +35,21 @@ import numpy as np
 import torch
 
 import geoparam as gp
-from geoparam.storage import replacing
+from geoparam.storage import read_json, read_npz, replacing
 
 Record = dict[str, Any]
+Fields = Mapping[str, Any]  # what a record must have, with the types of these fields
 
-_SESSION = ("command", "versions", "commit", "hardware", "started")
+_SESSION = {
+    "config": dict,
+    "command": str,
+    "versions": dict,
+    "commit": dict | None,
+    "hardware": dict,
+    "started": str,
+}
+_RUN = {"experiment": str, "key": list, **_SESSION}
+_OWN = ("metrics.jsonl", "sessions.jsonl", "curves", "figures", "checkpoints", "weights")
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -123,7 +133,8 @@ class Run:
                 f"{folder} holds no run: there is no config.json in it. Name a folder that was "
                 "--out of geoparam run"
             )
-        return cls(Path(folder), _decode(path.read_text(), str(path), "Start the run anew"))
+        info = _decode(path.read_bytes(), str(path), _RUN, "Start the run anew")
+        return cls(Path(folder), info)
 
     # --- records ------------------------------------------------------------------------------
 
@@ -139,7 +150,8 @@ class Run:
 
     def records(self) -> list[Record]:
         """The records, the first for each key, in the order in which they were finished."""
-        lines, self._read = _complete_lines(self.folder / "metrics.jsonl", self._read)
+        path, needed = self.folder / "metrics.jsonl", dict.fromkeys(self.info["key"], object)
+        lines, self._read = _complete_lines(path, needed, self._read)
         for record in lines:
             fields = self.info["key"] or sorted(record)
             self._first.setdefault(_values(record, fields), record)
@@ -160,8 +172,8 @@ class Run:
 
     def sessions(self) -> list[Record]:
         """Command, versions, commit, hardware and start of each session, the first one first."""
-        lines, _ = _complete_lines(self.folder / "sessions.jsonl")
-        return [{name: self.info[name] for name in (*_SESSION, "config")}, *lines]
+        lines, _ = _complete_lines(self.folder / "sessions.jsonl", _SESSION)
+        return [{name: self.info[name] for name in _SESSION}, *lines]
 
     # --- arrays and pictures ------------------------------------------------------------------
 
@@ -177,8 +189,7 @@ class Run:
         path = self._path("curves", name, ".npz")
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing; there are {self.curve_names()}")
-        with np.load(path) as arrays:
-            return dict(arrays)
+        return read_npz(path)
 
     def curve_names(self) -> list[str]:
         """Names under which there are curves."""
@@ -200,10 +211,11 @@ class Run:
 def _usable(folder: Path) -> Path:
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"a run is a folder, and {folder} is a file. Choose another name")
-    if (folder / "metrics.jsonl").exists() and not (folder / "config.json").exists():
-        raise ValueError(
-            f"{folder} holds metrics.jsonl without config.json, so nobody knows what it is of. "
-            "Choose another folder"
+    found = [name for name in _OWN if (folder / name).exists()]
+    if found and not (folder / "config.json").exists():
+        raise FileExistsError(
+            f"{folder} holds {', '.join(found)} without config.json, so it is of something else "
+            "and would be written over. Choose another folder"
         )
     return folder
 
@@ -339,7 +351,7 @@ def _complete_size(file: IO[bytes]) -> int:
     return file.read().rfind(b"\n") + 1
 
 
-def _complete_lines(path: Path, start: int = 0) -> tuple[list[Record], int]:
+def _complete_lines(path: Path, fields: Fields, start: int = 0) -> tuple[list[Record], int]:
     """The records in a file's complete lines from a byte on, and the byte where these end."""
     if not path.exists():
         return [], start
@@ -347,9 +359,9 @@ def _complete_lines(path: Path, start: int = 0) -> tuple[list[Record], int]:
         file.seek(start)
         content = file.read()
     content = content[: content.rfind(b"\n") + 1]
-    lines = enumerate(content.decode().splitlines(), start=1)
+    lines = enumerate(content.splitlines(), start=1)
     where = f"{path}, line {{}}" + (f" after byte {start}" if start else "")
-    return [_decode(line, where.format(n)) for n, line in lines], start + len(content)
+    return [_decode(line, where.format(n), fields) for n, line in lines], start + len(content)
 
 
 # --- JSON ------------------------------------------------------------------------------------
@@ -398,11 +410,22 @@ def _encode(value: Any) -> str:
     return json.dumps(_plain(value), allow_nan=False)
 
 
-def _decode(text: str, where: str, advice: str = "Remove that line and do its work again") -> Any:
+def _decode(
+    content: bytes,
+    where: str,
+    fields: Fields,
+    advice: str = "Remove that line and do its work again",
+) -> Record:
+    """Return the object in a piece of JSON, which must have fields of these types."""
     try:
-        return _special(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is damaged: {error}. {advice}") from error
+        record: Record = _special(read_json(content, where))
+    except ValueError as error:
+        raise ValueError(f"{error}. {advice}") from error
+    for name, kind in fields.items():
+        if name not in record or not isinstance(record[name], kind):
+            got = repr(record[name])[:40] if name in record else "none"
+            raise ValueError(f"{where} is damaged: its {name!r} is {got}. {advice}")
+    return record
 
 
 def _array(value: Any) -> Any:

@@ -13,10 +13,12 @@ may leave the threads as they are.)
 """
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -216,6 +218,7 @@ def spread(
     jobs: int = 1,
     report: Report | None = None,
     threads: int | None = 1,
+    patient: bool = False,
 ) -> Iterator[tuple[Any, Any]]:
     """Do all tasks, and yield each with its result as soon as it is done.
 
@@ -227,6 +230,7 @@ def spread(
         report: called with a task, those two numbers and a remark, but not too often.
         threads: that this process may use for a task; None leaves them as they are. Processes of
             their own have one.
+        patient: after Ctrl-C finish the tasks under way, then stop; a second one stops at once.
 
     Example:
         >>> def square(task, tick):
@@ -235,13 +239,39 @@ def spread(
         [(2, 4), (3, 9)]
     """
     report = report or (lambda task, epoch, left, remark: None)
-    if min(jobs, len(tasks)) > 1:
-        yield from _in_processes(work, tasks, min(jobs, len(tasks)), report)
+    with _note_interrupts() if patient else contextlib.nullcontext([]) as interrupts:
+        if min(jobs, len(tasks)) > 1:
+            yield from _in_processes(work, tasks, min(jobs, len(tasks)), report, interrupts)
+        else:
+            for task in tasks:
+                with contextlib.nullcontext() if threads is None else limited(threads):
+                    result = work(task, _seldom(report, task))
+                yield task, result
+                if interrupts:
+                    break
+    if interrupts:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _note_interrupts() -> Iterator[list[int]]:
+    """Note the first Ctrl-C in a list, and leave the second to Python."""
+    interrupts: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupts  # only the main thread hears it, or may change that
         return
-    for task in tasks:
-        with contextlib.nullcontext() if threads is None else limited(threads):
-            result = work(task, _seldom(report, task))
-        yield task, result
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: object) -> None:
+        interrupts.append(number)
+        signal.signal(signal.SIGINT, before)
+        print("\nFinishing what has begun. Ctrl-C again stops at once.", file=sys.stderr)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def cores() -> int:
@@ -286,22 +316,33 @@ def _seldom(report: Report, task: Any) -> Tick:
 
 
 def _in_processes(
-    work: Callable[[Any, Tick], Any], tasks: Sequence[Any], jobs: int, report: Report
+    work: Callable[[Any, Tick], Any],
+    tasks: Sequence[Any],
+    jobs: int,
+    report: Report,
+    interrupts: Sequence[int],
 ) -> Iterator[tuple[Any, Any]]:
     context = multiprocessing.get_context("spawn")  # torch and its threads do not survive a fork
     ticks, stop = context.Queue(), context.Event()
     with ProcessPoolExecutor(jobs, context, _begin, (ticks, stop)) as pool:
-        try:
+        running: dict[Future[Any], int] = {}
+        waiting = iter(enumerate(tasks))
+
+        def submit() -> None:
             with _deaf():  # as are the processes that begin here, before they can say so
-                running: dict[Future[Any], int] = {
-                    pool.submit(_call, work, task, n): n for n, task in enumerate(tasks)
-                }
+                for n, task in itertools.islice(waiting, jobs - len(running)):
+                    running[pool.submit(_call, work, task, n)] = n
+
+        try:
+            submit()
             while running:
                 finished, _ = wait(running, INTERVAL, FIRST_COMPLETED)
                 for number, epoch, left, remark in _waiting(ticks):
                     report(tasks[number], epoch, left, remark)
                 for future in finished:
                     yield tasks[running.pop(future)], future.result()
+                if not interrupts:
+                    submit()
         except BrokenProcessPool as error:
             raise RuntimeError(
                 "a working process ended without a word: killed, or out of memory; or a script "
