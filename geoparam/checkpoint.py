@@ -23,11 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from geoparam.statedict import Folding, folded, layers_in
-from geoparam.storage import open_zip, read_json, refuse_overwrite, replacing
+from geoparam.storage import list_few, open_zip, read_json, refuse_overwrite, replacing
 
 INDEX = "model.safetensors.index.json"
 IN_A_FOLDER = (INDEX, "model.safetensors", "pytorch_model.bin")
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
+DEEPEST = 8  # mappings around a state_dict
+EXPANDED = 1 << 26  # bytes to which a stored element may be repeated
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -104,7 +106,7 @@ def _under(prefix: str, entries: dict[str, Tensor]) -> tuple[dict[str, Tensor], 
     chosen = {k.removeprefix(prefix): x for k, x in entries.items() if k.startswith(prefix)}
     if not chosen:
         first = sorted({key.partition(".")[0] + "." for key in entries})
-        raise ValueError(f"no entry begins with {prefix!r}; they begin with {', '.join(first)}.")
+        raise ValueError(f"no entry begins with {prefix!r}; they begin with {list_few(first)}.")
     left = len(entries) - len(chosen)
     return chosen, [f"{left} entries outside {prefix!r} are left out."] if left else []
 
@@ -120,7 +122,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], list[str]]:
         safe = file.suffix == ".safetensors"
         tensors, left = (_read_safetensors(file), []) if safe else _read_torch(file)
         entries |= tensors
-        notes += [f"left out, because they are not tensors: {', '.join(left)}."] if left else []
+        notes += [f"left out, because they are not tensors: {list_few(left)}."] if left else []
     if not entries:
         raise ValueError(f"{path} holds no tensors.")
     return _unwrapped(entries), notes
@@ -145,7 +147,7 @@ def files_of(path: Path) -> list[Path]:
     files = [path.parent / name for name in sorted(set(names.values()))]
     lost = [file.name for file in files if file.parent != path.parent or not file.is_file()]
     if lost:
-        raise ValueError(f"{path} names files that are not beside it: {', '.join(lost)}.")
+        raise ValueError(f"{path} names files that are not beside it: {list_few(lost)}.")
     return files
 
 
@@ -203,13 +205,12 @@ def _is_stored(path: Path) -> bool:
 
 def _tensors(loaded: Any, path: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Return a state_dict's tensors, also where it is an entry, and the names of all else."""
-    while isinstance(loaded, Mapping):
-        inside = [name for name in CONTAINERS if isinstance(loaded.get(name), Mapping)]
+    for _ in range(DEEPEST):
+        names = CONTAINERS if isinstance(loaded, Mapping) else ()
+        inside = [name for name in names if isinstance(loaded.get(name), Mapping)]
         if len(inside) > 1:
             raise ValueError(f"{path} holds several state_dicts, {', '.join(inside)}: save one.")
-        if not inside:
-            break
-        loaded = loaded[inside[0]]
+        loaded = loaded[inside[0]] if inside else loaded
     items = loaded.items() if isinstance(loaded, Mapping) else ()
     tensors = {key: x for key, x in items if isinstance(key, str) and isinstance(x, Tensor)}
     if not tensors:
@@ -217,7 +218,18 @@ def _tensors(loaded: Any, path: Path) -> tuple[dict[str, Tensor], list[str]]:
             f"{path} holds no state_dict: a mapping of names to tensors, alone or as one of "
             f"{', '.join(CONTAINERS)}."
         )
+    if odd := [key for key, x in tensors.items() if not _is_dense(x)]:
+        raise ValueError(
+            f"{path} holds tensors that a plain file cannot: sparse, quantized, without values or "
+            f"expanded to more than they store: {list_few(odd)}. Leave these out."
+        )
     return tensors, [str(key) for key, _ in items if key not in tensors]
+
+
+def _is_dense(x: Tensor) -> bool:
+    if x.layout is not torch.strided or x.is_meta or x.is_quantized or x.is_nested:
+        return False
+    return x.numel() * x.element_size() <= max(x.untyped_storage().nbytes(), EXPANDED)
 
 
 def _unwrapped(entries: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -250,7 +262,7 @@ def build(arch: str) -> nn.Module:
     make = _LIBRARIES.get(package, _from_module)(package, name)
     try:
         model = _on_meta(make)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"--arch {arch} fails: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"--arch {arch} gives a {type(model).__name__}, not an nn.Module.")
@@ -270,7 +282,7 @@ def _from_module(package: str, name: str) -> Callable[[], Any]:
         sys.path.insert(0, os.getcwd())  # as python -m does, and installed commands do not
     try:
         return getattr(importlib.import_module(package), name)
-    except (ModuleNotFoundError, AttributeError) as error:
+    except (ModuleNotFoundError, AttributeError, TypeError) as error:
         raise ValueError(f"--arch {package}:{name} is not there: {error}.") from error
 
 

@@ -23,6 +23,7 @@ from geoparam.coordinates import Angles, Coordinates, Intrinsic, Sign
 from geoparam.ops import columns
 from geoparam.plan import CONVOLUTIONS, kind_of
 from geoparam.sphere import wide
+from geoparam.storage import list_few
 
 log = logging.getLogger("geoparam")
 
@@ -32,7 +33,6 @@ COORDINATES: dict[str, Coordinates] = {c.name: c for c in (Angles(), Intrinsic()
 OURS = (*COORDINATES, "r", "lam")
 MEAN, COUNT = "input_norm.running_mean", "input_norm.num_batches_tracked"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-LISTED = 12
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Plain:
     def of(cls, like: nn.Module | Mapping[str, Tensor]) -> "Plain":
         if not isinstance(like, nn.Module):
             if layers_in(like):
-                raise ValueError(f"not a plain model: {', '.join(layers_in(like))} are under GmP.")
+                raise ValueError(f"not a plain model: {list_few(layers_in(like))} are under GmP.")
             return cls({key: tuple(x.shape) for key, x in like.items()}, {}, [])
         entries = like.state_dict(keep_vars=True)  # keeps apart what only looks alike
         tensors = {key: x for key, x in entries.items() if isinstance(x, Tensor)}
@@ -153,13 +153,15 @@ def layers_in(state: Mapping[str, Tensor]) -> dict[str, Parts]:
         if name in names and name not in layers:
             parts = {p: state[_join(name, p)] for p in OURS if _join(name, p) in state}
             if _is_weight_norm(name, parts, state):
-                layers[name] = {"theta": state[_join(name, "theta")], "r": parts["r"]}
-            elif len(parts) > 1:
-                _check(name, parts)
-                means = {
+                parts = {"theta": state[_join(name, "theta")], "r": parts["r"]}
+            elif len(parts) > 1 or "latitude" in parts:
+                parts |= {
                     p: state[_join(name, p)] for p in (MEAN, COUNT) if _join(name, p) in state
                 }
-                layers[name] = parts | means
+            else:
+                continue
+            _check(name, parts)
+            layers[name] = parts
     return layers
 
 
@@ -180,19 +182,23 @@ def _is_weight_norm(name: str, parts: Parts, state: Mapping[str, Tensor]) -> boo
 
 
 def _check(name: str, parts: Parts) -> None:
-    stored = [part for part in COORDINATES if part in parts]
+    stored = [part for part in (*COORDINATES, "theta") if part in parts]
     if len(stored) != 1 or "r" not in parts:
         raise ValueError(
             f"{name!r} is not complete: a layer has 'r' and one of {', '.join(COORDINATES)}; "
             f"got {', '.join(parts)}."
         )
-    out = len(parts[stored[0]]) if parts[stored[0]].ndim else 0
-    ranks = {part: 1 for part in parts} | {stored[0]: 1 if stored[0] == "sign" else 2}
+    rows = parts[stored[0]]
+    units = len(rows) if rows.ndim else 0
+    ranks = {stored[0]: 1 if stored[0] == "sign" else 2}
     for part, x in parts.items():
-        if x.ndim != ranks[part] or len(x) != out or x.dtype not in FLOATS:
+        rank = rows.ndim if "theta" in parts else ranks.get(part, 1)
+        fits = x.ndim == rank and x.numel() > 0 and (part == MEAN or len(x) == units)
+        if part != COUNT and (not fits or x.dtype not in FLOATS):
             raise ValueError(
-                f"{_join(name, part)!r} does not fit a layer of {out} units in float16, bfloat16, "
-                f"float32 or float64: it is a tensor of shape {tuple(x.shape)} and {x.dtype}."
+                f"{_join(name, part)!r} does not fit a layer of {units} units in float16, "
+                f"bfloat16, float32 or float64: it is a tensor of shape {tuple(x.shape)} and "
+                f"{x.dtype}."
             )
 
 
@@ -315,7 +321,7 @@ def _match(result: dict[str, Tensor], plain: Plain) -> list[str]:
         raise ValueError(_mismatch(unexpected, missing))
     other = [key for key, x in result.items() if tuple(x.shape) != plain.shapes[key]]
     if other:
-        notes.append(f"not of the plain model's shape: {_listed(other)}.")
+        notes.append(f"not of the plain model's shape: {list_few(other)}.")
     return notes
 
 
@@ -328,8 +334,8 @@ def _twin(key: str, result: dict[str, Tensor], plain: Plain) -> str | None:
 
 def _mismatch(unexpected: list[str], missing: list[str]) -> str:
     text = "the folded checkpoint does not have the keys of the plain model."
-    text += f" Missing: {_listed(missing)}." if missing else ""
-    text += f" Unexpected: {_listed(unexpected)}." if unexpected else ""
+    text += f" Missing: {list_few(missing)}." if missing else ""
+    text += f" Unexpected: {list_few(unexpected)}." if unexpected else ""
     if any(key.endswith("running_var") for key in missing):
         text += (
             " If convert_(norm='imn') has absorbed these norms, the file does not tell by which "
@@ -350,15 +356,10 @@ def _notes(layers: dict[str, Parts]) -> list[str]:
     ours = {name: parts for name, parts in layers.items() if "theta" not in parts}
     if negative := [name for name, parts in ours.items() if (parts["r"] < 0).any()]:
         notes.append(
-            f"r < 0 in {_listed(negative)}: exact if the layer has no activation of its own, as "
+            f"r < 0 in {list_few(negative)}: exact if the layer has no activation of its own, as "
             "after convert_; with activation= use geoparam.fold_ on the model."
         )
     return notes
-
-
-def _listed(keys: list[str]) -> str:
-    more = len(keys) - LISTED
-    return ", ".join(keys[:LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _join(name: str, key: str) -> str:

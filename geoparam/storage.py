@@ -8,6 +8,7 @@ reads one kind of file and raises ValueError, in words, where it holds something
 import contextlib
 import json
 import math
+import os
 import tempfile
 import zipfile
 import zlib
@@ -20,6 +21,18 @@ import numpy as np
 DEEPEST = 64  # levels of nesting in JSON; ours has four
 RATIO = 1100  # deflate makes nothing more than 1,032 times smaller
 LARGEST = 1 << 33  # bytes of an array: a file of ImageNet at 64x64 has 1.6 GB
+
+
+def list_few(names: Iterable[str], most: int = 12) -> str:
+    """Return the first of some names, for an error that stays readable.
+
+    Example:
+        >>> list_few("abcd", most=2)
+        'a, b and 2 more'
+    """
+    every = [name if len(name) < 200 else f"{name[:200]}..." for name in names]
+    more = len(every) - most
+    return ", ".join(every[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def read_json(content: bytes, where: object, kind: type = dict) -> Any:
@@ -129,7 +142,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def refuse_overwrite(path: Path, force: bool = False, mark: bytes = b"") -> None:
     """Raise where a file is there already, unless it begins with the `mark` of our own."""
-    if force or not path.exists():
+    if force or not os.path.lexists(path):  # a link that leads nowhere is there, too
         return
     if mark and path.is_file():
         with path.open("rb") as file:

@@ -416,6 +416,8 @@ def test_means_under_padding_are_refused() -> None:
         ({"0.unit": torch.ones(9, 6)}, "'0' is not complete"),
         ({"0.r": torch.ones(4)}, "'0.r' does not fit a layer of 9 units"),
         ({"0.latitude": torch.ones(9)}, "'0.latitude' does not fit"),
+        ({"0.input_norm.running_mean": torch.ones(())}, "running_mean' does not fit"),
+        ({"8.latitude": torch.ones(9, 5)}, "'8' is not complete"),
     ],
 )
 def test_incomplete_layers_are_refused(change: dict[str, Tensor | None], message: str) -> None:
@@ -487,12 +489,22 @@ def test_a_failed_write_leaves_the_old_file(
     assert sorted(path.name for path in tmp_path.iterdir()) == [file.name, out.name]
 
 
+def within_itself() -> dict:
+    state: dict = {}
+    state["model"] = state
+    return state
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ({"epoch": 3}, "holds no state_dict"),
         ([torch.ones(2)], "holds no state_dict"),
         ({"model": {"a": torch.ones(1)}, "module": {"a": torch.ones(1)}}, "several state_dicts"),
+        (within_itself(), "holds no state_dict"),
+        ({"a": torch.ones(2, 2).to_sparse()}, "cannot: sparse.*: a"),
+        ({"a": torch.ones(2, device="meta")}, "cannot: .*: a"),
+        ({"a": torch.ones(1).expand(2**40)}, "expanded to more than they store: a"),
     ],
 )
 def test_files_without_one_state_dict(content: object, message: str, tmp_path: Path) -> None:

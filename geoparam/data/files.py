@@ -27,7 +27,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from geoparam.storage import open_zip
+from geoparam.storage import list_few, open_zip
 from geoparam.storage import replacing as replacing
 
 _log = logging.getLogger(__name__)
@@ -273,8 +273,7 @@ def _parse_zip(content: bytes, files: Sequence[str], deepest: int) -> np.ndarray
         for name in names:
             if PurePosixPath(name).name in wanted:
                 return parse(archive.read(name), files, deepest - 1)
-    few = ", ".join(names[:10]) + (" and others" if len(names) > 10 else "")
-    raise ValueError(f"it holds none of {', '.join(sorted(wanted))}, only {few}")
+    raise ValueError(f"it holds none of {', '.join(sorted(wanted))}, only {list_few(names)}")
 
 
 def _text_rows(text: str) -> list[list[float]]:

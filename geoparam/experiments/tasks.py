@@ -239,7 +239,8 @@ def spread(
         [(2, 4), (3, 9)]
     """
     report = report or (lambda task, epoch, left, remark: None)
-    with _note_interrupts() if patient else contextlib.nullcontext([]) as interrupts:
+    noting: contextlib.AbstractContextManager[list[int]] = contextlib.nullcontext([])
+    with _note_interrupts() if patient else noting as interrupts:
         if min(jobs, len(tasks)) > 1:
             yield from _in_processes(work, tasks, min(jobs, len(tasks)), report, interrupts)
         else:
