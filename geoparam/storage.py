@@ -103,8 +103,10 @@ def read_npz(path: Path, *names: str) -> dict[str, np.ndarray]:
             names = names or tuple(name.removesuffix(".npy") for name in archive.namelist())
             entries = {name: archive.getinfo(f"{name}.npy") for name in names}
             return {name: _read_array(archive, entry) for name, entry in entries.items()}
-    except (ValueError, TypeError, OSError, MemoryError, RecursionError) as error:
-        raise ValueError(f"{path} is truncated or damaged ({error})") from error
+    except KeyError:
+        raise
+    except Exception as error:  # whatever numpy stumbles over in a damaged file
+        raise ValueError(f"{path} is truncated or damaged ({error!s:.200})") from error
 
 
 def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:

@@ -63,10 +63,11 @@ def zipped(entries: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes
         zipped({"a.npy": array((1,), "|O")}),
         zipped({"a.npy": b"\x93NUMPY\3\0"}),
         zipped({"a.npy": b""}),
+        zipped({"a.npy": b"\x93NUMPY\1\0\1\0{"}),
         zipped({"a.npy": array((2,))})[:-30],
         zipped({"a.npy": array((2,))}, zipfile.ZIP_LZMA),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_arrays_that_cannot_be_read_are_named(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.npz"

@@ -303,7 +303,7 @@ def _xlsx_rows(archive: zipfile.ZipFile) -> list[list[float]]:
         target = next(link.attrib["Target"] for link in links if link.attrib["Id"] == key)
         path = target[1:] if target.startswith("/") else f"xl/{target}"
         sheet = ElementTree.fromstring(archive.read(path))
-    except (KeyError, StopIteration, ElementTree.ParseError) as error:
+    except (LookupError, StopIteration, ElementTree.ParseError) as error:
         raise ValueError(f"it is damaged: {type(error).__name__} {error}") from error
     return _filled(_xlsx_numbers(row) for row in sheet.iterfind("{*}sheetData/{*}row"))
 

@@ -66,11 +66,10 @@ def _training_files(folder: Path) -> list[Path]:
         raise FileNotFoundError(f"the data folder is not there: {folder}. Correct its name.")
     matches = (_TRAIN.fullmatch(path.name) for path in folder.iterdir())
     numbers = sorted(int(match[1]) for match in matches if match)
-    expected = range(1, max(numbers, default=1) + 1)
-    if missing := sorted(set(expected) - set(numbers)):
-        raise FileNotFoundError(
-            f"{folder / f'train_data_batch_{missing[0]}.npz'} is missing. {_ADVICE}."
-        )
+    missing = next((n for n, found in enumerate(numbers, start=1) if n != found), None)
+    if missing is not None or not numbers:
+        name = f"train_data_batch_{missing or 1}.npz"
+        raise FileNotFoundError(f"{folder / name} is missing. {_ADVICE}.")
     return [folder / f"train_data_batch_{number}.npz" for number in numbers]
 
 

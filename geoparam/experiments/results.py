@@ -134,6 +134,8 @@ class Run:
                 "--out of geoparam run"
             )
         info = _decode(path.read_bytes(), str(path), _RUN, "Start the run anew")
+        if not all(isinstance(field, str) for field in info["key"]):
+            raise ValueError(f"{path} is damaged: its key is no list of names. Start the run anew")
         return cls(Path(folder), info)
 
     # --- records ------------------------------------------------------------------------------
@@ -423,7 +425,7 @@ def _decode(
         raise ValueError(f"{error}. {advice}") from error
     for name, kind in fields.items():
         if name not in record or not isinstance(record[name], kind):
-            got = repr(record[name])[:40] if name in record else "none"
+            got = repr(record[name])[:40] if name in record else "missing"
             raise ValueError(f"{where} is damaged: its {name!r} is {got}. {advice}")
     return record
 
