@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from geoparam.statedict import Folding, folded, layers_in
+from geoparam.statedict import Folding, fold_entries, layers_in
 from geoparam.storage import list_few, open_zip, read_json, refuse_overwrite, replacing
 
 INDEX = "model.safetensors.index.json"
@@ -70,15 +70,15 @@ def fold_checkpoint(
         raise ValueError("--arch, --like and --linear say one thing in three ways: give one.")
     _check_out(out, checkpoint, force)
     entries, notes = read(checkpoint)
-    entries, more = _under(prefix, entries)
+    entries, more = _take_prefix(prefix, entries)
     plain = build(arch) if arch is not None else None if like is None else read(like)[0]
     if plain is None and not linear:
         _refuse_unknown_shapes(entries)
-    folding = folded(entries, plain)
+    folding = fold_entries(entries, plain)
     write(folding.state, out)
     return Report(
         layers=len(folding.layers),
-        kept=_kept(entries, folding),
+        kept=_count_kept(entries, folding),
         notes=(*notes, *more, *folding.notes),
         out=out,
         size=out.stat().st_size,
@@ -95,11 +95,11 @@ def _refuse_unknown_shapes(entries: Mapping[str, Tensor]) -> None:
         )
 
 
-def _kept(entries: Mapping[str, Tensor], folding: Folding) -> int:
+def _count_kept(entries: Mapping[str, Tensor], folding: Folding) -> int:
     return sum(folding.state.get(key) is x for key, x in entries.items())
 
 
-def _under(prefix: str, entries: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+def _take_prefix(prefix: str, entries: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     if not prefix:
         return entries, []
     prefix = prefix.rstrip(".") + "."
@@ -125,7 +125,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], list[str]]:
         notes += [f"left out, because they are not tensors: {list_few(left)}."] if left else []
     if not entries:
         raise ValueError(f"{path} holds no tensors.")
-    return _unwrapped(entries), notes
+    return _strip_wrappers(entries), notes
 
 
 def files_of(path: Path) -> list[Path]:
@@ -232,7 +232,7 @@ def _is_dense(x: Tensor) -> bool:
     return x.numel() * x.element_size() <= max(x.untyped_storage().nbytes(), EXPANDED)
 
 
-def _unwrapped(entries: dict[str, Tensor]) -> dict[str, Tensor]:
+def _strip_wrappers(entries: dict[str, Tensor]) -> dict[str, Tensor]:
     """Remove what torch.compile, FSDP and checkpointing add to names, and DDP's "module."."""
     names = {key: [part for part in key.split(".") if part not in WRAPPERS] for key in entries}
     while all(len(parts) > 1 and parts[0] == "module" for parts in names.values()):
@@ -335,12 +335,12 @@ def write(entries: Mapping[str, Tensor], out: Path) -> None:
 
     try:
         with replacing(out) as unfinished:
-            save_file(_untied(entries), unfinished, metadata={"format": "pt"})
+            save_file(_copy_shared(entries), unfinished, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{out} cannot be written: {error}.") from error
 
 
-def _untied(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copy_shared(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors that share no memory, as safetensors needs: tied ones are copied."""
     result = {}
     seen = set()

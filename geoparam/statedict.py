@@ -67,14 +67,14 @@ def fold_state_dict(
         >>> sorted(fold_state_dict(model.state_dict()))
         ['0.bias', '0.weight', '2.bias', '2.weight']
     """
-    folding = folded(state, like)
+    folding = fold_entries(state, like)
     for note in folding.notes:
         log.info("%s", note)
     return folding.state
 
 
 @torch.no_grad()
-def folded(
+def fold_entries(
     state: Mapping[str, Tensor], like: nn.Module | Mapping[str, Tensor] | None = None
 ) -> Folding:
     """Do what `fold_state_dict` does, and tell what was done."""
@@ -93,12 +93,12 @@ def folded(
             result[key] = tensor
         elif (name := owners[key]) not in done:
             done.add(name)
-            entries = _folded_layer(name, layers[name], state, plain)
+            entries = _fold_layer(name, layers[name], state, plain)
             _refuse_leftovers(name, layers[name], entries, state)
             result.update(entries)
     notes = _notes(layers)
     if plain is not None:
-        notes += _match(result, plain)
+        notes += _match_keys(result, plain)
     return Folding(result, tuple(layers), tuple(notes))
 
 
@@ -214,13 +214,13 @@ def _refuse_leftovers(
         )
 
 
-def _folded_layer(
+def _fold_layer(
     name: str, parts: Parts, state: Mapping[str, Tensor], plain: Plain | None
 ) -> dict[str, Tensor]:
     """Return weight and bias under the names they have in a plain model."""
     rows = _rows(parts)
     key = _weight_key(name, rows, state, plain)
-    weight = _laid_out(key, rows, parts, plain)
+    weight = _shape_rows(key, rows, parts, plain)
     bias = wide(parts["r"]) * wide(parts["lam"]) if "lam" in parts else None
     if MEAN in parts:
         response = _mean_response(name, key, weight, wide(parts[MEAN]), plain)
@@ -228,7 +228,7 @@ def _folded_layer(
     floats = [x.dtype for part, x in parts.items() if part not in (MEAN, COUNT)]
     dtype = functools.reduce(torch.promote_types, floats)
     result = {key: weight} if bias is None else {key: weight, _bias(key): bias}
-    return {key: _rounded(key, x, dtype) for key, x in result.items()}
+    return {key: _round(key, x, dtype) for key, x in result.items()}
 
 
 def _rows(parts: Parts) -> Tensor:
@@ -251,7 +251,7 @@ def _weight_key(name: str, rows: Tensor, state: Mapping[str, Tensor], plain: Pla
     return packed if beside and len(rows) == 3 * rows.shape[1] else _join(name, "weight")
 
 
-def _laid_out(key: str, rows: Tensor, parts: Parts, plain: Plain | None) -> Tensor:
+def _shape_rows(key: str, rows: Tensor, parts: Parts, plain: Plain | None) -> Tensor:
     """Bring rows (out, n) into the shape of the plain model's weight."""
     out, n = rows.shape
     if plain is None or key not in plain.shapes:
@@ -292,7 +292,7 @@ def _mean_response(
     return columns.response(weight, mean)
 
 
-def _rounded(key: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+def _round(key: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     x = x.to(dtype)
     if not x.isfinite().all():
         raise ValueError(
@@ -304,7 +304,7 @@ def _rounded(key: str, x: Tensor, dtype: torch.dtype) -> Tensor:
 # --- what the result must be, and what to say about it ----------------------------------------
 
 
-def _match(result: dict[str, Tensor], plain: Plain) -> list[str]:
+def _match_keys(result: dict[str, Tensor], plain: Plain) -> list[str]:
     """Give the result the keys of the plain model, or raise; return what was done for it."""
     for group in plain.ties:
         held = [key for key in group if key in result]

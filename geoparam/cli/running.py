@@ -68,7 +68,7 @@ def explained(out: Path | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         message = "\nInterrupted."
         if out is not None:
-            message += f" What is finished is in {out}. Go on with:\n  {resuming(sys.argv)}"
+            message += f" What is finished is in {out}. Go on with:\n  {resume_command(sys.argv)}"
         print(message, file=sys.stderr)
         raise SystemExit(130) from None
     except (ValueError, OSError) as error:
@@ -88,11 +88,11 @@ def printable(text: str) -> str:
     )
 
 
-def resuming(arguments: Sequence[str]) -> str:
+def resume_command(arguments: Sequence[str]) -> str:
     """Return the command that goes on with what these arguments began.
 
     Example:
-        >>> resuming(["/usr/bin/geoparam", "run", "levy", "--out", "my runs"])
+        >>> resume_command(["/usr/bin/geoparam", "run", "levy", "--out", "my runs"])
         "geoparam run levy --out 'my runs' --resume"
     """
     given = [Path(arguments[0]).name, *arguments[1:]]

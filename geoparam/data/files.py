@@ -305,7 +305,7 @@ def _xlsx_rows(archive: zipfile.ZipFile) -> list[list[float]]:
         sheet = ElementTree.fromstring(archive.read(path))
     except (LookupError, StopIteration, ElementTree.ParseError) as error:
         raise ValueError(f"it is damaged: {type(error).__name__} {error}") from error
-    return _filled(_xlsx_numbers(row) for row in sheet.iterfind("{*}sheetData/{*}row"))
+    return _keep_filled(_xlsx_numbers(row) for row in sheet.iterfind("{*}sheetData/{*}row"))
 
 
 def _xlsx_numbers(row: ElementTree.Element) -> list[float]:
@@ -326,12 +326,12 @@ def _xls_rows(content: bytes) -> list[list[float]]:
     except Exception as error:  # xlrd raises whatever its parsing stumbles over
         raise ValueError(f"it is damaged: {error}") from error
     number = xlrd.XL_CELL_NUMBER
-    return _filled(
+    return _keep_filled(
         [cell.value for cell in row if cell.ctype == number] for row in sheet.get_rows()
     )
 
 
-def _filled(rows: Iterable[list[float]]) -> list[list[float]]:
+def _keep_filled(rows: Iterable[list[float]]) -> list[list[float]]:
     """Return the rows that have numbers, and one more than there may be at most."""
     return list(itertools.islice((row for row in rows if row), MOST_ROWS + 1))
 

@@ -107,7 +107,7 @@ class Run:
             may_change: entries of the configuration that a resumed run may change, such as how
                 many seeds there are: those that say how much is done, not how.
         """
-        folder = _usable(Path(folder))
+        folder = _check_folder(Path(folder))
         wanted = {"experiment": experiment, "config": dict(config), "key": list(key)}
         now = session(command)
         if not (folder / "config.json").exists():
@@ -120,7 +120,7 @@ class Run:
                 f"{folder} already holds a run ({run.info['experiment']}, started "
                 f"{run.info['started']}). Continue it with --resume, or choose another folder"
             )
-        _check_same(folder, run.info, _special(_plain(wanted)), may_change)
+        _check_same(folder, run.info, _from_json(_to_json(wanted)), may_change)
         _append(folder / "sessions.jsonl", {**now, "config": wanted["config"]})
         return run
 
@@ -161,7 +161,7 @@ class Run:
 
     def done(self, **fields: Any) -> bool:
         """Whether some record has these values."""
-        records, wanted = self.records(), _special(_plain(fields))  # reads what is new
+        records, wanted = self.records(), _from_json(_to_json(fields))  # reads what is new
         if set(fields) == set(self.info["key"]):
             return _values(wanted, self.info["key"]) in self._first
         return any(_values(record, fields) == _values(wanted, fields) for record in records)
@@ -197,11 +197,14 @@ class Run:
         """Names under which there are curves."""
         return sorted(path.stem for path in (self.folder / "curves").glob("*.npz"))
 
-    def figure(self, name: str, figure: Any, dpi: int = 150) -> Path:
-        """Write a matplotlib figure to figures/NAME.png, whole or not at all."""
+    def figure(self, name: str, figure: Any, caption: str = "", dpi: int = 150) -> Path:
+        """Write a matplotlib figure to figures/NAME.png and its caption to NAME.txt."""
         path = self._path("figures", name, ".png")
         with replacing(path) as unfinished:
             figure.savefig(unfinished, dpi=dpi)
+        if caption:
+            with replacing(path.with_suffix(".txt")) as unfinished:
+                unfinished.write_text(" ".join(caption.split()) + "\n", encoding="utf-8")
         return path
 
     def _path(self, kind: str, name: str, suffix: str) -> Path:
@@ -210,7 +213,7 @@ class Run:
         return self.folder / kind / f"{name}{suffix}"
 
 
-def _usable(folder: Path) -> Path:
+def _check_folder(folder: Path) -> Path:
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"a run is a folder, and {folder} is a file. Choose another name")
     found = [name for name in _OWN if (folder / name).exists()]
@@ -316,7 +319,7 @@ def _write_new(folder: Path, info: Record) -> None:
     """Write config.json; FileExistsError where there is one."""
     path = folder / "config.json"
     with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(_plain(info), indent=2, allow_nan=False) + "\n")
+        unfinished.write_text(json.dumps(_to_json(info), indent=2, allow_nan=False) + "\n")
         try:
             os.link(unfinished, path)  # unlike renaming, this fails where there is one
         except FileExistsError:
@@ -369,16 +372,16 @@ def _complete_lines(path: Path, fields: Fields, start: int = 0) -> tuple[list[Re
 # --- JSON ------------------------------------------------------------------------------------
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """The value in JSON's types: arrays as lists, numbers that JSON lacks as strings."""
     if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
         value = value.tolist()
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise ValueError(f"names in a record must be strings; got {list(value)}")
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, range)):
-        return [_plain(item) for item in value]
+        return [_to_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return next(name for name, x in _SPECIAL.items() if repr(x) == repr(value))
     if isinstance(value, Path):
@@ -388,28 +391,28 @@ def _plain(value: Any) -> Any:
     raise ValueError(f"a record holds numbers, strings, lists and dicts; got {type(value)}")
 
 
-def _special(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     """The inverse: strings that name numbers become these."""
     if isinstance(value, dict):
-        return {key: _special(item) for key, item in value.items()}
+        return {key: _from_json(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_special(item) for item in value]
+        return [_from_json(item) for item in value]
     return _SPECIAL.get(value, value) if isinstance(value, str) else value
 
 
-def _fixed(value: Any) -> Any:
+def _hashable(value: Any) -> Any:
     """The value as something that a dict can look up; 1 and 1.0 are the same."""
     if isinstance(value, dict):
-        return tuple(sorted((key, _fixed(item)) for key, item in value.items()))
-    return tuple(map(_fixed, value)) if isinstance(value, list) else value
+        return tuple(sorted((key, _hashable(item)) for key, item in value.items()))
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 def _values(record: Record, fields: Iterable[str]) -> Any:
-    return tuple((field, _fixed(record.get(field))) for field in fields)
+    return tuple((field, _hashable(record.get(field))) for field in fields)
 
 
 def _encode(value: Any) -> str:
-    return json.dumps(_plain(value), allow_nan=False)
+    return json.dumps(_to_json(value), allow_nan=False)
 
 
 def _decode(
@@ -420,7 +423,7 @@ def _decode(
 ) -> Record:
     """Return the object in a piece of JSON, which must have fields of these types."""
     try:
-        record: Record = _special(read_json(content, where))
+        record: Record = _from_json(read_json(content, where))
     except ValueError as error:
         raise ValueError(f"{error}. {advice}") from error
     for name, kind in fields.items():

@@ -298,11 +298,6 @@ def limited(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def one_thread() -> contextlib.AbstractContextManager[None]:
-    """Let torch use one thread within the context."""
-    return limited(1)
-
-
 def _seldom(report: Report, task: Any) -> Tick:
     """Return a function that reports of a task what comes INTERVAL seconds after the last."""
     last = time.monotonic()

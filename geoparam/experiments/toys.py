@@ -23,7 +23,6 @@ from geoparam.experiments.results import Record, Run
 from geoparam.experiments.stacked import Protocol, Result
 from geoparam.experiments.tabling import reference
 from geoparam.experiments.tasks import Progress, Tick
-from geoparam.storage import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -288,9 +287,7 @@ def save_figures(
     """
     title = f"{run.info['experiment'].capitalize()} figures"
     for count, (name, (drawing, caption)) in enumerate(drawings.items(), start=1):
-        path = run.figure(name, drawing(*what)).with_suffix(".txt")
-        with replacing(path) as unfinished:
-            unfinished.write_text(" ".join(caption.split()) + "\n")
+        run.figure(name, drawing(*what), caption)
         if progress is not None:
             progress(title, count, len(drawings))
 
