@@ -2,14 +2,14 @@
 
 Conversion replaces registered modules. Whatever reaches a layer otherwise would go on with the old
 one, and parameters that share memory would part: both are found here, without running the model.
-Not found is what objects other than containers, partials, methods and functions hold, and what a
-function reads from global names; `convert_` with example_inputs finds that in its run.
+What cannot be seen so is what iterators, caches and objects without a `__dict__` hold, and what a
+function reads from global names; `convert_` with example_inputs sees it in its run.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ def _overlapping(claims: list[Claim]) -> Iterator[list[Claim]]:
 
 
 def _inside(value: object) -> Iterator[nn.Module | Tensor]:
-    """Yield modules and tensors in nested containers, partials, bound methods and closures."""
+    """Yield the modules and tensors in nested containers, functions and objects."""
     waiting, seen = [value], set()
     while waiting:
         item = waiting.pop()
@@ -97,7 +97,7 @@ def _inside(value: object) -> Iterator[nn.Module | Tensor]:
 
 def _parts(value: object) -> Iterable[object]:
     if isinstance(value, dict):
-        return value.values()
+        return *value, *value.values()
     if isinstance(value, list | tuple | set | frozenset | deque):
         return value
     if isinstance(value, partial):
@@ -107,7 +107,9 @@ def _parts(value: object) -> Iterable[object]:
     if isinstance(value, FunctionType):
         cells = [_content(cell) for cell in value.__closure__ or ()]
         return *cells, value.__defaults__, value.__kwdefaults__
-    return ()
+    if isinstance(value, type | ModuleType):
+        return ()
+    return getattr(value, "__dict__", {}).values()
 
 
 def _content(cell: CellType) -> object:

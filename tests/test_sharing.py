@@ -15,10 +15,17 @@ X = torch.randn(4, 8)
 
 
 class Box:
-    """An object of which conversion knows nothing."""
+    """An object that holds a layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
+
+
+class Slot:
+    """One that does not show what it holds."""
+
+    __slots__ = ("layer",)
+    __init__ = Box.__init__
 
 
 WAYS: dict[str, tuple[Callable, Callable]] = {
@@ -30,8 +37,10 @@ WAYS: dict[str, tuple[Callable, Callable]] = {
     "partial": (lambda a: partial(F.linear, weight=a.weight), lambda held, x: held(x)),
     "list of parameters": (lambda a: [a.weight, a.bias], lambda held, x: F.linear(x, *held)),
     "its memory": (lambda a: a.weight.detach(), lambda held, x: x @ held.T),
+    "dict by layer": (lambda a: {a: 1}, lambda held, x: next(iter(held))(x)),
     "object": (Box, lambda held, x: held.layer(x)),
-    "method of an object": (Box, lambda held, x: held.layer.forward(x)),
+    "slot": (Slot, lambda held, x: held.layer(x)),
+    "slot's method": (Slot, lambda held, x: held.layer.forward(x)),
 }
 
 
@@ -46,7 +55,7 @@ class Hidden(nn.Module):
         return self.out(WAYS[self.way][1](self.held, x).relu())
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if "object" not in way])
+@pytest.mark.parametrize("way", [way for way in WAYS if "slot" not in way])
 def test_layers_held_elsewhere_are_refused_without_a_run(way: str) -> None:
     with pytest.raises(ValueError, match="'a' is also held by 'held' of 'the model'"):
         gp.convert_(Hidden(way))
@@ -67,7 +76,7 @@ def test_looking_at_a_type_is_no_use_of_an_old_layer() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.out(self.a(x.to(self.held.layer.weight.dtype)).relu())
 
-    model = gp.convert_(Typed("object"), example_inputs=X)
+    model = gp.convert_(Typed("slot"), example_inputs=X)
     assert isinstance(model.a, gp.GmPLinear)
 
 
