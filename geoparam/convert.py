@@ -69,9 +69,11 @@ def convert_(
         norm: `"imn"` removes each BatchNorm that follows a layer and gives that layer input mean
             normalization. With the same function this is the form that folds into a bias;
             with `init` it is the papers' form, on every converted layer but the first.
-        example_inputs: A small batch, as a tensor, a tuple or a mapping of keyword arguments;
-            needed for `norm`, and finds the output layers exactly. The model is run on it before
-            and after, and put back with an error if its outputs differ.
+        example_inputs: A small batch, as a tensor, a tuple or list of arguments, or a mapping of
+            keyword arguments; needed for `norm`, and finds the output layers exactly. The model
+            is run on it before and after, and put back with an error if its outputs differ or it
+            still computes with a replaced layer. Without it, layers that the forward reaches
+            through global names, iterators or caches go on as they were, and are not trained.
         calibration: A batch, or a list or other iterable of batches, whose means the layers start
             from where BatchNorm is replaced; by default `example_inputs`.
         verbose: Print the summary; it is always logged, as "geoparam", level INFO.
