@@ -107,7 +107,7 @@ def fold_entries(
 
 @dataclass(frozen=True)
 class Plain:
-    """The plain model: the shapes of its entries, and its modules and ties if it is at hand."""
+    """The plain model: shapes of its entries; modules and ties unless only a file is given."""
 
     shapes: Mapping[str, tuple[int, ...]]
     modules: Mapping[str, nn.Module]

@@ -24,8 +24,8 @@ Force = Annotated[bool, Option("--force", help="Overwrite the output.")]
 class Bar:
     """One bar for work of several kinds, one after the other.
 
-    It is told a title, how much is done and how much there is; where these begin anew, so does the
-    estimate of the time left.
+    It is called with a title, how much is done and how much there is; when these start again from
+    0, so does the estimate of the time left.
     """
 
     def __init__(self, bars: Progress) -> None:

@@ -50,7 +50,7 @@ class Table:
         unordered: :func:`checksum` of its sorted rows, to tell another order from other numbers.
         files: names under which the original file is known.
         urls: where it can be downloaded, in order of preference.
-        folder: a folder of the data folder in which it may lie.
+        folder: a subfolder of the data folder that is searched, too.
         surplus: columns after the target that the original has and the table leaves out.
         header: of the CSV in the cache; x0, x1, ..., y where it is empty.
         note: what an error about the numbers should add.
@@ -134,8 +134,8 @@ def _missing(table: Table, data: str | Path | None, attempts: Sequence[str] = ()
 def checksum(table: np.ndarray) -> str:
     """Digest of a table's numbers to twelve digits, whatever file they were read from.
 
-    Twelve are enough to notice any change and few enough that none of the numbers in our sets
-    lies at a tie, where the last bit of a float would decide how it is rounded.
+    Twelve are enough to notice any change, and few enough that no number in our sets is half way
+    between two roundings, where the last bit of a float would decide.
 
     Example:
         >>> checksum(np.array([[0.1 + 0.2, -0.0]])) == checksum(np.array([[0.3, 0.0]]))

@@ -84,11 +84,11 @@ class Session:
         total: how many records there will be.
         jobs: how many processes work; 1 is this one.
         progress: called with a title, how many records are done and how many there are.
-        weight: what a record counts in progress, so that a part of one can be told: `work` then
+        weight: units of progress in a record, so that a part of one can be reported: `work` then
             says how much is left, of this for each record.
         threads: what a task may use; None leaves them as they are.
         finished: called with a task when all of it is in the folder.
-        arrays: whether those who share the work get its arrays, too.
+        arrays: whether processes that share the work get its arrays, too.
     """
 
     def __init__(

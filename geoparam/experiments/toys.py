@@ -1,9 +1,9 @@
 """What Levy and Banana share: seeds and rates in one stack, its records, and figures of them.
 
 **Stacks.** All rates and up to twenty seeds of a method train at once (`stacked`), on one thread;
-several stacks in several processes, if asked. Members do not know of each other, but who is with
-them decides in which order sums are taken, and thousands of steps make much of a last digit. So
-that a killed run resumes to the numbers it would have had, a stack is the same whatever is
+several stacks in several processes, if asked. Members do not depend on each other, but the size of
+the stack decides in which order torch adds, and thousands of steps amplify a last digit. So that a
+killed run resumes to the numbers it would have had, a stack is the same whatever is
 finished: where any of its records is missing it is trained again, and only those are added.
 """
 
@@ -159,7 +159,7 @@ def train_missing(
         describe: gives the arrays and the measures of some members, one after the other; for
             several jobs, a function of a module or a partial of one.
         jobs: how many processes train; as many as there are cores if None.
-        progress: told how many epochs are done, of all stacks together.
+        progress: called with how many epochs are done, of all stacks together.
     """
     todo, each = stacks(run), problem.protocol.epochs
     epochs = dict.fromkeys(todo, 0)
@@ -283,7 +283,7 @@ def save_figures(
         run: the folder.
         drawings: by name, a function that makes the figure, and the caption.
         what: the arguments of these functions.
-        progress: told after each.
+        progress: called after each.
     """
     title = f"{run.info['experiment'].capitalize()} figures"
     for count, (name, (drawing, caption)) in enumerate(drawings.items(), start=1):
