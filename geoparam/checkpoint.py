@@ -1,13 +1,13 @@
 """Fold checkpoint files: read safely, fold, write plain safetensors.
 
 Nothing is ever unpickled: safetensors files hold tensors alone, and torch files are loaded with
-`weights_only=True`. Both are mapped into memory, so that folding takes the memory of the result
-and of one tensor in float64. Needs safetensors: pip install 'geoparam[cli]'.
+`weights_only=True`. Both are mapped into memory (compressed torch files are not), so that folding
+takes the memory of the result and of one tensor in float64. Needs safetensors:
+pip install 'geoparam[cli]'.
 """
 
 import importlib
 import inspect
-import json
 import os
 import pickle
 import re
@@ -22,11 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from geoparam.statedict import Folding, folded
+from geoparam.statedict import Folding, fold_entries, layers_in
+from geoparam.storage import list_few, open_zip, read_json, refuse_overwrite, replacing
 
 INDEX = "model.safetensors.index.json"
 IN_A_FOLDER = (INDEX, "model.safetensors", "pytorch_model.bin")
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
+DEEPEST = 8  # mappings around a state_dict
+EXPANDED = 1 << 26  # bytes to which a stored element may be repeated
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -47,6 +50,7 @@ def fold_checkpoint(
     *,
     arch: str | None = None,
     like: Path | None = None,
+    linear: bool = False,
     prefix: str = "",
     force: bool = False,
 ) -> Report:
@@ -58,38 +62,51 @@ def fold_checkpoint(
         out: The file to write; it appears under its name when it is complete.
         arch: The plain model, as `build` takes it.
         like: A plain checkpoint of the same architecture, instead of `arch`.
+        linear: Every converted layer is an nn.Linear or attention: no plain model is needed.
         prefix: Take only entries that begin with this, and remove it ("model." for Lightning).
         force: Overwrite `out`.
     """
-    if arch is not None and like is not None:
-        raise ValueError("--arch and --like say the same thing in two ways: give one of them.")
+    if (arch is not None) + (like is not None) + linear > 1:
+        raise ValueError("--arch, --like and --linear say one thing in three ways: give one.")
     _check_out(out, checkpoint, force)
     entries, notes = read(checkpoint)
-    entries, more = _under(prefix, entries)
+    entries, more = _take_prefix(prefix, entries)
     plain = build(arch) if arch is not None else None if like is None else read(like)[0]
-    folding = folded(entries, plain)
+    if plain is None and not linear:
+        _refuse_unknown_shapes(entries)
+    folding = fold_entries(entries, plain)
     write(folding.state, out)
     return Report(
         layers=len(folding.layers),
-        kept=_kept(entries, folding),
+        kept=_count_kept(entries, folding),
         notes=(*notes, *more, *folding.notes),
         out=out,
         size=out.stat().st_size,
     )
 
 
-def _kept(entries: Mapping[str, Tensor], folding: Folding) -> int:
+def _refuse_unknown_shapes(entries: Mapping[str, Tensor]) -> None:
+    """Refuse layers of ours: a file has the rows of a convolution, but not its kernel's shape."""
+    if ours := [name for name, parts in layers_in(entries).items() if "theta" not in parts]:
+        raise ValueError(
+            f"the file does not say whether {ours[0] or 'its layer'!r} is a convolution, nor the "
+            "shape of a kernel. Name the plain model by --arch or --like; or say --linear, if "
+            "every converted layer is an nn.Linear or nn.MultiheadAttention."
+        )
+
+
+def _count_kept(entries: Mapping[str, Tensor], folding: Folding) -> int:
     return sum(folding.state.get(key) is x for key, x in entries.items())
 
 
-def _under(prefix: str, entries: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+def _take_prefix(prefix: str, entries: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     if not prefix:
         return entries, []
     prefix = prefix.rstrip(".") + "."
     chosen = {k.removeprefix(prefix): x for k, x in entries.items() if k.startswith(prefix)}
     if not chosen:
         first = sorted({key.partition(".")[0] + "." for key in entries})
-        raise ValueError(f"no entry begins with {prefix!r}; they begin with {', '.join(first)}.")
+        raise ValueError(f"no entry begins with {prefix!r}; they begin with {list_few(first)}.")
     left = len(entries) - len(chosen)
     return chosen, [f"{left} entries outside {prefix!r} are left out."] if left else []
 
@@ -105,8 +122,10 @@ def read(path: Path) -> tuple[dict[str, Tensor], list[str]]:
         safe = file.suffix == ".safetensors"
         tensors, left = (_read_safetensors(file), []) if safe else _read_torch(file)
         entries |= tensors
-        notes += [f"left out, because they are not tensors: {', '.join(left)}."] if left else []
-    return _unwrapped(entries), notes
+        notes += [f"left out, because they are not tensors: {list_few(left)}."] if left else []
+    if not entries:
+        raise ValueError(f"{path} holds no tensors.")
+    return _strip_wrappers(entries), notes
 
 
 def files_of(path: Path) -> list[Path]:
@@ -120,14 +139,15 @@ def files_of(path: Path) -> list[Path]:
         raise ValueError(f"{path} does not exist.")
     if path.suffix != ".json":
         return [path]
-    try:
-        names = sorted(set(json.loads(path.read_text("utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is no index of safetensors files.") from error
-    files = [path.parent / str(name) for name in names]
+    names = read_json(path.read_bytes(), path).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(
+            f"{path} is no index of safetensors files: it has no weight_map of names."
+        )
+    files = [path.parent / name for name in sorted(set(names.values()))]
     lost = [file.name for file in files if file.parent != path.parent or not file.is_file()]
     if lost:
-        raise ValueError(f"{path} names files that are not beside it: {', '.join(lost)}.")
+        raise ValueError(f"{path} names files that are not beside it: {list_few(lost)}.")
     return files
 
 
@@ -145,12 +165,11 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_torch(path: Path) -> tuple[dict[str, Tensor], list[str]]:
+    mapped = zipfile.is_zipfile(path) and _is_stored(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # TorchScript, which then raises
-            loaded = torch.load(
-                path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-            )
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         raise ValueError(
@@ -167,15 +186,31 @@ def _read_torch(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     return _tensors(loaded, path)
 
 
+def _is_stored(path: Path) -> bool:
+    """Check an archive, of which torch itself sees no checksum; return if nothing is compressed.
+
+    Compressed entries cannot be mapped: torch would take their bytes for tensors.
+    """
+    try:
+        with open_zip(path) as archive:
+            if damaged := archive.testzip():
+                raise ValueError(f"its entry {damaged} fails its checksum")
+            return all(e.compress_type == zipfile.ZIP_STORED for e in archive.infolist())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is a damaged archive: {error}. (Or it was saved without checksums, by "
+            "torch.serialization.set_crc32_options(False): save it again with them.)"
+        ) from error
+
+
 def _tensors(loaded: Any, path: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Return a state_dict's tensors, also where it is an entry, and the names of all else."""
-    while isinstance(loaded, Mapping):
-        inside = [name for name in CONTAINERS if isinstance(loaded.get(name), Mapping)]
+    for _ in range(DEEPEST):
+        names = CONTAINERS if isinstance(loaded, Mapping) else ()
+        inside = [name for name in names if isinstance(loaded.get(name), Mapping)]
         if len(inside) > 1:
             raise ValueError(f"{path} holds several state_dicts, {', '.join(inside)}: save one.")
-        if not inside:
-            break
-        loaded = loaded[inside[0]]
+        loaded = loaded[inside[0]] if inside else loaded
     items = loaded.items() if isinstance(loaded, Mapping) else ()
     tensors = {key: x for key, x in items if isinstance(key, str) and isinstance(x, Tensor)}
     if not tensors:
@@ -183,10 +218,21 @@ def _tensors(loaded: Any, path: Path) -> tuple[dict[str, Tensor], list[str]]:
             f"{path} holds no state_dict: a mapping of names to tensors, alone or as one of "
             f"{', '.join(CONTAINERS)}."
         )
+    if odd := [key for key, x in tensors.items() if not _is_dense(x)]:
+        raise ValueError(
+            f"{path} holds tensors that a plain file cannot: sparse, quantized, without values or "
+            f"expanded to more than they store: {list_few(odd)}. Leave these out."
+        )
     return tensors, [str(key) for key, _ in items if key not in tensors]
 
 
-def _unwrapped(entries: dict[str, Tensor]) -> dict[str, Tensor]:
+def _is_dense(x: Tensor) -> bool:
+    if x.layout is not torch.strided or x.is_meta or x.is_quantized or x.is_nested:
+        return False
+    return x.numel() * x.element_size() <= max(x.untyped_storage().nbytes(), EXPANDED)
+
+
+def _strip_wrappers(entries: dict[str, Tensor]) -> dict[str, Tensor]:
     """Remove what torch.compile, FSDP and checkpointing add to names, and DDP's "module."."""
     names = {key: [part for part in key.split(".") if part not in WRAPPERS] for key in entries}
     while all(len(parts) > 1 and parts[0] == "module" for parts in names.values()):
@@ -216,7 +262,7 @@ def build(arch: str) -> nn.Module:
     make = _LIBRARIES.get(package, _from_module)(package, name)
     try:
         model = _on_meta(make)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"--arch {arch} fails: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"--arch {arch} gives a {type(model).__name__}, not an nn.Module.")
@@ -236,7 +282,7 @@ def _from_module(package: str, name: str) -> Callable[[], Any]:
         sys.path.insert(0, os.getcwd())  # as python -m does, and installed commands do not
     try:
         return getattr(importlib.import_module(package), name)
-    except (ModuleNotFoundError, AttributeError) as error:
+    except (ModuleNotFoundError, AttributeError, TypeError) as error:
         raise ValueError(f"--arch {package}:{name} is not there: {error}.") from error
 
 
@@ -279,27 +325,22 @@ def _check_out(out: Path, checkpoint: Path, force: bool) -> None:
         raise ValueError(f"the result is a file NAME.safetensors; got {out}.")
     if out.exists() and any(out.samefile(file) for file in files_of(checkpoint)):
         raise ValueError(f"{out} is the checkpoint itself: write to another file.")
-    if out.exists() and not force:
-        raise ValueError(f"{out} exists: overwrite it with --force, or write to another file.")
+    refuse_overwrite(out, force)
 
 
 def write(entries: Mapping[str, Tensor], out: Path) -> None:
-    """Write a safetensors file as transformers reads it, first under a temporary name."""
+    """Write a safetensors file as transformers reads it, whole or not at all."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        save_file(_untied(entries), part, metadata={"format": "pt"})
-        part.replace(out)
+        with replacing(out) as unfinished:
+            save_file(_copy_shared(entries), unfinished, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{out} cannot be written: {error}.") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
-def _untied(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copy_shared(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors that share no memory, as safetensors needs: tied ones are copied."""
     result = {}
     seen = set()

@@ -10,12 +10,12 @@ becomes one of ours, which finds the mean on the way.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
@@ -32,7 +32,7 @@ from geoparam.plan import (
     plan,
 )
 from geoparam.surgery import GATHERING, like, places, put
-from geoparam.trace import tensors_in, trace, undisturbed
+from geoparam.trace import arguments_of, tensors_in, trace, undisturbed
 from geoparam.unit import GmPLayer
 
 log = logging.getLogger("geoparam")
@@ -69,9 +69,11 @@ def convert_(
         norm: `"imn"` removes each BatchNorm that follows a layer and gives that layer input mean
             normalization. With the same function this is the form that folds into a bias;
             with `init` it is the papers' form, on every converted layer but the first.
-        example_inputs: A small batch, as a tensor, a tuple or a mapping of keyword arguments;
-            needed for `norm`, and finds the output layers exactly. The model is run on it before
-            and after, and put back with an error if its outputs differ.
+        example_inputs: A small batch, as a tensor, a tuple or list of arguments, or a mapping of
+            keyword arguments; needed for `norm`, and finds the output layers exactly. The model
+            is run on it before and after, and put back with an error if its outputs differ or it
+            still computes with a replaced layer. Without it, layers that the forward reaches
+            through global names, iterators or caches go on as they were, and are not trained.
         calibration: A batch, or a list or other iterable of batches, whose means the layers start
             from where BatchNorm is replaced; by default `example_inputs`.
         verbose: Print the summary; it is always logged, as "geoparam", level INFO.
@@ -89,14 +91,14 @@ def convert_(
     means = {}
     absorbing = [d.name for d in decided.decisions if d.norm and d.input_norm == "bias"]
     if absorbing:
-        batches = example_inputs if calibration is None else calibration
+        # A list of example_inputs is one call's arguments; a calibration list is of batches.
+        batches = [example_inputs] if calibration is None else calibration
         means = _input_means(model, absorbing, batches)
     make = {"coordinates": coordinates, "natural": natural, "init": init}
-    if example_inputs is None or init is not None:
+    if example_inputs is None:
         model = _replace_all(model, decided, means, make)
     else:
-        with _checked_on(model, example_inputs):
-            model = _replace_all(model, decided, means, make)
+        model = _replace_checked(model, decided, means, make, example_inputs)
     log.info("%s", decided)
     if verbose:
         print(decided)
@@ -122,32 +124,91 @@ def _replace_all(
     return model
 
 
-@contextmanager
-def _checked_on(model: nn.Module, inputs: Inputs) -> Iterator[None]:
-    """Run the model before and after; if it has changed, put the old layers back and raise.
+def _replace_checked(
+    model: nn.Module,
+    decided: Plan,
+    means: dict[str, Tensor],
+    make: dict[str, Any],
+    inputs: Inputs,
+) -> nn.Module:
+    """Replace the layers and run the model; if it is not as it was, put them back and raise.
 
-    It catches what no look at the modules can: a forward that reads a layer's weight for something
-    else, or a norm's statistics.
+    A run shows what no look at the modules can: a forward that reads a layer's weight or a norm's
+    statistics, or that reaches an old layer through an object, a global name or a closure.
     """
-    arguments = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-    before = _floats(_evaluate(model, arguments))
-    comparable = bool(before) and all(t.isfinite().all() for t in before if not t.is_meta)
-    held = [(module, dict(module._modules)) for module in model.modules()]
+    names = [module_name(d) for d in decided.decisions if d.converted]
+    old, children = _parameters(model, names), [(m, dict(m._modules)) for m in model.modules()]
+    before, read_before = _run(model, inputs)
     try:
-        yield
-        after = _floats(_evaluate(model, arguments))
-        if not comparable or before[0].is_meta:
-            return
-        difference = _difference(before, after)
-        if not difference <= max(_TOLERANCE.get(t.dtype, 0.1) for t in before):
+        converted = _replace_all(model, decided, means, make)
+        try:
+            after, read = _run(converted, inputs)
+        except Exception as error:
             raise ValueError(
-                f"the converted model differs by {difference:.1e} on example_inputs: something "
-                "reads a layer or norm otherwise than by calling it. Leave it out with filter_fn."
-            )
-    except Exception:
-        for module, children in held:
-            module._modules.update(children)
+                f"the converted model does not run on example_inputs ({type(error).__name__}: "
+                f"{error}): something reads a layer or norm otherwise than by calling it. Leave "
+                "it out with filter_fn."
+            ) from error
+        _check_reads(old, read_before, _parameters(converted, names), read)
+        if make["init"] is None:
+            _check_same(before, after)
+    except BaseException:
+        for module, own in children:
+            module._modules.update(own)
         raise
+    return converted
+
+
+def _parameters(model: nn.Module, names: list[str]) -> dict[str, list[Tensor]]:
+    return {name: list(model.get_submodule(name).parameters()) for name in names}
+
+
+def _check_reads(
+    old: dict[str, list[Tensor]],
+    read_before: set[int],
+    new: dict[str, list[Tensor]],
+    read: set[int],
+) -> None:
+    """Refuse a model that still computes with a replaced parameter, or skips a converted layer."""
+    kept = {id(p) for own in new.values() for p in own}
+    known = {id(p) for own in old.values() for p in own}
+    for name, own in old.items():
+        gone = {id(p) for p in own} - kept
+        added = {id(p) for p in new[name]} - known
+        if gone & read or (gone & read_before and not added & read):
+            raise ValueError(
+                f"{name!r} would be converted, but the model goes on with the old layer: its "
+                "forward reaches that otherwise than by its name (a list, a closure, a bound "
+                "method, an object that holds it). Look it up by name there, or leave it out "
+                "with filter_fn."
+            )
+
+
+def _check_same(before: list[Tensor], after: list[Tensor]) -> None:
+    if not before or any(t.is_meta or not t.isfinite().all() for t in before):
+        return
+    difference = _difference(before, after)
+    if not difference <= max(_TOLERANCE.get(t.dtype, 0.1) for t in before):
+        raise ValueError(
+            f"the converted model differs by {difference:.1e} on example_inputs: something "
+            "reads a layer or norm otherwise than by calling it. Leave it out with filter_fn."
+        )
+
+
+class _Reads(TorchFunctionMode):
+    """Notes the tensors that a run computes with; a look at their shape or dtype is not noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: set[int] = set()
+
+    def __torch_function__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") != "__get__" or isinstance(result, Tensor):
+            self.ids.update(id(tensor) for tensor in tensors_in((args, kwargs)))
+        return result
 
 
 class RemovedNorm(nn.Module):
@@ -273,7 +334,7 @@ def verify(a: nn.Module, b: nn.Module, *inputs: Any) -> float:
     """Return max|a - b| / max|a| over all outputs of two models; NaN if there is a NaN.
 
     Both run in evaluation mode, without gradients, and are left as they were. Inputs are
-    positional arguments, or one mapping of keyword arguments.
+    positional arguments, one tuple or list of them, or one mapping of keyword arguments.
 
     Example:
         >>> plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -281,7 +342,8 @@ def verify(a: nn.Module, b: nn.Module, *inputs: Any) -> float:
         >>> verify(plain, convert_(copy.deepcopy(plain)), torch.randn(3, 4)) < 1e-5
         True
     """
-    first, second = (list(tensors_in(_evaluate(model, inputs))) for model in (a, b))
+    given = inputs[0] if len(inputs) == 1 else inputs
+    first, second = (list(tensors_in(_evaluate(model, given))) for model in (a, b))
     return _difference(first, second)
 
 
@@ -299,12 +361,14 @@ def _difference(first: list[Tensor], second: list[Tensor]) -> float:
     return difference / largest if largest else difference and float("inf")
 
 
-def _floats(outputs: object) -> list[Tensor]:
-    return [t for t in tensors_in(outputs) if t.is_floating_point()]
+def _run(model: nn.Module, inputs: Inputs) -> tuple[list[Tensor], set[int]]:
+    """Return the outputs that are floating-point numbers, and the ids of all tensors read."""
+    with _Reads() as reads:
+        outputs = _evaluate(model, inputs)
+    return [t for t in tensors_in(outputs) if t.is_floating_point()], reads.ids
 
 
-def _evaluate(model: nn.Module, inputs: tuple) -> object:
+def _evaluate(model: nn.Module, inputs: Inputs) -> object:
+    args, kwargs = arguments_of(inputs)
     with undisturbed(model):
-        if len(inputs) == 1 and isinstance(inputs[0], Mapping):
-            return model(**inputs[0])
-        return model(*inputs)
+        return model(*args, **kwargs)

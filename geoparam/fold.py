@@ -2,7 +2,7 @@
 
 Each GmP layer gives the standard layer it was or could have been. What else it did goes where it
 is exact: a mean that is subtracted as a constant goes into the bias; one that is subtracted before
-zeros are padded becomes an affine-free BatchNorm; a BatchNorm that was absorbed comes back as one
+zeros are padded becomes a BatchNorm; a BatchNorm that was absorbed comes back as one
 that only adds the bias; and r outside an activation goes into the weights, r g(s) = g(r s), where
 g is ReLU-like and r >= 0, or else as a factor into the layers that read the result.
 """
@@ -23,7 +23,7 @@ from geoparam.layers import GmPLinear
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm
 from geoparam.ops import columns
 from geoparam.plan import Inputs
-from geoparam.surgery import GATHERING, like, places, put
+from geoparam.surgery import GATHERING, like, places, put, refuse_wrapped
 from geoparam.trace import trace
 from geoparam.unit import GmPLayer
 
@@ -86,6 +86,7 @@ def fold_(model: nn.Module, example_inputs: Inputs | None = None) -> nn.Module:
             "this model is sharded: gather its state dict into an unsharded converted model, and "
             "fold that (docs/training.md)."
         )
+    refuse_wrapped(model, "fold")
     graph = None if example_inputs is None else trace(model, example_inputs)
     slots = {id(m.layer): m for m in ours.values() if isinstance(m, RemovedNorm)}
     _refuse_orphans(ours)
@@ -155,14 +156,12 @@ def _folded_layer(
     mean = None if layer.input_norm is None else _running_mean(name, layer.input_norm)
     before = None
     if mean is not None and layer._pads_zeros and not layer.mean_in_bias:
-        if factor is not None:
-            mean = torch.where(factor == 0, 0, mean / factor)
-        before = _subtract(mean, len(layer.weight_shape))
+        before = _subtract(mean, len(layer.weight_shape), factor)
         log.info("%s: its input mean stays as a BatchNorm, %s.0, before the layer", name, name)
     elif mean is not None:
         shift = columns.response(weight, mean)
         bias = -shift if bias is None else bias - shift
-    if factor is not None:
+    if factor is not None and before is None:
         weight = weight * _per_input(factor, weight)
     norm = None
     if slot is not None and bias is not None:
@@ -293,14 +292,19 @@ def _running_mean(name: str, norm: InputMeanNorm) -> Tensor:
     return norm.running_mean
 
 
-def _subtract(mean: Tensor, ndim: int) -> nn.Module:
-    """Return a BatchNorm that subtracts `mean` exactly: variance + eps = 1, nothing learned."""
+def _subtract(mean: Tensor, ndim: int, factor: Tensor | None = None) -> nn.Module:
+    """Return a BatchNorm that gives x - mean, or factor * x - mean; variance + eps is 1 in it."""
     eps = 2.0**-20  # 1 - eps is a float32 (and eps = 0 is refused by some versions of torch)
+    affine = factor is not None
     norm: Any = BATCH_NORMS[ndim](
-        mean.numel(), eps=eps, affine=False, device=mean.device, dtype=mean.dtype
+        mean.numel(), eps=eps, affine=affine, device=mean.device, dtype=mean.dtype
     )
     norm.running_var.fill_(1 - eps)
-    norm.running_mean.copy_(mean)
+    if affine:  # a factor of 0 leaves -mean, which no shift of the input would
+        norm.weight.copy_(factor)
+        norm.bias.copy_(-mean)
+    else:
+        norm.running_mean.copy_(mean)
     return norm
 
 

@@ -15,7 +15,8 @@ from torch.nn.utils import parametrize
 
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.graph import Chain, Graph
-from geoparam.surgery import GATHERING
+from geoparam.sharing import ties_and_holders
+from geoparam.surgery import GATHERING, refuse_wrapped
 from geoparam.trace import output_layers, trace
 from geoparam.unit import GmPLayer, InputNorm
 
@@ -24,8 +25,7 @@ Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-HOLDERS = (list, tuple, dict, set)
-STEEPEST = 100.0  # |b| / |r| beyond which r lam is a lever that throws the bias about
+STEEPEST = 100.0  # |b| / |r| beyond which a small change of r moves the bias too far
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def plan(
     _refuse_unready(model)
     graph = None if example_inputs is None else trace(model, example_inputs)
     outputs = set(output_layers(model) if graph is None else graph.outputs)
-    ties, held = _ties(model), _held_elsewhere(model)
+    ties, held = ties_and_holders(model)
     decisions = []
     for name, module in model.named_modules():
         if isinstance(module, GmPLayer) or kind_of(module) is None:
@@ -184,26 +184,11 @@ def _reason_to_leave(
     return "the output layer" if name in outputs else None
 
 
-def _ties(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Return for each module the other parameters that are one with one of its own."""
-    holders: dict[int, list[tuple[nn.Module, str]]] = {}
-    for name, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                full = f"{name}.{key}".lstrip(".")
-                holders.setdefault(id(parameter), []).append((module, full))
-    found: dict[nn.Module, list[str]] = {}
-    for group in holders.values():
-        for module, full in group if len(group) > 1 else ():
-            found.setdefault(module, []).extend(other for _, other in group if other != full)
-    return found
-
-
 def _tied(name: str, others: list[str], outputs: set[str]) -> str:
     if name in outputs:
         return f"the output layer, tied to {', '.join(others)}"
     raise ValueError(
-        f"{name!r} shares a parameter with {', '.join(others)}: converting it would cut the tie. "
+        f"{name!r} shares memory with {', '.join(others)}: converting it would cut the tie. "
         "Untie them first, or leave it out with filter_fn."
     )
 
@@ -214,6 +199,7 @@ def _tied(name: str, others: list[str], outputs: set[str]) -> str:
 def _refuse_unready(model: nn.Module) -> None:
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise ValueError("scripted modules cannot be converted: convert before torch.jit.script.")
+    refuse_wrapped(model, "convert")
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise ValueError(f"{name!r} is lazy and has no shape yet: run the model once first.")
@@ -242,34 +228,17 @@ def _refuse_parametrized(module: nn.Module, name: str) -> None:
         )
 
 
-def _held_elsewhere(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the modules that a list or other attribute holds besides, and where.
-
-    Only registered modules are replaced: such a place would go on with the old layer.
-    """
-    found: dict[nn.Module, str] = {}
-    for name, owner in model.named_modules():
-        for key, value in owner.__dict__.items():
-            if key in ("_modules", "_parameters", "_buffers"):
-                continue
-            items = value.values() if isinstance(value, dict) else value
-            for item in items if isinstance(value, HOLDERS) else (value,):
-                if isinstance(item, nn.Module):
-                    found[item] = f"{key!r} of {name or 'the model'!r}"
-    return found
-
-
 def _refuse_held(name: str, place: str | None) -> None:
     if place is not None:
         raise ValueError(
-            f"{name!r} is also held by {place}, outside of its registered modules: that would go "
+            f"{name!r} is also held by {place}, outside of the registered modules: that would go "
             "on with the old layer. Use nn.ModuleList or nn.ModuleDict there, or leave it out "
             "with filter_fn."
         )
 
 
 def _unfit(module: nn.Module, decision: Decision, model: nn.Module) -> str | None:
-    """Check the numbers: raise for NaN, return a reason where r lam cannot hold the bias well."""
+    """Check the values: raise for NaN, return a reason where r or r lam cannot hold them."""
     weight, bias = affine_of(module)
     if weight.is_meta:
         return None
@@ -288,6 +257,8 @@ def _unfit(module: nn.Module, decision: Decision, model: nn.Module) -> str | Non
                 f"negative variance, so {decision.name!r} cannot absorb it. Repair them first."
             )
         r = r * gain.abs()
+    if (longest := r.max().item()) > torch.finfo(weight.dtype).max:
+        return f"a row of length {longest:.0f}, beyond the largest {weight.dtype}"
     if bias is not None and (steep := int((bias.abs() > STEEPEST * r).sum())):
         return f"{steep} rows with |bias| > {STEEPEST:.0f} |weight|"
     return None
@@ -333,10 +304,10 @@ def _with_norm(
     norm: str | None,
 ) -> Decision:
     """Add the BatchNorm that a layer absorbs, and how its input is normalized instead."""
+    if graph is not None and decision.name not in graph.layers:
+        return replace(decision, notes=("does not run on example_inputs",))
     if norm is None or graph is None or kind_of(module) not in ("linear", "conv"):
         return decision
-    if decision.name not in graph.layers:
-        return Decision(decision.name, decision.kind, True, ("does not run on example_inputs",))
     absorbed, note = _norm_to_absorb(graph.after(decision.name), model, init)
     first = decision.name in graph.first
     if init:
@@ -353,6 +324,8 @@ def _norm_to_absorb(chain: Chain, model: nn.Module, init: str | None) -> tuple[s
     found = model.get_submodule(chain.norm.name)
     if not isinstance(found, BATCH_NORMS):
         return None, ""
+    if chain.norm.op == "batch_norm" and next(found.children(), None) is None:
+        return None, f"{chain.norm.name} stays: its statistics are used without calling it"
     if not _is_plain_batch_norm(found):
         return None, f"{chain.norm.name} stays: it computes something else than its base class"
     if not chain.exclusive:

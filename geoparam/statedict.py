@@ -23,6 +23,7 @@ from geoparam.coordinates import Angles, Coordinates, Intrinsic, Sign
 from geoparam.ops import columns
 from geoparam.plan import CONVOLUTIONS, kind_of
 from geoparam.sphere import wide
+from geoparam.storage import list_few
 
 log = logging.getLogger("geoparam")
 
@@ -31,7 +32,7 @@ Parts = dict[str, Tensor]
 COORDINATES: dict[str, Coordinates] = {c.name: c for c in (Angles(), Intrinsic(), Sign())}
 OURS = (*COORDINATES, "r", "lam")
 MEAN, COUNT = "input_norm.running_mean", "input_norm.num_batches_tracked"
-LISTED = 12
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,14 @@ def fold_state_dict(
         >>> sorted(fold_state_dict(model.state_dict()))
         ['0.bias', '0.weight', '2.bias', '2.weight']
     """
-    folding = folded(state, like)
+    folding = fold_entries(state, like)
     for note in folding.notes:
         log.info("%s", note)
     return folding.state
 
 
 @torch.no_grad()
-def folded(
+def fold_entries(
     state: Mapping[str, Tensor], like: nn.Module | Mapping[str, Tensor] | None = None
 ) -> Folding:
     """Do what `fold_state_dict` does, and tell what was done."""
@@ -92,10 +93,12 @@ def folded(
             result[key] = tensor
         elif (name := owners[key]) not in done:
             done.add(name)
-            result.update(_folded_layer(name, layers[name], state, plain))
-    notes = _notes(layers, plain)
+            entries = _fold_layer(name, layers[name], state, plain)
+            _refuse_leftovers(name, layers[name], entries, state)
+            result.update(entries)
+    notes = _notes(layers)
     if plain is not None:
-        notes += _match(result, plain)
+        notes += _match_keys(result, plain)
     return Folding(result, tuple(layers), tuple(notes))
 
 
@@ -104,7 +107,7 @@ def folded(
 
 @dataclass(frozen=True)
 class Plain:
-    """The plain model: the shapes of its entries, and its modules and ties if it is at hand."""
+    """The plain model: shapes of its entries; modules and ties unless only a file is given."""
 
     shapes: Mapping[str, tuple[int, ...]]
     modules: Mapping[str, nn.Module]
@@ -114,7 +117,7 @@ class Plain:
     def of(cls, like: nn.Module | Mapping[str, Tensor]) -> "Plain":
         if not isinstance(like, nn.Module):
             if layers_in(like):
-                raise ValueError(f"not a plain model: {', '.join(layers_in(like))} are under GmP.")
+                raise ValueError(f"not a plain model: {list_few(layers_in(like))} are under GmP.")
             return cls({key: tuple(x.shape) for key, x in like.items()}, {}, [])
         entries = like.state_dict(keep_vars=True)  # keeps apart what only looks alike
         tensors = {key: x for key, x in entries.items() if isinstance(x, Tensor)}
@@ -150,13 +153,15 @@ def layers_in(state: Mapping[str, Tensor]) -> dict[str, Parts]:
         if name in names and name not in layers:
             parts = {p: state[_join(name, p)] for p in OURS if _join(name, p) in state}
             if _is_weight_norm(name, parts, state):
-                layers[name] = {"theta": state[_join(name, "theta")], "r": parts["r"]}
-            elif len(parts) > 1:
-                _check(name, parts)
-                means = {
+                parts = {"theta": state[_join(name, "theta")], "r": parts["r"]}
+            elif len(parts) > 1 or "latitude" in parts:
+                parts |= {
                     p: state[_join(name, p)] for p in (MEAN, COUNT) if _join(name, p) in state
                 }
-                layers[name] = parts | means
+            else:
+                continue
+            _check(name, parts)
+            layers[name] = parts
     return layers
 
 
@@ -177,29 +182,45 @@ def _is_weight_norm(name: str, parts: Parts, state: Mapping[str, Tensor]) -> boo
 
 
 def _check(name: str, parts: Parts) -> None:
-    stored = [part for part in COORDINATES if part in parts]
+    stored = [part for part in (*COORDINATES, "theta") if part in parts]
     if len(stored) != 1 or "r" not in parts:
         raise ValueError(
             f"{name!r} is not complete: a layer has 'r' and one of {', '.join(COORDINATES)}; "
             f"got {', '.join(parts)}."
         )
-    out = len(parts[stored[0]]) if parts[stored[0]].ndim else 0
-    ranks = {part: 1 for part in parts} | {stored[0]: 1 if stored[0] == "sign" else 2}
+    rows = parts[stored[0]]
+    units = len(rows) if rows.ndim else 0
+    ranks = {stored[0]: 1 if stored[0] == "sign" else 2}
     for part, x in parts.items():
-        if x.ndim != ranks[part] or len(x) != out or not x.is_floating_point():
+        rank = rows.ndim if "theta" in parts else ranks.get(part, 1)
+        fits = x.ndim == rank and x.numel() > 0 and (part == MEAN or len(x) == units)
+        if part != COUNT and (not fits or x.dtype not in FLOATS):
             raise ValueError(
-                f"{_join(name, part)!r} does not fit a layer of {out} units: it is a tensor of "
-                f"shape {tuple(x.shape)} and {x.dtype}."
+                f"{_join(name, part)!r} does not fit a layer of {units} units in float16, "
+                f"bfloat16, float32 or float64: it is a tensor of shape {tuple(x.shape)} and "
+                f"{x.dtype}."
             )
 
 
-def _folded_layer(
+def _refuse_leftovers(
+    name: str, parts: Parts, folded: Collection[str], state: Mapping[str, Tensor]
+) -> None:
+    """Refuse a plain layer's weight or bias beside a GmP layer's entries: one of them is stale."""
+    bias = () if "theta" in parts else (_bias(next(iter(folded))),)  # theta has a bias of its own
+    if leftovers := [key for key in dict.fromkeys((*folded, *bias)) if key in state]:
+        raise ValueError(
+            f"{', '.join(leftovers)} stands beside {', '.join(parts)} of {name!r}, and a layer is "
+            "either plain or under GmP. Remove what is left over from the checkpoint."
+        )
+
+
+def _fold_layer(
     name: str, parts: Parts, state: Mapping[str, Tensor], plain: Plain | None
 ) -> dict[str, Tensor]:
     """Return weight and bias under the names they have in a plain model."""
     rows = _rows(parts)
     key = _weight_key(name, rows, state, plain)
-    weight = _laid_out(key, rows, parts, plain)
+    weight = _shape_rows(key, rows, parts, plain)
     bias = wide(parts["r"]) * wide(parts["lam"]) if "lam" in parts else None
     if MEAN in parts:
         response = _mean_response(name, key, weight, wide(parts[MEAN]), plain)
@@ -207,7 +228,7 @@ def _folded_layer(
     floats = [x.dtype for part, x in parts.items() if part not in (MEAN, COUNT)]
     dtype = functools.reduce(torch.promote_types, floats)
     result = {key: weight} if bias is None else {key: weight, _bias(key): bias}
-    return {key: _rounded(key, x, dtype) for key, x in result.items()}
+    return {key: _round(key, x, dtype) for key, x in result.items()}
 
 
 def _rows(parts: Parts) -> Tensor:
@@ -230,7 +251,7 @@ def _weight_key(name: str, rows: Tensor, state: Mapping[str, Tensor], plain: Pla
     return packed if beside and len(rows) == 3 * rows.shape[1] else _join(name, "weight")
 
 
-def _laid_out(key: str, rows: Tensor, parts: Parts, plain: Plain | None) -> Tensor:
+def _shape_rows(key: str, rows: Tensor, parts: Parts, plain: Plain | None) -> Tensor:
     """Bring rows (out, n) into the shape of the plain model's weight."""
     out, n = rows.shape
     if plain is None or key not in plain.shapes:
@@ -271,7 +292,7 @@ def _mean_response(
     return columns.response(weight, mean)
 
 
-def _rounded(key: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+def _round(key: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     x = x.to(dtype)
     if not x.isfinite().all():
         raise ValueError(
@@ -283,7 +304,7 @@ def _rounded(key: str, x: Tensor, dtype: torch.dtype) -> Tensor:
 # --- what the result must be, and what to say about it ----------------------------------------
 
 
-def _match(result: dict[str, Tensor], plain: Plain) -> list[str]:
+def _match_keys(result: dict[str, Tensor], plain: Plain) -> list[str]:
     """Give the result the keys of the plain model, or raise; return what was done for it."""
     for group in plain.ties:
         held = [key for key in group if key in result]
@@ -300,7 +321,7 @@ def _match(result: dict[str, Tensor], plain: Plain) -> list[str]:
         raise ValueError(_mismatch(unexpected, missing))
     other = [key for key, x in result.items() if tuple(x.shape) != plain.shapes[key]]
     if other:
-        notes.append(f"not of the plain model's shape: {_listed(other)}.")
+        notes.append(f"not of the plain model's shape: {list_few(other)}.")
     return notes
 
 
@@ -313,8 +334,8 @@ def _twin(key: str, result: dict[str, Tensor], plain: Plain) -> str | None:
 
 def _mismatch(unexpected: list[str], missing: list[str]) -> str:
     text = "the folded checkpoint does not have the keys of the plain model."
-    text += f" Missing: {_listed(missing)}." if missing else ""
-    text += f" Unexpected: {_listed(unexpected)}." if unexpected else ""
+    text += f" Missing: {list_few(missing)}." if missing else ""
+    text += f" Unexpected: {list_few(unexpected)}." if unexpected else ""
     if any(key.endswith("running_var") for key in missing):
         text += (
             " If convert_(norm='imn') has absorbed these norms, the file does not tell by which "
@@ -324,7 +345,7 @@ def _mismatch(unexpected: list[str], missing: list[str]) -> str:
     return text
 
 
-def _notes(layers: dict[str, Parts], plain: Plain | None) -> list[str]:
+def _notes(layers: dict[str, Parts]) -> list[str]:
     notes = []
     if foreign := sum("theta" in parts for parts in layers.values()):
         notes.append(
@@ -333,22 +354,12 @@ def _notes(layers: dict[str, Parts], plain: Plain | None) -> list[str]:
             "files calls it GmP."
         )
     ours = {name: parts for name, parts in layers.items() if "theta" not in parts}
-    if ours and plain is None:
-        notes.append(
-            "every weight is (out, in), as in nn.Linear: without the plain model (--arch, --like) "
-            "no other shape is known, and convolutions and transformers' Conv1D need theirs."
-        )
     if negative := [name for name, parts in ours.items() if (parts["r"] < 0).any()]:
         notes.append(
-            f"r < 0 in {_listed(negative)}: exact if the layer has no activation of its own, as "
+            f"r < 0 in {list_few(negative)}: exact if the layer has no activation of its own, as "
             "after convert_; with activation= use geoparam.fold_ on the model."
         )
     return notes
-
-
-def _listed(keys: list[str]) -> str:
-    more = len(keys) - LISTED
-    return ", ".join(keys[:LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _join(name: str, key: str) -> str:

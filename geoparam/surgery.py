@@ -39,3 +39,14 @@ def like(old: nn.Module, kind: type[Kind]) -> Kind:
     new = kind.__new__(kind)
     new.__dict__.update(old.__dict__)
     return new
+
+
+def refuse_wrapped(model: nn.Module, verb: str) -> None:
+    """Raise where a wrapper has noted the model's parameters: new ones would not be reduced."""
+    for module in model.modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if found := kinds & {"DistributedDataParallel", "FullyShardedDataParallel"}:
+            raise ValueError(
+                f"the model is wrapped in {found.pop()}, which would not see its new parameters: "
+                f"processes would drift apart. First {verb} the model, then wrap it."
+            )

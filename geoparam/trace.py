@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -107,21 +107,25 @@ def trace(
         raise ValueError("the model has lazy layers without shapes: run it once, then trace it")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise ValueError("what is scripted shows no steps: trace the model before it is scripted")
-    args: tuple = ()
-    if isinstance(inputs, Mapping):
-        kwargs = {**inputs, **(kwargs or {})}
-    else:
-        args = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    args, named = arguments_of(inputs)
+    kwargs = {**named, **(kwargs or {})}
     with undisturbed(model):
         recorder = _Recorder(model, kinds or {}, visit)
         for tensor in tensors_in((args, kwargs)):
             kind = "input" if tensor.is_floating_point() else "index"
             recorder.write(Node(kind, kind), [tensor])
         with recorder.hooked(model), recorder:
-            result = model(*args, **(kwargs or {}))
+            result = model(*args, **kwargs)
         recorder.see(result)
     recorder.write(Node("output", "output", inputs=_sources(recorder.read(result))), [])
     return Graph(recorder.nodes)
+
+
+def arguments_of(inputs: Tensor | Sequence | Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Return the positional and keyword arguments of one call, however they were given."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
 def output_layers(model: nn.Module) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import re
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -125,11 +126,18 @@ def test_folded_file_loads_into_the_plain_model(
 @pytest.mark.parametrize("name", ("mlp", "narrow", "Attends", "Tied"))
 def test_without_convolutions_the_file_is_enough(name: str, tmp_path: Path) -> None:
     model = trained(name)
-    report = fold_checkpoint(
-        save(model, tmp_path / "gmp.safetensors"), tmp_path / "out.safetensors"
-    )
+    file, out = save(model, tmp_path / "gmp.safetensors"), tmp_path / "out.safetensors"
+    report = fold_checkpoint(file, out, linear=True)
     assert difference(name, model, report.out) < 1e-5
-    assert any("--arch" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_written_while_the_shapes_are_unknown(name: str, tmp_path: Path) -> None:
+    file, out = save(trained(name), tmp_path / "gmp.safetensors"), tmp_path / "out.safetensors"
+    with pytest.raises(ValueError, match="is a convolution.*--arch or --like; or say --linear"):
+        fold_checkpoint(file, out)
+    assert not out.exists()
+    fold_checkpoint(file, out, arch=f"test_checkpoint:{name}")  # no --force is needed
 
 
 def test_a_bare_layer_has_no_prefix() -> None:
@@ -193,7 +201,7 @@ def test_torch_files_and_wrappers(kind: str, zipped: bool, tmp_path: Path) -> No
     model = trained("mlp")
     file = tmp_path / "gmp.pt"
     torch.save(wrapped(kind, model.state_dict()), file, _use_new_zipfile_serialization=zipped)
-    report = fold_checkpoint(file, tmp_path / "out.safetensors")
+    report = fold_checkpoint(file, tmp_path / "out.safetensors", linear=True)
     assert difference("mlp", model, report.out) < 1e-5
 
 
@@ -202,7 +210,7 @@ def test_prefix_takes_a_part(tmp_path: Path) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(model)
     torch.save(averaged.state_dict(), tmp_path / "ema.pt")
     out = tmp_path / "out.safetensors"
-    report = fold_checkpoint(tmp_path / "ema.pt", out, prefix="module")
+    report = fold_checkpoint(tmp_path / "ema.pt", out, prefix="module", linear=True)
     assert difference("mlp", model, out) < 1e-5
     assert any("outside 'module.' are left out" in note for note in report.notes)
     with pytest.raises(ValueError, match="they begin with module., n_averaged."):
@@ -223,13 +231,15 @@ def sharded(state: dict[str, Tensor], folder: Path) -> Path:
 def test_sharded_checkpoint(as_folder: bool, tmp_path: Path) -> None:
     model = trained("mlp")
     index = sharded(model.state_dict(), tmp_path)
-    report = fold_checkpoint(tmp_path if as_folder else index, tmp_path / "out.safetensors")
+    report = fold_checkpoint(
+        tmp_path if as_folder else index, tmp_path / "out.safetensors", linear=True
+    )
     assert difference("mlp", model, report.out) < 1e-5
 
 
 def test_the_file_says_that_it_is_torch(tmp_path: Path) -> None:
     out = tmp_path / "new" / "out.safetensors"
-    fold_checkpoint(save(trained("mlp"), tmp_path / "gmp.safetensors"), out)
+    fold_checkpoint(save(trained("mlp"), tmp_path / "gmp.safetensors"), out, linear=True)
     with safe_open(out, "pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert [path.name for path in out.parent.iterdir()] == [out.name]
@@ -311,8 +321,52 @@ def test_damaged_files_are_refused(suffix: str, tmp_path: Path) -> None:
     for damaged in (whole[: len(whole) // 2], whole[:5], b"", b"some text, no tensors at all"):
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match=re.escape(str(file))):
-            fold_checkpoint(file, tmp_path / "out.safetensors")
+            fold_checkpoint(file, tmp_path / "out.safetensors", linear=True)
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_compressed_torch_files_are_read_as_torch_reads_them(tmp_path: Path) -> None:
+    model = trained("mlp")
+    torch.save(model.state_dict(), tmp_path / "whole.pt")
+    with zipfile.ZipFile(tmp_path / "whole.pt") as old:
+        with zipfile.ZipFile(tmp_path / "small.pt", "w", zipfile.ZIP_DEFLATED) as new:
+            for entry in old.infolist():
+                new.writestr(entry.filename, old.read(entry))
+    report = fold_checkpoint(tmp_path / "small.pt", tmp_path / "out.safetensors", linear=True)
+    assert difference("mlp", model, report.out) < 1e-5
+
+
+def test_a_flipped_bit_fails_its_checksum(tmp_path: Path) -> None:
+    state, file = trained("mlp").state_dict(), tmp_path / "gmp.pt"
+    torch.save(state, file)
+    content = bytearray(file.read_bytes())
+    content[content.index(state["0.r"].numpy().tobytes()) + 3] ^= 0x40
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="gmp.pt is a damaged archive: .* fails its checksum"):
+        fold_checkpoint(file, tmp_path / "out.safetensors", linear=True)
+
+
+@pytest.mark.parametrize("first", (True, False))
+@pytest.mark.parametrize("key", ("0.weight", "0.bias", "2.bias"))
+@pytest.mark.parametrize("like", (None, mlp()))
+def test_leftovers_of_a_plain_layer_are_refused(
+    first: bool, key: str, like: nn.Module | None
+) -> None:
+    state, leftover = dict(trained("mlp").state_dict()), {key: torch.zeros(9)}
+    with pytest.raises(ValueError, match=f"{key} stands beside .* of '{key[0]}'"):
+        fold_state_dict(leftover | state if first else state | leftover, like)
+
+
+def test_types_without_arithmetic_are_refused() -> None:
+    state = {k: x.to(torch.float8_e4m3fn) for k, x in gp.GmPLinear(4, 3).state_dict().items()}
+    with pytest.raises(ValueError, match="float32 or float64: .*float8_e4m3fn"):
+        fold_state_dict(state)
+
+
+def test_a_file_without_entries_is_refused(tmp_path: Path) -> None:
+    files.save_file({}, tmp_path / "empty.safetensors")
+    with pytest.raises(ValueError, match="empty.safetensors holds no tensors"):
+        fold_checkpoint(tmp_path / "empty.safetensors", tmp_path / "out.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -362,6 +416,8 @@ def test_means_under_padding_are_refused() -> None:
         ({"0.unit": torch.ones(9, 6)}, "'0' is not complete"),
         ({"0.r": torch.ones(4)}, "'0.r' does not fit a layer of 9 units"),
         ({"0.latitude": torch.ones(9)}, "'0.latitude' does not fit"),
+        ({"0.input_norm.running_mean": torch.ones(())}, "running_mean' does not fit"),
+        ({"8.latitude": torch.ones(9, 5)}, "'8' is not complete"),
     ],
 )
 def test_incomplete_layers_are_refused(change: dict[str, Tensor | None], message: str) -> None:
@@ -404,10 +460,10 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     file = save(trained("mlp"), tmp_path / "gmp.safetensors")
     out = tmp_path / "out.safetensors"
     out.write_text("precious")
-    with pytest.raises(ValueError, match="--force"):
-        fold_checkpoint(file, out)
+    with pytest.raises(FileExistsError, match="--force"):
+        fold_checkpoint(file, out, linear=True)
     assert out.read_text() == "precious"
-    fold_checkpoint(file, out, force=True)
+    fold_checkpoint(file, out, linear=True, force=True)
     assert files.load_file(out)
     with pytest.raises(ValueError, match="the checkpoint itself"):
         fold_checkpoint(file, file, force=True)
@@ -428,9 +484,15 @@ def test_a_failed_write_leaves_the_old_file(
 
     monkeypatch.setattr(files, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
-        fold_checkpoint(file, out, force=True)
+        fold_checkpoint(file, out, linear=True, force=True)
     assert out.read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == [file.name, out.name]
+
+
+def within_itself() -> dict:
+    state: dict = {}
+    state["model"] = state
+    return state
 
 
 @pytest.mark.parametrize(
@@ -439,12 +501,16 @@ def test_a_failed_write_leaves_the_old_file(
         ({"epoch": 3}, "holds no state_dict"),
         ([torch.ones(2)], "holds no state_dict"),
         ({"model": {"a": torch.ones(1)}, "module": {"a": torch.ones(1)}}, "several state_dicts"),
+        (within_itself(), "holds no state_dict"),
+        ({"a": torch.ones(2, 2).to_sparse()}, "cannot: sparse.*: a"),
+        ({"a": torch.ones(2, device="meta")}, "cannot: .*: a"),
+        ({"a": torch.ones(1).expand(2**40)}, "expanded to more than they store: a"),
     ],
 )
 def test_files_without_one_state_dict(content: object, message: str, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "gmp.pt")
     with pytest.raises(ValueError, match=message):
-        fold_checkpoint(tmp_path / "gmp.pt", tmp_path / "out.safetensors")
+        fold_checkpoint(tmp_path / "gmp.pt", tmp_path / "out.safetensors", linear=True)
 
 
 def test_broken_indices_and_folders(tmp_path: Path) -> None:
@@ -453,8 +519,11 @@ def test_broken_indices_and_folders(tmp_path: Path) -> None:
     for content, message in (
         (index.read_text(), "not beside it: model-1.safetensors"),
         ('{"weight_map": {"a": "../model-0.safetensors"}}', "not beside it"),
-        ("[]", "is no index"),
-        ("{", "is no index"),
+        ("[]", "index.json is damaged: it holds no dict"),
+        ("{", "index.json is damaged"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "index.json is damaged: nested"),
+        ("{}", "is no index"),
+        ('{"weight_map": {"a": 3}}', "is no index"),
     ):
         index.write_text(content)
         with pytest.raises(ValueError, match=message):
@@ -554,6 +623,6 @@ def test_examples_of_the_documentation_run(
 def test_report_counts(tmp_path: Path) -> None:
     file = save(trained("mlp"), tmp_path / "gmp.safetensors")
     out = tmp_path / "out.safetensors"
-    report = fold_checkpoint(file, out)
+    report = fold_checkpoint(file, out, linear=True)
     assert isinstance(report, Report)
     assert (report.layers, report.kept, report.size) == (2, 2, out.stat().st_size)

@@ -354,9 +354,9 @@ def test_table_prints_or_writes_in_any_form(
 
 
 def test_a_folder_of_runs_stands_for_them(finished: Path) -> None:
-    found = [run.info["experiment"] for run in files.opened([finished.parent])]
+    found = [run.info["experiment"] for run in files.open_runs([finished.parent])]
     assert found == ["levy", "perturbation"]
-    assert [run.folder for run in files.opened([finished])] == [finished]
+    assert [run.folder for run in files.open_runs([finished])] == [finished]
 
 
 @pytest.mark.parametrize("command", ["table", "report"])
@@ -425,10 +425,55 @@ def test_fold_writes_a_plain_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plain[1].safetensors"
-    assert call(monkeypatch, "fold", str(gmp_file(tmp_path)), "--out", str(out)) == 0
+    arguments = ("fold", str(gmp_file(tmp_path)), "--out", str(out))
+    assert "say --linear" in str(call(monkeypatch, *arguments)) and not out.exists()
+    assert call(monkeypatch, *arguments, "--linear") == 0
     assert sorted(load_file(out)) == ["0.bias", "0.weight", "2.bias", "2.weight"]
     printed = capsys.readouterr().out
-    assert "layers folded" in printed and "Note:" in printed and str(out) in printed
+    assert "layers folded" in printed and str(out) in printed
+
+
+EVIL = "\x1b]0;owned\x07\u202e"
+
+
+def test_names_in_files_do_not_steer_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = {f"{EVIL}.latitude": torch.zeros(4, 3), f"{EVIL}.r": -torch.ones(4)}
+    torch.save(state, "a.pt")
+    run = Run.create("run", "levy", {"methods": ["sp"]}, "geoparam run levy", key=("seed",))
+    run.append({"method": EVIL, "seed": 0, "lr": 0.1, "test_rmse": 1.0})
+    told = [
+        call(monkeypatch, *command.split())
+        for command in ("fold a.pt --out b.safetensors", "table run")
+        + ("fold a.pt --out b.safetensors --linear", "fold a.pt --out c.safetensors --prefix x")
+    ]
+    shown = "".join([*map(str, told), *capsys.readouterr()])
+    assert r"\x1b]0;owned\x07\u202e" in shown
+    assert not any(character in shown for character in EVIL if not character.isprintable())
+
+
+@pytest.mark.parametrize("command", ["report", "table"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "notes.txt"])
+def test_nothing_is_written_over_unasked(
+    command: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path
+) -> None:
+    path = tmp_path / name
+    path.write_text("precious")
+    arguments = (command, str(finished), "--out", str(path))
+    assert "--force" in str(call(monkeypatch, *arguments)) and path.read_text() == "precious"
+    assert call(monkeypatch, *arguments, "--force") == 0 and path.read_text() != "precious"
+    again = call(monkeypatch, *arguments)  # a page of ours may be written anew
+    assert again == 0 if command == "report" else "--force" in str(again)
+
+
+def test_demo_leaves_a_page_that_is_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "report.html").write_text("precious")
+    assert "--force" in str(call(monkeypatch, "demo", "--out", str(tmp_path)))
+    assert (tmp_path / "report.html").read_text() == "precious"
 
 
 def test_fold_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,13 @@ def test_an_old_workbook_without_xlrd_says_what_to_install(
     assert error.value.name == "xlrd"
 
 
+def nested(deep: int) -> bytes:
+    content = text(NUMBERS)
+    for _ in range(deep):
+        content = zipped({"toy.zip": content})
+    return content
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -175,6 +182,12 @@ def test_an_old_workbook_without_xlrd_says_what_to_install(
         (xlsx(NUMBERS)[:-30], "is damaged"),
         (FORMATS["zip"][:120], "is damaged"),
         (zipped({"other.csv": b"1,2\n"}), "holds none of toy.data, .*, only other.csv"),
+        (zipped({"toy.data": bytes(files.LARGEST + 1)}), "toy.data claims 16,777,217 bytes"),
+        (bytes(files.LARGEST + 1), "more than 16,777,216 bytes"),
+        (b"1\n" * (files.MOST_ROWS + 1), "more than 100,000 rows"),
+        (b"1 " * 100_000, "holds no table of numbers"),
+        (nested(1500), "archives are within one another"),
+        (zipped({"xl/workbook.xml": b'<?xml version="1.0" encoding="odd"?><w/>'}), "is damaged"),
     ],
 )
 def test_broken_files_are_named(elsewhere: Path, content: bytes, message: str) -> None:

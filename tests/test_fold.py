@@ -92,6 +92,20 @@ def test_negative_r_goes_into_the_next_layer(model: nn.Module) -> None:
     assert_folds(perturb(model), x, example_inputs=x)
 
 
+@pytest.mark.parametrize("activation", [torch.tanh, nn.GELU(), nn.ReLU6()])
+def test_r_of_zero_leaves_the_mean_that_is_subtracted(activation) -> None:  # noqa: ANN001
+    model = nn.Sequential(
+        gp.GmPConv2d(3, 6, 3, activation=activation, **DOUBLE),
+        gp.GmPConv2d(6, 4, 3, padding=1, input_norm=True, **DOUBLE),
+    )
+    perturb(model)
+    with torch.no_grad():
+        model[0].r[0] = 0
+        model[1].input_norm.running_mean.copy_(torch.arange(1, 7))
+    x = torch.randn(2, 3, 6, 6, **DOUBLE)
+    assert_folds(model, x, example_inputs=x)
+
+
 def test_one_layer_that_feeds_two() -> None:
     class Fork(nn.Module):
         def __init__(self) -> None:

@@ -1,5 +1,7 @@
 """Reading small images: what a folder holds, and an error for whatever is wrong with a file."""
 
+import io
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,24 @@ def test_another_size_is_recognised(folder: Path) -> None:
 def test_a_missing_file_is_named(folder: Path, file: str) -> None:
     (folder / file).unlink()
     with pytest.raises(FileNotFoundError, match=f"{file} is missing"):
+        PackedImages.load(folder, size=8)
+
+
+def test_a_number_beyond_all_others_is_a_gap(folder: Path) -> None:
+    (folder / f"train_data_batch_{10**20}.npz").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match="train_data_batch_4.npz is missing"):
+        PackedImages.load(folder, size=8)
+
+
+def test_a_header_that_claims_terabytes_is_named(folder: Path) -> None:
+    file = io.BytesIO()
+    header = {"descr": "|u1", "fortran_order": False, "shape": (2**43,)}
+    np.lib.format.write_array_header_1_0(file, header)
+    with zipfile.ZipFile(folder / "val_data.npz", "w") as archive:
+        archive.writestr("labels.npy", file.getvalue())
+    with pytest.raises(
+        ValueError, match="val_data.npz is truncated or damaged .*claims the shape"
+    ):
         PackedImages.load(folder, size=8)
 
 

@@ -251,9 +251,44 @@ def test_opening_no_run_is_an_error(tmp_path: Path) -> None:
         Run.open(tmp_path)
 
 
+@pytest.mark.parametrize("file", ["config.json", "metrics.jsonl", "sessions.jsonl"])
+@pytest.mark.parametrize(
+    "content", [b"3", b"[1]", b"{}", b'{"\xe9": 1}', b'{"a":' * 100_000 + b"1" + b"}" * 100_000]
+)
+def test_what_is_no_record_is_named(file: str, content: bytes, tmp_path: Path) -> None:
+    run = create(tmp_path / "run")
+    (run.folder / file).write_bytes(content + b"\n")
+    with pytest.raises(ValueError, match=f"{file}.* is damaged: "):
+        opened = Run.open(run.folder)
+        opened.records()
+        opened.sessions()
+
+
+def test_a_key_is_of_names(tmp_path: Path) -> None:
+    path = create(tmp_path / "run").folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "key": [["seed"]]}))
+    with pytest.raises(ValueError, match="config.json is damaged: its key is no list of names"):
+        Run.open(path.parent)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4", b"some text"])
+def test_truncated_curves_are_named(content: bytes, tmp_path: Path) -> None:
+    run = create(tmp_path / "run")
+    run.save_curves("a", x=np.arange(3))
+    (run.folder / "curves" / "a.npz").write_bytes(content)
+    with pytest.raises(ValueError, match="a.npz is truncated or damaged"):
+        run.curves("a")
+
+
+def test_a_folder_with_figures_of_others_is_not_adopted(tmp_path: Path) -> None:
+    (tmp_path / "figures").mkdir()
+    with pytest.raises(FileExistsError, match="figures without config.json"):
+        create(tmp_path)
+
+
 def test_records_of_an_unknown_run_are_not_adopted(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"seed": 0}\n')
-    with pytest.raises(ValueError, match="without config.json"):
+    with pytest.raises(FileExistsError, match="metrics.jsonl without config.json"):
         create(tmp_path, resume=True)
 
 

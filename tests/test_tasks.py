@@ -54,6 +54,15 @@ def fail(task: int, tick: tasks.Tick) -> None:
         raise ZeroDivisionError(f"task {task}")
 
 
+def interrupt(task: tuple[int, int], tick: tasks.Tick) -> int:
+    """Press Ctrl-C in the process that asked, if the task says so, and finish all the same."""
+    number, asker = task
+    if asker:
+        os.kill(asker, signal.SIGINT)
+        time.sleep(0.1)
+    return number
+
+
 def vanish(task: int, tick: tasks.Tick) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -156,6 +165,24 @@ def test_what_is_finished_is_told_when_all_of_it_is_written(run: Run) -> None:
 def test_an_error_of_a_task_is_raised() -> None:
     with pytest.raises(ZeroDivisionError, match="task 1"):
         list(spread(fail, [1, 2], jobs=2))
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_has_begun_is_finished_after_ctrl_c(jobs: int) -> None:
+    found = []
+    with pytest.raises(KeyboardInterrupt):
+        todo = [(0, os.getpid()), *((number, 0) for number in range(1, 40))]
+        for _, number in tasks.spread(interrupt, todo, jobs, patient=True):
+            found.append(number)
+    assert 0 in found and len(found) < 40
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        for _ in tasks.spread(interrupt, [(0, os.getpid()), (1, 0)], patient=True):
+            os.kill(os.getpid(), signal.SIGINT)
+            pytest.fail("went on")
 
 
 def test_a_process_that_vanishes_is_told() -> None:

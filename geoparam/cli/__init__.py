@@ -31,7 +31,7 @@ def main() -> None:
         app()(prog_name="geoparam")
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
-        if "pip install" in str(error):  # who raised it says more
+        if "pip install" in str(error):  # the message is more exact than ours
             sys.exit(str(error))
         if package not in INSTALL:
             raise

@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 from typer import Option
 
-from geoparam.cli.running import Jobs, explained, progress
+from geoparam.cli.running import Force, Jobs, explained, progress
+from geoparam.storage import refuse_overwrite
 
 if TYPE_CHECKING:
     from geoparam.experiments.results import Record, Run
@@ -70,9 +71,13 @@ def command(
     resume: Annotated[
         bool, Option("--resume/--no-resume", help="Go on with the demo in the folder, if any.")
     ] = True,
+    force: Force = False,
 ) -> None:
     """Show what GmP is about: three small experiments and one page, in about a minute."""
+    from geoparam import report
+
     with explained(out):
+        refuse_overwrite(out / "report.html", force, report.MARK)
         show(out, {"seeds": seeds} | ({} if epochs is None else {"epochs": epochs}), jobs, resume)
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,9 +15,10 @@ from rich.table import Table
 from typer import Argument, Option
 
 import geoparam as gp
-from geoparam.cli.running import explained
+from geoparam.cli.running import Force, explained, printable
 from geoparam.experiments.methods import METHODS, without_options
 from geoparam.experiments.tasks import check_names
+from geoparam.storage import refuse_overwrite, replacing
 
 if TYPE_CHECKING:
     from geoparam.experiments.results import Run
@@ -35,36 +36,41 @@ def table(
     form: Annotated[str, Option("--format", help="markdown, latex or csv.")] = "markdown",
     out: Annotated[Path | None, Option(help="File to write; else it is printed.")] = None,
     baseline: Baseline = "sp",
+    force: Force = False,
 ) -> None:
     """Print the tables of some runs, beside the papers' numbers."""
     from geoparam.experiments import tables
 
     with explained():
         check_names("baseline", [without_options(baseline)], tuple(METHODS))
-        text = tables.export(opened(runs), form, baseline)
+        if out is not None:
+            refuse_overwrite(out, force)
+        text = tables.export(open_runs(runs), form, baseline)
         if out is None:
-            print(text)
+            print(printable(text))
         else:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(text, encoding="utf-8")
+            with replacing(out) as unfinished:
+                unfinished.write_text(text, encoding="utf-8")
 
 
 def report(
     runs: Runs,
     out: Annotated[Path, Option(help="The HTML file to write.")] = Path("report.html"),
     baseline: Baseline = "sp",
+    force: Force = False,
 ) -> None:
     """Put some runs on one page: tables, figures and sliders, in one file."""
     from geoparam import report as pages
 
     with explained():
         check_names("baseline", [without_options(baseline)], tuple(METHODS))
+        refuse_overwrite(out, force, pages.MARK)
         command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        path = pages.write(opened(runs), out, baseline, command)
+        path = pages.write(open_runs(runs), out, baseline, command)
         print(f"The page is {path}")
 
 
-def opened(folders: Iterable[Path]) -> "list[Run]":
+def open_runs(folders: Iterable[Path]) -> "list[Run]":
     """Return the runs in these folders; one that holds none stands for the folders in it."""
     from geoparam.experiments.results import Run
 
@@ -91,24 +97,31 @@ def fold(
     like: Annotated[
         Path | None, Option(help="A plain checkpoint, file or folder, of the same architecture.")
     ] = None,
+    linear: Annotated[
+        bool,
+        Option(
+            "--linear", help="Every converted layer is nn.Linear or attention: no model needed."
+        ),
+    ] = False,
     prefix: Annotated[
         str, Option(help="Take only entries that begin with this, and remove it.")
     ] = "",
-    force: Annotated[bool, Option("--force", help="Overwrite the output.")] = False,
+    force: Force = False,
 ) -> None:
     """Turn the checkpoint of a converted model into one of the plain model."""
     from geoparam.checkpoint import fold_checkpoint
 
+    plain: dict[str, Any] = {"arch": arch, "like": like, "linear": linear}
     try:
-        report = fold_checkpoint(checkpoint, out, arch=arch, like=like, prefix=prefix, force=force)
+        report = fold_checkpoint(checkpoint, out, **plain, prefix=prefix, force=force)
     except (ValueError, OSError) as error:
-        sys.exit(f"Nothing written. {error}")
+        sys.exit(printable(f"Nothing written. {error}"))
     shown = Table("layers folded", "entries kept as they are", "size")
     shown.add_row(f"{report.layers}", f"{report.kept}", decimal(report.size))
     console = Console()
     console.print(shown)
     for note in report.notes:
-        console.print(f"[bold]Note:[/] {escape(note)}", soft_wrap=True)
+        console.print(f"[bold]Note:[/] {escape(printable(note))}", soft_wrap=True)
     console.print(f"The plain checkpoint is [bold]{escape(str(out))}[/]", soft_wrap=True)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import shlex
 import sys
+import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -17,13 +18,14 @@ from geoparam.experiments import tasks
 Jobs = Annotated[
     int | None, Option(min=1, help="Processes that train; by default one for each core.")
 ]
+Force = Annotated[bool, Option("--force", help="Overwrite the output.")]
 
 
 class Bar:
     """One bar for work of several kinds, one after the other.
 
-    It is told a title, how much is done and how much there is; where these begin anew, so does the
-    estimate of the time left.
+    It is called with a title, how much is done and how much there is; when these start again from
+    0, so does the estimate of the time left.
     """
 
     def __init__(self, bars: Progress) -> None:
@@ -66,18 +68,31 @@ def explained(out: Path | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         message = "\nInterrupted."
         if out is not None:
-            message += f" What is finished is in {out}. Go on with:\n  {resuming(sys.argv)}"
+            message += f" What is finished is in {out}. Go on with:\n  {resume_command(sys.argv)}"
         print(message, file=sys.stderr)
         raise SystemExit(130) from None
     except (ValueError, OSError) as error:
-        raise SystemExit(f"{error}") from error
+        raise SystemExit(printable(f"{error}")) from error
 
 
-def resuming(arguments: Sequence[str]) -> str:
+def printable(text: str) -> str:
+    """Return text for the terminal, with control characters written out: names may hold any.
+
+    Example:
+        >>> printable("a\\x1b]0;title\\x07")
+        'a\\\\x1b]0;title\\\\x07'
+    """
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else ascii(c)[1:-1]
+        for c in text
+    )
+
+
+def resume_command(arguments: Sequence[str]) -> str:
     """Return the command that goes on with what these arguments began.
 
     Example:
-        >>> resuming(["/usr/bin/geoparam", "run", "levy", "--out", "my runs"])
+        >>> resume_command(["/usr/bin/geoparam", "run", "levy", "--out", "my runs"])
         "geoparam run levy --out 'my runs' --resume"
     """
     given = [Path(arguments[0]).name, *arguments[1:]]

@@ -8,7 +8,7 @@ import typer
 from typer import Option
 
 from geoparam.cli.images import COMMANDS, images
-from geoparam.cli.running import Jobs, explained, integers, listed, numbers, progress
+from geoparam.cli.running import Jobs, explained, integers, listed, numbers, printable, progress
 from geoparam.data.uci import NAMES
 from geoparam.experiments.methods import METHODS
 
@@ -176,7 +176,7 @@ def _run(experiment: Callable[..., "Run"], out: Path, options: dict[str, Any]) -
 
     with progress() as bar:
         done = experiment(out, **options, progress=bar)
-    print(tables.export([done]))
+    print(printable(tables.export([done])))
     print(f"{_left(out)} in {out}")
     return done
 

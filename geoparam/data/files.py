@@ -12,37 +12,30 @@ checked before it is written, in plain CSV, beside its place in the cache, and r
 complete, so that nothing half-written is ever found.
 """
 
-import contextlib
 import hashlib
 import http.client
 import io
+import itertools
 import logging
 import os
-import tempfile
 import urllib.request
 import zipfile
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from xml.etree import ElementTree
 
 import numpy as np
 
+from geoparam.storage import list_few, open_zip
+from geoparam.storage import replacing as replacing
+
 _log = logging.getLogger(__name__)
 
 TIMEOUT = 10  # seconds without an answer
-LARGEST_DOWNLOAD = 1 << 26  # bytes; no table here comes near
-
-_DAMAGE = (  # what reading a zip archive, or a workbook in one, stumbles over
-    zipfile.BadZipFile,
-    zlib.error,
-    EOFError,
-    KeyError,
-    NotImplementedError,
-    StopIteration,
-    ElementTree.ParseError,
-)
+LARGEST = 1 << 24  # bytes of a file, and of an archive's entry; Naval's 3.4 MB are the most
+MOST_ROWS, MOST_COLUMNS = 100_000, 1_000  # Naval's 11,934 and 18 are the most
+DEEPEST = 4  # archives in one another; Power's workbook, one itself, may be in a zip in a zip
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,7 @@ class Table:
         unordered: :func:`checksum` of its sorted rows, to tell another order from other numbers.
         files: names under which the original file is known.
         urls: where it can be downloaded, in order of preference.
-        folder: a folder of the data folder in which it may lie.
+        folder: a subfolder of the data folder that is searched, too.
         surplus: columns after the target that the original has and the table leaves out.
         header: of the CSV in the cache; x0, x1, ..., y where it is empty.
         note: what an error about the numbers should add.
@@ -99,7 +92,8 @@ def find(table: Table, data: str | Path | None = None) -> Path | None:
 def read(table: Table, path: Path) -> np.ndarray:
     """Read one file of the table; raise ValueError where it does not hold the table's numbers."""
     try:
-        return _numbers(table, path.read_bytes())
+        with path.open("rb") as file:
+            return _numbers(table, file.read(LARGEST + 1))
     except ValueError as error:
         raise ValueError(
             f"{path} cannot be used: {error}. Remove it to have it downloaded, or get it anew "
@@ -110,24 +104,6 @@ def read(table: Table, path: Path) -> np.ndarray:
 def cache_folder() -> Path:
     """Where downloads are kept."""
     return Path(os.environ.get("GEOPARAM_CACHE") or Path.home() / ".cache" / "geoparam") / "data"
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, which becomes ``path`` when the block ends well and is removed if not.
-
-    Example:
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with replacing(Path(folder, "sub", "a.txt")) as unfinished:
-        ...         _ = unfinished.write_text("complete")
-        ...     Path(folder, "sub", "a.txt").read_text()
-        'complete'
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".unfinished-") as folder:
-        unfinished = Path(folder, path.name)
-        yield unfinished
-        unfinished.replace(path)
 
 
 def _folders(data: str | Path | None) -> list[Path]:
@@ -158,8 +134,8 @@ def _missing(table: Table, data: str | Path | None, attempts: Sequence[str] = ()
 def checksum(table: np.ndarray) -> str:
     """Digest of a table's numbers to twelve digits, whatever file they were read from.
 
-    Twelve are enough to notice any change and few enough that none of the numbers in our sets
-    lies at a tie, where the last bit of a float would decide how it is rounded.
+    Twelve are enough to notice any change, and few enough that no number in our sets is half way
+    between two roundings, where the last bit of a float would decide.
 
     Example:
         >>> checksum(np.array([[0.1 + 0.2, -0.0]])) == checksum(np.array([[0.3, 0.0]]))
@@ -212,6 +188,8 @@ def problem(table: Table, numbers: np.ndarray) -> str:
 
 def _numbers(table: Table, content: bytes) -> np.ndarray:
     """The table in a file's bytes; ValueError says what is wrong with them."""
+    if len(content) > LARGEST:
+        raise ValueError(f"it has more than {LARGEST:,} bytes, and no table here comes near")
     numbers = parse(content, table.files)
     if numbers.shape[1] == table.columns + table.surplus:
         numbers = np.ascontiguousarray(numbers[:, : table.columns])
@@ -242,7 +220,7 @@ def fetch(url: str) -> bytes:
     """Return all that a server sends; an answer that breaks off is an error."""
     request = urllib.request.Request(url, headers={"User-Agent": "geoparam"})
     with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
-        content: bytes = response.read(LARGEST_DOWNLOAD)
+        content: bytes = response.read(LARGEST + 1)
         expected = response.headers.get("Content-Length")
     if expected and len(content) != int(expected):
         raise ValueError(f"the download broke off after {len(content)} of {expected} bytes")
@@ -263,12 +241,13 @@ def _keep(table: Table, numbers: np.ndarray) -> None:
 # --- reading ----------------------------------------------------------------------------------
 
 
-def parse(content: bytes, files: Sequence[str] = ()) -> np.ndarray:
+def parse(content: bytes, files: Sequence[str] = (), deepest: int = DEEPEST) -> np.ndarray:
     """Return the table of numbers in a file's bytes, of whatever kind the file is.
 
     Arguments:
         content: the whole file.
         files: names to look for where it is a zip archive.
+        deepest: how many archives may be within one another.
 
     Example:
         >>> parse(b"a;b\\n1;2\\n3;4.5\\n").tolist()
@@ -277,34 +256,35 @@ def parse(content: bytes, files: Sequence[str] = ()) -> np.ndarray:
         [[1.5, -1.0]]
     """
     if content.startswith(b"PK\x03\x04"):
-        try:
-            return _parse_zip(content, files)
-        except _DAMAGE as error:
-            raise ValueError(f"it is damaged: {error}") from error
+        return _parse_zip(content, files, deepest)
     if content.startswith(b"\xd0\xcf\x11\xe0"):
         return _rectangle(_xls_rows(content))
     return _rectangle(_text_rows(content.decode("utf-8-sig", errors="replace")))
 
 
-def _parse_zip(content: bytes, files: Sequence[str]) -> np.ndarray:
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+def _parse_zip(content: bytes, files: Sequence[str], deepest: int) -> np.ndarray:
+    if deepest == 0:
+        raise ValueError(f"archives are within one another, more than {DEEPEST} deep")
+    wanted = {PurePosixPath(file).name for file in files}
+    with open_zip(io.BytesIO(content), LARGEST) as archive:
         names = archive.namelist()
         if "xl/workbook.xml" in names:
             return _rectangle(_xlsx_rows(archive))
-        wanted = {PurePosixPath(file).name for file in files}
         for name in names:
             if PurePosixPath(name).name in wanted:
-                return parse(archive.read(name), files)
-    raise ValueError(f"it holds none of {', '.join(sorted(wanted))}, only {', '.join(names)}")
+                return parse(archive.read(name), files, deepest - 1)
+    raise ValueError(f"it holds none of {', '.join(sorted(wanted))}, only {list_few(names)}")
 
 
 def _text_rows(text: str) -> list[list[float]]:
     """Rows of numbers between commas, semicolons or blanks; text may come before the first."""
     rows: list[list[float]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        fields = line.replace(",", " ").replace(";", " ").split()
+    for number, line in enumerate(io.StringIO(text, newline=None), start=1):
+        fields = line.replace(",", " ").replace(";", " ").split(maxsplit=MOST_COLUMNS)
         if not fields or line.startswith(("@", "#", "%")):
             continue
+        if len(rows) > MOST_ROWS:
+            break
         try:
             rows.append(list(map(float, fields)))
         except ValueError as error:
@@ -315,15 +295,17 @@ def _text_rows(text: str) -> list[list[float]]:
 
 def _xlsx_rows(archive: zipfile.ZipFile) -> list[list[float]]:
     """The numbers in each row of a workbook's first sheet; rows without any are left out."""
-    workbook = ElementTree.fromstring(archive.read("xl/workbook.xml"))
-    links = ElementTree.fromstring(archive.read("xl/_rels/workbook.xml.rels"))
-    first = next(workbook.iterfind("{*}sheets/{*}sheet"))
-    key = next(value for name, value in first.attrib.items() if name.endswith("}id"))
-    target = next(link.attrib["Target"] for link in links if link.attrib["Id"] == key)
-    path = target[1:] if target.startswith("/") else f"xl/{target}"
-    sheet = ElementTree.fromstring(archive.read(path))
-    rows = (_xlsx_numbers(row) for row in sheet.iterfind("{*}sheetData/{*}row"))
-    return [row for row in rows if row]
+    try:
+        workbook = ElementTree.fromstring(archive.read("xl/workbook.xml"))
+        links = ElementTree.fromstring(archive.read("xl/_rels/workbook.xml.rels"))
+        first = next(workbook.iterfind("{*}sheets/{*}sheet"))
+        key = next(value for name, value in first.attrib.items() if name.endswith("}id"))
+        target = next(link.attrib["Target"] for link in links if link.attrib["Id"] == key)
+        path = target[1:] if target.startswith("/") else f"xl/{target}"
+        sheet = ElementTree.fromstring(archive.read(path))
+    except (LookupError, StopIteration, ElementTree.ParseError) as error:
+        raise ValueError(f"it is damaged: {type(error).__name__} {error}") from error
+    return _keep_filled(_xlsx_numbers(row) for row in sheet.iterfind("{*}sheetData/{*}row"))
 
 
 def _xlsx_numbers(row: ElementTree.Element) -> list[float]:
@@ -344,13 +326,21 @@ def _xls_rows(content: bytes) -> list[list[float]]:
     except Exception as error:  # xlrd raises whatever its parsing stumbles over
         raise ValueError(f"it is damaged: {error}") from error
     number = xlrd.XL_CELL_NUMBER
-    rows = ([cell.value for cell in row if cell.ctype == number] for row in sheet.get_rows())
-    return [row for row in rows if row]
+    return _keep_filled(
+        [cell.value for cell in row if cell.ctype == number] for row in sheet.get_rows()
+    )
+
+
+def _keep_filled(rows: Iterable[list[float]]) -> list[list[float]]:
+    """Return the rows that have numbers, and one more than there may be at most."""
+    return list(itertools.islice((row for row in rows if row), MOST_ROWS + 1))
 
 
 def _rectangle(rows: list[list[float]]) -> np.ndarray:
     if not rows:
         raise ValueError("it holds no table of numbers")
+    if len(rows) > MOST_ROWS:
+        raise ValueError(f"it has more than {MOST_ROWS:,} rows, and no table here comes near")
     for number, row in enumerate(rows, start=1):
         if len(row) != len(rows[0]):
             raise ValueError(

@@ -5,12 +5,9 @@ with `data` (N, 3 size^2) in uint8, channel first, and N `labels` that count fro
 the file, what is wrong with it, and what to do.
 """
 
-import contextlib
 import hashlib
 import re
-import zipfile
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from geoparam.storage import read_npz
 
 VAL = "val_data.npz"
 
@@ -67,11 +66,10 @@ def _training_files(folder: Path) -> list[Path]:
         raise FileNotFoundError(f"the data folder is not there: {folder}. Correct its name.")
     matches = (_TRAIN.fullmatch(path.name) for path in folder.iterdir())
     numbers = sorted(int(match[1]) for match in matches if match)
-    expected = range(1, max(numbers, default=1) + 1)
-    if missing := sorted(set(expected) - set(numbers)):
-        raise FileNotFoundError(
-            f"{folder / f'train_data_batch_{missing[0]}.npz'} is missing. {_ADVICE}."
-        )
+    missing = next((n for n, found in enumerate(numbers, start=1) if n != found), None)
+    if missing is not None or not numbers:
+        name = f"train_data_batch_{missing or 1}.npz"
+        raise FileNotFoundError(f"{folder / name} is missing. {_ADVICE}.")
     return [folder / f"train_data_batch_{number}.npz" for number in numbers]
 
 
@@ -80,8 +78,7 @@ def _training_files(folder: Path) -> list[Path]:
 
 def _labels(path: Path) -> np.ndarray:
     """Return a file's labels, from 1."""
-    with _opened(path) as content:
-        labels = content["labels"]
+    labels = _array(path, "labels")
     if labels.ndim != 1 or labels.dtype.kind not in "iu" or len(labels) == 0:
         raise ValueError(
             f"{path} has labels of shape {labels.shape} and type {labels.dtype}: there is one "
@@ -131,8 +128,7 @@ def _split(paths: Sequence[Path], labels: dict[Path, np.ndarray], size: int, dig
 
 
 def _data(path: Path, count: int, size: int) -> np.ndarray:
-    with _opened(path) as content:
-        data = np.ascontiguousarray(content["data"])
+    data = np.ascontiguousarray(_array(path, "data"))
     if data.dtype != np.uint8 or data.ndim != 2:
         raise ValueError(
             f"{path} has images of shape {data.shape} and type {data.dtype}: they are rows of "
@@ -156,13 +152,11 @@ def _other_size(width: int) -> str:
     return f"For these images say size={size}." if right else f"{_ADVICE}."
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open an npz file, and say of what goes wrong that it is this file's fault."""
+def _array(path: Path, name: str) -> np.ndarray:
+    """Return an array of a file, and say of what goes wrong that it is this file's fault."""
     try:
-        with np.load(path, allow_pickle=False) as content:
-            yield content
+        return read_npz(path, name)[name]
     except KeyError as error:
-        raise ValueError(f"{path} has no array {error}. {_ADVICE}.") from error
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} is truncated or damaged ({error}). {_ADVICE}.") from error
+        raise ValueError(f"{path} has no array {name}. {_ADVICE}.") from error
+    except ValueError as error:
+        raise ValueError(f"{error}. {_ADVICE}.") from error

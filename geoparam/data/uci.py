@@ -8,6 +8,7 @@ load. Boston comes from Keras in the papers' code, which shuffles the archive's 
 are drawn by row number, "papers" is the default order.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,6 @@ _TABLES = (
             f"{_UCI}/ml/machine-learning-databases/housing/housing.data",
             f"{_GAL}/UCI_Datasets/bostonHousing/data/data.txt",
         ),
-        folder="uci",
         note="the file must be in the archive's order; the papers' order is made from it",
     ),
     Table(
@@ -46,7 +46,6 @@ _TABLES = (
             f"{_GITHUB}/Kyushik/Predictive-Uncertainty-Estimation-using-Deep-Ensemble/"
             "a5908bdf73229f40342a13ef0b1c04196421ba59/Concrete_Data.xls",
         ),
-        folder="uci",
         note="copies with rounded numbers are common; the papers read Concrete_Data.xls",
     ),
     Table(
@@ -61,7 +60,6 @@ _TABLES = (
             f"{_GITHUB}/sradicwebster/counterfactuals/673660afc1683c7f3c33009898eb80a3233806f3/"
             "ENB2012_data.xlsx",
         ),
-        folder="uci",
         surplus=1,
     ),
     Table(
@@ -79,7 +77,6 @@ _TABLES = (
             f"{_UCI}/static/public/316/condition+based+maintenance+of+naval+propulsion+plants.zip",
             f"{_GAL}/UCI_Datasets/naval-propulsion-plant/data/data.txt",
         ),
-        folder="uci",
         surplus=1,
     ),
     Table(
@@ -99,7 +96,6 @@ _TABLES = (
             f"{_GITHUB}/fderyckel/showcases/f76480267af933b2394fe3d04bcad08d1b88545a/"
             "Folds5x2_pp.xlsx",
         ),
-        folder="uci",
         note="the workbook's five sheets differ in order; the papers read the first",
     ),
     Table(
@@ -114,7 +110,6 @@ _TABLES = (
             f"{_GITHUB}/zygmuntz/wine-quality/5896f43e4ef7f64ac83a8e85a93fcc03293c0347/"
             "winequality/winequality-red.csv",
         ),
-        folder="uci",
         note="red wines only",
     ),
     Table(
@@ -128,10 +123,9 @@ _TABLES = (
             f"{_UCI}/static/public/243/yacht+hydrodynamics.zip",
             f"{_GAL}/UCI_Datasets/yacht/data/data.txt",
         ),
-        folder="uci",
     ),
 )
-TABLES = {table.name: table for table in _TABLES}
+TABLES = {table.name: replace(table, folder="uci") for table in _TABLES}
 NAMES = tuple(TABLES)
 ORDERS = ("papers", "uci")
 

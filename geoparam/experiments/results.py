@@ -35,11 +35,21 @@ import numpy as np
 import torch
 
 import geoparam as gp
-from geoparam.data.files import replacing
+from geoparam.storage import read_json, read_npz, replacing
 
 Record = dict[str, Any]
+Fields = Mapping[str, Any]  # what a record must have, with the types of these fields
 
-_SESSION = ("command", "versions", "commit", "hardware", "started")
+_SESSION = {
+    "config": dict,
+    "command": str,
+    "versions": dict,
+    "commit": dict | None,
+    "hardware": dict,
+    "started": str,
+}
+_RUN = {"experiment": str, "key": list, **_SESSION}
+_OWN = ("metrics.jsonl", "sessions.jsonl", "curves", "figures", "checkpoints", "weights")
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -97,7 +107,7 @@ class Run:
             may_change: entries of the configuration that a resumed run may change, such as how
                 many seeds there are: those that say how much is done, not how.
         """
-        folder = _usable(Path(folder))
+        folder = _check_folder(Path(folder))
         wanted = {"experiment": experiment, "config": dict(config), "key": list(key)}
         now = session(command)
         if not (folder / "config.json").exists():
@@ -110,7 +120,7 @@ class Run:
                 f"{folder} already holds a run ({run.info['experiment']}, started "
                 f"{run.info['started']}). Continue it with --resume, or choose another folder"
             )
-        _check_same(folder, run.info, _special(_plain(wanted)), may_change)
+        _check_same(folder, run.info, _from_json(_to_json(wanted)), may_change)
         _append(folder / "sessions.jsonl", {**now, "config": wanted["config"]})
         return run
 
@@ -123,7 +133,10 @@ class Run:
                 f"{folder} holds no run: there is no config.json in it. Name a folder that was "
                 "--out of geoparam run"
             )
-        return cls(Path(folder), _decode(path.read_text(), str(path), "Start the run anew"))
+        info = _decode(path.read_bytes(), str(path), _RUN, "Start the run anew")
+        if not all(isinstance(field, str) for field in info["key"]):
+            raise ValueError(f"{path} is damaged: its key is no list of names. Start the run anew")
+        return cls(Path(folder), info)
 
     # --- records ------------------------------------------------------------------------------
 
@@ -139,7 +152,8 @@ class Run:
 
     def records(self) -> list[Record]:
         """The records, the first for each key, in the order in which they were finished."""
-        lines, self._read = _complete_lines(self.folder / "metrics.jsonl", self._read)
+        path, needed = self.folder / "metrics.jsonl", dict.fromkeys(self.info["key"], object)
+        lines, self._read = _complete_lines(path, needed, self._read)
         for record in lines:
             fields = self.info["key"] or sorted(record)
             self._first.setdefault(_values(record, fields), record)
@@ -147,7 +161,7 @@ class Run:
 
     def done(self, **fields: Any) -> bool:
         """Whether some record has these values."""
-        records, wanted = self.records(), _special(_plain(fields))  # reads what is new
+        records, wanted = self.records(), _from_json(_to_json(fields))  # reads what is new
         if set(fields) == set(self.info["key"]):
             return _values(wanted, self.info["key"]) in self._first
         return any(_values(record, fields) == _values(wanted, fields) for record in records)
@@ -160,8 +174,8 @@ class Run:
 
     def sessions(self) -> list[Record]:
         """Command, versions, commit, hardware and start of each session, the first one first."""
-        lines, _ = _complete_lines(self.folder / "sessions.jsonl")
-        return [{name: self.info[name] for name in (*_SESSION, "config")}, *lines]
+        lines, _ = _complete_lines(self.folder / "sessions.jsonl", _SESSION)
+        return [{name: self.info[name] for name in _SESSION}, *lines]
 
     # --- arrays and pictures ------------------------------------------------------------------
 
@@ -177,18 +191,20 @@ class Run:
         path = self._path("curves", name, ".npz")
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing; there are {self.curve_names()}")
-        with np.load(path) as arrays:
-            return dict(arrays)
+        return read_npz(path)
 
     def curve_names(self) -> list[str]:
         """Names under which there are curves."""
         return sorted(path.stem for path in (self.folder / "curves").glob("*.npz"))
 
-    def figure(self, name: str, figure: Any, dpi: int = 150) -> Path:
-        """Write a matplotlib figure to figures/NAME.png, whole or not at all."""
+    def figure(self, name: str, figure: Any, caption: str = "", dpi: int = 150) -> Path:
+        """Write a matplotlib figure to figures/NAME.png and its caption to NAME.txt."""
         path = self._path("figures", name, ".png")
         with replacing(path) as unfinished:
             figure.savefig(unfinished, dpi=dpi)
+        if caption:
+            with replacing(path.with_suffix(".txt")) as unfinished:
+                unfinished.write_text(" ".join(caption.split()) + "\n", encoding="utf-8")
         return path
 
     def _path(self, kind: str, name: str, suffix: str) -> Path:
@@ -197,13 +213,14 @@ class Run:
         return self.folder / kind / f"{name}{suffix}"
 
 
-def _usable(folder: Path) -> Path:
+def _check_folder(folder: Path) -> Path:
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"a run is a folder, and {folder} is a file. Choose another name")
-    if (folder / "metrics.jsonl").exists() and not (folder / "config.json").exists():
-        raise ValueError(
-            f"{folder} holds metrics.jsonl without config.json, so nobody knows what it is of. "
-            "Choose another folder"
+    found = [name for name in _OWN if (folder / name).exists()]
+    if found and not (folder / "config.json").exists():
+        raise FileExistsError(
+            f"{folder} holds {', '.join(found)} without config.json, so it is of something else "
+            "and would be written over. Choose another folder"
         )
     return folder
 
@@ -302,7 +319,7 @@ def _write_new(folder: Path, info: Record) -> None:
     """Write config.json; FileExistsError where there is one."""
     path = folder / "config.json"
     with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(_plain(info), indent=2, allow_nan=False) + "\n")
+        unfinished.write_text(json.dumps(_to_json(info), indent=2, allow_nan=False) + "\n")
         try:
             os.link(unfinished, path)  # unlike renaming, this fails where there is one
         except FileExistsError:
@@ -339,7 +356,7 @@ def _complete_size(file: IO[bytes]) -> int:
     return file.read().rfind(b"\n") + 1
 
 
-def _complete_lines(path: Path, start: int = 0) -> tuple[list[Record], int]:
+def _complete_lines(path: Path, fields: Fields, start: int = 0) -> tuple[list[Record], int]:
     """The records in a file's complete lines from a byte on, and the byte where these end."""
     if not path.exists():
         return [], start
@@ -347,24 +364,24 @@ def _complete_lines(path: Path, start: int = 0) -> tuple[list[Record], int]:
         file.seek(start)
         content = file.read()
     content = content[: content.rfind(b"\n") + 1]
-    lines = enumerate(content.decode().splitlines(), start=1)
+    lines = enumerate(content.splitlines(), start=1)
     where = f"{path}, line {{}}" + (f" after byte {start}" if start else "")
-    return [_decode(line, where.format(n)) for n, line in lines], start + len(content)
+    return [_decode(line, where.format(n), fields) for n, line in lines], start + len(content)
 
 
 # --- JSON ------------------------------------------------------------------------------------
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """The value in JSON's types: arrays as lists, numbers that JSON lacks as strings."""
     if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
         value = value.tolist()
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise ValueError(f"names in a record must be strings; got {list(value)}")
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, range)):
-        return [_plain(item) for item in value]
+        return [_to_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return next(name for name, x in _SPECIAL.items() if repr(x) == repr(value))
     if isinstance(value, Path):
@@ -374,35 +391,46 @@ def _plain(value: Any) -> Any:
     raise ValueError(f"a record holds numbers, strings, lists and dicts; got {type(value)}")
 
 
-def _special(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     """The inverse: strings that name numbers become these."""
     if isinstance(value, dict):
-        return {key: _special(item) for key, item in value.items()}
+        return {key: _from_json(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_special(item) for item in value]
+        return [_from_json(item) for item in value]
     return _SPECIAL.get(value, value) if isinstance(value, str) else value
 
 
-def _fixed(value: Any) -> Any:
+def _hashable(value: Any) -> Any:
     """The value as something that a dict can look up; 1 and 1.0 are the same."""
     if isinstance(value, dict):
-        return tuple(sorted((key, _fixed(item)) for key, item in value.items()))
-    return tuple(map(_fixed, value)) if isinstance(value, list) else value
+        return tuple(sorted((key, _hashable(item)) for key, item in value.items()))
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 def _values(record: Record, fields: Iterable[str]) -> Any:
-    return tuple((field, _fixed(record.get(field))) for field in fields)
+    return tuple((field, _hashable(record.get(field))) for field in fields)
 
 
 def _encode(value: Any) -> str:
-    return json.dumps(_plain(value), allow_nan=False)
+    return json.dumps(_to_json(value), allow_nan=False)
 
 
-def _decode(text: str, where: str, advice: str = "Remove that line and do its work again") -> Any:
+def _decode(
+    content: bytes,
+    where: str,
+    fields: Fields,
+    advice: str = "Remove that line and do its work again",
+) -> Record:
+    """Return the object in a piece of JSON, which must have fields of these types."""
     try:
-        return _special(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is damaged: {error}. {advice}") from error
+        record: Record = _from_json(read_json(content, where))
+    except ValueError as error:
+        raise ValueError(f"{error}. {advice}") from error
+    for name, kind in fields.items():
+        if name not in record or not isinstance(record[name], kind):
+            got = repr(record[name])[:40] if name in record else "missing"
+            raise ValueError(f"{where} is damaged: its {name!r} is {got}. {advice}")
+    return record
 
 
 def _array(value: Any) -> Any:

@@ -13,10 +13,12 @@ may leave the threads as they are.)
 """
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -82,11 +84,11 @@ class Session:
         total: how many records there will be.
         jobs: how many processes work; 1 is this one.
         progress: called with a title, how many records are done and how many there are.
-        weight: what a record counts in progress, so that a part of one can be told: `work` then
+        weight: units of progress in a record, so that a part of one can be reported: `work` then
             says how much is left, of this for each record.
         threads: what a task may use; None leaves them as they are.
         finished: called with a task when all of it is in the folder.
-        arrays: whether those who share the work get its arrays, too.
+        arrays: whether processes that share the work get its arrays, too.
     """
 
     def __init__(
@@ -216,6 +218,7 @@ def spread(
     jobs: int = 1,
     report: Report | None = None,
     threads: int | None = 1,
+    patient: bool = False,
 ) -> Iterator[tuple[Any, Any]]:
     """Do all tasks, and yield each with its result as soon as it is done.
 
@@ -227,6 +230,7 @@ def spread(
         report: called with a task, those two numbers and a remark, but not too often.
         threads: that this process may use for a task; None leaves them as they are. Processes of
             their own have one.
+        patient: after Ctrl-C finish the tasks under way, then stop; a second one stops at once.
 
     Example:
         >>> def square(task, tick):
@@ -235,13 +239,40 @@ def spread(
         [(2, 4), (3, 9)]
     """
     report = report or (lambda task, epoch, left, remark: None)
-    if min(jobs, len(tasks)) > 1:
-        yield from _in_processes(work, tasks, min(jobs, len(tasks)), report)
+    noting: contextlib.AbstractContextManager[list[int]] = contextlib.nullcontext([])
+    with _note_interrupts() if patient else noting as interrupts:
+        if min(jobs, len(tasks)) > 1:
+            yield from _in_processes(work, tasks, min(jobs, len(tasks)), report, interrupts)
+        else:
+            for task in tasks:
+                with contextlib.nullcontext() if threads is None else limited(threads):
+                    result = work(task, _seldom(report, task))
+                yield task, result
+                if interrupts:
+                    break
+    if interrupts:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _note_interrupts() -> Iterator[list[int]]:
+    """Note the first Ctrl-C in a list, and leave the second to Python."""
+    interrupts: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupts  # only the main thread hears it, or may change that
         return
-    for task in tasks:
-        with contextlib.nullcontext() if threads is None else limited(threads):
-            result = work(task, _seldom(report, task))
-        yield task, result
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: object) -> None:
+        interrupts.append(number)
+        signal.signal(signal.SIGINT, before)
+        print("\nFinishing what has begun. Ctrl-C again stops at once.", file=sys.stderr)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def cores() -> int:
@@ -267,11 +298,6 @@ def limited(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def one_thread() -> contextlib.AbstractContextManager[None]:
-    """Let torch use one thread within the context."""
-    return limited(1)
-
-
 def _seldom(report: Report, task: Any) -> Tick:
     """Return a function that reports of a task what comes INTERVAL seconds after the last."""
     last = time.monotonic()
@@ -286,22 +312,33 @@ def _seldom(report: Report, task: Any) -> Tick:
 
 
 def _in_processes(
-    work: Callable[[Any, Tick], Any], tasks: Sequence[Any], jobs: int, report: Report
+    work: Callable[[Any, Tick], Any],
+    tasks: Sequence[Any],
+    jobs: int,
+    report: Report,
+    interrupts: Sequence[int],
 ) -> Iterator[tuple[Any, Any]]:
     context = multiprocessing.get_context("spawn")  # torch and its threads do not survive a fork
     ticks, stop = context.Queue(), context.Event()
     with ProcessPoolExecutor(jobs, context, _begin, (ticks, stop)) as pool:
-        try:
+        running: dict[Future[Any], int] = {}
+        waiting = iter(enumerate(tasks))
+
+        def submit() -> None:
             with _deaf():  # as are the processes that begin here, before they can say so
-                running: dict[Future[Any], int] = {
-                    pool.submit(_call, work, task, n): n for n, task in enumerate(tasks)
-                }
+                for n, task in itertools.islice(waiting, jobs - len(running)):
+                    running[pool.submit(_call, work, task, n)] = n
+
+        try:
+            submit()
             while running:
                 finished, _ = wait(running, INTERVAL, FIRST_COMPLETED)
                 for number, epoch, left, remark in _waiting(ticks):
                     report(tasks[number], epoch, left, remark)
                 for future in finished:
                     yield tasks[running.pop(future)], future.result()
+                if not interrupts:
+                    submit()
         except BrokenProcessPool as error:
             raise RuntimeError(
                 "a working process ended without a word: killed, or out of memory; or a script "

@@ -1,9 +1,9 @@
 """What Levy and Banana share: seeds and rates in one stack, its records, and figures of them.
 
 **Stacks.** All rates and up to twenty seeds of a method train at once (`stacked`), on one thread;
-several stacks in several processes, if asked. Members do not know of each other, but who is with
-them decides in which order sums are taken, and thousands of steps make much of a last digit. So
-that a killed run resumes to the numbers it would have had, a stack is the same whatever is
+several stacks in several processes, if asked. Members do not depend on each other, but the size of
+the stack decides in which order torch adds, and thousands of steps amplify a last digit. So that a
+killed run resumes to the numbers it would have had, a stack is the same whatever is
 finished: where any of its records is missing it is trained again, and only those are added.
 """
 
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from geoparam.data.files import replacing
 from geoparam.experiments import methods, stacked, tasks
 from geoparam.experiments.films import Film, frame_epochs
 from geoparam.experiments.results import Record, Run
@@ -160,7 +159,7 @@ def train_missing(
         describe: gives the arrays and the measures of some members, one after the other; for
             several jobs, a function of a module or a partial of one.
         jobs: how many processes train; as many as there are cores if None.
-        progress: told how many epochs are done, of all stacks together.
+        progress: called with how many epochs are done, of all stacks together.
     """
     todo, each = stacks(run), problem.protocol.epochs
     epochs = dict.fromkeys(todo, 0)
@@ -171,7 +170,7 @@ def train_missing(
             progress(problem.title, sum(epochs.values()), each * len(todo))
 
     work = functools.partial(_work, problem, run.config["init"], describe)
-    for stack, outcomes in tasks.spread(work, todo, jobs or tasks.cores(), report):
+    for stack, outcomes in tasks.spread(work, todo, jobs or tasks.cores(), report, patient=True):
         for (arrays, record), i in zip(outcomes, stack.missing, strict=True):
             run.save_curves(curve_name(stack.method, stack.members[i]), **single(arrays))
             run.append(record)
@@ -284,13 +283,11 @@ def save_figures(
         run: the folder.
         drawings: by name, a function that makes the figure, and the caption.
         what: the arguments of these functions.
-        progress: told after each.
+        progress: called after each.
     """
     title = f"{run.info['experiment'].capitalize()} figures"
     for count, (name, (drawing, caption)) in enumerate(drawings.items(), start=1):
-        path = run.figure(name, drawing(*what)).with_suffix(".txt")
-        with replacing(path) as unfinished:
-            unfinished.write_text(" ".join(caption.split()) + "\n")
+        run.figure(name, drawing(*what), caption)
         if progress is not None:
             progress(title, count, len(drawings))
 

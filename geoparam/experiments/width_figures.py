@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from geoparam import plots
-from geoparam.data.files import replacing
 from geoparam.experiments.results import Record, Run
 from geoparam.experiments.scales import VARIANTS, Variant
 from geoparam.plots.style import DASHED, DOTTED, SOLID, legend_beside, ordered_colours
@@ -47,16 +46,10 @@ def draw(run: Run) -> None:
     """Draw all figures of a run."""
     records, config = run.records(), run.config
     figure = _draw_scales(records, config, "start", config["datasets"], _STARTS, "width")
-    _save(run, "start", figure, _START_CAPTION)
+    run.figure("start", figure, _START_CAPTION)
     figure = _draw_scales(records, config, "fan_in", ["normal"], _FAN_INS, "inputs")
-    _save(run, "fan-in", figure, _FAN_IN_CAPTION)
-    _save(run, "trained", _draw_trained(records, config), _TRAINED_CAPTION)
-
-
-def _save(run: Run, name: str, figure: Figure, caption: str) -> None:
-    path = run.figure(name, figure).with_suffix(".txt")
-    with replacing(path) as unfinished:
-        unfinished.write_text(" ".join(caption.split()) + "\n")
+    run.figure("fan-in", figure, _FAN_IN_CAPTION)
+    run.figure("trained", _draw_trained(records, config), _TRAINED_CAPTION)
 
 
 def _draw_scales(

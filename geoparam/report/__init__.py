@@ -4,6 +4,6 @@ from geoparam import report
 report.write(["runs/levy", "runs/uci"], "report.html")
 """
 
-from geoparam.report.page import page, write
+from geoparam.report.page import MARK, page, write
 
-__all__ = ["page", "write"]
+__all__ = ["MARK", "page", "write"]

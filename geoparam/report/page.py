@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import geoparam as gp
-from geoparam.data.files import replacing
 from geoparam.experiments import tables
 from geoparam.experiments.results import Run
 from geoparam.experiments.tabling import reference
 from geoparam.report import html, slider, words
 from geoparam.report.html import Html, element, join
+from geoparam.storage import replacing
 
+MARK = b'<meta name="generator" content="geoparam">'  # by which we know a page of ours
 SCRIPTS = ("drawing.js", "panels.js", "page.js")
 PRINTED = 96 / 150  # a picture's size on the page: Run.figure has 150 pixels to the inch, CSS 96
 

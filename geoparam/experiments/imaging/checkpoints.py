@@ -13,6 +13,7 @@ import re
 import shutil
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,16 +82,19 @@ class Store:
         with replacing(self.folder / WEIGHTS) as unfinished:
             torch.save(weights, unfinished)
 
-    def newest(self) -> State | None:
-        """Return the newest state that can be read; warn of those that cannot, and remove them."""
+    def newest(self, fits: Callable[[State], bool] = bool) -> State | None:
+        """Return the newest state that can be read and fits; warn of others, and remove them."""
         for path in reversed(self.files):
             content = path.read_bytes()  # trouble with the disk is no damage
             try:
-                return _read(content)
+                state = _read(content)
+                if not fits(state):
+                    raise ValueError("its tensors have other shapes than the network's")
+                return state
             except Exception as error:  # whatever torch stumbles over in a damaged file
                 before = "the one before" if path != self.files[0] else "none: the run starts anew"
                 warnings.warn(
-                    f"{path} is damaged ({type(error).__name__}) and was removed. "
+                    f"{path} is damaged ({type(error).__name__}: {error!s:.100}) and was removed. "
                     f"The run goes on from {before}.",
                     stacklevel=2,
                 )

@@ -1,5 +1,6 @@
 """Train one network on images, so that a kill at any point costs minutes and changes nothing."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,13 +62,24 @@ def _resume(training: Training, store: checkpoints.Store, track: int | None) -> 
     state = None
     if training.is_main:
         store.tidy()
-        state = store.newest()
+        state = store.newest(partial(_fits, training))
     state = checkpoints.shared(state, training.accelerator)
     if state is not None:
         _check_same_run(training, state, store.folder)
         training.load_state_dict(state)
     if track is not None:
         training.follow(track, store.folder, state)
+
+
+def _fits(training: Training, state: checkpoints.State) -> bool:
+    """Return whether a checkpoint of this run has tensors of the network's shapes."""
+    if any(state[what] != ours for what, ours in training.identity.items()):
+        return True  # of another run: refused in words, not removed
+    shapes, ours = (
+        {name: tuple(x.shape) for name, x in weights.items()}
+        for weights in (state["model"], training.model.state_dict())
+    )
+    return shapes == ours
 
 
 def _check_same_run(training: Training, state: checkpoints.State, folder: Path) -> None:

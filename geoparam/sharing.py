@@ -1,0 +1,119 @@
+"""What else in a model holds a layer, or memory of its parameters.
+
+Conversion replaces registered modules. Whatever reaches a layer otherwise would go on with the old
+one, and parameters that share memory would part: both are found here, without running the model.
+What cannot be seen so is what iterators, caches and objects without a `__dict__` hold, and what a
+function reads from global names; `convert_` with example_inputs sees it in its run.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+
+class Claim(NamedTuple):
+    """A tensor's place in memory, and who holds it: a module's state, or an attribute if None."""
+
+    device: str
+    start: int
+    end: int
+    place: str
+    owner: nn.Module | None
+
+
+def ties_and_holders(
+    model: nn.Module,
+) -> tuple[dict[nn.Module, list[str]], dict[nn.Module, str]]:
+    """Return what each module's tensors share memory with, and which attribute holds it besides.
+
+    Ties go by memory: `nn.Parameter(encoder.weight.data.t())` is a parameter of its own, with the
+    encoder's elements.
+    """
+    claims: list[Claim] = []
+    held: dict[nn.Module, str] = {}
+    for name, owner in model.named_modules():
+        for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None:
+                claims.append(_claim(tensor, f"{name}.{key}".lstrip("."), owner))
+        for key, value in owner.__dict__.items():
+            place = f"{key!r} of {name or 'the model'!r}"
+            for item in () if key in ("_modules", "_parameters", "_buffers") else _inside(value):
+                if isinstance(item, Tensor):
+                    claims.append(_claim(item, place))
+                elif item is not owner:
+                    held[item] = place
+    ties: dict[nn.Module, list[str]] = {}
+    for group in _overlapping(claims):
+        attributes = [claim.place for claim in group if claim.owner is None]
+        owned = [(c.owner, c.place) for c in group if c.owner is not None]
+        for module, place in owned:
+            if attributes:
+                held[module] = attributes[0]
+            if others := [other for _, other in owned if other != place]:
+                ties.setdefault(module, []).extend(others)
+    return ties, held
+
+
+def _claim(tensor: Tensor, place: str, owner: nn.Module | None = None) -> Claim:
+    try:
+        start = tensor.data_ptr()
+    except (RuntimeError, ValueError):  # a lazy parameter, or a subclass that wraps tensors
+        start = 0
+    if start == 0:  # no memory, as on the meta device: the object itself stands for it
+        return Claim("", id(tensor), id(tensor), place, owner)
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    end = start + last * tensor.element_size()
+    return Claim(str(tensor.device), start, end, place, owner)
+
+
+def _overlapping(claims: list[Claim]) -> Iterator[list[Claim]]:
+    """Yield the claims in groups that have memory in common."""
+    group: list[Claim] = []
+    end = 0
+    for claim in sorted(claims, key=lambda claim: claim[:3]):
+        if group and (claim.device != group[0].device or claim.start > end):
+            yield group
+            group, end = [], 0
+        group.append(claim)
+        end = max(end, claim.end)
+    yield group
+
+
+def _inside(value: object) -> Iterator[nn.Module | Tensor]:
+    """Yield the modules and tensors in nested containers, functions and objects."""
+    waiting, seen = [value], set()
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, nn.Module | Tensor):
+            yield item
+        elif id(item) not in seen:
+            seen.add(id(item))
+            waiting += _parts(item)
+
+
+def _parts(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return *value, *value.values()
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return value
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, MethodType):
+        return value.__self__, value.__func__
+    if isinstance(value, FunctionType):
+        cells = [_content(cell) for cell in value.__closure__ or ()]
+        return *cells, value.__defaults__, value.__kwdefaults__
+    if isinstance(value, type | ModuleType):
+        return ()
+    return getattr(value, "__dict__", {}).values()
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that is not bound yet
+        return None
