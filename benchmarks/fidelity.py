@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from geoparam.ops import implementation
 
 from benchmarks.timing import hardware
 from geoparam import fused
@@ -30,7 +31,6 @@ from geoparam.data.imagenet import PackedImages
 from geoparam.experiments.imaging import preparation
 from geoparam.experiments.imaging.settings import Settings
 from geoparam.experiments.imaging.training import train
-from geoparam.ops import implementation
 
 FORMS = ("readable", "fused", "compiled")
 

@@ -36,6 +36,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from geoparam.pooling import MaxPool2d
 from torch import Tensor, nn
 from torch._inductor import config as inductor
 from torch.nn.utils.parametrizations import weight_norm
@@ -45,7 +46,6 @@ from benchmarks.timing import hardware, training_step
 from benchmarks.weight import naive
 from geoparam.coordinates import Angles
 from geoparam.experiments import networks
-from geoparam.pooling import MaxPool2d
 from geoparam.surgery import like
 
 METHODS = ("bn", "none", "naive", "wn", "ln", "gmp", "imn", "intrinsic")

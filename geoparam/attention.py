@@ -63,7 +63,7 @@ class GmPMultiheadAttention(nn.MultiheadAttention):
 
     @property
     def in_proj_weight(self) -> Tensor:  # type: ignore[override]
-        return self.in_proj._map_parameters(None, None)[0]  # remembered in evaluation
+        return self.in_proj._weight(None)
 
     @property
     def in_proj_bias(self) -> Tensor | None:  # type: ignore[override]

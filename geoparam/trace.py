@@ -39,7 +39,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from geoparam.graph import Graph, Node
-from geoparam.pooling import MaxPool2d
 
 # What a function is, by its name without outer underscores; activation modules go by the same
 # names. `trace(..., kinds={MyLinear: "layer", "my_relu": "activation"})` adds to these tables.
@@ -317,8 +316,6 @@ def _step(module: nn.Module, kinds: Mapping[type | str, str] | None = None) -> N
         return Node("embedding", op)
     if leaf and "norm" in op:
         return Node("norm", op)
-    if type(module) in (nn.MaxPool2d, MaxPool2d) and "forward" not in module.__dict__:
-        return Node("max", "max_pool2d")
     if leaf and op in ACTIVATIONS:
         return Node("activation", ACTIVATIONS[op])
     matrix = leaf and isinstance(weight, Tensor) and weight.ndim > 1

@@ -3,8 +3,7 @@
 A unit with input x (a patch, for a convolution) is r (u^T x + lam), or r g(u^T x + lam) when the
 layer is given its activation g: u is a unit vector, lam the signed distance of the unit's boundary
 {x : u^T x + lam = 0} from the origin, r its scale. The layer holds parameters and delegates: the
-directions to `coordinates`, the mean of the input to `norm`, the arithmetic to torch, and in
-training on a GPU to `fused`, which computes the same in fewer passes over the memory.
+directions to `coordinates`, the mean of the input to `norm`, the arithmetic to torch.
 """
 
 import math
@@ -14,21 +13,19 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
-from geoparam import compiled, fused, ops, sphere
-from geoparam.cache import TensorCache, cacheable
-from geoparam.coordinates import Sign, coordinates_for
-from geoparam.norm import InputMeanNorm
-from geoparam.ops import columns
-from geoparam.routes import autocast_dtype, is_channels_last
+from geoparam import sphere
+from geoparam.coordinates import Sign, coordinates_for, normalise_
+from geoparam.norm import InputMeanNorm, shifted_bias
 
 Activation = Callable[[Tensor], Tensor]
-InputNorm = bool | Literal["bias"]
+InputNorm = bool | Literal["bias", "border"]
 Layer = TypeVar("Layer", bound="GmPLayer")
 Plain = TypeVar("Plain", bound=nn.Module)
 
 _LARGEST_DRIFT = 0.1
-_BLOCK = 1 << 18  # numbers encoded at once: bounds the float64 copies
+_BLOCK = 1 << 18  # elements encoded at once: bounds the float64 copies
 
 
 class GmPLayer(nn.Module):
@@ -37,7 +34,12 @@ class GmPLayer(nn.Module):
     `weight` and `bias` are what the affine map uses: r u and r lam, or, with an activation, u and
     lam, since r then stays outside. `direction` and `location` have the weight's shape. All four,
     and `theta`, are computed from the parameters and cannot be assigned.
+
+    In version 2 of the state `input_norm=True` is the bias form; in version 1 it was the border
+    form.
     """
+
+    _version = 2
 
     r: nn.Parameter
     lam: nn.Parameter | None
@@ -56,6 +58,7 @@ class GmPLayer(nn.Module):
         coordinates: str,
         natural: bool,
         input_norm: InputNorm,
+        momentum: float | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
@@ -68,10 +71,10 @@ class GmPLayer(nn.Module):
         self.natural = natural
         self.init = init
         self.activation = activation
-        self.mean_in_bias = input_norm == "bias"
+        self.input_norm_form = input_norm
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.input_norm = (
-            InputMeanNorm(in_channels, dim=channel_dim, **place) if input_norm else None
+            InputMeanNorm(in_channels, momentum, dim=channel_dim, **place) if input_norm else None
         )
         self._coordinates = coordinates_for(coordinates, n)
         stored = torch.empty(self._coordinates.shape(out, n), **place)
@@ -82,26 +85,20 @@ class GmPLayer(nn.Module):
         self.r = nn.Parameter(torch.empty(out, **place))
         self.lam = nn.Parameter(torch.empty(out, **place)) if bias else None
         self._drift_reported = False
-        self._cache: TensorCache[tuple[Tensor, Tensor | None]] = TensorCache()
         self.reset_parameters()
 
     # --- parameters ---------------------------------------------------------------------------
 
     def reset_parameters(self) -> None:
         """Draw new parameters: `init` says how; None leaves them as they are."""
-        if self.init not in ("sphere", "glorot", None):
-            raise ValueError(f"init is 'sphere', 'glorot' or None; got {self.init!r}.")
+        _check_init(self.init)
         if self.input_norm is not None:
             self.input_norm.reset_parameters()
-        out, n, device = self.weight_shape[0], self.fan_in, self.r.device
-        if self.init is None or device.type == "meta":
+        if self.init is None or self.r.is_meta:
             return
-        if self.init == "sphere":  # the papers' text
-            rows, r = sphere.sample(out, n, device=device), torch.ones(out, device=device)
-        else:  # "glorot", the code behind the papers' tables
-            bound = math.sqrt(6 / (n + out))
-            rows = torch.empty(out, n, device=device, dtype=self.r.dtype).uniform_(-bound, bound)
-            r = sphere.length(rows)
+        out, n, device = self.weight_shape[0], self.fan_in, self.r.device
+        rows = draw(out, n, self.init, device=device, dtype=self.r.dtype)
+        r = sphere.length(rows) if self.init == "glorot" else torch.ones(out, device=device)
         self._assign(rows, r, torch.zeros(out, device=device))
 
     @torch.no_grad()
@@ -200,62 +197,24 @@ class GmPLayer(nn.Module):
     # --- the forward pass ---------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and fused.eligible(x) and (y := self._in_few_passes(x)) is not None:
-            return y
-        if self.training and torch.compiler.is_compiling():
-            if (y := compiled.forward(self, x)) is not None:
-                return y
         z = self._affine(x)
-        return z if self.activation is None else self._activated(z)
-
-    def _in_few_passes(self, x: Tensor) -> Tensor | None:
-        """Return the same by `fused`, where there is such a form of this layer."""
-        return None
-
-    def _affine(self, x: Tensor) -> Tensor:
-        """Return w^T (x - E[x]) + b without a centred copy of x.
-
-        What the mean contributes is subtracted afterwards: one number per unit, w^T E[x], or,
-        where zeros are padded to the centred input, its image under the convolution.
-        """
-        mean = None if self.input_norm is None else self.input_norm.mean(x)
-        if mean is None or self.mean_in_bias or not self._pads_zeros:
-            return self._mapped(x, mean)
-        weight, bias = self._map_parameters(autocast_dtype(x), None, is_channels_last(x))
-        image = self._per_channel(mean).expand(x.shape[self.channel_dim :])
-        return self._map(x, weight, bias) - self._map(image.to(x.dtype), weight, None)
-
-    def _mapped(self, x: Tensor, mean: Tensor | None) -> Tensor:
-        """Return w^T x + b, less what a mean contributes as one number per unit."""
-        parameters = self._map_parameters(autocast_dtype(x), mean, is_channels_last(x))
-        return self._map(x, *parameters)
-
-    def _activated(self, z: Tensor) -> Tensor:
-        assert self.activation is not None
+        if self.activation is None:
+            return z
         z = self.activation(z)
         return z * self._per_channel(self.r).to(z.dtype)
 
-    def _map_parameters(
-        self, dtype: torch.dtype | None, mean: Tensor | None, channels_last: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias, less what `mean` contributes; in evaluation, remember them."""
-        sources = [t for t in (self._stored, self.r, self.lam, mean) if t is not None]
-        if self.training or not cacheable(sources):
-            self._cache.clear()  # a gradient may lead to a step that no version counter shows
-            return self._computed_parameters(dtype, mean, channels_last)
-        tag = dtype, channels_last, self.activation is None
-        return self._cache.get(
-            sources, tag, lambda: self._computed_parameters(dtype, mean, channels_last)
-        )
-
-    def _computed_parameters(
-        self, dtype: torch.dtype | None, mean: Tensor | None, channels_last: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        weight, bias = self._weight(dtype, channels_last), self.bias
+    def _affine(self, x: Tensor) -> Tensor:
+        """Return w^T (x - E[x]) + b; without a centred copy of x unless it is the border form."""
+        mean = None
+        if self.input_norm is not None:
+            if self.input_norm_form == "border":
+                x = self.input_norm(x)
+            else:
+                mean = self.input_norm.mean(x)
+        weight, bias = self._weight(_autocast_dtype(x), _is_channels_last(x)), self.bias
         if mean is not None:
-            shift = columns.response(weight, mean)
-            bias = -shift if bias is None else bias - shift
-        return weight, None if bias is None else bias.to(weight.dtype)
+            bias = shifted_bias(bias, weight, mean)
+        return self._map(x, weight, None if bias is None else bias.to(weight.dtype))
 
     def _map(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
@@ -267,6 +226,11 @@ class GmPLayer(nn.Module):
     @property
     def _pads_zeros(self) -> bool:
         return False
+
+    @property
+    def _centres_borders(self) -> bool:
+        """Whether zeros are padded to the centred input, so that its mean fits into no bias."""
+        return self.input_norm_form == "border" and self._pads_zeros
 
     def _per_channel(self, x: Tensor) -> Tensor:
         return x.view(-1, *[1] * (-self.channel_dim - 1))
@@ -281,13 +245,13 @@ class GmPLayer(nn.Module):
         weight, bias = self.weight.detach(), self.bias
         if self.input_norm is None:
             return weight, bias if bias is None else bias.detach()
-        if self.input_norm.running_mean is None or (self._pads_zeros and not self.mean_in_bias):
+        if self.input_norm.running_mean is None or self._centres_borders:
             raise ValueError(
                 "the input's mean cannot go into a bias: it is the batch's own, or zeros are "
-                "padded to the centred input. Use input_norm='bias' with running statistics."
+                "padded to the centred input. Use input_norm=True with running statistics."
             )
-        shift = columns.response(weight, self.input_norm.running_mean)
-        return weight, (-shift if bias is None else bias.detach() - shift).to(weight.dtype)
+        bias = shifted_bias(bias, weight, self.input_norm.running_mean)
+        return weight, bias.detach().to(weight.dtype)
 
     def _filled(
         self, plain: type[Plain], arguments: dict[str, Any], weight: Tensor, bias: Tensor | None
@@ -309,7 +273,7 @@ class GmPLayer(nn.Module):
     def retract_(self) -> None:
         """Pull drifted unit vectors back to length 1, which does not change the function."""
         if self._coordinates.name == "unit":
-            ops.intrinsic.normalise_(self._stored)
+            normalise_(self._stored)
 
     @torch.no_grad()
     def _report_drift(self) -> None:
@@ -332,13 +296,19 @@ class GmPLayer(nn.Module):
             )
 
     def train(self: Layer, mode: bool = True) -> Layer:
-        self._cache.clear()
         self._report_drift()
         return super().train(mode)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         self._report_drift()
         super()._save_to_state_dict(*args)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        if self.input_norm is not None and self.input_norm_form is True and self._pads_zeros:
+            _check_version(prefix.rstrip("."), local_metadata.get("version"))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def extra_repr(self) -> str:
         text = "" if self.lam is not None else ", bias=False"
@@ -348,8 +318,20 @@ class GmPLayer(nn.Module):
         if callable(self.activation) and not isinstance(self.activation, nn.Module):
             text += f", activation={getattr(self.activation, '__name__', self.activation)}"
         if self.input_norm is not None:
-            text += f", input_norm={'bias' if self.mean_in_bias else True!r}"
+            text += f", input_norm={self.input_norm_form!r}"
         return text
+
+
+def draw(out: int, n: int, init: str, *, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Draw rows (out, n): `"sphere"`, the papers' text, or `"glorot"`, the code of their tables.
+
+    They are uniform on the unit sphere, in float64, or Glorot-uniform.
+    """
+    _check_init(init)
+    if init == "sphere":
+        return sphere.sample(out, n, device=device)
+    bound = math.sqrt(6 / (n + out))
+    return torch.empty(out, n, device=device, dtype=dtype).uniform_(-bound, bound)
 
 
 def retract(model: nn.Module) -> Callable[..., None]:
@@ -387,8 +369,42 @@ def _check_options(
             "natural=True corrects the gradient of angles; intrinsic coordinates need no "
             "correction. Use coordinates='angles' or natural=False."
         )
-    if input_norm not in (False, True, "bias"):
-        raise ValueError(f"input_norm is False, True or 'bias'; got {input_norm!r}.")
+    if input_norm not in (False, True, "bias", "border"):
+        raise ValueError(f"input_norm is False, True, 'bias' or 'border'; got {input_norm!r}.")
+
+
+def _check_version(name: str, version: int | None) -> None:
+    """Refuse a state in which input_norm=True meant something else; warn if it does not tell."""
+    say = (
+        f"{name or 'the layer'} centres its input and pads zeros with input_norm=True, which was "
+        "the border form up to version 1 of the layers' state, and is the bias form now. {} "
+        "Set layer.input_norm_form = 'border' before loading for a layer that was trained with "
+        "True then, or 'bias' for one of today or of convert_ without init."
+    )
+    if version is None:
+        warnings.warn(say.format("This state dict has no version."), stacklevel=2)
+    elif version < 2:
+        raise ValueError(say.format(f"This state dict has version {version}."))
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the type autocast would give a weight, so that it can be made in it directly."""
+    if isinstance(x, Proxy) or x.dtype == torch.float64:
+        return None
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    """Return whether cuDNN would want the weight for this input in the same order."""
+    if isinstance(x, Proxy) or x.ndim != 4 or not x.is_cuda:
+        return False
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def _check_init(init: str | None) -> None:
+    if init not in ("sphere", "glorot", None):
+        raise ValueError(f"init is 'sphere', 'glorot' or None; got {init!r}.")
 
 
 def _check_finite(x: Tensor, name: str) -> None:

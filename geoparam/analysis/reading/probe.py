@@ -136,11 +136,12 @@ def input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
     if not size:
         return torch.linalg.vector_norm(x if mean is None else x - mean, dim=-1)
     conv: Any = layer
-    if mean is not None and not conv.mean_in_bias:
+    borders = mean is not None and conv.input_norm_form == "border"
+    if mean is not None and borders:
         x = x - mean
     mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
     x = F.pad(x, _pads(conv), mode=mode)
-    if mean is not None and conv.mean_in_bias:
+    if mean is not None and not borders:
         x = x - mean
     squares = x.square().unflatten(-len(size) - 1, (conv.groups, -1)).sum(dim=-len(size) - 1)
     convolve = (F.conv1d, F.conv2d, F.conv3d)[len(size) - 1]

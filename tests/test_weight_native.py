@@ -12,7 +12,8 @@ import kernels
 import pytest
 import torch
 
-from geoparam.ops import cpu, implementation, native
+from geoparam.kernels import loader, selection, weight
+from geoparam.kernels import weight_native as native
 
 FLOATS = [torch.float32, torch.float64]
 HALVES = [torch.bfloat16, torch.float16]
@@ -23,9 +24,7 @@ pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="needs a 
 
 def test_is_what_cpus_use() -> None:
     assert native.available()
-    assert (
-        implementation.KERNELS != "auto" or implementation.implementation(torch.zeros(1)) is native
-    )
+    assert selection.KERNELS != "auto" or selection.weight_kernel(torch.zeros(1)) is native
 
 
 # --- against float64 ----------------------------------------------------------------------------
@@ -153,7 +152,7 @@ def test_any_number_of_rows_and_columns(rows: int, n: int, dtype: torch.dtype) -
 def test_types_are_converted_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     latitude, r, g = kernels.random_case(23, 30, torch.bfloat16)
     whole = native.forward(latitude, r, torch.float32), *native.backward(g, latitude, r, False)
-    monkeypatch.setattr(cpu, "_SMALLEST_BLOCK", 150)
+    monkeypatch.setattr(weight, "_SMALLEST_BLOCK", 150)
     blocks = native.forward(latitude, r, torch.float32), *native.backward(g, latitude, r, False)
     for found, expected in zip(blocks, whole, strict=True):
         torch.testing.assert_close(found, expected)
@@ -196,6 +195,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     native._library.cache_clear()
 
 
+def binary() -> Path:
+    return loader._compiled(loader.FOLDER / "weight.c", native._FLAGS)
+
+
 def script(path: Path, text: str) -> str:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -205,18 +208,18 @@ def script(path: Path, text: str) -> str:
 def test_compiles_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = 'case " $* " in *" -shared "*) echo >> "$0.log";; esac; exec cc "$@"'
     monkeypatch.setenv("CC", script(tmp_path / "counting", count))
-    assert native._binary() == native._binary()
+    assert binary() == binary()
     assert (tmp_path / "counting.log").read_text() == "\n"
     assert len(list(cache.iterdir())) == 1
 
 
 @pytest.mark.parametrize("damage", [b"", None])
 def test_a_damaged_file_is_compiled_again(cache: Path, damage: bytes | None) -> None:
-    path = native._binary()
+    path = binary()
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2] if damage is None else damage)
     assert native.available()
-    assert len(native._binary().read_bytes()) == len(whole)
+    assert len(binary().read_bytes()) == len(whole)
 
 
 def test_without_march_native(
@@ -244,9 +247,9 @@ def test_falls_back_to_plain_torch(
     variable: str, value: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(implementation, "KERNELS", "auto")
+    monkeypatch.setattr(selection, "KERNELS", "auto")
     assert not native.available()
-    assert implementation.implementation(torch.zeros(1)) is cpu
+    assert selection.weight_kernel(torch.zeros(1)) is weight
 
 
 @pytest.mark.parametrize(
@@ -260,9 +263,9 @@ def test_falls_back_to_plain_torch(
 def test_wrong_code_is_not_used(
     right: str, wrong: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(native._SOURCE.parent, tmp_path / "ops")
-    source = tmp_path / "ops" / "native.c"
-    monkeypatch.setattr(native, "_SOURCE", source)
+    shutil.copytree(loader.FOLDER, tmp_path / "kernels")
+    source = tmp_path / "kernels" / "weight.c"
+    monkeypatch.setattr(loader, "FOLDER", source.parent)
     assert native.available()
     source.write_text(source.read_text().replace(right, wrong))
     native.available.cache_clear()
@@ -270,21 +273,61 @@ def test_wrong_code_is_not_used(
     assert not native.available()
 
 
-def test_what_is_included_counts(cache: Path, tmp_path: Path) -> None:
+def test_what_is_included_counts(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another header is another file, or old code would be used with a new one."""
-    shutil.copytree(native._SOURCE.parent, tmp_path / "ops")
-    source, header = tmp_path / "ops" / "native.c", tmp_path / "ops" / "threads.h"
-    before = native.binary(source, native._FLAGS)
+    shutil.copytree(loader.FOLDER, tmp_path / "kernels")
+    monkeypatch.setattr(loader, "FOLDER", tmp_path / "kernels")
+    before, header = binary(), tmp_path / "kernels" / "threads.h"
     header.write_text(header.read_text() + "int one_more;")
-    assert native.binary(source, native._FLAGS) != before
+    assert binary() != before
     assert len(list(cache.iterdir())) == 2
+
+
+# --- who may write what is loaded ---------------------------------------------------------------
+
+
+def test_the_cache_is_the_users_alone_whatever_the_umask(cache: Path) -> None:
+    before = os.umask(0)
+    try:
+        made = binary()
+    finally:
+        os.umask(before)
+    assert made.parent == cache
+    assert [path.stat().st_mode & 0o777 for path in (cache, made)] == [0o700, 0o600]
+
+
+@pytest.mark.parametrize("folder", [0o777, 0o770])
+def test_a_folder_that_others_may_write_to_is_not_used(cache: Path, folder: int) -> None:
+    cache.mkdir()
+    cache.chmod(folder)
+    with pytest.warns(UserWarning, match="others may write to it"):
+        made = binary()
+    assert made.parent != cache and not any(cache.iterdir())
+    assert native.available()
+
+
+def test_a_file_that_others_may_write_to_is_compiled_again(cache: Path) -> None:
+    made = binary()
+    made.chmod(0o666)
+    inode = made.stat().st_ino
+    assert binary().stat().st_ino != inode
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
+def test_a_file_of_another_user_is_compiled_again(cache: Path) -> None:
+    made = binary()
+    os.chown(made, 65534, -1)
+    assert binary().stat().st_uid == 0
 
 
 def start(cache: Path, **environment: str) -> subprocess.Popen:
     code = (
-        "import torch, geoparam.ops as ops; from geoparam.ops import native;"
-        "w = ops.weight(torch.zeros(2, 3, requires_grad=True), torch.ones(2)); w.sum().backward();"
-        "print(native.available(), w.tolist())"
+        "import torch; from geoparam.functional import weight;"
+        "from geoparam.kernels import weight_native;"
+        "w = weight(torch.zeros(2, 3, requires_grad=True), torch.ones(2)); w.sum().backward();"
+        "print(weight_native.available(), w.tolist())"
     )
     environment = {**os.environ, "GEOPARAM_CACHE": str(cache), **environment}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

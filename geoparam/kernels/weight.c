@@ -1,4 +1,4 @@
-/* The operator in C, for CPUs. native.py compiles this file and calls geoparam_run.
+/* The operator in C, for CPUs. weight_native.py calls geoparam_run.
 
        P_k = cos(a_1) ... cos(a_{k-1}),     w_k = r sin(a_k) P_k,     w_n = r P_n
        y_n = g_n,  y_k = sin(a_k) g_k + cos(a_k) y_{k+1},   z_k = cos(a_k) g_k - sin(a_k) y_{k+1}
@@ -21,7 +21,7 @@
    Threads get whole groups of four rows, so that their number does not change a bit.
 
    Left out: half types, which torch converts before and after; a second sine in float arithmetic
-   as in triton.py, which would be faster and another thing to get right. */
+   as in weight_triton.py, which would be faster and another thing to get right. */
 
 #include <math.h>
 #include <stdint.h>

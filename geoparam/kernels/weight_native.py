@@ -1,18 +1,8 @@
-"""The operator in C (native.c), compiled on first use with the machine's own compiler.
+"""The operator in C (weight.c), compiled on first use.
 
 Plain torch makes many passes over the memory, and for a small weight many calls; a loop in C makes
-neither. The compiler is $CC or cc, for about a second, once per machine; no header of Python or
-torch is needed, so nothing is built when geoparam is installed. The results are kept in
-$GEOPARAM_CACHE or ~/.cache/geoparam as
-
-    native-KEY-DIGEST.so    KEY of sources, flags and the compiler's own macros, DIGEST of the file
-
-The macros tell the compiler's version and what -march=native stands for, so machines may share a
-home. A file is renamed when it is complete, so processes may race; one that does not match its
-digest is compiled again, because loading a damaged one can crash.
-
-Much may go wrong: no compiler, a home that cannot be written to, wrong code. `available` tries it
-all once, compares a small case with cpu.py, and says no rather than raise.
+neither. Much may go wrong: no compiler, a home that cannot be written to, wrong code. `available`
+tries it all once, compares a small case with plain torch, and says no rather than raise.
 
 The C code takes tensors that are all float32 or all float64. Others are converted, a block of rows
 at a time; float64 if any is, so that no input is rounded.
@@ -20,29 +10,21 @@ at a time; float64 if any is, so that no input is rounded.
 
 import ctypes
 import functools
-import hashlib
 import logging
-import os
-import shlex
-import subprocess
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from geoparam.ops import cpu
+from geoparam.kernels import loader, weight
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("geoparam")
 
-_SOURCE = Path(__file__).with_suffix(".c")
 _FLAGS = (
-    "-O3",
     "-fno-math-errno",
     "-fno-tree-slp-vectorize",  # gcc 12 packs the chains' four rows: slower by 1/4
-    f"-DSMALLEST_METRIC={cpu.SMALLEST_METRIC}",
+    f"-DSMALLEST_METRIC={weight.SMALLEST_METRIC}",
 )
 _ANGLES_PER_THREAD = 1 << 16  # 0.1 ms forward; a thread costs 0.05
 
@@ -50,9 +32,9 @@ _ANGLES_PER_THREAD = 1 << 16  # 0.1 ms forward; a thread costs 0.05
 def forward(latitude: Tensor, r: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the weight rows (rows, n) for contiguous latitudes (rows, n - 1) and r (rows,)."""
     rows, angles = latitude.shape
-    weight = latitude.new_empty(rows, angles + 1, dtype=dtype)
-    _run([latitude, r, None, weight, None], False)
-    return weight
+    out = latitude.new_empty(rows, angles + 1, dtype=dtype)
+    _run([latitude, r, None, out, None], False)
+    return out
 
 
 def backward(
@@ -67,10 +49,10 @@ def backward(
 
 @functools.cache
 def available() -> bool:
-    """Whether the C code could be compiled and loaded, and computes what cpu.py does."""
+    """Whether the C code could be compiled and loaded, and computes what plain torch does."""
     try:
         _check()
-    except (OSError, subprocess.SubprocessError, AttributeError, RuntimeError, ValueError) as e:
+    except loader.ERRORS as e:
         _log.info("no C kernel on this machine, plain torch instead: %s", e)
         return False
     return True
@@ -85,7 +67,7 @@ def _run(tensors: list[Any], natural: bool) -> None:
     working = torch.float64 if torch.float64 in types else torch.float32
     if types == {working}:
         return _call(tensors, natural)
-    for block in cpu.blocks(tensors[0]):
+    for block in weight.blocks(tensors[0]):
         converted = [None if x is None else x[block].to(working) for x in tensors]
         _call(converted, natural)
         for x, result in zip(tensors[3:], converted[3:], strict=True):
@@ -103,62 +85,23 @@ def _call(tensors: list[Any], natural: bool) -> None:
 
 
 def _check() -> None:
-    """Raise RuntimeError unless a small case with poles comes out as in cpu.py."""
+    """Raise RuntimeError unless a small case with poles comes out as in plain torch."""
     for dtype in (torch.float32, torch.float64):
         k = torch.arange(5 * 300, dtype=dtype, device="cpu")
         grad = torch.cos(k * k).view(5, 300)
         latitude, r = 0.1 * grad[:, :-1].sin(), grad[:, 0].exp()
         latitude[1, ::40], latitude[2, 7:9], latitude[3] = torch.pi / 2, -torch.pi / 2, 50 * r[3]
         found = (forward(latitude, r, dtype), *backward(grad, latitude, r, True))
-        expected = (cpu.forward(latitude, r, dtype), *cpu.backward(grad, latitude, r, True))
+        expected = (weight.forward(latitude, r, dtype), *weight.backward(grad, latitude, r, True))
         tolerance = 1e-4 if dtype == torch.float32 else 1e-11
         for a, b in zip(found, expected, strict=True):
             if not torch.allclose(a, b, rtol=tolerance, atol=tolerance):
                 raise RuntimeError(f"its results differ from plain torch's in {dtype}")
 
 
-# --- compiling it -----------------------------------------------------------------------------
-
-
 @functools.cache
 def _library() -> Callable[..., None]:
-    run = ctypes.CDLL(str(_binary())).geoparam_run
+    run = loader.load("weight", _FLAGS).geoparam_run
     run.restype = None
     run.argtypes = (*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 2, *[ctypes.c_int] * 3)
     return run
-
-
-def _binary() -> Path:
-    return binary(_SOURCE, _FLAGS)
-
-
-def binary(source: Path, flags: Sequence[str]) -> Path:
-    """Return the compiled file, from the cache where it is there."""
-    try:
-        return _binary_for(source, [*flags, "-march=native"])
-    except subprocess.CalledProcessError:  # some compilers know no -march=native
-        return _binary_for(source, flags)
-
-
-def _binary_for(source: Path, flags: Sequence[str]) -> Path:
-    command = [*shlex.split(os.environ.get("CC", "cc")), *flags]
-    macros = _output([*command, "-dM", "-E", "-x", "c", os.devnull])
-    text = b"".join(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
-    key = _digest(text + macros + repr(command).encode())
-    cache = Path(os.environ.get("GEOPARAM_CACHE") or Path.home() / ".cache" / "geoparam")
-    for path in cache.glob(f"native-{key}-*.so"):
-        if path.stem.endswith(_digest(path.read_bytes())):
-            return path
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        compiled = Path(folder, "native.so")
-        _output([*command, "-shared", "-fPIC", "-pthread", "-o", compiled, source, "-lm"])
-        return compiled.replace(cache / f"native-{key}-{_digest(compiled.read_bytes())}.so")
-
-
-def _output(command: Sequence[str | Path]) -> bytes:
-    return subprocess.run(command, check=True, capture_output=True, timeout=120).stdout
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]

@@ -3,16 +3,20 @@
 import copy
 import math
 import pickle
+import warnings
 
 import kernels
 import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
-from geoparam import GmPConv2d, GmPLinear, ops, sphere
-from geoparam.ops import cpu, implementation
+from geoparam import GmPConv2d, GmPLinear, functional, sphere
+from geoparam.kernels import weight as plain
+from geoparam.kernels.selection import weight_kernel
 
 SIZES = [2, 3, 13, 576, 4608, 25088]
 FLOATS = [torch.float32, torch.float64]
@@ -22,10 +26,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def module_on(device: str):  # noqa: ANN201
     if device == "cpu":
-        return cpu
-    from geoparam.ops import triton
+        return plain
+    from geoparam.kernels import weight_triton
 
-    return triton
+    return weight_triton
 
 
 # --- each implementation against float64 --------------------------------------------------------
@@ -45,7 +49,7 @@ def test_weight(n: int, dtype: torch.dtype, device: str) -> None:
 def test_round_trip(n: int, dtype: torch.dtype, device: str) -> None:
     w = torch.randn(4, n, dtype=torch.float64, device=device)
     latitude, r = sphere.to_latitude(w).to(dtype), w.norm(dim=1).to(dtype)
-    error = (ops.weight(latitude, r).double() - w).norm(dim=1) / w.norm(dim=1)
+    error = (functional.weight(latitude, r).double() - w).norm(dim=1) / w.norm(dim=1)
     assert error.max() < kernels.WEIGHT_BOUND[dtype]
 
 
@@ -103,7 +107,7 @@ def test_wound_up_angles_are_still_exact(device: str) -> None:
 @pytest.mark.parametrize("rows", [0, 1, 3, 65])
 def test_any_number_of_rows(rows: int, device: str) -> None:
     latitude, r, g = kernels.random_case(rows, 9, torch.float32, device)
-    w = ops.weight(latitude, r)
+    w = functional.weight(latitude, r)
     assert w.shape == (rows, 9)
     torch.testing.assert_close(w.double(), kernels.weight(latitude, r), atol=1e-6, rtol=1e-5)
     assert torch.ops.geoparam.weight_backward(g, latitude, r, False)[0].shape == (rows, 8)
@@ -121,7 +125,7 @@ def test_repeats_bit_for_bit(device: str) -> None:
 def test_non_contiguous_input(device: str) -> None:
     latitude, r, _ = kernels.random_case(6, 9, torch.float64, device)
     strided = latitude.t().contiguous().t()
-    assert torch.equal(ops.weight(strided, r), ops.weight(latitude, r))
+    assert torch.equal(functional.weight(strided, r), functional.weight(latitude, r))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -130,7 +134,7 @@ def test_memory_off_its_alignment(device: str) -> None:
     flat = torch.zeros(1 + latitude.numel(), device=device)
     flat[1:] = latitude.flatten()
     shifted = flat[1:].view(latitude.shape)
-    module = implementation.implementation(latitude)
+    module = weight_kernel(latitude)
     assert torch.equal(module.forward(shifted, r, r.dtype), module.forward(latitude, r, r.dtype))
     found = module.backward(g, shifted, r, False)
     assert all(map(torch.equal, found, module.backward(g, latitude, r, False)))
@@ -147,8 +151,8 @@ def test_channels_last_changes_no_number(shape: tuple, dtype: torch.dtype, devic
     latitude, r, g = kernels.random_case(4, n, dtype, device)
     latitude.requires_grad_(), r.requires_grad_()
     order = torch.channels_last if len(shape) == 3 else torch.channels_last_3d
-    rows = ops.weight(latitude, r)
-    w = ops.weight(latitude, r, shape=shape, channels_last=True)
+    rows = functional.weight(latitude, r)
+    w = functional.weight(latitude, r, shape=shape, channels_last=True)
     assert w.is_contiguous(memory_format=order)
     assert torch.equal(w, rows.view(4, *shape))
     expected = torch.autograd.grad(rows, (latitude, r), g)
@@ -163,19 +167,21 @@ def test_shapes_are_the_same_in_every_mode() -> None:
     latitude = torch.randn(4, 17, dtype=torch.float64)
     r = torch.randn(4, dtype=torch.float64)
     options = {"shape": (2, 3, 3), "channels_last": True}
-    expected = ops.weight(latitude, r).view(4, 2, 3, 3)
-    call = lambda a: ops.weight(a, r, **options)  # noqa: E731
+    expected = functional.weight(latitude, r).view(4, 2, 3, 3)
+    call = lambda a: functional.weight(a, r, **options)  # noqa: E731
     assert torch.equal(torch.ops.geoparam.weight(latitude, r, **options), expected)
     torch.testing.assert_close(jvp(call, (latitude,), (latitude,))[0], expected)
     torch.testing.assert_close(vmap(call)(latitude[None])[0], expected)
     found = grad(lambda a: call(a).square().sum())(latitude)
-    torch.testing.assert_close(found, grad(lambda a: ops.weight(a, r).square().sum())(latitude))
+    torch.testing.assert_close(
+        found, grad(lambda a: functional.weight(a, r).square().sum())(latitude)
+    )
     assert torch.autograd.gradgradcheck(call, latitude[:, :17].clone().requires_grad_())
 
 
 def test_a_shape_must_fit() -> None:
     with pytest.raises(ValueError, match="one more than its latitudes"):
-        ops.weight(torch.zeros(3, 4), shape=(2, 2))
+        functional.weight(torch.zeros(3, 4), shape=(2, 2))
 
 
 # --- storage in half precision ------------------------------------------------------------------
@@ -189,7 +195,7 @@ def row_error(found: Tensor, w: Tensor) -> Tensor:
 def test_bf16_latitudes_lose_no_more_than_bf16_weights(n: int) -> None:
     w = torch.randn(64, n, dtype=torch.float64)
     latitude, r = sphere.to_latitude(w).bfloat16(), w.norm(dim=1).float()
-    found = ops.weight(latitude, r)
+    found = functional.weight(latitude, r)
     assert found.dtype == torch.float32
     assert row_error(found, w) <= 1.1 * row_error(w.bfloat16(), w)
 
@@ -200,7 +206,7 @@ def test_bf16_row_error_stays_below_one_percent(n: int, kind: str) -> None:
     w = torch.randn(64, n, dtype=torch.float64)
     if kind == "dominant":
         w[:, n // 2] = 50
-    found = ops.weight(sphere.to_latitude(w).bfloat16(), w.norm(dim=1).float())
+    found = functional.weight(sphere.to_latitude(w).bfloat16(), w.norm(dim=1).float())
     error = (found.double() - w).norm(dim=1) / w.norm(dim=1)
     assert error.max() < 0.008
 
@@ -208,7 +214,7 @@ def test_bf16_row_error_stays_below_one_percent(n: int, kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_returns_the_type_asked_for(dtype: torch.dtype) -> None:
     latitude, r, _ = kernels.random_case(3, 8, torch.float32)
-    w = ops.weight(latitude, r, dtype=dtype)
+    w = functional.weight(latitude, r, dtype=dtype)
     assert w.dtype == dtype
     precise = kernels.weight(latitude, r).to(dtype)
     torch.testing.assert_close(w, precise, atol=1e-6, rtol=1e-6 if dtype.itemsize > 2 else 0.01)
@@ -229,10 +235,10 @@ def test_gradcheck_in_every_mode() -> None:
     latitude = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
     r = torch.randn(2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
-        ops.weight, (latitude, r), check_forward_ad=True, check_batched_grad=True
+        functional.weight, (latitude, r), check_forward_ad=True, check_batched_grad=True
     )
-    assert torch.autograd.gradgradcheck(ops.weight, (latitude, r))
-    assert torch.autograd.gradgradcheck(lambda a: ops.weight(a), (latitude,))
+    assert torch.autograd.gradgradcheck(functional.weight, (latitude, r))
+    assert torch.autograd.gradgradcheck(lambda a: functional.weight(a), (latitude,))
 
 
 @pytest.mark.parametrize("transform", [grad, jacrev, jacfwd, hessian])
@@ -246,7 +252,7 @@ def test_torch_func(transform, batched: bool) -> None:  # noqa: ANN001
         return vmap(call)(latitude, r) if batched else call(latitude[0], r[0])
 
     for found, expected in zip(
-        tree_leaves(run(ops.weight)), tree_leaves(run(reference)), strict=True
+        tree_leaves(run(functional.weight)), tree_leaves(run(reference)), strict=True
     ):
         torch.testing.assert_close(found, expected)
 
@@ -258,7 +264,7 @@ def test_vmap_over_either_argument(in_dims: tuple) -> None:
         x if d is None else torch.stack([x, 2 * x, -x], dim=d)
         for x, d in zip(base, in_dims, strict=True)
     )
-    for call in (ops.weight, torch.ops.geoparam.weight):
+    for call in (functional.weight, torch.ops.geoparam.weight):
         torch.testing.assert_close(
             vmap(call, in_dims=in_dims)(*args), vmap(reference, in_dims=in_dims)(*args)
         )
@@ -267,7 +273,7 @@ def test_vmap_over_either_argument(in_dims: tuple) -> None:
 def test_forward_mode_is_not_silently_zero() -> None:
     latitude, r, step = kernels.random_case(3, 6, torch.float64)
     tangents = (torch.randn_like(latitude), torch.randn_like(r))
-    _, found = jvp(ops.weight, (latitude, r), tangents)
+    _, found = jvp(functional.weight, (latitude, r), tangents)
     _, expected = jvp(reference, (latitude, r), tangents)
     torch.testing.assert_close(found, expected)
     assert found.abs().max() > 0
@@ -275,7 +281,7 @@ def test_forward_mode_is_not_silently_zero() -> None:
 
 def test_nested_forward_mode() -> None:
     latitude, r, _ = kernels.random_case(2, 4, torch.float64)
-    found = jacfwd(jacfwd(lambda a: loss(ops.weight)(a, r)))(latitude)
+    found = jacfwd(jacfwd(lambda a: loss(functional.weight)(a, r)))(latitude)
     torch.testing.assert_close(found, jacfwd(jacfwd(lambda a: loss(reference)(a, r)))(latitude))
 
 
@@ -287,7 +293,7 @@ def test_the_bare_op_refuses_forward_mode() -> None:
 
 def test_natural_survives_vmap() -> None:
     latitude = torch.randn(4, 2, 6)
-    call = lambda a, natural: ops.weight(a, natural=natural).sin().sum()  # noqa: E731
+    call = lambda a, natural: functional.weight(a, natural=natural).sin().sum()  # noqa: E731
     plain = vmap(grad(lambda a: call(a, False)))(latitude)
     natural = vmap(grad(lambda a: call(a, True)))(latitude)
     torch.testing.assert_close(natural, plain / sphere.metric(latitude).clamp(min=0.01))
@@ -303,13 +309,13 @@ def test_third_derivatives() -> None:
             value = torch.autograd.grad(value.sum(), latitude, create_graph=True)[0].sin()
         return value
 
-    torch.testing.assert_close(third(ops.weight), third(reference))
+    torch.testing.assert_close(third(functional.weight), third(reference))
 
 
 def test_second_derivative_of_the_natural_gradient_is_refused() -> None:
     latitude = torch.randn(2, 3, requires_grad=True)
     first = torch.autograd.grad(
-        ops.weight(latitude, natural=True).square().sum(), latitude, create_graph=True
+        functional.weight(latitude, natural=True).square().sum(), latitude, create_graph=True
     )[0]
     with pytest.raises(RuntimeError, match="natural"):
         first.sum().backward()
@@ -332,7 +338,7 @@ def test_natural_gradient_is_the_tangent_step() -> None:
     latitude = 0.3 * torch.randn(6, 9, dtype=torch.float64)  # metric above its bound everywhere
     assert sphere.metric(latitude).min() > 0.01
     latitude.requires_grad_()
-    u = ops.weight(latitude, natural=True)
+    u = functional.weight(latitude, natural=True)
     g = torch.randn_like(u)
     step = torch.autograd.grad(u, latitude, g)[0]
     h = 1e-7
@@ -382,10 +388,78 @@ def test_export_with_a_dynamic_batch() -> None:
 
 def test_shapes_and_types_are_checked() -> None:
     with pytest.raises(ValueError, match="one scale per row"):
-        ops.weight(torch.zeros(3, 4), torch.ones(4))
+        functional.weight(torch.zeros(3, 4), torch.ones(4))
     with pytest.raises(ValueError, match="floating"):
-        ops.weight(torch.zeros(3, 4, dtype=torch.long))
+        functional.weight(torch.zeros(3, 4, dtype=torch.long))
 
 
 def test_no_angles_and_no_scale() -> None:
-    assert ops.weight(torch.zeros(3, 0)).tolist() == [[1.0]] * 3
+    assert functional.weight(torch.zeros(3, 0)).tolist() == [[1.0]] * 3
+
+
+# --- modes and tracers --------------------------------------------------------------------------
+
+
+class Recorder(TorchDispatchMode):
+    """Note the names of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_plain_training_calls_the_kernels_directly() -> None:
+    latitude, r, g = kernels.random_case(3, 8, torch.float32)
+    w = functional.weight(latitude.requires_grad_(), r)
+    assert w.grad_fn.name() == "_WeightBackward"
+    assert functional.weight(latitude.detach()).grad_fn is None
+
+
+def test_modes_see_the_ops() -> None:
+    latitude, r, g = kernels.random_case(3, 8, torch.float32)
+    latitude.requires_grad_()
+    with Recorder() as recorder:
+        w = functional.weight(latitude, r)
+        torch.autograd.grad(w, latitude, g)
+    assert "geoparam.weight.default" in recorder.names
+    assert "geoparam.weight_backward.default" in recorder.names
+
+
+def test_a_mode_around_the_backward_alone_sees_the_op() -> None:
+    latitude, r, g = kernels.random_case(3, 8, torch.float32)
+    w = functional.weight(latitude.requires_grad_(), r)
+    expected = torch.autograd.grad(w, latitude, g, retain_graph=True)[0]
+    with Recorder() as recorder:
+        found = torch.autograd.grad(w, latitude, g)[0]
+    assert torch.equal(found, expected)
+    assert "geoparam.weight_backward.default" in recorder.names
+
+
+def test_traced_code_computes_the_weight_anew() -> None:
+    latitude, r, _ = kernels.random_case(3, 8, torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        traced = torch.jit.trace(functional.weight, (latitude, r))
+    assert torch.equal(traced(2 * latitude, r), functional.weight(2 * latitude, r))
+
+
+def test_saved_tensors_are_guarded_against_changes() -> None:
+    latitude, r, _ = kernels.random_case(3, 8, torch.float32)
+    w = functional.weight(latitude.requires_grad_(), r)
+    with torch.no_grad():
+        latitude.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        w.sum().backward()
+
+
+def test_checkpointed_layers_recompute_the_weight() -> None:
+    layer, x = GmPLinear(5, 3), torch.randn(4, 5)
+    layer(x).square().sum().backward()
+    expected = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    checkpoint(layer, x, use_reentrant=False).square().sum().backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(layer.parameters(), expected, strict=True))
