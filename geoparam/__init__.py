@@ -7,8 +7,9 @@ from geoparam.fold import fold_
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, synchronise_means_
 from geoparam.optim import param_groups
+from geoparam.plain import InputMeanConv1d, InputMeanConv2d, InputMeanConv3d, InputMeanLinear
 from geoparam.plan import plan
-from geoparam.unit import GmPLayer, retract
+from geoparam.unit import GmPLayer, remembered, retract
 
 __version__ = "0.1.0"
 
@@ -20,12 +21,17 @@ __all__ = [
     "GmPLayer",
     "GmPLinear",
     "GmPMultiheadAttention",
+    "InputMeanConv1d",
+    "InputMeanConv2d",
+    "InputMeanConv3d",
+    "InputMeanLinear",
     "InputMeanNorm",
     "MeanOnlyBatchNorm",
     "convert_",
     "fold_",
     "param_groups",
     "plan",
+    "remembered",
     "retract",
     "synchronise_means_",
     "verify",

@@ -7,8 +7,10 @@ directions to `coordinates`, the mean of the input to `norm`, the arithmetic to 
 """
 
 import math
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -16,15 +18,18 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from geoparam import sphere
+from geoparam.computed import computed
 from geoparam.coordinates import Sign, coordinates_for, normalise_
 from geoparam.norm import InputMeanNorm, shifted_bias
 
 Activation = Callable[[Tensor], Tensor]
 InputNorm = bool | Literal["bias", "border"]
 Layer = TypeVar("Layer", bound="GmPLayer")
+Model = TypeVar("Model", bound=nn.Module)
 Plain = TypeVar("Plain", bound=nn.Module)
 
 _LARGEST_DRIFT = 0.1
+_LARGEST_ROUNDING = 0.02  # of a unit vector's length: bfloat16 has three digits
 _BLOCK = 1 << 18  # elements encoded at once: bounds the float64 copies
 
 
@@ -33,7 +38,8 @@ class GmPLayer(nn.Module):
 
     `weight` and `bias` are what the affine map uses: r u and r lam, or, with an activation, u and
     lam, since r then stays outside. `direction` and `location` have the weight's shape. All four,
-    and `theta`, are computed from the parameters and cannot be assigned.
+    and `theta`, are computed from the parameters. Assigning `weight` or `bias` sets the
+    parameters; writing into them in place raises, as it would be lost.
 
     In version 2 of the state `input_norm=True` is the bias form; in version 1 it was the border
     form.
@@ -85,6 +91,7 @@ class GmPLayer(nn.Module):
         self.r = nn.Parameter(torch.empty(out, **place))
         self.lam = nn.Parameter(torch.empty(out, **place)) if bias else None
         self._drift_reported = False
+        self._remembered = _Remembered()
         self.reset_parameters()
 
     # --- parameters ---------------------------------------------------------------------------
@@ -115,33 +122,24 @@ class GmPLayer(nn.Module):
     def _assign_affine(
         self, weight: Tensor, bias: Tensor | None, gain: Tensor | None = None
     ) -> None:
-        """Take the parameters of gain * w^T x + b: u = w / ||w||, r = gain ||w||, lam = b / r."""
+        """Take the parameters of gain * w^T x + b, and which of them are frozen."""
+        self._set_affine(weight, bias, gain)
+        for parameter in (self._stored, self.r):
+            if isinstance(parameter, nn.Parameter):
+                parameter.requires_grad_(weight.requires_grad)
+        if self.lam is not None and bias is not None:
+            self.lam.requires_grad_(bias.requires_grad)
+
+    def _set_affine(self, weight: Tensor, bias: Tensor | None, gain: Tensor | None = None) -> None:
+        """Set u = w / ||w||, r = gain ||w|| and lam = b / r."""
         _check_finite(weight, "weight")
         w = weight.detach().flatten(1)
         r = sphere.length(w)
         r = r if gain is None else sphere.wide(gain.detach()) * r
         lam = None
         if bias is not None:
-            _check_finite(bias, "bias")
-            b = sphere.wide(bias.detach())
-            lost = ((r == 0) & (b != 0)).nonzero().flatten().tolist()
-            if lost:
-                raise ValueError(
-                    f"rows {lost[:8]} have a zero weight and a bias: such a unit has no boundary, "
-                    "and r * lam cannot hold its bias. Leave the layer standard or prune the row."
-                )
-            lam = torch.where(r == 0, 0, b / torch.where(r == 0, 1, r))
-            if not lam.to(self.r.dtype).isfinite().all():
-                raise ValueError(
-                    f"a weight is so short beside its bias that lam = b / r is no {self.r.dtype}. "
-                    "Leave the layer standard."
-                )
+            lam = _distance(bias, r, self.r.dtype)
         self._assign(w, r, lam)
-        for parameter in (self._stored, self.r):
-            if isinstance(parameter, nn.Parameter):
-                parameter.requires_grad_(weight.requires_grad)
-        if self.lam is not None and bias is not None:
-            self.lam.requires_grad_(bias.requires_grad)
 
     @property
     def _stored(self) -> Tensor:
@@ -176,11 +174,54 @@ class GmPLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The affine map's weight: r u, or u where r is outside the activation."""
-        return self._weight(None)
+        return computed(self._weight(None))
+
+    @weight.setter
+    def weight(self, weight: Tensor) -> None:
+        """Set directions and r, and lam so that the bias stays."""
+        if tuple(weight.shape) != self.weight_shape:
+            raise ValueError(
+                f"the weight has shape {self.weight_shape}; got {tuple(weight.shape)}."
+            )
+        if self.activation is None:
+            return self._set_affine(weight, self._bias)
+        _check_finite(weight, "weight")
+        rows = weight.detach().flatten(1)
+        if (sphere.length(rows) - 1).abs().max() > _LARGEST_ROUNDING:
+            raise ValueError(
+                "r is outside of this layer's activation, so its weight is the unit vectors: "
+                "assign rows of length 1, and their lengths to layer.r."
+            )
+        self._assign(rows, self.r.detach(), None)
 
     @property
     def bias(self) -> Tensor | None:
         """The affine map's bias: r lam, or lam where r is outside the activation."""
+        bias = self._bias
+        return bias if bias is None else computed(bias)
+
+    @bias.setter
+    def bias(self, bias: Tensor | None) -> None:
+        """Set lam = b / r, or b where r is outside; None leaves the layer without."""
+        if bias is None:
+            self.lam = None
+            return
+        if bias.shape != self.r.shape:
+            raise ValueError(f"the bias has shape {tuple(self.r.shape)}; got {tuple(bias.shape)}.")
+        if self.lam is None:
+            self.lam = nn.Parameter(torch.zeros_like(self.r))
+        r = self.r if self.activation is None else torch.ones_like(self.r)
+        with torch.no_grad():
+            self.lam.copy_(_distance(bias, sphere.wide(r.detach()), self.lam.dtype))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("weight", "bias"):  # torch would register a Parameter of this name
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def _bias(self) -> Tensor | None:
         if self.lam is None or self.activation is not None:
             return self.lam
         return self.r * self.lam
@@ -211,10 +252,20 @@ class GmPLayer(nn.Module):
                 x = self.input_norm(x)
             else:
                 mean = self.input_norm.mean(x)
-        weight, bias = self._weight(_autocast_dtype(x), _is_channels_last(x)), self.bias
+        weight, bias = self._current_weight(_autocast_dtype(x), _is_channels_last(x)), self._bias
         if mean is not None:
             bias = shifted_bias(bias, weight, mean)
         return self._map(x, weight, None if bias is None else bias.to(weight.dtype))
+
+    def _current_weight(self, dtype: torch.dtype | None, channels_last: bool = False) -> Tensor:
+        """Return the weight, or that which `remembered` keeps of these parameters."""
+        kept = None if torch.is_grad_enabled() else self._remembered.value
+        if kept is not None:
+            weight, stored, r = kept
+            wanted = dtype or torch.promote_types(stored.dtype, r.dtype)
+            if stored is self._stored and r is self.r and weight.dtype == wanted:
+                return weight
+        return self._weight(dtype, channels_last)
 
     def _map(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
@@ -242,7 +293,7 @@ class GmPLayer(nn.Module):
                 "this layer applies its own activation with r outside of it, so no standard layer "
                 "alone is the same. Fold the model, which gives Sequential(layer, activation)."
             )
-        weight, bias = self.weight.detach(), self.bias
+        weight, bias = self._weight(None).detach(), self._bias
         if self.input_norm is None:
             return weight, bias if bias is None else bias.detach()
         if self.input_norm.running_mean is None or self._centres_borders:
@@ -334,6 +385,52 @@ def draw(out: int, n: int, init: str, *, device: torch.device, dtype: torch.dtyp
     return torch.empty(out, n, device=device, dtype=dtype).uniform_(-bound, bound)
 
 
+class _Remembered:
+    """A layer's weight and what it was computed from, while `remembered` is active."""
+
+    def __init__(self) -> None:
+        self.value: tuple[Tensor, Tensor, Tensor] | None = None
+        self.users = 0
+
+    def __reduce__(self) -> tuple:
+        return _Remembered, ()  # copies and pickles remember nothing
+
+
+_LOCK = threading.Lock()
+
+
+@contextmanager
+def remembered(model: Model) -> Iterator[Model]:
+    """Compute the weights of all GmP layers once, and use them until the context is left.
+
+    For evaluation without gradients: where gradients are recorded, layers compute their weights
+    as ever. Inside, parameters must not be written to; nothing would notice. Several threads may
+    share a model, and contexts may be nested. A model that is served for long is better folded.
+
+    Example:
+        >>> from geoparam import GmPLinear
+        >>> model, x = nn.Sequential(GmPLinear(4, 8), nn.ReLU()), torch.randn(2, 4)
+        >>> with torch.no_grad(), remembered(model):
+        ...     y = model(x)
+    """
+    layers = [module for module in model.modules() if isinstance(module, GmPLayer)]
+    with _LOCK, torch.no_grad():
+        for layer in layers:
+            memory = layer._remembered
+            if memory.users == 0:
+                weight = layer._weight(_autocast_dtype(layer.r))
+                memory.value = weight, layer._stored, layer.r
+            memory.users += 1
+    try:
+        yield model
+    finally:
+        with _LOCK:
+            for layer in layers:
+                layer._remembered.users -= 1
+                if layer._remembered.users == 0:
+                    layer._remembered.value = None
+
+
 def retract(model: nn.Module) -> Callable[..., None]:
     """Return a hook that keeps the unit vectors of intrinsic layers on the sphere.
 
@@ -400,6 +497,25 @@ def _is_channels_last(x: Tensor) -> bool:
     if isinstance(x, Proxy) or x.ndim != 4 or not x.is_cuda:
         return False
     return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def _distance(bias: Tensor, r: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return lam = b / r in float64, if that is a number of the type it is stored in."""
+    _check_finite(bias, "bias")
+    b = sphere.wide(bias.detach())
+    lost = ((r == 0) & (b != 0)).nonzero().flatten().tolist()
+    if lost:
+        raise ValueError(
+            f"rows {lost[:8]} have a zero weight and a bias: such a unit has no boundary, "
+            "and r * lam cannot hold its bias. Leave the layer standard or prune the row."
+        )
+    lam = torch.where(r == 0, 0, b / torch.where(r == 0, 1, r))
+    if not lam.to(dtype).isfinite().all():
+        raise ValueError(
+            f"a weight is so short beside its bias that lam = b / r is no {dtype}. "
+            "Leave the layer standard."
+        )
+    return lam
 
 
 def _check_init(init: str | None) -> None:
