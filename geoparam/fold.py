@@ -168,6 +168,12 @@ def _folded_layer(
     before = None
     if mean is not None and layer._centres_borders:
         if factor is not None:
+            if ((factor == 0) & (mean != 0)).any():
+                raise ValueError(
+                    f"{name!r} centres its input before it pads zeros, and r = 0 outside the "
+                    "activation before it: no weight can hold what that channel's mean adds. "
+                    "Prune the channel, or set its running mean to 0."
+                )
             mean = torch.where(factor == 0, 0, mean / factor)
         before = _subtract(mean, len(layer.weight_shape))
         log.info("%s: its input mean stays as a BatchNorm, %s.0, before the layer", name, name)

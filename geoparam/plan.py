@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.graph import Chain, Graph
+from geoparam.plain import InputMeanLayer
 from geoparam.trace import output_layers, trace
 from geoparam.unit import GmPLayer, InputNorm
 
@@ -163,10 +164,17 @@ def _bystander(name: str, module: nn.Module) -> list[Decision]:
     kind = type(module).__name__
     if isinstance(module, GmPLayer):
         return [Decision(name, kind, False, ("already converted",))]
-    has_matrix = any(p.ndim > 1 for p in module.parameters(recurse=False))
+    own = [p.shape for p in module.parameters(recurse=False)]
+    stacked = any(len(shape) > 2 and min(shape) > 1 for shape in own)  # as fused experts are
+    has_matrix = any(len(shape) > 1 for shape in own) and next(module.children(), None) is None
     known = isinstance(module, nn.Embedding | nn.EmbeddingBag) or "norm" in kind.lower()
-    if not has_matrix or known or next(module.children(), None) is not None:
+    if known or not (has_matrix or stacked):
         return []
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        reason = "no GmP form: its weight has rows for input channels, not for units"
+        return [Decision(name, kind, False, (reason,))]
+    if isinstance(module, InputMeanLayer):
+        return [Decision(name, kind, False, ("it has its input's mean already",))]
     if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
         return [Decision(name, kind, False, ("it computes something else than its base class",))]
     return [Decision(name, kind, False, ("no GmP form of this type",))]

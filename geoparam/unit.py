@@ -354,6 +354,14 @@ class GmPLayer(nn.Module):
         self._report_drift()
         super()._save_to_state_dict(*args)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name in ("weight_orig", "bias_orig"):
+            raise ValueError(
+                "torch's pruning masks a weight that is a parameter, and that of a GmP layer is "
+                "computed. Prune the plain model: geoparam.fold_, prune, geoparam.convert_."
+            )
+        super().register_parameter(name, param)
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:

@@ -253,7 +253,10 @@ def test_other_layers_are_listed() -> None:
     text = str(gp.plan(model))
     assert "1: Odd (it computes something else than its base class)" in text
     assert "2: Bilinear (no GmP form of this type)" in text
-    assert "3: ConvTranspose1d" in text and "4: Linear (the output layer)" in text
+    assert (
+        "3: ConvTranspose1d (no GmP form: its weight has rows for input" in text
+        and "4: Linear (the output layer)" in text
+    )
 
 
 def test_attention_with_separate_projections_is_left() -> None:
@@ -539,3 +542,30 @@ def test_verify_sees_nan_and_restores_the_mode() -> None:
     assert math.isnan(gp.verify(model, broken, torch.ones(1, 2)))
     assert math.isnan(gp.verify(Half(0.0), Half(torch.nan), torch.ones(1, 2)))
     assert model.training and model[1].training
+
+
+def test_without_example_inputs_heads_beside_each_other_stay_plain() -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.hidden = nn.Linear(4, 8), nn.Linear(8, 8)
+            self.classes, self.box = nn.Linear(8, 10), nn.Linear(8, 4)
+
+    decisions = {d.name: d.converted for d in gp.plan(TwoHeads()).decisions}
+    assert decisions == {"body": True, "hidden": True, "classes": False, "box": False}
+
+
+def test_fused_experts_are_listed_as_left() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(4, 16, 8))
+            self.activation = nn.SiLU()
+
+    class Model(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(8, 8), Experts(), nn.Linear(8, 2))
+            self.class_token = nn.Parameter(torch.zeros(1, 1, 8))
+
+    text = str(gp.plan(Model()))
+    assert "left:\n  1: Experts (no GmP form of this type)" in text and "Model" not in text
