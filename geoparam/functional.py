@@ -6,12 +6,12 @@ Two torch.library ops do the work and are opaque to torch.compile, torch.export,
     weight_backward(grad, latitude, r)  the gradients of <grad, weight>
 
 Both have autograd registered, so the op can be differentiated any number of times. Torch's
-dispatch of an op written in Python takes longer than most weights, and torch.func refuses to
-differentiate such an op: so eager code and torch.func reach the kernels through an
-autograd.Function. In forward mode (jvp, jacfwd, hessian) an op's tangent would be zero, and that
-of a Function is lost when nested or compiled, without a word in either case: there the weight is
-computed by `sphere`'s differentiable formula. In compiled code for a GPU the ops are replaced by
-their Triton kernels, which inductor then launches as it does its own.
+dispatch of an op written in Python takes longer than most weights, so eager code reaches the
+kernels through an autograd.Function. torch.func refuses to differentiate such an op, and has
+Functions of its own around it. In forward mode (jvp, jacfwd, hessian) an op's tangent would be
+zero, and that of a Function is lost when nested or compiled, without a word in either case: there
+the weight is computed by `sphere`'s differentiable formula. In compiled code for a GPU the ops are
+replaced by their Triton kernels, which inductor then launches as it does its own.
 
 Arithmetic is float32 or better whatever the type.
 """
@@ -29,7 +29,7 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 
 from geoparam import sphere
-from geoparam.kernels.layout import layout_of, positions_of
+from geoparam.kernels.layout import layout_for, layout_of, positions_of
 from geoparam.kernels.selection import uses_triton, weight_kernel
 from geoparam.kernels.tangents import gradient_tangent, weight_tangent
 
@@ -67,8 +67,10 @@ def weight(
     if hasattr(latitude, "placements") and not isinstance(latitude, Proxy):
         return _weight_of_shards(latitude, r, natural, dtype, shape)
     if not torch.compiler.is_compiling():
-        if torch._C._are_functorch_transforms_active() or _is_plain(latitude, r):
+        if _is_plain(latitude, r):
             return _Weight.apply(latitude, r, natural, dtype, shape, channels_last)
+        if torch._C._are_functorch_transforms_active():
+            return _FuncWeight.apply(latitude, r, natural, dtype, shape)
     return torch.ops.geoparam.weight(
         latitude, r, natural=natural, dtype=dtype, shape=shape, channels_last=channels_last
     )
@@ -136,7 +138,7 @@ def _forward(
 ) -> Tensor:
     """Return the weight; if `traced`, leave the kernel in the graph that a compiler is tracing."""
     dtype = dtype or _result_type(latitude, r)
-    layout = layout_of(latitude.shape, None if shape is None else tuple(shape), channels_last)
+    layout = layout_for(latitude.shape, None if shape is None else tuple(shape), channels_last)
     latitude, r = latitude.contiguous(), None if r is None else r.contiguous()
     kernel: Any = weight_kernel(latitude)
     if uses_triton(latitude):
@@ -172,12 +174,15 @@ def _as_rows(latitude: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor | None]
     return latitude.view(rows, latitude.shape[-1]), None if r is None else r.view(-1)
 
 
-# --- eager code and torch.func ------------------------------------------------------------------
+# --- eager code ---------------------------------------------------------------------------------
 
 
 class _Weight(torch.autograd.Function):
+    """Without setup_context, for which torch binds arguments in longer than a weight takes."""
+
     @staticmethod
     def forward(
+        ctx: Any,
         latitude: Tensor,
         r: Tensor | None,
         natural: bool,
@@ -186,8 +191,26 @@ class _Weight(torch.autograd.Function):
         channels_last: bool,
     ) -> Tensor:
         _check(latitude, r)
-        if _is_plain(latitude, r):
-            return _forward(latitude, r, dtype, shape, channels_last)
+        ctx.save_for_backward(latitude, r)
+        ctx.natural = natural
+        return _forward(latitude, r, dtype, shape, channels_last)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        latitude, r = ctx.saved_tensors
+        plain = not torch.is_grad_enabled() and _is_plain(grad, latitude, r)
+        backward: Any = _backward if plain else torch.ops.geoparam.weight_backward
+        grad_latitude, grad_r = backward(grad, latitude, r, ctx.natural)
+        return grad_latitude, None if r is None else grad_r, None, None, None, None
+
+
+# --- torch.func ---------------------------------------------------------------------------------
+
+
+class _FuncWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(latitude: Tensor, r: Tensor | None, natural: bool, *options: Any) -> Tensor:
+        dtype, shape = options
         return torch.ops.geoparam.weight(latitude, r, natural=natural, dtype=dtype, shape=shape)
 
     @staticmethod
@@ -198,26 +221,23 @@ class _Weight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         latitude, r = ctx.saved_tensors
-        grad_latitude, grad_r = _WeightBackward.apply(grad, latitude, r, ctx.natural)
-        return grad_latitude, None if r is None else grad_r, None, None, None, None
+        grad_latitude, grad_r = _FuncBackward.apply(grad, latitude, r, ctx.natural)
+        return grad_latitude, None if r is None else grad_r, None, None, None
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple, latitude: Tensor, r: Tensor | None, *options: Any
     ) -> tuple[Tensor, int]:
         latitude, r = _batch_first(info.batch_size, in_dims, latitude, r)
-        return _Weight.apply(latitude, r, *options[:-1], False), 0
+        return _FuncWeight.apply(latitude, r, *options), 0
 
 
-class _WeightBackward(torch.autograd.Function):
+class _FuncBackward(torch.autograd.Function):
     @staticmethod
     def forward(
         grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
     ) -> tuple[Tensor, Tensor]:
-        compute: Any = torch.ops.geoparam.weight_backward
-        if _is_plain(grad, latitude, r):
-            compute = _backward
-        return compute(grad, latitude, r, natural)
+        return torch.ops.geoparam.weight_backward(grad, latitude, r, natural)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -232,7 +252,7 @@ class _WeightBackward(torch.autograd.Function):
         info: Any, in_dims: tuple, grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         grad, latitude, r = _batch_first(info.batch_size, in_dims, grad, latitude, r)
-        return _WeightBackward.apply(grad, latitude, r, natural), (0, 0)
+        return _FuncBackward.apply(grad, latitude, r, natural), (0, 0)
 
 
 # --- the ops ------------------------------------------------------------------------------------

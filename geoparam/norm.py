@@ -114,8 +114,9 @@ class TrackedMean(nn.Module):
         if self.momentum is not None and not self.corrected:
             running.lerp_(mean, self.momentum)
         else:
-            share = count.to(running.dtype).reciprocal_()
-            running.lerp_(mean, share.clamp_(self.momentum or 0.0, 1))
+            count = count.double() if running.dtype == torch.float64 else count
+            most = None if self.momentum is None else 1 / self.momentum
+            running.addcdiv_(mean - running, count.clamp(1, most))
 
     def _check(self, x: Tensor) -> None:
         if not -x.ndim <= self.dim < x.ndim or x.shape[self.dim] != self.num_features:
@@ -254,20 +255,17 @@ def shifted_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
     if torch.is_autocast_enabled(weight.device.type):
         with torch.autocast(weight.device.type, enabled=False):
             return shifted_bias(bias, weight, mean)
-    shift = _response(weight, mean)
-    return -shift if bias is None else bias - shift
-
-
-def _response(weight: Tensor, mean: Tensor) -> Tensor:
-    """Return w^T m (out,), in float32 or better."""
-    (out, width), mean = weight.shape[:2], mean.to(_wide(mean))
-    summed = weight.flatten(1).to(mean.dtype)
+    (out, width), wide = weight.shape[:2], _wide(mean)
+    mean, bias = mean.to(wide), None if bias is None else bias.to(wide)
     if weight.numel() > out * width:
-        summed = weight.flatten(2).sum(2, dtype=mean.dtype)
+        summed = weight.flatten(2).sum(2, dtype=wide)
+    else:
+        summed = weight.flatten(1).to(wide)
+    if len(mean) == width:
+        return -summed.mv(mean) if bias is None else torch.addmv(bias, summed, mean, alpha=-1)
     groups = len(mean) // width
-    if groups == 1:
-        return summed.mv(mean)
-    return (summed.view(groups, -1, width) * mean.view(groups, 1, width)).sum(2).flatten()
+    shift = (summed.view(groups, -1, width) * mean.view(groups, 1, width)).sum(2).flatten()
+    return -shift if bias is None else bias - shift
 
 
 # --- several processes --------------------------------------------------------------------------

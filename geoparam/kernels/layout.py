@@ -47,6 +47,9 @@ def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
 
 
+layout_for = functools.lru_cache(maxsize=4096)(layout_of)  # for sizes that are known
+
+
 @functools.lru_cache(maxsize=4096)
 def positions_of(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """Return the kernel positions of a weight that is laid out position by position; else 0."""

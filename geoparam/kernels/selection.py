@@ -1,7 +1,6 @@
 """Which kernel serves a tensor: Triton's on GPUs, the one in C on CPUs, plain torch elsewhere."""
 
 import functools
-import importlib
 import importlib.util
 import os
 from types import ModuleType
@@ -24,7 +23,9 @@ def uses_triton(x: Tensor) -> bool:
 def weight_kernel(x: Tensor) -> ModuleType:
     """Return the module whose `forward` and `backward` make weights of this tensor."""
     if uses_triton(x):
-        return importlib.import_module("geoparam.kernels.weight_triton")
+        from geoparam.kernels import weight_triton  # needs Triton
+
+        return weight_triton
     if x.is_cpu and (KERNELS == "native" or (KERNELS == "auto" and weight_native.available())):
         return weight_native
     return weight
