@@ -6,7 +6,7 @@ from geoparam.convert import convert_, verify
 from geoparam.fold import fold_
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, synchronise_means_
-from geoparam.optim import param_groups
+from geoparam.optim import GeometricOptimizer, param_groups
 from geoparam.plain import InputMeanConv1d, InputMeanConv2d, InputMeanConv3d, InputMeanLinear
 from geoparam.plan import plan
 from geoparam.unit import GmPLayer, remembered, retract
@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BoundaryTracker",
+    "GeometricOptimizer",
     "GmPConv1d",
     "GmPConv2d",
     "GmPConv3d",

@@ -33,7 +33,7 @@ from geoparam.kernels.layout import layout_for, layout_of, positions_of
 from geoparam.kernels.selection import uses_triton, weight_kernel
 from geoparam.kernels.tangents import gradient_tangent, weight_tangent
 
-__all__ = ["weight"]
+__all__ = ["compute_gradients", "compute_weight", "weight"]
 
 
 def weight(
@@ -128,7 +128,7 @@ def _weight_of_shards(
 # --- the kernels --------------------------------------------------------------------------------
 
 
-def _forward(
+def compute_weight(
     latitude: Tensor,
     r: Tensor | None,
     dtype: torch.dtype | None = None,
@@ -136,7 +136,10 @@ def _forward(
     channels_last: bool = False,
     traced: bool = False,
 ) -> Tensor:
-    """Return the weight; if `traced`, leave the kernel in the graph that a compiler is tracing."""
+    """Return the weight without autograd.
+
+    If `traced`, leave the kernel in the graph that a compiler is tracing.
+    """
     dtype = dtype or _result_type(latitude, r)
     layout = layout_for(latitude.shape, None if shape is None else tuple(shape), channels_last)
     latitude, r = latitude.contiguous(), None if r is None else r.contiguous()
@@ -150,7 +153,7 @@ def _forward(
     return weight.copy_(rows.view(layout.size))
 
 
-def _backward(
+def compute_gradients(
     grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool, traced: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of latitude and r for `grad`, of the weight's shape in any layout."""
@@ -193,13 +196,13 @@ class _Weight(torch.autograd.Function):
         _check(latitude, r)
         ctx.save_for_backward(latitude, r)
         ctx.natural = natural
-        return _forward(latitude, r, dtype, shape, channels_last)
+        return compute_weight(latitude, r, dtype, shape, channels_last)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         latitude, r = ctx.saved_tensors
         plain = not torch.is_grad_enabled() and _is_plain(grad, latitude, r)
-        backward: Any = _backward if plain else torch.ops.geoparam.weight_backward
+        backward: Any = compute_gradients if plain else torch.ops.geoparam.weight_backward
         grad_latitude, grad_r = backward(grad, latitude, r, ctx.natural)
         return grad_latitude, None if r is None else grad_r, None, None, None, None
 
@@ -284,14 +287,14 @@ def _weight(
             "forward-mode differentiation does not see through geoparam::weight itself; call "
             "geoparam.functional.weight, or the layer, instead of a traced or exported copy of it."
         )
-    return _forward(latitude, r, dtype, shape, channels_last)
+    return compute_weight(latitude, r, dtype, shape, channels_last)
 
 
 @torch.library.impl("geoparam::weight_backward", "CompositeExplicitAutograd")
 def _weight_backward(
     grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
 ) -> tuple[Tensor, Tensor]:
-    return _backward(grad, latitude, r, natural)
+    return compute_gradients(grad, latitude, r, natural)
 
 
 @torch.library.register_fake("geoparam::weight")
@@ -432,13 +435,13 @@ def _is_on_gpu(x: Tensor) -> bool:
 def _traced_weight(
     latitude: Tensor, r: Tensor | None = None, *, natural: bool = False, **options: Any
 ) -> Tensor:
-    return _forward(latitude, r, **options, traced=True)
+    return compute_weight(latitude, r, **options, traced=True)
 
 
 def _traced_backward(
     grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
 ) -> tuple[Tensor, Tensor]:
-    return _backward(grad, latitude, r, natural, traced=True)
+    return compute_gradients(grad, latitude, r, natural, traced=True)
 
 
 _expand("weight", _traced_weight)

@@ -58,6 +58,6 @@ def compile_for_gpu(kernel: Any, arguments: tuple, options: dict) -> None:
 @pytest.mark.parametrize("n", [2, 27, 576, 4096, 4609])
 def test_weights(launches: list[str], n: int, dtype: torch.dtype) -> None:
     latitude, r = torch.zeros(8, n - 1, dtype=dtype), torch.zeros(8)
-    weight = functional._forward(latitude, r, torch.bfloat16)
-    functional._backward(weight, latitude, r, True)
+    weight = functional.compute_weight(latitude, r, torch.bfloat16)
+    functional.compute_gradients(weight, latitude, r, True)
     assert launches == ["_forward_kernel", "_backward_kernel"]

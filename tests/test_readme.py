@@ -8,7 +8,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-PAGES = ("README.md", "docs/conversion.md", "docs/analysis.md", "docs/experiments.md")
+PAGES = (
+    "README.md",
+    "docs/optimizer.md",
+    "docs/layers.md",
+    "docs/conversion.md",
+    "docs/analysis.md",
+    "docs/experiments.md",
+)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,4 +1,4 @@
-"""transformers callbacks: boundary tracking and retraction. Needs the extra: 'geoparam[hf]'.
+"""For transformers' Trainer: callbacks, and GeometricOptimizer. Needs the extra: 'geoparam[hf]'.
 
 In a loop of one's own, with Accelerate, the tracker is used as it is: `tracker.step()` after
 `optimizer.step()`, and `accelerator.register_for_checkpointing(tracker)` for its state.
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     TrainerCallback,
     TrainerControl,
@@ -16,6 +17,7 @@ from transformers import (
 )
 
 from geoparam.analysis.tracker import BoundaryTracker
+from geoparam.optim import GeometricOptimizer
 from geoparam.unit import retract
 
 STATE = "boundaries.pt"
@@ -63,6 +65,20 @@ class TrackBoundaries(TrainerCallback):
     ) -> None:
         if self.tracker is not None:
             self.tracker.close()
+
+
+class Geometric:
+    """Makes a `GeometricOptimizer` when Trainer asks for one: under FSDP, after sharding.
+
+    Trainer refuses `optimizers=` with FSDP, because those hold the parameters of before.
+
+    Example:
+        >>> options = {"lr": 1e-3, "base": torch.optim.AdamW}
+        >>> choice = (Geometric, options)  # Trainer(..., optimizer_cls_and_kwargs=choice)
+    """
+
+    def __call__(self, model: nn.Module, **options: Any) -> GeometricOptimizer:
+        return GeometricOptimizer(model, **options)
 
 
 class Retract(TrainerCallback):

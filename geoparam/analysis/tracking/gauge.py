@@ -34,7 +34,7 @@ MOTION = {  # of which vector of all units, which level
     "distance_p99": (3, 2),
     "distance_max": (3, 3),
 }
-ANGLES = ("units", "undefined", "smallest_product", "negligible_metric")
+ANGLES = ("rotation_rms", "units", "undefined", "smallest_product", "negligible_metric")
 UNITS = (
     "input_length_median",
     "relative_distance_median",
@@ -134,14 +134,21 @@ class Gauge:
         vectors = torch.stack([measured.rotation, measured.displacement, measured.scale, distance])
         levels = torch.cat([self._by_layer(vectors), self._overall(vectors)], dim=1).double()
         missing = measured.rotation.isnan().double()
-        undefined = missing.new_zeros(len(self.sites)).index_add(0, self._layer_of, missing)
+        undefined = self._layer_sums(missing)
+        squares = self._layer_sums(measured.rotation.double().nan_to_num(nan=0.0).square())
+        defined = self._layer_sums(1 - missing)
+        totals = _with(squares, squares.sum()) / _with(defined, defined.sum())
         return {
             **{name: levels[which, :, level] for name, (which, level) in MOTION.items()},
+            "rotation_rms": totals.sqrt(),
             "units": self._sizes,
             "undefined": _with(undefined, undefined.sum()),
             "smallest_product": _with(measured.smallest_product.double()),
             "negligible_metric": _with(measured.negligible_metric.double()),
         }
+
+    def _layer_sums(self, per_unit: Tensor) -> Tensor:
+        return per_unit.new_zeros(len(self.sites)).index_add(0, self._layer_of, per_unit)
 
     def _unit_columns(self, readings: Readings, distance: Tensor) -> dict[str, Tensor]:
         lengths = self._column(readings.lengths)

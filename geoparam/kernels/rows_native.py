@@ -1,0 +1,94 @@
+"""The functions of `rows` in C (rows.c), compiled on first use: one call for all rows."""
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geoparam.kernels import loader
+
+_log = logging.getLogger(__name__)
+_ELEMENTS_PER_CHUNK = 1 << 14
+_FUNCTIONS = {"enter": 0, "leave": 1, "measure": 2, "rotate": 3}
+
+
+class _Job(ctypes.Structure):
+    """As in rows.c."""
+
+    _fields_ = [
+        ("chunks", ctypes.c_void_p),
+        ("widths", ctypes.c_void_p),
+        ("operand", ctypes.c_void_p * 4),
+        ("per_row", ctypes.c_void_p * 5),
+        ("writes_v", ctypes.c_int),
+    ]
+
+
+class Calls:
+    """The C functions for the rows of given matrices."""
+
+    def __init__(self, rows: Any) -> None:
+        chunks = _chunks(rows.counts, rows.widths)
+        self.chunks = torch.tensor(chunks, dtype=torch.int64)
+        self.widths = torch.tensor(rows.widths, dtype=torch.int64)
+        self.wide = rows.dtype == torch.float64
+        self.pointers = ctypes.c_void_p * len(rows.counts)
+
+    def enter(self, rows: Any, w, g, by_v, v, *per_row) -> None:
+        self._call("enter", [w, g, by_v, w if v is None else v], per_row, v is not None)
+
+    def leave(self, rows: Any, v, r) -> None:
+        self._call("leave", [v], [r])
+
+    def measure(self, rows: Any, w, v, c, r, along, across) -> None:
+        self._call("measure", [w, v], [c, r, along, across])
+
+    def rotate(self, rows: Any, w, v, c, a, b) -> None:
+        self._call("rotate", [w, v], [c, a, b])
+
+    def _call(
+        self, name: str, operands: list, per_row: Sequence[Tensor], writes_v: bool = False
+    ) -> None:
+        job = _Job(self.chunks.data_ptr(), self.widths.data_ptr())
+        addresses = [self.pointers(*[m.data_ptr() for m in matrices]) for matrices in operands]
+        for i, array in enumerate(addresses):
+            job.operand[i] = ctypes.addressof(array)
+        for i, tensor in enumerate(per_row):
+            job.per_row[i] = tensor.data_ptr()
+        job.writes_v = writes_v
+        threads = min(torch.get_num_threads(), len(self.chunks))
+        _library()(_FUNCTIONS[name], self.wide, threads, len(self.chunks), ctypes.byref(job))
+
+
+@functools.cache
+def available() -> bool:
+    """Whether the C code could be compiled and loaded."""
+    try:
+        _library()
+    except loader.ERRORS as error:
+        _log.info("no C kernel for rows on this machine, plain torch instead: %s", error)
+        return False
+    return True
+
+
+@functools.cache
+def _library() -> Callable[..., None]:
+    run = loader.load("rows", ["-ffp-contract=off"]).geoparam_rows
+    run.restype = None
+    run.argtypes = (*[ctypes.c_int] * 3, ctypes.c_int64, ctypes.c_void_p)
+    return run
+
+
+def _chunks(counts: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """Return (matrix, first row there, number of rows, flat number of the first) of each chunk."""
+    chunks, row = [], 0
+    for matrix, (count, width) in enumerate(zip(counts, widths, strict=True)):
+        size = max(1, _ELEMENTS_PER_CHUNK // width)
+        for first in range(0, count, size):
+            chunks.append((matrix, first, min(size, count - first), row + first))
+        row += count
+    return chunks

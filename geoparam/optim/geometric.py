@@ -1,0 +1,468 @@
+"""Geometric parameterization in the optimizer, for a model that stays plain."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from geoparam.optim.angular import AngularStage
+from geoparam.optim.groups import undecayed_names
+from geoparam.optim.intrinsic import IntrinsicStage
+from geoparam.optim.muon import RowMuon
+from geoparam.optim.stage import Member, Stage, local
+from geoparam.optim.units import Choice, Filter, Unit, choose
+
+MakeOptimizer = Callable[..., Optimizer]
+
+
+class GeometricOptimizer(Optimizer):
+    r"""Train a plain model as if its units were geometric: W = r u, b = r lam, with |u| = 1.
+
+    Each weight's gradient is taken back to the direction u, the scale r and the distance lam of
+    its rows by the chain rule; torch optimizers step these; the weight is written from them. The
+    model is not touched otherwise. With `match=False, scale="free"` this is the training of the
+    converted model (`convert_`), to rounding.
+
+    Args:
+        model: any model with layers of torch.nn, or transformers' Conv1D.
+        base: class (or callable `(params, **options)`) of the optimizer that steps directions.
+        lr: learning rate; it means what it means for `base` on the plain model.
+        coordinates: `"intrinsic"`, unit vectors, or `"angles"`, the papers' angles.
+        turn: let each step turn the units of a layer by this many degrees, root mean square,
+            whatever the gradient's size. The unit groups' `lr` is then this angle, so that any
+            schedule scales it; `lr` is for all the rest.
+        max_turn: no unit turns by more degrees in one step; by default 4 times the turn.
+        match: store directions so that `lr` has the speed it has for the plain model. False: as
+            converted layers have it.
+        scale: r is `"free"`, `"fixed"`, or with `"auto"` fixed where BatchNorm or InstanceNorm
+            follows, which undoes it.
+        scale_lr: rate of r, which schedules scale along with `lr`; by default lr. Three times lr
+            is often faster, but no longer the plain model's speed.
+        scale_decay: weight decay of r where it is free.
+        rest: class of the optimizer for r, lam and all that is no unit; by default the base's,
+            AdamW where the base is Muon.
+        groups: parameter groups, as torch's or timm's; each is divided into units and rest, and
+            keeps its other keys.
+        filter_fn: which layers have units, `filter_fn(module, name)`; by default all but the
+            output layer.
+        example_inputs: inputs on which the model is run once, to find its output layers and the
+            norms that follow a layer; without them the order of its modules decides.
+        base_options: options of `base`, and of `rest` where it is the same class. `weight_decay`
+            acts on matrices of the rest alone, never on directions, r or lam.
+
+    `print(optimizer)` shows what is a unit, what stays plain, and why.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> optimizer = GeometricOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+        >>> model(torch.randn(16, 4)).square().mean().backward()
+        >>> optimizer.step()
+        >>> print(optimizer)
+        GeometricOptimizer (intrinsic, SGD; rest SGD): 32 of 58 parameters are units
+          units of                                   rows fan-in  bias  scale
+          0.weight                                      8      4  lam   free
+          plain
+          2.weight                                 the output layer
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base: MakeOptimizer = torch.optim.SGD,
+        *,
+        lr: float | Tensor,
+        coordinates: Literal["intrinsic", "angles"] = "intrinsic",
+        turn: float | None = None,
+        max_turn: float | None = None,
+        match: bool = True,
+        scale: Literal["auto", "free", "fixed"] = "auto",
+        scale_lr: float | None = None,
+        scale_decay: float = 0.0,
+        rest: MakeOptimizer | None = None,
+        groups: Sequence[Any] | None = None,
+        filter_fn: Filter | None = None,
+        example_inputs: Any = None,
+        **base_options: Any,
+    ) -> None:
+        _check_options(coordinates, turn, max_turn, scale)
+        decay = base_options.pop("weight_decay", None)
+        make_base, is_muon = _batched(base)
+        make_rest = rest or (torch.optim.AdamW if is_muon else base)
+        rest_options = base_options if make_rest is base else {}
+        self._base = functools.partial(make_base, lr=lr, **base_options)
+        self._rest = functools.partial(make_rest, lr=lr, **rest_options)
+        self._coordinates, self._match, self._scale = coordinates, match, scale
+        self._max_turn, self._turns, self._scale_decay = max_turn, turn is not None, scale_decay
+        self._scale_factor = 1.0 if scale_lr is None else scale_lr / lr
+        self._choice: Choice = choose(model, filter_fn, example_inputs)
+        self._undecayed = undecayed_names(model)
+        self._title = f"{coordinates}, {_name(base)}; rest {_name(make_rest)}"
+        self._sizes = sum(u.out * u.fan_in for u in self._choice.units), _size(model)
+        unit_defaults = _defaults(self._base, "base")
+        self._rest_defaults = _defaults(self._rest, "rest")
+        _set_decay(unit_defaults, 0.0)
+        _set_decay(self._rest_defaults, decay or 0.0, needed=bool(decay))
+        self._forget()
+        own_groups = self._divide(model, groups, unit_defaults, lr, turn)
+        super().__init__(own_groups, {})
+        self.defaults = unit_defaults
+
+    def is_fixed(self, unit: Unit) -> bool:
+        """Whether a unit's r is held."""
+        return self._scale == "fixed" or (self._scale == "auto" and unit.norm is not None)
+
+    # --- groups -------------------------------------------------------------------------------
+
+    def _divide(
+        self,
+        model: nn.Module,
+        groups: Sequence[Any] | None,
+        unit_defaults: dict[str, Any],
+        lr: float | Tensor,
+        turn: float | None,
+    ) -> list[dict[str, Any]]:
+        """Divide each group into units and rest: two groups, the rest's after the units'."""
+        names = {id(p): name for name, p in model.named_parameters()}
+        are_units = {unit.name for unit in self._choice.units}
+        divided: list[dict[str, Any]] = []
+        for given in groups or [model.parameters()]:
+            given = dict(given) if isinstance(given, dict) else {"params": given}
+            params = [p[-1] if isinstance(p, tuple) else p for p in given.pop("params")]
+            if strangers := [tuple(p.shape) for p in params if id(p) not in names]:
+                raise ValueError(f"groups hold parameters that the model does not: {strangers}.")
+            given.pop("param_names", None)
+            rate = given.pop("lr", lr)
+            for role in ("units", "rest"):
+                is_unit = role == "units"
+                members = [p for p in params if (names[id(p)] in are_units) == is_unit]
+                group = {**(unit_defaults if is_unit else self._rest_defaults), **given}
+                group["lr"] = rate * turn / lr if is_unit and turn is not None else rate
+                group |= {"params": members, "param_names": [names[id(p)] for p in members]}
+                group["geometry"] = self._form if is_unit else "rest"
+                if is_unit:
+                    _set_decay(group, 0.0)
+                if members or (divided and divided[-1]["geometry"] != "rest"):
+                    divided.append(group)
+        return divided
+
+    @property
+    def _form(self) -> str:
+        return self._coordinates + (", turn" if self._turns else "")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; those that come after construction are part of the rest."""
+        if "geometry" not in param_group:
+            param_group = {**self._rest_defaults, **param_group, "geometry": "rest"}
+            params = param_group["params"]
+            params = [params] if isinstance(params, Tensor) else list(params)
+            start = sum(len(group["params"]) for group in self.param_groups)
+            param_group |= {"params": params}
+            param_group["param_names"] = [f"added.{start + i}" for i in range(len(params))]
+        Optimizer.add_param_group(self, param_group)
+        self._forget()
+
+    # --- the step -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; parameters without a gradient are left as they are."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._prepare()
+        for inner, outer, changes in self._inner_groups:
+            inner.update({k: v for k, v in outer.items() if k not in _OWN_KEYS})
+            if "factor" in changes:
+                inner["lr"] = outer["lr"] * changes["factor"]
+            inner.update({k: v for k, v in changes.items() if k in inner})
+        for stage, rates in self._stages:
+            stage.enter([group["lr"] for group in rates])
+        try:
+            for optimizer in self._inner:
+                optimizer.step()
+        finally:
+            for stage, _ in self._stages:
+                stage.leave()
+        return loss
+
+    def _forget(self) -> None:
+        """Drop what is built at the next step from parameters and states."""
+        self._signature: Any = None
+        self._watched: list[Any] = []
+        self._stages: list[tuple[Stage, list[dict[str, Any]]]] = []
+        self._inner: list[Optimizer] = []
+        self._inner_groups: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        self._written: dict[tuple[str, ...], Tensor] = {}
+
+    def _prepare(self) -> None:
+        """Build stages and inner optimizers anew where parameters have changed since."""
+        members = [id(p) for group in self.param_groups for p in group["params"]]
+        signature = members, *_signatures(self._watched)
+        if signature == self._signature:
+            return
+        params = dict(chain.from_iterable(map(_named, self.param_groups)))
+        written = self._written
+        self._forget()
+        names = [name for u in self._choice.units for name in (u.name, u.bias) if name]
+        self._written, self._watched = written, [params[name] for name in names]
+        self._signature = members, *_signatures(self._watched)
+        active = {}
+        for unit in self._choice.units:
+            weight, bias = params[unit.name], params.get(unit.bias or "")
+            if weight.grad is not None:
+                bias = None if bias is None or bias.grad is None else bias
+                bias_state = {} if bias is None else self.state[bias]
+                in_place = self._coordinates == "intrinsic"
+                m = Member(unit, weight, bias, self.state[weight], bias_state, in_place)
+                m.is_fixed = self.is_fixed(unit)
+                active[unit.name] = m
+        self._build_stages(active)
+        self._build_optimizers(active)
+
+    def _build_stages(self, active: dict[str, Member]) -> None:
+        batches: dict[Any, list[tuple[Member, dict[str, Any]]]] = {}
+        for group in self.param_groups:
+            for name in group["param_names"]:
+                if (m := active.get(name)) is not None:
+                    key = m.weight.device, m.dtype, m.process_group
+                    batches.setdefault(key, []).append((m, group))
+        for batch in batches.values():
+            members, groups = zip(*batch, strict=True)
+            if self._coordinates == "angles":
+                stage: Stage = AngularStage(members, self._match, self._max_turn, self._written)
+            else:
+                stage = IntrinsicStage(members, self._match, self._max_turn, self._turns)
+            self._stages.append((stage, list(groups)))
+
+    def _build_optimizers(self, active: dict[str, Member]) -> None:
+        """Build the base and the rest over the stages' parameters, with states kept in ours."""
+        states: dict[Any, MutableMapping[str, Any]] = {}
+        base: list[tuple[list, dict, dict]] = []
+        rest: list[tuple[list, dict, dict]] = []
+        scales: list[Any] = []
+        held = {id(m.bias) for m in active.values() if m.bias is not None}
+        for group in self.param_groups:
+            members = [active[name] for name in group["param_names"] if name in active]
+            if group["geometry"] != "rest":
+                base.append(
+                    ([m.stored for m in members if m.stored is not None], group,
+                     {"lr": 1.0} if self._turns else {})
+                )  # fmt: skip
+                scales = [m.r for m in members if not m.is_fixed]
+                for m in members:
+                    states[m.stored] = _Prefixed(m.state, "direction/")
+                    states[m.r] = _Prefixed(m.state, "r/")
+                continue
+            rest.append(
+                (scales, group, {"factor": self._scale_factor, "weight_decay": self._scale_decay})
+            )
+            scales = []
+            names = zip(group["param_names"], group["params"], strict=True)
+            own = [(name, p) for name, p in names if id(p) not in held]
+            plain = [p for name, p in own if name in self._undecayed]
+            rest.append((plain, group, {"weight_decay": 0.0}))
+            rest.append(([p for name, p in own if name not in self._undecayed], group, {}))
+            states.update((p, self.state[p]) for _, p in own)
+            by_bias = {id(m.bias): m for m in active.values()}
+            lams = [by_bias[id(p)] for p in group["params"] if id(p) in held]
+            rest.append(([m.lam for m in lams], group, {"weight_decay": 0.0}))
+            states.update((m.lam, _Prefixed(m.bias_state, "lam/")) for m in lams)
+        is_one = self._base.func is self._rest.func and not self._turns
+        for make, groups in ([(self._base, base + rest)] if is_one else
+                             [(self._base, base), (self._rest, rest)]):  # fmt: skip
+            groups = [entry for entry in groups if entry[0]]
+            if groups:
+                inner = make([{"params": params} for params, _, _ in groups])
+                _take_over(inner, states)
+                self._inner.append(inner)
+                for inner_group, (_, group, changes) in zip(
+                    inner.param_groups, groups, strict=True
+                ):
+                    self._inner_groups.append((inner_group, group, changes))
+
+    # --- states -------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of the same model and settings; tensors keep their types."""
+        saved = state_dict["param_groups"]
+        if any("geometry" not in group for group in saved):
+            raise ValueError(
+                "this is the state of another optimizer. Its moments belong to plain weights, not "
+                "to directions: load the model's weights and let GeometricOptimizer start anew."
+            )
+        self._check_fit(saved, state_dict["state"])
+        super().load_state_dict({**state_dict, "state": {}})
+        ids = chain.from_iterable(group["params"] for group in saved)
+        own = chain.from_iterable(
+            (group, p) for group in self.param_groups for p in group["params"]
+        )
+        own = [(group, p) for group in self.param_groups for p in group["params"]]
+        self.state.clear()
+        for key, (group, p) in zip(ids, own, strict=True):
+            if key in state_dict["state"]:
+                on_device = bool(group.get("capturable") or group.get("fused"))
+                self.state[p] = {
+                    k: _move(v, k, p, on_device) for k, v in state_dict["state"][key].items()
+                }
+        self._forget()
+
+    def _check_fit(self, saved: Sequence[dict[str, Any]], states: dict[Any, dict]) -> None:
+        own = [group["param_names"] for group in self.param_groups]
+        theirs = [
+            group.get("param_names", own[i] if i < len(own) else [])
+            for i, group in enumerate(saved)
+        ]
+        for i, (a, b) in enumerate(zip(own, theirs, strict=False)):
+            if a != b and (other := sorted({*a} ^ {*b}) or a):
+                raise ValueError(f"the state's group {i} differs from the optimizer's in {other}.")
+        forms = [group["geometry"] for group in self.param_groups]
+        if forms != (found := [group["geometry"] for group in saved]):
+            raise ValueError(f"the state is for groups {found}; this optimizer has {forms}.")
+        units = {unit.name: unit for unit in self._choice.units}
+        for group, names in zip(saved, own, strict=True):
+            for key, name in zip(group["params"], names, strict=True):
+                r = states.get(key, {}).get("r")
+                if name in units and r is not None and len(r) != units[name].out:
+                    out = units[name].out
+                    raise ValueError(f"the state of {name!r} has {len(r)} units, not {out}.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but what the next step builds: copies and pickles go on bit for bit."""
+        built = ("_signature", "_watched", "_stages", "_inner", "_inner_groups", "_written")
+        hooks = [name for name in self.__dict__ if name.endswith("_hooks")]
+        return {k: v for k, v in self.__dict__.items() if k not in (*built, *hooks)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+
+    def __repr__(self) -> str:
+        units, total = self._sizes
+        title = f"GeometricOptimizer ({self._title}): {units:,} of {total:,} parameters are units"
+        return f"{title}\n{self._choice.table(self.is_fixed)}"
+
+
+_OWN_KEYS = frozenset({"params", "param_names", "geometry", "initial_lr"})
+
+
+class _Prefixed(MutableMapping[str, Any]):
+    """The entries of a state whose keys begin with a prefix, under the rest of their keys."""
+
+    def __init__(self, state: dict[str, Any], prefix: str) -> None:
+        self.state, self.prefix = state, prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self.state[self.prefix + key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.state[self.prefix + key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.state[self.prefix + key]
+
+    def __iter__(self) -> Iterator[str]:
+        size = len(self.prefix)
+        return iter([key[size:] for key in self.state if key.startswith(self.prefix)])
+
+    def __len__(self) -> int:
+        return sum(key.startswith(self.prefix) for key in self.state)
+
+
+def _take_over(inner: Optimizer, states: dict[Any, MutableMapping[str, Any]]) -> None:
+    """Let an optimizer keep its states in ours; what its constructor made is for empty ones."""
+    made = dict(inner.state)
+    inner.state.clear()
+    for group in inner.param_groups:
+        for p in group["params"]:
+            if not len(states[p]):
+                states[p].update(made.get(p, {}))
+            inner.state[p] = states[p]  # type: ignore[assignment]
+
+
+def _named(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    return zip(group["param_names"], group["params"], strict=True)
+
+
+def _signatures(params: Sequence[Any]) -> tuple[list, list, list]:
+    """Return what must be as it was for tensors built from these parameters to serve again."""
+    own = [p if type(p) is nn.Parameter else local(p) for p in params]
+    has_none = [p.grad is None for p in params]
+    return [p.data_ptr() for p in own], [p.dtype for p in own], has_none
+
+
+def _move(value: Any, key: str, p: Any, step_on_device: bool) -> Any:
+    """Return a copy of a state's entry on the parameter's device, in its own type."""
+    if not isinstance(value, Tensor):
+        return value
+    is_step = key.rpartition("/")[2] == "step"
+    return value.clone() if is_step and not step_on_device else value.to(p.device, copy=True)
+
+
+# --- options ----------------------------------------------------------------------------------
+
+
+def _check_options(coordinates: str, turn: Any, max_turn: Any, scale: str) -> None:
+    if coordinates not in ("intrinsic", "angles"):
+        raise ValueError(f"coordinates are 'intrinsic' or 'angles'; got {coordinates!r}.")
+    if scale not in ("auto", "free", "fixed"):
+        raise ValueError(f"scale is 'auto', 'free' or 'fixed'; got {scale!r}.")
+    for name, value in (("turn", turn), ("max_turn", max_turn)):
+        if value is not None and not 0 < value <= 180:
+            raise ValueError(
+                f"{name} is an angle in degrees, above 0 and at most 180; got {value}."
+            )
+    if turn is not None and coordinates == "angles":
+        raise ValueError(
+            "turn needs coordinates='intrinsic': a step along latitudes is no arc of a circle. "
+            "max_turn bounds the turn of angles."
+        )
+
+
+def _batched(base: Any) -> tuple[MakeOptimizer, bool]:
+    """Return the optimizer's class, in place of torch's Muon ours, and whether it was Muon."""
+    muon = getattr(torch.optim, "Muon", None)
+    if isinstance(base, functools.partial) and base.func is muon and muon is not None:
+        return functools.partial(RowMuon, *base.args, **base.keywords), True
+    return (RowMuon, True) if base is muon and muon is not None else (base, False)
+
+
+def _name(make: Any) -> str:
+    make = make.func if isinstance(make, functools.partial) else make
+    return getattr(make, "__name__", type(make).__name__)
+
+
+def _defaults(make: MakeOptimizer, name: str) -> dict[str, Any]:
+    """Return the options of an optimizer, from one over a parameter that nobody trains."""
+    target = make.func if isinstance(make, functools.partial) else make
+    if isinstance(target, Optimizer) or not callable(target):
+        raise ValueError(f"{name} is an optimizer's class, as torch.optim.SGD; got {target!r}.")
+    probe = make([nn.Parameter(torch.zeros(1, 1))])
+    if not isinstance(probe, Optimizer):
+        raise ValueError(f"{name} must make a torch optimizer; it made {type(probe).__name__}.")
+    closure = inspect.signature(type(probe).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(probe).__name__} calls its closure several times in a step, so it cannot be "
+            f"the {name}: here each step has one gradient."
+        )
+    options = {k: v for k, v in probe.param_groups[0].items() if k not in _OWN_KEYS}
+    if options.get("differentiable"):
+        raise ValueError("differentiable=True is not supported: weights are written in place.")
+    return options
+
+
+def _set_decay(options: dict[str, Any], decay: float, needed: bool = False) -> None:
+    if "weight_decay" in options:
+        options["weight_decay"] = decay
+    elif needed:
+        raise ValueError("weight_decay was given, but the rest's optimizer has no such option.")
+
+
+def _size(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())

@@ -1,0 +1,131 @@
+"""Parameter groups that any torch optimizer takes: what is decayed, and how fast angles turn."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from geoparam import sphere
+from geoparam.unit import GmPLayer
+
+AngleRate = float | Literal["fan_in"] | None
+Match = Literal["plain"] | bool | None
+Kind = Literal["adam", "sgd"]
+
+
+def param_groups(
+    model: nn.Module,
+    lr: float,
+    weight_decay: float = 0.0,
+    angle_lr: AngleRate = None,
+    *,
+    match: Match = "plain",
+    kind: Kind = "adam",
+) -> list[dict[str, Any]]:
+    r"""Return groups in which each parameter of `model` is once, with its rate and its decay.
+
+    Directions (`latitude`, `unit`), r and lam are never decayed: decay would drag every unit to
+    one direction. Neither are biases and the parameters of normalization layers. All else is.
+
+    With `match="plain"` a first step at `lr` moves W = r u and b = r lam as it would move a plain
+    layer's. A layer whose scales have mean R and whose angles have mean metric g gets the rates
+
+        kind      latitude            unit        lam         r
+        adam      lr / (R sqrt(g))    lr / R      lr / R      lr
+        sgd       lr / (R^2 g)        lr / R^2    lr / R^2    lr
+
+    since SGD's step is proportional to the gradient, which has a factor R of its own, and an
+    adaptive optimizer's is not. In intrinsic coordinates this is exact for rows with |r| = R.
+    `GeometricOptimizer` does the same without having to know the kind.
+
+    Args:
+        model: any model, converted or not; it is read as it is now.
+        lr: learning rate of a plain model.
+        weight_decay: decay of the weights that are decayed.
+        angle_lr: learning rate of the directions, in place of the matched one; `"fan_in"` for
+            lr / sqrt(n), which turns units by about as much whatever their fan-in n.
+        match: `"plain"`, or None for the rate `lr` everywhere, as in the papers.
+        kind: `"adam"` for optimizers whose step does not depend on the gradient's size (Adam,
+            AdamW, RMSprop, Lion), `"sgd"` for those whose step is proportional to it.
+
+    Example:
+        >>> from geoparam import GmPLinear
+        >>> model = nn.Sequential(GmPLinear(16, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> groups = param_groups(model, lr=0.1, weight_decay=0.05, angle_lr="fan_in", match=None)
+        >>> for group in groups:
+        ...     print(group["name"], len(group["params"]), group["lr"], group["weight_decay"])
+        directions 1 0.025 0.0
+        undecayed 3 0.1 0.0
+        decayed 1 0.1 0.05
+    """
+    if kind not in ("adam", "sgd"):
+        raise ValueError(f"kind is 'adam' or 'sgd'; got {kind!r}.")
+    if match not in ("plain", None, True, False):
+        raise ValueError(f"match is 'plain' or None; got {match!r}.")
+    is_rate = isinstance(angle_lr, int | float) and angle_lr >= 0
+    if angle_lr is not None and angle_lr != "fan_in" and not is_rate:
+        raise ValueError(f"angle_lr is a rate, 'fan_in' or None; got {angle_lr!r}.")
+    members: dict[tuple[str, float, float], list[nn.Parameter]] = defaultdict(list)
+    for parameter, owner, name in _unique_parameters(model):
+        if isinstance(owner, GmPLayer) and name in ("latitude", "unit"):
+            rate = lr * _speed(owner, name, kind) if match else lr
+            rate = _angle_rate(lr, angle_lr, owner.fan_in, rate)
+            members["directions", rate, 0.0].append(parameter)
+        elif isinstance(owner, GmPLayer) and name == "lam" and match:
+            members["undecayed", lr * _speed(owner, name, kind), 0.0].append(parameter)
+        elif _is_undecayed(parameter, owner, name):
+            members["undecayed", lr, 0.0].append(parameter)
+        else:
+            members["decayed", lr, weight_decay].append(parameter)
+    return [
+        {"params": parameters, "lr": rate, "weight_decay": decay, "name": name}
+        for (name, rate, decay), parameters in members.items()
+    ]
+
+
+def undecayed_names(model: nn.Module) -> set[str]:
+    """Return the names of biases, of norms' parameters and of all others that decay spares."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = _unique_parameters(model)
+    return {names[id(p)] for p, owner, key in found if _is_undecayed(p, owner, key)}
+
+
+def _unique_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Module, str]]:
+    """Yield each parameter once, with the module that holds it and its name there."""
+    seen = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter, module, name
+
+
+@torch.no_grad()
+def _speed(layer: GmPLayer, name: str, kind: Kind) -> float:
+    """Return the factor by which a parameter's rate exceeds the plain one."""
+    if layer.r.is_meta:
+        return 1.0
+    r: Any = layer.r
+    length = float(r.full_tensor().abs().mean() if hasattr(r, "full_tensor") else r.abs().mean())
+    g = 1.0
+    if name == "latitude":
+        latitude: Any = layer.latitude
+        latitude = latitude.full_tensor() if hasattr(latitude, "full_tensor") else latitude
+        g = float(sphere.metric(latitude).mean())
+    speed = 1 / (length * math.sqrt(g)) if length and g else 1.0
+    return speed if kind == "adam" else speed**2
+
+
+def _angle_rate(lr: float, angle_lr: AngleRate, fan_in: int, matched: float) -> float:
+    if angle_lr is None:
+        return matched
+    return lr / math.sqrt(fan_in) if angle_lr == "fan_in" else float(angle_lr)
+
+
+def _is_undecayed(parameter: nn.Parameter, owner: nn.Module, name: str) -> bool:
+    is_norm = re.search(r"norm(act)?\d*d?$", type(owner).__name__.lower()) is not None
+    return isinstance(owner, GmPLayer) or is_norm or parameter.ndim <= 1 or name.endswith("bias")

@@ -1,0 +1,254 @@
+"""Which weights of a model have units as rows, what stays plain, and why."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from geoparam.graph import Graph
+from geoparam.trace import output_layers, trace
+from geoparam.unit import GmPLayer
+
+Filter = Callable[[nn.Module, str], bool]
+CHANNEL_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a weight has its units: W[i], as in nn.Linear and nn.Conv2d, or in columns, W[:, i].
+
+    Columns are the units of transformers' Conv1D and, in each group, of transposed convolutions.
+    """
+
+    columns: bool = False
+    groups: int = 1
+
+    def to_rows(self, weight: Tensor) -> Tensor:
+        """Return the units as rows (out, fan-in); a view where there is one."""
+        if not self.columns:
+            return weight.reshape(len(weight), -1)
+        return weight.unflatten(0, (self.groups, -1)).movedim(2, 1).flatten(0, 1).flatten(1)
+
+    def write(self, weight: Tensor, rows: Tensor) -> None:
+        """Write units (out, fan-in) into a weight."""
+        if self.columns:
+            shape = (self.groups, -1, len(weight) // self.groups, *weight.shape[2:])
+            rows = rows.reshape(shape).movedim(1, 2)
+        weight.copy_(rows.reshape(weight.shape))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A weight whose rows are units: what is known of it besides its values."""
+
+    name: str
+    out: int
+    fan_in: int
+    layout: Layout
+    bias: str | None  # the bias kept as a distance, b = r lam
+    norm: str | None  # the norm behind it, where r has no effect
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The units of a model, and for each other matrix the reason why it stays plain."""
+
+    units: tuple[Unit, ...]
+    plain: Mapping[str, str]
+
+    def table(self, is_fixed: Callable[[Unit], bool]) -> str:
+        """Return a line for each weight."""
+        lines = [f"  {'units of':40} {'rows':>6} {'fan-in':>6}  {'bias':4}  scale"]
+        for u in self.units:
+            scale = (
+                "free" if not is_fixed(u) else f"fixed, {u.norm} follows" if u.norm else "fixed"
+            )
+            bias = "lam" if u.bias else "-"
+            lines.append(f"  {u.name:40} {u.out:6} {u.fan_in:6}  {bias:4}  {scale}")
+        plain = [f"  {name:40} {reason}" for name, reason in self.plain.items()]
+        return "\n".join([*lines, *(["  plain", *plain] if plain else [])])
+
+
+def choose(
+    model: nn.Module, filter_fn: Filter | None = None, example_inputs: Any = None
+) -> Choice:
+    """Find the units of a model.
+
+    Example:
+        >>> choose(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))).plain
+        {'2.weight': 'the output layer'}
+    """
+    _refuse(model)
+    graph = None if example_inputs is None else trace(model, example_inputs)
+    outputs = set(output_layers(model) if graph is None else graph.outputs)
+    norms = _norms_by_order(model) if graph is None else _norms_by_graph(model, graph)
+    names = {id(p): name for name, p in model.named_parameters()}
+    holders = _holders(model)
+    found: dict[str, Unit] = {}
+    plain: dict[str, str] = {}
+    for layer, module, weight, bias, layout in _candidates(model):
+        name = names[id(weight)]
+        reason = _reason_to_stay(weight, module, layer, outputs, filter_fn, holders)
+        if reason is not None:
+            plain[name] = reason
+        is_own = bias is not None and len(holders[id(bias)]) == len(holders[id(weight)])
+        out = weight.shape[1] * layout.groups if layout.columns else len(weight)
+        distance = names[id(bias)] if is_own else None
+        unit = Unit(name, out, weight.numel() // out, layout, distance, norms.get(layer))
+        found.setdefault(name, unit)
+    units = _check_values(dict(model.named_parameters()), found, plain)
+    if not units:
+        stay = "; ".join(f"{name}: {reason}" for name, reason in plain.items())
+        raise ValueError(
+            f"no layer of this model has units to train ({stay or 'none was found'})."
+        )
+    for name, p in model.named_parameters():
+        if p.ndim > 1 and name not in found:
+            plain[name] = (
+                "an embedding" if _is_embedded(holders[id(p)]) else "not in a known layer"
+            )
+    return Choice(units, plain)
+
+
+def _refuse(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the first argument is the model, an nn.Module; got {type(model)}.")
+    for name, module in model.named_modules():
+        if isinstance(module, GmPLayer):
+            raise ValueError(
+                f"{name!r} has its geometry in the layer already. Give such a model's "
+                "param_groups to a torch optimizer, or fold it with fold_ first."
+            )
+    for name, p in model.named_parameters():
+        if nn.parameter.is_lazy(p):
+            raise ValueError(f"{name!r} is lazy and has no shape yet: run the model once first.")
+
+
+Holders = dict[int, list[tuple[nn.Module, str]]]
+
+
+def _holders(model: nn.Module) -> Holders:
+    """Return for each parameter the modules that hold it: more than one where it is tied."""
+    found: Holders = {}
+    for module in model.modules():
+        for key, p in module._parameters.items():
+            if p is not None:
+                found.setdefault(id(p), []).append((module, key))
+    return found
+
+
+def _is_embedded(holders: list[tuple[nn.Module, str]]) -> bool:
+    return any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module, _ in holders)
+
+
+def _candidates(
+    model: nn.Module,
+) -> Iterator[tuple[str, nn.Module, nn.Parameter, nn.Parameter | None, Layout]]:
+    """Yield the layer's name, its module, weight, bias and layout for all weights with units."""
+    for name, module in model.named_modules():
+        for key, bias_key, layout in _weights_of(module):
+            weight, bias = module._parameters.get(key), module._parameters.get(bias_key)
+            if weight is not None and weight.is_floating_point() and weight.numel():
+                layer = name if key == "weight" else f"{name}.{key}".strip(".")
+                yield layer, module, weight, bias, layout
+
+
+def _weights_of(module: nn.Module) -> list[tuple[str, str, Layout]]:
+    if isinstance(module, nn.MultiheadAttention):
+        apart = ("q_proj_weight", "k_proj_weight", "v_proj_weight")  # three weights share a bias
+        return [("in_proj_weight", "in_proj_bias", Layout()), *((w, "", Layout()) for w in apart)]
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        return [("weight", "bias", Layout(columns=True, groups=module.groups))]
+    if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+        return [("weight", "bias", Layout())]
+    kind = type(module)
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        return [("weight", "bias", Layout(columns=True))]
+    return []
+
+
+def _reason_to_stay(
+    weight: nn.Parameter,
+    module: nn.Module,
+    layer: str,
+    outputs: set[str],
+    filter_fn: Filter | None,
+    holders: Holders,
+) -> str | None:
+    if _is_embedded(holders[id(weight)]):
+        return "tied to an embedding"
+    if filter_fn is not None:
+        return None if filter_fn(module, layer) else "filter_fn"
+    return "the output layer" if layer in outputs else None
+
+
+def _check_values(
+    parameters: dict[str, nn.Parameter], found: dict[str, Unit], plain: dict[str, str]
+) -> tuple[Unit, ...]:
+    """Leave out weights with a zero row, which has no direction, and distances above 1.
+
+    lam = b / r moves a bias 1 + lam^2 times as fast as plain training, so it is kept only where
+    |b| <= |r| in every row.
+    """
+    units = [u for name, u in found.items() if name not in plain]
+    flags = torch.tensor([_value_flags(u, parameters) for u in units], dtype=torch.int32)
+    flags = _agree(flags, parameters.values())
+    kept = []
+    for unit, (has_zero_row, is_far) in zip(units, flags.tolist(), strict=True):
+        if has_zero_row:
+            plain[unit.name] = "a row of zeros has no direction"
+        else:
+            kept.append(replace(unit, bias=None) if is_far else unit)
+    return tuple(kept)
+
+
+def _value_flags(unit: Unit, parameters: dict[str, nn.Parameter]) -> tuple[bool, bool]:
+    """Return whether a row is zero, and whether a bias is larger than its row."""
+    weight: Any = parameters[unit.name]
+    bias: Any = None if unit.bias is None else parameters[unit.bias]
+    if weight.is_meta:
+        return False, False
+    weight, bias = (x.to_local() if hasattr(x, "to_local") else x for x in (weight, bias))
+    r = torch.linalg.vector_norm(unit.layout.to_rows(weight.detach()).float(), dim=1)
+    is_far = bias is not None and len(bias) == len(r) and bool((bias.detach().abs() > r).any())
+    return bool((r == 0).any()), is_far
+
+
+def _agree(flags: Tensor, parameters: Any) -> Tensor:
+    """Let all processes that share a model decide alike: each sees only its own rows."""
+    sharded = next((p for p in parameters if hasattr(p, "device_mesh")), None)
+    if sharded is not None:
+        flags = flags.to(sharded.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return flags.view(-1, 2)
+
+
+def _norms_by_graph(model: nn.Module, graph: Graph) -> dict[str, str]:
+    """Return for each layer the norm that reads its bare output, and nothing else does."""
+    found = {}
+    for layer in graph.layers:
+        chain = graph.after(layer)
+        if chain.exclusive and chain.norm is not None and chain.norm.name:
+            if isinstance(model.get_submodule(chain.norm.name), CHANNEL_NORMS):
+                found[layer] = chain.norm.name
+    return found
+
+
+def _norms_by_order(model: nn.Module) -> dict[str, str]:
+    """Guess the same without running the model: a norm of its width comes next in order."""
+    found: dict[str, str] = {}
+    layer, width = "", 0
+    for name, module in model.named_modules():
+        if isinstance(module, CHANNEL_NORMS):
+            if width == module.num_features:
+                found[layer] = name
+            width = 0
+        elif isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+            layer = name
+            width = getattr(module, "out_features", 0) or getattr(module, "out_channels", 0)
+        elif next(module.children(), None) is None and not isinstance(module, nn.Identity):
+            width = 0
+    return found
