@@ -5,7 +5,7 @@ from geoparam.attention import GmPMultiheadAttention
 from geoparam.convert import convert_, verify
 from geoparam.fold import fold_
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
-from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, synchronise_means_
+from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, recalibrate_, synchronise_means_
 from geoparam.optim import GeometricOptimizer, param_groups
 from geoparam.plain import InputMeanConv1d, InputMeanConv2d, InputMeanConv3d, InputMeanLinear
 from geoparam.plan import plan
@@ -32,6 +32,7 @@ __all__ = [
     "fold_",
     "param_groups",
     "plan",
+    "recalibrate_",
     "remembered",
     "retract",
     "synchronise_means_",

@@ -13,11 +13,14 @@ With several processes each takes the mean of its own batch, as BatchNorm does;
 `synchronise_means_` lets all of them take the mean of the joint batch.
 """
 
+import itertools
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -266,6 +269,62 @@ def shifted_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
     groups = len(mean) // width
     shift = (summed.view(groups, -1, width) * mean.view(groups, 1, width)).sum(2).flatten()
     return -shift if bias is None else bias - shift
+
+
+# --- running statistics -------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
+    """Recompute the running statistics of `model` as plain averages over some batches, in place.
+
+    It is for all mean normalization, that of layers too, and for torch's BatchNorm: after
+    averaging weights, after editing them, or where the moving average lags behind. What has
+    statistics alone is in training mode meanwhile; dropout, momentum and training flags stay.
+
+    Args:
+        model: a model with such norms.
+        batches: each a tensor, a tuple of arguments, a mapping of keyword arguments, or a list as
+            DataLoader yields it, whose first entry is the input.
+
+    Example:
+        >>> batches = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0]])]
+        >>> recalibrate_(nn.BatchNorm1d(1), batches).running_mean
+        tensor([4.])
+    """
+    kinds = (TrackedMean, _BatchNorm)
+    found = [module for module in model.modules() if isinstance(module, kinds)]
+    norms = [norm for norm in found if norm.running_mean is not None]
+    iterator = iter(batches)
+    first = list(itertools.islice(iterator, 1))
+    if not norms or not first:
+        lacking = "batches" if norms else "a model whose norms have running statistics"
+        raise ValueError(f"recalibrate_ needs {lacking}; got none.")
+    flags = {module: module.training for module in model.modules()}
+    momenta = {norm: norm.momentum for norm in norms}
+    model.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the plain average
+        norm.train()
+    try:
+        for batch in itertools.chain(first, iterator):
+            _call(model, batch)
+    finally:
+        for norm, momentum in momenta.items():
+            norm.momentum = momentum
+        for module, flag in flags.items():
+            module.training = flag
+    return model
+
+
+def _call(model: nn.Module, batch: Any) -> None:
+    if isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, tuple):
+        model(*batch)
+    else:
+        model(batch[0] if isinstance(batch, list) else batch)
 
 
 # --- several processes --------------------------------------------------------------------------

@@ -308,6 +308,8 @@ def _no_need(module: nn.Module, decision: Decision, init: str | None) -> str | N
     """Return why a layer that keeps its weight is left; the numbers were checked before."""
     if kind_of(module) not in ("linear", "conv"):
         return "input means are for nn.Linear and nn.Conv1d/2d/3d"
+    if parametrize.is_parametrized(module):
+        return "its weight is not a Parameter but computed (weight_norm)"
     if decision.norm is None and not decision.input_norm and init is None:
         return decision.notes[0] if decision.notes else "no BatchNorm follows it"
     return None

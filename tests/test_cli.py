@@ -166,6 +166,15 @@ def test_mistakes_are_told_without_a_traceback(
             {"data": Path("npz"), "batch_sizes": [256, 1024], "keep_weights": True, "lrs": None},
         ),
         (
+            "imagenet32",
+            images,
+            (
+                *("--data", "npz", "--methods", "gmp", "--method", "bn:lr=0.4,0.8", "--time-to"),
+                *("40,45", "--method", "sp", "--select", "0.1", "--schedule", "linear"),
+            ),
+            {"methods": ["gmp", "bn:lr=0.4,0.8", "sp"], "experiment": "imagenet32"},
+        ),
+        (
             "imagenet",
             images,
             ("--data", "jpeg", "--lrs", "0.1,0.3", "--angle-lr", "fan_in", "--check-images"),

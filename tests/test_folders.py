@@ -84,6 +84,17 @@ def test_validation_has_every_image_once_in_order(source: ImageFolders) -> None:
     assert labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
 
 
+def test_what_is_held_out_is_not_trained_on(source: ImageFolders) -> None:
+    part = source.hold_out(0.25)
+    paths = [
+        {split.path(image) for image in range(len(split))} for split in (part._train, part._val)
+    ]
+    whole = {source._train.path(image) for image in range(len(source._train))}
+    assert paths[0] | paths[1] == whole and not paths[0] & paths[1]
+    assert part.fingerprint["val"] == len(paths[1]) == round(0.25 * len(whole))
+    assert sum(len(labels) for _, labels in part.val(5, device="cpu").epoch(0)) == len(paths[1])
+
+
 def test_validation_takes_the_middle(folder: Path, source: ImageFolders) -> None:
     from PIL import Image
 

@@ -192,6 +192,23 @@ def test_batches_wait_for_nothing_and_equal_the_cpus(source: PackedImages) -> No
 # --- what is refused ----------------------------------------------------------------------------
 
 
+def test_what_is_held_out_is_the_same_every_time_and_not_trained_on(
+    source: PackedImages, folder: Path
+) -> None:
+    part = source.hold_out(0.25)
+    assert part is source.hold_out(0.25) and part.mean == source.mean
+    assert part.fingerprint["train"] + part.fingerprint["val"] == source.fingerprint["train"]
+    again = PackedImages.load(folder, source.size).hold_out(0.25)
+    held, trained = part.val(5, device="cpu"), part.train(5, seed=0, device="cpu")
+    assert same(list(held.epoch(0)), list(again.val(5, device="cpu").epoch(0)))
+    images = [split.images.flatten(1).unique(dim=0) for split in (part._train, part._val)]
+    assert len(torch.cat(images).unique(dim=0)) == len(source._train.labels)
+    assert trained.shares.images == len(part._train.labels)
+    for share in (0.001, 0.999):
+        with pytest.raises(ValueError, match="is none, or all of them"):
+            source.hold_out(share)
+
+
 def test_a_batch_that_processes_cannot_share_is_refused(source: PackedImages) -> None:
     with pytest.raises(ValueError, match="Use a multiple of 3"):
         source.train(8, seed=0, device="cpu", world=3)

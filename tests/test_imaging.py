@@ -16,6 +16,7 @@ from image_runs import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import geoparam as gp
 from geoparam.experiments import methods, networks
 from geoparam.experiments.imaging import checkpoints, loop, preparation, schedules, watching
 from geoparam.experiments.imaging.loop import Training
@@ -39,6 +40,62 @@ def test_every_method_trains_a_step(method: str, tmp_path: Path) -> None:
     found = weights(tmp_path)
     for name, parameter in untrained.named_parameters():
         assert found[name].isfinite().all() and not torch.equal(found[name], parameter), name
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"method": "gmp+imn", "optimizer": "adamw", "lr": 0.01},
+        {"optimizer": "muon", "weight_decay": 0.1},
+        {"optimizer": "muon", "rest": "sgd"},
+        {"optimizer": "airbench"},
+        {"optimizer": "rotational", "weight_decay": 0.01, "nesterov": True},
+        {"optimizer": "angularmuown", "rest_lr": 0.01},
+        {"optimizer": "geometric"},
+        {"optimizer": "geometric", "base": "adamw", "lr": 0.01},
+        {"optimizer": "geometric", "base": "muon", "turn": 2.4, "lr": 0.01},
+        {"optimizer": "geometric", "coordinates": "angles"},
+    ],
+    ids=lambda chosen: "-".join(map(str, chosen.values())),
+)
+def test_every_optimizer_learns(chosen: dict[str, Any], tmp_path: Path) -> None:
+    options = {"method": "bn", "lr": 0.05, "epochs": 6, "schedule": "linear"}
+    losses = train(settings(**{**options, **chosen}), source(), tmp_path).curves["train_loss"]
+    assert losses[-1] < 0.95 * losses[0]
+
+
+def test_the_geometric_optimizer_gets_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(model: torch.nn.Module, base: Any, **options: Any) -> torch.optim.Optimizer:
+        given.update(options, base=base)
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(gp, "GeometricOptimizer", fake)
+    model = networks.build("vgg6", "bn", 2, size=8, widths=(4, 4))
+    chosen = {"optimizer": "geometric", "weight_decay": 0.05}
+    preparation.make_optimizer(settings("bn", **chosen, nesterov=True), model)
+    assert given == {
+        "base": torch.optim.SGD,
+        "lr": 0.1,
+        "weight_decay": 0.05,
+        "momentum": 0.9,
+        "nesterov": True,
+        "coordinates": "intrinsic",
+        "turn": None,
+        "rest": None,
+    }
+    chosen |= {"base": "adamw", "turn": 2.4, "coordinates": "angles", "rest": "sgd"}
+    preparation.make_optimizer(settings("bn", **chosen, rest_lr=0.01, momentum=0.8), model)
+    assert given["base"] is torch.optim.AdamW and given["betas"] == (0.8, 0.999)
+    assert (given["turn"], given["coordinates"], given["lr"]) == (2.4, "angles", 0.01)
+    assert given["rest"].func is torch.optim.SGD and given["rest"].keywords["momentum"] == 0.9
+
+
+@pytest.mark.parametrize("method", ["wn", "gmp+bn", "intrinsic+imn"])
+def test_rivals_are_for_plain_weights(method: str) -> None:
+    model = networks.build("vgg6", method, 2, size=8, widths=(4, 4))
+    with pytest.raises(ValueError, match="is for plain weights"):
+        preparation.make_optimizer(settings(method, optimizer="muon"), model)
 
 
 @pytest.mark.parametrize("skip", ["centred", "plain"])
@@ -132,6 +189,72 @@ def test_the_rate_follows_the_schedule(tmp_path: Path) -> None:
     )
 
 
+def test_the_rate_rises_and_falls_in_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = settings("bn", schedule="linear", warmup=1 / 3, optimizer="airbench", rest_lr=0.02)
+    step, seen = Training.train_on, []
+
+    def noting(self: Training, *batch: torch.Tensor) -> None:
+        seen.append([group["lr"] for group in self.optimizer.param_groups])
+        step(self, *batch)
+
+    monkeypatch.setattr(Training, "train_on", noting)
+    curve = train(chosen, source(), tmp_path).curves["lr"]
+    factors = np.array([1, 2, 3, 3, 2.5, 2, 1.5, 1, 0.5]) / 3
+    rows, *rest = np.array(seen).T
+    np.testing.assert_allclose(rows, 0.1 * factors)
+    assert len(rest) == 2  # what decays and what does not
+    np.testing.assert_allclose(rest, [0.02 * factors] * 2)
+    np.testing.assert_allclose(curve, rows[2::3])
+
+
+def test_what_is_kept_back_is_never_trained_on_and_validation_is_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, chosen = source(), settings("bn", select=0.25, time_to=(0.0, 99.9))
+    evaluate, seen = Training.evaluate, []
+
+    def noting(self: Training, batches: Any) -> Any:
+        seen.append(batches.examples)
+        return evaluate(self, batches)
+
+    monkeypatch.setattr(Training, "evaluate", noting)
+    record = train(chosen, images, tmp_path).record
+    assert seen == [12, 12, 12, 22]
+    part = images.hold_out(0.25)
+    trained, held = (
+        {tuple(image.flatten().tolist()) for image in split.images}
+        for split in (part._train, part._val)
+    )
+    assert len(trained) == 36 and len(held) == 12 and not trained & held
+    model = networks.build("vgg6", "bn", images.classes, size=8, widths=chosen.widths)
+    model.load_state_dict(weights(tmp_path))
+    for name, split in {"top1": images, "select_top1": part}.items():
+        [(x, y)] = split.val(100, device="cpu").epoch(0)
+        right = (model.eval()(x).argmax(1) == y).double().mean().item()
+        assert record[name] == pytest.approx(100 * right), name
+    assert record["epochs_to_0"] == 1 and 0 < record["seconds_to_0"]
+    assert "epochs_to_99.9" not in record
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.5])
+def test_running_statistics_are_recomputed_before_the_last_evaluation(
+    ema: float, tmp_path: Path
+) -> None:
+    images = source()
+    for name, count in {"without": 0, "with": 4}.items():
+        train(settings("bn", recalibrate=count, ema=ema, epochs=2), images, tmp_path / name)
+    before, after = weights(tmp_path / "without"), weights(tmp_path / "with")
+    model = networks.build("vgg6", "bn", images.classes, size=8, widths=settings().widths)
+    model.load_state_dict(before)
+    batches = images.train(BATCH, seed=3, device="cpu")
+    gp.recalibrate_(model, [x for n in (2, 3) for x, _ in batches.epoch(n)][:4])
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(after[name], value, msg=name)
+    assert train(settings("sp", recalibrate=4, epochs=1), images, tmp_path / "sp").record["top1"]
+
+
 def test_the_released_code_reports_its_best_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +302,7 @@ def test_processes_evaluate_the_main_ones_average_of_running_means(
     monkeypatch.setattr(
         "accelerate.utils.broadcast", lambda tensors: sent.extend(t.clone() for t in tensors)
     )
-    training.evaluate()
+    training.evaluate(training.watched)
     assert len(sent) == len(expected) and all(map(torch.equal, sent, expected))
     assert all(map(torch.equal, training.model.buffers(), live))
 
@@ -238,9 +361,9 @@ def test_a_validation_loss_that_is_not_finite_is_divergence(
 ) -> None:
     evaluate = Training.evaluate
 
-    def broken(self: Training) -> Any:
+    def broken(self: Training, batches: Any) -> Any:
         self.model.output.bias.data.fill_(float("nan"))
-        return evaluate(self)
+        return evaluate(self, batches)
 
     monkeypatch.setattr(Training, "evaluate", broken)
     assert_diverged(train(settings("sp"), source(), tmp_path), 0)
@@ -271,7 +394,7 @@ def test_leaves_random_numbers_and_switches_as_they_were(tmp_path: Path) -> None
     ("changes", "said"),
     [
         ({"method": "magic"}, "a method is one of"),
-        ({"schedule": "cosine"}, "schedule is one of steps"),
+        ({"schedule": "sine"}, "schedule is one of steps"),
         ({"precision": "fp16"}, "precision is one of"),
         ({"skip": "none"}, "skip is one of"),
         ({"init": "ones"}, "init is"),
@@ -281,6 +404,15 @@ def test_leaves_random_numbers_and_switches_as_they_were(tmp_path: Path) -> None
         ({"lr": float("inf")}, "lr is above 0 and finite"),
         ({"widths": (4, 0)}, "widths are numbers of channels from 1 on"),
         ({"accumulate": 3}, "equal parts"),
+        ({"optimizer": "lion"}, "optimizer is one of sgd, adamw, muon"),
+        ({"optimizer": "geometric", "base": "lion"}, "base is one of sgd, adamw, muon"),
+        ({"optimizer": "muon", "rest": "muon"}, "rest is one of sgd, adamw"),
+        ({"turn": 2.4}, "turn is not for optimizer 'sgd'"),
+        ({"optimizer": "muon", "base": "sgd"}, "base is not for optimizer 'muon'"),
+        ({"optimizer": "rotational"}, "weight_decay is above 0"),
+        ({"warmup": 1.0}, "warmup is from 0 to below 1"),
+        ({"select": -0.1}, "select is from 0 to below 1"),
+        ({"select": 0.1, "schedule": "plateau-top5"}, "Choose another schedule"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

@@ -38,6 +38,27 @@ RUNS: dict[str, dict[str, Any]] = {
     "no momentum": {"method": "intrinsic", "momentum": 0.0},
     "autocast": {"method": "natural+imn", "precision": "bf16", "accumulate": 2, "crop": 1},
     "plateau": {"method": "bn", "schedule": "plateau-top1", "epochs": 8},
+    "kept back": {
+        "method": "gmp+imn",
+        "schedule": "linear",
+        "warmup": 0.2,
+        "nesterov": True,
+        "epochs": 5,
+        "ema": 0.5,
+        "select": 0.25,
+        "recalibrate": 3,
+        "time_to": (10.0, 90.0),
+    },
+    "muon": {"method": "bn", "schedule": "cosine", "optimizer": "muon", "weight_decay": 0.1},
+    "rotational": {"method": "bn", "optimizer": "rotational", "weight_decay": 0.01},
+    "angular": {"method": "bn", "optimizer": "angularmuown", "rest": "sgd", "rest_lr": 0.01},
+    "geometric": {
+        "method": "bn",
+        "optimizer": "geometric",
+        "schedule": "linear",
+        "nesterov": True,
+    },
+    "turn": {"method": "bn", "optimizer": "geometric", "base": "muon", "turn": 2.0, "lr": 1e-3},
     "best weights": {"method": "gmp+imn", "schedule": "plateau-top5", "epochs": 8, "ema": 0.5},
 }
 

@@ -1,4 +1,4 @@
-"""The three schedules, against torch's own or against Keras's rules counted by hand."""
+"""The schedules, against torch's own or against Keras's rules counted by hand."""
 
 import numpy as np
 import pytest
@@ -18,6 +18,24 @@ def test_steps_are_those_of_torch(epochs: int, milestones: list[int]) -> None:
         assert ours.judge(0.0, 0.0) == (True, False)
         optimizer.step()
         theirs.step()
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_decay_is_that_of_torch(name: str) -> None:
+    steps = 40
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedulers = torch.optim.lr_scheduler
+    theirs = {
+        "linear": schedulers.LinearLR(optimizer, 1.0, 0.0, total_iters=steps),
+        "cosine": schedulers.CosineAnnealingLR(optimizer, steps),
+    }
+    optimizer.param_groups[0]["lr"] = 1.0
+    ours = schedules.NAMES[name](10, 0.0)
+    for step in range(steps):
+        factor = ours.factor(10 * step / steps)
+        assert factor == pytest.approx(theirs[name].get_last_lr()[0], abs=1e-9)
+        optimizer.step()
+        theirs[name].step()
 
 
 def by_hand(values: list[float]) -> tuple[list[float], list[bool], int | None]:
@@ -70,8 +88,8 @@ def test_a_ten_thousandth_keeps_training_alive_but_lets_the_rate_fall() -> None:
 @pytest.mark.parametrize("at", [3, 6, 8])
 def test_goes_on_from_its_state(name: str, at: int) -> None:
     values = [0.1, 0.3, 0.2, 0.2, 0.3, 0.3, 0.3, 0.2, 0.1, 0.1, 0.1, 0.1]
-    whole = schedules.NAMES[name](12)
-    first, second = schedules.NAMES[name](12), schedules.NAMES[name](12)
+    whole = schedules.NAMES[name](12, 0.1)
+    first, second = schedules.NAMES[name](12, 0.1), schedules.NAMES[name](12, 0.1)
     for value in values[:at]:
         assert first.judge(value, value) == whole.judge(value, value)
     second.load_state_dict(first.state_dict())
@@ -82,5 +100,5 @@ def test_goes_on_from_its_state(name: str, at: int) -> None:
 
 
 def test_only_the_released_code_keeps_the_best_weights() -> None:
-    keeping = [name for name in schedules.NAMES if schedules.NAMES[name](9).keeps_best]
+    keeping = [name for name in schedules.NAMES if schedules.NAMES[name](9, 0.1).keeps_best]
     assert keeping == ["plateau-top5"]

@@ -1,11 +1,13 @@
 """Mean normalization: what is subtracted, what is remembered."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam import GmPConv2d, GmPLinear, InputMeanNorm, MeanOnlyBatchNorm
+from geoparam import GmPConv2d, GmPLinear, InputMeanNorm, MeanOnlyBatchNorm, recalibrate_
 from geoparam.norm import shifted_bias
 
 SHAPES = [(6, 3), (6, 3, 5), (4, 3, 5, 2), (2, 3, 4, 5, 2)]
@@ -179,3 +181,55 @@ def test_wrong_number_of_channels() -> None:
         InputMeanNorm(3)(torch.randn(3))
     with pytest.raises(ValueError, match="num_features"):
         InputMeanNorm(0)
+
+
+def normed(kind: str) -> nn.Module:
+    """Return a model with one norm, dropout and a layer."""
+    norms = {
+        "bn": nn.BatchNorm2d(3),
+        "imn": InputMeanNorm(3),
+        "mbn": MeanOnlyBatchNorm(3),
+        "layer": GmPConv2d(3, 4, 3, padding=1, input_norm=True),
+        "layer, bias form": GmPConv2d(3, 4, 3, padding=1, input_norm="bias"),
+    }
+    return nn.Sequential(norms[kind], nn.Dropout(0.5))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["bn", "imn", "mbn", "layer", "layer, bias form"])
+def test_recalibrated_statistics_are_plain_averages(kind: str, training: bool) -> None:
+    model = normed(kind).train(training)
+    norm = model[0].input_norm if kind.startswith("layer") else model[0]
+    norm.running_mean.fill_(9.0)
+    norm.eval()  # frozen by its user, and so it stays
+    momentum, random = norm.momentum, torch.get_rng_state()
+    batches = [torch.randn(4, 3, 5, 5) + number for number in range(3)]
+    state = torch.get_rng_state()
+    assert recalibrate_(model, iter(batches)) is model
+    assert torch.equal(torch.get_rng_state(), state) and not torch.equal(state, random)
+    means = torch.stack([x.mean(dim=(0, 2, 3)) for x in batches])
+    torch.testing.assert_close(norm.running_mean, means.mean(dim=0))
+    if kind == "bn":
+        variances = torch.stack([x.var(dim=(0, 2, 3)) for x in batches])
+        torch.testing.assert_close(norm.running_var, variances.mean(dim=0))
+    assert norm.momentum == momentum and norm.num_batches_tracked == 3
+    assert not norm.training and model.training is model[1].training is training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("form", [list, tuple, lambda pair: {"input": pair[0]}])
+def test_recalibration_takes_what_loaders_yield(form: Callable) -> None:
+    x = torch.randn(4, 3)
+    batch = form((x,) if form is tuple else (x, torch.zeros(4)))
+    norm = nn.BatchNorm1d(3)
+    torch.testing.assert_close(recalibrate_(norm, [batch]).running_mean, x.mean(dim=0))
+
+
+def test_recalibration_without_norms_or_batches_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a model whose norms have running statistics"):
+        recalibrate_(nn.BatchNorm1d(3, track_running_stats=False), [torch.zeros(2, 3)])
+    norm = InputMeanNorm(3)
+    norm.running_mean.fill_(2.0)
+    with pytest.raises(ValueError, match="needs batches; got none"):
+        recalibrate_(norm, [])
+    assert norm.running_mean.eq(2.0).all()

@@ -16,7 +16,7 @@ from typer import Argument, Option
 
 import geoparam as gp
 from geoparam.cli.running import explained
-from geoparam.experiments.methods import METHODS
+from geoparam.experiments.methods import METHODS, without_options
 from geoparam.experiments.tasks import check_names
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def table(
     from geoparam.experiments import tables
 
     with explained():
-        check_names("baseline", [baseline], tuple(METHODS))
+        check_names("baseline", [without_options(baseline)], tuple(METHODS))
         text = tables.export(opened(runs), form, baseline)
         if out is None:
             print(text)
@@ -58,7 +58,7 @@ def report(
     from geoparam import report as pages
 
     with explained():
-        check_names("baseline", [baseline], tuple(METHODS))
+        check_names("baseline", [without_options(baseline)], tuple(METHODS))
         command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
         path = pages.write(opened(runs), out, baseline, command)
         print(f"The page is {path}")

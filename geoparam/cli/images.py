@@ -8,152 +8,145 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Option
+from typer import Context, Option
 
 from geoparam.cli.running import explained, integers, listed, numbers, progress
+from geoparam.experiments.imaging.grids import NUMBERS, WORDS
+from geoparam.experiments.imaging.settings import OPTIMIZERS
 from geoparam.experiments.methods import METHODS
 from geoparam.experiments.tasks import Progress
 
-Out = Annotated[Path, Option(help="Folder of the run.")]
-Network = Annotated[
-    str | None, Option(help="vgg6, resnet18, resnet34 or resnet50; by default the papers'.")
-]
-Widths = Annotated[
-    str | None,
-    Option(help="Channels of VGG-6's convolutions between commas, or of a ResNet's first stage."),
-]
-Methods = Annotated[
-    str | None,
-    Option(help=f"Names between commas, of {' '.join(METHODS)}; by default the papers'."),
-]
-BatchSizes = Annotated[
-    str | None, Option(help="Between commas, each over all GPUs together; by default the papers'.")
-]
-Lrs = Annotated[
-    str | None,
-    Option(help="Learning rates between commas, each for every method; by default the papers'."),
-]
-Seeds = Annotated[int, Option(min=1, help="How many, from 0 on: weights, order and augmentation.")]
-Epochs = Annotated[int, Option(min=1, help="The most there are.")]
-Schedule = Annotated[
-    str, Option(help="steps (v2), plateau-top1 (v1) or plateau-top5 (the released code).")
-]
-Skip = Annotated[
-    str, Option(help="A ResNet's skips: centred, as the authors', or plain, as convert_'s.")
-]
-WeightDecay = Annotated[float, Option(min=0, help="Of plain weights; never of angles.")]
-LabelSmoothing = Annotated[float, Option(min=0, help="Of the training loss.")]
-Ema = Annotated[
-    float, Option(min=0, help="Evaluate a moving average of the weights with this decay.")
-]
-Accumulate = Annotated[int, Option(min=1, help="Parts of a batch, one after the other.")]
-Precision = Annotated[str, Option(help="bf16 (autocast) or fp32.")]
-Compile = Annotated[bool, Option("--compile", help="Use torch.compile.")]
-Deterministic = Annotated[
-    bool, Option("--deterministic", help="The same bits each time on a GPU, too; slower.")
-]
-Init = Annotated[str, Option(help="glorot, as the papers' code, or sphere, as their text.")]
-Imn = Annotated[str, Option(help="Where IMN stands: output, as the code, or input, as the text.")]
-AngleLr = Annotated[
-    str | None, Option(help="Of the angles: a number, or fan_in for lr over the fan-in's root.")
-]
-CheckpointEvery = Annotated[
-    int | None, Option(min=1, help="Steps between checkpoints, besides the one of each epoch.")
-]
-KeepWeights = Annotated[bool, Option("--keep-weights", help="Keep every run's weights.")]
-TensorBoard = Annotated[bool, Option("--tensorboard", help="Write scalars for TensorBoard.")]
-Track = Annotated[
-    int | None, Option(min=1, help="Follow the units' boundaries, every so many steps.")
-]
-Storage = Annotated[
-    str | None,
-    Option(
-        help="Share the runs: a database URL or a journal file. Start the same command on each "
-        "GPU, each with an --out of its own."
-    ),
-]
-Resume = Annotated[bool, Option("--resume", help="Go on with the run in the folder.")]
+COMMANDS = {
+    "imagenet32": "VGG-6 on images of 32 by 32 pixels: table 2, figure 4. Wants a GPU.",
+    "imagenet": "A ResNet on ImageNet: table 3. Wants several GPUs.",
+}
 
 
-def imagenet32(
+def images(
+    context: Context,
     data: Annotated[
         Path,
-        Option(help="Folder with train_data_batch_*.npz and val_data.npz.", show_default=False),
+        Option(
+            help="Folder with train_data_batch_*.npz and val_data.npz (imagenet32), or with "
+            "train/CLASS/*.JPEG and val/CLASS/*.JPEG (imagenet).",
+            show_default=False,
+        ),
     ],
-    out: Out = Path("runs/imagenet32"),
-    network: Network = None,
-    widths: Widths = None,
-    size: Annotated[int, Option(help="Of the images, 32 or 64.")] = 32,
-    methods: Methods = None,
-    batch_sizes: BatchSizes = None,
-    lrs: Lrs = None,
-    seeds: Seeds = 3,
-    epochs: Epochs = 90,
-    schedule: Schedule = "steps",
-    crop: Annotated[int, Option(min=0, help="Shift images by up to so many pixels.")] = 0,
-    skip: Skip = "centred",
-    weight_decay: WeightDecay = 0.0,
-    label_smoothing: LabelSmoothing = 0.0,
-    ema: Ema = 0.0,
-    accumulate: Accumulate = 1,
-    precision: Precision = "bf16",
-    compile: Compile = False,
-    deterministic: Deterministic = False,
-    init: Init = "glorot",
-    imn: Imn = "output",
-    angle_lr: AngleLr = None,
-    checkpoint_every: CheckpointEvery = None,
-    keep_weights: KeepWeights = False,
-    tensorboard: TensorBoard = False,
-    track: Track = None,
-    storage: Storage = None,
-    resume: Resume = False,
-) -> None:
-    """VGG-6 on images of 32 by 32 pixels: table 2, figure 4. Wants a GPU."""
-    _run("imagenet32", locals())
-
-
-def imagenet(
-    data: Annotated[
-        Path,
-        Option(help="Folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG.", show_default=False),
-    ],
-    out: Out = Path("runs/imagenet"),
-    network: Network = None,
-    widths: Widths = None,
-    size: Annotated[int, Option(min=8, help="Of the crops.")] = 224,
-    methods: Methods = None,
-    batch_sizes: BatchSizes = None,
-    lrs: Lrs = None,
-    seeds: Seeds = 3,
-    epochs: Epochs = 90,
-    schedule: Schedule = "steps",
-    skip: Skip = "centred",
-    weight_decay: WeightDecay = 0.0,
-    label_smoothing: LabelSmoothing = 0.0,
-    ema: Ema = 0.0,
-    accumulate: Accumulate = 1,
-    precision: Precision = "bf16",
-    compile: Compile = False,
-    deterministic: Deterministic = False,
-    init: Init = "glorot",
-    imn: Imn = "output",
-    angle_lr: AngleLr = None,
+    out: Annotated[Path | None, Option(help="Folder of the run; by default runs/NAME.")] = None,
+    network: Annotated[
+        str | None, Option(help="vgg6, resnet18, resnet34 or resnet50; by default the papers'.")
+    ] = None,
+    widths: Annotated[
+        str | None,
+        Option(help="Channels of VGG-6's convolutions, or of a ResNet's first stage."),
+    ] = None,
+    size: Annotated[
+        int | None,
+        Option(min=8, help="Of the images, 32 or 64; or of the crops, by default 224."),
+    ] = None,
+    methods: Annotated[
+        str | None,
+        Option(help=f"Names between commas, of {' '.join(METHODS)}; by default the papers'."),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        Option(
+            help="One method with options of its own, as in bn:decay=5e-4:lr=0.4,0.8; may be "
+            f"given again. Words: {' '.join(WORDS)}. Numbers: {' '.join(NUMBERS)}."
+        ),
+    ] = None,
+    batch_sizes: Annotated[
+        str | None,
+        Option(help="Between commas, each over all GPUs together; by default the papers'."),
+    ] = None,
+    lrs: Annotated[
+        str | None,
+        Option(help="Learning rates between commas, for methods without; by default the papers'."),
+    ] = None,
+    seeds: Annotated[
+        int, Option(min=1, help="How many, from 0 on: weights, order and augmentation.")
+    ] = 3,
+    epochs: Annotated[int, Option(min=1, help="The most there are.")] = 90,
+    schedule: Annotated[
+        str,
+        Option(
+            help="steps (v2), plateau-top1 (v1), plateau-top5 (the released code), linear or "
+            "cosine (to 0, in every step)."
+        ),
+    ] = "steps",
+    warmup: Annotated[float, Option(min=0, help="Share of all steps in which rates rise.")] = 0.0,
+    optimizer: Annotated[str, Option(help=f"{', '.join(OPTIMIZERS)}.")] = "sgd",
+    nesterov: Annotated[bool, Option("--nesterov", help="Nesterov momentum for SGD.")] = False,
+    weight_decay: Annotated[float, Option(min=0, help="Of plain weights; never of angles.")] = 0.0,
+    crop: Annotated[int, Option(min=0, help="Shift small images by up to so many pixels.")] = 0,
+    label_smoothing: Annotated[float, Option(min=0, help="Of the training loss.")] = 0.0,
+    ema: Annotated[
+        float, Option(min=0, help="Evaluate a moving average of the weights with this decay.")
+    ] = 0.0,
+    select: Annotated[
+        float,
+        Option(
+            min=0,
+            help="Share of the training images to keep back: settings are chosen on these, and "
+            "the validation images are looked at once.",
+        ),
+    ] = 0.0,
+    recalibrate: Annotated[
+        int,
+        Option(min=0, help="Batches to recompute running statistics on before the last result."),
+    ] = 0,
+    time_to: Annotated[
+        str, Option(help="Top-1 accuracies between commas: record how long each took.")
+    ] = "",
+    skip: Annotated[
+        str, Option(help="A ResNet's skips: centred, as the authors', or plain, as convert_'s.")
+    ] = "centred",
+    accumulate: Annotated[int, Option(min=1, help="Parts of a batch, one after the other.")] = 1,
+    precision: Annotated[str, Option(help="bf16 (autocast) or fp32.")] = "bf16",
+    compile: Annotated[bool, Option("--compile", help="Use torch.compile.")] = False,
+    deterministic: Annotated[
+        bool, Option("--deterministic", help="The same bits each time on a GPU, too; slower.")
+    ] = False,
+    init: Annotated[
+        str, Option(help="glorot, as the papers' code, or sphere, as their text.")
+    ] = "glorot",
+    imn: Annotated[
+        str, Option(help="Where IMN stands: output, as the code, or input, as the text.")
+    ] = "output",
+    angle_lr: Annotated[
+        str | None,
+        Option(help="Of the angles: a number, or fan_in for lr over the fan-in's root."),
+    ] = None,
     workers: Annotated[
         int | None, Option(min=0, help="Processes that decode; by default one for each core.")
     ] = None,
     check_images: Annotated[
-        bool, Option("--check-images", help="Decode all images before training.")
+        bool, Option("--check-images", help="Decode all JPEG files before training.")
     ] = False,
-    checkpoint_every: CheckpointEvery = None,
-    keep_weights: KeepWeights = False,
-    tensorboard: TensorBoard = False,
-    track: Track = None,
-    storage: Storage = None,
-    resume: Resume = False,
+    checkpoint_every: Annotated[
+        int | None, Option(min=1, help="Steps between checkpoints, besides the one of each epoch.")
+    ] = None,
+    keep_weights: Annotated[
+        bool, Option("--keep-weights", help="Keep every run's weights.")
+    ] = False,
+    tensorboard: Annotated[
+        bool, Option("--tensorboard", help="Write scalars for TensorBoard.")
+    ] = False,
+    track: Annotated[
+        int | None, Option(min=1, help="Follow the units' boundaries, every so many steps.")
+    ] = None,
+    storage: Annotated[
+        str | None,
+        Option(
+            help="Share the runs: a database URL or a journal file. Start the same command on "
+            "each GPU, each with an --out of its own."
+        ),
+    ] = None,
+    resume: Annotated[bool, Option("--resume", help="Go on with the run in the folder.")] = False,
 ) -> None:
-    """A ResNet on ImageNet: table 3. Wants several GPUs."""
-    _run("imagenet", locals())
+    given = dict(locals())
+    del given["context"]
+    _run(str(context.info_name), given)
 
 
 def _run(experiment: str, given: Mapping[str, Any]) -> None:
@@ -163,10 +156,12 @@ def _run(experiment: str, given: Mapping[str, Any]) -> None:
     from geoparam.experiments import images, tables
 
     options = {**given, "experiment": experiment}
-    out = options.pop("out")
+    out, method = options.pop("out") or Path("runs", experiment), options.pop("method")
     with explained(out):
         for name, read in _READ.items():
             options[name] = None if options[name] is None else read(options[name])
+        if method:
+            options["methods"] = [*(options["methods"] or ()), *method]
         with _progress() as bar:
             command = typed(sys.argv, os.environ)
             done = images.run(out, **options, command=command, progress=bar)
@@ -191,6 +186,7 @@ _READ = {
     "batch_sizes": integers,
     "lrs": numbers,
     "widths": lambda text: tuple(integers(text)),
+    "time_to": lambda text: tuple(numbers(text)),
     "angle_lr": _rate,
 }
 

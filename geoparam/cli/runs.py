@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from geoparam.cli.images import imagenet, imagenet32
+from geoparam.cli.images import COMMANDS, images
 from geoparam.cli.running import Jobs, explained, integers, listed, numbers, progress
 from geoparam.data.uci import NAMES
 from geoparam.experiments.methods import METHODS
@@ -31,8 +31,10 @@ PAPERS = "sp,wn,bn,gmp"
 def application() -> typer.Typer:
     """Return the commands."""
     found = typer.Typer(no_args_is_help=True, help="Run an experiment of the papers.")
-    for command in (levy, banana, perturbation, uci, width, imagenet32, imagenet):
+    for command in (levy, banana, perturbation, uci, width):
         found.command()(command)
+    for name, about in COMMANDS.items():
+        found.command(name, help=about)(images)
     return found
 
 

@@ -15,6 +15,7 @@ Reference:
     networks*, 2012, section 4.1: the colour noise.
 """
 
+import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from geoparam.data.imagenet import Device, Shares, mixed
+from geoparam.data.imagenet import Device, Shares, divide, mixed
 
 MEAN = (0.485, 0.456, 0.406)
 EXTENSIONS = (".jpeg", ".jpg", ".png")
@@ -125,6 +126,13 @@ class ImageFolders:
         shares = Shares(len(self._val), batch_size, rank, world, drop_last=False)
         images = _Images(self._val, self._crop_middle, self.size)
         return FolderBatches(images, shares, torch.device(device), self.workers)
+
+    def hold_out(self, share: float) -> "ImageFolders":
+        """Return a source that trains without a share of the images, and validates on these."""
+        part = copy.copy(self)
+        part._train, part._val = map(self._train.select, divide(len(self._train), share))
+        part.fingerprint = self.fingerprint | {"train": len(part._train), "val": len(part._val)}
+        return part
 
     def check(self) -> None:
         """Decode every image; raise ValueError with those that cannot be."""
@@ -342,6 +350,11 @@ class _Listing:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def select(self, images: Tensor) -> "_Listing":
+        """Return the listing of some images."""
+        arrays = (array[images.numpy()] for array in (self.names, self.sizes, self.labels))
+        return _Listing(self.root, self.classes, *arrays)
 
     def path(self, image: int) -> str:
         name = os.fsdecode(self.names[image])

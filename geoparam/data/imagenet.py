@@ -20,6 +20,7 @@ Reference:
     CIFAR datasets*, 2017.
 """
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,13 @@ class Source(Protocol):
 
     def val(self, batch_size: int, *, device: Device, rank: int = 0, world: int = 1) -> Batches:
         """Return the validation split in its own order, as it is."""
+        ...
+
+    def hold_out(self, share: float) -> "Source":
+        """Return a source that trains without a share of the images, and validates on these.
+
+        It is the same share every time.
+        """
         ...
 
 
@@ -174,6 +182,20 @@ def mixed(*key: int) -> int:
         (True, False)
     """
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+
+
+def divide(images: int, share: float) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the images that stay, and of the share that is held out.
+
+    Example:
+        >>> divide(8, 0.25)
+        (tensor([1, 2, 3, 5, 6, 7]), tensor([0, 4]))
+    """
+    held = round(share * images)
+    if not 0 < held < images:
+        raise ValueError(f"a share of {share} of {images} images is none, or all of them.")
+    order = torch.randperm(images, generator=torch.Generator().manual_seed(0))
+    return order[held:].sort().values, order[:held].sort().values
 
 
 # --- images on the device -----------------------------------------------------------------------
@@ -270,6 +292,7 @@ class PackedImages:
         self.fingerprint = fingerprint or {}
         self._train, self._val = train, val
         self._resident: dict[torch.device, tuple[Split, Split]] = {}
+        self._parts: dict[float, PackedImages] = {}
 
     @classmethod
     def load(cls, folder: str | Path, size: int = 32) -> "PackedImages":
@@ -313,6 +336,17 @@ class PackedImages:
         shares = Shares(len(self._val.labels), batch_size, rank, world, drop_last=False)
         _, split = self._on(device)
         return PackedBatches(split, shares, self._mean_on(device))
+
+    def hold_out(self, share: float) -> "PackedImages":
+        """Return a source that trains without a share of the images, and validates on these."""
+        if share not in self._parts:
+            part = self._parts[share] = copy.copy(self)  # the mean is that of all
+            images, labels = self._train.images, self._train.labels
+            stay, held = divide(len(labels), share)
+            part._train, part._val = (Split(images[n], labels[n]) for n in (stay, held))
+            part.fingerprint = self.fingerprint | {"train": len(stay), "val": len(held)}
+            part._resident = {}
+        return self._parts[share]
 
     def _on(self, device: Device) -> tuple[Split, Split]:
         device = torch.empty(0, device=device).device  # "cuda" is one of them, by its number

@@ -1,9 +1,9 @@
 """Classification of images: VGG-6 on ImageNet32 (table 2, figure 4) and ResNets on ImageNet.
 
 A sweep is a grid: methods x batch sizes x learning rates x seeds, each point one run of
-`imaging.training.train`. The first seed of everything comes first, so that a sweep that is looked
-at early shows all methods. Without rates, every method has the papers' own: 0.1 for geometric
-units and 0.01 for the others with VGG-6, 0.1 for all with ResNets.
+`imaging.training.train`; a method may have a grid of its own (`imaging.grids`). Without rates,
+every method has the papers' own: 0.1 for geometric units and 0.01 for the others with VGG-6, 0.1
+for all with ResNets.
 
 A run that diverges is a record like any other, with NaN for its results, and the sweep goes on.
 
@@ -18,15 +18,17 @@ take runs in turn (`search`), and each ends with the records and curves of all.
 
 import contextlib
 import shutil
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geoparam.experiments import methods as all_methods
 from geoparam.experiments import networks, search
+from geoparam.experiments.imaging import grids
 from geoparam.experiments.imaging.checkpoints import WEIGHTS
-from geoparam.experiments.imaging.settings import Settings
+from geoparam.experiments.imaging.grids import Task, papers_rate, tasks
 from geoparam.experiments.imaging.watching import BOUNDARIES
 from geoparam.experiments.results import Record, Run
 from geoparam.experiments.tasks import Done, Progress, Session, Tick, check_names
@@ -34,7 +36,8 @@ from geoparam.experiments.tasks import Done, Progress, Session, Tick, check_name
 if TYPE_CHECKING:
     from geoparam.data.imagenet import Source
     from geoparam.experiments.imaging.crew import Crew
-KEY = ("network", "method", "batch_size", "lr", "seed")
+KEY = ("name",)
+DRAW_EVERY = 60  # seconds between two drawings of a sweep's figures
 
 
 @dataclass(frozen=True)
@@ -61,61 +64,6 @@ EXPERIMENTS = {
     "imagenet": Experiment("resnet18", ("wn+mbn", "bn", "gmp+imn"), (256,), 224),
 }
 _MAY_CHANGE = ("methods", "batch_sizes", "lrs", "seeds")  # when a sweep is resumed
-
-
-@dataclass(frozen=True)
-class Task:
-    """One run of a sweep."""
-
-    settings: Settings
-
-    @property
-    def keys(self) -> list[tuple[Any, ...]]:
-        return [tuple(getattr(self.settings, name) for name in KEY)]
-
-    @property
-    def name(self) -> str:
-        one = self.settings
-        rate = f"batch{one.batch_size}-lr{one.lr:g}"
-        return f"{one.network}-{one.method}-{rate}-seed{one.seed}"
-
-    def __str__(self) -> str:
-        one = self.settings
-        title = all_methods.TITLES[one.method]
-        return f"{title}, batch {one.batch_size:,}, rate {one.lr:g}, seed {one.seed}"
-
-
-def papers_rate(network: str, method: str) -> float:
-    """Return the learning rate that a method has in the papers, or would have by their rule.
-
-    Example:
-        >>> [papers_rate("vgg6", method) for method in ("bn", "gmp+imn", "intrinsic+imn")]
-        [0.01, 0.1, 0.1]
-        >>> papers_rate("resnet18", "bn")
-        0.1
-    """
-    return 0.1 if network.startswith("resnet") else all_methods.LEARNING_RATES[method]
-
-
-def tasks(config: Record) -> list[Task]:
-    """Return the runs of a sweep with this configuration, the first seed's first.
-
-    Example:
-        >>> config = {"network": "vgg6", "methods": ["bn", "gmp"], "batch_sizes": [256]}
-        >>> [str(task) for task in tasks(config | {"lrs": None, "seeds": 1})]
-        ['BN, batch 256, rate 0.01, seed 0', 'GmP, batch 256, rate 0.1, seed 0']
-    """
-    names = {field.name for field in fields(Settings)}
-    common = {name: value for name, value in config.items() if name in names}
-    if common.get("widths") is not None:
-        common["widths"] = tuple(common["widths"])
-    return [
-        Task(Settings(**common, method=method, lr=lr, batch_size=batch_size, seed=seed))
-        for seed in range(config["seeds"])
-        for batch_size in config["batch_sizes"]
-        for method in config["methods"]
-        for lr in config["lrs"] or [papers_rate(config["network"], method)]
-    ]
 
 
 # --- a sweep ------------------------------------------------------------------------------------
@@ -151,9 +99,10 @@ def run(
         experiment: "imagenet32", images in npz files, or "imagenet", a folder of JPEG files.
         data: the folder with the images, or these themselves.
         network: one of `networks.NETWORKS`; by default the experiment's.
-        methods: names of `methods.METHODS`; by default those that the papers compare.
+        methods: names of `methods.METHODS`, each perhaps with options (`imaging.grids`); by
+            default those that the papers compare.
         batch_sizes: over all processes; by default the papers'.
-        lrs: learning rates for every method; by default the papers' own of each.
+        lrs: learning rates for every method that has none of its own; by default the papers'.
         seeds: how many, from 0 on.
         size: of the images: 32 or 64 in npz files, 224 for JPEG files where nothing else is said.
         workers: processes that decode JPEG files; by default as many as there are cores.
@@ -180,7 +129,8 @@ def run(
     crew = Crew(make_accelerator(config["precision"]))
     _check_fits(tasks(config), source, crew)
     kinds = {"checkpoint_every": checkpoint_every, "tensorboard": tensorboard, "track": track}
-    work = _Work(Path(out), source, crew, keep_weights, kinds)
+    part = source.hold_out(config["select"]) if config["select"] else source
+    work = _Work(Path(out), source, crew, keep_weights, kinds, part.fingerprint["train"])
     if not crew.leads:
         for task in crew.told():
             work.train(task)
@@ -202,47 +152,49 @@ def run(
 def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress | None) -> None:
     """Do all runs that are not done."""
     config, experiment = folder.config, folder.info["experiment"]
-    todo = tasks(config)
+    todo, draw = tasks(config), _drawer(folder)
+
+    def finished(task: Task) -> None:
+        work.clean(task)
+        draw()
+
     session = Session(
         folder,
         work,
         len(todo),
         progress=progress,
-        weight=config["epochs"] * config["data"]["train"],
+        weight=config["epochs"] * work.images,
         threads=None,
-        finished=_finisher(folder, work),
+        finished=finished,
         arrays=True,
     )
     for task in todo:
-        if folder.done(**dict(zip(KEY, task.keys[0], strict=True))):
+        if folder.done(name=task.name):
             work.clean(task)  # a kill may have come between the record and this
     if storage is None:
         session.spread(todo)
     else:
         study = search.study_name(experiment, config, [])
-        session.share([(_point(task, config), task) for task in todo], "val_loss", storage, study)
+        session.share([({"run": task.name}, task) for task in todo], "val_loss", storage, study)
+    draw(at_once=True)
     with contextlib.suppress(OSError):  # there may be others, or none
         (work.out / "checkpoints").rmdir()
 
 
-def _finisher(folder: Run, work: "_Work") -> Callable[[Task], None]:
-    """Return what is done after each run: a sweep takes days, and is looked at before its end."""
+def _drawer(folder: Run) -> Callable[..., None]:
+    """Return what draws the figures now and then: a sweep is looked at before its end."""
     from geoparam.experiments.imaging import figures
 
-    names = all_methods.METHODS
-    papers = {name: papers_rate(folder.config["network"], name) for name in names}
+    papers = {name: papers_rate(folder.config["network"], name) for name in all_methods.METHODS}
+    last = time.monotonic()
 
-    def finished(task: Task) -> None:
-        work.clean(task)
-        figures.draw(folder, papers)
+    def draw(at_once: bool = False) -> None:
+        nonlocal last
+        if at_once or time.monotonic() - last > DRAW_EVERY:
+            figures.draw(folder, papers)
+            last = time.monotonic()
 
-    return finished
-
-
-def _point(task: Task, config: Record) -> search.Point:
-    """Return the point of the grid; the rate is no axis of it where each method has its own."""
-    names = ("method", "batch_size", "seed", *(("lr",) if config["lrs"] else ()))
-    return {name: getattr(task.settings, name) for name in names}
+    return draw
 
 
 @dataclass(frozen=True)
@@ -254,6 +206,7 @@ class _Work:
     crew: "Crew"
     keep_weights: bool
     kinds: Record
+    images: int
 
     def __call__(self, task: Task, tick: Tick) -> Done:
         self.crew.tell(task)
@@ -262,7 +215,7 @@ class _Work:
     def train(self, task: Task, tick: Tick | None = None) -> Done:
         from geoparam.experiments.imaging import training
 
-        one, images = task.settings, self.source.fingerprint["train"]
+        one, images = task.settings, self.images
         steps = images // one.batch_size
 
         def told(epoch: int, step: int, speed: float) -> None:
@@ -278,7 +231,8 @@ class _Work:
             tick=told,
             **self.kinds,
         )
-        record = outcome.record | {"name": task.name, "processes": self.crew.size}
+        named = {"name": task.name, "method": task.method, "tuned": task.tuned}
+        record = outcome.record | named | {"processes": self.crew.size}
         return Done([record], outcome.curves)
 
     def folder(self, task: Task) -> Path:
@@ -335,31 +289,27 @@ def _checked(
     usual = EXPERIMENTS[experiment]
     network, names = network or usual.network, list(names if names is not None else usual.methods)
     check_names("network", [network], networks.NETWORKS)
-    check_names("methods", names, tuple(all_methods.METHODS))
+    plain = list(map(all_methods.without_options, names))
+    check_names("methods", plain, tuple(all_methods.METHODS))
     sizes = list(batch_sizes if batch_sizes is not None else usual.batch_sizes)
     if seeds < 1 or not sizes:
         raise ValueError(f"seeds must be >= 1 and batch_sizes some; got {seeds} and {sizes}.")
     if lrs is not None and not lrs:
         raise ValueError("lrs must be learning rates above 0, or left out; got none.")
-    _check_settings(settings)
-    common = Settings(network, names[0], 1.0, sizes[0], 0, **settings).as_dict()
-    config = {
+    unknown = [name for name in settings if name not in grids.COMMON]
+    if unknown:
+        raise ValueError(f"settings are {', '.join(grids.COMMON)}; got {', '.join(unknown)}.")
+    config: Record = {
         "network": network,
         "methods": list(dict.fromkeys(names)),
         "batch_sizes": sorted(set(sizes)),
         "lrs": lrs and sorted({float(lr) for lr in lrs}),
         "seeds": seeds,
     }
-    config |= {name: value for name, value in common.items() if name not in KEY}
+    for name, value in (grids.COMMON | settings).items():
+        config[name] = list(value) if isinstance(value, tuple) else value
     tasks(config)  # raises where a run cannot be
     return config
-
-
-def _check_settings(settings: Record) -> None:
-    known = [field.name for field in fields(Settings) if field.name not in KEY]
-    unknown = [name for name in settings if name not in known]
-    if unknown:
-        raise ValueError(f"settings are {', '.join(known)}; got {', '.join(unknown)}.")
 
 
 def _check_fits(todo: Sequence[Task], source: "Source", crew: "Crew") -> None:
@@ -369,8 +319,9 @@ def _check_fits(todo: Sequence[Task], source: "Source", crew: "Crew") -> None:
     place: Record = {"device": crew.accelerator.device, "world": crew.size}
     for one in (task.settings for task in todo):
         preparation.check(one, crew.accelerator)
-        source.train(one.batch_size, seed=0, crop=one.crop, **place)
-    for one in {task.settings.method: task.settings for task in todo}.values():
+        part = source.hold_out(one.select) if one.select else source
+        part.train(one.batch_size, seed=0, crop=one.crop, **place)
+    for one in {task.method: task.settings for task in todo}.values():
         options = {"size": source.size, "seed": 0, **one.network_options}
         model = networks.build(one.network, one.method, source.classes, **options)
         preparation.make_optimizer(one, model)

@@ -168,6 +168,33 @@ TITLES = {name: method.title for name, method in METHODS.items()}
 LEARNING_RATES = {name: method.lr for name, method in METHODS.items()}
 
 
+def without_options(name: str) -> str:
+    """Return a method's name without the options that may follow it.
+
+    Example:
+        >>> without_options("bn:optimizer=muon")
+        'bn'
+    """
+    return name.partition(":")[0]
+
+
+def rank(name: str) -> int:
+    """Return a method's place in the order of tables; those that are not known come last."""
+    order = list(METHODS)
+    return order.index(without_options(name)) if without_options(name) in order else len(order)
+
+
+def title(name: str) -> str:
+    """Return what a method is called in tables, with the options that are part of its name.
+
+    Example:
+        >>> title("gmp+imn"), title("bn:optimizer=muon"), title("mine")
+        ('GmP+IMN', 'BN, optimizer muon', 'mine')
+    """
+    method, *options = name.split(":")
+    return ", ".join([TITLES.get(method, method), *(each.replace("=", " ") for each in options)])
+
+
 def get(name: str, **options: str) -> Method:
     """Return the method of this name, with other options than the default where they are given.
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from geoparam.experiments.results import Record, Run
-from geoparam.experiments.tabling import reference
+from geoparam.experiments.tabling import images, reference
 from geoparam.experiments.tabling.blocks import (
     Block,
     Line,
@@ -44,6 +44,7 @@ from geoparam.experiments.tabling.layouts import (
     Measure,
     measures,
     number,
+    times,
 )
 from geoparam.experiments.tabling.notes import difference_notes, result_notes
 
@@ -84,6 +85,8 @@ def from_records(
     """
     known = [record for record in records if isinstance(record.get("method"), str)]
     known = [record for record in known if record.get("chosen") is not False]  # a search's trials
+    if any("select_top1" in record for record in known):
+        known = images.choose(known, "select_top1")
     found: list[Table] = []
     for layout in LAYOUTS.get(experiment, ANY):
         own = [r for r in known if all(r.get(k) == v for k, v in layout.where.items())]
@@ -167,8 +170,9 @@ def _list(block: Block, base: str | None, compared: Sequence[Comparison]) -> Tab
         "rate": lambda line: Cell(EMPTY if said else rates(block.records(line, column))),
     }
     named = {name: [kind(line) for line in block.cells] for name, kind in kinds.items()}
-    for name, words in DETAILS.items():
-        named[words] = [_detail_cell(block.records(line, column), name) for line in block.cells]
+    for detail in (*times(list(block.all_records())), *DETAILS):
+        cells = [_detail_cell(block.records(line, column), detail) for line in block.cells]
+        named[detail.title] = cells
     notes = [*result_notes(block), *(difference_notes(block, compared) if compared else ())]
     if any("largest_move" in record for record in block.all_records()):
         notes.append("Largest move and turn: of any unit of any seed in one update.")
@@ -306,28 +310,38 @@ def _count_cell(block: Block, line: Line, column: Any) -> Cell:
     return Cell(f"{found.n if found else 0}")
 
 
-def _detail_cell(records: Sequence[Record], name: str) -> Cell:
-    """Return the largest value of a field whose name says so, else the mean."""
-    values = [number(record[name]) for record in records if record.get(name) is not None]
+def _detail_cell(records: Sequence[Record], detail: Measure) -> Cell:
+    """Return the mean of a field; without digits, the largest value."""
+    found_in = [record for record in records if record.get(detail.name) is not None]
+    values = [number(record[detail.name]) for record in found_in]
     if not values:
         return Cell()
-    if name.startswith("largest"):
+    if detail.digits is None:
         return Cell(short(math.nan if any(map(math.isnan, values)) else max(values)))
     found = estimate(values)
-    return Cell(f"{found.mean:,.0f}", found) if found else Cell()
+    some = f" ({len(values)} of {len(records)})" if len(values) < len(records) else ""
+    return Cell(f"{found.mean:,.{detail.digits}f}{some}", found) if found else Cell()
 
 
 def rates(records: Iterable[Record]) -> str:
     """Return the learning rates of some records, with how many have each where they differ.
 
+    What else was tuned is with them.
+
     Example:
         >>> rates([{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.03}]), rates([{"lr": 0.1}] * 3)
         ('0.03 (1), 0.1 (2)', '0.1')
+        >>> rates([{"lr": 0.4, "tuned": "decay=0.0005"}])
+        '0.4, decay 0.0005'
     """
-    counts = Counter(number(record["lr"]) for record in records if "lr" in record)
-    if len(counts) < 2:
-        return "".join(f"{rate:g}" for rate in counts) or EMPTY
-    return ", ".join(f"{rate:g} ({count})" for rate, count in sorted(counts.items()))
+    found = ((number(each["lr"]), each.get("tuned", "")) for each in records if "lr" in each)
+    counts = Counter(found)
+    said = [
+        ", ".join(filter(None, (f"{rate:g}", images.in_words(tuned))))
+        + f" ({count})" * (len(counts) > 1)
+        for (rate, tuned), count in sorted(counts.items())
+    ]
+    return ", ".join(said) or EMPTY
 
 
 # --- what cells and notes share ----------------------------------------------------------------

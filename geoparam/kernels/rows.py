@@ -69,6 +69,7 @@ class Rows:
         Per row `length` is R and r has a sign; written are r = sign |w|, the slope dL/dr = <g, u>,
         the peak, which is the largest |g|, and the stretch R / r from w to v.
         """
+        assert all(x.dtype == self.dtype for x in (length, r, *w, *g)), "one type for all"
         self.kernels.enter(self, w, g, by_v, v, length, r, slope, peak, stretch)
 
     def leave(self, v: Matrices, r: Tensor) -> None:

@@ -23,9 +23,9 @@ class Batch:
         self.sizes = [m.shape[0] for m in members]
         self.stored = torch.cat([local(m.state["direction"]) for m in members])
         self.by_stored = torch.zeros_like(self.stored)
-        scales = [(m.state["length"] * m.state["metric"].sqrt()).expand(len(x), 1)
-                  for m, x in zip(members, self.stored.split(self.sizes), strict=True)]  # fmt: skip
-        self.scale = torch.cat(scales)
+        scales = [m.state["length"] * m.state["metric"].sqrt() for m in members]
+        parts = zip(scales, self.sizes, strict=True)
+        self.scale = torch.cat([scale.expand(size, 1) for scale, size in parts])
         for m, *parts in zip(
             members, self.stored.split(self.sizes), self.by_stored.split(self.sizes), strict=True
         ):

@@ -91,6 +91,11 @@ class GeometricOptimizer(Optimizer):
     ) -> None:
         _check_options(coordinates, turn, max_turn, scale)
         decay = base_options.pop("weight_decay", None)
+        for name, make in (("base", base), ("rest", rest)):
+            if make is not None and (isinstance(make, Optimizer) or not callable(make)):
+                raise ValueError(
+                    f"{name} is an optimizer's class, as torch.optim.SGD; got {make!r}."
+                )
         make_base, is_muon = _batched(base)
         make_rest = rest or (torch.optim.AdamW if is_muon else base)
         rest_options = base_options if make_rest is base else {}
@@ -141,7 +146,7 @@ class GeometricOptimizer(Optimizer):
                 is_unit = role == "units"
                 members = [p for p in params if (names[id(p)] in are_units) == is_unit]
                 group = {**(unit_defaults if is_unit else self._rest_defaults), **given}
-                group["lr"] = rate * turn / lr if is_unit and turn is not None else rate
+                group["lr"] = rate / lr * turn if is_unit and turn is not None else rate
                 group |= {"params": members, "param_names": [names[id(p)] for p in members]}
                 group["geometry"] = self._form if is_unit else "rest"
                 if is_unit:
@@ -209,11 +214,12 @@ class GeometricOptimizer(Optimizer):
         params = dict(chain.from_iterable(map(_named, self.param_groups)))
         written = self._written
         self._forget()
-        names = [name for u in self._choice.units for name in (u.name, u.bias) if name]
+        units = [unit for unit in self._choice.units if unit.name in params]
+        names = [name for u in units for name in (u.name, u.bias) if name in params]
         self._written, self._watched = written, [params[name] for name in names]
         self._signature = members, *_signatures(self._watched)
         active = {}
-        for unit in self._choice.units:
+        for unit in units:
             weight, bias = params[unit.name], params.get(unit.bias or "")
             if weight.grad is not None:
                 bias = None if bias is None or bias.grad is None else bias
@@ -268,7 +274,7 @@ class GeometricOptimizer(Optimizer):
             plain = [p for name, p in own if name in self._undecayed]
             rest.append((plain, group, {"weight_decay": 0.0}))
             rest.append(([p for name, p in own if name not in self._undecayed], group, {}))
-            states.update((p, self.state[p]) for _, p in own)
+            states.update((p, _fit(self.state[p], p)) for _, p in own)
             by_bias = {id(m.bias): m for m in active.values()}
             lams = [by_bias[id(p)] for p in group["params"] if id(p) in held]
             rest.append(([m.lam for m in lams], group, {"weight_decay": 0.0}))
@@ -327,10 +333,16 @@ class GeometricOptimizer(Optimizer):
         units = {unit.name: unit for unit in self._choice.units}
         for group, names in zip(saved, own, strict=True):
             for key, name in zip(group["params"], names, strict=True):
-                r = states.get(key, {}).get("r")
-                if name in units and r is not None and len(r) != units[name].out:
-                    out = units[name].out
-                    raise ValueError(f"the state of {name!r} has {len(r)} units, not {out}.")
+                found = states.get(key, {})
+                if name in units and "r" in found:
+                    theirs, own = (
+                        (len(found["r"]), found["fan_in"]),
+                        (units[name].out, units[name].fan_in),
+                    )
+                    if theirs != own:
+                        raise ValueError(
+                            f"the state of {name!r} has rows x fan-in {theirs}, not {own}."
+                        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
@@ -372,6 +384,15 @@ class _Prefixed(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return sum(key.startswith(self.prefix) for key in self.state)
+
+
+def _fit(state: dict[str, Any], p: Tensor) -> dict[str, Any]:
+    """Bring a state to the type that a parameter has been changed to since (`model.double()`)."""
+    for key, value in state.items():
+        is_number = isinstance(value, Tensor) and value.ndim > 0 and value.is_floating_point()
+        if is_number and p.dtype in (torch.float32, torch.float64):
+            state[key] = value.to(p.device, p.dtype)
+    return state
 
 
 def _take_over(inner: Optimizer, states: dict[Any, MutableMapping[str, Any]]) -> None:
@@ -439,9 +460,6 @@ def _name(make: Any) -> str:
 
 def _defaults(make: MakeOptimizer, name: str) -> dict[str, Any]:
     """Return the options of an optimizer, from one over a parameter that nobody trains."""
-    target = make.func if isinstance(make, functools.partial) else make
-    if isinstance(target, Optimizer) or not callable(target):
-        raise ValueError(f"{name} is an optimizer's class, as torch.optim.SGD; got {target!r}.")
     probe = make([nn.Parameter(torch.zeros(1, 1))])
     if not isinstance(probe, Optimizer):
         raise ValueError(f"{name} must make a torch optimizer; it made {type(probe).__name__}.")

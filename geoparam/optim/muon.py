@@ -7,7 +7,7 @@ them. A convolution's weight of any rank is flattened to (out, fan-in).
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -70,7 +70,8 @@ class RowMuon(Optimizer):
             )
             for slot, x in zip(batch, wide, strict=True):
                 slot[:, : x.shape[1]].copy_(x)
-            batch = orthogonalise(batch, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            coefficients = [group["ns_coefficients"]] * group["ns_steps"]
+            batch = orthogonalise(batch, coefficients, group["eps"])
             for slot, x, i in zip(batch, wide, members, strict=True):
                 out, fan_in = params[i].flatten(1).shape
                 rate = group["lr"] * _adjustment(group["adjust_lr_fn"], out, fan_in)
@@ -94,15 +95,20 @@ def _batches(params: list[Tensor]) -> list[list[int]]:
 
 
 def orthogonalise(
-    matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+    matrices: Tensor, coefficients: Sequence[tuple[float, float, float]], eps: float = 1e-7
 ) -> Tensor:
-    """Return nearly U V^T for each matrix U S V^T of a batch whose rows are the short side."""
-    a, b, c = coefficients
-    x = matrices / torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=eps)
-    for _ in range(steps):
+    """Return nearly U V^T for each matrix U S V^T of a batch (matrices, out, in), in bfloat16.
+
+    Each step has coefficients of its own.
+    """
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.bfloat16()
+    x = x.mT if is_tall else x
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=eps)
+    for a, b, c in coefficients:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
+    return x.mT if is_tall else x
 
 
 _SMALL = 1 << 22  # elements

@@ -13,8 +13,8 @@ as in plain training, for SGD and Adam alike. R is the layer's mean and not each
 since that would undo the protection: a row of tiny r would turn as wildly as a plain row does.
 
 Nothing is copied for float32 weights in intrinsic coordinates: W is brought to length R, stepped
-in place, and brought to length r, so whatever was written to W since the last step is seen. Angles,
-and weights in half precision, are kept in the state; rows that no longer agree with what was
+in place, and brought to length r, so that whatever was written to W before is seen.
+Angles, and weights in half precision, are kept in the state; rows that no longer agree with what was
 written last are taken up from the weight.
 """
 
@@ -111,7 +111,8 @@ class Member:
         """Bring states to the weight's present device, type and layout, if these have changed."""
         for state in (self.state, self.bias_state):
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.ndim and value.is_floating_point():
+                is_number = isinstance(value, Tensor) and value.is_floating_point()
+                if is_number and (value.ndim or "/" not in key):  # the base's own counters stay
                     value = value.to(self.weight.device, self.dtype)
                     if key.startswith("direction/") and value.numel() == self.weight.numel():
                         value = value.view(self.unit.out, *shape[1:])
@@ -155,7 +156,7 @@ class Stage:
         sums = self._reduce(torch.stack(sums))
         mean = sums[:, 0] / sums[:, 1] if match else torch.ones_like(sums[:, 0])
         for m, one, length in zip(members, r, mean, strict=True):
-            m.state.update(r=m.wrap(one), length=length.clone())
+            m.state.update(r=m.wrap(one), length=length.clone(), fan_in=m.unit.fan_in)
 
     def _first_scale(self, m: Member) -> Tensor:
         return torch.linalg.vector_norm(m.weight_rows().flatten(1), dim=1)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from geoparam.experiments.methods import METHODS
+from geoparam.experiments import methods
 from geoparam.experiments.results import Record, Run
 from geoparam.experiments.tabling import images
 from geoparam.experiments.tabling.blocks import INITS
@@ -133,7 +133,7 @@ def _words(value: Any, key: str = "") -> str:
         return json.dumps(value)
     if key in _NAMES:
         return _NAMES[key](str(value))
-    return METHODS[value].title if value in METHODS else images.NETWORKS.get(value, str(value))
+    return images.NETWORKS.get(value) or methods.title(str(value))
 
 
 def circumstances(run: Run) -> dict[str, str]:

@@ -10,7 +10,7 @@ in deterministic mode (on a CPU always) the same bits.
 """
 
 import contextlib
-import statistics
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import geoparam as gp
-from geoparam.data.imagenet import Source
+from geoparam.data.imagenet import Batches, Source
 from geoparam.experiments.imaging import checkpoints, preparation, schedules, watching
 from geoparam.experiments.imaging.averaging import Average
-from geoparam.experiments.imaging.metrics import Result, Sums, result
+from geoparam.experiments.imaging.metrics import Result, Sums, reached, result
 from geoparam.experiments.imaging.settings import Outcome, Settings
 
 if TYPE_CHECKING:
@@ -33,15 +33,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY = 50  # steps between two looks at the loss
 HOPELESS = 10.0  # times log(classes), the loss of guessing: a mean loss above it is divergence
-CURVES = (
-    "train_loss",
-    "train_top1",
-    "train_top5",
-    "val_loss",
-    "val_top1",
-    "val_top5",
-    "lr",
-)
+MEASURES = ("loss", "top1", "top5")
 FINISHED, STOPPED, DIVERGED = "finished", "stopped early", "diverged"
 
 
@@ -71,17 +63,23 @@ class Training:
             "rank": accelerator.process_index,
             "world": accelerator.num_processes,
         }
-        batch = settings.batch_size
-        self.batches = source.train(batch, seed=settings.seed, crop=settings.crop, **place)
-        self.val = source.val(batch, **place)
-        self.schedule = schedules.NAMES[settings.schedule](settings.epochs)
+        batch, select = settings.batch_size, settings.select
+        part = source.hold_out(select) if select else source
+        self.batches = part.train(batch, seed=settings.seed, crop=settings.crop, **place)
+        self.watched = part.val(batch, **place)  # evaluated after every epoch
+        self.unseen = source.val(batch, **place) if select else None  # evaluated at the end
+        self.schedule = schedules.NAMES[settings.schedule](settings.epochs, settings.warmup)
         self.hopeless = HOPELESS * float(np.log(source.classes))
         self.epoch = self.step = 0  # steps of the epoch that are done
         self.sums = Sums(accelerator.device)
-        self.curves: dict[str, list[float]] = {name: [] for name in CURVES}
+        splits = ("train", "select" if select else "val")
+        names = [f"{split}_{measure}" for split in splits for measure in MEASURES]
+        self.curves: dict[str, list[float]] = {name: [] for name in (*names, "lr", "seconds")}
+        self.final = [float("nan")] * len(MEASURES)  # of the unseen images
         self.best_epoch = -1
         self.best_weights: checkpoints.State | None = None
-        self.speeds: list[float] = []  # images per second, of each epoch
+        self.seconds = 0.0  # of training
+        self._since = 0.0
         self.outcome: str | None = None
         self.tracker: gp.BoundaryTracker | None = None
         self._ticker = watching.Ticker(tick if self.is_main else None)
@@ -112,22 +110,27 @@ class Training:
 
         It ends early, with an outcome, when the loss is no longer finite.
         """
-        self._set_rates()
-        first, images = self.step, self.settings.batch_size
-        start = time.perf_counter()
         self._ticker.restart()
+        self._lap()
         for batch in self.batches.epoch(self.epoch, self.step):
+            self._set_rates()
             self.train_on(*batch)
             self.step += 1
-            self._ticker(self.epoch, self.step, images)
+            self._ticker(self.epoch, self.step, self.settings.batch_size)
             if self.step % LOOK_EVERY == 0 and not self._is_finite():
                 self.outcome = DIVERGED
                 return
+            self.seconds += self._lap()
             yield self.step
+            self._lap()  # a checkpoint is no training
         if not self._is_finite():  # which waits for the device
             self.outcome = DIVERGED
-        elif self.step > first:
-            self.speeds.append((self.step - first) * images / (time.perf_counter() - start))
+        self.seconds += self._lap()
+
+    def _lap(self) -> float:
+        """Return the seconds since the last call."""
+        before, self._since = self._since, time.perf_counter()
+        return self._since - before
 
     def train_on(self, images: Tensor, labels: Tensor) -> None:
         """Make one step of the optimizer."""
@@ -152,8 +155,15 @@ class Training:
             memory_format=torch.channels_last if last else torch.contiguous_format
         )
 
+    def _factor(self, step: int) -> float:
+        """Return what rates are multiplied by in a step of this epoch."""
+        steps, settings = self.batches.steps, self.settings
+        rise = max(settings.warmup * settings.epochs * steps, 1)
+        warmth = min((self.epoch * steps + step + 1) / rise, 1.0)
+        return warmth * self.schedule.factor(self.epoch + step / steps)
+
     def _set_rates(self) -> None:
-        factor = self.schedule.factor(self.epoch)
+        factor = self._factor(self.step)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
 
@@ -164,39 +174,58 @@ class Training:
 
     def end_epoch(self) -> None:
         """Evaluate, and decide how to go on."""
-        trained, lr = result(self.sums.over_processes(self.accelerator)), self._rate()
-        evaluated = self.evaluate()
+        trained = result(self.sums.over_processes(self.accelerator))
+        evaluated = self.evaluate(self.watched)
         if self._has_diverged(trained, evaluated):
             self.outcome = DIVERGED
             return
-        values = (*_percent(trained), *_percent(evaluated), lr)
-        for name, value in zip(CURVES, values, strict=True):
-            self.curves[name].append(value)
+        lr = self.settings.lr * self._factor(self.step - 1)
+        values = (*_percent(trained), *_percent(evaluated), lr, self.seconds)
+        for curve, value in zip(self.curves.values(), values, strict=True):
+            curve.append(value)
         verdict = self.schedule.judge(evaluated.top1, evaluated.top5)
         if verdict.counts:
             self.best_epoch = self.epoch
             self.best_weights = self.weights() if self.schedule.keeps_best else None
         self.epoch, self.step, self.sums = self.epoch + 1, 0, Sums(self.accelerator.device)
-        if verdict.stop:
-            self.outcome = STOPPED
-        elif self.epoch >= self.settings.epochs:
-            self.outcome = FINISHED
+        if verdict.stop or self.epoch >= self.settings.epochs:
+            self._finish()
+            self.outcome = STOPPED if verdict.stop else FINISHED
 
-    def _rate(self) -> float:
-        return self.settings.lr * self.schedule.factor(self.epoch)
+    def _finish(self) -> None:
+        """Evaluate once more where statistics are recomputed, or images were kept unseen."""
+        tracked = any(name.endswith("running_mean") for name, _ in self.model.named_buffers())
+        if self.settings.recalibrate and tracked:
+            self._recalibrate()
+            curves = list(self.curves.values())[len(MEASURES) :]
+            for curve, value in zip(curves, _percent(self.evaluate(self.watched)), strict=False):
+                curve[-1] = value
+        if self.unseen is not None:
+            self.final = list(_percent(self.evaluate(self.unseen)))
+
+    def _recalibrate(self) -> None:
+        """Recompute running statistics, of the average where there is one, on training images."""
+        epochs = map(self.batches.epoch, itertools.count(self.epoch))
+        batches = itertools.islice(
+            itertools.chain.from_iterable(epochs), self.settings.recalibrate
+        )
+        with self._evaluated():
+            gp.recalibrate_(self.model, (self._laid_out(images) for images, _ in batches))
+            if self.average is not None:
+                self.average.restart()
 
     def _has_diverged(self, trained: Result, evaluated: Result) -> bool:
         finite = np.isfinite(trained.loss) and np.isfinite(evaluated.loss)
         return not finite or (self.epoch > 0 and trained.loss > self.hopeless)
 
     @torch.no_grad()
-    def evaluate(self) -> Result:
-        """Return the result on the validation split, of the average where there is one."""
+    def evaluate(self, batches: Batches) -> Result:
+        """Return the result on some images, of the average where there is one."""
         sums = Sums(self.accelerator.device)
         self.model.eval()
         with self._evaluated():
             self._share_buffers()  # of the average where there is one: each process has its own
-            for images, labels in self.val.epoch(0):
+            for images, labels in batches.epoch(0):
                 logits = self.model(self._laid_out(images))
                 sums.add(F.cross_entropy(logits, labels, reduction="sum"), logits, labels)
         self.model.train()
@@ -236,35 +265,47 @@ class Training:
 
     def write_curves(self, writer: Any) -> None:
         """Write the last epoch for TensorBoard."""
-        for name in CURVES:
-            writer.add_scalar(name, self.curves[name][-1], self.epoch)
+        for name, curve in self.curves.items():
+            writer.add_scalar(name, curve[-1], self.epoch)
 
     def result(self) -> Outcome:
         """Return the outcome of a run that has one."""
-        chosen = (
-            dict.fromkeys(CURVES, float("nan"))
-            if self.outcome == DIVERGED
-            else {name: values[self.best_epoch] for name, values in self.curves.items()}
-        )
-        settings = self.settings
+        settings, diverged = self.settings, self.outcome == DIVERGED
+        chosen = {
+            name: float("nan") if diverged else curve[self.best_epoch]
+            for name, curve in self.curves.items()
+        }
+        if settings.select:
+            chosen |= {
+                f"val_{name}": value for name, value in zip(MEASURES, self.final, strict=True)
+            }
+        results = {name: value for name, value in chosen.items() if name.endswith(MEASURES)}
+        names = ("network", "method", "seed", "lr", "batch_size", "schedule", "init")
+        duration = float(np.median(np.diff([0.0, *self.curves["seconds"]]))) if self.epoch else 0.0
+        images = self.batches.steps * settings.batch_size
         record: dict[str, Any] = {
-            "network": settings.network,
-            "method": settings.method,
-            "seed": settings.seed,
-            "lr": settings.lr,
-            "batch_size": settings.batch_size,
-            "schedule": settings.schedule,
-            "init": settings.init,
-            "top1": chosen["val_top1"],
-            "top5": chosen["val_top5"],
-            "val_loss": chosen["val_loss"],
-            **{name: chosen[name] for name in ("train_top1", "train_top5", "train_loss")},
+            **{name: getattr(settings, name) for name in names},
+            "top1": results.pop("val_top1"),
+            "top5": results.pop("val_top5"),
+            **results,
             "outcome": self.outcome,
             "epochs": self.epoch,
-            "best_epoch": -1 if self.outcome == DIVERGED else self.best_epoch,
-            "images_per_second": statistics.median(self.speeds or [float("nan")]),
+            "best_epoch": -1 if diverged else self.best_epoch,
+            "images_per_second": images / duration if duration else float("nan"),
+            **({} if diverged else self._times()),
         }
         return Outcome(record, {name: np.array(values) for name, values in self.curves.items()})
+
+    def _times(self) -> dict[str, float]:
+        """Return epochs and seconds to each accuracy that was reached for good."""
+        top1 = self.curves["select_top1" if self.settings.select else "val_top1"]
+        epochs = {level: reached(top1, level) for level in self.settings.time_to}
+        found: dict[str, float] = {}
+        for level, epoch in epochs.items():
+            if epoch is not None:
+                found[f"epochs_to_{level:g}"] = epoch
+                found[f"seconds_to_{level:g}"] = self.curves["seconds"][epoch - 1]
+        return found
 
     def state_dict(self) -> checkpoints.State:
         """Return all that going on needs; every process must ask, the main one has the answer."""
@@ -282,7 +323,8 @@ class Training:
             "curves": {name: list(values) for name, values in self.curves.items()},
             "best_epoch": self.best_epoch,
             "best_weights": self.best_weights,
-            "speeds": list(self.speeds),
+            "seconds": self.seconds,
+            "final": list(self.final),
             "outcome": self.outcome,
             "random": checkpoints.random_state(self.accelerator.device),
             "tracker": self.tracker.state_dict() if self.tracker is not None else None,
@@ -298,9 +340,10 @@ class Training:
         self.schedule.load_state_dict(state["schedule"])
         self.epoch, self.step = state["epoch"], state["step"]
         self.sums.load(state["sums"] if self.is_main else [0.0] * 4)
-        self.curves = {name: list(state["curves"][name]) for name in CURVES}
+        self.curves = {name: list(state["curves"][name]) for name in self.curves}
         self.best_epoch, self.best_weights = state["best_epoch"], state["best_weights"]
-        self.speeds, self.outcome = list(state["speeds"]), state["outcome"]
+        self.seconds, self.final = state["seconds"], list(state["final"])
+        self.outcome = state["outcome"]
         checkpoints.load_random_state(state["random"], self.accelerator.device)
 
 

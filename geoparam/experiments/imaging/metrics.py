@@ -3,6 +3,7 @@
 Nothing is copied to the host before somebody asks, so that adding a batch never waits for a GPU.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -75,3 +76,15 @@ def result(totals: list[float]) -> Result:
     """
     *sums, count = totals
     return Result(*(value / count for value in sums))
+
+
+def reached(accuracies: Sequence[float], level: float) -> int | None:
+    """Return the epoch, from 1 on, at which a level was reached and not lost again.
+
+    Example:
+        >>> [reached([30, 41, 39, 42, 43], level) for level in (20, 40, 50)]
+        [1, 4, None]
+    """
+    below = [epoch for epoch, accuracy in enumerate(accuracies, start=1) if accuracy < level]
+    last = below[-1] if below else 0
+    return last + 1 if last < len(accuracies) else None

@@ -2,16 +2,18 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 import geoparam as gp
 from geoparam.data.imagenet import Source
-from geoparam.experiments import networks
+from geoparam.experiments import networks, rivals
 from geoparam.experiments.imaging.settings import PRECISIONS, Settings
+from geoparam.optim.muon import RowMuon
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -79,12 +81,79 @@ def _synchronised(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.SGD:
-    """Return SGD over the groups that decay and do not, which keeps unit vectors on the sphere."""
-    groups = gp.param_groups(model, settings.lr, settings.weight_decay, settings.angle_lr)
-    optimizer = torch.optim.SGD(groups, settings.lr, settings.momentum)
+def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer over all parameters, which keeps unit vectors on the sphere."""
+    if settings.optimizer == "geometric":
+        optimizer = _geometric(settings, model)
+    elif settings.optimizer in _RIVALS:
+        optimizer = _rival(settings, model)
+    else:
+        groups = gp.param_groups(
+            model, settings.lr, settings.weight_decay, settings.angle_lr, match=None
+        )
+        make = _torch_optimizer(settings.optimizer, settings, settings.momentum)
+        optimizer = make(groups, lr=settings.lr)
     optimizer.register_step_post_hook(gp.retract(model))
     return optimizer
+
+
+_RIVALS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {  # and its momentum
+    "muon": (RowMuon, 0.95),
+    "airbench": (rivals.Airbench, 0.6),
+    "rotational": (rivals.RotationalSGD, 0.9),
+    "angularmuown": (rivals.AngularMuown, 0.95),
+}
+
+
+def _torch_optimizer(name: str, settings: Settings, momentum: float | None = None) -> partial[Any]:
+    """Return what makes torch's optimizer of this name from parameters, rate and decay."""
+    if name == "muon":
+        if not hasattr(torch.optim, "Muon"):
+            raise ValueError(f"base muon needs torch.optim.Muon; torch is {torch.__version__}.")
+        return partial(torch.optim.Muon, momentum=0.95 if momentum is None else momentum)
+    momentum = 0.9 if momentum is None else momentum
+    if name == "adamw":
+        return partial(torch.optim.AdamW, betas=(momentum, 0.999))
+    return partial(torch.optim.SGD, momentum=momentum, nesterov=settings.nesterov)
+
+
+def _rival(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    """Return a rival over the rows of all layers but the last, and torch's over the rest."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    weights = [each.weight for each in layers[:-1] if isinstance(each.weight, nn.Parameter)]
+    geometric = any(isinstance(module, gp.GmPLayer) for module in model.modules())
+    if geometric or len(weights) < len(layers) - 1:
+        raise ValueError(
+            f"optimizer {settings.optimizer!r} is for plain weights; method {settings.method!r} "
+            "has others. Use sp, bn or ln."
+        )
+    kind, momentum = _RIVALS[settings.optimizer]
+    rest = settings.rest or ("sgd" if settings.optimizer == "rotational" else "adamw")
+    rest_lr = settings.rest_lr or (settings.lr if rest == "sgd" else 1e-3)
+    taken = set(map(id, weights))
+    groups = gp.param_groups(model, rest_lr, settings.weight_decay, match=None)
+    for group in groups:
+        group["params"] = [each for each in group["params"] if id(each) not in taken]
+    momentum = momentum if settings.momentum is None else settings.momentum
+    options = {"lr": settings.lr, "momentum": momentum, "weight_decay": settings.weight_decay}
+    return rivals.Together(
+        kind(weights, **options), _torch_optimizer(rest, settings)(groups, lr=rest_lr)
+    )
+
+
+def _geometric(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    base = _torch_optimizer(settings.base or "sgd", settings, settings.momentum)
+    coordinates: Any = settings.coordinates or "intrinsic"
+    return gp.GeometricOptimizer(
+        model,
+        base.func,
+        lr=settings.rest_lr or settings.lr,
+        coordinates=coordinates,
+        turn=settings.turn,
+        rest=_torch_optimizer(settings.rest, settings) if settings.rest else None,
+        weight_decay=settings.weight_decay,
+        **base.keywords,
+    )
 
 
 @contextlib.contextmanager

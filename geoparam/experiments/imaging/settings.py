@@ -9,9 +9,17 @@ import numpy as np
 
 from geoparam.experiments import methods
 from geoparam.experiments.imaging import schedules
-from geoparam.optim import AngleRate
+from geoparam.optim.groups import AngleRate
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16"}  # and what Accelerate calls them
+_RIVALS = dict.fromkeys(("muon", "airbench", "rotational", "angularmuown"), ("rest", "rest_lr"))
+OPTIMIZERS: dict[str, tuple[str, ...]] = {  # and the settings that are theirs alone
+    "sgd": (),
+    "adamw": (),
+    **_RIVALS,
+    "geometric": ("rest", "rest_lr", "base", "turn", "coordinates"),
+}
+BASES = ("sgd", "adamw", "muon")
 
 
 @dataclass(frozen=True)
@@ -23,13 +31,22 @@ class Settings:
     Args:
         network: as `networks.build` takes it.
         method: one of `methods.METHODS`.
-        lr: the learning rate at the start.
+        lr: the learning rate that the schedule scales.
         batch_size: images in a step, over all processes.
         seed: of the weights, the order of the images and their augmentation.
         epochs: the most there are.
         schedule: one of `schedules.NAMES`.
-        momentum: of SGD.
+        warmup: share of all steps in which rates rise from 0.
+        optimizer: one of `OPTIMIZERS`. Those of `rivals` update the weights of hidden layers, and
+            "geometric" is `gp.GeometricOptimizer`.
+        momentum: of the optimizer; None for its own: 0.9 for SGD.
+        nesterov: whether SGD's momentum is Nesterov's.
         weight_decay: of the weights that `param_groups` lets decay: never of angles.
+        base: with "geometric", the optimizer of units: "sgd", "adamw" or "muon".
+        turn: with "geometric", degrees by which units turn in a step.
+        coordinates: with "geometric", "intrinsic" or "angles".
+        rest: "sgd" or "adamw", for what is no row or unit; None for the optimizer's own.
+        rest_lr: rate of the rest; None for `lr`, or for 1e-3 with a rival's AdamW.
         label_smoothing: of the training loss.
         ema: decay of a moving average of the state, which is then what is evaluated; 0 for none.
         accumulate: parts in which a batch goes through the network, one after the other.
@@ -44,6 +61,11 @@ class Settings:
         crop: pixels by which an image of 32 or 64 is shifted at most; 0 for none.
         angle_lr: as `param_groups` takes it.
         widths: channels of VGG-6's convolutions, or of a ResNet's first stage; None: the papers'.
+        select: share of the training images that is kept back, for choosing settings; the
+            validation images are then looked at once, at the end.
+        recalibrate: training batches over which norms recompute their running statistics before
+            the last evaluation; 0 for none.
+        time_to: top-1 accuracies in percent; epochs and seconds to each are recorded.
 
     Example:
         >>> settings = Settings("vgg6", "gmp+imn", lr=0.1, batch_size=1024, seed=0)
@@ -62,8 +84,16 @@ class Settings:
     seed: int
     epochs: int = 90
     schedule: str = "steps"
-    momentum: float = 0.9
+    warmup: float = 0.0
+    optimizer: str = "sgd"
+    momentum: float | None = None
+    nesterov: bool = False
     weight_decay: float = 0.0
+    base: str | None = None
+    turn: float | None = None
+    coordinates: str | None = None
+    rest: str | None = None
+    rest_lr: float | None = None
     label_smoothing: float = 0.0
     ema: float = 0.0
     accumulate: int = 1
@@ -78,18 +108,27 @@ class Settings:
     crop: int = 0
     angle_lr: AngleRate = None
     widths: tuple[int, ...] | None = None
+    select: float = 0.0
+    recalibrate: int = 0
+    time_to: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         methods.get(self.method, init=self.init, imn=self.imn)  # raises where they are unknown
         _check_name("schedule", self.schedule, schedules.NAMES)
         _check_name("precision", self.precision, PRECISIONS)
         _check_name("skip", self.skip, ("centred", "plain"))
+        self._check_optimizer()
         for name in ("batch_size", "epochs", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is at least 1; got {getattr(self, name)}.")
-        for name in ("momentum", "label_smoothing", "ema"):
-            if not 0 <= getattr(self, name) < 1:
+        for name in ("momentum", "label_smoothing", "ema", "warmup", "select"):
+            if not 0 <= (getattr(self, name) or 0) < 1:
                 raise ValueError(f"{name} is from 0 to below 1; got {getattr(self, name)}.")
+        if self.schedule == "plateau-top5" and (self.select or self.recalibrate):
+            raise ValueError(
+                "select and recalibrate are for the weights at the end, and plateau-top5 reports "
+                "those of an earlier epoch. Choose another schedule."
+            )
         finite = math.isfinite(self.lr) and math.isfinite(self.weight_decay)
         if not finite or self.lr <= 0 or self.weight_decay < 0 or self.crop < 0:
             raise ValueError(
@@ -102,6 +141,19 @@ class Settings:
                 "accumulate divides a batch into equal parts; got "
                 f"{self.accumulate} for batch_size {self.batch_size}."
             )
+
+    def _check_optimizer(self) -> None:
+        """Raise where the optimizer is unknown, or has no use for what is given."""
+        _check_name("optimizer", self.optimizer, OPTIMIZERS)
+        _check_name("base", self.base or "sgd", BASES)
+        _check_name("rest", self.rest or "sgd", BASES[:2])
+        for name in OPTIMIZERS["geometric"]:
+            if getattr(self, name) is not None and name not in OPTIMIZERS[self.optimizer]:
+                raise ValueError(
+                    f"{name} is not for optimizer {self.optimizer!r}; got {getattr(self, name)}."
+                )
+        if self.optimizer == "rotational" and not self.weight_decay:
+            raise ValueError("rotational turns units by decay's angle: weight_decay is above 0.")
 
     def _check_widths(self) -> None:
         """Raise where the network could not have these widths, or would leave some out."""
@@ -128,8 +180,8 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as they are written into files."""
-        values = asdict(self)
-        return values | {"widths": None if self.widths is None else list(self.widths)}
+        values = asdict(self).items()
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values}
 
 
 @dataclass(frozen=True)
@@ -142,9 +194,13 @@ class Outcome:
             where the schedule keeps the best weights and of the last one elsewhere; `outcome`,
             "finished", "stopped early" or "diverged"; `epochs`, how many were completed;
             `best_epoch`, the one (from 0) whose results these are; `images_per_second` of
-            training. A run that diverged has NaN for its results and -1 for its best epoch.
+            training; `epochs_to_A` and `seconds_to_A` (of training alone) for each accuracy A of
+            `time_to` that was reached for good. A run that diverged has NaN for its results and
+            -1 for its best epoch. With `select` there are `select_top1`, `select_top5` and
+            `select_loss` besides.
         curves: for each completed epoch `train_loss`, `train_top1`, `train_top5`, `val_loss`,
-            `val_top1`, `val_top5` and `lr`.
+            `val_top1`, `val_top5` (`select_...` with `select`), `lr` of its last step, and
+            `seconds` of training so far.
     """
 
     record: dict[str, Any]

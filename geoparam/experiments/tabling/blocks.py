@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from geoparam.experiments.methods import METHODS
+from geoparam.experiments import methods
 from geoparam.experiments.results import Record
 from geoparam.experiments.tabling import images, reference
 from geoparam.experiments.tabling.estimates import Estimate, agrees, estimate
@@ -41,8 +41,13 @@ class Line:
     @property
     def label(self) -> str:
         """What the row is called."""
-        title = METHODS[self.method].title if self.method in METHODS else self.method
-        return ", ".join([title, *(f"{_WORDS.get(k, k)} {_short(v)}" for k, v in self.variant)])
+        said = [
+            images.in_words(value)
+            if name == "tuned"
+            else f"{_WORDS.get(name, name)} {_short(value)}"
+            for name, value in self.variant
+        ]
+        return ", ".join([methods.title(self.method), *said])
 
 
 def _short(value: Any) -> str:
@@ -244,11 +249,13 @@ def arrange(records: Sequence[Record], layout: Layout) -> Cells:
     """
     names = [name for name in VARIANTS if name != layout.column]
     varied = {name: _varied(records, name, layout.column) for name in names}
+    varied["lr"] = varied["tuned"] = varied["lr"] | varied["tuned"]  # these are one setting
     cells: dict[Line, dict[Any, list[Record]]] = {}
     for record in records:
         method = record["method"]
         shown = [name for name in names if method in varied[name]]
-        variant = tuple((name, fixed(record.get(name))) for name in shown)
+        values = {name: fixed(record.get(name)) for name in shown}
+        variant = tuple((n, value) for n, value in values.items() if n != "tuned" or value)
         column = fixed(record.get(layout.column))
         cells.setdefault(Line(method, variant), {}).setdefault(column, []).append(record)
     return {line: cells[line] for line in sorted(cells, key=_place)}
@@ -256,17 +263,13 @@ def arrange(records: Sequence[Record], layout: Layout) -> Cells:
 
 def _varied(records: Sequence[Record], name: str, column: str) -> set[str]:
     """Return the methods that have several values of a field for one column and seed or split."""
-    first: dict[Any, Any] = {}
-    found = set()
+    values: dict[Any, set[Any]] = {}
     for record in records:
-        others = (fixed(record.get(other)) for other in VARIANTS if other != name)
-        key = (record["method"], fixed(record.get(column)), sample(record), *others)
-        if first.setdefault(key, record.get(name)) != record.get(name):
-            found.add(record["method"])
-    return found
+        key = record["method"], fixed(record.get(column)), sample(record)
+        values.setdefault(key, set()).add(fixed(record.get(name)))
+    return {method for (method, *_), found in values.items() if len(found) > 1}
 
 
 def _place(line: Line) -> tuple[Any, ...]:
-    order = list(METHODS)
-    rank = order.index(line.method) if line.method in order else len(order)
+    rank = methods.rank(line.method)
     return rank, line.method, [(isinstance(value, str), value) for _, value in line.variant]

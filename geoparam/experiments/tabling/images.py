@@ -4,10 +4,13 @@ The papers' top-1 and top-5 are of ImageNet's 1,000 classes. With fewer classes,
 results are those of another problem: they are shown without the papers' numbers.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from geoparam.experiments.methods import TITLES
+import numpy as np
+
+from geoparam.experiments import methods
 from geoparam.experiments.results import Record
 
 Config = Mapping[str, Any]
@@ -19,6 +22,8 @@ SCHEDULES = {
     "plateau-top1": "v1's: a tenth after 5 epochs without a better validation top-1, end after 10",
     "plateau-top5": "the released code's: a tenth after 5 epochs without a better validation "
     "top-5, end after 10, and the best weights are kept",
+    "linear": "the rate falls to 0 along a line, a little in every step",
+    "cosine": "the rate falls to 0 along half a cosine, a little in every step",
 }
 # What the papers have there; what they do not say is what their code has.
 THEIRS: dict[str, dict[str, Any]] = {
@@ -29,7 +34,11 @@ _USUAL = {
     "init": "glorot",
     "imn": "output",
     "skip": "centred",
+    "optimizer": "sgd",
     "momentum": 0.9,
+    "nesterov": False,
+    "warmup": 0.0,
+    "recalibrate": 0,
     "weight_decay": 0.0,
     "label_smoothing": 0.0,
     "ema": 0.0,
@@ -122,11 +131,70 @@ def notes(experiment: str, config: Config, records: Iterable[Record]) -> Iterato
         )
     if config.get("schedule") in SCHEDULES:
         yield f"Schedule: {SCHEDULES[config['schedule']]}."
-    others = [name for name, usual in _USUAL.items() if config.get(name, usual) != usual]
+    if config.get("select"):
+        yield (
+            f"{config['select']:.0%} of the training images were kept back. By the mean top-1 on "
+            "these, over the seeds that all have, the settings were chosen that the table shows."
+        )
+    others = [name for name, usual in _USUAL.items() if config.get(name) not in (None, usual)]
     if others:
         said = ", ".join(f"{name.replace('_', ' ')} {_plain(config[name])}" for name in others)
         yield f"Not as in the papers: {said}."
     yield from _diverged(records)
+
+
+# --- settings -----------------------------------------------------------------------------------
+
+
+def choose(records: Iterable[Record], measure: str) -> list[Record]:
+    """Return the records at each method's best setting: its rate, and what else was tuned.
+
+    A setting's value is the mean of a measure over the seeds that all settings have, so that more
+    seeds of the best one do not change the choice. One that diverged counts only where there is no
+    other; of equal ones, that of the lowest rate. How many `tries` there were is added.
+
+    Example:
+        >>> records = [{"method": "bn", "lr": lr, "seed": seed, "select_top1": 40 + 9 * lr - seed}
+        ...            for seed in (0, 1) for lr in (0.1, 0.2)]
+        >>> [(each["lr"], each["seed"], each["tries"]) for each in choose(records, "select_top1")]
+        [(0.2, 0, 2), (0.2, 1, 2)]
+    """
+    found: dict[Any, dict[Any, dict[Any, Record]]] = {}
+    for record in records:
+        place = record["method"], record.get("network"), record.get("batch_size")
+        own = found.setdefault(place, {}).setdefault(setting(record), {})
+        own[record.get("seed")] = record
+    chosen: list[Record] = []
+    for settings in found.values():
+        seeds = set.intersection(*map(set, settings.values()))
+        values = {
+            at: _mean([own[seed].get(measure, math.nan) for seed in seeds])
+            for at, own in sorted(settings.items())
+        }
+        best = max(values, key=lambda at: values[at])
+        chosen += [record | {"tries": len(settings)} for record in settings[best].values()]
+    return chosen
+
+
+def setting(record: Record) -> tuple[float, str]:
+    """Return a record's rate, and its other tuned options."""
+    return record.get("lr", math.nan), record.get("tuned", "")
+
+
+def in_words(tuned: str) -> str:
+    """Return tuned options as words.
+
+    Example:
+        >>> in_words("decay=0.0005:turn=2.4")
+        'decay 0.0005, turn 2.4'
+    """
+    return tuned.replace(":", ", ").replace("=", " ").replace("_", " ")
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean, below every other where one value is not finite."""
+    finite = len(values) > 0 and all(map(math.isfinite, values))
+    return float(np.mean(values)) if finite else -math.inf
 
 
 def _plain(value: Any) -> str:
@@ -142,8 +210,9 @@ def _diverged(records: Iterable[Record]) -> Iterator[str]:
 
 
 def _run(record: Record) -> str:
-    title = TITLES.get(record["method"], record["method"])
+    title = methods.title(record["method"])
     known = {"batch_size": "batch", "lr": "rate", "seed": "seed"}
     fields = [f"{word} {record[name]:g}" for name, word in known.items() if name in record]
+    fields += [in_words(record["tuned"])] if record.get("tuned") else []
     epoch = f" in epoch {record['epochs'] + 1}" if "epochs" in record else ""
     return f"{title} ({', '.join(fields)}){epoch}"

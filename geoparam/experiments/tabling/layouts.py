@@ -129,16 +129,24 @@ PROTOCOLS = {
     "paper": "papers' protocol: the test split itself decides when to stop",
     "heldout": "held-out protocol: a validation part decides, the test split does not",
 }
-VARIANTS = ("init", "width", "batch_size", "lr")  # fields that may tell rows of a method apart
+VARIANTS = (
+    "init",
+    "width",
+    "batch_size",
+    "lr",
+    "tuned",
+)  # fields that may tell rows of a method apart
 CONDITIONS = ("seed", "split", "delta", *VARIANTS)  # numbers in records that are no results
 _WORDS = {"lr": "rate", "batch_size": "batch"}
 
-DETAILS = {
-    "epochs": "epochs",
-    "best_epoch": "best epoch",
-    "largest_move": "largest move",
-    "largest_rotation": "largest turn (°)",
-}
+DETAILS = (
+    Measure("select_top1", "top-1 on images kept back (%)", 2),
+    Measure("tries", "settings tried", 0),
+    Measure("epochs", "epochs", 0),
+    Measure("best_epoch", "best epoch", 0),
+    Measure("largest_move", "largest move", None),
+    Measure("largest_rotation", "largest turn (°)", None),
+)
 
 
 def measures(records: Sequence[Record], layout: Layout) -> list[Measure]:
@@ -151,7 +159,9 @@ def measures(records: Sequence[Record], layout: Layout) -> list[Measure]:
     """
     names = dict.fromkeys(name for record in records for name in record)
     known = [measure for measure in layout.measures if measure.name in names]
-    taken = (*CONDITIONS, *DETAILS, *(measure.name for measure in known))
+    if len({str(record.get(layout.column)) for record in records}) > 1:
+        known += times(records)  # else they are columns of the other tables
+    taken = {*CONDITIONS, *(measure.name for measure in (*DETAILS, *known))}
     others = [
         Measure(name, name.replace("_", " ").capitalize(), None)
         for name in names
@@ -159,6 +169,22 @@ def measures(records: Sequence[Record], layout: Layout) -> list[Measure]:
         if any(math.isfinite(number(record.get(name))) for record in records)
     ]
     return known + others
+
+
+def times(records: Sequence[Record]) -> list[Measure]:
+    """Return the measures of how long runs took to an accuracy.
+
+    Example:
+        >>> [measure.title for measure in times([{"epochs_to_45": 3, "epochs": 9}])]
+        ['Epochs to 45 % top-1']
+    """
+    found = []
+    for name in sorted({name for record in records for name in record}):
+        unit, _, level = name.partition("_to_")
+        if level and unit in ("epochs", "seconds"):
+            title = f"{unit.capitalize()} to {level} % top-1"
+            found.append(Measure(name, title, 1, "lower"))
+    return found
 
 
 def number(value: Any) -> float:

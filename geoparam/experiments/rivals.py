@@ -1,0 +1,210 @@
+"""Optimizers to compare with: airbench's Muon, rotational SGD, AngularMuown; and two as one.
+
+Each updates weights as matrices of rows (out, fan-in), convolutions flattened to that; layers of
+equal shape are stacked and updated at once. `Together` joins one of them, or Muon itself
+(`geoparam.optim.muon`), with torch's optimizer of all other parameters.
+
+Notation: w is a row of W, g its gradient, m x n the shape, mu the momentum, polar(X) = U V^T for
+X = U S V^T, by Newton-Schulz iterations in bfloat16. These bring singular values only near 1: to
+0.68 to 1.20 with MUON, if they were above 0.003 |X|_F, and to 0.86 to 1.12 with EXPRESS, if they
+were above 0.001 |X|_F.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from geoparam.optim.muon import orthogonalise as polar
+
+State = dict[str, Tensor]
+
+MUON = ((3.4445, -4.7750, 2.0315),) * 5
+# Polar Express: the odd quintics that come closest to 1 on what the step before may give, from
+# [0.001, 1] on, by linear programming; all but the last for arguments 1 % too large, as bfloat16
+# makes them.
+EXPRESS = (
+    (8.3865, -24.3697, 17.7252),
+    (4.1414, -3.0173, 0.5524),
+    (3.9226, -2.8672, 0.5357),
+    (3.2540, -2.3922, 0.4827),
+    (2.2737, -1.6447, 0.4162),
+)
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers, each over parameters of its own, as one.
+
+    It has all groups and states, so that schedules and checkpoints see one optimizer.
+
+    Example:
+        >>> weight, bias = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.zeros(2))
+        >>> both = Together(torch.optim.SGD([weight], lr=0.1), torch.optim.AdamW([bias], lr=1e-3))
+        >>> [group["lr"] for group in both.param_groups]
+        [0.1, 0.001]
+    """
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        super().__init__([group for each in optimizers for group in each.param_groups], {})
+        self.optimizers = [(each, len(each.param_groups)) for each in optimizers]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        groups = iter(self.param_groups)
+        for optimizer, count in self.optimizers:
+            optimizer.param_groups = [next(groups) for _ in range(count)]  # loading replaces them
+            optimizer.state = self.state
+            optimizer.step()
+        return loss
+
+
+class RowOptimizer(torch.optim.Optimizer):
+    """Updates weights as stacks of matrices, by the rule of a subclass.
+
+    Args:
+        weights: of two dimensions or more, rows first.
+        lr: the rate.
+        momentum: mu.
+        weight_decay: for the rule that has one.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[nn.Parameter],
+        lr: float,
+        momentum: float,
+        weight_decay: float = 0.0,
+    ) -> None:
+        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__([{"params": list(weights), "name": "rows"}], options)
+
+    def start(self, weight: Tensor) -> State:
+        """Return the state of one matrix before its first step."""
+        return {"momentum_buffer": torch.zeros_like(weight)}
+
+    def update(self, w: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> Tensor:
+        """Return the new weights (k, m, n), and put the new state into `state`."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for weights in _by_shape(group["params"]):
+                self._step(weights, group)
+        return loss
+
+    def _step(self, weights: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """Update weights of equal shape."""
+        for weight in weights:
+            if not self.state[weight]:
+                self.state[weight] = self.start(weight.flatten(1))
+        names = self.state[weights[0]]
+        state = {name: torch.stack([self.state[w][name] for w in weights]) for name in names}
+        rows = torch.stack([weight.flatten(1) for weight in weights])
+        gradients = [weight.grad.flatten(1) for weight in weights if weight.grad is not None]
+        updated = self.update(rows, torch.stack(gradients), state, group)
+        for i, weight in enumerate(weights):
+            weight.copy_(updated[i].view(weight.shape))
+            self.state[weight] = {name: values[i] for name, values in state.items()}
+
+
+def _by_shape(weights: Sequence[Tensor]) -> list[list[Tensor]]:
+    found = defaultdict(list)
+    for weight in weights:
+        if weight.grad is not None:
+            found[weight.flatten(1).shape, weight.dtype, weight.device].append(weight)
+    return list(found.values())
+
+
+class Airbench(RowOptimizer):
+    """W <- sqrt(m) W / |W|_F before every step, then W <- W - lr polar(X) by three iterations.
+
+    X is the Nesterov momentum (1 - mu) g + mu M, with M <- mu M + (1 - mu) g.
+    """
+
+    def update(self, w: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> Tensor:
+        lengths = w.norm(dim=(1, 2), keepdim=True).clamp(min=1e-30)
+        momentum = state["momentum_buffer"].lerp_(g, 1 - group["momentum"])
+        turn = polar(g.lerp(momentum, group["momentum"]), MUON[:3])
+        return w * (math.sqrt(w.shape[1]) / lengths) - group["lr"] * turn
+
+
+class RotationalSGD(RowOptimizer):
+    """Rows of constant length that turn by sqrt(2 lr decay / (1 + mu)) on average.
+
+    With n0 the length at the start and d the momentum's part across w:
+
+        a^2 <- 0.99 a^2 + 0.01 |d|^2,   w <- w - turn n0 d / a,   w <- n0 N(w - mean(w)).
+    """
+
+    MEMORY = 0.99
+
+    def start(self, weight: Tensor) -> State:
+        lengths = weight.norm(dim=1, keepdim=True)
+        zeros, steps = torch.zeros_like(lengths), lengths.new_zeros(1, 1)
+        return super().start(weight) | {"length": lengths, "square": zeros, "steps": steps}
+
+    def update(self, w: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> Tensor:
+        mu, length = group["momentum"], state["length"]
+        turn = math.sqrt(2 * group["lr"] * group["weight_decay"] / (1 + mu))
+        d = state["momentum_buffer"].mul_(mu).add_(g)
+        d = d - w * _dot(d, w) / length.square().clamp(min=1e-30)
+        state["square"].lerp_(_dot(d, d), 1 - self.MEMORY)
+        state["steps"] += 1
+        mean = state["square"] / (1 - self.MEMORY ** state["steps"])
+        w = w - turn * length * d / mean.sqrt().clamp(min=1e-30)
+        return length * normalize(w - w.mean(dim=-1, keepdim=True), dim=-1)
+
+
+class AngularMuown(RowOptimizer):
+    """W = diag(s) U, the unit rows U turned by Muon, the scales s stepped by Adam (0.9, 0.95).
+
+    With T = s (g - <g, u> u), the gradient of a unit row, and M <- mu M + T:
+
+        U <- N(U - lr sqrt(max(1, m / n)) polar(T + mu M)).
+    """
+
+    BETAS = (0.9, 0.95)
+
+    def start(self, weight: Tensor) -> State:
+        lengths = weight.norm(dim=1, keepdim=True)
+        scale = torch.where(lengths > 0, lengths, math.sqrt(0.33))
+        zeros, steps = torch.zeros_like(lengths), lengths.new_zeros(1, 1)
+        return super().start(weight) | {
+            "scale": scale,
+            "mean": zeros,
+            "square": zeros.clone(),
+            "steps": steps,
+        }
+
+    def update(self, w: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> Tensor:
+        mu, scale = group["momentum"], state["scale"]
+        u = w / scale
+        along = _dot(g, u)
+        tangent = scale * (g - along * u)
+        momentum = state["momentum_buffer"].mul_(mu).add_(tangent)
+        rate = group["lr"] * math.sqrt(max(1, w.shape[1] / w.shape[2]))
+        u = normalize(u - rate * polar(tangent + mu * momentum, EXPRESS), dim=-1)
+        scale = scale - group["lr"] * self._adam(along, state)
+        floor = torch.where(scale < 0, -1e-7, 1e-7)
+        state["scale"] = torch.where(scale.abs() < 1e-7, floor, scale)
+        return state["scale"] * u
+
+    def _adam(self, g: Tensor, state: State) -> Tensor:
+        """Return Adam's update for a gradient."""
+        first, second = self.BETAS
+        state["steps"] += 1
+        state["mean"].lerp_(g, 1 - first)
+        state["square"].lerp_(g.square(), 1 - second)
+        deviation = (state["square"] / (1 - second ** state["steps"])).sqrt()
+        return state["mean"] / (1 - first ** state["steps"]) / (deviation + 1e-8)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(dim=-1, keepdim=True)
