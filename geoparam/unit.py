@@ -7,10 +7,8 @@ directions to `coordinates`, the mean of the input to `norm`, the arithmetic to 
 """
 
 import math
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,12 +18,12 @@ from torch.fx import Proxy
 from geoparam import sphere
 from geoparam.computed import computed
 from geoparam.coordinates import Sign, coordinates_for, normalise_
+from geoparam.memory import Memory
 from geoparam.norm import InputMeanNorm, shifted_bias
 
 Activation = Callable[[Tensor], Tensor]
 InputNorm = bool | Literal["bias", "border"]
 Layer = TypeVar("Layer", bound="GmPLayer")
-Model = TypeVar("Model", bound=nn.Module)
 Plain = TypeVar("Plain", bound=nn.Module)
 
 _LARGEST_DRIFT = 0.1
@@ -91,7 +89,7 @@ class GmPLayer(nn.Module):
         self.r = nn.Parameter(torch.empty(out, **place))
         self.lam = nn.Parameter(torch.empty(out, **place)) if bias else None
         self._drift_reported = False
-        self._remembered = _Remembered()
+        self._remembered = Memory()
         self.reset_parameters()
 
     # --- parameters ---------------------------------------------------------------------------
@@ -267,6 +265,10 @@ class GmPLayer(nn.Module):
                 return weight
         return self._weight(dtype, channels_last)
 
+    def _remember(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the weight, and what it is computed from."""
+        return self._weight(_autocast_dtype(self.r)), self._stored, self.r
+
     def _map(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
 
@@ -391,52 +393,6 @@ def draw(out: int, n: int, init: str, *, device: torch.device, dtype: torch.dtyp
         return sphere.sample(out, n, device=device)
     bound = math.sqrt(6 / (n + out))
     return torch.empty(out, n, device=device, dtype=dtype).uniform_(-bound, bound)
-
-
-class _Remembered:
-    """A layer's weight and what it was computed from, while `remembered` is active."""
-
-    def __init__(self) -> None:
-        self.value: tuple[Tensor, Tensor, Tensor] | None = None
-        self.users = 0
-
-    def __reduce__(self) -> tuple:
-        return _Remembered, ()  # copies and pickles remember nothing
-
-
-_LOCK = threading.Lock()
-
-
-@contextmanager
-def remembered(model: Model) -> Iterator[Model]:
-    """Compute the weights of all GmP layers once, and use them until the context is left.
-
-    For evaluation without gradients: where gradients are recorded, layers compute their weights
-    as ever. Inside, parameters must not be written to; nothing would notice. Several threads may
-    share a model, and contexts may be nested. A model that is served for long is better folded.
-
-    Example:
-        >>> from geoparam import GmPLinear
-        >>> model, x = nn.Sequential(GmPLinear(4, 8), nn.ReLU()), torch.randn(2, 4)
-        >>> with torch.no_grad(), remembered(model):
-        ...     y = model(x)
-    """
-    layers = [module for module in model.modules() if isinstance(module, GmPLayer)]
-    with _LOCK, torch.no_grad():
-        for layer in layers:
-            memory = layer._remembered
-            if memory.users == 0:
-                weight = layer._weight(_autocast_dtype(layer.r))
-                memory.value = weight, layer._stored, layer.r
-            memory.users += 1
-    try:
-        yield model
-    finally:
-        with _LOCK:
-            for layer in layers:
-                layer._remembered.users -= 1
-                if layer._remembered.users == 0:
-                    layer._remembered.value = None
 
 
 def retract(model: nn.Module) -> Callable[..., None]:
