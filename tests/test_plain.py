@@ -255,3 +255,20 @@ def test_wrong_options_are_refused(options: dict, message: str) -> None:
         gp.convert_(model, example_inputs=images(), **options)
     assert all(map(torch.equal, model.state_dict().values(), state.values()))
     assert len(model.state_dict()) == len(state)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiled_training_is_one_graph_with_the_same_numbers(autocast: bool) -> None:
+    model, x = network(), images()
+    gp.convert_(model, norm="imn", weights="plain", example_inputs=x)
+    twin = copy.deepcopy(model.train())
+    torch.compiler.reset()
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    for run in (model, compiled):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            run(x).float().square().mean().backward()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    for a, b in zip(model.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
