@@ -21,7 +21,7 @@ from geoparam.convert import RemovedNorm
 from geoparam.graph import Graph
 from geoparam.layers import GmPLinear
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean, shifted_bias
-from geoparam.plain import InputMeanLayer, unadopted
+from geoparam.plain import InputMeanLayer, release
 from geoparam.plan import Inputs
 from geoparam.surgery import places, put
 from geoparam.trace import trace
@@ -198,11 +198,11 @@ def _folded_plain(
     """Return the plain layer of one that has a plain weight, and the norm as above."""
     weight, bias = layer.weight, layer.bias
     if isinstance(layer, InputMeanLayer):
-        weight, bias = layer.folded()
+        weight, bias = layer.fold()
     norm, trains = None, layer.bias.requires_grad
     if slot is not None:
         norm, bias = _restored(slot, bias)
-    plain = unadopted(layer)
+    plain = release(layer)
     if factor is not None:
         weight = nn.Parameter(weight * _per_input(factor, weight), weight.requires_grad)
     plain.weight = weight

@@ -25,7 +25,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 Model = TypeVar("Model", bound=nn.Module)
 
 MOMENTUM = 0.1  # as torch's BatchNorm has it
-TRACKING = ("num_features", "momentum", "track_running_stats", "dim", "corrected", "synchronised")
+TRACKING = (  # what `TrackedMean` adds to a module
+    "running_mean",
+    "num_batches_tracked",
+    "num_features",
+    "momentum",
+    "track_running_stats",
+    "dim",
+    "corrected",
+    "synchronised",
+    "process_group",
+)
 
 
 class TrackedMean(nn.Module):

@@ -43,7 +43,7 @@ class InputMeanLayer(TrackedMean):
         return self._conv_forward(x, self.weight, bias)  # type: ignore[operator]
 
     @torch.no_grad()
-    def folded(self) -> tuple[Tensor, Tensor]:
+    def fold(self) -> tuple[Tensor, Tensor]:
         """Return the weight and bias of the plain layer that does the same in evaluation."""
         assert self.running_mean is not None
         bias = shifted_bias(self.bias, self.weight, self.running_mean)
@@ -128,12 +128,13 @@ def adopt(layer: nn.Module, momentum: float | None = MOMENTUM, centred: bool = T
     return new
 
 
-def unadopted(layer: nn.Module) -> Any:
+def release(layer: nn.Module) -> Any:
     """Return the torch.nn layer of the same Parameters and options, which subtracts no mean."""
     plain = _copy_as(getattr(layer, "_plain", type(layer)), layer)
-    plain._buffers.clear()
-    for name in TRACKING:
-        plain.__dict__.pop(name, None)
+    if isinstance(layer, TrackedMean):
+        for name in TRACKING:
+            plain._buffers.pop(name, None)
+            plain.__dict__.pop(name, None)
     return plain
 
 
