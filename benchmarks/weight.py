@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import hardware, kernel_seconds, medians, peak_memory
-from geoparam import ops, sphere
+from geoparam import functional, sphere
 from geoparam.coordinates import Intrinsic
 
 SIZES = {
@@ -100,8 +100,10 @@ def steps_of_resnet50(half: bool) -> dict[str, Callable[[], object]]:
         return rows.view(shape).to(dtype=dtype, memory_format=order)
 
     functions: dict[str, Callable[[Tensor, Tensor, tuple[int, ...]], Tensor]] = {
-        "ours": lambda a, r, shape: ops.weight(a, r, shape=shape[1:], **options),
-        "intrinsic": lambda d, r, shape: ops.intrinsic.weight(d, r, shape=shape[1:], **options),
+        "ours": lambda a, r, shape: functional.weight(a, r, shape=shape[1:], **options),
+        "intrinsic": lambda d, r, shape: Intrinsic().decode(
+            d, r, False, shape=shape[1:], **options
+        ),
         "weight_norm": lambda v, r, shape: converted(weight_norm(v, r), shape),
         "copy": lambda x, r, shape: converted(copies(x, r), shape),
     }
@@ -155,7 +157,7 @@ def measure(rows: int, n: int, device: str, repeats: int) -> None:
     latitude, r = sphere.to_latitude(w).float().to(device), w.norm(dim=1).to(device)
     w, g = w.to(device), g.to(device)
     steps = {
-        "ours": step(ops.weight, latitude, r, g),
+        "ours": step(functional.weight, latitude, r, g),
         "naive": step(naive, latitude, r, g),
         "weight_norm": step(weight_norm, w, r, g),
         "intrinsic": step(intrinsic, w, r, g),

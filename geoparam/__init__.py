@@ -5,8 +5,10 @@ from geoparam.attention import GmPMultiheadAttention
 from geoparam.convert import convert_, verify
 from geoparam.fold import fold_
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
+from geoparam.memory import remembered
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, recalibrate_, synchronise_means_
 from geoparam.optim import GeometricOptimizer, param_groups
+from geoparam.plain import InputMeanConv1d, InputMeanConv2d, InputMeanConv3d, InputMeanLinear
 from geoparam.plan import plan
 from geoparam.unit import GmPLayer, retract
 
@@ -21,6 +23,10 @@ __all__ = [
     "GmPLayer",
     "GmPLinear",
     "GmPMultiheadAttention",
+    "InputMeanConv1d",
+    "InputMeanConv2d",
+    "InputMeanConv3d",
+    "InputMeanLinear",
     "InputMeanNorm",
     "MeanOnlyBatchNorm",
     "convert_",
@@ -28,6 +34,7 @@ __all__ = [
     "param_groups",
     "plan",
     "recalibrate_",
+    "remembered",
     "retract",
     "synchronise_means_",
     "verify",

@@ -63,11 +63,11 @@ class GmPMultiheadAttention(nn.MultiheadAttention):
 
     @property
     def in_proj_weight(self) -> Tensor:  # type: ignore[override]
-        return self.in_proj._map_parameters(None, None)[0]  # remembered in evaluation
+        return self.in_proj._current_weight(None)
 
     @property
     def in_proj_bias(self) -> Tensor | None:  # type: ignore[override]
-        return self.in_proj.bias
+        return self.in_proj._bias
 
 
 def _copy_as(cls: type[Attention], module: nn.Module) -> Attention:

@@ -5,8 +5,7 @@ other, so that no second copy of the model is in memory.
 
 A layer without activation computes r (u^T x + lam) = w^T x + b, whatever follows it; so conversion
 is exact for any network. With `norm="imn"` a BatchNorm that follows a layer goes: gamma / sigma
-goes into r, and the layer gets input mean normalization instead; each nn.ReLU before such a layer
-becomes one of ours, which finds the mean on the way.
+goes into r, and the layer gets input mean normalization instead.
 """
 
 import logging
@@ -19,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
-from geoparam.ops import columns
+from geoparam.norm import MOMENTUM, TrackedMean, shifted_bias
+from geoparam.plain import adopt
 from geoparam.plan import (
     Decision,
     Filter,
@@ -31,11 +31,13 @@ from geoparam.plan import (
     module_name,
     plan,
 )
-from geoparam.surgery import GATHERING, like, places, put
+from geoparam.surgery import places, put
 from geoparam.trace import arguments_of, tensors_in, trace, undisturbed
-from geoparam.unit import GmPLayer
+from geoparam.unit import GmPLayer, draw
 
 log = logging.getLogger("geoparam")
+
+Means = dict[str, tuple[Tensor, int]]  # by layer: the mean of its input, and of how many batches
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _CONVOLUTIONS = {nn.Conv1d: GmPConv1d, nn.Conv2d: GmPConv2d, nn.Conv3d: GmPConv3d}
@@ -45,10 +47,12 @@ def convert_(
     model: nn.Module,
     filter_fn: Filter | None = None,
     *,
-    coordinates: str = "angles",
+    coordinates: str | None = None,
     natural: bool = False,
     init: str | None = None,
     norm: str | None = None,
+    weights: str = "geometric",
+    momentum: float | None = MOMENTUM,
     example_inputs: Inputs | None = None,
     calibration: Inputs | Iterable[Inputs] | None = None,
     verbose: bool = False,
@@ -63,12 +67,16 @@ def convert_(
         model: Any model. A bare layer is converted too; use what is returned.
         filter_fn: `filter_fn(module, name) -> bool` chooses the layers instead, the output
             layer included.
-        coordinates: `"angles"` or `"intrinsic"`.
+        coordinates: `"angles"` (the default) or `"intrinsic"`.
         natural: Divide the angles' gradient by the metric.
         init: `"sphere"` or `"glorot"` for new parameters instead of the same function.
         norm: `"imn"` removes each BatchNorm that follows a layer and gives that layer input mean
-            normalization. With the same function this is the form that folds into a bias;
-            with `init` it is the papers' form, on every converted layer but the first.
+            normalization, z = conv(x, w, b - w_summed E[x]), which folds into a bias; with `init`
+            every converted layer but the first has it.
+        weights: `"geometric"` stores directions, r and lam; `"plain"`, with `norm="imn"`, leaves
+            each weight the same Parameter under its old key, and adds a bias and the running mean
+            of the layer's input: for `GeometricOptimizer` or any other.
+        momentum: Share of a new batch in the running means of `norm="imn"`.
         example_inputs: A small batch, as a tensor, a tuple or list of arguments, or a mapping of
             keyword arguments; needed for `norm`, and finds the output layers exactly. The model
             is run on it before and after, and put back with an error if its outputs differ or it
@@ -87,14 +95,23 @@ def convert_(
         >>> type(model[0]).__name__, type(model[3]).__name__
         ('GmPConv2d', 'Linear')
     """
-    decided = plan(model, filter_fn, init=init, norm=norm, example_inputs=example_inputs)
-    means = {}
-    absorbing = [d.name for d in decided.decisions if d.norm and d.input_norm == "bias"]
-    if absorbing:
+    _check_weights(weights, norm, coordinates, natural)
+    decided = plan(
+        model, filter_fn, init=init, norm=norm, weights=weights, example_inputs=example_inputs
+    )
+    means: Means = {}
+    absorbing = [d.name for d in decided.decisions if d.norm and d.input_norm]
+    if absorbing and init is None:
         # A list of example_inputs is one call's arguments; a calibration list is of batches.
         batches = [example_inputs] if calibration is None else calibration
         means = _input_means(model, absorbing, batches)
-    make = {"coordinates": coordinates, "natural": natural, "init": init}
+    make = {
+        "coordinates": coordinates or "angles",
+        "natural": natural,
+        "init": init,
+        "weights": weights,
+        "momentum": momentum,
+    }
     if example_inputs is None:
         model = _replace_all(model, decided, means, make)
     else:
@@ -105,12 +122,23 @@ def convert_(
     return model
 
 
-def _replace_all(
-    model: nn.Module, decided: Plan, means: dict[str, Tensor], make: dict[str, Any]
-) -> nn.Module:
+def _check_weights(weights: str, norm: str | None, coordinates: str | None, natural: bool) -> None:
+    if weights not in ("geometric", "plain"):
+        raise ValueError(f"weights are 'geometric' or 'plain'; got {weights!r}.")
+    if weights == "plain" and norm != "imn":
+        raise ValueError(
+            "weights='plain' leaves weights as they are, and without norm='imn' there is nothing "
+            "else to do: for a plain model use GeometricOptimizer alone."
+        )
+    if weights == "plain" and (coordinates is not None or natural):
+        raise ValueError(
+            "coordinates and natural say how directions are stored, and with weights='plain' none "
+            "are: give coordinates to GeometricOptimizer instead."
+        )
+
+
+def _replace_all(model: nn.Module, decided: Plan, means: Means, make: dict[str, Any]) -> nn.Module:
     where, modules = places(model), dict(model.named_modules())
-    for name in decided.gathering:
-        put(like(modules[name], GATHERING[type(modules[name])]), modules[name], where)
     for decision in reversed(decided.decisions):  # children before the attention that holds them
         if decision.converted:
             old = modules.pop(module_name(decision))
@@ -127,7 +155,7 @@ def _replace_all(
 def _replace_checked(
     model: nn.Module,
     decided: Plan,
-    means: dict[str, Tensor],
+    means: Means,
     make: dict[str, Any],
     inputs: Inputs,
 ) -> nn.Module:
@@ -139,6 +167,8 @@ def _replace_checked(
     names = [module_name(d) for d in decided.decisions if d.converted]
     old, children = _parameters(model, names), [(m, dict(m._modules)) for m in model.modules()]
     before, read_before = _run(model, inputs)
+    changed = _changed(model, decided, make)
+    values = [t.detach().clone() for t in changed]
     try:
         converted = _replace_all(model, decided, means, make)
         try:
@@ -155,6 +185,9 @@ def _replace_checked(
     except BaseException:
         for module, own in children:
             module._modules.update(own)
+        with torch.no_grad():
+            for t, value in zip(changed, values, strict=True):
+                t.copy_(value)
         raise
     return converted
 
@@ -219,7 +252,7 @@ class RemovedNorm(nn.Module):
     """
 
     norm: nn.Module
-    layer: GmPLayer
+    layer: nn.Module
     layer_had_bias: bool
 
     def __init__(self, norm: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -235,8 +268,8 @@ class RemovedNorm(nn.Module):
         return x
 
 
-def _input_means(model: nn.Module, names: list[str], batches: Any) -> dict[str, Tensor]:
-    """Return the mean of each named layer's input per channel, over all batches, in evaluation."""
+def _input_means(model: nn.Module, names: list[str], batches: Any) -> Means:
+    """Return the mean of each named layer's input per channel, and of how many batches it is."""
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 
@@ -251,9 +284,10 @@ def _input_means(model: nn.Module, names: list[str], batches: Any) -> dict[str, 
 
     handles = [model.get_submodule(n).register_forward_pre_hook(hook(n)) for n in names]
     try:
-        single = isinstance(batches, Tensor | tuple | Mapping)
+        single, seen = isinstance(batches, Tensor | tuple | Mapping), 0
         for batch in [batches] if single else batches:
             trace(model, batch)  # evaluation, no gradients, nothing left behind
+            seen += 1
     finally:
         for handle in handles:
             handle.remove()
@@ -263,21 +297,24 @@ def _input_means(model: nn.Module, names: list[str], batches: Any) -> dict[str, 
                 f"calibration gives no finite mean for the input of {name!r}: there are no "
                 "batches, they hold NaN, or the layer's weight is used without calling the layer."
             )
-    return {name: sums[name] / counts[name] for name in names}
+    return {name: (sums[name] / counts[name], seen) for name in names}
 
 
 def _converted(
     old: nn.Module,
     decision: Decision,
     norm: nn.Module | None,
-    means: dict[str, Tensor],
+    means: Means,
     make: dict[str, Any],
 ) -> nn.Module:
+    if make["weights"] == "plain":
+        return _with_plain_weight(old, decision, norm, means, make)
+    stored = {key: make[key] for key in ("coordinates", "natural", "init")}
     if isinstance(old, nn.MultiheadAttention):
-        return GmPMultiheadAttention.from_attention(old, **make)
+        return GmPMultiheadAttention.from_attention(old, **stored)
     weight, bias = affine_of(old)
     if kind_of(old) == "transposed":
-        layer: Any = GmPLinear.from_affine(weight, bias, **make)
+        layer: Any = GmPLinear.from_affine(weight, bias, **stored)
         layer.transposed = True
         return layer
     layer = _empty_like(old, decision, norm is not None, make)
@@ -293,7 +330,7 @@ def _converted(
 
 def _empty_like(old: Any, decision: Decision, absorbs: bool, make: dict[str, Any]) -> GmPLayer:
     options = {
-        **make,
+        **{key: make[key] for key in ("coordinates", "natural", "init", "momentum")},
         "bias": old.bias is not None or absorbs,
         "input_norm": decision.input_norm,
         "device": old.weight.device,
@@ -306,27 +343,77 @@ def _empty_like(old: Any, decision: Decision, absorbs: bool, make: dict[str, Any
 
 
 @torch.no_grad()
-def _start_from(layer: GmPLayer, mean: Tensor | None) -> None:
-    """Let a layer with mean normalization start from `mean`, with the function it has without."""
+def _start_from(layer: GmPLayer, calibrated: tuple[Tensor, int] | None) -> None:
+    """Let a layer with mean normalization start from a mean, with the function it has without."""
     norm = layer.input_norm
-    if norm is None or mean is None or norm.running_mean is None or layer.lam is None:
+    if norm is None or calibrated is None or layer.lam is None:
         return
-    norm.running_mean.copy_(mean)
-    response = columns.response(layer.weight, norm.running_mean).double()
+    shift = _calibrate(norm, layer._weight(None), calibrated)
     r = layer.r.double()
-    layer.lam.copy_(torch.where(r == 0, 0, layer.lam + response / torch.where(r == 0, 1, r)))
+    layer.lam.copy_(torch.where(r == 0, 0, layer.lam - shift / torch.where(r == 0, 1, r)))
+
+
+def _calibrate(norm: TrackedMean, weight: Tensor, calibrated: tuple[Tensor, int]) -> Tensor:
+    """Set the running mean, and return what it subtracts from each unit's bias, as -w^T m."""
+    assert norm.running_mean is not None and norm.num_batches_tracked is not None
+    norm.running_mean.copy_(calibrated[0])
+    norm.num_batches_tracked.fill_(calibrated[1])
+    return shifted_bias(None, weight.detach(), norm.running_mean).double()
+
+
+# --- plain weights ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _with_plain_weight(
+    old: nn.Module,
+    decision: Decision,
+    norm: nn.Module | None,
+    means: Means,
+    make: dict[str, Any],
+) -> nn.Module:
+    """Return a layer with the Parameters of `old` that has absorbed its norm."""
+    new = adopt(old, make["momentum"], centred=bool(decision.input_norm))
+    weight, bias = affine_of(old)
+    if make["init"] is not None:
+        place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        rows = draw(len(weight), weight[0].numel(), make["init"], **place)
+        weight.copy_(rows.view(weight.shape))
+        new.bias.zero_()
+    elif norm is not None and not weight.is_meta:
+        gain, bias = absorbed(weight, bias, norm)
+        weight.copy_(gain.view(-1, *[1] * (weight.ndim - 1)) * weight)
+        if decision.name in means:
+            bias = bias - _calibrate(new, weight, means[decision.name])
+        new.bias.copy_(bias)
+    if norm is not None:
+        new.bias.requires_grad_(_learns(norm))
+    return new
+
+
+def _changed(model: nn.Module, decided: Plan, make: dict[str, Any]) -> list[Tensor]:
+    """Return the parameters that are written to in place: those of plain weights."""
+    if make["weights"] == "geometric":
+        return []
+    modules = dict(model.named_modules())
+    names = [module_name(d) for d in decided.decisions if d.converted]
+    return [p for name in names for p in modules[name].parameters(recurse=False)]
 
 
 def _freeze_like(layer: GmPLayer, old: Any, norm: nn.Module | None) -> None:
     """Parameters stay frozen; what takes over from a BatchNorm learns if the norm did."""
     learns = old.weight.requires_grad
-    norm_learns = norm is not None and any(p.requires_grad for p in norm.parameters(recurse=False))
+    norm_learns = norm is not None and _learns(norm)
     if isinstance(layer._stored, nn.Parameter):
         layer._stored.requires_grad_(learns)
     layer.r.requires_grad_(learns or norm_learns)
     if layer.lam is not None:
         own = learns if old.bias is None else old.bias.requires_grad
         layer.lam.requires_grad_(own if norm is None else norm_learns)
+
+
+def _learns(norm: nn.Module) -> bool:
+    return any(p.requires_grad for p in norm.parameters(recurse=False))
 
 
 @torch.no_grad()

@@ -11,7 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from geoparam import ops, sphere
+from geoparam import functional, sphere
+
+_SHORTEST = 1e-12  # a vector that was set to 0 stays finite
 
 
 class Coordinates(Protocol):
@@ -54,7 +56,7 @@ class Angles:
         shape: tuple[int, ...] | None = None,
         channels_last: bool = False,
     ) -> Tensor:
-        return ops.weight(
+        return functional.weight(
             stored, r, natural=natural, dtype=dtype, shape=shape, channels_last=channels_last
         )
 
@@ -85,9 +87,15 @@ class Intrinsic:
         shape: tuple[int, ...] | None = None,
         channels_last: bool = False,
     ) -> Tensor:
-        return ops.intrinsic.weight(
-            stored, r, dtype=dtype, shape=shape, channels_last=channels_last
-        )
+        d = stored if stored.dtype == torch.float64 else stored.float()
+        scale = torch.linalg.vector_norm(d, dim=-1, keepdim=True).clamp(min=_SHORTEST).reciprocal()
+        if dtype is None:
+            dtype = stored.dtype if r is None else torch.promote_types(stored.dtype, r.dtype)
+        rows = (d * (scale if r is None else scale * r[..., None])).to(dtype)
+        weight = rows if shape is None else rows.unflatten(-1, shape)
+        if channels_last and weight.ndim == 4:
+            return weight.contiguous(memory_format=torch.channels_last)
+        return weight
 
 
 class Sign:
@@ -113,6 +121,13 @@ class Sign:
         row = (stored if r is None else stored * r).unsqueeze(-1)
         row = row if shape is None else row.unflatten(-1, shape)
         return row if dtype is None else row.to(dtype)
+
+
+def normalise_(unit: Tensor) -> None:
+    """Divide the rows of `unit` (out, n) by their lengths in place; zero rows stay zero."""
+    precise = torch.promote_types(unit.dtype, torch.float32)
+    length = torch.linalg.vector_norm(unit, dim=-1, keepdim=True, dtype=precise)
+    unit.div_(torch.where(length == 0, 1, length))
 
 
 def coordinates_for(name: str, fan_in: int) -> Coordinates:

@@ -20,10 +20,10 @@ from geoparam.attention import GmPMultiheadAttention
 from geoparam.convert import RemovedNorm
 from geoparam.graph import Graph
 from geoparam.layers import GmPLinear
-from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm
-from geoparam.ops import columns
+from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean, shifted_bias
+from geoparam.plain import InputMeanLayer, release
 from geoparam.plan import Inputs
-from geoparam.surgery import GATHERING, like, places, put, refuse_wrapped
+from geoparam.surgery import places, put, refuse_wrapped
 from geoparam.trace import trace
 from geoparam.unit import GmPLayer
 
@@ -50,17 +50,26 @@ BATCH_NORMS: dict[int, type[nn.Module]] = {
 }
 
 
-def fold_(model: nn.Module, example_inputs: Inputs | None = None) -> nn.Module:
-    """Turn all GmP layers of `model` into plain torch.nn layers in place, and return it.
+def fold_(
+    model: nn.Module,
+    example_inputs: Inputs | None = None,
+    *,
+    restore_norm: bool | None = None,
+) -> nn.Module:
+    """Turn all layers of geoparam in `model` into plain torch.nn layers in place, and return it.
 
-    Nothing of geoparam is left in it, and it computes what it did in evaluation. After
-    `convert_` without `norm`, and with `norm="imn"` on a pretrained model, its `state_dict` has
-    the keys of the original. The model has new parameters: build a new optimizer to train on.
+    Nothing of geoparam is left in it, and it computes what it did in evaluation. After `convert_`
+    its `state_dict` has the keys of the original where norms are restored. The model has new
+    parameters: build a new optimizer to train on.
 
     Args:
         model: Any model. A bare layer is folded too; use what is returned.
         example_inputs: A small batch; needed where r < 0 stands outside an activation, so that it
             must go into the next layer, and for `InputMeanNorm` modules.
+        restore_norm: Whether a BatchNorm comes back where `convert_(norm="imn")` took one out. It
+            adds the layer's bias and does nothing else (gamma = 1, mu = 0, sigma^2 = 1 - eps), so
+            that the original's files load. By default it does where weights are geometric, and
+            does not with `weights="plain"`.
 
     Example:
         >>> import geoparam as gp
@@ -93,11 +102,14 @@ def fold_(model: nn.Module, example_inputs: Inputs | None = None) -> nn.Module:
     factors = _factors(model, ours, graph)
     folded: dict[nn.Module, nn.Module] = {}
     for name, module in ours.items():
-        if isinstance(module, GmPLayer):
+        if isinstance(module, GmPLayer | InputMeanLayer) or id(module) in slots:
             slot = slots.get(id(module))
-            folded[module], norm = _folded_layer(name, module, factors.get(name), slot)
-            if slot is not None and norm is not None:
-                folded[slot] = norm
+            geometric = isinstance(module, GmPLayer)
+            restored = slot if (geometric if restore_norm is None else restore_norm) else None
+            fold: Any = _folded_layer if geometric else _folded_plain
+            folded[module], norm = fold(name, module, factors.get(name), restored)
+            if slot is not None:
+                folded[slot] = _without_norm(slot) if norm is None else norm
         elif isinstance(module, InputMeanNorm):
             folded[module] = _folded_norm(name, module, graph)
     _check_finite(ours, folded)
@@ -116,9 +128,14 @@ def _refuse_orphans(ours: dict[str, nn.Module]) -> None:
 
 def _ours(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of geoparam that are to be replaced, by name."""
-    kinds = (GmPLayer, GmPMultiheadAttention, InputMeanNorm, RemovedNorm)
+    kinds = (GmPLayer, GmPMultiheadAttention, TrackedMean, RemovedNorm)
     inside = {m.input_norm for m in model.modules() if isinstance(m, GmPLayer)}
-    return {n: m for n, m in model.named_modules() if isinstance(m, kinds) and m not in inside}
+    absorbing = {m.layer for m in model.modules() if isinstance(m, RemovedNorm)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (isinstance(module, kinds) or module in absorbing) and module not in inside
+    }
 
 
 def _put_all(
@@ -129,11 +146,6 @@ def _put_all(
         new = folded[module] if module in folded else _attention(module)
         put(new, module, where)
         model = new if module is model else model
-    where = places(model)  # anew: a restored norm may hold a ReLU
-    for module in where:
-        for plain, gathering in GATHERING.items():
-            if type(module) is gathering:
-                put(like(module, plain), module, where)
     return model
 
 
@@ -155,12 +167,11 @@ def _folded_layer(
     bias = None if layer.lam is None else layer.lam if scale is None else scale * layer.lam
     mean = None if layer.input_norm is None else _running_mean(name, layer.input_norm)
     before = None
-    if mean is not None and layer._pads_zeros and not layer.mean_in_bias:
+    if mean is not None and layer._centres_borders:
         before = _subtract(mean, len(layer.weight_shape), factor)
         log.info("%s: its input mean stays as a BatchNorm, %s.0, before the layer", name, name)
     elif mean is not None:
-        shift = columns.response(weight, mean)
-        bias = -shift if bias is None else bias - shift
+        bias = shifted_bias(bias, weight, mean).to(weight.dtype)
     if factor is not None and before is None:
         weight = weight * _per_input(factor, weight)
     norm = None
@@ -171,6 +182,31 @@ def _folded_layer(
         plain = _as_conv1d(plain)
     parts = [part for part in (before, plain, activation) if part is not None]
     return (parts[0] if len(parts) == 1 else nn.Sequential(*parts)), norm
+
+
+@torch.no_grad()
+def _folded_plain(
+    name: str, layer: Any, factor: Tensor | None, slot: RemovedNorm | None
+) -> tuple[nn.Module, nn.Module | None]:
+    """Return the plain layer of one that has a plain weight, and the norm as above."""
+    weight, bias = layer.weight, layer.bias
+    if isinstance(layer, InputMeanLayer):
+        weight, bias = layer.fold()
+    norm, trains = None, layer.bias.requires_grad
+    if slot is not None:
+        norm, bias = _restored(slot, bias)
+    plain = release(layer)
+    if factor is not None:
+        weight = nn.Parameter(weight * _per_input(factor, weight), weight.requires_grad)
+    plain.weight = weight
+    plain.bias = None if bias is None else nn.Parameter(bias, requires_grad=trains)
+    return plain, norm
+
+
+def _without_norm(slot: RemovedNorm) -> nn.Module:
+    """Return what is in a norm's place if it does not come back."""
+    children = list(slot.children())
+    return nn.Sequential(*children) if children else nn.Identity()
 
 
 def _scale_and_activation(name: str, layer: GmPLayer) -> tuple[Tensor | None, nn.Module | None]:

@@ -8,12 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam import fused, routes
-from geoparam.coordinates import Angles, Intrinsic
-from geoparam.norm import InputMeanNorm
-from geoparam.ops import direct
-from geoparam.routes import autocast_dtype
-from geoparam.sums import channel_sums
+from geoparam.norm import MOMENTUM
 from geoparam.unit import Activation, GmPLayer, InputNorm
 
 Conv = TypeVar("Conv", bound="_GmPConv")
@@ -34,8 +29,9 @@ class GmPLinear(GmPLayer):
         coordinates: `"angles"` stores `latitude` (out, n - 1), `"intrinsic"` stores `unit`
             (out, n) and wants `retract` as a hook of the optimizer.
         natural: divide the angles' gradient by the sphere's metric (bounded below by 0.01).
-        input_norm: subtract the input's mean over all dimensions but the last (`InputMeanNorm`),
-            without a centred copy. True and `"bias"` are the same here.
+        input_norm: subtract the input's mean over all dimensions but the last (`InputMeanNorm`):
+            z = w^T x + (b - w^T E[x]). The forms of `GmPConv2d` are all the same here.
+        momentum: share of a new batch in the running mean, as in `InputMeanNorm`.
 
     With one input there is no angle: a buffer `sign` holds the directions, drawn at random.
 
@@ -66,6 +62,7 @@ class GmPLinear(GmPLayer):
         coordinates: str = "angles",
         natural: bool = False,
         input_norm: InputNorm = False,
+        momentum: float | None = MOMENTUM,
     ) -> None:
         super().__init__(
             (out_features, in_features),
@@ -77,6 +74,7 @@ class GmPLinear(GmPLayer):
             coordinates=coordinates,
             natural=natural,
             input_norm=input_norm,
+            momentum=momentum,
             device=device,
             dtype=dtype,
         )
@@ -167,6 +165,7 @@ class _GmPConv(GmPLayer):
         coordinates: str = "angles",
         natural: bool = False,
         input_norm: InputNorm = False,
+        momentum: float | None = MOMENTUM,
     ) -> None:
         rank = _RANKS[self._plain]
         _check_groups(in_channels, out_channels, groups)
@@ -181,6 +180,7 @@ class _GmPConv(GmPLayer):
             coordinates=coordinates,
             natural=natural,
             input_norm=input_norm,
+            momentum=momentum,
             device=device,
             dtype=dtype,
         )
@@ -232,81 +232,6 @@ class _GmPConv(GmPLayer):
             padding = "valid"
         convolve = _CONVOLVE[self._plain]
         return convolve(x, weight, bias, self.stride, padding, self.dilation, self.groups)
-
-    def _in_few_passes(self, x: Tensor) -> Tensor | None:
-        norm: Any = self._modules.get("input_norm")  # looked up so: attributes are slow
-        if norm is not None and not norm._takes_own_mean:
-            return None
-        if norm is None or self.mean_in_bias or not self._pads_zeros:
-            return self._by_route(x, norm)
-        x = norm._centred(x, None)  # a pass, but the rest has fewer: zeros come after it
-        y = self._by_route(x, None)
-        if y is not None:
-            return y
-        z = self._mapped(x, None)
-        return z if self.activation is None else self._activated(z)
-
-    def _by_route(self, x: Tensor, norm: Any) -> Tensor | None:
-        parameters: dict[str, Any] = self._parameters
-        r, kind = parameters.get("r"), type(self._coordinates)
-        lam = parameters["lam"] if "lam" in parameters else self.lam  # may be made of others
-        stored = parameters.get(self._coordinates.name) if kind in (Angles, Intrinsic) else None
-        activation, geometry = self.activation, self._geometry()
-        if (
-            r is None
-            or not direct.possible(stored, r, lam)
-            or not (activation is None or fused.is_relu(activation))
-        ):
-            return None
-        cast, zeros = autocast_dtype(x), self.padding_mode == "zeros"
-        mapped = x if zeros else F.pad(x, self._pads, mode=self.padding_mode)
-        mapped = mapped if cast in (None, x.dtype) else mapped.to(cast)
-        makes_weight = stored is not None and routes.makes_weight(self._coordinates.name, x)
-        route = routes.route(
-            mapped.shape,
-            mapped.stride(),
-            mapped.dtype,
-            mapped.is_cuda,
-            self.weight_shape,
-            geometry,
-            activation is not None,
-            self._coordinates.name if makes_weight else None,
-            self.natural,
-            () if cast is not None else (r.dtype,) if stored is None else (r.dtype, stored.dtype),
-            lam is not None,
-            None if norm is None else self._means(norm, x),
-        )
-        if route is None:
-            return None
-        total = running = None
-        if norm is not None:
-            buffers: dict[str, Any] = norm._buffers
-            running = buffers["running_mean"], buffers["num_batches_tracked"]
-            total = channel_sums(x, 1, past=mapped is x)
-        if stored is None or not makes_weight:
-            stored = self._weight(cast, route.how.channels_last)
-        return fused.convolution(mapped, stored, r, lam, total, running, route)
-
-    def _means(self, norm: InputMeanNorm, x: Tensor) -> routes.Means:
-        """Return which mean it is, where it can go into the bias."""
-        constant = self.mean_in_bias or not self._pads_zeros
-        own = constant and norm.track_running_stats and norm.training and not norm.is_shared
-        return routes.Means(x.numel() // self.in_channels, norm.momentum, own)
-
-    def _geometry(self) -> routes.Geometry | None:
-        """Return where a convolution in few passes looks; None if it pads unevenly.
-
-        Also where one number was set for all dimensions: what follows wants one for each.
-        """
-        padding: Any = self.padding
-        if self.padding_mode != "zeros":
-            padding = (0,) * len(self.kernel_size)
-        elif isinstance(padding, str):
-            pads = self._pads
-            padding = tuple(pads[-2::-2]) if pads[::2] == pads[1::2] else None
-        if not (type(self.stride) is type(padding) is type(self.dilation) is tuple):
-            return None
-        return routes.Geometry(self.stride, padding, self.dilation, self.groups)
 
     @classmethod
     def from_conv(
@@ -374,13 +299,13 @@ class GmPConv2d(_GmPConv):
     The arguments are nn.Conv2d's and then `GmPLinear`'s.
 
     Args:
-        input_norm: subtract each input channel's mean over batch and positions, without a centred
-            copy of the input. True centres first and pads with zeros afterwards, as the papers do
-            and as `InputMeanNorm` before the layer would; `"bias"` subtracts one constant per
-            output channel, so that it folds into a bias and a pretrained network keeps its
-            function. The two differ only where zeros are padded. Under bfloat16 autocast the
-            subtraction comes after rounding: a mean far above the deviation costs digits, and the
-            module does not.
+        input_norm: subtract each input channel's mean over batch and positions. True, or
+            `"bias"`, subtracts one constant per output channel, z = conv(x, w, b - w_summed E[x]),
+            so that it folds into a bias and a pretrained network keeps its function. `"border"`
+            centres first and pads zeros afterwards, as the papers do and as `InputMeanNorm` before
+            the layer would: for their experiments. The two differ only where zeros are padded.
+            Under bfloat16 autocast the bias form subtracts after rounding: a mean far above the
+            deviation costs digits there.
 
     Example:
         >>> layer = GmPConv2d(3, 8, 3, padding=1, activation=torch.relu, input_norm=True)

@@ -1,10 +1,13 @@
 """Normalization by the mean alone: of a layer's input (IMN) or of its pre-activation (MBN).
 
 Both subtract a mean per channel, over the batch and all positions, and keep a running average of
-it for evaluation, with the semantics of torch's BatchNorm. Neither divides by a deviation.
+it for evaluation. Neither divides by a deviation. In a layer IMN needs no centred input: a mean m
+that is the same at every position changes each unit by one number, so
 
-In training on a GPU the mean is mostly known already: the step that made the input has added it up
-on the way (`fused`), and its gradient goes back there (`centring`).
+    z = conv(x, w, b - w_summed m),    w_summed: w added up over its kernel,
+
+which is `shifted_bias`. The mean's gradient flows. Mean and product are float32 or better, with
+autocast off.
 
 With several processes each takes the mean of its own batch, as BatchNorm does;
 `synchronise_means_` lets all of them take the mean of the joint batch.
@@ -19,64 +22,47 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from geoparam import centring, fused
-from geoparam.ops import means, rectified
-from geoparam.sums import channel_sums, known_sums
-
 Model = TypeVar("Model", bound=nn.Module)
 
+MOMENTUM = 0.1  # as torch's BatchNorm has it
+TRACKING = (  # what `TrackedMean` adds to a module
+    "running_mean",
+    "num_batches_tracked",
+    "num_features",
+    "momentum",
+    "track_running_stats",
+    "dim",
+    "corrected",
+    "synchronised",
+    "process_group",
+)
 
-class InputMeanNorm(nn.Module):
-    r"""Input mean normalization: x - E[x] per channel, without any parameter.
 
-    The papers put it before every intermediate layer, so that its input is centred at the origin,
-    where the boundaries start. In training the mean is the batch's, and its gradient flows; in
-    evaluation it is the running mean. Statistics are float32 or better under autocast.
-
-    Args:
-        num_features: number of channels.
-        momentum: share of the new batch in the running mean; None for the plain average of all
-            batches so far.
-        track_running_stats: if False, evaluation uses the batch's mean too.
-        dim: the channels' dimension.
-
-    Reference:
-        Chen & Ge, *Neural Characteristic Activation Analysis and Geometric Parameterization for
-        ReLU Networks*, NeurIPS 2024, equation 14.
-
-    Example:
-        >>> norm = InputMeanNorm(2)
-        >>> norm(torch.tensor([[1., 2.], [3., 6.]]))
-        tensor([[-1., -2.],
-                [ 1.,  2.]])
-        >>> norm.running_mean
-        tensor([0.0200, 0.0400])
-    """
+class TrackedMean(nn.Module):
+    """A mean per channel and its running average: what all mean normalization has in common."""
 
     running_mean: Tensor | None
     num_batches_tracked: Tensor | None
-    _takes_own_mean = True  # else a subclass has another, and nothing is done behind its back
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls._takes_own_mean = cls.mean is InputMeanNorm.mean
-
-    def __init__(
+    def _start_tracking(
         self,
         num_features: int,
-        momentum: float | None = 0.01,
-        track_running_stats: bool = True,
-        dim: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        momentum: float | None,
+        track_running_stats: bool,
+        dim: int,
+        corrected: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
     ) -> None:
-        super().__init__()
         if num_features < 1:
             raise ValueError(f"num_features is the number of channels, >= 1; got {num_features}.")
+        if momentum is not None and not 0 < momentum <= 1:
+            raise ValueError(f"momentum is in (0, 1], or None; got {momentum}.")
         self.num_features = num_features
         self.momentum = momentum
         self.track_running_stats = track_running_stats
         self.dim = dim
+        self.corrected = corrected
         self.synchronised = False
         self.process_group: dist.ProcessGroup | None = None
         mean = torch.zeros(num_features, device=device, dtype=dtype)
@@ -84,84 +70,32 @@ class InputMeanNorm(nn.Module):
         self.register_buffer("running_mean", mean if track_running_stats else None)
         self.register_buffer("num_batches_tracked", count if track_running_stats else None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._centred(x, None)
-
-    def _centred(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x - mean + bias."""
-        own = self.training and self._takes_own_mean
-        in_few_passes = own and x.ndim > 1 and fused.eligible(x)
-        if in_few_passes and not self.is_shared:
-            return self._centred_by_sums(x, bias)
-        if own and self._is_centred_at_once(x):
-            centred = rectified.centred(x, self.mean(x.detach()))
-        else:
-            mean = self.mean(x)
-            if in_few_passes:
-                return centring.less(x, mean, bias, self.dim)
-            centred = x - self._along_channels(mean, x)
-        return (centred if bias is None else centred + self._along_channels(bias, x)).to(x.dtype)
-
-    def _centred_by_sums(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        self._check(x)
-        total, count = known_sums(x, self.dim), x.numel() // self.num_features
-        running, momentum = self.running, self.momentum
-        if running is not None and momentum is None:
-            self._track(total.detach() / count)
-            running = None
-        mean = centring.Mean(count, running, momentum or 0.0)
-        return centring.centred(x, total, mean, bias, self.dim)
-
-    def _is_centred_at_once(self, x: Tensor) -> bool:
-        """Return whether a compiler is to find an op, from which it makes fewer passes."""
-        known = rectified.possible(x) and x.numel() > 0
-        return known and self.dim in (1, -3) and not self.is_shared
-
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean (num_features,) to subtract from `x`, and track it when training."""
         self._check(x)
-        x = x.unsqueeze(0) if x.ndim == 1 else x
         if not self.training and self.running_mean is not None:
             return self.running_mean
+        x = x.unsqueeze(0) if x.ndim == 1 else x
         if self.training and self.is_shared:
             return self._joint_mean(x)
-        if x.numel() == 0:  # an empty batch has no mean
+        count = x.numel() // self.num_features
+        if count == 0:  # an empty batch has no mean
             tracked = self.running_mean
             return x.new_zeros(self.num_features) if tracked is None else tracked.clone()
-        if self.momentum is not None and self._is_in_parts(x):
-            return means.mean_of_images(x, self.running, self.momentum)
-        mean = self._batch_mean(x)
+        if self.training and count == 1:
+            raise ValueError(
+                "expected more than 1 value per channel when training, since one value is its own "
+                f"mean; got an input of shape {tuple(x.shape)}."
+            )
+        mean = x.mean(dim=self._others(x), dtype=_wide(x))
         if self.training and self.running_mean is not None:
             self._track(mean.detach())
         return mean
-
-    def mean_and_batches(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the mean, and the number of batches where it is left to the caller to count."""
-        tracked, momentum = self.running_mean, self.momentum
-        if not self.training or self.is_shared or tracked is None or momentum is None:
-            return self.mean(x), None
-        if not self._takes_own_mean or x.numel() == 0 or self._is_in_parts(x):
-            return self.mean(x), None
-        self._check(x)
-        mean = self._batch_mean(x.unsqueeze(0) if x.ndim == 1 else x)
-        tracked.lerp_(mean.detach().to(tracked.dtype), momentum)
-        return mean, self.num_batches_tracked
-
-    @property
-    def running(self) -> tuple[Tensor, Tensor] | None:
-        """The running mean and the number of batches in it, if tracked."""
-        if self.running_mean is None or self.num_batches_tracked is None:
-            return None
-        return self.running_mean, self.num_batches_tracked
 
     @property
     def is_shared(self) -> bool:
         """Whether the mean is that of several processes."""
         return self.synchronised and _is_shared(self.process_group)
-
-    def reset_parameters(self) -> None:
-        """Start anew; there is nothing to draw."""
-        self.reset_running_stats()
 
     def reset_running_stats(self) -> None:
         """Forget all batches."""
@@ -169,23 +103,9 @@ class InputMeanNorm(nn.Module):
             self.running_mean.zero_()
             self.num_batches_tracked.zero_()
 
-    def _batch_mean(self, x: Tensor) -> Tensor:
-        if self.training and fused.eligible(x):
-            return channel_sums(x, self.dim) / (x.numel() // self.num_features)
-        return x.mean(dim=self._others(x), dtype=torch.promote_types(x.dtype, torch.float32))
-
-    def _is_in_parts(self, x: Tensor) -> bool:
-        """Return whether a compiler takes the mean of sums in parts."""
-        if not self.training or x.ndim != 4 or self.dim not in (1, -3):
-            return False
-        return means.number_of_parts(x, self.num_features, x.shape[2] * x.shape[3]) > 0
-
     def _joint_mean(self, x: Tensor) -> Tensor:
         """Return the mean over the batches of all processes, any of which may be empty."""
-        if fused.eligible(x):
-            sums = channel_sums(x, self.dim)
-        else:
-            sums = x.sum(dim=self._others(x), dtype=torch.promote_types(x.dtype, torch.float32))
+        sums = x.sum(dim=self._others(x), dtype=_wide(x))
         count = sums.new_full((1,), x.numel() // self.num_features)
         joint = _SumOverProcesses.apply(torch.cat([sums, count]), self.process_group)
         sums, count = joint[:-1], joint[-1].detach()
@@ -199,19 +119,17 @@ class InputMeanNorm(nn.Module):
         return [d for d in range(x.ndim) if d != self.dim % x.ndim]
 
     def _track(self, mean: Tensor, batches: Tensor | int = 1) -> None:
-        assert self.running_mean is not None and self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(batches)
-        mean = mean.to(self.running_mean.dtype)
-        if self.momentum is None:
-            tracked = self.num_batches_tracked.clamp(min=1).to(mean.dtype)
-            self.running_mean.lerp_(mean, tracked.reciprocal())
+        """Move the running mean by the share of one batch: momentum, or 1/n while that is more."""
+        running, count = self.running_mean, self.num_batches_tracked
+        assert running is not None and count is not None
+        count.add_(batches)
+        mean = mean.to(running.dtype)
+        if self.momentum is not None and not self.corrected:
+            running.lerp_(mean, self.momentum)
         else:
-            self.running_mean.lerp_(mean, self.momentum)
-
-    def _along_channels(self, per_channel: Tensor, x: Tensor) -> Tensor:
-        shape = [1] * x.ndim
-        shape[self.dim] = self.num_features
-        return per_channel.view(shape)
+            count = count.double() if running.dtype == torch.float64 else count
+            most = None if self.momentum is None else 1 / self.momentum
+            running.addcdiv_(mean - running, count.clamp(1, most))
 
     def _check(self, x: Tensor) -> None:
         if not -x.ndim <= self.dim < x.ndim or x.shape[self.dim] != self.num_features:
@@ -220,9 +138,73 @@ class InputMeanNorm(nn.Module):
                 f"got an input of shape {tuple(x.shape)}."
             )
 
+
+class InputMeanNorm(TrackedMean):
+    r"""Input mean normalization: x - E[x] per channel, without any parameter.
+
+    The papers put it before every intermediate layer, so that its input is centred at the origin,
+    where the boundaries start. In training the mean is the batch's, and its gradient flows; in
+    evaluation it is the running mean.
+
+    As a module before a convolution that pads zeros it is the papers' border form, `input_norm=
+    "border"` of a layer: the input is centred first, and zeros are padded to that. It cannot be
+    folded into a bias. `input_norm=True` of a layer differs from it at padded borders alone.
+
+    Args:
+        num_features: number of channels.
+        momentum: share of the new batch in the running mean; None for the plain average of all
+            batches so far.
+        track_running_stats: if False, evaluation uses the batch's mean too.
+        dim: the channels' dimension.
+        corrected: let the running mean be the plain average until it has seen 1 / momentum
+            batches, so that it is right from the first step. False is BatchNorm's rule, which
+            starts from 0.
+
+    Reference:
+        Chen & Ge, *Neural Characteristic Activation Analysis and Geometric Parameterization for
+        ReLU Networks*, NeurIPS 2024, equation 14.
+
+    Example:
+        >>> norm = InputMeanNorm(2)
+        >>> norm(torch.tensor([[1., 2.], [3., 6.]]))
+        tensor([[-1., -2.],
+                [ 1.,  2.]])
+        >>> norm.running_mean
+        tensor([2., 4.])
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        momentum: float | None = MOMENTUM,
+        track_running_stats: bool = True,
+        dim: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        corrected: bool = True,
+    ) -> None:
+        super().__init__()
+        self._start_tracking(
+            num_features, momentum, track_running_stats, dim, corrected, device, dtype
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self._along_channels(self.mean(x), x)).to(x.dtype)
+
+    def reset_parameters(self) -> None:
+        """Start anew; there is nothing to draw."""
+        self.reset_running_stats()
+
+    def _along_channels(self, per_channel: Tensor, x: Tensor) -> Tensor:
+        shape = [1] * x.ndim
+        shape[self.dim] = self.num_features
+        return per_channel.view(shape)
+
     def extra_repr(self) -> str:
         text = f"{self.num_features}, momentum={self.momentum}"
         text += "" if self.track_running_stats else ", track_running_stats=False"
+        text += "" if self.corrected else ", corrected=False"
         text += ", synchronised=True" if self.synchronised else ""
         return text if self.dim == 1 else f"{text}, dim={self.dim}"
 
@@ -237,7 +219,7 @@ class MeanOnlyBatchNorm(InputMeanNorm):
     Example:
         >>> MeanOnlyBatchNorm(1)(torch.tensor([[1.], [3.]]))
         tensor([[-1.],
-                [ 1.]], grad_fn=<AddBackward0>)
+                [ 1.]], grad_fn=<SubBackward0>)
     """
 
     bias: nn.Parameter | None
@@ -245,22 +227,58 @@ class MeanOnlyBatchNorm(InputMeanNorm):
     def __init__(
         self,
         num_features: int,
-        momentum: float | None = 0.01,
+        momentum: float | None = MOMENTUM,
         track_running_stats: bool = True,
         dim: int = 1,
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        corrected: bool = True,
     ) -> None:
-        super().__init__(num_features, momentum, track_running_stats, dim, device, dtype)
-        offset = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype))
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(
+            num_features, momentum, track_running_stats, dim, **place, corrected=corrected
+        )
+        offset = nn.Parameter(torch.zeros(num_features, **place))
         self.register_parameter("bias", offset if bias else None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._centred(x, self.bias)
+    def forward(self, z: Tensor) -> Tensor:
+        mean = self.mean(z)
+        mean = mean if self.bias is None else mean - self.bias
+        return (z - self._along_channels(mean, z)).to(z.dtype)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.bias is not None else ", bias=False")
+
+
+# --- in a layer ---------------------------------------------------------------------------------
+
+
+def shifted_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
+    """Return b - w^T m for each unit: the bias of a layer whose input has its mean subtracted.
+
+    The mean (channels,) is the same at every position of the kernel of `weight`
+    (out, channels of its group, ...).
+
+    Example:
+        >>> shifted_bias(torch.ones(1), torch.ones(1, 2, 3, 3), torch.tensor([1., 2.]))
+        tensor([-26.])
+    """
+    if torch.is_autocast_enabled(weight.device.type):
+        with torch.autocast(weight.device.type, enabled=False):
+            return shifted_bias(bias, weight, mean)
+    (out, width), wide = weight.shape[:2], _wide(mean)
+    mean, bias = mean.to(wide), None if bias is None else bias.to(wide)
+    if weight.numel() > out * width:
+        summed = weight.flatten(2).sum(2, dtype=wide)
+    else:
+        summed = weight.flatten(1).to(wide)
+    if len(mean) == width:
+        return -summed.mv(mean) if bias is None else torch.addmv(bias, summed, mean, alpha=-1)
+    groups = len(mean) // width
+    shift = (summed.view(groups, -1, width) * mean.view(groups, 1, width)).sum(2).flatten()
+    return -shift if bias is None else bias - shift
 
 
 # --- running statistics -------------------------------------------------------------------------
@@ -270,9 +288,9 @@ class MeanOnlyBatchNorm(InputMeanNorm):
 def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
     """Recompute the running statistics of `model` as plain averages over some batches, in place.
 
-    It is for `InputMeanNorm`, `MeanOnlyBatchNorm` and torch's BatchNorm: after averaging weights,
-    after editing them, or where the moving average lags behind. These norms alone are in training
-    mode meanwhile; dropout, momentum and training flags stay as they are.
+    It is for all mean normalization, that of layers too, and for torch's BatchNorm: after
+    averaging weights, after editing them, or where the moving average lags behind. What has
+    statistics alone is in training mode meanwhile; dropout, momentum and training flags stay.
 
     Args:
         model: a model with such norms.
@@ -284,7 +302,7 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
         >>> recalibrate_(nn.BatchNorm1d(1), batches).running_mean
         tensor([4.])
     """
-    kinds = (InputMeanNorm, _BatchNorm)
+    kinds = (TrackedMean, _BatchNorm)
     found = [module for module in model.modules() if isinstance(module, kinds)]
     norms = [norm for norm in found if norm.running_mean is not None]
     iterator = iter(batches)
@@ -325,7 +343,7 @@ def _call(model: nn.Module, batch: Any) -> None:
 def synchronise_means_(model: Model, process_group: "dist.ProcessGroup | None" = None) -> Model:
     r"""Let every mean normalization in `model` use the joint batch of all processes, in place.
 
-    It is to `InputMeanNorm` (that of a layer's `input_norm` too) and `MeanOnlyBatchNorm` what
+    It is to `InputMeanNorm`, `MeanOnlyBatchNorm` and the means of layers what
     `nn.SyncBatchNorm.convert_sync_batchnorm` is to BatchNorm. In training the sums S_p and counts
     N_p are added up over the processes p, so unequal and empty batches are right and the running
     means are the same everywhere; evaluation communicates nothing. Without a process group, or
@@ -351,12 +369,12 @@ def synchronise_means_(model: Model, process_group: "dist.ProcessGroup | None" =
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), MeanOnlyBatchNorm(8))
         >>> synchronise_means_(model)[1]
-        MeanOnlyBatchNorm(8, momentum=0.01, synchronised=True)
+        MeanOnlyBatchNorm(8, momentum=0.1, synchronised=True)
     """
-    norms = [module for module in model.modules() if isinstance(module, InputMeanNorm)]
+    norms = [module for module in model.modules() if isinstance(module, TrackedMean)]
     if not norms:
         raise ValueError(
-            "this model has no InputMeanNorm or MeanOnlyBatchNorm to synchronise. Call it after "
+            "this model has no mean normalization to synchronise. Call it after "
             "convert_(norm='imn'); for BatchNorm use nn.SyncBatchNorm.convert_sync_batchnorm."
         )
     for norm in norms:
@@ -381,3 +399,7 @@ class _SumOverProcesses(torch.autograd.Function):
 
 def _is_shared(group: "dist.ProcessGroup | None") -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

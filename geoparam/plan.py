@@ -15,8 +15,9 @@ from torch.nn.utils import parametrize
 
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.graph import Chain, Graph
+from geoparam.plain import InputMeanLayer
 from geoparam.sharing import ties_and_holders
-from geoparam.surgery import GATHERING, refuse_wrapped
+from geoparam.surgery import refuse_wrapped
 from geoparam.trace import output_layers, trace
 from geoparam.unit import GmPLayer, InputNorm
 
@@ -62,13 +63,17 @@ class Plan:
     decisions: tuple[Decision, ...]
     converted_parameters: int
     parameters: int
-    gathering: tuple[str, ...] = ()  # modules around layers with input mean normalization
+    weights: str = "geometric"
+
+    @property
+    def _what(self) -> str:
+        return "under GmP" if self.weights == "geometric" else "with plain weights and IMN"
 
     def __str__(self) -> str:
         chosen = [d for d in self.decisions if d.converted]
         left = [d for d in self.decisions if not d.converted]
         lines = [
-            f"{len(chosen)} of {len(self.decisions)} layers under GmP, "
+            f"{len(chosen)} of {len(self.decisions)} layers {self._what}, "
             f"{self.converted_parameters:,} of {self.parameters:,} parameters"
         ]
         for title, group in (("converted:", chosen), ("left:", left)):
@@ -82,6 +87,7 @@ def plan(
     *,
     init: str | None = None,
     norm: str | None = None,
+    weights: str = "geometric",
     example_inputs: Inputs | None = None,
 ) -> Plan:
     """Return what `convert_` would do with these arguments, or raise what it would raise."""
@@ -110,12 +116,11 @@ def plan(
             _refuse_held(name, held.get(module))
             decision = _with_norm(decision, module, model, graph, init, norm)
             reason = None if init else _unfit(module, decision, model)
+            if weights == "plain":
+                reason = _no_need(module, decision, init)
         left = Decision(decision.name, decision.kind, False, (reason or "",))
         decisions.append(decision if reason is None else left)
-    checked = _checked(decisions, model)
-    if graph is None:
-        return checked
-    return replace(checked, gathering=_gathering(checked, graph, model))
+    return replace(_checked(decisions, model), weights=weights)
 
 
 # --- which layers -----------------------------------------------------------------------------
@@ -160,10 +165,17 @@ def _bystander(name: str, module: nn.Module) -> list[Decision]:
     kind = type(module).__name__
     if isinstance(module, GmPLayer):
         return [Decision(name, kind, False, ("already converted",))]
-    has_matrix = any(p.ndim > 1 for p in module.parameters(recurse=False))
+    own = [p.shape for p in module.parameters(recurse=False)]
+    stacked = any(len(shape) > 2 and min(shape) > 1 for shape in own)  # as fused experts are
+    has_matrix = any(len(shape) > 1 for shape in own) and next(module.children(), None) is None
     known = isinstance(module, nn.Embedding | nn.EmbeddingBag) or "norm" in kind.lower()
-    if not has_matrix or known or next(module.children(), None) is not None:
+    if known or not (has_matrix or stacked):
         return []
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        reason = "no GmP form: its weight has rows for input channels, not for units"
+        return [Decision(name, kind, False, (reason,))]
+    if isinstance(module, InputMeanLayer):
+        return [Decision(name, kind, False, ("it has its input's mean already",))]
     if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
         return [Decision(name, kind, False, ("it computes something else than its base class",))]
     return [Decision(name, kind, False, ("no GmP form of this type",))]
@@ -264,6 +276,17 @@ def _unfit(module: nn.Module, decision: Decision, model: nn.Module) -> str | Non
     return None
 
 
+def _no_need(module: nn.Module, decision: Decision, init: str | None) -> str | None:
+    """Return why a layer that keeps its weight is left; the numbers were checked before."""
+    if kind_of(module) not in ("linear", "conv"):
+        return "input means are for nn.Linear and nn.Conv1d/2d/3d"
+    if parametrize.is_parametrized(module):
+        return "its weight is not a Parameter but computed (weight_norm)"
+    if decision.norm is None and not decision.input_norm and init is None:
+        return decision.notes[0] if decision.notes else "no BatchNorm follows it"
+    return None
+
+
 def _checked(decisions: list[Decision], model: nn.Module) -> Plan:
     """Add what is worth knowing about converted layers; refuse a plan that converts nothing."""
     if not any(d.converted for d in decisions):
@@ -333,26 +356,6 @@ def _norm_to_absorb(chain: Chain, model: nn.Module, init: str | None) -> tuple[s
     if init is None and found.running_mean is None:
         return None, f"{chain.norm.name} stays: it has no running statistics"
     return chain.norm.name, ""
-
-
-def _gathering(plan: Plan, graph: Graph, model: nn.Module) -> tuple[str, ...]:
-    """Return what can gather means: nn.ReLU and nn.MaxPool2d right before layers that want them.
-
-    A ReLU after a layer gathers its bias's gradient, if that has no norm of its own any more.
-    """
-    converted = [d for d in plan.decisions if d.converted]
-    before = {d.name for d in converted if d.input_norm}
-    chains = [graph.after(d.name) for d in converted if d.norm]
-    after = {chain.activation.name for chain in chains if chain.activation is not None}
-    found = [
-        node.name
-        for index, node in enumerate(graph.nodes)
-        if node.kind in ("activation", "max")
-        and node.name
-        and type(model.get_submodule(node.name)) in GATHERING
-        and (node.name in after or any(graph.nodes[i].name in before for i in graph.users[index]))
-    ]
-    return tuple(dict.fromkeys(found))
 
 
 def _is_plain_batch_norm(norm: nn.Module) -> bool:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam.coordinates import Angles, Coordinates, Intrinsic, Sign
-from geoparam.ops import columns
+from geoparam.norm import shifted_bias
 from geoparam.plan import CONVOLUTIONS, kind_of
 from geoparam.sphere import wide
 from geoparam.storage import list_few
@@ -223,8 +223,8 @@ def _fold_layer(
     weight = _shape_rows(key, rows, parts, plain)
     bias = wide(parts["r"]) * wide(parts["lam"]) if "lam" in parts else None
     if MEAN in parts:
-        response = _mean_response(name, key, weight, wide(parts[MEAN]), plain)
-        bias = -response if bias is None else bias - response
+        _check_mean(name, key, weight, parts[MEAN], plain)
+        bias = shifted_bias(bias, weight, wide(parts[MEAN]))
     floats = [x.dtype for part, x in parts.items() if part not in (MEAN, COUNT)]
     dtype = functools.reduce(torch.promote_types, floats)
     result = {key: weight} if bias is None else {key: weight, _bias(key): bias}
@@ -275,10 +275,8 @@ def _shape_rows(key: str, rows: Tensor, parts: Parts, plain: Plain | None) -> Te
     return rows.view(out, *shape[1:])
 
 
-def _mean_response(
-    name: str, key: str, weight: Tensor, mean: Tensor, plain: Plain | None
-) -> Tensor:
-    """Return w^T m, what the mean of its input adds to each unit."""
+def _check_mean(name: str, key: str, weight: Tensor, mean: Tensor, plain: Plain | None) -> None:
+    """Refuse a mean that may be subtracted before zeros are padded."""
     module = None if plain is None else plain.modules.get(key)
     unpadded = isinstance(module, CONVOLUTIONS) and (
         module.padding == "valid" or not any(module.padding) or module.padding_mode != "zeros"
@@ -289,7 +287,6 @@ def _mean_response(
             "whether before or after zeros are padded: build the model as it was trained, load "
             "the checkpoint into it and call geoparam.fold_."
         )
-    return columns.response(weight, mean)
 
 
 def _round(key: str, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,15 +1,7 @@
 """Putting one module in another's place: everywhere it is used, with its hooks and its mode."""
 
-from typing import TypeVar
-
 from torch import nn
 
-from geoparam.fused import ReLU
-from geoparam.pooling import MaxPool2d
-
-Kind = TypeVar("Kind", bound=nn.Module)
-# What `convert_` puts in the place of torch's around layers with input mean normalization.
-GATHERING: dict[type[nn.Module], type[nn.Module]] = {nn.ReLU: ReLU, nn.MaxPool2d: MaxPool2d}
 Places = dict[nn.Module, list[tuple[nn.Module, str]]]
 
 
@@ -31,13 +23,6 @@ def put(new: nn.Module, old: nn.Module, where: Places) -> nn.Module:
     new.train(old.training)
     for parent, name in where.get(old, ()):
         parent._modules[name] = new
-    return new
-
-
-def like(old: nn.Module, kind: type[Kind]) -> Kind:
-    """Return a module of another class that has all of `old`, what a user has set on it too."""
-    new = kind.__new__(kind)
-    new.__dict__.update(old.__dict__)
     return new
 
 

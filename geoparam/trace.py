@@ -39,7 +39,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from geoparam.graph import Graph, Node
-from geoparam.pooling import MaxPool2d
 
 # What a function is, by its name without outer underscores; activation modules go by the same
 # names. `trace(..., kinds={MyLinear: "layer", "my_relu": "activation"})` adds to these tables.
@@ -129,16 +128,34 @@ def arguments_of(inputs: Tensor | Sequence | Mapping[str, Any]) -> tuple[tuple, 
 
 
 def output_layers(model: nn.Module) -> tuple[str, ...]:
-    """Guess the output layer without running the model: the last one in order of registration.
+    """Guess the output layers without running the model: the last one in order of registration.
 
-    A bare layer is none. Of several, one is found: `trace(model, inputs).outputs` knows them all.
+    Those right before it count too if they are beside it: they take as many inputs, and give a
+    number of outputs that it does not take. A bare layer is none. It is a guess:
+    `trace(model, inputs).outputs` knows them all.
 
     Example:
         >>> output_layers(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
         ('2',)
+        >>> heads = nn.ModuleDict({"class": nn.Linear(8, 10), "box": nn.Linear(8, 4)})
+        >>> output_layers(nn.ModuleList([nn.Linear(4, 8), heads]))
+        ('1.class', '1.box')
     """
-    names = [name for name, module in model.named_modules() if _step(module).kind == "layer"]
-    return tuple(name for name in names[-1:] if name)
+    layers = [(n, m) for n, m in model.named_modules() if n and _step(m).kind == "layer"]
+    first = len(layers) - 1
+    while first > 0 and _are_beside(layers[first - 1][1], layers[-1][1]):
+        first -= 1
+    return tuple(name for name, _ in layers[max(first, 0) :])
+
+
+def _are_beside(layer: nn.Module, last: nn.Module) -> bool:
+    """Return whether two layers take the same input, as far as their sizes tell."""
+    inputs, outputs = ("in_features", "in_channels"), ("out_features", "out_channels")
+    for taken, given in zip(inputs, outputs, strict=True):
+        if hasattr(layer, taken) and hasattr(last, taken):
+            width = getattr(last, taken)
+            return getattr(layer, taken) == width != getattr(layer, given)
+    return False
 
 
 class _Read(NamedTuple):
@@ -321,8 +338,6 @@ def _step(module: nn.Module, kinds: Mapping[type | str, str] | None = None) -> N
         return Node("embedding", op)
     if leaf and "norm" in op:
         return Node("norm", op)
-    if type(module) in (nn.MaxPool2d, MaxPool2d) and "forward" not in module.__dict__:
-        return Node("max", "max_pool2d")
     if leaf and op in ACTIVATIONS:
         return Node("activation", ACTIVATIONS[op])
     matrix = leaf and isinstance(weight, Tensor) and weight.ndim > 1

@@ -3,8 +3,7 @@
 A unit with input x (a patch, for a convolution) is r (u^T x + lam), or r g(u^T x + lam) when the
 layer is given its activation g: u is a unit vector, lam the signed distance of the unit's boundary
 {x : u^T x + lam = 0} from the origin, r its scale. The layer holds parameters and delegates: the
-directions to `coordinates`, the mean of the input to `norm`, the arithmetic to torch, and in
-training on a GPU to `fused`, which computes the same in fewer passes over the memory.
+directions to `coordinates`, the mean of the input to `norm`, the arithmetic to torch.
 """
 
 import math
@@ -14,21 +13,22 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
-from geoparam import compiled, fused, ops, sphere
-from geoparam.cache import TensorCache, cacheable
-from geoparam.coordinates import Sign, coordinates_for
-from geoparam.norm import InputMeanNorm
-from geoparam.ops import columns
-from geoparam.routes import autocast_dtype, is_channels_last
+from geoparam import sphere
+from geoparam.computed import computed
+from geoparam.coordinates import Sign, coordinates_for, normalise_
+from geoparam.memory import Memory
+from geoparam.norm import InputMeanNorm, shifted_bias
 
 Activation = Callable[[Tensor], Tensor]
-InputNorm = bool | Literal["bias"]
+InputNorm = bool | Literal["bias", "border"]
 Layer = TypeVar("Layer", bound="GmPLayer")
 Plain = TypeVar("Plain", bound=nn.Module)
 
 _LARGEST_DRIFT = 0.1
-_BLOCK = 1 << 18  # numbers encoded at once: bounds the float64 copies
+_LARGEST_ROUNDING = 0.02  # of a unit vector's length: bfloat16 has three digits
+_BLOCK = 1 << 18  # elements encoded at once: bounds the float64 copies
 
 
 class GmPLayer(nn.Module):
@@ -36,8 +36,14 @@ class GmPLayer(nn.Module):
 
     `weight` and `bias` are what the affine map uses: r u and r lam, or, with an activation, u and
     lam, since r then stays outside. `direction` and `location` have the weight's shape. All four,
-    and `theta`, are computed from the parameters and cannot be assigned.
+    and `theta`, are computed from the parameters. Assigning `weight` or `bias` sets the
+    parameters; writing into them in place raises, as it would be lost.
+
+    In version 2 of the state `input_norm=True` is the bias form; in version 1 it was the border
+    form.
     """
+
+    _version = 2
 
     r: nn.Parameter
     lam: nn.Parameter | None
@@ -56,6 +62,7 @@ class GmPLayer(nn.Module):
         coordinates: str,
         natural: bool,
         input_norm: InputNorm,
+        momentum: float | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
@@ -68,10 +75,10 @@ class GmPLayer(nn.Module):
         self.natural = natural
         self.init = init
         self.activation = activation
-        self.mean_in_bias = input_norm == "bias"
+        self.input_norm_form = input_norm
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.input_norm = (
-            InputMeanNorm(in_channels, dim=channel_dim, **place) if input_norm else None
+            InputMeanNorm(in_channels, momentum, dim=channel_dim, **place) if input_norm else None
         )
         self._coordinates = coordinates_for(coordinates, n)
         stored = torch.empty(self._coordinates.shape(out, n), **place)
@@ -82,26 +89,21 @@ class GmPLayer(nn.Module):
         self.r = nn.Parameter(torch.empty(out, **place))
         self.lam = nn.Parameter(torch.empty(out, **place)) if bias else None
         self._drift_reported = False
-        self._cache: TensorCache[tuple[Tensor, Tensor | None]] = TensorCache()
+        self._remembered = Memory()
         self.reset_parameters()
 
     # --- parameters ---------------------------------------------------------------------------
 
     def reset_parameters(self) -> None:
         """Draw new parameters: `init` says how; None leaves them as they are."""
-        if self.init not in ("sphere", "glorot", None):
-            raise ValueError(f"init is 'sphere', 'glorot' or None; got {self.init!r}.")
+        _check_init(self.init)
         if self.input_norm is not None:
             self.input_norm.reset_parameters()
-        out, n, device = self.weight_shape[0], self.fan_in, self.r.device
-        if self.init is None or device.type == "meta":
+        if self.init is None or self.r.is_meta:
             return
-        if self.init == "sphere":  # the papers' text
-            rows, r = sphere.sample(out, n, device=device), torch.ones(out, device=device)
-        else:  # "glorot", the code behind the papers' tables
-            bound = math.sqrt(6 / (n + out))
-            rows = torch.empty(out, n, device=device, dtype=self.r.dtype).uniform_(-bound, bound)
-            r = sphere.length(rows)
+        out, n, device = self.weight_shape[0], self.fan_in, self.r.device
+        rows = draw(out, n, self.init, device=device, dtype=self.r.dtype)
+        r = sphere.length(rows) if self.init == "glorot" else torch.ones(out, device=device)
         self._assign(rows, r, torch.zeros(out, device=device))
 
     @torch.no_grad()
@@ -118,33 +120,24 @@ class GmPLayer(nn.Module):
     def _assign_affine(
         self, weight: Tensor, bias: Tensor | None, gain: Tensor | None = None
     ) -> None:
-        """Take the parameters of gain * w^T x + b: u = w / ||w||, r = gain ||w||, lam = b / r."""
+        """Take the parameters of gain * w^T x + b, and which of them are frozen."""
+        self._set_affine(weight, bias, gain)
+        for parameter in (self._stored, self.r):
+            if isinstance(parameter, nn.Parameter):
+                parameter.requires_grad_(weight.requires_grad)
+        if self.lam is not None and bias is not None:
+            self.lam.requires_grad_(bias.requires_grad)
+
+    def _set_affine(self, weight: Tensor, bias: Tensor | None, gain: Tensor | None = None) -> None:
+        """Set u = w / ||w||, r = gain ||w|| and lam = b / r."""
         _check_finite(weight, "weight")
         w = weight.detach().flatten(1)
         r = sphere.length(w)
         r = r if gain is None else sphere.wide(gain.detach()) * r
         lam = None
         if bias is not None:
-            _check_finite(bias, "bias")
-            b = sphere.wide(bias.detach())
-            lost = ((r == 0) & (b != 0)).nonzero().flatten().tolist()
-            if lost:
-                raise ValueError(
-                    f"rows {lost[:8]} have a zero weight and a bias: such a unit has no boundary, "
-                    "and r * lam cannot hold its bias. Leave the layer standard or prune the row."
-                )
-            lam = torch.where(r == 0, 0, b / torch.where(r == 0, 1, r))
-            if not lam.to(self.r.dtype).isfinite().all():
-                raise ValueError(
-                    f"a weight is so short beside its bias that lam = b / r is no {self.r.dtype}. "
-                    "Leave the layer standard."
-                )
+            lam = _distance(bias, r, self.r.dtype)
         self._assign(w, r, lam)
-        for parameter in (self._stored, self.r):
-            if isinstance(parameter, nn.Parameter):
-                parameter.requires_grad_(weight.requires_grad)
-        if self.lam is not None and bias is not None:
-            self.lam.requires_grad_(bias.requires_grad)
 
     @property
     def _stored(self) -> Tensor:
@@ -179,11 +172,54 @@ class GmPLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The affine map's weight: r u, or u where r is outside the activation."""
-        return self._weight(None)
+        return computed(self._weight(None))
+
+    @weight.setter
+    def weight(self, weight: Tensor) -> None:
+        """Set directions and r, and lam so that the bias stays."""
+        if tuple(weight.shape) != self.weight_shape:
+            raise ValueError(
+                f"the weight has shape {self.weight_shape}; got {tuple(weight.shape)}."
+            )
+        if self.activation is None:
+            return self._set_affine(weight, self._bias)
+        _check_finite(weight, "weight")
+        rows = weight.detach().flatten(1)
+        if (sphere.length(rows) - 1).abs().max() > _LARGEST_ROUNDING:
+            raise ValueError(
+                "r is outside of this layer's activation, so its weight is the unit vectors: "
+                "assign rows of length 1, and their lengths to layer.r."
+            )
+        self._assign(rows, self.r.detach(), None)
 
     @property
     def bias(self) -> Tensor | None:
         """The affine map's bias: r lam, or lam where r is outside the activation."""
+        bias = self._bias
+        return bias if bias is None else computed(bias)
+
+    @bias.setter
+    def bias(self, bias: Tensor | None) -> None:
+        """Set lam = b / r, or b where r is outside; None leaves the layer without."""
+        if bias is None:
+            self.lam = None
+            return
+        if bias.shape != self.r.shape:
+            raise ValueError(f"the bias has shape {tuple(self.r.shape)}; got {tuple(bias.shape)}.")
+        if self.lam is None:
+            self.lam = nn.Parameter(torch.zeros_like(self.r))
+        r = self.r if self.activation is None else torch.ones_like(self.r)
+        with torch.no_grad():
+            self.lam.copy_(_distance(bias, sphere.wide(r.detach()), self.lam.dtype))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("weight", "bias"):  # torch would register a Parameter of this name
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def _bias(self) -> Tensor | None:
         if self.lam is None or self.activation is not None:
             return self.lam
         return self.r * self.lam
@@ -200,62 +236,38 @@ class GmPLayer(nn.Module):
     # --- the forward pass ---------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and fused.eligible(x) and (y := self._in_few_passes(x)) is not None:
-            return y
-        if self.training and torch.compiler.is_compiling():
-            if (y := compiled.forward(self, x)) is not None:
-                return y
         z = self._affine(x)
-        return z if self.activation is None else self._activated(z)
-
-    def _in_few_passes(self, x: Tensor) -> Tensor | None:
-        """Return the same by `fused`, where there is such a form of this layer."""
-        return None
-
-    def _affine(self, x: Tensor) -> Tensor:
-        """Return w^T (x - E[x]) + b without a centred copy of x.
-
-        What the mean contributes is subtracted afterwards: one number per unit, w^T E[x], or,
-        where zeros are padded to the centred input, its image under the convolution.
-        """
-        mean = None if self.input_norm is None else self.input_norm.mean(x)
-        if mean is None or self.mean_in_bias or not self._pads_zeros:
-            return self._mapped(x, mean)
-        weight, bias = self._map_parameters(autocast_dtype(x), None, is_channels_last(x))
-        image = self._per_channel(mean).expand(x.shape[self.channel_dim :])
-        return self._map(x, weight, bias) - self._map(image.to(x.dtype), weight, None)
-
-    def _mapped(self, x: Tensor, mean: Tensor | None) -> Tensor:
-        """Return w^T x + b, less what a mean contributes as one number per unit."""
-        parameters = self._map_parameters(autocast_dtype(x), mean, is_channels_last(x))
-        return self._map(x, *parameters)
-
-    def _activated(self, z: Tensor) -> Tensor:
-        assert self.activation is not None
+        if self.activation is None:
+            return z
         z = self.activation(z)
         return z * self._per_channel(self.r).to(z.dtype)
 
-    def _map_parameters(
-        self, dtype: torch.dtype | None, mean: Tensor | None, channels_last: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias, less what `mean` contributes; in evaluation, remember them."""
-        sources = [t for t in (self._stored, self.r, self.lam, mean) if t is not None]
-        if self.training or not cacheable(sources):
-            self._cache.clear()  # a gradient may lead to a step that no version counter shows
-            return self._computed_parameters(dtype, mean, channels_last)
-        tag = dtype, channels_last, self.activation is None
-        return self._cache.get(
-            sources, tag, lambda: self._computed_parameters(dtype, mean, channels_last)
-        )
-
-    def _computed_parameters(
-        self, dtype: torch.dtype | None, mean: Tensor | None, channels_last: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        weight, bias = self._weight(dtype, channels_last), self.bias
+    def _affine(self, x: Tensor) -> Tensor:
+        """Return w^T (x - E[x]) + b; without a centred copy of x unless it is the border form."""
+        mean = None
+        if self.input_norm is not None:
+            if self.input_norm_form == "border":
+                x = self.input_norm(x)
+            else:
+                mean = self.input_norm.mean(x)
+        weight, bias = self._current_weight(_autocast_dtype(x), _is_channels_last(x)), self._bias
         if mean is not None:
-            shift = columns.response(weight, mean)
-            bias = -shift if bias is None else bias - shift
-        return weight, None if bias is None else bias.to(weight.dtype)
+            bias = shifted_bias(bias, weight, mean)
+        return self._map(x, weight, None if bias is None else bias.to(weight.dtype))
+
+    def _current_weight(self, dtype: torch.dtype | None, channels_last: bool = False) -> Tensor:
+        """Return the weight, or that which `remembered` keeps of these parameters."""
+        kept = None if torch.is_grad_enabled() else self._remembered.value
+        if kept is not None:
+            weight, stored, r = kept
+            wanted = dtype or torch.promote_types(stored.dtype, r.dtype)
+            if stored is self._stored and r is self.r and weight.dtype == wanted:
+                return weight
+        return self._weight(dtype, channels_last)
+
+    def _remember(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the weight, and what it is computed from."""
+        return self._weight(_autocast_dtype(self.r)), self._stored, self.r
 
     def _map(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
@@ -268,6 +280,11 @@ class GmPLayer(nn.Module):
     def _pads_zeros(self) -> bool:
         return False
 
+    @property
+    def _centres_borders(self) -> bool:
+        """Whether zeros are padded to the centred input, so that its mean fits into no bias."""
+        return self.input_norm_form == "border" and self._pads_zeros
+
     def _per_channel(self, x: Tensor) -> Tensor:
         return x.view(-1, *[1] * (-self.channel_dim - 1))
 
@@ -278,16 +295,16 @@ class GmPLayer(nn.Module):
                 "this layer applies its own activation with r outside of it, so no standard layer "
                 "alone is the same. Fold the model, which gives Sequential(layer, activation)."
             )
-        weight, bias = self.weight.detach(), self.bias
+        weight, bias = self._weight(None).detach(), self._bias
         if self.input_norm is None:
             return weight, bias if bias is None else bias.detach()
-        if self.input_norm.running_mean is None or (self._pads_zeros and not self.mean_in_bias):
+        if self.input_norm.running_mean is None or self._centres_borders:
             raise ValueError(
                 "the input's mean cannot go into a bias: it is the batch's own, or zeros are "
-                "padded to the centred input. Use input_norm='bias' with running statistics."
+                "padded to the centred input. Use input_norm=True with running statistics."
             )
-        shift = columns.response(weight, self.input_norm.running_mean)
-        return weight, (-shift if bias is None else bias.detach() - shift).to(weight.dtype)
+        bias = shifted_bias(bias, weight, self.input_norm.running_mean)
+        return weight, bias.detach().to(weight.dtype)
 
     def _filled(
         self, plain: type[Plain], arguments: dict[str, Any], weight: Tensor, bias: Tensor | None
@@ -309,7 +326,7 @@ class GmPLayer(nn.Module):
     def retract_(self) -> None:
         """Pull drifted unit vectors back to length 1, which does not change the function."""
         if self._coordinates.name == "unit":
-            ops.intrinsic.normalise_(self._stored)
+            normalise_(self._stored)
 
     @torch.no_grad()
     def _report_drift(self) -> None:
@@ -332,13 +349,27 @@ class GmPLayer(nn.Module):
             )
 
     def train(self: Layer, mode: bool = True) -> Layer:
-        self._cache.clear()
         self._report_drift()
         return super().train(mode)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         self._report_drift()
         super()._save_to_state_dict(*args)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name in ("weight_orig", "bias_orig"):
+            raise ValueError(
+                "torch's pruning masks a weight that is a parameter, and that of a GmP layer is "
+                "computed. Prune the plain model: geoparam.fold_, prune, geoparam.convert_."
+            )
+        super().register_parameter(name, param)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        if self.input_norm is not None and self.input_norm_form is True and self._pads_zeros:
+            _check_version(prefix.rstrip("."), local_metadata.get("version"))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def extra_repr(self) -> str:
         text = "" if self.lam is not None else ", bias=False"
@@ -348,8 +379,20 @@ class GmPLayer(nn.Module):
         if callable(self.activation) and not isinstance(self.activation, nn.Module):
             text += f", activation={getattr(self.activation, '__name__', self.activation)}"
         if self.input_norm is not None:
-            text += f", input_norm={'bias' if self.mean_in_bias else True!r}"
+            text += f", input_norm={self.input_norm_form!r}"
         return text
+
+
+def draw(out: int, n: int, init: str, *, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Draw rows (out, n): `"sphere"`, the papers' text, or `"glorot"`, the code of their tables.
+
+    They are uniform on the unit sphere, in float64, or Glorot-uniform.
+    """
+    _check_init(init)
+    if init == "sphere":
+        return sphere.sample(out, n, device=device)
+    bound = math.sqrt(6 / (n + out))
+    return torch.empty(out, n, device=device, dtype=dtype).uniform_(-bound, bound)
 
 
 def retract(model: nn.Module) -> Callable[..., None]:
@@ -387,8 +430,61 @@ def _check_options(
             "natural=True corrects the gradient of angles; intrinsic coordinates need no "
             "correction. Use coordinates='angles' or natural=False."
         )
-    if input_norm not in (False, True, "bias"):
-        raise ValueError(f"input_norm is False, True or 'bias'; got {input_norm!r}.")
+    if input_norm not in (False, True, "bias", "border"):
+        raise ValueError(f"input_norm is False, True, 'bias' or 'border'; got {input_norm!r}.")
+
+
+def _check_version(name: str, version: int | None) -> None:
+    """Refuse a state in which input_norm=True meant something else; warn if it does not tell."""
+    say = (
+        f"{name or 'the layer'} centres its input and pads zeros with input_norm=True, which was "
+        "the border form up to version 1 of the layers' state, and is the bias form now. {} "
+        "Set layer.input_norm_form = 'border' before loading for a layer that was trained with "
+        "True then, or 'bias' for one of today or of convert_ without init."
+    )
+    if version is None:
+        warnings.warn(say.format("This state dict has no version."), stacklevel=2)
+    elif version < 2:
+        raise ValueError(say.format(f"This state dict has version {version}."))
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the type autocast would give a weight, so that it can be made in it directly."""
+    if isinstance(x, Proxy) or x.dtype == torch.float64:
+        return None
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    """Return whether cuDNN would want the weight for this input in the same order."""
+    if isinstance(x, Proxy) or x.ndim != 4 or not x.is_cuda:
+        return False
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def _distance(bias: Tensor, r: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return lam = b / r in float64, if that is a number of the type it is stored in."""
+    _check_finite(bias, "bias")
+    b = sphere.wide(bias.detach())
+    lost = ((r == 0) & (b != 0)).nonzero().flatten().tolist()
+    if lost:
+        raise ValueError(
+            f"rows {lost[:8]} have a zero weight and a bias: such a unit has no boundary, "
+            "and r * lam cannot hold its bias. Leave the layer standard or prune the row."
+        )
+    lam = torch.where(r == 0, 0, b / torch.where(r == 0, 1, r))
+    if not lam.to(dtype).isfinite().all():
+        raise ValueError(
+            f"a weight is so short beside its bias that lam = b / r is no {dtype}. "
+            "Leave the layer standard."
+        )
+    return lam
+
+
+def _check_init(init: str | None) -> None:
+    if init not in ("sphere", "glorot", None):
+        raise ValueError(f"init is 'sphere', 'glorot' or None; got {init!r}.")
 
 
 def _check_finite(x: Tensor, name: str) -> None:

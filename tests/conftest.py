@@ -1,14 +1,10 @@
-"""Shared by all tests: a seed before each, few passes on CPUs, what to skip on this machine."""
+"""Shared by all tests: a seed before each, and what to skip on this machine."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-
-from geoparam import fused
-from geoparam.ops import columns
 
 INTERPRETER = Path(__file__).parent / "interpreter"
 
@@ -16,13 +12,6 @@ INTERPRETER = Path(__file__).parent / "interpreter"
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def switch(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Switch the passes on or off for CPUs, for tensors of any size."""
-    monkeypatch.setattr(columns, "worthwhile", lambda x: True)
-    return lambda on: monkeypatch.setattr(fused, "DEVICES", {"cpu"} if on else set())
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks set here

@@ -304,6 +304,7 @@ def test_the_package_is_a_command() -> None:
 
 def test_a_terminal_shows_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")
     console = Console(file=screen, force_terminal=True, width=120)
     monkeypatch.setattr(running, "Console", lambda stderr: console)
     with running.progress() as bar:
@@ -314,6 +315,14 @@ def test_a_terminal_shows_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPat
         assert bar.bars.tasks[0].total == 3 and bar.bars.tasks[0].completed == 1
         bar.bars.refresh()
     assert "time left" in screen.getvalue() and "Levy figures" in screen.getvalue()
+
+
+def test_a_terminal_that_cannot_draw_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    console = Console(file=io.StringIO(), force_terminal=True)
+    monkeypatch.setattr(running, "Console", lambda stderr: console)
+    with running.progress() as bar:
+        assert bar is None
 
 
 def test_no_terminal_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from geoparam import GmPConv2d, GmPLinear, ops
+from geoparam import GmPConv2d, GmPLinear, functional
 
 slow = pytest.mark.compile
 
@@ -68,7 +68,7 @@ def test_dynamic_batch_size() -> None:
 
 def test_compiled_forward_mode() -> None:
     latitude, r, step = torch.randn(3, 5), torch.randn(3), torch.randn(3, 5)
-    call = lambda a, v: torch.func.jvp(lambda a: ops.weight(a, r), (a,), (v,))[1]  # noqa: E731
+    call = lambda a, v: torch.func.jvp(lambda a: functional.weight(a, r), (a,), (v,))[1]  # noqa: E731
     found = torch.compile(call, fullgraph=True, backend="aot_eager")(latitude, step)
     torch.testing.assert_close(found, call(latitude, step))
     assert found.abs().max() > 0
@@ -77,14 +77,14 @@ def test_compiled_forward_mode() -> None:
 @slow
 def test_compiled_ensemble() -> None:
     latitude, r = torch.randn(4, 3, 5), torch.randn(4, 3)
-    call = torch.vmap(lambda a, s: ops.weight(a, s).square().sum())
+    call = torch.vmap(lambda a, s: functional.weight(a, s).square().sum())
     torch.testing.assert_close(torch.compile(call, fullgraph=True)(latitude, r), call(latitude, r))
 
 
 @slow
 def test_compiled_per_sample_gradient() -> None:
     latitude, r = torch.randn(4, 3, 5), torch.randn(3)
-    call = torch.vmap(torch.func.grad(lambda a: ops.weight(a, r).sin().sum()))
+    call = torch.vmap(torch.func.grad(lambda a: functional.weight(a, r).sin().sum()))
     torch.testing.assert_close(torch.compile(call)(latitude), call(latitude))
 
 

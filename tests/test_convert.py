@@ -253,7 +253,10 @@ def test_other_layers_are_listed() -> None:
     text = str(gp.plan(model))
     assert "1: Odd (it computes something else than its base class)" in text
     assert "2: Bilinear (no GmP form of this type)" in text
-    assert "3: ConvTranspose1d" in text and "4: Linear (the output layer)" in text
+    assert (
+        "3: ConvTranspose1d (no GmP form: its weight has rows for input" in text
+        and "4: Linear (the output layer)" in text
+    )
 
 
 def test_attention_with_separate_projections_is_left() -> None:
@@ -368,26 +371,21 @@ def test_calibration_sets_the_running_means() -> None:
     batches = [X, X[:2] * 2]
     hidden = torch.cat([model.norm1(model.first(b)).relu() for b in batches])
     gp.convert_(model, norm="imn", example_inputs=X, calibration=batches)
-    assert model.second.mean_in_bias
+    assert model.second.input_norm_form == "bias"
+    assert model.second.input_norm.num_batches_tracked == 2
     mean = hidden.mean(dim=(0, 2, 3))
     torch.testing.assert_close(model.second.input_norm.running_mean, mean, atol=1e-5, rtol=1e-5)
 
 
-def test_from_scratch_takes_the_papers_form() -> None:
+def test_from_scratch_the_form_is_the_same_and_folds_to_the_originals_keys() -> None:
     model = gp.convert_(TwoConvs(), norm="imn", init="sphere", example_inputs=X)
     assert model.first.input_norm is None
-    assert model.second.input_norm is not None and not model.second.mean_in_bias
+    assert model.second.input_norm is not None and model.second.input_norm_form is True
     assert model.second.lam is not None  # it takes over BatchNorm's offset
     model(X).sum().backward()
     folded = gp.fold_(copy.deepcopy(model))
     assert gp.verify(model, folded, X) < 1e-5
-    extra = set(folded.state_dict()) - set(TwoConvs().state_dict())
-    assert extra == {
-        "second.0.running_mean",
-        "second.0.running_var",
-        "second.0.num_batches_tracked",
-        "second.1.weight",
-    }
+    assert set(folded.state_dict()) == set(TwoConvs().state_dict())
 
 
 def test_a_norm_that_others_use_stays() -> None:
@@ -581,3 +579,30 @@ def test_verify_sees_nan_and_restores_the_mode() -> None:
     assert math.isnan(gp.verify(model, broken, torch.ones(1, 2)))
     assert math.isnan(gp.verify(Half(0.0), Half(torch.nan), torch.ones(1, 2)))
     assert model.training and model[1].training
+
+
+def test_without_example_inputs_heads_beside_each_other_stay_plain() -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.hidden = nn.Linear(4, 8), nn.Linear(8, 8)
+            self.classes, self.box = nn.Linear(8, 10), nn.Linear(8, 4)
+
+    decisions = {d.name: d.converted for d in gp.plan(TwoHeads()).decisions}
+    assert decisions == {"body": True, "hidden": True, "classes": False, "box": False}
+
+
+def test_fused_experts_are_listed_as_left() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(4, 16, 8))
+            self.activation = nn.SiLU()
+
+    class Model(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(8, 8), Experts(), nn.Linear(8, 2))
+            self.class_token = nn.Parameter(torch.zeros(1, 1, 8))
+
+    text = str(gp.plan(Model()))
+    assert "left:\n  1: Experts (no GmP form of this type)" in text and "Model" not in text

@@ -50,7 +50,7 @@ def test_layers_without_activation_fold_whatever_r_is(coordinates: str) -> None:
 
 
 def test_the_papers_border_form_becomes_a_batchnorm() -> None:
-    model = nn.Sequential(gp.GmPConv2d(3, 4, 3, padding=1, input_norm=True, **DOUBLE))
+    model = nn.Sequential(gp.GmPConv2d(3, 4, 3, padding=1, input_norm="border", **DOUBLE))
     folded = assert_folds(perturb(model), torch.randn(2, 3, 6, 6, **DOUBLE))
     norm, conv = folded[0]
     assert type(norm) is nn.BatchNorm2d and not norm.affine and type(conv) is nn.Conv2d
@@ -82,7 +82,7 @@ def through(*steps: nn.Module) -> nn.Module:
         through(nn.Flatten(), nn.Linear(216, 2, **DOUBLE)),
         through(gp.GmPConv2d(6, 4, 3, padding=1, activation=F.elu, **DOUBLE),
                 nn.Conv2d(4, 2, 1, **DOUBLE)),
-        through(gp.GmPConv2d(6, 4, 3, padding=1, input_norm=True, **DOUBLE)),
+        through(gp.GmPConv2d(6, 4, 3, padding=1, input_norm="border", **DOUBLE)),
         through(gp.GmPConv2d(6, 4, 3, padding=1, input_norm="bias", groups=2, **DOUBLE)),
     ],
     ids=["grouped", "pooled", "averaged", "flattened", "elu", "border", "bias"],

@@ -532,3 +532,13 @@ def test_examples_that_are_mixed_are_refused() -> None:
 
     with pytest.raises(ValueError, match="first dimension"):
         slice_regions(Mixed(), torch.zeros(2))
+
+
+def test_a_plane_can_be_given_whole() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    plane = plane_through(*torch.randn(3, 3))
+    found = slice_regions(model, plane)
+    expected = slice_regions(model, plane.origin, plane.axes, plane.extent)
+    assert found.count == expected.count and found.plane.extent == plane.extent
+    with pytest.raises(ValueError, match="has its own axes"):
+        slice_regions(model, plane, plane.axes)

@@ -265,21 +265,6 @@ def test_norm_is_not_exclusive_when_only_one_call_of_the_layer_has_it() -> None:
     assert not folding(lambda m, x: m.conv(m.bn(m.conv(x))))
 
 
-class Doubled(nn.MaxPool2d):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 2
-
-
-def test_pools_have_names_and_their_subclasses_are_looked_into() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), Doubled(2), nn.ReLU())
-    graph = trace(model, torch.randn(2, 3, 10, 10))
-    assert [(node.kind, node.name) for node in graph.nodes[2:5]] == [
-        ("max", "1"),
-        ("max", None),
-        ("scale", None),
-    ]
-
-
 def test_norm_is_not_exclusive_behind_a_pooling() -> None:
     assert not folding(lambda m, x: m.bn(F.max_pool2d(m.conv(x), 2)))
 

@@ -84,7 +84,7 @@ class Slice:
 
 def slice_regions(
     model: nn.Module,
-    origin: Tensor,
+    origin: Tensor | Plane,
     axes: Sequence[Tensor] | None = None,
     extent: Extent = (-1.0, 1.0, -1.0, 1.0),
     *,
@@ -95,7 +95,8 @@ def slice_regions(
 
     Args:
         model: A piecewise linear network, seen in evaluation mode; it is left as it is.
-        origin: An input, without the dimension of the batch.
+        origin: An input, without the dimension of the batch; or a whole plane with its window, as
+            `plane_through` makes it, without `axes` and `extent`.
         axes: e_1 and e_2, two directions of its shape; of a model with two inputs, its own.
         extent: The window, (lowest a, highest a, lowest b, highest b).
         inputs: Makes the model's inputs from a batch (N, *shape), where it takes more than that.
@@ -109,6 +110,10 @@ def slice_regions(
         >>> found.count, found.areas.sum().item(), found.segments["2"].tolist()
         (6, 16.0, [[[1.0, 2.0], [1.0, 0.0]], [[1.0, -2.0], [1.0, 0.0]]])
     """
+    if isinstance(origin, Plane):
+        if axes is not None:
+            raise ValueError("a plane has its own axes and extent: give it alone, or its origin.")
+        origin, axes, extent = origin
     plane = checked_plane(origin, axes, extent)
     unit_plane, middle, half = unit_window(plane)
     network = Network(model, unit_plane, inputs or (lambda x: x))

@@ -42,9 +42,9 @@ class Bar:
 
 @contextlib.contextmanager
 def progress() -> Iterator[tasks.Progress | None]:
-    """Show a bar on standard error while the block runs; None where that is no terminal."""
+    """Show a bar on standard error while the block runs; None where none can be drawn."""
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not console.is_terminal or console.is_dumb_terminal:
         yield None
         return
     columns = (

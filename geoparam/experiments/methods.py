@@ -31,7 +31,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ EPSILON = 1e-3
 MOMENTUM = 0.01
 
 Plain = nn.Linear | nn.Conv2d
+Model = TypeVar("Model", bound=nn.Module)
 
 _GEOMETRIC: dict[str, dict[str, Any]] = {
     "angles": {},
@@ -70,7 +71,7 @@ class Method:
         >>> METHODS["gmp+imn"].conv2d(3, 128, 3)
         Sequential(
           (0): GmPConv2d(3, 128, kernel_size=(3, 3), coordinates='angles', activation=relu)
-          (1): InputMeanNorm(128, momentum=0.01)
+          (1): InputMeanNorm(128, momentum=0.01, corrected=False)
         )
     """
 
@@ -253,6 +254,24 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+def use_papers_means_(module: Model) -> Model:
+    """Let all mean normalization in `module` be the papers', and return it.
+
+    Their running means start from 0 with a momentum of 0.01, and layers centre their input before
+    they pad zeros.
+
+    Example:
+        >>> use_papers_means_(gp.InputMeanNorm(4))
+        InputMeanNorm(4, momentum=0.01, corrected=False)
+    """
+    for part in module.modules():
+        if isinstance(part, gp.InputMeanNorm):
+            part.momentum, part.corrected = MOMENTUM, False
+        if isinstance(part, gp.GmPLayer) and part.input_norm is not None:
+            part.input_norm_form = "border"
+    return module
+
+
 # --- blocks -------------------------------------------------------------------------------------
 
 
@@ -277,6 +296,7 @@ def _block(
             activation=torch.relu if unit else None,
             input_norm=centred,
         )
+        use_papers_means_(layer)
     else:
         layer = _plain(kind, arguments, method.init, method.layer == "weight_norm")
     norm = _norm(method, kind, units, place)
@@ -293,9 +313,10 @@ def _norm(method: Method, kind: type[Plain], units: int, place: dict[str, Any]) 
             return [nn.LayerNorm(units, EPSILON, **place)]
         return [nn.GroupNorm(1, units, EPSILON, **place)]  # over channels and positions
     if method.norm == "mbn":
-        return [gp.MeanOnlyBatchNorm(units, MOMENTUM, bias=method.mbn_bias == "after", **place)]
+        norm = gp.MeanOnlyBatchNorm(units, bias=method.mbn_bias == "after", **place)
+        return [use_papers_means_(norm)]
     if method.norm == "imn" and method.imn == "output":
-        return [gp.InputMeanNorm(units, MOMENTUM, **place)]
+        return [use_papers_means_(gp.InputMeanNorm(units, **place))]
     return []
 
 

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 import geoparam as gp
 from geoparam.experiments import methods
 from geoparam.experiments.methods import Method
-from geoparam.pooling import MaxPool2d
 
 NETWORKS = ("vgg6", "resnet18", "resnet34", "resnet50")
 
@@ -87,16 +86,11 @@ def vgg6(
                 kind = "relu" if isinstance(module, nn.ReLU) else "norm" if index else "conv"
                 parts[f"{kind}{number}"] = module
             if number % 2 == 0:
-                parts[f"pool{number}"] = _max_pool(method)(2)
+                parts[f"pool{number}"] = nn.MaxPool2d(2)
         parts["average"] = nn.AdaptiveAvgPool2d(1)
         parts["flatten"] = nn.Flatten()
         parts["output"] = method.output(widths[-1], classes)
     return nn.Sequential(parts)
-
-
-def _max_pool(method: Method) -> type[nn.MaxPool2d]:
-    """Return the max pool of a method: peers have torch's, unmodified."""
-    return MaxPool2d if method.is_geometric or method.norm == "imn" else nn.MaxPool2d
 
 
 def resnet(
@@ -138,6 +132,7 @@ def resnet(
             gp.convert_(
                 model, norm="imn", example_inputs=images, init=method.init, **_form(method)
             )
+            methods.use_papers_means_(model)
     return model
 
 
@@ -178,13 +173,16 @@ class _Parts:
         if self.method.norm == "ln":
             return nn.GroupNorm(1, units)
         if self.method.norm == "mbn":
-            return gp.MeanOnlyBatchNorm(units, bias=self.method.mbn_bias == "after")
+            norm = gp.MeanOnlyBatchNorm(units, bias=self.method.mbn_bias == "after")
+            return methods.use_papers_means_(norm)
         return nn.Identity()
 
     def activation(self, units: int) -> nn.Module:
         """Return ReLU, and IMN after it: both what a convolution and what a skip sees."""
         relu = nn.ReLU(inplace=True)
-        return nn.Sequential(relu, gp.InputMeanNorm(units)) if self.method.norm == "imn" else relu
+        if self.method.norm != "imn":
+            return relu
+        return nn.Sequential(relu, methods.use_papers_means_(gp.InputMeanNorm(units)))
 
 
 class BasicBlock(nn.Module):
@@ -265,7 +263,7 @@ class ResNet(nn.Module):
         self.conv1 = parts.conv(3, width, 3, 1) if small else parts.conv(3, width, 7, 2)
         self.bn1 = parts.norm(width)
         self.activation = parts.activation(width)
-        self.maxpool = nn.Identity() if small else _max_pool(parts.method)(3, 2, padding=1)
+        self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, 2, padding=1)
         inputs = width
         for number, count in enumerate(depths):
             units, blocks = width * 2**number, []

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoparam.ops import implementation
+from geoparam.kernels import selection
 
 Matrices = Sequence[Tensor]
 
@@ -95,11 +95,11 @@ def _kernels_for(rows: Rows) -> Any:
     """Return the module or class whose functions serve these rows."""
     if rows.total == 0 or rows.dtype not in (torch.float32, torch.float64):
         return Plain
-    if implementation.uses_triton(torch.empty(0, device=rows.device)):
+    if selection.uses_triton(torch.empty(0, device=rows.device)):
         from geoparam.kernels import rows_triton
 
         return rows_triton.Launches(rows)
-    if rows.device.type == "cpu" and implementation.KERNELS in ("auto", "native"):
+    if rows.device.type == "cpu" and selection.KERNELS in ("auto", "native"):
         from geoparam.kernels import rows_native
 
         if rows_native.available():

@@ -3,18 +3,15 @@
 import ctypes
 import functools
 import logging
-import subprocess
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from geoparam.ops import native
+from geoparam.kernels import loader
 
 _log = logging.getLogger(__name__)
-_SOURCE = Path(__file__).with_name("rows.c")
 _ELEMENTS_PER_CHUNK = 1 << 14
 _FUNCTIONS = {"enter": 0, "leave": 1, "measure": 2, "rotate": 3}
 
@@ -72,7 +69,7 @@ def available() -> bool:
     """Whether the C code could be compiled and loaded."""
     try:
         _library()
-    except (OSError, subprocess.SubprocessError, AttributeError, ValueError) as error:
+    except loader.ERRORS as error:
         _log.info("no C kernel for rows on this machine, plain torch instead: %s", error)
         return False
     return True
@@ -80,10 +77,7 @@ def available() -> bool:
 
 @functools.cache
 def _library() -> Callable[..., None]:
-    headers = Path(native.__file__).parent
-    run = ctypes.CDLL(
-        str(native.binary(_SOURCE, ("-O3", "-ffp-contract=off", f"-I{headers}")))
-    ).geoparam_rows
+    run = loader.load("rows", ["-ffp-contract=off"]).geoparam_rows
     run.restype = None
     run.argtypes = (*[ctypes.c_int] * 3, ctypes.c_int64, ctypes.c_void_p)
     return run

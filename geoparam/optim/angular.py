@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from geoparam import sphere
-from geoparam.ops import implementation
+from geoparam import functional, sphere
 from geoparam.optim.stage import Member, Stage, is_zero, local
 
 
@@ -39,11 +38,13 @@ class Batch:
         return torch.cat([m.unit.layout.to_rows(m.own) for m in self.members])
 
     def computed(self) -> Tensor:
-        return implementation.forward(self.stored / self.scale, self.r, self.r.dtype)
+        return functional.compute_weight(self.stored / self.scale, self.r, self.r.dtype)
 
     def enter(self) -> None:
         g = torch.cat([m.gradient_rows() for m in self.members])
-        by_latitude, by_r = implementation.backward(g, self.stored / self.scale, self.r, False)
+        by_latitude, by_r = functional.compute_gradients(
+            g, self.stored / self.scale, self.r, False
+        )
         self.by_stored.copy_(by_latitude / self.scale)
         self.by_r.copy_(by_r)
 

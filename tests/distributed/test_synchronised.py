@@ -166,5 +166,5 @@ def test_without_processes_the_mean_is_local() -> None:
 
 
 def test_nothing_to_synchronise() -> None:
-    with pytest.raises(ValueError, match="no InputMeanNorm"):
+    with pytest.raises(ValueError, match="no mean normalization"):
         synchronise_means_(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))

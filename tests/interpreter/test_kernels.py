@@ -11,13 +11,13 @@ import kernels
 import pytest
 import torch
 
-from geoparam import ops
-from geoparam.ops import implementation, intrinsic
+from geoparam import functional
+from geoparam.kernels import selection
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 if HAS_TRITON:
-    from geoparam.ops import triton
+    from geoparam.kernels import weight_triton as triton
 
 SLOW = pytest.mark.slow
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -62,37 +62,20 @@ def test_a_number_that_is_none_stays_in_its_row() -> None:
         assert found[0].isnan().any() and found[1:].isfinite().all()
 
 
-@pytest.mark.parametrize("module", [ops, intrinsic])
 @pytest.mark.parametrize("shape", [(3, 3, 3), (2, 7, 1), (40, 1, 1)])
-def test_channels_last(module, shape: tuple, monkeypatch) -> None:  # noqa: ANN001
-    monkeypatch.setattr(implementation, "KERNELS", "triton")
+def test_channels_last(shape: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "KERNELS", "triton")
     n = math.prod(shape)
-    stored = torch.randn(3, n - (module is ops), requires_grad=True)
+    latitude = torch.randn(3, n - 1, requires_grad=True)
     r, g = torch.randn(3, requires_grad=True), torch.randn(3, *shape)
-    rows = module.weight(stored, r)
-    w = module.weight(stored, r, shape=shape, channels_last=True)
+    rows = functional.weight(latitude, r)
+    w = functional.weight(latitude, r, shape=shape, channels_last=True)
     assert w.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(w, rows.view(3, *shape))
-    found = torch.autograd.grad(w, (stored, r), g.to(memory_format=torch.channels_last))
-    expected = torch.autograd.grad(rows, (stored, r), g.view(3, n))
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [2, 3, 27, pytest.param(9000, marks=SLOW)])
-def test_rows_by_their_lengths(n: int, dtype: torch.dtype, monkeypatch) -> None:  # noqa: ANN001
-    d, g = torch.randn(2, 3, n, dtype=torch.float64).to(dtype)
-    r = torch.randn(3).to(dtype)
-    expected = intrinsic.weight(d.requires_grad_(), r.requires_grad_())
-    wanted = torch.autograd.grad(expected, (d, r), g)
-    monkeypatch.setattr(implementation, "KERNELS", "triton")
-    found = intrinsic.weight(d, r)
-    assert found.grad_fn.name() != expected.grad_fn.name()
-    bound = 8e-3 if dtype.itemsize == 2 else 1e-5
-    torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
-    for a, b in zip(torch.autograd.grad(found, (d, r), g), wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=bound, atol=bound * g.abs().max().item())
+    found = torch.autograd.grad(w, (latitude, r), g.to(memory_format=torch.channels_last))
+    expected = torch.autograd.grad(rows, (latitude, r), g.view(3, n))
+    for a, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, e)
 
 
 @pytest.mark.parametrize(

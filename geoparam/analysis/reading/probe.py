@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam.analysis.reading.sites import Site, took_same_steps, unshared
+from geoparam.norm import TrackedMean
 from geoparam.plan import Inputs
 from geoparam.trace import trace
 from geoparam.unit import GmPLayer
@@ -136,11 +137,12 @@ def input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
     if not size:
         return torch.linalg.vector_norm(x if mean is None else x - mean, dim=-1)
     conv: Any = layer
-    if mean is not None and not conv.mean_in_bias:
+    borders = getattr(conv, "input_norm_form", True) == "border"
+    if mean is not None and borders:
         x = x - mean
     mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
     x = F.pad(x, _pads(conv), mode=mode)
-    if mean is not None and conv.mean_in_bias:
+    if mean is not None and not borders:
         x = x - mean
     squares = x.square().unflatten(-len(size) - 1, (conv.groups, -1)).sum(dim=-len(size) - 1)
     convolve = (F.conv1d, F.conv2d, F.conv3d)[len(size) - 1]
@@ -151,11 +153,11 @@ def input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
 
 def _input_mean(layer: nn.Module, x: Tensor) -> Tensor | None:
     """Return what the layer subtracts from its input; nothing is tracked, in training neither."""
-    norm = layer.input_norm if isinstance(layer, GmPLayer) else None
-    if norm is None:
+    norm = layer.input_norm if isinstance(layer, GmPLayer) else layer
+    if not isinstance(norm, TrackedMean):
         return None
-    assert isinstance(layer, GmPLayer)
-    return layer._per_channel(norm.mean(x) if norm.running_mean is None else norm.running_mean)
+    mean = norm.mean(x) if norm.running_mean is None else norm.running_mean
+    return mean.view(-1, *[1] * len(getattr(layer, "kernel_size", ())))
 
 
 def _pads(conv: Any) -> list[int]:

@@ -17,6 +17,7 @@ from geoparam.analysis.reading.activations import Activation, Breaks, SReLU, bre
 from geoparam.analysis.reading.norms import Unknown, feature_dim, mixes_units
 from geoparam.analysis.reading.order import has_all, in_order
 from geoparam.graph import Call, Graph
+from geoparam.plain import InputMeanLayer
 from geoparam.plan import Inputs, kind_of
 from geoparam.trace import OPS, _Recorder, trace
 from geoparam.unit import GmPLayer
@@ -170,7 +171,8 @@ def has_units(module: nn.Module, name: str = "") -> bool:
     if isinstance(module, nn.MultiheadAttention):
         return name.endswith("in_proj_weight") and module.in_proj_weight is not None
     known = kind_of(module) in ("linear", "conv")
-    return isinstance(module, GmPLayer) or known or is_transposed(module)
+    ours = isinstance(module, GmPLayer | InputMeanLayer)
+    return ours or known or is_transposed(module)
 
 
 def count_units(layer: Any) -> int:

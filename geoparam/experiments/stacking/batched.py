@@ -314,8 +314,11 @@ def _mean_norm(layer: gp.InputMeanNorm, own: Tensors, signal: Signal, training: 
 
 
 def _track(layer: nn.BatchNorm1d | gp.InputMeanNorm, running: Tensor, now: Tensor) -> None:
-    if layer.momentum is None:
-        raise ValueError("a stack tracks means with a momentum; got momentum=None.")
+    if layer.momentum is None or getattr(layer, "corrected", False):
+        raise ValueError(
+            "a stack tracks means from 0 on, with a momentum; got "
+            f"{layer}. Build the models with experiments.methods.mlp."
+        )
     running.lerp_(now.detach(), layer.momentum)
 
 

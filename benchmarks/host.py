@@ -1,0 +1,94 @@
+"""What a layer costs the host: microseconds of Python and torch per layer and training step.
+
+    python -m benchmarks.host [--layers 50] [--steps 200]
+
+Layers are 1x1 convolutions of 8 channels on 4 images of 4x4, on one CPU thread, so that arithmetic
+is next to nothing and calls are all there is: forward, backward and SGD (foreach, momentum 0.9).
+What a GPU waits for at small batches is this. Cases take turns, so that drift hits all alike.
+
+    none         convolutions with a bias
+    bn           with BatchNorm
+    imn          with their input's mean, plain weights (InputMeanConv2d)
+    untracked    the same without its running mean
+    layers       geometric weights, no norm (GmPConv2d)
+    layers+imn   geometric weights with their input's mean
+    intrinsic    the same, unit vectors
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import geoparam as gp
+from benchmarks.timing import hardware
+
+CHANNELS = 8
+
+
+def _untracked() -> nn.Module:
+    layer = gp.InputMeanConv2d(CHANNELS, CHANNELS, 1)
+    layer.running_mean = layer.num_batches_tracked = None
+    return layer
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "none": lambda: nn.Conv2d(CHANNELS, CHANNELS, 1),
+    "bn": lambda: nn.Sequential(
+        nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False), nn.BatchNorm2d(CHANNELS)
+    ),
+    "imn": lambda: gp.InputMeanConv2d(CHANNELS, CHANNELS, 1),
+    "untracked": _untracked,
+    "layers": lambda: gp.GmPConv2d(CHANNELS, CHANNELS, 1),
+    "layers+imn": lambda: gp.GmPConv2d(CHANNELS, CHANNELS, 1, input_norm=True),
+    "intrinsic": lambda: gp.GmPConv2d(
+        CHANNELS, CHANNELS, 1, input_norm=True, coordinates="intrinsic"
+    ),
+}
+
+
+def step_of(make: Callable[[], nn.Module], layers: int) -> Callable[[], None]:
+    model = nn.Sequential(*(make() for _ in range(layers)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9, foreach=True)
+    x = torch.randn(4, CHANNELS, 4, 4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def cpu_seconds(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Return each step's median of this process's own time."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(repeats + 5):
+        for name, step in steps.items():
+            start = time.process_time()
+            step()
+            if turn >= 5:
+                times[name].append(time.process_time() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=200)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    steps = {name: step_of(make, given.layers) for name, make in CASES.items()}
+    seconds = cpu_seconds(steps, given.steps)
+    print(f"Microseconds per layer and step, {hardware('cpu')}\n")
+    print(f"| {' | '.join(CASES)} |\n|{' --- |' * len(CASES)}")
+    print("|", " | ".join(f"{s / given.layers * 1e6:.0f}" for s in seconds.values()), "|")
+
+
+if __name__ == "__main__":
+    main()

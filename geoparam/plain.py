@@ -1,0 +1,147 @@
+"""Layers with plain weights and input mean normalization: what IMN needs and no more.
+
+    z = w^T x + (b - w^T E[x])
+
+The weight is an ordinary Parameter under its ordinary name, so that files, optimizers and tools
+for nn.Linear and nn.Conv2d go on working; `GeometricOptimizer` turns its units by angles. New in
+the state are `running_mean` and `num_batches_tracked`. `convert_(norm="imn", weights="plain")`
+makes these layers of a model's own, with the same Parameters.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from geoparam.norm import MOMENTUM, TRACKING, TrackedMean, shifted_bias
+
+
+class InputMeanLayer(TrackedMean):
+    """What the layers share; mixed in before the torch.nn layer."""
+
+    weight: Any
+    bias: Any
+    _plain: type[nn.Module]
+
+    def __init__(self, *arguments: Any, momentum: float | None = MOMENTUM, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._start(momentum)
+
+    def _start(self, momentum: float | None) -> None:
+        size: tuple[int, ...] = getattr(self, "kernel_size", ())
+        channels = getattr(self, "in_channels" if size else "in_features")
+        place = self.weight.device, self.weight.dtype
+        self._start_tracking(channels, momentum, True, -1 - len(size), True, *place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = shifted_bias(self.bias, self.weight, self.mean(x))
+        return self._map(x, bias.to(self.weight.dtype))
+
+    def _map(self, x: Tensor, bias: Tensor) -> Tensor:
+        """Return w^T x + bias; convolutions pad as torch's do."""
+        return self._conv_forward(x, self.weight, bias)  # type: ignore[operator]
+
+    @torch.no_grad()
+    def fold(self) -> tuple[Tensor, Tensor]:
+        """Return the weight and bias of the plain layer that does the same in evaluation."""
+        assert self.running_mean is not None
+        bias = shifted_bias(self.bias, self.weight, self.running_mean)
+        return self.weight, bias.to(self.weight.dtype)
+
+    def reset_parameters(self) -> None:
+        """Draw a new weight as torch.nn does, and forget all batches."""
+        super().reset_parameters()  # type: ignore[misc]
+        if "running_mean" in self._buffers:
+            self.reset_running_stats()
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, momentum={self.momentum}"
+
+
+class InputMeanLinear(InputMeanLayer, nn.Linear):
+    """nn.Linear of an input whose mean over all dimensions but the last is subtracted.
+
+    Example:
+        >>> layer = InputMeanLinear(3, 2)
+        >>> layer(torch.randn(4, 3)).mean(dim=0).allclose(layer.bias, atol=1e-6)
+        True
+        >>> list(layer.state_dict())
+        ['weight', 'bias', 'running_mean', 'num_batches_tracked']
+    """
+
+    _plain = nn.Linear
+
+    def _map(self, x: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(x, self.weight, bias)
+
+
+class InputMeanConv1d(InputMeanLayer, nn.Conv1d):
+    """nn.Conv1d with input mean normalization; see `InputMeanConv2d`."""
+
+    _plain = nn.Conv1d
+
+
+class InputMeanConv2d(InputMeanLayer, nn.Conv2d):
+    """nn.Conv2d of an input whose channels' means over batch and positions are subtracted.
+
+    They are subtracted as one constant per output channel, also where zeros are padded.
+
+    Example:
+        >>> InputMeanConv2d(3, 8, 3, padding=1)(torch.randn(2, 3, 5, 5)).shape
+        torch.Size([2, 8, 5, 5])
+    """
+
+    _plain = nn.Conv2d
+
+
+class InputMeanConv3d(InputMeanLayer, nn.Conv3d):
+    """nn.Conv3d with input mean normalization; see `InputMeanConv2d`."""
+
+    _plain = nn.Conv3d
+
+
+_KINDS: tuple[Any, ...] = (InputMeanLinear, InputMeanConv1d, InputMeanConv2d, InputMeanConv3d)
+
+
+def adopt(layer: nn.Module, momentum: float | None = MOMENTUM, centred: bool = True) -> Any:
+    """Return a layer with the Parameters, options and hooks of `layer`, and with a bias.
+
+    If `centred`, it subtracts the mean of its input; else it is of the same kind as `layer`.
+
+    Example:
+        >>> conv = nn.Conv2d(3, 8, 3, bias=False)
+        >>> layer = adopt(conv)
+        >>> type(layer).__name__, layer.weight is conv.weight
+        ('InputMeanConv2d', True)
+    """
+    kinds = [kind for kind in _KINDS if isinstance(layer, kind._plain)]
+    if not kinds:
+        raise ValueError(
+            f"input means are for nn.Linear and nn.Conv1d/2d/3d; got {type(layer).__name__}."
+        )
+    new = _copy_as(kinds[0] if centred else type(layer), layer)
+    if new.bias is None:
+        new.bias = nn.Parameter(new.weight.detach().new_zeros(len(new.weight)))
+    if centred:
+        new._start(momentum)
+    return new
+
+
+def release(layer: nn.Module) -> Any:
+    """Return the torch.nn layer of the same Parameters and options, which subtracts no mean."""
+    plain = _copy_as(getattr(layer, "_plain", type(layer)), layer)
+    if isinstance(layer, TrackedMean):
+        for name in TRACKING:
+            plain._buffers.pop(name, None)
+            plain.__dict__.pop(name, None)
+    return plain
+
+
+def _copy_as(kind: type[nn.Module], layer: nn.Module) -> Any:
+    """Return a module of another class with the state, options and hooks of `layer`."""
+    new = kind.__new__(kind)
+    for key, value in layer.__dict__.items():
+        own = key in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+        new.__dict__[key] = value.copy() if own else value
+    return new

@@ -1,0 +1,465 @@
+"""The operator equals the sphere's arithmetic, however it is called."""
+
+import copy
+import math
+import pickle
+import warnings
+
+import kernels
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from geoparam import GmPConv2d, GmPLinear, functional, sphere
+from geoparam.kernels import weight as plain
+from geoparam.kernels.selection import weight_kernel
+
+SIZES = [2, 3, 13, 576, 4608, 25088]
+FLOATS = [torch.float32, torch.float64]
+HALVES = [torch.bfloat16, torch.float16]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def module_on(device: str):  # noqa: ANN201
+    if device == "cpu":
+        return plain
+    from geoparam.kernels import weight_triton
+
+    return weight_triton
+
+
+# --- each implementation against float64 --------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [*FLOATS, *HALVES])
+@pytest.mark.parametrize("n", SIZES)
+def test_weight(n: int, dtype: torch.dtype, device: str) -> None:
+    latitude, r, _ = kernels.random_case(5, n, dtype, device)
+    kernels.assert_weight(module_on(device), latitude, r)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("n", SIZES)
+def test_round_trip(n: int, dtype: torch.dtype, device: str) -> None:
+    w = torch.randn(4, n, dtype=torch.float64, device=device)
+    latitude, r = sphere.to_latitude(w).to(dtype), w.norm(dim=1).to(dtype)
+    error = (functional.weight(latitude, r).double() - w).norm(dim=1) / w.norm(dim=1)
+    assert error.max() < kernels.WEIGHT_BOUND[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("natural", [False, True])
+@pytest.mark.parametrize("dtype", [*FLOATS, *HALVES])
+@pytest.mark.parametrize("n", [2, 3, 13, 27, 200])
+def test_gradient(n: int, dtype: torch.dtype, natural: bool, device: str) -> None:
+    latitude, r, g = kernels.random_case(5, n, dtype, device)
+    kernels.assert_gradient(module_on(device), g, latitude, r, natural)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("n", [1100, 4609, 25088])
+def test_gradient_of_long_rows(n: int, dtype: torch.dtype, device: str) -> None:
+    latitude, r, g = kernels.random_case(2, n, dtype, device)
+    a = latitude.double().clone().requires_grad_()
+    expected = torch.autograd.grad(kernels.weight(a, r), a, g.double())[0]
+    found = module_on(device).backward(g, latitude, r, False)[0].double()
+    largest = expected.abs().amax(dim=1, keepdim=True)
+    assert ((found - expected).abs() / largest).max() < kernels.GRADIENT_BOUND[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [1, 2, 6, 30])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gradient_at_poles(count: int, dtype: torch.dtype, device: str) -> None:
+    latitude, r, g = kernels.random_case(4, 40, dtype, device)
+    latitude = kernels.with_poles(latitude, count)
+    kernels.assert_weight(module_on(device), latitude, r)
+    kernels.assert_gradient(module_on(device), g, latitude, r)
+    kernels.assert_gradient(module_on(device), g, latitude, r, natural=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gradient_at_zero_latitudes_and_zero_scale(dtype: torch.dtype, device: str) -> None:
+    latitude, r, g = kernels.random_case(3, 12, dtype, device)
+    latitude[0], r[1], latitude[2, ::2] = 0, 0, 0
+    found, _ = module_on(device).backward(g, latitude, r, False)
+    expected, _ = kernels.brute_force_gradient(g, latitude, r)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    assert (found[1] == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_wound_up_angles_are_still_exact(device: str) -> None:
+    latitude, r, _ = kernels.random_case(4, 30, torch.float32, device)
+    latitude += torch.tensor([2.0, -7.0, 40.0, 1000.0], device=device)[:, None]
+    kernels.assert_weight(module_on(device), latitude, r)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [0, 1, 3, 65])
+def test_any_number_of_rows(rows: int, device: str) -> None:
+    latitude, r, g = kernels.random_case(rows, 9, torch.float32, device)
+    w = functional.weight(latitude, r)
+    assert w.shape == (rows, 9)
+    torch.testing.assert_close(w.double(), kernels.weight(latitude, r), atol=1e-6, rtol=1e-5)
+    assert torch.ops.geoparam.weight_backward(g, latitude, r, False)[0].shape == (rows, 8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_repeats_bit_for_bit(device: str) -> None:
+    latitude, r, g = kernels.random_case(64, 1500, torch.float32, device)
+    first = module_on(device).backward(g, latitude, r, False)
+    second = module_on(device).backward(g, latitude, r, False)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_non_contiguous_input(device: str) -> None:
+    latitude, r, _ = kernels.random_case(6, 9, torch.float64, device)
+    strided = latitude.t().contiguous().t()
+    assert torch.equal(functional.weight(strided, r), functional.weight(latitude, r))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_off_its_alignment(device: str) -> None:
+    latitude, r, g = kernels.random_case(6, 40, torch.float32, device)
+    flat = torch.zeros(1 + latitude.numel(), device=device)
+    flat[1:] = latitude.flatten()
+    shifted = flat[1:].view(latitude.shape)
+    module = weight_kernel(latitude)
+    assert torch.equal(module.forward(shifted, r, r.dtype), module.forward(latitude, r, r.dtype))
+    found = module.backward(g, shifted, r, False)
+    assert all(map(torch.equal, found, module.backward(g, latitude, r, False)))
+
+
+# --- the weight's shape and memory --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 3, 3), (5, 1, 1), (1, 3, 3), (4, 7, 7), (2, 2, 1, 3)])
+def test_channels_last_changes_no_number(shape: tuple, dtype: torch.dtype, device: str) -> None:
+    n = math.prod(shape)
+    latitude, r, g = kernels.random_case(4, n, dtype, device)
+    latitude.requires_grad_(), r.requires_grad_()
+    order = torch.channels_last if len(shape) == 3 else torch.channels_last_3d
+    rows = functional.weight(latitude, r)
+    w = functional.weight(latitude, r, shape=shape, channels_last=True)
+    assert w.is_contiguous(memory_format=order)
+    assert torch.equal(w, rows.view(4, *shape))
+    expected = torch.autograd.grad(rows, (latitude, r), g)
+    g = g.view(4, *shape)
+    other = g.transpose(0, 1).contiguous().transpose(0, 1)
+    for given in (g, g.to(memory_format=order), other):
+        found = torch.autograd.grad(w, (latitude, r), given, retain_graph=True)
+        assert all(map(torch.equal, found, expected))
+
+
+def test_shapes_are_the_same_in_every_mode() -> None:
+    latitude = torch.randn(4, 17, dtype=torch.float64)
+    r = torch.randn(4, dtype=torch.float64)
+    options = {"shape": (2, 3, 3), "channels_last": True}
+    expected = functional.weight(latitude, r).view(4, 2, 3, 3)
+    call = lambda a: functional.weight(a, r, **options)  # noqa: E731
+    assert torch.equal(torch.ops.geoparam.weight(latitude, r, **options), expected)
+    torch.testing.assert_close(jvp(call, (latitude,), (latitude,))[0], expected)
+    torch.testing.assert_close(vmap(call)(latitude[None])[0], expected)
+    found = grad(lambda a: call(a).square().sum())(latitude)
+    torch.testing.assert_close(
+        found, grad(lambda a: functional.weight(a, r).square().sum())(latitude)
+    )
+    assert torch.autograd.gradgradcheck(call, latitude[:, :17].clone().requires_grad_())
+
+
+def test_a_shape_must_fit() -> None:
+    with pytest.raises(ValueError, match="one more than its latitudes"):
+        functional.weight(torch.zeros(3, 4), shape=(2, 2))
+
+
+# --- storage in half precision ------------------------------------------------------------------
+
+
+def row_error(found: Tensor, w: Tensor) -> Tensor:
+    return ((found.double() - w).norm(dim=1) / w.norm(dim=1)).pow(2).mean().sqrt()
+
+
+@pytest.mark.parametrize("n", [576, 4608])
+def test_bf16_latitudes_lose_no_more_than_bf16_weights(n: int) -> None:
+    w = torch.randn(64, n, dtype=torch.float64)
+    latitude, r = sphere.to_latitude(w).bfloat16(), w.norm(dim=1).float()
+    found = functional.weight(latitude, r)
+    assert found.dtype == torch.float32
+    assert row_error(found, w) <= 1.1 * row_error(w.bfloat16(), w)
+
+
+@pytest.mark.parametrize("n", [2, 3, 9, 27, 576, 4608])
+@pytest.mark.parametrize("kind", ["gaussian", "dominant"])
+def test_bf16_row_error_stays_below_one_percent(n: int, kind: str) -> None:
+    w = torch.randn(64, n, dtype=torch.float64)
+    if kind == "dominant":
+        w[:, n // 2] = 50
+    found = functional.weight(sphere.to_latitude(w).bfloat16(), w.norm(dim=1).float())
+    error = (found.double() - w).norm(dim=1) / w.norm(dim=1)
+    assert error.max() < 0.008
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_returns_the_type_asked_for(dtype: torch.dtype) -> None:
+    latitude, r, _ = kernels.random_case(3, 8, torch.float32)
+    w = functional.weight(latitude, r, dtype=dtype)
+    assert w.dtype == dtype
+    precise = kernels.weight(latitude, r).to(dtype)
+    torch.testing.assert_close(w, precise, atol=1e-6, rtol=1e-6 if dtype.itemsize > 2 else 0.01)
+
+
+# --- autograd and torch.func --------------------------------------------------------------------
+
+
+def loss(weight):  # noqa: ANN001, ANN201
+    return lambda latitude, r: torch.sin(3 * weight(latitude, r)).sum()
+
+
+def reference(latitude: Tensor, r: Tensor) -> Tensor:
+    return r[..., None] * sphere.to_unit(latitude)
+
+
+def test_gradcheck_in_every_mode() -> None:
+    latitude = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    r = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        functional.weight, (latitude, r), check_forward_ad=True, check_batched_grad=True
+    )
+    assert torch.autograd.gradgradcheck(functional.weight, (latitude, r))
+    assert torch.autograd.gradgradcheck(lambda a: functional.weight(a), (latitude,))
+
+
+@pytest.mark.parametrize("transform", [grad, jacrev, jacfwd, hessian])
+@pytest.mark.parametrize("batched", [False, True])
+def test_torch_func(transform, batched: bool) -> None:  # noqa: ANN001
+    latitude = torch.randn(4, 3, 5, dtype=torch.float64)
+    r = torch.randn(4, 3, dtype=torch.float64)
+
+    def run(weight):  # noqa: ANN001, ANN202
+        call = transform(loss(weight), argnums=(0, 1))
+        return vmap(call)(latitude, r) if batched else call(latitude[0], r[0])
+
+    for found, expected in zip(
+        tree_leaves(run(functional.weight)), tree_leaves(run(reference)), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0), (2, 1)])
+def test_vmap_over_either_argument(in_dims: tuple) -> None:
+    base = (torch.randn(3, 5, dtype=torch.float64), torch.randn(3, dtype=torch.float64))
+    args = tuple(
+        x if d is None else torch.stack([x, 2 * x, -x], dim=d)
+        for x, d in zip(base, in_dims, strict=True)
+    )
+    for call in (functional.weight, torch.ops.geoparam.weight):
+        torch.testing.assert_close(
+            vmap(call, in_dims=in_dims)(*args), vmap(reference, in_dims=in_dims)(*args)
+        )
+
+
+def test_forward_mode_is_not_silently_zero() -> None:
+    latitude, r, step = kernels.random_case(3, 6, torch.float64)
+    tangents = (torch.randn_like(latitude), torch.randn_like(r))
+    _, found = jvp(functional.weight, (latitude, r), tangents)
+    _, expected = jvp(reference, (latitude, r), tangents)
+    torch.testing.assert_close(found, expected)
+    assert found.abs().max() > 0
+
+
+def test_nested_forward_mode() -> None:
+    latitude, r, _ = kernels.random_case(2, 4, torch.float64)
+    found = jacfwd(jacfwd(lambda a: loss(functional.weight)(a, r)))(latitude)
+    torch.testing.assert_close(found, jacfwd(jacfwd(lambda a: loss(reference)(a, r)))(latitude))
+
+
+def test_the_bare_op_refuses_forward_mode() -> None:
+    latitude, r, _ = kernels.random_case(2, 4, torch.float64)
+    with pytest.raises(RuntimeError, match="forward-mode"):
+        jvp(lambda a: torch.ops.geoparam.weight(a, r), (latitude,), (latitude,))
+
+
+def test_natural_survives_vmap() -> None:
+    latitude = torch.randn(4, 2, 6)
+    call = lambda a, natural: functional.weight(a, natural=natural).sin().sum()  # noqa: E731
+    plain = vmap(grad(lambda a: call(a, False)))(latitude)
+    natural = vmap(grad(lambda a: call(a, True)))(latitude)
+    torch.testing.assert_close(natural, plain / sphere.metric(latitude).clamp(min=0.01))
+
+
+def test_third_derivatives() -> None:
+    latitude = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    r = torch.randn(2, dtype=torch.float64)
+
+    def third(weight):  # noqa: ANN001, ANN202
+        value = loss(weight)(latitude, r)
+        for _ in range(3):
+            value = torch.autograd.grad(value.sum(), latitude, create_graph=True)[0].sin()
+        return value
+
+    torch.testing.assert_close(third(functional.weight), third(reference))
+
+
+def test_second_derivative_of_the_natural_gradient_is_refused() -> None:
+    latitude = torch.randn(2, 3, requires_grad=True)
+    first = torch.autograd.grad(
+        functional.weight(latitude, natural=True).square().sum(), latitude, create_graph=True
+    )[0]
+    with pytest.raises(RuntimeError, match="natural"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(dtype: torch.dtype) -> None:
+    latitude = torch.randn(3, 5, dtype=dtype, requires_grad=True)
+    r = torch.randn(3, dtype=dtype, requires_grad=True)
+    torch.library.opcheck(torch.ops.geoparam.weight, (latitude, r))
+    torch.library.opcheck(torch.ops.geoparam.weight, (latitude,))
+    shaped = {"shape": (3, 2, 1), "channels_last": True}
+    torch.library.opcheck(torch.ops.geoparam.weight, (latitude, r), shaped)
+    args = (torch.randn(3, 6, dtype=dtype), latitude.detach(), r.detach(), False)
+    torch.library.opcheck(torch.ops.geoparam.weight_backward, args)
+
+
+def test_natural_gradient_is_the_tangent_step() -> None:
+    """-lr * natural gradient moves u as the projected gradient does, to first order."""
+    latitude = 0.3 * torch.randn(6, 9, dtype=torch.float64)  # metric above its bound everywhere
+    assert sphere.metric(latitude).min() > 0.01
+    latitude.requires_grad_()
+    u = functional.weight(latitude, natural=True)
+    g = torch.randn_like(u)
+    step = torch.autograd.grad(u, latitude, g)[0]
+    h = 1e-7
+    moved = (sphere.to_unit(latitude - h * step) - u) / h
+    tangent = g - (g * u).sum(dim=1, keepdim=True) * u
+    torch.testing.assert_close(moved, -tangent, atol=1e-5, rtol=1e-5)
+
+
+# --- in modules ---------------------------------------------------------------------------------
+
+
+def test_functional_call_and_ensembles() -> None:
+    layers = [GmPLinear(5, 3, dtype=torch.float64) for _ in range(4)]
+    x = torch.randn(7, 5, dtype=torch.float64)
+    params, _ = torch.func.stack_module_state(layers)
+    skeleton = copy.deepcopy(layers[0]).to("meta")
+    found = vmap(lambda p: functional_call(skeleton, p, (x,)))(params)
+    expected = torch.stack([layer(x) for layer in layers])
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
+def test_deepcopy_and_pickle(duplicate, coordinates: str) -> None:  # noqa: ANN001
+    layer = GmPConv2d(2, 3, 3, coordinates=coordinates, input_norm=True, activation=torch.relu)
+    x = torch.randn(2, 2, 5, 5)
+    twin = duplicate(layer)
+    assert torch.equal(twin(x), layer(x))
+    assert {id(p) for p in twin.parameters()}.isdisjoint({id(p) for p in layer.parameters()})
+
+
+def test_symbolic_trace_sees_one_op() -> None:
+    layer = GmPLinear(4, 3)
+    graph = torch.fx.symbolic_trace(layer)
+    x = torch.randn(2, 4)
+    assert torch.equal(graph(x), layer(x))
+    assert sum("geoparam" in str(node.target) for node in graph.graph.nodes) == 1
+
+
+def test_export_with_a_dynamic_batch() -> None:
+    layer = GmPLinear(4, 3, activation=torch.relu).eval()
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(layer, (torch.randn(2, 4),), dynamic_shapes=({0: batch},))
+    x = torch.randn(9, 4)
+    torch.testing.assert_close(program.module()(x), layer(x))
+
+
+def test_shapes_and_types_are_checked() -> None:
+    with pytest.raises(ValueError, match="one scale per row"):
+        functional.weight(torch.zeros(3, 4), torch.ones(4))
+    with pytest.raises(ValueError, match="floating"):
+        functional.weight(torch.zeros(3, 4, dtype=torch.long))
+
+
+def test_no_angles_and_no_scale() -> None:
+    assert functional.weight(torch.zeros(3, 0)).tolist() == [[1.0]] * 3
+
+
+# --- modes and tracers --------------------------------------------------------------------------
+
+
+class Recorder(TorchDispatchMode):
+    """Note the names of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_plain_training_calls_the_kernels_directly() -> None:
+    latitude, r, g = kernels.random_case(3, 8, torch.float32)
+    w = functional.weight(latitude.requires_grad_(), r)
+    assert w.grad_fn.name() == "_WeightBackward"
+    assert functional.weight(latitude.detach()).grad_fn is None
+
+
+def test_modes_see_the_ops() -> None:
+    latitude, r, g = kernels.random_case(3, 8, torch.float32)
+    latitude.requires_grad_()
+    with Recorder() as recorder:
+        w = functional.weight(latitude, r)
+        torch.autograd.grad(w, latitude, g)
+    assert "geoparam.weight.default" in recorder.names
+    assert "geoparam.weight_backward.default" in recorder.names
+
+
+def test_a_mode_around_the_backward_alone_sees_the_op() -> None:
+    latitude, r, g = kernels.random_case(3, 8, torch.float32)
+    w = functional.weight(latitude.requires_grad_(), r)
+    expected = torch.autograd.grad(w, latitude, g, retain_graph=True)[0]
+    with Recorder() as recorder:
+        found = torch.autograd.grad(w, latitude, g)[0]
+    assert torch.equal(found, expected)
+    assert "geoparam.weight_backward.default" in recorder.names
+
+
+def test_traced_code_computes_the_weight_anew() -> None:
+    latitude, r, _ = kernels.random_case(3, 8, torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        traced = torch.jit.trace(functional.weight, (latitude, r))
+    assert torch.equal(traced(2 * latitude, r), functional.weight(2 * latitude, r))
+
+
+def test_saved_tensors_are_guarded_against_changes() -> None:
+    latitude, r, _ = kernels.random_case(3, 8, torch.float32)
+    w = functional.weight(latitude.requires_grad_(), r)
+    with torch.no_grad():
+        latitude.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        w.sum().backward()
+
+
+def test_checkpointed_layers_recompute_the_weight() -> None:
+    layer, x = GmPLinear(5, 3), torch.randn(4, 5)
+    layer(x).square().sum().backward()
+    expected = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    checkpoint(layer, x, use_reentrant=False).square().sum().backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(layer.parameters(), expected, strict=True))
