@@ -3,11 +3,11 @@
     python -m benchmarks.turns --out results/benchmarks/turns.json [--steps 200] [--device cuda]
     python -m benchmarks.turns --draw results/benchmarks/turns.json
 
-MLPs with ReLU (He's initialisation, no norm) on scikit-learn's digits, batch 128, linear warmup over the
-first tenth of the steps, then linear to 0. Seven rates for each optimizer: SGD with momentum 0.9, AdamW,
-Muon on hidden weights with AdamW at 1e-3 for the rest, and GeometricOptimizer with Muon and `turn`
-(the rest as before). Widths at four hidden layers, depths at width 256. What counts is the mean
-loss of the last 20 steps; a run that is not finite counts as 10.
+MLPs with ReLU (He's initialisation, no norm) on scikit-learn's digits, batch 128, linear warmup
+over the first tenth of the steps, then linear to 0. Seven rates for each optimizer: SGD with
+momentum 0.9, AdamW, Muon on hidden weights with AdamW at 1e-3 for the rest, and GeometricOptimizer
+with Muon and `turn` (the rest as before). Widths at four hidden layers, depths at width 256. What
+counts is the mean loss of the last 20 steps; a run that is not finite counts as 10.
 """
 
 import argparse

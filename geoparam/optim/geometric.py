@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, zip_longest
 from typing import Any, Literal
 
@@ -12,12 +12,11 @@ from torch.optim import Optimizer
 
 from geoparam.optim.angular import AngularStage
 from geoparam.optim.groups import undecayed_names
+from geoparam.optim.inner import OWN_KEYS, Inner, MakeOptimizer
 from geoparam.optim.intrinsic import IntrinsicStage
 from geoparam.optim.muon import RowMuon
 from geoparam.optim.stage import Member, Stage, local
 from geoparam.optim.units import Choice, Filter, Unit, choose
-
-MakeOptimizer = Callable[..., Any]
 
 
 class GeometricOptimizer(Optimizer):
@@ -103,7 +102,7 @@ class GeometricOptimizer(Optimizer):
         self._rest = functools.partial(make_rest, lr=lr, **rest_options)
         self._coordinates, self._match, self._scale = coordinates, match, scale
         self._max_turn, self._turns, self._scale_decay = max_turn, turn is not None, scale_decay
-        self._scale_factor = 1.0 if scale_lr is None else scale_lr / lr
+        self._scale_factor: Any = 1.0 if scale_lr is None else scale_lr / lr
         self._choice: Choice = choose(model, filter_fn, example_inputs)
         self._undecayed = undecayed_names(model)
         self._title = f"{coordinates}, {_name(base)}; rest {_name(make_rest)}"
@@ -135,8 +134,10 @@ class GeometricOptimizer(Optimizer):
         names = {id(p): name for name, p in model.named_parameters()}
         are_units = {unit.name for unit in self._choice.units}
         divided: list[dict[str, Any]] = []
-        for given in groups or [model.parameters()]:
-            given = dict(given) if isinstance(given, dict) else {"params": given}
+        given_groups = list(model.parameters() if groups is None else groups)
+        if not all(isinstance(given, dict) for given in given_groups):
+            given_groups = [{"params": given_groups}]
+        for given in map(dict, given_groups):
             params = [p[-1] if isinstance(p, tuple) else p for p in given.pop("params")]
             if strangers := [tuple(p.shape) for p in params if id(p) not in names]:
                 raise ValueError(f"groups hold parameters that the model does not: {strangers}.")
@@ -181,16 +182,12 @@ class GeometricOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._prepare()
-        for inner, outer, changes in self._inner_groups:
-            inner.update({k: v for k, v in outer.items() if k not in _OWN_KEYS})
-            if "factor" in changes:
-                inner["lr"] = outer["lr"] * changes["factor"]
-            inner.update({k: v for k, v in changes.items() if k in inner})
-        for stage, rates in self._stages:
-            stage.enter([group["lr"] for group in rates])
+        assert self._inner is not None
+        self._inner.copy_options()
+        for stage, groups in self._stages:
+            stage.enter([group["lr"] for group in groups])
         try:
-            for optimizer in self._inner:
-                optimizer.step()
+            self._inner.step()
         finally:
             for stage, _ in self._stages:
                 stage.leave()
@@ -201,13 +198,13 @@ class GeometricOptimizer(Optimizer):
         self._signature: Any = None
         self._watched: list[Any] = []
         self._stages: list[tuple[Stage, list[dict[str, Any]]]] = []
-        self._inner: list[Optimizer] = []
-        self._inner_groups: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        self._inner: Inner | None = None
         self._written: dict[tuple[str, ...], Tensor] = {}
 
     def _prepare(self) -> None:
         """Build stages and inner optimizers anew where parameters have changed since."""
         members = [id(p) for group in self.param_groups for p in group["params"]]
+        members += [bool(group.get("weight_decay")) for group in self.param_groups]
         signature = members, *_signatures(self._watched)
         if signature == self._signature:
             return
@@ -229,14 +226,24 @@ class GeometricOptimizer(Optimizer):
                 m.is_fixed = self.is_fixed(unit)
                 active[unit.name] = m
         self._build_stages(active)
-        self._build_optimizers(active)
+        self._inner = Inner(
+            self._base,
+            self._rest,
+            self._turns,
+            self.param_groups,
+            active,
+            self.state,
+            self._undecayed,
+            (self._scale_factor, self._scale_decay),
+        )
 
     def _build_stages(self, active: dict[str, Member]) -> None:
         batches: dict[Any, list[tuple[Member, dict[str, Any]]]] = {}
         for group in self.param_groups:
             for name in group["param_names"]:
                 if (m := active.get(name)) is not None:
-                    key = m.weight.device, m.dtype, m.process_group
+                    bias = m.weight if m.bias is None else m.bias
+                    key = m.weight.device, m.weight.dtype, bias.dtype, m.process_group
                     batches.setdefault(key, []).append((m, group))
         for batch in batches.values():
             members, groups = zip(*batch, strict=True)
@@ -245,52 +252,6 @@ class GeometricOptimizer(Optimizer):
             else:
                 stage = IntrinsicStage(members, self._match, self._max_turn, self._turns)
             self._stages.append((stage, list(groups)))
-
-    def _build_optimizers(self, active: dict[str, Member]) -> None:
-        """Build the base and the rest over the stages' parameters, with states kept in ours."""
-        states: dict[Any, MutableMapping[str, Any]] = {}
-        base: list[tuple[list, dict, dict]] = []
-        rest: list[tuple[list, dict, dict]] = []
-        scales: list[Any] = []
-        held = {id(m.bias) for m in active.values() if m.bias is not None}
-        for group in self.param_groups:
-            members = [active[name] for name in group["param_names"] if name in active]
-            if group["geometry"] != "rest":
-                base.append(
-                    ([m.stored for m in members if m.stored is not None], group,
-                     {"lr": 1.0} if self._turns else {})
-                )  # fmt: skip
-                scales = [m.r for m in members if not m.is_fixed]
-                for m in members:
-                    states[m.stored] = _Prefixed(m.state, "direction/")
-                    states[m.r] = _Prefixed(m.state, "r/")
-                continue
-            rest.append(
-                (scales, group, {"factor": self._scale_factor, "weight_decay": self._scale_decay})
-            )
-            scales = []
-            names = zip(group["param_names"], group["params"], strict=True)
-            own = [(name, p) for name, p in names if id(p) not in held]
-            plain = [p for name, p in own if name in self._undecayed]
-            rest.append((plain, group, {"weight_decay": 0.0}))
-            rest.append(([p for name, p in own if name not in self._undecayed], group, {}))
-            states.update((p, _fit(self.state[p], p)) for _, p in own)
-            by_bias = {id(m.bias): m for m in active.values()}
-            lams = [by_bias[id(p)] for p in group["params"] if id(p) in held]
-            rest.append(([m.lam for m in lams], group, {"weight_decay": 0.0}))
-            states.update((m.lam, _Prefixed(m.bias_state, "lam/")) for m in lams)
-        is_one = self._base.func is self._rest.func and not self._turns
-        for make, groups in ([(self._base, base + rest)] if is_one else
-                             [(self._base, base), (self._rest, rest)]):  # fmt: skip
-            groups = [entry for entry in groups if entry[0]]
-            if groups:
-                inner = make([{"params": params} for params, _, _ in groups])
-                _take_over(inner, states)
-                self._inner.append(inner)
-                for inner_group, (_, group, changes) in zip(
-                    inner.param_groups, groups, strict=True
-                ):
-                    self._inner_groups.append((inner_group, group, changes))
 
     # --- states -------------------------------------------------------------------------------
 
@@ -337,7 +298,7 @@ class GeometricOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
-        built = ("_signature", "_watched", "_stages", "_inner", "_inner_groups", "_written")
+        built = ("_signature", "_watched", "_stages", "_inner", "_written")
         hooks = [name for name in self.__dict__ if name.endswith("_hooks")]
         return {k: v for k, v in self.__dict__.items() if k not in (*built, *hooks)}
 
@@ -349,52 +310,6 @@ class GeometricOptimizer(Optimizer):
         units, total = self._sizes
         title = f"GeometricOptimizer ({self._title}): {units:,} of {total:,} parameters are units"
         return f"{title}\n{self._choice.table(self.is_fixed)}"
-
-
-_OWN_KEYS = frozenset({"params", "param_names", "geometry", "initial_lr"})
-
-
-class _Prefixed(MutableMapping[str, Any]):
-    """The entries of a state whose keys begin with a prefix, under the rest of their keys."""
-
-    def __init__(self, state: dict[str, Any], prefix: str) -> None:
-        self.state, self.prefix = state, prefix
-
-    def __getitem__(self, key: str) -> Any:
-        return self.state[self.prefix + key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.state[self.prefix + key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self.state[self.prefix + key]
-
-    def __iter__(self) -> Iterator[str]:
-        size = len(self.prefix)
-        return iter([key[size:] for key in self.state if key.startswith(self.prefix)])
-
-    def __len__(self) -> int:
-        return sum(key.startswith(self.prefix) for key in self.state)
-
-
-def _fit(state: dict[str, Any], p: Tensor) -> dict[str, Any]:
-    """Bring a state to the type that a parameter has been changed to since (`model.double()`)."""
-    for key, value in state.items():
-        is_number = isinstance(value, Tensor) and value.ndim > 0 and value.is_floating_point()
-        if is_number and p.dtype in (torch.float32, torch.float64):
-            state[key] = value.to(p.device, p.dtype)
-    return state
-
-
-def _take_over(inner: Optimizer, states: dict[Any, MutableMapping[str, Any]]) -> None:
-    """Let an optimizer keep its states in ours; what its constructor made is for empty ones."""
-    made = dict(inner.state)
-    inner.state.clear()
-    for group in inner.param_groups:
-        for p in group["params"]:
-            if not len(states[p]):
-                states[p].update(made.get(p, {}))
-            inner.state[p] = states[p]
 
 
 def _named(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -460,7 +375,7 @@ def _defaults(make: MakeOptimizer, name: str) -> dict[str, Any]:
             f"{type(probe).__name__} calls its closure several times in a step, so it cannot be "
             f"the {name}: here each step has one gradient."
         )
-    options = {k: v for k, v in probe.param_groups[0].items() if k not in _OWN_KEYS}
+    options = {k: v for k, v in probe.param_groups[0].items() if k not in OWN_KEYS}
     if options.get("differentiable"):
         raise ValueError("differentiable=True is not supported: weights are written in place.")
     return options

@@ -115,7 +115,7 @@ class Member:
                 if is_number and (value.ndim or "/" not in key):  # the base's own counters stay
                     value = value.to(self.weight.device, self.dtype)
                     if key.startswith("direction/") and value.numel() == self.weight.numel():
-                        value = value.view(self.unit.out, *shape[1:])
+                        value = value.reshape(self.unit.out, *shape[1:])
                     state[key] = value
 
 
