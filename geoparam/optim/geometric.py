@@ -95,6 +95,8 @@ class GeometricOptimizer(Optimizer):
                 raise ValueError(
                     f"{name} is an optimizer's class, as torch.optim.SGD; got {make!r}."
                 )
+        if not lr and (scale_lr is not None or (groups and turn is not None)):
+            raise ValueError("lr=0 has no multiple: give an lr above 0, to which others relate.")
         make_base, is_muon = _batched(base)
         make_rest: MakeOptimizer = rest or (torch.optim.AdamW if is_muon else base)
         rest_options = base_options if make_rest is base else {}
@@ -147,7 +149,9 @@ class GeometricOptimizer(Optimizer):
                 is_unit = role == "units"
                 members = [p for p in params if (names[id(p)] in are_units) == is_unit]
                 group = {**(unit_defaults if is_unit else self._rest_defaults), **given}
-                group["lr"] = rate / lr * turn if is_unit and turn is not None else rate
+                group["lr"] = rate
+                if is_unit and turn is not None:  # a group's own rate scales its turn
+                    group["lr"] = turn if rate is lr else rate / lr * turn
                 group |= {"params": members, "param_names": [names[id(p)] for p in members]}
                 group["geometry"] = self._form if is_unit else "rest"
                 if is_unit:

@@ -29,7 +29,7 @@ class Layout:
     def to_rows(self, weight: Tensor) -> Tensor:
         """Return the units as rows (out, fan-in); a view where there is one."""
         if not self.columns:
-            return weight.reshape(len(weight), -1)
+            return weight.flatten(1)
         return weight.unflatten(0, (self.groups, -1)).movedim(2, 1).flatten(0, 1).flatten(1)
 
     def write(self, weight: Tensor, rows: Tensor) -> None:

@@ -1,34 +1,18 @@
-"""States: resume, copies and pickles go on bit for bit, and what does not fit is named."""
+"""Nobody is overwritten and nothing is lost: states, writes by others, frozen and zero rows."""
 
 import copy
 import io
 import pickle
 from typing import Any
 
+import plain_models as pm
 import pytest
 import torch
-from plain_models import assert_same_weights, backward, build, cnn, mlp, train
+from plain_models import assert_same_weights, backward, build, cnn, mlp, rows, start, train
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-
-BF16 = torch.bfloat16
-SETTINGS = {
-    "SGD": {"momentum": 0.9},
-    "Adam": {"base": torch.optim.Adam, "lr": 1e-2},
-    "Muon": {"base": torch.optim.Muon, "lr": 1e-2},
-    "Adagrad": {"base": torch.optim.Adagrad, "lr": 1e-2},
-    "angles": {"base": torch.optim.Adam, "lr": 1e-2, "coordinates": "angles"},
-    "turn": {"turn": 2.0, "momentum": 0.9},
-    "max_turn": {"max_turn": 2.0, "coordinates": "angles", "momentum": 0.9},
-}
-CASES = [(name, torch.float32) for name in SETTINGS] + [
-    ("Adam", torch.float64), ("Adam", BF16), ("angles", BF16), ("turn", BF16)
-]  # fmt: skip
-every_setting = pytest.mark.parametrize("name, dtype", CASES)
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.nn.utils import parameters_to_vector as to_vector
+from torch.nn.utils import vector_to_parameters as to_parameters
 
 
 def through_a_file(state: Any) -> Any:
@@ -38,169 +22,194 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def assert_same_states(found: Any, expected: Any) -> None:
-    """Two state_dicts are equal bit for bit, types included."""
-    assert found["param_groups"] == expected["param_groups"]
-    assert found["state"].keys() == expected["state"].keys()
-    for key, entries in expected["state"].items():
-        assert found["state"][key].keys() == entries.keys()
-        for entry, value in entries.items():
-            other = found["state"][key][entry]
-            if isinstance(value, torch.Tensor):
-                assert other.dtype == value.dtype and torch.equal(other, value), (key, entry)
-            else:
-                assert other == value, (key, entry)
+def assert_same_states(one: torch.optim.Optimizer, state: Any) -> None:
+    torch.testing.assert_close(one.state_dict()["state"], state["state"], rtol=0, atol=0)
 
 
-@every_setting
+def copied(way: str, model: nn.Module, optimizer: Any, fresh: tuple[Any, Any]) -> tuple[Any, Any]:
+    if way in ("deepcopy", "pickle"):
+        both = model, optimizer
+        return copy.deepcopy(both) if way == "deepcopy" else pickle.loads(pickle.dumps(both))
+    fresh[0].load_state_dict(model.state_dict())
+    if way == "file":
+        fresh[1].load_state_dict(state_dict=through_a_file(optimizer.state_dict()))
+    else:
+        options = dcp.StateDictOptions(flatten_optimizer_state_dict=way == "flat DCP")
+        state = dcp.get_optimizer_state_dict(model, optimizer, options=options)
+        dcp.set_optimizer_state_dict(*fresh, through_a_file(state), options=options)
+    return fresh
+
+
+@pm.every_kind
 @pytest.mark.parametrize("make", [mlp, cnn])
-def test_resumes_bit_for_bit(make: Any, name: str, dtype: torch.dtype) -> None:
-    model, new = make(dtype), make(dtype)
-    optimizer = build(model, **SETTINGS[name])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "file", "DCP", "flat DCP"])
+def test_goes_on_bit_for_bit(way: str, make: Any, kind: str) -> None:
+    model, optimizer = start(kind, make)
     train(model, optimizer)
-    state = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    resumed = build(new, **SETTINGS[name])
-    new.load_state_dict(state["model"])
-    resumed.load_state_dict(state_dict=state["optimizer"])
-    assert_same_states(resumed.state_dict(), optimizer.state_dict())
+    new, resumed = copied(way, model, optimizer, start(kind, make))
+    assert new[0].weight is not model[0].weight
+    assert_same_states(resumed, optimizer.state_dict())
     train(model, optimizer, first=3)
     train(new, resumed, first=3)
     assert_same_weights(new, model)
-    assert_same_states(resumed.state_dict(), optimizer.state_dict())
-
-
-@every_setting
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_copies_go_on_bit_for_bit(way: str, name: str, dtype: torch.dtype) -> None:
-    model = mlp(dtype)
-    optimizer = build(model, **SETTINGS[name])
-    train(model, optimizer)
-    both = (model, optimizer)
-    new, copied = copy.deepcopy(both) if way == "deepcopy" else pickle.loads(pickle.dumps(both))
-    assert all(p is not q for p, q in zip(new.parameters(), model.parameters(), strict=True))
-    train(new, copied, first=3)
-    train(model, optimizer, first=3)
-    assert_same_weights(new, model)
-    assert str(copied) == str(optimizer)
-
-
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_distributed_checkpoints_keep_the_state(name: str, flat: bool) -> None:
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    model, new = mlp(), mlp()
-    optimizer, resumed = (build(m, **SETTINGS[name]) for m in (model, new))
-    train(model, optimizer)
-    state = through_a_file(get_optimizer_state_dict(model, optimizer, options=options))
-    new.load_state_dict(model.state_dict())
-    set_optimizer_state_dict(new, resumed, state, options=options)
-    assert_same_weights(new, model)
-    train(model, optimizer, first=3)
-    train(new, resumed, first=3)
-    assert_same_weights(new, model)
-
-
-@every_setting
-@pytest.mark.parametrize("steps", [0, 3])
-def test_a_step_at_rate_zero_leaves_all_weights(name: str, dtype: torch.dtype, steps: int) -> None:
-    model = mlp(dtype)
-    optimizer = build(model, **SETTINGS[name])
-    train(model, optimizer, steps)
-    before = copy.deepcopy(model)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    train(model, optimizer, steps=2, first=steps)
-    assert_same_weights(model, before)
-
-
-def test_the_state_of_a_half_precision_model_keeps_its_float32_copy() -> None:
-    model = mlp(BF16)
-    optimizer = build(model)
-    train(model, optimizer)
-    optimizer.load_state_dict(optimizer.state_dict())
-    state = optimizer.state[model[0].weight]
-    assert state["direction"].dtype == state["r"].dtype == torch.float32
-
-
-def wider() -> nn.Module:
-    model = mlp()
-    model[0], model[3] = nn.Linear(6, 9).double(), nn.Linear(9, 7).double()
-    return model
 
 
 @pytest.mark.parametrize(
-    "make, options, words",
+    "make, layers, options, words",
     [
-        (mlp, {"coordinates": "angles"}, "angles.*intrinsic"),
-        (mlp, {"turn": 2.0}, "intrinsic, turn"),
-        (wider, {}, "'0.weight' has 9 units"),
-        (mlp, {"filter_fn": lambda module, name: name == "0"}, "3.weight"),
-        (lambda: nn.Sequential(*mlp(), nn.Linear(3, 3).double()), {}, "6.weight"),
+        (mlp, {}, {"coordinates": "angles"}, "angles.*intrinsic"), (mlp, {}, {"turn": 2}, "turn"),
+        (mlp, {}, {"filter_fn": lambda module, name: name == "0"}, "3.weight"),
+        (mlp, {0: nn.Linear(6, 9).double(), 3: nn.Linear(9, 7).double()}, {}, "'0.weight'"),
+        (cnn, {3: nn.Conv2d(6, 8, 3).double()}, {}, "'3.weight'"),
+        (mlp, {}, None, "another optimizer.* start anew"),
     ],
-    ids=["coordinates", "turn", "width", "choice", "depth"],
-)
-def test_a_state_that_does_not_fit_is_refused(make: Any, options: dict, words: str) -> None:
-    model, other = mlp(), make()
-    foreign = build(other, **options)
-    train(other, foreign, steps=1)
-    optimizer = build(model)
-    train(model, optimizer, steps=1)
+)  # fmt: skip
+def test_a_foreign_state_is_refused(make: Any, layers: Any, options: Any, words: str) -> None:
+    model, other = make(), make()
+    for i, layer in layers.items():
+        other[i] = layer
+    plain: Any = torch.optim.SGD(other.parameters(), momentum=0.9)
+    foreign = plain if options is None else build(other, momentum=0.9, **options)
+    optimizer = build(model, momentum=0.9)
+    train(model, optimizer)
+    train(other, foreign)
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match=words):
         optimizer.load_state_dict(foreign.state_dict())
-    assert_same_states(optimizer.state_dict(), before)
+    assert_same_states(optimizer, before)
 
 
-@pytest.mark.parametrize("coordinates", ["intrinsic", "angles"])
-def test_a_state_of_another_fan_in_is_refused(coordinates: str) -> None:
-    model, other = cnn(), cnn()
-    other[3] = nn.Conv2d(6, 8, 3).double()  # without groups: as many units, of more inputs
-    foreign, optimizer = (build(m, momentum=0.9, coordinates=coordinates) for m in (other, model))
-    train(other, foreign, steps=1)
-    with pytest.raises(ValueError, match="'3.weight'"):
-        optimizer.load_state_dict(foreign.state_dict())
-
-
-@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
-def test_the_state_of_a_plain_optimizer_is_answered_in_a_sentence(base: Any) -> None:
-    model = mlp()
-    plain = base(model.parameters(), lr=0.1)
-    train(model, plain, steps=1)
-    with pytest.raises(ValueError, match="state of another optimizer.* start anew"):
-        build(model).load_state_dict(plain.state_dict())
-
-
-@pytest.mark.parametrize("coordinates", ["intrinsic", "angles"])
-def test_training_goes_over_to_a_plain_optimizer_and_back(coordinates: str) -> None:
-    model = mlp()
-    optimizer = build(model, coordinates=coordinates, momentum=0.9)
+@pm.every_kind
+@pytest.mark.parametrize(
+    "write, is_whole",
+    [
+        (lambda m, new: m.load_state_dict(new.state_dict()), True),
+        (lambda m, new: to_parameters(to_vector(new.parameters()), m.parameters()), True),
+        (lambda p, q: setattr(p, "data", q.data.clone()), False),
+        (lambda p, q: p.data.copy_(q.data), False),
+        (lambda p, q: nn.init.zeros_(p).add_(q), False),
+    ],
+)  # fmt: skip
+def test_writes_are_taken_up_and_never_undone(write: Any, is_whole: bool, kind: str) -> None:
+    (model, optimizer), (new, _) = start(kind), start(kind)
     train(model, optimizer)
-    plain = torch.optim.SGD(model.parameters(), lr=0.05)
-    train(model, plain, steps=2, first=3)
-    before = copy.deepcopy(model)
+    for p in new.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    pairs = zip(model.parameters(), new.parameters(), strict=True)
+    with torch.no_grad():
+        for one, other in [(model, new)] if is_whole else pairs:
+            write(one, other)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    train(model, optimizer, steps=1)
-    assert_same_weights(model, before)
+    train(model, optimizer, 1, first=3)
+    assert_same_weights(model, new)
 
 
-def test_zero_grad_and_gradients_are_the_models_own() -> None:
-    model = mlp()
-    optimizer = build(model)
-    backward(model)
-    expected = [p.grad.clone() for p in model.parameters()]
-    optimizer.step()
-    for p, g in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(p.grad, g)
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("name", ["SGD", "angles", "turn"])
-def test_a_state_taken_before_the_first_step_is_empty_and_loads(name: str) -> None:
-    model, new = mlp(), mlp()
-    optimizer, other = (build(m, **SETTINGS[name]) for m in (model, new))
-    other.load_state_dict(through_a_file(optimizer.state_dict()))
+@pm.both_coordinates
+def test_after_a_write_the_step_is_a_fresh_optimizers(coordinates: str) -> None:
+    model, options = mlp(), {"match": False, "coordinates": coordinates}
+    optimizer = build(model, **options)
     train(model, optimizer)
-    train(new, other)
-    assert_same_weights(new, model)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.5), first=3)
+    fresh = copy.deepcopy(model)
+    train(model, optimizer, first=6)
+    train(fresh, build(fresh, **options), first=6)
+    assert_same_weights(model, fresh, 1e-12)
+
+
+def test_lora_learns_as_under_adamw() -> None:
+    """Its B starts at zero: such rows have no direction and stay with the rest."""
+    peft, curves = pytest.importorskip("peft"), []
+    for is_ours in (False, True):
+        lora = peft.LoraConfig(r=4, target_modules=["0", "3"], modules_to_save=["6"])
+        model = peft.get_peft_model(mlp(torch.float32), lora)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = build(model, torch.optim.AdamW, lr=1e-2) if is_ours else optimizer
+        for _ in range(30):
+            curves += train(model, optimizer, 1)
+    assert str(optimizer).count("a row of zeros has no direction") == 2
+    assert abs(curves[59] - curves[29]) < 0.1 * (curves[0] - curves[29])
+
+
+@pm.every_kind
+def test_a_pruned_row_stays_zero_and_the_others_go_on_as_they_were(kind: str) -> None:
+    model, optimizer = start(kind)
+    train(model, optimizer)
+    other, same = copy.deepcopy((model, optimizer))
+    model[0].weight.data[2] = 0
+    backward(model, 3)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        q.grad = p.grad.clone()
+    optimizer.step()
+    same.step()
+    is_equal = (model[0].weight == other[0].weight).all(dim=1).tolist()
+    assert is_equal == [row != 2 for row in range(8)] or kind == "Muon" or "turn" in kind
+    assert not model[0].weight[2].any()
+    model[0].weight.data[2] = 0.5
+    train(model, optimizer, 1)
+    assert 0 < (rows(model[0])[2] - 0.5).abs().max() < 0.2
+
+
+@pm.every_kind
+def test_what_is_frozen_or_has_no_gradient_is_never_written(kind: str) -> None:
+    model, optimizer = start(kind)
+    for step, text in enumerate(["0.weight", "3.bias", "", "3.weight 3.bias", "", "0.bias", ""]):
+        before, names = copy.deepcopy(model.state_dict()), text.split()
+        for name, p in model.named_parameters():
+            p.requires_grad = step % 2 == 0 or name not in names  # frozen every other time
+        backward(model, step)
+        for name, p in model.named_parameters():
+            p.grad = None if name in names else p.grad
+        optimizer.step()
+        for name, p in model.named_parameters():
+            assert torch.equal(p, before[name]) == (name in names), (step, name)
+
+
+@pm.both_coordinates
+def test_tied_weights_are_one_set_of_units(coordinates: str) -> None:
+    layer = nn.Linear(6, 6)
+    looped = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(6, 3)).double()
+    tied = copy.deepcopy(looped)
+    tied[2] = nn.Linear(6, 6)
+    tied[2].weight, tied[2].bias = tied[0].weight, tied[0].bias
+    for model in (tied, looped):
+        optimizer = build(model, coordinates=coordinates, momentum=0.9)
+        train(model, optimizer)
+        assert str(optimizer).count(" lam ") == 1
+    assert_same_weights(tied, looped, 1e-13)
+
+
+@pm.both_coordinates
+def test_tiny_steps_add_up_in_half_precision_beside_other_types(coordinates: str) -> None:
+    first, types = nn.Linear(6, 5).bfloat16(), (torch.bfloat16, torch.float16, torch.float32)
+    layers = nn.ModuleList([copy.deepcopy(first).to(dtype) for dtype in types])
+    alone, plain = copy.deepcopy(layers), copy.deepcopy(layers)
+    options = {"lr": 1e-4, "filter_fn": lambda *_: True, "coordinates": coordinates}
+    optimizers: list[Any] = [build(m, **options) for m in (layers, *alone)]
+    optimizers.append(torch.optim.SGD(plain.parameters(), lr=1e-4))
+    for p in [*layers.parameters(), *alone.parameters(), *plain.parameters()]:
+        p.grad = torch.ones_like(p)
+    for _ in range(1000):
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_weights(layers, alone)
+    assert all((layer.weight - layers[2].weight).abs().max() < 0.01 for layer in layers)
+    assert (plain[0].weight - layers[2].weight).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "Muon", "angles", "turn"])
+@pytest.mark.parametrize("change", ["channels_last", "double", "transposed gradients"])
+@pytest.mark.parametrize("at", [0, 2])
+def test_layout_and_type_may_change_in_mid_run(change: str, kind: str, at: int) -> None:
+    (model, optimizer), (other, same) = (start(kind, lambda _: cnn(torch.float32)) for _ in "ab")
+    for step in range(6):
+        if change == "channels_last":  # for two steps, and back
+            is_last = at <= step < at + 2
+            other.to(memory_format=torch.channels_last if is_last else torch.contiguous_format)
+        train(model, optimizer, 1, step)
+        backward(other.double() if change == "double" and step >= at else other, step)
+        if change == "transposed gradients":
+            for p in other.parameters():
+                p.grad = p.grad.movedim(0, -1).contiguous().movedim(-1, 0)
+        same.step()
+    assert_same_weights(model.double(), other.double(), 2e-2 if kind == "Muon" else 1e-4)
