@@ -239,8 +239,11 @@ def _cell(found: tuple, base: tuple | None, mode: str, device: str) -> str:
     has_memory = device == "cuda" and mode != "graphs"
     compiling = "" if mode == "eager" else f" ({first:.0f} s)"
     if base is None:
-        return f"{seconds * 1e3:.1f} ms{f', {memory:.1f} GiB' * has_memory}{compiling}"
-    return f"{seconds / base[0]:.2f}{f' / {memory / base[1]:.2f}' * has_memory}{compiling}"
+        return (
+            f"{seconds * 1e3:.1f} ms" + (f", {memory:.1f} GiB" if has_memory else "") + compiling
+        )
+    ratio = f" / {memory / base[1]:.2f}" if has_memory else ""
+    return f"{seconds / base[0]:.2f}{ratio}{compiling}"
 
 
 def main() -> None:

@@ -116,14 +116,16 @@ class TrackedMean(nn.Module):
         return mean
 
     def _others(self, x: Tensor) -> list[int]:
-        return [d for d in range(x.ndim) if d != self.dim % x.ndim]
+        dims = list(range(x.ndim))
+        del dims[self.dim]
+        return dims
 
     def _track(self, mean: Tensor, batches: Tensor | int = 1) -> None:
         """Move the running mean by the share of one batch: momentum, or 1/n while that is more."""
         running, count = self.running_mean, self.num_batches_tracked
         assert running is not None and count is not None
         count.add_(batches)
-        mean = mean.to(running.dtype)
+        mean = _cast(mean, running.dtype)
         if self.momentum is not None and not self.corrected:
             running.lerp_(mean, self.momentum)
         else:
@@ -269,14 +271,14 @@ def shifted_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
         with torch.autocast(weight.device.type, enabled=False):
             return shifted_bias(bias, weight, mean)
     (out, width), wide = weight.shape[:2], _wide(mean)
-    mean, bias = mean.to(wide), None if bias is None else bias.to(wide)
+    mean, bias = _cast(mean, wide), None if bias is None else _cast(bias, wide)
     if weight.numel() > out * width:
         summed = weight.flatten(2).sum(2, dtype=wide)
     else:
-        summed = weight.flatten(1).to(wide)
-    if len(mean) == width:
+        summed = _cast(weight.flatten(1), wide)
+    groups = mean.numel() // width
+    if groups == 1:
         return -summed.mv(mean) if bias is None else torch.addmv(bias, summed, mean, alpha=-1)
-    groups = len(mean) // width
     shift = (summed.view(groups, -1, width) * mean.view(groups, 1, width)).sum(2).flatten()
     return -shift if bias is None else bias - shift
 
@@ -402,4 +404,9 @@ def _is_shared(group: "dist.ProcessGroup | None") -> bool:
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x.to(dtype); half of the calls of a small layer would be such that change nothing."""
+    return x if x.dtype == dtype else x.to(dtype)

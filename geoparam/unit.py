@@ -134,6 +134,11 @@ class GmPLayer(nn.Module):
         w = weight.detach().flatten(1)
         r = sphere.length(w)
         r = r if gain is None else sphere.wide(gain.detach()) * r
+        if not r.to(self.r.dtype).isfinite().all():
+            raise ValueError(
+                f"a row of the weight is longer than the largest {self.r.dtype}, so r cannot hold "
+                "its length. Leave the layer standard, or convert it in a wider type."
+            )
         lam = None
         if bias is not None:
             lam = _distance(bias, r, self.r.dtype)

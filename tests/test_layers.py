@@ -516,6 +516,13 @@ def tiny_half_row() -> nn.Linear:
     return linear
 
 
+def long_half_row() -> nn.Linear:
+    linear = nn.Linear(4, 2, bias=False).half()
+    with torch.no_grad():
+        linear.weight[1] = 60000
+    return linear
+
+
 def biased_zero_row() -> nn.Linear:
     linear = nn.Linear(3, 2)
     with torch.no_grad():
@@ -543,6 +550,7 @@ def biased_zero_row() -> nn.Linear:
         (lambda: GmPConv2d.from_conv(nn.ConvTranspose2d(1, 1, 1)), "got ConvTranspose2d"),
         (lambda: GmPLinear.from_linear(nan_linear()), "NaN or infinite values.*got 1"),
         (lambda: GmPLinear.from_linear(tiny_half_row()), "lam = b / r is no torch.float16"),
+        (lambda: GmPLinear.from_linear(long_half_row()), "longer than the largest torch.float16"),
         (lambda: GmPConv2d(4, 6, 3, input_norm="mean", device="meta"), "input_norm is False"),
         (lambda: GmPLinear.from_linear(biased_zero_row()), r"rows \[1\].*zero weight and a bias"),
         (lambda: GmPLinear(3, 2, activation=torch.relu).to_linear(), "r outside"),
