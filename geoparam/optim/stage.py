@@ -53,7 +53,6 @@ class Member:
     r: Any = None
     lam: Any = None
     is_fixed = False  # whether r is held
-    scale = 1.0  # what latitudes are multiplied by
 
     def __init__(
         self, unit: Unit, weight: Any, bias: Any, state: dict, bias_state: dict, in_place: bool
@@ -85,7 +84,7 @@ class Member:
 
     def gradient_rows(self) -> Tensor:
         """Return the weight's gradient as rows in the same order."""
-        g = self.weight.grad if self.process_group is None else local(self.weight.grad)
+        g = getattr(self.weight.grad, "_local_tensor", self.weight.grad)
         if g.dtype != self.dtype:
             g = g.to(self.dtype)
         if self.is_in_place:
@@ -138,16 +137,14 @@ class Stage:
         self.r = self._flat([m.state["r"] for m in members])
         self.lam = self._flat([m.bias_state.get("lam") for m in members])
         self.by_r, self.by_lam = torch.zeros_like(self.r), torch.zeros_like(self.lam)
-        for m, *parts in zip(members, *map(self.table.split, self._flat_tensors()), strict=True):
+        flat = map(self.table.split, (self.r, self.lam, self.by_r, self.by_lam))
+        for m, *parts in zip(members, *flat, strict=True):
             r, lam, by_r, by_lam = map(m.wrap, parts)
             m.state["r"], m.r = r, nn.Parameter(r, requires_grad=False)
             m.r.grad = by_r
             if m.bias is not None:
                 m.bias_state["lam"], m.lam = lam, nn.Parameter(lam, requires_grad=False)
                 m.lam.grad = by_lam
-
-    def _flat_tensors(self) -> tuple[Tensor, ...]:
-        return self.r, self.lam, self.by_r, self.by_lam
 
     def _start(self, members: Sequence[Member], match: bool) -> None:
         """Write the first r, and the length R of the stored directions, into the states."""
