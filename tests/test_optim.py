@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from geoparam import GmPConv2d, GmPLinear, param_groups
+from geoparam import GmPConv2d, GmPLinear, param_groups, sphere
 
 
 class Model(nn.Module):
@@ -45,12 +45,42 @@ def test_only_plain_weights_are_decayed(coordinates: str) -> None:
 def test_rate_of_the_directions() -> None:
     model = Model()
     name = "conv.latitude"
-    assert by_name(model, param_groups(model, 0.1))[name]["lr"] == 0.1
+    assert by_name(model, param_groups(model, 0.1, match=None))[name]["lr"] == 0.1
     assert by_name(model, param_groups(model, 0.1, angle_lr=0.5))[name]["lr"] == 0.5
     groups = by_name(model, param_groups(model, 0.1, angle_lr="fan_in"))
     assert groups[name]["lr"] == pytest.approx(0.1 / math.sqrt(27))
     assert groups["hidden.latitude"]["lr"] == pytest.approx(0.1 / math.sqrt(8))
     assert groups["conv.r"]["lr"] == groups["head.weight"]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("kind, power", [("adam", 1), ("sgd", 2)])
+@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
+def test_matched_rates_undo_the_layers_own_scale(coordinates: str, kind: str, power: int) -> None:
+    layer = GmPLinear.from_linear(nn.Linear(9, 6), coordinates=coordinates)
+    groups = by_name(layer, param_groups(layer, 0.1, kind=kind))
+    length = layer.r.abs().mean().item()
+    g = sphere.metric(layer.latitude).mean().item() if coordinates == "angles" else 1.0
+    stored = "latitude" if coordinates == "angles" else "unit"
+    assert groups[stored]["lr"] == pytest.approx(0.1 / (length * math.sqrt(g)) ** power)
+    assert groups["lam"]["lr"] == pytest.approx(0.1 / length**power)
+    assert groups["r"]["lr"] == 0.1
+
+
+def test_a_first_matched_step_of_sgd_moves_the_weight_as_a_plain_step() -> None:
+    plain = nn.Linear(9, 6, bias=False).double()
+    with torch.no_grad():  # all rows have length R: there the match is exact to first order
+        plain.weight.div_(plain.weight.norm(dim=1, keepdim=True)).mul_(0.3)
+    layer, x = GmPLinear.from_linear(plain, coordinates="intrinsic"), torch.randn(20, 9).double()
+    before = plain.weight.detach().clone()
+    steps = [
+        torch.optim.SGD(plain.parameters(), lr=1e-6),
+        torch.optim.SGD(param_groups(layer, 1e-6, kind="sgd")),
+    ]
+    for model, step in zip((plain, layer), steps, strict=True):
+        model(x).square().mean().backward()
+        step.step()
+    expected, moved = plain.weight.detach() - before, layer.weight.detach() - before
+    assert (moved - expected).norm() < 1e-4 * expected.norm()
 
 
 @pytest.mark.parametrize(
@@ -95,3 +125,7 @@ def test_unknown_rate() -> None:
         param_groups(Model(), 0.1, angle_lr=-1.0)
     with pytest.raises(ValueError, match="angle_lr"):
         param_groups(Model(), 0.1, angle_lr="fan_out")
+    with pytest.raises(ValueError, match="kind is 'adam' or 'sgd'"):
+        param_groups(Model(), 0.1, kind="lion")
+    with pytest.raises(ValueError, match="match is 'plain' or None"):
+        param_groups(Model(), 0.1, match="fast")

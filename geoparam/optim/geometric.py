@@ -58,6 +58,7 @@ class GeometricOptimizer(Optimizer):
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> _ = nn.init.zeros_(model[0].bias)
         >>> optimizer = GeometricOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
         >>> model(torch.randn(16, 4)).square().mean().backward()
         >>> optimizer.step()
