@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from geoparam.optim.angular import AngularStage
@@ -64,8 +65,8 @@ class GeometricOptimizer(Optimizer):
         >>> optimizer.step()
         >>> print(optimizer)
         GeometricOptimizer (intrinsic, SGD; rest SGD): 32 of 58 parameters are units
-          units of                                   rows fan-in  bias  scale
-          0.weight                                      8      4  lam   free
+          units of                                   rows fan-in  bias   scale
+          0.weight                                      8      4  lam    free
           plain
           2.weight                                 the output layer
     """
@@ -91,6 +92,10 @@ class GeometricOptimizer(Optimizer):
     ) -> None:
         _check_options(coordinates, turn, max_turn, scale)
         decay = base_options.pop("weight_decay", None)
+        rates = {"weight_decay": decay, "scale_lr": scale_lr, "scale_decay": scale_decay}
+        for name, value in rates.items():
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is 0 or more; got {value}.")
         for name, make in (("base", base), ("rest", rest)):
             if make is not None and (isinstance(make, Optimizer) or not callable(make)):
                 raise ValueError(
@@ -108,7 +113,7 @@ class GeometricOptimizer(Optimizer):
         self._scale_factor: Any = 1.0 if scale_lr is None else scale_lr / lr
         self._choice: Choice = choose(model, filter_fn, example_inputs)
         self._undecayed = undecayed_names(model)
-        self._title = f"{coordinates}, {_name(base)}; rest {_name(make_rest)}"
+        self._title = f"{_name(base)}; rest {_name(make_rest)}"
         self._sizes = sum(u.out * u.fan_in for u in self._choice.units), _size(model)
         unit_defaults = _defaults(self._base, "base")
         self._rest_defaults = _defaults(self._rest, "rest")
@@ -141,7 +146,11 @@ class GeometricOptimizer(Optimizer):
         if not all(isinstance(given, dict) for given in given_groups):
             given_groups = [{"params": given_groups}]
         for given in map(dict, given_groups):
-            params = [p[-1] if isinstance(p, tuple) else p for p in given.pop("params")]
+            if "params" not in given:
+                raise ValueError(f"a group has its parameters under 'params'; got {list(given)}.")
+            params = given.pop("params")
+            params = [params] if isinstance(params, Tensor) else params
+            params = [p[-1] if isinstance(p, tuple) else p for p in params]
             if strangers := [tuple(p.shape) for p in params if id(p) not in names]:
                 raise ValueError(f"groups hold parameters that the model does not: {strangers}.")
             given.pop("param_names", None)
@@ -163,7 +172,9 @@ class GeometricOptimizer(Optimizer):
 
     @property
     def _form(self) -> str:
-        return self._coordinates + (", turn" if self._turns else "")
+        """What a loaded state must have been made with."""
+        turn, match = ", turn" if self._turns else "", "" if self._match else ", match=False"
+        return f"{self._coordinates}{turn}{match}, {self._title}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; those that come after construction are part of the rest."""
@@ -179,6 +190,7 @@ class GeometricOptimizer(Optimizer):
 
     # --- the step -----------------------------------------------------------------------------
 
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; parameters without a gradient are left as they are."""
@@ -223,6 +235,7 @@ class GeometricOptimizer(Optimizer):
         active = {}
         for unit in units:
             weight, bias = params[unit.name], params.get(unit.bias or "")
+            bias = bias if unit.has_distance else None
             if weight.grad is not None:
                 bias = None if bias is None or bias.grad is None else bias
                 bias_state = {} if bias is None else self.state[bias]
@@ -270,9 +283,11 @@ class GeometricOptimizer(Optimizer):
             )
         self._check_fit(saved, state_dict["state"])
         super().load_state_dict({**state_dict, "state": {}})
-        ids = chain.from_iterable(group["params"] for group in saved)
+        ids = list(chain.from_iterable(group["params"] for group in saved))
         own = [(group, p) for group in self.param_groups for p in group["params"]]
         self.state.clear()
+        keys = dict(zip(self._all_names(), ids, strict=True))
+        self._choice = self._choice.like(state_dict["state"], keys)
         for key, (group, p) in zip(ids, own, strict=True):
             if key in state_dict["state"]:
                 on_device = bool(group.get("capturable") or group.get("fused"))
@@ -288,11 +303,14 @@ class GeometricOptimizer(Optimizer):
         for i, (mine, theirs) in enumerate(pairs):
             if mine != theirs:
                 other = sorted({*mine} ^ {*theirs}) or mine
-                raise ValueError(f"the state's group {i} differs from the optimizer's in {other}.")
+                raise ValueError(
+                    f"the state's group {i} differs from the optimizer's in {other}. (A layer "
+                    "with a row of zeros has no units: build the optimizer before pruning.)"
+                )
         forms = [group["geometry"] for group in self.param_groups]
         if forms != (found := [group["geometry"] for group in saved]):
             raise ValueError(f"the state is for groups {found}; this optimizer has {forms}.")
-        keys = dict(zip(chain(*own), chain(*(group["params"] for group in saved)), strict=True))
+        keys = dict(zip(self._all_names(), chain(*(g["params"] for g in saved)), strict=True))
         for unit in self._choice.units:
             state = states.get(keys.get(unit.name), {})
             if "r" in state and (len(state["r"]), state["fan_in"]) != (unit.out, unit.fan_in):
@@ -300,6 +318,9 @@ class GeometricOptimizer(Optimizer):
                     f"the state of {unit.name!r} has {len(state['r'])} units of fan-in "
                     f"{state['fan_in']}; the model's has {unit.out} of {unit.fan_in}."
                 )
+
+    def _all_names(self) -> list[str]:
+        return [name for group in self.param_groups for name in group["param_names"]]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
@@ -313,7 +334,8 @@ class GeometricOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         units, total = self._sizes
-        title = f"GeometricOptimizer ({self._title}): {units:,} of {total:,} parameters are units"
+        form = f"{self._coordinates}, {self._title}"
+        title = f"GeometricOptimizer ({form}): {units:,} of {total:,} parameters are units"
         return f"{title}\n{self._choice.table(self.is_fixed)}"
 
 

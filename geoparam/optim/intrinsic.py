@@ -23,7 +23,7 @@ class IntrinsicStage(Stage):
     ) -> None:
         super().__init__(members, match, max_turn)
         self.turns = turns
-        self.by_increment = turns or max_turn is not None
+        self.by_increment = self.is_bounded = turns or max_turn is not None
         self.peak, self.stretch = torch.zeros_like(self.r), torch.zeros_like(self.r)
         self.w = [_rows_of(m) for m in members]
         self.copied = [i for i, m in enumerate(members) if not m.is_in_place]

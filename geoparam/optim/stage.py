@@ -5,12 +5,13 @@ direction, at a length R that is the layer's mean |r| at the start (R = 1 with m
 
     intrinsic   v,  |v| = R,  W = r v / |v|          dL/dv = (r / R) (G - u <G, u>)
     angles      A = R sqrt(g) latitude                dL/dA = dL/dlatitude / (R sqrt(g))
-    distance    L = R lam,  b = r L / R               dL/dL = (r / R) dL/db
+    distance    L = R' lam,  b = r L / R'             dL/dL = (r / R') dL/db
     scale       r                                     dL/dr = <G, u> + lam dL/db
 
-with g the mean of the sphere's metric. A step of size s on v then moves W by (r / R) s: about s,
-as in plain training, for SGD and Adam alike. R is the layer's mean and not each row's own |r|,
-since that would undo the protection: a row of tiny r would turn as wildly as a plain row does.
+with g the mean of the sphere's metric and R' the layer's present mean |r|. A step of size s on v
+then moves W by (r / R) s: about s, as in plain training, for SGD and Adam alike. R is the layer's
+mean and not each row's own |r|, since that would undo the protection: a row of tiny r would turn
+as wildly as a plain row does.
 
 Nothing is copied for float32 weights in intrinsic coordinates: W is brought to length R, stepped
 in place, and brought to length r, so that whatever was written to W before is seen. Angles, and
@@ -122,7 +123,8 @@ class Stage:
     """Units on one device, of one type and in one process group, which are stepped together."""
 
     def __init__(self, members: Sequence[Member], match: bool, max_turn: float | None) -> None:
-        self.members, self.max_turn = list(members), max_turn
+        self.members, self.match, self.max_turn = list(members), match, max_turn
+        self.is_bounded = max_turn is not None
         self.process_group = members[0].process_group
         self.counts = torch.tensor([m.shape[0] for m in members], device=members[0].weight.device)
         like = members[0].weight.new_empty(0, dtype=members[0].dtype)
@@ -190,31 +192,52 @@ class Stage:
             self.entered = self.r.clone()
 
     def _enter_distances(self, before: Tensor) -> None:
-        """Set L = R lam and dL/dL, and add to dL/dr what b = r L / R contributes."""
+        """Give the rest what stands for the biases, and add to dL/dr what b = r lam contributes.
+
+        Where |b| <= |r| that is R' lam, so that b moves as fast as a plain one. A boundary farther
+        out than 1 has a plain bias: lam would move it 1 + lam^2 times as fast. Without `match` it
+        is lam everywhere, as in converted layers.
+        """
         biases = [m.bias for m in self.members]
         by_bias = self._flat([None if b is None else b.grad for b in biases]).to(self.r.dtype)
         self.bias = self._flat(biases)
-        is_ours = (before * self.lam / self.length).to(self.bias.dtype) == self.bias
+        is_ours = (before * self.lam).to(self.bias.dtype) == self.bias
         is_ours &= (self.r - before).abs() <= _ROUNDING * before.abs()
-        new = self.bias * self.length / torch.where(self.r == 0, 1, self.r)
-        self.lam.copy_(torch.where(is_ours | (self.r == 0), self.lam, new))
-        self.by_lam.copy_(self.r / self.length * by_bias)
-        self.by_r.add_(self.lam / self.length * by_bias)
+        value = torch.where(is_ours, self.r * self.lam, self.bias.to(self.r.dtype))
+        scale = torch.where(self.r == 0, 1, self.r)
+        self.is_near = (self.r != 0) & ((value.abs() <= self.r.abs()) | (not self.match))
+        self.present_length = self._mean_scale() if self.match else self.length
+        stretch = torch.where(self.is_near, self.present_length / scale, 1)
+        self.lam.copy_(stretch * value)
+        self.by_lam.copy_(by_bias / stretch)
+        self.by_r.add_(torch.where(self.is_near, value / scale, 0) * by_bias)
         self.entered_lam = self.lam.clone()
+
+    def _mean_scale(self) -> Tensor:
+        columns = torch.stack([self.r.abs(), self.zeros + 1], dim=1)
+        sums, counts = self._layer_sums(columns).unbind(dim=1)
+        return self._per_row(torch.where(sums == 0, 1, sums / counts.clamp(min=1)))
 
     def leave(self) -> None:
         """Write weights and biases from what the base and the rest have stepped."""
         entered = self.entered if self.has_free else self.r
         if self.has_free:
             self.r.mul_(entered != 0)  # a row of zeros has no direction to grow in
+            if self.is_bounded:  # r through 0 would turn a unit by 180 degrees
+                self.r.copy_(torch.where(self.r * entered < 0, 0.1 * entered, self.r))
         self._leave_directions(entered)
         if self.biased:
-            is_still = (self.lam == self.entered_lam) & (self.r == entered)
-            new = (self.r * self.lam / self.length).to(self.bias.dtype)
-            parts = self.table.split(torch.where(is_still, self.bias, new))
-            biased = [i for i, m in enumerate(self.members) if m.bias is not None]
-            own = [local(self.members[i].bias) for i in biased]
-            torch._foreach_copy_(own, [parts[i] for i in biased])
+            self._leave_distances(entered)
+
+    def _leave_distances(self, entered: Tensor) -> None:
+        """Write the biases, and keep lam = b / r until the next step."""
+        value = torch.where(self.is_near, self.r * self.lam / self.present_length, self.lam)
+        is_still = (self.lam == self.entered_lam) & (self.r == entered)
+        parts = self.table.split(torch.where(is_still, self.bias, value.to(self.bias.dtype)))
+        biased = [i for i, m in enumerate(self.members) if m.bias is not None]
+        own = [local(self.members[i].bias) for i in biased]
+        torch._foreach_copy_(own, [parts[i] for i in biased])
+        self.lam.copy_(torch.where(self.r == 0, 0, value / torch.where(self.r == 0, 1, self.r)))
 
     def _enter_directions(self, rates: Sequence[Any]) -> None:
         """Set `stored` and its gradient, r as the weights have it, and by_r = <G, u>."""

@@ -48,7 +48,8 @@ class Unit:
     out: int
     fan_in: int
     layout: Layout
-    bias: str | None  # the bias kept as a distance, b = r lam
+    bias: str | None  # its own bias
+    has_distance: bool  # whether that is kept as b = r lam
     norm: str | None  # the norm behind it, where r has no effect
 
 
@@ -59,15 +60,23 @@ class Choice:
     units: tuple[Unit, ...]
     plain: Mapping[str, str]
 
+    def like(self, states: Mapping[Any, Mapping[str, Any]], keys: Mapping[str, Any]) -> "Choice":
+        """Return the choice by which a state was made: values may have changed since."""
+        units = []
+        for u in self.units:
+            state = states.get(keys.get(u.bias or ""), {})
+            units.append(replace(u, has_distance="lam" in state) if state else u)
+        return replace(self, units=tuple(units))
+
     def table(self, is_fixed: Callable[[Unit], bool]) -> str:
         """Return a line for each weight."""
-        lines = [f"  {'units of':40} {'rows':>6} {'fan-in':>6}  {'bias':4}  scale"]
+        lines = [f"  {'units of':40} {'rows':>6} {'fan-in':>6}  {'bias':5}  scale"]
         for u in self.units:
             scale = (
                 "free" if not is_fixed(u) else f"fixed, {u.norm} follows" if u.norm else "fixed"
             )
-            bias = "lam" if u.bias else "-"
-            lines.append(f"  {u.name:40} {u.out:6} {u.fan_in:6}  {bias:4}  {scale}")
+            bias = "lam" if u.has_distance else "plain" if u.bias else "-"
+            lines.append(f"  {u.name:40} {u.out:6} {u.fan_in:6}  {bias:5}  {scale}")
         plain = [f"  {name:40} {reason}" for name, reason in self.plain.items()]
         return "\n".join([*lines, *(["  plain", *plain] if plain else [])])
 
@@ -96,8 +105,8 @@ def choose(
             plain[name] = reason
         is_own = bias is not None and len(holders[id(bias)]) == len(holders[id(weight)])
         out = weight.shape[1] * layout.groups if layout.columns else len(weight)
-        distance = names[id(bias)] if is_own else None
-        unit = Unit(name, out, weight.numel() // out, layout, distance, norms.get(layer))
+        own = names[id(bias)] if is_own else None
+        unit = Unit(name, out, weight.numel() // out, layout, own, is_own, norms.get(layer))
         found.setdefault(name, unit)
     units = _check_values(dict(model.named_parameters()), found, plain)
     if not units:
@@ -201,7 +210,7 @@ def _check_values(
         if has_zero_row:
             plain[unit.name] = "a row of zeros has no direction"
         else:
-            kept.append(replace(unit, bias=None) if is_far else unit)
+            kept.append(replace(unit, has_distance=False) if is_far else unit)
     return tuple(kept)
 
 
@@ -232,18 +241,25 @@ def _norms_by_graph(model: nn.Module, graph: Graph) -> dict[str, str]:
     for layer in graph.layers:
         chain = graph.after(layer)
         if chain.exclusive and chain.norm is not None and chain.norm.name:
-            if isinstance(model.get_submodule(chain.norm.name), CHANNEL_NORMS):
+            if _undoes_scale(model.get_submodule(chain.norm.name)):
                 found[layer] = chain.norm.name
     return found
 
 
+def _undoes_scale(norm: nn.Module) -> bool:
+    """Whether a norm divides by the scale of what it reads; a frozen one does not."""
+    is_frozen = not norm.training and not any(p.requires_grad for p in norm.parameters())
+    return isinstance(norm, CHANNEL_NORMS) and not is_frozen
+
+
 def _norms_by_order(model: nn.Module) -> dict[str, str]:
-    """Guess the same without running the model: a norm of its width comes next in order."""
+    """Guess the same without running the model: a norm of its width comes next to it in order."""
     found: dict[str, str] = {}
     layer, width = "", 0
     for name, module in model.named_modules():
         if isinstance(module, CHANNEL_NORMS):
-            if width == module.num_features:
+            is_beside = name.rpartition(".")[0] == layer.rpartition(".")[0]
+            if is_beside and width == module.num_features and _undoes_scale(module):
                 found[layer] = name
             width = 0
         elif isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
