@@ -2,4 +2,6 @@
 
 import importlib.util
 
-collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["geoparam/ops/*triton.py"]
+collect_ignore_glob = (
+    [] if importlib.util.find_spec("triton") else ["geoparam/kernels/*_triton.py"]
+)

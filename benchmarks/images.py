@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.timing import hardware, medians
-from geoparam.data.imagenet import PackedImages
-from geoparam.data.npz import Split
-from geoparam.experiments.imaging import preparation
-from geoparam.experiments.imaging.loop import Training
-from geoparam.experiments.imaging.settings import Settings
+from geoparam_lab.data.downsampled import PackedImages
+from geoparam_lab.data.image_npz import Split
+from geoparam_lab.training.images import preparation
+from geoparam_lab.training.images.loop import Training
+from geoparam_lab.training.images.settings import Settings
 
 AT_A_TIME, WARMUP = 5, 6
 CLASSES = 1000

@@ -26,9 +26,10 @@ import numpy as np
 import torch
 
 from benchmarks.timing import hardware
-from geoparam.data import splits, uci
-from geoparam.experiments import methods, stacked
-from geoparam.experiments.stacked import Protocol, Result
+from geoparam_lab import methods
+from geoparam_lab.data import splits, uci_data
+from geoparam_lab.training.stacks import stacked
+from geoparam_lab.training.stacks.stacked import Protocol, Result
 
 PAPERS = Protocol(stacked.absolute_error, stacked.squared_error, batch_size=1024)
 FIXED = replace(PAPERS, epochs=100, patience=1000)  # nobody stops
@@ -89,7 +90,7 @@ def main() -> None:
     parser.add_argument("--splits", type=int, default=10)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    data = splits.stack(*uci.load("yacht", args.data), seeds=range(args.splits))
+    data = splits.stack(*uci_data.load("yacht", args.data), seeds=range(args.splits))
     print(f"Yacht, {args.splits} splits in one stack and alone; {hardware('cpu')}\n")
     print(
         "| method | epoch, ratio | b / a | protocol, ratio | limit | stacked, s | mean epochs "

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 import geoparam as gp
 from benchmarks.timing import hardware
-from geoparam.experiments import networks
+from geoparam_lab import networks
 
 METHODS = ("bn", "none", "bn+geometric", "imn", "imn+geometric", "layers", "budget", "tune")
 SIZES = {"cuda": {"resnet50": 224, "vgg6": 32}, "cpu": {"resnet50": 64, "vgg6": 32}}

@@ -15,11 +15,12 @@ import time
 from pathlib import Path
 
 from benchmarks.timing import hardware
-from geoparam.experiments import methods, uci
-from geoparam.experiments.results import Run
-from geoparam.experiments.tabling import reference
-from geoparam.experiments.tabling.estimates import agrees, estimate
-from geoparam.experiments.tasks import cores
+from geoparam_lab import methods
+from geoparam_lab.experiments import uci
+from geoparam_lab.run_folder import Run
+from geoparam_lab.tables import reference
+from geoparam_lab.tables.estimates import agrees, estimate
+from geoparam_lab.training.tasks import cores
 
 
 def cells(run: Run) -> dict[tuple[str, str], tuple[str, bool | None]]:

@@ -1,16 +1,21 @@
 """Geometric Parameterization (GmP) for PyTorch."""
 
-from geoparam.analysis.tracker import BoundaryTracker
+from geoparam.analysis.tracker.tracker import BoundaryTracker
 from geoparam.attention import GmPMultiheadAttention
-from geoparam.convert import convert_, verify
-from geoparam.fold import fold_
+from geoparam.base_layer import GmPLayer, retract
+from geoparam.conversion.convert import convert_, verify
+from geoparam.conversion.fold import fold_
+from geoparam.conversion.plan import plan
+from geoparam.input_mean_layers import (
+    InputMeanConv1d,
+    InputMeanConv2d,
+    InputMeanConv3d,
+    InputMeanLinear,
+)
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
 from geoparam.memory import remembered
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, recalibrate_, synchronise_means_
 from geoparam.optim import GeometricOptimizer, param_groups
-from geoparam.plain import InputMeanConv1d, InputMeanConv2d, InputMeanConv3d, InputMeanLinear
-from geoparam.plan import plan
-from geoparam.unit import GmPLayer, retract
 
 __version__ = "0.1.0"
 

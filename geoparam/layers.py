@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from geoparam.base_layer import Activation, GmPLayer, InputNorm
 from geoparam.norm import MOMENTUM
-from geoparam.unit import Activation, GmPLayer, InputNorm
 
 Conv = TypeVar("Conv", bound="_GmPConv")
 PlainConv = nn.Conv1d | nn.Conv2d | nn.Conv3d

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-INTERPRETER = Path(__file__).parent / "interpreter"
+HERE = Path(__file__).parent
+INTERPRETER = HERE / "interpreter"
+
+# Processes that tests start find the helpers, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(HERE / "helpers"), os.environ.get("PYTHONPATH")])
+)
 
 
 @pytest.fixture(autouse=True)

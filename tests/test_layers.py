@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, InputMeanNorm, retract, sphere
-from geoparam.unit import GmPLayer
+from geoparam.base_layer import GmPLayer
 
 DOUBLE = {"dtype": torch.float64}
 CONVS = {1: (GmPConv1d, nn.Conv1d), 2: (GmPConv2d, nn.Conv2d), 3: (GmPConv3d, nn.Conv3d)}

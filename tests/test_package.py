@@ -18,7 +18,7 @@ def test_version_is_the_metadata_version() -> None:
 
 def test_depends_on_torch_and_numpy_alone() -> None:
     requires = importlib.metadata.requires("geoparam") or []
-    assert sorted(r for r in requires if "extra" not in r) == ["numpy", "torch>=2.6"]
+    assert sorted(r for r in requires if "extra" not in r) == ["numpy", "torch>=2.8"]
 
 
 def test_ships_its_types() -> None:
@@ -33,7 +33,7 @@ def imported() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "name", (*OPTIONAL, "geoparam.kernels.weight_triton", "geoparam.experiments")
+    "name", (*OPTIONAL, "geoparam.kernels.weight_triton", "geoparam_lab")
 )
 def test_import_leaves_out(name: str, imported: set[str]) -> None:
     assert name not in imported

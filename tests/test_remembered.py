@@ -10,7 +10,7 @@ from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import geoparam as gp
-from geoparam import unit
+from geoparam import base_layer
 
 X = torch.randn(4, 6)
 
@@ -23,13 +23,13 @@ def model(coordinates: str = "angles") -> nn.Module:
 @pytest.fixture
 def weights_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count how often a layer computes its weight."""
-    made, compute = [0], unit.GmPLayer._weight
+    made, compute = [0], base_layer.GmPLayer._weight
 
-    def counted(self: unit.GmPLayer, *args: object) -> torch.Tensor:
+    def counted(self: base_layer.GmPLayer, *args: object) -> torch.Tensor:
         made[0] += 1
         return compute(self, *args)
 
-    monkeypatch.setattr(unit.GmPLayer, "_weight", counted)
+    monkeypatch.setattr(base_layer.GmPLayer, "_weight", counted)
     return made
 
 

@@ -2,12 +2,12 @@
 
 from geoparam.analysis.boundary import Boundaries, boundaries, layer_boundaries
 from geoparam.analysis.partition import Patterns, patterns
-from geoparam.analysis.perturbation import Response, perturb, sweep
+from geoparam.analysis.perturbation.response import Response, perturb, sweep
 from geoparam.analysis.reading.activations import SReLU, breaks
-from geoparam.analysis.slices import Slice, slice_regions
-from geoparam.analysis.slicing.planes import Plane, plane_through
-from geoparam.analysis.tracker import BoundaryTracker
-from geoparam.analysis.tracking.history import History
+from geoparam.analysis.slices.plane import Plane, plane_through
+from geoparam.analysis.slices.slice import Slice, slice_regions
+from geoparam.analysis.tracker.history import History
+from geoparam.analysis.tracker.tracker import BoundaryTracker
 
 __all__ = [
     "Boundaries",

@@ -39,9 +39,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from geoparam import sphere
 from geoparam.analysis.reading.activations import Breaks, breaks
-from geoparam.analysis.reading.moments import Moments, batch_moments, has_running
-from geoparam.analysis.reading.norms import is_rms
-from geoparam.analysis.reading.sites import (
+from geoparam.analysis.reading.layer_sites import (
     Follows,
     Layers,
     checked,
@@ -51,8 +49,10 @@ from geoparam.analysis.reading.sites import (
     is_transposed,
     unwrap,
 )
-from geoparam.plan import Inputs
-from geoparam.unit import GmPLayer
+from geoparam.analysis.reading.moments import Moments, batch_moments, has_running
+from geoparam.analysis.reading.norms import is_rms
+from geoparam.base_layer import GmPLayer
+from geoparam.conversion.plan import Inputs
 
 Statistics = Literal["running", "batch"]
 

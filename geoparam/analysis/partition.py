@@ -33,9 +33,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from geoparam.analysis.reading.layer_sites import Layers, Site, find_sites, unwrap
 from geoparam.analysis.reading.probe import observe
-from geoparam.analysis.reading.sites import Layers, Site, find_sites, unwrap
-from geoparam.plan import Inputs
+from geoparam.conversion.plan import Inputs
 from geoparam.trace import tensors_in
 
 # --- bits ---------------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ def app() -> "Typer":
     """Return the application, with all commands."""
     import typer
 
-    from geoparam.cli import demo, files, runs
+    from geoparam.cli import commands
+    from geoparam_lab.cli import demo, pages, runs
 
     application = typer.Typer(
         no_args_is_help=True,
@@ -64,7 +65,9 @@ def app() -> "Typer":
 
     application.command("demo")(demo.command)
     application.add_typer(runs.application(), name="run")
-    files.add(application)
+    application.command()(pages.table)
+    application.command()(pages.report)
+    commands.add(application)
     return application
 
 

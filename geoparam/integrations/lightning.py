@@ -4,8 +4,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from geoparam.analysis.tracker import BoundaryTracker
-from geoparam.unit import retract
+from geoparam.analysis.tracker.tracker import BoundaryTracker
+from geoparam.base_layer import retract
 
 
 class TrackBoundaries(Callback):

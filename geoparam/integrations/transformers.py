@@ -16,9 +16,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from geoparam.analysis.tracker import BoundaryTracker
+from geoparam.analysis.tracker.tracker import BoundaryTracker
+from geoparam.base_layer import retract
 from geoparam.optim import GeometricOptimizer
-from geoparam.unit import retract
 
 STATE = "boundaries.pt"
 

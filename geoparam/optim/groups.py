@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from geoparam import sphere
-from geoparam.unit import GmPLayer
+from geoparam.base_layer import GmPLayer
 
 AngleRate = float | Literal["fan_in"] | None
 Match = Literal["plain"] | bool | None

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from geoparam.base_layer import GmPLayer
 from geoparam.graph import Graph
 from geoparam.trace import output_layers, trace
-from geoparam.unit import GmPLayer
 
 Filter = Callable[[nn.Module, str], bool]
 CHANNEL_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)

@@ -22,7 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from training import EQUAL, assert_same_state, network, sgd, synchronised, train, whole
 
 import geoparam as gp
-from geoparam.unit import GmPLayer
+from geoparam.base_layer import GmPLayer
 
 EXACT = {"atol": 1e-10, "rtol": 1e-10}
 

@@ -24,12 +24,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from geoparam.analysis.tracking.gauge import reshard
-from geoparam.experiments.imaging import checkpoints
-from geoparam.experiments.imaging.averaging import Average
-from geoparam.experiments.imaging.loop import Training
-from geoparam.experiments.imaging.settings import Outcome
-from geoparam.experiments.imaging.training import train
+from geoparam.analysis.tracker.measurement import reshard
+from geoparam_lab.training.images import run_checkpoints
+from geoparam_lab.training.images.averaging import Average
+from geoparam_lab.training.images.loop import Training
+from geoparam_lab.training.images.settings import Outcome
+from geoparam_lab.training.images.train import train
 
 pytest.importorskip("accelerate")
 
@@ -135,7 +135,7 @@ def test_one_goes_on_with_what_two_began(
     options = RUNS["gmp+imn"]
     expected = train(settings(**options), source(), tmp_path / "one")
     processes.run(is_killed, options, sharded, tmp_path / "two")
-    state = checkpoints.Store(tmp_path / "two").newest()
+    state = run_checkpoints.Store(tmp_path / "two").newest()
     assert state is not None and (state["epoch"], state["step"]) == (1, 2)
     outcome = train(settings(**options), source(), tmp_path / "two")
     torch.testing.assert_close(

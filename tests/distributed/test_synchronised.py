@@ -10,13 +10,7 @@ from processes import Processes
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from geoparam import (
-    GmPConv2d,
-    GmPLinear,
-    InputMeanNorm,
-    MeanOnlyBatchNorm,
-    synchronise_means_,
-)
+from geoparam import GmPConv2d, GmPLinear, InputMeanNorm, MeanOnlyBatchNorm, synchronise_means_
 
 EXACT = {"atol": 1e-10, "rtol": 1e-10}
 IMAGE, ROWS = (4, 5, 5), (3, 4)

@@ -19,7 +19,9 @@ def test_the_table_says_what_is_a_unit_and_what_stays_plain() -> None:
     lines = str(build(model)).splitlines()
     assert lines[0].endswith("SGD; rest SGD): 164 of 274 parameters are units")
     found = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[2:]}
-    assert found["0.weight"] == "4 9 lam fixed, 1 follows" and found["4.weight"] == "8 16 plain free"
+    assert (
+        found["0.weight"] == "4 9 lam fixed, 1 follows" and found["4.weight"] == "8 16 plain free"
+    )
     assert "zeros has no direction" in found["6.weight"] and "output" in found["7.weight"]
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from geoparam import sphere
+from geoparam.analysis.reading.layer_sites import Site
 from geoparam.analysis.reading.norms import InstanceNorm, Unknown, is_for_images, is_rms
 from geoparam.analysis.reading.probe import observe
-from geoparam.analysis.reading.sites import Site
+from geoparam.conversion.plan import Inputs
 from geoparam.norm import InputMeanNorm
-from geoparam.plan import Inputs
 
 
 class Moments(NamedTuple):

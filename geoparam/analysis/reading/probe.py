@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam.analysis.reading.sites import Site, took_same_steps, unshared
+from geoparam.analysis.reading.layer_sites import Site, took_same_steps, unshared
+from geoparam.base_layer import GmPLayer
+from geoparam.conversion.plan import Inputs
 from geoparam.norm import TrackedMean
-from geoparam.plan import Inputs
 from geoparam.trace import trace
-from geoparam.unit import GmPLayer
 
 See = Callable[[Site, Tensor], None]
 

@@ -1,0 +1,189 @@
+"""A piecewise linear network seen in a plane: its activations, and what they get there.
+
+It has to be affine between breakpoints that are known: `activation_sites` refuses by name what is
+seen not to be, and `bent` names what may be the reason where only the numbers say so.
+"""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.autograd.forward_ad as forward_mode
+from torch import Tensor, nn
+
+from geoparam.analysis.reading.activations import Activation, SReLU, breaks
+from geoparam.analysis.reading.layer_sites import Site, unwrap
+from geoparam.analysis.reading.moments import has_running
+from geoparam.analysis.reading.probe import observe
+from geoparam.analysis.slices.plane import Plane
+from geoparam.base_layer import GmPLayer
+from geoparam.graph import Call, Graph, Node
+from geoparam.trace import trace
+
+Build = Callable[[Tensor], Any]
+
+AFFINE = "input index layer activation norm sum scale view same average constant output".split()
+
+
+class Network:
+    """A model in a plane: what its activations get at points of it.
+
+    Args:
+        model: It is copied to float64, so that lines are exact to twelve digits.
+        plane: Where to look at it.
+        build: Makes the model's inputs from a batch (N, *shape).
+
+    Attributes:
+        graph: The steps of a run.
+        sites: Every activation, one call each, in the order of the run.
+        size: How many numbers a run makes for one point.
+    """
+
+    def __init__(self, model: nn.Module, plane: Plane, build: Build) -> None:
+        self.model, self.plane, self.build = in_float64(model), plane, build
+        # Two points: with one, steps are missing that change nothing, as `contiguous`.
+        self.graph = trace(self.model, self.inputs(np.zeros((2, 2))))
+        self.sites = activation_sites(self.model, self.graph)
+        self.size = sum(math.prod(node.shape) for node in self.graph.nodes) // 2
+
+    def inputs(self, points: np.ndarray) -> Any:
+        """Return the model's inputs at points (N, 2) of the plane."""
+        return self.build(self.plane.at(points))
+
+    def step(self, site: Site) -> int:
+        """Return the number of a site's activation in the graph."""
+        call = site.calls[0]
+        return call.layer if call.activation is None else call.activation
+
+    def units(self, site: Site) -> int:
+        """Return how many numbers of an example its activation gets."""
+        return math.prod(self.graph.nodes[self.step(site)].shape[1:])
+
+    def jets(self, site: Site, points: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return what an activation gets at points, (N, ...), and its slopes, (2, N, ...).
+
+        By forward mode, along each axis of the plane: exact, and one run for each.
+        """
+        x = self.plane.at(points)
+        values: list[Tensor] = []
+        slopes: list[Tensor] = []
+
+        def see(_: Site, z: Tensor) -> None:
+            value, slope = forward_mode.unpack_dual(z)
+            values.append(value)
+            slopes.append(torch.zeros_like(value) if slope is None else slope)
+
+        for axis in self.plane.axes:
+            with forward_mode.dual_level():
+                moving = _moving(x, axis)
+                observe(self.model, self.build(moving), {site.name: site}, see)
+        _check_values(site.name, values[0], len(points))
+        return values[0], torch.stack(slopes)
+
+
+def _moving(x: Tensor, axis: Tensor) -> Tensor:
+    with warnings.catch_warnings():  # at its first use of forward mode torch warns of itself
+        warnings.filterwarnings("ignore", message=r"`torch\.jit\.script` is deprecated")
+        return forward_mode.make_dual(x, axis.expand_as(x).clone())
+
+
+def _check_values(name: str, z: Tensor, points: int) -> None:
+    if len(z) != points:
+        raise ValueError(
+            f"examples must be in the first dimension of each pre-activation; {name!r} has "
+            f"{len(z)} there for {points} examples."
+        )
+    if not z.isfinite().all():
+        raise ValueError(f"the pre-activations of {name!r} are not finite in the window.")
+
+
+def in_float64(model: nn.Module) -> nn.Module:
+    """Return a copy of the model for exact arithmetic, in evaluation mode on the CPU."""
+    model = unwrap(model)
+    # torch's older weight_norm leaves computed weights on modules, and these cannot be copied.
+    computed = {
+        id(value): value.detach().clone()
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+    return copy.deepcopy(model, computed).to("cpu", torch.float64).eval()
+
+
+def activation_sites(model: nn.Module, graph: Graph) -> dict[str, Site]:
+    """Return every activation of the run, one call each, by the layer whose units it shows."""
+    modules = dict(model.named_modules())
+    layers = {
+        call.activation: layer for layer in reversed(graph.layers) for call in graph.calls(layer)
+    }
+    found: dict[str, Site] = {}
+    for step, node in enumerate(graph.nodes):
+        module = None if node.name is None else modules.get(node.name)
+        _check_straight(node, step, module)
+        own = isinstance(module, GmPLayer) and module.activation is not None
+        if own or node.kind == "activation":
+            name = layers.get(step) or node.name or node.op
+            site = _site(_unused(name, found), step, node, module)
+            found[site.name] = site
+    if not found:
+        raise ValueError(
+            "regions are made by activations with breakpoints, as ReLU; no step of the run is one."
+        )
+    return found
+
+
+def _site(name: str, step: int, node: Node, module: nn.Module | None) -> Site:
+    layer: nn.Module = nn.Identity()
+    call = Call(-1, None, step, ())
+    activation: Activation | None = module or node
+    if isinstance(module, GmPLayer):  # the activation is its own
+        layer, activation, call = module, module.activation, Call(step, None, None, ())
+    channel = activation.dim - len(node.shape) if isinstance(activation, SReLU) else -1
+    return Site(name, layer, activation=activation, channel=channel, calls=(call,))
+
+
+def _unused(name: str, taken: Mapping[str, object]) -> str:
+    name = name.replace("_orig_mod.", "")
+    again = (f"{name} ({number})" for number in range(2, len(taken) + 2))
+    return next(each for each in (name, *again) if each not in taken)
+
+
+def _check_straight(node: Node, step: int, module: nn.Module | None) -> None:
+    """Refuse what is not affine between breakpoints that are known."""
+    activation: Any = module or node if node.kind == "activation" else None
+    if isinstance(module, GmPLayer):
+        activation = module.activation
+    known = breaks(activation)
+    smooth = activation is not None and (known is None or not known.linear)
+    norm = node.kind == "norm" and node.op != "batch_norm" and not has_running(module)
+    if smooth or norm or node.kind == "max":
+        raise ValueError(
+            "regions have straight sides where a network is affine between breakpoints that are "
+            f"known; got {_told(node, step)}, which is not. Take ReLU or a relative of it, "
+            "BatchNorm, average pooling; or give the part of the model before that step."
+        )
+
+
+def _told(node: Node, step: int) -> str:
+    return f"{node.op} {node.name!r}" if node.name else f"{node.op} (step {step})"
+
+
+def bent(graph: Graph, step: int) -> str:
+    """Name the steps before `step` that may have bent what it gets."""
+    found: set[int] = set()
+    stack = [step]
+    while stack:
+        new = set(graph.nodes[stack.pop()].inputs) - found
+        found |= new
+        stack += new
+    unknown = [i for i in sorted(found) if graph.nodes[i].kind not in AFFINE]
+    told = ", ".join(_told(graph.nodes[i], i) for i in unknown) or "a step that does not show"
+    return (
+        "regions have straight sides where a network is affine between breakpoints that are "
+        f"known, in float64; what {_told(graph.nodes[step], step)} gets is bent inside of a "
+        f"region, by {told}. Give a model, or a part of one, without it."
+    )

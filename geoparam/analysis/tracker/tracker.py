@@ -1,0 +1,304 @@
+"""Follow the boundaries of a model's units through training: `BoundaryTracker`.
+
+A tracker reads and never writes: it runs no random numbers, changes no buffer and no flag, so a
+run gives the same numbers with and without it. Everything is computed on the model's device; a
+record is one small copy to the host, which is waited for only when somebody looks at the history.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from geoparam.analysis.reading.layer_sites import Follows, Layers, find_sites, is_traced, unwrap
+from geoparam.analysis.tracker.history import NETWORK, History
+from geoparam.analysis.tracker.measurement import QUANTITIES, Gauge, reshard
+from geoparam.conversion.plan import Inputs
+
+
+class Writer(Protocol):
+    """What is asked of a TensorBoard SummaryWriter."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
+
+
+class _Pending(NamedTuple):
+    """A record on its way to the host."""
+
+    step: int
+    values: Tensor
+    units: Tensor | None
+    arrived: torch.cuda.Event | None
+
+
+class _FirstBatch:
+    """The hook that shows a tracker the first batch.
+
+    A copy of the model, for an average of its weights or in a file, is not followed: there the
+    hook does nothing.
+    """
+
+    def __init__(self, see: Callable[[tuple, dict], None] | None = None) -> None:
+        self._see = see
+
+    def __call__(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._see is not None:
+            self._see(args, kwargs)
+
+    def __reduce__(self) -> tuple:
+        return _FirstBatch, ()
+
+
+class BoundaryTracker:
+    r"""Records how the characteristic boundaries of a model's units move while it trains.
+
+    Call `step()` after each optimizer step. Each record has, for every layer, and where it says so
+    for every unit with `keep="full"`:
+
+    - `rotation_max`, `_median`, `_p99`: degrees by which directions have turned since the last
+      record (`rotation`: each unit's). A direction is that of the active half-space: signs of
+      gamma, of weight_norm's length and of an inside r count; a unit without one, gamma = 0, is
+      NaN, left out of the summary and counted in `undefined`.
+    - `displacement_max`, `_median`, `_p99`: ||delta phi|| (`displacement`).
+    - `scale_min`, `_median`, `_max` (`scale`), `distance_median`, `_p99`, `_max` of |lam|
+      (`distance`, signed); with `keep="full"` also `location`, for layers of up to 3 inputs.
+    - `units`, how many the layer has.
+    - `smallest_product` of cosines and the share of angles with `negligible_metric` (< 1e-4), for
+      layers with angles.
+    - with a probe: `input_length_median`, the median of ||x|| over the layer's inputs;
+      `relative_distance_median`, that of |lam| over it; the number of units that are `dead`
+      (active nowhere) and `always_on`; `separated_median`, the share of points on the smaller side
+      of a boundary; `pattern_change`, the share of bits of the activation pattern that changed
+      since the last record; `points_changed`, the number of examples that changed their region;
+      `regions`, how many distinct ones there are (`active`: the share of points at which each unit
+      is active). They are told of the activation that follows, after a residual sum if there is
+      one; phi is always that of the layer and its norm alone.
+
+    Layers with a smooth activation, or none, have rotation and scale only; the rest is NaN.
+
+    What follows a layer is seen in a run on `example_inputs`, or on the probe; with neither, on
+    the first batch that the model is called with. Build the tracker after the model is on its
+    device, before or after wrapping it in DDP or torch.compile, and after `fully_shard`.
+
+    With several processes the first one records and the others do nothing, except under FSDP2,
+    where all take part: call `step()` in all of them.
+
+    Args:
+        model: Any model: standard, weight_norm, BatchNorm, LayerNorm, GmP, or a mixture.
+        every: Record after so many steps.
+        layers: Names of layers, or a function of module and name; all by default.
+        probe: A batch as the model takes it: a tensor, a tuple, or a mapping of keywords.
+        keep: "summary", or "full" for every unit.
+        schedule: Function of the step's number that says whether to record; instead of `every`.
+        example_inputs: A small batch, to see what follows each layer.
+        follows: Norm and activation by layer name, where they are known better than seen.
+        units: At most so many units of each layer, evenly spaced, are followed; saves the copy
+            of all directions that is otherwise kept.
+        file: An .npy file that grows with the records and survives a kill; see `history.py`.
+        resume: Go on with the file that is there; then call `load_state_dict`.
+        writer: A TensorBoard SummaryWriter to write the summary to as well.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> tracker = BoundaryTracker(model, probe=torch.randn(16, 2))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> for _ in range(3):
+        ...     loss = model(torch.randn(4, 2)).square().mean()
+        ...     optimizer.zero_grad()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     tracker.step()
+        >>> tracker.history["0"]["rotation_max"].shape, tracker.history["0"]["step"]
+        ((3,), array([1, 2, 3]))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int = 1,
+        layers: Layers = None,
+        probe: Inputs | None = None,
+        keep: str = "summary",
+        *,
+        schedule: Callable[[int], bool] | None = None,
+        example_inputs: Inputs | None = None,
+        follows: Follows | None = None,
+        units: int | None = None,
+        file: str | os.PathLike | None = None,
+        resume: bool = False,
+        writer: Writer | None = None,
+    ) -> None:
+        if keep not in ("summary", "full"):
+            raise ValueError(f"keep is 'summary' or 'full'; got {keep!r}.")
+        if every < 1 or (units is not None and units < 1):
+            raise ValueError(f"every and units are at least 1; got {every} and {units}.")
+        self.model = unwrap(model)
+        self.schedule = schedule or (lambda step: step % every == 0)
+        self._probe = probe
+        self._layers, self._follows = layers, follows
+        self._units, self._full = units, keep == "full"
+        self._path, self._resume, self._writer = file, resume, writer
+        self._steps = 0
+        self._measured_at = 0
+        self._pending: list[_Pending] = []
+        self._gauge: Gauge | None = None
+        self._history: History | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        self._first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+        sharded = any(hasattr(parameter, "full_tensor") for parameter in self.model.parameters())
+        self._takes_part = self._first or sharded
+        self._hook: Any = None
+        self._waiting = True
+        known = example_inputs if example_inputs is not None else probe
+        if not self._takes_part:
+            return
+        if known is not None:
+            self._begin(known)
+        elif sharded:
+            raise ValueError("under FSDP2 the tracker needs example_inputs, or a probe.")
+        else:
+            hook = _FirstBatch(self._see_first_batch)
+            self._hook = model.register_forward_pre_hook(hook, with_kwargs=True)
+
+    # --- the user's side ----------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Count one optimizer step, and record if it is time to."""
+        self._steps += 1
+        if not self._waiting:
+            self._unhook()  # not from inside of the hook: others may be on their way
+        if self._takes_part and self.schedule(self._steps):
+            self._record(self._begun())
+        self._collect(wait=False)
+
+    @property
+    def history(self) -> History:
+        """The records so far: `history[layer][quantity]`, or `history.table(quantity)`."""
+        if not self._first:
+            raise RuntimeError("this process does not record: the first one of the group does.")
+        self._begun()
+        self._collect(wait=True)
+        assert self._history is not None
+        return self._history
+
+    def close(self) -> None:
+        """Wait for the last records and write them."""
+        self._collect(wait=True)
+        self._unhook()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs to go on: the step, and between records the directions.
+
+        Everything recorded is in the file when this returns.
+        """
+        self._collect(wait=True)
+        state: dict[str, Any] = {"step": self._steps}
+        if self._gauge is not None and self._measured_at != self._steps:
+            state["measured_at"] = self._measured_at
+            state["gauge"] = self._gauge.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; call it when the model has the checkpoint's weights.
+
+        Records of later steps, of a run that was killed after the checkpoint, are dropped.
+        """
+        self._steps, self._loaded = state["step"], state
+        if self._gauge is not None:
+            self._go_on(self._gauge)
+
+    # --- the beginning ------------------------------------------------------------------------
+
+    def _see_first_batch(self, args: tuple, kwargs: dict) -> None:
+        if self._waiting and not torch.compiler.is_compiling() and not is_traced():
+            self._waiting = False  # the run that follows calls the model too
+            self._begin(args, kwargs)
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _begin(self, inputs: Inputs, kwargs: Mapping[str, Any] | None = None) -> None:
+        """See what follows each layer, and take the first measure, to compare with."""
+        sites = find_sites(self.model, inputs, self._layers, self._follows, kwargs)
+        reshard(self.model)
+        self._gauge = Gauge(self.model, sites, self._probe, self._units, self._full)
+        self._gauge.measure()
+        if self._first:
+            self._history = History(
+                list(sites), QUANTITIES, self._gauge.unit_types, self._path, self._resume
+            )
+            if len(self._history.steps) and self._loaded is None:
+                self._steps = self._measured_at = int(self._history.steps[-1])
+        if self._loaded is not None:
+            self._go_on(self._gauge)
+
+    def _go_on(self, gauge: Gauge) -> None:
+        """Take over a checkpoint's state."""
+        assert self._loaded is not None
+        if self._history is not None:
+            self._history.forget_after(self._steps)
+        gauge.measure()
+        self._measured_at = self._loaded.get("measured_at", self._steps)
+        if "gauge" in self._loaded:
+            gauge.load_state_dict(self._loaded["gauge"])
+
+    def _begun(self) -> Gauge:
+        if self._gauge is None:
+            raise ValueError(
+                "the tracker has not seen what follows each layer: the model was not called, or "
+                "only where torch.compile hides it. Give example_inputs=, or a probe."
+            )
+        return self._gauge
+
+    # --- records ------------------------------------------------------------------------------
+
+    def _record(self, gauge: Gauge) -> None:
+        values, units = gauge.measure()
+        self._measured_at = self._steps
+        if self._first:
+            self._pending.append(_on_its_way(self._steps, values, units))
+
+    def _collect(self, wait: bool) -> None:
+        """Put the records that have arrived into the history; `wait` for all."""
+        while self._pending and (wait or _has_arrived(self._pending[0])):
+            step, values, units, arrived = self._pending.pop(0)
+            if arrived is not None:
+                arrived.synchronize()
+            assert self._history is not None and self._gauge is not None
+            row = None if units is None else self._gauge.unit_row(step, units.numpy())
+            self._history.append(step, values.numpy(), row)
+            if self._writer is not None:
+                self._write_scalars(self._writer, step, values.numpy())
+
+    def _write_scalars(self, writer: Writer, step: int, values: np.ndarray) -> None:
+        assert self._history is not None
+        for name, row in zip((*self._history.layers, NETWORK), values, strict=True):
+            for quantity, value in zip(QUANTITIES, row, strict=True):
+                if np.isfinite(value):
+                    writer.add_scalar(f"{name}/{quantity}", float(value), step)
+
+
+def _on_its_way(step: int, values: Tensor, units: Tensor | None) -> _Pending:
+    """Start copying a record to the host, without waiting for it."""
+    if not values.is_cuda:
+        return _Pending(step, values.cpu(), units if units is None else units.cpu(), None)
+    on_host = [None if t is None else _copy_to_host(t) for t in (values, units)]
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(values.device))
+    assert on_host[0] is not None
+    return _Pending(step, on_host[0], on_host[1], arrived)
+
+
+def _copy_to_host(t: Tensor) -> Tensor:
+    host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+    return host.copy_(t, non_blocking=True)
+
+
+def _has_arrived(record: _Pending) -> bool:
+    return record.arrived is None or record.arrived.query()

@@ -1,0 +1,124 @@
+"""Commands of the library: fold a checkpoint, bench in a checkout."""
+
+import ast
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
+from typer import Argument, Option
+
+import geoparam as gp
+
+Force = Annotated[bool, Option("--force", help="Overwrite the output.")]
+
+
+def fold(
+    checkpoint: Annotated[
+        Path, Argument(help="safetensors file, sharded folder or index, or torch state_dict.")
+    ],
+    out: Annotated[Path, Option(help="The safetensors file to write.")],
+    arch: Annotated[
+        str | None,
+        Option(
+            help="The plain model: torchvision:NAME, timm:NAME, transformers:FOLDER with a "
+            "config.json, or package.module:function. Only its shapes are used."
+        ),
+    ] = None,
+    like: Annotated[
+        Path | None, Option(help="A plain checkpoint, file or folder, of the same architecture.")
+    ] = None,
+    linear: Annotated[
+        bool,
+        Option(
+            "--linear", help="Every converted layer is nn.Linear or attention: no model needed."
+        ),
+    ] = False,
+    prefix: Annotated[
+        str, Option(help="Take only entries that begin with this, and remove it.")
+    ] = "",
+    force: Force = False,
+) -> None:
+    """Turn the checkpoint of a converted model into one of the plain model."""
+    from geoparam.checkpoints.checkpoint_files import fold_checkpoint
+
+    plain: dict[str, Any] = {"arch": arch, "like": like, "linear": linear}
+    try:
+        report = fold_checkpoint(checkpoint, out, **plain, prefix=prefix, force=force)
+    except (ValueError, OSError) as error:
+        sys.exit(printable(f"Nothing written. {error}"))
+    shown = Table("layers folded", "entries kept as they are", "size")
+    shown.add_row(f"{report.layers}", f"{report.kept}", decimal(report.size))
+    console = Console()
+    console.print(shown)
+    for note in report.notes:
+        console.print(f"[bold]Note:[/] {escape(printable(note))}", soft_wrap=True)
+    console.print(f"The plain checkpoint is [bold]{escape(str(out))}[/]", soft_wrap=True)
+
+
+def bench(
+    context: typer.Context,
+    name: Annotated[
+        str | None, Argument(help="Which one; without a name they are listed.")
+    ] = None,
+) -> None:
+    """Run a performance comparison; what follows its name is given to it, also -- --help."""
+    root = checkout()
+    if root is None:
+        sys.exit(
+            "The benchmarks are in geoparam's repository, not in the installed package. In a "
+            "checkout of it: python -m benchmarks.NAME"
+        )
+    known = benchmarks(root)
+    if name is None:
+        for each, line in known.items():
+            print(f"{each:12} {line}")
+        return
+    if name not in known:
+        sys.exit(f"a benchmark is one of {', '.join(known)}; got {name!r}.")
+    command = [sys.executable, "-m", f"benchmarks.{name}", *context.args]
+    raise SystemExit(subprocess.run(command, cwd=root).returncode)
+
+
+def checkout() -> Path | None:
+    """Return the folder with the benchmarks: that of the package, or the one we are in."""
+    for root in (Path(gp.__file__).parents[1], Path.cwd()):
+        if (root / "benchmarks" / "__init__.py").exists():
+            return root
+    return None
+
+
+def benchmarks(root: Path) -> dict[str, str]:
+    """Return the benchmarks that can be run, each with the first line of its docstring."""
+    found = {}
+    for path in sorted((root / "benchmarks").glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if 'if __name__ == "__main__"' in text:
+            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    return found
+
+
+def printable(text: str) -> str:
+    """Return text for the terminal, with control characters written out: names may hold any.
+
+    Example:
+        >>> printable("a\\x1b]0;title\\x07")
+        'a\\\\x1b]0;title\\\\x07'
+    """
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else ascii(c)[1:-1]
+        for c in text
+    )
+
+
+def add(application: typer.Typer) -> None:
+    """Add these commands to the application."""
+    application.command()(fold)
+    passing = {"allow_extra_args": True, "ignore_unknown_options": True}
+    application.command(context_settings=passing)(bench)

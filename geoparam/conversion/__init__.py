@@ -1,0 +1,7 @@
+"""Conversion of whole models: plan, convert_, fold_."""
+
+from geoparam.conversion.convert import convert_, verify
+from geoparam.conversion.fold import fold_
+from geoparam.conversion.plan import plan
+
+__all__ = ["convert_", "fold_", "plan", "verify"]

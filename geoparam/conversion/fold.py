@@ -1,0 +1,369 @@
+"""Take geometric parameterization off again: plain torch.nn layers with the same function.
+
+Each GmP layer gives the standard layer it was or could have been. What else it did goes where it
+is exact: a mean that is subtracted as a constant goes into the bias; one that is subtracted before
+zeros are padded becomes a BatchNorm; a BatchNorm that was absorbed comes back as one
+that only adds the bias; and r outside an activation goes into the weights, r g(s) = g(r s), where
+g is ReLU-like and r >= 0, or else as a factor into the layers that read the result.
+"""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from geoparam.attention import GmPMultiheadAttention
+from geoparam.base_layer import GmPLayer
+from geoparam.conversion.convert import RemovedNorm
+from geoparam.conversion.plan import Inputs
+from geoparam.conversion.surgery import places, put, refuse_wrapped
+from geoparam.graph import Graph
+from geoparam.input_mean_layers import InputMeanLayer, release
+from geoparam.layers import GmPLinear
+from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean, shifted_bias
+from geoparam.trace import trace
+
+log = logging.getLogger("geoparam")
+
+HOMOGENEOUS = (nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.Identity)
+MODULES: dict[Callable, Callable[[], nn.Module]] = {
+    torch.relu: nn.ReLU,
+    F.relu: nn.ReLU,
+    F.leaky_relu: nn.LeakyReLU,
+    F.elu: nn.ELU,
+    F.relu6: nn.ReLU6,
+    F.hardswish: nn.Hardswish,
+    F.gelu: nn.GELU,
+    F.silu: nn.SiLU,
+    torch.tanh: nn.Tanh,
+    torch.sigmoid: nn.Sigmoid,
+}
+BATCH_NORMS: dict[int, type[nn.Module]] = {
+    2: nn.BatchNorm1d,
+    3: nn.BatchNorm1d,
+    4: nn.BatchNorm2d,
+    5: nn.BatchNorm3d,
+}
+
+
+def fold_(
+    model: nn.Module,
+    example_inputs: Inputs | None = None,
+    *,
+    restore_norm: bool | None = None,
+) -> nn.Module:
+    """Turn all layers of geoparam in `model` into plain torch.nn layers in place, and return it.
+
+    Nothing of geoparam is left in it, and it computes what it did in evaluation. After `convert_`
+    its `state_dict` has the keys of the original where norms are restored. The model has new
+    parameters: build a new optimizer to train on.
+
+    Args:
+        model: Any model. A bare layer is folded too; use what is returned.
+        example_inputs: A small batch; needed where r < 0 stands outside an activation, so that it
+            must go into the next layer, and for `InputMeanNorm` modules.
+        restore_norm: Whether a BatchNorm comes back where `convert_(norm="imn")` took one out. It
+            adds the layer's bias and does nothing else (gamma = 1, mu = 0, sigma^2 = 1 - eps), so
+            that the original's files load. By default it does where weights are geometric, and
+            does not with `weights="plain"`.
+
+    Example:
+        >>> import geoparam as gp
+        >>> model = nn.Sequential(gp.GmPLinear(4, 8, activation=torch.relu), nn.Linear(8, 2))
+        >>> x = torch.randn(3, 4)
+        >>> before = model(x)
+        >>> fold_(model)
+        Sequential(
+          (0): Sequential(
+            (0): Linear(in_features=4, out_features=8, bias=True)
+            (1): ReLU()
+          )
+          (1): Linear(in_features=8, out_features=2, bias=True)
+        )
+        >>> torch.allclose(model(x), before, atol=1e-6)
+        True
+    """
+    ours = _ours(model)
+    if not ours:
+        raise ValueError("nothing to fold: the model has no layers of geoparam.")
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        raise ValueError(
+            "this model is sharded: gather its state dict into an unsharded converted model, and "
+            "fold that (docs/training.md)."
+        )
+    refuse_wrapped(model, "fold")
+    graph = None if example_inputs is None else trace(model, example_inputs)
+    slots = {id(m.layer): m for m in ours.values() if isinstance(m, RemovedNorm)}
+    _refuse_orphans(ours)
+    factors = _factors(model, ours, graph)
+    folded: dict[nn.Module, nn.Module] = {}
+    for name, module in ours.items():
+        if isinstance(module, GmPLayer | InputMeanLayer) or id(module) in slots:
+            slot = slots.get(id(module))
+            geometric = isinstance(module, GmPLayer)
+            restored = slot if (geometric if restore_norm is None else restore_norm) else None
+            fold: Any = _folded_layer if geometric else _folded_plain
+            folded[module], norm = fold(name, module, factors.get(name), restored)
+            if slot is not None:
+                folded[slot] = _without_norm(slot) if norm is None else norm
+        elif isinstance(module, InputMeanNorm):
+            folded[module] = _folded_norm(name, module, graph)
+    _check_finite(ours, folded)
+    _scale_plain_layers(model, {n: f for n, f in factors.items() if n not in ours})
+    return _put_all(model, ours, folded)
+
+
+def _refuse_orphans(ours: dict[str, nn.Module]) -> None:
+    for name, module in ours.items():
+        if isinstance(module, RemovedNorm) and all(m is not module.layer for m in ours.values()):
+            raise ValueError(
+                f"{name!r} is the place of a BatchNorm that a layer outside of this model has "
+                "absorbed. Fold the whole model, before it is taken apart."
+            )
+
+
+def _ours(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of geoparam that are to be replaced, by name."""
+    kinds = (GmPLayer, GmPMultiheadAttention, TrackedMean, RemovedNorm)
+    inside = {m.input_norm for m in model.modules() if isinstance(m, GmPLayer)}
+    absorbing = {m.layer for m in model.modules() if isinstance(m, RemovedNorm)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (isinstance(module, kinds) or module in absorbing) and module not in inside
+    }
+
+
+def _put_all(
+    model: nn.Module, ours: dict[str, nn.Module], folded: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    where = places(model)
+    for module in reversed(ours.values()):  # children before the attention that holds them
+        new = folded[module] if module in folded else _attention(module)
+        put(new, module, where)
+        model = new if module is model else model
+    return model
+
+
+def _attention(module: nn.Module) -> nn.Module:
+    assert isinstance(module, GmPMultiheadAttention)
+    return module.to_attention()
+
+
+# --- layers -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _folded_layer(
+    name: str, layer: GmPLayer, factor: Tensor | None, slot: RemovedNorm | None
+) -> tuple[nn.Module, nn.Module | None]:
+    """Return the plain layer, and the norm that goes into the slot of an absorbed one."""
+    scale, activation = _scale_and_activation(name, layer)
+    weight = layer._rows(scale).view(layer.weight_shape)
+    bias = None if layer.lam is None else layer.lam if scale is None else scale * layer.lam
+    mean = None if layer.input_norm is None else _running_mean(name, layer.input_norm)
+    before = None
+    if mean is not None and layer._centres_borders:
+        before = _subtract(mean, len(layer.weight_shape), factor)
+        log.info("%s: its input mean stays as a BatchNorm, %s.0, before the layer", name, name)
+    elif mean is not None:
+        bias = shifted_bias(bias, weight, mean).to(weight.dtype)
+    if factor is not None and before is None:
+        weight = weight * _per_input(factor, weight)
+    norm = None
+    if slot is not None and bias is not None:
+        norm, bias = _restored(slot, bias)
+    plain: Any = layer.plain(weight, bias)
+    if isinstance(layer, GmPLinear) and layer.transposed:
+        plain = _as_conv1d(plain)
+    parts = [part for part in (before, plain, activation) if part is not None]
+    return (parts[0] if len(parts) == 1 else nn.Sequential(*parts)), norm
+
+
+@torch.no_grad()
+def _folded_plain(
+    name: str, layer: Any, factor: Tensor | None, slot: RemovedNorm | None
+) -> tuple[nn.Module, nn.Module | None]:
+    """Return the plain layer of one that has a plain weight, and the norm as above."""
+    weight, bias = layer.weight, layer.bias
+    if isinstance(layer, InputMeanLayer):
+        weight, bias = layer.fold()
+    norm, trains = None, layer.bias.requires_grad
+    if slot is not None:
+        norm, bias = _restored(slot, bias)
+    plain = release(layer)
+    if factor is not None:
+        weight = nn.Parameter(weight * _per_input(factor, weight), weight.requires_grad)
+    plain.weight = weight
+    plain.bias = None if bias is None else nn.Parameter(bias, requires_grad=trains)
+    return plain, norm
+
+
+def _without_norm(slot: RemovedNorm) -> nn.Module:
+    """Return what is in a norm's place if it does not come back."""
+    children = list(slot.children())
+    return nn.Sequential(*children) if children else nn.Identity()
+
+
+def _scale_and_activation(name: str, layer: GmPLayer) -> tuple[Tensor | None, nn.Module | None]:
+    """Return what multiplies the unit vectors, and the activation as a module."""
+    if layer.activation is None:
+        return layer.r, None
+    activation = _as_module(name, layer.activation)
+    if isinstance(activation, HOMOGENEOUS):
+        return layer.r.abs(), activation
+    return None, activation
+
+
+def _as_module(name: str, activation: Callable) -> nn.Module:
+    if isinstance(activation, nn.Module):
+        return activation
+    if activation not in MODULES:
+        raise ValueError(
+            f"{name!r} has an activation that torch.nn has no module for: {activation}. Give the "
+            "layer an nn.Module as its activation."
+        )
+    return MODULES[activation]()
+
+
+def _as_conv1d(linear: nn.Linear) -> nn.Module:
+    """Return transformers' Conv1D, which stores its weight as (in, out)."""
+    from transformers.pytorch_utils import Conv1D
+
+    plain = Conv1D(linear.out_features, linear.in_features).train(linear.training)
+    plain.weight = nn.Parameter(linear.weight.t().contiguous(), linear.weight.requires_grad)
+    plain.bias = linear.bias
+    return plain
+
+
+def _restored(slot: RemovedNorm, bias: Tensor) -> tuple[nn.Module, Tensor | None]:
+    """Return a BatchNorm that adds `bias` and does nothing else, and the layer's own bias."""
+    norm: Any = copy.deepcopy(slot.norm).to(bias.device, bias.dtype)
+    for child_name, child in slot.named_children():
+        norm.add_module(child_name, child)
+    norm.running_mean.zero_()
+    norm.running_var.fill_(1 - norm.eps)
+    if norm.bias is None:
+        norm.running_mean.copy_(-bias)
+    else:
+        norm.weight.fill_(1)
+        norm.bias.copy_(bias)
+    return norm, torch.zeros_like(bias) if slot.layer_had_bias else None
+
+
+def _per_input(factor: Tensor, weight: Tensor) -> Tensor:
+    """Bring a factor per input channel into the shape of a weight, whose inputs are per group."""
+    out, width = weight.shape[:2]
+    groups = factor.numel() // width
+    rows = factor.view(groups, 1, width).expand(-1, out // groups, -1).reshape(out, width)
+    return rows.view(out, width, *[1] * (weight.ndim - 2)).to(weight.dtype)
+
+
+# --- r outside an activation ------------------------------------------------------------------
+
+
+def _factors(
+    model: nn.Module, ours: dict[str, nn.Module], graph: Graph | None
+) -> dict[str, Tensor]:
+    """Return for each layer that must take over an r the factor of each of its input channels."""
+    factors: dict[str, Tensor] = {}
+    for name, layer in ours.items():
+        if not isinstance(layer, GmPLayer) or (left := _left_outside(name, layer)) is None:
+            continue
+        for receiver, channels in _receivers(name, graph).items():
+            module = model.get_submodule(receiver)
+            if not isinstance(module, GmPLayer | nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+                raise ValueError(_cannot(name, f"{receiver!r} is a {type(module).__name__}"))
+            factor = left[channels.to(left.device)]
+            factors[receiver] = factors[receiver] * factor if receiver in factors else factor
+    return factors
+
+
+def _left_outside(name: str, layer: GmPLayer) -> Tensor | None:
+    """Return the factors that the layer itself cannot hold: signs, or r if g is no ReLU."""
+    if layer.activation is None:
+        return None
+    homogeneous = isinstance(_as_module(name, layer.activation), HOMOGENEOUS)
+    left = torch.where(layer.r < 0, -1, 1).to(layer.r.dtype) if homogeneous else layer.r
+    return None if (left == 1).all() else left.detach()
+
+
+def _receivers(name: str, graph: Graph | None) -> dict[str, Tensor]:
+    if graph is None:
+        raise ValueError(_cannot(name, "without example_inputs the next layer is not known"))
+    try:
+        return graph.receivers(name)
+    except ValueError as error:
+        raise ValueError(_cannot(name, str(error))) from error
+
+
+def _cannot(name: str, reason: str) -> str:
+    return (
+        f"{name!r} has an r outside its activation (negative, or the activation is no ReLU) that "
+        f"must go into the next layer, but {reason}. Pass example_inputs, keep r >= 0 in training "
+        "(layer.r.clamp_(min=0)), or use the layer without activation= and put that after it."
+    )
+
+
+@torch.no_grad()
+def _scale_plain_layers(model: nn.Module, factors: dict[str, Tensor]) -> None:
+    for name, factor in factors.items():
+        weight: Any = model.get_submodule(name).weight
+        weight.mul_(_per_input(factor, weight))
+
+
+# --- means ------------------------------------------------------------------------------------
+
+
+def _running_mean(name: str, norm: InputMeanNorm) -> Tensor:
+    if norm.running_mean is None:
+        raise ValueError(
+            f"{name!r} subtracts the mean of each batch, also in evaluation, and no plain layer "
+            "does. Use track_running_stats=True."
+        )
+    return norm.running_mean
+
+
+def _subtract(mean: Tensor, ndim: int, factor: Tensor | None = None) -> nn.Module:
+    """Return a BatchNorm that gives x - mean, or factor * x - mean; variance + eps is 1 in it."""
+    eps = 2.0**-20  # 1 - eps is a float32 (and eps = 0 is refused by some versions of torch)
+    affine = factor is not None
+    norm: Any = BATCH_NORMS[ndim](
+        mean.numel(), eps=eps, affine=affine, device=mean.device, dtype=mean.dtype
+    )
+    norm.running_var.fill_(1 - eps)
+    if affine:  # a factor of 0 leaves -mean, which no shift of the input would
+        norm.weight.copy_(factor)
+        norm.bias.copy_(-mean)
+    else:
+        norm.running_mean.copy_(mean)
+    return norm
+
+
+def _folded_norm(name: str, norm: InputMeanNorm, graph: Graph | None) -> nn.Module:
+    if graph is None:
+        raise ValueError(f"{name!r} becomes a BatchNorm: pass example_inputs, to see its rank.")
+    ranks = {len(node.shape) for node in graph.nodes if node.name == name}
+    if len(ranks) != 1 or norm.dim not in (1, 1 - min(ranks)):
+        raise ValueError(
+            f"{name!r} does not have its channels in dimension 1 of inputs of one rank, as a "
+            "BatchNorm must."
+        )
+    plain: Any = _subtract(_running_mean(name, norm), ranks.pop())
+    if isinstance(norm, MeanOnlyBatchNorm) and norm.bias is not None:
+        plain.running_mean.sub_(norm.bias.detach())
+    return plain
+
+
+def _check_finite(ours: dict[str, nn.Module], folded: dict[nn.Module, nn.Module]) -> None:
+    for name, module in ours.items():
+        tensors = folded[module].state_dict().values() if module in folded else ()
+        checked = (t for t in tensors if t.is_floating_point() and not t.is_meta)
+        if not all(t.isfinite().all() for t in checked):
+            raise ValueError(
+                f"{name!r} folds to NaN or infinite values: its parameters are broken."
+            )

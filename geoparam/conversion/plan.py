@@ -1,0 +1,388 @@
+"""Decide about every layer of a model: converted or left, and why.
+
+Nothing is changed here, so an error leaves the model as it was. Which layers there are, what
+follows them and where the outputs are comes from `trace`, or, without example inputs, from
+the order of the modules.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from geoparam.attention import GmPMultiheadAttention
+from geoparam.base_layer import GmPLayer, InputNorm
+from geoparam.conversion.sharing import ties_and_holders
+from geoparam.conversion.surgery import refuse_wrapped
+from geoparam.graph import Chain, Graph
+from geoparam.input_mean_layers import InputMeanLayer
+from geoparam.trace import output_layers, trace
+
+Filter = Callable[[nn.Module, str], bool]
+Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+STEEPEST = 100.0  # |b| / |r| beyond which a small change of r moves the bias too far
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What happens to one layer and why."""
+
+    name: str
+    kind: str
+    converted: bool
+    notes: tuple[str, ...] = ()
+    norm: str | None = None
+    input_norm: InputNorm = False
+
+    def __str__(self) -> str:
+        what = [f"absorbs {self.norm}"] if self.norm else []
+        what += [f"input_norm={self.input_norm!r}"] if self.input_norm else []
+        detail = "; ".join([*what, *self.notes])
+        return f"{self.name or '(the model)'}: {self.kind}" + (f" ({detail})" if detail else "")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions about all layers of a model; printing it gives the summary.
+
+    Example:
+        >>> print(plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))))
+        1 of 2 layers under GmP, 40 of 58 parameters
+        converted:
+          0: Linear
+        left:
+          2: Linear (the output layer)
+    """
+
+    decisions: tuple[Decision, ...]
+    converted_parameters: int
+    parameters: int
+    weights: str = "geometric"
+
+    @property
+    def _what(self) -> str:
+        return "under GmP" if self.weights == "geometric" else "with plain weights and IMN"
+
+    def __str__(self) -> str:
+        chosen = [d for d in self.decisions if d.converted]
+        left = [d for d in self.decisions if not d.converted]
+        lines = [
+            f"{len(chosen)} of {len(self.decisions)} layers {self._what}, "
+            f"{self.converted_parameters:,} of {self.parameters:,} parameters"
+        ]
+        for title, group in (("converted:", chosen), ("left:", left)):
+            lines += [title, *(f"  {d}" for d in group)] if group else []
+        return "\n".join(lines)
+
+
+def plan(
+    model: nn.Module,
+    filter_fn: Filter | None = None,
+    *,
+    init: str | None = None,
+    norm: str | None = None,
+    weights: str = "geometric",
+    example_inputs: Inputs | None = None,
+) -> Plan:
+    """Return what `convert_` would do with these arguments, or raise what it would raise."""
+    if norm not in (None, "imn"):
+        raise ValueError(f"norm is None or 'imn'; got {norm!r}.")
+    if norm == "imn" and example_inputs is None:
+        raise ValueError(
+            "norm='imn' needs example_inputs, to see which BatchNorm follows a layer."
+        )
+    _refuse_unready(model)
+    graph = None if example_inputs is None else trace(model, example_inputs)
+    outputs = set(output_layers(model) if graph is None else graph.outputs)
+    ties, held = ties_and_holders(model)
+    decisions = []
+    for name, module in model.named_modules():
+        if isinstance(module, GmPLayer) or kind_of(module) is None:
+            decisions += _bystander(name, module)
+            continue
+        decision = Decision(_weight_name(name, module), type(module).__name__, True)
+        reason = _reason_to_leave(module, decision.name, outputs, filter_fn)
+        tied = ties.get(module)
+        if reason is None and tied:
+            reason = _tied(decision.name, tied, outputs)
+        if reason is None:
+            _refuse_parametrized(module, name)
+            _refuse_held(name, held.get(module))
+            decision = _with_norm(decision, module, model, graph, init, norm)
+            reason = None if init else _unfit(module, decision, model)
+            if weights == "plain":
+                reason = _no_need(module, decision, init)
+        left = Decision(decision.name, decision.kind, False, (reason or "",))
+        decisions.append(decision if reason is None else left)
+    return replace(_checked(decisions, model), weights=weights)
+
+
+# --- which layers -----------------------------------------------------------------------------
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """Return how a module is converted; a subclass only if it computes what its base does."""
+    if isinstance(module, nn.MultiheadAttention):
+        return None if isinstance(module, GmPMultiheadAttention) else "attention"
+    if (
+        type(module).__name__ == "Conv1D"
+        and type(module).__module__ == "transformers.pytorch_utils"
+    ):
+        return "transposed"
+    for base, kind in ((nn.Linear, "linear"), *((conv, "conv") for conv in CONVOLUTIONS)):
+        if isinstance(module, base) and _computes_as(module, base):
+            return kind
+    return None
+
+
+def _computes_as(module: nn.Module, base: type[nn.Module]) -> bool:
+    """Return whether nothing of what `base` computes is overridden or added to."""
+    own = type(module)
+    names = ("forward", "_conv_forward", "__call__")
+    inherited = all(getattr(own, name, None) is getattr(base, name, None) for name in names)
+    patched = "forward" in module.__dict__ or "_conv_forward" in module.__dict__
+    # A weight that is no parameter (old weight_norm, pruning) is refused later, with advice.
+    more = "weight" in module._parameters and set(module._parameters) - {"weight", "bias"}
+    return inherited and not patched and not more
+
+
+def _weight_name(name: str, module: nn.Module) -> str:
+    return f"{name}.in_proj_weight".lstrip(".") if kind_of(module) == "attention" else name
+
+
+def module_name(decision: Decision) -> str:
+    return decision.name.removesuffix("in_proj_weight").removesuffix(".")
+
+
+def _bystander(name: str, module: nn.Module) -> list[Decision]:
+    """List a module with matrices of its own that is no candidate, but no norm or embedding."""
+    kind = type(module).__name__
+    if isinstance(module, GmPLayer):
+        return [Decision(name, kind, False, ("already converted",))]
+    own = [p.shape for p in module.parameters(recurse=False)]
+    stacked = any(len(shape) > 2 and min(shape) > 1 for shape in own)  # as fused experts are
+    has_matrix = any(len(shape) > 1 for shape in own) and next(module.children(), None) is None
+    known = isinstance(module, nn.Embedding | nn.EmbeddingBag) or "norm" in kind.lower()
+    if known or not (has_matrix or stacked):
+        return []
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        reason = "no GmP form: its weight has rows for input channels, not for units"
+        return [Decision(name, kind, False, (reason,))]
+    if isinstance(module, InputMeanLayer):
+        return [Decision(name, kind, False, ("it has its input's mean already",))]
+    if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+        return [Decision(name, kind, False, ("it computes something else than its base class",))]
+    return [Decision(name, kind, False, ("no GmP form of this type",))]
+
+
+def _reason_to_leave(
+    module: nn.Module, name: str, outputs: set[str], filter_fn: Filter | None
+) -> str | None:
+    if isinstance(module, nn.MultiheadAttention) and module._parameters["in_proj_weight"] is None:
+        return "separate projections of query, key and value share one bias"
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor) and not weight.is_floating_point():
+        return f"its weight is {weight.dtype}"
+    if isinstance(weight, Tensor) and weight.numel() == 0:
+        return f"its weight is empty, {tuple(weight.shape)}"
+    if filter_fn is not None:
+        return None if filter_fn(module, name) else "filter_fn"
+    return "the output layer" if name in outputs else None
+
+
+def _tied(name: str, others: list[str], outputs: set[str]) -> str:
+    if name in outputs:
+        return f"the output layer, tied to {', '.join(others)}"
+    raise ValueError(
+        f"{name!r} shares memory with {', '.join(others)}: converting it would cut the tie. "
+        "Untie them first, or leave it out with filter_fn."
+    )
+
+
+# --- what cannot be converted -----------------------------------------------------------------
+
+
+def _refuse_unready(model: nn.Module) -> None:
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise ValueError("scripted modules cannot be converted: convert before torch.jit.script.")
+    refuse_wrapped(model, "convert")
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(f"{name!r} is lazy and has no shape yet: run the model once first.")
+        if hasattr(parameter, "to_local"):
+            raise ValueError(f"{name!r} is sharded already: convert the model before fully_shard.")
+
+
+def _refuse_parametrized(module: nn.Module, name: str) -> None:
+    """Refuse weights that something else computes; torch's weight_norm is absorbed as it is."""
+    if parametrize.is_parametrized(module):
+        used: Any = module.parametrizations
+        kinds = {type(step).__name__ for steps in used.values() for step in steps}
+        if kinds == {"_WeightNorm"} and list(used) == ["weight"]:
+            return
+        raise ValueError(
+            f"{name!r} has parametrizations ({', '.join(sorted(kinds))}), which conversion would "
+            "lose. Call torch.nn.utils.parametrize.remove_parametrizations on it first, or leave "
+            "it out with filter_fn."
+        )
+    key = "in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight"
+    if key not in module._parameters:
+        raise ValueError(
+            f"{name!r} has a {key} that is not a parameter (old weight_norm, spectral_norm or "
+            "pruning). Remove that first (torch.nn.utils.remove_weight_norm, prune.remove), or "
+            "leave it out with filter_fn."
+        )
+
+
+def _refuse_held(name: str, place: str | None) -> None:
+    if place is not None:
+        raise ValueError(
+            f"{name!r} is also held by {place}, outside of the registered modules: that would go "
+            "on with the old layer. Use nn.ModuleList or nn.ModuleDict there, or leave it out "
+            "with filter_fn."
+        )
+
+
+def _unfit(module: nn.Module, decision: Decision, model: nn.Module) -> str | None:
+    """Check the values: raise for NaN, return a reason where r or r lam cannot hold them."""
+    weight, bias = affine_of(module)
+    if weight.is_meta:
+        return None
+    for key, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and not tensor.isfinite().all():
+            raise ValueError(
+                f"the {key} of {decision.name!r} holds NaN or infinite values, which have no "
+                "direction. Repair or reinitialise that layer, or leave it out with filter_fn."
+            )
+    r = torch.linalg.vector_norm(weight.flatten(1), dim=1, dtype=torch.float64)
+    if decision.norm:
+        gain, bias = absorbed(weight, bias, model.get_submodule(decision.norm))
+        if not (gain.isfinite().all() and bias.isfinite().all()):
+            raise ValueError(
+                f"{decision.norm!r} has statistics or parameters that are NaN, infinite or of "
+                f"negative variance, so {decision.name!r} cannot absorb it. Repair them first."
+            )
+        r = r * gain.abs()
+    if (longest := r.max().item()) > torch.finfo(weight.dtype).max:
+        return f"a row of length {longest:.0f}, beyond the largest {weight.dtype}"
+    if bias is not None and (steep := int((bias.abs() > STEEPEST * r).sum())):
+        return f"{steep} rows with |bias| > {STEEPEST:.0f} |weight|"
+    return None
+
+
+def _no_need(module: nn.Module, decision: Decision, init: str | None) -> str | None:
+    """Return why a layer that keeps its weight is left; the numbers were checked before."""
+    if kind_of(module) not in ("linear", "conv"):
+        return "input means are for nn.Linear and nn.Conv1d/2d/3d"
+    if parametrize.is_parametrized(module):
+        return "its weight is not a Parameter but computed (weight_norm)"
+    if decision.norm is None and not decision.input_norm and init is None:
+        return decision.notes[0] if decision.notes else "no BatchNorm follows it"
+    return None
+
+
+def _checked(decisions: list[Decision], model: nn.Module) -> Plan:
+    """Add what is worth knowing about converted layers; refuse a plan that converts nothing."""
+    if not any(d.converted for d in decisions):
+        listed = "\n".join(f"  {d}" for d in decisions) or "  it has no layers"
+        raise ValueError(f"nothing to convert in this model:\n{listed}")
+    modules = dict(model.named_modules())
+    counted = 0
+    noted = []
+    for decision in decisions:
+        if decision.converted:
+            weight, bias = affine_of(modules[module_name(decision)])
+            counted += weight.numel() + (0 if bias is None else bias.numel())
+            notes = decision.notes + _remarks(weight, bias)
+            decision = replace(decision, notes=notes)
+        noted.append(decision)
+    total = sum(p.numel() for p in model.parameters())
+    return Plan(tuple(noted), counted, total)
+
+
+def _remarks(weight: Tensor, bias: Tensor | None) -> tuple[str, ...]:
+    notes = []
+    if not weight.is_meta and (zero := int((~weight.flatten(1).any(dim=1)).sum())):
+        notes.append(f"{zero} zero rows have r = 0")
+    if bias is not None and weight.requires_grad and not bias.requires_grad:
+        notes.append("its frozen bias moves with r: bias = r * lam, and only lam stays frozen")
+    return tuple(notes)
+
+
+# --- norms --------------------------------------------------------------------------------------
+
+
+def _with_norm(
+    decision: Decision,
+    module: nn.Module,
+    model: nn.Module,
+    graph: Graph | None,
+    init: str | None,
+    norm: str | None,
+) -> Decision:
+    """Add the BatchNorm that a layer absorbs, and how its input is normalized instead."""
+    if graph is not None and decision.name not in graph.layers:
+        return replace(decision, notes=("does not run on example_inputs",))
+    if norm is None or graph is None or kind_of(module) not in ("linear", "conv"):
+        return decision
+    absorbed, note = _norm_to_absorb(graph.after(decision.name), model, init)
+    first = decision.name in graph.first
+    if init:
+        form: InputNorm = not first
+    else:
+        form = "bias" if absorbed and not first else False
+    notes = (note,) if note else ()
+    return Decision(decision.name, decision.kind, True, notes, absorbed, form)
+
+
+def _norm_to_absorb(chain: Chain, model: nn.Module, init: str | None) -> tuple[str | None, str]:
+    if chain.norm is None or chain.norm.name is None:
+        return None, ""
+    found = model.get_submodule(chain.norm.name)
+    if not isinstance(found, BATCH_NORMS):
+        return None, ""
+    if chain.norm.op == "batch_norm" and next(found.children(), None) is None:
+        return None, f"{chain.norm.name} stays: its statistics are used without calling it"
+    if not _is_plain_batch_norm(found):
+        return None, f"{chain.norm.name} stays: it computes something else than its base class"
+    if not chain.exclusive:
+        return None, f"{chain.norm.name} stays: it is not fed by this layer alone"
+    if init is None and found.running_mean is None:
+        return None, f"{chain.norm.name} stays: it has no running statistics"
+    return chain.norm.name, ""
+
+
+def _is_plain_batch_norm(norm: nn.Module) -> bool:
+    """Return whether it is torch's, or timm's, which runs its children after it."""
+    base = nn.modules.batchnorm._BatchNorm
+    kind = type(norm)
+    timms = kind.__module__.startswith("timm.") and kind.__name__.startswith("BatchNormAct")
+    same = timms or (kind.forward is base.forward and kind.__call__ is base.__call__)
+    return same and "forward" not in norm.__dict__
+
+
+def absorbed(weight: Tensor, bias: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return gain and bias, in float64, with BN(w^T x + b) = gain * w^T x + bias in evaluation."""
+    assert isinstance(norm, BATCH_NORMS) and norm.running_mean is not None
+    assert norm.running_var is not None
+    gain = (norm.running_var.double() + norm.eps).rsqrt()
+    gain = gain if norm.weight is None else gain * norm.weight.detach().double()
+    offset = -norm.running_mean.double()
+    offset = offset if bias is None else offset + bias.detach().double()
+    shift = offset * gain
+    return gain, shift if norm.bias is None else shift + norm.bias.detach().double()
+
+
+def affine_of(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return the weight, one row per unit, and the bias of a layer that can be converted."""
+    if isinstance(module, nn.MultiheadAttention):
+        return module.in_proj_weight, module.in_proj_bias
+    weight: Any = module.weight
+    bias: Any = module.bias
+    return (weight.t() if kind_of(module) == "transposed" else weight), bias

@@ -1,1 +1,0 @@
-"""The insides of training on images: settings, schedules, checkpoints, and the loop."""

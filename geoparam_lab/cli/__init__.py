@@ -1,0 +1,1 @@
+"""Commands of the laboratory: demo, run, table, report."""

@@ -1,0 +1,199 @@
+"""Figures of a sweep over images, each with a caption beside it: figure 4, and results over rates.
+
+Figure 4 shows every method at one setting. Where a sweep has several, that is the one with the
+highest mean top-1 among those at which no seed diverged, for each batch size alone: on the images
+kept back for that, or else on the validation images. Where the papers' own rates are among them
+and are others, a second figure shows these.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from geoparam import plots
+from geoparam.plots.style import curve_styles, legend_beside
+from geoparam_lab import methods
+from geoparam_lab.data.table_files import replacing
+from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.tables import image_tables as described
+
+Array = np.ndarray
+
+_ROWS = {
+    "train_top5": "training top-5 accuracy (%)",
+    "val_top5": "validation top-5 accuracy (%)",
+    "select_top5": "top-5 accuracy on images kept back (%)",
+}
+_VALUES = {
+    "select_top1": "top-1 accuracy on images kept back (%)",
+    "top1": "validation top-1 accuracy (%)",
+}
+_PAPERS_RATES = "figure4b"
+_FIGURE_4 = """Figure 4. Top-5 accuracy over epochs, above in training (augmented images, and
+    weights that change during the epoch), below in evaluation; mean over seeds, the
+    band is ± its standard error. A seed that diverged or stopped early is in the mean as long as
+    it lasted."""
+_OVER_RATES = """Top-1 accuracy over the learning rate, mean over seeds ± standard
+    error. Rates at which a seed diverged have a cross at the bottom."""
+_THEIRS = "Every method is shown at the papers' learning rate"
+_BEST = {
+    "top1": """Every method is shown at the learning rate with its highest validation top-1, which
+    flatters a method the more rates it was given""",
+    "select_top1": """Every method is shown at the setting with its highest top-1 on the images
+    kept back for that""",
+}
+
+
+def draw(run: Run, papers: Mapping[str, float]) -> None:
+    """Draw all figures of a sweep, as far as it is done.
+
+    Args:
+        run: its folder; a record has its curves under its `name`.
+        papers: the papers' learning rate of each method.
+    """
+    records = sorted(run.records(), key=_order)
+    if not records:
+        return
+    measure = next(name for name in _VALUES if any(name in record for record in records))
+    best = described.choose(records, measure)
+    theirs = [r for r in records if described.setting(r) == (papers.get(r["method"]), "")]
+    is_theirs = _settings(best) == _settings(theirs)
+    _draw_convergence(run, "figure4", best, _THEIRS if is_theirs else _BEST[measure])
+    if not is_theirs and _settings(best).keys() == _settings(theirs).keys():
+        _draw_convergence(run, _PAPERS_RATES, theirs, _THEIRS)
+    else:  # before the sweep went on, there may have been one
+        for suffix in (".png", ".txt"):
+            (run.folder / "figures" / f"{_PAPERS_RATES}{suffix}").unlink(missing_ok=True)
+    if any(len(rates) > 1 for rates in _tried(records, measure).values()):
+        _save(run, "rates", _over_rates(records, measure), f"{_OVER_RATES} {_what(run)}")
+
+
+def _settings(records: Sequence[Record]) -> dict[tuple[str, int], tuple[float, str]]:
+    """Return the settings of some records by method and batch size."""
+    return {(r["method"], r["batch_size"]): described.setting(r) for r in records}
+
+
+def _tried(
+    records: Sequence[Record], measure: str
+) -> dict[tuple[str, int], dict[float, list[float]]]:
+    """Return the results of all seeds by method, with what was tuned, and batch size; by rate."""
+    found: dict[tuple[str, int], dict[float, list[float]]] = {}
+    for record in records:
+        name = ":".join(filter(None, (record["method"], record.get("tuned"))))
+        own = found.setdefault((methods.title(name), record["batch_size"]), {})
+        own.setdefault(record["lr"], []).append(record[measure])
+    return found
+
+
+# --- drawing ------------------------------------------------------------------------------------
+
+
+def _draw_convergence(run: Run, name: str, shown: Sequence[Record], how: str) -> None:
+    kept = set(run.curve_names())
+    curves = {
+        record["name"]: run.curves(record["name"]) for record in shown if record["name"] in kept
+    }
+    longest = max((len(each["train_top5"]) for each in curves.values()), default=0)
+    if longest:
+        figure = _convergence([r for r in shown if r["name"] in curves], curves, longest)
+        said = _rates_in_words(_settings(shown))
+        _save(run, name, figure, f"{_FIGURE_4} {how}: {said}. {_what(run)}")
+
+
+def _convergence(
+    records: Sequence[Record], curves: Mapping[str, Mapping[str, Array]], epochs: int
+) -> Figure:
+    """Return training above validation, and a column of these for each batch size."""
+    batches = sorted({record["batch_size"] for record in records})
+    figure, axes = plots.new_figure(2, len(batches), size=(3.9 * len(batches) + 2.0, 6.4))
+    rows = {name: label for name, label in _ROWS.items() if name in next(iter(curves.values()))}
+    for row, (curve, label) in zip(axes, rows.items(), strict=True):
+        for ax, batch in zip(row, batches, strict=True):
+            own = [record for record in records if record["batch_size"] == batch]
+            lines = {
+                methods.title(method): np.stack(
+                    [_padded(curves[r["name"]][curve], epochs) for r in some]
+                )
+                for method, some in itertools.groupby(own, key=lambda record: record["method"])
+            }
+            ax.sharey(row[0])
+            plots.convergence(lines, label=label if ax is row[0] else "", legend=False, ax=ax)
+            ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    for ax, batch in zip(axes[0], batches, strict=True):
+        ax.set_title(f"batch size {batch:,}", fontsize=10)
+        ax.set_xlabel("")
+    _legend(axes[0, -1], [methods.title(record["method"]) for record in records])
+    return figure
+
+
+def _padded(values: Array, length: int) -> Array:
+    """Return a curve with NaN for the epochs that it does not have."""
+    return np.append(values.astype(float), np.full(length - len(values), np.nan))
+
+
+def _over_rates(records: Sequence[Record], measure: str) -> Figure:
+    tried = _tried(records, measure)
+    batches = sorted({record["batch_size"] for record in records})
+    figure, axes = plots.new_figure(1, len(batches), size=(3.9 * len(batches) + 2.0, 3.6))
+    for ax, batch in zip(axes[0], batches, strict=True):
+        ax.sharey(axes[0, 0])
+        own = {name: rates for (name, size), rates in tried.items() if size == batch}
+        plots.over_rates(own, label=_VALUES[measure], legend=False, ax=ax)
+        ax.set_title(f"batch size {batch:,}", fontsize=10)
+    for ax in axes[0, 1:]:
+        ax.set_ylabel("")
+    _legend(axes[0, -1], [name for name, _ in tried])
+    return figure
+
+
+def _legend(ax: Axes, names: Sequence[str]) -> None:
+    """Name all curves of the figure, those too that the axis does not have."""
+    for style in curve_styles(dict.fromkeys(names)):
+        if style.title not in ax.get_legend_handles_labels()[1]:
+            ax.plot([], [], **style.line, label=style.title)
+    legend_beside(ax)
+
+
+# --- words --------------------------------------------------------------------------------------
+
+
+def _rates_in_words(settings: Mapping[tuple[str, int], tuple[float, str]]) -> str:
+    """Return the settings by method, and by batch size where that matters.
+
+    Example:
+        >>> _rates_in_words({("bn", 256): (0.1, ""), ("bn", 1024): (0.3, "decay=0.1")})
+        'BN 0.1 (batch 256) and 0.3, decay 0.1 (batch 1,024)'
+        >>> _rates_in_words({("bn", 256): (0.1, ""), ("gmp", 256): (0.3, "")})
+        'BN 0.1, GmP 0.3'
+    """
+    said = []
+    for method, places in itertools.groupby(settings, key=lambda place: place[0]):
+        own = {}
+        for place in places:
+            rate, tuned = settings[place]
+            own[place[1]] = ", ".join(filter(None, (f"{rate:g}", described.in_words(tuned))))
+        each = [f"{text} (batch {batch:,})" for batch, text in own.items()]
+        alike = len(set(own.values())) == 1
+        words = next(iter(own.values())) if alike else " and ".join(each)
+        said.append(f"{methods.title(method)} {words}")
+    return ", ".join(said)
+
+
+def _what(run: Run) -> str:
+    return f"{described.network_title(run.config)}; {described.images(run.config)}."
+
+
+def _order(record: Record) -> tuple[Any, ...]:
+    method = record["method"]
+    return methods.rank(method), method, record["batch_size"], record["lr"], record["seed"]
+
+
+def _save(run: Run, name: str, figure: Figure, caption: str) -> None:
+    path = run.figure(name, figure).with_suffix(".txt")
+    with replacing(path) as unfinished:
+        unfinished.write_text(" ".join(caption.split()) + "\n", encoding="utf-8")

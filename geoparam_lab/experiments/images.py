@@ -1,0 +1,328 @@
+"""Classification of images: VGG-6 on ImageNet32 (table 2, figure 4) and ResNets on ImageNet.
+
+A sweep is a grid: methods x batch sizes x learning rates x seeds, each point one run of
+`imaging.training.train`; a method may have a grid of its own (`imaging.grids`). Without rates,
+every method has the papers' own: 0.1 for geometric units and 0.01 for the others with VGG-6, 0.1
+for all with ResNets.
+
+A run that diverges is a record like any other, with NaN for its results, and the sweep goes on.
+
+**Cut anywhere.** A run's record is written when it is finished; until then it has checkpoints in
+checkpoints/NAME of the folder, from which the same command with `resume` goes on. What the numbers
+depend on, the images' checksum too, is in config.json, and a resumed sweep must have the same.
+
+**In company.** Under torchrun or accelerate launch all processes train each network together
+(`imaging.crew`). Apart from that, processes or machines that are called with the same `storage`
+take runs in turn (`search`), and each ends with the records and curves of all.
+"""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from geoparam_lab import methods as all_methods
+from geoparam_lab import networks
+from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.training import shared_study
+from geoparam_lab.training.images import grids
+from geoparam_lab.training.images.callbacks import BOUNDARIES
+from geoparam_lab.training.images.grids import Task, papers_rate, tasks
+from geoparam_lab.training.images.run_checkpoints import WEIGHTS
+from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names
+
+if TYPE_CHECKING:
+    from geoparam_lab.data.downsampled import Source
+    from geoparam_lab.training.images.process_group import Crew
+KEY = ("name",)
+DRAW_EVERY = 60  # seconds between two drawings of a sweep's figures
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What an experiment is where nothing else is asked for.
+
+    Args:
+        network: its name.
+        methods: those that the papers compare.
+        batch_sizes: the papers'.
+        size: of the images.
+    """
+
+    network: str
+    methods: tuple[str, ...]
+    batch_sizes: tuple[int, ...]
+    size: int
+
+
+EXPERIMENTS = {
+    "imagenet32": Experiment(
+        "vgg6", ("sp", "wn", "wn+mbn", "bn", "gmp", "gmp+imn"), (256, 512, 1024), 32
+    ),
+    "imagenet": Experiment("resnet18", ("wn+mbn", "bn", "gmp+imn"), (256,), 224),
+}
+_MAY_CHANGE = ("methods", "batch_sizes", "lrs", "seeds")  # when a sweep is resumed
+
+
+# --- a sweep ------------------------------------------------------------------------------------
+
+
+def run(
+    out: str | Path,
+    experiment: str = "imagenet32",
+    *,
+    data: "str | Path | Source",
+    network: str | None = None,
+    methods: Sequence[str] | None = None,
+    batch_sizes: Sequence[int] | None = None,
+    lrs: Sequence[float] | None = None,
+    seeds: int = 3,
+    size: int | None = None,
+    workers: int | None = None,
+    check_images: bool = False,
+    checkpoint_every: int | None = None,
+    keep_weights: bool = False,
+    tensorboard: bool = False,
+    track: int | None = None,
+    storage: str | None = None,
+    resume: bool = False,
+    command: str | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Run | None:
+    """Train a network under some methods; write records, curves and figure 4 to a folder.
+
+    Args:
+        out: the sweep's folder.
+        experiment: "imagenet32", images in npz files, or "imagenet", a folder of JPEG files.
+        data: the folder with the images, or these themselves.
+        network: one of `networks.NETWORKS`; by default the experiment's.
+        methods: names of `methods.METHODS`, each perhaps with options (`imaging.grids`); by
+            default those that the papers compare.
+        batch_sizes: over all processes; by default the papers'.
+        lrs: learning rates for every method that has none of its own; by default the papers'.
+        seeds: how many, from 0 on.
+        size: of the images: 32 or 64 in npz files, 224 for JPEG files where nothing else is said.
+        workers: processes that decode JPEG files; by default as many as there are cores.
+        check_images: decode all JPEG files before training.
+        checkpoint_every: steps between two checkpoints; there is one after every epoch anyway.
+        keep_weights: keep each run's weights, the best ones where its schedule does, in weights/.
+        tensorboard: write scalars for TensorBoard.
+        track: follow the units' boundaries, every so many steps.
+        storage: an Optuna storage, to share the runs with processes and machines that are called
+            with it too: see `search.share`.
+        resume: go on with the sweep in the folder.
+        command: what a user types to do it again.
+        progress: called with a title, how many images are done and how many there are.
+        settings: `imaging.Settings` of all runs, such as epochs and schedule.
+
+    Returns:
+        The sweep's folder; None in all but the leading one of several processes.
+    """
+    from geoparam_lab.training.images.preparation import make_accelerator
+    from geoparam_lab.training.images.process_group import Crew
+
+    config = _checked(experiment, network, methods, batch_sizes, lrs, seeds, settings)
+    source = _source(experiment, data, size, workers, check_images)
+    crew = Crew(make_accelerator(config["precision"]))
+    _check_fits(tasks(config), source, crew)
+    kinds = {"checkpoint_every": checkpoint_every, "tensorboard": tensorboard, "track": track}
+    part = source.hold_out(config["select"]) if config["select"] else source
+    work = _Work(Path(out), source, crew, keep_weights, kinds, part.fingerprint["train"])
+    if not crew.leads:
+        for task in crew.told():
+            work.train(task)
+        return None
+    config |= {"data": {**source.fingerprint, "classes": source.classes, "size": source.size}}
+    try:
+        if storage is not None:
+            shared_study.check(storage)
+        options: Record = {"key": KEY, "resume": resume, "may_change": _MAY_CHANGE}
+        folder = Run.create(out, experiment, config, command, **options)
+    except BaseException:
+        crew.tell(None)
+        raise
+    _sweep(folder, work, storage, progress)
+    crew.tell(None)
+    return folder
+
+
+def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress | None) -> None:
+    """Do all runs that are not done."""
+    config, experiment = folder.config, folder.info["experiment"]
+    todo, draw = tasks(config), _drawer(folder)
+
+    def finished(task: Task) -> None:
+        work.clean(task)
+        draw()
+
+    session = Session(
+        folder,
+        work,
+        len(todo),
+        progress=progress,
+        weight=config["epochs"] * work.images,
+        threads=None,
+        finished=finished,
+        arrays=True,
+    )
+    for task in todo:
+        if folder.done(name=task.name):
+            work.clean(task)  # a kill may have come between the record and this
+    if storage is None:
+        session.spread(todo)
+    else:
+        study = shared_study.study_name(experiment, config, [])
+        session.share([({"run": task.name}, task) for task in todo], "val_loss", storage, study)
+    draw(at_once=True)
+    with contextlib.suppress(OSError):  # there may be others, or none
+        (work.out / "checkpoints").rmdir()
+
+
+def _drawer(folder: Run) -> Callable[..., None]:
+    """Return what draws the figures now and then: a sweep is looked at before its end."""
+    from geoparam_lab.experiments import image_figures
+
+    papers = {name: papers_rate(folder.config["network"], name) for name in all_methods.METHODS}
+    last = time.monotonic()
+
+    def draw(at_once: bool = False) -> None:
+        nonlocal last
+        if at_once or time.monotonic() - last > DRAW_EVERY:
+            image_figures.draw(folder, papers)
+            last = time.monotonic()
+
+    return draw
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Does one run, with all processes that were started together."""
+
+    out: Path
+    source: "Source"
+    crew: "Crew"
+    keep_weights: bool
+    kinds: Record
+    images: int
+
+    def __call__(self, task: Task, tick: Tick) -> Done:
+        self.crew.tell(task)
+        return self.train(task, tick)
+
+    def train(self, task: Task, tick: Tick | None = None) -> Done:
+        from geoparam_lab.training.images import train
+
+        one, images = task.settings, self.images
+        steps = images // one.batch_size
+
+        def told(epoch: int, step: int, speed: float) -> None:
+            left = one.epochs * images - (epoch * steps + step) * one.batch_size
+            if tick is not None:
+                tick(epoch + 1, max(left, 0), f"{speed:,.0f} images/s")
+
+        outcome = train.train(
+            one,
+            self.source,
+            self.folder(task),
+            accelerator=self.crew.accelerator,
+            tick=told,
+            **self.kinds,
+        )
+        named = {"name": task.name, "method": task.method, "tuned": task.tuned}
+        record = outcome.record | named | {"processes": self.crew.size}
+        return Done([record], outcome.curves)
+
+    def folder(self, task: Task) -> Path:
+        return self.out / "checkpoints" / task.name
+
+    def clean(self, task: Task) -> None:
+        """Remove the checkpoints of a run whose record is written; put the rest in its place."""
+        folder, name = self.folder(task), task.name
+        places = {"tensorboard": f"tensorboard/{name}", BOUNDARIES: f"boundaries/{name}.npy"}
+        if self.keep_weights:
+            places |= {WEIGHTS: f"weights/{name}.pt"}
+        for left, place in places.items():
+            if (folder / left).exists():
+                (self.out / place).parent.mkdir(exist_ok=True)
+                shutil.rmtree(self.out / place, ignore_errors=True)  # of a run that began anew
+                shutil.move(folder / left, self.out / place)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- what is asked for --------------------------------------------------------------------------
+
+
+def _source(
+    experiment: str,
+    data: "str | Path | Source",
+    size: int | None,
+    workers: int | None,
+    check: bool,
+) -> "Source":
+    """Return the images, checked as far as that is quick, or all of them with `check`."""
+    if not isinstance(data, (str, Path)):
+        return data
+    size = size or EXPERIMENTS[experiment].size
+    if experiment == "imagenet32":
+        from geoparam_lab.data.downsampled import PackedImages
+
+        return PackedImages.load(data, size)
+    from geoparam_lab.data.image_folders import ImageFolders
+
+    return ImageFolders(data, size, workers, check)
+
+
+def _checked(
+    experiment: str,
+    network: str | None,
+    names: Sequence[str] | None,
+    batch_sizes: Sequence[int] | None,
+    lrs: Sequence[float] | None,
+    seeds: int,
+    settings: Record,
+) -> Record:
+    """Return the configuration, if all of it exists."""
+    check_names("experiment", [experiment], tuple(EXPERIMENTS))
+    usual = EXPERIMENTS[experiment]
+    network, names = network or usual.network, list(names if names is not None else usual.methods)
+    check_names("network", [network], networks.NETWORKS)
+    plain = list(map(all_methods.without_options, names))
+    check_names("methods", plain, tuple(all_methods.METHODS))
+    sizes = list(batch_sizes if batch_sizes is not None else usual.batch_sizes)
+    if seeds < 1 or not sizes:
+        raise ValueError(f"seeds must be >= 1 and batch_sizes some; got {seeds} and {sizes}.")
+    if lrs is not None and not lrs:
+        raise ValueError("lrs must be learning rates above 0, or left out; got none.")
+    unknown = [name for name in settings if name not in grids.COMMON]
+    if unknown:
+        raise ValueError(f"settings are {', '.join(grids.COMMON)}; got {', '.join(unknown)}.")
+    config: Record = {
+        "network": network,
+        "methods": list(dict.fromkeys(names)),
+        "batch_sizes": sorted(set(sizes)),
+        "lrs": lrs and sorted({float(lr) for lr in lrs}),
+        "seeds": seeds,
+    }
+    for name, value in (grids.COMMON | settings).items():
+        config[name] = list(value) if isinstance(value, tuple) else value
+    tasks(config)  # raises where a run cannot be
+    return config
+
+
+def _check_fits(todo: Sequence[Task], source: "Source", crew: "Crew") -> None:
+    """Raise ValueError where a run could not begin: hours later, it would end the sweep."""
+    from geoparam_lab.training.images import preparation
+
+    place: Record = {"device": crew.accelerator.device, "world": crew.size}
+    for one in (task.settings for task in todo):
+        preparation.check(one, crew.accelerator)
+        part = source.hold_out(one.select) if one.select else source
+        part.train(one.batch_size, seed=0, crop=one.crop, **place)
+    for one in {task.method: task.settings for task in todo}.values():
+        options = {"size": source.size, "seed": 0, **one.network_options}
+        model = networks.build(one.network, one.method, source.classes, **options)
+        preparation.make_optimizer(one, model)

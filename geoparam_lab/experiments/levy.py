@@ -1,0 +1,227 @@
+"""Levy regression in one dimension: figure 2, c to g, and its test errors.
+
+The protocol is the papers', with the details that only their code gives: their own 50 points, one
+hidden layer of 100 units in float64, the mean absolute error over all points at once, Keras's
+Adam. The rate falls to a tenth after 500 epochs without a better training loss, training stops
+after 1,000, and the weights with the best loss are the result. (Keras keeps those one step after
+the best loss; we keep the ones that gave it.) All methods are trained at both rates, 0.01 and 0.1:
+the papers choose 0.1 for GmP and 0.01 for the others, and do not say which one figure 2c shows.
+
+With one input a unit has no angle: its direction is a sign, its boundary a single point phi, and
+GmP learns where that point lies (lam) and how much the unit weighs (r). Under SP the point is
+-b / w, which is thrown far where w is small.
+
+**One seed is an anecdote.** Under GmP the papers' schedule comes out in two groups, by whether the
+rate is first cut early or late (`first_cut` in the records), and at rate 0.1 that is chance: see
+results/LOG.md. Hence several seeds, and a figure of all of them.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from geoparam_lab import methods
+from geoparam_lab.data.synthetic import Regression, levy_regression
+from geoparam_lab.experiments import toys
+from geoparam_lab.experiments.toys import Arrays, Problem
+from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.training.stacks import snapshots
+from geoparam_lab.training.stacks.snapshots import Film
+from geoparam_lab.training.stacks.stacked import Protocol, Result
+from geoparam_lab.training.tasks import Progress
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+UNITS = 100
+EPOCHS = 10_000
+PATIENCE = 500
+LOWEST = -20  # the power of 2 at which figure 2c begins: smaller moves are after training
+
+
+def run(
+    out: str | Path,
+    *,
+    methods: Sequence[str] = toys.COMPARED,
+    seeds: int = 20,
+    lrs: Sequence[float] = toys.LRS,
+    epochs: int = EPOCHS,
+    patience: int = PATIENCE,
+    init: str = "glorot",
+    data_seed: int = 0,
+    jobs: int | None = None,
+    resume: bool = False,
+    command: str | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Train all methods from several seeds; write records, curves and figures to a folder.
+
+    Args:
+        out: the run's folder.
+        methods: names of `methods.METHODS`.
+        seeds: how many initial weights, drawn from 0, 1, ...
+        lrs: learning rates, each for every method.
+        epochs: the most there are.
+        patience: epochs without a better loss before the rate falls; twice that to stop.
+        init: "glorot", as the papers' code, or "sphere", as their text.
+        data_seed: of the 50 points; 0 gives the papers'.
+        jobs: how many processes train, by default one a core; numbers do not depend on it.
+        resume: go on with the run in the folder.
+        command: what a user types to do it again.
+        progress: called with a title, what is done and how much there is.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     records = run(folder, methods=["gmp"], seeds=2, lrs=[0.1], epochs=20).records()
+        >>> [(record["method"], record["seed"], record["epochs"]) for record in records]
+        [('gmp', 0, 20), ('gmp', 1, 20)]
+    """
+    schedule = {"epochs": epochs, "patience": patience, "data_seed": data_seed}
+    config = toys.checked(methods, init, seeds, lrs) | schedule
+    done = toys.begin(out, "levy", config, command, resume)
+    data = levy_regression(data_seed)
+    describe = functools.partial(_members, data)
+    toys.train_missing(done, problem(data, epochs, patience), describe, jobs, progress)
+    draw(done, data, progress)
+    return done
+
+
+def problem(data: Regression, epochs: int = EPOCHS, patience: int = PATIENCE) -> Problem:
+    """Return what the networks are trained for.
+
+    Example:
+        >>> problem(levy_regression()).widths
+        (1, 100, 1)
+    """
+    protocol = Protocol(epochs=epochs, patience=patience)  # judges the training loss
+    return Problem("Levy", (1, UNITS, 1), protocol, (data.x_train, data.y_train))
+
+
+def _members(
+    data: Regression, result: Result, film: Film, those: Sequence[int]
+) -> Iterator[tuple[Arrays, Record]]:
+    """Yield the arrays and measures of some members."""
+    assert result.motion is not None
+    inputs = np.concatenate([data.x_test, data.x_train])
+    outputs = film.predict(inputs)
+    predictions, fits = np.split(outputs, [len(data.x_test)], axis=2)
+    directions, distances = film.boundaries(data.x_train)
+    locations = -distances * directions[..., 0]
+    low, high = data.x_test.min(), data.x_test.max()
+    for i in those:
+        end = int(result.epochs[i])
+        steps, frames = film.until(end)
+        arrays = {
+            "loss": result.losses[:end, i],
+            "moves": result.motion.displacement[:end, i],
+            "steps": steps,
+            "prediction": predictions[i, frames],
+            "locations": locations[i, frames],
+            "frame_loss": np.abs(fits[i, frames] - data.y_train).mean(-1),
+        }
+        rmse, units = np.sqrt(np.mean((predictions[i, -1] - data.y_test) ** 2)), locations[i, -1]
+        measures = {
+            "test_rmse": float(rmse) if result.best_epoch[i] >= 0 else math.nan,
+            "train_mae": float(result.best_metric[i]),
+            "units_in_view": int(((units >= low) & (units <= high)).sum()),
+        }
+        yield arrays, measures
+
+
+# --- figures ------------------------------------------------------------------------------------
+
+
+def draw(run: Run, data: Regression, progress: Progress | None = None) -> None:
+    """Draw all figures of a run and write the slider's data, from what is in its folder."""
+    names = toys.text_of(methods.TITLES[name] for name in run.config["methods"])
+    rates = toys.text_of(f"{rate:g}" for rate in run.config["lrs"])
+    figures = {
+        "figure2c": (_draw_moves, f"Figure 2c. Largest move of a unit's boundary in one update, "
+            f"for {names} at the rates {rates}, from seed 0. Thin lines are single updates, bold "
+            "ones their running median; the dotted line is 1, below which GmP is to stay. The "
+            "papers do not say at which rate theirs was drawn."),
+        "figure2d-g": (_draw_fits, "Figure 2d-g. Above: the network before and after training, "
+            "the 50 training points and the true function, each method at the papers' rate, from "
+            "seed 0. Below: where the units switch, from the start at the bottom to the end."),
+        "seeds": (_draw_seeds, f"Test RMSE of every seed: {run.config['seeds']} initial weights "
+            "at each rate, filled where the rate is the papers' for the method. The papers show "
+            "one seed. Where points of one method form two groups, one seed tells little."),
+    }  # fmt: skip
+    toys.save_figures(run, figures, (run, data), progress)
+    run.save_curves("slider_levy", **slider(run, data))
+
+
+def _draw_moves(run: Run, data: Regression) -> "Figure":
+    from geoparam import plots
+
+    rates = run.config["lrs"]
+    figure, axes = plots.new_figure(1, len(rates), size=(1.5 + 4.6 * len(rates), 4.2))
+    for ax, lr in zip(axes[0], rates, strict=True):
+        moves = {name: curves["moves"] for name, curves in toys.shown(run, lr).items()}
+        plots.displacement_curves(moves, ax=ax, legend=ax is axes[0, -1])
+        ax.axhline(1, color="black", linewidth=0.8, linestyle=":")
+        ax.sharey(axes[0, 0])
+        ax.set_ylim(bottom=2.0**LOWEST)
+        ax.set_title(f"rate {lr:g}", loc="left")
+    return figure
+
+
+def _draw_fits(run: Run, data: Regression) -> "Figure":
+    from geoparam import plots
+
+    shown = toys.shown(run)
+    figure, columns, _ = toys.new_columns(len(shown), 2, size=(4.1, 3.6))
+    grid = data.x_test[:, 0]
+    for (above, below), (name, curves) in zip(columns, shown.items(), strict=True):
+        colour = plots.method_style(name).colour
+        plots.fit_1d(
+            above,
+            points=(data.x_train[:, 0], data.y_train),
+            grid=grid,
+            truth=data.y_test,
+            prediction=curves["prediction"][-1],
+            units=curves["locations"][-1],
+            initial=curves["prediction"][0],
+            colour=colour,
+        )
+        above.sharey(columns[0, 0])
+        rmse = np.sqrt(np.mean((curves["prediction"][-1] - data.y_test) ** 2))
+        above.set_title(f"{methods.TITLES[name]}: test RMSE {rmse:.3f}", loc="left")
+        plots.location_spectrum(
+            curves["locations"],
+            limits=(grid.min(), grid.max()),
+            steps=curves["steps"],
+            colour=colour,
+            ax=below,
+        )
+    columns[0, 0].legend(frameon=False)
+    return figure
+
+
+def _draw_seeds(run: Run, data: Regression) -> "Figure":
+    return toys.draw_seeds(run, "test_rmse", "test RMSE (lower is better)")
+
+
+def slider(run: Run, data: Regression) -> Arrays:
+    """Return the films of all methods on one time axis: seed 0, the papers' rates."""
+    shown = toys.shown(run)
+    taken = snapshots.together([*shown.values()], ("prediction", "locations", "frame_loss"))
+    moves = [snapshots.largest_since(own["moves"], taken["steps"]) for own in shown.values()]
+    return {
+        "kind": np.array("levy"),
+        "methods": np.array([methods.TITLES[name] for name in shown]),
+        "steps": taken["steps"],
+        "grid": data.x_test[:, 0],
+        "truth": data.y_test,
+        "x": data.x_train[:, 0],
+        "y": data.y_train,
+        "prediction": taken["prediction"],
+        "locations": taken["locations"],
+        "loss": taken["frame_loss"],
+        "moves": np.stack(moves),
+    }

@@ -1,0 +1,395 @@
+r"""Single units, figures 1, 2a-b, 5 and 6: above all, what moving their parameters does to them.
+
+In figure 1, b to e, a unit in the plane has all its stored parameters moved by the same delta.
+
+The unit has w ~ 0.001 N(0, I) and b ~ 0.001 N(0, 1), and is stored in several ways:
+
+    sp           (w, b)
+    wn           (v, l, b) with v = w, l = ||w||
+    bn           (w, gamma, beta) with gamma = ||w||, beta = b, on whitened data: there BN is WN,
+                 with gamma for l and beta for b (a test of `analysis.perturbation`)
+    gmp          (theta, lam) with u(theta) = w / ||w||, lam = b / ||w||; r = ||w|| is left alone
+    intrinsic    (d, lam) with d = w / ||w||; not in the papers
+
+Each panel has one delta, 1e-4 to 1e-1, and all methods.
+
+**The papers' unit.** numpy's legacy seed 1, w drawn first, then b: w = (1.62, -0.61) / 1000,
+b = -0.53 / 1000, as in the notebook that the papers' code has for this figure. That notebook takes
+theta = arccos(w_1 / ||w||), which loses the sign of w_2. So it draws the mirror image of the unit,
+and what it shows of SP and WN turns less than they do: 4.1, 12.2, 18.3 and 23.7 degrees for what
+is in truth 4.1, 29.1, 59.6 and 65.0. Its picture of GmP is right up to the mirror.
+
+**What holds for every unit.** With two inputs there is one angle, and delta turns GmP's unit by
+delta radians, whatever ||w|| is. An intrinsic unit is turned by at most arcsin(sqrt(2) delta).
+SP and WN turn alike, by an angle that depends on delta / ||w||: once delta is much larger than
+||w|| they point to (1, 1), wherever they pointed before.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import geoparam as gp
+from geoparam.analysis.boundary import layer_boundaries
+from geoparam.analysis.perturbation.response import DELTAS, Response, perturbed, respond, steps
+from geoparam_lab.experiments import toys
+from geoparam_lab.methods import TITLES
+from geoparam_lab.run_folder import Run
+from geoparam_lab.training.tasks import Progress
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Array = np.ndarray
+
+SEED = 1  # the papers'
+METHODS = ("sp", "wn", "bn", "gmp", "intrinsic")
+SIZE = 0.001
+TRUE_ROTATIONS = (4.1, 29.1, 59.6, 65.0)  # of the papers' unit under SP and WN, at DELTAS
+VIEW = (-2.0, 2.0)
+WIDTHS = {"sp": 7.0, "wn": 4.5, "bn": 2.0, "gmp": 4.5, "intrinsic": 1.6}  # to show what lies below
+UNITS = ((1, -1, 1), (1, 1, 1), (-1, 1, 2), (-1, -1, -1))  # direction, lam and r, in figure 5
+DRAWN_ROTATIONS = (4.1, 12.2, 18.3, 23.7)  # what the papers' picture shows of them
+
+
+@dataclass(frozen=True)
+class Lines:
+    """One unit under one method, before and after each perturbation, ready to be drawn.
+
+    Args:
+        directions: unit vectors, the unperturbed one first, (1 + deltas, 2).
+        lams: signed distances of the boundary likewise, (1 + deltas,).
+        rotations: angles to the unperturbed boundary in degrees, (deltas,).
+        displacements: ||delta phi||, (deltas,).
+    """
+
+    directions: Array
+    lams: Array
+    rotations: Array
+    displacements: Array
+
+    @property
+    def drawn_rotations(self) -> Array:
+        """The turns that the papers' notebook shows of SP and WN, without the sign of w_2."""
+        theta = np.degrees(np.arccos(self.directions[:, 0]))
+        return np.abs(theta[1:] - theta[0])
+
+    @property
+    def locations(self) -> Array:
+        """phi, the boundaries' nearest points to the origin, (1 + deltas, 2)."""
+        return -self.lams[:, None] * self.directions
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the experiment gives: the papers' unit in detail, and how many others turn.
+
+    Args:
+        seed: of the one unit.
+        deltas: sizes of the perturbations, (deltas,).
+        lines: of that unit, by method.
+        rotations: of many units in degrees, by method, (deltas, units).
+        displacements: ||delta phi|| of them, by method, (deltas, units).
+        bounds: what no perturbation of the same length turns them beyond, (deltas, units).
+    """
+
+    seed: int
+    deltas: Array
+    lines: dict[str, Lines]
+    rotations: dict[str, Array]
+    displacements: dict[str, Array]
+    bounds: dict[str, Array]
+
+    def records(self) -> list[dict[str, Any]]:
+        """One record for each method and delta: the unit's turn, and the distribution of others'.
+
+        Example:
+            >>> record = perturb(seeds=10).records()[1]
+            >>> record["method"], record["delta"], round(record["rotation"], 1)
+            ('sp', 0.001, 29.1)
+        """
+        return [
+            {
+                "method": method,
+                "delta": float(delta),
+                "rotation": float(lines.rotations[i]),
+                **(_reference(method, lines, i, delta) if self.seed == SEED else {}),
+                **_spread("rotation", self.rotations[method][i]),
+                **_spread("displacement", self.displacements[method][i]),
+                "bound_max": float(self.bounds[method][i].max()),
+            }
+            for method, lines in self.lines.items()
+            for i, delta in enumerate(self.deltas)
+        ]
+
+
+def run(
+    out: str | Path,
+    *,
+    methods: Sequence[str] = METHODS,
+    seeds: int = 1000,
+    resume: bool = False,
+    command: str | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Perturb the papers' unit and many others; write records and figures to a folder.
+
+    Args:
+        out: the run's folder.
+        methods: some of sp, wn, bn, gmp, intrinsic.
+        seeds: how many units, drawn from 0, 1, ..., the distribution is of.
+        resume: go on with the run in the folder.
+        command: what a user types to do it again.
+        progress: called with a title, what is done and how much there is.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     records = run(folder, methods=["sp", "gmp"], seeds=10).records()
+        >>> [(record["method"], round(record["rotation"], 2)) for record in records[3::4]]
+        [('sp', 65.0), ('gmp', 5.73)]
+    """
+    outcome = perturb(seeds=seeds, methods=list(dict.fromkeys(methods)))
+    config = {"methods": [*outcome.lines], "units": seeds}
+    done = toys.begin(
+        out, "perturbation", config, command, resume, ("method", "delta"), ("methods",)
+    )
+    for record in outcome.records():
+        if not done.done(method=record["method"], delta=record["delta"]):
+            done.append(record)
+    draw(done, outcome, progress)
+    return done
+
+
+def perturb(
+    seed: int = SEED,
+    seeds: int = 1000,
+    deltas: Sequence[float] = DELTAS,
+    methods: Sequence[str] = METHODS,
+) -> Outcome:
+    """Perturb the unit of `seed`, and those of the seeds 0, 1, ..., in the stored parameters.
+
+    Example:
+        >>> outcome = perturb(seeds=100)
+        >>> outcome.lines["gmp"].rotations.round(4).tolist()  # delta, in degrees
+        [0.0057, 0.0573, 0.573, 5.7296]
+        >>> outcome.lines["sp"].rotations.round(1).tolist()
+        [4.1, 29.1, 59.6, 65.0]
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds is the number of units of the distribution, >= 1; got {seeds}.")
+    answers = {method: _answers(build(method, range(seeds)), deltas) for method in methods}
+    return Outcome(
+        seed=seed,
+        deltas=np.array(deltas, dtype=float),
+        lines={method: _lines(build(method, [seed]), deltas) for method in methods},
+        rotations=_stacked(answers, "rotation"),
+        displacements=_stacked(answers, "displacement"),
+        bounds=_stacked(answers, "bound"),
+    )
+
+
+def build(method: str, seeds: Iterable[int]) -> nn.Module:
+    """Return a layer of two inputs with one unit for each seed, stored as the method does.
+
+    Example:
+        >>> build("gmp", [1]).r
+        Parameter containing:
+        tensor([0.0017], dtype=torch.float64, requires_grad=True)
+    """
+    if method not in METHODS:
+        raise ValueError(f"a method is one of {', '.join(METHODS)}; got {method!r}.")
+    units = torch.from_numpy(np.stack([_draw(seed) for seed in seeds]))
+    linear = nn.utils.skip_init(nn.Linear, 2, len(units), dtype=torch.float64)
+    with torch.no_grad():
+        linear.weight.copy_(units[:, :2])
+        linear.bias.copy_(units[:, 2])
+    if method in ("wn", "bn"):
+        return weight_norm(linear)
+    if method == "sp":
+        return linear
+    coordinates = "angles" if method == "gmp" else "intrinsic"
+    return gp.GmPLinear.from_linear(linear, coordinates=coordinates)
+
+
+def _draw(seed: int) -> Array:
+    """Return w and b, (3,), in the order of the papers' notebook."""
+    return SIZE * np.random.RandomState(seed).randn(3)
+
+
+def _answers(layer: nn.Module, deltas: Sequence[float]) -> list[Response]:
+    return [respond(layer, steps(layer, "constant", delta)) for delta in deltas]
+
+
+def _stacked(answers: dict[str, list[Response]], name: str) -> dict[str, Array]:
+    """Return one quantity of all responses as (deltas, units), by method."""
+    return {
+        method: np.stack([getattr(response, name).numpy() for response in each])
+        for method, each in answers.items()
+    }
+
+
+def _lines(layer: nn.Module, deltas: Sequence[float]) -> Lines:
+    """Follow the one unit of a layer."""
+    others = [perturbed(layer, steps(layer, "constant", delta))[0] for delta in deltas]
+    found = [layer_boundaries(each) for each in (layer, *others)]
+    answers = _answers(layer, deltas)
+    return Lines(
+        directions=torch.cat([each.direction for each in found]).numpy(),
+        lams=torch.cat([each.distance for each in found]).numpy(),
+        rotations=torch.cat([each.rotation for each in answers]).numpy(),
+        displacements=torch.cat([each.displacement for each in answers]).numpy(),
+    )
+
+
+def _reference(method: str, lines: Lines, i: int, delta: float) -> dict[str, float]:
+    """Return what is known of the papers' unit, and how it was drawn, where it is known."""
+    if method not in ("sp", "wn") or delta not in DELTAS:
+        return {}
+    known = DELTAS.index(delta)
+    return {
+        "reference": TRUE_ROTATIONS[known],
+        "drawn": float(lines.drawn_rotations[i]),
+        "reference_drawn": DRAWN_ROTATIONS[known],
+    }
+
+
+def _spread(name: str, values: Array) -> dict[str, float]:
+    return {
+        f"{name}_median": float(np.median(values)),
+        f"{name}_95": float(np.quantile(values, 0.95)),
+        f"{name}_max": float(values.max()),
+    }
+
+
+# --- figures ------------------------------------------------------------------------------------
+
+
+def draw(run: Run, outcome: Outcome, progress: Progress | None = None) -> None:
+    """Draw all figures of a run."""
+    names = toys.text_of(TITLES[method] for method in outcome.lines)
+    count = next(iter(outcome.rotations.values())).shape[1]
+    figures: dict[str, tuple[Callable[[Outcome], Any], str]] = {
+        "figure1": (_draw_panels, f"Figure 1. (a) A unit over two inputs: its boundary, its "
+            "location φ, its direction u and its two sides, active where u points. (b)-(e) The "
+            f"papers' unit under {names}, before and after every stored parameter is moved by δ; "
+            "dotted lines end at φ. SP, WN and BN turn alike, and the papers' own picture shows "
+            "smaller turns of them, because it loses a sign."),
+        "figure1-methods": (_draw_methods, "The same unit, one panel a method: all δ in one, with "
+            "the turn of each in degrees."),
+        "figure1-units": (_draw_units, f"How far {count:,} units drawn like the papers' turn when "
+            "every stored parameter is moved by δ: solid the median unit, dotted the one that "
+            "turns most. Under GmP every unit turns by δ radians, whatever its weight; under SP, "
+            "WN and BN, which lie on each other, the smallest weights turn furthest."),
+        "figure2a-b": (_draw_pair, "Figure 2a-b. A unit over one input: its boundary is a point "
+            "φ, and its direction a sign."),
+        "figure5": (_draw_1d, "Figure 5. Units r relu(u x + λ) over one input."),
+        "figure6": (_draw_2d, "Figure 6. Units over two inputs: boundary, location φ and sides."),
+    }  # fmt: skip
+    toys.save_figures(run, figures, (outcome,), progress)
+
+
+def _draw_panels(outcome: Outcome) -> "Figure":
+    from geoparam import plots
+
+    figure, axes = plots.new_figure(2, 3, size=(12.0, 7.6))
+    first, *panels = axes.flat
+    plots.unit_2d(np.array([0.8, 0.6]), -1.0, limits=VIEW, legend=False, ax=first)
+    first.set_title("(a) a unit", loc="left")
+    for letter, i, ax in zip("bcde", range(len(outcome.deltas)), panels, strict=False):
+        _panel(ax, outcome, i)
+        ax.set_title(f"({letter}) δ = {outcome.deltas[i]:g}", loc="left")
+    panels[-1].axis("off")
+    panels[-1].legend(*panels[0].get_legend_handles_labels(), loc="center left", frameon=False)
+    return figure
+
+
+def _panel(ax: "Axes", outcome: Outcome, i: int) -> None:
+    """The papers' unit before and after the i-th perturbation, under all methods."""
+    from geoparam import plots
+    from geoparam.plots.planes import plane
+
+    plane(ax, VIEW)
+    _line(ax, next(iter(outcome.lines.values())), 0, color="#cccccc", linewidth=11, label="before")
+    for method, lines in outcome.lines.items():
+        style = plots.method_style(method)
+        line = {"color": style.colour, "linewidth": WIDTHS[method], "label": style.title}
+        _line(ax, lines, i + 1, **line)
+
+
+def _line(ax: "Axes", lines: Lines, i: int, **style: Any) -> None:
+    """One boundary, and the way from the origin to its location."""
+    phi, (across, up) = lines.locations[i], lines.directions[i]
+    ax.axline(phi, phi + np.array([-up, across]), **style)
+    colour = style["color"]
+    ax.plot(*np.stack([[0, 0], phi], axis=1), color=colour, linewidth=1.4, linestyle=":")
+    ax.plot(*phi, "o", color=colour, markersize=5, mec="black", mew=0.6, zorder=5)
+
+
+def _draw_methods(outcome: Outcome) -> "Figure":
+    from geoparam import plots
+
+    columns = min(3, len(outcome.lines))
+    rows = -(-len(outcome.lines) // columns)
+    figure, axes = plots.new_figure(rows, columns, size=(5.0 * columns, 3.6 * rows))
+    for ax, (method, lines) in zip(axes.flat, outcome.lines.items(), strict=False):
+        plots.perturbation(
+            lines.directions,
+            lines.lams,
+            deltas=outcome.deltas,
+            rotations=lines.rotations,
+            limits=VIEW,
+            ax=ax,
+        )
+        ax.set_title(TITLES[method], loc="left")
+    for ax in axes.flat[len(outcome.lines) :]:
+        ax.axis("off")
+    return figure
+
+
+def _draw_units(outcome: Outcome) -> "Figure":
+    from geoparam import plots
+
+    figure, axes = plots.new_figure(1, 1, size=(7.0, 4.2))
+    ax = axes[0, 0]
+    for method, turns in outcome.rotations.items():
+        style = plots.method_style(method)
+        line = {"color": style.colour, "linewidth": WIDTHS[method], "marker": "o"}
+        ax.plot(outcome.deltas, np.median(turns, axis=1), **line, label=style.title)
+        ax.plot(outcome.deltas, turns.max(axis=1), ":", color=style.colour, linewidth=1.6)
+    ax.set(xscale="log", yscale="log", xlabel="δ", ylabel="turn of a unit (degrees)")
+    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    return figure
+
+
+def _draw_pair(outcome: Outcome) -> "Figure":
+    return _draw_1d(outcome, [(1, -1, 1), (-1, -1, 1)])
+
+
+def _draw_1d(outcome: Outcome, units: Sequence[tuple[float, float, float]] = UNITS) -> "Figure":
+    from geoparam import plots
+
+    figure, axes = plots.new_figure(1, len(units), size=(1.4 + 3.6 * len(units), 3.4))
+    for ax, letter, (sign, lam, r) in zip(axes[0], "abcd", units, strict=False):
+        plots.unit_1d(sign, lam, r=r, legend=ax is axes[0, -1], ax=ax)
+        ax.set_title(f"({letter}) u = {sign:+g}, λ = {lam:+g}, r = {r:g}", loc="left")
+    return figure
+
+
+def _draw_2d(outcome: Outcome) -> "Figure":
+    from geoparam import plots
+
+    figure, axes = plots.new_figure(1, 4, size=(16.0, 3.8))
+    units = [(30, -1.0), (120, -1.0), (210, 1.0), (300, 1.0)]
+    for ax, letter, (theta, lam) in zip(axes[0], "abcd", units, strict=True):
+        u = np.array([np.cos(np.radians(theta)), np.sin(np.radians(theta))])
+        plots.unit_2d(u, lam, limits=VIEW, legend=ax is axes[0, -1], ax=ax)
+        ax.set_title(f"({letter}) θ = {theta}°, λ = {lam:+g}", loc="left")
+    return figure

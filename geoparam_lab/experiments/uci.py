@@ -1,0 +1,414 @@
+"""Seven regression sets of the UCI archive, under two protocols: table 1 of the papers.
+
+One hidden layer of 100 units, ten random splits 80 to 20, inputs standardised on the training
+part, targets as they are. The loss is the mean absolute error, the optimizer Keras's Adam, a batch
+1,024 rows (the four small sets are one batch, and the last batch of an epoch may be short), all in
+float64. Once an epoch the squared error on the validation part is judged: the rate falls to a
+tenth after 50 epochs without one better by 1e-4, training stops after 100 without any better one
+or after 5,000 in all, and the best weights are kept. A split's number also seeds its initial
+weights and the order of its batches, so that methods and rates are compared on the same ones.
+
+**paper**: as the papers' code. The validation part is the test split itself: what is reported is
+the lowest test error of the whole training. Rates are fixed, 0.1 for GmP and 0.01 for the others.
+
+**heldout**: the validation part is a fifth of the training part. Every method picks its rate from
+a grid by the validation error, *for each split alone*. Choosing one rate by the mean over splits
+would look less noisy, but a split's test points are training and validation points of the others:
+the choice would have seen them. So a split is one whole repetition of what a user does, and the
+standard errors cover the luck of the choice. Then each split is trained once more at its rate, and
+the result of that, and nothing else ever, meets the test targets. (It is the network that won: in
+results/runs/uci-heldout all 350 have its validation error, to 2e-15.)
+
+**Stacks.** A task is a stack of up to ten splits of one set, method and rate: a larger one leaves
+the cache (60 networks on Energy took 12 times as long as 10). Processes of this machine take tasks
+in turn (`tasks`), or machines that share a study do (`study`). On a GPU all rates are one stack.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from geoparam_lab import methods as all_methods
+from geoparam_lab.data import splits as parts
+from geoparam_lab.data import uci_data as data_sets
+from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.training import shared_study
+from geoparam_lab.training.stacks import stacked
+from geoparam_lab.training.stacks.stacked import Protocol, Result
+from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names, cores
+
+Array = np.ndarray
+Table = tuple[Array, Array]
+
+NAMES = data_sets.NAMES
+COMPARED = ("sp", "wn", "bn", "gmp")  # by the papers
+PROTOCOLS = parts.PROTOCOLS
+KEY = ("dataset", "method", "split", "lr", "chosen")
+RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # the papers' grid
+UNITS, BATCH_SIZE, EPOCHS, PATIENCE = 100, 1024, 5000, 50
+AT_ONCE = 10  # networks in a stack
+POINTS = 120  # of a learning curve that are kept
+_MAY_CHANGE = ("datasets", "methods", "seeds")  # when a run is resumed
+
+
+class Member(NamedTuple):
+    """One network of a stack."""
+
+    split: int
+    lr: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """Networks that are trained in one stack.
+
+    Args:
+        dataset: its name.
+        method: its name.
+        members: the networks.
+        chosen: whether their rates are settled, so that they may meet the test part.
+        rate: of all members, where it is one of several that are tried.
+    """
+
+    dataset: str
+    method: str
+    members: tuple[Member, ...]
+    chosen: bool = True
+    rate: float | None = None
+
+    @property
+    def keys(self) -> list[tuple[Any, ...]]:
+        return [(self.dataset, self.method, *member, self.chosen) for member in self.members]
+
+    @property
+    def point(self) -> Record:
+        """The point of a grid that it belongs to."""
+        return {"method": self.method} | ({} if self.rate is None else {"lr": self.rate})
+
+    @property
+    def name(self) -> str:
+        first = self.members[0].split
+        rate = "" if self.rate is None else f"-lr{self.rate:g}"
+        return f"{self.dataset}-{self.method}{rate}" + (f"-split{first}" if first else "")
+
+    def __str__(self) -> str:
+        rates = sorted({member.lr for member in self.members})
+        rate = f"rate {rates[0]:g}" if len(rates) == 1 else f"{len(rates)} rates"
+        return f"{self.dataset}, {all_methods.TITLES[self.method]}, {rate}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How all tasks of a run are done.
+
+    Args:
+        protocol: "paper" or "heldout".
+        init: as `methods.get` takes it.
+        epochs: the most there are.
+        device: where to train.
+        dtype: of the networks.
+    """
+
+    protocol: str = "paper"
+    init: str = "glorot"
+    epochs: int = EPOCHS
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def training(self) -> Protocol:
+        """Loss, metric and schedule."""
+        return Protocol(
+            stacked.absolute_error,
+            stacked.squared_error,
+            batch_size=BATCH_SIZE,
+            epochs=self.epochs,
+            patience=PATIENCE,
+        )
+
+
+# --- one stack ----------------------------------------------------------------------------------
+
+
+def train(task: Task, table: Table, settings: Settings, tick: Tick | None = None) -> Done:
+    """Train a task's networks.
+
+    Args:
+        task: what to train.
+        table: inputs (points, features) and targets (points,).
+        settings: how.
+        tick: called after each epoch with its number and how many networks are left.
+
+    Example:
+        >>> x = np.random.RandomState(0).randn(50, 3)
+        >>> task = Task("planes", "gmp", (Member(split=0, lr=0.1), Member(split=1, lr=0.1)))
+        >>> done = train(task, (x, np.abs(x).sum(1)), Settings(epochs=5))
+        >>> sorted(done.records[1])[:6]
+        ['best_epoch', 'chosen', 'dataset', 'epochs', 'init', 'lr']
+    """
+    seeds = [member.split for member in task.members]
+    data = parts.stack(*table, seeds, settings.protocol)
+    widths = (data.x_train.shape[-1], UNITS, 1)
+    options: dict[str, Any] = {"init": settings.init, "dtype": settings.dtype}
+    result = stacked.train(
+        [all_methods.mlp(task.method, widths, seed=seed, **options) for seed in seeds],
+        (data.x_train, data.y_train),
+        [member.lr for member in task.members],
+        settings.training,
+        (data.x_val, data.y_val),
+        seeds=seeds,
+        device=settings.device,
+        progress=tick,
+    )
+    errors = _errors(task, result, data, settings.protocol)
+    records = [_record(task, result, settings, i) | errors[i] for i in range(len(seeds))]
+    return Done(records, _curves(task, result, settings.protocol) if task.chosen else {})
+
+
+def _errors(task: Task, result: Result, data: parts.Splits, protocol: str) -> list[Record]:
+    """Return the errors of the kept weights; the test part is looked at for chosen rates alone."""
+    judged = np.sqrt(result.best_metric)
+    if protocol == "paper":
+        return [{"test_rmse": float(error)} for error in judged]
+    errors: list[Record] = [{"val_rmse": float(error)} for error in judged]
+    if task.chosen:
+        test = np.sqrt(((result.predict(data.x_test) - data.y_test) ** 2).mean(1))
+        test[~np.isfinite(judged)] = np.nan
+        errors = [e | {"test_rmse": float(rmse)} for e, rmse in zip(errors, test, strict=True)]
+    return errors
+
+
+def _record(task: Task, result: Result, settings: Settings, i: int) -> Record:
+    return {
+        **dict(zip(KEY, task.keys[i], strict=True)),
+        "protocol": settings.protocol,
+        "init": settings.init,
+        "epochs": int(result.epochs[i]),
+        "best_epoch": int(result.best_epoch[i]),
+        "outcome": "diverged" if result.outcomes[i] == "diverged" else "finished",
+    }
+
+
+def _curves(task: Task, result: Result, protocol: str) -> dict[str, Array]:
+    """Return training loss, judged error and rate at some epochs, denser at the start."""
+    at = np.arange(1, len(result.losses) + 1)
+    if len(at) > POINTS:
+        at = np.unique(np.geomspace(1, len(at), POINTS).round().astype(int))
+    judged = "test_rmse" if protocol == "paper" else "val_rmse"
+    curves = {"train_mae": result.losses, judged: np.sqrt(result.metrics), "rate": result.rates}
+    return {
+        "split": np.array([member.split for member in task.members]),
+        "lr": np.array([member.lr for member in task.members]),
+        "epoch": at,
+        **{name: values[at - 1].T.astype(np.float32) for name, values in curves.items()},
+    }
+
+
+# --- which stacks there are ---------------------------------------------------------------------
+
+
+def grid_tasks(config: Record, dataset: str, together: bool = False) -> list[Task]:
+    """Return the tasks of a data set that need no choice: all under "paper", else the search.
+
+    With `together`, all rates and splits of a method are one stack.
+    """
+    final, splits, found = config["protocol"] == "paper", range(config["seeds"]), []
+    for method in config["methods"]:
+        rates = config["lrs"] or [all_methods.LEARNING_RATES[method]]
+        if together:
+            members = tuple(Member(split, lr) for lr in rates for split in splits)
+            found.append(Task(dataset, method, members, final))
+            continue
+        for lr in rates:
+            stacks = _chunks([Member(split, lr) for split in splits])
+            own = lr if config["lrs"] else None
+            found += [Task(dataset, method, stack, final, own) for stack in stacks]
+    return found
+
+
+def chosen_tasks(config: Record, dataset: str, records: Iterable[Record]) -> list[Task]:
+    """Return the tasks of a data set that train each split at the rate chosen for it."""
+    chosen = choose(record for record in records if record["dataset"] == dataset)
+    return [
+        Task(dataset, method, stack)
+        for method in config["methods"]
+        for stack in _chunks(
+            [Member(split, chosen[dataset, method, split]) for split in range(config["seeds"])]
+        )
+    ]
+
+
+def choose(records: Iterable[Record]) -> dict[tuple[str, str, int], float]:
+    """Return the rate with the lowest validation error by data set, method and split.
+
+    Of equal ones it is the lowest rate; one whose error is no number is never better.
+
+    Example:
+        >>> rates = {0.01: 0.5, 0.1: 0.4, 0.3: float("nan")}
+        >>> records = [{"dataset": "yacht", "method": "sp", "split": 0, "lr": lr, "val_rmse": rmse}
+        ...            for lr, rmse in rates.items()]
+        >>> choose(records)
+        {('yacht', 'sp', 0): 0.1}
+    """
+    best: dict[tuple[str, str, int], tuple[float, float]] = {}
+    for record in records:
+        key = record["dataset"], record["method"], record["split"]
+        error = record["val_rmse"] if math.isfinite(record["val_rmse"]) else math.inf
+        if not record.get("chosen", False):
+            best[key] = min(best.get(key, (math.inf, math.inf)), (error, record["lr"]))
+    return {key: lr for key, (_, lr) in best.items()}
+
+
+def _chunks(members: Sequence[Member]) -> list[tuple[Member, ...]]:
+    return [tuple(members[i : i + AT_ONCE]) for i in range(0, len(members), AT_ONCE)]
+
+
+# --- a run --------------------------------------------------------------------------------------
+
+
+def run(
+    out: str | Path,
+    *,
+    datasets: Sequence[str] = NAMES,
+    methods: Sequence[str] = COMPARED,
+    protocol: str = "paper",
+    seeds: int = 10,
+    data: str | Path | None = None,
+    init: str = "glorot",
+    lrs: Sequence[float] | None = None,
+    epochs: int = EPOCHS,
+    storage: str | None = None,
+    jobs: int | None = None,
+    resume: bool = False,
+    command: str | None = None,
+    progress: Progress | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float64,
+    tables: Mapping[str, Table] | None = None,
+) -> Run:
+    """Train all methods on all splits of all sets; write records and curves to a folder.
+
+    Args:
+        out: the run's folder.
+        datasets: names of `NAMES`, or of `tables`.
+        methods: names of `methods.METHODS`.
+        protocol: "paper" or "heldout".
+        seeds: how many splits.
+        data: folder with the data, before $GEOPARAM_DATA, the cache and the network.
+        init: "glorot", as the papers' code, or "sphere", as their text.
+        lrs: learning rates for every method; by default the papers' own under "paper", and the
+            papers' grid under "heldout".
+        epochs: the most there are.
+        storage: an Optuna storage, to share the work with processes and machines that are called
+            with it too: see `search.share`.
+        jobs: how many processes of this machine work; by default as many as there are cores, and
+            one with a storage or on a GPU.
+        resume: go on with the run in the folder.
+        command: what a user types to do it again.
+        progress: called with a title, how many networks are trained and how many there are.
+        device: where to train, such as "cuda".
+        dtype: of the networks.
+        tables: inputs and targets of other data sets, by name.
+    """
+    settings = Settings(protocol, init, epochs, str(device), dtype)
+    config = _checked(settings, datasets, methods, seeds, lrs, (*NAMES, *(tables or {})))
+    loaded = {
+        name: (tables or {}).get(name) or data_sets.load(name, data) for name in config["datasets"]
+    }
+    if storage is not None:
+        shared_study.check(storage)
+    options: Record = {"key": KEY, "resume": resume, "may_change": _MAY_CHANGE}
+    folder = Run.create(out, "uci", config, command, **options)
+    alone = torch.device(device).type == "cpu" and storage is None
+    together = not alone and storage is None
+    grid = {name: grid_tasks(config, name, together) for name in loaded}
+    count = sum(len(task.members) for own in grid.values() for task in own)
+    count += count // len(config["lrs"]) if protocol == "heldout" else 0
+    jobs = jobs or (cores() if alone else 1)
+    session = Session(folder, _Worker(settings, loaded), count, jobs, progress)
+    _do(session, grid, loaded, storage)
+    if protocol == "heldout":
+        chosen = {name: chosen_tasks(config, name, folder.records()) for name in loaded}
+        _do(session, chosen, loaded, storage)
+    return folder
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """What a working process is given: it can do any task of the run."""
+
+    settings: Settings
+    tables: Mapping[str, Table]
+
+    def __call__(self, task: Task, tick: Tick) -> Done:
+        return train(task, self.tables[task.dataset], self.settings, tick)
+
+
+def _do(
+    session: Session,
+    tasks: Mapping[str, list[Task]],
+    tables: Mapping[str, Table],
+    storage: str | None,
+) -> None:
+    """Do the tasks of all data sets, the large ones first; with a storage, set by set."""
+    config = session.run.config
+    if storage is None:
+        sets = sorted(tasks, key=lambda name: -tables[name][0].size)
+        session.spread([task for name in sets for task in tasks[name]])
+        return
+    judged = "test_rmse" if config["protocol"] == "paper" else "val_rmse"
+    shared = config | {"datasets": None, "device": None}  # in these, who shares it may differ
+    for name, own in tasks.items():
+        stage = "chosen" if own[0].chosen else "search"
+        study = shared_study.study_name(f"uci-{name}-{stage}", shared, tables[name])
+        session.share([(task.point, task) for task in own], judged, storage, study)
+
+
+def _checked(
+    settings: Settings,
+    datasets: Sequence[str],
+    names: Sequence[str],
+    seeds: int,
+    lrs: Sequence[float] | None,
+    known: Sequence[str],
+) -> Record:
+    """Return the configuration, if all of it exists."""
+    check_names("datasets", datasets, known)
+    check_names("methods", names, tuple(all_methods.METHODS))
+    check_names("protocol", [settings.protocol], PROTOCOLS)
+    for name in names:
+        all_methods.get(name, init=settings.init)
+    if min(seeds, settings.epochs) < 1:
+        got = f"{seeds} and {settings.epochs}"
+        raise ValueError(f"seeds, the number of splits, and epochs must be >= 1; got {got}.")
+    if lrs is not None and (not lrs or not all(0 < lr < math.inf for lr in lrs)):
+        rule = "lrs must be learning rates above 0 and finite, or left out"
+        raise ValueError(f"{rule}; got {list(lrs)}.")
+    grid = lrs or (RATES if settings.protocol == "heldout" else None)
+    return {
+        "datasets": list(dict.fromkeys(datasets)),
+        "methods": list(dict.fromkeys(names)),
+        "protocol": settings.protocol,
+        "seeds": seeds,
+        "lrs": grid and sorted({float(lr) for lr in grid}),
+        "init": settings.init,
+        "epochs": settings.epochs,
+        "device": _usable(settings.device),
+        "dtype": str(settings.dtype).removeprefix("torch."),
+    }
+
+
+def _usable(device: str) -> str:
+    """Return the type of a device, if torch can put a tensor there."""
+    try:
+        return torch.empty(0, device=device).device.type
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+        reason = f"{error}".partition("\n")[0]
+        raise ValueError(
+            f"device must be one that torch can use here, such as cpu; got {device!r}: {reason}"
+        ) from error

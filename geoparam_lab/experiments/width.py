@@ -1,0 +1,325 @@
+"""Remark 3.5: is the text's initialisation independent of the width, and is its learning rate?
+
+The papers' text starts GmP from uniform directions, lam = 0 and r = 1, whatever the layer's size;
+their code from Glorot-uniform weights, turned into angles and r = ||w||. Beside these two, SP with
+Glorot's and with He's initialisation. (Output layers are Glorot's throughout.) Three questions:
+
+    start     the Levy and Energy networks before training, for widths 16 ... 16384: how large are
+              hidden activations, outputs and gradients, and how far does one step of Adam at rate
+              0.01 move the outputs? (Its first step is rate x sign of the gradient.)
+    fan_in    the other side of a layer's size: 64 units with so many standard normal inputs; also
+              how far that step turns a unit
+    trained   test error after a fixed number of steps, for each width and rate: does one rate
+              serve all widths?
+
+**What to expect.** Directions have entries of size 1 / sqrt(n) for n inputs, so uniform directions
+with r = 1 are SP with variance 1 / n, and He's are the same up to sqrt(2): both know the fan-in
+only, and keep activations as they are whatever the width. Glorot's variance 2 / (n + units) lets
+them fall as 1 / sqrt(units). Gradients of hidden parameters fall with the output weights, as
+1 / sqrt(units), under all; under the code's form those of directions and offsets fall with r as
+well. A step of Adam does not see that: it moves outputs the more, the more units there are.
+
+Steps are of 128 rows of Energy, split by seed, or all 50 points of Levy; the rate falls to a tenth
+after a tenth of all epochs without a better training loss, nothing stops early, the test part is
+met once. In float32: this is no table of the papers, and there is much to compute.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from geoparam_lab import methods
+from geoparam_lab.data import splits as parts
+from geoparam_lab.data import uci_data as data_sets
+from geoparam_lab.data.synthetic import levy_regression
+from geoparam_lab.experiments import width_scales
+from geoparam_lab.experiments.width_scales import VARIANTS, Variant
+from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.training.stacks import stacked
+from geoparam_lab.training.stacks.stacked import Protocol
+from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names, cores
+
+Array = np.ndarray
+
+DATASETS = ("levy", "energy")
+WIDTHS = tuple(4**k for k in range(2, 8))  # 16 ... 16384
+RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
+SEEDS, STEPS, BATCH_SIZE = 3, 1000, 128
+BEFORE = 20  # seeds of what is measured before training
+IN_CACHE = 2**21  # activations of a stack and batch: 8 MB
+KEY = ("kind", "dataset", "method", "init", "width", "lr", "seed")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Some networks of one kind of question, data set, variant and width.
+
+    Args:
+        kind: "start", "fan_in" or "trained".
+        dataset: "levy", "energy" or, for the fan-in, "normal".
+        variant: how they begin.
+        width: of the hidden layer; for the fan-in, of the inputs.
+        members: rate, None before training, and seed of each.
+    """
+
+    kind: str
+    dataset: str
+    variant: Variant
+    width: int
+    members: tuple[tuple[float | None, int], ...]
+
+    @property
+    def keys(self) -> list[tuple[Any, ...]]:
+        return [(self.kind, self.dataset, *self.variant, self.width, *m) for m in self.members]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.dataset}-{'-'.join(self.variant)}-width{self.width}"
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.dataset}, {self.variant.title}, width {self.width:,}"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Does any task of a run.
+
+    Args:
+        energy: inputs and targets of the whole set, or None where it is not asked for.
+        steps: of training.
+    """
+
+    energy: tuple[Array, Array] | None
+    steps: int = STEPS
+
+    def __call__(self, task: Task, tick: Tick) -> Done:
+        measures = {"start": self._start, "fan_in": self._fan_in, "trained": self._trained}
+        found = measures[task.kind](task, tick)
+        return Done(
+            [
+                dict(zip(KEY, key, strict=True)) | measure
+                for key, measure in zip(task.keys, found, strict=True)
+            ]
+        )
+
+    def _start(self, task: Task, tick: Tick) -> list[Record]:
+        found = []
+        for done, (_, seed) in enumerate(task.members):
+            data = self._data(task.dataset, [seed])
+            found.append(
+                width_scales.start(_network(task, seed, data, torch.float64), *_first(data))
+            )
+            tick(0, len(task.members) - done - 1)
+        return found
+
+    def _fan_in(self, task: Task, tick: Tick) -> list[Record]:
+        return [width_scales.fan_in(*task.variant, task.width, seed) for _, seed in task.members]
+
+    def _trained(self, task: Task, tick: Tick) -> list[Record]:
+        rates, seeds = zip(*task.members, strict=True)
+        data = self._data(task.dataset, seeds)
+        batches = math.ceil(data.x_train.shape[1] / BATCH_SIZE)
+        epochs = math.ceil(self.steps / batches)
+        result = stacked.train(
+            [_network(task, seed, data, torch.float32) for seed in seeds],
+            (data.x_train, data.y_train),
+            rates,
+            Protocol(
+                batch_size=BATCH_SIZE,
+                epochs=epochs,
+                patience=math.ceil(epochs / 10),
+                stop_patience=epochs,
+            ),
+            seeds=seeds,
+            progress=tick,
+        )
+        errors = np.sqrt(((result.predict(data.x_test) - data.y_test) ** 2).mean(1))
+        return [
+            {
+                "test_rmse": float(errors[i]) if result.best_epoch[i] >= 0 else math.nan,
+                "train_mae": float(result.best_metric[i]),
+                "epochs": int(result.epochs[i]),
+                "best_epoch": int(result.best_epoch[i]),
+                "outcome": "diverged" if result.outcomes[i] == "diverged" else "finished",
+            }
+            for i in range(len(seeds))
+        ]
+
+    def _data(self, dataset: str, seeds: Sequence[int]) -> parts.Splits:
+        """Return one split a seed; Levy's points are the papers', for all."""
+        if dataset == "energy":
+            assert self.energy is not None
+            return parts.stack(*self.energy, seeds)
+        levy = levy_regression()
+        x, y, x_test, y_test = (np.stack([part] * len(seeds)) for part in levy)
+        return parts.Splits(x, y, x_test, y_test, x_test, y_test)
+
+
+def _network(task: Task, seed: int, data: parts.Splits, dtype: torch.dtype) -> nn.Sequential:
+    widths = (data.x_train.shape[-1], task.width, 1)
+    method, init = task.variant
+    return methods.mlp(method, widths, seed=seed, init=init, dtype=dtype)
+
+
+def _first(data: parts.Splits) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(data.x_train[0]), torch.from_numpy(data.y_train[0])
+
+
+# --- a run --------------------------------------------------------------------------------------
+
+
+def run(
+    out: str | Path,
+    *,
+    widths: Sequence[int] = WIDTHS,
+    datasets: Sequence[str] = DATASETS,
+    rates: Sequence[float] = RATES,
+    seeds: int = SEEDS,
+    steps: int = STEPS,
+    data: str | Path | None = None,
+    jobs: int | None = None,
+    resume: bool = False,
+    command: str | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Measure and train networks of all widths; write records and figures to a folder.
+
+    Args:
+        out: the run's folder.
+        widths: of the hidden layer.
+        datasets: of `DATASETS`.
+        rates: learning rates, for each width and variant.
+        seeds: how many initial weights.
+        steps: of training.
+        data: folder with the Energy data, before $GEOPARAM_DATA, the cache and the network.
+        jobs: how many processes of this machine work; by default as many as there are cores.
+        resume: go on with the run in the folder.
+        command: what a user types to do it again.
+        progress: called with a title, how many networks are done and how many there are.
+    """
+    check_names("datasets", datasets, DATASETS)
+    config: Record = {
+        "datasets": list(dict.fromkeys(datasets)),
+        "widths": sorted(set(widths)),
+        "rates": sorted({float(rate) for rate in rates}),
+        "seeds": seeds,
+        "steps": steps,
+    }
+    given = (*widths, *rates, seeds, steps)
+    if not (widths and rates) or not all(0 < number < math.inf for number in given):
+        rule = "widths, rates, seeds and steps must be above 0 and finite"
+        raise ValueError(f"{rule}; got {config}.")
+    energy = data_sets.load("energy", data) if "energy" in datasets else None
+    folder = Run.create(out, "width", config, command, key=KEY, resume=resume)
+    todo = tasks(config)
+    count = sum(len(task.members) for task in todo)
+    Session(folder, Work(energy, steps), count, jobs or cores(), progress).spread(todo)
+    for answer in answers(folder.records(), config):
+        if not folder.done(**{name: answer[name] for name in KEY}):
+            folder.append(answer)
+    from geoparam_lab.experiments import width_figures  # it imports matplotlib
+
+    width_figures.draw(folder)
+    return folder
+
+
+def tasks(config: Record) -> list[Task]:
+    """Return all tasks of a run, the long ones first."""
+    seeds = range(config["seeds"])
+    before = tuple((None, seed) for seed in range(BEFORE))
+    members = [(rate, seed) for rate in config["rates"] for seed in seeds]
+    found = []
+    for width in sorted(config["widths"], reverse=True):
+        size = max(1, IN_CACHE // (BATCH_SIZE * width))
+        stacks = [tuple(members[i : i + size]) for i in range(0, len(members), size)]
+        for variant in VARIANTS:
+            for dataset in config["datasets"]:
+                found += [Task("trained", dataset, variant, width, stack) for stack in stacks]
+                found.append(Task("start", dataset, variant, width, before))
+            found.append(Task("fan_in", "normal", variant, width, before))
+    return found
+
+
+# --- what comes out -----------------------------------------------------------------------------
+
+
+def answers(records: Iterable[Record], config: Record) -> list[Record]:
+    """Return a record for each data set and variant that says how things depend on the width.
+
+    `exponent_X` is the slope of log X over log width: 0 where X does not depend on it.
+    `best_rates` has the best rate for each width, from the narrowest on. A rate's factor is the
+    highest ratio over widths of its test error to that of the best rate: `one_rate` has the lowest
+    factor, `one_rate_factor`; `papers_rate` and `papers_rate_factor` are the papers' choice.
+    """
+    found = []
+    known = list(records)
+    for dataset in (*config["datasets"], "normal"):
+        for variant in VARIANTS:
+            own = [
+                r for r in known if (r["dataset"], r["method"], r["init"]) == (dataset, *variant)
+            ]
+            key = dict.fromkeys(KEY) | variant._asdict()
+            answer = exponents([r for r in own if r["kind"] in ("start", "fan_in")])
+            if dataset != "normal":
+                errors = _errors(own, config)
+                answer |= one_rate(errors, config["rates"], methods.LEARNING_RATES[variant.method])
+            found.append(key | {"kind": "answer", "dataset": dataset} | answer)
+    return found
+
+
+def exponents(records: Sequence[Record]) -> Record:
+    """Return the slope of each measure's logarithm over that of the width.
+
+    Example:
+        >>> exponents([{"width": w, "seed": 0, "output": 3 / w} for w in (16, 64)])
+        {'exponent_output': -1.0}
+    """
+    widths = np.array([record["width"] for record in records])
+    measures = [name for name in records[0] if name not in KEY]
+    if len(set(widths)) < 2:
+        return {}
+    return {
+        f"exponent_{name}": round(_slope(widths, [record[name] for record in records]), 4)
+        for name in measures
+    }
+
+
+def _slope(widths: Array, values: Sequence[float]) -> float:
+    return float(np.polyfit(np.log(widths), np.log(values), 1)[0])
+
+
+def _errors(records: Iterable[Record], config: Record) -> Array:
+    """Return mean test errors (widths, rates); infinite where a network has none."""
+    sums = np.zeros((len(config["widths"]), len(config["rates"])))
+    for record in records:
+        if record["kind"] == "trained":
+            at = config["widths"].index(record["width"]), config["rates"].index(record["lr"])
+            error = record["test_rmse"]
+            sums[at] += error if math.isfinite(error) else math.inf
+    return sums / config["seeds"]
+
+
+def one_rate(errors: Array, rates: Sequence[float], papers: float) -> Record:
+    """Return which rates are best for errors (widths, rates), and what one for all would cost.
+
+    Example:
+        >>> one_rate(np.array([[1.0, 2.0], [3.0, 2.0]]), rates=(0.01, 0.1), papers=0.1)
+        {'best_rates': [0.01, 0.1], 'one_rate': 0.01, 'one_rate_factor': 1.5, 'papers_rate': 0.1, \
+'papers_rate_factor': 2.0}
+    """
+    factors = (errors / errors.min(axis=1, keepdims=True)).max(axis=0)
+    found = {
+        "best_rates": [rates[i] for i in errors.argmin(axis=1)],
+        "one_rate": rates[int(factors.argmin())],
+        "one_rate_factor": round(float(factors.min()), 4),
+    }
+    if papers in rates:
+        factor = round(float(factors[list(rates).index(papers)]), 4)
+        found |= {"papers_rate": papers, "papers_rate_factor": factor}
+    return found

@@ -1,0 +1,123 @@
+"""Figures of the width experiment, each with a caption beside it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+
+from geoparam import plots
+from geoparam.plots.style import DASHED, DOTTED, SOLID, legend_beside, ordered_colours
+from geoparam_lab.experiments.width_scales import VARIANTS, Variant
+from geoparam_lab.run_folder import Record, Run
+
+_DASHES = {  # solid where the initialisation knows the fan-in alone
+    Variant("gmp", "sphere"): SOLID,
+    Variant("gmp", "glorot"): DASHED,
+    Variant("sp", "glorot"): DOTTED,
+    Variant("sp", "he"): SOLID,
+}
+_STARTS = {
+    "activation": "hidden activations",
+    "output": "outputs",
+    "gradient_offset": "gradient of offsets",
+    "gradient_output": "gradient of output weights",
+    "output_change": "change of outputs in a step",
+}
+_FAN_INS = {
+    "activation": "activations",
+    "gradient_direction": "gradient of directions",
+    "turn": "turn of a unit in a step (degrees)",
+}
+_START_CAPTION = """Networks before training, over the width of their hidden layer: root mean
+    squares, mean over seeds. The step is Adam's first, at rate 0.01. Flat lines do not depend on
+    the width: activations and outputs under the text's initialisation and under He's."""
+_FAN_IN_CAPTION = """A layer of 64 units with standard normal inputs, over their number. On the
+    right the median turn of a unit in Adam's first step at rate 0.01: it grows with the root of
+    the fan-in, for angles as for weights of He's size."""
+_TRAINED_CAPTION = """Test error after a fixed number of steps over the learning rate, one line a
+    width, mean over seeds. Where the lowest points lie above each other, one rate serves all
+    widths."""
+
+
+def draw(run: Run) -> None:
+    """Draw all figures of a run."""
+    records, config = run.records(), run.config
+    figure = _draw_scales(records, config, "start", config["datasets"], _STARTS, "width")
+    run.figure("start", figure, _START_CAPTION)
+    figure = _draw_scales(records, config, "fan_in", ["normal"], _FAN_INS, "inputs")
+    run.figure("fan-in", figure, _FAN_IN_CAPTION)
+    run.figure("trained", _draw_trained(records, config), _TRAINED_CAPTION)
+
+
+def _draw_scales(
+    records: Sequence[Record],
+    config: Record,
+    kind: str,
+    datasets: Sequence[str],
+    measures: Mapping[str, str],
+    label: str,
+) -> Figure:
+    size = (3.2 * len(measures) + 1.8, 3.1 * len(datasets))
+    figure, axes = plots.new_figure(len(datasets), len(measures), size=size)
+    for row, dataset in zip(axes, datasets, strict=True):
+        for ax, (measure, title) in zip(row, measures.items(), strict=True):
+            for variant in VARIANTS:
+                own = _of(records, kind, dataset, variant)
+                ax.plot(*_means(own, "width", measure), **_style(variant), marker="o", ms=3)
+            _finish(
+                ax,
+                f"{dataset.capitalize()}: {title}" if len(datasets) > 1 else title,
+                label,
+                config["widths"],
+            )
+    legend_beside(axes[0, -1])
+    return figure
+
+
+def _draw_trained(records: Sequence[Record], config: Record) -> Figure:
+    datasets, widths = config["datasets"], config["widths"]
+    size = (3.2 * len(VARIANTS) + 1.0, 3.1 * len(datasets))
+    figure, axes = plots.new_figure(len(datasets), len(VARIANTS), size=size)
+    for row, dataset in zip(axes, datasets, strict=True):
+        for ax, variant in zip(row, VARIANTS, strict=True):
+            own = _of(records, "trained", dataset, variant)
+            ax.sharey(row[0])
+            for width, colour in zip(widths, ordered_colours(len(widths)), strict=True):
+                line = _means([r for r in own if r["width"] == width], "lr", "test_rmse")
+                ax.plot(*line, color=colour, marker="o", ms=3, label=f"{width:,}")
+            _finish(
+                ax, f"{dataset.capitalize()}: {variant.title}", "learning rate", config["rates"]
+            )
+        row[0].set_ylabel("test RMSE")
+    legend_beside(axes[0, -1], title="width")
+    return figure
+
+
+def _finish(ax: Axes, title: str, label: str, ticks: Sequence[float]) -> None:
+    ax.set(xscale="log", yscale="log", xlabel=label)
+    ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    ax.minorticks_off()
+    ax.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_formatter("{x:g}")
+    ax.tick_params(which="both", labelsize=8)
+    ax.set_title(title, fontsize=9)
+
+
+def _of(records: Sequence[Record], kind: str, dataset: str, variant: Variant) -> list[Record]:
+    wanted = (kind, dataset, *variant)
+    return [r for r in records if (r["kind"], r["dataset"], r["method"], r["init"]) == wanted]
+
+
+def _means(records: Sequence[Record], over: str, measure: str) -> tuple[list[Any], list[float]]:
+    """Return the values of a field, and a measure's mean at each, where there is one."""
+    at = sorted({record[over] for record in records if measure in record})
+    return at, [float(np.mean([r[measure] for r in records if r[over] == x])) for x in at]
+
+
+def _style(variant: Variant) -> dict[str, Any]:
+    colour = plots.method_style(variant.method).colour
+    return {"color": colour, "linestyle": _DASHES[variant], "label": variant.title}

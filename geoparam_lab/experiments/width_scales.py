@@ -1,0 +1,122 @@
+"""How large things are in a network that is not trained yet: activations, gradients, one step.
+
+Sizes are root mean squares. A step is Adam's first: every parameter moves by the rate, against the
+sign of its gradient, however small that is.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import geoparam as gp
+from geoparam import sphere
+from geoparam_lab import methods
+from geoparam_lab.run_folder import Record
+from geoparam_lab.training.stacks import stacked
+
+STEP = 0.01  # rate of the step
+UNITS, ROWS = 64, 256  # of the layer whose fan-in is varied
+
+
+class Variant(NamedTuple):
+    """A method and its initialisation."""
+
+    method: str
+    init: str
+
+    @property
+    def title(self) -> str:
+        return _TITLES[self]
+
+
+_TITLES = {
+    Variant("gmp", "sphere"): "GmP, text (r = 1)",
+    Variant("gmp", "glorot"): "GmP, code (r = ‖w‖)",
+    Variant("sp", "glorot"): "SP, Glorot",
+    Variant("sp", "he"): "SP, He",
+}
+VARIANTS = tuple(_TITLES)
+
+
+def start(model: nn.Sequential, x: Tensor, y: Tensor) -> Record:
+    """Return the scale (root mean square) of what a new network computes and of its gradients.
+
+    Example:
+        >>> x = torch.randn(50, 4, dtype=torch.float64)
+        >>> sizes = start(methods.mlp("gmp", (4, 8, 1)), x, x[:, 0])
+        >>> [name for name in sizes if "gradient" not in name]
+        ['activation', 'output', 'output_change']
+    """
+    hidden = model[:-1](x)
+    output = model[-1](hidden).squeeze(-1)
+    stacked.absolute_error(output[None], y[None]).backward()
+    gradients = {
+        f"gradient_{group}": _rms(parameter.grad)
+        for group, parameter in groups(model).items()
+        if parameter.grad is not None
+    }
+    found = {"activation": _rms(hidden), "output": _rms(output), **gradients}
+    adam_step_(model.parameters())
+    return found | {"output_change": _rms(model(x).squeeze(-1) - output)}
+
+
+def groups(model: nn.Sequential) -> dict[str, nn.Parameter]:
+    """Return what the hidden units' parameters are for, and the output weights.
+
+    Example:
+        >>> list(groups(methods.mlp("sp", (4, 8, 1))))
+        ['direction', 'offset', 'output']
+    """
+    names = {"latitude": "direction", "weight": "direction", "lam": "offset", "bias": "offset"}
+    hidden = dict(model[0].named_parameters())
+    found = {names.get(name, "scale"): parameter for name, parameter in hidden.items()}
+    output = dict(model[-1].named_parameters())["weight"]
+    return {group: found[group] for group in sorted(found)} | {"output": output}
+
+
+@torch.no_grad()
+def adam_step_(parameters: Iterable[nn.Parameter], rate: float = STEP) -> None:
+    """Take Adam's first step: each parameter by the rate, against the sign of its gradient."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.sub_(rate * parameter.grad.sign())
+
+
+def fan_in(method: str, init: str, inputs: int, seed: int) -> Record:
+    """Return the same for one layer of so many inputs, and its units' median turn in a step.
+
+    The loss is a random linear function of its outputs, so that their gradients are of one size.
+
+    Example:
+        >>> record = fan_in("gmp", "sphere", 64, seed=0)
+        >>> round(record["turn"], 1)
+        3.3
+    """
+    generator = torch.Generator().manual_seed(seed + 1000)  # or the inputs would be the weights
+    x, slope = (
+        torch.randn(ROWS, size, generator=generator, dtype=torch.float64)
+        for size in (inputs, UNITS)
+    )
+    layer = methods.mlp(method, (inputs, UNITS, 1), seed=seed, init=init)[:-1]
+    before = _directions(layer[0])
+    hidden = layer(x)
+    (hidden * slope).mean().backward()
+    parameter = next(p for p in layer[0].parameters() if p.ndim == 2)
+    found = {"activation": _rms(hidden), "gradient_direction": _rms(parameter.grad)}
+    adam_step_(layer.parameters())
+    turns = sphere.angle_between(before, _directions(layer[0]))
+    return found | {"turn": math.degrees(turns.median().item())}
+
+
+def _directions(layer: nn.Module) -> Tensor:
+    assert isinstance(layer, (gp.GmPLinear, nn.Linear))
+    weight = layer.direction if isinstance(layer, gp.GmPLinear) else layer.weight
+    return weight.detach().clone()
+
+
+def _rms(values: Tensor | None) -> float:
+    assert values is not None
+    return float(values.detach().square().mean().sqrt())

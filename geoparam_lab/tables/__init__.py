@@ -1,0 +1,1 @@
+"""Tables of runs: the papers' numbers, estimates, rows and columns, formats."""

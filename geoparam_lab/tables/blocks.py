@@ -1,0 +1,279 @@
+"""Records sorted into the rows and columns of a table.
+
+A row is a method. Where a method has several results for one seed and column, because a run varies
+its learning rate or its initialisation, each variant is a row. A rate that was chosen for each
+split is not a variant: there is one result for each split, whatever its rate.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from geoparam_lab import methods
+from geoparam_lab.run_folder import Record
+from geoparam_lab.tables import image_tables, reference
+from geoparam_lab.tables.estimates import Estimate, agrees, estimate
+from geoparam_lab.tables.layouts import PROTOCOLS, VARIANTS, Layout, Measure, number
+
+Cells = Mapping["Line", Mapping[Any, Sequence[Record]]]
+
+_WORDS = {"lr": "rate", "batch_size": "batch"}
+INITS = {"glorot": "Glorot", "he": "He", "sphere": "sphere"}
+_NAMED = ("levy", "banana")  # nothing else in their tables says what they are of
+_DATASETS = {"normal": "normal inputs, over their number"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A method, with the fields in which its variants differ.
+
+    Example:
+        >>> Line("gmp+imn", (("lr", 0.3),)).label
+        'GmP+IMN, rate 0.3'
+    """
+
+    method: str
+    variant: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """What the row is called."""
+        said = [
+            image_tables.in_words(value)
+            if name == "tuned"
+            else f"{_WORDS.get(name, name)} {_short(value)}"
+            for name, value in self.variant
+        ]
+        return ", ".join([methods.title(self.method), *said])
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(INITS.get(value, value))
+
+
+@dataclass(frozen=True)
+class Block:
+    """The records of one table, sorted into rows and columns.
+
+    Args:
+        experiment: as in the run's folder.
+        measure: what the table shows.
+        layout: of the experiment.
+        cells: the records by row and column.
+        config: of the run.
+        group: the value of the layout's group that the records have; empty without one.
+    """
+
+    experiment: str
+    measure: Measure
+    layout: Layout
+    cells: Cells
+    config: Mapping[str, Any] = field(default_factory=dict)
+    group: Any = ""
+
+    @property
+    def title(self) -> str:
+        """What is measured, over what, and by which protocol."""
+        return self.measure.title + self.place
+
+    @property
+    def place(self) -> str:
+        """Over what, and by which protocol, to stand behind what is measured."""
+        by = f" by {self.layout.column_title}" if len(self.columns) > 1 else ""
+        of = ""
+        if len(self.columns) == 1 and self.columns != [""]:
+            [column] = self.columns  # a number needs to be told what of
+            of = f", {'' if isinstance(column, str) else self.layout.column_title + ' '}"
+            of += heading(column)
+        named = self.experiment if self.experiment in _NAMED else ""
+        return (by or of) + in_brackets(self.group or named)
+
+    @property
+    def compare(self) -> bool:
+        """Whether the papers' numbers are of the same protocol, and of the same kind of data."""
+        return self.group in ("", "paper") and image_tables.is_imagenet(
+            self.experiment, self.config
+        )
+
+    @property
+    def same_data(self) -> bool:
+        """Whether the papers had the same data; Banana may be generated."""
+        return self.config.get("source") != "generated"
+
+    @property
+    def columns(self) -> list[Any]:
+        """The values of the field that makes the columns, in order."""
+        found = {column for cells in self.cells.values() for column in cells}
+        return sorted(found, key=lambda value: (isinstance(value, str), value))
+
+    def records(self, line: Line, column: Any) -> Sequence[Record]:
+        """The records in a cell."""
+        return self.cells[line].get(column, ())
+
+    def all_records(self) -> Iterator[Record]:
+        """The records in all cells."""
+        for cells in self.cells.values():
+            yield from itertools.chain.from_iterable(cells.values())
+
+    @property
+    def samples(self) -> str:
+        """What means are over: "splits", "seeds" or, where there is one result, nothing."""
+        if any("split" in record for record in self.all_records()):
+            return "splits"
+        return "seeds" if any(sample(record) != "" for record in self.all_records()) else ""
+
+    @property
+    def estimates(self) -> list[Estimate]:
+        """The means of all cells that have one."""
+        places = itertools.product(self.cells, self.columns)
+        return [found for place in places if (found := self.estimate(*place))]
+
+    @property
+    def usual_n(self) -> int:
+        """How many results most cells have."""
+        counts = Counter(each.n for each in self.estimates)
+        return counts.most_common(1)[0][0] if counts else 0
+
+    def values(self, line: Line, column: Any) -> dict[Any, float]:
+        """The results in a cell, by seed or split."""
+        return {sample(record): self.value(record) for record in self.records(line, column)}
+
+    def value(self, record: Record) -> float:
+        """The result in a record; NaN where there is none."""
+        return number(record.get(self.measure.name))
+
+    def estimate(self, line: Line, column: Any) -> Estimate | None:
+        """The mean in a cell."""
+        return estimate(map(self.value, self.records(line, column)))
+
+    def diverged(self, line: Line, column: Any) -> int:
+        """How many runs in a cell diverged, or left a result that is not finite."""
+        name = self.measure.name
+        return sum(
+            record.get("outcome") == "diverged"
+            or (name in record and not math.isfinite(self.value(record)))
+            for record in self.records(line, column)
+        )
+
+    def papers(self, line: Line, column: Any) -> reference.Printed | None:
+        """The papers' number for a cell, in the row of their variant, or else in the first."""
+        rows = [other for other in self.cells if other.method == line.method]
+        if not self.compare or line != next(filter(self.is_the_papers, rows), rows[0]):
+            return None
+        if not all(
+            image_tables.is_the_papers(self.experiment, r) for r in self.records(line, column)
+        ):
+            return None
+        return reference.printed(self.experiment, self.measure.name, line.method, column)
+
+    def agrees(self, line: Line, column: Any) -> bool | None:
+        """Whether a cell agrees with the papers' number; None where that cannot be said."""
+        if not self.same_data:
+            return None
+        return agrees(self.estimate(line, column), self.papers(line, column))
+
+    def is_the_papers(self, line: Line) -> bool:
+        """Whether a row's variant, if it has one, is what the papers have."""
+        theirs: dict[str, Any] = {"init": "glorot", **image_tables.THEIRS.get(self.experiment, {})}
+        theirs["lr"] = reference.rate(self.experiment, line.method)
+        return all(theirs.get(name, value) == value for name, value in line.variant)
+
+
+def heading(column: Any) -> str:
+    """Return what a column is called.
+
+    Example:
+        >>> heading("yacht"), heading(1024), heading(0.0001), heading("resnet18")
+        ('Yacht', '1024', '0.0001', 'ResNet-18')
+    """
+    if column in image_tables.NETWORKS:
+        return image_tables.NETWORKS[column]
+    return _short(column) if isinstance(column, float) else str(column).capitalize()
+
+
+def in_brackets(group: Any) -> str:
+    """Return what the records of a table have in common, to stand behind its title.
+
+    Example:
+        >>> in_brackets("energy"), in_brackets("")
+        (' (Energy)', '')
+    """
+    said = PROTOCOLS.get(group) or _DATASETS.get(group) or heading(group)
+    return f" ({said})" if said else ""
+
+
+def sample(record: Record) -> Any:
+    """Return what a result is paired by: the split, or else the seed.
+
+    Example:
+        >>> sample({"split": 3, "seed": 0}), sample({"seed": 5})
+        (3, 5)
+    """
+    return fixed(record.get("split", record.get("seed")))
+
+
+def fixed(value: Any) -> Any:
+    """Return a value that can be looked up and sorted: numbers and strings as they are.
+
+    Example:
+        >>> fixed(0.1), fixed([1, 2]), fixed(None)
+        (0.1, '[1, 2]', '')
+    """
+    if isinstance(value, (str, int, float)):
+        return value
+    return "" if value is None else str(value)
+
+
+def groups(records: Sequence[Record], name: str) -> list[tuple[Any, list[Record]]]:
+    """Return the records by the value of a field, in order of appearance.
+
+    Example:
+        >>> groups([{"protocol": "paper"}], "")
+        [('', [{'protocol': 'paper'}])]
+    """
+    values = dict.fromkeys(fixed(record.get(name)) for record in records)
+    return [(value, [r for r in records if fixed(r.get(name)) == value]) for value in values]
+
+
+def arrange(records: Sequence[Record], layout: Layout) -> Cells:
+    """Sort records into rows, methods in their usual order, and columns.
+
+    Args:
+        records: each with a method.
+        layout: which field makes the columns.
+
+    Example:
+        >>> layout = Layout(column="dataset")
+        >>> records = [{"method": m, "dataset": "yacht"} for m in ("gmp", "sp")]
+        >>> {line.label: list(cells) for line, cells in arrange(records, layout).items()}
+        {'SP': ['yacht'], 'GmP': ['yacht']}
+    """
+    names = [name for name in VARIANTS if name != layout.column]
+    varied = {name: _varied(records, name, layout.column) for name in names}
+    varied["lr"] = varied["tuned"] = varied["lr"] | varied["tuned"]  # these are one setting
+    cells: dict[Line, dict[Any, list[Record]]] = {}
+    for record in records:
+        method = record["method"]
+        shown = [name for name in names if method in varied[name]]
+        values = {name: fixed(record.get(name)) for name in shown}
+        variant = tuple((n, value) for n, value in values.items() if n != "tuned" or value)
+        column = fixed(record.get(layout.column))
+        cells.setdefault(Line(method, variant), {}).setdefault(column, []).append(record)
+    return {line: cells[line] for line in sorted(cells, key=_place)}
+
+
+def _varied(records: Sequence[Record], name: str, column: str) -> set[str]:
+    """Return the methods that have several values of a field for one column and seed or split."""
+    values: dict[Any, set[Any]] = {}
+    for record in records:
+        key = record["method"], fixed(record.get(column)), sample(record)
+        values.setdefault(key, set()).add(fixed(record.get(name)))
+    return {method for (method, *_), found in values.items() if len(found) > 1}
+
+
+def _place(line: Line) -> tuple[Any, ...]:
+    rank = methods.rank(line.method)
+    return rank, line.method, [(isinstance(value, str), value) for _, value in line.variant]

@@ -1,0 +1,131 @@
+"""Means over seeds or splits, their standard errors, and what may be concluded from them.
+
+**Agreement with a printed number.** Ours and the papers' agree when they are at most two combined
+standard errors apart, 2 sqrt(ours^2 + theirs^2), after allowing for the papers' rounding. A number
+of one seed has no standard error: it is one more draw from what we draw from, so that our own
+spread over seeds is taken for its error. With fewer than three results nothing is said.
+
+**Paired differences.** Two methods on the same seed or split share its luck, so that the
+differences vary less than the results: their mean has its own standard error. Splits of one data
+set share most of its points and are not independent, so that errors over splits are too small.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from geoparam_lab.tables.reference import Printed
+
+
+class Estimate(NamedTuple):
+    """A mean over seeds or splits.
+
+    Args:
+        mean: of the finite values.
+        error: its standard error; None where there is one value.
+        n: how many values there are; 0 where that is not known, as for the papers'.
+        low: the lowest of them.
+        high: the highest.
+    """
+
+    mean: float
+    error: float | None
+    n: int
+    low: float
+    high: float
+
+    @property
+    def spread(self) -> float | None:
+        """The values' standard deviation; None where there is one value."""
+        return None if self.error is None else self.error * math.sqrt(self.n)
+
+
+def estimate(values: Iterable[float]) -> Estimate | None:
+    """Return the mean of the values that are finite, or None where none is.
+
+    Example:
+        >>> estimate([1.0, 3.0, float("nan")])
+        Estimate(mean=2.0, error=1.0, n=2, low=1.0, high=3.0)
+    """
+    x = np.array([value for value in values if math.isfinite(value)], dtype=float)
+    if not len(x):
+        return None
+    error = float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else None
+    return Estimate(float(x.mean()), error, len(x), float(x.min()), float(x.max()))
+
+
+def agrees(ours: Estimate | None, papers: Printed | None) -> bool | None:
+    """Return whether ours and the papers' agree as said above; None where nothing can be said.
+
+    Example:
+        >>> ours = Estimate(2.97, 0.24, 10, 2.0, 4.0)
+        >>> agrees(ours, Printed("3.057 ± 0.144")), agrees(ours, Printed("9.0 ± 0.1"))
+        (True, False)
+    """
+    if ours is None or papers is None or ours.error is None or ours.n < 3:
+        return None
+    theirs = ours.spread if papers.error is None else papers.error
+    combined = math.hypot(ours.error, theirs or 0.0)
+    return abs(ours.mean - papers.value) <= 2 * combined + papers.rounding
+
+
+def paired(values: Mapping[Any, float], baseline: Mapping[Any, float]) -> Estimate | None:
+    """Return the mean of value minus baseline over the seeds or splits that both have.
+
+    Args:
+        values: by seed or split.
+        baseline: likewise.
+
+    Example:
+        >>> paired({0: 1.5, 1: 2.5, 2: 9.0}, {0: 1.0, 1: 2.0})
+        Estimate(mean=0.5, error=0.0, n=2, low=0.5, high=0.5)
+    """
+    return estimate(values[key] - baseline[key] for key in values if key in baseline)
+
+
+def decimals(errors: Iterable[float | None], least: int) -> int:
+    """Return how many decimals show a digit of the middle error: `least`, or up to two more.
+
+    Example:
+        >>> decimals([0.28, 0.14, 0.00001], 3), decimals([0.00002], 3), decimals([None, 0.0], 2)
+        (3, 5, 2)
+    """
+    known = sorted(error for error in errors if error and error >= 10.0 ** -(least + 2))
+    if not known:
+        return least
+    middle = known[len(known) // 2]
+    return min(max(least, -math.floor(math.log10(middle))), least + 2)
+
+
+def written(value: Estimate, digits: int | None) -> str:
+    """Return "mean ± error", with this many decimals, or three significant digits for None.
+
+    Example:
+        >>> written(Estimate(2.9712, 0.2443, 10, 2.0, 4.0), 3)
+        '2.971 ± 0.244'
+        >>> written(Estimate(1234567.0, None, 1, 0.0, 0.0), 3)
+        '1.23e+06'
+        >>> written(Estimate(-0.0001, 0.013, 10, -1.0, 1.0), 3)
+        '0.000 ± 0.013'
+    """
+    if digits is None or abs(value.mean) >= 1e5 or (value.error or 0) >= 1e5:
+        return short(value.mean) + ("" if value.error is None else f" ± {short(value.error)}")
+    error = "" if value.error is None else f" ± {value.error:.{digits}f}"
+    mean = round(value.mean, digits) + 0.0  # which is never the zero with a minus
+    return f"{mean:.{digits}f}{error}"
+
+
+def short(value: float) -> str:
+    """Return a number with three significant digits or more, thousands separated.
+
+    Example:
+        >>> short(0.0573), short(65.04), short(180), short(65536.2), short(1.3e9), short(0)
+        ('0.0573', '65.0', '180', '65,536', '1.30e+09', '0')
+    """
+    if not math.isfinite(value):
+        return {math.inf: "infinite", -math.inf: "-infinite"}.get(value, "not a number")
+    if value == 0 or 999.5 <= abs(value) < 1e6:
+        return f"{abs(value) if value == 0 else value:,.0f}"
+    return f"{value:#.3g}".rstrip(".")

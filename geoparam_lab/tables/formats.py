@@ -1,0 +1,185 @@
+"""A table of results, and how it is written: Markdown, LaTeX and CSV.
+
+Markdown and LaTeX show what a reader wants to see, rounded. CSV is for programs: one line for each
+cell, with all digits, so that tables of different shapes can be put under each other.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from geoparam_lab.tables.estimates import Estimate
+
+SAME, OTHER, EMPTY = "≈", "≠", "–"
+CSV_COLUMNS = (
+    "table",
+    "row",
+    "source",
+    "column",
+    "text",
+    "mean",
+    "standard_error",
+    "n",
+    "lowest",
+    "highest",
+    "diverged",
+    "agrees",
+)
+
+_MINUS = re.compile(r"(?<![\w-])-(?=[\d.])")
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    **{character: "\\" + character for character in "&%$#_{}"},
+    "[": "{[}",  # at the start of a row it would belong to the end of the one before
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "±": r"$\pm$",
+    SAME: r"$\approx$",
+    OTHER: r"$\neq$",
+    "−": "$-$",
+    "–": "--",
+    "×": r"$\times$",
+    "Δ": r"$\Delta$",
+    "φ": r"$\varphi$",
+    "°": r"$^\circ$",
+}
+# A star with space on both sides is only a star: a terminal need not show it with a backslash.
+_MARKDOWN = re.compile(r"([\\|_`\[\]<]|(?<!\s)\*|\*(?=\S))")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One entry of a table.
+
+    Args:
+        text: what a reader sees.
+        estimate: the numbers behind it, where there are some.
+        diverged: how many runs behind it diverged.
+        agrees: whether ours and the papers' agree; None where that was not judged.
+    """
+
+    text: str = EMPTY
+    estimate: Estimate | None = None
+    diverged: int = 0
+    agrees: bool | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table: what it is of, its cells, and whether its numbers are the papers'."""
+
+    label: str
+    cells: tuple[Cell, ...]
+    papers: bool = False
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What a reader sees of it; the papers' row stands below ours and need not name it."""
+        return ("papers" if self.papers else self.label, *(cell.text for cell in self.cells))
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with a title above and notes below.
+
+    Args:
+        title: what it shows.
+        corner: what the rows are.
+        columns: the columns' headings, without the corner.
+        rows: in the order to be shown.
+        notes: sentences that a reader needs to understand it.
+
+    Example:
+        >>> print(Table("Errors", "method", ("Yacht",), (Row("SP", (Cell("0.64"),)),)).markdown())
+        **Errors**
+        <BLANKLINE>
+        | method | Yacht |
+        | ------ | ----- |
+        | SP     | 0.64  |
+        <BLANKLINE>
+    """
+
+    title: str
+    corner: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    def markdown(self) -> str:
+        """Return it in Markdown, its columns aligned so that it can be read as it is."""
+        texts = [(self.corner, *self.columns), *(row.texts for row in self.rows)]
+        lines = [[_markdown(text) for text in line] for line in texts]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines.insert(1, ["-" * width for width in widths])
+        body = "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+        notes = " ".join(map(_markdown, self.notes))
+        return f"**{_markdown(self.title)}**\n\n{body}\n" + (f"\n{notes}\n" if notes else "")
+
+    def latex(self) -> str:
+        """Return it as a LaTeX table; it needs the package booktabs."""
+        texts = [(self.corner, *self.columns), *(row.texts for row in self.rows)]
+        head, *lines = (" & ".join(map(_latex, line)) for line in texts)
+        body = " \\\\\n    ".join(lines)
+        notes = "".join(f"  {_latex(note)}\\par\n" for note in self.notes)
+        return (
+            "\\begin{table}  % needs \\usepackage{booktabs}\n  \\centering\n"
+            f"  \\caption{{{_latex(self.title)}}}\n"
+            f"  \\begin{{tabular}}{{{'l' * (1 + len(self.columns))}}}\n"
+            f"    \\toprule\n    {head} \\\\\n    \\midrule\n    {body} \\\\\n    \\bottomrule\n"
+            f"  \\end{{tabular}}\n\n  \\footnotesize\n{notes}\\end{{table}}\n"
+        )
+
+    def csv(self) -> str:
+        """Return one line for each cell, with all digits, below a line of names."""
+        return to_csv([self])
+
+
+def to_csv(tables: Iterable[Table]) -> str:
+    """Return the cells of several tables as one CSV.
+
+    Example:
+        >>> cell = Cell("0.6 ± 0.1", Estimate(0.64, 0.063, 10, 0.4, 1.1))
+        >>> print(to_csv([Table("Errors", "method", ("Yacht",), (Row("SP", (cell,)),))]))
+        table,row,source,column,text,mean,standard_error,n,lowest,highest,diverged,agrees
+        Errors,SP,ours,Yacht,0.6 ± 0.1,0.64,0.063,10,0.4,1.1,0,
+        <BLANKLINE>
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for table in tables:
+        for row in table.rows:
+            for column, cell in zip(table.columns, row.cells, strict=True):
+                writer.writerow(_csv_line(table, row, column, cell))
+    return out.getvalue()
+
+
+def _csv_line(table: Table, row: Row, column: str, cell: Cell) -> list[object]:
+    numbers = list(cell.estimate or [None] * 5)
+    if cell.estimate and not cell.estimate.n:
+        numbers[2:] = [None] * 3
+    source = "papers" if row.papers or column == "papers" else "ours"
+    return [
+        table.title,
+        row.label,
+        source,
+        column,
+        cell.text,
+        *numbers,
+        cell.diverged,
+        cell.agrees,
+    ]
+
+
+def _markdown(text: str) -> str:
+    return _MARKDOWN.sub(r"\\\1", " ".join(text.split()))
+
+
+def _latex(text: str) -> str:
+    text = _MINUS.sub("−", " ".join(text.split()))
+    return "".join(_LATEX.get(character, character) for character in text)

@@ -1,0 +1,218 @@
+"""What a sweep over images was, and whether its results may stand beside the papers'.
+
+The papers' top-1 and top-5 are of ImageNet's 1,000 classes. With fewer classes, or fewer images,
+results are those of another problem: they are shown without the papers' numbers.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from geoparam_lab import methods
+from geoparam_lab.run_folder import Record
+
+Config = Mapping[str, Any]
+
+IMAGENET = {"classes": 1000, "train": 1_281_167, "val": 50_000}  # ILSVRC 2012
+NETWORKS = {"vgg6": "VGG-6"} | {f"resnet{depth}": f"ResNet-{depth}" for depth in (18, 34, 50)}
+SCHEDULES = {
+    "steps": "v2's: the rate falls to a tenth at 1/3, 2/3 and 8/9 of the epochs",
+    "plateau-top1": "v1's: a tenth after 5 epochs without a better validation top-1, end after 10",
+    "plateau-top5": "the released code's: a tenth after 5 epochs without a better validation "
+    "top-5, end after 10, and the best weights are kept",
+    "linear": "the rate falls to 0 along a line, a little in every step",
+    "cosine": "the rate falls to 0 along half a cosine, a little in every step",
+}
+# What the papers have there; what they do not say is what their code has.
+THEIRS: dict[str, dict[str, Any]] = {
+    "imagenet32": {"network": "vgg6"},
+    "imagenet": {"batch_size": 256},
+}
+_USUAL = {
+    "init": "glorot",
+    "imn": "output",
+    "skip": "centred",
+    "optimizer": "sgd",
+    "momentum": 0.9,
+    "nesterov": False,
+    "warmup": 0.0,
+    "recalibrate": 0,
+    "weight_decay": 0.0,
+    "label_smoothing": 0.0,
+    "ema": 0.0,
+    "crop": 0,
+    "angle_lr": None,
+    "widths": None,
+}
+_SHOWN = 8  # diverged runs that are named
+
+
+def network_title(config: Config) -> str:
+    """Return what a network is called.
+
+    Example:
+        >>> network_title({"network": "resnet18"})
+        'ResNet-18'
+    """
+    name = str(config.get("network", "network"))
+    return NETWORKS.get(name, name)
+
+
+def title(experiment: str, config: Config) -> str:
+    """Return what a sweep is called: only that on ImageNet has ImageNet in its title.
+
+    Example:
+        >>> data = {"classes": 200, "train": 100_000, "val": 10_000, "size": 32}
+        >>> title("imagenet32", {"network": "vgg6", "data": data})
+        'VGG-6 on images of 200 classes'
+        >>> title("imagenet", {"network": "resnet50"})
+        'ResNet-50 on ImageNet'
+    """
+    if is_imagenet(experiment, config):
+        return f"{network_title(config)} on ImageNet{experiment.removeprefix('imagenet')}"
+    return f"{network_title(config)} on images of {config['data']['classes']:,} classes"
+
+
+def images(config: Config) -> str:
+    """Return what the images were, in words; empty where that is not known.
+
+    Example:
+        >>> data = {"classes": 200, "train": 100_000, "val": 10_000, "size": 32}
+        >>> images({"data": data})
+        '200 classes, 100,000 training and 10,000 validation images of 32 by 32 pixels'
+    """
+    data = config.get("data")
+    if not isinstance(data, Mapping) or not {*IMAGENET, "size"} <= data.keys():
+        return ""
+    return (
+        f"{data['classes']:,} classes, {data['train']:,} training and {data['val']:,} validation "
+        f"images of {data['size']} by {data['size']} pixels"
+    )
+
+
+def is_imagenet(experiment: str, config: Config) -> bool:
+    """Return whether the images are the papers'; a configuration that says nothing is believed.
+
+    Example:
+        >>> is_imagenet("imagenet32", {"data": {"classes": 200, "train": 100_000, "size": 32}})
+        False
+    """
+    data = config.get("data")
+    if experiment not in THEIRS or not isinstance(data, Mapping):
+        return True
+    wanted = IMAGENET | {"size": 32 if experiment == "imagenet32" else 224}
+    return all(data.get(name) == value for name, value in wanted.items())
+
+
+def is_the_papers(experiment: str, record: Record) -> bool:
+    """Return whether the papers have a run such as this one, whatever its learning rate.
+
+    Example:
+        >>> is_the_papers("imagenet", {"network": "resnet18", "batch_size": 1024})
+        False
+    """
+    theirs = THEIRS.get(experiment, {})
+    return all(record.get(name, value) == value for name, value in theirs.items())
+
+
+def notes(experiment: str, config: Config, records: Iterable[Record]) -> Iterator[str]:
+    """Yield what a reader must know of a table of a sweep over images."""
+    if experiment not in THEIRS:
+        return
+    if said := images(config):
+        yield f"{network_title(config)}; {said}."
+    if not is_imagenet(experiment, config):
+        yield (
+            "The papers' numbers are of ImageNet, with 1,000 classes and 1,281,167 training images"
+            f"{' of 32 by 32 pixels' if experiment == 'imagenet32' else ''}: they are another "
+            "problem's and not shown here."
+        )
+    if config.get("schedule") in SCHEDULES:
+        yield f"Schedule: {SCHEDULES[config['schedule']]}."
+    if config.get("select"):
+        yield (
+            f"{config['select']:.0%} of the training images were kept back. By the mean top-1 on "
+            "these, over the seeds that all have, the settings were chosen that the table shows."
+        )
+    others = [name for name, usual in _USUAL.items() if config.get(name) not in (None, usual)]
+    if others:
+        said = ", ".join(f"{name.replace('_', ' ')} {_plain(config[name])}" for name in others)
+        yield f"Not as in the papers: {said}."
+    yield from _diverged(records)
+
+
+# --- settings -----------------------------------------------------------------------------------
+
+
+def choose(records: Iterable[Record], measure: str) -> list[Record]:
+    """Return the records at each method's best setting: its rate, and what else was tuned.
+
+    A setting's value is the mean of a measure over the seeds that all settings have, so that more
+    seeds of the best one do not change the choice. One that diverged counts only where there is no
+    other; of equal ones, that of the lowest rate. How many `tries` there were is added.
+
+    Example:
+        >>> records = [{"method": "bn", "lr": lr, "seed": seed, "select_top1": 40 + 9 * lr - seed}
+        ...            for seed in (0, 1) for lr in (0.1, 0.2)]
+        >>> [(each["lr"], each["seed"], each["tries"]) for each in choose(records, "select_top1")]
+        [(0.2, 0, 2), (0.2, 1, 2)]
+    """
+    found: dict[Any, dict[Any, dict[Any, Record]]] = {}
+    for record in records:
+        place = record["method"], record.get("network"), record.get("batch_size")
+        own = found.setdefault(place, {}).setdefault(setting(record), {})
+        own[record.get("seed")] = record
+    chosen: list[Record] = []
+    for settings in found.values():
+        seeds = set.intersection(*map(set, settings.values()))
+        values = {
+            at: _mean([own[seed].get(measure, math.nan) for seed in seeds])
+            for at, own in sorted(settings.items())
+        }
+        best = max(values, key=lambda at: values[at])
+        chosen += [record | {"tries": len(settings)} for record in settings[best].values()]
+    return chosen
+
+
+def setting(record: Record) -> tuple[float, str]:
+    """Return a record's rate, and its other tuned options."""
+    return record.get("lr", math.nan), record.get("tuned", "")
+
+
+def in_words(tuned: str) -> str:
+    """Return tuned options as words.
+
+    Example:
+        >>> in_words("decay=0.0005:turn=2.4")
+        'decay 0.0005, turn 2.4'
+    """
+    return tuned.replace(":", ", ").replace("=", " ").replace("_", " ")
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean, below every other where one value is not finite."""
+    finite = len(values) > 0 and all(map(math.isfinite, values))
+    return float(np.mean(values)) if finite else -math.inf
+
+
+def _plain(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _diverged(records: Iterable[Record]) -> Iterator[str]:
+    """Yield which runs diverged, and when."""
+    found = [_run(record) for record in records if record.get("outcome") == "diverged"]
+    if found:
+        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        yield f"Diverged: {'; '.join(found[:_SHOWN])}{more}."
+
+
+def _run(record: Record) -> str:
+    title = methods.title(record["method"])
+    known = {"batch_size": "batch", "lr": "rate", "seed": "seed"}
+    fields = [f"{word} {record[name]:g}" for name, word in known.items() if name in record]
+    fields += [in_words(record["tuned"])] if record.get("tuned") else []
+    epoch = f" in epoch {record['epochs'] + 1}" if "epochs" in record else ""
+    return f"{title} ({', '.join(fields)}){epoch}"

@@ -1,0 +1,1 @@
+"""Training for the experiments: stacks of small networks, networks for images, and their tasks."""

@@ -1,0 +1,1 @@
+"""Training on images: settings, schedules, checkpoints, and the loop."""

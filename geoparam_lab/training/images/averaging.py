@@ -1,0 +1,77 @@
+"""A moving average of a model's state along one run, and the model seen with it.
+
+Weights and the norms' running statistics are averaged together, since these belong to those
+weights. Averages of unit vectors are shorter than 1, which does not change what they compute.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from geoparam.analysis.tracker.measurement import reshard
+
+
+class Average:
+    """The exponential moving average of all floating-point parameters and buffers.
+
+    Build it when the model is where it will be trained: on its device, sharded or not.
+
+    Args:
+        model: what is averaged.
+        decay: how much of the average stays in each step.
+
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> _ = nn.init.constant_(model.weight, 1.0)
+        >>> average = Average(model, decay=0.75)
+        >>> _ = nn.init.constant_(model.weight, 5.0)
+        >>> average.update()
+        >>> with average.in_place():
+        ...     print(model.weight.item())
+        2.0
+        >>> model.weight.item()
+        5.0
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model, self.decay = model, decay
+        # Apart, since FSDP2's parameters are DTensors and buffers are not.
+        self._live = [
+            [parameter.detach() for parameter in model.parameters()],
+            [buffer for buffer in model.buffers() if buffer.is_floating_point()],
+        ]
+        self._average = [[tensor.clone() for tensor in tensors] for tensors in self._live]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the model's present state."""
+        for average, live in zip(self._average, self._live, strict=True):
+            if live:
+                torch._foreach_lerp_(average, live, 1 - self.decay)
+
+    def restart(self) -> None:
+        """Let the model's present state be the average."""
+        _copy(self._average, self._live)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the model hold the average for a while; afterwards it is what it was, to the bit."""
+        kept = [[tensor.clone() for tensor in tensors] for tensors in self._live]
+        _copy(self._live, self._average)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="unit vectors have drifted")
+                yield
+        finally:
+            _copy(self._live, kept)
+            reshard(self.model)  # the root's whole copy is of the average
+
+
+@torch.no_grad()
+def _copy(to: list[list[torch.Tensor]], values: list[list[torch.Tensor]]) -> None:
+    for tensors, theirs in zip(to, values, strict=True):
+        for tensor, value in zip(tensors, theirs, strict=True):
+            tensor.copy_(value)

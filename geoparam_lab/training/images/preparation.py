@@ -1,0 +1,176 @@
+"""What a run needs before its first step: processes, network, optimizer, and torch's switches."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import geoparam as gp
+from geoparam.optim.muon import RowMuon
+from geoparam_lab import networks
+from geoparam_lab.data.downsampled import Source
+from geoparam_lab.training.images import rival_optimizers
+from geoparam_lab.training.images.settings import PRECISIONS, Settings
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def make_accelerator(precision: str = "bf16") -> "Accelerator":
+    """Return Accelerate's view of this process: its device, its fellows, its precision.
+
+    Args:
+        precision: "bf16" or "fp32". Accelerate has one for the life of a process.
+    """
+    try:
+        from accelerate import Accelerator
+    except ModuleNotFoundError as error:
+        message = (
+            "training on images needs accelerate: pip install 'geoparam[experiments]', or "
+            "pip install accelerate."
+        )
+        raise ModuleNotFoundError(message, name="accelerate") from error
+    # Without this, processes of torchrun on CPUs would each believe that they are alone.
+    no_gpu = not torch.accelerator.is_available()
+    return Accelerator(cpu=no_gpu, mixed_precision=PRECISIONS[precision])
+
+
+def check(settings: Settings, accelerator: "Accelerator") -> None:
+    """Raise where the settings do not fit the processes that are there."""
+    expected = PRECISIONS[settings.precision]
+    if accelerator.mixed_precision != expected:
+        raise ValueError(
+            f"precision {settings.precision!r} needs an Accelerator with "
+            f"mixed_precision={expected!r}; got {accelerator.mixed_precision!r}. Start with "
+            f"--mixed_precision {expected}, or choose the other precision."
+        )
+    parts = accelerator.num_processes * settings.accumulate
+    if settings.batch_size % parts:
+        raise ValueError(
+            f"{accelerator.num_processes} processes that go through a batch in "
+            f"{settings.accumulate} parts need a batch size that is a multiple of {parts}; got "
+            f"{settings.batch_size}."
+        )
+
+
+def make_network(settings: Settings, source: Source, accelerator: "Accelerator") -> nn.Module:
+    """Return the network on its device, with norms that know of all processes."""
+    model = networks.build(
+        settings.network,
+        settings.method,
+        source.classes,
+        size=source.size,
+        seed=settings.seed,
+        **settings.network_options,
+    )
+    if settings.synchronise and accelerator.num_processes > 1:
+        model = _synchronised(model, accelerator.device)
+    last = settings.channels_last and not accelerator.is_fsdp2  # which takes no such parameters
+    layout = torch.channels_last if last else torch.contiguous_format
+    return model.to(accelerator.device, memory_format=layout)  # type: ignore[call-overload]
+
+
+def _synchronised(model: nn.Module, device: torch.device) -> nn.Module:
+    if any(isinstance(module, gp.InputMeanNorm) for module in model.modules()):
+        gp.synchronise_means_(model)
+    if device.type == "cuda":  # torch has no other SyncBatchNorm
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return model
+
+
+def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer over all parameters, which keeps unit vectors on the sphere."""
+    if settings.optimizer == "geometric":
+        optimizer = _geometric(settings, model)
+    elif settings.optimizer in _RIVALS:
+        optimizer = _rival(settings, model)
+    else:
+        groups = gp.param_groups(
+            model, settings.lr, settings.weight_decay, settings.angle_lr, match=None
+        )
+        make = _torch_optimizer(settings.optimizer, settings, settings.momentum)
+        optimizer = make(groups, lr=settings.lr)
+    optimizer.register_step_post_hook(gp.retract(model))
+    return optimizer
+
+
+_RIVALS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {  # and its momentum
+    "muon": (RowMuon, 0.95),
+    "airbench": (rival_optimizers.Airbench, 0.6),
+    "rotational": (rival_optimizers.RotationalSGD, 0.9),
+    "angularmuown": (rival_optimizers.AngularMuown, 0.95),
+}
+
+
+def _torch_optimizer(name: str, settings: Settings, momentum: float | None = None) -> partial[Any]:
+    """Return what makes torch's optimizer of this name from parameters, rate and decay."""
+    if name == "muon":
+        if not hasattr(torch.optim, "Muon"):
+            raise ValueError(f"base muon needs torch.optim.Muon; torch is {torch.__version__}.")
+        return partial(torch.optim.Muon, momentum=0.95 if momentum is None else momentum)
+    momentum = 0.9 if momentum is None else momentum
+    if name == "adamw":
+        return partial(torch.optim.AdamW, betas=(momentum, 0.999))
+    return partial(torch.optim.SGD, momentum=momentum, nesterov=settings.nesterov)
+
+
+def _rival(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    """Return a rival over the rows of all layers but the last, and torch's over the rest."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    weights = [each.weight for each in layers[:-1] if isinstance(each.weight, nn.Parameter)]
+    geometric = any(isinstance(module, gp.GmPLayer) for module in model.modules())
+    if geometric or len(weights) < len(layers) - 1:
+        raise ValueError(
+            f"optimizer {settings.optimizer!r} is for plain weights; method {settings.method!r} "
+            "has others. Use sp, bn or ln."
+        )
+    kind, momentum = _RIVALS[settings.optimizer]
+    rest = settings.rest or ("sgd" if settings.optimizer == "rotational" else "adamw")
+    rest_lr = settings.rest_lr or (settings.lr if rest == "sgd" else 1e-3)
+    taken = set(map(id, weights))
+    groups = gp.param_groups(model, rest_lr, settings.weight_decay, match=None)
+    for group in groups:
+        group["params"] = [each for each in group["params"] if id(each) not in taken]
+    momentum = momentum if settings.momentum is None else settings.momentum
+    options = {"lr": settings.lr, "momentum": momentum, "weight_decay": settings.weight_decay}
+    return rival_optimizers.Together(
+        kind(weights, **options), _torch_optimizer(rest, settings)(groups, lr=rest_lr)
+    )
+
+
+def _geometric(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    base = _torch_optimizer(settings.base or "sgd", settings, settings.momentum)
+    coordinates: Any = settings.coordinates or "intrinsic"
+    return gp.GeometricOptimizer(
+        model,
+        base.func,
+        lr=settings.rest_lr or settings.lr,
+        coordinates=coordinates,
+        turn=settings.turn,
+        rest=_torch_optimizer(settings.rest, settings) if settings.rest else None,
+        weight_decay=settings.weight_decay,
+        **base.keywords,
+    )
+
+
+@contextlib.contextmanager
+def surroundings(settings: Settings, device: torch.device) -> Iterator[None]:
+    """Set torch's random numbers and switches for a run, and put them back after it."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(settings.seed)
+        try:
+            torch.backends.cudnn.benchmark = not settings.deterministic
+            if settings.deterministic:
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+                torch.use_deterministic_algorithms(True, warn_only=True)  # torch names the others
+            yield
+        finally:
+            torch.backends.cudnn.benchmark = benchmark
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)

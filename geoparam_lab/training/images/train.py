@@ -1,0 +1,127 @@
+"""Train one network on images, so that a kill at any point costs minutes and changes nothing."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from geoparam_lab.data.downsampled import Source
+from geoparam_lab.training.images import callbacks, preparation, run_checkpoints
+from geoparam_lab.training.images.loop import DIVERGED, Training
+from geoparam_lab.training.images.settings import Outcome, Settings
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def train(
+    settings: Settings,
+    source: Source,
+    folder: Path,
+    *,
+    accelerator: "Accelerator | None" = None,
+    checkpoint_every: int | None = None,
+    keep: int = 2,
+    tensorboard: bool = False,
+    track: int | None = None,
+    tick: callbacks.Tick | None = None,
+) -> Outcome:
+    """Train a network, from the newest checkpoint in `folder` if there is one.
+
+    With several processes all of them call it, and all get the outcome; only the main one writes.
+
+    Args:
+        settings: all that decides the numbers.
+        source: the images.
+        folder: for checkpoints, the final weights (``weights.pt``), TensorBoard's files and the
+            tracker's. Checkpoints of other settings or other images in it are an error.
+        accelerator: Accelerate's, for several runs in one process; made here where it is None.
+        checkpoint_every: steps between two checkpoints within an epoch; there is always one at its
+            end.
+        keep: how many of the last checkpoints stay.
+        tensorboard: whether the curves are written for TensorBoard too.
+        track: steps between two records of a `BoundaryTracker`; None for no tracker.
+        tick: called with epoch, step and images per second, at most every 0.3 s.
+    """
+    if checkpoint_every is not None and checkpoint_every < 1:
+        raise ValueError(f"checkpoint_every is 1 or more; got {checkpoint_every}.")
+    accelerator = accelerator or preparation.make_accelerator(settings.precision)
+    preparation.check(settings, accelerator)
+    store = run_checkpoints.Store(Path(folder), keep)
+    with preparation.surroundings(settings, accelerator.device):
+        try:
+            training = Training(settings, source, accelerator, tick)
+            _resume(training, store, track)
+            _finish(training, store, checkpoint_every, tensorboard)
+            return training.result()
+        finally:
+            accelerator.free_memory()  # else it holds on to the networks of all runs
+
+
+def _resume(training: Training, store: run_checkpoints.Store, track: int | None) -> None:
+    """Go on from the newest checkpoint, if there is one."""
+    state = None
+    if training.is_main:
+        store.tidy()
+        state = store.newest(partial(_fits, training))
+    state = run_checkpoints.shared(state, training.accelerator)
+    if state is not None:
+        _check_same_run(training, state, store.folder)
+        training.load_state_dict(state)
+    if track is not None:
+        training.follow(track, store.folder, state)
+
+
+def _fits(training: Training, state: run_checkpoints.State) -> bool:
+    """Return whether a checkpoint of this run has tensors of the network's shapes."""
+    if any(state[what] != ours for what, ours in training.identity.items()):
+        return True  # of another run: refused in words, not removed
+    shapes, ours = (
+        {name: tuple(x.shape) for name, x in weights.items()}
+        for weights in (state["model"], training.model.state_dict())
+    )
+    return shapes == ours
+
+
+def _check_same_run(training: Training, state: run_checkpoints.State, folder: Path) -> None:
+    for what, ours in training.identity.items():
+        theirs = state[what]
+        other = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        if other:
+            had = ", ".join(f"{name}={theirs.get(name)!r}" for name in other)
+            have = ", ".join(f"{name}={ours.get(name)!r}" for name in other)
+            raise ValueError(
+                f"the checkpoints in {folder} are of a run with other {what}: {had}; got {have}. "
+                "Use another folder, or remove them."
+            )
+
+
+def _finish(
+    training: Training,
+    store: run_checkpoints.Store,
+    checkpoint_every: int | None,
+    tensorboard: bool,
+) -> None:
+    """Do all that is left of a run."""
+
+    def save() -> None:
+        state = training.state_dict()  # all processes gather
+        if training.is_main:
+            store.write(state)
+
+    writes = tensorboard and training.is_main and training.outcome is None
+    writer = callbacks.make_writer(store.folder, training.epoch) if writes else None
+    while training.outcome is None:
+        for step in training.steps():
+            if checkpoint_every and step % checkpoint_every == 0 and step < training.batches.steps:
+                save()
+        if training.outcome is None:
+            training.end_epoch()
+        if writer and training.outcome != DIVERGED:
+            training.write_curves(writer)
+        if training.outcome is not None:
+            weights = training.reported_weights()
+            if training.is_main and weights is not None:
+                store.write_weights(weights)
+        save()
+    if writer:
+        writer.close()

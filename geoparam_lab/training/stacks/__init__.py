@@ -1,0 +1,1 @@
+"""Many small networks trained as one: batched forward pass, Keras's rules, motion, snapshots."""

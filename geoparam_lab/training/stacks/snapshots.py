@@ -1,0 +1,130 @@
+"""Films of training: the states of a stack at some epochs, and several films on one time axis.
+
+At some epochs, denser at the start, the state of every member is kept; what a network predicts and
+where its units are can then be drawn for each. Frame 0 is the network before training. A member
+that has stopped shows its best weights, which are the ones that are reported, and so does the last
+frame.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from geoparam import sphere
+from geoparam_lab.training.stacks import batched
+from geoparam_lab.training.stacks.packing import views
+
+Array = np.ndarray
+FRAMES = 60
+
+
+@dataclass(frozen=True)
+class Film:
+    """The states of a stack at some epochs.
+
+    Args:
+        epochs: how many epochs of training came before each frame, (T,).
+        states: parameters and buffers of all members, (T, S, numbers).
+        model: one of the members.
+    """
+
+    epochs: Array
+    states: Tensor
+    model: nn.Sequential
+
+    def until(self, end: int) -> tuple[Array, Array]:
+        """Return the epochs of a member's frames, and which they are: all before its end, and it.
+
+        Example:
+            >>> film = Film(np.array([0, 1, 4, 9]), torch.zeros(4, 1, 2), nn.Sequential())
+            >>> film.until(3)[0].tolist(), film.until(3)[1].tolist()
+            ([0, 1, 3], [0, 1, 3])
+        """
+        frames = np.append(np.flatnonzero(self.epochs < end), len(self.epochs) - 1)
+        return np.append(self.epochs[frames[:-1]], end), frames
+
+    @torch.no_grad()
+    def predict(self, x: Array) -> Array:
+        """Return outputs (S, T, N) for inputs (N, d), in evaluation mode."""
+        frames = []
+        for state in self.states:
+            inputs = torch.as_tensor(x).to(state).expand(len(state), *x.shape)
+            tensors, _ = views(state, self.model)
+            frames.append(batched.forward(self.model, tensors, inputs, False).squeeze(-1))
+        return torch.stack(frames, dim=1).numpy()
+
+    @torch.no_grad()
+    def boundaries(self, x: Array) -> tuple[Array, Array]:
+        """Return directions (S, T, units, d) and signed distances (S, T, units) of the units.
+
+        `x` are the inputs (N, d) over which LN's deviation is averaged; others do not need them.
+        """
+        directions, distances = [], []
+        for state in self.states:
+            inputs = torch.as_tensor(x).to(state).expand(len(state), *x.shape)
+            tensors, _ = views(state, self.model)
+            normal, offset = batched.boundaries(self.model, tensors, inputs)
+            length = sphere.length(normal)
+            directions.append(normal / length.unsqueeze(-1))
+            distances.append(offset / length)
+        return torch.stack(directions, dim=1).numpy(), torch.stack(distances, dim=1).numpy()
+
+
+def frame_epochs(epochs: int, count: int = FRAMES) -> Array:
+    """Return about `count` epochs from 0 to the last, in steps that grow with the epoch.
+
+    Example:
+        >>> frame_epochs(1000, 10).tolist()
+        [0, 1, 2, 5, 10, 22, 46, 100, 215, 464, 1000]
+    """
+    return np.unique(np.append(0, np.geomspace(1, epochs, count).round().astype(int)))
+
+
+def align(films: Sequence[Array]) -> tuple[Array, list[Array]]:
+    """Return the epochs of the longest film, and for each film its frame at each of them.
+
+    Args:
+        films: the epochs of each film's frames, (T,), the last being its end.
+
+    Example:
+        >>> steps, frames = align([np.array([0, 1, 4, 9]), np.array([0, 1, 2])])
+        >>> steps.tolist(), [index.tolist() for index in frames]
+        ([0, 1, 4, 9], [[0, 1, 2, 3], [0, 1, 2, 2]])
+    """
+    steps = max(films, key=lambda epochs: epochs[-1])
+    return steps, [np.searchsorted(epochs, steps, side="right") - 1 for epochs in films]
+
+
+def together(films: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict[str, Array]:
+    """Return some arrays of several films on one time axis, each (M, T, ...), and its "steps".
+
+    Example:
+        >>> long = {"steps": np.array([0, 1, 4]), "loss": np.array([3, 2, 1])}
+        >>> short = {"steps": np.array([0, 1]), "loss": np.array([3, 2])}
+        >>> together([long, short], ["loss"])["loss"].tolist()
+        [[3, 2, 1], [3, 2, 2]]
+    """
+    steps, frames = align([film["steps"] for film in films])
+    pairs = list(zip(films, frames, strict=True))
+    return {"steps": steps} | {name: np.stack([f[name][i] for f, i in pairs]) for name in names}
+
+
+def largest_since(values: Array, steps: Array, per_epoch: int = 1) -> Array:
+    """Return the largest value of any update since the frame before, 0 where there was none.
+
+    Args:
+        values: one for each update, (updates,).
+        steps: the epochs of the frames, (T,).
+        per_epoch: updates in an epoch.
+
+    Example:
+        >>> largest_since(np.array([1.0, 5.0, 2.0]), np.array([0, 1, 3, 9]))
+        array([0., 1., 5., 0.])
+    """
+    edges = np.minimum(np.asarray(steps) * per_epoch, len(values))
+    parts = [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    known = [part[np.isfinite(part)] for part in parts]
+    return np.array([0.0, *(part.max() if len(part) else 0.0 for part in known)])

@@ -1,0 +1,385 @@
+"""Trains many small networks at once: seeds, learning rates and splits are one leading axis.
+
+A small network spends its time in calls rather than in arithmetic, so ten of them in a stack take
+about twice as long as one. Parameters and buffers of all members are one tensor (S, numbers),
+which Adam updates in a few calls; the forward pass is `batched.forward`. Members do not know of
+each other: each has its own data, its own order of minibatches, its own rate, plateau, patience
+and best weights, and comes out as if it were trained alone. One that stops, or whose loss is no
+number any more, leaves the stack and costs nothing from then on.
+
+The rules are Keras's, since the papers' numbers come from it:
+
+    Adam       epsilon joins the root of v before the bias correction
+    plateau    the rate falls once `patience` epochs brought nothing better by more than 1e-4
+    stopping   after `stop_patience` epochs without anything better at all; the best weights stay
+
+What is judged, once an epoch, is a metric on the evaluation data in evaluation mode or, without
+one, the training loss. That is credited to the weights at the start of the epoch, which for a full
+batch are those that gave it. (Keras keeps the weights one step after.)
+
+On a machine with other work to do, call `torch.set_num_threads(1)` first: threads wait for each
+other, and where one of two has to share its core an epoch that takes 54 ms on one thread took 810
+(naval's size, ten members, two cores). Several stacks in processes of their own use cores better.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from geoparam_lab.training.stacks import batched
+from geoparam_lab.training.stacks.keras_rules import Adam, Judge
+from geoparam_lab.training.stacks.packing import pack, unpack_, views
+from geoparam_lab.training.stacks.stack_inputs import Data, data_for, per_member, taken
+from geoparam_lab.training.stacks.stack_motion import Motion, Recorder
+
+Array = np.ndarray
+Measure = Callable[[Tensor, Tensor], Tensor]
+Progress = Callable[[int, int], None]
+
+
+# --- what is minimised and judged: outputs and targets (S, N, ...) -> a number each, (S,) -------
+
+
+def absolute_error(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).abs().flatten(1).mean(1)
+
+
+def squared_error(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().flatten(1).mean(1)
+
+
+def binary_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    """Outputs are logits, targets 0 and 1."""
+    return binary_cross_entropy_with_logits(output, target, reduction="none").flatten(1).mean(1)
+
+
+def binary_accuracy(output: Tensor, target: Tensor) -> Tensor:
+    """The share of logits on the right side of 0."""
+    return ((output > 0) == (target > 0.5)).to(output.dtype).flatten(1).mean(1)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How every member is trained.
+
+    Args:
+        loss: what is minimised.
+        metric: what is judged, on the evaluation data; None judges the training loss.
+        higher_is_better: the direction of what is judged.
+        batch_size: None for all rows at once; else each epoch has its own order of the rows, and
+            its last batch may be smaller.
+        epochs: the most there are.
+        patience: epochs without a better value before the rate falls.
+        stop_patience: epochs without a better value before a member stops; None for 2 * patience.
+        factor: what the rate is multiplied by.
+        min_delta: what a value must be better by to count for the rate. (For stopping: anything.)
+    """
+
+    loss: Measure = absolute_error
+    metric: Measure | None = None
+    higher_is_better: bool = False
+    batch_size: int | None = None
+    epochs: int = 5000
+    patience: int = 50
+    stop_patience: int | None = None
+    factor: float = 0.1
+    min_delta: float = 1e-4
+
+    def judge(self, rates: Array) -> Judge:
+        """Return the judge of members with these learning rates."""
+        stop = 2 * self.patience if self.stop_patience is None else self.stop_patience
+        return Judge(
+            rates, self.patience, stop, self.factor, self.min_delta, self.higher_is_better
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What training leaves behind; arrays over epochs are NaN where a member had stopped.
+
+    Args:
+        losses: mean training loss of each epoch, (epochs, S).
+        metrics: what was judged after each epoch, (epochs, S); without a metric, the losses.
+        rates: the learning rate of each epoch, (epochs, S).
+        epochs: how many epochs each member was trained for, (S,).
+        best_epoch: the epoch whose weights were kept, (S,); -1 if there was none.
+        outcomes: why each stopped: "patience", "epochs" or "diverged".
+        motion: how the boundaries moved, if that was tracked.
+        states: the best weights, parameters and buffers in the order of `stacking.packing`,
+            (S, numbers).
+        snapshots: the states on the way, by how many epochs came before, as far as training went;
+            of a member that has stopped, its best weights.
+    """
+
+    losses: Array
+    metrics: Array
+    rates: Array
+    epochs: Array
+    best_epoch: Array
+    outcomes: list[str]
+    motion: Motion | None
+    states: Tensor = field(repr=False)
+    snapshots: dict[int, Tensor] = field(repr=False)
+    _models: Sequence[nn.Sequential] = field(repr=False)
+    _batches: Array = field(repr=False)  # how many the best weights have seen
+
+    @property
+    def best_metric(self) -> Array:
+        """The value judged best, (S,)."""
+        values = self.metrics[self.best_epoch, np.arange(len(self.best_epoch))]
+        return np.where(self.best_epoch < 0, np.nan, values)
+
+    def model(self, member: int) -> nn.Sequential:
+        """Return a member with its best weights: an ordinary module, in evaluation mode."""
+        model = copy.deepcopy(self._models[member])
+        unpack_(model, self.states[member], int(self._batches[member]))
+        return model.eval()
+
+    @torch.no_grad()
+    def predict(self, x: Array | Tensor) -> Array:
+        """Return all members' outputs with their best weights, (S, N) or (S, N, outputs).
+
+        Inputs are (N, d), the same for all members, or (S, N, d).
+        """
+        model = self._models[0]
+        tensors, _ = views(self.states, model)
+        inputs = torch.as_tensor(x).to(self.states)
+        inputs = inputs.expand(len(self.states), *inputs.shape) if inputs.ndim == 2 else inputs
+        return _squeezed(batched.forward(model, tensors, inputs, training=False)).numpy()
+
+
+def train(
+    models: Sequence[nn.Sequential],
+    data: Data,
+    lr: float | Sequence[float],
+    protocol: Protocol | None = None,
+    evaluation: Data | None = None,
+    *,
+    seeds: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+    track: Literal["step", "epoch"] | None = None,
+    keep: Literal["max", "full"] = "max",
+    snapshots: Collection[int] = (),
+    progress: Progress | None = None,
+) -> Result:
+    """Train all models at once, each for itself. The models that are given stay as they are.
+
+    Args:
+        models: networks of `methods.mlp`, all of one method and shape.
+        data: inputs (N, d) and targets (N, ...) for all members, or (S, N, d) and (S, N, ...).
+            Outputs are given to the loss as (S, N, outputs), or (S, N) where there is one output.
+        lr: the learning rate, or one per member.
+        protocol: loss, metric and schedule.
+        evaluation: what the metric is of, in the shapes of `data`.
+        seeds: one per member, for the order of its minibatches; 0, 1, ... by default.
+        device: where to train; results come back to the CPU.
+        track: record the first hidden layer's boundaries after every step or every epoch.
+        keep: of those, only how far they move at most, or also where they are.
+        snapshots: after how many epochs to keep the states of all members; 0 is the start.
+        progress: called after each epoch with its number, from 1, and that of members left.
+
+    Example:
+        >>> from geoparam_lab import methods
+        >>> x = torch.linspace(-1, 1, 20, dtype=torch.float64)[:, None]
+        >>> models = [methods.mlp("gmp", (1, 16, 1), seed=seed) for seed in range(4)]
+        >>> result = train(models, (x, x[:, 0].abs()), lr=0.1, protocol=Protocol(epochs=200))
+        >>> result.losses.shape, bool((result.best_metric < 0.05).all())
+        ((200, 4), True)
+        >>> result.predict(x).shape, result.model(2)(x).shape
+        ((4, 20), torch.Size([20, 1]))
+    """
+    run = _Run(models, data, lr, protocol or Protocol(), evaluation, seeds, device, track, keep)
+    if 0 in snapshots:
+        run.keep_states(0)
+    for epoch in range(run.protocol.epochs):
+        run.epoch(epoch)
+        if epoch + 1 in snapshots:
+            run.keep_states(epoch + 1)
+        if progress is not None:
+            progress(epoch + 1, len(run.members))
+        if not len(run.members):
+            break
+    return run.result()
+
+
+# --- one training run ---------------------------------------------------------------------------
+
+
+class _Run:
+    """The members that are still in training, and what is known of all."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Sequential],
+        data: Data,
+        lr: float | Sequence[float],
+        protocol: Protocol,
+        evaluation: Data | None,
+        seeds: Sequence[int] | None,
+        device: torch.device | str,
+        track: str | None,
+        keep: str,
+    ) -> None:
+        _check(models, protocol, evaluation, track, keep)
+        size = len(models)
+        self.models, self.protocol, self.track = models, protocol, track
+        self.model = models[0]
+        self.members = np.arange(size)
+        self.state = pack(models).to(device)
+        self.best = self.state.clone()
+        self.numbers = sum(p.numel() for p in models[0].parameters())
+        self.tensors, self.parameters = views(self.state, self.model)
+        self.data = data_for(data, self.state)
+        self.evaluation = None if evaluation is None else data_for(evaluation, self.state)
+        self.adam = Adam(self.state[:, : self.numbers])
+        self.judge = protocol.judge(per_member(lr, size, "lr"))
+        seeds = range(size) if seeds is None else seeds
+        self.generators = [
+            torch.Generator().manual_seed(int(seed)) for seed in per_member(seeds, size, "seeds")
+        ]
+        self.history = np.full((3, protocol.epochs, size), np.nan)
+        self.best_epoch = np.full(size, -1)
+        self.outcomes = ["epochs"] * size
+        self.recorder = Recorder(size, keep == "full") if track else None
+        self.snapshots: dict[int, Tensor] = {}
+        self._record("start")
+
+    def epoch(self, epoch: int) -> None:
+        """Train and judge all members that are left; let go of those that stop."""
+        judges_loss = self.protocol.metric is None
+        judged = self.state.clone() if judges_loss else self.state
+        losses = self._train()
+        metrics = losses if judges_loss else self._evaluate()
+        losses, metrics = torch.stack([losses, metrics]).double().cpu().numpy()  # the only wait
+        self.history[:, epoch, self.members] = losses, metrics, self.judge.rates
+        diverged = ~np.isfinite(losses + metrics)
+        better, stopped = self.judge(np.where(diverged, np.nan, metrics))
+        if better.any():
+            self.best_epoch[self.members[better]] = epoch
+            self.best[self.members[better]] = judged[better]
+        if (stopped | diverged).any():
+            self._let_go(stopped, diverged)
+
+    def keep_states(self, epoch: int) -> None:
+        """Take a snapshot of all members, after so many epochs."""
+        states = self.best.clone()
+        states[self.members] = self.state
+        self.snapshots[epoch] = states.cpu()
+
+    def result(self) -> Result:
+        losses, metrics, rates = self.history
+        epochs = np.isfinite(rates).sum(0)
+        longest = epochs.max()
+        updates = self.best_epoch + (self.protocol.metric is not None)
+        return Result(
+            losses[:longest],
+            metrics[:longest],
+            rates[:longest],
+            epochs,
+            self.best_epoch,
+            self.outcomes,
+            None if self.recorder is None else self.recorder.motion(),
+            self.best.cpu(),
+            self.snapshots,
+            self.models,
+            updates.clip(0) * self._batches_per_epoch,
+        )
+
+    def _train(self) -> Tensor:
+        """Go once through the data; return the members' mean losses."""
+        total = torch.zeros(())
+        for x, y in self._batches():
+            share = x.shape[1] / self.data[0].shape[1]
+            total = total + share * self._step(x, y)
+        self._record("epoch")
+        return total
+
+    def _step(self, x: Tensor, y: Tensor) -> Tensor:
+        """Update on one batch; return the losses before the update."""
+        outputs = batched.forward(self.model, self.tensors, x, training=True)
+        losses = self.protocol.loss(_squeezed(outputs), y)
+        gradients = torch.autograd.grad(losses.sum(), self.parameters, materialize_grads=True)
+        gradient = torch.cat([g.flatten(1) for g in gradients], dim=1)
+        self.adam.step(self.state[:, : self.numbers], gradient, self.judge.rates)
+        batched.retract_(self.model, self.tensors)
+        self._record("step")
+        return losses.detach()
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the training data, or minibatches of it in each member's own order."""
+        (x, y), size = self.data, self.protocol.batch_size
+        n = x.shape[1]
+        if size is None or size >= n:
+            yield x, y
+            return
+        order = torch.stack([torch.randperm(n, generator=own) for own in self.generators])
+        rows = torch.arange(len(x))[:, None]
+        x, y = x[rows, order], y[rows, order]
+        yield from zip(x.split(size, dim=1), y.split(size, dim=1), strict=True)
+
+    @property
+    def _batches_per_epoch(self) -> int:
+        n = self.data[0].shape[1]
+        return math.ceil(n / (self.protocol.batch_size or n))
+
+    @torch.no_grad()
+    def _evaluate(self) -> Tensor:
+        """Return the members' metrics, in batches of the training's size to stay in the cache."""
+        assert self.evaluation is not None and self.protocol.metric is not None
+        x, y = self.evaluation
+        parts = x.split(self.protocol.batch_size or x.shape[1], dim=1)
+        outputs = [batched.forward(self.model, self.tensors, part, False) for part in parts]
+        return self.protocol.metric(_squeezed(torch.cat(outputs, dim=1)), y)
+
+    def _record(self, moment: str) -> None:
+        if self.recorder is not None and moment in (self.track, "start"):
+            found = batched.boundaries(self.model, self.tensors, self.data[0])
+            self.recorder.add(self.members, *found)
+
+    def _let_go(self, stopped: Array, diverged: Array) -> None:
+        """Take members out of the stack."""
+        for why, those in (("patience", stopped), ("diverged", diverged)):
+            for member in self.members[those]:
+                self.outcomes[member] = why
+        left = np.flatnonzero(~(stopped | diverged))
+        self.members = self.members[left]
+        self.state = self.state[left]
+        self.tensors, self.parameters = views(self.state, self.model)
+        self.data = taken(self.data, left)
+        self.evaluation = self.evaluation and taken(self.evaluation, left)
+        self.generators = [self.generators[index] for index in left]
+        self.adam.take(left)
+        self.judge.take(left)
+
+
+def _squeezed(outputs: Tensor) -> Tensor:
+    return outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs
+
+
+def _check(
+    models: Sequence[nn.Sequential],
+    protocol: Protocol,
+    evaluation: Data | None,
+    track: str | None,
+    keep: str,
+) -> None:
+    if len({str(model) for model in models}) != 1:
+        kinds = "\n".join(sorted({str(model) for model in models}))
+        raise ValueError(f"a stack needs models, all of one method and shape; got\n{kinds}")
+    if (protocol.metric is None) != (evaluation is None):
+        raise ValueError(
+            "a metric needs evaluation data, and they need a metric; got "
+            f"{'only the data' if protocol.metric is None else 'only the metric'}."
+        )
+    if track not in (None, "step", "epoch") or keep not in ("max", "full"):
+        raise ValueError(
+            "track is None, 'step' or 'epoch', and keep is 'max' or 'full'; got "
+            f"{track!r} and {keep!r}."
+        )

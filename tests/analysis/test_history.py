@@ -1,0 +1,142 @@
+"""What a tracker has recorded: arrays in memory and in files that survive a kill."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from geoparam.analysis.tracker.history import HEADER, GrowingArray, History
+
+TYPE = np.dtype([("step", "i8"), ("name", "U5"), ("value", "f8")])
+
+
+def rows(*steps: int) -> np.ndarray:
+    return np.array([(step, f"n{step}", step / 2) for step in steps], TYPE)
+
+
+def test_the_file_is_the_array_after_every_append(tmp_path: Path) -> None:
+    array = GrowingArray(TYPE, tmp_path / "a.npy")
+    for step in range(12):
+        array.append(rows(step))
+        np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), rows(*range(step + 1)))
+    np.testing.assert_array_equal(array.rows, rows(*range(12)))
+
+
+def test_an_array_without_a_file_is_in_memory() -> None:
+    array = GrowingArray(TYPE)
+    array.append(rows(1, 2))
+    array.append(rows(3))
+    np.testing.assert_array_equal(array.rows, rows(1, 2, 3))
+
+
+@pytest.mark.parametrize("cut", [1, TYPE.itemsize - 1, TYPE.itemsize + 3])
+def test_what_a_killed_append_left_is_not_read_and_is_written_over(
+    tmp_path: Path, cut: int
+) -> None:
+    path = tmp_path / "a.npy"
+    GrowingArray(TYPE, path).append(rows(1, 2))
+    with path.open("ab") as file:  # the rows are there, their number is not yet
+        file.write(rows(7, 8).tobytes()[:cut])
+    np.testing.assert_array_equal(np.load(path), rows(1, 2))
+    array = GrowingArray(TYPE, path, resume=True)
+    array.append(rows(3))
+    np.testing.assert_array_equal(np.load(path), rows(1, 2, 3))
+
+
+def test_an_array_is_shortened_in_the_file_too(tmp_path: Path) -> None:
+    array = GrowingArray(TYPE, tmp_path / "a.npy")
+    array.append(rows(1, 2, 3))
+    array.truncate(1)
+    array.append(rows(9))
+    np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), rows(1, 9))
+
+
+def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    GrowingArray(TYPE, tmp_path / "a.npy").append(rows(1))
+    with pytest.raises(FileExistsError, match="resume=True"):
+        GrowingArray(TYPE, tmp_path / "a.npy")
+
+
+def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
+    GrowingArray(TYPE, tmp_path / "a.npy")
+    with pytest.raises(ValueError, match="another model"):
+        GrowingArray(np.dtype([("step", "i8")]), tmp_path / "a.npy", resume=True)
+
+
+def recorded(path: Path | None = None, units: np.dtype | None = None) -> History:
+    history = History(["a", "bc"], ["x", "y"], units, path)
+    for step in (2, 4, 6):
+        values = np.arange(6.0).reshape(3, 2) + 10 * step
+        row = None
+        if units is not None:
+            row = np.zeros(1, units)
+            row["step"], row["a"]["rotation"] = step, step
+        history.append(step, values, row)
+    return history
+
+
+def test_a_layer_has_one_value_for_each_record() -> None:
+    history = recorded()
+    assert list(history) == ["a", "bc"] and len(history) == 2
+    np.testing.assert_array_equal(history["bc"]["step"], [2, 4, 6])
+    np.testing.assert_array_equal(history["bc"]["y"], [23, 43, 63])
+    np.testing.assert_array_equal(history.network["x"], [24, 44, 64])
+    np.testing.assert_array_equal(history.table("y"), [[21, 41, 61], [23, 43, 63]])
+    with pytest.raises(KeyError, match="no layer 'd'; there are: a, bc"):
+        history["d"]
+
+
+def test_pandas_reads_the_file_as_one_table(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    recorded(tmp_path / "h.npy")
+    table = pandas.DataFrame(np.load(tmp_path / "h.npy"))
+    assert list(table.columns) == ["step", "layer", "x", "y"]
+    assert table[table.layer == "a"].y.tolist() == [21, 41, 61]
+
+
+def test_later_records_are_forgotten_in_both_files(tmp_path: Path) -> None:
+    units = np.dtype([("step", "f8"), ("a", [("rotation", "f8", (3,))])])
+    history = recorded(tmp_path / "h.npy", units)
+    history.forget_after(4)
+    assert history["a"]["rotation"].tolist() == [[2.0] * 3, [4.0] * 3]
+    np.testing.assert_array_equal(np.load(tmp_path / "h.units.npy")["step"], [2, 4])
+    np.testing.assert_array_equal(np.load(tmp_path / "h.npy")["step"], [2] * 3 + [4] * 3)
+
+
+def test_a_record_that_only_one_file_has_is_dropped(tmp_path: Path) -> None:
+    units = np.dtype([("step", "f8"), ("a", [("rotation", "f8", (3,))])])
+    recorded(tmp_path / "h.npy", units)
+    GrowingArray(units, tmp_path / "h.units.npy", resume=True).append(np.zeros(1, units))
+    resumed = History(["a", "bc"], ["x", "y"], units, tmp_path / "h.npy", resume=True)
+    assert resumed.steps.tolist() == [2, 4, 6]
+    assert len(resumed["a"]["rotation"]) == 3
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    recorded(tmp_path / "h.npy")
+    for layers in (["a"], ["a", "bc", "d"], ["bc", "a"]):  # all with columns of the same types
+        with pytest.raises(ValueError, match=r"another model: its layers are a, bc, \(network\)"):
+            History(layers, ["x", "y"], None, tmp_path / "h.npy", resume=True)
+    assert len(np.load(tmp_path / "h.npy")) == 9
+
+
+def test_a_file_without_units_is_not_continued_with_them(tmp_path: Path) -> None:
+    recorded(tmp_path / "h.npy")
+    units = np.dtype([("step", "f8"), ("a", [("rotation", "f8", (3,))])])
+    with pytest.raises(ValueError, match="3 records and .* 0: it was not made with keep='full'"):
+        History(["a", "bc"], ["x", "y"], units, tmp_path / "h.npy", resume=True)
+    assert len(np.load(tmp_path / "h.npy")) == 9
+
+
+def test_a_process_killed_before_the_header_leaves_a_file_to_begin_with(tmp_path: Path) -> None:
+    (tmp_path / "a.npy").touch()
+    GrowingArray(TYPE, tmp_path / "a.npy", resume=True).append(rows(1))
+    assert np.load(tmp_path / "a.npy").tolist() == rows(1).tolist()
+
+
+def test_units_of_hundreds_of_layers_are_read_again(tmp_path: Path) -> None:
+    layers = [f"features.denseblock1.denselayer{k}.conv" for k in range(200)]
+    units = np.dtype([("step", "f8"), *((name, [("rotation", "f8", (64,))]) for name in layers)])
+    GrowingArray(units, tmp_path / "a.npy").append(np.zeros(1, units))
+    assert len(GrowingArray(units, tmp_path / "a.npy", resume=True)) == 1
+    assert len(np.load(tmp_path / "a.npy", max_header_size=HEADER)) == 1

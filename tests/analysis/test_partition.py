@@ -1,0 +1,323 @@
+"""Activation patterns: bits are numpy's, changes are counted as one would by hand."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import geoparam as gp
+from geoparam.analysis import SReLU
+from geoparam.analysis.partition import (
+    Collector,
+    Pattern,
+    Patterns,
+    distinct,
+    fingerprints,
+    hamming,
+    moved,
+    pack,
+    patterns,
+    read_patterns,
+)
+from geoparam.analysis.reading.layer_sites import find_sites
+from geoparam.analysis.reading.probe import observe
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Made(nn.Module):
+    """A model of the given modules, with a function of it and its input as its forward."""
+
+    def __init__(self, function: Callable, **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def rows(bits: Tensor) -> np.ndarray:
+    return np.packbits(bits.flatten(1).numpy(), axis=1)
+
+
+def unpacked(packed: Tensor) -> np.ndarray:
+    return np.unpackbits(packed.cpu().numpy(), axis=1)
+
+
+def random_bits(n: int, bits: int, device: str = "cpu") -> Tensor:
+    return torch.rand(n, bits, device=device) > 0.5
+
+
+# Bits
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", [1, 7, 8, 9, 64, 1000])
+def test_packed_bits_are_those_of_numpy(bits: int, device: str) -> None:
+    given = random_bits(5, bits, device)
+    packed = pack(given)
+    assert packed.device == given.device
+    assert np.array_equal(packed.cpu().numpy(), rows(given.cpu()))
+
+
+@pytest.mark.parametrize("given", [lambda b: b[1:], lambda b: b[:, 3:], lambda b: b.t()])
+def test_packing_takes_any_view(given: Callable) -> None:
+    bits = given(random_bits(16, 24))
+    assert np.array_equal(pack(bits).numpy(), rows(bits))
+
+
+def test_packing_takes_no_points() -> None:
+    assert pack(random_bits(0, 9)).shape == (0, 2)
+    assert distinct(pack(random_bits(0, 9))) == 0
+
+
+@pytest.mark.parametrize("bad", [torch.ones(3, 4), torch.ones(3, dtype=torch.bool)])
+def test_packing_refuses_what_is_no_table_of_bits(bad: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"bools \(N, B\)"):
+        pack(bad)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", [3, 80, 777])
+def test_hamming_and_moved_count_the_bits_that_differ(bits: int, device: str) -> None:
+    a, b = random_bits(20, bits, device), random_bits(20, bits, device)
+    b[::3] = a[::3]
+    assert torch.equal(hamming(pack(a), pack(b)), (a != b).sum(dim=1))
+    assert torch.equal(moved(pack(a), pack(b)), (a != b).any(dim=1))
+
+
+@pytest.mark.parametrize("compare", [hamming, moved])
+def test_only_patterns_of_one_shape_are_compared(compare: Callable) -> None:
+    with pytest.raises(ValueError, match="same points and units"):
+        compare(pack(random_bits(3, 8)), pack(random_bits(3, 16)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", [2, 5, 33, 2000])
+def test_distinct_rows_are_counted_as_by_a_set(bits: int, device: str) -> None:
+    given = random_bits(40, bits, device)[torch.randint(40, (300,))]
+    packed = pack(given)
+    assert distinct(packed) == len({tuple(row) for row in packed.tolist()})
+
+
+@pytest.mark.parametrize("width", [1, 4, 13])
+def test_rows_that_differ_in_any_one_or_two_bits_have_other_fingerprints(width: int) -> None:
+    base = np.random.default_rng(0).integers(0, 2, (1, 8 * width), dtype=np.uint8)
+    flips = np.eye(8 * width, dtype=np.uint8)
+    pairs = (flips[:, None] ^ flips[None]).reshape(-1, 8 * width)
+    near = np.unique(np.concatenate([base, base ^ flips, base ^ pairs]), axis=0)
+    packed = torch.from_numpy(np.packbits(near, axis=1))
+    assert len(fingerprints(packed).unique()) == len(near)
+
+
+def test_fingerprints_are_spread_over_all_bits() -> None:
+    prints = fingerprints(torch.arange(4096).view(torch.uint8).view(4096, 8))
+    bits = np.unpackbits(prints.numpy().view(np.uint8).reshape(4096, 8), axis=1)
+    assert np.abs(bits.mean(axis=0) - 0.5).max() < 0.05
+
+
+# Patterns of models
+
+
+X = torch.linspace(-2, 2, 6 * 4).reshape(6, 4).sin()
+IMAGES = torch.linspace(-3, 3, 3 * 2 * 5 * 5).reshape(3, 2, 5, 5).cos()
+
+
+def test_a_linear_layer_has_one_bit_for_each_unit() -> None:
+    model = nn.Sequential(nn.Linear(4, 11), nn.ReLU(), nn.Linear(11, 2))
+    found = patterns(model, X)
+    assert list(found) == ["0"] and len(found) == 1
+    assert found["0"].bits == 11 and len(found["0"]) == 6
+    assert np.array_equal(found["0"].packed.numpy(), rows(model[0](X) > 0))
+
+
+def test_a_convolution_has_one_bit_for_each_unit_and_position() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten())
+    model[1].running_mean.normal_()
+    found = patterns(model, IMAGES)["0"]
+    before = model.eval()[:2](IMAGES)
+    assert found.bits == 3 * 4 * 4
+    assert np.array_equal(found.packed.numpy(), rows(before > 0))
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(inplace=True), nn.LeakyReLU(0.1), nn.ELU()])
+def test_activations_with_one_breakpoint_at_zero(activation: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(4, 9), activation, nn.Linear(9, 1))
+    assert np.array_equal(patterns(model, X)["0"].packed.numpy(), rows(model[0](X) > 0))
+
+
+@pytest.mark.parametrize("function", [F.relu, torch.relu_, lambda z: z.clamp(min=0)])
+def test_functions_and_changes_in_place(function: Callable) -> None:
+    model = Made(lambda m, x: m.b(function(m.a(x))), a=nn.Linear(4, 9), b=nn.Linear(9, 1))
+    assert np.array_equal(patterns(model, X)["a"].packed.numpy(), rows(model.a(X) > 0))
+
+
+def test_two_breakpoints_have_two_bits() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), SReLU(5, lower=-0.1, upper=0.2))
+    nn.init.uniform_(model[1].lower, -0.3, 0.0)
+    z = model[0](X)
+    found = patterns(model, X)["0"]
+    expected = [rows(z > model[1].lower), rows(z > model[1].upper)]
+    assert found.bits == 10
+    assert np.array_equal(found.packed.numpy(), np.concatenate(expected, axis=1))
+
+
+def test_a_layer_with_its_own_activation() -> None:
+    layer = gp.GmPLinear(4, 7, activation=torch.relu)
+    nn.init.normal_(layer.lam)
+    nn.init.constant_(layer.r, -1.0)
+    model = nn.Sequential(layer, nn.Linear(7, 1))
+    assert np.array_equal(patterns(model, X)["0"].packed.numpy(), rows(layer(X) < 0))
+
+
+def test_calls_of_one_layer_are_put_together() -> None:
+    model = Made(lambda m, x: F.relu(m.a(F.relu(m.a(x)))), a=nn.Linear(4, 4))
+    found = patterns(model, X)["a"]
+    first = model.a(X)
+    second = model.a(first.relu())
+    assert found.bits == 8
+    assert np.array_equal(
+        found.packed.numpy(), np.concatenate([rows(first > 0), rows(second > 0)], 1)
+    )
+
+
+def test_windows_of_an_example_are_part_of_it() -> None:
+    model = Made(lambda m, x: F.relu(m.a(x.view(-1, 2))).view(len(x), -1), a=nn.Linear(2, 3))
+    found = patterns(model, X)["a"]
+    bits = (model.a(X.view(-1, 2)) > 0).view(6, -1)
+    assert found.bits == 6
+    assert np.array_equal(found.packed.numpy(), rows(bits))
+
+
+def test_what_is_not_told_by_example_is_left_out() -> None:
+    function = lambda m, x: m.b(F.relu(m.a(x))) + F.relu(m.c(x[:4])).sum()  # noqa: E731
+    model = Made(function, a=nn.Linear(4, 3), b=nn.Linear(3, 1), c=nn.Linear(4, 2))
+    assert list(patterns(model, X)) == ["a"]
+
+
+def test_smooth_layers_are_left_out() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 1), nn.Tanh()
+    )
+    assert list(patterns(model, X)) == ["2"]
+
+
+def test_a_network_without_breakpoints_is_refused() -> None:
+    with pytest.raises(ValueError, match="activation with breakpoints"):
+        patterns(nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 6)), X)
+
+
+def residual() -> Made:
+    modules = {name: nn.Linear(4, 4) for name in ("a", "b", "short")}
+    return Made(lambda m, x: F.relu(m.b(F.relu(m.a(x))) + m.short(x)), **modules)
+
+
+def test_layers_before_one_sum_count_once_in_the_network() -> None:
+    model = residual()
+    found = patterns(model, X)
+    inner = model.a(X)
+    outer = model.b(inner.relu()) + model.short(X)
+    assert list(found) == ["a", "b", "short"]
+    assert torch.equal(found["b"].packed, found["short"].packed)
+    assert np.array_equal(found["b"].packed.numpy(), rows(outer > 0))
+    assert found.network.bits == 8
+    expected = np.concatenate([rows(inner > 0), rows(outer > 0)], axis=1)
+    assert np.array_equal(found.network.packed.numpy(), expected)
+
+
+def test_a_layer_that_is_summed_with_itself_counts_once() -> None:
+    model = Made(lambda m, x: F.relu(m.a(x) + m.a(-2 * x)), a=nn.Linear(4, 9))
+    found = patterns(model, X)["a"]
+    assert found.bits == 9
+    assert np.array_equal(found.packed.numpy(), rows(model.a(X) + model.a(-2 * X) > 0))
+
+
+def test_the_run_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.ReLU())
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    patterns(model, IMAGES)
+    assert model.training
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def test_chosen_layers_alone() -> None:
+    found = patterns(residual(), X, layers=["b"])
+    assert list(found) == ["b"] and found.network.bits == 4
+
+
+def test_a_collector_sees_what_other_watchers_see() -> None:
+    model, seen, collector = residual(), [], Collector()
+    sites = find_sites(model, X)
+    observe(model, X, sites, collector, lambda site, x: seen.append(site.name))
+    assert seen == ["a", "b", "short"] and len(collector) == 3
+    again = read_patterns(model, X, sites)
+    assert torch.equal(collector.patterns().network.packed, again.network.packed)
+
+
+# Changes
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_changes_are_those_of_the_bits(device: str) -> None:
+    model, x = residual().to(device), torch.randn(50, 4, device=device).round()
+    before = patterns(model, x)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter.data)
+    after = patterns(model, x)
+    layers, network = after.changes(before)
+    whole = {"network": (after.network, before.network, network)}
+    for new, old, change in [(after[k], before[k], layers[k]) for k in after] + [*whole.values()]:
+        differ = unpacked(new.packed) != unpacked(old.packed)
+        assert change.share.item() == pytest.approx(differ.sum() / (50 * new.bits))
+        assert change.moved == differ.any(axis=1).sum() == new.moved(old).sum()
+        assert new.hamming(old).tolist() == differ.sum(axis=1).tolist()
+        assert change.regions == len({tuple(row) for row in new.packed.tolist()})
+        assert change.regions == new.distinct()
+    assert after.distinct() == network.regions
+
+
+def test_nothing_changes_without_a_step() -> None:
+    model = residual()
+    change = patterns(model, X).changes(patterns(model, X)).network
+    assert (change.share, change.moved) == (0, 0)
+
+
+def test_only_the_layer_that_moved_changes_its_bits() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 6), nn.ReLU())
+    before = patterns(model, X)
+    nn.init.constant_(model[2].bias, -100.0)
+    layers, network = patterns(model, X).changes(before)
+    assert layers["0"].share == 0 and layers["2"].share > 0
+    assert network.share.item() == pytest.approx(layers["2"].share.item() * 6 / 11)
+    assert layers["2"].regions == 1 and network.regions == layers["0"].regions
+
+
+def test_patterns_of_other_layers_are_not_compared() -> None:
+    model = residual()
+    with pytest.raises(ValueError, match="same layers"):
+        patterns(model, X).changes(patterns(model, X, layers=["a"]))
+
+
+def test_patterns_can_be_stored_and_made_again() -> None:
+    found = patterns(residual(), X)
+    stored = {step: part.packed.clone() for step, part in found.parts.items()}
+    parts = {step: Pattern(stored[step], part.bits) for step, part in found.parts.items()}
+    assert found.changes(Patterns(parts, found.layers)).network.moved == 0
+
+
+@pytest.mark.gpu
+def test_numbers_stay_on_the_gpu() -> None:
+    model, x = residual().cuda(), torch.randn(64, 4, device="cuda")
+    before, after = patterns(model, x), patterns(model, x + 1)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        change = after.changes(before).network
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert change.moved > 0

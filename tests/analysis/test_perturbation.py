@@ -1,0 +1,599 @@
+"""Boundaries under perturbed parameters: the papers' propositions, and the bounds beside them.
+
+Second computations are plain numpy: directions from the papers' formula in theta, locations by
+solving for the boundary's nearest point, batch normalization by normalising samples.
+"""
+
+import copy
+import math
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import geoparam as gp
+from geoparam import sphere
+from geoparam.analysis.boundary import boundaries
+from geoparam.analysis.perturbation.response import KINDS, Response, perturb, respond, steps, sweep
+from geoparam.analysis.stored_parameters import stored, twin
+
+SIZES = (2, 3, 9, 147, 576, 4608)
+KERNELS = {9: (1, 3), 147: (3, 7), 576: (64, 3), 4608: (512, 3)}  # n = channels * kernel^2
+METHODS = ("sp", "wn", "gmp", "intrinsic")
+OLD = pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+
+
+def plain(n: int, out: int, conv: bool, dtype: torch.dtype, length: float) -> nn.Module:
+    """Units with random weights of about this length, and biases."""
+    if conv:
+        channels, kernel = KERNELS[n]
+        layer: nn.Module = nn.Conv2d(channels, out, kernel, dtype=dtype)
+    else:
+        layer = nn.Linear(n, out, dtype=dtype)
+    nn.init.normal_(layer.weight, std=length / math.sqrt(n))
+    nn.init.normal_(layer.bias, std=length)
+    return layer
+
+
+def make(
+    method: str,
+    n: int,
+    out: int = 4,
+    conv: bool = False,
+    dtype: torch.dtype = torch.float64,
+    length: float = 0.01,
+) -> nn.Module:
+    layer = plain(n, out, conv, dtype, length)
+    if method == "wn":
+        return parametrizations.weight_norm(layer)
+    if method in ("gmp", "intrinsic"):
+        held = "angles" if method == "gmp" else method
+        convert = gp.GmPConv2d.from_conv if conv else gp.GmPLinear.from_linear
+        return convert(layer, coordinates=held)
+    return layer
+
+
+def networks() -> dict[str, Callable[[], nn.Module]]:
+    """Two hidden layers and an output layer in float64, with a norm or without."""
+
+    def of(method: str, norm: Callable[[], nn.Module] | None) -> nn.Module:
+        width = 6
+        middle = [] if norm is None else [norm()]
+        blocks = [
+            [make(method, n, width, length=0.3), *copy.deepcopy(middle), nn.ReLU()]
+            for n in (5, width)
+        ]
+        return nn.Sequential(*blocks[0], *blocks[1], nn.Linear(width, 1)).double()
+
+    def batch_norm() -> nn.Module:
+        norm = nn.BatchNorm1d(6)
+        for tensor in (norm.weight, norm.bias, norm.running_mean):
+            nn.init.normal_(tensor)
+        nn.init.uniform_(norm.running_var, 0.5, 2.0)
+        return norm
+
+    def layer_norm() -> nn.Module:
+        norm = nn.LayerNorm(6)
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+        return norm
+
+    norms = {"": None, "+bn": batch_norm, "+ln": layer_norm}
+    return {
+        method + suffix: (lambda m=method, f=norm: of(m, f))  # type: ignore[misc]
+        for method in METHODS
+        for suffix, norm in norms.items()
+    } | {"wn+mbn": lambda: of("wn", lambda: gp.MeanOnlyBatchNorm(6))}
+
+
+NETWORKS = networks()
+
+
+def shapes() -> list[tuple[int, bool]]:
+    """Linear layers of all sizes, and convolutions of those that are a kernel's."""
+    return [(n, False) for n in SIZES] + [(n, True) for n in KERNELS]
+
+
+# --- propositions 2.3 to 2.5 ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("n", "conv"), shapes())
+@pytest.mark.parametrize("method", ["sp", "wn"])
+@pytest.mark.parametrize("normed", [False, True], ids=["", "bn"])
+def test_the_adversary_reverses_units_under_sp_wn_and_bn(
+    method: str, n: int, conv: bool, dtype: torch.dtype, normed: bool
+) -> None:
+    layer = make(method, n, conv=conv, dtype=dtype)
+    norm = (nn.BatchNorm2d if conv else nn.BatchNorm1d)(4, dtype=dtype) if normed else None
+    response = respond(layer, steps(layer, "adversarial", 0.01, norm=norm), norm)
+    assert torch.allclose(response.rotation, torch.full((4,), 180.0).double(), atol=1e-4)
+    assert (response.bound == 180).all()
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_the_adversary_reverses_units_under_ln_by_flipping_all_rows(n: int) -> None:
+    layer, norm = make("sp", n), nn.LayerNorm(4)
+    step = steps(layer, "adversarial", 0.01, norm=norm)
+    assert torch.allclose(respond(layer, step, norm).rotation, torch.tensor(180.0).double())
+    step["direction"][1:] = 0
+    assert (respond(layer, step, norm).rotation < 179).all()
+
+
+@pytest.mark.parametrize("n", [2, 9, 147])
+def test_the_adversary_reverses_units_under_bn_with_the_batchs_statistics(n: int) -> None:
+    model = nn.Sequential(make("sp", n), nn.BatchNorm1d(4, eps=1e-15), nn.ReLU()).double()
+    nn.init.normal_(model[1].bias)
+    x = torch.randn(300, n, dtype=torch.float64) @ torch.randn(n, n, dtype=torch.float64)
+    x -= x.mean(dim=0)
+    found = perturb(model, x, "adversarial", 0.3, statistics="batch")["0"]
+    assert torch.allclose(found.rotation, torch.tensor(180.0).double())
+    w, deviation = model[0].weight, (x @ model[0].weight.t()).std(dim=0, correction=0)
+    distance = model[1].bias * deviation / w.norm(dim=1)  # of gamma w^T x / ||w||_Sigma + beta
+    assert torch.allclose(found.displacement, 2 * distance.abs())
+
+
+def samples(n: int, count: int = 500) -> tuple[np.ndarray, np.ndarray]:
+    """Centred samples and the root L of their covariance L L^T."""
+    rng = np.random.default_rng(n)
+    x = rng.normal(size=(count, n)) @ rng.normal(size=(n, n))
+    x -= x.mean(axis=0)
+    return x, np.linalg.cholesky(x.T @ x / count)
+
+
+@pytest.mark.parametrize("n", [2, 3, 9, 147])
+def test_bn_is_weight_normalization_in_the_norm_of_the_data_covariance(n: int) -> None:
+    x, root = samples(n)
+    rng = np.random.default_rng(0)
+    w, gamma, beta = rng.normal(size=n), rng.normal(), rng.normal()
+    norm = nn.BatchNorm1d(1, eps=1e-15).double()
+    nn.init.constant_(norm.weight, gamma)
+    nn.init.constant_(norm.bias, beta)
+    normalised = norm(torch.from_numpy(x @ w)[:, None])[:, 0].detach().numpy()
+    by_covariance = gamma * x @ (w / np.sqrt(w @ (root @ root.T) @ w)) + beta
+    assert np.allclose(normalised, by_covariance)
+    v, whitened = root.T @ w, np.linalg.solve(root, x.T).T
+    assert np.allclose(normalised, gamma * whitened @ (v / np.linalg.norm(v)) + beta)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [2, 9])
+def test_bn_on_whitened_data_answers_as_weight_normalization_does(n: int, kind: str) -> None:
+    x, root = samples(n)
+    whitened = torch.from_numpy(np.linalg.solve(root, x.T).T.copy())
+    linear, norm = make("sp", n), nn.BatchNorm1d(4, eps=1e-15).double()
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    wn = parametrizations.weight_norm(copy.deepcopy(linear))
+    with torch.no_grad():
+        wn.parametrizations.weight.original0.copy_(norm.weight[:, None])
+        wn.parametrizations.weight.original1.copy_(linear.weight)
+        wn.bias.copy_(norm.bias)
+    one, two = (
+        perturb(
+            nn.Sequential(*modules, nn.ReLU()),
+            whitened,
+            kind,
+            0.02,
+            move=move,
+            statistics="batch",
+            generator=torch.Generator().manual_seed(0),
+        )["0"]
+        for modules, move in (
+            ([linear, norm], ("direction", "gamma", "beta")),
+            ([wn], ("direction", "length", "offset")),
+        )
+    )
+    if kind == "gaussian":  # roles are drawn in another order, so only the direction's is the same
+        assert torch.allclose(one.rotation, two.rotation)
+        return
+    for name in ("rotation", "displacements", "first_order", "bound", "step"):
+        assert torch.allclose(getattr(one, name), getattr(two, name)), name
+
+
+# --- second computations in numpy ----------------------------------------------------------------
+
+
+def spherical(theta: np.ndarray) -> np.ndarray:
+    """u(theta) as the papers write it, one coordinate at a time."""
+    u = np.ones(len(theta) + 1)
+    for i, angle in enumerate(theta):
+        u[i] *= np.cos(angle)
+        u[i + 1 :] *= np.sin(angle)
+    return u
+
+
+def affine(method: str, held: dict[str, np.ndarray], unit: int) -> tuple[np.ndarray, float]:
+    """Weight and bias of a unit from its stored numbers."""
+    direction, offset = held["direction"][unit], held["offset"][unit]
+    if method == "sp":
+        return direction, offset
+    if method == "wn":
+        return held["length"][unit] * direction / np.linalg.norm(direction), offset
+    if method == "gmp":
+        direction = spherical(math.pi / 2 - direction)
+    return direction / np.linalg.norm(direction), offset
+
+
+def location(w: np.ndarray, b: float) -> np.ndarray:
+    """The nearest point to the origin of {x : w^T x + b = 0}, by its Lagrangian's equations."""
+    n = len(w)
+    system = np.block([[np.eye(n), w[:, None]], [w[None], np.zeros((1, 1))]])
+    return np.linalg.solve(system, np.append(np.zeros(n), -b))[:n]
+
+
+def degrees_between(u: np.ndarray, v: np.ndarray) -> float:
+    u, v = u / np.linalg.norm(u), v / np.linalg.norm(v)
+    across = np.linalg.norm(v - (u @ v) * u)
+    return math.degrees(math.atan2(across, u @ v))
+
+
+@pytest.mark.parametrize("delta", [1e-4, 1e-2, 0.5])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [2, 3, 9, 147])
+@pytest.mark.parametrize("method", METHODS)
+def test_turns_and_moves_are_those_of_the_geometry(
+    method: str, n: int, kind: str, delta: float
+) -> None:
+    layer = make(method, n, length=0.1)
+    step = steps(layer, kind, delta)
+    response = respond(layer, step)
+    before = {role: tensor.numpy() for role, tensor in stored(layer).items()}
+    after = {
+        role: value + step[role].numpy() if role in step else value
+        for role, value in before.items()
+    }
+    if method == "gmp" and kind == "constant":
+        assert np.allclose(math.pi / 2 - after["direction"], layer.theta.detach() + delta)
+    for unit in range(4):
+        (w, b), (w_after, b_after) = (affine(method, held, unit) for held in (before, after))
+        turn = degrees_between(w, w_after)
+        move = np.linalg.norm(location(w, b) - location(w_after, b_after))
+        assert np.isclose(response.rotation[unit].item(), turn, rtol=1e-7, atol=1e-9)
+        assert np.isclose(response.displacement[unit].item(), move, rtol=1e-7, atol=1e-9)
+
+
+def shifted(module: nn.Module, delta: float) -> nn.Module:
+    """A copy of a layer or norm with delta * 1 added in place to all it stores but r."""
+    module = copy.deepcopy(module)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name != "r":
+                parameter += -delta if name == "latitude" else delta
+    return module
+
+
+@pytest.mark.parametrize("statistics", ["running", "batch"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_perturbed_layer_is_the_layer_with_perturbed_parameters(
+    name: str, statistics: str
+) -> None:
+    model, x = NETWORKS[name](), torch.randn(40, 5, dtype=torch.float64)
+    response = perturb(model, x, "constant", 0.03, statistics=statistics)["0"]
+    layer, norm = model[0], None if isinstance(model[1], nn.ReLU) else model[1]
+    other = copy.deepcopy(model)
+    other[0] = shifted(layer, 0.03)
+    if norm is not None:
+        other[1] = shifted(norm, 0.03)
+    old, new = (boundaries(m, x, statistics=statistics)["0"] for m in (model, other))
+    turn = sphere.angle_between(old.direction, new.direction).rad2deg()
+    move = (old.location - new.location).norm(dim=1)
+    assert torch.allclose(response.rotation, turn, atol=1e-9)
+    assert torch.allclose(response.displacement, move, atol=1e-9)
+
+
+# --- bounds --------------------------------------------------------------------------------------
+
+
+def assert_bounded(response: Response) -> None:
+    """In degrees; what rounding adds to an angle of 180 degrees is below 1e-5."""
+    assert torch.isfinite(response.rotation).all()
+    assert (response.rotation <= response.bound + 1e-5).all()
+
+
+@pytest.mark.parametrize("near", ["anywhere", "poles", "at a pole"])
+@pytest.mark.parametrize("size", [1e-6, 1e-2, 0.3, 2.0])
+@pytest.mark.parametrize("n", SIZES)
+def test_no_step_of_angles_turns_a_unit_by_more_than_its_length(
+    n: int, size: float, near: str
+) -> None:
+    layer = gp.GmPLinear(n, 64, dtype=torch.float64)
+    with torch.no_grad():
+        if near != "anywhere":
+            layer.latitude[:, :: max(1, n // 8)] = math.pi / 2 - 1e-3 * (near == "poles")
+    step = size * sphere.sample(64, n - 1)
+    response = respond(layer, {"direction": step})
+    length = torch.linalg.vector_norm(step, dim=1)
+    assert torch.allclose(response.step, length, rtol=1e-6, atol=1e-12)
+    assert torch.allclose(response.bound, response.step.rad2deg())
+    assert (response.rotation <= response.bound * (1 + 1e-9) + 1e-9).all()
+    if near == "anywhere" and size < 1e-3:
+        assert torch.allclose(response.rotation, response.first_order, rtol=1e-3)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_the_bound_of_angles_is_attained_along_the_first_one(n: int) -> None:
+    layer = gp.GmPLinear(n, 8, dtype=torch.float64)
+    step = torch.zeros(8, n - 1, dtype=torch.float64)
+    step[:, 0] = torch.linspace(1e-5, math.pi, 8)
+    response = respond(layer, {"direction": step})
+    assert torch.allclose(response.rotation, response.bound, atol=1e-5)
+
+
+def test_the_turn_to_first_order_is_no_bound_but_the_length_is() -> None:
+    """From a pole, where the metric of all later angles is 0, to another place and back."""
+    layer = gp.GmPLinear(3, 1, dtype=torch.float64)
+    with torch.no_grad():
+        layer.latitude.copy_(torch.tensor([[math.pi / 2, 0.0]]))
+    response = respond(layer, {"direction": torch.tensor([[-1.5, 1.0]])})
+    away = respond(layer, {"direction": torch.tensor([[-1.5, 0.0]])})
+    assert torch.allclose(response.rotation, away.rotation)  # along a meridian, whichever it is
+    with torch.no_grad():
+        layer.latitude.copy_(torch.tensor([[1.5, 0.0]]))
+    long = respond(layer, {"direction": torch.tensor([[-1.5, math.pi]])})
+    assert long.first_order < long.rotation < long.bound
+
+
+@pytest.mark.parametrize("size", [1e-6, 0.1, 0.9, 1.1, 5.0])
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("method", ["sp", "wn", "intrinsic"])
+def test_the_bound_of_vectors_holds_and_is_attained(method: str, n: int, size: float) -> None:
+    layer = make(method, n, out=32)
+    row = stored(layer)["direction"]
+    length = row.norm(dim=1, keepdim=True)
+    response = respond(layer, {"direction": size * length * sphere.sample(32, n)})
+    expected = math.degrees(math.asin(size)) if size < 1 else 180.0
+    assert torch.allclose(response.bound, torch.tensor(expected).double())
+    assert_bounded(response)
+    if size < 1:  # a triangle with its right angle at the end of the step
+        u = row / length
+        across = sphere.sample(32, n)
+        across = sphere.normalise(across - (across * u).sum(dim=1, keepdim=True) * u)
+        worst = size * length * (math.sqrt(1 - size**2) * across - size * u)
+        response = respond(layer, {"direction": worst})
+        assert torch.allclose(response.rotation, torch.tensor(expected).double())
+
+
+@pytest.mark.parametrize("statistics", ["running", "batch"])
+@pytest.mark.parametrize("delta", [1e-3, 0.1, 3.0])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_unit_of_a_network_turns_by_more_than_its_bound(
+    name: str, delta: float, statistics: str
+) -> None:
+    model, x = NETWORKS[name](), torch.randn(8, 5, dtype=torch.float64)
+    move = ("direction", "length", "scale", "offset", "gamma", "beta")
+    for kind in KINDS:
+        for response in perturb(model, x, kind, delta, move=move, statistics=statistics).values():
+            assert_bounded(response)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("method", ["gmp", "intrinsic"])
+def test_an_adversary_of_the_same_strength_turns_gmp_by_the_length_of_the_weight(
+    method: str, n: int
+) -> None:
+    standard = make("sp", n)
+    held = "angles" if method == "gmp" else method
+    layer = gp.GmPLinear.from_linear(standard, coordinates=held)
+    step = steps(layer, "adversarial", 0.1)
+    length = steps(standard, "adversarial", 0.1)["direction"].norm(dim=1)
+    assert torch.allclose(step["direction"].norm(dim=1), length)
+    response = respond(layer, step)
+    turn = length if method == "gmp" else length.asin()
+    assert torch.allclose(response.rotation, turn.rad2deg(), rtol=1e-7)
+    assert torch.allclose(response.bound, turn.rad2deg(), rtol=1e-7)
+
+
+# --- roles that are moved ------------------------------------------------------------------------
+
+
+def test_an_offset_alone_moves_a_gmp_boundary_by_itself() -> None:
+    layer = make("gmp", 9)
+    response = respond(layer, steps(layer, "constant", 0.25, move=["offset"]))
+    assert torch.allclose(response.displacement, torch.tensor(0.25).double())
+    assert (response.rotation == 0).all() and (response.bound == 0).all()
+
+
+def test_r_outside_the_activation_moves_nothing_and_inside_it_may_reverse() -> None:
+    for activation, turned in ((torch.relu, 0.0), (None, 180.0)):
+        layer = gp.GmPLinear(3, 2, activation=activation, dtype=torch.float64)
+        response = respond(layer, {"scale": torch.tensor([-1.5, -0.5]).double()})
+        assert response.rotation.tolist() == [turned, 0.0]
+        assert response.bound.tolist() == [turned, 0.0]
+
+
+@pytest.mark.parametrize("role", ["length", "gamma"])
+def test_a_flipped_length_or_gamma_reverses_a_unit(role: str) -> None:
+    layer, norm = make("wn", 3, length=1.0), nn.BatchNorm1d(4)
+    value = stored(layer, norm)[role]
+    response = respond(layer, {role: -2 * value}, norm)
+    assert torch.allclose(response.rotation, torch.tensor(180.0).double())
+    assert (response.bound == 180).all()
+
+
+def test_figure_one_moves_all_but_r() -> None:
+    assert set(steps(make("sp", 3))) == {"direction", "offset"}
+    assert set(steps(make("wn", 3))) == {"direction", "length", "offset"}
+    assert set(steps(make("gmp", 3))) == {"direction", "offset"}
+    norm = nn.BatchNorm1d(4)
+    assert set(steps(make("sp", 3), norm=norm)) == {"direction", "offset", "gamma", "beta"}
+
+
+def test_gaussian_noise_has_the_size_asked_for_and_comes_from_the_generator() -> None:
+    layer = nn.Linear(576, 64)
+    first, again = (
+        steps(layer, "gaussian", 0.3, generator=torch.Generator().manual_seed(5)) for _ in "ab"
+    )
+    assert torch.equal(first["direction"], again["direction"])
+    assert abs(first["direction"].std().item() - 0.3) < 0.01
+    assert not torch.equal(first["offset"], first["direction"][:, 0])
+
+
+# --- other layers --------------------------------------------------------------------------------
+
+
+@OLD
+def test_the_older_weight_norm_answers_as_the_new_one_does() -> None:
+    linear = make("sp", 9)
+    new = parametrizations.weight_norm(copy.deepcopy(linear))
+    old = nn.utils.weight_norm(copy.deepcopy(linear))
+    for kind in ("constant", "adversarial"):
+        one, two = (respond(layer, steps(layer, kind, 0.01)) for layer in (new, old))
+        assert torch.allclose(one.rotation, two.rotation)
+        assert torch.allclose(one.displacement, two.displacement)
+
+
+@pytest.mark.parametrize("delta", [0.01, 0.5, 3.0])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda layer: parametrizations.weight_norm(layer, dim=None),
+        lambda layer: parametrizations.weight_norm(layer, dim=1),
+        lambda layer: parametrizations.spectral_norm(layer).eval(),
+        lambda layer: nn.Sequential(gp.GmPLinear(1, 4, dtype=torch.float64))[0],
+        lambda layer: nn.MultiheadAttention(4, 2, dtype=torch.float64),
+    ],
+    ids=["one length", "lengths of columns", "spectral norm", "one input", "attention"],
+)
+def test_bounds_hold_for_less_common_layers(
+    wrap: Callable[[nn.Module], nn.Module], delta: float
+) -> None:
+    layer = wrap(make("sp", 4, out=5, length=1.0))
+    for kind in KINDS:
+        assert_bounded(respond(layer, steps(layer, kind, delta)))
+
+
+def test_with_one_input_gmp_never_turns() -> None:
+    layer = gp.GmPLinear(1, 5, activation=torch.relu, dtype=torch.float64)
+    response = respond(layer, steps(layer, "constant", 0.5))
+    assert (response.rotation == 0).all() and (response.bound == 0).all()
+    assert torch.allclose(response.displacement, torch.tensor(0.5).double())
+
+
+def test_both_breakpoints_of_relu6_are_followed() -> None:
+    layer = make("sp", 3, length=1.0)
+    step = steps(layer, "constant", 0.1)
+    response = respond(layer, step, activation=nn.ReLU6())
+    assert response.displacements.shape == (2, 4)
+    for row, point in zip(response.displacements, (0.0, 6.0), strict=True):
+        for unit in range(4):
+            w, b = layer.weight[unit].detach().numpy(), layer.bias[unit].item()
+            one, two = location(w, b - point), location(w + 0.1, b + 0.1 - point)
+            assert math.isclose(row[unit].item(), np.linalg.norm(one - two), rel_tol=1e-9)
+
+
+def test_units_without_a_boundary_are_nan_and_left_out_of_summaries() -> None:
+    model = nn.Sequential(make("sp", 3), nn.BatchNorm1d(4).double(), nn.ReLU())
+    with torch.no_grad():
+        model[1].weight[0] = 0
+        model[0].weight[1] = 0
+    x = torch.randn(5, 3, dtype=torch.float64)
+    response = perturb(model, x, "adversarial", 0.1)["0"]
+    assert response.rotation.isnan().tolist() == [True, True, False, False]
+    assert response.bound.isnan().tolist() == [True, True, False, False]
+    (row,) = sweep(model, x, ["adversarial"], [0.1])
+    assert math.isclose(row.rotation_max, 180) and row.bound_max == 180
+
+
+def test_a_step_below_the_resolution_of_the_storage_type_turns_nothing() -> None:
+    layer = gp.GmPLinear(2, 3)
+    nn.init.ones_(layer.latitude)
+    assert (respond(layer, steps(layer, "constant", 1e-9)).rotation == 0).all()
+    double = layer.double()
+    turn = respond(double, steps(double, "constant", 1e-9)).rotation
+    assert torch.allclose(turn, torch.tensor(math.degrees(1e-9)).double(), rtol=1e-6)
+
+
+# --- whole models --------------------------------------------------------------------------------
+
+
+def fingerprint(model: nn.Module) -> list[tuple]:
+    """Names, identities, versions and bytes of all tensors; flags of all modules."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    made = [
+        (name, id(t), t._version, t.detach().numpy().tobytes(), t.grad is None)
+        for name, t in tensors
+    ]
+    return [*made, *((name, module.training) for name, module in model.named_modules())]
+
+
+@pytest.mark.parametrize("statistics", ["running", "batch"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_model_is_afterwards_what_it_was(name: str, statistics: str) -> None:
+    model, x = NETWORKS[name]().train(), torch.randn(8, 5, dtype=torch.float64)
+    before, state = fingerprint(model), torch.get_rng_state()
+    generator = torch.Generator().manual_seed(0)
+    sweep(model, x, deltas=[0.1], statistics=statistics, generator=generator)
+    assert fingerprint(model) == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@OLD
+def test_the_older_weight_norm_keeps_its_weight_too() -> None:
+    layer = nn.utils.weight_norm(make("sp", 5, out=6))
+    model, x = nn.Sequential(layer, nn.BatchNorm1d(6).double(), nn.ReLU()), torch.randn(8, 5)
+    weight = layer.weight.clone()
+    response = perturb(model, x.double(), "constant", 0.1, statistics="batch")["0"]
+    assert torch.equal(layer.weight, weight)
+    assert torch.isfinite(response.displacement).all()
+
+
+def test_only_one_layer_is_copied_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(7, 7) for _ in range(5)))
+    alive, most = weakref.WeakSet(), 0
+
+    def counted(module: nn.Module, values: dict[str, Tensor]) -> nn.Module:
+        nonlocal most
+        alive.add(made := twin(module, values))
+        most = max(most, len(alive))
+        return made
+
+    monkeypatch.setattr("geoparam.analysis.perturbation.perturbed_layer.twin", counted)
+    sweep(model, torch.zeros(2, 7), ["constant"], [0.1, 0.2, 0.3])
+    assert most == 2  # the layer before and after
+
+
+def test_sizes_of_a_sweep_scale_one_draw_of_noise() -> None:
+    layer = make("gmp", 9)
+    one, two = sweep(layer, kinds=["gaussian"], deltas=[1e-6, 2e-6])
+    assert math.isclose(two.rotation_max, 2 * one.rotation_max, rel_tol=1e-4)
+    assert math.isclose(two.rotation_median, 2 * one.rotation_median, rel_tol=1e-4)
+
+
+def test_without_inputs_turns_are_known_and_moves_are_not() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    (row,) = sweep(model, kinds=["constant"], deltas=[0.1])
+    assert row.rotation_max > 0 and math.isnan(row.displacement_max)
+
+
+def test_a_whole_resnet_is_swept() -> None:
+    torchvision = pytest.importorskip("torchvision")
+    model, x = torchvision.models.resnet18(), torch.zeros(1, 3, 32, 32)
+    rows = sweep(model, x, ["constant", "adversarial"], [0.01])
+    assert len(rows) == 2 * 21
+    assert all(0 < row.rotation_median <= row.rotation_max <= row.bound_max for row in rows)
+    assert all(row.rotation_max > 179.99 for row in rows if row.kind == "adversarial")
+    geometric = sweep(gp.convert_(model), x, ["adversarial"], [0.01])
+    assert all(row.rotation_max < 120 for row in geometric if row.layer != "fc")
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"kind": "uniform"}, "a kind is one of constant, gaussian, adversarial; got 'uniform'"),
+        ({"kind": "adversarial", "delta": 0.0}, "needs delta > 0"),
+        ({"move": ["weight"]}, "`move` names roles: direction, .*; got 'weight'"),
+        ({"statistics": "batch"}, "'batch' with `inputs`; got 'batch' without inputs"),
+        ({"statistics": "moving"}, "got 'moving'"),
+    ],
+)
+def test_mistakes_are_told(options: dict, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        perturb(nn.Linear(3, 2), **options)

@@ -1,0 +1,399 @@
+"""What is shown is what the model's own hooks see, each call once, and nothing is left behind."""
+
+import copy
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from patches import patches
+from torch import Tensor, nn
+
+from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, InputMeanNorm, convert_
+from geoparam.analysis.reading.layer_sites import Site, find_sites
+from geoparam.analysis.reading.probe import input_lengths, observe
+from geoparam.attention import GmPMultiheadAttention
+
+D = {"dtype": torch.float64}
+Shown = list[tuple[str, str, Tensor]]
+
+
+def shown(model: nn.Module, x: Any, other: Any = None) -> Shown:
+    """Return what `observe` shows, in order, as (what, layer, tensor); sites are found on `x`."""
+    seen: Shown = []
+
+    def record(what: str) -> Callable[[Site, Tensor], None]:
+        return lambda site, z: seen.append((what, site.name, z))
+
+    sites = find_sites(model, x)
+    calls = {what: record(what) for what in ("pre_activation", "layer_input", "norm_input")}
+    observe(model, x if other is None else other, sites, **calls)
+    return seen
+
+
+def only(seen: Shown, what: str) -> dict[str, Tensor]:
+    found = [(name, z) for kind, name, z in seen if kind == what]
+    assert len(found) == len(dict(found)), "a call was shown twice"
+    return dict(found)
+
+
+def hooked(model: nn.Module, x: Tensor, names: dict[str, str]) -> dict[str, Tensor]:
+    """Return what the modules named by the values are given, by the keys, in evaluation."""
+    seen: dict[str, Tensor] = {}
+    handles = [
+        model.get_submodule(module).register_forward_pre_hook(
+            lambda _, args, key=key: seen.update({key: args[0].clone()})
+        )
+        for key, module in names.items()
+    ]
+    training = model.training
+    with torch.no_grad():
+        model.eval()(x)
+    model.train(training)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return list(found) == list(expected) and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
+
+
+class Made(nn.Module):
+    """A model of the given modules, with a function of it and its inputs as its forward."""
+
+    def __init__(self, function: Callable, **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+# --- observe -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_what_is_shown_is_what_hooks_see(inplace: bool) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace), nn.Dropout(), nn.Conv2d(4, 5, 3),
+        nn.ReLU6(inplace), nn.Flatten(), nn.Linear(80, 6), nn.LayerNorm(6), nn.Hardswish(inplace),
+        nn.Linear(6, 2),
+    )  # fmt: skip
+    x = torch.randn(2, 3, 8, 8)
+    seen = shown(model, x)
+    layers = {name: name for name in ("0", "4", "7", "10")}
+    assert same(only(seen, "layer_input"), hooked(model, x, layers))
+    expected = hooked(model, x, {"0": "2", "4": "5", "7": "9"})
+    assert same(only(seen, "pre_activation"), expected)
+    assert same(only(seen, "norm_input"), hooked(model, x, {"0": "1", "7": "8"}))
+
+
+SPELLED = {
+    "function": lambda z: F.relu(z),
+    "in place": lambda z: F.relu(z, inplace=True),
+    "method": lambda z: z.relu_(),
+    "clamp": lambda z: z.clamp_(min=0),
+    "operator": lambda z: torch.ops.aten.relu_(z),
+}
+
+
+@pytest.mark.parametrize("relu", SPELLED.values(), ids=SPELLED)
+def test_pre_activations_are_seen_before_they_are_overwritten(relu: Callable) -> None:
+    model = Made(lambda m, x: m.b(relu(m.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
+    x = torch.randn(5, 3)
+    found = only(shown(model, x), "pre_activation")
+    assert same(found, {"a": model.a(x)}) and (found["a"] < 0).any()
+
+
+def test_calls_that_leave_no_step_are_not_shown() -> None:
+    """Shapes, constants, norms that pass their input on: each is visited, none is the layer."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        scale = torch.ones(x.size(0), 1) * m.flag.abs().max()
+        x = m.a(x.contiguous())
+        x = m.norm(m.identity(x + torch.zeros_like(x)))
+        if x.dim() == 2 and x.is_floating_point() and bool(m.flag > 0):
+            x = m.drop(x)
+        return m.b(F.relu(x)) * scale + x.size(1)
+
+    modules = {"norm": nn.BatchNorm1d(4), "identity": nn.Identity(), "drop": nn.Dropout()}
+    model = Made(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2), **modules)
+    model.register_buffer("flag", torch.tensor(1.0))
+    x = torch.randn(5, 3)
+    seen = shown(model, x)
+    kinds = [(what, name) for what, name, _ in seen]
+    assert kinds == [
+        ("layer_input", "a"),
+        ("norm_input", "a"),
+        ("pre_activation", "a"),
+        ("layer_input", "b"),
+    ]
+    assert same(only(seen, "norm_input"), {"a": model.a(x)})
+    assert same(only(seen, "pre_activation"), {"a": model.norm.eval()(model.a(x))})
+
+
+def test_removed_norms_are_not_there() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True), nn.Conv2d(4, 4, 3),
+        nn.BatchNorm2d(4), nn.ReLU(True), nn.Flatten(), nn.Linear(64, 2),
+    )  # fmt: skip
+    x = torch.randn(2, 3, 8, 8)
+    model = convert_(model.eval(), norm="imn", example_inputs=x)
+    seen = shown(model, x)
+    assert same(only(seen, "pre_activation"), hooked(model, x, {"0": "2", "3": "5"}))
+    assert same(only(seen, "layer_input"), hooked(model, x, {"0": "0", "3": "3", "7": "7"}))
+    assert only(seen, "norm_input") == {}
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU(inplace=True), torch.relu, F.elu_])
+@pytest.mark.parametrize("input_norm", [False, True, "bias"])
+def test_an_activation_inside_of_a_layer_is_seen(activation: Any, input_norm: bool | str) -> None:
+    layer = GmPConv2d(3, 4, 3, padding=1, activation=activation, input_norm=input_norm)
+    with torch.no_grad():
+        layer.lam.normal_(), layer.r.normal_()
+    if layer.input_norm is not None:
+        layer.input_norm.running_mean.normal_()
+    model, x = nn.Sequential(layer, nn.BatchNorm2d(4), nn.ReLU()), torch.randn(2, 3, 5, 5)
+    before = dict(vars(layer))
+    seen = shown(model, x)
+    plain = copy.deepcopy(layer).eval()
+    plain.activation = nn.Identity() if isinstance(activation, nn.Module) else lambda z: z
+    expected = plain(x) / layer.r[:, None, None]
+    torch.testing.assert_close(only(seen, "pre_activation")["0"], expected)
+    assert layer.activation is activation and vars(layer).keys() == before.keys()
+    assert only(seen, "norm_input") == {}
+
+
+def test_a_layer_called_twice_is_shown_twice() -> None:
+    model = Made(lambda m, x: F.relu(m.fc(F.relu(m.fc(x)))), fc=nn.Linear(3, 3))
+    x = torch.randn(5, 3)
+    seen = shown(model, x)
+    first = model.fc(x)
+    second = model.fc(F.relu(first))
+    expected = [x, first, F.relu(first), second]
+    assert [what for what, _, _ in seen] == ["layer_input", "pre_activation"] * 2
+    assert all(torch.equal(z, y) for (_, _, z), y in zip(seen, expected, strict=True))
+
+
+def test_what_the_activation_gets_after_a_sum_is_shown_for_each_layer_of_it() -> None:
+    model = Made(lambda m, x: F.relu(m.a(x) + m.b(x)), a=nn.Linear(3, 4), b=nn.Linear(3, 4))
+    x = torch.randn(5, 3)
+    found = only(shown(model, x), "pre_activation")
+    assert same(found, {"a": model.a(x) + model.b(x), "b": model.a(x) + model.b(x)})
+
+
+READABLE: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "nothing": (lambda z: z, True),
+    "there and back": (lambda z: z.transpose(1, 2).contiguous().transpose(1, 2), True),
+    "points together": (lambda z: z.flatten(0, 1), True),
+    "one more dimension": (lambda z: z[:, None], True),
+    "transposed": (lambda z: z.transpose(1, 2), False),
+    "transposed, of equal size": (lambda z: z[:, :, :3].transpose(1, 2), False),
+    "flattened": (lambda z: z.flatten(1), False),
+    "heads": (lambda z: z.unflatten(-1, (2, 2)), False),
+    "another order": (lambda z: z[..., [1, 0, 3, 2]], False),
+    "some": (lambda z: z[..., :2], False),
+    "broadcast": (lambda z: z[..., :1] + torch.zeros(4), False),
+}
+
+
+@pytest.mark.parametrize(("move", "readable"), READABLE.values(), ids=READABLE)
+def test_units_are_shown_only_where_the_layer_has_put_them(move: Callable, readable: bool) -> None:
+    model = Made(lambda m, x: F.relu(move(m.fc(x))), fc=nn.Linear(5, 4))
+    x = torch.randn(2, 3, 5)
+    found = only(shown(model, x), "pre_activation")
+    assert same(found, {"fc": move(model.fc(x))} if readable else {})
+
+
+def test_one_unit_is_not_found_in_a_sum_with_many() -> None:
+    model = Made(lambda m, x: F.relu(m.one(x) + m.many(x)), one=nn.Linear(3, 1))
+    model.many = nn.Linear(3, 4)
+    assert list(only(shown(model, torch.randn(5, 3)), "pre_activation")) == ["many"]
+
+
+def test_another_batch_of_the_same_structure_can_be_watched() -> None:
+    model, small = nn.Sequential(nn.Linear(3, 4), nn.ReLU()), torch.zeros(1, 3)
+    large = torch.randn(50, 3)
+    assert same(only(shown(model, small, large), "pre_activation"), {"0": model[0](large)})
+
+
+def test_only_the_sites_given_are_watched() -> None:
+    model, x = (
+        nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU()),
+        torch.ones(1, 3),
+    )
+    seen: list[str] = []
+    observe(model, x, find_sites(model, x, layers=["2"]), lambda site, z: seen.append(site.name))
+    assert seen == ["2"]
+    observe(model, x, find_sites(model, x))
+
+
+def test_callbacks_may_compute_and_call_modules() -> None:
+    """What they do is no step of the model."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU())
+    x, seen = torch.randn(2, 3), []
+
+    def see(site: Site, z: Tensor) -> None:
+        seen.append(site.layer(F.relu(z)) + model[1](z))
+
+    observe(model, x, find_sites(model, x), see, lambda site, z: z.sum())
+    expected = []
+    for layer in (model[0], model[2]):
+        z = layer(x if not expected else model[1](model[0](x)))
+        expected.append(layer(F.relu(z)) + F.relu(z))
+    assert all(torch.equal(*pair) for pair in zip(seen, expected, strict=True))
+
+
+def test_real_models_are_seen_as_hooks_see_them() -> None:
+    vision: ModuleType = pytest.importorskip("torchvision.models")
+    model = vision.mobilenet_v3_small(num_classes=3).eval()
+    x = torch.randn(1, 3, 32, 32)
+    seen = shown(model, x)
+    named = {"features.0.0": "features.0.2", "features.4.block.1.0": "features.4.block.1.2"}
+    found = only(seen, "pre_activation")
+    expected = hooked(model, x, named)
+    assert all(torch.equal(found[name], z) for name, z in expected.items())
+    assert len(found) == 42
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_attention_shows_the_query(batch_first: bool) -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=batch_first)
+    x = torch.randn(3, 2, 8)
+    found = only(shown(attention, (x, x, x)), "layer_input")
+    expected = x.transpose(0, 1) if batch_first else x
+    assert torch.equal(found["in_proj_weight"], expected)
+    observe(attention, (x, x, x), find_sites(attention, (x, x, x)))
+    converted = GmPMultiheadAttention.from_attention(attention)
+    assert "in_proj" in find_sites(converted, (x, x, x))
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    layer = GmPConv2d(4, 4, 3, input_norm=True, activation=nn.ReLU())
+    modules = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True), nn.Dropout(), layer]
+    model = nn.Sequential(*modules, InputMeanNorm(4)).train()
+    model[1].eval()
+    x = torch.randn(2, 3, 8, 8)
+    before, kept = copy.deepcopy(model.state_dict()), x.clone()
+    flags = [module.training for module in model.modules()]
+    state, output = torch.get_rng_state(), copy.deepcopy(model)(x)
+    torch.set_rng_state(state)
+    seen = shown(model, x)
+    assert torch.equal(torch.get_rng_state(), state) and torch.equal(x, kept)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert [module.training for module in model.modules()] == flags
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert torch.is_grad_enabled() and not any(z.requires_grad for _, _, z in seen)
+    torch.testing.assert_close(model(x), output)
+
+
+def test_the_model_is_left_as_it_was_when_a_callback_fails() -> None:
+    layer = GmPLinear(3, 4, activation=torch.relu)
+    model, x = nn.Sequential(layer, nn.BatchNorm1d(4)), torch.ones(2, 3)
+    sites = find_sites(model, x)
+
+    def fail(site: Site, z: Tensor) -> None:
+        raise KeyError(site.name)
+
+    for callback in ("pre_activation", "layer_input"):
+        with pytest.raises(KeyError):
+            observe(model, x, sites, **{callback: fail})
+        assert layer.activation is torch.relu and all(m.training for m in model.modules())
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_weights_changed_between_runs_are_seen() -> None:
+    layer = GmPLinear(3, 4, activation=torch.relu)
+    model, x = nn.Sequential(layer), torch.randn(5, 3)
+    first = only(shown(model, x), "pre_activation")["0"]
+    with torch.no_grad():
+        layer.lam.add_(1.0)
+    second = only(shown(model, x), "pre_activation")["0"]
+    torch.testing.assert_close(second, first + 1)
+
+
+# --- lengths of inputs ---------------------------------------------------------------------------
+
+OPTIONS = [
+    {},
+    {"stride": 2},
+    {"padding": 1},
+    {"padding": "same", "kernel_size": 4, "dilation": 2},
+    {"padding": "valid"},
+    {"dilation": 2, "padding": 2, "stride": 3},
+    {"groups": 2, "padding": 1},
+    {"groups": 4},
+    {"kernel_size": 1},
+    {"padding": 1, "padding_mode": "reflect"},
+    {"padding": 1, "padding_mode": "circular", "stride": 2},
+    {"padding": "same", "padding_mode": "replicate"},
+]
+CONVS = {1: (nn.Conv1d, GmPConv1d), 2: (nn.Conv2d, GmPConv2d), 3: (nn.Conv3d, GmPConv3d)}
+
+
+def lengths_by_hand(layer: nn.Module, x: Tensor) -> Tensor:
+    return patches(layer, x).norm(dim=-1)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_lengths_are_those_of_the_patches(rank: int, ours: bool, options: dict) -> None:
+    layer = CONVS[rank][ours](4, 8, **{"kernel_size": 3, **options}, **D)
+    x = torch.randn(2, 4, *[9, 8, 7][:rank], **D)
+    found = input_lengths(layer, x)
+    assert found.shape == (2, layer.groups, *layer(x).shape[2:])
+    torch.testing.assert_close(found.movedim(1, 0).flatten(1), lengths_by_hand(layer, x))
+    torch.testing.assert_close(input_lengths(layer, x[0]), found[0])
+
+
+def test_lengths_in_two_dimensions_are_those_of_unfold() -> None:
+    layer, x = nn.Conv2d(4, 6, 3, stride=2, padding=1, dilation=2), torch.randn(3, 4, 9, 8)
+    unfolded = F.unfold(x, 3, dilation=2, padding=1, stride=2).norm(dim=1)
+    torch.testing.assert_close(input_lengths(layer, x).flatten(1), unfolded)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(5, 4, **D), GmPLinear(5, 4, **D)])
+def test_lengths_of_a_linear_layers_input_are_those_of_its_rows(layer: nn.Module) -> None:
+    x = torch.randn(2, 3, 5, **D)
+    torch.testing.assert_close(input_lengths(layer, x), x.norm(dim=-1))
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("form", [True, "border"])
+def test_lengths_are_of_what_is_left_without_the_mean(form: bool | str, padding: int) -> None:
+    layer = GmPConv2d(4, 6, 3, padding=padding, input_norm=form, **D)
+    layer.input_norm.running_mean.normal_()
+    x, mean = torch.randn(2, 4, 7, 6, **D), layer.input_norm.running_mean[:, None, None]
+    if form is True:  # zeros are padded, and then the mean goes
+        seen = F.pad(x, [padding] * 4) - mean
+    else:
+        seen = F.pad(x - mean, [padding] * 4)
+    bare = nn.Conv2d(4, 6, 3)
+    expected = lengths_by_hand(bare, seen).flatten()
+    torch.testing.assert_close(input_lengths(layer.eval(), x).flatten(), expected)
+    torch.testing.assert_close(input_lengths(layer.train(), x).flatten(), expected)
+    assert layer.input_norm.num_batches_tracked == 0
+
+
+def test_lengths_without_running_statistics_take_the_batchs_mean() -> None:
+    layer, x = GmPLinear(5, 4, input_norm=True, **D), torch.randn(9, 5, **D) + 3
+    layer.input_norm = InputMeanNorm(5, track_running_stats=False, dim=-1)
+    torch.testing.assert_close(input_lengths(layer, x), (x - x.mean(0)).norm(dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_lengths_of_narrow_numbers_are_computed_in_wide_ones(dtype: torch.dtype) -> None:
+    layer, x = nn.Conv2d(64, 4, 3, dtype=dtype), 300 * torch.randn(1, 64, 4, 4).to(dtype)
+    found = input_lengths(layer, x)
+    assert found.dtype == torch.float32 and found.isfinite().all()
+    torch.testing.assert_close(
+        found.flatten(), lengths_by_hand(layer, x.double()).flatten().float()
+    )

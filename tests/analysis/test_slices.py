@@ -1,0 +1,544 @@
+"""Exact regions in a plane: every point is in the polygon that a direct run puts it in."""
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import geoparam as gp
+from geoparam.analysis import SReLU, boundaries, breaks
+from geoparam.analysis.partition import pack, patterns
+from geoparam.analysis.slices import slice as module
+from geoparam.analysis.slices.plane import plane_through
+from geoparam.analysis.slices.slice import Slice, slice_regions
+
+EXTENT = (-2.0, 2.0, -1.5, 2.5)
+MODULES = (nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.ReLU6, nn.Hardtanh, nn.RReLU, SReLU)
+
+
+def mlp(*widths: int, activation: Callable[[int], nn.Module] = lambda n: nn.ReLU()) -> nn.Module:
+    layers: list[nn.Module] = []
+    for n, out in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(n, out), activation(out)]
+        nn.init.normal_(layers[-2].bias, std=0.5)
+    return nn.Sequential(*layers, nn.Linear(widths[-1], 1))
+
+
+def with_norm() -> nn.Module:
+    model = nn.Sequential(
+        nn.Linear(2, 9), nn.BatchNorm1d(9), nn.ReLU(inplace=True), nn.Linear(9, 6, bias=False),
+        nn.BatchNorm1d(6), nn.LeakyReLU(), nn.Linear(6, 2),
+    )  # fmt: skip
+    for norm in (model[1], model[4]):
+        for tensor in (norm.running_mean, norm.weight.data, norm.bias.data):
+            nn.init.normal_(tensor)
+    return model
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Conv2d(3, 2, 2), SReLU(2, lower=-0.1, upper=0.3, upper_slope=0.5),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 4), nn.ReLU6(), nn.Linear(4, 2),
+    )  # fmt: skip
+
+
+class Residual(nn.Module):
+    """Sums of results, in place, before activations and beside them."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self.before = before
+        self.enter, self.b, self.c, self.short = (nn.Linear(n, 5) for n in (2, 5, 5, 5))
+        self.leave = nn.Linear(5, 1)
+        self.first, self.second, self.third = (nn.ReLU(inplace=True) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.before:  # "pre-activation": an activation reads the sum, which goes on beside it
+            x = self.enter(x)
+            x = x + self.b(self.first(x.clone()))
+            x = x + self.c(self.second(x.clone()))
+            return self.leave(self.third(x))
+        x = self.first(self.enter(x))
+        y = self.c(self.second(self.b(x)))
+        y += self.short(x)
+        return self.leave(self.third(y))
+
+
+class Twice(nn.Module):
+    """One layer and one activation, called again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.layer, self.act = nn.Linear(2, 5), nn.Linear(5, 5), nn.LeakyReLU(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.enter(x))
+        return self.act(self.layer(self.act(self.layer(x))))
+
+
+def outside() -> nn.Module:
+    model = nn.Sequential(
+        gp.GmPLinear(2, 7, activation=nn.ReLU()),
+        gp.GmPLinear(7, 6, activation=nn.Hardtanh(-0.5, 0.5), input_norm=True),
+        nn.Linear(6, 1),
+    )
+    for layer in (model[0], model[1]):
+        nn.init.normal_(layer.r)
+        nn.init.normal_(layer.lam, std=0.3)
+    return model
+
+
+def srelu(channels: int) -> nn.Module:
+    made = SReLU(channels, lower_slope=-0.5, upper_slope=0.2)
+    nn.init.uniform_(made.lower, -1, 0)
+    nn.init.uniform_(made.upper, 0, 1)
+    return made
+
+
+NETWORKS = {
+    "one layer": lambda: mlp(2, 12),
+    "three layers": lambda: mlp(2, 8, 8, 8),
+    "leaky": lambda: mlp(2, 7, 6, activation=lambda n: nn.LeakyReLU(0.3)),
+    "prelu": lambda: mlp(2, 7, 6, activation=nn.PReLU),
+    "relu6": lambda: mlp(2, 6, 5, activation=lambda n: nn.Sequential(nn.ReLU6(), Times(8))),
+    "hardtanh": lambda: mlp(2, 6, 5, activation=lambda n: nn.Hardtanh(-0.4, 0.3)),
+    "srelu": lambda: mlp(2, 6, 5, activation=srelu),
+    "norm": with_norm,
+    "residual": lambda: Residual(before=False),
+    "pre-activation": lambda: Residual(before=True),
+    "one layer twice": Twice,
+    "gmp": lambda: gp.convert_(mlp(2, 8, 7)),
+    "gmp intrinsic": lambda: gp.convert_(with_norm(), coordinates="intrinsic"),
+    "gmp, r outside": outside,
+    "weight_norm": lambda: nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(2, 6)), nn.ReLU(), nn.Linear(6, 5), nn.ReLU()
+    ),
+}
+
+
+class Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def points_in(extent: tuple, n: int = 2000) -> np.ndarray:
+    low, high = np.array([extent[0], extent[2]]), np.array([extent[1], extent[3]])
+    return low + (high - low) * np.random.default_rng(0).uniform(size=(n, 2))
+
+
+def depths(polygon: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """Return how far inside of a convex polygon points are; negative if they are outside."""
+    sides = np.roll(polygon, -1, axis=0) - polygon
+    normals = np.stack([-sides[:, 1], sides[:, 0]], axis=1)
+    normals /= np.linalg.norm(sides, axis=1, keepdims=True)
+    return ((points[:, None] - polygon) * normals).sum(axis=2).min(axis=1)
+
+
+def direct_patterns(model: nn.Module, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return packed bits, and those that rounding decides: hooks on activations, and no more."""
+    model = copy.deepcopy(model).double().eval()
+    above: list[Tensor] = []
+    unsure: list[Tensor] = []
+
+    def see(activation: nn.Module, args: tuple) -> None:
+        z = args[0].detach()
+        rounding = 1e-12 * z.abs().max()
+        for shift, found in ((0, above), (rounding, unsure)):
+            sides = breaks(activation).above(z + shift, 1 - z.ndim)
+            lower = breaks(activation).above(z - shift, 1 - z.ndim)
+            bits = sides if found is above else sides ^ lower
+            found.extend(pack(side.flatten(1)) for side in bits)
+
+    for activation in model.modules():
+        if isinstance(activation, MODULES):
+            activation.register_forward_pre_hook(see)
+    model(x)
+    return torch.cat(above, dim=1).numpy(), torch.cat(unsure, dim=1).numpy()
+
+
+def assert_agrees_with_sampling(model: nn.Module, found: Slice) -> None:
+    points = points_in(found.plane.extent)
+    inside = np.stack([depths(polygon, points) for polygon in found.polygons], axis=1)
+    sure = (np.abs(inside) > 1e-9).all(axis=1)
+    assert sure.mean() > 0.99
+    assert ((inside[sure] > 0).sum(axis=1) == 1).all()
+    region = inside.argmax(axis=1)[sure]
+    direct, unsure = direct_patterns(model, found.plane.at(points[sure]))
+    told = found.patterns.network.packed.numpy()[region]
+    assert not ((told ^ direct) & ~unsure).any()
+
+
+@pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
+def test_every_point_is_in_the_polygon_of_its_pattern(make: Callable) -> None:
+    model = make()
+    found = slice_regions(model, torch.zeros(2), extent=EXTENT)
+    assert found.count > 10
+    assert_agrees_with_sampling(model, found)
+    assert found.areas.sum() == pytest.approx(16, abs=1e-9)
+    assert (found.areas > 0).all()
+    assert found.patterns.distinct() == found.count
+
+
+@pytest.mark.parametrize("make", [cnn, lambda: gp.convert_(cnn())], ids=["plain", "gmp"])
+def test_a_plane_through_three_images(make: Callable) -> None:
+    model, images = make(), torch.randn(3, 1, 6, 6)
+    plane = plane_through(*images)
+    found = slice_regions(model, *plane)
+    assert found.count > 50
+    assert_agrees_with_sampling(model, found)
+    a0, a1, b0, b1 = plane.extent
+    assert found.areas.sum() == pytest.approx((a1 - a0) * (b1 - b0), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["three layers", "residual", "srelu", "gmp, r outside"])
+def test_the_network_is_affine_on_each_polygon(name: str) -> None:
+    model = NETWORKS[name]()
+    found = slice_regions(model, torch.zeros(2), extent=EXTENT)
+    exact, random = copy.deepcopy(model).double().eval(), np.random.default_rng(0)
+    for polygon in found.polygons:
+        inner = random.dirichlet(np.ones(len(polygon)), size=6) @ polygon
+        values = exact(found.plane.at(inner)).detach().numpy()
+        affine = np.concatenate([np.ones((6, 1)), inner - polygon.mean(axis=0)], axis=1)
+        rest = values - affine @ np.linalg.lstsq(affine, values, rcond=None)[0]
+        assert np.abs(rest).max() < 1e-9 * np.abs(values).max()
+
+
+def test_polygons_are_convex_and_counter_clockwise() -> None:
+    for polygon in slice_regions(mlp(2, 8, 8), torch.zeros(2), extent=EXTENT).polygons:
+        sides = np.roll(polygon, -1, axis=0) - polygon
+        after = np.roll(sides, -1, axis=0)
+        assert (sides[:, 0] * after[:, 1] - sides[:, 1] * after[:, 0] > -1e-12).all()
+
+
+# Boundaries
+
+
+@pytest.mark.parametrize(
+    "activation", [lambda n: nn.ReLU(), lambda n: nn.Hardtanh(-0.5, 1.0)], ids=["one", "two"]
+)
+def test_one_layers_segments_lie_on_its_boundaries(activation: Callable) -> None:
+    model = mlp(2, 9, activation=activation)
+    found = slice_regions(model, torch.zeros(2), extent=EXTENT)
+    told = boundaries(model, torch.zeros(1, 2))["0"]
+    direction, distances = told.direction.numpy(), told.distances.numpy()
+    units = found.units["0"]
+    along = np.einsum("mvd,md->mv", found.segments["0"], direction[units])
+    off = np.abs(along[None] + distances[:, units, None]).max(axis=2).min(axis=0)
+    assert len(units) > 5 and off.max() < 1e-6  # the model is float32
+
+
+def test_lines_in_general_position_make_the_regions_of_the_formula() -> None:
+    model = mlp(2, 20)
+    found = slice_regions(model, torch.zeros(2), extent=EXTENT)
+    ends = found.segments["0"]
+    (p, q), n = np.moveaxis(ends, 1, 0), len(ends)
+    crossings = 0
+    for i in range(n):
+        for j in range(i):
+            place = np.linalg.solve(np.stack([q[i] - p[i], p[j] - q[j]], axis=1), p[j] - p[i])
+            crossings += bool(((place > 0) & (place < 1)).all())
+    assert found.count == 1 + n + crossings
+
+
+def test_deep_boundaries_are_where_the_unit_changes_sign() -> None:
+    model = mlp(2, 8, 7)
+    found = slice_regions(model, torch.zeros(2), extent=EXTENT)
+    ends, units = found.segments["2"], found.units["2"]
+    steps = np.linspace(0, 1, 7)[:, None, None]
+    along = ends[:, 0] + steps * (ends[:, 1] - ends[:, 0])
+    with torch.no_grad():
+        z = copy.deepcopy(model).double()[:3](found.plane.at(along.reshape(-1, 2)))
+    heights = z.view(7, -1, 7).numpy()[:, np.arange(len(units)), units]
+    assert len(units) > 10 and np.abs(heights).max() < 1e-12
+
+
+def test_deep_boundaries_bend_at_lines_of_earlier_layers_only() -> None:
+    model = mlp(2, 8, 7)
+    found = slice_regions(model, torch.zeros(2), extent=EXTENT)
+    ends = found.segments["2"].reshape(-1, 2)
+    told = boundaries(model.double(), torch.zeros(1, 2).double())["0"]
+    heights = np.abs(ends @ told.direction.numpy().T + told.distance.numpy()).min(axis=1)
+    a0, a1, b0, b1 = EXTENT
+    border = np.abs(ends[:, :1] - [a0, a1]).min(1), np.abs(ends[:, 1:] - [b0, b1]).min(1)
+    assert np.minimum(heights, np.minimum(*border)).max() < 1e-12
+
+
+def test_segments_have_the_names_of_layers() -> None:
+    names = {name: list(_segments(make())) for name, make in NETWORKS.items()}
+    assert names["three layers"] == ["0", "2", "4"]
+    assert names["residual"] == ["enter", "b", "c"]
+    assert names["one layer twice"] == ["enter", "layer", "layer (2)"]
+    assert names["gmp, r outside"] == ["0", "1"]
+    assert names["pre-activation"] == ["first", "second", "c"]
+
+
+def _segments(model: nn.Module) -> dict[str, np.ndarray]:
+    return slice_regions(model, torch.zeros(2), extent=EXTENT).segments
+
+
+def test_functions_are_activations_too() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 6), nn.Linear(6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.leaky_relu_(self.b(self.a(x).clamp(0.0, 0.7)), 0.1)
+
+    model = Functional()
+    found = slice_regions(model, torch.zeros(2), extent=EXTENT)
+    modules = nn.Sequential(model.a, nn.Hardtanh(0.0, 0.7), model.b, nn.LeakyReLU(0.1))
+    assert_agrees_with_sampling(modules, found)
+
+
+def test_a_model_that_takes_more_than_a_tensor() -> None:
+    class Keyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp(2, 6, 5)
+
+        def forward(self, points: Tensor, shift: float) -> dict[str, Tensor]:
+            return {"out": self.inner(points + shift)}
+
+    model = Keyword()
+    made = lambda x: {"points": x, "shift": 0.25}  # noqa: E731
+    found = slice_regions(model, torch.zeros(2), extent=EXTENT, inputs=made)
+    moved = slice_regions(model.inner, torch.full((2,), 0.25), extent=EXTENT)
+    assert found.count == moved.count
+    assert found.polygons[3] == pytest.approx(moved.polygons[3])
+
+
+def test_regions_have_the_patterns_that_points_of_them_have() -> None:
+    model = mlp(2, 8, 8).double()
+    found = slice_regions(model, torch.zeros(2), extent=EXTENT)
+    middles = np.stack([polygon.mean(axis=0) for polygon in found.polygons])
+    told = patterns(model, found.plane.at(middles))
+    assert all(torch.equal(told[name].packed, found.patterns[name].packed) for name in told)
+
+
+def test_the_model_is_left_alone() -> None:
+    model = with_norm()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    slice_regions(model, torch.zeros(2))
+    assert model.training and next(model.parameters()).dtype == torch.float32
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_torchs_older_weight_norm() -> None:
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 6)), nn.ReLU())
+    model(torch.zeros(1, 2))
+    assert slice_regions(model, torch.zeros(2), extent=EXTENT).count > 3
+
+
+def test_groups_of_regions_give_the_same_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp(2, 8, 8)
+    whole = slice_regions(model, torch.zeros(2), extent=EXTENT)
+    monkeypatch.setattr(module, "NUMBERS", 500)
+    parts = slice_regions(model, torch.zeros(2), extent=EXTENT)
+    assert np.sort(parts.areas) == pytest.approx(np.sort(whole.areas))
+    assert len(parts.segments["2"]) == len(whole.segments["2"])
+    assert_agrees_with_sampling(model, parts)
+
+
+# Degenerate networks
+
+
+def linear(weight: list, bias: list) -> nn.Linear:
+    layer = nn.Linear(len(weight[0]), len(weight))
+    layer.weight.data, layer.bias.data = torch.tensor(weight), torch.tensor(bias)
+    return layer
+
+
+def test_lines_through_one_point_and_lines_twice() -> None:
+    star = linear(
+        [[1.0, 0], [0, 1.0], [1.0, 1.0], [-2.0, -2.0], [0.0, 0.0], [0.0, 0.0]], [0.0] * 6
+    )
+    star.bias.data[4] = 1.0
+    model = nn.Sequential(star, nn.ReLU())
+    found = slice_regions(model, torch.zeros(2), extent=(-1, 1, -1, 1))
+    assert found.count == 6
+    assert sorted(set(found.units["0"])) == [0, 1, 2, 3]
+    assert_agrees_with_sampling(model, found)
+
+
+def test_lines_along_the_windows_border_cut_nothing() -> None:
+    model = nn.Sequential(linear([[1.0, 0], [0, 1.0]], [1.0, -1.0]), nn.ReLU())
+    assert slice_regions(model, torch.zeros(2)).count == 1
+
+
+def test_a_deep_boundary_along_an_earlier_one_makes_no_sliver() -> None:
+    deep = linear([[1.0, -1.0], [0.5, 0.0]], [0.0, 0.0])
+    model = nn.Sequential(
+        linear([[1.0, 0.3], [-1.0, -0.3]], [0.1, -0.1]), nn.ReLU(), deep, nn.ReLU()
+    )
+    found = slice_regions(model, torch.zeros(2))
+    assert found.count == 2 and len(found.segments["2"]) == 0
+
+
+def test_a_unit_that_is_zero_but_for_rounding_is_not_above_zero() -> None:
+    first = linear([[0.1, 0.7], [0.3, -0.9], [0.0, 0.0]], [5.0, 5.0, 10.0]).double()
+    first.weight.data[2] = first.weight.data[:2].sum(dim=0)  # the third is the sum of the others
+    second = linear([[1.0, 1.0, -1.0], [1.0, 0.0, 0.0]], [0.0, 0.0])
+    found = slice_regions(nn.Sequential(first, nn.ReLU(), second, nn.ReLU()), torch.zeros(2))
+    assert found.count == 1 and found.patterns["2"].packed.tolist() == [[64]]
+
+
+def test_an_output_that_cancels_is_no_bend() -> None:
+    class Nothing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp(2, 6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 1.7 * self.inner(x) - 0.8 * self.inner(x) - 0.9 * self.inner(x)
+
+    assert slice_regions(Nothing(), torch.zeros(2), extent=EXTENT).count > 10
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_small_whole_numbers_as_weights(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = mlp(2, 5, 5, 5)
+    for parameter in model.parameters():
+        parameter.data = torch.randint(-1, 2, parameter.shape).float()
+    found = slice_regions(model, torch.zeros(2), extent=EXTENT)
+    assert_agrees_with_sampling(model, found)
+    assert found.areas.sum() == pytest.approx(16, abs=1e-9)
+
+
+@pytest.mark.parametrize("extent", [(-1e4, 1e4, -1e-3, 1e-3), (499.0, 501.0, 499.9, 500.1)])
+def test_windows_that_are_thin_or_far_away(extent: tuple) -> None:
+    model = mlp(2, 10, 8)
+    model[0].bias.data -= model[0].weight.data @ torch.tensor([extent[0] + extent[1]] * 2) / 2
+    found = slice_regions(model, torch.zeros(2), extent=extent)
+    area = (extent[1] - extent[0]) * (extent[3] - extent[2])
+    assert found.count > 5 and found.areas.sum() == pytest.approx(area, rel=1e-9)
+    assert found.patterns.distinct() == found.count
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e8])
+def test_the_scale_of_weights_does_not_matter(scale: float) -> None:
+    model = mlp(2, 8, 8)
+    count = slice_regions(model, torch.zeros(2), extent=EXTENT).count
+    for parameter in model[0].parameters():
+        parameter.data *= scale
+    model[2].bias.data *= scale
+    assert slice_regions(model, torch.zeros(2), extent=EXTENT).count == count
+
+
+# What is refused
+
+
+class Bent(nn.Module):
+    def __init__(self, bend: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.bend = nn.Linear(2, 6), nn.Linear(6, 4), bend
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.b(self.bend(F.relu(self.a(x)))))
+
+
+@pytest.mark.parametrize(
+    ("step", "named"),
+    [
+        (nn.GELU(), "gelu '1'"),
+        (nn.ELU(), "elu '1'"),
+        (nn.Hardswish(), "hardswish '1'"),
+        (nn.LayerNorm(6), "layernorm '1'"),
+        (nn.BatchNorm1d(6, track_running_stats=False), "batchnorm1d '1'"),
+        (nn.Tanh(), "tanh '1'"),
+    ],
+)
+def test_what_is_seen_not_to_be_piecewise_linear_is_named(step: nn.Module, named: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 6), step, nn.Linear(6, 4), nn.ReLU())
+    with pytest.raises(ValueError, match=named):
+        slice_regions(model, torch.zeros(2))
+
+
+def test_a_layer_with_a_smooth_activation_of_its_own_is_named() -> None:
+    model = nn.Sequential(gp.GmPLinear(2, 6, activation=torch.tanh), nn.Linear(6, 1))
+    with pytest.raises(ValueError, match="gmplinear '0'"):
+        slice_regions(model, torch.zeros(2))
+
+
+def test_max_pooling_is_named() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2))
+    with pytest.raises(ValueError, match="max_pool2d"):
+        slice_regions(model, *plane_through(*torch.randn(3, 1, 6, 6)))
+
+
+@pytest.mark.parametrize(
+    ("bend", "named"),
+    [
+        (torch.abs, None),
+        (lambda x: (x - 0.5).abs(), "abs"),
+        (lambda x: torch.maximum(x, 0.3 * x.roll(1, dims=1)), "maximum"),
+        (lambda x: x * x.roll(1, dims=1), "mul"),
+        (lambda x: x.softmax(dim=1), "softmax"),
+        (lambda x: x.float().double(), "does not show"),
+    ],
+)
+def test_kinks_that_no_step_shows_are_found(bend: Callable, named: str | None) -> None:
+    model = Bent(bend)
+    if named is None:  # after a ReLU it bends nothing
+        assert slice_regions(model, torch.zeros(2)).count > 2
+        return
+    with pytest.raises(ValueError, match=f"bent inside of a region, by .*{named}"):
+        slice_regions(model, torch.zeros(2), extent=EXTENT)
+
+
+def test_a_bend_after_the_last_activation_is_found() -> None:
+    with pytest.raises(ValueError, match="output"):
+        slice_regions(nn.Sequential(mlp(2, 5), Product()), torch.zeros(2))
+
+
+class Product(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x
+
+
+def test_a_network_without_activations_is_refused() -> None:
+    with pytest.raises(ValueError, match="no step of the run is one"):
+        slice_regions(nn.Linear(2, 3), torch.zeros(2))
+
+
+def test_too_many_regions_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_regions"):
+        slice_regions(mlp(2, 12, 12), torch.zeros(2), extent=EXTENT, max_regions=30)
+
+
+def test_values_that_are_not_finite_are_refused() -> None:
+    model = mlp(2, 4)
+    nn.init.constant_(model[0].bias, torch.inf)
+    with pytest.raises(ValueError, match="not finite"):
+        slice_regions(model, torch.zeros(2))
+
+
+def test_examples_that_are_mixed_are_refused() -> None:
+    class Mixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(x.t())
+
+    with pytest.raises(ValueError, match="first dimension"):
+        slice_regions(Mixed(), torch.zeros(2))
+
+
+def test_a_plane_can_be_given_whole() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    plane = plane_through(*torch.randn(3, 3))
+    found = slice_regions(model, plane)
+    expected = slice_regions(model, plane.origin, plane.axes, plane.extent)
+    assert found.count == expected.count and found.plane.extent == plane.extent
+    with pytest.raises(ValueError, match="has its own axes"):
+        slice_regions(model, plane, plane.axes)

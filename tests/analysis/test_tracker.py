@@ -1,0 +1,683 @@
+"""The tracker's numbers are those of plain geometry, and training is as if it were not there."""
+
+import copy
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import geoparam as gp
+from geoparam import BoundaryTracker
+from geoparam.analysis import SReLU
+
+TYPE = torch.float64
+ZEROS = torch.zeros(2, 3, dtype=TYPE)
+
+
+def linear(n: int, out: int) -> nn.Linear:
+    return nn.Linear(n, out, dtype=TYPE)
+
+
+def gmp(n: int, out: int, **options: object) -> gp.GmPLinear:
+    return gp.GmPLinear(n, out, dtype=TYPE, **options)
+
+
+def signed(layer: nn.Module) -> nn.Module:
+    """Give some units a negative scale, which turns an inside direction around."""
+    for name in ("r", "weight"):
+        if isinstance(scale := layer._parameters.get(name), nn.Parameter) and scale.ndim == 1:
+            scale.data[::3] *= -1
+    return layer
+
+
+NETWORKS: dict[str, Callable[[], list[nn.Module]]] = {
+    "sp": lambda: [linear(3, 8), nn.ReLU()],
+    "wn": lambda: [weight_norm(linear(3, 8)), nn.LeakyReLU()],
+    "bn": lambda: [linear(3, 8), signed(nn.BatchNorm1d(8, dtype=TYPE)), nn.ReLU()],
+    "ln": lambda: [linear(3, 8), nn.LayerNorm(8, bias=False, dtype=TYPE), nn.ReLU()],
+    "gmp inside": lambda: [signed(gmp(3, 8)), nn.ELU()],
+    "gmp outside": lambda: [signed(gmp(3, 8, activation=torch.relu))],
+    "intrinsic": lambda: [signed(gmp(3, 8, coordinates="intrinsic")), nn.PReLU(dtype=TYPE)],
+    "imn": lambda: [gmp(3, 8, input_norm=True), nn.ReLU()],
+    "two breakpoints": lambda: [linear(3, 8), nn.Hardtanh(-0.5, 2.0)],
+    "learned breakpoints": lambda: [linear(3, 8), SReLU(8, dtype=TYPE)],
+}
+
+
+def network(name: str) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*NETWORKS[name](), linear(8, 1))
+
+
+def train(
+    model: nn.Module, steps: int, after: Callable[[], None] = lambda: None, seed: int = 1
+) -> list[float]:
+    torch.manual_seed(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(16, 3, dtype=TYPE)
+        loss = (model(x).squeeze(-1) - x.sin().sum(1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        after()
+    return losses
+
+
+def directions_and_distances(model: nn.Sequential) -> tuple[np.ndarray, np.ndarray]:
+    """Compute them from the model's function alone: slopes of the pre-activation at two points."""
+    parts = list(model[:-2]) if not hasattr(model[0], "lam") or model[0].activation is None else []
+    if not parts:  # r outside: the pre-activation is inside of the layer
+        layer = model[0]
+        u, lam = layer.direction.detach().numpy(), layer.lam.detach().numpy().copy()
+        return u, lam[None]
+    before = copy.deepcopy(nn.Sequential(*parts)).eval()
+    if isinstance(before[0], gp.GmPLayer) and before[0].input_norm is not None:
+        before[0].input_norm = None  # x is the centred input
+    ends = {nn.Hardtanh: (-0.5, 2.0)}.get(type(model[-2]), (0.0, 0.0))
+    ends = [torch.full((8,), end, dtype=TYPE) for end in ends]
+    if isinstance(model[-2], SReLU):
+        ends = [t.detach() for t in model[-2].breakpoints()]
+    if isinstance(before[-1], nn.LayerNorm):  # its deviation scales s alone; here beta = 0
+        gamma, before = before[-1].weight.detach(), before[:-1]
+        z = lambda x: gamma * (before(x) - before(x).mean(dim=-1, keepdim=True))  # noqa: E731
+    else:
+        z = before
+    zero, eye = torch.zeros(1, 3, dtype=TYPE), torch.eye(3, dtype=TYPE)
+    with torch.no_grad():
+        offset = z(zero)[0]
+        slopes = (z(eye) - offset).T
+    length = slopes.norm(dim=1)
+    distances = torch.stack([(offset - end) / length for end in ends])
+    return (slopes / length[:, None]).numpy(), distances.numpy()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_rotation_and_displacement_are_those_of_plain_geometry(name: str) -> None:
+    model = network(name)
+    tracker = BoundaryTracker(model, keep="full", example_inputs=ZEROS)
+    seen = [directions_and_distances(model)]
+
+    def after() -> None:
+        tracker.step()
+        seen.append(directions_and_distances(model))
+
+    train(model, 6, after)
+    history = tracker.history["0"]
+    for record, ((u, lam), (v, mu)) in enumerate(zip(seen[1:], seen, strict=False)):
+        turn = np.degrees(np.arccos(np.clip((u * v).sum(1), -1, 1)))
+        np.testing.assert_allclose(history["rotation"][record], turn, atol=2e-6)
+        moved = np.linalg.norm(lam[..., None] * u - mu[..., None] * v, axis=-1).max(0)
+        np.testing.assert_allclose(history["displacement"][record], moved, rtol=1e-8, atol=1e-9)
+        np.testing.assert_allclose(history["distance"][record], lam[0], rtol=1e-9, atol=1e-12)
+        location = -lam[0][:, None] * u
+        np.testing.assert_allclose(history["location"][record], location, rtol=1e-9, atol=1e-12)
+    assert history["rotation"].max() > 0.1
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_summary_is_that_of_the_units(name: str) -> None:
+    model = network(name)
+    tracker = BoundaryTracker(model, keep="full", probe=torch.randn(32, 3, dtype=TYPE))
+    train(model, 4, tracker.step)
+    history = tracker.history["0"]
+    for quantity, values in (
+        ("rotation", history["rotation"]),
+        ("displacement", history["displacement"]),
+        ("distance", np.abs(history["distance"])),
+    ):
+        np.testing.assert_allclose(history[f"{quantity}_max"], values.max(1))
+        np.testing.assert_allclose(history[f"{quantity}_median"], np.median(values, 1))
+        np.testing.assert_allclose(history[f"{quantity}_p99"], np.percentile(values, 99, 1))
+    np.testing.assert_allclose(history["scale_min"], history["scale"].min(1))
+    np.testing.assert_array_equal(history["dead"], (history["active"] == 0).sum(1))
+    np.testing.assert_array_equal(history["always_on"], (history["active"] == 1).sum(1))
+    ratio = history["distance_median"] / history["input_length_median"]
+    np.testing.assert_allclose(history["relative_distance_median"], ratio)
+
+
+@pytest.mark.filterwarnings("ignore:unit vectors have drifted")
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("probe", [False, True])
+def test_training_is_bit_identical_with_and_without(name: str, probe: bool) -> None:
+    model = nn.Sequential(*network(name)[:-1], nn.Dropout(0.2), linear(8, 1))
+    alone, tracked = copy.deepcopy(model), copy.deepcopy(model)
+    batch = torch.randn(9, 3, dtype=TYPE) if probe else None
+    tracker = BoundaryTracker(tracked, probe=batch, keep="full")
+    assert train(tracked, 8, tracker.step) == train(alone, 8)
+    for key, value in alone.state_dict().items():
+        assert torch.equal(value, tracked.state_dict()[key]), key
+    assert all(
+        a.training == b.training for a, b in zip(alone.modules(), tracked.modules(), strict=True)
+    )
+
+
+def brute_force_activity(model: nn.Sequential, x: Tensor) -> np.ndarray:
+    with torch.no_grad():
+        return (copy.deepcopy(model).eval()[:-1](x) > 0).double().mean(0).numpy()
+
+
+@pytest.mark.parametrize("name", ["sp", "bn", "gmp outside"])
+def test_dead_units_are_those_that_no_probe_point_activates(name: str) -> None:
+    model, probe = network(name), torch.randn(64, 3, dtype=TYPE)
+    shift = model[1].bias if name == "bn" else model[0].lam if "gmp" in name else model[0].bias
+    with torch.no_grad():
+        shift[:2] -= 100
+        shift[2:5] += 100
+        if name == "gmp outside":
+            model[0].r.abs_()  # so that what is active is positive
+    tracker = BoundaryTracker(model, probe=probe, keep="full")
+    tracker.step()
+    history = tracker.history["0"]
+    share = brute_force_activity(model, probe)
+    np.testing.assert_allclose(history["active"][0], share)
+    assert history["dead"] == (share == 0).sum() >= 2
+    assert history["always_on"] == (share == 1).sum() >= 3
+    separated = np.median(np.minimum(share, 1 - share))
+    np.testing.assert_allclose(history["separated_median"], separated)
+
+
+def test_pattern_changes_are_those_of_the_signs() -> None:
+    model, probe = network("sp"), torch.randn(40, 3, dtype=TYPE)
+    signs = [model[0](probe) > 0]
+    tracker = BoundaryTracker(model, probe=probe)
+
+    def after() -> None:
+        tracker.step()
+        signs.append(model[0](probe) > 0)
+
+    train(model, 5, after)
+    for history in (tracker.history["0"], tracker.history.network):
+        for record, (now, before) in enumerate(zip(signs[1:], signs, strict=False)):
+            changed = now != before
+            assert history["pattern_change"][record] == pytest.approx(changed.double().mean())
+            assert history["points_changed"][record] == changed.any(1).sum()
+            assert history["regions"][record] == len({tuple(row) for row in now.tolist()})
+
+
+def test_lengths_of_inputs_are_those_that_the_layer_sees() -> None:
+    model, probe = network("sp"), torch.randn(41, 3, dtype=TYPE)
+    tracker = BoundaryTracker(model, probe=probe)
+    tracker.step()
+    hidden = model[:2](probe).detach()
+    lengths = [float(t.norm(dim=1).median()) for t in (probe, hidden)]
+    for layer, length in zip(("0", "2"), lengths, strict=True):
+        np.testing.assert_allclose(tracker.history[layer]["input_length_median"], length)
+
+
+def test_a_unit_without_a_boundary_is_counted_and_left_out() -> None:
+    model = network("bn")
+    model[1].weight.data[[0, 5]] = 0
+    tracker = BoundaryTracker(model, keep="full", probe=torch.randn(8, 3, dtype=TYPE))
+    model[0].weight.data += 0.1
+    tracker.step()
+    history = tracker.history["0"]
+    assert history["undefined"] == 2
+    assert np.isnan(history["rotation"][0]).nonzero()[0].tolist() == [0, 5]
+    assert np.isfinite(history["rotation_max"]) and history["rotation_max"] > 0
+
+
+@pytest.mark.parametrize("turn", ["gamma", "row", "r"])
+def test_a_sign_turns_the_active_side_around(turn: str) -> None:
+    model = network("gmp inside" if turn == "r" else "bn")
+    flipped = {"gamma": model[1], "row": model[0], "r": model[0]}[turn]
+    tracker = BoundaryTracker(model, keep="full", example_inputs=ZEROS)
+    with torch.no_grad():
+        (flipped.r if turn == "r" else flipped.weight)[2].neg_()
+    tracker.step()
+    expected = np.where(np.arange(8) == 2, 180.0, 0.0)
+    np.testing.assert_allclose(tracker.history["0"]["rotation"][0], expected, atol=1e-6)
+
+
+def test_outside_r_does_not_turn_the_active_side() -> None:
+    model = network("gmp outside")
+    tracker = BoundaryTracker(model, example_inputs=ZEROS)
+    model[0].r.data.neg_()
+    tracker.step()
+    assert tracker.history["0"]["rotation_max"] == 0
+
+
+def test_angular_layers_tell_their_products_of_cosines() -> None:
+    layer = gp.GmPLinear(5, 2, dtype=TYPE)
+    model = nn.Sequential(layer, nn.ReLU(), gmp(2, 1, coordinates="intrinsic"))
+    with torch.no_grad():
+        layer.latitude.copy_(torch.tensor([[0.1, 1.5, 1.5, 0.2], [0.3, 0.1, -0.2, 0.3]]))
+    tracker = BoundaryTracker(model, example_inputs=torch.zeros(2, 5, dtype=TYPE))
+    tracker.step()
+    cosines = layer.latitude.detach().cos()
+    products = torch.cat([torch.ones(2, 1, dtype=TYPE), cosines.cumprod(1)[:, :-1]], 1)
+    history = tracker.history["0"]
+    np.testing.assert_allclose(history["smallest_product"], products.min(), rtol=1e-10)
+    share = (products.square() < 1e-4).double().mean()
+    np.testing.assert_allclose(history["negligible_metric"], share)
+    assert share > 0 and np.isnan(tracker.history["2"]["smallest_product"]).all()
+
+
+def test_a_smooth_activation_leaves_rotation_alone() -> None:
+    model = nn.Sequential(linear(3, 8), nn.GELU(), linear(8, 1))
+    tracker = BoundaryTracker(model, probe=torch.randn(5, 3, dtype=TYPE))
+    train(model, 2, tracker.step)
+    history = tracker.history["0"]
+    assert (history["rotation_max"] > 0).all() and (history["scale_median"] > 0).all()
+    for quantity in ("displacement_max", "distance_median", "dead", "pattern_change"):
+        assert np.isnan(history[quantity]).all(), quantity
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 4, 3, padding=1, dtype=TYPE)
+        self.conv = nn.Conv2d(4, 4, 3, padding=1, dtype=TYPE)
+        self.norm = nn.BatchNorm2d(4, dtype=TYPE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu_()
+        return torch.relu(self.norm(self.conv(x)) + x)
+
+
+def test_before_a_residual_sum_dead_is_counted_after_it_and_phi_is_the_layers_own() -> None:
+    model, probe = Residual(), torch.randn(6, 2, 5, 5, dtype=TYPE)
+    with torch.no_grad():
+        model.norm.bias[0] = -100  # dead by itself, and after the sum
+        model.norm.bias[1] = -0.1
+    tracker = BoundaryTracker(model, probe=probe, keep="full")
+    tracker.step()
+    history = tracker.history["conv"]
+    share = (copy.deepcopy(model).eval()(probe) > 0).double().mean(dim=(0, 2, 3)).detach()
+    np.testing.assert_allclose(history["active"][0], share)
+    assert history["dead"] == (share == 0).sum() >= 1
+    weight, norm = model.conv.weight.detach().flatten(1), model.norm
+    offset = model.conv.bias + norm.bias * (norm.running_var + norm.eps).sqrt() / norm.weight
+    expected = (offset - norm.running_mean).detach() / weight.norm(dim=1)
+    np.testing.assert_allclose(history["distance"][0], expected)
+
+
+@pytest.mark.parametrize("first", [torch.contiguous_format, torch.channels_last])
+def test_the_layout_of_weights_does_not_matter_and_may_change(first: torch.memory_format) -> None:
+    model = Residual().to(memory_format=first)
+    tracker = BoundaryTracker(model, example_inputs=torch.zeros(2, 2, 5, 5, dtype=TYPE))
+    model.to(memory_format=torch.channels_last)
+    tracker.step()
+    assert tracker.history.network["rotation_max"][-1] == 0
+    before = model.conv.weight.detach().clone().flatten(1)
+    model.to(memory_format=torch.contiguous_format)
+    model.conv.weight.data += 0.1
+    tracker.step()
+    cosines = nn.functional.cosine_similarity(before, model.conv.weight.detach().flatten(1))
+    expected = cosines.arccos().max().rad2deg()
+    np.testing.assert_allclose(tracker.history["conv"]["rotation_max"][-1], expected, rtol=1e-6)
+
+
+def test_records_come_when_they_are_due() -> None:
+    model = network("sp")
+    third = BoundaryTracker(model, every=3)
+    early = BoundaryTracker(model, schedule=lambda step: step < 3)
+    train(model, 7, lambda: (third.step(), early.step()))
+    assert third.history["0"]["step"].tolist() == [3, 6]
+    assert early.history["0"]["step"].tolist() == [1, 2]
+
+
+def test_what_is_between_two_records_adds_up() -> None:
+    model = network("sp")
+    tracker = BoundaryTracker(
+        model, every=3, keep="full", example_inputs=torch.zeros(1, 3).double()
+    )
+    start = model[0].weight.detach().clone()
+    train(model, 3, tracker.step)
+    turn = torch.nn.functional.cosine_similarity(start, model[0].weight.detach()).arccos()
+    np.testing.assert_allclose(tracker.history["0"]["rotation"][0], turn.rad2deg(), atol=1e-6)
+
+
+def test_a_sampled_subset_has_the_numbers_of_its_units() -> None:
+    model = network("bn")
+    all_units = BoundaryTracker(model, keep="full", probe=torch.randn(8, 3, dtype=TYPE))
+    some = BoundaryTracker(model, keep="full", probe=torch.randn(8, 3, dtype=TYPE), units=3)
+    train(model, 2, lambda: (all_units.step(), some.step()))
+    for quantity in ("rotation", "displacement", "scale", "distance", "location"):
+        expected = all_units.history["0"][quantity][:, [0, 4, 7]]
+        np.testing.assert_allclose(some.history["0"][quantity], expected)
+
+
+def test_layers_are_chosen_by_name_or_function() -> None:
+    model, x = network("sp"), torch.zeros(1, 3, dtype=TYPE)
+    assert list(BoundaryTracker(model, layers=["2"], probe=x).history) == ["2"]
+    chosen = BoundaryTracker(model, layers=lambda m, name: m.in_features == 3, probe=x)
+    assert list(chosen.history) == ["0"]
+    with pytest.raises(ValueError, match="no layers"):
+        BoundaryTracker(model, layers=["7"], probe=x)
+
+
+def test_without_any_example_the_first_batch_shows_what_follows() -> None:
+    model = network("bn")
+    lazy, eager = (
+        BoundaryTracker(model),
+        BoundaryTracker(model, example_inputs=torch.zeros(2, 3).double()),
+    )
+    train(model, 3, lambda: (lazy.step(), eager.step()))
+    assert lazy.history.rows.tobytes() == eager.history.rows.tobytes()
+    assert not model._forward_pre_hooks
+
+
+def test_a_model_that_was_never_called_is_an_error_with_advice() -> None:
+    tracker = BoundaryTracker(network("sp"))
+    with pytest.raises(ValueError, match="example_inputs"):
+        tracker.step()
+
+
+@pytest.mark.parametrize("options", [{"keep": "all"}, {"every": 0}, {"units": 0}])
+def test_options_are_checked(options: dict) -> None:
+    with pytest.raises(ValueError, match="keep|every"):
+        BoundaryTracker(network("sp"), **options)
+
+
+def test_under_autocast_directions_keep_their_precision() -> None:
+    model = nn.Sequential(nn.Linear(64, 8), nn.ReLU())
+    tracker = BoundaryTracker(model, probe=torch.randn(4, 64))
+    model[0].weight.data += 1e-5
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        tracker.step()
+    assert 0 < tracker.history["0"]["rotation_max"] < 0.1
+
+
+class Scalars:
+    def __init__(self) -> None:
+        self.seen: dict[tuple[str, int], float] = {}
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.seen[tag, step] = value
+
+
+def test_scalars_go_to_tensorboard() -> None:
+    model, writer = network("sp"), Scalars()
+    tracker = BoundaryTracker(model, writer=writer, probe=torch.randn(5, 3, dtype=TYPE))
+    train(model, 2, tracker.step)
+    rotation = tracker.history["0"]["rotation_max"]
+    assert [writer.seen["0/rotation_max", step] for step in (1, 2)] == rotation.tolist()
+    assert ("(network)/points_changed", 2) in writer.seen
+    assert all(np.isfinite(value) for value in writer.seen.values())
+
+
+def test_tensorboard_itself_reads_them(tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    writer, model = tensorboard.SummaryWriter(tmp_path), network("sp")
+    tracker = BoundaryTracker(model, writer=writer)
+    train(model, 3, tracker.step)
+    writer.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("0/rotation_max")
+    values = [event.value for event in events]
+    np.testing.assert_allclose(values, tracker.history["0"]["rotation_max"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("name", ["bn", "gmp inside"])
+def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(
+    tmp_path: Path, name: str, every: int
+) -> None:
+    probe = torch.randn(8, 3, dtype=TYPE)
+    options = {"every": every, "probe": probe, "keep": "full"}
+    whole, parts = network(name), network(name)
+    tracker = BoundaryTracker(whole, file=tmp_path / "whole.npy", **options)
+    first = BoundaryTracker(parts, file=tmp_path / "parts.npy", **options)
+    for seed in range(3):
+        train(whole, 1, tracker.step, seed)
+        train(parts, 1, first.step, seed)
+    saved = copy.deepcopy((parts.state_dict(), first.state_dict()))
+    train(parts, 2, first.step, seed=99)  # lost: after the checkpoint
+    resumed = network(name)
+    resumed.load_state_dict(saved[0])
+    again = BoundaryTracker(resumed, file=tmp_path / "parts.npy", resume=True, **options)
+    again.load_state_dict(saved[1])
+    for seed in range(3, 6):
+        train(whole, 1, tracker.step, seed)
+        train(resumed, 1, again.step, seed)
+    assert tracker.history.rows.tobytes() == again.history.rows.tobytes()  # NaN for NaN
+    for ending in (".npy", ".units.npy"):
+        files = [np.load(tmp_path / f"{run}{ending}") for run in ("whole", "parts")]
+        assert files[0].tobytes() == files[1].tobytes()
+
+
+def test_a_state_is_small_where_the_model_tells_the_rest() -> None:
+    model = network("sp")
+    tracker = BoundaryTracker(model, every=2, probe=torch.randn(8, 3, dtype=TYPE))
+    train(model, 2, tracker.step)
+    assert tracker.state_dict() == {"step": 2}
+    train(model, 1, tracker.step)
+    assert set(tracker.state_dict()) == {"step", "measured_at", "gauge"}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("inner", [False, True], ids=["compiled", "inner"])
+def test_a_compiled_model_has_the_same_history(inner: bool) -> None:
+    model = network("bn")
+    compiled_one = copy.deepcopy(model)
+    compiled = torch.compile(compiled_one, backend="aot_eager", fullgraph=True)
+    plain = BoundaryTracker(model, example_inputs=ZEROS)
+    seen = {"example_inputs": ZEROS} if inner else {}  # else the first batch, outside of the graph
+    tracker = BoundaryTracker(compiled_one if inner else compiled, **seen)
+    train(model, 4, plain.step)
+    train(compiled, 4, tracker.step)
+    assert list(tracker.history) == ["0", "3"]
+    for quantity in ("rotation_max", "displacement_max", "scale_median"):
+        expected = plain.history["0"][quantity]
+        np.testing.assert_allclose(tracker.history["0"][quantity], expected, rtol=1e-8)
+
+
+@pytest.mark.compile
+def test_a_compiled_model_that_hides_its_batches_is_an_error_with_advice() -> None:
+    model = network("sp")
+    tracker = BoundaryTracker(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(ValueError, match="example_inputs"):
+        train(compiled, 1, tracker.step)
+
+
+KILLED = Path(__file__).parents[1] / "helpers" / "tracked_resnet.py"
+
+
+def run_resnet(folder: Path, *options: str) -> subprocess.CompletedProcess:
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    command = [sys.executable, str(KILLED), str(folder), *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_a_killed_and_resumed_resnet_has_the_history_of_an_uninterrupted_one(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("torchvision")
+    assert run_resnet(tmp_path / "whole").returncode == 0
+    killed = run_resnet(tmp_path / "parts", "--kill-at", "5")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert len(np.load(tmp_path / "parts" / "history.npy")) > 0
+    resumed = run_resnet(tmp_path / "parts", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    whole, parts = (np.load(tmp_path / run / "history.npy") for run in ("whole", "parts"))
+    assert sorted(set(whole["step"])) == list(range(1, 8))
+    assert whole.tobytes() == parts.tobytes()  # NaN for NaN
+
+
+# --- models that change on the way --------------------------------------------------------------
+
+
+def test_layers_that_were_replaced_are_an_error_that_names_them() -> None:
+    model = network("bn")
+    tracker = BoundaryTracker(model, example_inputs=ZEROS)
+    tracker.step()
+    model[3] = linear(8, 1)
+    with pytest.raises(ValueError, match="other modules than when the tracker was built, at 3"):
+        tracker.step()
+
+
+def test_converting_after_the_tracker_was_built_is_an_error() -> None:
+    model = network("sp")
+    tracker = BoundaryTracker(model, example_inputs=ZEROS)
+    gp.convert_(model)
+    with pytest.raises(ValueError, match="Build the tracker afterwards"):
+        tracker.step()
+
+
+def test_a_norm_and_an_activation_that_are_only_told_of_need_not_be_in_the_model() -> None:
+    model = nn.Sequential(linear(3, 8), nn.ReLU(), linear(8, 1))
+    follows = {"0": (nn.BatchNorm1d(8, dtype=TYPE), nn.ReLU6())}
+    tracker = BoundaryTracker(model, example_inputs=ZEROS, follows=follows)
+    tracker.step()
+    assert np.isfinite(tracker.history["0"]["distance_max"]).all()
+
+
+class Branching(nn.Module):
+    """Leaves out its second layer where it is told to, as a router does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = linear(3, 8), linear(8, 8), linear(8, 1)
+        self.deep = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).relu()
+        h = self.second(h).relu() if self.deep else h
+        return self.last(h)
+
+
+def test_a_model_that_is_one_layer_has_units_too() -> None:
+    tracker = BoundaryTracker(linear(3, 8), example_inputs=ZEROS, keep="full")
+    tracker.step()
+    assert tracker.history[""]["rotation"].tolist() == [[0.0] * 8]
+
+
+def test_a_layer_may_be_named_as_a_column_is() -> None:
+    model = nn.Sequential(OrderedDict(step=linear(3, 8), act=nn.ReLU(), out=linear(8, 1)))
+    tracker = BoundaryTracker(model, example_inputs=ZEROS, keep="full")
+    tracker.step()
+    assert tracker.history["step"]["rotation"].shape == (1, 8)
+
+
+class Centring(nn.Module):
+    """Changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear(3, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x -= 1
+        return self.layer(x).relu()
+
+
+def test_a_model_that_changes_its_input_changes_neither_the_probe_nor_the_first_batch() -> None:
+    model, x = Centring(), torch.zeros(4, 3, dtype=TYPE)
+    tracker = BoundaryTracker(model, probe=x)
+    tracker.step()
+    assert torch.equal(x, torch.zeros_like(x))
+    assert tracker.history["layer"]["input_length_median"] == [pytest.approx(3**0.5)]
+    first = BoundaryTracker(model)
+    model(x)
+    first.step()
+    assert torch.equal(x, -torch.ones_like(x))
+
+
+def test_it_may_begin_in_inference_mode_as_where_validation_comes_first() -> None:
+    model = network("bn")
+    tracker = BoundaryTracker(model)
+    with torch.inference_mode():
+        model.eval()(torch.zeros(2, 3, dtype=TYPE))
+    train(model.train(), 2, tracker.step)
+    assert (tracker.history["0"]["rotation_max"] > 0).all()
+
+
+def test_where_the_model_takes_another_way_the_probe_tells_nothing() -> None:
+    torch.manual_seed(0)
+    model = Branching()
+    tracker = BoundaryTracker(model, probe=torch.randn(16, 3, dtype=TYPE), keep="full")
+    tracker.step()
+    model.deep = False
+    with pytest.warns(UserWarning, match="takes other steps"):
+        tracker.step()
+    model.deep = True
+    tracker.step()
+    for layer in ("first", "second"):
+        history = tracker.history[layer]
+        for quantity in ("dead", "input_length_median", "pattern_change", "regions"):
+            assert np.isnan(history[quantity]).tolist() == [False, True, False]
+        assert np.isnan(history["active"]).all(1).tolist() == [False, True, False]
+        np.testing.assert_array_equal(history["rotation_max"], [0, 0, 0])
+
+
+class Experts(nn.Module):
+    """Gives each of two layers the points on its side of 0, possibly none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros((), dtype=TYPE))
+        self.a, self.b = linear(3, 8), linear(3, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = x[:, 0] > self.shift
+        return torch.cat([self.a(x[side]).relu(), self.b(x[~side]).relu()])
+
+
+def test_a_layer_that_gets_no_points_has_no_numbers_from_them() -> None:
+    model = Experts()
+    tracker = BoundaryTracker(model, probe=torch.randn(16, 3, dtype=TYPE), keep="full")
+    for shift in (0.0, 100.0, 0.0):  # then layer b has all points, and a pattern
+        model.shift.data.fill_(shift)
+        tracker.step()
+    assert np.isnan(tracker.history["a"]["dead"]).tolist() == [False, True, False]
+    assert np.isnan(tracker.history["b"]["dead"]).tolist() == [False, False, False]
+    assert np.isnan(tracker.history["b"]["pattern_change"]).all()
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_a_copy_made_before_the_first_batch_is_not_followed(
+    copied: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    model = network("sp")
+    tracker = BoundaryTracker(model, file=tmp_path / "h.npy")
+    average = copied(model)
+    model(ZEROS)
+    tracker.step()
+    nn.init.zeros_(average[0].weight)
+    average(ZEROS)  # would begin a second history in the same file
+    assert len(tracker.history.steps) == 1 and not model._forward_pre_hooks
+
+
+def test_a_tracker_that_waits_for_the_first_batch_is_no_step_of_another_one() -> None:
+    model, alone = network("sp"), network("sp")
+    probe = torch.randn(16, 3, dtype=TYPE)
+    waiting = BoundaryTracker(model)
+    trackers = [BoundaryTracker(each, probe=probe) for each in (model, alone)]
+    train(model, 2, lambda: [tracker.step() for tracker in (waiting, trackers[0])])
+    train(alone, 2, trackers[1].step)
+    both = (tracker.history.rows.tobytes() for tracker in trackers)
+    assert next(both) == next(both)
+    np.testing.assert_array_equal(
+        waiting.history.table("rotation_max"), trackers[1].history.table("rotation_max")
+    )
+
+
+def test_the_probe_sees_the_weights_after_the_step_also_inside_of_autocast() -> None:
+    """Autocast keeps the weights that it has cast for the forward pass."""
+    model, probe = nn.Sequential(nn.Linear(3, 8), nn.ReLU()), torch.randn(16, 3)
+    tracker = BoundaryTracker(model, probe=probe)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(probe).sum().backward()
+        nn.init.zeros_(model[0].weight)
+        nn.init.ones_(model[0].bias)
+        tracker.step()
+        assert torch.is_autocast_cache_enabled()
+    assert tracker.history["0"]["always_on"].tolist() == [8]

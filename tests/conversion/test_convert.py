@@ -1,0 +1,608 @@
+"""convert_: the same function, or an error that leaves the model alone."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+
+import geoparam as gp
+from geoparam.conversion.plan import STEEPEST
+
+
+class Net(nn.Module):
+    """A small network with a BatchNorm, a residual sum, a shared and a grouped layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.shared = nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        self.again = self.shared
+        self.hidden = nn.Linear(8, 6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.stem(x)).relu()
+        x = x + self.again(self.shared(x).relu())
+        return self.head(self.hidden(x.mean(dim=(2, 3))).relu())
+
+
+def net() -> Net:
+    model = Net()
+    with torch.no_grad():
+        model.norm.weight.uniform_(-1.5, 1.5)
+        model.norm.bias.normal_()
+        model.norm.running_mean.normal_()
+        model.norm.running_var.uniform_(0.5, 2)
+    return model
+
+
+X = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+def snapshot(model: nn.Module) -> dict:
+    return {k: (v, v.clone()) for k, v in model.state_dict(keep_vars=True).items()}
+
+
+def is_untouched(model: nn.Module, before: dict) -> bool:
+    now = model.state_dict(keep_vars=True)
+    return now.keys() == before.keys() and all(
+        now[k] is v and torch.equal(v, old) for k, (v, old) in before.items()
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"coordinates": "intrinsic"}, {"natural": True}])
+def test_same_function_and_shared_layers_stay_shared(options: dict) -> None:
+    model = net()
+    original = copy.deepcopy(model)
+    assert gp.convert_(model, **options) is model
+    assert gp.verify(original, model, X) < 1e-5
+    assert isinstance(model.shared, gp.GmPConv2d) and model.shared is model.again
+    assert type(model.head) is nn.Linear and type(model.norm) is nn.BatchNorm2d
+
+
+def test_bare_layers_are_returned() -> None:
+    linear = nn.Linear(4, 3)
+    converted = gp.convert_(linear)
+    assert isinstance(converted, gp.GmPLinear)
+    assert gp.verify(linear, converted, torch.randn(2, 4)) < 1e-5
+    assert type(gp.fold_(converted)) is nn.Linear
+
+
+def test_filter_chooses_and_may_take_the_output_layer() -> None:
+    model = gp.convert_(net(), filter_fn=lambda module, name: name == "head")
+    assert isinstance(model.head, gp.GmPLinear) and type(model.hidden) is nn.Linear
+
+
+def test_nothing_matched_is_an_error() -> None:
+    model = net()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="nothing to convert"):
+        gp.convert_(model, filter_fn=lambda module, name: False)
+    with pytest.raises(ValueError, match="no layers"):
+        gp.convert_(nn.Sequential(nn.ReLU()))
+    assert is_untouched(model, before)
+
+
+def test_converting_twice_changes_nothing_more() -> None:
+    model = gp.convert_(net())
+    with pytest.raises(ValueError, match="already converted"):
+        gp.convert_(model)
+
+
+def test_new_parameters_on_request() -> None:
+    model = gp.convert_(net(), init="glorot")
+    assert (model.hidden.lam == 0).all()
+    assert gp.verify(net(), model, X) > 0.01
+
+
+def test_frozen_parameters_mode_dtype_and_hooks_stay() -> None:
+    model = net().double().eval()
+    model.stem.weight.requires_grad_(False)
+    model.hidden.bias.requires_grad_(False)
+    model.shared.train()
+    calls = []
+    handle = model.hidden.register_forward_hook(lambda *_: calls.append("hidden"))
+    plan = gp.plan(model)
+    gp.convert_(model)
+    assert not model.stem.latitude.requires_grad and not model.stem.r.requires_grad
+    assert not model.hidden.lam.requires_grad and model.hidden.r.requires_grad
+    assert any("frozen bias" in note for d in plan.decisions for note in d.notes)
+    assert model.stem.latitude.dtype == torch.float64
+    assert not model.hidden.training and model.shared.training
+    model(X.double())
+    handle.remove()
+    model(X.double())
+    assert calls == ["hidden"]
+
+
+# --- what cannot be converted -----------------------------------------------------------------
+
+
+def with_nan() -> nn.Module:
+    model = net()
+    with torch.no_grad():
+        model.hidden.weight[0, 0] = torch.nan
+    return model
+
+
+def with_infinite_bias() -> nn.Module:
+    model = net()
+    with torch.no_grad():
+        model.hidden.bias[0] = torch.inf
+    return model
+
+
+def with_tied_layers() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model[1].weight = model[0].weight
+    return model
+
+
+def with_old_weight_norm() -> nn.Module:
+    model = net()
+    with pytest.warns(FutureWarning):
+        weight_norm(model.hidden)
+    return model
+
+
+def with_spectral_norm() -> nn.Module:
+    model = net()
+    parametrizations.spectral_norm(model.hidden)
+    return model
+
+
+def with_old_spectral_norm() -> nn.Module:
+    model = net()
+    spectral_norm(model.hidden)
+    return model
+
+
+def with_pruning() -> nn.Module:
+    model = net()
+    prune.l1_unstructured(model.hidden, "weight", 0.5)
+    return model
+
+
+def with_lazy_layer() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (with_nan, "weight of 'hidden' holds NaN"),
+        (with_infinite_bias, "bias of 'hidden' holds NaN or inf"),
+        (with_tied_layers, "'0' shares memory with 1.weight.*Untie"),
+        (with_old_weight_norm, "'hidden'.*remove_weight_norm"),
+        (with_spectral_norm, "'hidden' has parametrizations.*remove_parametrizations"),
+        (with_old_spectral_norm, "'hidden' has a weight that is not a parameter"),
+        (with_pruning, "'hidden'.*prune.remove"),
+        (with_lazy_layer, "'0.weight' is lazy"),
+    ],
+)
+def test_errors_name_the_layer_and_leave_the_model_alone(build, message: str) -> None:  # noqa: ANN001
+    model = build()
+    kinds = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        gp.convert_(model)
+    assert [type(m) for m in model.modules()] == kinds
+
+
+def test_torchs_weight_norm_is_absorbed() -> None:
+    model = net()
+    parametrizations.weight_norm(model.hidden)
+    original = copy.deepcopy(model)
+    gp.convert_(model)
+    assert isinstance(model.hidden, gp.GmPLinear)
+    assert gp.verify(original, model, X) < 1e-5
+
+
+def test_a_tied_output_layer_is_left_alone() -> None:
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(10, 6)
+            self.hidden = nn.Linear(6, 6)
+            self.head = nn.Linear(6, 10, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.hidden(self.embedding(x)))
+
+    model = gp.convert_(Language())
+    assert model.head.weight is model.embedding.weight
+    # Also where filter_fn asks for it.
+    model = Language()
+    plan = gp.plan(model, filter_fn=lambda module, name: True)
+    assert "tied to embedding.weight" in str(plan)
+
+
+def test_zero_rows_are_reported_and_steep_rows_left() -> None:
+    model = net()
+    with torch.no_grad():
+        model.shared.weight[0], model.shared.bias[0] = 0, 0
+        model.hidden.weight[2] *= 1e-6
+        model.hidden.bias[2] = 1
+    original = copy.deepcopy(model)
+    text = str(gp.plan(model))
+    assert "shared: Conv2d (1 zero rows have r = 0)" in text
+    assert f"hidden: Linear (1 rows with |bias| > {STEEPEST:.0f} |weight|)" in text
+    gp.convert_(model)
+    assert type(model.hidden) is nn.Linear
+    assert gp.verify(original, model, X) < 1e-5
+    gp.fold_(model)
+    assert gp.verify(original, model, X) < 1e-5
+
+
+def test_other_layers_are_listed() -> None:
+    class Odd(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        Odd(4, 4),
+        nn.Bilinear(2, 2, 4),
+        nn.ConvTranspose1d(4, 4, 1),
+        nn.Linear(4, 2),
+    )
+    text = str(gp.plan(model))
+    assert "1: Odd (it computes something else than its base class)" in text
+    assert "2: Bilinear (no GmP form of this type)" in text
+    assert (
+        "3: ConvTranspose1d (no GmP form: its weight has rows for input" in text
+        and "4: Linear (the output layer)" in text
+    )
+
+
+def test_attention_with_separate_projections_is_left() -> None:
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2, kdim=4), "b": nn.Linear(8, 8)})
+    plan = gp.plan(model, example_inputs=None)
+    reasons = {d.name: d.notes for d in plan.decisions if not d.converted}
+    assert "separate projections" in reasons["a.in_proj_weight"][0]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_attention_in_both_of_torchs_paths(bias: bool, mode: str) -> None:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, bias=bias)
+    converted = gp.convert_(copy.deepcopy(layer), filter_fn=lambda module, name: True)
+    assert isinstance(converted.self_attn, gp.GmPMultiheadAttention)
+    x = torch.randn(2, 5, 16)
+    getattr(layer, mode)()
+    getattr(converted, mode)()
+    with torch.set_grad_enabled(mode == "train"):
+        torch.testing.assert_close(converted(x), layer(x), atol=1e-5, rtol=1e-4)
+    folded = gp.fold_(copy.deepcopy(converted))
+    assert list(folded.state_dict()) == list(layer.state_dict())
+
+
+class OddConv(nn.Conv2d):
+    def _conv_forward(self, x, weight, bias):  # noqa: ANN001, ANN202
+        return super()._conv_forward(x, weight / weight.norm(), bias)
+
+
+class OddCall(nn.Conv2d):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x) * 2
+
+
+class WithParameter(nn.Conv2d):
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.gain = nn.Parameter(torch.ones(1))
+
+
+def patched(*args: int) -> nn.Conv2d:
+    conv = nn.Conv2d(*args)
+    conv.forward = lambda x: nn.functional.conv2d(x, conv.weight) * 2  # type: ignore[method-assign]
+    return conv
+
+
+@pytest.mark.parametrize("build", [OddConv, OddCall, WithParameter, patched])
+def test_layers_that_compute_something_else_are_left(build) -> None:  # noqa: ANN001
+    model = nn.Sequential(build(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1))
+    expected = model(X)
+    gp.convert_(model)
+    assert not isinstance(model[0], gp.GmPConv2d) and isinstance(model[1], gp.GmPConv2d)
+    torch.testing.assert_close(model(X), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_empty_layers_are_left() -> None:
+    with pytest.warns(UserWarning, match="zero-element"):
+        model = nn.Sequential(nn.Linear(0, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    gp.convert_(model)
+    assert type(model[0]) is nn.Linear and isinstance(model[1], gp.GmPLinear)
+
+
+def test_a_layer_held_in_a_list_too_is_refused() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+            self.steps = [self.a]
+
+    with pytest.raises(ValueError, match="'a' is also held by 'steps'.*ModuleList"):
+        gp.convert_(Listed())
+
+
+@pytest.mark.parametrize("init", [None, "sphere"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_frozen_layers_stay_frozen_everywhere(init: str | None, device: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2)).to(device)
+    gp.convert_(model, init=init)
+    assert not any(p.requires_grad for p in model[0].parameters())
+    folded = gp.fold_(model)
+    assert not any(p.requires_grad for p in folded[0].parameters())
+
+
+# --- norm="imn" -------------------------------------------------------------------------------
+
+
+def test_pretrained_batchnorm_is_absorbed_exactly() -> None:
+    model = net().double()
+    original = copy.deepcopy(model)
+    gp.convert_(model, norm="imn", example_inputs=X.double(), calibration=X.double() + 1)
+    assert gp.verify(original, model, X.double()) < 1e-12
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
+    assert model.stem.input_norm is None  # the first layer sees data
+
+
+class TwoConvs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm1 = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 6, 3, padding=1, stride=2, bias=False)
+        self.norm2 = nn.BatchNorm2d(6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm1(self.first(x)).relu()
+        return self.head(self.norm2(self.second(x)).relu().mean(dim=(2, 3)))
+
+
+def test_calibration_sets_the_running_means() -> None:
+    model = TwoConvs().eval()
+    batches = [X, X[:2] * 2]
+    hidden = torch.cat([model.norm1(model.first(b)).relu() for b in batches])
+    gp.convert_(model, norm="imn", example_inputs=X, calibration=batches)
+    assert model.second.input_norm_form == "bias"
+    assert model.second.input_norm.num_batches_tracked == 2
+    mean = hidden.mean(dim=(0, 2, 3))
+    torch.testing.assert_close(model.second.input_norm.running_mean, mean, atol=1e-5, rtol=1e-5)
+
+
+def test_from_scratch_the_form_is_the_same_and_folds_to_the_originals_keys() -> None:
+    model = gp.convert_(TwoConvs(), norm="imn", init="sphere", example_inputs=X)
+    assert model.first.input_norm is None
+    assert model.second.input_norm is not None and model.second.input_norm_form is True
+    assert model.second.lam is not None  # it takes over BatchNorm's offset
+    model(X).sum().backward()
+    folded = gp.fold_(copy.deepcopy(model))
+    assert gp.verify(model, folded, X) < 1e-5
+    assert set(folded.state_dict()) == set(TwoConvs().state_dict())
+
+
+def test_a_norm_that_others_use_stays() -> None:
+    class Shared(TwoConvs):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            x = self.norm1(x).relu() + x
+            return self.head(self.norm2(self.second(x)).relu().mean(dim=(2, 3)))
+
+    model = Shared()
+    plan = gp.plan(model, norm="imn", example_inputs=X)
+    absorbed = {d.name: d.norm for d in plan.decisions if d.converted}
+    assert absorbed == {"first": None, "second": "norm2"}
+
+
+class Doubling(nn.BatchNorm2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+def test_a_norm_that_computes_something_else_stays() -> None:
+    model = TwoConvs()
+    model.norm2 = Doubling(6)
+    original = copy.deepcopy(model)
+    assert "norm2 stays" in str(gp.plan(model, norm="imn", example_inputs=X))
+    gp.convert_(model, norm="imn", example_inputs=X)
+    assert gp.verify(original, model, X) < 1e-5
+
+
+class ReadsWeight(TwoConvs):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.first.weight.mean() * 10
+
+
+class ReadsNorm(TwoConvs):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.norm1.running_mean.mean()
+
+
+def with_broken_norm() -> nn.Module:
+    model = TwoConvs()
+    model.norm1.running_var[0] = torch.nan
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (ReadsWeight, {}, "differs by .* on example_inputs"),
+        (ReadsNorm, {}, "does not run.*running_mean.*filter_fn"),
+        (with_broken_norm, {}, "'norm1' has statistics.*'first' cannot absorb"),
+        (TwoConvs, {"calibration": X * torch.nan}, "no finite mean.*'second'"),
+        (TwoConvs, {"calibration": []}, "no finite mean"),
+    ],
+)
+def test_imn_errors_leave_the_model_alone(build, options, message) -> None:  # noqa: ANN001
+    model = build()
+    with torch.no_grad():
+        model.norm1.weight.fill_(3)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=message):
+        gp.convert_(model, norm="imn", example_inputs=X, **options)
+    assert model.state_dict().keys() == before.keys()
+    assert not any(isinstance(m, gp.GmPLayer) for m in model.modules())
+
+
+@pytest.mark.parametrize("result", [lambda x: x * torch.nan, lambda x: x.argmax(dim=1)])
+def test_outputs_that_cannot_be_compared_do_not_stop_conversion(result) -> None:  # noqa: ANN001
+    class Odd(TwoConvs):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return result(super().forward(x))
+
+    model = gp.convert_(Odd(), norm="imn", example_inputs=X)
+    assert isinstance(model.second, gp.GmPConv2d)
+
+
+class FunctionalNorm(TwoConvs):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = self.norm1
+        x = nn.functional.batch_norm(self.first(x), n.running_mean, n.running_var, n.weight)
+        return self.head(self.norm2(self.second(x.relu())).relu().mean(dim=(2, 3)))
+
+
+def test_a_norm_used_through_its_statistics_stays() -> None:
+    model = FunctionalNorm().eval()
+    original = copy.deepcopy(model)
+    gp.convert_(model, norm="imn", example_inputs=X)
+    assert isinstance(model.norm1, nn.BatchNorm2d) and isinstance(model.first, gp.GmPConv2d)
+    assert gp.verify(original, model, X) < 1e-5
+
+
+def test_a_list_of_example_inputs_is_one_call() -> None:
+    class Sum(TwoConvs):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return super().forward(a + b)
+
+    plain = Sum().eval()
+    one, other = (
+        gp.convert_(copy.deepcopy(plain), norm="imn", example_inputs=inputs)
+        for inputs in ((X, 2 * X), [X, 2 * X])
+    )
+    assert torch.equal(one.second.input_norm.running_mean, other.second.input_norm.running_mean)
+
+
+def test_rows_too_long_for_their_type_are_left() -> None:
+    model = nn.Sequential(nn.Linear(64, 4), nn.Linear(4, 4), nn.Linear(4, 2)).half()
+    with torch.no_grad():
+        model[0].weight.fill_(60_000)
+    gp.convert_(model)
+    assert type(model[0]) is nn.Linear and isinstance(model[1], gp.GmPLinear)
+
+
+def test_freezing_survives_absorbing_a_norm() -> None:
+    model = TwoConvs()
+    model.second.requires_grad_(False)
+    gp.convert_(model, norm="imn", example_inputs=X)
+    assert not model.second.latitude.requires_grad
+    assert model.second.r.requires_grad and model.second.lam.requires_grad  # as gamma and beta
+    gp.fold_(model)
+    assert not model.second.weight.requires_grad and model.norm2.weight.requires_grad
+
+
+def test_any_iterable_of_batches_calibrates() -> None:
+    first, second = TwoConvs(), TwoConvs()
+    second.load_state_dict(first.state_dict())
+    gp.convert_(first, norm="imn", example_inputs=X, calibration=[X, 2 * X])
+    gp.convert_(second, norm="imn", example_inputs=X, calibration=(b for b in [X, 2 * X]))
+    assert gp.verify(first, second, X) == 0
+
+
+def test_a_part_of_a_converted_model_does_not_fold() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    gp.convert_(model, norm="imn", example_inputs=X)
+    with pytest.raises(ValueError, match="Fold the whole model"):
+        gp.fold_(nn.Sequential(*model[1:], gp.GmPConv2d(2, 2, 1)))
+
+
+def test_norm_needs_example_inputs_and_a_known_name() -> None:
+    with pytest.raises(ValueError, match="example_inputs"):
+        gp.convert_(net(), norm="imn")
+    with pytest.raises(ValueError, match="norm is None or 'imn'"):
+        gp.convert_(net(), norm="bn")
+
+
+# --- summary and proof ------------------------------------------------------------------------
+
+
+def test_summary_is_printed_on_request(capsys: pytest.CaptureFixture) -> None:
+    model = net()
+    total = sum(p.numel() for p in model.parameters())
+    gp.convert_(model, verbose=True)
+    out = capsys.readouterr().out
+    assert out.startswith("3 of 4 layers under GmP") and f"of {total:,} parameters" in out
+    gp.convert_(net())
+    assert not capsys.readouterr().out
+
+
+def test_verify_measures_the_largest_relative_difference() -> None:
+    class Two(nn.Module):
+        def __init__(self, shift: float) -> None:
+            super().__init__()
+            self.shift = shift
+
+        def forward(self, x: torch.Tensor) -> dict:
+            return {"a": x, "b": [4 * x + self.shift]}
+
+    x = torch.ones(2)
+    assert gp.verify(Two(0), Two(0.5), x) == pytest.approx(0.125)
+    for inputs in ({"x": x}, (x,), [x]):
+        assert gp.verify(Two(0), Two(0.5), inputs) == pytest.approx(0.125)
+    with pytest.raises(ValueError, match="shapes"):
+        gp.verify(nn.Linear(2, 3), nn.Linear(2, 4), x)
+
+
+class Half(nn.Module):
+    """Two outputs, of which only the second can be broken."""
+
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x + self.shift
+
+
+def test_verify_sees_nan_and_restores_the_mode() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken[0].weight.fill_(torch.nan)
+    assert math.isnan(gp.verify(model, broken, torch.ones(1, 2)))
+    assert math.isnan(gp.verify(Half(0.0), Half(torch.nan), torch.ones(1, 2)))
+    assert model.training and model[1].training
+
+
+def test_without_example_inputs_heads_beside_each_other_stay_plain() -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.hidden = nn.Linear(4, 8), nn.Linear(8, 8)
+            self.classes, self.box = nn.Linear(8, 10), nn.Linear(8, 4)
+
+    decisions = {d.name: d.converted for d in gp.plan(TwoHeads()).decisions}
+    assert decisions == {"body": True, "hidden": True, "classes": False, "box": False}
+
+
+def test_fused_experts_are_listed_as_left() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(4, 16, 8))
+            self.activation = nn.SiLU()
+
+    class Model(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(8, 8), Experts(), nn.Linear(8, 2))
+            self.class_token = nn.Parameter(torch.zeros(1, 1, 8))
+
+    text = str(gp.plan(Model()))
+    assert "left:\n  1: Experts (no GmP form of this type)" in text and "Model" not in text

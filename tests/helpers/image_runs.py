@@ -1,0 +1,129 @@
+"""Small runs on images in memory, broken off where a test wants it, and compared to the bit."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from geoparam_lab.data.downsampled import PackedImages
+from geoparam_lab.data.image_npz import Split
+from geoparam_lab.training.images import run_checkpoints
+from geoparam_lab.training.images.settings import Outcome, Settings
+
+WIDTHS = (4, 4, 6, 6, 8, 8)
+CLASSES, TRAIN, BATCH = 6, 48, 16
+STEPS = TRAIN // BATCH
+
+
+@pytest.fixture(autouse=True)
+def forget_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Accelerate has one precision for the life of a process; tests have several."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Killed(BaseException):
+    """No error that somebody might catch."""
+
+
+def source(train: int = TRAIN, seed: int = 0) -> PackedImages:
+    """Return images of 8 by 8, each class somewhat brighter than the one before."""
+    random = torch.Generator().manual_seed(seed)
+
+    def split(count: int) -> Split:
+        labels = torch.arange(count) % CLASSES
+        noise = torch.randint(96, (count, 8, 8, 3), generator=random)
+        return Split((noise + 25 * labels.view(-1, 1, 1, 1)).to(torch.uint8), labels)
+
+    name = {"name": "noise", "seed": seed, "train": train}
+    return PackedImages(split(train), split(22), CLASSES, name)
+
+
+def settings(method: str = "gmp+imn", **changes: Any) -> Settings:
+    """Return the settings of a run of nine steps."""
+    given: dict[str, Any] = {
+        "lr": 0.1,
+        "batch_size": BATCH,
+        "seed": 3,
+        "epochs": 3,
+        "precision": "fp32",
+        "widths": WIDTHS,
+    }
+    return Settings("vgg6", method, **{**given, **changes})
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights that a run reports."""
+    return torch.load(folder / run_checkpoints.WEIGHTS, weights_only=True)
+
+
+def assert_same_run(outcome: Outcome, expected: Outcome, folder: Path, other: Path) -> None:
+    """Assert that two runs ended alike, to the bit: results, curves, weights and moments."""
+    record, theirs = (without_times(each.record) for each in (outcome, expected))
+    np.testing.assert_equal(record, theirs)
+    np.testing.assert_equal(without_times(outcome.curves), without_times(expected.curves))
+    state, expected_state = (run_checkpoints.Store(each).newest() for each in (folder, other))
+    assert state is not None and expected_state is not None
+    for what in ("model", "optimizer", "average", "best_weights", "schedule", "random"):
+        _assert_equal(state[what], expected_state[what], what)
+
+
+def without_times(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record or curves without what depends on the clock."""
+    return {name: value for name, value in values.items() if "second" not in name}
+
+
+def _assert_equal(a: Any, b: Any, name: str) -> None:
+    if isinstance(a, dict):
+        assert list(a) == list(b), name
+        for key in a:
+            _assert_equal(a[key], b[key], f"{name}.{key}")
+    elif isinstance(a, list):
+        assert len(a) == len(b), name
+        for index, (one, other) in enumerate(zip(a, b, strict=True)):
+            _assert_equal(one, other, f"{name}.{index}")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), name
+    else:
+        assert a == b, name
+
+
+def kill_at(call: int, function: Callable[..., Any], kill: Callable[[], Any]) -> Any:
+    """Return the function, which kills before its call of this number."""
+    calls = 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            kill()
+        return function(*args, **options)
+
+    return counted
+
+
+def die() -> None:
+    raise Killed
+
+
+def save_half(call: int, kill: Callable[[], Any]) -> Callable[[Any, Path], None]:
+    """Return a torch.save that kills in the middle of writing its file of this number."""
+    save, calls = torch.save, 0
+
+    def broken(state: Any, path: Path) -> None:
+        nonlocal calls
+        calls += 1
+        save(state, path)
+        if calls == call:
+            content = path.read_bytes()
+            path.write_bytes(content[: len(content) // 2])
+            kill()
+
+    return broken

@@ -1,0 +1,563 @@
+"""The command line, called as a user calls it."""
+
+import inspect
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_images
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import nn
+
+import geoparam as gp
+from geoparam import cli
+from geoparam.cli import commands
+from geoparam_lab.cli import running
+from geoparam_lab.experiments import images, levy, perturbation, toys, uci, width
+from geoparam_lab.run_folder import Run
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
+    """Run ``geoparam ARGUMENTS`` in this process; returns its exit status or message."""
+    monkeypatch.setattr(sys, "argv", ["geoparam", *arguments])
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    return exit_info.value.code
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures take most of the time of a short run."""
+    monkeypatch.setattr(toys, "save_figures", lambda *_: None)
+
+
+# --- demo ---------------------------------------------------------------------------------------
+
+
+def test_demo_prints_every_seed_beside_the_papers_and_writes_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "folder"
+    short = ("--out", str(out), "--epochs", "3", "--seeds", "2", "--jobs", "1")
+    assert call(monkeypatch, "demo", *short) == 0
+    printed, errors = capsys.readouterr()
+    assert errors == ""  # no bars where there is no terminal
+    for number in ("1.104", "0.496", "59.6", "18.3"):
+        assert number in printed
+    for record in Run.open(out / "levy").records():
+        if record["lr"] == {"gmp": 0.1}.get(record["method"], 0.01):
+            assert f"{record['test_rmse']:.2f}" in printed
+    assert "does not show" in printed and "generated" in printed
+    assert str(out / "report.html") in printed.replace("\n", "")
+    assert "<html" in (out / "report.html").read_text()[:500]
+    assert (out / "levy" / "figures" / "figure2d-g.png").exists()
+
+
+def test_demo_needs_neither_file_nor_network_and_goes_on_with_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+) -> None:
+    monkeypatch.setenv("GEOPARAM_DATA", str(tmp_path))  # whatever lies there
+    monkeypatch.setattr("geoparam_lab.data.table_commands.fetch", None)
+    short = ("--out", str(tmp_path / "demo"), "--epochs", "2", "--seeds", "1", "--jobs", "1")
+    assert call(monkeypatch, "demo", *short) == 0
+    monkeypatch.setattr(toys, "train", None)
+    assert call(monkeypatch, "demo", *short) == 0
+    assert "--resume" in str(call(monkeypatch, "demo", *short, "--no-resume"))
+    commands = [Run.open(path).info["command"] for path in (tmp_path / "demo").glob("[lb]*")]
+    assert sorted(command.split(" --out")[0] for command in commands) == [
+        "geoparam run banana --seeds 1 --epochs 2 --source generated",
+        "geoparam run levy --seeds 1 --epochs 2",
+    ]
+
+
+# --- run ----------------------------------------------------------------------------------------
+
+
+def test_run_prints_the_table_and_where_everything_is(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    undrawn: None,
+) -> None:
+    out = tmp_path / "levy"
+    options = ("--methods", "sp,gmp+imn", "--seeds", "2", "--epochs", "3", "--jobs", "1")
+    assert call(monkeypatch, "run", "levy", "--out", str(out), *options) == 0
+    printed, errors = capsys.readouterr()
+    assert "GmP+IMN, rate 0.1" in printed and "1.104" in printed and str(out) in printed
+    assert errors == "" and "Records and curves are in" in printed  # figures were left out
+    run = Run.open(out)
+    assert run.info["command"].startswith("geoparam run levy --out")
+    assert run.config["lrs"] == [0.01, 0.1] and len(run.records()) == 8
+
+
+def test_run_banana_says_which_points_it_had(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    undrawn: None,
+) -> None:
+    options = ("--methods", "sp", "--seeds", "1", "--epochs", "2", "--source", "generated")
+    assert call(monkeypatch, "run", "banana", "--out", str(tmp_path / "b"), *options) == 0
+    assert "The points are generated, not KEEL's" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("levy", "--methods", "sp,spp"), "sp, wn, wn+mbn, bn, ln, gmp"),
+        (("banana", "--methods", "spp"), "intrinsic+imn; got 'spp'"),
+        (("banana", "--source", "here"), "auto, KEEL, generated"),
+        (("perturbation", "--methods", "ln"), "one of sp, wn, bn, gmp, intrinsic; got 'ln'"),
+        (("uci", "--datasets", "boston,bostn"), "boston, concrete, energy"),
+        (("uci", "--methods", "spp"), "got 'spp'"),
+        (("levy", "--lrs", "0.1,fast"), "numbers between commas; got '0.1,fast'"),
+        (("levy", "--lrs", "nan"), "above 0 and finite; got [nan]"),
+        (("levy", "--init", "he"), "Use 'glorot' or 'sphere'"),
+        (("uci", "--device", "gpu"), "device must be one that torch can use here"),
+        (("width", "--widths", "16.7"), "whole numbers between commas; got '16.7'"),
+        (("imagenet32", "--data", "d", "--methods", "spp"), "got 'spp'"),
+        (("imagenet32", "--data", "d", "--batch-sizes", "2.5"), "whole numbers between commas"),
+        (("imagenet32", "--data", "missing-folder"), "missing-folder"),
+        (("imagenet", "--data", "missing-folder"), "missing-folder"),
+    ],
+)
+def test_mistakes_are_told_without_a_traceback(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = call(monkeypatch, "run", *arguments, "--out", str(tmp_path / "run"))
+    assert message in str(told)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "arguments", "expected"),
+    [
+        (
+            "uci",
+            uci,
+            (
+                "--datasets",
+                "energy,yacht",
+                "--protocol",
+                "heldout",
+                "--lrs",
+                "0.1",
+                "--seeds",
+                "4",
+            ),
+            {"datasets": ["energy", "yacht"], "protocol": "heldout", "lrs": [0.1], "seeds": 4},
+        ),
+        ("uci", uci, ("--storage", "log", "--resume"), {"storage": "log", "resume": True}),
+        ("width", width, ("--widths", "16,64", "--steps", "5"), {"widths": [16, 64], "steps": 5}),
+        ("width", width, ("--rates", "0.1", "--jobs", "1"), {"rates": [0.1], "jobs": 1}),
+        (
+            "imagenet32",
+            images,
+            ("--data", "npz", "--batch-sizes", "256,1024", "--widths", "8,8", "--keep-weights"),
+            {"data": Path("npz"), "batch_sizes": [256, 1024], "keep_weights": True, "lrs": None},
+        ),
+        (
+            "imagenet32",
+            images,
+            (
+                *("--data", "npz", "--methods", "gmp", "--method", "bn:lr=0.4,0.8", "--time-to"),
+                *("40,45", "--method", "sp", "--select", "0.1", "--schedule", "linear"),
+            ),
+            {"methods": ["gmp", "bn:lr=0.4,0.8", "sp"], "experiment": "imagenet32"},
+        ),
+        (
+            "imagenet",
+            images,
+            ("--data", "jpeg", "--lrs", "0.1,0.3", "--angle-lr", "fan_in", "--check-images"),
+            {"experiment": "imagenet", "lrs": [0.1, 0.3], "check_images": True, "workers": None},
+        ),
+    ],
+)
+def test_options_reach_the_experiment(
+    name: str,
+    module: Any,
+    arguments: tuple[str, ...],
+    expected: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    finished: Path,
+) -> None:
+    given: dict[str, Any] = {}
+    signature = inspect.signature(module.run)
+
+    def fake(out: Path, **options: Any) -> Run:
+        given.update(signature.bind(out, **options).arguments)
+        return Run.open(finished)
+
+    monkeypatch.setattr(module, "run", fake)
+    assert call(monkeypatch, "run", name, "--out", str(tmp_path), *arguments) == 0
+    assert expected.items() <= given.items() and given["out"] == tmp_path
+
+
+def test_ctrl_c_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(levy, "run", interrupted)
+    out = str(tmp_path / "my run")
+    assert call(monkeypatch, "run", "levy", "--seeds", "3", "--out", out) == 130
+    told = capsys.readouterr().err
+    assert f"geoparam run levy --seeds 3 --out '{out}' --resume" in told
+
+
+@pytest.mark.slow
+def test_a_run_that_was_interrupted_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from geoparam.cli import main; main()", "run", "levy"]
+    command += ["--seeds", "2", "--epochs", "2000", "--lrs", "0.1", "--jobs", "1", "--out"]
+    process = subprocess.Popen([*command, str(tmp_path / "one")], stderr=subprocess.PIPE)
+    metrics = tmp_path / "one" / "metrics.jsonl"
+    while not metrics.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    assert b"--resume" in process.communicate()[1] and process.returncode == 130
+    assert len(metrics.read_text().splitlines()) < 8
+    subprocess.run([*command, str(tmp_path / "one"), "--resume"], check=True)
+    subprocess.run([*command, str(tmp_path / "two")], check=True)
+    records = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    ]
+    assert records[0] == records[1]
+
+
+# --- images -------------------------------------------------------------------------------------
+
+SMALL = ("--methods", "gmp+imn", "--batch-sizes", "8", "--seeds", "1", "--epochs", "1")
+SMALL += ("--precision", "fp32")
+
+
+@pytest.fixture
+def accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Accelerate has one precision for the life of a process; other tests have others."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("kind", ["imagenet32", "imagenet"])
+def test_images_in_both_layouts(
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    accelerate: None,
+) -> None:
+    if kind == "imagenet32":
+        data = tiny_images.write_npz(tmp_path / "data", classes=6, train=16, val=8)
+        own = ("--widths", "4,4,4,4,4,4")
+    else:
+        pytest.importorskip("torchvision")
+        data = tiny_images.write_folders(tmp_path / "data", classes=6, per_class=4)
+        own = ("--size", "32", "--workers", "0", "--widths", "4", "--check-images")
+    out = tmp_path / "run"
+    assert (
+        call(monkeypatch, "run", kind, "--data", str(data), "--out", str(out), *SMALL, *own) == 0
+    )
+    printed, errors = capsys.readouterr()
+    assert errors == "" and "GmP+IMN" in printed and "6 classes" in printed and str(out) in printed
+    [record] = Run.open(out).records()
+    assert record["lr"] == 0.1 and record["outcome"] == "finished"
+    assert (out / "figures" / "figure4.png").exists()
+    assert Run.open(out).info["command"].startswith(f"geoparam run {kind} --data")
+
+
+def test_followers_are_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(images, "run", lambda *_, **options: given.update(options))
+    assert call(monkeypatch, "run", "imagenet32", "--data", "npz", "--out", str(tmp_path)) == 0
+    assert capsys.readouterr() == ("", "") and given["progress"] is None
+    assert given["command"].startswith("torchrun --nproc-per-node 2 -m geoparam run imagenet32")
+
+
+def test_the_package_is_a_command() -> None:
+    command = [sys.executable, "-m", "geoparam", "run", "imagenet", "--help"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Usage: geoparam run imagenet" in told.stdout
+
+
+# --- the bar ------------------------------------------------------------------------------------
+
+
+def test_a_terminal_shows_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console(file=screen, force_terminal=True, width=120)
+    monkeypatch.setattr(running, "Console", lambda stderr: console)
+    with running.progress() as bar:
+        assert bar is not None
+        bar("Levy", 10, 40)
+        bar("Levy", 20, 40)
+        bar("Levy figures", 1, 3)
+        assert bar.bars.tasks[0].total == 3 and bar.bars.tasks[0].completed == 1
+        bar.bars.refresh()
+    assert "time left" in screen.getvalue() and "Levy figures" in screen.getvalue()
+
+
+def test_a_terminal_that_cannot_draw_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    console = Console(file=io.StringIO(), force_terminal=True)
+    monkeypatch.setattr(running, "Console", lambda stderr: console)
+    with running.progress() as bar:
+        assert bar is None
+
+
+def test_no_terminal_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with running.progress() as bar:
+        assert bar is None
+    assert capsys.readouterr() == ("", "")
+
+
+# --- table, report and bench --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two small runs in one folder, as demo makes them; the path of the first."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toys, "save_figures", lambda *_: None)
+        perturbation.run(folder / "units", seeds=5)
+        levy.run(folder / "levy", methods=["sp", "gmp"], seeds=2, epochs=3, jobs=1)
+    return folder / "units"
+
+
+def test_table_prints_or_writes_in_any_form(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert call(monkeypatch, "table", str(finished)) == 0
+    assert "| SP " in capsys.readouterr().out
+    out = tmp_path / "sub" / "table.tex"
+    assert call(monkeypatch, "table", str(finished), "--format", "latex", "--out", str(out)) == 0
+    assert "\\toprule" in out.read_text() and capsys.readouterr().out == ""
+    assert "markdown, latex, csv" in str(
+        call(monkeypatch, "table", str(finished), "--format", "word")
+    )
+    assert "holds no run" in str(call(monkeypatch, "table", str(tmp_path / "nothing")))
+
+
+def test_a_folder_of_runs_stands_for_them(finished: Path) -> None:
+    found = [run.info["experiment"] for run in commands.open_runs([finished.parent])]
+    assert found == ["levy", "perturbation"]
+    assert [run.folder for run in commands.open_runs([finished])] == [finished]
+
+
+@pytest.mark.parametrize("command", ["table", "report"])
+def test_a_baseline_that_is_no_method_is_told(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = call(monkeypatch, command, str(tmp_path), "--baseline", "spp")
+    assert "baseline must be of sp, wn" in str(told) and "got 'spp'" in str(told)
+
+
+def test_report_writes_one_page(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "page.html"
+    assert call(monkeypatch, "report", str(finished.parent), "--out", str(out)) == 0
+    assert "Levy regression" in out.read_text() and str(out) in capsys.readouterr().out
+
+
+def test_bench_lists_runs_and_refuses(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert call(monkeypatch, "bench") == 0
+    listed = capfd.readouterr().out
+    assert "weight" in listed and "timing" not in listed
+    assert call(monkeypatch, "bench", "stacked", "--splits", "few") == 2
+    assert "invalid int value: 'few'" in capfd.readouterr().err
+    assert "one of conversion" in str(call(monkeypatch, "bench", "fast"))
+    monkeypatch.setattr(commands, "checkout", lambda: None)
+    assert "python -m benchmarks.NAME" in str(call(monkeypatch, "bench"))
+
+
+def test_help_lists_the_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "--help") == 0
+    printed = capsys.readouterr().out
+    assert all(f" {name} " in printed for name in "demo run table report fold bench".split())
+    assert call(monkeypatch, "run", "--help") == 0
+    printed = capsys.readouterr().out
+    assert all(
+        f" {name} " in printed for name in "levy banana perturbation uci width imagenet32".split()
+    )
+
+
+def test_version_is_that_of_the_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"geoparam {gp.__version__}, torch {torch.__version__}\n"
+
+
+# --- fold ---------------------------------------------------------------------------------------
+
+
+def gmp_file(folder: Path) -> Path:
+    """Write the checkpoint of a converted network."""
+    model = gp.convert_(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+    torch.save(model.state_dict(), folder / "gmp.pt")
+    return folder / "gmp.pt"
+
+
+def test_fold_writes_a_plain_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plain[1].safetensors"
+    arguments = ("fold", str(gmp_file(tmp_path)), "--out", str(out))
+    assert "say --linear" in str(call(monkeypatch, *arguments)) and not out.exists()
+    assert call(monkeypatch, *arguments, "--linear") == 0
+    assert sorted(load_file(out)) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    printed = capsys.readouterr().out
+    assert "layers folded" in printed and str(out) in printed
+
+
+EVIL = "\x1b]0;owned\x07\u202e"
+
+
+def test_names_in_files_do_not_steer_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = {f"{EVIL}.latitude": torch.zeros(4, 3), f"{EVIL}.r": -torch.ones(4)}
+    torch.save(state, "a.pt")
+    run = Run.create("run", "levy", {"methods": ["sp"]}, "geoparam run levy", key=("seed",))
+    run.append({"method": EVIL, "seed": 0, "lr": 0.1, "test_rmse": 1.0})
+    told = [
+        call(monkeypatch, *command.split())
+        for command in ("fold a.pt --out b.safetensors", "table run")
+        + ("fold a.pt --out b.safetensors --linear", "fold a.pt --out c.safetensors --prefix x")
+    ]
+    shown = "".join([*map(str, told), *capsys.readouterr()])
+    assert r"\x1b]0;owned\x07\u202e" in shown
+    assert not any(character in shown for character in EVIL if not character.isprintable())
+
+
+@pytest.mark.parametrize("command", ["report", "table"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "notes.txt"])
+def test_nothing_is_written_over_unasked(
+    command: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path
+) -> None:
+    path = tmp_path / name
+    path.write_text("precious")
+    arguments = (command, str(finished), "--out", str(path))
+    assert "--force" in str(call(monkeypatch, *arguments)) and path.read_text() == "precious"
+    assert call(monkeypatch, *arguments, "--force") == 0 and path.read_text() != "precious"
+    again = call(monkeypatch, *arguments)  # a page of ours may be written anew
+    assert again == 0 if command == "report" else "--force" in str(again)
+
+
+def test_demo_leaves_a_page_that_is_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "report.html").write_text("precious")
+    assert "--force" in str(call(monkeypatch, "demo", "--out", str(tmp_path)))
+    assert (tmp_path / "report.html").read_text() == "precious"
+
+
+def test_fold_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, out = gmp_file(tmp_path), tmp_path / "plain.safetensors"
+    torch.save(nn.Linear(2, 2), tmp_path / "whole.pt")
+    for arguments, reason in (
+        ((str(tmp_path / "whole.pt"), "--out", str(out)), "export its state_dict"),
+        ((str(file), "--out", str(file)), "NAME.safetensors"),
+        ((str(file), "--out", str(out), "--like", str(file)), "not a plain model"),
+        ((str(file), "--out", str(out), "--arch", "a:b", "--like", str(file)), "give one"),
+        ((str(file), "--out", str(out), "--arch", "torch.nn:Identity"), "Unexpected: 0.weight"),
+    ):
+        message = str(call(monkeypatch, "fold", *arguments))
+        assert message.startswith("Nothing written.") and reason in message
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("missing", "advice"),
+    [("torchvision", "'geoparam[vision]'"), ("transformers", "'geoparam[hf]'"), ("timm", "timm")],
+)
+def test_fold_names_the_missing_library(
+    missing: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    arguments = (str(gmp_file(tmp_path)), "--out", str(tmp_path / "plain.safetensors"))
+    message = str(call(monkeypatch, "fold", *arguments, "--arch", f"{missing}:resnet18"))
+    assert message.endswith(f"pip install {advice}")
+
+
+# --- what is not installed ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("missing", "extra"), [("typer", "cli"), ("rich", "cli"), ("matplotlib", "plots")]
+)
+def test_missing_extra_is_named(
+    missing: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = (missing, "geoparam.cli.", "geoparam.plots")
+    for name in [name for name in sys.modules if f"{name}.".startswith(gone)]:
+        if name != "geoparam.cli":
+            monkeypatch.delitem(sys.modules, name)
+    for name in ("demo", "files", "runs", "running"):
+        monkeypatch.delattr(cli, name, raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    message = str(call(monkeypatch, "demo", "--out", str(tmp_path)))
+    assert f"pip install 'geoparam[{extra}]'" in message
+
+
+@pytest.mark.parametrize("missing", ["optuna", "sklearn", "xlrd"])
+def test_extras_of_experiments_are_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ModuleNotFoundError(f"No module named '{missing}.part'", name=f"{missing}.part")
+
+    monkeypatch.setattr(levy, "run", broken)
+    message = str(call(monkeypatch, "run", "levy"))
+    assert message.endswith("pip install 'geoparam[experiments]'")
+
+
+def test_advice_that_comes_with_an_error_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ImportError("a shared search needs Optuna: pip install 'geoparam[experiments]'")
+
+    monkeypatch.setattr(uci, "run", broken)
+    assert str(call(monkeypatch, "run", "uci")).startswith("a shared search needs Optuna")
+
+
+def test_other_missing_modules_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_app() -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(cli, "app", broken_app)
+    with pytest.raises(ModuleNotFoundError, match="torch"):
+        cli.main()

@@ -1,0 +1,237 @@
+"""Small images on the device: what batches hold, in which order, and for which process."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_images
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from geoparam_lab.data.downsampled import PackedImages, Shares
+
+Epoch = list[tuple[Tensor, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_images.write_npz(tmp_path_factory.mktemp("npz"), train=40, val=13, size=8)
+
+
+@pytest.fixture(scope="module")
+def source(folder: Path) -> PackedImages:
+    return PackedImages.load(folder, size=8)
+
+
+def contents(*paths: Path) -> tuple[Tensor, Tensor]:
+    """Images (N, 3, H, W) and labels from 0, as numpy reads them."""
+    files = [np.load(path) for path in paths]
+    data = np.concatenate([file["data"] for file in files]).reshape(-1, 3, 8, 8)
+    labels = np.concatenate([file["labels"] for file in files])
+    return torch.from_numpy(data), torch.from_numpy(labels) - 1
+
+
+def training_contents(folder: Path) -> tuple[Tensor, Tensor]:
+    return contents(*(tiny_images.train_file(folder, number) for number in (1, 2)))
+
+
+def whole(epoch: Epoch) -> tuple[Tensor, Tensor]:
+    images, labels = zip(*epoch, strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def pixels(images: Tensor, source: PackedImages) -> Tensor:
+    """The bytes from which a batch was made."""
+    scaled = (images + torch.tensor(source.mean).view(3, 1, 1)) * 255
+    assert torch.allclose(scaled, scaled.round(), atol=1e-3)
+    return scaled.round().to(torch.uint8)
+
+
+def same(one: Epoch, other: Epoch) -> bool:
+    if len(one) != len(other):
+        return False
+    pairs = zip(one, other, strict=True)
+    return all(a.equal(b) for first, second in pairs for a, b in zip(first, second, strict=True))
+
+
+# --- what batches hold --------------------------------------------------------------------------
+
+
+def test_the_mean_is_that_of_the_training_images(source: PackedImages, folder: Path) -> None:
+    images, _ = training_contents(folder)
+    assert source.mean == pytest.approx((images.double() / 255).mean(dim=(0, 2, 3)).tolist())
+
+
+def test_validation_has_every_image_once_as_it_is(source: PackedImages, folder: Path) -> None:
+    batches = source.val(5, device="cpu")
+    epoch = list(batches.epoch(0))
+    images, labels = whole(epoch)
+    expected, expected_labels = contents(folder / tiny_images.VAL)
+    assert pixels(images, source).equal(expected) and labels.equal(expected_labels)
+    assert [len(some) for _, some in epoch] == [5, 5, 3]
+    assert (batches.steps, batches.examples) == (3, 13)
+
+
+def test_training_has_every_image_once_and_flips_half(source: PackedImages, folder: Path) -> None:
+    images, labels = training_contents(folder)
+    known = {image.numpy().tobytes(): (n, False) for n, image in enumerate(images)}
+    known |= {image.numpy().tobytes(): (n, True) for n, image in enumerate(images.flip(3))}
+    seen, seen_labels = whole(list(source.train(8, seed=0, device="cpu").epoch(0)))
+    found = [known[image.numpy().tobytes()] for image in pixels(seen, source)]
+    numbers = [number for number, _ in found]
+    assert sorted(numbers) == list(range(40)) and numbers != sorted(numbers)
+    assert seen_labels.equal(labels[numbers])
+    assert 10 < sum(flipped for _, flipped in found) < 30
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_batches_are_floats_with_channels_last(source: PackedImages, split: str) -> None:
+    batches = source.val(8, device="cpu")
+    if split == "train":
+        batches = source.train(8, seed=0, device="cpu")
+    images, labels = next(batches.epoch(0))
+    assert images.dtype == torch.float32 and labels.dtype == torch.int64
+    assert images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_training_leaves_out_the_incomplete_batch(source: PackedImages) -> None:
+    batches = source.train(16, seed=0, device="cpu")
+    assert (batches.steps, batches.examples) == (2, 32)
+    assert [len(labels) for _, labels in batches.epoch(0)] == [16, 16]
+
+
+@pytest.mark.parametrize("crop", [1, 3, 7])
+def test_crops_are_windows_of_the_image_padded_by_reflection(
+    source: PackedImages, folder: Path, crop: int
+) -> None:
+    images, _ = training_contents(folder)
+    padded = F.pad(images.float(), [crop] * 4, mode="reflect").to(torch.uint8)
+    windows = padded.unfold(2, 8, 1).unfold(3, 8, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, 3, 8, 8)
+    known = {window.numpy().tobytes() for window in torch.cat([windows, windows.flip(3)])}
+    epoch = list(source.train(8, seed=0, device="cpu", crop=crop).epoch(0))
+    cropped = pixels(whole(epoch)[0], source)
+    assert all(image.numpy().tobytes() in known for image in cropped)
+    plain = pixels(whole(list(source.train(8, seed=0, device="cpu").epoch(0)))[0], source)
+    moved = (cropped != plain).flatten(1).any(dim=1)
+    assert moved.float().mean() > 0.5
+
+
+def test_images_go_to_a_device_once(source: PackedImages) -> None:
+    one, other = source.train(4, seed=0, device="cpu"), source.train(8, seed=1, device="cpu")
+    assert one.split is other.split
+
+
+# --- order --------------------------------------------------------------------------------------
+
+
+def test_order_depends_on_seed_and_epoch_alone(source: PackedImages) -> None:
+    def epoch(number: int, seed: int = 0) -> Epoch:
+        return list(source.train(8, seed=seed, device="cpu", crop=2).epoch(number))
+
+    first = epoch(0)
+    torch.manual_seed(17)
+    assert same(first, epoch(0))
+    assert not same(first, epoch(1)) and not same(first, epoch(0, seed=1))
+
+
+def test_drawing_leaves_torchs_random_state_alone(source: PackedImages) -> None:
+    before = torch.random.get_rng_state()
+    list(source.train(8, seed=0, device="cpu", crop=2).epoch(0))
+    assert torch.random.get_rng_state().equal(before)
+
+
+@pytest.mark.parametrize("start", [0, 2, 5])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_an_epoch_can_be_entered_anywhere(source: PackedImages, split: str, start: int) -> None:
+    batches = source.val(3, device="cpu")
+    if split == "train":
+        batches = source.train(8, seed=0, device="cpu", crop=2)
+    assert same(list(batches.epoch(3, start)), list(batches.epoch(3))[start:])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_together_see_the_batches_of_one(source: PackedImages, world: int) -> None:
+    one = list(source.train(8, seed=0, device="cpu", crop=2).epoch(1))
+    shares = [
+        list(source.train(8, seed=0, device="cpu", crop=2, rank=r, world=world).epoch(1))
+        for r in range(world)
+    ]
+    assert all(len(labels) == 8 // world for share in shares for _, labels in share)
+    assert same(one, [whole(list(parts)) for parts in zip(*shares, strict=True)])
+
+
+@pytest.mark.parametrize(("batch_size", "world"), [(5, 2), (4, 3), (2, 3), (100, 16)])
+def test_validation_shares_may_be_unequal_or_empty(
+    source: PackedImages, batch_size: int, world: int
+) -> None:
+    one = source.val(batch_size, device="cpu")
+    several = [
+        source.val(batch_size, device="cpu", rank=rank, world=world) for rank in range(world)
+    ]
+    assert {batches.steps for batches in several} == {one.steps}
+    shares = [list(batches.epoch(0)) for batches in several]
+    assert same(list(one.epoch(0)), [whole(list(parts)) for parts in zip(*shares, strict=True)])
+    assert all(images.shape[1:] == (3, 8, 8) for share in shares for images, _ in share)
+
+
+@pytest.mark.gpu
+def test_batches_wait_for_nothing_and_equal_the_cpus(source: PackedImages) -> None:
+    expected = list(source.train(8, seed=0, device="cpu", crop=2).epoch(0))
+    epoch = source.train(8, seed=0, device="cuda", crop=2).epoch(0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batches = list(epoch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for (images, labels), (theirs, their_labels) in zip(batches, expected, strict=True):
+        assert torch.allclose(images.cpu(), theirs, atol=1e-6)
+        assert labels.cpu().equal(their_labels)
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+def test_what_is_held_out_is_the_same_every_time_and_not_trained_on(
+    source: PackedImages, folder: Path
+) -> None:
+    part = source.hold_out(0.25)
+    assert part is source.hold_out(0.25) and part.mean == source.mean
+    assert part.fingerprint["train"] + part.fingerprint["val"] == source.fingerprint["train"]
+    again = PackedImages.load(folder, source.size).hold_out(0.25)
+    held, trained = part.val(5, device="cpu"), part.train(5, seed=0, device="cpu")
+    assert same(list(held.epoch(0)), list(again.val(5, device="cpu").epoch(0)))
+    images = [split.images.flatten(1).unique(dim=0) for split in (part._train, part._val)]
+    assert len(torch.cat(images).unique(dim=0)) == len(source._train.labels)
+    assert trained.shares.images == len(part._train.labels)
+    for share in (0.001, 0.999):
+        with pytest.raises(ValueError, match="is none, or all of them"):
+            source.hold_out(share)
+
+
+def test_a_batch_that_processes_cannot_share_is_refused(source: PackedImages) -> None:
+    with pytest.raises(ValueError, match="Use a multiple of 3"):
+        source.train(8, seed=0, device="cpu", world=3)
+
+
+def test_a_batch_larger_than_the_training_set_is_refused(source: PackedImages) -> None:
+    with pytest.raises(ValueError, match="no batch of 41 .* from 40 images"):
+        source.train(41, seed=0, device="cpu")
+
+
+@pytest.mark.parametrize("crop", [-1, 8])
+def test_a_crop_beyond_the_image_is_refused(source: PackedImages, crop: int) -> None:
+    with pytest.raises(ValueError, match=f"below the size 8; got {crop}"):
+        source.train(8, seed=0, device="cpu", crop=crop)
+
+
+@pytest.mark.parametrize("start", [-1, 6])
+def test_a_batch_outside_of_the_epoch_is_refused(source: PackedImages, start: int) -> None:
+    with pytest.raises(ValueError, match="has the batches 0 to 4"):
+        source.train(8, seed=0, device="cpu").epoch(0, start)
+
+
+@pytest.mark.parametrize(("batch_size", "rank"), [(0, 0), (4, 2), (4, -1)])
+def test_impossible_shares_are_refused(batch_size: int, rank: int) -> None:
+    with pytest.raises(ValueError, match=f"batch size {batch_size} and process {rank} of 2"):
+        Shares(10, batch_size, rank, world=2)

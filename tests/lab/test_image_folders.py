@@ -1,0 +1,330 @@
+"""Images in folders: what batches hold, in which order, and an error for each harm."""
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_images
+import torch
+from torch import Tensor
+
+pytest.importorskip("torchvision")
+
+from geoparam_lab.data import image_folders  # noqa: E402
+from geoparam_lab.data.image_folders import MEAN, ImageFolders  # noqa: E402
+
+Epoch = list[tuple[Tensor, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_images.write_folders(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def source(folder: Path) -> ImageFolders:
+    return ImageFolders(folder, size=32, workers=0)
+
+
+@pytest.fixture
+def harmed(folder: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return shutil.copytree(folder, tmp_path / "images")
+
+
+def whole(epoch: Epoch) -> tuple[Tensor, Tensor]:
+    images, labels = zip(*epoch, strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def same(one: Epoch, other: Epoch) -> bool:
+    if len(one) != len(other):
+        return False
+    pairs = zip(one, other, strict=True)
+    return all(a.equal(b) for first, second in pairs for a, b in zip(first, second, strict=True))
+
+
+def train(source: ImageFolders, number: int = 0, start: int = 0, **options: Any) -> Epoch:
+    batches = source.train(8, **{"seed": 0, "device": "cpu", **options})
+    return list(batches.epoch(number, start))
+
+
+def write_flat(folder: Path, colour: tuple[int, int, int]) -> Path:
+    """One class of one image, in one colour, in both splits."""
+    image = np.full((60, 90, 3), colour, dtype=np.uint8)
+    for split in ("train", "val"):
+        tiny_images.write_jpeg(folder / split / "a" / "0.jpg", image)
+    return folder
+
+
+# --- what batches hold --------------------------------------------------------------------------
+
+
+def test_a_source_says_what_it_holds(source: ImageFolders) -> None:
+    assert (source.classes, source.size, source.mean) == (3, 32, (0.485, 0.456, 0.406))
+    assert source.fingerprint["train"] == 24 and source.fingerprint["val"] == 12
+
+
+def test_training_has_every_image_once(source: ImageFolders) -> None:
+    batches = source.train(8, seed=0, device="cpu")
+    assert (batches.steps, batches.examples) == (3, 24)
+    images, labels = whole(list(batches.epoch(0)))
+    assert images.shape == (24, 3, 32, 32) and labels.bincount().tolist() == [8, 8, 8]
+    assert labels.tolist() != sorted(labels.tolist())
+
+
+def test_validation_has_every_image_once_in_order(source: ImageFolders) -> None:
+    batches = source.val(5, device="cpu")
+    assert (batches.steps, batches.examples) == (3, 12)
+    _, labels = whole(list(batches.epoch(0)))
+    assert labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_what_is_held_out_is_not_trained_on(source: ImageFolders) -> None:
+    part = source.hold_out(0.25)
+    paths = [
+        {split.path(image) for image in range(len(split))} for split in (part._train, part._val)
+    ]
+    whole = {source._train.path(image) for image in range(len(source._train))}
+    assert paths[0] | paths[1] == whole and not paths[0] & paths[1]
+    assert part.fingerprint["val"] == len(paths[1]) == round(0.25 * len(whole))
+    assert sum(len(labels) for _, labels in part.val(5, device="cpu").epoch(0)) == len(paths[1])
+
+
+def test_validation_takes_the_middle(folder: Path, source: ImageFolders) -> None:
+    from PIL import Image
+
+    images, _ = next(source.val(12, device="cpu").epoch(0))
+    with Image.open(folder / "val" / "class0" / "0.JPEG") as picture:  # 60 wide, 40 high
+        resized = picture.resize((53 * 60 // 40, 53), Image.Resampling.BILINEAR)  # 368 * 32 / 224
+    left, top = round((resized.width - 32) / 2), round((53 - 32) / 2)
+    middle = np.asarray(resized.crop((left, top, left + 32, top + 32))).copy()
+    expected = torch.from_numpy(middle).permute(2, 0, 1) / 255 - torch.tensor(MEAN).view(3, 1, 1)
+    assert torch.allclose(images[0], expected, atol=1e-6)
+
+
+def test_batches_are_floats_with_channels_last(source: ImageFolders) -> None:
+    for images, labels in (train(source)[0], next(source.val(4, device="cpu").epoch(0))):
+        assert images.dtype == torch.float32 and labels.dtype == torch.int64
+        assert images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_training_scales_crops_and_flips(tmp_path: Path) -> None:
+    """A ramp's slope says how large the image was made, its sign whether it is flipped."""
+    ramp = np.broadcast_to(np.linspace(0, 255, 60)[None, :, None], (60, 60, 3)).astype(np.uint8)
+    for split in ("train", "val"):
+        for number in range(48 if split == "train" else 1):
+            tiny_images.write_jpeg(tmp_path / split / "a" / f"{number}.jpg", ramp)
+    images, _ = whole(train(ImageFolders(tmp_path, size=56, workers=0)))
+    rows = images[:, 0, 28, :]
+    slopes = (rows[:, 48] - rows[:, 8]) / 40
+    lengths = 1 / slopes.abs()
+    assert 62 < lengths.min() and lengths.max() < 123 and lengths.std() > 10  # U[64, 120]
+    assert 12 < (slopes < 0).sum() < 36
+    middles = (rows[:, 28] + MEAN[0]).sub(0.5).mul(lengths)
+    assert middles.std() > 3  # crops stand at various places
+
+
+def test_colour_noise_has_the_published_covariance() -> None:
+    shifts = torch.stack([image_folders._colour_noise() for _ in range(4000)]).double()
+    vectors = torch.tensor(image_folders._EIGENVECTORS, dtype=torch.float64)
+    assert torch.allclose(vectors.T @ vectors, torch.eye(3, dtype=torch.float64), atol=1e-3)
+    deviations = (shifts @ vectors).std(dim=0)
+    assert deviations.tolist() == pytest.approx([0.02175, 0.00188, 0.00045], rel=0.1)
+
+
+def test_training_shifts_the_colours_of_a_whole_image(tmp_path: Path) -> None:
+    source = ImageFolders(write_flat(tmp_path, (100, 150, 200)), size=32, workers=0)
+    plain, _ = next(source.val(1, device="cpu").epoch(0))
+    shifts = [
+        next(source.train(1, seed=0, device="cpu").epoch(number))[0] - plain for number in range(3)
+    ]
+    for shift in shifts:
+        assert torch.allclose(shift, shift[:, :, :1, :1].expand_as(shift), atol=1e-6)
+    assert len({round(shift[0, 0, 0, 0].item(), 6) for shift in shifts}) == 3
+
+
+@pytest.mark.parametrize("mode", ["L", "CMYK"])
+def test_other_modes_become_rgb(tmp_path: Path, mode: str) -> None:
+    image = np.full((40, 60, 3), 120, dtype=np.uint8)
+    for split in ("train", "val"):
+        tiny_images.write_jpeg(tmp_path / split / "a" / "0.jpg", image, mode)
+    source = ImageFolders(tmp_path, size=32, workers=0)
+    images, _ = next(source.val(1, device="cpu").epoch(0))
+    assert torch.allclose(images[0].mean(dim=(1, 2)), 120 / 255 - torch.tensor(MEAN), atol=0.01)
+
+
+def test_greys_of_sixteen_bits_become_bytes(tmp_path: Path) -> None:
+    from PIL import Image
+
+    image = np.full((40, 60), 120 * 257, dtype=np.uint16)
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        Image.fromarray(image).save(tmp_path / split / "a" / "0.png")
+    source = ImageFolders(tmp_path, size=32, workers=0)
+    images, _ = next(source.val(1, device="cpu").epoch(0))
+    assert torch.allclose(images[0].mean(dim=(1, 2)), 120 / 255 - torch.tensor(MEAN), atol=0.01)
+
+
+# --- order --------------------------------------------------------------------------------------
+
+
+def test_workers_change_nothing(folder: Path, source: ImageFolders) -> None:
+    batches = ImageFolders(folder, size=32, workers=2).train(8, seed=0, device="cpu")
+    next(batches.epoch(5))  # an epoch that is given up
+    assert same(list(batches.epoch(0)), train(source))
+    assert same(list(batches.epoch(1, 2)), train(source, 1)[2:])
+
+
+def test_order_depends_on_seed_and_epoch_alone(source: ImageFolders) -> None:
+    first = train(source)
+    torch.manual_seed(17)
+    assert same(first, train(source))
+    assert not same(first, train(source, 1)) and not same(first, train(source, seed=1))
+
+
+def test_loading_leaves_torchs_random_state_alone(source: ImageFolders) -> None:
+    before = torch.random.get_rng_state()
+    train(source)
+    assert torch.random.get_rng_state().equal(before)
+
+
+def test_an_epoch_is_entered_without_decoding_what_comes_before(
+    source: ImageFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(source, 1)
+    decoded: list[str] = []
+    decode = image_folders._decoded
+
+    def note(path: str) -> Any:
+        decoded.append(path)
+        return decode(path)
+
+    monkeypatch.setattr(image_folders, "_decoded", note)
+    assert same(train(source, 1, start=2), expected[2:])
+    assert len(decoded) == 8
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_together_see_the_batches_of_one(source: ImageFolders, world: int) -> None:
+    shares = [train(source, rank=rank, world=world) for rank in range(world)]
+    assert same(train(source), [whole(list(parts)) for parts in zip(*shares, strict=True)])
+
+
+def test_validation_shares_may_be_empty(source: ImageFolders) -> None:
+    shares = [list(source.val(5, device="cpu", rank=r, world=4).epoch(0)) for r in range(4)]
+    assert min(len(labels) for share in shares for _, labels in share) == 0
+    assert all(images.shape[1:] == (3, 32, 32) for share in shares for images, _ in share)
+    one = list(source.val(5, device="cpu").epoch(0))
+    assert same(one, [whole(list(parts)) for parts in zip(*shares, strict=True)])
+
+
+def test_the_fingerprint_knows_names_and_sizes(harmed: Path, source: ImageFolders) -> None:
+    def fingerprint() -> dict[str, Any]:
+        return ImageFolders(harmed, size=32, workers=0).fingerprint
+
+    assert fingerprint() == source.fingerprint
+    path = harmed / "train" / "class1" / "3.JPEG"
+    path.write_bytes(path.read_bytes() + b"\0")
+    longer = fingerprint()
+    path.rename(path.with_name("33.JPEG"))
+    assert len({str(f) for f in (source.fingerprint, longer, fingerprint())}) == 3
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+def remove_images(folder: Path) -> None:
+    for path in (folder / "train" / "class1").iterdir():
+        path.rename(path.with_suffix(".txt"))
+
+
+def remove_class(folder: Path) -> None:
+    shutil.rmtree(folder / "val" / "class1")
+
+
+def add_class(folder: Path) -> None:
+    shutil.copytree(folder / "val" / "class1", folder / "val" / "class3")
+
+
+def remove_split(folder: Path) -> None:
+    shutil.rmtree(folder / "val")
+
+
+def flatten(folder: Path) -> None:
+    (folder / "val" / "class0" / "0.JPEG").rename(folder / "val" / "0.JPEG")
+    for number in range(3):
+        shutil.rmtree(folder / "val" / f"class{number}")
+
+
+def empty_file(folder: Path) -> None:
+    (folder / "train" / "class1" / "3.JPEG").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (remove_images, r"train.class1 has no images \(.jpeg, "),
+        (remove_class, "train has 1 classes that .*val has not, the first of them class1"),
+        (add_class, "val has 1 classes that .*train has not, the first of them class3"),
+        (remove_split, "val is not there"),
+        (flatten, "val has no folders: there is one for each class"),
+        (empty_file, "train.class1.3.JPEG is empty"),
+    ],
+)
+def test_harm_that_a_listing_shows_is_found_first(
+    harmed: Path, harm: Callable[[Path], None], message: str
+) -> None:
+    harm(harmed)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        ImageFolders(harmed, size=32, workers=0)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:400])
+
+
+def replace_by_text(path: Path) -> None:
+    path.write_text("404: not found")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("harm", [cut, replace_by_text])
+def test_an_unreadable_image_is_named_when_its_turn_comes(
+    harmed: Path, harm: Callable[[Path], None], workers: int
+) -> None:
+    harm(harmed / "train" / "class1" / "3.JPEG")
+    source = ImageFolders(harmed, size=32, workers=workers)
+    with pytest.raises(ValueError, match=r"class1.3\.JPEG cannot be decoded .* Get it anew"):
+        train(source)
+
+
+def test_checking_names_every_unreadable_image_first(harmed: Path) -> None:
+    cut(harmed / "train" / "class1" / "3.JPEG")
+    replace_by_text(harmed / "val" / "class2" / "1.JPEG")
+    with pytest.raises(ValueError, match=r"class1.3\.JPEG cannot(.|\n)*class2.1\.JPEG cannot"):
+        ImageFolders(harmed, size=32, workers=0, check=True)
+
+
+def test_checking_finds_nothing_in_a_good_folder(folder: Path) -> None:
+    assert ImageFolders(folder, size=32, workers=0, check=True).classes == 3
+
+
+def test_a_crop_is_refused(source: ImageFolders) -> None:
+    with pytest.raises(ValueError, match="always cropped at random.*got 4"):
+        source.train(8, seed=0, device="cpu", crop=4)
+
+
+def test_a_tiny_size_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="at least 8; got 4"):
+        ImageFolders(folder, size=4)
+
+
+def test_a_missing_torchvision_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision.transforms", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'geoparam\[vision\]'"):
+        ImageFolders(folder)

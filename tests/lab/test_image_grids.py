@@ -1,0 +1,166 @@
+"""Methods with options of their own: which runs there are, and which setting is chosen."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_images
+from image_runs import forget_accelerate, without_times  # noqa: F401
+
+from geoparam_lab.experiments import image_figures, images
+from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.tables import tables
+from geoparam_lab.tables.image_tables import choose
+from geoparam_lab.training.images.grids import points, tasks
+
+pytest.importorskip("accelerate")
+
+STORED = Path(__file__).parents[2] / "results" / "runs" / "tinyimagenet32"
+CONFIG = {"network": "vgg6", "batch_sizes": [8], "lrs": None, "seeds": 1}
+
+
+def runs(*methods: str, **changes: Any) -> list[Any]:
+    return tasks({**CONFIG, "methods": list(methods), **changes})
+
+
+# --- grids --------------------------------------------------------------------------------------
+
+
+def test_a_method_has_the_product_of_its_options() -> None:
+    found = points("bn:decay=0,1e-3:lr=0.1,0.2,0.4:optimizer=muon:rest=sgd,adamw")
+    settings = [tuple(settings.values()) for _, _, settings in found]
+    assert len(set(settings)) == 12
+    assert {(label, tuned) for label, tuned, _ in found} == {
+        (f"bn:optimizer=muon:rest={rest}", f"decay={decay}")
+        for rest in ("sgd", "adamw")
+        for decay in ("0", "0.001")
+    }
+
+
+def test_rates_are_the_methods_own_the_sweeps_or_the_papers() -> None:
+    methods = ("gmp", "bn:lr=0.4,0.8", "bn:decay=0.1")
+    assert [task.settings.lr for task in runs(*methods)] == [0.1, 0.4, 0.8, 0.01]
+    found = runs(*methods, lrs=[0.3, 0.5])
+    assert [task.settings.lr for task in found] == [0.3, 0.5, 0.4, 0.8, 0.3, 0.5]
+
+
+def test_names_tell_all_options_apart_and_plain_ones_are_as_ever() -> None:
+    options = "optimizer=geometric:base=adamw,muon:turn=1,2:coordinates=intrinsic:momentum=0.8,0.9"
+    names = [task.name for task in runs("bn:lr=0.1", f"bn:lr=0.1:{options}")]
+    assert len(set(names)) == 9 and names[0] == "vgg6-bn-batch8-lr0.1-seed0"
+    assert names[1] == (
+        "vgg6-bn-optimizer=geometric-base=adamw-coordinates=intrinsic-turn=1-momentum=0.8"
+        "-batch8-lr0.1-seed0"
+    )
+
+
+def test_the_same_run_in_two_grids_is_one() -> None:
+    found = runs("bn:lr=0.1,0.2:decay=5e-4", "bn:decay=0.0005:lr=0.2,0.4")
+    assert [task.settings.lr for task in found] == [0.1, 0.2, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bn:speed=3", "a method's options are optimizer, .*got 'speed=3'"),
+        ("bn:lr=fast", "got 'lr=fast'"),
+        ("bn:lr=0.1,", "got 'lr=0.1,'"),
+        ("bn:decay", "got 'decay'"),
+        ("bn:optimizer=", "optimizer is one of sgd"),
+        ("bn:optimizer=lion", "optimizer is one of sgd"),
+        ("bn:lr=-1", "lr is above 0"),
+    ],
+)
+def test_mistaken_options_are_named(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        runs(text)
+
+
+# --- choosing -----------------------------------------------------------------------------------
+
+
+def test_more_seeds_of_the_best_setting_do_not_change_the_choice() -> None:
+    def some(lr: float, tuned: str, *values: float) -> list[Record]:
+        one = {"method": "bn", "batch_size": 8, "lr": lr, "tuned": tuned}
+        return [one | {"seed": seed, "select_top1": v} for seed, v in enumerate(values)]
+
+    tried = some(0.1, "", 40) + some(0.1, "decay=0.1", 43, 30, 31) + some(0.2, "", 42)
+    chosen = choose(tried, "select_top1")
+    assert [(r["tuned"], r["seed"], r["tries"]) for r in chosen] == [
+        ("decay=0.1", seed, 3) for seed in range(3)
+    ]
+
+
+def test_runs_stored_before_there_were_options_are_shown_as_ever() -> None:
+    said = tables.export([Run.open(STORED)], baseline="bn")
+    assert "| GmP+IMN, rate 0.3 | 44.48 " in said and "settings tried" not in said
+
+
+# --- a sweep ------------------------------------------------------------------------------------
+
+METHODS = ["bn:lr=0.02,0.1:decay=5e-4", "bn:optimizer=muon:lr=0.02", "sp:lr=0.05"]
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures take most of the time of a short run."""
+    monkeypatch.setattr(image_figures, "draw", lambda *_: None)
+
+
+def sweep(folder: Path, out: str, **options: Any) -> Run:
+    data = folder / "data"
+    if not data.exists():
+        tiny_images.write_npz(data, classes=8, train=64, val=32)
+    usual = {"methods": METHODS, "batch_sizes": [16], "seeds": 2, "epochs": 2, "select": 0.25}
+    usual |= {"precision": "fp32", "widths": (4, 4), "schedule": "linear", "time_to": (0.0,)}
+    done = images.run(folder / out, data=data, **{**usual, **options})
+    assert done is not None
+    return done
+
+
+def test_the_table_has_a_row_for_each_method_at_its_chosen_setting(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "run")
+    records = done.records()
+    assert len(records) == 8 and len({record["name"] for record in records}) == 8
+    [top1, top5] = tables.tables(done, "bn")
+    rows = {row.label: dict(zip(top1.columns, row.cells, strict=True)) for row in top1.rows}
+    assert list(rows) == ["SP", "BN", "BN, optimizer muon"]
+    chosen = [r for r in choose(records, "select_top1") if r["method"] == "bn"]
+    assert rows["BN"]["rate"].text == f"{chosen[0]['lr']:g}, decay 0.0005"
+    assert rows["BN"]["settings tried"].text == "2"
+    kept_back = sum(record["select_top1"] for record in chosen) / 2
+    assert rows["BN"]["top-1 on images kept back (%)"].text == f"{kept_back:.2f}"
+    assert rows["BN"]["Epochs to 0 % top-1"].text == "1.0"
+    caption = (done.folder / "figures" / "figure4.txt").read_text()
+    assert "highest top-1 on the images kept back" in caption
+    assert f"BN {chosen[0]['lr']:g}, decay 0.0005" in caption
+
+
+def test_several_batch_sizes_have_tables_of_times(tmp_path: Path, undrawn: None) -> None:
+    done = sweep(tmp_path, "run", batch_sizes=[8, 16], seeds=1, epochs=1, methods=["sp:lr=0.1"])
+    titles = [table.title for table in tables.tables(done)]
+    assert "Epochs to 0 % top-1 by batch size" in titles
+
+
+def test_a_sweep_goes_on_to_the_same_records_and_may_get_more_methods(
+    tmp_path: Path, undrawn: None
+) -> None:
+    whole = sweep(tmp_path, "whole")
+    shutil.copytree(whole.folder, tmp_path / "cut")
+    lines = (whole.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "cut" / "metrics.jsonl").write_text("".join(lines[:3]))
+    more = [*METHODS, "bn:optimizer=adamw:lr=0.01"]
+    resumed = sweep(tmp_path, "cut", resume=True, methods=more)
+    found = {record["name"]: without_times(record) for record in resumed.records()}
+    for record in whole.records():
+        assert found.pop(record["name"]) == without_times(record)
+    assert sorted(found) == [
+        f"vgg6-bn-optimizer=adamw-batch16-lr0.01-seed{seed}" for seed in (0, 1)
+    ]
+
+
+def test_a_resumed_sweep_keeps_what_is_kept_back(tmp_path: Path, undrawn: None) -> None:
+    sweep(tmp_path, "run", seeds=1, epochs=1, methods=["sp:lr=0.1"])
+    with pytest.raises(ValueError, match="select=0.25, now 0.5"):
+        sweep(tmp_path, "run", seeds=1, epochs=1, methods=["sp:lr=0.1"], select=0.5, resume=True)

@@ -1,0 +1,452 @@
+"""Training on images: every method, its results, what ends a run, and who looks on."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_runs import (
+    BATCH,
+    die,
+    forget_accelerate,  # noqa: F401
+    settings,
+    source,
+    weights,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import geoparam as gp
+from geoparam_lab import methods, networks
+from geoparam_lab.training.images import callbacks, loop, preparation, run_checkpoints, schedules
+from geoparam_lab.training.images.loop import Training
+from geoparam_lab.training.images.settings import Outcome, Settings
+from geoparam_lab.training.images.train import train
+
+pytest.importorskip("accelerate")
+
+
+# --- steps --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", methods.METHODS)
+def test_every_method_trains_a_step(method: str, tmp_path: Path) -> None:
+    chosen, images = settings(method, epochs=1, lr=0.05), source(BATCH)
+    outcome = train(chosen, images, tmp_path)
+    assert outcome.record["outcome"] == "finished"
+    untrained = networks.build(
+        "vgg6", method, images.classes, size=8, seed=chosen.seed, **chosen.network_options
+    )
+    found = weights(tmp_path)
+    for name, parameter in untrained.named_parameters():
+        assert found[name].isfinite().all() and not torch.equal(found[name], parameter), name
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"method": "gmp+imn", "optimizer": "adamw", "lr": 0.01},
+        {"optimizer": "muon", "weight_decay": 0.1},
+        {"optimizer": "muon", "rest": "sgd"},
+        {"optimizer": "airbench"},
+        {"optimizer": "rotational", "weight_decay": 0.01, "nesterov": True},
+        {"optimizer": "angularmuown", "rest_lr": 0.01},
+        {"optimizer": "geometric"},
+        {"optimizer": "geometric", "base": "adamw", "lr": 0.01},
+        {"optimizer": "geometric", "base": "muon", "turn": 2.4, "lr": 0.01},
+        {"optimizer": "geometric", "coordinates": "angles"},
+    ],
+    ids=lambda chosen: "-".join(map(str, chosen.values())),
+)
+def test_every_optimizer_learns(chosen: dict[str, Any], tmp_path: Path) -> None:
+    options = {"method": "bn", "lr": 0.05, "epochs": 6, "schedule": "linear"}
+    losses = train(settings(**{**options, **chosen}), source(), tmp_path).curves["train_loss"]
+    assert losses[-1] < 0.95 * losses[0]
+
+
+def test_the_geometric_optimizer_gets_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(model: torch.nn.Module, base: Any, **options: Any) -> torch.optim.Optimizer:
+        given.update(options, base=base)
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(gp, "GeometricOptimizer", fake)
+    model = networks.build("vgg6", "bn", 2, size=8, widths=(4, 4))
+    chosen = {"optimizer": "geometric", "weight_decay": 0.05}
+    preparation.make_optimizer(settings("bn", **chosen, nesterov=True), model)
+    assert given == {
+        "base": torch.optim.SGD,
+        "lr": 0.1,
+        "weight_decay": 0.05,
+        "momentum": 0.9,
+        "nesterov": True,
+        "coordinates": "intrinsic",
+        "turn": None,
+        "rest": None,
+    }
+    chosen |= {"base": "adamw", "turn": 2.4, "coordinates": "angles", "rest": "sgd"}
+    preparation.make_optimizer(settings("bn", **chosen, rest_lr=0.01, momentum=0.8), model)
+    assert given["base"] is torch.optim.AdamW and given["betas"] == (0.8, 0.999)
+    assert (given["turn"], given["coordinates"], given["lr"]) == (2.4, "angles", 0.01)
+    assert given["rest"].func is torch.optim.SGD and given["rest"].keywords["momentum"] == 0.9
+
+
+@pytest.mark.parametrize("method", ["wn", "gmp+bn", "intrinsic+imn"])
+def test_rivals_are_for_plain_weights(method: str) -> None:
+    model = networks.build("vgg6", method, 2, size=8, widths=(4, 4))
+    with pytest.raises(ValueError, match="is for plain weights"):
+        preparation.make_optimizer(settings(method, optimizer="muon"), model)
+
+
+@pytest.mark.parametrize("skip", ["centred", "plain"])
+def test_a_residual_network_trains(skip: str, tmp_path: Path) -> None:
+    chosen = Settings(
+        "resnet18", "gmp+imn", 0.05, BATCH, 0, epochs=1, precision="fp32", skip=skip, widths=(4,)
+    )
+    record = train(chosen, source(BATCH), tmp_path).record
+    assert record["outcome"] == "finished" and np.isfinite(record["val_loss"])
+
+
+def test_learns(tmp_path: Path) -> None:
+    outcome = train(settings("bn", lr=0.1, epochs=12), source(), tmp_path)
+    losses = outcome.curves["train_loss"]
+    assert losses[-1] < 0.7 * losses[0] and outcome.record["train_loss"] == losses[-1]
+
+
+def test_one_step_is_that_of_plain_torch(tmp_path: Path) -> None:
+    chosen, images = settings("gmp", epochs=1, weight_decay=0.1, label_smoothing=0.1), source()
+    train(chosen, images, tmp_path)
+    model = networks.build("vgg6", "gmp", images.classes, size=8, seed=3, widths=chosen.widths)
+    decayed = [p for p in model.output.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if not any(p is q for q in decayed)]
+    optimizer = torch.optim.SGD(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=0.1, momentum=0.9
+    )
+    for x, y in images.train(BATCH, seed=3, device="cpu").epoch(0):
+        loss = torch.nn.functional.cross_entropy(model(x), y, label_smoothing=0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(weights(tmp_path)[name], value, msg=name)
+
+
+@pytest.mark.parametrize("method", ["sp", "wn", "gmp", "natural", "intrinsic"])
+def test_accumulated_gradients_are_those_of_the_whole_batch(method: str, tmp_path: Path) -> None:
+    for parts in (1, 4):
+        train(settings(method, accumulate=parts), source(), tmp_path / str(parts))
+    whole, accumulated = weights(tmp_path / "1"), weights(tmp_path / "4")
+    for name, value in whole.items():
+        torch.testing.assert_close(accumulated[name], value, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("method", ["bn", "gmp+imn", "intrinsic+imn"])
+def test_a_step_does_not_wait_for_the_device(method: str) -> None:
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            Reads.count += function is torch.ops.aten._local_scalar_dense.default
+            return function(*args, **(kwargs or {}))
+
+    training = Training(settings(method, ema=0.5), source(), preparation.make_accelerator("fp32"))
+    batches = list(training.batches.epoch(0))
+    with Reads():
+        for batch in batches:
+            training.train_on(*batch)
+        assert Reads.count == 0
+        training.sums.totals[0].item()
+        assert Reads.count == 1  # it would have been noticed
+
+
+# --- results ------------------------------------------------------------------------------------
+
+
+def test_results_are_those_of_the_weights(tmp_path: Path) -> None:
+    chosen, images = settings("gmp+imn", epochs=2), source()
+    outcome = train(chosen, images, tmp_path)
+    model = networks.build("vgg6", "gmp+imn", images.classes, size=8, widths=chosen.widths)
+    model.load_state_dict(weights(tmp_path))
+    [(x, y)] = images.val(100, device="cpu").epoch(0)
+    with torch.no_grad():
+        logits = model.eval()(x)
+    order = logits.argsort(1, descending=True)
+    found = [100 * (order[:, :top] == y[:, None]).any(1).double().mean().item() for top in (1, 5)]
+    record = outcome.record
+    assert [record["top1"], record["top5"]] == pytest.approx(found)
+    loss = torch.nn.functional.cross_entropy(logits, y).item()
+    assert record["val_loss"] == pytest.approx(loss, rel=1e-5)
+    assert record["best_epoch"] == 1 and record["epochs"] == 2 and record["images_per_second"] > 0
+    assert {len(curve) for curve in outcome.curves.values()} == {2}
+
+
+def test_the_rate_follows_the_schedule(tmp_path: Path) -> None:
+    outcome = train(settings("sp", epochs=9, lr=0.02), source(BATCH), tmp_path)
+    np.testing.assert_allclose(
+        outcome.curves["lr"], 0.02 * np.array([1, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.001])
+    )
+
+
+def test_the_rate_rises_and_falls_in_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = settings("bn", schedule="linear", warmup=1 / 3, optimizer="airbench", rest_lr=0.02)
+    step, seen = Training.train_on, []
+
+    def noting(self: Training, *batch: torch.Tensor) -> None:
+        seen.append([group["lr"] for group in self.optimizer.param_groups])
+        step(self, *batch)
+
+    monkeypatch.setattr(Training, "train_on", noting)
+    curve = train(chosen, source(), tmp_path).curves["lr"]
+    factors = np.array([1, 2, 3, 3, 2.5, 2, 1.5, 1, 0.5]) / 3
+    rows, *rest = np.array(seen).T
+    np.testing.assert_allclose(rows, 0.1 * factors)
+    assert len(rest) == 2  # what decays and what does not
+    np.testing.assert_allclose(rest, [0.02 * factors] * 2)
+    np.testing.assert_allclose(curve, rows[2::3])
+
+
+def test_what_is_kept_back_is_never_trained_on_and_validation_is_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, chosen = source(), settings("bn", select=0.25, time_to=(0.0, 99.9))
+    evaluate, seen = Training.evaluate, []
+
+    def noting(self: Training, batches: Any) -> Any:
+        seen.append(batches.examples)
+        return evaluate(self, batches)
+
+    monkeypatch.setattr(Training, "evaluate", noting)
+    record = train(chosen, images, tmp_path).record
+    assert seen == [12, 12, 12, 22]
+    part = images.hold_out(0.25)
+    trained, held = (
+        {tuple(image.flatten().tolist()) for image in split.images}
+        for split in (part._train, part._val)
+    )
+    assert len(trained) == 36 and len(held) == 12 and not trained & held
+    model = networks.build("vgg6", "bn", images.classes, size=8, widths=chosen.widths)
+    model.load_state_dict(weights(tmp_path))
+    for name, split in {"top1": images, "select_top1": part}.items():
+        [(x, y)] = split.val(100, device="cpu").epoch(0)
+        right = (model.eval()(x).argmax(1) == y).double().mean().item()
+        assert record[name] == pytest.approx(100 * right), name
+    assert record["epochs_to_0"] == 1 and 0 < record["seconds_to_0"]
+    assert "epochs_to_99.9" not in record
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.5])
+def test_running_statistics_are_recomputed_before_the_last_evaluation(
+    ema: float, tmp_path: Path
+) -> None:
+    images = source()
+    for name, count in {"without": 0, "with": 4}.items():
+        train(settings("bn", recalibrate=count, ema=ema, epochs=2), images, tmp_path / name)
+    before, after = weights(tmp_path / "without"), weights(tmp_path / "with")
+    model = networks.build("vgg6", "bn", images.classes, size=8, widths=settings().widths)
+    model.load_state_dict(before)
+    batches = images.train(BATCH, seed=3, device="cpu")
+    gp.recalibrate_(model, [x for n in (2, 3) for x, _ in batches.epoch(n)][:4])
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(after[name], value, msg=name)
+    assert train(settings("sp", recalibrate=4, epochs=1), images, tmp_path / "sp").record["top1"]
+
+
+def test_the_released_code_reports_its_best_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedules, "STOP_PATIENCE", 3)
+    outcome = train(settings("gmp+imn", epochs=40, schedule="plateau-top5"), source(), tmp_path)
+    top5 = outcome.curves["val_top5"]
+    record = outcome.record
+    assert record["outcome"] == "stopped early"
+    assert record["best_epoch"] == np.argmax(top5) == len(top5) - 4
+    assert record["top5"] == top5.max() and record["epochs"] == len(top5)
+    state = run_checkpoints.Store(tmp_path).newest()
+    assert state is not None
+    found = weights(tmp_path)
+    assert all(torch.equal(found[name], value) for name, value in state["best_weights"].items())
+    assert any(not torch.equal(found[name], value) for name, value in state["model"].items())
+
+
+def test_the_average_is_what_is_evaluated(tmp_path: Path) -> None:
+    images = source()
+    train(settings("intrinsic+imn", epochs=1, ema=0.9), images, tmp_path)
+    training = Training(settings("intrinsic+imn"), images, preparation.make_accelerator("fp32"))
+    expected = {name: value.clone() for name, value in training.model.state_dict().items()}
+    for batch in training.batches.epoch(0):
+        training.train_on(*batch)
+        for name, value in training.model.state_dict().items():
+            if value.is_floating_point():
+                expected[name] += 0.1 * (value - expected[name])
+    for name, value in weights(tmp_path).items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value, expected[name], msg=name)
+
+
+def test_processes_evaluate_the_main_ones_average_of_running_means(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Each process averages running means of its own where norms are not synchronised. What a
+    # checkpoint has are the main one's: a resumed run would else evaluate something else.
+    training = Training(settings("bn", ema=0.5), source(), preparation.make_accelerator("fp32"))
+    for batch in training.batches.epoch(0):
+        training.train_on(*batch)
+    with training._evaluated():
+        expected = [buffer.clone() for buffer in training.model.buffers()]
+    live, sent = [buffer.clone() for buffer in training.model.buffers()], []
+    monkeypatch.setattr(type(training.accelerator), "num_processes", 2)
+    monkeypatch.setattr(
+        "accelerate.utils.broadcast", lambda tensors: sent.extend(t.clone() for t in tensors)
+    )
+    training.evaluate(training.watched)
+    assert len(sent) == len(expected) and all(map(torch.equal, sent, expected))
+    assert all(map(torch.equal, training.model.buffers(), live))
+
+
+def test_a_finished_run_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = train(settings(), source(), tmp_path)
+    monkeypatch.setattr(Training, "train_on", die)
+    again = train(settings(), source(), tmp_path)
+    assert again.record == first.record
+
+
+# --- divergence ---------------------------------------------------------------------------------
+
+
+def assert_diverged(outcome: Outcome, epochs: int) -> None:
+    record = outcome.record
+    assert record["outcome"] == "diverged" and record["epochs"] == epochs
+    assert record["best_epoch"] == -1
+    assert all(np.isnan(record[name]) for name in ("top1", "top5", "train_top1", "val_loss"))
+    assert {len(curve) for curve in outcome.curves.values()} == {epochs}
+
+
+@pytest.mark.parametrize("method", ["sp", "wn+mbn", "gmp", "intrinsic+imn"])
+def test_a_huge_rate_ends_as_diverged(method: str, tmp_path: Path) -> None:
+    chosen = settings(method, lr=1e30)
+    assert_diverged(train(chosen, source(), tmp_path), 0)
+    assert_diverged(train(chosen, source(), tmp_path), 0)  # known from its checkpoint
+    assert not (tmp_path / run_checkpoints.WEIGHTS).exists()
+
+
+def test_divergence_is_noticed_within_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "LOOK_EVERY", 4)
+    seen: list[int] = []
+    step = Training.train_on
+
+    def counted(self: Training, *batch: torch.Tensor) -> None:
+        seen.append(self.step)
+        step(self, *batch)
+
+    monkeypatch.setattr(Training, "train_on", counted)
+    assert_diverged(train(settings("sp", lr=1e30), source(10 * BATCH), tmp_path), 0)
+    assert seen == [0, 1, 2, 3]
+
+
+def test_a_loss_far_above_guessing_is_divergence_after_the_first_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "HOPELESS", 0.01)
+    assert_diverged(train(settings("sp"), source(), tmp_path), 1)
+
+
+def test_a_validation_loss_that_is_not_finite_is_divergence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = Training.evaluate
+
+    def broken(self: Training, batches: Any) -> Any:
+        self.model.output.bias.data.fill_(float("nan"))
+        return evaluate(self, batches)
+
+    monkeypatch.setattr(Training, "evaluate", broken)
+    assert_diverged(train(settings("sp"), source(), tmp_path), 0)
+
+
+def test_ticks_tell_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callbacks, "INTERVAL", 0.0)
+    told: list[tuple[int, int, float]] = []
+    train(settings(epochs=2), source(), tmp_path, tick=lambda *now: told.append(now))
+    assert [(epoch, step) for epoch, step, _ in told] == [
+        (epoch, step) for epoch in (0, 1) for step in (1, 2, 3)
+    ]
+    assert all(speed > 0 for _, _, speed in told)
+
+
+# --- surroundings and mistakes ------------------------------------------------------------------
+
+
+def test_leaves_random_numbers_and_switches_as_they_were(tmp_path: Path) -> None:
+    random = torch.get_rng_state()
+    train(settings(epochs=1, deterministic=True), source(), tmp_path)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.benchmark
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"method": "magic"}, "a method is one of"),
+        ({"schedule": "sine"}, "schedule is one of steps"),
+        ({"precision": "fp16"}, "precision is one of"),
+        ({"skip": "none"}, "skip is one of"),
+        ({"init": "ones"}, "init is"),
+        ({"epochs": 0}, "epochs is at least 1"),
+        ({"momentum": 1.0}, "momentum is from 0 to below 1"),
+        ({"lr": 0.0}, "lr is above 0"),
+        ({"lr": float("inf")}, "lr is above 0 and finite"),
+        ({"widths": (4, 0)}, "widths are numbers of channels from 1 on"),
+        ({"accumulate": 3}, "equal parts"),
+        ({"optimizer": "lion"}, "optimizer is one of sgd, adamw, muon"),
+        ({"optimizer": "geometric", "base": "lion"}, "base is one of sgd, adamw, muon"),
+        ({"optimizer": "muon", "rest": "muon"}, "rest is one of sgd, adamw"),
+        ({"turn": 2.4}, "turn is not for optimizer 'sgd'"),
+        ({"optimizer": "muon", "base": "sgd"}, "base is not for optimizer 'muon'"),
+        ({"optimizer": "rotational"}, "weight_decay is above 0"),
+        ({"warmup": 1.0}, "warmup is from 0 to below 1"),
+        ({"select": -0.1}, "select is from 0 to below 1"),
+        ({"select": 0.1, "schedule": "plateau-top5"}, "Choose another schedule"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_mistaken_settings_say_so(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        settings(**changes)
+
+
+def test_another_precision_than_accelerates_is_refused(tmp_path: Path) -> None:
+    accelerator = preparation.make_accelerator("fp32")
+    with pytest.raises(ValueError, match="precision 'bf16' needs"):
+        train(settings(precision="bf16"), source(), tmp_path, accelerator=accelerator)
+
+
+def test_one_accelerator_serves_many_runs(tmp_path: Path) -> None:
+    accelerator = preparation.make_accelerator("fp32")
+    for method in ("sp", "bn"):
+        train(settings(method, epochs=1), source(), tmp_path / method, accelerator=accelerator)
+    assert accelerator._models == []
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 1e-2)])
+def test_compiled_training_is_close(precision: str, tolerance: float, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for compiled in (False, True):
+        chosen = settings("gmp+imn", epochs=1, compile=compiled, precision=precision)
+        train(chosen, source(), tmp_path / str(compiled))
+    assert (
+        torch._dynamo.utils.counters["frames"]["ok"]
+        and not torch._dynamo.utils.counters["graph_break"]
+    )
+    eager, made = weights(tmp_path / "False"), weights(tmp_path / "True")
+    assert list(eager) == list(made)
+    for name, value in eager.items():
+        torch.testing.assert_close(made[name], value, atol=tolerance, rtol=1e-3, msg=name)

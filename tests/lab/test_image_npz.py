@@ -1,0 +1,192 @@
+"""Reading small images: what a folder holds, and an error for whatever is wrong with a file."""
+
+import io
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_images
+
+from geoparam_lab.data.downsampled import PackedImages
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny_images.write_npz(tmp_path / "npz", train=24, val=8, size=8, files=3)
+
+
+def rewrite(path: Path, **arrays: Any) -> None:
+    """Write a file again with some of its arrays replaced, or left out where None."""
+    with np.load(path) as content:
+        kept = {**content, **arrays}
+    np.savez(path, **{name: array for name, array in kept.items() if array is not None})
+
+
+def array(path: Path, name: str) -> np.ndarray:
+    with np.load(path) as content:
+        return content[name]
+
+
+def test_a_folder_says_what_it_holds(folder: Path) -> None:
+    source = PackedImages.load(folder, size=8)
+    found = {name: source.fingerprint[name] for name in ("classes", "train", "val", "size")}
+    assert found == {"classes": 4, "train": 24, "val": 8, "size": 8}
+    assert (source.classes, source.size) == (4, 8)
+
+
+def test_ten_files_are_read_by_number(tmp_path: Path) -> None:
+    folder = tiny_images.write_npz(tmp_path, train=24, val=8, size=8, files=10)
+    labels = [array(tiny_images.train_file(folder, n), "labels") for n in range(1, 11)]
+    source = PackedImages.load(folder, size=8)
+    assert (source._train.labels.numpy() + 1).tolist() == np.concatenate(labels).tolist()
+
+
+def test_a_class_may_be_missing_where_both_splits_end_alike(folder: Path) -> None:
+    for number in (1, 2, 3):
+        path = tiny_images.train_file(folder, number)
+        labels = array(path, "labels")
+        rewrite(path, labels=np.where(labels == 2, 3, labels))
+    rewrite(folder / tiny_images.VAL, labels=np.array([1, 3, 4, 4, 1, 3, 4, 4]))
+    assert PackedImages.load(folder, size=8).classes == 4
+
+
+@pytest.mark.parametrize("name", ["data", "labels"])
+@pytest.mark.parametrize("file", ["train_data_batch_2.npz", "val_data.npz"])
+def test_the_fingerprint_knows_every_number(folder: Path, file: str, name: str) -> None:
+    before = PackedImages.load(folder, size=8).fingerprint
+    assert PackedImages.load(folder, size=8).fingerprint == before
+    changed = array(folder / file, name).copy()
+    changed.flat[1] = changed.flat[1] % 4 + 1 if name == "labels" else changed.flat[1] ^ 1
+    rewrite(folder / file, **{name: changed})
+    assert PackedImages.load(folder, size=8).fingerprint != before
+
+
+# --- files that cannot be used ------------------------------------------------------------------
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def spoil(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[600] ^= 255  # within the first array, whose checksum zip keeps
+    path.write_bytes(content)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def halve(path: Path) -> None:
+    rewrite(path, data=array(path, "data")[::2])
+
+
+def narrow(path: Path) -> None:
+    rewrite(path, data=array(path, "data")[:, :100])
+
+
+def as_floats(path: Path) -> None:
+    rewrite(path, data=array(path, "data") / 255)
+
+
+def unpack(path: Path) -> None:
+    rewrite(path, data=array(path, "data").reshape(-1, 3, 8, 8))
+
+
+def from_zero(path: Path) -> None:
+    rewrite(path, labels=array(path, "labels") - 1)
+
+
+def fractional(path: Path) -> None:
+    rewrite(path, labels=array(path, "labels") / 2)
+
+
+def without_images(path: Path) -> None:
+    rewrite(path, data=None)
+
+
+def without_labels(path: Path) -> None:
+    rewrite(path, labels=None)
+
+
+@pytest.mark.parametrize("file", ["train_data_batch_2.npz", "val_data.npz"])
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (cut, "truncated or damaged"),
+        (spoil, "truncated or damaged"),
+        (empty, "truncated or damaged"),
+        (halve, "images and 8 labels"),
+        (narrow, "100 bytes for each image where one of 8x8 has 192"),
+        (as_floats, "of shape .* and type float64: they are rows of bytes"),
+        (unpack, "they are rows of bytes"),
+        (from_zero, "has the label 0: labels count from 1"),
+        (fractional, "one whole number for each image"),
+        (without_images, "has no array .*data"),
+        (without_labels, "has no array .*labels"),
+    ],
+)
+def test_an_error_names_the_file_and_the_harm(
+    folder: Path, file: str, harm: Callable[[Path], None], message: str
+) -> None:
+    harm(folder / file)
+    with pytest.raises(ValueError, match=message) as error:
+        PackedImages.load(folder, size=8)
+    assert str(folder / file) in str(error.value)
+
+
+def test_another_size_is_recognised(folder: Path) -> None:
+    with pytest.raises(ValueError, match="192 bytes .* of 32x32 has 3072. .* say size=8"):
+        PackedImages.load(folder, size=32)
+
+
+@pytest.mark.parametrize(
+    "file", ["train_data_batch_1.npz", "train_data_batch_2.npz", "val_data.npz"]
+)
+def test_a_missing_file_is_named(folder: Path, file: str) -> None:
+    (folder / file).unlink()
+    with pytest.raises(FileNotFoundError, match=f"{file} is missing"):
+        PackedImages.load(folder, size=8)
+
+
+def test_a_number_beyond_all_others_is_a_gap(folder: Path) -> None:
+    (folder / f"train_data_batch_{10**20}.npz").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match="train_data_batch_4.npz is missing"):
+        PackedImages.load(folder, size=8)
+
+
+def test_a_header_that_claims_terabytes_is_named(folder: Path) -> None:
+    file = io.BytesIO()
+    header = {"descr": "|u1", "fortran_order": False, "shape": (2**43,)}
+    np.lib.format.write_array_header_1_0(file, header)
+    with zipfile.ZipFile(folder / "val_data.npz", "w") as archive:
+        archive.writestr("labels.npy", file.getvalue())
+    with pytest.raises(
+        ValueError, match="val_data.npz is truncated or damaged .*claims the shape"
+    ):
+        PackedImages.load(folder, size=8)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="the data folder is not there: .*nowhere"):
+        PackedImages.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("other", [3, 5])
+def test_splits_with_other_classes_are_refused(folder: Path, other: int) -> None:
+    rewrite(folder / tiny_images.VAL, labels=np.array([1, 2, 3, other] * 2))
+    with pytest.raises(ValueError, match=f"labels up to {other}, the training files .* up to 4"):
+        PackedImages.load(folder, size=8)
+
+
+def test_a_class_of_validation_alone_is_refused(folder: Path) -> None:
+    for number in (1, 2, 3):
+        path = tiny_images.train_file(folder, number)
+        labels = array(path, "labels")
+        rewrite(path, labels=np.where(labels == 2, 3, labels))
+    with pytest.raises(ValueError, match="label 2, of which there is no training image"):
+        PackedImages.load(folder, size=8)

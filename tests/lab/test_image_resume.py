@@ -1,0 +1,274 @@
+"""Training on images that is broken off anywhere and gone on with: the same bits as if not."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_runs import (
+    STEPS,
+    Killed,
+    assert_same_run,
+    die,
+    forget_accelerate,  # noqa: F401
+    kill_at,
+    save_half,
+    settings,
+    source,
+)
+
+from geoparam_lab.training.images import run_checkpoints, schedules
+from geoparam_lab.training.images.loop import Training
+from geoparam_lab.training.images.settings import Outcome
+from geoparam_lab.training.images.train import train
+
+pytest.importorskip("accelerate")
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "angles": {"method": "gmp+imn"},
+    "weight norm": {"method": "wn+mbn", "weight_decay": 0.01, "channels_last": False},
+    "average": {"method": "intrinsic+imn", "ema": 0.9, "angle_lr": 0.05},
+    "no momentum": {"method": "intrinsic", "momentum": 0.0},
+    "autocast": {"method": "natural+imn", "precision": "bf16", "accumulate": 2, "crop": 1},
+    "plateau": {"method": "bn", "schedule": "plateau-top1", "epochs": 8},
+    "kept back": {
+        "method": "gmp+imn",
+        "schedule": "linear",
+        "warmup": 0.2,
+        "nesterov": True,
+        "epochs": 5,
+        "ema": 0.5,
+        "select": 0.25,
+        "recalibrate": 3,
+        "time_to": (10.0, 90.0),
+    },
+    "muon": {"method": "bn", "schedule": "cosine", "optimizer": "muon", "weight_decay": 0.1},
+    "rotational": {"method": "bn", "optimizer": "rotational", "weight_decay": 0.01},
+    "angular": {"method": "bn", "optimizer": "angularmuown", "rest": "sgd", "rest_lr": 0.01},
+    "geometric": {
+        "method": "bn",
+        "optimizer": "geometric",
+        "schedule": "linear",
+        "nesterov": True,
+    },
+    "turn": {"method": "bn", "optimizer": "geometric", "base": "muon", "turn": 2.0, "lr": 1e-3},
+    "best weights": {"method": "gmp+imn", "schedule": "plateau-top5", "epochs": 8, "ema": 0.5},
+}
+
+
+def mid_epoch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Training, "train_on", kill_at(2 * STEPS + 3, Training.train_on, die))
+
+
+def before_the_end_of_an_epoch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Training, "end_epoch", kill_at(2, Training.end_epoch, die))
+
+
+def after_evaluation(patch: pytest.MonkeyPatch) -> None:
+    write = run_checkpoints.Store.write
+    patch.setattr(run_checkpoints.Store, "write", kill_at(2 * STEPS, write, die))
+
+
+def after_the_end_of_an_epoch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Training, "steps", kill_at(3, Training.steps, die))
+
+
+def in_the_middle_of_writing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch, "save", save_half(STEPS + 2, die))
+
+
+POINTS = (
+    mid_epoch,
+    before_the_end_of_an_epoch,
+    after_evaluation,
+    after_the_end_of_an_epoch,
+    in_the_middle_of_writing,
+)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple]:
+    """The outcome and the folder of each run, done once."""
+    done: dict[str, tuple[Outcome, Path]] = {}
+
+    def get(name: str) -> tuple[Outcome, Path]:
+        if name not in done:
+            folder = tmp_path_factory.mktemp("whole")
+            done[name] = train(settings(**RUNS[name]), source(), folder), folder
+        return done[name]
+
+    return get
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.__name__)
+@pytest.mark.parametrize("name", RUNS)
+def test_goes_on_as_if_nothing_had_happened(
+    name: str,
+    point: Callable[[pytest.MonkeyPatch], None],
+    uninterrupted: Callable[[str], tuple[Outcome, Path]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(schedules, "PATIENCE", 2)
+    expected, whole = uninterrupted(name)
+    assert len(set(expected.curves["lr"])) > 1  # there is a schedule to lose
+    chosen, images = settings(**RUNS[name]), source()
+    with monkeypatch.context() as patch:
+        point(patch)
+        with pytest.raises(Killed):
+            train(chosen, images, tmp_path, checkpoint_every=1)
+    torch.manual_seed(9)  # another process
+    outcome = train(chosen, images, tmp_path, checkpoint_every=1)
+    assert_same_run(outcome, expected, tmp_path, whole)
+
+
+def test_random_numbers_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Training.train_on
+
+    def noisy(self: Training, images: torch.Tensor, labels: torch.Tensor) -> None:
+        step(self, images + torch.rand_like(images), labels)
+
+    monkeypatch.setattr(Training, "train_on", noisy)
+    expected = train(settings("gmp"), source(), tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        mid_epoch(patch)
+        train(settings("gmp"), source(), tmp_path / "parts", checkpoint_every=1)
+    outcome = train(settings("gmp"), source(), tmp_path / "parts")
+    assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
+
+
+def test_a_damaged_checkpoint_costs_one_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(settings(), source(), tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        mid_epoch(patch)
+        train(settings(), source(), tmp_path / "parts", checkpoint_every=1)
+    newest = run_checkpoints.Store(tmp_path / "parts").files[-1]
+    newest.write_bytes(newest.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match="damaged"):
+        outcome = train(settings(), source(), tmp_path / "parts")
+    assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
+
+
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from image_runs import kill_at, save_half, settings, source
+from geoparam_lab.training.images.loop import Training
+from geoparam_lab.training.images.train import train
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+torch.set_num_threads(1)
+if sys.argv[2] == "step":
+    Training.train_on = kill_at(5, Training.train_on, kill)
+elif sys.argv[2] == "write":
+    torch.save = save_half(5, kill)
+train(settings("gmp+imn", ema=0.5), source(), Path(sys.argv[1]), checkpoint_every=2)
+for name in ("tensorboard", "optuna", "rich", "matplotlib"):
+    assert name not in sys.modules, name
+"""
+
+
+@pytest.mark.parametrize("point", ["step", "write"])
+def test_goes_on_after_a_kill(point: str, tmp_path: Path) -> None:
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the child: sums may depend on it
+    expected = train(settings("gmp+imn", ema=0.5), source(), tmp_path / "whole")
+    torch.set_num_threads(torch_threads)
+    folder = tmp_path / "parts"
+    for kill, code in ((point, -signal.SIGKILL), ("never", 0)):
+        child = subprocess.run(
+            [sys.executable, "-c", CHILD, str(folder), kill],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "helpers")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert child.returncode == code, child.stderr
+        left = [path.name for path in folder.glob(".unfinished-*")]
+        assert bool(left) == (kill == "write")
+    outcome = train(settings("gmp+imn", ema=0.5), source(), folder)  # it is finished
+    assert_same_run(outcome, expected, folder, tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("changes", "images", "said"),
+    [({"lr": 0.2}, {}, "settings: lr=0.1; got lr=0.2"), ({}, {"seed": 1}, "images: seed=0")],
+    ids=["settings", "images"],
+)
+def test_does_not_go_on_from_another_run(
+    changes: dict[str, Any], images: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    train(settings(epochs=1), source(), tmp_path)
+    with pytest.raises(ValueError, match=said):
+        train(settings(epochs=1, **changes), source(**images), tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["bn", "wn+mbn", "gmp+imn", "intrinsic+imn"])
+@pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
+def test_goes_on_to_the_bit_on_a_gpu(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    chosen = settings(method, precision="bf16", deterministic=True, ema=0.9)
+    expected = train(chosen, source(), tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        mid_epoch(patch)
+        train(chosen, source(), tmp_path / "parts", checkpoint_every=1)
+    outcome = train(chosen, source(), tmp_path / "parts")
+    assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
+
+
+def test_the_tracker_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = train(settings(), source(), tmp_path / "plain")
+    expected = train(settings(), source(), tmp_path / "whole", track=2)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        mid_epoch(patch)
+        train(settings(), source(), tmp_path / "parts", track=2, checkpoint_every=2)
+    outcome = train(settings(), source(), tmp_path / "parts", track=2)
+    assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
+    assert_same_run(outcome, plain, tmp_path / "parts", tmp_path / "plain")
+    whole, parts = (np.load(tmp_path / name / "boundaries.npy") for name in ("whole", "parts"))
+    assert list(np.unique(whole["step"])) == [2, 4, 6, 8]
+    assert whole.tobytes() == parts.tobytes()  # NaN where there is nothing to measure
+
+
+def test_a_tracker_that_comes_later_counts_the_steps_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(settings(), source(), tmp_path / "whole", track=1)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        mid_epoch(patch)
+        train(settings(), source(), tmp_path / "parts", checkpoint_every=1)
+    train(settings(), source(), tmp_path / "parts", track=1)
+    whole, parts = (np.load(tmp_path / name / "boundaries.npy") for name in ("whole", "parts"))
+    assert 1 < parts["step"][0] and parts["step"][-1] == whole["step"][-1]
+    assert parts.tobytes() == whole[-len(parts) :].tobytes()
+
+
+def test_tensorboard_has_the_curves_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        after_evaluation(patch)  # an epoch is written that will be done again
+        train(settings(), source(), tmp_path, checkpoint_every=1, tensorboard=True)
+    outcome = train(settings(), source(), tmp_path, tensorboard=True)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    for name, curve in outcome.curves.items():
+        found = [(event.step, event.value) for event in events.Scalars(name)]
+        assert [step for step, _ in found] == [1, 2, 3]
+        np.testing.assert_allclose([value for _, value in found], curve, rtol=1e-6)

@@ -1,0 +1,493 @@
+"""Sweeps over images: nothing lost, nothing done twice, nothing compared that should not be."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import browser
+import numpy as np
+import pytest
+import tiny_images
+from browser import Browser
+from image_runs import without_times
+
+from geoparam_lab import report
+from geoparam_lab.data.downsampled import PackedImages
+from geoparam_lab.experiments import image_figures, images
+from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.tables import image_tables as described
+from geoparam_lab.tables import tables
+from geoparam_lab.training.images import train
+from geoparam_lab.training.images.settings import Outcome, Settings
+
+pytest.importorskip("accelerate")
+
+OPTIONS: dict[str, Any] = {
+    "methods": ["bn", "gmp+imn"],
+    "batch_sizes": [16],
+    "lrs": [0.1],
+    "seeds": 2,
+    "epochs": 2,
+    "precision": "fp32",
+    "widths": (4, 4, 4, 4, 4, 4),
+}
+IMAGENET = {"classes": 1000, "train": 1_281_167, "val": 50_000, "size": 32}
+TINY_IMAGENET = {"classes": 200, "train": 100_000, "val": 10_000, "size": 32}
+SCRIPT = """
+import json, os, signal, sys
+from geoparam_lab.experiments import image_figures
+from geoparam_lab.training import tasks
+from geoparam_lab.training.images import callbacks, train as training
+from test_images import run
+if __name__ == "__main__":
+    stop, options, train = int(sys.argv[3]), json.loads(sys.argv[4]), training.train
+    def said(settings, *arguments, **others):
+        print(settings.method, settings.seed, flush=True)
+        return train(settings, *arguments, **others)
+    def progress(title, done, total):
+        if done >= stop:
+            os.kill(os.getpid(), signal.SIGKILL)
+    training.train, image_figures.draw = said, lambda *_: None
+    tasks.INTERVAL = callbacks.INTERVAL = 0  # seconds between two words of progress
+    run(sys.argv[1], sys.argv[2], progress=progress, **options)
+"""
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate() -> Iterator[None]:
+    """Accelerate has one precision for the life of a process; other tests have others."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures take most of the time of a short run."""
+    monkeypatch.setattr(image_figures, "draw", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_images.write_npz(tmp_path_factory.mktemp("npz"), classes=8, train=64, val=32)
+
+
+def run(out: str | Path, data: str | Path, **options: Any) -> Run:
+    done = images.run(out, data=data, **(OPTIONS | options))
+    assert done is not None
+    return done
+
+
+@pytest.fixture(scope="module")
+def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(tmp_path_factory.mktemp("images") / "run", data)
+
+
+def by_name(run: Run) -> dict[str, Record]:
+    """Records without what depends on the clock."""
+    return {record["name"]: without_times(record) for record in run.records()}
+
+
+def lines(run: Run) -> int:
+    return len((run.folder / "metrics.jsonl").read_text().splitlines())
+
+
+def start(out: Path, data: Path, stop: int = 10**9, **options: Any) -> "subprocess.Popen[str]":
+    """Run in a process of its own, which says what it trains, and kills itself at `stop`."""
+    command = [sys.executable, "-c", SCRIPT, str(out), str(data), str(stop), json.dumps(options)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def pretended(settings: Settings, *_: Any, tick: Any = None, **__: Any) -> Outcome:
+    """Stands in for `train` where the loop is not the point: BN at a rate above 1 diverges."""
+    diverges = settings.lr > 1 and settings.method == "bn"
+    epochs = 1 if diverges else settings.epochs
+    rise = np.linspace(20, 60 + 10 * settings.lr, settings.epochs)[:epochs] + settings.seed
+    names = ("network", "method", "batch_size", "lr", "seed", "schedule", "init")
+    record = {name: getattr(settings, name) for name in names}
+    results = {"top1": rise[-1] / 2, "top5": rise[-1], "val_loss": 1.0}
+    record |= dict.fromkeys(results, math.nan) if diverges else results
+    record |= {"epochs": epochs, "outcome": "diverged" if diverges else "finished"}
+    if tick is not None:
+        tick(0, 1, 1234.5)
+    return Outcome(record, {"train_top5": rise + 5, "val_top5": rise})
+
+
+# --- what is run --------------------------------------------------------------------------------
+
+
+def test_every_run_of_the_grid_has_a_record_and_curves(finished: Run) -> None:
+    assert set(by_name(finished)) == {
+        f"vgg6-{method}-batch16-lr0.1-seed{seed}"
+        for method in OPTIONS["methods"]
+        for seed in (0, 1)
+    }
+    assert finished.curve_names() == sorted(record["name"] for record in finished.records())
+    for record in finished.records():
+        curves = finished.curves(record["name"])
+        assert record["outcome"] == "finished" and record["epochs"] == len(curves["val_top5"]) == 2
+        assert record["top5"] == curves["val_top5"][-1] and record["processes"] == 1
+    assert not (finished.folder / "checkpoints").exists()
+
+
+def test_the_papers_rates_are_the_default() -> None:
+    config = {"methods": ["bn", "gmp"], "batch_sizes": [256], "seeds": 1, "lrs": None}
+    for network, rates in {"vgg6": [0.01, 0.1], "resnet18": [0.1, 0.1]}.items():
+        todo = images.tasks(config | {"network": network})
+        assert [task.settings.lr for task in todo] == rates
+
+
+def test_the_first_seed_of_everything_comes_first() -> None:
+    config = {"network": "vgg6", "methods": ["bn", "gmp"], "batch_sizes": [8, 16], "lrs": [0.1]}
+    seeds = [task.settings.seed for task in images.tasks(config | {"seeds": 2})]
+    assert seeds == [0] * 4 + [1] * 4
+
+
+def test_a_diverging_run_is_recorded_and_the_sweep_goes_on(data: Path, tmp_path: Path) -> None:
+    done = run(tmp_path / "run", data, lrs=[0.1, 1e10], seeds=1, methods=["sp"], epochs=1)
+    outcomes = {record["lr"]: record["outcome"] for record in done.records()}
+    assert outcomes == {0.1: "finished", 1e10: "diverged"}
+    said = tables.export([done])
+    assert "| SP, rate 1e+10 | 1 diverged" in said
+    assert "Diverged: SP (batch 16, rate 1e+10, seed 0) in epoch 1" in said
+    assert "Diverged: SP (batch 16, rate 1·10¹⁰, seed 0) in epoch 1" in report.page([done])
+
+
+def test_weights_and_scalars_are_kept_where_asked_for(
+    data: Path, tmp_path: Path, undrawn: None
+) -> None:
+    import torch
+
+    options = {"keep_weights": True, "tensorboard": True, "track": 2}
+    done = run(tmp_path / "run", data, seeds=1, methods=["gmp+imn"], **options)
+    [name] = done.curve_names()
+    weights = torch.load(done.folder / "weights" / f"{name}.pt", weights_only=True)
+    assert "conv1.latitude" in weights
+    assert list((done.folder / "tensorboard" / name).iterdir())
+    assert (done.folder / "boundaries" / f"{name}.npy").exists()
+
+
+# --- cut and gone on with -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3, 4])
+def test_a_sweep_cut_between_runs_goes_on_to_the_same_records(
+    data: Path, tmp_path: Path, finished: Run, kept: int, undrawn: None
+) -> None:
+    shutil.copytree(finished.folder, tmp_path / "run")
+    text = (finished.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(text[:kept]))
+    resumed = run(tmp_path / "run", data, resume=True)
+    assert by_name(resumed) == by_name(finished) and lines(resumed) == len(text)
+
+
+def test_a_sweep_killed_within_a_run_goes_on_to_the_same_records(
+    data: Path, tmp_path: Path, finished: Run, undrawn: None
+) -> None:
+    """At 2.4 of 4 runs: the third has a checkpoint of its first steps."""
+    third = 2 * 2 * 64 + 48
+    killed = start(tmp_path / "run", data, third, checkpoint_every=1)
+    said, _ = killed.communicate()
+    assert killed.returncode == -signal.SIGKILL and len(said.splitlines()) == 3
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+    resumed = run(tmp_path / "run", data, resume=True)
+    assert by_name(resumed) == by_name(finished) and lines(resumed) == 4
+    for name in finished.curve_names():
+        np.testing.assert_equal(
+            without_times(resumed.curves(name)), without_times(finished.curves(name))
+        )
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_checkpoints_of_a_run_with_a_record_are_removed(
+    data: Path, tmp_path: Path, finished: Run, undrawn: None
+) -> None:
+    shutil.copytree(finished.folder, tmp_path / "run")
+    left = tmp_path / "run" / "checkpoints" / finished.curve_names()[0] / "checkpoint.pt"
+    left.parent.mkdir(parents=True)
+    left.write_text("left by a kill")
+    run(tmp_path / "run", data, resume=True)
+    assert not left.parent.parent.exists()
+
+
+def test_more_of_everything_leaves_the_others_as_they_are(
+    data: Path, tmp_path: Path, finished: Run, monkeypatch: pytest.MonkeyPatch, undrawn: None
+) -> None:
+    shutil.copytree(finished.folder, tmp_path / "run")
+    monkeypatch.setattr(train, "train", pretended)
+    more = {"seeds": 3, "lrs": [0.1, 0.3], "batch_sizes": [8, 16]}
+    more |= {"methods": ["bn", "gmp+imn", "sp"]}
+    done = run(tmp_path / "run", data, resume=True, **more)
+    assert done.records()[:4] == finished.records() and len(done.records()) == 3 * 2 * 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"epochs": 3}, "epochs=2, now 3"), ({"weight_decay": 0.1}, "weight_decay=0.0, now 0.1")],
+)
+def test_a_resumed_sweep_keeps_its_settings(
+    data: Path, finished: Run, options: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        run(finished.folder, data, resume=True, **options)
+
+
+def test_a_resumed_sweep_keeps_its_data(tmp_path: Path, finished: Run) -> None:
+    other = tiny_images.write_npz(tmp_path / "other", classes=8, train=64, val=32, seed=1)
+    with pytest.raises(ValueError, match="data=.*checksum.*now"):
+        run(finished.folder, other, resume=True)
+
+
+def test_a_folder_with_a_sweep_is_not_written_over(data: Path, finished: Run) -> None:
+    with pytest.raises(FileExistsError, match="--resume"):
+        run(finished.folder, data)
+
+
+# --- in company ---------------------------------------------------------------------------------
+
+
+def test_processes_share_a_sweep_and_do_no_run_twice(
+    data: Path, tmp_path: Path, finished: Run, undrawn: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("optuna")
+    storage = str(tmp_path / "journal")
+    both = [start(tmp_path / name, data, storage=storage) for name in "ab"]
+    said = [process.communicate()[0].splitlines() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sorted(said[0] + said[1]) == ["bn 0", "bn 1", "gmp+imn 0", "gmp+imn 1"]
+    monkeypatch.setattr(train, "train", None)
+    late = run(tmp_path / "late", data, storage=storage)
+    for done in (Run.open(tmp_path / "a"), Run.open(tmp_path / "b"), late):
+        assert by_name(done) == by_name(finished) and lines(done) == 4
+        assert done.curve_names() == finished.curve_names()
+
+
+@pytest.mark.slow
+def test_processes_that_train_together_do_what_one_does(
+    data: Path, tmp_path: Path, finished: Run
+) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "geoparam", "run", "imagenet32"]
+    command += ["--data", str(data), "--out", str(tmp_path / "run"), *ARGUMENTS]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    told = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.count("\n**Top-5") == 1  # only one of them speaks
+    done = Run.open(tmp_path / "run")
+    typed = "torchrun --nproc-per-node 2 -m geoparam run imagenet32"
+    assert done.info["command"].startswith(typed) and lines(done) == 4
+    for key, record in by_name(done).items():
+        alone = by_name(finished)[key]
+        assert record["processes"] == 2
+        if record["method"] == "gmp+imn":  # on CPUs torch cannot synchronise BatchNorm
+            assert math.isclose(record["train_loss"], alone["train_loss"], rel_tol=1e-3)
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert refused.returncode != 0 and "Continue it with --resume" in refused.stderr
+
+
+ARGUMENTS = ("--methods", "bn,gmp+imn", "--batch-sizes", "16", "--lrs", "0.1", "--seeds", "2")
+ARGUMENTS += ("--epochs", "2", "--precision", "fp32", "--widths", "4,4,4,4,4,4")
+
+
+# --- tables, figures, page ----------------------------------------------------------------------
+
+
+def records(**changes: Any) -> list[Record]:
+    return [
+        {"network": "vgg6", "method": method, "seed": seed, "lr": lr, "batch_size": 1024}
+        | {"top1": 42.0 + seed / 10, "top5": 66.0, "outcome": "finished"}
+        | changes
+        for method, lr in (("bn", 0.01), ("gmp+imn", 0.1))
+        for seed in range(3)
+    ]
+
+
+def shown(config: Record, **changes: Any) -> str:
+    found = tables.from_records(records(**changes), "imagenet32", config)
+    return "\n".join(table.markdown() for table in found)
+
+
+def test_results_on_imagenet_stand_beside_the_papers() -> None:
+    said = shown({"data": IMAGENET, "network": "vgg6"})
+    assert "41.39" in said and "65.89" in said and "1,281,167 training" in said
+
+
+@pytest.mark.parametrize(
+    "change", [TINY_IMAGENET, IMAGENET | {"size": 64}, IMAGENET | {"train": 9}]
+)
+def test_results_on_other_images_do_not(change: Record) -> None:
+    said = shown({"data": change, "network": "vgg6"})
+    assert "41.39" not in said and "65.89" not in said and "not shown here" in said
+    assert f"{change['classes']:,} classes, {change['train']:,} training" in said
+
+
+def test_results_of_other_networks_and_batch_sizes_do_not() -> None:
+    assert "41.39" not in shown({"data": IMAGENET}, network="resnet18")
+    assert "41.39" not in shown({"data": IMAGENET}, batch_size=128)
+    for batch_size, fits in {256: True, 1024: False}.items():
+        some = records(network="resnet18", batch_size=batch_size)
+        config = {"data": IMAGENET | {"size": 224}}
+        [top1, _] = tables.from_records(some, "imagenet", config)
+        assert ("66.85" in top1.markdown()) == fits
+
+
+def test_what_is_not_as_in_the_papers_is_said() -> None:
+    said = shown({"data": IMAGENET, "schedule": "plateau-top5", "weight_decay": 5e-4})
+    assert "weight decay 0.0005" in said and "the released code's" in said
+
+
+def test_the_best_rate_has_the_highest_mean_and_no_divergence() -> None:
+    def some(lr: float, *top1: float) -> list[Record]:
+        one = {"method": "bn", "batch_size": 8, "lr": lr}
+        return [one | {"seed": seed, "top1": value} for seed, value in enumerate(top1)]
+
+    good, better, partly = some(0.1, 40, 41), some(0.3, 39, 43), some(1.0, 90, math.nan)
+
+    def best(records: list[Record]) -> set[float]:
+        return {record["lr"] for record in described.choose(records, "top1")}
+
+    assert best(good + better + partly) == {0.3} and best(partly) == {1.0}
+    assert best(good + better + some(0.2, 41)) == {0.2}  # by the seed that all have
+
+
+@pytest.fixture(scope="module")
+def sweep(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Three methods, batch sizes and rates, without the training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "train", pretended)
+        draw = image_figures.draw
+        patch.setattr(image_figures, "draw", lambda *_: None)
+        options = {"lrs": [0.01, 0.1, 3.0], "batch_sizes": [8, 16, 32], "epochs": 30}
+        folder = tmp_path_factory.mktemp("sweep") / "imagenet32"
+        done = run(folder, data, methods=["sp", "bn", "gmp+imn"], **options)
+    draw(done, {"sp": 0.01, "bn": 0.01, "gmp+imn": 0.1})
+    return done
+
+
+def test_figure_4_is_drawn_with_its_caption(sweep: Run) -> None:
+    found = sorted(path.name for path in (sweep.folder / "figures").iterdir())
+    names = ("figure4b", "figure4", "rates")
+    assert found == sorted(f"{name}.{kind}" for name in names for kind in ("png", "txt"))
+    caption, theirs, _ = (
+        (sweep.folder / "figures" / f"{name}.txt").read_text() for name in ("figure4", *names[::2])
+    )
+    assert "BN 0.1, GmP+IMN 3" in caption and "flatters" in caption
+    assert "SP 0.01, BN 0.01, GmP+IMN 0.1" in theirs
+    assert "VGG-6; 8 classes, 64 training and 32 validation images" in caption
+
+
+def test_figure_4_shows_the_mean_of_the_chosen_runs(
+    sweep: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(
+        image_figures, "_save", lambda run, name, figure, caption: drawn.append(figure)
+    )
+    image_figures.draw(sweep, dict.fromkeys(("sp", "bn", "gmp+imn"), 0.1))
+    assert [len(figure.axes) for figure in drawn] == [6, 6, 3]
+    ax = drawn[0].axes[3]  # validation, batch 8
+    lines = {line.get_label(): line.get_ydata() for line in ax.get_lines()}
+    chosen = [r for r in sweep.records() if (r["method"], r["batch_size"]) == ("gmp+imn", 8)]
+    curves = [sweep.curves(r["name"])["val_top5"] for r in chosen if r["lr"] == 3.0]
+    np.testing.assert_allclose(lines["GmP+IMN"], np.mean(curves, axis=0))
+
+
+@pytest.fixture(scope="module")
+def page_file(sweep: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return report.write([sweep], tmp_path_factory.mktemp("page") / "report.html", baseline="bn")
+
+
+def test_the_page_says_what_the_data_were_and_has_the_figures(page_file: Path) -> None:
+    text = page_file.read_text()
+    assert "<h1>VGG-6 on images of 8 classes</h1>" in text and "ImageNet32" not in text
+    assert "8 classes, 64 training and 32 validation images of 32 by 32 pixels" in text
+    assert "Figure 4. Top-5 accuracy over epochs" in text and text.count("<img") == 3
+    assert "Diverged: BN (batch 8, rate 3, seed 0) in epoch 2" in text
+
+
+@pytest.mark.parametrize("width", [1200, 360])
+def test_the_page_opens_wide_and_narrow(page_file: Path, width: int) -> None:
+    executable = browser.find()
+    if executable is None:
+        pytest.skip("no Chromium: install Debian's package chromium, or Chrome")
+    with Browser(executable) as running:
+        page = running.open(page_file, width)
+        assert page.errors == [] and page.requests == [page_file.resolve().as_uri()]
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert page.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
+        page.close()
+
+
+# --- progress and mistakes ----------------------------------------------------------------------
+
+
+def test_progress_counts_images_and_says_how_fast(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+) -> None:
+    monkeypatch.setattr(train, "train", pretended)
+    monkeypatch.setattr("geoparam_lab.training.tasks.INTERVAL", 0)
+    seen: list[tuple[str, int, int]] = []
+    run(tmp_path / "run", data, seeds=1, progress=lambda *step: seen.append(step))
+    title = "BN, batch 16, rate 0.1, seed 0"
+    assert seen[0] == (f"{title}, epoch 1, 1,234 images/s", 16, 256)
+    assert seen[1] == (title, 128, 256) and seen[-1][1] == 256
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"methods": ["gpm"]}, "methods must be of sp, .*got 'gpm'"),
+        ({"methods": []}, "methods must be .*got none"),
+        ({"network": "vgg7"}, "network must be of vgg6, .*got 'vgg7'"),
+        ({"experiment": "cifar"}, "experiment must be of imagenet32, imagenet; got 'cifar'"),
+        ({"seeds": 0}, "seeds must be >= 1"),
+        ({"batch_sizes": []}, "batch_sizes some; got 2 and"),
+        ({"batch_sizes": [16, 65]}, "no batch of 65 can be taken from 64 images"),
+        ({"lrs": []}, "lrs must be learning rates above 0"),
+        ({"lrs": [0.1, -1]}, "lr is above 0"),
+        ({"lrs": [float("nan")]}, "lr is above 0 and finite"),
+        ({"widths": ()}, r"from 1 on, one or more for vgg6; got \[\]"),
+        ({"network": "resnet18"}, "from 1 on, one for resnet18; got"),
+        ({"crop": 32}, "below the size 32; got 32"),
+        ({"angle_lr": -1.0}, "angle_lr is a rate"),
+        ({"schedule": "sine"}, "schedule is one of steps"),
+        ({"dropout": 0.5}, "settings are epochs, .*; got dropout"),
+        ({"data": "nowhere"}, "nowhere"),
+        ({"size": 64}, "64"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_written(
+    data: Path, tmp_path: Path, options: dict[str, Any], match: str
+) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=match):
+        run(tmp_path / "run", **({"data": data} | options))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("text", [",", "0.1,0.2", "fan"])
+def test_the_rate_of_angles_is_one_number(text: str) -> None:
+    pytest.importorskip("typer")
+    from geoparam_lab.cli.images import _rate
+
+    assert (_rate("fan_in"), _rate("0.1")) == ("fan_in", 0.1)
+    with pytest.raises(ValueError, match="number.*; got"):
+        _rate(text)
+
+
+def test_images_that_are_at_hand_need_no_folder(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+) -> None:
+    monkeypatch.setattr(train, "train", pretended)
+    assert len(run(tmp_path / "run", PackedImages.load(data)).records()) == 4

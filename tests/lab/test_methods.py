@@ -1,0 +1,256 @@
+"""The table of methods: what each is made of, and how it starts."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import geoparam as gp
+from geoparam_lab import methods
+
+NAMES = (
+    "sp wn wn+mbn bn ln gmp gmp+imn gmp+bn gmp+ln natural natural+imn intrinsic intrinsic+imn"
+).split()
+GEOMETRIC = [name for name in NAMES if name.startswith(("gmp", "natural", "intrinsic"))]
+KINDS = {"linear": ((6, 40), (5, 6)), "conv2d": ((6, 40, 3), (5, 6, 4, 4))}
+
+
+def kinds_of(block: nn.Sequential) -> list[str]:
+    return [type(module).__name__.removeprefix("Parametrized") for module in block]
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """The affine map's weight, r u where r is outside."""
+    weight = layer.weight.detach()
+    if getattr(layer, "activation", None) is not None:
+        weight = weight * layer.r.detach().view(-1, *[1] * (weight.ndim - 1))
+    return weight
+
+
+def block(name: str, kind: str, **options: str) -> nn.Sequential:
+    with methods.seeded(0):
+        return getattr(methods.get(name, **options), kind)(*KINDS[kind][0])
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+def test_the_table_has_every_method_and_no_other() -> None:
+    assert list(methods.METHODS) == NAMES
+
+
+def test_titles_and_the_papers_rates() -> None:
+    assert methods.TITLES["wn+mbn"] == "WN+MBN" and methods.TITLES["gmp+imn"] == "GmP+IMN"
+    assert {name for name, lr in methods.LEARNING_RATES.items() if lr == 0.1} == set(GEOMETRIC)
+    assert set(methods.LEARNING_RATES.values()) == {0.1, 0.01}
+
+
+@pytest.mark.parametrize(
+    ("name", "linear", "conv2d"),
+    [
+        ("sp", "Linear ReLU", "Conv2d ReLU"),
+        ("wn", "Linear ReLU", "Conv2d ReLU"),
+        ("wn+mbn", "Linear MeanOnlyBatchNorm ReLU", "Conv2d MeanOnlyBatchNorm ReLU"),
+        ("bn", "Linear BatchNorm1d ReLU", "Conv2d BatchNorm2d ReLU"),
+        ("ln", "Linear LayerNorm ReLU", "Conv2d GroupNorm ReLU"),
+        ("gmp", "GmPLinear", "GmPConv2d"),
+        ("gmp+imn", "GmPLinear InputMeanNorm", "GmPConv2d InputMeanNorm"),
+        ("gmp+bn", "GmPLinear BatchNorm1d ReLU", "GmPConv2d BatchNorm2d ReLU"),
+        ("gmp+ln", "GmPLinear LayerNorm ReLU", "GmPConv2d GroupNorm ReLU"),
+        ("natural+imn", "GmPLinear InputMeanNorm", "GmPConv2d InputMeanNorm"),
+        ("intrinsic", "GmPLinear", "GmPConv2d"),
+    ],
+)
+def test_a_block_is_layer_norm_and_relu(name: str, linear: str, conv2d: str) -> None:
+    assert kinds_of(block(name, "linear")) == linear.split()
+    assert kinds_of(block(name, "conv2d")) == conv2d.split()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_of_a_block_gets_a_gradient(name: str, kind: str) -> None:
+    made, x = block(name, kind), torch.randn(KINDS[kind][1])
+    out = made(x)
+    (out * torch.randn_like(out)).sum().backward()
+    assert out.shape[:2] == (5, 40)
+    assert all(p.grad is not None and p.grad.any() for p in made.parameters())
+
+
+@pytest.mark.parametrize("name", ["gmp", "natural", "intrinsic"])
+def test_a_geometric_block_is_the_papers_unit_with_r_outside(name: str) -> None:
+    layer, x = block(name, "linear")[0], torch.randn(5, 6)
+    nn.init.normal_(layer.r), nn.init.normal_(layer.lam)
+    expected = layer.r * torch.relu(x @ layer.direction.T + layer.lam)
+    torch.testing.assert_close(layer(x), expected)
+    assert (layer(x) < 0).any()
+
+
+@pytest.mark.parametrize("name", ["gmp+bn", "gmp+ln"])
+def test_with_a_norm_of_deviations_r_is_inside(name: str) -> None:
+    assert block(name, "linear")[0].activation is None
+
+
+@pytest.mark.parametrize(("name", "has_bias"), [("bn", False), ("gmp+bn", False), ("ln", True)])
+def test_a_layer_has_an_offset_unless_it_would_cancel(name: str, has_bias: bool) -> None:
+    assert (block(name, "linear")[0].bias is not None) == has_bias
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [name for name in NAMES if "bn" in name or "imn" in name])
+def test_norms_have_keras_momentum_and_epsilon(name: str, kind: str) -> None:
+    norm = block(name, kind)[1]
+    assert norm.momentum == 0.01
+    assert getattr(norm, "eps", 1e-3) == 1e-3
+
+
+# --- WN -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_output_layer_is_weight_normalised_under_wn_alone(name: str) -> None:
+    output = methods.mlp(name, (3, 8, 2))[-1]
+    assert parametrize.is_parametrized(output, "weight") == (name in ("wn", "wn+mbn"))
+    assert isinstance(output, nn.Linear) and output.bias is not None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wn_starts_at_the_length_of_v(kind: str) -> None:
+    layer = block("wn", kind)[0]
+    length, v = layer.parametrizations.weight.original0, layer.parametrizations.weight.original1
+    torch.testing.assert_close(length.flatten(), v.flatten(1).norm(dim=1))
+
+
+def test_mbn_has_its_offset_after_it_by_default() -> None:
+    layer, norm, _ = block("wn+mbn", "linear")
+    assert layer.bias is None and norm.bias is not None
+
+
+def test_the_cancelled_offset_of_the_papers_code_does_nothing() -> None:
+    made, x = block("wn+mbn", "linear", mbn_bias="cancelled"), torch.randn(5, 6)
+    before = made(x)
+    nn.init.normal_(made[0].bias)
+    assert made[1].bias is None
+    torch.testing.assert_close(made(x), before, rtol=0, atol=1e-6)
+
+
+# --- IMN ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gmp+imn", "natural+imn", "intrinsic+imn"])
+def test_imn_centres_the_input_of_every_layer_but_the_first(name: str) -> None:
+    model, x = methods.mlp(name, (3, 8, 8, 2)), torch.randn(50, 3, dtype=torch.float64)
+    inputs = []
+    for layer in (model[2], model[-1]):
+        layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    model(x)
+    assert kinds_of(model) == "GmPLinear InputMeanNorm GmPLinear InputMeanNorm Linear".split()
+    assert all(given.mean(0).abs().max() < 1e-12 for given in inputs) and len(inputs) == 2
+
+
+def test_imn_at_the_input_is_in_hidden_layers_but_the_first() -> None:
+    model = methods.mlp("gmp+imn", (3, 8, 8, 2), imn="input")
+    assert kinds_of(model) == "GmPLinear GmPLinear Linear".split()
+    assert model[0].input_norm is None and isinstance(model[1].input_norm, gp.InputMeanNorm)
+
+
+# --- initialisation -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_glorot_weights_fill_the_bound_of_the_papers_code(name: str, kind: str) -> None:
+    weight = weight_of(block(name, kind)[0])
+    taps = 9 if kind == "conv2d" else 1
+    plain = name in ("sp", "bn", "ln")
+    bound = math.sqrt(6 / (taps * 6 + (taps * 40 if plain else 40)))
+    assert 0.95 * bound < weight.abs().max() <= bound * (1 + 1e-5)
+    assert weight.min() < -0.9 * bound and abs(weight.mean()) < 0.2 * bound
+
+
+@pytest.mark.parametrize("name", ["wn", "gmp", "natural", "intrinsic"])
+@pytest.mark.parametrize("inputs", [1, 6])
+def test_from_one_seed_methods_without_a_norm_start_as_one_function(
+    name: str, inputs: int
+) -> None:
+    x = torch.randn(20, inputs, dtype=torch.float64)
+    expected = methods.mlp("sp", (inputs, 30, 20, 2), seed=7)(x)
+    found = methods.mlp(name, (inputs, 30, 20, 2), seed=7)(x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", GEOMETRIC)
+def test_sphere_starts_with_unit_scales(name: str, kind: str) -> None:
+    layer = block(name, kind, init="sphere")[0]
+    assert (layer.r == 1).all() and not (layer.lam is not None and layer.lam.any())
+    torch.testing.assert_close(layer.direction.flatten(1).norm(dim=1), torch.ones(40))
+
+
+@pytest.mark.parametrize("name", ["sp", "wn", "bn"])
+def test_sphere_leaves_other_layers_glorot(name: str) -> None:
+    sphere, glorot = (block(name, "linear", init=init)[0] for init in ("sphere", "glorot"))
+    assert torch.equal(sphere.weight, glorot.weight)
+
+
+@pytest.mark.parametrize("name", ["sp", "wn", "bn"])
+def test_he_has_the_variance_2_over_fan_in(name: str) -> None:
+    weight = methods.mlp(name, (400, 400, 1), init="he")[0].weight
+    assert weight.std().item() == pytest.approx(math.sqrt(2 / 400), rel=0.01)
+
+
+def test_the_output_layer_is_glorot_whatever_the_hidden_layers() -> None:
+    bound = math.sqrt(6 / 401)
+    for options in ({"init": "he"}, {"init": "glorot"}):
+        assert methods.mlp("sp", (3, 400, 1), **options)[-1].weight.abs().max() <= bound
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_offsets_start_at_0(name: str) -> None:
+    offsets = [
+        parameter
+        for key, parameter in methods.mlp(name, (3, 8, 2)).named_parameters()
+        if key.endswith(("bias", "lam"))
+    ]
+    assert offsets and not any(offset.any() for offset in offsets)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_seed_says_everything_and_leaves_torch_alone(name: str) -> None:
+    before = torch.get_rng_state()
+    first, again, other = (methods.mlp(name, (3, 8, 2), seed=seed) for seed in (4, 4, 5))
+    assert torch.equal(torch.get_rng_state(), before)
+    same = zip(first.state_dict().values(), again.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in same)
+    assert not torch.equal(weight_of(first[0]), weight_of(other[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_everything_is_of_the_type_asked_for(dtype: torch.dtype) -> None:
+    for name in NAMES:
+        state = methods.mlp(name, (3, 8, 2), dtype=dtype).state_dict().values()
+        assert {t.dtype for t in state if t.is_floating_point()} == {dtype}
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("batchnorm", {}, "a method is one of sp, wn, .* got 'batchnorm'"),
+        ("gmp", {"init": "he"}, "GmP has directions and scales"),
+        ("sp", {"init": "xavier"}, "init is 'glorot', 'sphere' or 'he'; got 'xavier'"),
+        ("wn+mbn", {"mbn_bias": "before"}, "mbn_bias is 'after' or 'cancelled'; got 'before'"),
+        ("gmp+imn", {"imn": "both"}, "imn is 'output' or 'input'; got 'both'"),
+    ],
+)
+def test_what_is_not_known_is_refused(name: str, options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        methods.get(name, **options)
+
+
+def test_a_network_needs_two_widths() -> None:
+    with pytest.raises(ValueError, match="inputs, hidden layers, outputs"):
+        methods.mlp("sp", (3,))

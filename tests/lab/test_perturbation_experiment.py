@@ -1,0 +1,200 @@
+"""Figure 1's experiment against plain numpy geometry and the papers' numbers."""
+
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from geoparam.analysis.perturbation.response import DELTAS
+from geoparam_lab.experiments import toys
+from geoparam_lab.experiments.perturbation import (
+    DRAWN_ROTATIONS,
+    METHODS,
+    TRUE_ROTATIONS,
+    Outcome,
+    build,
+    perturb,
+    run,
+)
+from geoparam_lab.run_folder import Run
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Outcome:
+    return perturb(seeds=200)
+
+
+def papers_unit() -> tuple[np.ndarray, float]:
+    """w and b as the papers' notebook draws them, from numpy's global state."""
+    state = np.random.get_state()
+    np.random.seed(1)
+    w, b = np.random.randn(2) * 0.001, np.random.randn(1) * 0.001
+    np.random.set_state(state)
+    return w, b.item()
+
+
+def polar(method: str, w: np.ndarray, b: float, delta: float) -> tuple[float, float]:
+    """Angle and distance of the perturbed boundary in the plane, by complex numbers."""
+    z, d = complex(*w), complex(delta, delta)
+    if method == "sp":
+        return np.angle(z + d), (b + delta) / abs(z + d)
+    if method in ("wn", "bn"):
+        return np.angle(z + d), (b + delta) / (abs(z) + delta)
+    angle = np.angle(z) + delta if method == "gmp" else np.angle(z / abs(z) + d)
+    return angle, b / abs(z) + delta
+
+
+def turned(one: float, two: float) -> float:
+    """Degrees between two angles."""
+    return abs(math.degrees((two - one + math.pi) % (2 * math.pi) - math.pi))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_lines_are_those_of_the_papers_unit(outcome: Outcome, method: str) -> None:
+    w, b = papers_unit()
+    lines = outcome.lines[method]
+    places = [polar(method, w, b, delta) for delta in (0.0, *DELTAS)]
+    for i, (angle, distance) in enumerate(places):
+        assert np.allclose(lines.directions[i], [math.cos(angle), math.sin(angle)])
+        assert math.isclose(lines.lams[i], distance, rel_tol=1e-9)
+    assert np.allclose(lines.rotations, [turned(p[0], places[0][0]) for p in places[1:]])
+    moves = np.linalg.norm(lines.locations[1:] - lines.locations[0], axis=1)
+    assert np.allclose(lines.displacements, moves)
+
+
+@pytest.mark.parametrize("method", ["sp", "wn"])
+def test_the_papers_seed_gives_the_turns_that_are_known(outcome: Outcome, method: str) -> None:
+    assert np.allclose(outcome.lines[method].rotations, TRUE_ROTATIONS, atol=0.05)
+    assert np.allclose(outcome.lines[method].drawn_rotations, DRAWN_ROTATIONS, atol=0.05)
+
+
+def test_gmp_turns_every_unit_by_delta(outcome: Outcome) -> None:
+    expected = np.degrees(DELTAS)[:, None]
+    assert np.allclose(outcome.rotations["gmp"], expected, rtol=1e-6)
+    assert np.allclose(outcome.bounds["gmp"], expected, rtol=1e-6)
+
+
+def test_intrinsic_units_turn_by_at_most_the_arcsine_of_the_step(outcome: Outcome) -> None:
+    expected = np.degrees(np.arcsin(np.sqrt(2) * np.array(DELTAS)))
+    assert np.allclose(outcome.bounds["intrinsic"], expected[:, None])
+    assert (outcome.rotations["intrinsic"] <= outcome.bounds["intrinsic"] + 1e-9).all()
+    assert np.allclose(outcome.rotations["intrinsic"].max(axis=1), expected, rtol=0.01)
+
+
+def test_sp_and_wn_turn_alike_and_lose_their_directions(outcome: Outcome) -> None:
+    assert np.allclose(outcome.rotations["sp"], outcome.rotations["wn"])
+    assert (np.median(outcome.rotations["sp"][1:], axis=1) > 30).all()
+    layer = build("sp", range(200))
+    lost = torch.nn.functional.normalize(layer.weight.detach() + 0.1, dim=1)
+    assert (lost @ torch.full((2,), 0.5**0.5).double() > 0.99).all()
+
+
+def test_units_of_the_distribution_are_those_of_their_seeds() -> None:
+    several, alone = perturb(seeds=3), perturb(seed=2, seeds=1)
+    for method in METHODS:
+        assert np.allclose(several.rotations[method][:, 2], alone.lines[method].rotations)
+        assert np.allclose(several.displacements[method][:, 2], alone.lines[method].displacements)
+
+
+def test_all_methods_hold_the_same_unit() -> None:
+    w, b = papers_unit()
+    for method in METHODS:
+        layer = build(method, [1])
+        assert np.allclose(layer.weight.detach().numpy(), w)
+        assert np.allclose(layer.bias.detach().numpy(), b)
+
+
+def test_records_hold_the_references_of_the_papers_unit_only(outcome: Outcome) -> None:
+    records = outcome.records()
+    assert len(records) == len(METHODS) * len(DELTAS)
+    with_reference = [record for record in records if "reference" in record]
+    assert {record["method"] for record in with_reference} == {"sp", "wn"}
+    for record in with_reference:
+        assert abs(record["rotation"] - record["reference"]) < 0.05
+        assert abs(record["drawn"] - record["reference_drawn"]) < 0.05
+    for record in records:
+        assert record["rotation_median"] <= record["rotation_95"] <= record["rotation_max"]
+        assert record["rotation_max"] <= record["bound_max"] + 1e-4
+    assert not any("reference" in record for record in perturb(seed=0, seeds=1).records())
+
+
+def test_lines_can_be_drawn(outcome: Outcome) -> None:
+    pytest.importorskip("matplotlib")
+    from geoparam import plots
+
+    lines = outcome.lines["sp"]
+    ax = plots.perturbation(
+        lines.directions, lines.lams, deltas=outcome.deltas, rotations=lines.rotations
+    )
+    assert len(ax.get_legend().get_texts()) == 1 + len(DELTAS)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"methods": ["ln"]}, "one of sp, wn, bn, gmp, intrinsic; got 'ln'"),
+        ({"seeds": 0}, ">= 1"),
+    ],
+)
+def test_mistakes_are_told(options: dict, match: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=match):
+        run(tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+# --- a run --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(tmp_path_factory.mktemp("perturbation") / "run", seeds=50)
+
+
+def test_bn_on_whitened_data_turns_as_wn(outcome: Outcome) -> None:
+    """Against batch norm itself: 4 points with mean 0 and covariance I, and a unit after it."""
+    x = torch.tensor([[1.0, 1], [1, -1], [-1, 1], [-1, -1]], dtype=torch.float64)
+    w, b = papers_unit()
+    linear = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    norm = torch.nn.BatchNorm1d(1, eps=1e-30, dtype=torch.float64)
+    for i, delta in enumerate((0.0, *DELTAS)):
+        with torch.no_grad():
+            linear.weight.copy_(torch.from_numpy(w + delta))
+            norm.weight.fill_(np.linalg.norm(w) + delta)
+            norm.bias.fill_(b + delta)
+            z = norm(linear(x)).squeeze(1)
+        slope = torch.linalg.lstsq(torch.cat([x, torch.ones(4, 1)], dim=1), z).solution.numpy()
+        length = np.linalg.norm(slope[:2])
+        lines = outcome.lines["bn"]
+        np.testing.assert_allclose(lines.directions[i], slope[:2] / length, atol=1e-9)
+        assert lines.lams[i] == pytest.approx(slope[2] / length, rel=1e-9)
+
+
+def test_a_run_records_every_method_and_delta(finished: Run) -> None:
+    records = finished.records()
+    expected = [(method, delta) for method in METHODS for delta in DELTAS]
+    assert [(record["method"], record["delta"]) for record in records] == expected
+    own = records[: len(DELTAS)]
+    assert tuple(record["reference"] for record in own) == TRUE_ROTATIONS
+    assert tuple(record["reference_drawn"] for record in own) == DRAWN_ROTATIONS
+
+
+def test_a_run_draws_its_figures_with_captions(finished: Run) -> None:
+    names = {"figure1", "figure1-methods", "figure1-units", "figure2a-b", "figure5", "figure6"}
+    folder = finished.folder / "figures"
+    assert {path.stem for path in folder.glob("*.png")} == names
+    assert all(len((folder / f"{name}.txt").read_text()) > 40 for name in names)
+
+
+def test_a_killed_run_resumes_to_the_same_records(
+    finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toys, "save_figures", lambda *_: None)
+    shutil.copytree(finished.folder, tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    text = path.read_text()
+    path.write_text(text[: len(text) // 2])
+    run(tmp_path / "run", seeds=50, resume=True)
+    assert path.read_text() == text

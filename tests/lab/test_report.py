@@ -1,0 +1,260 @@
+"""The report: one page that holds everything; test_report_browser.py opens it."""
+
+import base64
+import html.parser
+import re
+import zlib
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import run_folders
+
+from geoparam_lab import report
+from geoparam_lab.report import html as elements
+from geoparam_lab.report import run_text, slider
+from geoparam_lab.run_folder import Run
+from geoparam_lab.tables.formats import Cell, Row, Table
+
+Array = np.ndarray
+
+EVIL = "</script><script>alert('x')</script>\"'&<b onload=y>"
+VOID = ("meta", "link", "img", "input")
+
+
+class Parsed(html.parser.HTMLParser):
+    """A page's elements and text; tags that do not match are an error."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text, self._open = "", [""]
+        self.feed(page)
+        self.close()
+        assert self._open == [""]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self._open[-1] in ("script", "style") else data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("runs")
+    return report.write(run_folders.demo(base), base / "report.html", command="geoparam report *")
+
+
+# --- in Python ---------------------------------------------------------------------------------
+
+
+def test_the_page_holds_what_was_promised(page_file: Path) -> None:
+    page = Parsed(page_file.read_text())
+    for text in (
+        "Levy regression",
+        "UCI regression: fair",
+        "SP, WN, BN, GmP",
+        "≈ 1.104",
+        "3.057 ± 0.144",
+        "Difference to SP on the same split",
+        "Learning rates",
+        "Figure 2c. How far units move.",
+        "geoparam run levy --seeds 5",
+        "geoparam report *",
+        "NeurIPS 2024",
+    ):
+        assert text in page.text, text
+    assert len(page.all("h1")) == 1 and len(page.all("table")) == 7
+    assert len([a for a in page.all("input") if a["type"] == "range"]) == 2
+    assert [a["lang"] for a in page.all("html")] == ["en"]
+
+
+def test_the_page_refers_to_nothing_outside(page_file: Path) -> None:
+    text = page_file.read_text()
+    page = Parsed(text)
+    links = [a[name] or "" for _, a in page.tags for name in ("src", "href") if name in a]
+    assert links and all(link.startswith(("data:", "#")) for link in links)
+    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|https?://", text)
+    anchors = {a["id"] for _, a in page.tags if "id" in a}
+    assert {link[1:] for link in links if link.startswith("#")} <= anchors
+
+
+def test_every_control_and_picture_has_a_name(page_file: Path) -> None:
+    page = Parsed(page_file.read_text())
+    labels = {a.get("for") for a in page.all("label")}
+    assert all(a["id"] in labels for a in page.all("input"))
+    assert all(a["alt"] for a in page.all("img")) and all(
+        a["aria-label"] for a in page.all("canvas")
+    )
+    ids = [a["id"] for _, a in page.tags if "id" in a]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_policy_names_the_checksums_of_style_and_script(page_file: Path) -> None:
+    text = page_file.read_text()
+    assert "default-src 'none'" in text
+    for name in ("page.css", "drawing.js", "panels.js", "page.js"):
+        assert files("geoparam_lab.report").joinpath("template", name).read_text() in text
+
+
+def test_what_files_hold_is_text_and_never_markup(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", "levy", {EVIL: EVIL, "methods": [EVIL]}, EVIL)
+    run.append({"method": EVIL, "seed": 0, "test_rmse": 1.0})
+    arrays = run_folders.levy_slider(5)
+    run.save_curves("slider_levy", **{**arrays, "methods": np.array([EVIL] * 4)})
+    run_folders.picture(run.folder / "figures", "a&b", caption=EVIL)
+    text = report.page([run], command=EVIL)
+    page = Parsed(text)
+    assert page.text.count(EVIL) >= 7
+    assert "<script>alert" not in text and "</script><script>" not in text
+    assert len(page.all("script")) == 2 and not any("onload" in a for _, a in page.tags)
+
+
+def test_placeholders_in_data_stay_as_they_are(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "@body@", "@script@", {"@title@": "@style@"}, "@script@")
+    page = Parsed(report.page([run]))
+    assert all(page.text.count(name) for name in ("@body@", "@script@", "@title@", "@style@"))
+
+
+def test_an_empty_run_is_said_to_be_so(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", "uci", {}, "geoparam run uci")
+    page = Parsed(report.page([run]))
+    assert "is finished yet" in page.text and "geoparam run uci" in page.text
+
+
+def test_figures_come_in_the_order_of_their_names(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", "perturbation", {}, "geoparam run perturbation")
+    for name in ("figure1-units", "seeds", "figure1", "figure2a-b"):
+        run_folders.picture(run.folder / "figures", name)
+    found = [a["alt"] for a in Parsed(report.page([run])).all("img")]
+    assert found == ["Figure1", "Figure1 units", "Figure2a b", "Seeds"]
+
+
+def test_the_configuration_of_uci_speaks_of_splits_and_names_the_sets(page_file: Path) -> None:
+    facts = page_file.read_text().partition("UCI regression: fair</h2>")[2].partition("</dl>")[0]
+    assert "<dt>splits</dt><dd>10</dd>" in facts and "seeds" not in facts
+    assert "<dd>Boston, Concrete, Energy" in facts
+
+
+def test_damaged_files_are_left_out_with_a_word(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", "levy", {}, "geoparam run levy")
+    arrays = run_folders.levy_slider(5)
+    run.save_curves("slider_a", **{k: v for k, v in arrays.items() if k != "locations"})
+    run.save_curves("slider_b", **{**arrays, "kind": np.array("new")})
+    (run.folder / "curves" / "slider_c.npz").write_bytes(b"no archive")
+    run.save_curves("losses", loss=np.arange(3))
+    run_folders.picture(run.folder / "figures", "good")
+    (run.folder / "figures" / "bad.png").write_bytes(b"GIF89a")
+    page = Parsed(report.page([run]))
+    assert "slider_a cannot be drawn: locations is missing" in page.text
+    assert "slider_b cannot be drawn: kind must be one of" in page.text
+    assert "slider_c cannot be drawn" in page.text
+    assert "bad.png cannot be shown: it is not a PNG" in page.text
+    assert [a["alt"] for a in page.all("img")] == ["Good"] and not page.all("canvas")
+
+
+def test_no_run_is_an_error() -> None:
+    with pytest.raises(ValueError, match="one run or more"):
+        report.page([])
+
+
+def test_a_resumed_run_says_so_and_shows_both_commands(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", "levy", {}, "geoparam run levy")
+    Run.create(tmp_path / "run", "levy", {}, "geoparam run levy --resume", resume=True)
+    assert run_text.commands(run) == ["geoparam run levy", "geoparam run levy --resume"]
+    assert "resumed 1 time" in run_text.circumstances(run)["started"]
+
+
+def test_a_whole_demo_stays_below_five_megabytes(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    levy = run_folders.levy(tmp_path / "levy", frames=100)
+    arrays = run_folders.levy_slider(100, units=100)
+    noise = {name: rng.standard_normal(arrays[name].shape) for name in ("prediction", "locations")}
+    levy.save_curves("slider_levy", **{**arrays, **noise})
+    banana = run_folders.banana(tmp_path / "banana")
+    arrays = run_folders.banana_slider(100, side=100)
+    arrays["score"] ^= rng.integers(0, 8, arrays["score"].shape, dtype=np.uint8)
+    banana.save_curves("slider_banana", **arrays)
+    assert len(report.page([levy, banana])) < 3.5e6  # the rest is for figures
+
+
+# --- packing -----------------------------------------------------------------------------------
+
+
+def unpack(packed: dict[str, Any]) -> Array:
+    content = zlib.decompress(base64.b64decode(packed["data"]))
+    if packed["type"] == "f4":
+        return np.frombuffer(content, "<f4").reshape(packed["shape"])
+    differences = np.frombuffer(content, np.uint8).reshape(packed["shape"])
+    return differences.cumsum(axis=1, dtype=np.uint8)
+
+
+def test_floats_keep_12_bits_and_what_is_not_finite() -> None:
+    values = np.array([[1.0, -1 / 3, 1e30, 0.0], [np.inf, -np.inf, np.nan, 65535.9]])
+    found = unpack(slider.packed(values))
+    known = np.isfinite(values)
+    np.testing.assert_allclose(found[known], values[known], rtol=2**-13)
+    np.testing.assert_array_equal(found[~known], values[~known])
+
+
+def test_bytes_come_back_exactly() -> None:
+    values = np.random.default_rng(0).integers(0, 256, (2, 5, 3, 4), dtype=np.uint8)
+    np.testing.assert_array_equal(unpack(slider.packed(values)), values)
+
+
+def test_long_films_are_thinned_and_keep_both_ends() -> None:
+    arrays = run_folders.banana_slider(250, side=90)
+    found = slider.payload(arrays)
+    assert len(found["steps"]) == slider.FRAMES
+    assert (found["steps"][0], found["steps"][-1]) == (0, arrays["steps"][-1])
+    score = unpack(found["arrays"]["score"])
+    assert score.shape == (4, slider.FRAMES, slider.SIDE, slider.SIDE)
+    ends = np.ix_(range(4), [0, -1], [0, -1], [0, -1])
+    np.testing.assert_array_equal(score[ends], arrays["score"][ends])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": np.zeros(0)}, "steps is missing or empty"),
+        ({"locations": np.zeros((4, 5))}, r"locations has shape \(4, 5\), which is not \(4, 6, U"),
+        ({"truth": np.zeros(7)}, r"truth has shape \(7,\), which is not \(101"),
+        ({"loss": np.zeros((3, 6))}, r"loss has shape \(3, 6\), which is not \(4, 6"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(change: dict[str, Array], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        slider.payload({**run_folders.levy_slider(6), **change})
+
+
+def test_methods_keep_the_colours_of_the_figures() -> None:
+    from geoparam.plots import COLOURS
+
+    arrays = run_folders.levy_slider(6)
+    titles = np.array(["SP, rate 0.1", "WN", "GmP (sphere)", "mine"])
+    found = slider.payload({**arrays, "methods": titles})
+    assert found["colours"][:3] == [COLOURS["SP"], COLOURS["WN"], COLOURS["GmP"]]
+
+
+def test_cells_have_a_minus_and_powers_and_only_lists_may_break() -> None:
+    cells = tuple(map(Cell, ("-1.5e-07 ± 0.2", "0.01 (3), 0.1 (7)")))
+    found = elements.table(Table("T", "method", ("x", "y"), (Row("SP, rate 0.1", cells),)))
+    assert "<td>−1.5·10⁻⁷ ± 0.2</td>" in found
+    assert '<td class="long">0.01\xa0(3), 0.1\xa0(7)</td>' in found
+    assert '<th scope="row">SP, rate\xa00.1</th>' in found
+
+
+def test_an_element_escapes_text_and_attributes() -> None:
+    found = elements.element("p", EVIL, title=EVIL)
+    assert Parsed(found).tags == [("p", {"title": EVIL})] and Parsed(found).text == EVIL

@@ -1,0 +1,345 @@
+"""Run folders: what they hold, and that neither kills nor company harm them."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import geoparam
+from geoparam_lab import run_folder
+from geoparam_lab.run_folder import Run
+
+CONFIG = {"epochs": 5, "methods": ["sp", "gmp"], "lr": 0.1}
+COMMAND = ["geoparam", "run", "uci", "--out", "my runs"]
+
+WRITER = """
+import sys
+from geoparam_lab.run_folder import Run
+folder, process, pieces = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+run = Run.create(folder, "sweep", {}, "sweep", key=("seed",), resume=True)
+for seed in range(pieces):
+    if not run.done(seed=seed):
+        run.append({"seed": seed, "process": process, "padding": "x" * 20_000})
+        print(seed, flush=True)
+"""
+
+
+def create(folder: Path, config: dict[str, Any] = CONFIG, **options: Any) -> Run:
+    options = {"key": ("method", "seed"), **options}
+    return Run.create(folder, "uci", config, COMMAND, **options)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return create(tmp_path / "run")
+
+
+def writer(folder: Path, process: int, pieces: int) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", WRITER, str(folder), str(process), str(pieces)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_config_says_what_was_run_and_with_what(run: Run) -> None:
+    info = json.loads((run.folder / "config.json").read_text())
+    assert info["experiment"] == "uci" and info["config"] == CONFIG
+    assert info["command"] == "geoparam run uci --out 'my runs'"
+    assert info["versions"]["geoparam"] == geoparam.__version__
+    assert info["versions"]["torch"] == torch.__version__
+    assert info["hardware"]["threads"] == torch.get_num_threads()
+    assert set(info["versions"]) == {"geoparam", "torch", "numpy", "python"}
+    assert set(info["hardware"]) == {"cpu", "cores", "threads", "gpus"}
+    assert info["started"].endswith("+00:00")
+
+
+def test_config_holds_no_path_of_the_machine(run: Run) -> None:
+    text = (run.folder / "config.json").read_text()
+    assert str(run.folder) not in text
+    assert str(Path(geoparam.__file__).parents[1]) not in text
+
+
+def test_default_command_is_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/opt/env/bin/geoparam", "run", "levy", "--out", "a b"])
+    assert run_folder.session()["command"] == "geoparam run levy --out 'a b'"
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "-C", folder, *identity, *arguments], check=True, capture_output=True)
+
+
+def test_commit_is_that_of_the_packages_checkout_with_its_changes(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("a = 1\n")
+    git(tmp_path, "init")
+    assert run_folder.commit(package) is None  # installed in somebody's repository
+    git(tmp_path, "add", "package")
+    git(tmp_path, "commit", "-m", "first")
+    clean = run_folder.commit(package)
+    assert clean is not None and len(clean["id"]) == 40 and not clean["dirty"]
+    (package / "__init__.py").write_text("a = 2\n")
+    assert run_folder.commit(package) == {"id": clean["id"], "dirty": True}
+
+
+def test_records_come_back_in_order(run: Run) -> None:
+    records = [{"method": m, "seed": s, "test_rmse": 1 / 3 + s} for m in "ab" for s in range(3)]
+    for record in records:
+        run.append(record)
+    assert run.records() == records == Run.open(run.folder).records()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1, 1e-300, None, True, "a\nb"])
+def test_any_value_survives_as_valid_json(run: Run, value: Any) -> None:
+    run.append({"method": "sp", "seed": 0, "value": value, "deep": {"list": [value]}})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    for line in (run.folder / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+    (record,) = Run.open(run.folder).records()
+    np.testing.assert_equal(record["value"], value)
+    np.testing.assert_equal(record["deep"]["list"], [value])
+
+
+def test_numbers_of_numpy_and_torch_become_plain(run: Run) -> None:
+    run.append({"method": "sp", "seed": np.int64(3), "a": torch.tensor(0.5), "b": np.arange(2)})
+    assert run.records() == [{"method": "sp", "seed": 3, "a": 0.5, "b": [0, 1]}]
+    assert run.done(seed=torch.tensor(3), method="sp")
+
+
+def test_a_record_must_have_the_key(run: Run) -> None:
+    with pytest.raises(ValueError, match="needs method, seed.*seed not in"):
+        run.append({"method": "sp"})
+
+
+@pytest.mark.parametrize("value", [object(), {1: 2}, b"bytes"])
+def test_what_json_cannot_hold_is_refused_and_nothing_written(run: Run, value: Any) -> None:
+    with pytest.raises(ValueError, match="got"):
+        run.append({"method": "sp", "seed": 0, "value": value})
+    assert run.records() == [] and not (run.folder / "metrics.jsonl").exists()
+
+
+def test_done_is_what_has_a_record(run: Run) -> None:
+    run.append({"method": "sp", "seed": 1, "lr": 1.0})
+    assert run.done(method="sp", seed=1) and run.done(lr=1) and run.done(method="sp")
+    assert not run.done(method="sp", seed=2) and not run.done(method="gmp", seed=1)
+
+
+def test_of_two_records_with_one_key_the_first_counts(run: Run) -> None:
+    run.append({"method": "sp", "seed": 1, "test_rmse": 1.0})
+    run.append({"method": "sp", "seed": 1.0, "test_rmse": 2.0})
+    assert [record["test_rmse"] for record in run.records()] == [1.0]
+
+
+def test_without_a_key_only_equal_records_are_duplicates(tmp_path: Path) -> None:
+    run = create(tmp_path, key=())
+    for value in (1, 2, 1):
+        run.append({"value": value})
+    assert run.records() == [{"value": 1}, {"value": 2}]
+
+
+def test_a_run_sees_what_another_process_finished(run: Run) -> None:
+    other = Run.open(run.folder)
+    assert not run.done(method="sp", seed=0)
+    other.append({"method": "sp", "seed": 0})
+    assert run.done(method="sp", seed=0)
+
+
+def test_a_half_written_line_is_ignored_and_overwritten(run: Run) -> None:
+    metrics = run.folder / "metrics.jsonl"
+    run.append({"method": "sp", "seed": 0})
+    with open(metrics, "ab") as file:
+        file.write(b'{"method": "sp", "seed": 1, "test_r')
+    resumed = create(run.folder, resume=True)
+    assert resumed.done(method="sp", seed=0) and not resumed.done(method="sp", seed=1)
+    resumed.append({"method": "sp", "seed": 1})
+    assert [record["seed"] for record in resumed.records()] == [0, 1]
+    assert len(metrics.read_text().splitlines()) == 2
+
+
+def test_a_damaged_line_in_the_middle_is_named(run: Run) -> None:
+    (run.folder / "metrics.jsonl").write_text('{"method": "sp", "seed": 0}\n{"meth\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is damaged.*Remove that line"):
+        run.records()
+
+
+def test_a_killed_run_resumes_without_repeating_or_losing_work(tmp_path: Path) -> None:
+    folder, pieces = tmp_path / "run", 40
+    first = writer(folder, 1, 10**9)
+    assert first.stdout is not None
+    reported = [int(first.stdout.readline()) for _ in range(15)]
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    finished = len(Run.open(folder).records())
+    assert reported == list(range(15)) and finished >= 15
+    pieces += finished
+    second = writer(folder, 2, pieces)
+    output, _ = second.communicate()
+    assert second.returncode == 0
+    assert list(map(int, output.split())) == list(range(finished, pieces))
+    records = Run.open(folder).records()
+    assert [record["seed"] for record in records] == list(range(pieces))
+    assert [record["process"] for record in records] == [1] * finished + [2] * (pieces - finished)
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == pieces
+
+
+def test_processes_that_share_a_folder_do_not_mix_their_lines(tmp_path: Path) -> None:
+    processes = [writer(tmp_path / "run", process, 60) for process in range(3)]
+    for process in processes:
+        process.communicate()
+        assert process.returncode == 0
+    records = Run.open(tmp_path / "run").records()
+    assert sorted(record["seed"] for record in records) == list(range(60))
+    assert all(record["padding"] == "x" * 20_000 for record in records)
+    assert len(Run.open(tmp_path / "run").sessions()) == 3
+
+
+def test_an_existing_run_is_not_touched_without_resume(run: Run) -> None:
+    before = (run.folder / "config.json").read_bytes()
+    with pytest.raises(FileExistsError, match=r"already holds a run \(uci.*--resume.*another"):
+        create(run.folder, {"epochs": 6})
+    assert (run.folder / "config.json").read_bytes() == before
+
+
+def test_resume_starts_where_there_is_no_run(tmp_path: Path) -> None:
+    assert create(tmp_path / "new", resume=True).records() == []
+
+
+@pytest.mark.parametrize(
+    ("config", "difference"),
+    [
+        ({**CONFIG, "epochs": 6}, "epochs=5, now 6"),
+        ({**CONFIG, "width": 10}, "width=None, now 10"),
+        ({"epochs": 5, "methods": ["sp", "gmp"]}, "lr=0.1, now None"),
+        ({**CONFIG, "methods": ["sp"]}, r"methods=\['sp', 'gmp'\], now \['sp'\]"),
+    ],
+)
+def test_a_resumed_run_must_not_differ(run: Run, config: dict[str, Any], difference: str) -> None:
+    with pytest.raises(ValueError, match=f"run with {difference}. A resumed run must"):
+        create(run.folder, config, resume=True)
+
+
+def test_another_experiment_cannot_be_resumed(run: Run) -> None:
+    with pytest.raises(ValueError, match="experiment='uci', now 'levy'"):
+        Run.create(run.folder, "levy", CONFIG, key=("method", "seed"), resume=True)
+
+
+def test_a_resumed_run_may_do_more_where_it_says_so(run: Run) -> None:
+    more = {**CONFIG, "methods": ["sp", "gmp", "bn"]}
+    resumed = create(run.folder, more, resume=True, may_change=("methods",))
+    assert resumed.config == more and resumed.info["config"] == CONFIG
+    assert [session["config"] for session in Run.open(run.folder).sessions()] == [CONFIG, more]
+    assert all("versions" in session for session in resumed.sessions())
+
+
+def test_tuples_and_nan_do_not_count_as_differences(tmp_path: Path) -> None:
+    config = {"seeds": (0, 1), "limit": math.nan, "range": range(3)}
+    create(tmp_path, config)
+    create(tmp_path, config, resume=True)
+
+
+def test_opening_no_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="holds no run.*config.json.*--out"):
+        Run.open(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["config.json", "metrics.jsonl", "sessions.jsonl"])
+@pytest.mark.parametrize(
+    "content", [b"3", b"[1]", b"{}", b'{"\xe9": 1}', b'{"a":' * 100_000 + b"1" + b"}" * 100_000]
+)
+def test_what_is_no_record_is_named(file: str, content: bytes, tmp_path: Path) -> None:
+    run = create(tmp_path / "run")
+    (run.folder / file).write_bytes(content + b"\n")
+    with pytest.raises(ValueError, match=f"{file}.* is damaged: "):
+        opened = Run.open(run.folder)
+        opened.records()
+        opened.sessions()
+
+
+def test_a_key_is_of_names(tmp_path: Path) -> None:
+    path = create(tmp_path / "run").folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "key": [["seed"]]}))
+    with pytest.raises(ValueError, match="config.json is damaged: its key is no list of names"):
+        Run.open(path.parent)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4", b"some text"])
+def test_truncated_curves_are_named(content: bytes, tmp_path: Path) -> None:
+    run = create(tmp_path / "run")
+    run.save_curves("a", x=np.arange(3))
+    (run.folder / "curves" / "a.npz").write_bytes(content)
+    with pytest.raises(ValueError, match="a.npz is truncated or damaged"):
+        run.curves("a")
+
+
+def test_a_folder_with_figures_of_others_is_not_adopted(tmp_path: Path) -> None:
+    (tmp_path / "figures").mkdir()
+    with pytest.raises(FileExistsError, match="figures without config.json"):
+        create(tmp_path)
+
+
+def test_records_of_an_unknown_run_are_not_adopted(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"seed": 0}\n')
+    with pytest.raises(FileExistsError, match="metrics.jsonl without config.json"):
+        create(tmp_path, resume=True)
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        create(tmp_path / "run")
+
+
+def test_curves_come_back_as_they_were(run: Run) -> None:
+    loss = torch.linspace(1, 0, 5, dtype=torch.float64, requires_grad=True)
+    run.save_curves("energy-gmp+imn-0.1", loss=loss, units=np.eye(2, dtype=np.float32))
+    (name,) = Run.open(run.folder).curve_names()
+    curves = run.curves(name)
+    np.testing.assert_array_equal(curves["loss"], loss.detach().numpy())
+    assert curves["units"].dtype == np.float32 and name == "energy-gmp+imn-0.1"
+
+
+def test_missing_curves_are_named(run: Run) -> None:
+    run.save_curves("a", x=[1])
+    with pytest.raises(FileNotFoundError, match=r"b.npz is missing; there are \['a'\]"):
+        run.curves("b")
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "../up", "a/b"])
+def test_names_stay_in_their_folder(run: Run, name: str) -> None:
+    with pytest.raises(ValueError, match="must be that of a file"):
+        run.save_curves(name, x=[1])
+
+
+class Interrupted:
+    """A figure whose drawing is interrupted, or not."""
+
+    def __init__(self, error: type[BaseException] | None = None) -> None:
+        self.error = error
+
+    def savefig(self, path: Path, dpi: int) -> None:
+        path.write_text("half")
+        if self.error:
+            raise self.error
+
+
+def test_an_interrupted_figure_leaves_the_old_one(run: Run) -> None:
+    path = run.figure("fit", Interrupted())
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt):
+        run.figure("fit", Interrupted(KeyboardInterrupt))
+    assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
+
+
+def test_a_matplotlib_figure_is_written_as_png(run: Run) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    figure.subplots().plot([0, 1])
+    assert run.figure("line", figure).read_bytes().startswith(b"\x89PNG")

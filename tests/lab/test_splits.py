@@ -1,0 +1,75 @@
+"""Splits and standardisation: scikit-learn's, and nothing of the test in the training."""
+
+import numpy as np
+import pytest
+
+from geoparam_lab.data.splits import split, stack, standardise
+
+X = np.random.RandomState(0).randn(53, 4) * [1, 10, 100, 1e-3] + [0, 5, -50, 1]
+Y = np.arange(53.0)
+
+
+@pytest.mark.parametrize("n", [5, 10, 101, 308, 506, 768, 1030, 1599, 9568, 11934])
+@pytest.mark.parametrize("seed", [0, 1, 9])
+def test_split_is_that_of_scikit_learn(n: int, seed: int) -> None:
+    train_test_split = pytest.importorskip("sklearn.model_selection").train_test_split
+    expected = train_test_split(np.arange(n), test_size=0.2, random_state=seed)
+    for indices, reference in zip(split(n, seed), expected, strict=True):
+        np.testing.assert_array_equal(indices, reference)
+
+
+def test_training_part_has_mean_0_and_deviation_1() -> None:
+    (x,) = standardise(X)
+    np.testing.assert_allclose(x.mean(axis=0), 0, atol=1e-12)
+    np.testing.assert_allclose(x.std(axis=0), 1, rtol=1e-12)
+
+
+@pytest.mark.parametrize("value", [0.998, 288.0, 1e-300, 0.1, -0.0])
+def test_a_constant_feature_becomes_0(value: float) -> None:
+    train, test = standardise(np.full((1000, 1), value), np.full((10, 1), value))
+    assert not train.any() and not test.any()
+
+
+@pytest.mark.parametrize("protocol", ["paper", "heldout"])
+def test_every_point_is_in_one_part(protocol: str) -> None:
+    parts = stack(X, Y, range(3), protocol)
+    for k in range(3):
+        targets = [parts.y_train[k], parts.y_test[k]]
+        if protocol == "heldout":
+            targets.append(parts.y_val[k])
+        np.testing.assert_array_equal(np.sort(np.concatenate(targets)), Y)
+
+
+def test_the_papers_judge_by_the_test_part() -> None:
+    parts = stack(X, Y, range(3))
+    np.testing.assert_array_equal(parts.x_val, parts.x_test)
+    np.testing.assert_array_equal(parts.y_val, parts.y_test)
+
+
+def test_both_protocols_have_the_same_test_targets() -> None:
+    paper, heldout = stack(X, Y, range(3)), stack(X, Y, range(3), "heldout")
+    np.testing.assert_array_equal(paper.y_test, heldout.y_test)
+    assert heldout.y_train.shape == (3, 33) and heldout.y_val.shape == (3, 9)
+
+
+def test_inputs_are_standardised_by_what_is_trained_on_and_targets_are_raw() -> None:
+    parts = stack(X, Y, [4], "heldout")
+    index = parts.y_train[0].astype(int)
+    mean, deviation = X[index].mean(axis=0), X[index].std(axis=0)
+    for x, y in zip(parts[::2], parts[1::2], strict=True):
+        np.testing.assert_allclose(x[0], (X[y[0].astype(int)] - mean) / deviation)
+
+
+def test_each_seed_gives_its_own_split_whatever_the_others() -> None:
+    parts = stack(X, Y, [3, 7])
+    np.testing.assert_array_equal(parts.x_train[1], stack(X, Y, [7]).x_train[0])
+    assert (parts.y_test[0] != parts.y_test[1]).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"protocol": "held-out"}, "paper, heldout; got 'held-out'"), ({"seeds": []}, "got none")],
+)
+def test_wrong_options_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        stack(X, Y, **options)  # type: ignore[arg-type]

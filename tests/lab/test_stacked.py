@@ -1,0 +1,450 @@
+"""Training in a stack: it is what training each model alone would be, under Keras's rules."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_rules import keras_adam, keras_plateau
+
+import geoparam as gp
+from geoparam.analysis.boundary import boundaries
+from geoparam_lab import methods
+from geoparam_lab.training.stacks import batched, stacked
+from geoparam_lab.training.stacks.keras_rules import Judge
+from geoparam_lab.training.stacks.packing import pack, unpack_, views
+from geoparam_lab.training.stacks.stacked import Protocol, Result
+
+VARIANTS = [(name, {}) for name in methods.METHODS]
+VARIANTS += [("wn+mbn", {"mbn_bias": "cancelled"}), ("gmp+imn", {"imn": "input"})]
+VARIANTS += [("gmp", {"init": "sphere"})]
+IDS = ["-".join((name, *options.values())) for name, options in VARIANTS]
+each_variant = pytest.mark.parametrize(("name", "options"), VARIANTS, ids=IDS)
+each_method = pytest.mark.parametrize("name", methods.METHODS)
+
+MSE = Protocol(metric=stacked.squared_error, epochs=25, patience=3)
+"""Short, with a patience that lowers rates within it."""
+
+
+def networks(
+    name: str, widths: tuple[int, ...] = (3, 12, 1), size: int = 3, **options: str
+) -> Any:
+    return [methods.mlp(name, widths, seed=seed, **options) for seed in range(size)]
+
+
+def regression(size: int = 3, rows: int = 40, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Inputs (S, N, 3) and targets (S, N) with a kink, different for each member."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, rows, 3, generator=generator, dtype=torch.float64)
+    return x, (2 * x[..., 0] - x[..., 1]).abs() + x[..., 2]
+
+
+def run(
+    name: str, protocol: Protocol = MSE, size: int = 3, lr: Any = 0.03, **arguments: Any
+) -> Result:
+    data = arguments.pop("data", regression(size))
+    if protocol.metric is not None:
+        arguments.setdefault("evaluation", regression(size, rows=15, seed=1))
+    models = arguments.pop("models", None) or networks(name, size=size)
+    return stacked.train(models, data, lr, protocol, **arguments)
+
+
+def member(data: tuple[Tensor, Tensor], index: int) -> tuple[Tensor, Tensor]:
+    return data[0][index : index + 1], data[1][index : index + 1]
+
+
+# --- the reference: one model, plain torch ------------------------------------------------------
+
+
+def train_alone(
+    model: nn.Sequential,
+    data: tuple[Tensor, Tensor],
+    evaluation: tuple[Tensor, Tensor],
+    lr: float,
+    protocol: Protocol,
+    seed: int,
+) -> tuple[list[float], list[float], list[float], nn.Sequential]:
+    """Return losses, metrics and rates of each epoch, and the best model."""
+    optimizer = keras_adam(model, lr)
+    optimizer.register_step_post_hook(gp.retract(model))
+    plateau = keras_plateau(optimizer, protocol.patience)
+    order = torch.Generator().manual_seed(seed)
+    losses, metrics, rates, best = [], [], [], copy.deepcopy(model)
+    rows = len(data[0])
+    while len(losses) < protocol.epochs:
+        total = 0.0
+        for batch in torch.randperm(rows, generator=order).split(protocol.batch_size or rows):
+            x, y = (part[batch] for part in data)
+            loss = protocol.loss(model.train()(x).T, y[None]).squeeze(0)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(batch) / rows
+        x, y = evaluation
+        with torch.no_grad():
+            metric = protocol.metric(model.eval()(x).T, y[None]).item()
+        losses.append(total), metrics.append(metric), rates.append(optimizer.param_groups[0]["lr"])
+        plateau.step(metric)
+        if metric == min(metrics):
+            best = copy.deepcopy(model)
+    return losses, metrics, rates, best
+
+
+@each_variant
+@pytest.mark.parametrize("batch_size", [None, 16])
+def test_a_stack_trains_as_plain_torch_does(
+    name: str, options: dict[str, str], batch_size: int | None
+) -> None:
+    protocol = replace(MSE, batch_size=batch_size, stop_patience=100)
+    models, lrs = networks(name, **options), [0.03, 0.01, 0.1]
+    result = run(name, protocol, models=models, lr=lrs, seeds=[5, 6, 7])
+    data, evaluation = regression(), regression(rows=15, seed=1)
+    for index, model in enumerate(models):
+        own, others = ([part[index] for part in both] for both in (data, evaluation))
+        losses, metrics, rates, best = train_alone(
+            model, own, others, lrs[index], protocol, seed=5 + index
+        )
+        close(result.losses[:, index], losses)
+        close(result.metrics[:, index], metrics)
+        close(result.rates[:, index], rates)
+        expected = best.state_dict()
+        for key, found in result.model(index).state_dict().items():
+            torch.testing.assert_close(found, expected[key], rtol=1e-10, atol=1e-10)
+    assert (result.rates[-1] < result.rates[0]).any()
+
+
+def close(found: Any, expected: Any) -> None:
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
+
+
+# --- the forward pass ---------------------------------------------------------------------------
+
+
+@each_variant
+@pytest.mark.parametrize("widths", [(3, 6, 1), (1, 5, 2), (3, 6, 5, 1), (2, 4, 7, 3)])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_batched_pass_is_the_modules_own(
+    name: str, options: dict[str, str], widths: tuple[int, ...], training: bool
+) -> None:
+    models = [_shaken(model.train(training)) for model in networks(name, widths, **options)]
+    state = pack(models)
+    tensors, parameters = views(state, models[0])
+    x = torch.randn(3, 9, widths[0], dtype=torch.float64)
+    out = batched.forward(models[0], tensors, x, training)
+    gradients = torch.autograd.grad(out.square().sum(), parameters, materialize_grads=True)
+    for index, model in enumerate(models):
+        expected = model(x[index])
+        torch.testing.assert_close(out[index], expected, rtol=1e-11, atol=1e-11)
+        wanted = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
+        for found, want in zip(gradients, wanted, strict=True):
+            torch.testing.assert_close(found[index], want, rtol=1e-10, atol=1e-10)
+        again = copy.deepcopy(model)
+        unpack_(again, state[index], batches=int(training))  # buffers were tracked alike
+        for key, tracked in model.state_dict().items():
+            torch.testing.assert_close(again.state_dict()[key], tracked, rtol=1e-11, atol=1e-11)
+
+
+def _shaken(model: nn.Sequential) -> nn.Sequential:
+    """Move parameters and running statistics away from where they start."""
+    with torch.no_grad():
+        for key, tensor in model.state_dict().items():
+            if "unit" in key:
+                continue
+            if "running" in key:
+                tensor.add_(torch.rand_like(tensor))
+            elif tensor.is_floating_point() and "sign" not in key:
+                tensor.add_(0.3 * torch.randn_like(tensor))
+    return model
+
+
+def test_packing_and_unpacking_is_the_identity() -> None:
+    models = [_shaken(model) for model in networks("bn")]
+    copies = networks("bn")
+    for model, row in zip(copies, pack(models), strict=True):
+        unpack_(model, row, batches=0)
+    assert torch.equal(pack(copies), pack(models))
+
+
+# --- members do not know of each other ----------------------------------------------------------
+
+
+@each_method
+@pytest.mark.parametrize("batch_size", [None, 16])
+def test_a_member_comes_out_as_if_trained_alone(name: str, batch_size: int | None) -> None:
+    protocol = replace(MSE, batch_size=batch_size, epochs=40, patience=2, stop_patience=6)
+    lrs, data, evaluation = [0.3, 0.01, 0.1], regression(), regression(rows=15, seed=1)
+    together = run(name, protocol, lr=lrs, data=data, evaluation=evaluation)
+    assert len(set(together.epochs)) > 1  # some have left while others went on
+    for index in range(3):
+        alone = run(
+            name,
+            protocol,
+            lr=lrs[index],
+            models=networks(name)[index : index + 1],
+            data=member(data, index),
+            evaluation=member(evaluation, index),
+            seeds=[index],
+        )
+        assert together.epochs[index] == alone.epochs[0]
+        assert together.best_epoch[index] == alone.best_epoch[0]
+        close(together.losses[: alone.epochs[0], index], alone.losses[:, 0])
+        torch.testing.assert_close(
+            pack([together.model(index)]), pack([alone.model(0)]), rtol=1e-10, atol=1e-10
+        )
+
+
+@pytest.mark.parametrize("name", ["sp", "bn", "gmp"])
+@pytest.mark.parametrize("broken", ["data", "evaluation"])
+def test_a_member_that_diverges_leaves_the_others_alone(name: str, broken: str) -> None:
+    given = {"data": regression(), "evaluation": regression(rows=15, seed=1)}
+    healthy = run(name, **given)
+    x, y = given[broken]
+    given[broken] = x, y.clone().index_fill_(0, torch.tensor([1]), torch.nan)
+    result = run(name, **given)
+    assert result.outcomes == [healthy.outcomes[0], "diverged", healthy.outcomes[2]]
+    assert result.epochs[1] == 1 and result.best_epoch[1] == -1
+    assert np.isnan(result.best_metric[1]) and np.isnan(result.losses[1:, 1]).all()
+    assert torch.equal(pack([result.model(1)]), pack(networks(name)[1:2]))
+    close(result.losses[:, ::2], healthy.losses[:, ::2])
+
+
+def test_a_member_that_diverges_keeps_its_best_weights() -> None:
+    result = run("sp", replace(MSE, epochs=60), lr=[0.01, 1e160, 0.01])
+    assert result.outcomes[1] == "diverged"
+    assert all(p.isfinite().all() for p in result.model(1).parameters())
+
+
+def test_data_for_all_is_each_members_own() -> None:
+    (x, y), evaluation = regression(), regression(rows=15, seed=1)
+    shared = run("gmp", replace(MSE, batch_size=16), data=(x[0], y[0]), evaluation=evaluation)
+    same = (part[:1].expand(3, *part.shape[1:]).clone() for part in (x, y))
+    repeated = run("gmp", replace(MSE, batch_size=16), data=tuple(same), evaluation=evaluation)
+    np.testing.assert_array_equal(shared.losses, repeated.losses)
+
+
+def test_shared_data_stays_shared_when_members_leave() -> None:
+    protocol = Protocol(epochs=30, patience=1, stop_patience=3)
+    x, y = (part[0] for part in regression())
+    result = run("sp", protocol, data=(x, y), lr=[0.0, 0.01, 0.02])
+    assert result.epochs[0] == 4
+    alone = run("sp", protocol, data=(x, y), size=1, models=networks("sp")[1:2], lr=0.01)
+    close(result.losses[: alone.epochs[0], 1], alone.losses[:, 0])
+
+
+def test_the_given_models_stay_as_they_are() -> None:
+    models = networks("bn")
+    before = pack(models)
+    run("bn", models=models)
+    assert torch.equal(pack(models), before)
+
+
+# --- judging ------------------------------------------------------------------------------------
+
+
+@each_method
+def test_the_kept_weights_are_the_best(name: str) -> None:
+    result, (x, y) = run(name), regression(rows=15, seed=1)
+    np.testing.assert_array_equal(result.best_metric, np.nanmin(result.metrics, axis=0))
+    errors = ((result.predict(x) - y.numpy()) ** 2).mean(1)
+    close(errors, result.best_metric)
+    for index in range(3):
+        with torch.no_grad():
+            own = result.model(index)(x[index]).squeeze(-1)
+        close(own, result.predict(x)[index])
+
+
+@pytest.mark.parametrize(("stop", "epochs"), [(None, 7), (4, 5)])
+def test_a_member_stops_after_its_patience(stop: int | None, epochs: int) -> None:
+    left = []
+    result = run(
+        "sp",
+        replace(MSE, epochs=50, stop_patience=stop),
+        lr=[0.0, 0.03, 0.0],
+        progress=lambda epoch, members: left.append((epoch, members)),
+    )
+    assert result.epochs[0] == result.epochs[2] == epochs
+    assert result.best_epoch[0] == 0 and result.outcomes[0] == "patience"
+    assert left[epochs - 2 : epochs] == [(epochs - 1, 3), (epochs, 1)]
+    assert np.isnan(result.metrics[epochs:, 0]).all() and not np.isnan(result.rates[:epochs]).any()
+
+
+def test_training_ends_with_its_last_member() -> None:
+    result = run("sp", replace(MSE, epochs=50, stop_patience=2), lr=0.0)
+    assert len(result.losses) == 3 and result.outcomes == ["patience"] * 3
+
+
+@pytest.mark.parametrize("drop", [0.0, 9e-5, 1.1e-4])
+@pytest.mark.parametrize("higher_is_better", [False, True])
+def test_a_rate_falls_when_the_patience_is_reached(drop: float, higher_is_better: bool) -> None:
+    sign = -1 if higher_is_better else 1
+    judge = Judge(np.ones(2), 3, 100, higher_is_better=higher_is_better)
+    rates = []
+    for value in (1.0, 1.0 - drop, 1.0 - drop, 1.0 - drop):
+        judge(sign * np.array([value, value]))
+        rates.append(judge.rates[0])
+    assert rates == pytest.approx([1.0, 1.0, 1.0, 1.0 if drop > 1e-4 else 0.1])
+
+
+def test_anything_better_is_enough_to_go_on() -> None:
+    judge = Judge(np.ones(1), patience=100, stop_patience=2)
+    verdicts = [judge(np.array([value])) for value in (1.0, 1.0 - 1e-12, 2.0, np.nan)]
+    assert [bool(better[0]) for better, _ in verdicts] == [True, True, False, False]
+    assert [bool(stops[0]) for _, stops in verdicts] == [False, False, False, True]
+
+
+def test_higher_can_be_better() -> None:
+    x, y = regression()
+    protocol = Protocol(
+        loss=stacked.binary_cross_entropy,
+        metric=stacked.binary_accuracy,
+        higher_is_better=True,
+        batch_size=16,
+        epochs=30,
+    )
+    classes = (y > y.mean()).double()
+    result = run("gmp", protocol, data=(x, classes), evaluation=(x, classes), lr=0.1)
+    accuracy = ((result.predict(x) > 0) == classes.bool().numpy()).mean(1)
+    close(result.best_metric, accuracy)
+    np.testing.assert_array_equal(result.best_metric, result.metrics.max(0))
+    assert result.best_metric.min() > 0.9
+
+
+def test_any_loss_and_several_outputs() -> None:
+    x, _ = regression()
+    classes = (x[..., 0] > 0).long() + (x[..., 1] > 0).long()
+
+    def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+        each = nn.functional.cross_entropy(output.mT, target, reduction="none")
+        return each.mean(1)
+
+    models = networks("gmp", (3, 12, 3))
+    result = run("gmp", Protocol(cross_entropy, epochs=100), models=models, data=(x, classes))
+    assert result.predict(x).shape == (3, 40, 3)
+    assert ((result.predict(x).argmax(-1) == classes.numpy()).mean(1) > 0.9).all()
+
+
+# --- motion of boundaries -----------------------------------------------------------------------
+
+
+@each_variant
+def test_recorded_boundaries_are_those_of_the_model(name: str, options: dict[str, str]) -> None:
+    result = run(name, models=networks(name, **options), track="epoch", keep="full")
+    x, _ = regression()
+    for index in range(3):
+        model = result.model(index)
+        found = boundaries(model, x[index])["0"]
+        record = result.best_epoch[index] + 1  # record 0 is the start
+        close(result.motion.direction[record, index], found.direction)
+        close(result.motion.location[record, index], found.location)
+
+
+@each_method
+@pytest.mark.parametrize("track", ["step", "epoch"])
+def test_motion_is_the_largest_over_units(name: str, track: Any) -> None:
+    protocol = replace(MSE, batch_size=16, epochs=12, stop_patience=3)
+    result = run(name, protocol, lr=[0.0, 0.1, 0.1], track=track, keep="full")
+    motion, records = result.motion, len(result.losses) * (3 if track == "step" else 1)
+    assert motion.location.shape == (records + 1, 3, 12, 3)
+    moves = np.linalg.norm(np.diff(motion.location, axis=0), axis=-1).max(-1)
+    cosines = (motion.direction[1:] * motion.direction[:-1]).sum(-1)
+    turns = np.degrees(np.arccos(cosines.clip(-1, 1))).max(-1)
+    np.testing.assert_allclose(motion.displacement, moves, rtol=1e-8, atol=1e-12)
+    np.testing.assert_allclose(motion.rotation, turns, rtol=1e-6, atol=1e-5)
+    stopped = records * result.epochs[0] // len(result.losses)
+    assert np.isnan(motion.rotation[stopped:, 0]).all()
+    if name not in ("bn", "wn+mbn", "gmp+bn"):  # their running statistics move all the same
+        assert not motion.displacement[:stopped, 0].any()
+
+
+def test_only_what_moves_most_is_kept_unless_asked() -> None:
+    full, largest = (run("gmp", track="epoch", keep=keep).motion for keep in ("full", "max"))
+    np.testing.assert_array_equal(full.rotation, largest.rotation)
+    assert largest.location is None and run("gmp").motion is None
+
+
+def test_a_unit_without_a_boundary_does_not_move() -> None:
+    models = networks("sp")
+    with torch.no_grad():
+        models[0][0].weight[0] = 0
+    motion = run("sp", models=models, lr=0.0, track="epoch", keep="full").motion
+    assert np.isnan(motion.location[0, 0, 0]).all() and not np.isnan(motion.location[0, 1]).any()
+    assert not motion.displacement[0].any() and not motion.rotation[0].any()
+
+
+# --- states on the way --------------------------------------------------------------------------
+
+
+def test_snapshots_are_the_states_after_so_many_epochs() -> None:
+    models, (x, y) = networks("bn"), regression(rows=15, seed=1)
+    result = run("bn", replace(MSE, stop_patience=100), models=models, snapshots=[0, 1, 7, 25, 99])
+    assert [*result.snapshots] == [0, 1, 7, 25]
+    assert torch.equal(result.snapshots[0], pack(models))
+    for epochs in (1, 7, 25):
+        tensors, _ = views(result.snapshots[epochs], models[0])
+        output = batched.forward(models[0], tensors, x, training=False).squeeze(-1)
+        close(stacked.squared_error(output, y).detach(), result.metrics[epochs - 1])
+
+
+def test_a_snapshot_has_the_best_weights_of_who_has_stopped() -> None:
+    result = run(
+        "sp", replace(MSE, epochs=50, stop_patience=4), lr=[0.0, 0.03, 0.0], snapshots=[9]
+    )
+    assert result.epochs.tolist()[::2] == [5, 5] and result.epochs[1] > 9
+    assert torch.equal(result.snapshots[9][::2], result.states[::2])
+    assert not torch.equal(result.snapshots[9][1], result.states[1])
+
+
+# --- types and devices --------------------------------------------------------------------------
+
+
+@each_method
+def test_float32_follows_float64(name: str) -> None:
+    narrow = [model.float() for model in networks(name)]
+    result = run(name, replace(MSE, epochs=5), models=narrow)
+    assert {p.dtype for p in result.model(0).parameters()} == {torch.float32}
+    expected = run(name, replace(MSE, epochs=5))
+    np.testing.assert_allclose(result.losses, expected.losses, rtol=1e-3)
+
+
+@pytest.mark.gpu
+@each_method
+@pytest.mark.parametrize("batch_size", [None, 16])
+def test_a_gpu_trains_as_a_cpu_does(name: str, batch_size: int | None) -> None:
+    protocol = replace(MSE, batch_size=batch_size, stop_patience=5)
+    lrs = [0.0, 0.01, 0.1]
+    here = run(name, protocol, lr=lrs, track="step")
+    there = run(name, protocol, lr=lrs, track="step", device="cuda")
+    close(there.losses, here.losses)
+    close(there.best_metric, here.best_metric)
+    np.testing.assert_allclose(there.motion.rotation, here.motion.rotation, rtol=1e-6, atol=1e-6)
+    close(there.model(2)(regression()[0][2]).detach(), here.model(2)(regression()[0][2]).detach())
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"models": [*networks("sp"), *networks("gmp")]}, "all of one method and shape"),
+        ({"models": [nn.Sequential(nn.Linear(3, 1), nn.GELU())] * 3}, "got GELU"),
+        ({"lr": [0.1, 0.2]}, "lr needs one value for each of 3 models; got 2"),
+        ({"seeds": [1]}, "seeds needs one value for each of 3 models; got 1"),
+        ({"data": regression(size=2)}, "or both with 3 members first; got shapes"),
+        ({"protocol": Protocol(), "evaluation": regression()}, "only the data"),
+        ({"evaluation": None}, "only the metric"),
+        ({"track": "batch"}, "track is None, 'step' or 'epoch'"),
+        ({"keep": "all"}, "keep is 'max' or 'full'"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run("sp", **arguments)
+
+
+def test_bn_needs_two_rows_in_every_batch() -> None:
+    with pytest.raises(ValueError, match="at least 2 rows"):
+        run("bn", replace(MSE, batch_size=39))

@@ -1,0 +1,402 @@
+"""Tables from files and servers: every format gives the same numbers, nothing wrong gets in."""
+
+import dataclasses
+import io
+import struct
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from geoparam_lab.data import table_files
+from geoparam_lab.data.table_files import Table
+
+NUMBERS = np.array([[0.1, -2.5, 3.0], [1e-7, 0.0, 61.887365759999994], [12.0, 7.25, 1 / 3]])
+SURPLUS = np.column_stack([NUMBERS, [7.0, 8.0, 9.0]])
+TABLE = Table(
+    "toy",
+    rows=3,
+    columns=3,
+    checksum=table_files.checksum(NUMBERS),
+    unordered=table_files.unordered_checksum(NUMBERS),
+    files=("toy.data", "toy.xlsx", "toy.zip"),
+    urls=("http://source.invalid/toy",),
+    folder="toys",
+    surplus=1,
+    note="beware of copies",
+)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No data, no cache and no proxy of the user's."""
+    monkeypatch.delenv("GEOPARAM_DATA", raising=False)
+    monkeypatch.setenv("GEOPARAM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("no_proxy", "*")
+    return tmp_path
+
+
+def text(numbers: np.ndarray, separator: str = ",", header: str = "x0,x1,y\n") -> bytes:
+    rows = (separator.join(map(repr, row)) for row in numbers.tolist())
+    return (header + "\n".join(rows) + "\n").encode()
+
+
+def zipped(members: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+def xlsx_sheet(numbers: np.ndarray) -> bytes:
+    """A header of text, the numbers, and cells and rows that are formatted but empty."""
+    cell = '<c r="A{}" s="1"><v>{!r}</v></c>'
+    rows = ['<row r="1"><c r="A1" t="s"><v>0</v></c><c r="B1" t="s"><v>1</v></c></row>']
+    for n, row in enumerate(numbers.tolist(), start=2):
+        cells = "".join(cell.format(n, value) for value in row)
+        rows.append(f'<row r="{n}">{cells}<c r="Z{n}" s="1"/></row>')
+    rows.append('<row r="99"><c r="A99" s="1"/></row>')
+    space = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
+    data = "".join(rows)
+    return f'<worksheet xmlns="{space}"><sheetData>{data}</sheetData></worksheet>'.encode()
+
+
+def xlsx(numbers: np.ndarray) -> bytes:
+    """A workbook whose first sheet is not the first file."""
+    main = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
+    office = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
+    package = "http://schemas.openxmlformats.org/package/2006/relationships"
+    workbook = (
+        f'<workbook xmlns="{main}" xmlns:r="{office}"><sheets><sheet name="a" r:id="rId7"/>'
+        '<sheet name="b" r:id="rId1"/></sheets></workbook>'
+    )
+    links = (
+        f'<Relationships xmlns="{package}"><Relationship Id="rId1" Target="worksheets/s1.xml"/>'
+        '<Relationship Id="rId7" Target="worksheets/s2.xml"/></Relationships>'
+    )
+    return zipped(
+        {
+            "xl/workbook.xml": workbook.encode(),
+            "xl/_rels/workbook.xml.rels": links.encode(),
+            "xl/worksheets/s1.xml": xlsx_sheet(numbers[::-1]),
+            "xl/worksheets/s2.xml": xlsx_sheet(numbers),
+        }
+    )
+
+
+def xls(numbers: np.ndarray) -> bytes:
+    """The smallest Excel 97 workbook: its records in eight sectors of a compound file."""
+
+    def record(kind: int, content: bytes) -> bytes:
+        return struct.pack("<HH", kind, len(content)) + content
+
+    def entry(name: str, kind: int, child: int, start: int, size: int) -> bytes:
+        links = struct.pack("<HBBiii", 2 * len(name) + 2, kind, 1, -1, -1, child)
+        return (
+            name.encode("utf-16le").ljust(64, b"\0")
+            + links
+            + bytes(36)
+            + struct.pack("<iI", start, size)
+        ).ljust(128, b"\0")
+
+    def begin(kind: int) -> bytes:
+        return record(0x809, struct.pack("<HHHHII", 0x600, kind, 0, 0, 0, 0))
+
+    cells = [
+        record(0x203, struct.pack("<HHHd", i, j, 0, value))
+        for i, row in enumerate(numbers.tolist(), start=1)
+        for j, value in enumerate(row)
+    ]
+    end = record(0x0A, b"")
+    offset = len(begin(5)) + 4 + 8 + 1 + len(end)
+    sheet = record(0x85, struct.pack("<IHBB", offset, 0, 1, 0) + b"a")
+    stream = (begin(5) + sheet + end + begin(0x10) + b"".join(cells) + end).ljust(4096, b"\0")
+    header = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(16)
+    header += struct.pack("<HHHHH", 0x3E, 3, 0xFFFE, 9, 6) + bytes(10)
+    header += struct.pack("<IiIIiIiI", 1, 1, 0, 4096, -2, 0, -2, 0)
+    header += struct.pack("<109i", 0, *[-1] * 108)
+    allocation = struct.pack("<128i", -3, -2, *range(3, 10), -2, *[-1] * 118)
+    folder = entry("Root Entry", 5, 1, -2, 0) + entry("Workbook", 2, -1, 2, 4096)
+    return header + allocation + folder.ljust(512, b"\0") + stream
+
+
+FORMATS = {
+    "csv": text(NUMBERS),
+    "csv without header": text(NUMBERS, header=""),
+    "csv of Windows": b"\xef\xbb\xbf" + text(NUMBERS).replace(b"\n", b"\r\n"),
+    "semicolons": text(NUMBERS, ";", '"fixed acidity";"b";"c"\n'),
+    "columns": b"  " + text(NUMBERS, "   ", "").replace(b"\n", b" \n  ") + b"\n\n",
+    "keel": text(NUMBERS, ", ", "@relation toy\n@attribute a real [0, 1]\n@data\n"),
+    "xlsx": xlsx(NUMBERS),
+    "zip": zipped({"Readme.txt": b"1 2", "folder/toy.data": text(NUMBERS, " ", "")}),
+    "zip of a workbook": zipped({"a/toy.xlsx": xlsx(NUMBERS)}),
+    "zip in a zip": zipped({"toy.zip": zipped({"toy.data": text(NUMBERS)})}),
+}
+
+
+@pytest.mark.parametrize("content", FORMATS.values(), ids=FORMATS)
+def test_every_format_gives_the_same_numbers(content: bytes) -> None:
+    numbers = table_files.parse(content, TABLE.files)
+    np.testing.assert_array_equal(numbers, NUMBERS)
+    assert numbers.dtype == np.float64 and table_files.problem(TABLE, numbers) == ""
+
+
+def test_an_old_workbook_is_read_with_xlrd() -> None:
+    pytest.importorskip("xlrd")
+    np.testing.assert_array_equal(table_files.parse(xls(NUMBERS)), NUMBERS)
+    with pytest.raises(ValueError, match="it is damaged"):
+        table_files.parse(xls(NUMBERS)[:900])
+
+
+def test_an_old_workbook_without_xlrd_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "xlrd", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install xlrd. Or save .* CSV") as error:
+        table_files.parse(xls(NUMBERS))
+    assert error.value.name == "xlrd"
+
+
+def nested(deep: int) -> bytes:
+    content = text(NUMBERS)
+    for _ in range(deep):
+        content = zipped({"toy.zip": content})
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no table of numbers"),
+        (b"<html><body>Please log in</body></html>", "holds no table of numbers"),
+        (text(NUMBERS)[:-9], "its numbers are not those of toy"),  # cut within the last number
+        (text(NUMBERS)[:-22], "its row 3 has 2 numbers where the first has 3: truncated"),
+        (text(NUMBERS).replace(b"7.25", b"7,25"), "its row 3 has 4 numbers"),
+        (text(NUMBERS).replace(b"7.25", b"?"), "its line 4 is not of numbers: '12.0,\\?,"),
+        (xlsx(NUMBERS)[:-30], "is damaged"),
+        (FORMATS["zip"][:120], "is damaged"),
+        (zipped({"other.csv": b"1,2\n"}), "holds none of toy.data, .*, only other.csv"),
+        (zipped({"toy.data": bytes(table_files.LARGEST + 1)}), "toy.data claims 16,777,217 bytes"),
+        (bytes(table_files.LARGEST + 1), "more than 16,777,216 bytes"),
+        (b"1\n" * (table_files.MOST_ROWS + 1), "more than 100,000 rows"),
+        (b"1 " * 100_000, "holds no table of numbers"),
+        (nested(1500), "archives are within one another"),
+        (zipped({"xl/workbook.xml": b'<?xml version="1.0" encoding="odd"?><w/>'}), "is damaged"),
+    ],
+)
+def test_broken_files_are_named(elsewhere: Path, content: bytes, message: str) -> None:
+    path = elsewhere / "toy.csv"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"toy.csv cannot be used: .*{message}.*get it anew"):
+        table_files.load(TABLE, elsewhere)
+
+
+def test_columns_after_the_target_are_left_out(elsewhere: Path) -> None:
+    (elsewhere / "toy.data").write_bytes(text(SURPLUS, " ", ""))
+    np.testing.assert_array_equal(table_files.load(TABLE, elsewhere), NUMBERS)
+
+
+# --- the checksum -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [1 + 1e-15, 1 - 1e-15, 1 + 4e-15])
+def test_the_checksum_forgives_how_numbers_are_printed(factor: float) -> None:
+    assert table_files.checksum(NUMBERS * factor) == TABLE.checksum
+
+
+@pytest.mark.parametrize("row", range(3))
+@pytest.mark.parametrize("column", range(3))
+def test_the_checksum_finds_a_change_of_any_number(row: int, column: int) -> None:
+    changed = NUMBERS.copy()
+    changed[row, column] += 1e-9
+    assert table_files.checksum(changed) != TABLE.checksum
+    assert "not those of toy: checksum" in table_files.problem(TABLE, changed)
+    assert "(beware of copies)" in table_files.problem(TABLE, changed)
+
+
+def test_another_order_another_size_and_other_numbers_are_told_apart() -> None:
+    assert "rows of toy in another order" in table_files.problem(TABLE, NUMBERS[::-1])
+    assert "2 rows of 3 columns where toy has 3 of 3: trunc" in table_files.problem(
+        TABLE, NUMBERS[:2]
+    )
+    assert "3 rows of 2 columns" in table_files.problem(TABLE, NUMBERS[:, :2])
+    assert "not those of toy" in table_files.problem(TABLE, NUMBERS[:, ::-1])
+
+
+def test_an_altered_file_is_refused_even_where_the_network_could_replace_it(
+    elsewhere: Path,
+) -> None:
+    (elsewhere / "toy.csv").write_bytes(text(NUMBERS + 1))
+    with pytest.raises(ValueError, match=r"toy.csv cannot be used: .*Remove it.*source.invalid"):
+        table_files.load(TABLE, elsewhere)
+
+
+# --- where tables are looked for --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["toy.csv", "toys/toy.csv", "toy.data", "toys/toy.data"])
+def test_files_are_found_by_each_name_and_in_each_folder(elsewhere: Path, place: str) -> None:
+    path = elsewhere / "data" / place
+    path.parent.mkdir(parents=True)
+    path.write_bytes(text(NUMBERS))
+    assert table_files.find(TABLE, elsewhere / "data") == path
+    np.testing.assert_array_equal(table_files.load(TABLE, elsewhere / "data"), NUMBERS)
+
+
+def test_the_named_folder_comes_before_the_variable_and_the_cache(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [elsewhere / "cache" / "data", elsewhere / "variable", elsewhere / "named"]
+    monkeypatch.setenv("GEOPARAM_DATA", str(places[1]))
+    for folder in places:
+        folder.mkdir(parents=True)
+    for folder in places:
+        (folder / "toy.csv").write_bytes(text(NUMBERS))
+        assert table_files.find(TABLE, places[2]) == folder / "toy.csv"
+
+
+@pytest.mark.parametrize("variable", [True, False])
+def test_a_folder_that_does_not_exist_is_an_error(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, variable: bool
+) -> None:
+    missing = str(elsewhere / "nowhere")
+    if variable:
+        monkeypatch.setenv("GEOPARAM_DATA", missing)
+    with pytest.raises(FileNotFoundError, match="is not a folder: .*nowhere"):
+        table_files.find(TABLE, None if variable else missing)
+
+
+def test_a_missing_file_without_download_says_where_to_put_which(elsewhere: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="(?s)toy is in none of .*source.invalid.*--data"):
+        table_files.load(TABLE, elsewhere, download=False)
+
+
+# --- downloads --------------------------------------------------------------------------------
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Sends the content of a path, all of it or a part, or what the path's name asks for."""
+
+    answers: dict[str, bytes] = {}
+    asked: list[str] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        if self.path not in self.answers:
+            return self.send_error(404)
+        content = self.answers[self.path]
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content[: len(content) // 2] if "breaks" in self.path else content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    answers = {
+        "/csv": text(NUMBERS),
+        "/zip": FORMATS["zip"],
+        "/surplus": text(SURPLUS),
+        "/breaks": text(NUMBERS),
+        "/altered": text(NUMBERS + 1e-6),
+        "/short": text(NUMBERS[:2]),
+        "/login": b"<html>Please log in</html>",
+    }
+    monkeypatch.setattr(Handler, "answers", answers)
+    monkeypatch.setattr(Handler, "asked", [])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def at(address: str, *paths: str) -> Table:
+    return dataclasses.replace(TABLE, urls=tuple(address + path for path in paths))
+
+
+def cached(elsewhere: Path) -> list[str]:
+    """What is in the cache, hidden files too."""
+    cache = elsewhere / "cache"
+    return sorted(str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("path", ["/csv", "/zip", "/surplus"])
+def test_a_download_is_checked_kept_and_not_repeated(
+    elsewhere: Path, address: str, path: str
+) -> None:
+    for _ in range(2):
+        np.testing.assert_array_equal(table_files.load(at(address, path)), NUMBERS)
+    assert Handler.asked == [path]
+    assert cached(elsewhere) == ["data/toys/toy.csv"]
+    assert (
+        table_files.find(TABLE, elsewhere / "cache" / "data") is not None
+    )  # also as a data folder
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/nothing", "404"),
+        ("/breaks", "the download broke off after 39 of 79 bytes"),
+        ("/altered", "not those of toy"),
+        ("/short", "2 rows of 3 columns where toy has 3 of 3"),
+        ("/login", "no table of numbers"),
+    ],
+)
+def test_a_bad_download_is_explained_and_leaves_nothing(
+    elsewhere: Path, address: str, path: str, reason: str
+) -> None:
+    with pytest.raises(FileNotFoundError, match=f"(?s){path}: .*{reason}.*put it.*--data"):
+        table_files.load(at(address, path))
+    assert cached(elsewhere) == []
+
+
+def test_the_second_source_serves_where_the_first_fails(elsewhere: Path, address: str) -> None:
+    table = at(address, "/nothing", "/breaks", "/altered", "/csv")
+    np.testing.assert_array_equal(table_files.load(table), NUMBERS)
+    assert Handler.asked == ["/nothing", "/breaks", "/altered", "/csv"]
+
+
+def test_no_server_is_explained(elsewhere: Path, address: str) -> None:
+    table = dataclasses.replace(TABLE, urls=("http://127.0.0.1:9/toy",))
+    with pytest.raises(FileNotFoundError, match=r"(?s)127.0.0.1:9/toy: .*refused"):
+        table_files.load(table)
+
+
+def test_an_interrupted_write_leaves_nothing(
+    elsewhere: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_text
+
+    def interrupted(path: Path, content: str) -> None:
+        write(path, content[:5])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        table_files.load(at(address, "/csv"))
+    assert cached(elsewhere) == []
+
+
+def test_a_cache_that_cannot_be_written_does_not_matter(elsewhere: Path, address: str) -> None:
+    (elsewhere / "cache").write_text("a file, not a folder")
+    np.testing.assert_array_equal(table_files.load(at(address, "/csv")), NUMBERS)
+
+
+def test_a_damaged_cache_is_named(elsewhere: Path, address: str) -> None:
+    table_files.load(at(address, "/csv"))
+    path = elsewhere / "cache" / "data" / "toys" / "toy.csv"
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(ValueError, match="toy.csv.*truncated.*Remove it"):
+        table_files.load(at(address, "/csv"))

@@ -1,0 +1,452 @@
+"""Tables: the statistics are right, papers' numbers stand beside, every form reads back."""
+
+import csv
+import io
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import run_folders
+
+from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.tables import estimates, reference, tables
+from geoparam_lab.tables.estimates import Estimate, estimate, paired
+from geoparam_lab.tables.formats import Cell, Row, Table
+from geoparam_lab.tables.reference import Printed
+
+ODD = r"a|b*c_d`e`\f & 50% $x$ #1 {y} ~z^2 <p> [l]"
+ODD_TABLE = Table(ODD, "m|n", ("x", "y_1"), (Row(ODD, (Cell("-1.5 ± 0.2 *"), Cell())),), (ODD,))
+
+
+def levy(values: dict[str, list[float]], **fields: Any) -> list[Record]:
+    return [
+        {"method": method, "seed": seed, "lr": 0.01, "test_rmse": value, **fields}
+        for method, each in values.items()
+        for seed, value in enumerate(each)
+    ]
+
+
+def only(found: list[Table]) -> Table:
+    assert len(found) == 1
+    return found[0]
+
+
+def cell(table: Table, row: str, column: str, papers: bool = False) -> Cell:
+    [line] = [line for line in table.rows if line.label == row and line.papers == papers]
+    return line.cells[table.columns.index(column)]
+
+
+# --- numbers -----------------------------------------------------------------------------------
+
+
+def test_an_estimate_is_numpys_mean_and_standard_error_of_what_is_finite() -> None:
+    values = np.random.default_rng(0).standard_normal(7)
+    found = estimate([*values, math.nan, math.inf])
+    assert found is not None and found.n == 7
+    assert found.mean == pytest.approx(values.mean(), rel=1e-14)
+    assert found.error == pytest.approx(np.sqrt(values.var(ddof=1) / 7), rel=1e-14)
+    assert (found.low, found.high) == (values.min(), values.max())
+    assert found.spread == pytest.approx(values.std(ddof=1), rel=1e-14)
+
+
+@pytest.mark.parametrize(("values", "n"), [([], 0), ([math.nan], 0), ([2.0], 1)])
+def test_few_values_have_no_error(values: list[float], n: int) -> None:
+    found = estimate(values)
+    assert (found is None) == (n == 0)
+    assert found is None or (found.error is None and found.spread is None)
+
+
+@pytest.mark.parametrize(
+    ("mean", "text"), [(-0.0004, "0.000"), (-0.0006, "-0.001"), (0.0, "0.000")]
+)
+def test_a_rounded_zero_has_no_minus(mean: float, text: str) -> None:
+    assert estimates.written(Estimate(mean, None, 1, mean, mean), 3) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.9, "0.900"),
+        (0.86, "0.860"),
+        (180.0, "180"),
+        (999.7, "1,000"),
+        (-0.0, "0"),
+        (2e7, "2.00e+07"),
+    ],
+)
+def test_short_numbers_have_three_digits_all_of_them(value: float, text: str) -> None:
+    assert estimates.short(value) == text
+
+
+def test_paired_differences_use_the_splits_that_both_have() -> None:
+    values, baseline = {0: 1.0, 1: 3.0, 2: 2.5, 9: 100.0}, {0: 0.5, 1: 1.0, 2: 2.0, 3: -50.0}
+    differences = np.array([0.5, 2.0, 0.5])
+    found = paired(values, baseline)
+    assert found is not None and found.n == 3 and found.mean == pytest.approx(1.0)
+    assert found.error == pytest.approx(differences.std(ddof=1) / np.sqrt(3))
+
+
+@pytest.mark.parametrize(
+    ("mean", "printed", "expected"),
+    [
+        (3.49, "3.0 ± 0.1", True),  # 2 sqrt(0.2^2 + 0.1^2) = 0.447, and 0.05 of rounding
+        (3.50, "3.0 ± 0.1", False),
+        (2.51, "3.0 ± 0.1", True),
+        (2.50, "3.0 ± 0.1", False),
+    ],
+)
+def test_agreement_ends_at_two_combined_errors(mean: float, printed: str, expected: bool) -> None:
+    assert estimates.agrees(Estimate(mean, 0.2, 10, 0, 9), Printed(printed)) is expected
+
+
+def test_a_number_of_one_seed_is_judged_by_our_spread() -> None:
+    ours = Estimate(1.0, 0.1, 16, 0, 2)  # spread 0.4: 2 sqrt(0.1^2 + 0.4^2) = 0.825
+    assert estimates.agrees(ours, Printed("1.82")) is True
+    assert estimates.agrees(ours, Printed("1.84")) is False
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_few_seeds_decide_nothing(n: int) -> None:
+    assert estimates.agrees(estimate([1.0, 1.1][:n]), Printed("9.0")) is None
+    assert estimates.agrees(None, Printed("9.0")) is None
+    assert estimates.agrees(Estimate(1.0, 0.1, 9, 0, 2), None) is None
+
+
+# --- the papers' numbers -----------------------------------------------------------------------
+
+
+def test_the_papers_tables_are_whole_and_say_where_they_come_from() -> None:
+    for (experiment, measure), table in reference.PAPERS.items():
+        methods = {tuple(column) for column in table.values.values()}
+        assert len(methods) == 1 and table.source == reference.source(experiment, measure)
+    assert len(reference.PAPERS["uci", "test_rmse"].values) == 7
+    assert set(reference.PAPERS["imagenet32", "top1"].values) == {"256", "512", "1024"}
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        (("levy", "test_rmse", "gmp"), "0.496"),
+        (("banana", "test_accuracy", "bn"), "0.875"),
+        (("uci", "test_rmse", "wn", "energy"), "2.093 ± 0.789"),
+        (("uci", "test_rmse", "gmp", "yacht"), "0.584 ± 0.046"),
+        (("imagenet32", "top5", "sp", 1024), "58.14 ± 0.39"),
+        (("imagenet", "top1", "gmp+imn", "resnet50"), "75.57 ± 0.12"),
+        (("perturbation", "rotation", "sp", 0.001), "12.2"),
+    ],
+)
+def test_printed_numbers(place: tuple[Any, ...], text: str) -> None:
+    assert reference.printed(*place) == Printed(text)
+
+
+@pytest.mark.parametrize("place", [("levy", "loss", "sp"), ("uci", "test_rmse", "ln", "yacht")])
+def test_what_the_papers_do_not_have_is_none(place: tuple[str, ...]) -> None:
+    assert reference.printed(*place) is None
+
+
+# --- rows and columns --------------------------------------------------------------------------
+
+
+def test_one_column_shows_ours_beside_the_papers() -> None:
+    records = levy({"gmp": [0.4, 0.5, 0.6], "sp": [1.1, 1.1, 1.3]}, largest_move=0.5)
+    table = only(tables.from_records(records, "levy"))
+    assert [row.label for row in table.rows] == ["SP", "GmP"]
+    assert cell(table, "GmP", "Test RMSE").text == "0.500 ± 0.058"
+    assert cell(table, "GmP", "papers").text == "≈ 0.496"
+    assert cell(table, "GmP", "range").text == "0.400 to 0.600"
+    assert cell(table, "GmP", "difference to SP, same rate").text == "-0.667 ± 0.033"
+    assert cell(table, "SP", "n").text == "3" and cell(table, "SP", "rate").text == "0.01"
+    assert cell(table, "SP", "largest move").text == "0.500"
+    assert "diverged" not in table.columns
+
+
+def test_the_published_table_comes_out_of_records_like_it() -> None:
+    matrix, differences = tables.from_records(run_folders.uci_records(), "uci")
+    assert matrix.columns == ("rate", *(name.capitalize() for name in run_folders.SETS))
+    assert [row.label for row in matrix.rows] == ["SP"] * 2 + ["WN"] * 2 + ["BN"] * 2 + ["GmP"] * 2
+    assert [row.papers for row in matrix.rows] == [False, True] * 4
+    assert cell(matrix, "GmP", "Boston", papers=True).text.endswith("3.057 ± 0.144")
+    assert cell(matrix, "SP", "Naval").text.startswith("0.00")
+    assert cell(matrix, "GmP", "rate").text == "0.1"
+    assert any("n = 10" in note for note in matrix.notes)
+    judged = [c.agrees for row in matrix.rows if not row.papers for c in row.cells[1:]]
+    assert any(f"({sum(map(bool, judged))} of 28)" in note for note in matrix.notes)
+
+
+def test_differences_are_of_the_same_split() -> None:
+    records = run_folders.uci_records()
+    _, table = tables.from_records(records, "uci", baseline="wn")
+    own, base = (
+        np.array(
+            [r["test_rmse"] for r in records if (r["method"], r["dataset"]) == (method, "wine")]
+        )
+        for method in ("gmp", "wn")
+    )
+    found = cell(table, "GmP", "Wine").estimate
+    assert found is not None and found.mean == pytest.approx((own - base).mean())
+    assert found.error == pytest.approx((own - base).std(ddof=1) / np.sqrt(10))
+    assert "WN" not in [row.label for row in table.rows] and "WN" in table.title
+
+
+def test_heldout_shows_chosen_rates_and_neither_trials_nor_papers() -> None:
+    matrix, _, rates = tables.from_records(run_folders.uci_records("heldout"), "uci")
+    assert not any(row.papers for row in matrix.rows)
+    assert any("another protocol" in note for note in matrix.notes)
+    assert cell(matrix, "SP", "Yacht").estimate.n == 10  # type: ignore[union-attr]
+    assert cell(rates, "SP", "Yacht").text == "0.01 (4), 0.1 (6)"
+    assert cell(rates, "GmP", "Yacht").text == "0.1"
+    assert rates.title.startswith("Learning rates by data set (held-out")
+
+
+def test_two_rates_of_one_seed_are_two_rows_and_the_papers_stand_at_theirs() -> None:
+    records = [
+        {"method": method, "seed": seed, "lr": lr, "test_rmse": 1.0 + seed}
+        for method in ("sp", "gmp")
+        for seed in range(3)
+        for lr in (0.1, 0.01)
+    ]
+    table = only(tables.from_records(records, "levy"))
+    labels = ["SP, rate 0.01", "SP, rate 0.1", "GmP, rate 0.01", "GmP, rate 0.1"]
+    assert [row.label for row in table.rows] == labels
+    assert "rate" not in table.columns
+    shown = [cell(table, label, "papers").text != "–" for label in labels]
+    assert shown == [True, False, False, True]
+    assert cell(table, "GmP, rate 0.1", "difference to SP, same rate").text == "0.000 ± 0.000"
+
+
+def test_images_are_tables_by_batch_size_compared_with_bn() -> None:
+    records = [
+        {"method": m, "seed": seed, "lr": 0.1, "batch_size": b, "top1": 42.0 + seed, "top5": 67.0}
+        for m in ("gmp+imn", "bn")
+        for seed in range(3)
+        for b in (1024, 256)
+    ]
+    top1, difference, top5, _ = tables.from_records(records, "imagenet32", {"epochs": 18})
+    assert top1.columns == ("rate", "256", "1024") and top5.title.startswith("Top-5")
+    assert cell(top1, "BN", "256", papers=True).text == "≈ 42.79 ± 0.03"
+    assert cell(top1, "BN", "rate", papers=True).text == "0.01"  # theirs, not ours
+    assert "Difference to BN" in difference.title
+    assert any("at most 18 epochs; the papers allow 90" in note for note in top1.notes)
+
+
+def test_the_perturbation_has_its_own_tables_with_the_picture_beside() -> None:
+    records = [{"method": "sp", "delta": d, "rotation": 29.1} for d in (0.001, 0.0001)]
+    table = only(tables.from_records(records, "perturbation", {"seeds": 1000}))
+    assert table.columns == ("0.0001", "0.001")
+    assert cell(table, "SP", "0.001").text == "29.1"
+    assert cell(table, "SP", "0.001", papers=True).text == "12.2"
+    assert any("mirror image" in note for note in table.notes)
+    assert not any("Not all" in note for note in table.notes)  # seeds are of another thing here
+
+
+# --- unfinished, diverged, odd -----------------------------------------------------------------
+
+
+def test_a_partial_run_says_how_many_results_a_cell_has() -> None:
+    records = [r for r in run_folders.uci_records() if r["method"] != "bn" or r["split"] < 4]
+    matrix = tables.from_records(records, "uci", {"seeds": 10})[0]
+    assert cell(matrix, "BN", "Wine").text.endswith("(n = 4)")
+    assert "n =" not in cell(matrix, "SP", "Wine").text
+    assert any("Not all of the 10 splits" in note for note in matrix.notes)
+
+
+def test_diverged_runs_are_counted_and_their_finite_results_kept() -> None:
+    records = levy({"sp": [1.0, 3.0, math.nan]})
+    records[1]["outcome"] = "diverged"
+    records.append({"method": "sp", "seed": 3, "lr": 0.01, "outcome": "diverged"})
+    table = only(tables.from_records(records, "levy"))
+    assert cell(table, "SP", "Test RMSE").text == "2.000 ± 1.000"
+    assert cell(table, "SP", "n").text == "2" and cell(table, "SP", "diverged").text == "3"
+    assert any("Diverged" in note for note in table.notes)
+
+
+def test_a_method_that_always_diverges_is_still_there() -> None:
+    records = levy({"sp": [1.0, 1.1], "wn": [math.inf, math.nan]})
+    assert cell(only(tables.from_records(records, "levy")), "WN", "Test RMSE").text == "2 diverged"
+
+
+def test_generated_points_are_not_compared_with_the_papers() -> None:
+    records = [{"method": "gmp", "seed": s, "test_accuracy": 0.88 + s / 99} for s in range(4)]
+    table = only(tables.from_records(records, "banana", {"source": "generated"}))
+    assert cell(table, "GmP", "papers").text == "0.885"
+    assert any("generated" in note for note in table.notes)
+
+
+@pytest.mark.parametrize("value", [None, "0.5", True, [1.0], {"a": 1}])
+def test_odd_records_do_no_harm(value: Any) -> None:
+    records = levy({"sp": [1.0, 2.0], "something new": [1.5, 2.5]})
+    records += [{"method": "sp", "seed": value, "lr": value, "test_rmse": value}, {"seed": 3}]
+    table = only(tables.from_records(records, "levy", {"seeds": value, "epochs": value}))
+    assert table.rows[-1].label == "something new"
+
+
+def test_an_experiment_that_is_not_known_has_a_table_all_the_same() -> None:
+    table = only(tables.from_records(levy({"sp": [1.0, 2.0]}), "other"))
+    assert cell(table, "SP", "Test RMSE").text == "1.500 ± 0.500"
+
+
+def test_what_an_unknown_experiment_measures_is_shown_as_it_is_called() -> None:
+    records = [{"method": "gmp", "seed": s, "output_scale": 16 + s / 10} for s in range(3)]
+    table = only(tables.from_records(records, "other"))
+    assert table.title == "Output scale"
+    assert cell(table, "GmP", "Output scale").text == "16.1 ± 0.0577"
+
+
+def width_records() -> list[Record]:
+    found: list[Record] = []
+    for init in ("glorot", "sphere"):
+        key = {"dataset": "levy", "method": "gmp", "init": init}
+        found += [
+            {**key, "kind": "trained", "width": w, "lr": lr, "seed": s, "test_rmse": w * lr}
+            for w in (1024, 16)
+            for lr in (0.01, 0.1)
+            for s in range(3)
+        ]
+        found.append({**key, "kind": "start", "width": 16, "seed": 0, "activation": 3.0})
+        answer = {"exponent_activation": -0.49, "best_rates": [0.1, 0.01], "one_rate": 0.1}
+        found.append({**key, "kind": "answer", "width": None, "lr": None, "seed": None, **answer})
+    return found
+
+
+def test_the_width_experiment_has_answers_and_errors_by_width() -> None:
+    exponents, rates, errors = tables.from_records(width_records(), "width")
+    assert exponents.columns == ("activations",) and "(Levy)" in exponents.title
+    assert cell(exponents, "GmP, init sphere", "activations").text == "-0.490"
+    assert cell(rates, "GmP, init Glorot", "best rate for each width").text == "0.1, 0.01"
+    assert cell(rates, "GmP, init Glorot", "best rate for all widths").text == "0.1"
+    assert errors.title == "Test RMSE by width (Levy)" and errors.columns == ("16", "1024")
+    assert cell(errors, "GmP, init sphere, rate 0.1", "16").text == "1.600 ± 0.000"
+
+
+def test_nothing_finished_makes_no_table_and_says_so(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", "levy", {}, "geoparam run levy")
+    assert tables.tables(run) == []
+    with pytest.raises(ValueError, match="no finished piece of work"):
+        tables.export([run])
+
+
+def test_an_unknown_form_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="markdown, latex, csv; got 'html'"):
+        tables.export([], "html")
+
+
+# --- forms -------------------------------------------------------------------------------------
+
+
+def grid(table: Table) -> list[list[str]]:
+    rows = [(table.corner, *table.columns), *(row.texts for row in table.rows)]
+    return [list(row) for row in rows]
+
+
+def parse_markdown(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert set(lines.pop(1)) == {"|", "-", " "}
+    cells = [re.split(r"(?<!\\) \| ", line[2:-2]) for line in lines]
+    return [[re.sub(r"\\(.)", r"\1", cell.strip()) for cell in row] for row in cells]
+
+
+def parse_latex(text: str) -> list[list[str]]:
+    """Undo what LaTeX needs, after checking that no character is left that it would trip over."""
+    body = text.partition("\\toprule\n")[2].partition("\\bottomrule")[0]
+    lines = [line.strip() for line in body.splitlines() if line.strip() not in ("", "\\midrule")]
+    assert all(line.endswith("\\\\") for line in lines)
+    marks = {"pm": "±", "approx": "≈", "neq": "≠"}
+    names = {"textbackslash": "\\", "textasciitilde": "~", "textasciicircum": "^"}
+    names |= {"textless": "<", "textgreater": ">", "textbar": "|"}
+    found = []
+    for line in lines:
+        cells = re.split(r"(?<!\\) & ", line[:-2].strip())
+        cells = [c.replace("{[}", "[") for c in cells]
+        cells = [re.sub(r"\\(text\w+)\{\}", lambda m: f"\0{names[m[1]]}", c) for c in cells]
+        cells = [re.sub(r"\$\\(\w+)\$", lambda m: marks[m[1]], c) for c in cells]
+        cells = [c.replace("$-$", "-").replace("--", "–") for c in cells]
+        for c in cells:
+            assert not re.search(r"(?<![\\\0])[&%$#_{}~^]", c), c
+        found.append([re.sub(r"\\([&%$#_{}])", r"\1", c).replace("\0", "") for c in cells])
+    return found
+
+
+@pytest.mark.parametrize("parse", [parse_markdown, parse_latex])
+@pytest.mark.parametrize("form", ["uci", "odd"])
+def test_markdown_and_latex_read_back(parse: Any, form: str) -> None:
+    found = [ODD_TABLE] if form == "odd" else tables.from_records(run_folders.uci_records(), "uci")
+    for table in found:
+        text = table.markdown() if parse is parse_markdown else table.latex()
+        assert parse(text) == grid(table)
+
+
+def test_latex_has_a_column_for_each_and_balanced_braces() -> None:
+    for table in (ODD_TABLE, *tables.from_records(run_folders.uci_records(), "uci")):
+        text = table.latex()
+        plain = re.sub(r"\\[{}]", "", text)
+        assert plain.count("{") == plain.count("}")
+        assert f"{{tabular}}{{{'l' * (1 + len(table.columns))}}}" in text
+
+
+def test_csv_reads_back_to_the_last_digit(tmp_path: Path) -> None:
+    run = run_folders.uci(tmp_path / "run")
+    lines = list(csv.DictReader(io.StringIO(tables.export([run], "csv"))))
+    ours = [x for x in lines if (x["row"], x["column"], x["source"]) == ("GmP", "Yacht", "ours")]
+    values = [
+        r["test_rmse"] for r in run.records() if (r["method"], r["dataset"]) == ("gmp", "yacht")
+    ]
+    assert float(ours[0]["mean"]) == np.mean(values) and ours[0]["n"] == "10"
+    assert float(ours[0]["lowest"]) == min(values) and float(ours[0]["highest"]) == max(values)
+    assert ours[0]["agrees"] in ("True", "False")
+    papers = [x for x in lines if (x["row"], x["column"]) == ("GmP", "Yacht")][1]
+    assert papers["source"] == "papers" and float(papers["mean"]) == 0.584 and papers["n"] == ""
+
+
+def test_a_cell_reads_back_from_csv_whatever_it_holds() -> None:
+    [line, _] = csv.DictReader(io.StringIO(ODD_TABLE.csv()))
+    assert line["row"] == ODD and line["text"] == "-1.5 ± 0.2 *" and line["mean"] == ""
+
+
+@pytest.mark.parametrize("form", tables.FORMATS)
+def test_runs_are_exported_together(tmp_path: Path, form: str) -> None:
+    runs = [run_folders.levy(tmp_path / "levy"), run_folders.banana(tmp_path / "banana")]
+    text = tables.export(runs, form)
+    assert "Test RMSE" in text and "Test accuracy" in text and text.endswith("\n")
+
+
+def test_numbers_of_the_papers_beside_another_rate_say_so() -> None:
+    records = [
+        {"method": method, "seed": seed, "lr": 0.1, "test_rmse": 1.0 + seed}
+        for method in ("sp", "gmp")
+        for seed in range(2)
+    ]
+    said = "The papers' numbers are of other rates: SP 0.01."
+    assert said in only(tables.from_records(records, "levy")).notes
+    theirs = [record | {"lr": 0.01 if record["method"] == "sp" else 0.1} for record in records]
+    assert said not in only(tables.from_records(theirs, "levy")).notes
+
+
+def test_tables_of_levy_and_banana_name_their_experiment() -> None:
+    records = [{"method": "sp", "seed": 0, "test_rmse": 1.0}]
+    assert only(tables.from_records(records, "levy")).title == "Test RMSE (Levy)"
+
+
+def test_one_epoch_is_no_plural() -> None:
+    records = [{"method": "sp", "seed": 0, "test_rmse": 1.0}]
+    notes = only(tables.from_records(records, "levy", {"epochs": 1})).notes
+    assert "Trained for at most one epoch; the papers allow 10,000." in notes
+
+
+def test_a_star_alone_needs_no_backslash_in_markdown_and_emphasis_does() -> None:
+    rows = (Row("a*b", (Cell("0.1 ± 0.0 *"),)),)
+    text = Table("Stars", "method", ("x",), rows, ("Clear. * more than two.",)).markdown()
+    assert "0.1 ± 0.0 * |" in text and "Clear. * more" in text and r"a\*b" in text
+
+
+def test_two_runs_of_one_experiment_are_told_apart(tmp_path: Path) -> None:
+    runs = [
+        run_folders.uci(tmp_path / name, protocol)
+        for name, protocol in (("here", "paper"), ("there", "heldout"))
+    ]
+    lines = list(csv.DictReader(io.StringIO(tables.export(runs, "csv"))))
+    assert {line["table"].partition(":")[0] for line in lines} == {"here", "there"}
+    alone = tables.export(runs[:1])
+    assert "here:" not in alone

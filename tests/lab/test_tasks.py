@@ -1,0 +1,205 @@
+"""Tasks of a run: done once each, by one process or several, and never written twice."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from geoparam_lab.run_folder import Run
+from geoparam_lab.training import tasks
+from geoparam_lab.training.tasks import Done, Session, spread
+
+ORPHANS = """
+from test_tasks import say_and_sleep, spread
+if __name__ == "__main__":
+    list(spread(say_and_sleep, [1, 2], jobs=2))
+"""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A task that squares some numbers."""
+
+    numbers: tuple[int, ...]
+
+    @property
+    def keys(self) -> list[tuple[int]]:
+        return [(number,) for number in self.numbers]
+
+    @property
+    def name(self) -> str:
+        return f"from-{self.numbers[0]}"
+
+
+def squares(task: Batch, tick: tasks.Tick) -> Done:
+    tick(1, 0)
+    records = [{"number": number, "square": number**2} for number in task.numbers]
+    return Done(records, {"numbers": np.array(task.numbers)})
+
+
+def threads(task: int, tick: tasks.Tick) -> int:
+    return torch.get_num_threads()
+
+
+def fail(task: int, tick: tasks.Tick) -> None:
+    if task == 1:
+        raise ZeroDivisionError(f"task {task}")
+
+
+def interrupt(task: tuple[int, int], tick: tasks.Tick) -> int:
+    """Press Ctrl-C in the process that asked, if the task says so, and finish all the same."""
+    number, asker = task
+    if asker:
+        os.kill(asker, signal.SIGINT)
+        time.sleep(0.1)
+    return number
+
+
+def vanish(task: int, tick: tasks.Tick) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def endless(task: int, tick: tasks.Tick) -> int:
+    while task == 0:
+        tick(0, 1)
+    return task
+
+
+def say_and_sleep(task: int, tick: tasks.Tick) -> None:
+    print(task, flush=True)
+    time.sleep(600)
+
+
+TASKS = [Batch((0, 1)), Batch((2, 3, 4)), Batch((5,))]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run.create(tmp_path / "run", "squares", {}, key=("number",))
+
+
+def session(run: Run, work: Any = squares, **options: Any) -> Session:
+    return Session(run, work, total=6, **options)
+
+
+def test_all_records_and_arrays_are_kept(run: Run) -> None:
+    session(run).spread(TASKS)
+    assert run.records() == [{"number": n, "square": n**2} for n in range(6)]
+    assert run.curve_names() == ["from-0", "from-2", "from-5"]
+
+
+def test_what_is_done_is_left_out(run: Run) -> None:
+    session(run).spread(TASKS[:2])
+    done = []
+    session(run, lambda task, tick: done.append(task) or squares(task, tick)).spread(TASKS)
+    assert done == TASKS[2:] and len(run.records()) == 6
+
+
+def test_a_task_with_missing_records_is_done_whole_and_written_once(run: Run) -> None:
+    run.append({"number": 3, "square": "kept"})
+    session(run).spread(TASKS)
+    assert [record["number"] for record in run.records()] == [3, 0, 1, 2, 4, 5]
+    assert run.records()[0]["square"] == "kept"
+    assert len((run.folder / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def test_progress_ends_with_all_done(run: Run) -> None:
+    seen: list[Any] = []
+    session(run, progress=lambda *step: seen.append(step)).spread(TASKS)
+    assert [step[1] for step in seen] == [2, 5, 6] and seen[-1][2] == 6
+
+
+def test_progress_counts_what_is_under_way(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "INTERVAL", 0)
+    seen: list[Any] = []
+    session(run, progress=lambda *step: seen.append(step[1])).spread(TASKS)
+    assert seen == [2, 2, 5, 5, 6, 6]
+
+
+def test_processes_have_one_thread_and_finish_all() -> None:
+    found = dict(spread(threads, [1, 2, 3], jobs=2))
+    assert found == {1: 1, 2: 1, 3: 1}
+
+
+def test_this_process_has_one_thread_for_the_while() -> None:
+    before = torch.get_num_threads()
+    assert dict(spread(threads, [1])) == {1: 1} and torch.get_num_threads() == before
+
+
+def test_threads_can_be_left_as_they_are() -> None:
+    with tasks.limited(2):
+        assert dict(spread(threads, [1], threads=None)) == {1: 2}
+
+
+def test_a_part_of_a_task_counts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "INTERVAL", 0)
+
+    def work(task: Batch, tick: tasks.Tick) -> Done:
+        tick(3, 7, "fast")
+        return squares(task, tick)
+
+    seen: list[Any] = []
+    Session(run, work, 6, progress=lambda *step: seen.append(step), weight=10).spread(TASKS[2:])
+    assert seen == [
+        (f"{TASKS[2]}, epoch 3, fast", 3, 60),
+        (f"{TASKS[2]}, epoch 1", 10, 60),
+        (f"{TASKS[2]}", 10, 60),
+    ]
+
+
+def test_what_is_finished_is_told_when_all_of_it_is_written(run: Run) -> None:
+    seen: list[Any] = []
+    finished: Any = lambda task: seen.append((task, len(run.records()), run.curve_names()))  # noqa: E731
+    session(run, finished=finished).spread(TASKS[:2])
+    assert seen == [(TASKS[0], 2, ["from-0"]), (TASKS[1], 5, ["from-0", "from-2"])]
+
+
+def test_an_error_of_a_task_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError, match="task 1"):
+        list(spread(fail, [1, 2], jobs=2))
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_has_begun_is_finished_after_ctrl_c(jobs: int) -> None:
+    found = []
+    with pytest.raises(KeyboardInterrupt):
+        todo = [(0, os.getpid()), *((number, 0) for number in range(1, 40))]
+        for _, number in tasks.spread(interrupt, todo, jobs, patient=True):
+            found.append(number)
+    assert 0 in found and len(found) < 40
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        for _ in tasks.spread(interrupt, [(0, os.getpid()), (1, 0)], patient=True):
+            os.kill(os.getpid(), signal.SIGINT)
+            pytest.fail("went on")
+
+
+def test_a_process_that_vanishes_is_told() -> None:
+    with pytest.raises(RuntimeError, match="ended without a word.*jobs=1"):
+        list(spread(vanish, [1, 2], jobs=2))
+
+
+def test_who_stops_listening_stops_the_work() -> None:
+    results = spread(endless, [0, 1], jobs=2)
+    assert next(results) == (1, 1)
+    results.close()  # returns only when the other process has ended
+
+
+def test_a_killed_process_takes_its_processes_along() -> None:
+    command, here = [sys.executable, "-c", ORPHANS], Path(__file__).parent
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=here)
+    assert process.stdout is not None
+    assert {process.stdout.readline() for _ in range(2)} == {"1\n", "2\n"}
+    process.kill()
+    process.communicate()  # the pipe is closed when the last of them has ended

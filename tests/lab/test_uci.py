@@ -1,0 +1,321 @@
+"""The UCI experiment: its protocols are what they say, and no kill or company changes a number."""
+
+import copy
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import geoparam as gp
+from geoparam_lab import methods
+from geoparam_lab.data import splits
+from geoparam_lab.experiments import uci
+from geoparam_lab.experiments.uci import Member, Settings, Task
+from geoparam_lab.run_folder import Record, Run
+
+SCRIPT = """
+import json, os, signal, sys
+from test_uci import run
+if __name__ == "__main__":
+    stop, options = int(sys.argv[2]), json.loads(sys.argv[3])
+    def progress(title, done, total):
+        if done >= stop:
+            os.kill(os.getpid(), signal.SIGKILL)
+    run(sys.argv[1], progress=progress, **options)
+"""
+
+
+def table(rows: int = 40, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.RandomState(seed)
+    x = random.randn(rows, 3)
+    return x, np.abs(x).sum(1) + 0.1 * random.randn(rows)
+
+
+OPTIONS: dict[str, Any] = {
+    "datasets": ["small", "large"],
+    "tables": {"small": table(), "large": table(60, seed=1)},
+    "methods": ["sp", "gmp"],
+    "seeds": 3,
+    "lrs": [0.01, 0.1],
+    "epochs": 12,
+    "jobs": 1,
+}
+
+
+def run(folder: Path, protocol: str = "heldout", **options: Any) -> Run:
+    return uci.run(folder, protocol=protocol, **(OPTIONS | options))
+
+
+def by_key(run: Run) -> dict[tuple[Any, ...], Record]:
+    return {tuple(record[name] for name in uci.KEY): record for record in run.records()}
+
+
+def lines(run: Run) -> int:
+    return len((run.folder / "metrics.jsonl").read_text().splitlines())
+
+
+def start(folder: Path, stop: int = 10**9, **options: Any) -> "subprocess.Popen[bytes]":
+    """Run in a process of its own, which kills itself when `stop` networks are trained."""
+    command = [sys.executable, "-c", SCRIPT, str(folder), str(stop), json.dumps(options)]
+    return subprocess.Popen(command, cwd=Path(__file__).parent)
+
+
+@pytest.fixture(scope="module")
+def heldout(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(tmp_path_factory.mktemp("uci") / "heldout")
+
+
+# --- protocols ----------------------------------------------------------------------------------
+
+
+def keras_training(
+    model: torch.nn.Sequential, data: list[torch.Tensor], lr: float, seed: int, epochs: int
+) -> tuple[float, int, torch.nn.Sequential]:
+    """Lowest squared error on the validation part, its epoch and the model: one network alone."""
+    x, y, x_val, y_val = data
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    optimizer.register_step_post_hook(gp.retract(model))
+    order, steps, best, kept = torch.Generator().manual_seed(seed), 0, [], copy.deepcopy(model)
+    wait, plateau = 0, math.inf
+    for _ in range(epochs):
+        for batch in torch.randperm(len(x), generator=order).split(uci.BATCH_SIZE):
+            steps += 1
+            for group in optimizer.param_groups:
+                group["eps"] = 1e-7 / math.sqrt(1 - 0.999**steps)
+            optimizer.zero_grad()
+            (model.train()(x[batch]).squeeze(-1) - y[batch]).abs().mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            best.append((model.eval()(x_val).squeeze(-1) - y_val).square().mean().item())
+        kept = copy.deepcopy(model) if best[-1] == min(best) else kept
+        wait, plateau = (0, best[-1]) if best[-1] < plateau - 1e-4 else (wait + 1, plateau)
+        if wait == uci.PATIENCE:
+            wait = 0
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.1
+        if len(best) - 1 - int(np.argmin(best)) == 2 * uci.PATIENCE:
+            break
+    return min(best), int(np.argmin(best)), kept
+
+
+@pytest.mark.parametrize("method", ["sp", "wn", "bn", "gmp", "intrinsic"])
+@pytest.mark.parametrize("protocol", uci.PROTOCOLS)
+def test_a_protocol_is_that_of_one_network_in_plain_torch(
+    method: str, protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uci, "BATCH_SIZE", 16)
+    monkeypatch.setattr(uci, "PATIENCE", 4)
+    task = Task("small", method, tuple(Member(split, 0.1) for split in range(3)))
+    records = uci.train(task, table(), Settings(protocol, epochs=40)).records
+    parts = [torch.from_numpy(part) for part in splits._parts(*table(), 1, protocol)]
+    model = methods.mlp(method, (3, 100, 1), seed=1)
+    judged, epoch, best = keras_training(model, parts[:4], 0.1, seed=1, epochs=40)
+    error = "test_rmse" if protocol == "paper" else "val_rmse"
+    assert math.isclose(records[1][error], math.sqrt(judged), rel_tol=1e-10)
+    assert records[1]["best_epoch"] == epoch
+    x_test, y_test = parts[4:]
+    rmse = (best.eval()(x_test).squeeze(-1) - y_test).square().mean().sqrt().item()
+    assert math.isclose(records[1]["test_rmse"], rmse, rel_tol=1e-8)
+    assert any(record["epochs"] < 40 for record in records)
+
+
+def test_the_papers_rates_are_the_default(tmp_path: Path) -> None:
+    records = run(tmp_path / "run", "paper", lrs=None, epochs=2).records()
+    assert {(r["method"], r["lr"]) for r in records} == {("sp", 0.01), ("gmp", 0.1)}
+    assert len(records) == 2 * 2 * 3 and all("test_rmse" in r and r["chosen"] for r in records)
+
+
+def test_each_split_has_the_rate_with_its_lowest_validation_error(heldout: Run) -> None:
+    records = heldout.records()
+    searched = [record for record in records if not record["chosen"]]
+    chosen = [record for record in records if record["chosen"]]
+    assert len(searched) == 2 * 2 * 3 * 2 and len(chosen) == 2 * 2 * 3
+    for record in chosen:
+        same = ("dataset", "method", "split")
+        own = [r for r in searched if all(r[name] == record[name] for name in same)]
+        assert record["lr"] == min(own, key=lambda r: r["val_rmse"])["lr"]
+    assert len({record["lr"] for record in chosen}) == 2
+
+
+def test_only_chosen_rates_meet_the_test_part(heldout: Run) -> None:
+    assert all(("test_rmse" in record) == record["chosen"] for record in heldout.records())
+    assert all("val_rmse" in record for record in heldout.records())
+
+
+def test_test_targets_change_nothing_but_the_test_error(tmp_path: Path) -> None:
+    x, y = table()
+    _, test = splits.split(len(x), seed=0)
+    other = y.copy()
+    other[test] = 1000 - y[test]
+    options = {"datasets": ["small"], "seeds": 1}
+    one = run(tmp_path / "one", tables={"small": (x, y)}, **options)
+    two = run(tmp_path / "two", tables={"small": (x, other)}, **options)
+    for a, b in zip(one.records(), two.records(), strict=True):
+        assert ("test_rmse" in a) == (a.pop("test_rmse", None) != b.pop("test_rmse", None))
+        assert a == b
+    for name in one.curve_names():
+        np.testing.assert_equal(one.curves(name), two.curves(name))
+
+
+def test_under_the_papers_protocol_they_do(tmp_path: Path) -> None:
+    x, y = table()
+    _, test = splits.split(len(x), seed=0)
+    other = y.copy()
+    other[test] = y[test][::-1]
+    task = Task("small", "sp", (Member(0, 0.1),))
+    one, two = (uci.train(task, t, Settings(epochs=30)).records[0] for t in ((x, y), (x, other)))
+    assert one["best_epoch"] != two["best_epoch"]
+
+
+# --- kills and company --------------------------------------------------------------------------
+
+
+def test_a_killed_run_resumes_to_the_same_records(tmp_path: Path, heldout: Run) -> None:
+    process = start(tmp_path / "run", stop=19)
+    assert process.wait() == -signal.SIGKILL
+    before = Run.open(tmp_path / "run").records()
+    assert 0 < len(before) < len(heldout.records())
+    resumed = run(tmp_path / "run", resume=True)
+    assert by_key(resumed) == by_key(heldout) and resumed.records()[: len(before)] == before
+    assert lines(resumed) == len(heldout.records())
+
+
+@pytest.mark.parametrize("kept", [1, 4, 23, 25, 35, 36])
+def test_a_run_cut_anywhere_resumes_to_the_same_records(
+    tmp_path: Path, heldout: Run, kept: int
+) -> None:
+    """Also within a stack: its finished networks are trained again, and not written again."""
+    (tmp_path / "run").mkdir()
+    shutil.copy(heldout.folder / "config.json", tmp_path / "run")
+    text = (heldout.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(text[:kept]))
+    resumed = run(tmp_path / "run", resume=True)
+    assert by_key(resumed) == by_key(heldout) and lines(resumed) == len(text)
+
+
+def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
+    one, both = (run(tmp_path / str(jobs), "paper", jobs=jobs) for jobs in (1, 2))
+    assert by_key(both) == by_key(one) and lines(both) == lines(one)
+    assert both.curve_names() == one.curve_names()
+    for name in one.curve_names():
+        np.testing.assert_equal(both.curves(name), one.curves(name))
+
+
+def test_processes_that_share_a_study_end_with_all_records(tmp_path: Path, heldout: Run) -> None:
+    options = {"storage": f"sqlite:///{tmp_path}/study.db", "datasets": ["small"]}
+    processes = [start(tmp_path / str(number), **options) for number in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
+    runs = [Run.open(tmp_path / str(number)) for number in range(2)]
+    runs.append(run(tmp_path / "late", **options))  # when all is done
+    expected = {key: record for key, record in by_key(heldout).items() if key[0] == "small"}
+    assert [by_key(one) for one in runs] == [expected] * 3
+    assert [lines(one) for one in runs] == [len(expected)] * 3
+    trained = [set(one.curve_names()) for one in runs]
+    assert trained[0] | trained[1] == {"small-sp", "small-gmp"} and not trained[2]
+
+
+def test_a_study_takes_what_a_folder_has(
+    tmp_path: Path, heldout: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(heldout.folder, tmp_path / "run")
+    monkeypatch.setattr(uci, "train", None)
+    again = run(tmp_path / "run", storage=str(tmp_path / "journal"), resume=True)
+    assert again.records() == heldout.records()
+
+
+def test_more_splits_leave_the_others_as_they_are(tmp_path: Path, heldout: Run) -> None:
+    shutil.copytree(heldout.folder, tmp_path / "run")
+    more = run(tmp_path / "run", seeds=4, resume=True)
+    assert len(more.records()) == 4 * 12 and more.records()[:36] == heldout.records()
+
+
+def test_a_resumed_run_keeps_its_protocol(heldout: Run) -> None:
+    with pytest.raises(ValueError, match="protocol='heldout', now 'paper'"):
+        run(heldout.folder, "paper", resume=True)
+
+
+# --- what is written ----------------------------------------------------------------------------
+
+
+def test_curves_are_of_reported_networks_and_small(heldout: Run) -> None:
+    assert heldout.curve_names() == ["large-gmp", "large-sp", "small-gmp", "small-sp"]
+    curves = heldout.curves("small-gmp")
+    assert curves["split"].tolist() == [0, 1, 2] and curves["epoch"].tolist() == [*range(1, 13)]
+    assert curves["val_rmse"].shape == (3, 12) and curves["val_rmse"].dtype == np.float32
+    chosen = [r for r in heldout.records() if r["chosen"] and r["dataset"] == "small"]
+    own = {r["split"]: r for r in chosen if r["method"] == "gmp"}
+    for split, values in enumerate(curves["val_rmse"]):
+        assert math.isclose(values.min(), own[split]["val_rmse"], rel_tol=1e-6)
+        assert math.isclose(curves["lr"][split], own[split]["lr"])
+
+
+def test_curves_of_long_runs_have_few_points() -> None:
+    task = Task("small", "sp", (Member(0, 1e-6),))
+    done = uci.train(task, table(), Settings(epochs=400))
+    assert done.records[0]["epochs"] == 400
+    assert len(done.arrays["epoch"]) <= uci.POINTS and done.arrays["epoch"][-1] == 400
+
+
+def test_a_run_that_diverges_is_recorded(tmp_path: Path) -> None:
+    records = run(tmp_path / "run", methods=["sp"], lrs=[0.01, 1e160]).records()
+    outcomes = {(r["lr"], r["outcome"]) for r in records}
+    assert outcomes == {(0.01, "finished"), (1e160, "diverged")}
+    assert all(r["lr"] == 0.01 and r["test_rmse"] < 10 for r in records if r["chosen"])
+    json.dumps(records)
+
+
+def test_progress_counts_networks(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    run(tmp_path / "run", progress=lambda *step: seen.append(step))
+    done = [step[1] for step in seen]
+    assert done == sorted(done) and done[-1] == 36 and {step[2] for step in seen} == {36}
+    assert seen[0][0].startswith("large, SP, rate 0.01")
+
+
+def test_all_rates_are_one_stack_where_that_is_asked_for() -> None:
+    config = {"protocol": "heldout", "methods": ["sp"], "seeds": 12, "lrs": [0.01, 0.1]}
+    [task] = uci.grid_tasks(config, "small", together=True)
+    apart = uci.grid_tasks(config, "small")
+    assert [len(one.members) for one in apart] == [10, 2, 10, 2]
+    assert sorted(task.keys) == sorted(key for one in apart for key in one.keys)
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_what_the_cpu_does(tmp_path: Path) -> None:
+    found, expected = (
+        by_key(run(tmp_path / device, "paper", device=device)) for device in ("cuda", "cpu")
+    )
+    assert found.keys() == expected.keys()
+    for key, record in expected.items():
+        assert math.isclose(found[key]["test_rmse"], record["test_rmse"], rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"datasets": ["bostn"]}, "datasets must be of boston, .*, small, large; got 'bostn'"),
+        ({"datasets": []}, "datasets must be .*got none"),
+        ({"methods": ["gpm"]}, "methods must be of sp, .*got 'gpm'"),
+        ({"protocol": "test"}, "protocol must be of paper, heldout; got 'test'"),
+        ({"init": "he"}, "init='he' draws weights"),
+        ({"seeds": 0}, "seeds, the number of splits, and epochs must be >= 1; got 0"),
+        ({"lrs": []}, "lrs must be learning rates above 0 and finite, or left out"),
+        ({"lrs": [0.1, -1]}, "above 0"),
+        ({"lrs": [math.nan, 0.1]}, "finite"),
+        ({"device": "nonsense"}, "device must be one that torch can use here.*got 'nonsense'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_written(
+    tmp_path: Path, options: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        run(tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()

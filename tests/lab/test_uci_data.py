@@ -1,0 +1,145 @@
+"""The UCI sets: the real ones where GEOPARAM_DATA has them, their traps, and where they are."""
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from geoparam_lab.data import table_files, uci_data
+from geoparam_lab.data.splits import stack
+
+POINTS = dict(boston=506, concrete=1030, energy=768, naval=11934, power=9568, wine=1599, yacht=308)
+FEATURES = dict(boston=13, concrete=8, energy=8, naval=16, power=4, wine=11, yacht=6)
+
+
+def needs(name: str) -> None:
+    if not os.environ.get("GEOPARAM_DATA") or table_files.find(uci_data.TABLES[name]) is None:
+        pytest.skip(f"needs {name} in GEOPARAM_DATA")
+
+
+@pytest.fixture(params=uci_data.NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    needs(request.param)
+    return request.param
+
+
+def test_real_sets_have_the_known_numbers_and_sizes(name: str) -> None:
+    x, y = uci_data.load(name, download=False)
+    assert x.shape == (POINTS[name], FEATURES[name]) and y.shape == (POINTS[name],)
+    assert x.dtype == y.dtype == np.float64 and np.isfinite(x).all() and np.isfinite(y).all()
+
+
+def test_real_sets_standardise_without_nan(name: str) -> None:
+    x, y = uci_data.load(name, download=False)
+    parts = stack(x, y, range(10), "heldout")
+    for array in parts:
+        assert np.isfinite(array).all()
+    constant = [8, 11] if name == "naval" else []
+    deviations = parts.x_train.std(axis=1)
+    np.testing.assert_allclose(np.delete(deviations, constant, axis=1), 1, rtol=1e-9)
+    assert not parts.x_train[:, :, constant].any() and not parts.x_test[:, :, constant].any()
+
+
+def save(path: Path, table: np.ndarray, form: str = "%.17g") -> None:
+    np.savetxt(path, table, delimiter=",", fmt=form)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (-1, -1)])
+def test_a_real_set_is_refused_when_one_number_is_altered(
+    name: str, place: tuple[int, int], tmp_path: Path
+) -> None:
+    table = table_files.load(uci_data.TABLES[name], download=False)
+    table[place] += 1e-6
+    save(tmp_path / f"{name}.csv", table)
+    with pytest.raises(ValueError, match=rf"{name}.csv cannot be used: its numbers are not those"):
+        uci_data.load(name, tmp_path)
+
+
+def test_a_real_set_is_refused_when_its_end_is_missing(name: str, tmp_path: Path) -> None:
+    save(tmp_path / f"{name}.csv", table_files.load(uci_data.TABLES[name], download=False)[:-1])
+    expected = f"it has {POINTS[name] - 1} rows of {FEATURES[name] + 1} columns"
+    with pytest.raises(ValueError, match=expected):
+        uci_data.load(name, tmp_path)
+
+
+def test_shuffled_rows_are_refused_as_such(tmp_path: Path) -> None:
+    needs("power")
+    table = table_files.load(uci_data.TABLES["power"], download=False)
+    save(tmp_path / "power.csv", table[::-1])
+    with pytest.raises(ValueError, match="in another order.*five sheets"):
+        uci_data.load("power", tmp_path)
+
+
+def test_rounded_concrete_is_refused_with_a_hint(tmp_path: Path) -> None:
+    needs("concrete")
+    table = table_files.load(uci_data.TABLES["concrete"], download=False)
+    save(tmp_path / "concrete.csv", table, "%.2f")
+    with pytest.raises(ValueError, match="copies with rounded numbers are common"):
+        uci_data.load("concrete", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "separator", "extra"),
+    [
+        ("boston", "housing.data", " ", 0),
+        ("yacht", "yacht_hydrodynamics.data", " ", 0),
+        ("naval", "UCI CBM Dataset/data.txt", "   ", 1),
+        ("wine", "winequality-red.csv", ";", 0),
+    ],
+)
+def test_original_text_files_are_read(
+    name: str, file: str, separator: str, extra: int, tmp_path: Path
+) -> None:
+    needs(name)
+    table = table_files.load(uci_data.TABLES[name], download=False)
+    surplus = np.zeros((len(table), extra))
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    header = '"fixed acidity";"quality"' if name == "wine" else ""
+    rows = np.column_stack([table, surplus])
+    np.savetxt(path, rows, delimiter=separator, fmt="%.16e", header=header, comments="")
+    x, y = uci_data.load(name, tmp_path, order="uci", download=False)
+    np.testing.assert_array_equal(np.column_stack([x, y]), table)
+
+
+def test_the_papers_order_of_boston_is_keras_shuffle_of_the_archives() -> None:
+    needs("boston")
+    x, y = uci_data.load("boston", order="uci", download=False)
+    indices = np.arange(506)
+    np.random.RandomState(113).shuffle(indices)
+    shuffled_x, shuffled_y = uci_data.load("boston", download=False)
+    np.testing.assert_array_equal(shuffled_x, x[indices])
+    np.testing.assert_array_equal(shuffled_y, y[indices])
+    assert y[:3].tolist() == [24.0, 21.6, 34.7]  # the archive's first
+    assert shuffled_y[:4].tolist() == [15.2, 42.3, 50.0, 21.1]  # as Keras's documentation shows
+
+
+def test_only_boston_has_two_orders(name: str) -> None:
+    papers, archive = (uci_data.load(name, order=o, download=False)[1] for o in ("papers", "uci"))
+    assert np.array_equal(papers, archive) == (name != "boston")
+
+
+def test_unknown_names_and_orders_are_refused() -> None:
+    with pytest.raises(ValueError, match="boston, concrete, .*; got 'housing'"):
+        uci_data.load("housing")
+    with pytest.raises(ValueError, match="order must be one of papers, uci; got 'keras'"):
+        uci_data.load("boston", order="keras")
+
+
+@pytest.mark.parametrize("table", uci_data.TABLES.values(), ids=uci_data.NAMES)
+def test_sources_are_pinned_or_the_archive_itself(table: table_files.Table) -> None:
+    archive, mirror = table.urls
+    assert archive.startswith("https://archive.ics.uci.edu/")
+    assert re.search(r"^https://raw.githubusercontent.com/[^/]+/[^/]+/[0-9a-f]{40}/", mirror)
+    assert (table.rows, table.columns) == (POINTS[table.name], FEATURES[table.name] + 1)
+
+
+def test_a_missing_set_without_network_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GEOPARAM_DATA", raising=False)
+    monkeypatch.setenv("GEOPARAM_CACHE", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"(?s)energy.*ENB2012_data.xlsx.*--data"):
+        uci_data.load("energy", download=False)

@@ -1,0 +1,139 @@
+"""The width experiment: what is known of its numbers beforehand, and that it resumes."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from geoparam_lab.data import splits
+from geoparam_lab.experiments import width
+from geoparam_lab.experiments.width import Task, Variant, Work
+from geoparam_lab.methods import mlp
+from geoparam_lab.run_folder import Run
+from geoparam_lab.training.stacks import stacked
+
+OPTIONS: dict[str, Any] = {
+    "widths": (16, 64, 256),
+    "rates": (0.01, 0.1),
+    "seeds": 2,
+    "steps": 20,
+    "jobs": 1,
+}
+
+
+def energy(rows: int = 50) -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.RandomState(0).randn(rows, 8)
+    return x, 10 * np.abs(x).sum(1)
+
+
+def run(folder: Path, **options: Any) -> Run:
+    pytest.importorskip("matplotlib")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(width.data_sets, "load", lambda name, data: energy())
+        patch.setattr(width, "BEFORE", 8)
+        return width.run(folder, **(OPTIONS | options))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(tmp_path_factory.mktemp("width") / "run")
+
+
+def answer(run: Run, dataset: str, method: str, init: str) -> dict[str, Any]:
+    wanted = ("answer", dataset, method, init)
+    fields = ("kind", "dataset", "method", "init")
+    [found] = [r for r in run.records() if tuple(r[name] for name in fields) == wanted]
+    return found
+
+
+def test_every_network_has_a_record(finished: Run) -> None:
+    kinds = [record["kind"] for record in finished.records()]
+    assert kinds.count("trained") == 2 * 4 * 3 * 2 * 2  # sets, variants, widths, rates, seeds
+    assert kinds.count("start") == 2 * 4 * 3 * 8 and kinds.count("fan_in") == 4 * 3 * 8
+    assert kinds.count("answer") == 3 * 4
+    assert all("test_rmse" in r for r in finished.records() if r["kind"] == "trained")
+
+
+@pytest.mark.parametrize("dataset", width.DATASETS)
+@pytest.mark.parametrize(
+    ("method", "init", "expected"),
+    [("gmp", "sphere", 0), ("gmp", "glorot", -0.5), ("sp", "glorot", -0.5), ("sp", "he", 0)],
+)
+def test_activations_depend_on_the_width_as_the_formula_says(
+    finished: Run, dataset: str, method: str, init: str, expected: float
+) -> None:
+    found = answer(finished, dataset, method, init)
+    assert found["exponent_activation"] == pytest.approx(expected, abs=0.13)
+    assert found["exponent_gradient_output"] == pytest.approx(expected, abs=0.13)
+
+
+def test_the_codes_initialisation_starts_as_sp_with_glorot(finished: Run) -> None:
+    def starts(method: str) -> list[tuple[float, float]]:
+        own = [r for r in finished.records() if r["kind"] == "start" and r["method"] == method]
+        own.sort(key=lambda r: (r["dataset"], r["width"], r["seed"]))
+        return [(r["activation"], r["output"]) for r in own if r["init"] == "glorot"]
+
+    np.testing.assert_allclose(starts("gmp"), starts("sp"))
+
+
+def test_a_killed_run_resumes_to_the_same_records(tmp_path: Path, finished: Run) -> None:
+    text = (finished.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run").mkdir()
+    shutil.copy(finished.folder / "config.json", tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(text[:11] + text[12:40]))
+    resumed = run(tmp_path / "run", resume=True)
+    again = (resumed.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert sorted(again) == sorted(text)
+
+
+def test_figures_have_captions(finished: Run) -> None:
+    folder = finished.folder / "figures"
+    names = {path.stem for path in folder.glob("*.png")}
+    assert names == {"start", "fan-in", "trained"}
+    assert names == {path.stem for path in folder.glob("*.txt") if path.read_text().strip()}
+
+
+def test_a_trained_network_is_that_of_a_plain_stack() -> None:
+    task = Task("trained", "energy", Variant("sp", "he"), 16, ((0.1, 0), (0.1, 1)))
+    records = Work(energy(), steps=30)(task, lambda epoch, left: None).records
+    data = splits.stack(*energy(), range(2))
+    models = [mlp("sp", (8, 16, 1), seed=s, init="he", dtype=width.torch.float32) for s in (0, 1)]
+    protocol = stacked.Protocol(epochs=30, patience=3, stop_patience=30)
+    result = stacked.train(models, (data.x_train, data.y_train), 0.1, protocol)
+    errors = np.sqrt(((result.predict(data.x_test) - data.y_test) ** 2).mean(1))
+    np.testing.assert_allclose([r["test_rmse"] for r in records], errors, rtol=1e-5)
+    assert [r["epochs"] for r in records] == [30, 30]
+
+
+def test_stacks_stay_in_the_cache() -> None:
+    config = {"widths": [16, 16384], "rates": [0.1, 0.3], "seeds": 3, "datasets": ["levy"]}
+    trained = [task for task in width.tasks(config) if task.kind == "trained"]
+    sizes = {task.width: len(task.members) for task in trained}
+    assert sizes == {16: 6, 16384: 1} and trained[0].width == 16384
+
+
+def test_an_error_without_a_number_is_never_the_best() -> None:
+    errors = np.array([[1.0, math.inf], [2.0, 1.0]])
+    found = width.one_rate(errors, (0.01, 0.1), papers=0.3)
+    assert found["best_rates"] == [0.01, 0.1] and found["one_rate"] == 0.01
+    assert "papers_rate" not in found
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"datasets": ["yacht"]}, "datasets must be of levy, energy; got 'yacht'"),
+        ({"widths": ()}, "must be above 0"),
+        ({"widths": (0, 16)}, "must be above 0"),
+        ({"rates": (0.0,)}, "must be above 0"),
+        ({"rates": (float("nan"),)}, "above 0 and finite"),
+        ({"steps": 0}, "must be above 0"),
+    ],
+)
+def test_mistakes_are_told(tmp_path: Path, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        run(tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,58 @@
+"""Sizes before training: what is known of them by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from geoparam_lab import methods
+from geoparam_lab.experiments import width_scales
+
+
+def data(rows: int = 200, features: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(rows, features, dtype=torch.float64)
+    return x, x.sum(1)
+
+
+@pytest.mark.parametrize(("method", "init"), [("sp", "glorot"), ("sp", "he"), ("gmp", "sphere")])
+def test_sizes_are_those_of_the_network(method: str, init: str) -> None:
+    x, y = data()
+    model = methods.mlp(method, (8, 32, 1), seed=3, init=init)
+    hidden = (model[0] if method == "gmp" else nn.Sequential(*model[:2]))(x)
+    output = model(x).squeeze(-1)
+    (output - y).abs().mean().backward()
+    gradient = model[-1].weight.grad
+    sizes = width_scales.start(methods.mlp(method, (8, 32, 1), seed=3, init=init), x, y)
+    assert math.isclose(sizes["activation"], hidden.pow(2).mean().sqrt().item())
+    assert math.isclose(sizes["output"], output.pow(2).mean().sqrt().item())
+    assert math.isclose(sizes["gradient_output"], gradient.pow(2).mean().sqrt().item())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.01 * parameter.grad.sign()
+    change = (model(x).squeeze(-1) - output).pow(2).mean().sqrt().item()
+    assert math.isclose(sizes["output_change"], change)
+
+
+def test_groups_cover_the_hidden_layer() -> None:
+    model = methods.mlp("gmp", (8, 32, 1))
+    found = width_scales.groups(model)
+    assert found["direction"] is model[0].latitude and found["offset"] is model[0].lam
+    assert found["scale"] is model[0].r and found["output"] is model[-1].weight
+    assert "direction" not in width_scales.groups(methods.mlp("gmp", (1, 32, 1)))
+
+
+@pytest.mark.parametrize(
+    ("method", "init", "expected"),
+    [("gmp", "sphere", math.sqrt(0.5)), ("sp", "he", 1.0), ("sp", "glorot", math.sqrt(16 / 17))],
+)
+def test_activations_of_a_wide_layer(method: str, init: str, expected: float) -> None:
+    """relu halves the mean square of N(0, s^2), and s^2 is 1, 2 and 2 n / (n + 64)."""
+    found = [width_scales.fan_in(method, init, 1024, seed)["activation"] for seed in range(4)]
+    assert sum(found) / 4 == pytest.approx(expected, rel=0.03)
+
+
+def test_a_step_turns_by_the_rate_times_the_root_of_the_metric() -> None:
+    """All angles move by 0.01; the sum of the metric is about n / 2."""
+    turn = width_scales.fan_in("gmp", "sphere", 1024, seed=0)["turn"]
+    assert turn == pytest.approx(math.degrees(0.01 * math.sqrt(1024 / 2)), rel=0.1)

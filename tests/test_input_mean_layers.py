@@ -1,0 +1,274 @@
+"""Layers with plain weights and their input's mean, and the conversion that makes them."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import geoparam as gp
+from geoparam.input_mean_layers import adopt
+
+DOUBLE = {"dtype": torch.float64}
+LAYERS = {
+    "linear": (nn.Linear(4, 6, **DOUBLE), (5, 4)),
+    "tokens": (nn.Linear(4, 6, **DOUBLE), (2, 5, 4)),
+    "1d": (nn.Conv1d(4, 6, 3, **DOUBLE), (2, 4, 7)),
+    "grouped": (nn.Conv2d(4, 6, 3, groups=2, **DOUBLE), (2, 4, 7, 6)),
+    "depthwise": (nn.Conv2d(4, 4, 3, groups=4, bias=False, **DOUBLE), (2, 4, 7, 6)),
+    "strided": (nn.Conv2d(4, 6, 3, stride=2, **DOUBLE), (2, 4, 7, 6)),
+    "1x1": (nn.Conv2d(4, 6, 1, **DOUBLE), (2, 4, 7, 6)),
+    "reflect": (
+        nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect", **DOUBLE),
+        (2, 4, 7, 6),
+    ),
+    "3d": (nn.Conv3d(4, 6, 2, **DOUBLE), (2, 4, 3, 4, 3)),
+}
+
+
+@pytest.mark.parametrize(("plain", "shape"), LAYERS.values(), ids=LAYERS)
+def test_training_is_that_of_a_centred_input(plain: nn.Module, shape: tuple[int, ...]) -> None:
+    layer = adopt(copy.deepcopy(plain))
+    dim = -1 - len(getattr(plain, "kernel_size", ()))
+    pair = nn.Sequential(gp.InputMeanNorm(4, dim=dim, **DOUBLE), copy.deepcopy(plain))
+    x = torch.randn(shape, **DOUBLE) + 3
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    found, expected = layer(a), pair(b)
+    torch.testing.assert_close(found, expected)
+    target = torch.randn_like(found)
+    (found * target).sum().backward()
+    (expected * target).sum().backward()
+    torch.testing.assert_close(a.grad, b.grad)
+    torch.testing.assert_close(layer.weight.grad, pair[1].weight.grad)
+    torch.testing.assert_close(layer.running_mean, pair[0].running_mean)
+    torch.testing.assert_close(layer.eval()(x), pair.eval()(x))
+
+
+def test_zeros_are_padded_to_the_input_as_it_is() -> None:
+    layer = adopt(nn.Conv2d(4, 6, 3, padding=1, **DOUBLE))
+    x = torch.randn(2, 4, 7, 6, **DOUBLE) + 3
+    constant = layer(x) - F.conv2d(x, layer.weight, padding=1)
+    torch.testing.assert_close(constant, constant[:1, :, :1, :1].expand_as(constant))
+
+
+def test_the_layer_is_torchs_with_the_same_parameters_and_options() -> None:
+    conv = nn.Conv2d(4, 6, 3, stride=2, bias=False).eval()
+    handle = conv.register_forward_hook(lambda *_: None)
+    layer = adopt(conv, momentum=0.3)
+    assert isinstance(layer, nn.Conv2d) and layer.weight is conv.weight and not layer.training
+    assert layer.stride == (2, 2) and layer.momentum == 0.3 and len(layer._forward_hooks) == 1
+    assert list(layer.state_dict()) == ["weight", "bias", "running_mean", "num_batches_tracked"]
+    assert conv.bias is None and not conv._buffers  # the old layer is as it was
+    handle.remove()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_and_autocast(dtype: torch.dtype) -> None:
+    layer = gp.InputMeanConv2d(4, 6, 3)
+    x = torch.randn(2, 4, 6, 6) + 1
+    expected = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, atol=0.05, rtol=0.05)
+    assert copy.deepcopy(layer).to(dtype)(x.to(dtype)).dtype == dtype
+
+
+def test_reset_draws_anew_and_forgets() -> None:
+    layer = gp.InputMeanLinear(4, 6)
+    layer(torch.randn(5, 4) + 2)
+    before = layer.weight.detach().clone()
+    layer.reset_parameters()
+    assert not layer.running_mean.any() and not torch.equal(layer.weight, before)
+    assert repr(layer) == "InputMeanLinear(in_features=4, out_features=6, bias=True, momentum=0.1)"
+
+
+def test_one_value_per_channel_is_refused_in_training() -> None:
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        gp.InputMeanLinear(4, 6)(torch.randn(1, 4))
+
+
+# --- conversion ---------------------------------------------------------------------------------
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Convolutions that are padded, grouped, strided and reflecting, trained for a few batches."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=4), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 6, 3, padding=1, padding_mode="reflect", bias=False),
+        nn.BatchNorm2d(6, affine=False), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(6, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 3),
+    ).to(dtype)  # fmt: skip
+    for _ in range(5):
+        model(images(dtype))
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
+                module.weight.normal_(), module.bias.normal_()
+    return model.eval()
+
+
+def images(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(6, 3, 8, 8, dtype=dtype) + 1
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 3e-6), (torch.float64, 1e-12)])
+def test_conversion_keeps_the_function_the_parameters_and_their_keys(
+    dtype: torch.dtype, bound: float
+) -> None:
+    model, x = network(dtype), images(dtype)
+    original, before = copy.deepcopy(model), dict(model.named_parameters())
+    gp.convert_(model, norm="imn", weights="plain", example_inputs=(x,))
+    assert gp.verify(original, model, x) < bound
+    after = dict(model.named_parameters())
+    kept = [name for name in before if name in after]
+    assert all(after[name] is before[name] for name in kept)
+    assert {"0.weight", "3.weight", "6.weight", "11.weight", "14.weight", "14.bias"} <= set(kept)
+    new = {name.rpartition(".")[2] for name in model.state_dict() if name not in before}
+    assert new == {"bias", "running_mean", "num_batches_tracked"}
+    assert type(model[0]) is nn.Conv2d  # the first layer sees data
+    assert type(model[3]) is gp.InputMeanConv2d and type(model[11]) is gp.InputMeanLinear
+    assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+
+
+def trained(model: nn.Module) -> nn.Module:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model.train()(images()).square().mean().backward()
+        optimizer.step()
+    return model.eval()
+
+
+@pytest.mark.parametrize("init", [None, "glorot", "sphere"])
+def test_folding_gives_a_plain_model_and_restored_norms_the_originals_keys(
+    init: str | None,
+) -> None:
+    model, x = network(), images()
+    original = copy.deepcopy(model)
+    gp.convert_(model, norm="imn", weights="plain", init=init, example_inputs=x)
+    trained(model)
+    plain = gp.fold_(copy.deepcopy(model))
+    assert gp.verify(model, plain, x) == 0
+    assert not any(type(m).__module__.startswith("geoparam") for m in plain.modules())
+    assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in plain.modules())
+    restored = gp.fold_(copy.deepcopy(model), restore_norm=True)
+    assert gp.verify(model, restored, x) < 1e-5
+    assert list(restored.state_dict()) == list(original.state_dict())
+    restored.load_state_dict(original.state_dict())
+    assert gp.verify(original, restored, x) == 0
+
+
+def test_geometric_weights_can_be_folded_without_their_norms() -> None:
+    model, x = network(), images()
+    gp.convert_(model, norm="imn", example_inputs=x)
+    plain = gp.fold_(copy.deepcopy(model), restore_norm=False)
+    assert gp.verify(model, plain, x) < 1e-5
+    assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in plain.modules())
+    assert type(plain[1]) is nn.Identity
+
+
+@pytest.mark.parametrize(("init", "length"), [("sphere", 1.0), ("glorot", None)])
+def test_initialisation_goes_into_the_same_parameters(init: str, length: float | None) -> None:
+    model, x = network(), images()
+    weight, before = model[3].weight, model[3].weight.detach().clone()
+    gp.convert_(model, norm="imn", weights="plain", init=init, momentum=0.3, example_inputs=x)
+    assert model[3].weight is weight and not torch.equal(weight, before)
+    assert model[3].momentum == 0.3 and not model[3].bias.any()
+    if length is not None:
+        torch.testing.assert_close(weight.flatten(1).norm(dim=1), torch.full((8,), length))
+
+
+def test_frozen_weights_stay_frozen_and_the_bias_follows_the_norm() -> None:
+    model = network()
+    model[3].weight.requires_grad_(False)
+    model[4].requires_grad_(False)
+    gp.convert_(model, norm="imn", weights="plain", example_inputs=images())
+    assert not model[3].weight.requires_grad and not model[3].bias.requires_grad
+    assert model[11].bias.requires_grad
+
+
+def test_a_model_that_reads_a_weight_is_put_back() -> None:
+    class Regularised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.conv = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+            self.bn, self.head = nn.BatchNorm2d(4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.bn(self.conv(self.first(x).relu())).relu().mean(dim=(2, 3))
+            return self.head(y) + self.conv.weight.sum()
+
+    model = Regularised().eval()
+    with torch.no_grad():
+        model.bn.weight.fill_(3)
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="the converted model differs"):
+        gp.convert_(model, norm="imn", weights="plain", example_inputs=images())
+    assert type(model.conv) is nn.Conv2d
+    assert all(map(torch.equal, model.state_dict().values(), before.state_dict().values()))
+
+
+def test_layers_without_a_norm_are_left() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)
+    ).eval()
+    x = torch.randn(5, 4)
+    text = str(gp.plan(model, norm="imn", weights="plain", example_inputs=x))
+    assert "1 of 3 layers with plain weights and IMN" in text
+    assert "3: Linear (no BatchNorm follows it)" in text
+
+
+def test_means_can_be_synchronised() -> None:
+    model = gp.convert_(network(), norm="imn", weights="plain", example_inputs=images())
+    gp.synchronise_means_(model)
+    assert model[3].synchronised and model[11].synchronised
+
+
+def test_boundaries_and_lengths_are_of_the_centred_input() -> None:
+    model = nn.Sequential(gp.InputMeanLinear(4, 6), nn.ReLU()).eval()
+    x = torch.randn(9, 4) + 2
+    model.train()(x)
+    model.eval()
+    boundary = gp.BoundaryTracker(model, probe=x)
+    boundary.step()
+    assert "0" in boundary.history
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": "plain"}, "GeometricOptimizer alone"),
+        ({"weights": "plain", "norm": "imn", "coordinates": "angles"}, "none are"),
+        ({"weights": "plain", "norm": "imn", "natural": True}, "none are"),
+        ({"weights": "flat"}, "'geometric' or 'plain'"),
+        ({"weights": "plain", "norm": "imn", "init": "he"}, "init is 'sphere'"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict, message: str) -> None:
+    model = network()
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        gp.convert_(model, example_inputs=images(), **options)
+    assert all(map(torch.equal, model.state_dict().values(), state.values()))
+    assert len(model.state_dict()) == len(state)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiled_training_is_one_graph_with_the_same_numbers(autocast: bool) -> None:
+    model, x = network(), images()
+    gp.convert_(model, norm="imn", weights="plain", example_inputs=x)
+    twin = copy.deepcopy(model.train())
+    torch.compiler.reset()
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    for run in (model, compiled):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            run(x).float().square().mean().backward()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    for a, b in zip(model.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
