@@ -10,6 +10,7 @@ import json
 import math
 import os
 import tempfile
+import unicodedata
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,19 @@ def list_few(names: Iterable[str], most: int = 12) -> str:
     every = [name if len(name) < 200 else f"{name[:200]}..." for name in names]
     more = len(every) - most
     return ", ".join(every[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def printable(text: str) -> str:
+    """Return text for the terminal, with control characters written out: names may hold any.
+
+    Example:
+        >>> printable("a\\x1b]0;title\\x07")
+        'a\\\\x1b]0;title\\\\x07'
+    """
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else ascii(c)[1:-1]
+        for c in text
+    )
 
 
 def read_json(content: bytes, where: object, kind: type = dict) -> Any:

@@ -15,9 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 from typer import Option
 
-from geoparam.cli.commands import Force
 from geoparam.storage import refuse_overwrite
-from geoparam_lab.cli.running import Jobs, explained, progress
+from geoparam_lab.cli.running import Force, Jobs, explained, progress
 
 if TYPE_CHECKING:
     from geoparam_lab.run_folder import Record, Run

@@ -7,9 +7,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from geoparam.cli.commands import Force, printable
-from geoparam.storage import refuse_overwrite, replacing
-from geoparam_lab.cli.running import explained
+from geoparam.storage import printable, refuse_overwrite, replacing
+from geoparam_lab.cli.running import Force, explained
 from geoparam_lab.methods import METHODS, without_options
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training.tasks import check_names

@@ -12,12 +12,14 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Column
 from typer import Option
 
-from geoparam.cli.commands import printable
+from geoparam.storage import printable
 from geoparam_lab.training import tasks
 
 Jobs = Annotated[
     int | None, Option(min=1, help="Processes that train; by default one for each core.")
 ]
+
+Force = Annotated[bool, Option("--force", help="Overwrite the output.")]
 
 
 class Bar:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from geoparam.cli.commands import printable
+from geoparam.storage import printable
 from geoparam_lab.cli.images import COMMANDS, images
 from geoparam_lab.cli.running import (
     Jobs,
