@@ -1,7 +1,7 @@
 """Draw which room of the code imports which: docs/images/imports.svg.
 
-Rooms are in the order of docs/architecture.md, from the top. An arc on the left goes from a room of
-the library to one that it imports; arcs on the right are the laboratory's. All go upwards.
+Rooms are in the order of docs/architecture.md. An arc on the left goes from a room of the library
+to one that it imports; arcs on the right are the laboratory's. All go upwards.
 """
 
 import ast
