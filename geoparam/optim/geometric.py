@@ -1,7 +1,6 @@
 """Geometric parameterization in the optimizer, for a model that stays plain."""
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, zip_longest
 from typing import Any, Literal
@@ -13,9 +12,17 @@ from torch.optim import Optimizer
 
 from geoparam.optim.angular import AngularStage
 from geoparam.optim.groups import undecayed_names
-from geoparam.optim.inner import OWN_KEYS, Inner, MakeOptimizer
+from geoparam.optim.inner import Inner
 from geoparam.optim.intrinsic import IntrinsicStage
-from geoparam.optim.muon import RowMuon
+from geoparam.optim.options import (
+    MakeOptimizer,
+    check_maker,
+    check_options,
+    name_of,
+    read_defaults,
+    replace_muon,
+    set_decay,
+)
 from geoparam.optim.stage import Member, Stage, local
 from geoparam.optim.units import Choice, Filter, Unit, choose
 
@@ -90,20 +97,14 @@ class GeometricOptimizer(Optimizer):
         example_inputs: Any = None,
         **base_options: Any,
     ) -> None:
-        _check_options(coordinates, turn, max_turn, scale)
         decay = base_options.pop("weight_decay", None)
         rates = {"weight_decay": decay, "scale_lr": scale_lr, "scale_decay": scale_decay}
-        for name, value in rates.items():
-            if value is not None and value < 0:
-                raise ValueError(f"{name} is 0 or more; got {value}.")
-        for name, make in (("base", base), ("rest", rest)):
-            if make is not None and (isinstance(make, Optimizer) or not callable(make)):
-                raise ValueError(
-                    f"{name} is an optimizer's class, as torch.optim.SGD; got {make!r}."
-                )
+        check_options(coordinates, turn, max_turn, scale, **rates)
+        check_maker("base", base)
+        check_maker("rest", rest or base)
         if not lr and (scale_lr is not None or (groups and turn is not None)):
             raise ValueError("lr=0 has no multiple: give an lr above 0, to which others relate.")
-        make_base, is_muon = _batched(base)
+        make_base, is_muon = replace_muon(base)
         make_rest: MakeOptimizer = rest or (torch.optim.AdamW if is_muon else base)
         rest_options = base_options if make_rest is base else {}
         self._base = functools.partial(make_base, lr=lr, **base_options)
@@ -113,12 +114,15 @@ class GeometricOptimizer(Optimizer):
         self._scale_factor: Any = 1.0 if scale_lr is None else scale_lr / lr
         self._choice: Choice = choose(model, filter_fn, example_inputs)
         self._undecayed = undecayed_names(model)
-        self._title = f"{_name(base)}; rest {_name(make_rest)}"
-        self._sizes = sum(u.out * u.fan_in for u in self._choice.units), _size(model)
-        unit_defaults = _defaults(self._base, "base")
-        self._rest_defaults = _defaults(self._rest, "rest")
-        _set_decay(unit_defaults, 0.0)
-        _set_decay(self._rest_defaults, decay or 0.0, needed=bool(decay))
+        self._title = f"{name_of(base)}; rest {name_of(make_rest)}"
+        self._sizes = (
+            sum(u.out * u.fan_in for u in self._choice.units),
+            sum(p.numel() for p in model.parameters()),
+        )
+        unit_defaults = read_defaults(self._base, "base")
+        self._rest_defaults = read_defaults(self._rest, "rest")
+        set_decay(unit_defaults, 0.0)
+        set_decay(self._rest_defaults, decay or 0.0, needed=bool(decay))
         self._forget()
         own_groups = self._divide(model, groups, unit_defaults, lr, turn)
         super().__init__(own_groups, {})
@@ -165,7 +169,7 @@ class GeometricOptimizer(Optimizer):
                 group |= {"params": members, "param_names": [names[id(p)] for p in members]}
                 group["geometry"] = self._form if is_unit else "rest"
                 if is_unit:
-                    _set_decay(group, 0.0)
+                    set_decay(group, 0.0)
                 if members or (divided and divided[-1]["geometry"] != "rest"):
                     divided.append(group)
         return divided
@@ -356,64 +360,3 @@ def _move(value: Any, key: str, p: Any, step_on_device: bool) -> Any:
         return value
     is_step = key.rpartition("/")[2] == "step"
     return value.clone() if is_step and not step_on_device else value.to(p.device, copy=True)
-
-
-# --- options ----------------------------------------------------------------------------------
-
-
-def _check_options(coordinates: str, turn: Any, max_turn: Any, scale: str) -> None:
-    if coordinates not in ("intrinsic", "angles"):
-        raise ValueError(f"coordinates are 'intrinsic' or 'angles'; got {coordinates!r}.")
-    if scale not in ("auto", "free", "fixed"):
-        raise ValueError(f"scale is 'auto', 'free' or 'fixed'; got {scale!r}.")
-    for name, value in (("turn", turn), ("max_turn", max_turn)):
-        if value is not None and not 0 < value <= 180:
-            raise ValueError(
-                f"{name} is an angle in degrees, above 0 and at most 180; got {value}."
-            )
-    if turn is not None and coordinates == "angles":
-        raise ValueError(
-            "turn needs coordinates='intrinsic': a step along latitudes is no arc of a circle. "
-            "max_turn bounds the turn of angles."
-        )
-
-
-def _batched(base: Any) -> tuple[MakeOptimizer, bool]:
-    """Return the optimizer's class, in place of torch's Muon ours, and whether it was Muon."""
-    muon = getattr(torch.optim, "Muon", None)
-    if isinstance(base, functools.partial) and base.func is muon and muon is not None:
-        return functools.partial(RowMuon, *base.args, **base.keywords), True
-    return (RowMuon, True) if base is muon and muon is not None else (base, False)
-
-
-def _name(make: Any) -> str:
-    make = make.func if isinstance(make, functools.partial) else make
-    return getattr(make, "__name__", type(make).__name__)
-
-
-def _defaults(make: MakeOptimizer, name: str) -> dict[str, Any]:
-    """Return the options of an optimizer, from one over a parameter that nobody trains."""
-    probe = make([nn.Parameter(torch.zeros(1, 1))])
-    if not isinstance(probe, Optimizer):
-        raise ValueError(f"{name} must make a torch optimizer; it made {type(probe).__name__}.")
-    closure = inspect.signature(type(probe).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"{type(probe).__name__} calls its closure several times in a step, so it cannot be "
-            f"the {name}: here each step has one gradient."
-        )
-    options = {k: v for k, v in probe.param_groups[0].items() if k not in OWN_KEYS}
-    if options.get("differentiable"):
-        raise ValueError("differentiable=True is not supported: weights are written in place.")
-    return options
-
-
-def _set_decay(options: dict[str, Any], decay: float, needed: bool = False) -> None:
-    if "weight_decay" in options:
-        options["weight_decay"] = decay
-    elif needed:
-        raise ValueError("weight_decay was given, but the rest's optimizer has no such option.")
-
-
-def _size(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())

@@ -4,7 +4,7 @@ Their parameters stand for the model's, and their states are kept in the outer o
 flat keys such as `direction/exp_avg` in the weight's entry.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from geoparam.optim.options import OWN_KEYS, MakeOptimizer
 from geoparam.optim.stage import Member
 
 Group = dict[str, Any]
-MakeOptimizer = Callable[..., Any]
-OWN_KEYS = frozenset({"params", "param_names", "geometry", "initial_lr"})
 
 
 class Inner:

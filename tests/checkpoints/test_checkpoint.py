@@ -120,7 +120,7 @@ def test_folded_file_loads_into_the_plain_model(
         given = {"like": tmp_path / "plain.pt"}
     report = fold_checkpoint(file, tmp_path / "out.safetensors", **given)
     assert difference(name, model, report.out) < 1e-5
-    assert report.layers == sum(isinstance(m, gp.unit.GmPLayer) for m in model.modules())
+    assert report.layers == sum(isinstance(m, gp.GmPLayer) for m in model.modules())
 
 
 @pytest.mark.parametrize("name", ("mlp", "narrow", "Attends", "Tied"))

@@ -22,7 +22,7 @@ from torch import nn
 import geoparam as gp
 from geoparam import cli
 from geoparam.cli import commands
-from geoparam_lab.cli import running
+from geoparam_lab.cli import pages, running
 from geoparam_lab.experiments import images, levy, perturbation, toys, uci, width
 from geoparam_lab.run_folder import Run
 
@@ -67,7 +67,7 @@ def test_demo_needs_neither_file_nor_network_and_goes_on_with_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
 ) -> None:
     monkeypatch.setenv("GEOPARAM_DATA", str(tmp_path))  # whatever lies there
-    monkeypatch.setattr("geoparam_lab.data.table_commands.fetch", None)
+    monkeypatch.setattr("geoparam_lab.data.table_files.fetch", None)
     short = ("--out", str(tmp_path / "demo"), "--epochs", "2", "--seeds", "1", "--jobs", "1")
     assert call(monkeypatch, "demo", *short) == 0
     monkeypatch.setattr(toys, "train", None)
@@ -364,9 +364,9 @@ def test_table_prints_or_writes_in_any_form(
 
 
 def test_a_folder_of_runs_stands_for_them(finished: Path) -> None:
-    found = [run.info["experiment"] for run in commands.open_runs([finished.parent])]
+    found = [run.info["experiment"] for run in pages.open_runs([finished.parent])]
     assert found == ["levy", "perturbation"]
-    assert [run.folder for run in commands.open_runs([finished])] == [finished]
+    assert [run.folder for run in pages.open_runs([finished])] == [finished]
 
 
 @pytest.mark.parametrize("command", ["table", "report"])

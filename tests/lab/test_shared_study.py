@@ -35,7 +35,7 @@ def work(point):
     return point["lr"], [point["method"], point["lr"]]
 def waiting(left):
     print("waiting for", left, flush=True)
-    search.PAUSE = 0.01
+    shared_study.PAUSE = 0.01
 print(len(shared_study.share(work, GRID, sys.argv[1], "study", waiting)), "points")
 """
 

@@ -101,3 +101,17 @@ def test_matched_curves_are_plain_ones(kind: str, options: Any, bound: float, se
     found = digits_curve(model, build(model, **options), seed)
     expected = digits_curve(plain, options.pop("base")(plain.parameters(), **options), seed)
     assert (found - expected).abs().max() < bound * (1 + 2 * (kind == "batchnorm"))
+
+
+@both_coordinates
+def test_small_first_weights_learn_as_fast_as_plain_ones(coordinates: str) -> None:
+    """A transformer begins with rows of length 0.07: its r grows many times over."""
+    model, losses = gpt2(), []
+    plain = copy.deepcopy(model)
+    optimizer = build(model, torch.optim.AdamW, lr=1e-2, coordinates=coordinates)
+    for one, its in ((plain, torch.optim.AdamW(plain.parameters(), lr=1e-2)), (model, optimizer)):
+        for _ in range(120):
+            loss = backward(one)
+            its.step()
+        losses.append(loss.item())
+    assert losses[1] < 1.5 * losses[0] < 0.5

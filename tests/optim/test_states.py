@@ -54,10 +54,27 @@ def test_goes_on_bit_for_bit(way: str, make: Any, kind: str) -> None:
     assert_same_weights(new, model)
 
 
+@pytest.mark.parametrize("kind", ["SGD", "angles"])
+def test_weights_may_be_loaded_before_the_optimizer_is_built(kind: str) -> None:
+    """A bias that has outgrown its row since stays a distance; one that was plain stays plain."""
+    (model, optimizer), (new, _) = start(kind), start(kind)
+    train(model, optimizer)
+    model[0].bias.data[2] = 5.0
+    new.load_state_dict(model.state_dict())
+    options = {k: v for k, v in pm.KINDS[kind].items() if k != "dtype"}
+    resumed = build(new, **options)
+    assert " plain " in str(resumed) and " plain " not in str(optimizer)
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    train(model, optimizer, first=3)
+    train(new, resumed, first=3)
+    assert_same_weights(new, model)
+
+
 @pytest.mark.parametrize(
     "make, layers, options, words",
     [
         (mlp, {}, {"coordinates": "angles"}, "angles.*intrinsic"), (mlp, {}, {"turn": 2}, "turn"),
+        (mlp, {}, {"match": False}, "match"), (mlp, {}, {"base": torch.optim.RMSprop}, "RMSprop"),
         (mlp, {}, {"filter_fn": lambda module, name: name == "0"}, "3.weight"),
         (mlp, {0: nn.Linear(6, 9).double(), 3: nn.Linear(9, 7).double()}, {}, "'0.weight'"),
         (cnn, {3: nn.Conv2d(6, 8, 3).double()}, {}, "'3.weight'"),
@@ -148,6 +165,18 @@ def test_a_pruned_row_stays_zero_and_the_others_go_on_as_they_were(kind: str) ->
     model[0].weight.data[2] = 0.5
     train(model, optimizer, 1)
     assert 0 < (rows(model[0])[2] - 0.5).abs().max() < 0.2
+
+
+@pm.both_coordinates
+def test_a_bias_far_out_or_of_a_pruned_row_steps_as_a_plain_one(coordinates: str) -> None:
+    model = mlp()
+    optimizer = build(model, coordinates=coordinates)
+    train(model, optimizer)
+    model[0].weight.data[2], model[0].bias.data[3] = 0.0, 9.0
+    before = model[0].bias.detach().clone()
+    train(model, optimizer, 1)
+    plain = before - 0.05 * model[0].bias.grad
+    torch.testing.assert_close(model[0].bias.detach()[2:4], plain[2:4])
 
 
 @pm.every_kind

@@ -121,6 +121,13 @@ def test_decay_reaches_matrices_of_the_rest_alone(base: Any, decay: Any) -> None
     torch.testing.assert_close(model.state_dict(), before.state_dict(), rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize("bound", [{"turn": 1.0}, {"max_turn": 4.0}], ids=str)
+def test_a_bounded_unit_does_not_turn_round_by_the_sign_of_r(bound: Any) -> None:
+    model = mlp()
+    optimizer = build(model, scale_lr=50.0, **bound)
+    assert all(torch.cat(turns(model, optimizer, step)).max() < 4.1 for step in range(5))
+
+
 @both_coordinates
 @pytest.mark.parametrize("fan_in", [1, 2])
 def test_r_crosses_zero_and_the_weight_with_it(fan_in: int, coordinates: str) -> None:

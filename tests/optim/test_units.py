@@ -19,10 +19,20 @@ def test_the_table_says_what_is_a_unit_and_what_stays_plain() -> None:
     lines = str(build(model)).splitlines()
     assert lines[0].endswith("SGD; rest SGD): 164 of 274 parameters are units")
     found = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[2:]}
-    assert (
-        found["0.weight"] == "4 9 lam fixed, 1 follows" and found["4.weight"] == "8 16 plain free"
-    )
+    expected = "4 9 lam fixed, 1 follows", "8 16 plain free"
+    assert (found["0.weight"], found["4.weight"]) == expected
     assert "zeros has no direction" in found["6.weight"] and "output" in found["7.weight"]
+
+
+def test_a_frozen_norm_leaves_r_free_and_only_a_neighbour_fixes_it() -> None:
+    frozen = mlp(norm=nn.BatchNorm1d)
+    frozen[1].eval().requires_grad_(False)
+    assert "0.weight                                      8      6  lam    free" in str(
+        build(frozen)
+    )
+    apart = nn.Sequential(nn.Sequential(nn.Linear(6, 8)), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    assert "follows" not in str(build(apart))
+    assert "fixed, 1 follows" in str(build(apart, example_inputs=torch.randn(4, 6)))
 
 
 @both_coordinates
@@ -107,6 +117,8 @@ def test_any_base_lowers_the_loss(base: str, options: Any, coordinates: str) -> 
         (mlp, {"base": torch.optim.SGD(mlp().parameters())}, "an optimizer's class"),
         (mlp, {"base": "SGD"}, "an optimizer's class"), (mlp, {"rest": 3}, "rest is an optimizer"),
         (mlp, {"turn": 0}, "an angle in degrees"), (mlp, {"turn": 181}, "at most 180; got 181"),
+        (mlp, {"weight_decay": -1.0}, "0 or more"), (mlp, {"scale_lr": -1.0}, "scale_lr is 0"),
+        (mlp, {"groups": [{"lr": 1.0}]}, "under 'params'"),
         (mlp, {"turn": 1, "coordinates": "angles"}, "turn needs coordinates='intrinsic'"),
         (mlp, {"groups": [{"params": mlp().parameters()}]}, "the model does not"),
         (lambda: nn.Embedding(3, 4), {}, "no layer of this model has units"),

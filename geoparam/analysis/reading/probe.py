@@ -45,7 +45,7 @@ def observe(
         norm_input: Called with the site and what the norm after its layer gets.
 
     Example:
-        >>> from geoparam.analysis.reading.sites import find_sites
+        >>> from geoparam.analysis.reading.layer_sites import find_sites
         >>> model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(5, 3)
         >>> observe(model, x, find_sites(model, x), lambda site, z: print(site.name, *z.shape))
         0 5 4

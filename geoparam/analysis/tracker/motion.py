@@ -49,7 +49,7 @@ class Motion:
 
     Example:
         >>> from torch import nn
-        >>> from geoparam.analysis.reading.sites import find_sites
+        >>> from geoparam.analysis.reading.layer_sites import find_sites
         >>> model = nn.Sequential(nn.Linear(2, 1), nn.ReLU())
         >>> motion = Motion(find_sites(model, torch.zeros(1, 2)))
         >>> _ = motion.measure()
