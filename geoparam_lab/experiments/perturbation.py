@@ -314,9 +314,8 @@ def _draw_panels(outcome: Outcome) -> "Figure":
 def _panel(ax: "Axes", outcome: Outcome, i: int) -> None:
     """The papers' unit before and after the i-th perturbation, under all methods."""
     from geoparam import plots
-    from geoparam.plots.planes import plane
 
-    plane(ax, VIEW)
+    plots.plane(ax, VIEW)
     _line(ax, next(iter(outcome.lines.values())), 0, color="#cccccc", linewidth=11, label="before")
     for method, lines in outcome.lines.items():
         style = plots.method_style(method)
