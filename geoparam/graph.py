@@ -1,12 +1,12 @@
-"""The steps of one run of a model, and the questions asked about them.
+"""The steps of one run of a model, as `trace` records them, and questions about them.
 
-`trace` writes such a graph. What follows a layer, up to its activation, is a `Chain`; which layers
-read it next, and in which order of channels, is `Graph.next` and `Graph.receivers`.
+`Graph.after` says what follows a layer up to its activation, `Graph.receivers` which layers read
+it next, and in which order of channels.
 """
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -23,7 +23,8 @@ class Node:
         kind: layer, norm, activation, embedding, sum (of several results), scale (arithmetic with
             constants), view, same, average, max, other; input (index if not floating), output.
         op: The function's name, or the class's in small letters: relu, batch_norm, batchnorm2d.
-        name: The module's name; None for a function.
+        name: The module's name, or that of the weight's owner; None for other functions.
+        is_call: A module was called; False for a function, also if it uses a module's weight.
         inputs: The steps whose results it reads.
         channel: Where a layer has its channels, from the end.
         func, args, kwargs: A function's call, without its tensor; only if it takes just one.
@@ -35,6 +36,7 @@ class Node:
     inputs: tuple[int, ...] = ()
     shape: torch.Size = field(default_factory=torch.Size)
     channel: int | None = None
+    is_call: bool = False
     func: Callable | None = None
     args: tuple = ()
     kwargs: dict = field(default_factory=dict)
@@ -59,10 +61,6 @@ class Chain:
     path: tuple[str, ...]
     exclusive: bool
 
-    @property
-    def through_sum(self) -> bool:
-        return "sum" in self.path
-
 
 @dataclass(frozen=True)
 class Call:
@@ -75,7 +73,7 @@ class Call:
 
 
 class Graph:
-    """The steps of one run in their order, and the questions asked about them."""
+    """The steps of one run, in their order."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = tuple(nodes)
@@ -95,7 +93,7 @@ class Graph:
 
     @cached_property
     def first(self) -> tuple[str, ...]:
-        """The layers that see floating-point inputs, and nothing that another layer has made."""
+        """The layers that read floating-point inputs, and no other layer's result."""
         return self._ends(range(len(self.nodes)), [node.inputs for node in self.nodes], "input")
 
     @cached_property
@@ -112,33 +110,25 @@ class Graph:
             _common(norms),
             _common([self._node(call.activation) for call in calls]),
             tuple(dict.fromkeys(step for call in calls for step in call.path)),
-            all(self._exclusive(layer, norm) for norm in norms),
+            all(self._is_exclusive(layer, norm) for norm in norms),
         )
 
     def calls(self, layer: str) -> list[Call]:
         """Return the calls of `layer`, each with the steps that follow it up to an activation."""
         return [self._call(index) for index in self._layer_calls(layer)]
 
-    def next(self, layer: str) -> tuple[str, ...]:
-        """Return the layers that `layer` reaches without another one between."""
-        found: set[int] = set()
-        stack = self._layer_calls(layer)
-        while stack:
-            new = set(self.users[stack.pop()]) - found
-            found |= new
-            stack += [index for index in new if self.nodes[index].kind != "layer"]
-        return self._names(sorted(found))
-
     def receivers(self, layer: str) -> dict[str, Tensor]:
         """Return for each next layer which channel of `layer` each of its input channels carries.
 
-        It is there for moving one sign per channel from a layer into the next ones, so it raises
-        ValueError where a sign does not pass: sums, norms, activations, max pooling, the model's
+        Conversion uses it to move one sign per channel from a layer into the next ones. So it
+        raises ValueError where a sign does not pass: sums, norms, activations, max pooling, the
         output, a next layer that mixes the channels or is used for other inputs as well.
         """
         found: dict[str, Tensor] = {}
         reached: dict[str, list[int]] = {}
-        stack = [(index, _numbered(self.nodes[index])) for index in self._layer_calls(layer)]
+        stack = [
+            (index, _number_channels(self.nodes[index])) for index in self._layer_calls(layer)
+        ]
         while stack:
             here, channels = stack.pop()
             if not self.users[here]:
@@ -161,6 +151,24 @@ class Graph:
                 raise ValueError(f"{name!r}, which follows {layer!r}, is used elsewhere as well")
         return found
 
+    def channels_at(self, call: Call, step: int) -> Tensor | None:
+        """Return the channel of the called layer that each input element of `step` belongs to.
+
+        None where a step on the way mixes channels or cannot be followed.
+        """
+        with torch.device("cpu"):  # also where the model is made on "meta"
+            channels: Tensor | None = _number_channels(self.nodes[call.layer])
+        here = self.users[call.layer][0]
+        while here != step and channels is not None:
+            node = self.nodes[here]
+            if node.kind in ("view", "average", "max"):
+                same_windows = replace(node, kind="average") if node.kind == "max" else node
+                channels = _carry(same_windows, channels)
+            elif node.shape != channels.shape:
+                channels = None
+            here = self.users[here][0]
+        return channels
+
     def _layer_calls(self, layer: str) -> list[int]:
         calls = [i for i in self._calls.get(layer, ()) if self.nodes[i].kind == "layer"]
         if not calls:
@@ -174,7 +182,7 @@ class Graph:
     def _ends(
         self, order: Iterable[int], near: Sequence[tuple[int, ...]], end: str
     ) -> tuple[str, ...]:
-        """Return the layers from which `end` is reached, and no layer, by following `near`."""
+        """Return the layers from which following `near` reaches `end` and no other layer."""
         reach: set[int] = set()
         between: set[int] = set()
         for index in order:
@@ -205,7 +213,7 @@ class Graph:
     def _node(self, index: int | None) -> Node | None:
         return None if index is None else self.nodes[index]
 
-    def _exclusive(self, layer: str, norm: Node | None) -> bool:
+    def _is_exclusive(self, layer: str, norm: Node | None) -> bool:
         if norm is None or norm.name is None:
             return False
         calls = self._calls[layer]
@@ -219,22 +227,22 @@ def _common(nodes: Sequence[Node | None]) -> Node | None:
     return nodes[0] if len({node and (node.op, node.name) for node in nodes}) == 1 else None
 
 
-def _numbered(node: Node) -> Tensor:
-    """Return a tensor of the node's shape with the channel's number in each place."""
+def _number_channels(node: Node) -> Tensor:
+    """Return a tensor of the node's shape that holds each element's channel number."""
     channel = -1 if node.channel is None else node.channel
     numbers = torch.arange(node.shape[channel]).reshape(-1, *[1] * (-1 - channel))
     return numbers.expand(node.shape).contiguous()
 
 
 def _carry(node: Node, channels: Tensor) -> Tensor | None:
-    """Follow numbered channels through one step; None where a sign per channel does not pass.
+    """Pass channel numbers through one step; None where a sign per channel does not pass.
 
     Views are applied to the numbers themselves, so that any reshape is followed exactly.
     """
     if len(set(node.inputs)) != 1:
         return None
     if node.kind == "layer" and node.channel is not None:
-        return _constant(channels.movedim(node.channel, 0), 1)
+        return _drop_constant_dims(channels.movedim(node.channel, 0), 1)
     if node.kind == "view" and node.func is not None:
         return node.func(channels, *node.args, **node.kwargs).contiguous()
     if node.kind == "same" or (node.kind == "scale" and node.op in ("mul", "div")):
@@ -245,12 +253,12 @@ def _carry(node: Node, channels: Tensor) -> Tensor | None:
         return low if torch.equal(low, high) else None
     if node.kind == "average" and (pool := re.search(r"pool(\d)d$", node.op)):
         dims = int(pool[1])
-        pooled = _constant(channels, channels.ndim - dims)
+        pooled = _drop_constant_dims(channels, channels.ndim - dims)
         return pooled if pooled is None else pooled[(...,) + (None,) * dims].expand(node.shape)
     return None
 
 
-def _constant(channels: Tensor, dims: int) -> Tensor | None:
-    """Return `channels` without the dimensions from `dims` on, if they are constant there."""
+def _drop_constant_dims(channels: Tensor, dims: int) -> Tensor | None:
+    """Return `channels` without the dimensions from `dims` on; None if it varies along them."""
     flat = channels.reshape(*channels.shape[:dims], -1)
     return flat[..., 0] if bool((flat == flat[..., :1]).all()) else None

@@ -7,20 +7,19 @@ hooks turn the call of a layer, norm or activation module into one step with the
 
 - Tensors are known by identity, held weakly. A change in place shows in `_version`, and the tensor
   then belongs to the step that changed it, so that `out += identity` and `ReLU(inplace=True)` need
-  no rule; who reads another view of the same memory reads both steps.
-- A call that returns its input untouched (Identity, Dropout in evaluation, `contiguous` of what is
-  contiguous) leaves no step: what stands before and after it are neighbours.
+  no rule. A step that reads another view of the same memory reads both steps.
+- A call that returns its input untouched (Identity, Dropout in evaluation) leaves no step.
 - A weight that a function uses, as in `F.linear(x, embedding.weight)`, is recognised, also through
   `weight.t()`; such a layer is named by the parameter, without a last ".weight".
 - Under a function mode torch's attention takes its readable path. There it is one function, which
-  is written down as the layers that it holds and the mixing between them.
+  is recorded as the layers that it holds and the mixing between them.
 
-Why not otherwise: the call order of hooks takes the ReLU after a residual sum for that of the norm
+Alternatives fail: the call order of hooks takes the ReLU after a residual sum for that of the norm
 before it (49 conv > bn > relu chains in a ResNet-50 that has 33); `fx.symbolic_trace` fails on
 many models of transformers; `torch.export` takes seconds and shows ReLU6 or attention in pieces.
 
-What cannot be seen: branches that the example inputs do not take, what only training runs
-(auxiliary heads), scripted functions and foreign kernels, and values that leave torch and return.
+Not seen are branches that the example inputs do not take, what only training runs (auxiliary
+heads), scripted functions, foreign kernels, and values that leave torch and return.
 """
 
 import inspect
@@ -36,12 +35,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from geoparam.graph import Graph, Node
 
 # What a function is, by its name without outer underscores; activation modules go by the same
-# names. `trace(..., kinds={MyLinear: "layer", "my_relu": "activation"})` adds to these tables.
+# names.
 OPS = {
     name: kind
     for kind, names in {
@@ -75,41 +75,39 @@ def trace(
     model: nn.Module,
     inputs: Tensor | Sequence | Mapping[str, object] = (),
     kwargs: Mapping[str, object] | None = None,
-    kinds: Mapping[type | str, str] | None = None,
     visit: Visit | None = None,
 ) -> Graph:
     """Run `model` once on example inputs and return the graph of what it did.
 
-    The run is in evaluation mode and without gradients; training flags, buffers and torch's random
-    state are afterwards as they were. Keep the batch small: one or two examples are enough.
+    The run is in evaluation mode, without gradients and on copies of the inputs; training flags,
+    buffers and torch's random state are restored. One or two examples are enough.
 
     Args:
         model: Any module. It runs eagerly, also where it is compiled.
         inputs: A tensor, a tuple of positional arguments, or a mapping of keyword arguments.
         kwargs: Further keyword arguments.
-        kinds: What other module classes and function names are, in the words of `Node.kind`.
-        visit: Called before each call, and with the outputs, with the number that its step will
-            have, and what it gets of the run's tensors, as they are then: a later ReLU may
-            overwrite them. A call that leaves no step is visited too, under the next one's number.
+        visit: Called before each call, and with the outputs: with the number that its step will
+            have and the tensors of the run that it reads, which a later step may overwrite. A
+            call that leaves no step is visited too, under the next one's number.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
         ...                       nn.Linear(32, 10))
         >>> graph = trace(model, torch.zeros(1, 3, 4, 4))
-        >>> graph.first, graph.outputs, graph.next("0")
-        (('0',), ('4',), ('4',))
+        >>> graph.first, graph.outputs
+        (('0',), ('4',))
         >>> chain = graph.after("0")
-        >>> chain.norm.name, chain.activation.op, chain.through_sum, chain.exclusive
-        ('1', 'relu', False, True)
+        >>> chain.norm.name, chain.activation.op, chain.exclusive
+        ('1', 'relu', True)
     """
     if any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers())):
         raise ValueError("the model has lazy layers without shapes: run it once, then trace it")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise ValueError("what is scripted shows no steps: trace the model before it is scripted")
     args, named = arguments_of(inputs)
-    kwargs = {**named, **(kwargs or {})}
+    args, kwargs = _copy_tensors((args, {**named, **(kwargs or {})}))
     with undisturbed(model):
-        recorder = _Recorder(model, kinds or {}, visit)
+        recorder = _Recorder(model, visit)
         for tensor in tensors_in((args, kwargs)):
             kind = "input" if tensor.is_floating_point() else "index"
             recorder.write(Node(kind, kind), [tensor])
@@ -127,12 +125,32 @@ def arguments_of(inputs: Tensor | Sequence | Mapping[str, Any]) -> tuple[tuple, 
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
+def _copy_tensors(values: tuple) -> tuple:
+    """Return nested arguments with copies of all tensors: models may change what they get."""
+    copies = WeakTensorKeyDictionary()
+
+    def copy_once(tensor: Tensor) -> Tensor:
+        if tensor not in copies:
+            copies[tensor] = tensor.clone()
+        return copies[tensor]
+
+    return tree_map_only(Tensor, copy_once, values)
+
+
+def is_tracing() -> bool:
+    """Return whether a trace is under way: what a hook computes in it would count as steps."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(isinstance(mode, _Recorder) for mode in modes)
+
+
 def output_layers(model: nn.Module) -> tuple[str, ...]:
     """Guess the output layers without running the model: the last one in order of registration.
 
-    Those right before it count too if they are beside it: they take as many inputs, and give a
-    number of outputs that it does not take. A bare layer is none. It is a guess:
-    `trace(model, inputs).outputs` knows them all.
+    The layers right before it count too if they take as many inputs and give a number of outputs
+    that it does not take: several heads. A bare layer is none.
+    `trace(model, inputs).outputs` does not guess.
 
     Example:
         >>> output_layers(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
@@ -159,7 +177,7 @@ def _are_beside(layer: nn.Module, last: nn.Module) -> bool:
 
 
 class _Read(NamedTuple):
-    """A tensor that a call was given, its version before the call and the steps it comes from."""
+    """A tensor that a call reads, its version before the call and the steps it comes from."""
 
     tensor: Tensor
     version: int
@@ -167,19 +185,16 @@ class _Read(NamedTuple):
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down each function, and each call of a known module, as a node."""
+    """Records each function, and each call of a known module, as a node."""
 
-    def __init__(
-        self, model: nn.Module, kinds: Mapping[type | str, str], visit: Visit | None
-    ) -> None:
+    def __init__(self, model: nn.Module, visit: Visit | None) -> None:
         super().__init__()
         self.visit = visit
         self.nodes: list[Node] = []
-        self.kinds = dict([*OPS.items(), *kinds.items()])
         self.origin = WeakTensorKeyDictionary()  # tensor -> (its node, its version then)
         self.writer = WeakTensorKeyDictionary()  # base of views -> the last node to change it
         self.owner = WeakTensorKeyDictionary()  # parameter, or made of parameters alone -> name
-        self.calls: list[list[_Read]] = []  # known modules under way, and what they were given
+        self.calls: list[list[_Read]] = []  # known modules under way, and what they read
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.owner[tensor] = re.sub(r"\bparametrizations\.(\w+)\..*", r"\1", name)
 
@@ -201,7 +216,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def classify(self, op: str, read: list[_Read]) -> Node:
-        kind, sources = self.kinds.get(op, "other"), _sources(read)
+        kind, sources = OPS.get(op, "other"), _sources(read)
         owned = [r.tensor for r in read if r.tensor in self.owner]
         if kind == "linear" and owned and sources:
             weight = self.owner[max(owned, key=lambda tensor: tensor.ndim)]
@@ -233,9 +248,9 @@ class _Recorder(TorchFunctionMode):
         """Let each call of a known module be one step."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
-                node = _step(module, self.kinds)
+                node = _step(module)
                 if node.kind:
-                    leave = partial(self.leave, replace(node, name=name))
+                    leave = partial(self.leave, replace(node, name=name, is_call=True))
                     enter = module.register_forward_pre_hook(self.enter, with_kwargs=True)
                     stack.callback(enter.remove)
                     stack.callback(module.register_forward_hook(leave).remove)
@@ -252,7 +267,7 @@ class _Recorder(TorchFunctionMode):
         self.calls.pop()
 
     def see(self, values: object) -> list[_Read]:
-        """Read what a call is given, and show it to the visitor."""
+        """Read the arguments of a call, and show them to the visitor."""
         read = self.read(values)
         made_in_the_run = [r.tensor for r in read if r.sources]
         if self.visit is not None and made_in_the_run:
@@ -269,7 +284,7 @@ class _Recorder(TorchFunctionMode):
         return tuple(dict.fromkeys(step for step in (node, changed) if step is not None))
 
     def record(self, node: Node, read: list[_Read], result: object) -> None:
-        """Write down a call that made or changed something; of constants, only whose they are."""
+        """Record a call that made or changed a tensor; of constants, only their owner."""
         changed = [r.tensor for r in read if _version(r.tensor) != r.version]
         made = [t for t in tensors_in(result) if all(t is not r.tensor for r in read)] + changed
         sources = _sources(read)
@@ -292,7 +307,7 @@ class _Recorder(TorchFunctionMode):
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation, no gradients, no compiling; flags, buffers and random state come back."""
+    """Evaluation, no gradients, no compiling; restores flags, buffers and random state."""
     flags = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer)
@@ -305,7 +320,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     try:
         for module, _ in flags:  # not model.eval(), which may be made to do more
             module.training = False
-        for module, name, buffer in buffers:  # lent, since BatchNorm changes its own unseen
+        for module, name, buffer in buffers:  # copies: BatchNorm's writes count no version
             module._buffers[name] = copies[buffer]
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
@@ -321,19 +336,16 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             module._buffers[name] = buffer
 
 
-def _step(module: nn.Module, kinds: Mapping[type | str, str] | None = None) -> Node:
-    """Return the node that a call of `module` is; its kind is empty where the inside is looked at.
+def _step(module: nn.Module) -> Node:
+    """Return the node of a call of `module`; its kind is empty if the inside is traced instead.
 
-    A norm or activation with children is looked into: timm's BatchNormAct2d holds both.
+    A norm or activation with children is traced inside: timm's BatchNormAct2d holds both.
     """
     op = type(module).__name__.lower().removesuffix("activation")
     leaf = next(module.children(), None) is None
     weight = getattr(type(module), "weight", None) or module._parameters.get("weight")
     size = getattr(module, "kernel_size", ())
     layer = Node("layer", op, channel=-1 - (len(size) if isinstance(size, tuple) else 0))
-    for key, kind in (kinds or {}).items():
-        if isinstance(key, type) and isinstance(module, key):
-            return replace(layer, kind=kind)
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return Node("embedding", op)
     if leaf and "norm" in op:

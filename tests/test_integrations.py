@@ -198,5 +198,5 @@ def test_accelerate_checkpoints_the_tracker_itself(tmp_path: Path) -> None:
     accelerator.load_state(tmp_path)
     after = tracker.state_dict()
     assert after["step"] == before["step"] == 3 and after["measured_at"] == 2
-    for name, directions in before["gauge"]["reference"].items():
-        assert torch.equal(after["gauge"]["reference"][name], directions)
+    for name, directions in before["measurement"]["reference"].items():
+        assert torch.equal(after["measurement"]["reference"][name], directions)

@@ -2,14 +2,18 @@
 
 from geoparam.analysis.boundary import Boundaries, boundaries, layer_boundaries
 from geoparam.analysis.partition import Patterns, patterns
-from geoparam.analysis.perturbation.response import Response, perturb, sweep
+from geoparam.analysis.perturbation.perturbed_layer import perturb_layer
+from geoparam.analysis.perturbation.response import DELTAS, Response, perturb, respond, sweep
+from geoparam.analysis.perturbation.steps import make_steps
 from geoparam.analysis.reading.activations import SReLU, breaks
 from geoparam.analysis.slices.plane import Plane, plane_through
 from geoparam.analysis.slices.slice import Slice, slice_regions
 from geoparam.analysis.tracker.history import History
+from geoparam.analysis.tracker.measurement import reshard
 from geoparam.analysis.tracker.tracker import BoundaryTracker
 
 __all__ = [
+    "DELTAS",
     "Boundaries",
     "BoundaryTracker",
     "History",
@@ -21,9 +25,13 @@ __all__ = [
     "boundaries",
     "breaks",
     "layer_boundaries",
+    "make_steps",
     "patterns",
     "perturb",
+    "perturb_layer",
     "plane_through",
+    "reshard",
+    "respond",
     "slice_regions",
     "sweep",
 ]

@@ -13,7 +13,7 @@ parameterization and norm alike:
 | + BatchNorm | as the layer | gamma gain | gamma (shift - mu) | sigma, beta |
 | + LayerNorm | less their mean over units | gamma gain | gamma (shift - its mean) | sigma, beta |
 
-An activation with breakpoints t has the boundaries {x : s(x) = t}. They are told by
+An activation with breakpoints t has the boundaries {x : s(x) = t}, described by
 
     direction   u = sign(gain) rows / ||rows||, the normal that points to where s grows
     distance    lam = (shift + (beta - t) deviation) / (|gain| ||rows||), signed
@@ -42,15 +42,15 @@ from geoparam.analysis.reading.activations import Breaks, breaks
 from geoparam.analysis.reading.layer_sites import (
     Follows,
     Layers,
-    checked,
+    check_norm,
     find_sites,
     has_positions,
     has_units,
     is_transposed,
     unwrap,
 )
-from geoparam.analysis.reading.moments import Moments, batch_moments, has_running
-from geoparam.analysis.reading.norms import is_rms
+from geoparam.analysis.reading.norms import Moments, has_running, is_rms
+from geoparam.analysis.reading.probe import batch_moments, unseen_moments
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs
 
@@ -59,7 +59,7 @@ Statistics = Literal["running", "batch"]
 
 @dataclass(frozen=True)
 class Boundaries:
-    """The boundaries of a layer's units; (out, n) vectors point the way the weight does.
+    """The boundaries of a layer's units; (out, n) vectors are flattened as the weight is.
 
     Attributes:
         direction: Unit vectors (out, n) towards the side where the pre-activation grows.
@@ -88,7 +88,7 @@ class Boundaries:
 
 
 class Parts(NamedTuple):
-    """What a layer and its norm are made of: `rows` (out, n), the others (out,) or left out."""
+    """What a layer and its norm are made of: `rows` (out, n), the others (out,) or absent."""
 
     rows: Tensor
     gain: Tensor | None = None  # r inside
@@ -99,10 +99,10 @@ class Parts(NamedTuple):
     mean: Tensor | None = None
     variance: Tensor | None = None  # the deviation is sqrt(variance + eps)
     eps: float = 0.0
-    unit: bool = False  # rows are unit vectors, every one
+    unit: bool = False  # all rows are unit vectors
 
 
-LEFT_OUT = {
+DEFAULTS = {  # of the parts that are absent
     "gain": 1.0,
     "offset": 0.0,
     "outer": 1.0,
@@ -132,28 +132,26 @@ def boundaries(
 ) -> dict[str, Boundaries]:
     """Return the boundaries of every layer's units, in float64, by layer name.
 
-    Only a layer with a norm and an activation that are understood has distances. Those of others
-    are NaN: smooth activations, output layers, norms of foreign kinds or over other features than
-    the units, averages and arithmetic with constants before the activation, several calls with
-    different norms. Their directions are those of the weight's rows. Subclasses of torch's layers
-    that compute something else are left out. Where a sum with other results comes before the
-    activation, as in residual blocks, the boundary is that of the layer and its norm alone.
+    A layer has distances only if its norm and activation are understood. They are NaN for smooth
+    activations, output layers, foreign norms, norms over other features than the units, averages
+    and arithmetic with constants before the activation, and calls with different norms; then the
+    directions are those of the weight's rows. Subclasses of torch's layers that compute something
+    else are left out. Before a residual sum, the boundary is that of the layer and its norm alone.
 
-    What is exact: everything without a norm, BatchNorm with running statistics, and MBN. With
-    `statistics="batch"`, BatchNorm and MBN take those of `inputs`, as in training. LayerNorm on
-    the units, RMSNorm, and GroupNorm without positions have exact directions; their deviation
-    differs from point to point, so distances are those at its average over `inputs`, and are exact
-    only at beta = 0 and breakpoint 0. GroupNorm and InstanceNorm over positions subtract a mean
-    that differs from image to image as well: there the direction holds for one patch among many,
-    and mean and deviation are both averages. So is gamma or beta where LayerNorm has one for each
-    position.
+    Exact are layers without a norm, BatchNorm and MBN. LayerNorm on the units, RMSNorm, and
+    GroupNorm without positions have exact directions; their deviation differs from point to point,
+    so distances are those at its average over `inputs`, and exact only at beta = 0 and breakpoint
+    0. GroupNorm and InstanceNorm over positions also subtract a mean that differs from image to
+    image: mean and deviation are both averages. So is gamma or beta where LayerNorm has one for
+    each position.
 
     Args:
         model: Any model: SP, torch's weight_norm, BatchNorm, LayerNorm, GmP.
         inputs: A batch as the model takes it.
         layers: Names, or a function of module and name; all by default.
-        statistics: "running", or those of the batch `inputs`.
-        follows: Norm and activation by layer name, where they are known better than found.
+        statistics: "running" reads BatchNorm and MBN as they evaluate, "batch" as they train, by
+            the statistics of `inputs`.
+        follows: Norm and activation by layer name, to overrule what the trace finds.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 1), nn.ReLU())
@@ -162,12 +160,8 @@ def boundaries(
         >>> found.distance.item(), found.location.round(decimals=6).tolist()
         (-1.414213562373095, [[1.0, 1.0]])
     """
-    if statistics not in ("running", "batch"):
-        raise ValueError(f"statistics is 'running' or 'batch'; got {statistics!r}.")
-    if inputs is None and statistics == "batch":
-        raise ValueError("statistics='batch' needs `inputs`, the batch.")
+    batch = is_batch(statistics, inputs)
     sites = find_sites(model, inputs, layers, follows)
-    batch = statistics == "batch"
     open_sites = {
         name: site
         for name, site in sites.items()
@@ -175,13 +169,21 @@ def boundaries(
     }
     moments: dict[str, Moments] = {}
     if open_sites and inputs is not None:
-        unseen = Moments(*torch.full((2,), torch.nan))
-        moments = {name: unseen for name, site in open_sites.items() if has_running(site.norm)}
-        moments |= batch_moments(unwrap(model), inputs, open_sites, training=batch)
+        seen = batch_moments(unwrap(model), inputs, open_sites, training=batch)
+        moments = {**unseen_moments(open_sites), **seen}
     return {
-        name: made_boundaries(parts(site.layer, site.norm, moments.get(name)), site.breaks)
+        name: compute_boundaries(read_parts(site.layer, site.norm, moments.get(name)), site.breaks)
         for name, site in sites.items()
     }
+
+
+def is_batch(statistics: str, inputs: Inputs | None) -> bool:
+    """Return whether norms are read by the statistics of the batch `inputs`."""
+    if statistics not in ("running", "batch"):
+        raise ValueError(f"statistics is 'running' or 'batch'; got {statistics!r}.")
+    if inputs is None and statistics == "batch":
+        raise ValueError("statistics='batch' needs `inputs`, the batch.")
+    return statistics == "batch"
 
 
 def layer_boundaries(
@@ -207,33 +209,40 @@ def layer_boundaries(
             f"{type(layer).__name__} has no units that are rows of its weight: Linear, Conv1d-3d "
             "and their GmP forms do, and subclasses that compute the same."
         )
-    given = activation if activation is not None else getattr(layer, "activation", None)
-    return made_boundaries(parts(layer, checked(norm, layer), moments), breaks(given or nn.ReLU()))
+    found = read_parts(layer, check_norm(norm, layer), moments)
+    return compute_boundaries(found, breaks(assumed_activation(layer, activation)))
+
+
+def assumed_activation(layer: nn.Module, activation: Any = None) -> Any:
+    """Return the activation that is given, or the layer's own, or ReLU."""
+    own = getattr(layer, "activation", None) if activation is None else activation
+    return nn.ReLU() if own is None else own
 
 
 @torch.no_grad()
-def made_boundaries(of: Parts, breaks: Breaks | None) -> Boundaries:
+def compute_boundaries(of: Parts, breaks: Breaks | None) -> Boundaries:
     """Return the boundaries of units made of these parts, in float64."""
-    rows = sphere.wide(gathered(of.rows))
+    rows = sphere.wide(gather(of.rows))
     like = sphere.length(rows)
     vectors = {
         name: torch.full_like(like, default) if given is None else given.to(like)
-        for name, default in LEFT_OUT.items()
+        for name, default in DEFAULTS.items()
         for given in (getattr(of, name),)
     }
     pre = combine(vectors, of.eps)
     slope = pre.gain.abs() * like
     slope = torch.where(slope == 0, torch.nan, slope)
     sign = torch.where(slope.isnan(), torch.nan, pre.gain.sign())
+    points = torch.full_like(like, torch.nan)[None] if breaks is None else breaks.tensor(like)
     return Boundaries(
         sign[:, None] * sphere.normalise(rows),
         pre.outer * slope / pre.deviation,
-        offsets(pre, breaks) / slope,
+        offset_at(pre, points) / slope,
     )
 
 
 def combine(vectors: Mapping[str, Tensor], eps: Tensor | float) -> PreActivation:
-    """Return the pre-activation of units from their parts, all given: the formula of this file."""
+    """Return the pre-activation of units from all their parts: the formula of this file."""
     gamma, gain = vectors["gamma"], vectors["gain"]
     return PreActivation(
         gain=gamma * gain,
@@ -244,14 +253,12 @@ def combine(vectors: Mapping[str, Tensor], eps: Tensor | float) -> PreActivation
     )
 
 
-def offsets(pre: PreActivation, breaks: Breaks | None) -> Tensor:
-    """Return shift + (beta - t) deviation, (K, out); NaN without breakpoints.
+def offset_at(pre: PreActivation, points: Tensor) -> Tensor:
+    """Return shift + (beta - t) deviation at breakpoints t.
 
     A deviation that is not known does not matter where beta = t.
     """
-    if breaks is None:
-        return torch.full_like(pre.shift, torch.nan)[None]
-    height = pre.beta - breaks.tensor(pre.shift)
+    height = pre.beta - points
     return pre.shift + torch.where(height == 0, 0, height * pre.deviation)
 
 
@@ -259,48 +266,40 @@ def offsets(pre: PreActivation, breaks: Breaks | None) -> Tensor:
 
 
 @torch.no_grad()
-def parts(
-    layer: nn.Module,
-    norm: nn.Module | None = None,
-    moments: Moments | None = None,
-    channels_last: bool = False,
+def read_parts(
+    layer: nn.Module, norm: nn.Module | None = None, moments: Moments | None = None
 ) -> Parts:
-    """Return what a layer and the norm after it are made of, in their own types.
-
-    With `channels_last`, a convolution's rows have the channels of an input together: for lengths
-    and angles the order does not matter, and weights that are so in memory need no copy.
-    """
+    """Return what a layer and the norm after it are made of, in their own types."""
     if isinstance(layer, GmPLayer):
-        lam = None if layer.lam is None else gathered(layer.lam)
-        r = gathered(layer.r)
+        lam = None if layer.lam is None else gather(layer.lam)
+        r = gather(layer.r)
         rows = layer._rows(None, _at_least_float32(r))
         plain = Parts(rows, offset=lam, unit=layer.coordinates == "angles")
         plain = plain._replace(gain=r) if layer.activation is None else plain._replace(outer=r)
     else:
-        weight, bias = weight_and_bias(layer, channels_last)
-        plain = Parts(weight, offset=None if bias is None else gathered(bias))
-    return plain if norm is None else _normed(plain, norm, moments, has_positions(layer))
+        weight, bias = _weight_and_bias(layer)
+        plain = Parts(weight, offset=None if bias is None else gather(bias))
+    return plain if norm is None else _apply_norm(plain, norm, moments, has_positions(layer))
 
 
-def gathered(value: Tensor) -> Tensor:
-    """Return a small tensor whole, also where FSDP keeps it in pieces: then all take part."""
+def gather(value: Tensor) -> Tensor:
+    """Return a tensor whole, also where FSDP keeps it in shards: then all processes take part."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def weight_and_bias(layer: Any, channels_last: bool = False) -> tuple[Tensor, Tensor | None]:
+def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
     """Return the weight as rows (out, n) and the bias of a layer that is not ours."""
     if isinstance(layer, nn.MultiheadAttention):
         return layer.in_proj_weight, layer.in_proj_bias
-    with _evaluating_parametrizations(layer):
+    with _evaluate_parametrizations(layer):
         weight, bias = _tensor(layer, "weight"), _tensor(layer, "bias")
-    weight = weight.movedim(1, -1) if channels_last else weight
     return (weight.t() if is_transposed(layer) else weight.flatten(1)), bias
 
 
 def _tensor(layer: Any, name: str) -> Any:
     """Return a layer's weight or bias as its next call has it.
 
-    What the older hooks of torch make of other parameters is an attribute, as of the last call.
+    The attribute that torch's older hooks write is that of the last call.
     """
     for hook in layer._forward_pre_hooks.values():
         if isinstance(hook, WeightNorm) and hook.name == name:
@@ -313,8 +312,8 @@ def _tensor(layer: Any, name: str) -> Any:
 
 
 @contextmanager
-def _evaluating_parametrizations(layer: nn.Module) -> Iterator[None]:
-    """Let no parametrization change: in training, reading spectral_norm's weight moves it."""
+def _evaluate_parametrizations(layer: nn.Module) -> Iterator[None]:
+    """Set parametrizations to evaluation: in training, reading spectral_norm's weight moves it."""
     used = layer.get_submodule("parametrizations").modules() if is_parametrized(layer) else ()
     training = [step for step in used if step.training]
     for step in training:
@@ -333,12 +332,12 @@ def _at_least_float32(like: Tensor) -> torch.dtype:
 # --- the norm -----------------------------------------------------------------------------------
 
 
-def _normed(of: Parts, norm: Any, moments: Moments | None, positions: bool) -> Parts:
-    """Put a norm on top of a layer; what is not known of it makes distances NaN."""
+def _apply_norm(of: Parts, norm: Any, moments: Moments | None, positions: bool) -> Parts:
+    """Add a norm to the parts of a layer; unknown statistics make distances NaN."""
     units = len(of.rows)
     of = of._replace(gamma=_per_unit(norm, "weight", units), beta=_per_unit(norm, "bias", units))
     groups = groups_of_units(norm, positions, units)
-    of = _centred(of, groups) if groups else of
+    of = _centre(of, groups) if groups else of
     if moments is not None:
         mean, deviation = (t.expand(units) for t in moments)
         return of._replace(mean=None if groups else mean, variance=deviation.square())
@@ -354,10 +353,10 @@ def _per_unit(norm: nn.Module, name: str, units: int) -> Tensor | None:
     """Return gamma or beta, one number for each unit; of one for each position, the average."""
     value = getattr(norm, name, None)
     if value is None or value.numel() == units:
-        return value if value is None else gathered(value).flatten()
+        return value if value is None else gather(value).flatten()
     if value.numel() % units:
         return torch.full((units,), torch.nan, device=value.device)
-    return gathered(value).reshape(units, -1).mean(dim=1)
+    return gather(value).reshape(units, -1).mean(dim=1)
 
 
 def groups_of_units(norm: nn.Module, positions: bool, units: int) -> int:
@@ -367,9 +366,9 @@ def groups_of_units(norm: nn.Module, positions: bool, units: int) -> int:
     return norm.num_groups if isinstance(norm, nn.GroupNorm) and not positions else 0
 
 
-def _centred(of: Parts, groups: int) -> Parts:
+def _centre(of: Parts, groups: int) -> Parts:
     """Subtract the mean over the units of each group, which is an affine map too."""
-    rows = gathered(of.rows)
+    rows = gather(of.rows)
     rows = rows.to(_at_least_float32(rows))
     rows = rows if of.gain is None else of.gain[:, None] * rows
     rows = rows.unflatten(0, (groups, -1))

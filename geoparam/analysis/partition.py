@@ -6,23 +6,16 @@ is the partition that all boundaries make together. A point's activation pattern
 each breakpoint t of each unit, at each position: whether its pre-activation z > t. Two points with
 the same pattern are in the same region, on which a piecewise linear network is one affine map.
 
-On a probe batch, for each layer and for the network as a whole, from one step to another:
-
-    share     Hamming distance: bits that changed, of all bits of all points
-    moved     points that are in another region than before, by this layer's boundaries
-    regions   different patterns among the points
-
-A network of 10^7 units needs 10^7 bits for each point, so bits are packed by eight as they come,
-one activation at a time, and are never unpacked. All numbers stay tensors on the model's device:
-nothing waits for a GPU before it is asked for.
+A network of 10^7 units has 10^7 bits for each point, so bits are packed by eight, one activation
+at a time, and never unpacked. All results stay tensors on the model's device, without a
+synchronisation.
 
 Different patterns are counted by a fingerprint of 64 bits: twice the upper half of sum_i k_i w_i
 mod 2^64, over words w_i of 32 bits, with random keys k_i. Two different patterns get the same one
 with probability 2^-64, whatever they are (Lemire and Kaser, *Strongly universal string hashing is
 fast*, 2014), so that among a million points a count is wrong once in 10^7 times.
 
-What is left out: smooth activations, which have no bits, and the share of each region in input
-space; `slices` draws regions themselves.
+Smooth activations have no bits. `slices` draws the regions themselves.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,10 +31,8 @@ from geoparam.analysis.reading.probe import observe
 from geoparam.conversion.plan import Inputs
 from geoparam.trace import tensors_in
 
-# --- bits ---------------------------------------------------------------------------------------
-
-# Eight bools lie in memory as the bytes of one number, 2^8i for the i-th. Times this, with
-# 2^(63 - 9i) for each i, puts the i-th at bit 63 - i, and no two terms meet: no carry.
+# Eight bools in memory are the bytes of one integer, 2^8i for the i-th. The product with this,
+# which has 2^(63 - 9i) for each i, has the i-th at bit 63 - i, and no two terms meet: no carry.
 GATHER = 0x8040201008040201 - (1 << 64)
 
 
@@ -52,47 +43,12 @@ def pack(bits: Tensor) -> Tensor:
         >>> pack(torch.tensor([[True, False, False, False, False, False, False, True, True]]))
         tensor([[129, 128]], dtype=torch.uint8)
     """
-    if bits.dtype != torch.bool or bits.ndim != 2:
-        raise ValueError(
-            f"bits are bools (N, B), a row for each point; got {bits.dtype} {tuple(bits.shape)}."
-        )
-    return ((_words(bits, torch.int64) * GATHER) >> 56).to(torch.uint8)
-
-
-def hamming(packed: Tensor, earlier: Tensor) -> Tensor:
-    """Return how many bits differ in each row, (N,).
-
-    Example:
-        >>> hamming(torch.tensor([[129, 128]]).byte(), torch.tensor([[128, 3]]).byte())
-        tensor([4])
-    """
-    _check_alike(packed, earlier)
-    count = packed ^ earlier
-    count -= (count >> 1) & 0x55  # in each byte: bits in pairs, in fours, in all eight
-    count = (count & 0x33) + ((count >> 2) & 0x33)
-    count = (count + (count >> 4)) & 0x0F
-    return count.sum(dim=1)
-
-
-def moved(packed: Tensor, earlier: Tensor) -> Tensor:
-    """Return which rows differ, bools (N,)."""
-    _check_alike(packed, earlier)
-    return (packed != earlier).any(dim=1)
-
-
-def distinct(packed: Tensor) -> Tensor:
-    """Return how many different rows there are.
-
-    Example:
-        >>> distinct(torch.tensor([[1, 0], [1, 2], [1, 0]]).byte()).item()
-        2
-    """
-    return _different(fingerprints(packed))
+    return ((_view_as(bits, torch.int64) * GATHER) >> 56).to(torch.uint8)
 
 
 def fingerprints(packed: Tensor) -> Tensor:
-    """Return one number for each row, (N,) of 64 bits: equal rows have the same."""
-    words = _words(packed, torch.int32).long()
+    """Return one integer of 64 bits for each row, (N,): equal rows have the same."""
+    words = _view_as(packed, torch.int32).long()
     random = torch.Generator(packed.device).manual_seed(0)
     keys = torch.empty(2, words.shape[1] + 1, dtype=torch.int64, device=packed.device)
     keys.random_(-(1 << 63), None, generator=random)
@@ -100,30 +56,19 @@ def fingerprints(packed: Tensor) -> Tensor:
     return (sums >> 32).int().view(torch.int64)[:, 0]
 
 
-def _different(prints: Tensor) -> Tensor:
-    if not len(prints):
-        return prints.new_zeros(())
-    ordered = prints.sort().values
-    return 1 + (ordered[1:] != ordered[:-1]).sum()
-
-
-def _words(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows of bytes as rows of larger numbers, with zeros at the end where they lack."""
+def _view_as(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows of bytes as rows of a larger type, padded with zeros at the end."""
     lacking = -rows.shape[1] % dtype.itemsize
     if lacking or rows.storage_offset() % dtype.itemsize:
         rows = F.pad(rows, (0, lacking))
     return rows.contiguous().view(dtype)
 
 
-def _check_alike(packed: Tensor, earlier: Tensor) -> None:
-    if packed.shape != earlier.shape:
-        raise ValueError(
-            "patterns can be compared if they have the same points and units; got "
-            f"{tuple(packed.shape)} and {tuple(earlier.shape)} bytes. Keep the probe batch."
-        )
-
-
-# --- patterns -----------------------------------------------------------------------------------
+def _count_distinct(prints: Tensor) -> Tensor:
+    if not len(prints):
+        return prints.new_zeros(())
+    ordered = prints.sort().values
+    return 1 + (ordered[1:] != ordered[:-1]).sum()
 
 
 @dataclass(frozen=True)
@@ -143,27 +88,39 @@ class Pattern:
 
     def hamming(self, earlier: "Pattern") -> Tensor:
         """Return how many bits of each point differ, (N,)."""
-        return hamming(self.packed, earlier.packed)
-
-    def moved(self, earlier: "Pattern") -> Tensor:
-        """Return which points are in another region, bools (N,)."""
-        return moved(self.packed, earlier.packed)
+        if self.packed.shape != earlier.packed.shape:
+            raise ValueError(
+                "patterns can be compared if they have the same points and units; got "
+                f"{tuple(self.packed.shape)} and {tuple(earlier.packed.shape)} bytes. Keep the "
+                "probe batch."
+            )
+        count = self.packed ^ earlier.packed
+        count -= (count >> 1) & 0x55  # sums of the bits in each byte: in pairs, fours, all eight
+        count = (count & 0x33) + ((count >> 2) & 0x33)
+        count = (count + (count >> 4)) & 0x0F
+        return count.sum(dim=1)
 
     def distinct(self) -> Tensor:
         """Return in how many different regions the points are."""
-        return distinct(self.packed)
+        return _count_distinct(fingerprints(self.packed))
 
 
 class Change(NamedTuple):
-    """What happened to the regions of a batch of points, each a tensor with one number."""
+    """What happened to the regions of a batch of points, each a tensor with one element.
+
+    Attributes:
+        share: Bits that changed, of all bits of all points.
+        points: Points that are in another region than before.
+        regions: Different patterns among the points.
+    """
 
     share: Tensor
-    moved: Tensor
+    points: Tensor
     regions: Tensor
 
 
 class Changes(NamedTuple):
-    """Changes by layer name, and of all of them together."""
+    """Changes by layer name, and of all layers together."""
 
     layers: dict[str, Change]
     network: Change
@@ -176,7 +133,7 @@ class Patterns(Mapping[str, Pattern]):
     beside it, as in a pre-activation ResNet, follows none. `slices` sees these too.
 
     Args:
-        parts: What each activation was given, by the number of its step.
+        parts: The pattern of each activation, by the number of its step.
         layers: The steps that show a layer's units. Two layers before one sum share a step.
     """
 
@@ -185,7 +142,7 @@ class Patterns(Mapping[str, Pattern]):
         self.layers = {name: tuple(steps) for name, steps in layers.items()}
 
     def __getitem__(self, name: str) -> Pattern:
-        return _joined([self.parts[step] for step in self.layers[name]])
+        return _join([self.parts[step] for step in self.layers[name]])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layers)
@@ -196,12 +153,11 @@ class Patterns(Mapping[str, Pattern]):
     @property
     def network(self) -> Pattern:
         """All bits of each point in one row; a copy."""
-        return _joined(list(self.parts.values()))
+        return _join(list(self.parts.values()))
 
     def distinct(self) -> Tensor:
         """Return in how many different regions of the network the points are."""
-        prints = [fingerprints(part.packed) for part in self.parts.values()]
-        return _different(_combined(prints))
+        return _count_distinct(_combine([fingerprints(p.packed) for p in self.parts.values()]))
 
     def is_like(self, earlier: "Patterns") -> bool:
         """Return whether both have the same layers, and the same bits of the same points."""
@@ -220,7 +176,7 @@ class Patterns(Mapping[str, Pattern]):
             >>> before = patterns(model, x)
             >>> _ = nn.init.constant_(model[0].bias[0], -1.5)
             >>> change = patterns(model, x).changes(before).network
-            >>> change.share.item(), change.moved.item(), change.regions.item()
+            >>> change.share.item(), change.points.item(), change.regions.item()
             (0.125, 1, 2)
         """
         if self.layers != earlier.layers:
@@ -231,25 +187,24 @@ class Patterns(Mapping[str, Pattern]):
         counts = {step: part.hamming(earlier.parts[step]) for step, part in self.parts.items()}
         prints = {step: fingerprints(part.packed) for step, part in self.parts.items()}
 
-        def over(steps: Sequence[int]) -> Change:
+        def change_over(steps: Sequence[int]) -> Change:
             count = sum((counts[step] for step in steps[1:]), counts[steps[0]])
             bits = sum(self.parts[step].bits for step in steps) * len(count)
-            regions = _different(_combined([prints[step] for step in steps]))
+            regions = _count_distinct(_combine([prints[step] for step in steps]))
             return Change(count.sum().double() / max(1, bits), (count > 0).sum(), regions)
 
-        return Changes(
-            {name: over(steps) for name, steps in self.layers.items()}, over(tuple(self.parts))
-        )
+        layers = {name: change_over(steps) for name, steps in self.layers.items()}
+        return Changes(layers, change_over(tuple(self.parts)))
 
 
-def _joined(parts: Sequence[Pattern]) -> Pattern:
+def _join(parts: Sequence[Pattern]) -> Pattern:
     if len(parts) == 1:
         return parts[0]
     packed = torch.cat([part.packed for part in parts], dim=1)
     return Pattern(packed, sum(part.bits for part in parts))
 
 
-def _combined(prints: Sequence[Tensor]) -> Tensor:
+def _combine(prints: Sequence[Tensor]) -> Tensor:
     """Return one fingerprint for each point, from one for each point and part."""
     if len(prints) == 1:
         return prints[0]
@@ -262,30 +217,23 @@ def _combined(prints: Sequence[Tensor]) -> Tensor:
 class Collector:
     """Packs the pre-activations of one run: give it to `observe` as its `pre_activation`.
 
-    A layer is left out if its activation has no breakpoints, if it gets nothing, or if the first
-    dimension of what the activation gets is neither the number of examples nor, as with the
-    windows or tokens of each example in turn, a multiple of it.
+    A layer is left out if its activation has no breakpoints, if its input is empty, or if the
+    first dimension of the pre-activation is neither the number of examples nor, as with windows
+    or tokens of each example in turn, a multiple of it.
 
     Args:
-        examples: Number of examples; by default the first dimension of the first tensor seen.
-
-    Example:
-        >>> model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU6()), torch.ones(5, 3)
-        >>> collector = Collector()
-        >>> _ = observe(model, x, find_sites(model, x), pre_activation=collector)
-        >>> found = collector.patterns()
-        >>> list(found), len(found["0"]), found["0"].bits
-        (['0'], 5, 8)
+        inputs: The batch; the first dimension of its first tensor is the number of examples.
     """
 
-    def __init__(self, examples: int | None = None) -> None:
-        self.examples = examples
+    def __init__(self, inputs: Inputs) -> None:
+        first = next(tensors_in(inputs), None)
+        self.examples = None if first is None else len(first)
         self._calls: dict[str, int] = {}
         self._parts: dict[int, Pattern] = {}
         self._layers: dict[str, dict[int, None]] = {}
 
     def __call__(self, site: Site, z: Tensor) -> None:
-        step = self._step(site)
+        step = self._next_step(site)
         if self.examples is None:
             self.examples = len(z)
         breaks = site.breaks
@@ -294,43 +242,21 @@ class Collector:
         if step not in self._parts:
             above = breaks.above(z.detach(), site.channel)
             rows = [side.reshape(self.examples, -1) for side in above]
-            self._parts[step] = _joined([Pattern(pack(row), row.shape[1]) for row in rows])
+            self._parts[step] = _join([Pattern(pack(row), row.shape[1]) for row in rows])
         self._layers.setdefault(site.name, {})[step] = None
 
-    def __len__(self) -> int:
-        """Return the number of layers with a pattern so far."""
-        return len(self._layers)
-
-    def _step(self, site: Site) -> int:
+    def _next_step(self, site: Site) -> int:
         """Return the step of a site's next call: they come in the order of the run."""
         own = site.own_activation
-        steps = sorted(
-            step
-            for call in site.calls
-            for step in (call.layer if own else call.activation,)
-            if step is not None
-        )
+        steps = (call.layer if own else call.activation for call in site.calls)
         call = self._calls.get(site.name, 0)
         self._calls[site.name] = call + 1
-        return steps[call]
+        return sorted(step for step in steps if step is not None)[call]
 
-    def patterns(self) -> Patterns:
-        """Return what was seen; ValueError if no layer has breakpoints."""
-        if not self._parts:
-            raise ValueError(
-                "a pattern needs an activation with breakpoints (ReLU and its relatives, ReLU6, "
-                "Hardtanh, SReLU) after a layer that is looked at; none ran. Smooth activations "
-                "have no regions: follow their units' directions instead."
-            )
-        return Patterns(self._parts, {name: tuple(steps) for name, steps in self._layers.items()})
-
-
-def read_patterns(model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) -> Patterns:
-    """Run `model` once and return the patterns of the layers of `find_sites(model, inputs)`."""
-    first = next(tensors_in(inputs), None)
-    collector = Collector(None if first is None else len(first))
-    observe(unwrap(model), inputs, sites, pre_activation=collector)
-    return collector.patterns()
+    def patterns(self) -> Patterns | None:
+        """Return the patterns; None if no layer has breakpoints."""
+        layers = {name: tuple(steps) for name, steps in self._layers.items()}
+        return Patterns(self._parts, layers) if self._parts else None
 
 
 def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Patterns:
@@ -348,4 +274,13 @@ def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Pattern
         >>> found["0"].packed.tolist(), found.distinct().item()
         ([[128], [0], [128]], 2)
     """
-    return read_patterns(model, inputs, find_sites(model, inputs, layers))
+    collector = Collector(inputs)
+    observe(unwrap(model), inputs, find_sites(model, inputs, layers), pre_activation=collector)
+    found = collector.patterns()
+    if found is None:
+        raise ValueError(
+            "a pattern needs an activation with breakpoints (ReLU and its relatives, ReLU6, "
+            "Hardtanh, SReLU) after a layer that is looked at; none ran. Smooth activations "
+            "have no regions: follow their units' directions instead."
+        )
+    return found

@@ -1,6 +1,7 @@
 """Curves over inputs and over training: fits, spectra, stability, convergence."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -9,12 +10,13 @@ from matplotlib.transforms import blended_transform_factory
 from geoparam.plots.style import (
     INK,
     MUTED,
-    checked,
-    checked_steps,
+    MethodStyle,
+    as_array,
+    axis_or_new,
     curve_styles,
     finite,
-    given_or_new,
     legend_beside,
+    step_numbers,
 )
 
 
@@ -32,7 +34,6 @@ def fit_1d(
     """Data, truth and prediction over one input, with a tick where each unit switches.
 
     Args:
-        ax: the axis to draw on; None makes a figure.
         points: inputs and targets of the training data, each (points,).
         grid: inputs of the curves, (grid,).
         truth: the true function there, (grid,).
@@ -47,18 +48,20 @@ def fit_1d(
         >>> ax.get_xlabel()
         'x     (ticks: where units switch; 5 of 5 in view)'
     """
-    grid = checked("grid", grid, ("grid",), "Give the inputs of the curves.")
-    advice = "Give one value for each input of the grid."
-    ax = given_or_new(ax)
-    inside = _within(np.asarray(units), low := grid.min(), high := grid.max())
+    grid = as_array("grid", grid, ("grid",), "Give the inputs of the curves.")
+    ax = axis_or_new(ax)
+
+    def draw(name: str, values: np.ndarray, **line: Any) -> None:
+        advice = "Give one value for each input of the grid."
+        ax.plot(grid, finite(as_array(name, values, grid.shape, advice)), **line)
+
     if initial is not None:
-        start = checked("initial", initial, grid.shape, advice)
-        ax.plot(grid, finite(start), color=MUTED, linewidth=1.2, linestyle=":", label="at start")
-    truth = finite(checked("truth", truth, grid.shape, advice))
-    ax.plot(grid, truth, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label="true function")
-    prediction = finite(checked("prediction", prediction, grid.shape, advice))
-    ax.plot(grid, prediction, color=colour, linewidth=2.0, label="network")
+        draw("initial", initial, color=MUTED, linewidth=1.2, linestyle=":", label="at start")
+    dash = (0, (4, 2))
+    draw("truth", truth, color=MUTED, linewidth=1.2, linestyle=dash, label="true function")
+    draw("prediction", prediction, color=colour, linewidth=2.0, label="network")
     ax.plot(*points, "o", color=INK, markersize=3.2, label="training data")
+    inside = _within(np.asarray(units), low := grid.min(), high := grid.max())
     ticks = blended_transform_factory(ax.transData, ax.transAxes)
     ax.vlines(inside, 0, 0.05, transform=ticks, color=colour, linewidth=0.9, alpha=0.7)
     ax.set_xlim(low, high)
@@ -86,10 +89,8 @@ def location_spectrum(
     Args:
         locations: the units' locations over training, (steps, units).
         limits: lowest and highest input in view.
-        steps: the number of each step, (steps,); 0, 1, ... where not given.
         rows: how many of the steps to draw, evenly chosen.
         colour: of the ticks.
-        ax: the axis to draw on; None makes a figure.
 
     Example:
         >>> ax = location_spectrum(np.random.randn(100, 20), limits=(-2, 2), rows=4)
@@ -97,43 +98,20 @@ def location_spectrum(
         ['0', '33', '66', '99']
     """
     advice = "Give the locations of every unit at every step; one input only."
-    locations = checked("locations", locations, ("steps", "units"), advice)
-    steps = checked_steps(steps, len(locations))
+    locations = as_array("locations", locations, ("steps", "units"), advice)
+    steps = step_numbers(steps, len(locations))
     chosen = np.unique(np.linspace(0, len(locations) - 1, rows).round().astype(int))
-    ax = given_or_new(ax, size=(6.0, 0.9 + 0.22 * len(chosen)))
+    ax = axis_or_new(ax, size=(6.0, 0.9 + 0.22 * len(chosen)))
+    beside: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "size": 8}
     for row, step in enumerate(chosen):
         inside = _within(locations[step], *limits)
         ax.vlines(inside, row - 0.38, row + 0.38, color=colour, linewidth=1.0, alpha=0.7)
-        ax.annotate(
-            f"{len(inside)}", (1.01, row), xycoords=("axes fraction", "data"), va="center", size=8
-        )
-    ax.annotate("in view", (1.01, len(chosen) - 0.3), xycoords=("axes fraction", "data"), size=8)
+        ax.annotate(f"{len(inside)}", (1.01, row), va="center", **beside)
+    ax.annotate("in view", (1.01, len(chosen) - 0.3), **beside)
     ax.set_yticks(range(len(chosen)), [f"{steps[step]:,.0f}" for step in chosen], size=8)
     ax.grid(visible=False)
     ax.set(xlim=limits, ylim=(-0.6, len(chosen) - 0.4), xlabel="location φ", ylabel="step")
     ax.locator_params(axis="x", nbins=5)
-    return ax
-
-
-def training_curves(ax: Axes | None, curves: Mapping[str, np.ndarray], *, title: str) -> Axes:
-    """One noisy positive curve a method, on a logarithmic axis, with its typical value in bold.
-
-    Args:
-        ax: the axis to draw on; None makes a figure.
-        curves: a value an epoch for each method, (epochs,).
-        title: of the axis.
-
-    Example:
-        >>> ax = training_curves(None, {"SP": np.exp(-np.arange(500.0))}, title="Loss")
-        >>> ax.get_yscale()
-        'log'
-    """
-    ax = given_or_new(ax)
-    _noisy_curves(ax, curves, None)
-    ax.set_yscale("log")
-    ax.set_xlabel("epoch")
-    ax.set_title(title, loc="left")
-    ax.legend(frameon=False)
     return ax
 
 
@@ -144,20 +122,28 @@ def displacement_curves(
     legend: bool = True,
     ax: Axes | None = None,
 ) -> Axes:
-    """The largest move of any location in each step, for several methods, in powers of 2.
+    """The largest move of any location in each step, (steps,) for each method, in powers of 2.
 
-    Args:
-        curves: the largest move in each step for each method, (steps,).
-        steps: the number of each step, (steps,); 0, 1, ... where not given.
-        legend: whether to name the methods beside the axis.
-        ax: the axis to draw on; None makes a figure.
+    Every value is a thin line, so that no jump is hidden; the running median is in bold.
 
     Example:
         >>> ax = displacement_curves({"sp": 2.0 ** np.arange(16), "gmp": np.full(16, 0.1)})
         >>> [text.get_text() for text in ax.get_legend().get_texts()]
         ['SP', 'GmP']
     """
-    return _stability(curves, "largest move of a location, max |Δφ|", steps, legend, ax)
+    ax = axis_or_new(ax)
+    for values, style in _with_styles(curves):
+        values = as_array("a curve", values, ("steps",), "Give one value a step for each method.")
+        at = step_numbers(steps, len(values))
+        ax.plot(at, _loggable(values), color=style.colour, linewidth=0.5, alpha=0.25, zorder=1.5)
+        centres, medians = _medians(at, values)
+        ax.plot(centres, _loggable(medians), **style.line, linewidth=1.8, label=style.title)
+    ax.margins(x=0)
+    ax.set_yscale("log", base=2)
+    ax.set(xlabel="step", ylabel="largest move of a location, max |Δφ|")
+    if legend:
+        legend_beside(ax)
+    return ax
 
 
 def rotation_curves(
@@ -167,65 +153,30 @@ def rotation_curves(
     legend: bool = True,
     ax: Axes | None = None,
 ) -> Axes:
-    """The largest rotation of any unit in each step, for several methods, in powers of 2.
-
-    Args:
-        curves: the largest rotation in each step in degrees for each method, (steps,).
-        steps: the number of each step, (steps,); 0, 1, ... where not given.
-        legend: whether to name the methods beside the axis.
-        ax: the axis to draw on; None makes a figure.
+    """The largest rotation of any unit in each step, in degrees, as `displacement_curves` draws.
 
     Example:
         >>> ax = rotation_curves({"sp": np.array([0.5, 170.0]), "gmp": np.array([0.5, 1.0])})
         >>> ax.get_ylabel()
         'largest rotation of a unit (degrees)'
     """
-    ax = _stability(curves, "largest rotation of a unit (degrees)", steps, legend, ax)
+    ax = displacement_curves(curves, steps=steps, legend=legend, ax=ax)
+    ax.set_ylabel("largest rotation of a unit (degrees)")
     ax.axhline(180, color=MUTED, linewidth=1.0, linestyle=":")
-    ax.annotate(
-        "180°: turned round",
-        (1.0, 180),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
-        textcoords="offset points",
-        ha="right",
-        color=MUTED,
-        size=8,
-    )
+    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right"}
+    place |= {"xytext": (0, 3), "textcoords": "offset points"}
+    ax.annotate("180°: turned round", (1.0, 180), **place, color=MUTED, size=8)
     return ax
 
 
-def _stability(
-    curves: Mapping[str, np.ndarray],
-    label: str,
-    steps: np.ndarray | None,
-    legend: bool,
-    ax: Axes | None,
-) -> Axes:
-    ax = given_or_new(ax)
-    _noisy_curves(ax, curves, steps)
-    ax.set_yscale("log", base=2)
-    ax.set(xlabel="step", ylabel=label)
-    if legend:
-        legend_beside(ax)
-    return ax
-
-
-def _noisy_curves(ax: Axes, curves: Mapping[str, np.ndarray], steps: np.ndarray | None) -> None:
-    """Every value as a thin line, so that no jump is hidden, and the running median in bold."""
+def _with_styles(curves: Mapping[str, Any]) -> list[tuple[Any, MethodStyle]]:
     if not curves:
         raise ValueError("curves must name at least one method; got none. Give {name: values}")
-    for values, style in zip(curves.values(), curve_styles(curves), strict=True):
-        values = checked("a curve", values, ("steps",), "Give one value a step for each method.")
-        at = checked_steps(steps, len(values))
-        ax.plot(at, _loggable(values), color=style.colour, linewidth=0.5, alpha=0.25, zorder=1.5)
-        centres, medians = _medians(at, values)
-        ax.plot(centres, _loggable(medians), **style.line, linewidth=1.8, label=style.title)
-    ax.margins(x=0)
+    return list(zip(curves.values(), curve_styles(curves), strict=True))
 
 
 def _loggable(values: np.ndarray) -> np.ndarray:
-    """A gap where a logarithmic axis has no place: at 0, and where nothing is known."""
+    """The values that a logarithmic axis can show; NaN, a gap, for the others."""
     return np.where(values > 0, finite(values), np.nan)
 
 
@@ -253,22 +204,18 @@ def convergence(
     Args:
         curves: a value a seed and epoch for each method, (seeds, epochs).
         label: what was measured, such as "top-5 training accuracy (%)".
-        epochs: the number of each epoch, (epochs,); 1, 2, ... where not given.
-        legend: whether to name the methods beside the axis.
-        ax: the axis to draw on; None makes a figure.
+        epochs: the number of each epoch, (epochs,); 1, 2, ... by default.
 
     Example:
         >>> ax = convergence({"bn": np.random.rand(3, 90)}, label="top-5 accuracy")
         >>> ax.get_xlabel(), ax.get_ylabel()
         ('epoch', 'top-5 accuracy')
     """
-    if not curves:
-        raise ValueError("curves must name at least one method; got none. Give {name: values}")
-    ax = given_or_new(ax)
-    for values, style in zip(curves.values(), curve_styles(curves), strict=True):
+    ax = axis_or_new(ax)
+    for values, style in _with_styles(curves):
         advice = "Give a row for each seed; values[None] for one seed."
-        values = checked("a curve", values, ("seeds", "epochs"), advice)
-        at = checked_steps(epochs, values.shape[1], first=1)
+        values = as_array("a curve", values, ("seeds", "epochs"), advice)
+        at = step_numbers(epochs, values.shape[1], first=1)
         mean, error = _mean_and_error(values)
         alone = "o" if len(at) == 1 else None  # a line needs two points
         ax.plot(at, mean, **style.line, linewidth=1.8, marker=alone, label=style.title)
@@ -303,20 +250,16 @@ def over_rates(
     Args:
         results: of each seed at each learning rate for each method.
         label: what was measured.
-        legend: whether to name the methods beside the axis.
-        ax: the axis to draw on; None makes a figure.
 
     Example:
         >>> ax = over_rates({"bn": {0.1: [42.7, 42.9], 1.0: [np.nan]}}, label="top-1 (%)")
         >>> [text.get_text() for text in ax.get_xticklabels()]
         ['0.1', '1']
     """
-    if not results:
-        raise ValueError("results must name at least one method; got none. Give {name: rates}")
-    ax = given_or_new(ax)
+    ax = axis_or_new(ax)
     bottom = blended_transform_factory(ax.transData, ax.transAxes)
     height = 0.03  # of the crosses, as a share of the axis: one method's above the other's
-    for own, style in zip(results.values(), curve_styles(results), strict=True):
+    for own, style in _with_styles(results):
         rates = sorted(own)
         known = [_mean_and_error(np.array(own[rate], dtype=float)[:, None]) for rate in rates]
         mean, error = (np.concatenate(values) for values in zip(*known, strict=True))

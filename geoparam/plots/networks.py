@@ -13,12 +13,12 @@ from matplotlib.ticker import Formatter, FuncFormatter, MaxNLocator
 from geoparam.plots.style import (
     BLUE,
     MUTED,
-    checked,
-    checked_steps,
+    as_array,
+    axis_or_new,
     finite,
-    given_or_new,
     legend_beside,
     ordered_colours,
+    step_numbers,
 )
 
 ROW = 0.16  # inches a layer's name needs at 7 points
@@ -45,13 +45,10 @@ def layer_heatmap(
 
     Args:
         values: one value a layer and record, (layers, records).
-        layers: names of the layers, first at the top.
         label: what the colour means.
-        steps: the number of the step of each record, (records,); 0, 1, ... where not given.
         norm: how values become colours; linear from the lowest to the highest if None.
         cmap: name of the colour map.
         ticks: how to write the values beside the colours.
-        ax: the axis to draw on; None makes a figure high enough for every name.
 
     Example:
         >>> ax = layer_heatmap(np.eye(2), layers=["conv1", "fc"], label="share")
@@ -59,10 +56,10 @@ def layer_heatmap(
         ['conv1', 'fc']
     """
     values = finite(_by_layer(values, layers))
-    steps = checked_steps(steps, records := values.shape[1])
+    steps = step_numbers(steps, records := values.shape[1])
     starts = np.arange(min(records, COLUMNS)) * records // min(records, COLUMNS)
     values, steps = np.fmax.reduceat(values, starts, axis=1), steps[starts]
-    ax = given_or_new(ax, size=_size(len(layers)))
+    ax = axis_or_new(ax, size=_size(len(layers)))
     if norm is None and np.isnan(values).all():
         norm = Normalize(0, 1)  # nothing to take a range from
     image = ax.imshow(values, aspect="auto", cmap=cmap, norm=norm, interpolation="nearest")
@@ -77,7 +74,7 @@ def layer_heatmap(
 
 def _by_layer(values: np.ndarray, layers: Sequence[str]) -> np.ndarray:
     advice = "Give a row for each of the layers, and a name for each row."
-    return checked("values", values, (len(layers), "records"), advice)
+    return as_array("values", values, (len(layers), "records"), advice)
 
 
 def _size(layers: int) -> tuple[float, float]:
@@ -113,11 +110,7 @@ def rotation_heatmap(
 
     Args:
         values: in degrees, (layers, records); 0 takes the colour of the lowest value.
-        layers: names of the layers, first at the top.
-        steps: the number of the step of each record, (records,); 0, 1, ... where not given.
-        limits: rotations of the lowest and highest colour, the same for figures to compare;
-            the lowest (above 0) and highest of the values if None.
-        ax: the axis to draw on; None makes a figure high enough for every name.
+        limits: values of the lowest and highest colour, to compare figures; from the data if None.
 
     Example:
         >>> ax = rotation_heatmap(np.array([[0.1, 1.0], [0.0, 10.0]]), layers=["conv1", "fc"])
@@ -148,15 +141,7 @@ def dead_units(
     limits: tuple[float, float] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """The share of each layer's units that are dead, at each step.
-
-    Args:
-        values: shares of the layer's units, from 0 to 1, (layers, records).
-        layers: names of the layers, first at the top.
-        steps: the number of the step of each record, (records,); 0, 1, ... where not given.
-        limits: shares of the lowest and highest colour, the same for figures to compare;
-            0 and the highest of the values if None.
-        ax: the axis to draw on; None makes a figure high enough for every name.
+    """The share of each layer's units that are dead, 0 to 1, (layers, records).
 
     Example:
         >>> ax = dead_units(np.array([[0.0, 0.5]]), layers=["conv1"])
@@ -179,12 +164,9 @@ def dead_units(
 
 
 def region_changes(values: np.ndarray, *, layers: Sequence[str], ax: Axes | None = None) -> Axes:
-    """How much of its activation pattern each layer changes in a step: median and range.
+    """Which share of its activation pattern, 0 to 1, each layer changes in a step.
 
-    Args:
-        values: share of the pattern that changed, from 0 to 1, (layers, records).
-        layers: names of the layers, first at the top.
-        ax: the axis to draw on; None makes a figure high enough for every name.
+    Drawn are the median and the range over records, of values (layers, records).
 
     Example:
         >>> ax = region_changes(np.array([[0.1, 0.2, 0.3]]), layers=["conv1"])
@@ -192,7 +174,7 @@ def region_changes(values: np.ndarray, *, layers: Sequence[str], ax: Axes | None
         0.2
     """
     values = _by_layer(values, layers)
-    ax = given_or_new(ax, size=_size(len(layers)))
+    ax = axis_or_new(ax, size=_size(len(layers)))
     known = [row[np.isfinite(row)] for row in values]
     rows = np.array([i for i, row in enumerate(known) if len(row)], dtype=int)
     low, middle, high = (
@@ -219,17 +201,11 @@ def region_slice(
     legend: bool = True,
     ax: Axes | None = None,
 ) -> Axes:
-    """The linear regions of a network in a plane, and the boundaries that part them, by layer.
-
-    Axes are the plane's coordinates a and b, those of a `geoparam.analysis` slice.
+    """The regions of `analysis.slice_regions` in their plane, and each layer's boundaries.
 
     Args:
         polygons: the corners of each region, (corners, 2).
-        segments: pieces of the boundaries of each layer's units, first layer first,
-            (segments, 2, 2): start and end. Those of deep layers bend where they cross those of
-            earlier ones.
-        legend: whether to name the layers beside the axis.
-        ax: the axis to draw on; None makes a figure.
+        segments: start and end of the pieces of each layer's boundaries, (segments, 2, 2).
 
     Example:
         >>> left, right = np.array([[0, 0], [1, 0], [1, 2]]), np.array([[1, 0], [2, 0], [1, 2]])
@@ -238,14 +214,14 @@ def region_slice(
         ['fc1']
     """
     advice = "Give the corners of each region in order."
-    corners = [checked("a polygon", polygon, ("corners", 2), advice) for polygon in polygons]
+    corners = [as_array("a polygon", polygon, ("corners", 2), advice) for polygon in polygons]
     corners = [polygon for polygon in corners if np.isfinite(polygon).all()]
     if not corners:
         raise ValueError(
             f"polygons must hold a region with finite corners; got {len(polygons)} without. "
             "Bound the slice"
         )
-    ax = given_or_new(ax, size=(6.0, 5.0))
+    ax = axis_or_new(ax, size=(6.0, 5.0))
     fills = [FILLS[i % len(FILLS)] for i in range(len(corners))]
     ax.add_collection(PolyCollection(corners, facecolors=fills, edgecolors="none"))
     for i, (name, pieces) in enumerate(segments.items()):

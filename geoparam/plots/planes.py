@@ -11,9 +11,9 @@ from geoparam.plots.style import (
     MUTED,
     ORANGE,
     VERMILLION,
-    checked,
+    as_array,
+    axis_or_new,
     finite,
-    given_or_new,
     legend_beside,
 )
 
@@ -23,15 +23,9 @@ CLASS_FILLS, CLASS_COLOURS, CLASS_MARKERS = ("#d6e8f3", "#fbeccb"), (BLUE, ORANG
 def plane(ax: Axes | None, limits: tuple[float, float]) -> Axes:
     """The given axis, or a new one, as a square of the plane with the origin marked.
 
-    Args:
-        ax: an axis or None.
-        limits: lowest and highest value in view of both inputs.
-
-    Example:
-        >>> plane(None, (-2.0, 2.0)).get_aspect()
-        1.0
+    `limits` are the lowest and highest value in view of both inputs.
     """
-    ax = given_or_new(ax, size=(6.0, 4.6))
+    ax = axis_or_new(ax, size=(6.0, 4.6))
     ax.set(xlim=limits, ylim=limits, aspect="equal", xlabel="$x_1$", ylabel="$x_2$")
     ax.locator_params(nbins=5)
     ax.plot([0], [0], "+", color=INK, markersize=9, zorder=4)
@@ -41,12 +35,7 @@ def plane(ax: Axes | None, limits: tuple[float, float]) -> Axes:
 def square_view(
     points: np.ndarray, share: float = 1.0, margin: float = 1.25
 ) -> tuple[float, float]:
-    """Limits of both inputs, around the origin, that hold the points that are finite.
-
-    Args:
-        points: in the plane, (points, 2).
-        share: of the points that must be in view.
-        margin: how many times larger to make it.
+    """Limits of both inputs, around the origin, that hold a share of the finite points, (N, 2).
 
     Example:
         >>> square_view(np.array([[1.0, -4.0], [np.inf, 0.0]]))
@@ -71,9 +60,7 @@ def trajectories(
     Args:
         locations: over training, (steps, units, 2).
         points: the data's inputs, for orientation, (points, 2).
-        limits: lowest and highest value in view of both inputs; holds most locations if None.
-        legend: whether to say beside the axis what the marks mean.
-        ax: the axis to draw on; None makes a figure.
+        limits: as for `plane`; by default 95 % of the locations are in view.
 
     Example:
         >>> ax = trajectories(np.random.randn(50, 10, 2).cumsum(axis=0), limits=(-99, 99))
@@ -81,10 +68,10 @@ def trajectories(
         '$x_1$     (10 of 10 units end in view)'
     """
     advice = "Give the locations of every unit at every step; two inputs only."
-    locations = finite(checked("locations", locations, ("steps", "units", 2), advice))
+    locations = finite(as_array("locations", locations, ("steps", "units", 2), advice))
     shown = locations.reshape(-1, 2)
     if points is not None:
-        points = checked("points", points, ("points", 2), "Give the data's two inputs.")
+        points = as_array("points", points, ("points", 2), "Give the data's two inputs.")
         shown = np.concatenate([shown, points])
     ax = plane(ax, limits := limits or square_view(shown, share=0.95))
     if points is not None:
@@ -133,8 +120,6 @@ def decision_regions(
         labels: their classes, 0 or 1, (points,).
         locations: of the hidden units, (units, 2).
         level: the score between the classes: 0.5 for probabilities, 0 for logits.
-        legend: whether to say beside the axis what the marks mean.
-        ax: the axis to draw on; None makes a figure.
 
     Example:
         >>> x = np.linspace(-2, 2, 9)
@@ -143,19 +128,19 @@ def decision_regions(
         >>> ax.get_xlabel()
         '$x_1$     (1 of 1 locations in view)'
     """
-    across, up = (checked("grid", side, ("values",), "Give two arrays.") for side in grid)
+    across, up = (as_array("grid", side, ("values",), "Give two arrays.") for side in grid)
     advice = "Give a row for each value of the second input, a column for each of the first."
-    scores = finite(checked("scores", scores, (len(up), len(across)), advice))
+    scores = finite(as_array("scores", scores, (len(up), len(across)), advice))
     if min(scores.shape) < 2:
         raise ValueError(
             f"scores must fill a grid; got {scores.shape}. Give 2 values a side or more"
         )
-    points = checked("points", points, ("points", 2), "Give the data's two inputs.")
-    labels = checked("labels", labels, (len(points),), "Give the class, 0 or 1, of each point.")
+    points = as_array("points", points, ("points", 2), "Give the data's two inputs.")
+    labels = as_array("labels", labels, (len(points),), "Give the class, 0 or 1, of each point.")
     if not np.isin(labels, (0, 1)).all():
         raise ValueError(f"labels must be 0 or 1; got {np.unique(labels)[:5]}. Renumber them")
-    locations = checked("locations", locations, ("units", 2), "Give those of the last step.")
-    ax = given_or_new(ax, size=(6.0, 4.6))
+    locations = as_array("locations", locations, ("units", 2), "Give those of the last step.")
+    ax = axis_or_new(ax, size=(6.0, 4.6))
     _fill_classes(ax, across, up, scores, level)
     for label, colour, marker in zip((0, 1), CLASS_COLOURS, CLASS_MARKERS, strict=True):
         part = points[labels == label].T

@@ -30,13 +30,7 @@ DOTTED, DASH_DOTTED = (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5))
 
 
 class MethodStyle(NamedTuple):
-    """How a method is called and drawn, in every figure.
-
-    Args:
-        title: its name in legends.
-        colour: its colour, as matplotlib takes it.
-        dash: its line style, as matplotlib takes it.
-    """
+    """How a method is called and drawn in every figure; colour and dash are matplotlib's."""
 
     title: str
     colour: str
@@ -70,14 +64,9 @@ COLOURS = {style.title: style.colour for style in _METHODS}
 def method_style(name: str) -> MethodStyle:
     """The fixed style of a method, by its key or its title.
 
-    Args:
-        name: such as "gmp+imn", "GmP+IMN" or "GmP + IMN".
-
     Example:
-        >>> method_style("gmp+imn").title
-        'GmP+IMN'
-        >>> method_style("GmP + IMN") == method_style("gmp+imn")
-        True
+        >>> method_style("gmp+imn").title, method_style("GmP + IMN").title
+        ('GmP+IMN', 'GmP+IMN')
     """
     style = METHODS.get(_key(name))
     if style is None:
@@ -90,9 +79,6 @@ def method_style(name: str) -> MethodStyle:
 
 def curve_styles(names: Iterable[str]) -> list[MethodStyle]:
     """A style for each name: its own for a method, greys told apart by dashes for the rest.
-
-    Args:
-        names: keys or titles of methods, or any other labels.
 
     Example:
         >>> [style.title for style in curve_styles(["sp", "no training"])]
@@ -107,15 +93,7 @@ def curve_styles(names: Iterable[str]) -> list[MethodStyle]:
 
 
 def ordered_colours(count: int) -> list[tuple[float, float, float, float]]:
-    """Colours from dark to light for things with an order, such as layers.
-
-    Args:
-        count: how many.
-
-    Example:
-        >>> len(ordered_colours(3))
-        3
-    """
+    """Colours from dark to light for things with an order, such as layers."""
     stretch = np.linspace(0.0, 0.8, count)  # the last fifth is too pale for lines on white
     return [tuple(colour) for colour in matplotlib.colormaps["plasma"](stretch).tolist()]
 
@@ -125,18 +103,7 @@ def _key(name: str) -> str:
 
 
 def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, np.ndarray]:
-    """A figure of its own, on no screen, with its axes in an array (rows, columns).
-
-    Args:
-        rows: rows of axes.
-        columns: columns of axes.
-        size: width and height in inches.
-
-    Example:
-        >>> figure, axes = new_figure(2, 2, size=(8, 6))
-        >>> axes.shape
-        (2, 2)
-    """
+    """A figure outside of pyplot, `size` in inches, and its axes in an array (rows, columns)."""
     figure = Figure(
         figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, compress=True)
     )
@@ -150,36 +117,17 @@ def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figu
     return figure, axes
 
 
-def given_or_new(ax: Axes | None, size: tuple[float, float] = (6.0, 4.0)) -> Axes:
-    """The given axis, or that of a new figure.
-
-    Args:
-        ax: an axis or None.
-        size: of the new figure, in inches.
-
-    Example:
-        >>> ax = given_or_new(None)
-        >>> given_or_new(ax) is ax
-        True
-    """
+def axis_or_new(ax: Axes | None, size: tuple[float, float] = (6.0, 4.0)) -> Axes:
+    """The given axis, or that of a new figure."""
     return new_figure(1, 1, size)[1][0, 0] if ax is None else ax
 
 
-def checked(name: str, values: ArrayLike, shape: tuple[str | int, ...], advice: str) -> np.ndarray:
-    """The values as floats, where they have the shape that can be drawn and are not empty.
+def as_array(
+    name: str, values: ArrayLike, shape: tuple[str | int, ...], advice: str
+) -> np.ndarray:
+    """The values as floats; ValueError with `advice` if they are empty or of another shape.
 
-    Args:
-        name: of the argument, for the error.
-        values: what the caller gave.
-        shape: a word for an axis of any length, a number for one of that length.
-        advice: what to do instead, for the error.
-
-    Example:
-        >>> checked("locations", np.zeros((5, 3)), ("steps", "units", 2), "Give plane points.")
-        Traceback (most recent call last):
-        ...
-        ValueError: locations must have shape (steps, units, 2), none of them 0; got (5, 3). \
-Give plane points.
+    In `shape` a word stands for an axis of any length.
     """
     array = np.asarray(values, dtype=float)
     fits = array.ndim == len(shape) and all(
@@ -195,52 +143,22 @@ Give plane points.
 
 
 def finite(values: np.ndarray) -> np.ndarray:
-    """The values with NaN for infinities: matplotlib leaves a gap at the one, not at the other.
-
-    Args:
-        values: floats.
-
-    Example:
-        >>> finite(np.array([1.0, np.inf]))
-        array([ 1., nan])
-    """
+    """The values with NaN for infinities: matplotlib leaves a gap at NaN only."""
     return np.where(np.isfinite(values), values, np.nan)
 
 
-def checked_steps(steps: np.ndarray | None, count: int, first: int = 0) -> np.ndarray:
-    """The numbers of steps or epochs that were recorded, where they grow; counted where None.
-
-    Args:
-        steps: their numbers, (count,), or None.
-        count: how many there are.
-        first: the first one's number where they are counted.
-
-    Example:
-        >>> checked_steps(None, 3, first=1)
-        array([1, 2, 3])
-    """
+def step_numbers(steps: np.ndarray | None, count: int, first: int = 0) -> np.ndarray:
+    """The numbers of the recorded steps, which must grow; first, first + 1, ... if None."""
     if steps is None:
         return np.arange(first, first + count)
-    steps = checked("steps", steps, (count,), "Give the number of each step recorded.")
+    steps = as_array("steps", steps, (count,), "Give the number of each step recorded.")
     if not (np.diff(steps) > 0).all():
         raise ValueError("steps must grow from one to the next; got some that do not. Sort them")
     return steps
 
 
 def legend_beside(ax: Axes, title: str | None = None) -> None:
-    """A legend to the right of the axis, where it covers no data.
-
-    Args:
-        ax: an axis whose artists have labels.
-        title: of the legend.
-
-    Example:
-        >>> ax = given_or_new(None)
-        >>> _ = ax.plot([0, 1], label="line")
-        >>> legend_beside(ax)
-        >>> ax.get_legend().get_texts()[0].get_text()
-        'line'
-    """
+    """Put a legend to the right of the axis, where it covers no data."""
     ax.legend(
         title=title,
         loc="upper left",

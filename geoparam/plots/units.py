@@ -13,9 +13,9 @@ from geoparam.plots.style import (
     INK,
     MUTED,
     VERMILLION,
-    checked,
+    as_array,
+    axis_or_new,
     finite,
-    given_or_new,
     legend_beside,
     ordered_colours,
 )
@@ -40,8 +40,6 @@ def unit_1d(
         lam: its offset.
         r: its scale.
         limits: lowest and highest input in view.
-        legend: whether to say beside the axis what is what.
-        ax: the axis to draw on; None makes a figure.
 
     Example:
         >>> ax = unit_1d(-1.0, 1.0, r=2.0)
@@ -49,7 +47,7 @@ def unit_1d(
         'boundary at φ = 1'
     """
     direction, lam = finite(np.array([direction, lam], dtype=float)).tolist()
-    ax = given_or_new(ax)
+    ax = axis_or_new(ax)
     x = np.linspace(*limits, 401)
     location = _location(np.array([direction]), lam)[0]
     if limits[0] < location < limits[1]:
@@ -111,9 +109,6 @@ def unit_2d(
     Args:
         direction: its unit vector u, or its weight under other parameterizations, (2,).
         lam: its offset.
-        limits: lowest and highest value in view of both inputs; chosen to show φ if None.
-        legend: whether to say beside the axis what is what.
-        ax: the axis to draw on; None makes a figure.
 
     Example:
         >>> ax = unit_2d(np.array([0.6, 0.8]), -1.0)
@@ -121,7 +116,7 @@ def unit_2d(
         ('$x_1$', '$x_2$')
     """
     advice = "Only units with two inputs have a plane."
-    direction = finite(checked("direction", direction, (2,), advice))
+    direction = finite(as_array("direction", direction, (2,), advice))
     location = _location(direction, lam)
     if limits is None:
         limits = square_view(np.stack([location, [0.8, 0.8]]), margin=2.0)
@@ -213,9 +208,6 @@ def perturbation(
         lams: its offsets likewise, (1 + deltas,).
         deltas: sizes of the perturbations, (deltas,).
         rotations: turns from the unperturbed boundary in degrees, (deltas,).
-        limits: lowest and highest value in view of both inputs; chosen to show every φ if None.
-        legend: whether to list deltas and turns beside the axis.
-        ax: the axis to draw on; None makes a figure.
 
     Example:
         >>> u = np.array([[1.0, 0.0], [0.8, 0.6]])
@@ -223,11 +215,11 @@ def perturbation(
         >>> [text.get_text() for text in ax.get_legend().get_texts()]
         ['unperturbed', 'δ = 0.1: 36.9°']
     """
-    deltas = checked("deltas", deltas, ("deltas",), "Give the sizes of the perturbations.")
+    deltas = as_array("deltas", deltas, ("deltas",), "Give the sizes of the perturbations.")
     advice = "Put the unperturbed unit first, then one for each delta."
-    directions = finite(checked("directions", directions, (len(deltas) + 1, 2), advice))
-    lams = checked("lams", lams, (len(deltas) + 1,), advice)
-    turns = checked("rotations", rotations, deltas.shape, "Give one angle for each delta.")
+    directions = finite(as_array("directions", directions, (len(deltas) + 1, 2), advice))
+    lams = as_array("lams", lams, (len(deltas) + 1,), advice)
+    turns = as_array("rotations", rotations, deltas.shape, "Give one angle for each delta.")
     locations = _location(directions, lams)
     ax = plane(ax, limits := limits or square_view(locations, margin=1.6))
     labels = [f"δ = {delta:g}: {turn:.3g}°" for delta, turn in zip(deltas, turns, strict=True)]

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from geoparam import plots
-from geoparam.plots.style import curve_styles, legend_beside
+from geoparam.plots import curve_styles, legend_beside
 from geoparam_lab import methods
 from geoparam_lab.data.table_files import replacing
 from geoparam_lab.run_folder import Record, Run

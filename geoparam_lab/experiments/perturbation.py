@@ -36,8 +36,14 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
-from geoparam.analysis.boundary import layer_boundaries
-from geoparam.analysis.perturbation.response import DELTAS, Response, perturbed, respond, steps
+from geoparam.analysis import (
+    DELTAS,
+    Response,
+    layer_boundaries,
+    make_steps,
+    perturb_layer,
+    respond,
+)
 from geoparam_lab.experiments import toys
 from geoparam_lab.methods import TITLES
 from geoparam_lab.run_folder import Run
@@ -225,7 +231,7 @@ def _draw(seed: int) -> Array:
 
 
 def _answers(layer: nn.Module, deltas: Sequence[float]) -> list[Response]:
-    return [respond(layer, steps(layer, "constant", delta)) for delta in deltas]
+    return [respond(layer, make_steps(layer, "constant", delta)) for delta in deltas]
 
 
 def _stacked(answers: dict[str, list[Response]], name: str) -> dict[str, Array]:
@@ -238,7 +244,7 @@ def _stacked(answers: dict[str, list[Response]], name: str) -> dict[str, Array]:
 
 def _lines(layer: nn.Module, deltas: Sequence[float]) -> Lines:
     """Follow the one unit of a layer."""
-    others = [perturbed(layer, steps(layer, "constant", delta))[0] for delta in deltas]
+    others = [perturb_layer(layer, make_steps(layer, "constant", delta))[0] for delta in deltas]
     found = [layer_boundaries(each) for each in (layer, *others)]
     answers = _answers(layer, deltas)
     return Lines(
@@ -314,9 +320,8 @@ def _draw_panels(outcome: Outcome) -> "Figure":
 def _panel(ax: "Axes", outcome: Outcome, i: int) -> None:
     """The papers' unit before and after the i-th perturbation, under all methods."""
     from geoparam import plots
-    from geoparam.plots.planes import plane
 
-    plane(ax, VIEW)
+    plots.plane(ax, VIEW)
     _line(ax, next(iter(outcome.lines.values())), 0, color="#cccccc", linewidth=11, label="before")
     for method, lines in outcome.lines.items():
         style = plots.method_style(method)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from geoparam.plots.style import CYCLE, MethodStyle, curve_styles
+from geoparam.plots import CYCLE, MethodStyle, curve_styles
 
 Array = np.ndarray
 

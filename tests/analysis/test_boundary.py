@@ -7,13 +7,13 @@ must be t + scale (u^T x + lam) at every point, which fixes direction, distance 
 import copy
 import math
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from function_model import FunctionModel
 from patches import by_unit, patches, responses
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
@@ -29,8 +29,7 @@ from geoparam import (
 )
 from geoparam.analysis import Boundaries, SReLU, boundaries, layer_boundaries
 from geoparam.analysis.reading.layer_sites import find_sites, unwrap
-from geoparam.analysis.reading.moments import norm_moments
-from geoparam.analysis.reading.norms import Unknown
+from geoparam.analysis.reading.norms import UnknownNorm, norm_moments
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
 
@@ -83,29 +82,20 @@ LINEAR: dict[str, Callable[[], nn.Module]] = {
     "sp without bias": lambda: nn.Linear(FAN_IN, UNITS, bias=False),
     "wn": lambda: parametrizations.weight_norm(nn.Linear(FAN_IN, UNITS)),
     "wn over inputs": lambda: parametrizations.weight_norm(nn.Linear(FAN_IN, UNITS), dim=1),
-    "wn of one length": lambda: parametrizations.weight_norm(nn.Linear(FAN_IN, UNITS), dim=None),
     "gmp, r inside": lambda: GmPLinear(FAN_IN, UNITS),
-    "gmp without lam": lambda: GmPLinear(FAN_IN, UNITS, bias=False),
     "gmp, intrinsic": lambda: GmPLinear(FAN_IN, UNITS, coordinates="intrinsic"),
     "one input": lambda: nn.Linear(1, UNITS),
     "gmp, one input": lambda: GmPLinear(1, UNITS),
-    "one unit": lambda: nn.Linear(FAN_IN, 1),
 }
 CONV: dict[str, Callable[[], nn.Module]] = {
     "sp": lambda: nn.Conv2d(CHANNELS, UNITS, 3, padding=1),
     "stride": lambda: nn.Conv2d(CHANNELS, UNITS, (3, 2), stride=(2, 1), padding=(0, 1)),
-    "dilation": lambda: nn.Conv2d(CHANNELS, UNITS, 2, dilation=2, padding="same"),
-    "groups": lambda: nn.Conv2d(CHANNELS, UNITS, 3, groups=2, bias=False),
-    "depthwise": lambda: nn.Conv2d(CHANNELS, UNITS - 2, 3, groups=CHANNELS),
+    "groups": lambda: nn.Conv2d(CHANNELS, UNITS, 2, groups=2, dilation=2, padding="same"),
     "circular": lambda: nn.Conv2d(CHANNELS, UNITS, 3, padding=1, padding_mode="circular"),
     "wn": lambda: parametrizations.weight_norm(nn.Conv2d(CHANNELS, UNITS, 3)),
-    "wn over channels": lambda: parametrizations.weight_norm(nn.Conv2d(CHANNELS, UNITS, 3), dim=1),
     "gmp": lambda: GmPConv2d(CHANNELS, UNITS, 3, padding=1),
     "gmp, groups": lambda: GmPConv2d(CHANNELS, UNITS, 3, groups=2, stride=2),
-    "gmp, intrinsic": lambda: GmPConv2d(CHANNELS, UNITS, 3, coordinates="intrinsic"),
-    "1d": lambda: nn.Conv1d(CHANNELS, UNITS, 3, padding=2, dilation=2),
     "gmp 1d": lambda: GmPConv1d(CHANNELS, UNITS, 3, stride=2),
-    "3d": lambda: nn.Conv3d(CHANNELS, UNITS, 2, groups=2),
     "gmp 3d": lambda: GmPConv3d(CHANNELS, UNITS, (1, 2, 3), padding=1),
 }
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -135,24 +125,23 @@ def batch_for(layer: nn.Module, examples: int = 7) -> Tensor:
     return torch.randn(examples, layer.in_channels, *[7, 6, 5][: len(size)], **D)
 
 
-@pytest.mark.parametrize("statistics", ["running", "batch"])
-@pytest.mark.parametrize("norm", FIXED.values(), ids=FIXED)
-@pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR)
-def test_boundaries_of_linear_layers_tell_the_pre_activation(
-    make: Callable, norm: Callable, statistics: str
+@pytest.mark.parametrize(("norm", "statistics"), [("none", "running"), ("bn", "batch")])
+@pytest.mark.parametrize("make", [*LINEAR.values(), *CONV.values()], ids=[*LINEAR, *CONV])
+def test_boundaries_of_every_layer_tell_the_pre_activation(
+    make: Callable, norm: str, statistics: str
 ) -> None:
-    model = sequence(make(), norm).train(statistics == "batch")
-    check(model, batch_for(model[0]), statistics=statistics)
+    model = sequence(make(), FIXED[norm]).train(statistics == "batch")
+    check(model, batch_for(model[0], 7), statistics=statistics)
 
 
 @pytest.mark.parametrize("statistics", ["running", "batch"])
 @pytest.mark.parametrize("norm", FIXED.values(), ids=FIXED)
-@pytest.mark.parametrize("make", CONV.values(), ids=CONV)
-def test_boundaries_of_convolutions_tell_the_pre_activation_of_every_patch(
+@pytest.mark.parametrize("make", [LINEAR["gmp, r inside"], CONV["sp"]], ids=["linear", "conv"])
+def test_boundaries_under_every_norm_tell_the_pre_activation(
     make: Callable, norm: Callable, statistics: str
 ) -> None:
     model = sequence(make(), norm).train(statistics == "batch")
-    check(model, batch_for(model[0], 3), statistics=statistics)
+    check(model, batch_for(model[0], 7), statistics=statistics)
 
 
 def frozen(units: int) -> nn.Module:
@@ -171,8 +160,6 @@ def test_other_norms_with_running_statistics_are_exact(norm: Callable) -> None:
 
 OUTSIDE = {
     "linear": lambda g: GmPLinear(FAN_IN, UNITS, activation=g),
-    "intrinsic": lambda g: GmPLinear(FAN_IN, UNITS, activation=g, coordinates="intrinsic"),
-    "one input": lambda g: GmPLinear(1, UNITS, activation=g),
     "conv": lambda g: GmPConv2d(CHANNELS, UNITS, 3, padding=1, groups=2, activation=g),
 }
 
@@ -219,13 +206,10 @@ def test_x_is_the_centred_input_where_a_layer_normalises_its_mean(
 
 ACTIVATIONS: dict[str, tuple[Callable[[], nn.Module], list]] = {
     "relu": (nn.ReLU, [0]),
-    "leaky relu": (lambda: nn.LeakyReLU(0.2), [0]),
     "prelu": (lambda: nn.PReLU(UNITS), [0]),
-    "elu": (nn.ELU, [0]),
     "relu6": (nn.ReLU6, [0, 6]),
     "hardswish": (nn.Hardswish, [-3, 3]),
     "hardtanh": (lambda: nn.Hardtanh(-0.5, 2.0), [-0.5, 2.0]),
-    "srelu": (lambda: SReLU(1, -0.25, 1.5), [-0.25, 1.5]),
     "srelu of each unit": (lambda: SReLU(UNITS), [[0, 1, 2, 3, 4, 5], [1, 3, 2, 4, 5, 6]]),
 }
 
@@ -249,68 +233,18 @@ def test_the_pre_activation_at_each_location_is_the_breakpoint(
     torch.testing.assert_close(found.location, found.locations[0])
 
 
-def nearest_point(s: Callable[[Tensor], Tensor], height: float, n: int) -> Tensor:
-    """Return the shortest x with s(x) = height, by an augmented Lagrangian."""
-    x, multiplier, weight = torch.randn(n, **D, requires_grad=True), 0.0, 10.0
-    for _ in range(12):
-        exactly = {"tolerance_grad": 1e-12, "tolerance_change": 0.0, "max_iter": 100}
-        optimizer = torch.optim.LBFGS([x], **exactly, line_search_fn="strong_wolfe")
-        optimizer.step(
-            partial(lagrangian, optimizer, x, lambda x: s(x) - height, multiplier, weight)
-        )
-        multiplier += weight * (s(x) - height).item()
-        weight = min(weight * 3, 1e4)
-    return x.detach()
-
-
-def lagrangian(
-    optimizer: torch.optim.Optimizer,
-    x: Tensor,
-    gap: Callable[[Tensor], Tensor],
-    multiplier: float,
-    weight: float,
-) -> Tensor:
-    optimizer.zero_grad()
-    value = x.square().sum() / 2 + multiplier * gap(x) + weight / 2 * gap(x).square()
-    value.backward()
-    return value
-
-
 @pytest.mark.parametrize(
-    ("layer", "norm", "activation"),
+    ("layer", "norm"),
     [
-        ("sp", nn.Identity(), nn.ReLU()),
-        ("wn", nn.BatchNorm1d(UNITS), nn.ReLU6()),
-        ("gmp, r inside", nn.BatchNorm1d(UNITS), nn.Hardswish()),
-        ("gmp, r inside", nn.LayerNorm(UNITS, bias=False), nn.ReLU()),
-        ("sp", nn.GroupNorm(2, UNITS), nn.ReLU()),
-        ("wn", nn.RMSNorm(UNITS), nn.ReLU()),
+        ("sp", nn.Identity()),
+        ("wn", nn.BatchNorm1d(UNITS)),
+        ("gmp, r inside", nn.LayerNorm(UNITS, bias=False)),
     ],
-    ids=["sp", "wn bn", "gmp bn", "gmp ln", "sp gn", "wn rms"],
+    ids=["sp", "wn bn", "gmp ln"],
 )
-def test_the_location_is_the_shortest_point_on_the_boundary(
-    layer: str, norm: nn.Module, activation: nn.Module
-) -> None:
-    model = randomised(nn.Sequential(LINEAR[layer](), norm, activation)).eval()
-    if isinstance(norm, nn.GroupNorm):
-        nn.init.zeros_(norm.bias)
-    found = boundaries(model, torch.randn(9, FAN_IN, **D))["0"]
-    point = find_sites(model, torch.randn(1, FAN_IN, **D))["0"].breaks.points[-1]
-    for unit in (0, 3):
-        phi = nearest_point(lambda x: model[:2](x[None])[0, unit], point, FAN_IN)  # noqa: B023
-        torch.testing.assert_close(found.locations[-1, unit], phi, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "norm", [nn.Identity(), nn.BatchNorm1d(UNITS), nn.LayerNorm(UNITS, bias=False)], ids=str
-)
-@pytest.mark.parametrize("make", LINEAR.values(), ids=LINEAR)
-def test_the_direction_points_to_the_active_side(make: Callable, norm: nn.Module) -> None:
-    layer = make()
-    if units_of(layer) != UNITS:
-        layer = nn.Linear(FAN_IN, UNITS)
-    model = randomised(nn.Sequential(layer, copy.deepcopy(norm), nn.ReLU())).eval()
-    found = boundaries(model, batch_for(layer))["0"]
+def test_the_direction_points_to_the_active_side(layer: str, norm: nn.Module) -> None:
+    model = randomised(nn.Sequential(LINEAR[layer](), norm, nn.ReLU())).eval()
+    found = boundaries(model, batch_for(model[0]))["0"]
     on, off = (
         model(found.location + side * 0.01 * found.direction).diagonal() for side in (1, -1)
     )
@@ -369,18 +303,11 @@ def test_a_unit_under_layer_norm_is_constant_where_all_units_are_alike() -> None
 
 VARYING: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "ln": (lambda: nn.Linear(FAN_IN, UNITS), lambda: nn.LayerNorm(UNITS)),
-    "ln without beta": (lambda: nn.Linear(FAN_IN, UNITS), lambda: nn.LayerNorm(UNITS, bias=False)),
-    "ln, wn": (LINEAR["wn"], lambda: nn.LayerNorm(UNITS)),
     "ln, gmp": (LINEAR["gmp, r inside"], lambda: nn.LayerNorm(UNITS)),
-    "ln, no bias": (LINEAR["sp without bias"], lambda: nn.LayerNorm(UNITS)),
     "rms": (LINEAR["sp"], lambda: nn.RMSNorm(UNITS)),
-    "rms, gmp": (LINEAR["gmp, r inside"], lambda: nn.RMSNorm(UNITS, eps=0.1)),
     "gn": (LINEAR["sp"], lambda: nn.GroupNorm(2, UNITS)),
-    "gn, gmp": (LINEAR["gmp, r inside"], lambda: nn.GroupNorm(3, UNITS)),
     "gn over positions": (CONV["sp"], lambda: nn.GroupNorm(2, UNITS)),
-    "gn over positions, gmp": (CONV["gmp, groups"], lambda: nn.GroupNorm(3, UNITS)),
     "instance": (CONV["groups"], lambda: nn.InstanceNorm2d(UNITS, affine=True)),
-    "instance, gmp": (CONV["gmp 1d"], lambda: nn.InstanceNorm1d(UNITS)),
     "bn without statistics": (
         CONV["sp"],
         lambda: nn.BatchNorm2d(UNITS, track_running_stats=False),
@@ -406,18 +333,14 @@ def _is_instance(norm: nn.Module) -> bool:
 @pytest.mark.parametrize(
     "norm",
     [
-        nn.LayerNorm(UNITS),
         nn.GroupNorm(2, UNITS),
         nn.RMSNorm(UNITS),
         nn.LayerNorm(UNITS, bias=False),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("make", [LINEAR["sp"], LINEAR["wn"], LINEAR["gmp, r inside"]])
-def test_without_beta_the_boundary_is_exact_at_any_deviation(
-    make: Callable, norm: nn.Module
-) -> None:
-    model = randomised(nn.Sequential(make(), copy.deepcopy(norm), nn.ReLU())).eval()
+def test_without_beta_the_boundary_is_exact_at_any_deviation(norm: nn.Module) -> None:
+    model = randomised(nn.Sequential(LINEAR["gmp, r inside"](), norm, nn.ReLU())).eval()
     if getattr(model[1], "bias", None) is not None:
         nn.init.zeros_(model[1].bias)
     x = torch.randn(50, FAN_IN, **D)
@@ -454,7 +377,7 @@ def each_alone(norm: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     "norm",
-    [nn.GroupNorm(2, UNITS), nn.GroupNorm(1, UNITS), nn.InstanceNorm1d(UNITS, affine=True)],
+    [nn.GroupNorm(2, UNITS), nn.InstanceNorm1d(UNITS, affine=True)],
     ids=str,
 )
 def test_norms_over_positions_have_the_averages_over_examples(norm: nn.Module) -> None:
@@ -529,8 +452,6 @@ def old(function: Callable, *args: Any, **kwargs: Any) -> nn.Module:
 HOOKED = {
     "weight_norm": lambda: old(nn.utils.weight_norm),
     "weight_norm over inputs": lambda: old(nn.utils.weight_norm, dim=1),
-    "weight_norm of one length": lambda: old(nn.utils.weight_norm, dim=None),
-    "weight_norm of one input": lambda: nn.utils.weight_norm(nn.Linear(1, UNITS), dim=1),
     "spectral_norm": lambda: old(nn.utils.spectral_norm),
     "pruning": lambda: old(prune.l1_unstructured, "weight", 0.5),
 }
@@ -563,24 +484,10 @@ def test_spectral_norm_is_read_without_moving_it() -> None:
     torch.testing.assert_close(told(found, layer, x), layer.eval()(x).detach(), **CLOSE)
 
 
-class Conv1D(nn.Module):
-    """transformers' linear layer, whose weight is (in, out)."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight = nn.Parameter(torch.randn(nx, nf, **D))
-        self.bias = nn.Parameter(torch.randn(nf, **D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
-        return flat.view(*x.shape[:-1], self.nf)
-
-
 @pytest.mark.parametrize("converted", [False, True])
 def test_a_transposed_weight_has_units_in_its_columns(converted: bool) -> None:
     library = pytest.importorskip("transformers.pytorch_utils")
-    layer = library.Conv1D(UNITS, FAN_IN).double() if converted else Conv1D(UNITS, FAN_IN)
+    layer = randomised(library.Conv1D(UNITS, FAN_IN))
     model = nn.Sequential(layer, nn.ReLU(), nn.Linear(UNITS, 2, **D)).eval()
     x = torch.randn(4, 3, FAN_IN, **D)
     z = by_unit(pre_activation(model, x, model[1]), -1).detach()
@@ -589,9 +496,8 @@ def test_a_transposed_weight_has_units_in_its_columns(converted: bool) -> None:
 
 
 @pytest.mark.parametrize("with_inputs", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_attention_has_the_units_of_its_projections(bias: bool, with_inputs: bool) -> None:
-    attention = randomised(nn.MultiheadAttention(8, 2, bias=bias, batch_first=True)).eval()
+def test_attention_has_the_units_of_its_projections(with_inputs: bool) -> None:
+    attention = randomised(nn.MultiheadAttention(8, 2, batch_first=True)).eval()
     x = torch.randn(2, 3, 8, **D)
     inputs = (x, x, x) if with_inputs else None
     found = boundaries(attention, inputs)
@@ -612,19 +518,6 @@ def test_attention_with_separate_projections_has_only_its_output() -> None:
 
 
 # --- what follows a layer, in the ways that people write it --------------------------------------
-
-
-class Made(nn.Module):
-    """A model of the given modules, with a function of it and its inputs as its forward."""
-
-    def __init__(self, function: Callable, **members: nn.Module | nn.Parameter) -> None:
-        super().__init__()
-        for name, member in members.items():
-            setattr(self, name, member)
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
 
 
 def fc(units: int = UNITS) -> nn.Linear:
@@ -653,7 +546,6 @@ UNDERSTOOD: dict[str, tuple[Callable, Callable, dict, Tensor]] = {
         {"fc": fc(), "norm": bn()},
         ROWS,
     ),
-    "clamp": (lambda m, x: m.fc(x), lambda m, x: m.fc(x).clamp(min=0), {"fc": fc()}, ROWS),
     "dropout and identity between": (
         lambda m, x: m.norm(m.fc(x)),
         lambda m, x: F.relu(m.drop(m.norm(m.drop(nn.Identity()(m.fc(x)))))),
@@ -666,23 +558,11 @@ UNDERSTOOD: dict[str, tuple[Callable, Callable, dict, Tensor]] = {
         {"fc": fc(), "norm": bn()},
         SEQUENCE,
     ),
-    "batch norm of points": (
-        lambda m, x: m.norm(m.fc(x).flatten(0, 1)),
-        lambda m, x: F.relu(m.norm(m.fc(x).flatten(0, 1)).view(2, 3, UNITS)),
-        {"fc": fc(), "norm": bn()},
-        SEQUENCE,
-    ),
     "heads after the norm": (
         lambda m, x: m.norm(m.fc(x)),
         lambda m, x: F.relu(m.norm(m.fc(x)).view(7, 2, 3).transpose(0, 1)),
         {"fc": fc(), "norm": bn()},
         ROWS,
-    ),
-    "mean norm in the last dimension": (
-        lambda m, x: m.norm(m.fc(x)),
-        lambda m, x: F.relu(m.norm(m.fc(x))),
-        {"fc": fc(), "norm": MeanOnlyBatchNorm(UNITS, dim=-1)},
-        SEQUENCE,
     ),
     "called twice with one norm": (
         lambda m, x: m.norm(m.fc(x)),
@@ -715,7 +595,7 @@ UNDERSTOOD: dict[str, tuple[Callable, Callable, dict, Tensor]] = {
 def test_what_follows_is_found_as_it_is_written(
     pre: Callable, forward: Callable, members: dict, x: Tensor
 ) -> None:
-    model = randomised(Made(forward, **copy.deepcopy(members))).eval()
+    model = randomised(FunctionModel(forward, **copy.deepcopy(members))).eval()
     found = boundaries(model, x)["fc"]
     z = pre(model, x).detach().reshape(-1, UNITS)
     torch.testing.assert_close(told(found, model.fc, x), z, **CLOSE)
@@ -737,15 +617,6 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, (UNITS,), self.weight, self.bias)
 
 
-class GemmaRMSNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.zeros(UNITS)), 1e-6
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (UNITS,)) * (1 + self.weight)
-
-
 class Doubling(nn.BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x) + 1
@@ -757,61 +628,29 @@ def patched() -> nn.Module:
     return norm
 
 
-def parameter() -> nn.Parameter:
-    return nn.Parameter(torch.randn(UNITS))
-
-
 NOT_UNDERSTOOD: dict[str, tuple[Callable, dict, Tensor]] = {
     "constant added": (lambda m, x: F.relu(m.fc(x) + 1), {}, ROWS),
-    "parameter added": (lambda m, x: F.relu(m.fc(x) + m.p), {"p": parameter()}, ROWS),
     "scaled": (lambda m, x: F.relu(m.norm(m.fc(x)) * -0.5), {"norm": bn()}, ROWS),
     "layer norm without module": (
         lambda m, x: F.relu(F.layer_norm(m.fc(x), (UNITS,))),
         {},
         ROWS,
     ),
-    "layer norm of the model's parameters": (
-        lambda m, x: F.relu(F.layer_norm(m.fc(x), (UNITS,), m.p, m.q)),
-        {"p": parameter(), "q": parameter()},
-        ROWS,
-    ),
-    "batch norm without module": (
-        lambda m, x: F.relu(F.batch_norm(m.fc(x), None, None, training=True)),
-        {},
-        ROWS,
-    ),
-    "local response norm": (
-        lambda m, x: F.relu(m.norm(m.fc(x))),
-        {"norm": nn.LocalResponseNorm(3)},
-        SEQUENCE,
-    ),
     "foreign layer norm": (lambda m, x: F.relu(m.norm(m.fc(x))), {"norm": LayerNorm()}, ROWS),
-    "foreign rms norm": (lambda m, x: F.relu(m.norm(m.fc(x))), {"norm": GemmaRMSNorm()}, ROWS),
     "subclass of batch norm": (
         lambda m, x: F.relu(m.norm(m.fc(x))),
         {"norm": Doubling(UNITS)},
         ROWS,
     ),
     "patched batch norm": (lambda m, x: F.relu(m.norm(m.fc(x))), {"norm": patched()}, ROWS),
-    "batch norm over positions": (lambda m, x: F.relu(m.norm(m.fc(x))), {"norm": bn(3)}, SEQUENCE),
     "batch norm over as many positions": (
         lambda m, x: F.relu(m.norm(m.fc(x))),
         {"norm": bn()},
         SEQUENCE.repeat(1, 2, 1),
     ),
-    "batch norm over channels of units": (
-        lambda m, x: F.relu(m.norm(m.fc(x).view(-1, 3, 2, 1))),
-        {"norm": nn.BatchNorm2d(3)},
-        ROWS,
-    ),
     "layer norm of heads": (
         lambda m, x: F.relu(m.norm(m.fc(x).view(-1, 2, 3))),
         {"norm": nn.LayerNorm(3)},
-        ROWS,
-    ),
-    "rms norm of heads": (
-        lambda m, x: F.relu(m.norm(m.fc(x).view(-1, 2, 3))),
-        {"norm": nn.RMSNorm(3)},
         ROWS,
     ),
     "group norm over a sequence": (
@@ -830,11 +669,6 @@ NOT_UNDERSTOOD: dict[str, tuple[Callable, dict, Tensor]] = {
         {"norm": bn(), "other": bn()},
         ROWS,
     ),
-    "calls with and without a norm": (
-        lambda m, x: F.relu(m.norm(m.fc(x))) + F.relu(m.fc(x)),
-        {"norm": bn()},
-        ROWS,
-    ),
     "calls with different limits": (
         lambda m, x: m.fc(x).clamp(0, 1) + m.fc(x).clamp(0, 2),
         {},
@@ -848,28 +682,21 @@ NOT_UNDERSTOOD: dict[str, tuple[Callable, dict, Tensor]] = {
         SEQUENCE,
     ),
     "weight without its bias": (lambda m, x: F.relu(F.linear(x, m.fc.weight)), {}, ROWS),
-    "weight times a constant": (
-        lambda m, x: F.relu(F.linear(x, m.fc.weight * 0.5, m.fc.bias)),
-        {},
-        ROWS,
-    ),
     "per-channel limits elsewhere": (
         lambda m, x: m.act(m.fc(x)),
         {"act": SReLU(UNITS)},
         SEQUENCE.repeat(1, 2, 1),
     ),
     "smooth": (lambda m, x: F.gelu(m.fc(x)), {}, ROWS),
-    "nothing": (lambda m, x: m.fc(x), {}, ROWS),
 }
 
 
-@pytest.mark.parametrize("statistics", ["running", "batch"])
 @pytest.mark.parametrize(("forward", "members", "x"), NOT_UNDERSTOOD.values(), ids=NOT_UNDERSTOOD)
 def test_what_is_not_understood_has_no_distance(
-    forward: Callable, members: dict, x: Tensor, statistics: str
+    forward: Callable, members: dict, x: Tensor
 ) -> None:
-    model = randomised(Made(forward, fc=fc(), **copy.deepcopy(members))).eval()
-    found = boundaries(model, x, statistics=statistics)["fc"]
+    model = randomised(FunctionModel(forward, fc=fc(), **copy.deepcopy(members))).eval()
+    found = boundaries(model, x, statistics="batch")["fc"]
     assert found.distance.isnan().all() and found.location.isnan().all()
     rows = F.normalize(model.fc.weight.detach())
     sign = (found.direction * rows).sum(dim=1, keepdim=True)
@@ -891,7 +718,7 @@ def test_a_norm_before_a_layer_is_not_after_it() -> None:
         return F.relu(m.norm3(x))
 
     norms = {f"norm{i}": bn(FAN_IN) for i in (1, 2, 3)}
-    model = Made(forward, first=fc(FAN_IN), second=fc(FAN_IN), **norms)
+    model = FunctionModel(forward, first=fc(FAN_IN), second=fc(FAN_IN), **norms)
     sites = find_sites(randomised(model), ROWS)
     assert sites["first"].norm is model.norm2 and sites["first"].breaks is not None
     assert sites["second"].norm is None and sites["second"].breaks is None
@@ -912,7 +739,9 @@ def test_layer_norm_of_channels_is_found_in_both_layouts(library: str) -> None:
     first = randomised(nn.Sequential(nn.Conv2d(2, UNITS, 3), norm2d, nn.ReLU()))
     last = nn.LayerNorm(UNITS, eps=norm2d.eps, **D)
     last.load_state_dict(norm2d.state_dict())
-    second = Made(lambda m, x: F.relu(m.norm(m.fc(x).permute(0, 2, 3, 1))), fc=first[0], norm=last)
+    second = FunctionModel(
+        lambda m, x: F.relu(m.norm(m.fc(x).permute(0, 2, 3, 1))), fc=first[0], norm=last
+    )
     one, two = boundaries(first, x)["0"], boundaries(second, x)["fc"]
     torch.testing.assert_close(one.location, two.location, **CLOSE)
     deviation = (first[0](x).var(dim=1, correction=0) + norm2d.eps).sqrt().reshape(-1, 1)
@@ -921,13 +750,11 @@ def test_layer_norm_of_channels_is_found_in_both_layouts(library: str) -> None:
     torch.testing.assert_close(told(one, first[0], x), at_the_average.detach(), **CLOSE)
 
 
-@pytest.mark.parametrize("batched", [True, False])
-def test_one_example_without_a_batch_is_normalised_alike(batched: bool) -> None:
+def test_one_example_without_a_batch_is_normalised_alike() -> None:
     model = randomised(nn.Sequential(nn.Conv1d(2, UNITS, 3), nn.InstanceNorm1d(UNITS), nn.ReLU()))
     x = torch.randn(1, 2, 9, **D)
-    found = boundaries(model, x if batched else x[0])["0"]
     z = by_unit(pre_activation(model, x, model[2]), -2).detach()
-    torch.testing.assert_close(told(found, model[0], x), z, **CLOSE)
+    torch.testing.assert_close(told(boundaries(model, x[0])["0"], model[0], x), z, **CLOSE)
 
 
 # --- given instead of found ----------------------------------------------------------------------
@@ -950,7 +777,7 @@ def test_what_follows_can_be_given() -> None:
 
 def test_a_given_norm_takes_its_own_steps_statistics() -> None:
     """The trace finds none: what the layer makes is read twice."""
-    model = Made(lambda m, x: (y := m.fc(x)) + F.relu(m.norm(y)), fc=fc(), norm=bn())
+    model = FunctionModel(lambda m, x: (y := m.fc(x)) + F.relu(m.norm(y)), fc=fc(), norm=bn())
     model = randomised(model).train()
     assert find_sites(model, ROWS)["fc"].norm is None
     follows = {"fc": (model.norm, torch.relu)}
@@ -1058,8 +885,6 @@ def test_every_convolution_of_a_resnet_has_boundaries(vision: ModuleType, conver
     x = torch.randn(1, 3, 32, 32, **D)
     model = convert_(model) if converted else model
     assert counted(check_model(model, x)) == (12, 1)
-    sites = find_sites(model, x)
-    assert sites["layer1.0.conv2"].through_sum and not sites["layer1.0.conv1"].through_sum
 
 
 def test_mobilenet_has_two_breakpoints_where_it_has_hardswish(vision: ModuleType) -> None:
@@ -1079,10 +904,9 @@ def test_vit_has_directions_and_no_distances(vision: ModuleType) -> None:
     torch.testing.assert_close(direction, F.normalize(rows), **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["resnet10t", "mobilenetv4_conv_small"])
-def test_norms_of_timm_carry_their_activation(name: str) -> None:
+def test_norms_of_timm_carry_their_activation() -> None:
     timm = pytest.importorskip("timm")
-    model = timm.create_model(name, num_classes=3)
+    model = timm.create_model("mobilenetv4_conv_small", num_classes=3)
     known, _ = counted(check_model(model, torch.randn(1, 3, 32, 32, **D)))
     assert known > 10
 
@@ -1145,20 +969,16 @@ def test_results_are_float64_and_need_no_gradient() -> None:
         assert tensor.dtype == torch.float64 and not tensor.requires_grad
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "norm", [nn.Identity(), nn.BatchNorm1d(UNITS), nn.LayerNorm(UNITS)], ids=str
-)
-@pytest.mark.parametrize("make", [LINEAR["sp"], LINEAR["gmp, r inside"], LINEAR["gmp, intrinsic"]])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(UNITS), nn.LayerNorm(UNITS)], ids=str)
+@pytest.mark.parametrize("make", [LINEAR["sp"], LINEAR["gmp, r inside"]])
 def test_narrow_parameters_are_computed_with_in_wide_numbers(
-    make: Callable, norm: nn.Module, dtype: torch.dtype
+    make: Callable, norm: nn.Module
 ) -> None:
-    narrow = randomised(nn.Sequential(make(), copy.deepcopy(norm))).to(dtype).eval()
+    narrow = randomised(nn.Sequential(make(), copy.deepcopy(norm))).bfloat16().eval()
     if isinstance(norm, nn.LayerNorm):
         nn.init.zeros_(narrow[1].bias)
     wide = copy.deepcopy(narrow).double()
-    given = slice(0, 1 if isinstance(norm, nn.Identity) else 2)
-    found, exact = (layer_boundaries(*model[given]) for model in (narrow, wide))
+    found, exact = (layer_boundaries(*model) for model in (narrow, wide))
     torch.testing.assert_close(found.direction, exact.direction, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.distance, exact.distance, rtol=1e-4, atol=1e-4)
 
@@ -1175,16 +995,17 @@ def test_nothing_is_computed_on_the_meta_device(vision: ModuleType) -> None:
     with torch.device("meta"):
         model = vision.resnet18()
         found = boundaries(model, torch.zeros(1, 3, 64, 64))
-        transposed = Made(lambda m, x: F.relu(m.norm(m.fc(x).transpose(1, 2))), fc=fc(), norm=bn())
+        transposed = FunctionModel(
+            lambda m, x: F.relu(m.norm(m.fc(x).transpose(1, 2))), fc=fc(), norm=bn()
+        )
         assert find_sites(transposed, torch.zeros(2, 3, FAN_IN))["fc"].norm is transposed.norm
     assert found["conv1"].locations.shape == (1, 64, 147) and found["conv1"].scale.is_meta
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("statistics", ["running", "batch"])
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d(UNITS), nn.GroupNorm(2, UNITS)], ids=str)
-def test_the_gpu_gives_what_the_cpu_gives(norm: nn.Module, statistics: str) -> None:
-    body = [nn.Conv2d(3, UNITS, 3), copy.deepcopy(norm), SReLU(UNITS)]
+def test_the_gpu_gives_what_the_cpu_gives(statistics: str) -> None:
+    body = [nn.Conv2d(3, UNITS, 3), nn.BatchNorm2d(UNITS), SReLU(UNITS)]
     model = randomised(nn.Sequential(*body, nn.Flatten(), GmPLinear(UNITS * 36, 4), nn.ReLU()))
     x = torch.randn(4, 3, 8, 8, **D)
     expected = boundaries(model, x, statistics=statistics)
@@ -1216,14 +1037,14 @@ def test_names_are_plain_in_compiled_and_wrapped_models() -> None:
 
 
 def test_inputs_may_be_keywords_or_hold_a_mapping() -> None:
-    model = Made(lambda m, batch, scale=1.0: F.relu(m.fc(batch["x"] * scale)), fc=fc())
+    model = FunctionModel(lambda m, batch, scale=1.0: F.relu(m.fc(batch["x"] * scale)), fc=fc())
     x = torch.zeros(1, FAN_IN)
     for inputs in (({"x": x},), {"batch": {"x": x}, "scale": 2.0}):
         assert boundaries(model, inputs)["fc"].distance.isfinite().all()
 
 
 def test_a_layer_that_did_not_run_has_directions() -> None:
-    model = Made(lambda m, x: F.relu(m.fc(x)), fc=fc(), spare=fc())
+    model = FunctionModel(lambda m, x: F.relu(m.fc(x)), fc=fc(), spare=fc())
     found = boundaries(model, torch.zeros(1, FAN_IN))
     assert list(found) == ["fc", "spare"]
     assert found["spare"].direction.isfinite().all() and found["spare"].distance.isnan().all()
@@ -1240,9 +1061,9 @@ def test_a_tied_layer_is_one_and_tied_weights_are_two() -> None:
 
 
 def test_the_reason_is_told_where_something_is_not_understood() -> None:
-    model = Made(lambda m, x: F.relu(m.fc(x) * 2), fc=fc())
+    model = FunctionModel(lambda m, x: F.relu(m.fc(x) * 2), fc=fc())
     norm = find_sites(model, torch.zeros(1, FAN_IN))["fc"].norm
-    assert isinstance(norm, Unknown) and "mul" in repr(norm)
+    assert isinstance(norm, UnknownNorm) and "mul" in repr(norm)
 
 
 def test_lengths_beyond_the_range_of_squares_have_directions() -> None:

@@ -6,19 +6,14 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import geoparam as gp
-from geoparam.analysis.stored_parameters import moved, rows, stored, twin
+from geoparam.analysis.perturbation.stored_parameters import (
+    add_steps,
+    copy_with,
+    direction_rows,
+    read_stored,
+)
 
 OLD = pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-
-
-class Conv1D(nn.Module):
-    """transformers' linear layer, with its weight (in, out)."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight = nn.Parameter(torch.randn(nx, nf))
-        self.bias = nn.Parameter(torch.zeros(nf))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +48,7 @@ class Conv1D(nn.Module):
 )
 def test_roles_are_the_parameters_of_the_layer(layer: nn.Module, expected: dict[str, str]) -> None:
     parameters = dict(layer.named_parameters())
-    found = stored(layer)
+    found = read_stored(layer)
     assert set(found) == set(expected)
     for role, name in expected.items():
         assert found[role].data_ptr() == parameters[name].data_ptr()
@@ -62,8 +57,8 @@ def test_roles_are_the_parameters_of_the_layer(layer: nn.Module, expected: dict[
 @OLD
 def test_the_older_weight_norm_stores_the_same_roles() -> None:
     layer = nn.utils.weight_norm(nn.Linear(3, 2))
-    assert stored(layer)["direction"].data_ptr() == layer.weight_v.data_ptr()
-    assert stored(layer)["length"].data_ptr() == layer.weight_g.data_ptr()
+    assert read_stored(layer)["direction"].data_ptr() == layer.weight_v.data_ptr()
+    assert read_stored(layer)["length"].data_ptr() == layer.weight_g.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +73,7 @@ def test_the_older_weight_norm_stores_the_same_roles() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_a_norm_adds_gamma_and_beta_where_it_has_them(norm: nn.Module, expected: set) -> None:
-    assert set(stored(nn.Linear(3, 2), norm)) == {"direction", "offset"} | expected
+    assert set(read_stored(nn.Linear(3, 2), norm)) == {"direction", "offset"} | expected
 
 
 def test_a_weight_made_from_several_tensors_is_refused() -> None:
@@ -91,14 +86,14 @@ def test_a_weight_made_from_several_tensors_is_refused() -> None:
 
     layer = nn.utils.parametrize.register_parametrization(nn.Linear(3, 3), "weight", Product())
     with pytest.raises(ValueError, match="Leave it out by `layers`"):
-        stored(layer)
+        read_stored(layer)
 
 
 def test_rows_point_along_the_units() -> None:
-    layer = Conv1D(2, 5)
-    assert torch.equal(rows(layer), layer.weight.t())
+    layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(2, 5)
+    assert torch.equal(direction_rows(layer), layer.weight.t())
     wn = parametrizations.weight_norm(nn.Linear(3, 4))
-    assert torch.equal(rows(wn), wn.parametrizations.weight.original1)
+    assert torch.equal(direction_rows(wn), wn.parametrizations.weight.original1)
 
 
 @pytest.mark.parametrize(
@@ -112,11 +107,11 @@ def test_rows_point_along_the_units() -> None:
     ids=["angles", "sign", "lengths of columns", "orthogonal"],
 )
 def test_there_are_no_rows_where_units_do_not_point_along_them(layer: nn.Module) -> None:
-    assert rows(layer) is None
+    assert direction_rows(layer) is None
 
 
 def test_lengths_of_one_number_leave_rows_alone() -> None:
-    assert rows(parametrizations.weight_norm(nn.Linear(4, 3), dim=None)) is not None
+    assert direction_rows(parametrizations.weight_norm(nn.Linear(4, 3), dim=None)) is not None
 
 
 @pytest.mark.parametrize(
@@ -133,12 +128,12 @@ def test_a_twin_has_the_weight_of_its_own_values_and_leaves_the_layer_alone(
     layer: nn.Module,
 ) -> None:
     weight, before = layer.weight.detach().clone(), dict(layer.named_parameters())
-    step = torch.randn_like(stored(layer)["direction"], dtype=torch.float64)
-    values = moved(layer, None, {"direction": step})[layer]
-    other = twin(layer, values)
+    step = torch.randn_like(read_stored(layer)["direction"], dtype=torch.float64)
+    values = add_steps(layer, None, {"direction": step})[layer]
+    other = copy_with(layer, values)
     assert other.weight.dtype == torch.float64
     assert not torch.allclose(other.weight.float(), weight)
-    assert torch.allclose(twin(layer, {}).weight.float(), weight, atol=1e-6)
+    assert torch.allclose(copy_with(layer, {}).weight.float(), weight, atol=1e-6)
     after = dict(layer.named_parameters())
     assert all(after[name] is before[name] for name in before)
     assert torch.equal(layer.weight, weight)
@@ -148,9 +143,9 @@ def test_a_step_is_rounded_to_what_the_parameter_can_hold() -> None:
     layer = nn.Linear(1, 1)
     nn.init.ones_(layer.weight)
     tiny = {"direction": torch.full((1, 1), 1e-9, dtype=torch.float64)}
-    assert moved(layer, None, tiny)[layer]["weight"].item() == 1.0
+    assert add_steps(layer, None, tiny)[layer]["weight"].item() == 1.0
 
 
 def test_steps_of_roles_that_are_not_there_are_refused() -> None:
     with pytest.raises(ValueError, match=r"roles direction, offset; got steps of \['length'\]"):
-        moved(nn.Linear(3, 2), None, {"length": torch.ones(2)})
+        add_steps(nn.Linear(3, 2), None, {"length": torch.ones(2)})

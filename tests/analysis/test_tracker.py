@@ -456,7 +456,7 @@ def test_a_state_is_small_where_the_model_tells_the_rest() -> None:
     train(model, 2, tracker.step)
     assert tracker.state_dict() == {"step": 2}
     train(model, 1, tracker.step)
-    assert set(tracker.state_dict()) == {"step", "measured_at", "gauge"}
+    assert set(tracker.state_dict()) == {"step", "measured_at", "measurement"}
 
 
 @pytest.mark.compile

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from geoparam.analysis.tracker.measurement import reshard
+from geoparam.analysis import reshard
 from geoparam_lab.training.images import run_checkpoints
 from geoparam_lab.training.images.averaging import Average
 from geoparam_lab.training.images.loop import Training

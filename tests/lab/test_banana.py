@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from geoparam.analysis.boundary import boundaries
+from geoparam.analysis import boundaries
 from geoparam_lab import methods
 from geoparam_lab.data import banana_data as points
 from geoparam_lab.data import table_files

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from geoparam.analysis.perturbation.response import DELTAS
+from geoparam.analysis import DELTAS
 from geoparam_lab.experiments import toys
 from geoparam_lab.experiments.perturbation import (
     DRAWN_ROTATIONS,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch_rules import keras_adam, keras_plateau
 
 import geoparam as gp
-from geoparam.analysis.boundary import boundaries
+from geoparam.analysis import boundaries
 from geoparam_lab import methods
 from geoparam_lab.training.stacks import batched, stacked
 from geoparam_lab.training.stacks.keras_rules import Judge

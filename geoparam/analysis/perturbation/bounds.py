@@ -11,9 +11,9 @@ step as large as they are, the bound is 180 degrees under every parameterization
 Under LayerNorm a unit's direction is w_i - mean(w): there eps is the step of that difference,
 whatever stores w. The same holds for parametrizations that are not known here.
 
-Beside the bound stands the turn *to first order*, ||eps across w|| / ||w||, and for angles the
-metric's sqrt(sum_i m_i eps_i^2), m_i = sin^2 theta_1 ... sin^2 theta_{i-1}. It is no bound: a long
-step may turn a unit more than the metric where it starts says, but never more than ||eps||.
+The turn *to first order* is ||eps across w|| / ||w||, and for angles the metric's
+sqrt(sum_i m_i eps_i^2), m_i = sin^2 theta_1 ... sin^2 theta_{i-1}. It is no bound: a long step may
+turn a unit more than the metric where it starts says, but never more than ||eps||.
 """
 
 import math
@@ -23,54 +23,48 @@ from torch import Tensor
 
 from geoparam import sphere
 from geoparam.analysis.boundary import groups_of_units
-from geoparam.analysis.perturbation.perturbed_layer import Seen
+from geoparam.analysis.perturbation.perturbed_layer import LayerState
+from geoparam.analysis.perturbation.stored_parameters import (
+    coordinates,
+    direction_rows,
+    read_stored,
+)
 from geoparam.analysis.reading.layer_sites import has_positions
-from geoparam.analysis.stored_parameters import coordinates, rows, stored
 
 
-def reach(before: Seen, after: Seen) -> tuple[Tensor, Tensor, Tensor]:
-    """Return length, first-order turn and bound of the step that directions took, in radians."""
-    layer, norm, made_of, _ = before
-    held, row, other = coordinates(layer), rows(layer), rows(after.layer)
-    if norm is not None and groups_of_units(norm, has_positions(layer), len(made_of.rows)):
-        return _straight(made_of.rows, after.parts.rows)
-    if held == "sign":
-        zero = torch.zeros_like(before.found.scale)
+def bound_turn(before: LayerState, after: LayerState) -> tuple[Tensor, Tensor, Tensor]:
+    """Return length, first-order turn and bound of a step of the directions, in radians."""
+    layer, norm, parts, _ = before
+    held, row, other = coordinates(layer), direction_rows(layer), direction_rows(after.layer)
+    mixed = norm is not None and groups_of_units(norm, has_positions(layer), len(parts.rows))
+    if held == "sign" and not mixed:
+        zero = torch.zeros_like(before.boundaries.scale)
         return zero, zero, zero
-    if held == "latitude":
-        return _along_sphere(stored(layer)["direction"], stored(after.layer)["direction"])
-    if row is None or other is None:
-        return _straight(made_of.rows, after.parts.rows)
-    return _straight(row, other)
-
-
-def _straight(row: Tensor, moved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three for vectors of any length, of which the direction counts."""
-    step, length, u = moved - row, sphere.length(row), sphere.normalise(row)
+    if held == "latitude" and not mixed:
+        latitude = read_stored(layer)["direction"]
+        step = read_stored(after.layer)["direction"] - latitude
+        size = sphere.length(step)
+        turn = sphere.length(sphere.metric(latitude).sqrt() * step)
+        return size, turn, size.clamp(max=math.pi)
+    if row is None or other is None or mixed:
+        row, other = parts.rows, after.parts.rows
+    step, length, u = other - row, sphere.length(row), sphere.normalise(row)
     across = step - (step * u).sum(dim=-1, keepdim=True) * u
     size = sphere.length(step)
     turn = (size / length).clamp(max=1).asin()
     return size, sphere.length(across) / length, torch.where(size < length, turn, math.pi)
 
 
-def _along_sphere(latitude: Tensor, moved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three for angles."""
-    step = moved - latitude
-    size = sphere.length(step)
-    turn = sphere.length(sphere.metric(latitude).sqrt() * step)
-    return size, turn, size.clamp(max=math.pi)
-
-
-def may_flip(before: Seen, after: Seen) -> Tensor:
+def may_flip(before: LayerState, after: LayerState) -> Tensor:
     """Return which units a step of this size could reverse by the sign of l, r or gamma."""
-    flips = torch.zeros_like(before.found.scale, dtype=torch.bool)
+    flips = torch.zeros_like(before.boundaries.scale, dtype=torch.bool)
     for old, new in zip(_factors(before), _factors(after), strict=True):
         flips |= (old != new) & ((new - old).abs() >= old.abs())
     return flips
 
 
-def _factors(of: Seen) -> list[Tensor]:
+def _factors(of: LayerState) -> list[Tensor]:
     """Return r inside, gamma and l, (out,) or one number, whose signs are the unit's too."""
-    length = None if rows(of.layer) is None else stored(of.layer).get("length")
+    length = None if direction_rows(of.layer) is None else read_stored(of.layer).get("length")
     factors = (of.parts.gain, of.parts.gamma, length)
     return [each.flatten() for each in factors if each is not None]

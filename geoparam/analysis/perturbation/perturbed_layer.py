@@ -1,111 +1,96 @@
-"""A layer and its norm as they are after steps of what they store; the model stays untouched.
+"""A layer and its norm after steps of what they store, without touching the model.
 
-Steps are added in float64 and rounded to the storage type. What is looked at is a twin of the
-perturbed layer, in float64. Where the norm after it has no statistics of its own to go by, the
-model runs with the perturbed values lent to it.
+The perturbed layer is a copy in float64. Where the norm after it has no running statistics, the
+model runs with the perturbed values in place of its own.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from geoparam.analysis.boundary import Boundaries, Parts, Statistics, made_boundaries, parts
+from geoparam.analysis.boundary import Boundaries, Parts, compute_boundaries, read_parts
+from geoparam.analysis.perturbation.stored_parameters import Steps, add_steps, copy_with
 from geoparam.analysis.reading.activations import Breaks
 from geoparam.analysis.reading.layer_sites import Site
-from geoparam.analysis.reading.moments import Moments, batch_moments, has_running
-from geoparam.analysis.stored_parameters import Steps, moved, twin
+from geoparam.analysis.reading.norms import Moments, has_running
+from geoparam.analysis.reading.probe import batch_moments
 from geoparam.conversion.plan import Inputs
 
 
-def perturbed(
+def perturb_layer(
     layer: nn.Module, steps: Steps, norm: nn.Module | None = None
 ) -> tuple[nn.Module, nn.Module | None]:
-    """Return twins of a layer and the norm after it with steps added, in float64.
+    """Return copies of a layer and the norm after it with steps added, in float64.
 
-    They are to be looked at, by `layer_boundaries` for example, and not to be run or trained.
+    Read them, with `layer_boundaries` for example; do not run or train them.
 
     Example:
         >>> layer = nn.Linear(2, 1)
         >>> _ = nn.init.constant_(layer.bias, 0.5)
-        >>> other, _ = perturbed(layer, {"offset": torch.ones(1)})
+        >>> other, _ = perturb_layer(layer, {"offset": torch.ones(1)})
         >>> other.bias
         tensor([1.5000], dtype=torch.float64)
     """
-    values = moved(layer, norm, steps)
-    return twin(layer, values[layer]), None if norm is None else twin(norm, values[norm])
+    values = add_steps(layer, norm, steps)
+    return copy_with(layer, values[layer]), None if norm is None else copy_with(norm, values[norm])
 
 
-class Seen(NamedTuple):
-    """A layer and its norm with given values, in float64, what they are made of, and do."""
+class LayerState(NamedTuple):
+    """A layer and its norm with some values, in float64, their parts and boundaries."""
 
     layer: nn.Module
     norm: nn.Module | None
     parts: Parts
-    found: Boundaries
+    boundaries: Boundaries
 
 
-def see_layer(
+@torch.no_grad()
+def layer_state(
     layer: nn.Module,
     steps: Steps,
     norm: nn.Module | None,
     points: Breaks | None,
     moments: Moments | None,
-) -> Seen:
-    """Show a layer after given steps, with the norm's moments where they are known."""
-    other, other_norm = perturbed(layer, steps, norm)
-    made_of = parts(other, other_norm, moments)
-    return Seen(other, other_norm, made_of, made_boundaries(made_of, points))
+) -> LayerState:
+    """Return the state of a layer after given steps, with the norm's moments if they are known."""
+    other, other_norm = perturb_layer(layer, steps, norm)
+    parts = read_parts(other, other_norm, moments)
+    return LayerState(other, other_norm, parts, compute_boundaries(parts, points))
 
 
-def observer(
-    model: nn.Module, inputs: Inputs | None, site: Site, statistics: Statistics
-) -> Callable[[Steps], Seen]:
-    """Return a function that shows a site after given steps, its norm's moments made anew."""
-    kept = statistics == "running" and has_running(site.norm)
-    runs = inputs is not None and any(call.norm is not None for call in site.calls)
-
-    @torch.no_grad()
-    def see(steps: Steps) -> Seen:
-        moments = None
-        if inputs is not None and runs and not kept:
-            moments = _moments(model, inputs, site, steps, statistics == "batch")
-        return see_layer(site.layer, steps, site.norm, site.breaks, moments)
-
-    return see
+def site_state(
+    model: nn.Module, inputs: Inputs | None, site: Site, batch: bool, steps: Steps
+) -> LayerState:
+    """Return the state of a site after given steps, with its norm's moments computed again."""
+    moments = None
+    runs = any(call.norm is not None for call in site.calls)
+    if inputs is not None and runs and (batch or not has_running(site.norm)):
+        moments = _perturbed_moments(model, inputs, site, steps, batch)
+    return layer_state(site.layer, steps, site.norm, site.breaks, moments)
 
 
-def _moments(
+@torch.no_grad()
+def _perturbed_moments(
     model: nn.Module, inputs: Inputs, site: Site, steps: Steps, training: bool
 ) -> Moments | None:
-    """Run the model with the perturbed layer and return what the norm after it sees.
-
-    Running statistics are lent too: torch's BatchNorm writes them without a trace.
-    """
-    watched = _Watched(model)
-    values = moved(site.layer, site.norm, steps)
-    lent = {
+    """Run the model with the perturbed layer and return what the norm after it sees."""
+    watched = _MomentsOf(model)
+    values = add_steps(site.layer, site.norm, steps)
+    replaced = {
         f"{path}.{name}": tensor
         for path, module in watched.named_modules()
-        for name, tensor in (*values.get(module, {}).items(), *_running(module))
+        for name, tensor in values.get(module, {}).items()
     }
     before = dict(vars(site.layer))
     try:
-        return torch.func.functional_call(watched, lent, (inputs, site, training))
+        return torch.func.functional_call(watched, replaced, (inputs, site, training))
     finally:
-        vars(site.layer).update(before)  # the older weight_norm leaves the weight it made
+        vars(site.layer).update(before)  # the older weight_norm leaves the weight it computed
 
 
-def _running(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return copies of a norm's running statistics, with their names."""
-    if not has_running(module):
-        return []
-    return [(name, t.clone()) for name, t in module._buffers.items() if t is not None]
-
-
-class _Watched(nn.Module):
-    """Puts `batch_moments` where `functional_call` can lend a model other parameters."""
+class _MomentsOf(nn.Module):
+    """Runs `batch_moments` as a module, so that `functional_call` can replace parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,51 +1,36 @@
 r"""Perturbations of stored parameters: how far boundaries turn and move, and how far they could.
 
-What is perturbed is what an optimizer steps on, by its role (`analysis.stored_parameters`), and
-not the weight that follows from it: by default all but r, as in the papers' figure 1, which moves
-(w, b), (v, l, b) and (theta, lam). There are three kinds of step (`steps`): "constant",
-"gaussian" and "adversarial", the papers' -(1 + delta) w and what is worst for GmP.
+What is perturbed is what an optimizer steps on, by its role (`stored_parameters`), and not the
+weight computed from it: by default all but r, as in the papers' figure 1, which moves (w, b),
+(v, l, b) and (theta, lam). There are three kinds of step (`steps`): "constant", "gaussian" and
+"adversarial", the papers' -(1 + delta) w and what is worst for GmP.
 
-Beside how far each boundary did turn stands how far it could have: the bound on all steps of that
-length, which some step attains (`perturbing.bounds`). Under SP, WN and the intrinsic form that is
-arcsin(||eps|| / ||w||), or 180 degrees from ||eps|| = ||w|| on; under angles, ||eps||.
+A response has the turn of each boundary and the bound on all steps of that length, which some step
+attains (`bounds`): under SP, WN and the intrinsic form arcsin(||eps|| / ||w||), or 180 degrees
+from ||eps|| = ||w|| on; under angles, ||eps||.
 
-**What is exact.** Steps are added in float64 and rounded to the storage type; turns, moves and
-bounds are those of the rounded step, in float64. The model is not touched: what is measured is a
-twin of the perturbed layer, one layer at a time (`perturbing.seen`).
+Steps are added in float64 and rounded to the storage type; turns, moves and bounds are those of
+the rounded step, in float64. The model is not touched: a copy of one layer at a time is perturbed.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from geoparam import sphere
-from geoparam.analysis.boundary import Statistics
-from geoparam.analysis.perturbation.bounds import may_flip, reach
-from geoparam.analysis.perturbation.perturbed_layer import Seen, observer, perturbed, see_layer
-from geoparam.analysis.perturbation.steps import KINDS, MOVED, Kind, check, steps
+from geoparam.analysis.boundary import Statistics, assumed_activation, is_batch
+from geoparam.analysis.perturbation.bounds import bound_turn, may_flip
+from geoparam.analysis.perturbation.perturbed_layer import LayerState, layer_state, site_state
+from geoparam.analysis.perturbation.steps import KINDS, MOVED, Kind, check_steps, make_steps
+from geoparam.analysis.perturbation.stored_parameters import Role, Steps
 from geoparam.analysis.reading.activations import Activation, breaks
 from geoparam.analysis.reading.layer_sites import Follows, Layers, Site, find_sites, unwrap
-from geoparam.analysis.reading.moments import Moments
-from geoparam.analysis.stored_parameters import Role, Steps
+from geoparam.analysis.reading.norms import Moments
 from geoparam.conversion.plan import Inputs
-
-__all__ = [
-    "DELTAS",
-    "KINDS",
-    "MOVED",
-    "Kind",
-    "Response",
-    "Row",
-    "perturb",
-    "perturbed",
-    "respond",
-    "steps",
-    "sweep",
-]
 
 DELTAS = (1e-4, 1e-3, 1e-2, 1e-1)  # figure 1's
 
@@ -88,9 +73,6 @@ class Row(NamedTuple):
     bound_max: float
 
 
-# --- whole models -------------------------------------------------------------------------------
-
-
 def perturb(
     model: nn.Module,
     inputs: Inputs | None = None,
@@ -119,8 +101,8 @@ def perturb(
         statistics: "running", where BatchNorm's stay as they are, or those of the batch `inputs`,
             which move with the perturbed weight, as in training. Norms without running statistics
             always see the batch anew: one run of the model for each layer and perturbation.
-        follows: Norm and activation by layer name, where they are known better than found.
-        generator: Where Gaussian noise comes from.
+        follows: Norm and activation by layer name, to overrule what the trace finds.
+        generator: The source of Gaussian noise.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 1), nn.ReLU())
@@ -137,16 +119,12 @@ def sweep(
     inputs: Inputs | None = None,
     kinds: Iterable[Kind] = KINDS,
     deltas: Iterable[float] = DELTAS,
-    *,
-    move: Iterable[Role] = MOVED,
-    layers: Layers = None,
-    statistics: Statistics = "running",
-    follows: Follows | None = None,
-    generator: torch.Generator | None = None,
+    **options: Any,
 ) -> list[Row]:
     """Perturb as `perturb` does, by every kind and size, and return one row for each.
 
-    All sizes scale the same Gaussian noise, so that rows differ by delta alone.
+    `options` are those of `perturb`. All sizes scale the same Gaussian noise, so that rows differ
+    by delta alone.
 
     Example:
         >>> from geoparam import GmPLinear
@@ -154,8 +132,7 @@ def sweep(
         >>> [f"{row.delta:g} rad: {row.rotation_max:.3f} degrees" for row in rows]
         ['0.01 rad: 0.573 degrees', '0.1 rad: 5.730 degrees']
     """
-    each = _responses(model, inputs, kinds, deltas, move, layers, statistics, follows, generator)
-    return [_row(*one) for one in each]
+    return [_row(*one) for one in _responses(model, inputs, kinds, deltas, **options)]
 
 
 def _responses(
@@ -163,29 +140,25 @@ def _responses(
     inputs: Inputs | None,
     kinds: Iterable[Kind],
     deltas: Iterable[float],
-    move: Iterable[Role],
-    layers: Layers,
-    statistics: Statistics,
-    follows: Follows | None,
-    generator: torch.Generator | None,
+    move: Iterable[Role] = MOVED,
+    layers: Layers = None,
+    statistics: Statistics = "running",
+    follows: Follows | None = None,
+    generator: torch.Generator | None = None,
 ) -> Iterator[tuple[str, Kind, float, Response]]:
-    """Yield layer by layer, so that no more than one is held in perturbed form."""
+    """Yield layer by layer, so that only one layer has copies at a time."""
     kinds, deltas, move = list(kinds), list(deltas), tuple(move)
-    check(kinds, deltas, move)
-    if statistics not in get_args(Statistics) or (statistics == "batch" and inputs is None):
-        raise ValueError(
-            f"statistics is 'running', or 'batch' with `inputs`; got {statistics!r} "
-            f"{'without' if inputs is None else 'with'} inputs."
-        )
+    check_steps(kinds, deltas, move)
+    batch = is_batch(statistics, inputs)
     for name, site in find_sites(model, inputs, layers, follows).items():
-        see = observer(unwrap(model), inputs, site, statistics)
-        before = see({})
+        before = site_state(unwrap(model), inputs, site, batch, {})
         for kind in kinds:
-            for delta, each in _scaled(site, kind, deltas, move, generator):
-                yield name, kind, delta, _compare(before, see(each))
+            for delta, steps in _scale_steps(site, kind, deltas, move, generator):
+                changed = _compare(before, site_state(unwrap(model), inputs, site, batch, steps))
+                yield name, kind, delta, changed
 
 
-def _scaled(
+def _scale_steps(
     site: Site,
     kind: Kind,
     deltas: list[float],
@@ -194,55 +167,46 @@ def _scaled(
 ) -> Iterator[tuple[float, Steps]]:
     if kind == "adversarial":
         for delta in deltas:
-            yield delta, steps(site.layer, kind, delta, norm=site.norm, move=move)
+            yield delta, make_steps(site.layer, kind, delta, norm=site.norm, move=move)
         return
-    unit = steps(site.layer, kind, 1.0, norm=site.norm, move=move, generator=generator)
+    unit = make_steps(site.layer, kind, 1.0, norm=site.norm, move=move, generator=generator)
     for delta in deltas:
         yield delta, {role: delta * step for role, step in unit.items()}
 
 
 def _row(layer: str, kind: str, delta: float, response: Response) -> Row:
-    turn, move = response.rotation, response.displacements
+    def summarise(values: Tensor, summary: Callable[[Tensor], Tensor]) -> float:
+        known = values[~values.isnan()]  # units with a boundary before and after
+        return summary(known).item() if len(known) else math.nan
+
     return Row(
         layer,
         kind,
         delta,
-        rotation_max=_known(turn, Tensor.max),
-        rotation_median=_known(turn, Tensor.median),
-        displacement_max=_known(move, Tensor.max),
-        displacement_median=_known(move, Tensor.median),
-        first_order_max=_known(response.first_order, Tensor.max),
-        bound_max=_known(response.bound, Tensor.max),
+        rotation_max=summarise(response.rotation, Tensor.max),
+        rotation_median=summarise(response.rotation, Tensor.median),
+        displacement_max=summarise(response.displacements, Tensor.max),
+        displacement_median=summarise(response.displacements, Tensor.median),
+        first_order_max=summarise(response.first_order, Tensor.max),
+        bound_max=summarise(response.bound, Tensor.max),
     )
 
 
-def _known(values: Tensor, summary: Callable[[Tensor], Tensor]) -> float:
-    """Return a summary over the units that have a boundary both before and after."""
-    values = values[~values.isnan()]
-    return summary(values).item() if len(values) else math.nan
-
-
-# --- one layer ----------------------------------------------------------------------------------
-
-
-@torch.no_grad()
 def respond(
     layer: nn.Module,
     steps: Steps,
     norm: nn.Module | None = None,
     activation: Activation | None = None,
     moments: Moments | None = None,
-    moments_after: Moments | None = None,
 ) -> Response:
     """Return how the boundaries of one layer's units answer to any steps.
 
     Args:
         layer: Linear, Conv1d-3d, with or without torch's weight_norm, or a GmP layer.
-        steps: What to add, by role, in the shape of what is `stored`.
+        steps: What to add, by role, in the shape of what is stored.
         norm: The norm after it.
         activation: The activation after that, ReLU by default.
         moments: The norm's mean and deviation, where it has no running ones.
-        moments_after: The same after the perturbation, where they moved.
 
     Example:
         >>> layer = nn.Linear(2, 1, bias=False)
@@ -250,33 +214,33 @@ def respond(
         >>> respond(layer, {"direction": torch.tensor([[0.0, -2.0]])}).rotation.tolist()
         [45.0]
     """
-    given = activation if activation is not None else getattr(layer, "activation", None)
-    points = breaks(nn.ReLU() if given is None else given)
-    later = moments if moments_after is None else moments_after
-    before = see_layer(layer, {}, norm, points, moments)
-    return _compare(before, see_layer(layer, steps, norm, points, later))
+    points = breaks(assumed_activation(layer, activation))
+    before, after = (layer_state(layer, each, norm, points, moments) for each in ({}, steps))
+    return _compare(before, after)
 
 
-def _compare(before: Seen, after: Seen) -> Response:
-    angle = sphere.angle_between(before.found.direction, after.found.direction)
-    step, first_order, bound = reach(before, after)
+@torch.no_grad()
+def _compare(before: LayerState, after: LayerState) -> Response:
+    old, new = before.boundaries, after.boundaries
+    angle = sphere.angle_between(old.direction, new.direction)
+    step, first_order, bound = bound_turn(before, after)
     bound = torch.where(may_flip(before, after), math.pi, bound)
     return Response(
         rotation=angle.rad2deg(),
-        displacements=_distance(before.found.distances, after.found.distances, angle),
+        displacements=_displacement(old.distances, new.distances, angle),
         step=step,
         first_order=torch.where(angle.isnan(), torch.nan, first_order).rad2deg(),
         bound=torch.where(angle.isnan(), torch.nan, bound).rad2deg(),
     )
 
 
-def _distance(lam: Tensor, moved: Tensor, angle: Tensor) -> Tensor:
+def _displacement(lam: Tensor, later: Tensor, angle: Tensor) -> Tensor:
     """Return ||lam u - lam' u'|| by the law of cosines, without cancellation at 0 and 180 degrees.
 
     Example:
-        >>> _distance(torch.tensor(3.0), torch.tensor(4.0), torch.tensor(math.pi / 2))
+        >>> _displacement(torch.tensor(3.0), torch.tensor(4.0), torch.tensor(math.pi / 2))
         tensor(5.)
     """
-    aligned = (moved - lam).square() + 4 * lam * moved * (angle / 2).sin().square()
-    opposed = (moved + lam).square() - 4 * lam * moved * (angle / 2).cos().square()
-    return torch.where(lam * moved < 0, opposed, aligned).sqrt()
+    aligned = (later - lam).square() + 4 * lam * later * (angle / 2).sin().square()
+    opposed = (later + lam).square() - 4 * lam * later * (angle / 2).cos().square()
+    return torch.where(lam * later < 0, opposed, aligned).sqrt()

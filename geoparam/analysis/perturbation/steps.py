@@ -1,8 +1,8 @@
 """Steps of what a layer stores: constant, Gaussian, or as bad as a step of some length can be.
 
-    constant      delta is added to every number. To theta, that is: the stored latitude is
+    constant      delta is added to every element. To theta, that is: the stored latitude is
                   pi/2 - theta and loses delta.
-    gaussian      N(0, delta^2) is added to every number.
+    gaussian      N(0, delta^2) is added to every element.
     adversarial   -(1 + delta) w is added to w, or to v, and nothing to the other roles
                   (Propositions 2.3-2.5). All units of a layer flip together, so LayerNorm's too.
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from geoparam import sphere
-from geoparam.analysis.boundary import gathered
-from geoparam.analysis.stored_parameters import Role, coordinates, stored
+from geoparam.analysis.boundary import gather
+from geoparam.analysis.perturbation.stored_parameters import Role, coordinates, read_stored
 from geoparam.base_layer import GmPLayer
 
 Kind = Literal["constant", "gaussian", "adversarial"]
@@ -30,7 +30,7 @@ MOVED: tuple[Role, ...] = ("direction", "length", "offset", "gamma", "beta")
 
 
 @torch.no_grad()
-def steps(
+def make_steps(
     layer: nn.Module,
     kind: Kind = "constant",
     delta: float = 1e-3,
@@ -43,25 +43,21 @@ def steps(
 
     Example:
         >>> from geoparam import GmPLinear
-        >>> {role: step.tolist() for role, step in steps(GmPLinear(2, 1), delta=0.5).items()}
+        >>> {role: step.tolist() for role, step in make_steps(GmPLinear(2, 1), delta=0.5).items()}
         {'direction': [[-0.5]], 'offset': [0.5]}
     """
     move = tuple(move)
-    check([kind], [delta], move)
-    held = {role: sphere.wide(t) for role, t in stored(layer, norm).items() if role in move}
+    check_steps([kind], [delta], move)
+    held = {role: sphere.wide(t) for role, t in read_stored(layer, norm).items() if role in move}
     if kind == "adversarial":
         return {"direction": _reversal(layer, delta)} if "direction" in held else {}
     if kind == "gaussian":
         return {role: delta * _noise(tensor, generator) for role, tensor in held.items()}
-    found: dict[str, Tensor] = {
-        role: torch.full_like(tensor, delta) for role, tensor in held.items()
-    }
-    if coordinates(layer) == "latitude" and "direction" in found:
-        found["direction"].neg_()
-    return found
+    signs = {"direction": -1} if coordinates(layer) == "latitude" else {}
+    return {role: torch.full_like(t, signs.get(role, 1) * delta) for role, t in held.items()}
 
 
-def check(kinds: Iterable[str], deltas: Iterable[float], move: Iterable[str]) -> None:
+def check_steps(kinds: Iterable[str], deltas: Iterable[float], move: Iterable[str]) -> None:
     """Refuse kinds, sizes and roles that do not exist."""
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
@@ -81,10 +77,10 @@ def _noise(like: Tensor, generator: torch.Generator | None) -> Tensor:
 
 def _reversal(layer: nn.Module, delta: float) -> Tensor:
     """Return -(1 + delta) w for a stored w or v, and for GmP the worst step of that length."""
-    direction = sphere.wide(stored(layer)["direction"])
+    direction = sphere.wide(read_stored(layer)["direction"])
     if not isinstance(layer, GmPLayer):
         return -(1 + delta) * direction
-    reach = (1 + delta) * sphere.wide(gathered(layer.r.detach())).abs()
+    reach = (1 + delta) * sphere.wide(gather(layer.r.detach())).abs()
     if coordinates(layer) == "unit":
         return _furthest(direction, reach[:, None])
     step = torch.zeros_like(direction)

@@ -1,8 +1,7 @@
-"""Where an activation breaks: the values of the pre-activation that are boundaries of a unit.
+"""Breakpoints of activations: the pre-activations at which a unit has a boundary.
 
-Any activation that is put together from pieces has its breakpoints as boundaries: one for ReLU and
-its relatives, two for ReLU6, Hardtanh, Hardswish and SReLU. Smooth ones (GELU, SiLU, tanh) have
-none, and the papers leave them open; for these only the directions of units say something.
+ReLU and its relatives have one; ReLU6, Hardtanh, Hardswish and SReLU have two. Smooth activations
+(GELU, SiLU, tanh) have none, and the papers leave them open: their units have directions only.
 """
 
 from collections.abc import Callable, Mapping
@@ -63,30 +62,33 @@ class SReLU(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start anew at the values given."""
+        """Set all parameters to their starting values."""
         for name, value in self._start.items():
             nn.init.constant_(getattr(self, name), value)
 
     def breakpoints(self) -> tuple[Tensor, Tensor]:
-        """Return t_l and t_r; where learning has crossed them, the upper one is the lower."""
+        """Return t_l and t_r; where learning has crossed them, t_r is t_l."""
         lower = self.get_parameter("lower")
         return lower, torch.maximum(lower, self.get_parameter("upper"))
 
     def forward(self, z: Tensor) -> Tensor:
-        lower, upper = (self._along_channels(t, z) for t in self.breakpoints())
-        below = self._along_channels(self.get_parameter("lower_slope") - 1, z)
-        above = self._along_channels(self.get_parameter("upper_slope") - 1, z)
+        slopes = [self.get_parameter(name) - 1 for name in ("lower_slope", "upper_slope")]
+        parameters = (*self.breakpoints(), *slopes)
+        lower, upper, below, above = (_along_channels(t, z, self.dim) for t in parameters)
         bent = below * (z - lower).clamp(max=0) + above * (z - upper).clamp(min=0)
         return z + bent.to(z.dtype)
 
-    def _along_channels(self, t: Tensor, z: Tensor) -> Tensor:
-        shape = [1] * z.ndim
-        if t.numel() > 1:
-            shape[self.dim] = t.numel()
-        return t.view(shape)
-
     def extra_repr(self) -> str:
         return f"{self.get_parameter('lower').numel()}"
+
+
+def _along_channels(value: Any, z: Tensor, dim: int) -> Any:
+    """Return a number, or a vector over the channels in `dim`, so that it broadcasts with z."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() == 1:
+        return value.view([1] * z.ndim)
+    return value.view(-1, *[1] * (z.ndim - 1 - dim % z.ndim))
 
 
 @dataclass(frozen=True)
@@ -107,14 +109,14 @@ class Breaks:
 
     def active(self, z: Tensor, channel: int) -> Tensor:
         """Return where units are active, for pre-activations with channels in that dimension."""
-        first, last = (_along(p, z, channel) for p in (self.points[0], self.points[-1]))
+        first, last = (_along_channels(p, z, channel) for p in (self.points[0], self.points[-1]))
         if self.opens and self.closes:
             return (z > first) & (z < last)
         return z > first if self.opens else z < last
 
     def above(self, z: Tensor, channel: int) -> Tensor:
-        """Return on which side of each point pre-activations lie, with a new first dimension."""
-        return torch.stack([z > _along(point, z, channel) for point in self.points])
+        """Return whether pre-activations lie above each point, with a new first dimension."""
+        return torch.stack([z > _along_channels(point, z, channel) for point in self.points])
 
     def tensor(self, like: Tensor) -> Tensor:
         """Return the points as (K, out), in the type of `like`, a tensor (out,)."""
@@ -122,16 +124,9 @@ class Breaks:
         return torch.stack([row.detach().expand(like.shape) for row in rows])
 
 
-ZERO = Breaks((0.0,))
-SMOOTH_BELOW = Breaks((0.0,), linear=False)
 FIXED = {
-    "relu": ZERO,
-    "leaky_relu": ZERO,
-    "prelu": ZERO,
-    "rrelu": ZERO,
-    "elu": SMOOTH_BELOW,
-    "selu": SMOOTH_BELOW,
-    "celu": SMOOTH_BELOW,
+    **dict.fromkeys(("relu", "leaky_relu", "prelu", "rrelu"), Breaks((0.0,))),
+    **dict.fromkeys(("elu", "selu", "celu"), Breaks((0.0,), linear=False)),
     "relu6": Breaks((0.0, 6.0), closes=True),
     "hardswish": Breaks((-3.0, 3.0), linear=False),
     "hardsigmoid": Breaks((-3.0, 3.0), closes=True),
@@ -151,19 +146,10 @@ def breaks(activation: Activation | None) -> Breaks | None:
         return None
     name = _name(activation)
     if isinstance(activation, SReLU):
-        return Breaks(activation.breakpoints())
-    given = _given(activation, name)
+        return Breaks(tuple(point.detach() for point in activation.breakpoints()))
     if name in ("hardtanh", "clamp", "clamp_min", "clip", "threshold"):
-        return _clamped(name, given)
+        return _limits(name, _arguments(activation, name))
     return FIXED.get(name)
-
-
-def _along(point: float | Tensor, z: Tensor, channel: int) -> float | Tensor:
-    if not isinstance(point, Tensor) or point.numel() == 1:
-        return point
-    shape = [1] * z.ndim
-    shape[channel] = point.numel()
-    return point.detach().view(shape)
 
 
 def _name(activation: Activation) -> str:
@@ -176,7 +162,7 @@ def _name(activation: Activation) -> str:
     return getattr(activation, "__name__", "").strip("_")
 
 
-def _given(activation: Activation, name: str) -> Mapping[str, Any]:
+def _arguments(activation: Activation, name: str) -> Mapping[str, Any]:
     """Return the arguments of an activation with limits, by name."""
     if isinstance(activation, nn.Module):
         return vars(activation)
@@ -187,7 +173,7 @@ def _given(activation: Activation, name: str) -> Mapping[str, Any]:
     return {**dict(by_place), **activation.kwargs}
 
 
-def _clamped(name: str, given: Mapping[str, Any]) -> Breaks | None:
+def _limits(name: str, given: Mapping[str, Any]) -> Breaks | None:
     if name == "threshold":
         return Breaks((float(given["threshold"]),)) if "threshold" in given else None
     if name == "hardtanh":

@@ -1,14 +1,18 @@
-"""Which norms are understood: what they compute, and where they have their features.
+"""Norms after layers: which are understood, where their features are, what they subtract and
+divide by.
 
-A boundary takes a norm's word for what it subtracts and divides by. So a class that overrides what
-its base computes, or features that are not the units, must be noticed: a norm that is not
-understood is `Unknown`, and boundaries behind it have no distance.
+A boundary depends on what a norm computes. So a class that overrides its base, or features that
+are not the units, must be noticed: such a norm becomes `UnknownNorm`, and boundaries behind it
+have no distance.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from geoparam import sphere
 from geoparam.norm import InputMeanNorm
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -16,12 +20,12 @@ InstanceNorm = nn.modules.instancenorm._InstanceNorm
 READ = ("torch", "torchvision", "timm", "geoparam")  # whose norms compute what their class says
 
 
-class Unknown(nn.Module):
+class UnknownNorm(nn.Module):
     """Stands for what is between a layer and its activation where that is not understood.
 
     Example:
-        >>> Unknown("mul between layer and activation")
-        Unknown(mul between layer and activation)
+        >>> UnknownNorm("mul between layer and activation")
+        UnknownNorm(mul between layer and activation)
     """
 
     def __init__(self, reason: str) -> None:
@@ -37,35 +41,45 @@ def is_rms(norm: nn.Module) -> bool:
     return "rmsnorm" in type(norm).__name__.lower()
 
 
-def is_for_images(norm: nn.Module) -> bool:
+def is_layer_norm_2d(norm: nn.Module) -> bool:
     """Return whether it is torchvision's or timm's LayerNorm2d, over channels in dimension 1."""
     return "2d" in type(norm).__name__.lower()
+
+
+def has_running(norm: nn.Module | None) -> bool:
+    """Return whether it has running statistics: BatchNorm, MBN, a tracking InstanceNorm."""
+    return getattr(norm, "running_mean", None) is not None
+
+
+def mixes_units(norm: nn.Module) -> bool:
+    """Return whether it takes mean or deviation over several units at a point."""
+    return isinstance(norm, nn.LayerNorm | nn.GroupNorm) or is_rms(norm)
 
 
 def feature_dim(norm: Any, units: int, rank: int, positions: bool) -> int | None:
     """Return the dimension of an input of `rank` in which `norm` has one feature for each unit.
 
-    None where it is not understood, or its features are not units.
+    None where the norm is not understood, or its features are not units.
 
     Args:
         norm: The norm after a layer.
         units: How many units the layer has.
-        rank: The number of dimensions of what the norm is given.
+        rank: The number of dimensions of the norm's input.
         positions: Whether the layer is a convolution.
     """
     if not _computes_as_its_class(norm):
         return None
     if isinstance(norm, nn.LayerNorm) or is_rms(norm):
         shape = tuple(norm.normalized_shape)  # of several dimensions, (C, H, W), units come first
-        dim = 1 if is_for_images(norm) else rank - len(shape)
+        dim = 1 if is_layer_norm_2d(norm) else rank - len(shape)
         return dim if shape[0] == units and not (is_rms(norm) and len(shape) > 1) else None
     if isinstance(norm, nn.GroupNorm):
         averages_points = rank > 2 and not positions  # of a linear layer on sequences
         return 1 if norm.num_channels == units and not averages_points else None
-    if _count(norm) != units:
+    if _count_features(norm) != units:
         return None
     if isinstance(norm, InstanceNorm):
-        return rank - norm._get_no_batch_dim()  # one example alone has no dimension for it
+        return rank - norm._get_no_batch_dim()  # one example may have no batch dimension
     return norm.dim % rank if isinstance(norm, InputMeanNorm) else 1
 
 
@@ -75,13 +89,61 @@ def _computes_as_its_class(norm: nn.Module) -> bool:
     return home in READ and "forward" not in vars(norm)
 
 
-def _count(norm: Any) -> int | None:
+def _count_features(norm: Any) -> int | None:
     if isinstance(norm, BatchNorm | InstanceNorm | InputMeanNorm):
         return norm.num_features
     frozen = type(norm).__name__.startswith("FrozenBatchNorm")
     return norm.running_mean.numel() if frozen else None
 
 
-def mixes_units(norm: nn.Module) -> bool:
-    """Return whether it takes mean or deviation over several units at a point."""
-    return isinstance(norm, nn.LayerNorm | nn.GroupNorm) or is_rms(norm)
+class Moments(NamedTuple):
+    """What a norm subtracts and divides by, averaged over a batch; (out,) or one number."""
+
+    mean: Tensor
+    deviation: Tensor
+
+
+def average_moments(moments: Sequence[Moments]) -> Moments:
+    """Return the average over several calls of a layer."""
+    return Moments(*(torch.stack(each).mean(dim=0) for each in zip(*moments, strict=True)))
+
+
+def norm_moments(norm: Any, z: Tensor) -> Moments:
+    """Return mean and deviation that `norm` takes from its input `z`, averaged over the batch.
+
+    For BatchNorm and MBN they are the batch's own. GroupNorm and InstanceNorm have some for each
+    image, LayerNorm and RMSNorm for each point: these are averaged.
+    """
+    least = torch.finfo(z.dtype).eps  # torch's RMSNorm, if it has no eps of its own
+    z = sphere.wide(z.detach())
+    if isinstance(norm, UnknownNorm):
+        return Moments(*z.new_full((2,), torch.nan))
+    if is_rms(norm):
+        mean_square = z.square().mean(dim=_normalised_dims(norm))
+        eps = least if norm.eps is None else norm.eps
+        return Moments(z.new_zeros(()), (mean_square + eps).sqrt().mean())
+    if isinstance(norm, nn.LayerNorm):
+        return Moments(
+            *(each.mean() for each in _moments_over(z, _normalised_dims(norm), norm.eps))
+        )
+    if isinstance(norm, nn.GroupNorm):
+        mean, deviation = _moments_over(z.reshape(len(z), norm.num_groups, -1), (2,), norm.eps)
+        width = norm.num_channels // norm.num_groups
+        return Moments(*(t.mean(dim=0).repeat_interleave(width) for t in (mean, deviation)))
+    if isinstance(norm, InstanceNorm):
+        z = z[None] if z.ndim == norm._get_no_batch_dim() else z
+        return Moments(*(t.mean(dim=0) for t in _moments_over(z.flatten(2), (2,), norm.eps)))
+    channel = getattr(norm, "dim", 1) % z.ndim
+    others = tuple(d for d in range(z.ndim) if d != channel)
+    mean, deviation = _moments_over(z, others, getattr(norm, "eps", 0.0))
+    return Moments(
+        mean, torch.ones_like(deviation) if isinstance(norm, InputMeanNorm) else deviation
+    )
+
+
+def _moments_over(z: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor]:
+    return z.mean(dim=dims), (z.var(dim=dims, correction=0) + eps).sqrt()
+
+
+def _normalised_dims(norm: Any) -> tuple[int, ...]:
+    return (1,) if is_layer_norm_2d(norm) else tuple(range(-len(norm.normalized_shape), 0))

@@ -1,11 +1,11 @@
-"""Watch a model run on a probe batch: what its layers are given, and what their activations are.
+"""Run a model on a probe batch and see the inputs of its layers, norms and activations.
 
 The run is in evaluation mode and leaves the model as it was. A pre-activation is seen before its
-activation may overwrite it; where a sum comes between, it is what the activation gets.
+activation may overwrite it; after a residual sum, it is the sum.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam.analysis.reading.layer_sites import Site, took_same_steps, unshared
+from geoparam.analysis.reading.layer_sites import Site, took_same_steps
+from geoparam.analysis.reading.norms import Moments, average_moments, has_running, norm_moments
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs
 from geoparam.norm import TrackedMean
@@ -30,19 +31,19 @@ def observe(
     layer_input: See | None = None,
     norm_input: See | None = None,
 ) -> bool:
-    """Run `model` and show, call by call, what each layer and its activation are given.
+    """Run `model` and show the inputs of each layer, its norm and its activation, call by call.
 
-    Return whether it took the steps in which the sites were found. If not, since a branch or a
-    router decided otherwise, what was shown may have been of other layers: it is of no use.
+    Return whether the run took the steps in which the sites were found. If a branch or a router
+    decided otherwise, the tensors may have been of other layers and are of no use.
 
     Args:
         model: The model in which the sites were found with `find_sites(model, inputs)`.
         inputs: A batch with the structure of the one they were found with.
         sites: The layers to watch.
-        pre_activation: Called with the site and the tensor that its activation gets, units in
-            dimension `site.channel`. Not called where there is none, or where units are elsewhere.
+        pre_activation: Called with the site and its activation's input, units in dimension
+            `site.channel`. Not called where there is none, or where units are elsewhere.
         layer_input: Called with the site and the layer's input.
-        norm_input: Called with the site and what the norm after its layer gets.
+        norm_input: Called with the site and the input of the norm after its layer.
 
     Example:
         >>> from geoparam.analysis.reading.layer_sites import find_sites
@@ -63,7 +64,7 @@ def observe(
             watch(call.norm, norm_input if site.norm is not None else None, site)
             if site.readable and not site.own_activation:
                 watch(call.activation, pre_activation, site)
-    held: dict[int, Tensor] = {}  # the last call, which only the next one shows to be a step
+    held: dict[int, Tensor] = {}  # the latest visit; only the next one shows that it made a step
 
     def show() -> None:
         for step, tensor in held.items():
@@ -80,20 +81,16 @@ def observe(
     with ExitStack() as stack:
         for site in sites.values():
             if site.own_activation and site.calls and pre_activation is not None:
-                stack.enter_context(_shown_inside(site, pre_activation))
-        stack.enter_context(_casting_anew())
-        given, _ = unshared(inputs)
-        graph = trace(model, given, visit=visit)
+                stack.enter_context(_show_own_activation(site, pre_activation))
+        stack.enter_context(_no_autocast_cache())
+        graph = trace(model, inputs, visit=visit)
         show()  # a layer whose result is not returned
     return took_same_steps(sites.values(), graph)
 
 
 @contextmanager
-def _casting_anew() -> Iterator[None]:
-    """Let autocast cast weights as they are: those it keeps are from before the optimizer's step.
-
-    It keeps them until its outermost context is left, which may be around a whole training step.
-    """
+def _no_autocast_cache() -> Iterator[None]:
+    """Let autocast cast the weights again: its cached ones may be older than the last step."""
     kept = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -103,17 +100,17 @@ def _casting_anew() -> Iterator[None]:
 
 
 @contextmanager
-def _shown_inside(site: Site, see: See) -> Iterator[None]:
-    """Show what a layer gives to an activation of its own, which leaves no step."""
+def _show_own_activation(site: Site, see: See) -> Iterator[None]:
+    """Show the input of an activation that the layer itself applies, which leaves no step."""
     attributes, activation = vars(site.layer), site.activation
     assert callable(activation)
-    held = "activation" in attributes  # a module is elsewhere; what is here stands before it
+    held = "activation" in attributes  # a function; a module is in _modules, behind attributes
 
-    def shown(z: Tensor) -> Tensor:
-        see(site, z.clone())  # for who keeps it: the activation may overwrite z
+    def show_and_activate(z: Tensor) -> Tensor:
+        see(site, z.clone())  # the activation may overwrite z
         return activation(z)
 
-    attributes["activation"] = shown
+    attributes["activation"] = show_and_activate
     try:
         yield
     finally:
@@ -121,17 +118,53 @@ def _shown_inside(site: Site, see: See) -> Iterator[None]:
         attributes.update({"activation": activation} if held else {})
 
 
-def input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return the length of what units see of `x`, at each point: of a patch, for a convolution.
+def batch_moments(
+    model: nn.Module, inputs: Inputs, sites: Mapping[str, Site], training: bool = False
+) -> dict[str, Moments]:
+    """Run the model and return the averages of what the norm after each layer sees, by layer.
 
-    Where the layer subtracts the mean of its input, as it does in evaluation, it is the length of
-    what is left. With groups there is one length for each, where the channels were.
+    With `training`, norms with running statistics use the batch's instead.
+    """
+    seen: dict[str, list[Moments]] = {}
+
+    def see(site: Site, z: Tensor) -> None:
+        seen.setdefault(site.name, []).append(norm_moments(site.norm, z))
+
+    with use_batch(model) if training else nullcontext():
+        observe(model, inputs, sites, norm_input=see)
+    return {name: average_moments(each) for name, each in seen.items()}
+
+
+def unseen_moments(sites: Mapping[str, Site]) -> dict[str, Moments]:
+    """Return NaN for the norms with running statistics: if no batch shows them, none are used."""
+    unknown = Moments(*torch.full((2,), torch.nan))
+    return {name: unknown for name, site in sites.items() if has_running(site.norm)}
+
+
+@contextmanager
+def use_batch(model: nn.Module) -> Iterator[None]:
+    """Let norms with running statistics use the batch's in a trace, which restores the norms."""
+
+    def train_norms(*_: object) -> None:
+        for module in model.modules():
+            if has_running(module):
+                module.training = True
+
+    with model.register_forward_pre_hook(train_norms):
+        yield
+
+
+def input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return the length of a layer's input at each point; of each patch, for a convolution.
+
+    If the layer subtracts the mean of its input, it is the length of the difference, with the
+    mean of evaluation. With groups there is one length for each, where the channels were.
 
     Example:
         >>> input_lengths(nn.Conv1d(1, 2, 2), torch.tensor([[[3., 4., 0.]]]))
         tensor([[[5., 4.]]])
     """
-    x = x.to(torch.promote_types(x.dtype, torch.float32))  # squares leave float16
+    x = x.to(torch.promote_types(x.dtype, torch.float32))  # squares overflow float16
     mean = _input_mean(layer, x)
     size = getattr(layer, "kernel_size", ())
     if not size:
@@ -141,7 +174,8 @@ def input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
     if mean is not None and borders:
         x = x - mean
     mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-    x = F.pad(x, _pads(conv), mode=mode)
+    pads = "_pads" if isinstance(conv, GmPLayer) else "_reversed_padding_repeated_twice"
+    x = F.pad(x, list(getattr(conv, pads)), mode=mode)
     if mean is not None and not borders:
         x = x - mean
     squares = x.square().unflatten(-len(size) - 1, (conv.groups, -1)).sum(dim=-len(size) - 1)
@@ -152,15 +186,9 @@ def input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _input_mean(layer: nn.Module, x: Tensor) -> Tensor | None:
-    """Return what the layer subtracts from its input; nothing is tracked, in training neither."""
+    """Return the mean that the layer subtracts from its input; no running mean is updated."""
     norm = layer.input_norm if isinstance(layer, GmPLayer) else layer
     if not isinstance(norm, TrackedMean):
         return None
     mean = norm.mean(x) if norm.running_mean is None else norm.running_mean
     return mean.view(-1, *[1] * len(getattr(layer, "kernel_size", ())))
-
-
-def _pads(conv: Any) -> list[int]:
-    """Return the padding of each side, last dimension first, as `F.pad` takes it."""
-    ours = isinstance(conv, GmPLayer)
-    return list(getattr(conv, "_pads" if ours else "_reversed_padding_repeated_twice"))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from geoparam.analysis.reading.activations import Activation, SReLU, breaks
 from geoparam.analysis.reading.layer_sites import Site, unwrap
-from geoparam.analysis.reading.moments import has_running
+from geoparam.analysis.reading.norms import has_running
 from geoparam.analysis.reading.probe import observe
 from geoparam.analysis.slices.plane import Plane
 from geoparam.base_layer import GmPLayer

@@ -1,26 +1,25 @@
-"""Everything a tracker records of one moment, as one small matrix on the model's device."""
+"""All that a tracker records of one moment, as one small matrix on the model's device."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from geoparam.analysis.boundary import gathered
+from geoparam.analysis.boundary import gather
 from geoparam.analysis.partition import Pattern, Patterns
 from geoparam.analysis.reading.layer_sites import Site, count_units
-from geoparam.analysis.reading.moments import Moments
+from geoparam.analysis.reading.norms import Moments
 from geoparam.analysis.tracker.history import column
 from geoparam.analysis.tracker.motion import Measured, Motion
-from geoparam.analysis.tracker.probe_readings import Readings, median
-from geoparam.analysis.tracker.quantiles import Quantiles
-from geoparam.analysis.tracker.replay import Replayed
+from geoparam.analysis.tracker.probe_readings import ProbeReadings, median
+from geoparam.analysis.tracker.replay import GraphReplay
 from geoparam.conversion.plan import Inputs
 
 LEVELS = (0.0, 0.5, 0.99, 1.0)
-MOTION = {  # of which vector of all units, which level
+MOTION = {  # which vector over all units, and which level of it
     "rotation_max": (0, 3),
     "rotation_median": (0, 1),
     "rotation_p99": (0, 2),
@@ -46,18 +45,19 @@ REGIONS = ("pattern_change", "points_changed", "regions")
 QUANTITIES = (*MOTION, *ANGLES, *UNITS, *REGIONS)
 PER_UNIT = ("rotation", "displacement", "scale", "distance")
 OTHER_STEPS = (
-    "on the probe the model takes other steps than when the tracker was built, so what the probe "
-    "tells is NaN in this record: a branch or a router decided otherwise, or example_inputs lead "
-    "elsewhere than the probe does."
+    "on the probe the model takes other steps than when the tracker was built, so the probe's "
+    "quantities are NaN in this record: a branch or a router decided otherwise, or example_inputs "
+    "lead elsewhere than the probe does."
 )
 DRAWABLE = 3  # inputs up to which the locations of all units are kept with keep="full"
 
 
-class Gauge:
+class Measurement:
     """Measures a model's units, compared with the time before.
 
     `measure()` returns the summary (layers + 1, quantities), the network's last, and, if `full`,
-    the numbers of all units in the order of `unit_types`.
+    the values of all units in the order of `unit_types`. With `batch`, norms with running
+    statistics are read by those of the probe.
     """
 
     def __init__(
@@ -67,38 +67,41 @@ class Gauge:
         probe: Inputs | None = None,
         units: int | None = None,
         full: bool = False,
+        batch: bool = False,
     ) -> None:
         self.model, self.sites, self.probe, self.full = model, sites, probe, full
+        self._batch = batch
         self._motion = Motion(sites, units)
-        counts, device = self._motion.counts, self._motion.device
-        self._by_layer = Quantiles(counts, LEVELS, device)
-        self._overall = Quantiles([sum(counts)], LEVELS, device)
-        layer_of = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-        self._layer_of = layer_of.to(device)
-        sizes = torch.tensor([count_units(site.layer) for site in sites.values()])
-        self._sizes = _with(sizes.double(), sizes.double().sum()).to(device)
-        self._replayed = Replayed(self._measure_motion, _read_by(sites))
+        counts = torch.tensor(self._motion.counts)
+        self._layer_of = torch.arange(len(counts)).repeat_interleave(counts).to(self.device)
+        sizes = torch.tensor([count_units(site.layer) for site in sites.values()]).double()
+        self._sizes = _with_network(sizes, sizes.sum()).to(self.device)
+        self._replay = GraphReplay(self._measure_motion, _modules_of(sites.values()))
         inside = set(model.modules())
         self._read = {
-            name: [part for part in _read_by({name: site}) if part in inside]
+            name: [module for module in _modules_of([site]) if module in inside]
             for name, site in sites.items()
         }
         self._patterns: Patterns | None = None
         self.unit_types: np.dtype | None = None
 
-    @torch.inference_mode(False)  # of what is kept, the next call may be outside of it
+    @property
+    def device(self) -> torch.device:
+        return self._motion.device
+
+    @torch.inference_mode(False)  # tensors that are kept may be used outside of it
     @torch.no_grad()
     def measure(self) -> tuple[Tensor, Tensor | None]:
         """Measure now; the next call compares with this one."""
         self._check_model()
         readings = None
         if self.probe is not None:
-            readings = Readings(self.model, self.probe, self.sites)
+            readings = ProbeReadings(self.model, self.probe, self.sites, self._batch)
             reshard(self.model)
-            if not readings.followed:
+            if not readings.same_steps:
                 warnings.warn(OTHER_STEPS, stacklevel=4)
         if readings is None or not readings.moments:
-            measured, table = self._replayed()
+            measured, table = self._replay()
         else:
             measured, table = self._measure_motion(readings.moments)
         if readings is not None:
@@ -108,12 +111,12 @@ class Gauge:
                 self._patterns = readings.patterns
         unknown = torch.full_like(table["rotation_max"], torch.nan)
         values = torch.stack([table.get(name, unknown) for name in QUANTITIES], dim=1)
-        return values, self._units(measured, readings) if self.full else None
+        return values, self._all_units(measured, readings) if self.full else None
 
     def _check_model(self) -> None:
         """Refuse to measure layers that are not in the model any more."""
         inside = set(self.model.modules())
-        gone = [name for name, parts in self._read.items() if not inside.issuperset(parts)]
+        gone = [name for name, modules in self._read.items() if not inside.issuperset(modules)]
         if gone:
             raise ValueError(
                 "the model has other modules than when the tracker was built, at "
@@ -121,36 +124,36 @@ class Gauge:
                 "afterwards."
             )
 
-    # --- the summary: one number for each layer, and one for the network ----------------------
+    # --- the summary: one value for each layer, and one for the network -----------------------
 
     def _measure_motion(
         self, moments: Mapping[str, Moments] | None = None
     ) -> tuple[Measured, dict[str, Tensor]]:
         measured = self._motion.measure(moments)
-        return measured, self._motion_columns(measured)
-
-    def _motion_columns(self, measured: Measured) -> dict[str, Tensor]:
         distance = measured.distance.abs()
         vectors = torch.stack([measured.rotation, measured.displacement, measured.scale, distance])
-        levels = torch.cat([self._by_layer(vectors), self._overall(vectors)], dim=1).double()
+        by_layer = segment_quantiles(vectors, self._layer_of, len(self.sites), LEVELS)
+        overall = segment_quantiles(vectors, torch.zeros_like(self._layer_of), 1, LEVELS)
+        levels = torch.cat([by_layer, overall], dim=1).double()
         missing = measured.rotation.isnan().double()
         undefined = self._layer_sums(missing)
         squares = self._layer_sums(measured.rotation.double().nan_to_num(nan=0.0).square())
         defined = self._layer_sums(1 - missing)
-        totals = _with(squares, squares.sum()) / _with(defined, defined.sum())
-        return {
+        return measured, {
             **{name: levels[which, :, level] for name, (which, level) in MOTION.items()},
-            "rotation_rms": totals.sqrt(),
+            "rotation_rms": (squares / defined).sqrt(),
             "units": self._sizes,
-            "undefined": _with(undefined, undefined.sum()),
-            "smallest_product": _with(measured.smallest_product.double()),
-            "negligible_metric": _with(measured.negligible_metric.double()),
+            "undefined": undefined,
+            "smallest_product": _with_network(measured.smallest_product.double()),
+            "negligible_metric": _with_network(measured.negligible_metric.double()),
         }
 
     def _layer_sums(self, per_unit: Tensor) -> Tensor:
-        return per_unit.new_zeros(len(self.sites)).index_add(0, self._layer_of, per_unit)
+        """Return the sum over each layer's units, and over all layers."""
+        sums = per_unit.new_zeros(len(self.sites)).index_add(0, self._layer_of, per_unit)
+        return _with_network(sums, sums.sum())
 
-    def _unit_columns(self, readings: Readings, distance: Tensor) -> dict[str, Tensor]:
+    def _unit_columns(self, readings: ProbeReadings, distance: Tensor) -> dict[str, Tensor]:
         lengths = self._column(readings.lengths)
         active = readings.active.items()
         smaller = {
@@ -167,7 +170,7 @@ class Gauge:
 
     def _region_columns(self, patterns: Patterns) -> dict[str, Tensor]:
         earlier = self._patterns
-        if earlier is None or not patterns.is_like(earlier):  # a router may leave a layer out
+        if earlier is not None and not patterns.is_like(earlier):  # a router may skip a layer
             earlier = None
         layers, network = patterns.changes(earlier or patterns)
         return {
@@ -177,65 +180,61 @@ class Gauge:
         }
 
     def _column(self, found: Mapping[str, Tensor], network: Tensor | None = None) -> Tensor:
-        """Return one number for each layer, NaN where there is none, and the network's."""
-        unknown = torch.full((), torch.nan, dtype=torch.float64, device=self._motion.device)
-        numbers = [found.get(name, unknown) for name in self.sites]
-        return torch.stack([_number(t, unknown) for t in (*numbers, _or(network, unknown))])
+        """Return one value for each layer, NaN where there is none, and the network's."""
+        unknown = torch.full((), torch.nan, dtype=torch.float64, device=self.device)
+        values = [found.get(name, unknown) for name in self.sites]
+        values.append(unknown if network is None else network)
+        return torch.stack([value.to(unknown) for value in values])
 
     # --- every unit ---------------------------------------------------------------------------
 
-    def _units(self, measured: Measured, readings: Readings | None) -> Tensor:
-        """Return all numbers of all units as one vector, and set `unit_types` to their order."""
+    def _all_units(self, measured: Measured, readings: ProbeReadings | None) -> Tensor:
+        """Return all values of all units as one vector, and set `unit_types` to their order."""
         ends = torch.tensor([0, *self._motion.counts]).cumsum(0).tolist()
         types: list[tuple[str, Any]] = [("step", "f8")]
-        numbers = [measured.rotation.new_zeros(1, dtype=torch.float64)]
-        for index, name in enumerate(self.sites):
+        values = [torch.zeros(1, dtype=torch.float64, device=self.device)]
+        for index, (name, site) in enumerate(self.sites.items()):
             stretch = slice(ends[index], ends[index + 1])
             found = {key: getattr(measured, key)[stretch] for key in PER_UNIT}
-            found |= self._drawn(name, found["distance"], stretch)
-            if readings is not None and _is_shown(self.sites[name]):
+            found |= self._locations(name, found["distance"], stretch)
+            if readings is not None and _has_activity(site):
                 unknown = torch.full_like(found["scale"], torch.nan)
                 active = readings.active.get(name)
                 found["active"] = unknown if active is None else self._motion.pick(name, active)
             types.append((column(name), [(key, "f8", tuple(t.shape)) for key, t in found.items()]))
-            numbers += [_number(t, numbers[0]).flatten() for t in found.values()]
+            values += [value.to(values[0]).flatten() for value in found.values()]
         if self.unit_types is None:
             self.unit_types = np.dtype(types)
-        return torch.cat(numbers)
+        return torch.cat(values)
 
-    def _drawn(self, name: str, distance: Tensor, stretch: slice) -> dict[str, Tensor]:
+    def _locations(self, name: str, distance: Tensor, stretch: slice) -> dict[str, Tensor]:
         """Return the locations of a layer with so few inputs that they can be drawn."""
         u, before = self._motion.reference[name], self._motion.before
         if u.shape[1] > DRAWABLE or before is None:
             return {}
-        u = _number(gathered(u), distance)
+        u = gather(u).to(distance.device, torch.float64)
         return {"location": -(distance * before[0, stretch])[:, None] * u}
 
-    def unit_row(self, step: int, numbers: np.ndarray) -> np.ndarray:
-        """Return the numbers of all units as one row of `unit_types`."""
+    def unit_row(self, step: int, values: np.ndarray) -> np.ndarray:
+        """Return the values of all units as one row of `unit_types`."""
         assert self.unit_types is not None
-        row = numbers.view(self.unit_types)
+        row = values.view(self.unit_types)
         row["step"] = step
         return row
 
     # --- between records ----------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next measure compares with."""
-        state: dict[str, Any] = {
-            "reference": dict(self._motion.reference),
-            "channels_last": dict(self._motion.channels_last),
-            "before": self._motion.before,
-        }
+        """Return what the next measurement compares with."""
+        motion = self._motion
+        state: dict[str, Any] = {"reference": dict(motion.reference), "before": motion.before}
         if self._patterns is not None:
             parts = self._patterns.parts
             state["packed"] = {step: part.packed for step, part in parts.items()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compare the next measure with an earlier one."""
-        self._motion.channels_last = dict(state["channels_last"])
-        self._replayed.forget()  # kernels that read the rows in another order
+        """Compare the next measurement with an earlier one."""
         for name, directions in state["reference"].items():
             self._motion.reference[name].copy_(directions)
         assert self._motion.before is not None
@@ -248,34 +247,56 @@ class Gauge:
             self._patterns = Patterns(earlier, self._patterns.layers)
 
 
+def segment_quantiles(
+    values: Tensor, segment: Tensor, count: int, levels: Sequence[float]
+) -> Tensor:
+    """Return quantiles (Q, segments, levels) of values (Q, N), whose columns are in segments (N,).
+
+    They interpolate linearly, as numpy's do. NaN counts as missing; all missing give NaN.
+
+    Example:
+        >>> values = torch.tensor([[5., 1., 3., torch.nan, 7.]])
+        >>> segment_quantiles(values, torch.tensor([0, 0, 0, 1, 1]), 2, (0.5, 1.0))
+        tensor([[[3., 5.],
+                 [7., 7.]]])
+    """
+    order = values.argsort(dim=1)  # NaN sorts last
+    order = order.gather(1, segment[order].argsort(dim=1, stable=True))
+    ordered = values.gather(1, order)
+    zeros = torch.zeros(len(values), count, dtype=torch.int64, device=values.device)
+    sizes = zeros[0].index_add(0, segment, torch.ones_like(segment))
+    known = zeros.index_add(1, segment, (~values.isnan()).long())
+    start = (sizes.cumsum(0) - sizes)[:, None]
+    level = torch.stack([values.new_full((), each) for each in levels])
+    place = level * (known - 1).clamp(min=0)[:, :, None]
+    low, high = (
+        ordered.gather(1, (start + at.long()).flatten(1)).view_as(place)
+        for at in (place.floor(), place.ceil())
+    )
+    between = torch.lerp(low, high, place - place.floor())
+    return torch.where(low == high, low, between)  # infinity less infinity is NaN
+
+
 def reshard(model: nn.Module) -> None:
-    """Let FSDP2 keep parameters in pieces again, which a run leaves whole at the root."""
+    """Shard the parameters of an FSDP2 model again, which a run leaves whole at the root."""
     for module in model.modules():
-        reshard_it = getattr(module, "reshard", None)
-        if callable(reshard_it) and hasattr(module, "unshard"):
-            reshard_it()
+        reshard_module = getattr(module, "reshard", None)
+        if callable(reshard_module) and hasattr(module, "unshard"):
+            reshard_module()
 
 
-def _read_by(sites: Mapping[str, Site]) -> list[nn.Module]:
-    """Return the modules whose tensors say where the boundaries are."""
-    held = [part for site in sites.values() for part in (site.layer, site.norm, site.activation)]
+def _modules_of(sites: Any) -> list[nn.Module]:
+    """Return the modules whose tensors decide where the boundaries are."""
+    held = [part for site in sites for part in (site.layer, site.norm, site.activation)]
     return [part for part in held if isinstance(part, nn.Module)]
 
 
-def _is_shown(site: Site) -> bool:
+def _has_activity(site: Site) -> bool:
     """Return whether a run shows where the units of a layer are active."""
     seen = site.own_activation or any(call.activation is not None for call in site.calls)
     return site.breaks is not None and site.readable and bool(site.calls) and seen
 
 
-def _with(layers: Tensor, network: Tensor | None = None) -> Tensor:
+def _with_network(layers: Tensor, network: Tensor | None = None) -> Tensor:
     last = layers.new_full((), torch.nan) if network is None else network
     return torch.cat([layers, last[None]])
-
-
-def _or(given: Tensor | None, default: Tensor) -> Tensor:
-    return default if given is None else given
-
-
-def _number(t: Tensor, like: Tensor) -> Tensor:
-    return t.to(like.device, torch.float64)

@@ -1,4 +1,4 @@
-r"""How far boundaries have moved since they were last measured, for all layers of a model at once.
+r"""How far boundaries have moved since the last measurement, for all layers of a model at once.
 
 For the direction u of a unit and its earlier one u', and signed distances lam and lam',
 
@@ -8,10 +8,10 @@ For the direction u of a unit and its earlier one u', and signed distances lam a
                    (lam + lam')^2 - lam lam' ||u + u'||^2  elsewhere: sums without cancellation.
 
 So each layer needs three lengths of rows, and one copy of its directions from one time to the
-next; everything after that is arithmetic with one number for each unit, done for all layers
-together. A sign (of gamma, or of r inside) turns a direction around: it only exchanges the two
-lengths, and the copy needs to know nothing of it. Nothing here waits for the device, and what is
-kept stays where it is, so that the kernels can be replayed.
+next; the rest is arithmetic with one element for each unit, for all layers together. A sign (of
+gamma, or of r inside) reverses a direction: it only exchanges the two lengths, so the copy is kept
+without signs. Nothing here synchronises with the device, and all state is updated in place, so
+that the kernels can be replayed.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from geoparam.analysis.boundary import LEFT_OUT, Parts, PreActivation, combine, gathered, parts
+from geoparam.analysis.boundary import DEFAULTS, Parts, combine, gather, offset_at, read_parts
 from geoparam.analysis.reading.layer_sites import Site, count_units
-from geoparam.analysis.reading.moments import Moments
+from geoparam.analysis.reading.norms import Moments
 from geoparam.base_layer import GmPLayer
 
 SAMPLED = 64  # units of a layer whose angles are counted: a scan of all took 0.7 ms on an H200
@@ -30,7 +30,7 @@ NEGLIGIBLE = 1e-4  # a metric below this: a step of the angle turns the unit by 
 
 
 class Measured(NamedTuple):
-    """One number for each unit of all layers (total,); of each angular layer, (layers,)."""
+    """One element for each unit of all layers, (total,); the last two for each layer."""
 
     rotation: Tensor  # degrees
     displacement: Tensor
@@ -67,11 +67,9 @@ class Motion:
         double = any(parameter.dtype == torch.float64 for parameter in some)
         self.dtype = torch.float64 if double else torch.float32
         self.chosen = {
-            name: None if count == size else _evenly_spaced(size, count, self.device)
+            name: None if count == size else _space_evenly(size, count, self.device)
             for name, size, count in zip(self.sites, sizes, self.counts, strict=True)
         }
-        # Decided once: a weight that changes its layout must not change the order of its rows.
-        self.channels_last = {name: _channels_last(site) for name, site in self.sites.items()}
         self.reference: dict[str, Tensor] = {}  # the directions, without signs
         self.before: Tensor | None = None  # signs and distances at both ends, (3, total)
         self._constants: dict[float, Tensor] = {}
@@ -83,59 +81,53 @@ class Motion:
         angular: list[Tensor] = []
         with torch.autocast(self.device.type, enabled=False):
             for (name, site), count in zip(self.sites.items(), self.counts, strict=True):
-                seen = (moments or {}).get(name)
-                found = parts(site.layer, site.norm, seen, self.channels_last[name])
-                for key, column in self._vectors(site, found, count).items():
-                    columns.setdefault(key, []).append(column)
-                u, lengths = self._turned(name, found.rows, found.unit)
-                for key, column in lengths.items():
-                    columns.setdefault(key, []).append(self._to_numbers(gathered(column)))
-                angular.append(self._to_numbers(_smallness(site, u, self._constant(torch.nan, 2))))
+                found = read_parts(site.layer, site.norm, (moments or {}).get(name))
+                u, lengths = self._compare_directions(name, found)
+                vectors = self._vectors(site, found, count)
+                vectors |= {key: self._cast(gather(length)) for key, length in lengths.items()}
+                for key, vector in vectors.items():
+                    columns.setdefault(key, []).append(vector)
+                angular.append(self._cast(_angle_metric(site, u, self._constant(torch.nan, 2))))
         return self._compare(
             {key: torch.cat(column) for key, column in columns.items()}, torch.stack(angular)
         )
 
-    # --- one layer ----------------------------------------------------------------------------
+    def pick(self, name: str, value: Tensor) -> Tensor:
+        """Return the elements of the units of a layer that are followed, from those of all."""
+        chosen = self.chosen[name]
+        return value if chosen is None else value[chosen.to(value.device)]
 
     def _vectors(self, site: Site, found: Parts, count: int) -> dict[str, Tensor]:
-        """Return the parts of a layer with one number for each unit, and its breakpoints."""
+        """Return the parts of a layer and its breakpoints with one element for each unit."""
         breaks = site.breaks
         ends = (torch.nan,) if breaks is None else breaks.points
-        given = {
-            **{name: _or(getattr(found, name), value) for name, value in LEFT_OUT.items()},
-            "eps": found.eps,
-            "low": ends[0],
-            "high": ends[-1],
-        }
+        given = {name: getattr(found, name) for name in DEFAULTS}
+        given = {name: DEFAULTS[name] if part is None else part for name, part in given.items()}
+        given |= {"eps": found.eps, "low": ends[0], "high": ends[-1]}
         return {
-            name: self.pick(site.name, self._to_numbers(value.detach()).expand(len(found.rows)))
+            name: self.pick(site.name, self._cast(value.detach()).expand(len(found.rows)))
             if isinstance(value, Tensor)
             else self._constant(value, count)
             for name, value in given.items()
         }
 
-    def pick(self, name: str, value: Tensor) -> Tensor:
-        """Return one number for each unit of a layer that is followed, from those of all."""
-        chosen = self.chosen[name]
-        return value if chosen is None else value[chosen.to(value.device)]
-
     def _constant(self, value: float, count: int) -> Tensor:
         if value not in self._constants:
             size = (max(2, *self.counts),)
-            numbers = torch.full(size, value, dtype=self.dtype, device=self.device)
-            self._constants[value] = numbers
+            full = torch.full(size, value, dtype=self.dtype, device=self.device)
+            self._constants[value] = full
         return self._constants[value][:count]
 
-    def _to_numbers(self, value: Tensor) -> Tensor:
+    def _cast(self, value: Tensor) -> Tensor:
         return value.to(self.device, self.dtype)
 
-    def _turned(self, name: str, rows: Tensor, unit: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a layer's directions and the lengths that tell how they have turned."""
-        rows = rows.detach()
-        rows = rows if self.chosen[name] is None else self.pick(name, gathered(rows))
+    def _compare_directions(self, name: str, found: Parts) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a layer's directions, and the lengths from which their turns follow."""
+        rows = found.rows.detach()
+        rows = rows if self.chosen[name] is None else self.pick(name, gather(rows))
         u = rows.to(torch.promote_types(rows.dtype, torch.float32))
         length = self._constant(1.0, len(u))
-        if not unit:
+        if not found.unit:
             length = torch.linalg.vector_norm(u, dim=1)
             u = u / length[:, None]
         if name not in self.reference:
@@ -145,14 +137,12 @@ class Motion:
         before.copy_(u)
         return u, {"length": length, "apart": apart, "together": together}
 
-    # --- all layers ---------------------------------------------------------------------------
-
     def _compare(self, v: Mapping[str, Tensor], angular: Tensor) -> Measured:
         pre = combine(v, v["eps"])
         slope = pre.gain.abs() * v["length"]
         slope = torch.where(slope == 0, torch.nan, slope)
         sign = torch.where(slope.isnan(), torch.nan, pre.gain.sign())
-        low, high = (_offset(pre, v[end]) / slope for end in ("low", "high"))
+        low, high = (offset_at(pre, v[end]) / slope for end in ("low", "high"))
         now = torch.stack([sign, low, high])
         before = now if self.before is None else self.before.clone()
         self.before = now if self.before is None else self.before.copy_(now)
@@ -160,24 +150,14 @@ class Motion:
         near = torch.where(flipped, v["together"], v["apart"])
         far = torch.where(flipped, v["apart"], v["together"])
         turn = 2 * torch.atan2(near, far)
-        moved = _displacement(now[1:], before[1:], near, far).amax(dim=0)
         return Measured(
             rotation=torch.where((before[0] * sign).isnan(), torch.nan, turn.rad2deg()),
-            displacement=moved,
+            displacement=_displacement(now[1:], before[1:], near, far).amax(dim=0),
             scale=pre.outer * slope / pre.deviation,
             distance=low,
             smallest_product=angular[:, 0],
             negligible_metric=angular[:, 1],
         )
-
-
-def _or(given: Tensor | None, default: float) -> Tensor | float:
-    return default if given is None else given
-
-
-def _offset(pre: PreActivation, point: Tensor) -> Tensor:
-    height = pre.beta - point
-    return pre.shift + torch.where(height == 0, 0, height * pre.deviation)
 
 
 def _displacement(lam: Tensor, before: Tensor, near: Tensor, far: Tensor) -> Tensor:
@@ -187,17 +167,11 @@ def _displacement(lam: Tensor, before: Tensor, near: Tensor, far: Tensor) -> Ten
     return torch.where(product >= 0, same_side, other_side).sqrt()
 
 
-def _channels_last(site: Site) -> bool:
-    """Return whether a convolution's weight, an ordinary parameter, is so in memory."""
-    weight = site.layer._parameters.get("weight")
-    return weight is not None and weight.ndim > 2 and weight.stride(1) == 1
-
-
-def _evenly_spaced(size: int, count: int, device: torch.device) -> Tensor:
+def _space_evenly(size: int, count: int, device: torch.device) -> Tensor:
     return torch.linspace(0, size - 1, count, device=device).round().long()
 
 
-def _smallness(site: Site, u: Tensor, unknown: Tensor) -> Tensor:
+def _angle_metric(site: Site, u: Tensor, unknown: Tensor) -> Tensor:
     """Return the smallest product of cosines and the share of angles with negligible metric.
 
     Angle k has the metric P_k^2 with P_k = prod_{j<k} cos a_j = ||u_{k..n}||; P falls with k.
@@ -210,4 +184,4 @@ def _smallness(site: Site, u: Tensor, unknown: Tensor) -> Tensor:
     some = u[:: -(-len(u) // SAMPLED)]
     used_up = some[:, :-2].square().cumsum(1) > 1 - NEGLIGIBLE  # P_1 = 1 is never small
     share = used_up.sum() / some[:, 1:].numel()
-    return gathered(torch.stack([smallest, share.to(smallest.dtype)]))
+    return gather(torch.stack([smallest, share.to(smallest.dtype)]))

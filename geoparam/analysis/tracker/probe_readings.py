@@ -1,62 +1,63 @@
-"""What a probe batch tells about units: which are dead, what they separate, how regions change.
+"""What a probe batch shows about units: which are dead, what they separate, how regions change.
 
-One run of the model shows every layer's input and pre-activation (`probe.observe`); this collects
-numbers from them on the device, layer by layer, and keeps only packed bits of the patterns.
+One run of the model shows every layer's input and pre-activation (`probe.observe`). Statistics are
+collected on the device, layer by layer, and only packed bits of the patterns are kept.
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from geoparam.analysis.partition import Collector, Patterns
 from geoparam.analysis.reading.layer_sites import Site
-from geoparam.analysis.reading.moments import Moments, average_moments, has_running, norm_moments
-from geoparam.analysis.reading.probe import input_lengths, observe
+from geoparam.analysis.reading.norms import Moments, average_moments, has_running, norm_moments
+from geoparam.analysis.reading.probe import input_lengths, observe, unseen_moments, use_batch
 from geoparam.conversion.plan import Inputs
-from geoparam.trace import tensors_in
 
 
-class Readings:
-    """The numbers of one run on a probe batch.
+class ProbeReadings:
+    """The readings of one run on a probe batch.
+
+    Args:
+        batch: Norms with running statistics use those of the probe instead, as in training.
 
     Attributes:
         active: The share of points at which each unit is active, (units,), by layer. A point is an
             example, or a position in one.
         above: The share of points above each breakpoint, (K, units), by layer.
-        lengths: The median length of what units see, one number, by layer.
-        moments: Mean and deviation of norms that have no statistics of their own, by layer.
+        lengths: The median length of a layer's inputs, one element, by layer.
+        moments: Mean and deviation of norms that are not read by running statistics, by layer.
         patterns: The activation patterns; None where all activations are smooth.
-        followed: Whether the model took the steps in which the sites were found; where a branch
-            or a router decided otherwise it is not known which layer showed what, and there are
-            no numbers.
+        same_steps: Whether the model took the steps in which the sites were found. If a branch or
+            a router decided otherwise, it is not known which layer showed what: no readings.
     """
 
-    def __init__(self, model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Inputs, sites: Mapping[str, Site], batch: bool = False
+    ) -> None:
+        self._batch = batch
         self._active: dict[str, list[Tensor]] = {}
         self._above: dict[str, list[Tensor]] = {}
         self._lengths: dict[str, list[Tensor]] = {}
         self._moments: dict[str, list[Moments]] = {}
-        first = next(tensors_in(inputs), None)
-        self._collector = Collector(None if first is None else len(first))
-        calls = (self._see, self._see_input, self._see_norm)
-        self.followed = observe(model, inputs, sites, *calls)
-        if not self.followed:
-            self._forget()
+        self._collector = Collector(inputs)
+        with use_batch(model) if batch else nullcontext():
+            self.same_steps = observe(
+                model, inputs, sites, self._see_pre_activation, self._see_input, self._see_norm
+            )
+        if not self.same_steps:
+            for seen in (self._active, self._above, self._lengths, self._moments):
+                seen.clear()
         self.active = {name: torch.stack(each).mean(dim=0) for name, each in self._active.items()}
         self.above = {name: torch.stack(each).mean(dim=0) for name, each in self._above.items()}
         self.lengths = {name: torch.stack(t).mean(dim=0) for name, t in self._lengths.items()}
-        self.moments = {name: average_moments(each) for name, each in self._moments.items()}
-        self.patterns: Patterns | None = None
-        if len(self._collector):
-            self.patterns = self._collector.patterns()
+        self.moments = unseen_moments(sites) if batch else {}
+        self.moments |= {name: average_moments(each) for name, each in self._moments.items()}
+        self.patterns: Patterns | None = self._collector.patterns() if self.same_steps else None
 
-    def _forget(self) -> None:
-        for seen in (self._active, self._above, self._lengths, self._moments):
-            seen.clear()
-        self._collector = Collector()
-
-    def _see(self, site: Site, z: Tensor) -> None:
+    def _see_pre_activation(self, site: Site, z: Tensor) -> None:
         breaks = site.breaks
         self._collector(site, z)
         if breaks is None or not z.numel():
@@ -74,22 +75,22 @@ class Readings:
             self._lengths.setdefault(site.name, []).append(median(lengths.flatten()))
 
     def _see_norm(self, site: Site, z: Tensor) -> None:
-        if site.norm is not None and not has_running(site.norm):
+        if site.norm is not None and (self._batch or not has_running(site.norm)):
             self._moments.setdefault(site.name, []).append(norm_moments(site.norm, z))
 
 
 def _share(sides: Tensor, channel: int) -> Tensor:
-    """Return the share of points; counted, so that all of them are exactly one."""
+    """Return the share of points that are True; from counts, so that all of them are exactly 1."""
     others = [d for d in range(sides.ndim) if d != channel % sides.ndim]
     count = sides.sum(dim=others) if others else sides.long()
     return count.double() / max(1, sides.numel() // max(1, len(count)))
 
 
 def median(values: Tensor) -> Tensor:
-    """Return the middle value, of an even number the mean of two, without a limit on size."""
+    """Return the middle value, of an even number the mean of two; any size, unlike quantile."""
     count = values.numel()
     places = ((count - 1) // 2, count // 2)
-    if values.is_cuda:  # which selects slower than it sorts
+    if values.is_cuda:  # which sorts faster than it selects
         ordered = values.sort().values
         low, high = (ordered[place] for place in places)
     else:

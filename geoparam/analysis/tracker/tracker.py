@@ -1,8 +1,8 @@
 """Follow the boundaries of a model's units through training: `BoundaryTracker`.
 
-A tracker reads and never writes: it runs no random numbers, changes no buffer and no flag, so a
-run gives the same numbers with and without it. Everything is computed on the model's device; a
-record is one small copy to the host, which is waited for only when somebody looks at the history.
+A tracker only reads: it draws no random numbers and changes no buffer and no flag, so a run gives
+the same numbers with and without it. Everything is computed on the model's device; a record is one
+small asynchronous copy to the host, which only reading the history waits for.
 """
 
 import os
@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from geoparam.analysis.reading.layer_sites import Follows, Layers, find_sites, is_traced, unwrap
+from geoparam.analysis.boundary import Statistics
+from geoparam.analysis.reading.layer_sites import Follows, Layers, find_sites, unwrap
 from geoparam.analysis.tracker.history import NETWORK, History
-from geoparam.analysis.tracker.measurement import QUANTITIES, Gauge, reshard
+from geoparam.analysis.tracker.measurement import QUANTITIES, Measurement, reshard
 from geoparam.conversion.plan import Inputs
+from geoparam.trace import is_tracing
 
 
 class Writer(Protocol):
-    """What is asked of a TensorBoard SummaryWriter."""
+    """The part of a TensorBoard SummaryWriter that a tracker uses."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
 
@@ -36,11 +38,7 @@ class _Pending(NamedTuple):
 
 
 class _FirstBatch:
-    """The hook that shows a tracker the first batch.
-
-    A copy of the model, for an average of its weights or in a file, is not followed: there the
-    hook does nothing.
-    """
+    """The hook that shows a tracker the first batch; in a copy of the model it does nothing."""
 
     def __init__(self, see: Callable[[tuple, dict], None] | None = None) -> None:
         self._see = see
@@ -59,10 +57,10 @@ class BoundaryTracker:
     Call `step()` after each optimizer step. Each record has, for every layer, and where it says so
     for every unit with `keep="full"`:
 
-    - `rotation_max`, `_median`, `_p99`: degrees by which directions have turned since the last
-      record (`rotation`: each unit's). A direction is that of the active half-space: signs of
-      gamma, of weight_norm's length and of an inside r count; a unit without one, gamma = 0, is
-      NaN, left out of the summary and counted in `undefined`.
+    - `rotation_max`, `_median`, `_p99`, `_rms`: degrees by which directions have turned since the
+      last record (`rotation`: each unit's). A direction is that of the active half-space: signs
+      of gamma, of weight_norm's length and of an inside r count; a unit without one, gamma = 0,
+      is NaN, left out of the summary and counted in `undefined`.
     - `displacement_max`, `_median`, `_p99`: ||delta phi|| (`displacement`).
     - `scale_min`, `_median`, `_max` (`scale`), `distance_median`, `_p99`, `_max` of |lam|
       (`distance`, signed); with `keep="full"` also `location`, for layers of up to 3 inputs.
@@ -75,17 +73,17 @@ class BoundaryTracker:
       of a boundary; `pattern_change`, the share of bits of the activation pattern that changed
       since the last record; `points_changed`, the number of examples that changed their region;
       `regions`, how many distinct ones there are (`active`: the share of points at which each unit
-      is active). They are told of the activation that follows, after a residual sum if there is
+      is active). They belong to the activation that follows, after a residual sum if there is
       one; phi is always that of the layer and its norm alone.
 
     Layers with a smooth activation, or none, have rotation and scale only; the rest is NaN.
 
-    What follows a layer is seen in a run on `example_inputs`, or on the probe; with neither, on
+    What follows a layer is found in a run on `example_inputs`, or on the probe; with neither, on
     the first batch that the model is called with. Build the tracker after the model is on its
     device, before or after wrapping it in DDP or torch.compile, and after `fully_shard`.
 
-    With several processes the first one records and the others do nothing, except under FSDP2,
-    where all take part: call `step()` in all of them.
+    With several processes the first one records and the others do nothing, except under FSDP2:
+    there call `step()` in all of them.
 
     Args:
         model: Any model: standard, weight_norm, BatchNorm, LayerNorm, GmP, or a mixture.
@@ -95,11 +93,13 @@ class BoundaryTracker:
         keep: "summary", or "full" for every unit.
         schedule: Function of the step's number that says whether to record; instead of `every`.
         example_inputs: A small batch, to see what follows each layer.
-        follows: Norm and activation by layer name, where they are known better than seen.
+        follows: Norm and activation by layer name, to overrule what the run shows.
         units: At most so many units of each layer, evenly spaced, are followed; saves the copy
             of all directions that is otherwise kept.
+        statistics: "running" reads BatchNorm and MBN as they evaluate. "batch" reads them as they
+            train, by the statistics of the probe, which then needs the size of a training batch.
         file: An .npy file that grows with the records and survives a kill; see `history.py`.
-        resume: Go on with the file that is there; then call `load_state_dict`.
+        resume: Go on with the existing file; then call `load_state_dict`.
         writer: A TensorBoard SummaryWriter to write the summary to as well.
 
     Example:
@@ -128,6 +128,7 @@ class BoundaryTracker:
         example_inputs: Inputs | None = None,
         follows: Follows | None = None,
         units: int | None = None,
+        statistics: Statistics = "running",
         file: str | os.PathLike | None = None,
         resume: bool = False,
         writer: Writer | None = None,
@@ -136,16 +137,25 @@ class BoundaryTracker:
             raise ValueError(f"keep is 'summary' or 'full'; got {keep!r}.")
         if every < 1 or (units is not None and units < 1):
             raise ValueError(f"every and units are at least 1; got {every} and {units}.")
+        if statistics not in ("running", "batch") or (statistics == "batch" and probe is None):
+            raise ValueError(
+                f"statistics is 'running', or 'batch' with a probe; got {statistics!r} "
+                f"{'without' if probe is None else 'with'} a probe."
+            )
         self.model = unwrap(model)
         self.schedule = schedule or (lambda step: step % every == 0)
         self._probe = probe
         self._layers, self._follows = layers, follows
-        self._units, self._full = units, keep == "full"
+        self._options: dict[str, Any] = {
+            "units": units,
+            "full": keep == "full",
+            "batch": statistics == "batch",
+        }
         self._path, self._resume, self._writer = file, resume, writer
         self._steps = 0
         self._measured_at = 0
         self._pending: list[_Pending] = []
-        self._gauge: Gauge | None = None
+        self._measurement: Measurement | None = None
         self._history: History | None = None
         self._loaded: Mapping[str, Any] | None = None
         self._first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
@@ -170,9 +180,9 @@ class BoundaryTracker:
         """Count one optimizer step, and record if it is time to."""
         self._steps += 1
         if not self._waiting:
-            self._unhook()  # not from inside of the hook: others may be on their way
+            self._unhook()  # not from inside of the hook: torch is iterating over them
         if self._takes_part and self.schedule(self._steps):
-            self._record(self._begun())
+            self._record(self._require_measurement())
         self._collect(wait=False)
 
     @property
@@ -180,7 +190,7 @@ class BoundaryTracker:
         """The records so far: `history[layer][quantity]`, or `history.table(quantity)`."""
         if not self._first:
             raise RuntimeError("this process does not record: the first one of the group does.")
-        self._begun()
+        self._require_measurement()
         self._collect(wait=True)
         assert self._history is not None
         return self._history
@@ -197,9 +207,9 @@ class BoundaryTracker:
         """
         self._collect(wait=True)
         state: dict[str, Any] = {"step": self._steps}
-        if self._gauge is not None and self._measured_at != self._steps:
+        if self._measurement is not None and self._measured_at != self._steps:
             state["measured_at"] = self._measured_at
-            state["gauge"] = self._gauge.state_dict()
+            state["measurement"] = self._measurement.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -208,14 +218,14 @@ class BoundaryTracker:
         Records of later steps, of a run that was killed after the checkpoint, are dropped.
         """
         self._steps, self._loaded = state["step"], state
-        if self._gauge is not None:
-            self._go_on(self._gauge)
+        if self._measurement is not None:
+            self._go_on(self._measurement)
 
     # --- the beginning ------------------------------------------------------------------------
 
     def _see_first_batch(self, args: tuple, kwargs: dict) -> None:
-        if self._waiting and not torch.compiler.is_compiling() and not is_traced():
-            self._waiting = False  # the run that follows calls the model too
+        if self._waiting and not torch.compiler.is_compiling() and not is_tracing():
+            self._waiting = False  # the trace in `_begin` calls the model too
             self._begin(args, kwargs)
 
     def _unhook(self) -> None:
@@ -224,45 +234,45 @@ class BoundaryTracker:
             self._hook = None
 
     def _begin(self, inputs: Inputs, kwargs: Mapping[str, Any] | None = None) -> None:
-        """See what follows each layer, and take the first measure, to compare with."""
+        """Find what follows each layer, and take the first measurement, to compare with."""
         sites = find_sites(self.model, inputs, self._layers, self._follows, kwargs)
         reshard(self.model)
-        self._gauge = Gauge(self.model, sites, self._probe, self._units, self._full)
-        self._gauge.measure()
+        self._measurement = Measurement(self.model, sites, self._probe, **self._options)
+        self._measurement.measure()
         if self._first:
             self._history = History(
-                list(sites), QUANTITIES, self._gauge.unit_types, self._path, self._resume
+                list(sites), QUANTITIES, self._measurement.unit_types, self._path, self._resume
             )
             if len(self._history.steps) and self._loaded is None:
                 self._steps = self._measured_at = int(self._history.steps[-1])
         if self._loaded is not None:
-            self._go_on(self._gauge)
+            self._go_on(self._measurement)
 
-    def _go_on(self, gauge: Gauge) -> None:
+    def _go_on(self, measurement: Measurement) -> None:
         """Take over a checkpoint's state."""
         assert self._loaded is not None
         if self._history is not None:
             self._history.forget_after(self._steps)
-        gauge.measure()
+        measurement.measure()
         self._measured_at = self._loaded.get("measured_at", self._steps)
-        if "gauge" in self._loaded:
-            gauge.load_state_dict(self._loaded["gauge"])
+        if "measurement" in self._loaded:
+            measurement.load_state_dict(self._loaded["measurement"])
 
-    def _begun(self) -> Gauge:
-        if self._gauge is None:
+    def _require_measurement(self) -> Measurement:
+        if self._measurement is None:
             raise ValueError(
-                "the tracker has not seen what follows each layer: the model was not called, or "
+                "the tracker does not know what follows each layer: the model was not called, or "
                 "only where torch.compile hides it. Give example_inputs=, or a probe."
             )
-        return self._gauge
+        return self._measurement
 
     # --- records ------------------------------------------------------------------------------
 
-    def _record(self, gauge: Gauge) -> None:
-        values, units = gauge.measure()
+    def _record(self, measurement: Measurement) -> None:
+        values, units = measurement.measure()
         self._measured_at = self._steps
         if self._first:
-            self._pending.append(_on_its_way(self._steps, values, units))
+            self._pending.append(_start_copy(self._steps, values, units))
 
     def _collect(self, wait: bool) -> None:
         """Put the records that have arrived into the history; `wait` for all."""
@@ -270,8 +280,8 @@ class BoundaryTracker:
             step, values, units, arrived = self._pending.pop(0)
             if arrived is not None:
                 arrived.synchronize()
-            assert self._history is not None and self._gauge is not None
-            row = None if units is None else self._gauge.unit_row(step, units.numpy())
+            assert self._history is not None and self._measurement is not None
+            row = None if units is None else self._measurement.unit_row(step, units.numpy())
             self._history.append(step, values.numpy(), row)
             if self._writer is not None:
                 self._write_scalars(self._writer, step, values.numpy())
@@ -284,20 +294,19 @@ class BoundaryTracker:
                     writer.add_scalar(f"{name}/{quantity}", float(value), step)
 
 
-def _on_its_way(step: int, values: Tensor, units: Tensor | None) -> _Pending:
+def _start_copy(step: int, values: Tensor, units: Tensor | None) -> _Pending:
     """Start copying a record to the host, without waiting for it."""
     if not values.is_cuda:
         return _Pending(step, values.cpu(), units if units is None else units.cpu(), None)
-    on_host = [None if t is None else _copy_to_host(t) for t in (values, units)]
+
+    def copy(t: Tensor) -> Tensor:
+        host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+        return host.copy_(t, non_blocking=True)
+
+    on_host = copy(values), None if units is None else copy(units)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(values.device))
-    assert on_host[0] is not None
-    return _Pending(step, on_host[0], on_host[1], arrived)
-
-
-def _copy_to_host(t: Tensor) -> Tensor:
-    host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-    return host.copy_(t, non_blocking=True)
+    return _Pending(step, *on_host, arrived)
 
 
 def _has_arrived(record: _Pending) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from geoparam.analysis.tracker.measurement import reshard
+from geoparam.analysis import reshard
 
 
 class Average:
