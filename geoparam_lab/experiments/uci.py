@@ -321,7 +321,7 @@ def run(
         name: (tables or {}).get(name) or data_sets.load(name, data) for name in config["datasets"]
     }
     if storage is not None:
-        shared_study.check(storage)
+        shared_study.check_storage(storage)
     options: Record = {"key": KEY, "resume": resume, "may_change": _MAY_CHANGE}
     folder = Run.create(out, "uci", config, command, **options)
     alone = torch.device(device).type == "cpu" and storage is None
@@ -365,7 +365,7 @@ def _do(
     shared = config | {"datasets": None, "device": None}  # in these, who shares it may differ
     for name, own in tasks.items():
         stage = "chosen" if own[0].chosen else "search"
-        study = shared_study.study_name(f"uci-{name}-{stage}", shared, tables[name])
+        study = shared_study.name_study(f"uci-{name}-{stage}", shared, tables[name])
         session.share([(task.point, task) for task in own], judged, storage, study)
 
 
