@@ -40,7 +40,7 @@ from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import shared_study
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.stacked import Protocol, Result
-from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names, cores
+from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names, count_cores
 
 Array = np.ndarray
 Table = tuple[Array, Array]
@@ -329,7 +329,7 @@ def run(
     grid = {name: grid_tasks(config, name, together) for name in loaded}
     count = sum(len(task.members) for own in grid.values() for task in own)
     count += count // len(config["lrs"]) if protocol == "heldout" else 0
-    jobs = jobs or (cores() if alone else 1)
+    jobs = jobs or (count_cores() if alone else 1)
     session = Session(folder, _Worker(settings, loaded), count, jobs, progress)
     _do(session, grid, loaded, storage)
     if protocol == "heldout":
