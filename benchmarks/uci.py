@@ -20,7 +20,7 @@ from geoparam_lab.experiments import uci
 from geoparam_lab.run_folder import Run
 from geoparam_lab.tables import reference
 from geoparam_lab.tables.estimates import agrees, estimate
-from geoparam_lab.training.tasks import cores
+from geoparam_lab.training.tasks import count_cores
 
 
 def cells(run: Run) -> dict[tuple[str, str], tuple[str, bool | None]]:
@@ -53,7 +53,7 @@ def show(run: Run) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data")
-    parser.add_argument("--jobs", type=int, default=cores())
+    parser.add_argument("--jobs", type=int, default=count_cores())
     parser.add_argument("--datasets", default=",".join(uci.NAMES))
     parser.add_argument("--methods", default=",".join(uci.COMPARED))
     parser.add_argument("--splits", type=int, default=10)

@@ -138,7 +138,7 @@ def images(
     storage: Annotated[
         str | None,
         Option(
-            help="Share the runs: a database URL or a journal file. Start the same command on "
+            help="Share the runs: a database URL or an SQLite file. Start the same command on "
             "each GPU, each with an --out of its own."
         ),
     ] = None,

@@ -132,7 +132,7 @@ def uci(
     storage: Annotated[
         str | None,
         Option(
-            help="Share the work: a database URL or a journal file. Start the same command as "
+            help="Share the work: a database URL or an SQLite file. Start the same command as "
             "often as there are cores, each with an --out of its own."
         ),
     ] = None,

@@ -139,7 +139,7 @@ def run(
     config |= {"data": {**source.fingerprint, "classes": source.classes, "size": source.size}}
     try:
         if storage is not None:
-            shared_study.check(storage)
+            shared_study.check_storage(storage)
         options: Record = {"key": KEY, "resume": resume, "may_change": _MAY_CHANGE}
         folder = Run.create(out, experiment, config, command, **options)
     except BaseException:
@@ -175,7 +175,7 @@ def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress |
     if storage is None:
         session.spread(todo)
     else:
-        study = shared_study.study_name(experiment, config, [])
+        study = shared_study.name_study(experiment, config, [])
         session.share([({"run": task.name}, task) for task in todo], "val_loss", storage, study)
     draw(at_once=True)
     with contextlib.suppress(OSError):  # there may be others, or none

@@ -172,7 +172,8 @@ def train_missing(
             progress(problem.title, sum(epochs.values()), each * len(todo))
 
     work = functools.partial(_work, problem, run.config["init"], describe)
-    for stack, outcomes in tasks.spread(work, todo, jobs or tasks.cores(), report, patient=True):
+    jobs = jobs or tasks.count_cores()
+    for stack, outcomes in tasks.spread(work, todo, jobs, report, patient=True):
         for (arrays, record), i in zip(outcomes, stack.missing, strict=True):
             run.save_curves(curve_name(stack.method, stack.members[i]), **single(arrays))
             run.append(record)

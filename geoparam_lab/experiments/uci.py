@@ -40,7 +40,7 @@ from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import shared_study
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.stacked import Protocol, Result
-from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names, cores
+from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names, count_cores
 
 Array = np.ndarray
 Table = tuple[Array, Array]
@@ -321,7 +321,7 @@ def run(
         name: (tables or {}).get(name) or data_sets.load(name, data) for name in config["datasets"]
     }
     if storage is not None:
-        shared_study.check(storage)
+        shared_study.check_storage(storage)
     options: Record = {"key": KEY, "resume": resume, "may_change": _MAY_CHANGE}
     folder = Run.create(out, "uci", config, command, **options)
     alone = torch.device(device).type == "cpu" and storage is None
@@ -329,7 +329,7 @@ def run(
     grid = {name: grid_tasks(config, name, together) for name in loaded}
     count = sum(len(task.members) for own in grid.values() for task in own)
     count += count // len(config["lrs"]) if protocol == "heldout" else 0
-    jobs = jobs or (cores() if alone else 1)
+    jobs = jobs or (count_cores() if alone else 1)
     session = Session(folder, _Worker(settings, loaded), count, jobs, progress)
     _do(session, grid, loaded, storage)
     if protocol == "heldout":
@@ -365,7 +365,7 @@ def _do(
     shared = config | {"datasets": None, "device": None}  # in these, who shares it may differ
     for name, own in tasks.items():
         stage = "chosen" if own[0].chosen else "search"
-        study = shared_study.study_name(f"uci-{name}-{stage}", shared, tables[name])
+        study = shared_study.name_study(f"uci-{name}-{stage}", shared, tables[name])
         session.share([(task.point, task) for task in own], judged, storage, study)
 
 

@@ -43,7 +43,7 @@ from geoparam_lab.experiments.width_scales import VARIANTS, Variant
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.stacked import Protocol
-from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names, cores
+from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names, count_cores
 
 Array = np.ndarray
 
@@ -219,7 +219,7 @@ def run(
     folder = Run.create(out, "width", config, command, key=KEY, resume=resume)
     todo = tasks(config)
     count = sum(len(task.members) for task in todo)
-    Session(folder, Work(energy, steps), count, jobs or cores(), progress).spread(todo)
+    Session(folder, Work(energy, steps), count, jobs or count_cores(), progress).spread(todo)
     for answer in answers(folder.records(), config):
         if not folder.done(**{name: answer[name] for name in KEY}):
             folder.append(answer)

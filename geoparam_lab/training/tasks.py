@@ -1,15 +1,12 @@
-"""A run's work in tasks: each done once, by this process or by several, and kept in the folder.
+"""A run's work in tasks: each is done once, by this process or several, and kept in the folder.
 
-A task gives some records, and perhaps arrays. It says beforehand which keys its records have, so
-that a resumed run leaves out what is there. Where only some of its records are there, as a kill
-may leave it, all of it is done again and what was missing is added: a task is never done by
-halves, and so its numbers do not depend on what was finished before.
+A task gives some records, and perhaps arrays. It names the keys of its records beforehand, so that
+a resumed run skips what is there. If a kill left only some of its records, the whole task is done
+again and the missing ones are added: its numbers do not depend on what was finished before.
 
-Small networks gain nothing from threads, and lose much by them where other programs run: on two
-busy cores ten networks on Yacht took 1.3 ms an epoch with one thread and 20 to 116 ms with two.
-So a task has one thread, and cores are used by processes. These only compute; this process alone
-writes. They end when it ends, however that happens. (A large network is another matter: a session
-may leave the threads as they are.)
+A task has one thread, and cores are used by processes: on two busy cores ten small networks took
+1.3 ms an epoch with one thread and 20 to 116 ms with two. The processes only compute, this one
+alone writes, and they end when it ends. (For large networks a session may leave the threads.)
 """
 
 import contextlib
@@ -40,53 +37,46 @@ INTERVAL = 0.3  # seconds between two reports of a task
 
 
 class Tick(Protocol):
-    """Called now and then with the epoch, how much is left to do, and perhaps a remark."""
+    """Receives the epoch, how much is left to do, and perhaps a remark."""
 
     def __call__(self, epoch: int, left: int, remark: str = "", /) -> None: ...
 
 
 class Task(Protocol):
-    """What is done in one go; hashable, and its text is its title."""
+    """One piece of work; hashable, and its text is its title."""
 
     @property
     def keys(self) -> Sequence[Key]:
-        """The keys of its records, one for each, in the order of the run's key."""
+        """The keys of its records, in the order of the run's key."""
 
     @property
     def name(self) -> str:
-        """Under which its arrays are kept."""
+        """The name of its arrays in the folder."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a task gave.
-
-    Args:
-        records: one for each of the task's keys.
-        arrays: by name; none are kept where there are none.
-    """
+    """The result of a task: a record for each of its keys, and arrays by name."""
 
     records: list[Record]
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-Work = Callable[[Any, Tick], Done]
+Work = Callable[[Any, Tick], Any]
 Report = Callable[[Any, int, int, str], None]
 
 
 class Session:
-    """The work that one call does for a run, and how far it is.
+    """The work that one call does for a run, and its progress.
 
     Args:
         run: the folder.
-        work: does a task. It is given a function to call now and then with the epoch and how many
-            of the task's records are still open.
+        work: does a task and returns `Done`; calls a `Tick` now and then.
         total: how many records there will be.
         jobs: how many processes work; 1 is this one.
         progress: called with a title, how many records are done and how many there are.
-        weight: units of progress in a record, so that a part of one can be reported: `work` then
-            says how much is left, of this for each record.
-        threads: what a task may use; None leaves them as they are.
+        weight: units of progress in a record, of which `work` reports how many are left.
+        threads: for a task; None leaves them as they are.
         finished: called with a task when all of it is in the folder.
         arrays: whether processes that share the work get its arrays, too.
     """
@@ -94,7 +84,7 @@ class Session:
     def __init__(
         self,
         run: Run,
-        work: Work,
+        work: Callable[[Any, Tick], Done],
         total: int,
         jobs: int = 1,
         progress: Progress | None = None,
@@ -109,7 +99,7 @@ class Session:
         self.weight, self.threads, self.arrays = weight, threads, arrays
         self.finished = finished or (lambda task: None)
         self.keys = {self._key(record) for record in run.records()}
-        self.open: dict[Any, int] = {}  # what is left of the tasks under way
+        self.open: dict[Any, int] = {}  # what is left of each task that has begun
 
     def spread(self, tasks: Iterable[Any]) -> None:
         """Do the tasks that are not done, in this order."""
@@ -120,7 +110,7 @@ class Session:
     def share(
         self, tasks: Sequence[tuple[shared_study.Point, Any]], value: str, storage: str, study: str
     ) -> None:
-        """Do the tasks together with other processes: see `search.share`.
+        """Do the tasks together with other processes: see `shared_study.share`.
 
         Args:
             tasks: each with the point of a grid that it belongs to; a point may have several.
@@ -132,30 +122,32 @@ class Session:
         grid = {name: list(dict.fromkeys(p[name] for p in points)) for name in points[0]}
 
         def work(at: shared_study.Point) -> tuple[float, Any]:
-            own = [task for point, task in tasks if point == at]
-            done = {task.name: self._done(task) for task in own}
+            done = {task.name: self._do(task) for point, task in tasks if point == at}
             records = [record for each in done.values() for record in each.records]
-            arrays = {name: _listed(each.arrays) for name, each in done.items() if self.arrays}
-            result = {"records": records, "arrays": arrays}
-            return float(np.mean([record[value] for record in records])), result
+            arrays = {
+                name: {key: np.asarray(array).tolist() for key, array in each.arrays.items()}
+                for name, each in done.items()
+                if self.arrays
+            }
+            mean = float(np.mean([record[value] for record in records]))
+            return mean, {"records": records, "arrays": arrays}
 
-        def waiting(left: int) -> None:
+        def show_waiting(left: int) -> None:
             self._show(f"others work on the last {left} points of {study}")
 
-        for at, result in shared_study.share(work, grid, storage, study, waiting):
+        for at, result in shared_study.share(work, grid, storage, study, show_waiting):
             for task in (task for point, task in tasks if point == at):
-                keys = set(task.keys)
-                records = [r for r in result["records"] if self._key(r) in keys]
+                records = [r for r in result["records"] if self._key(r) in set(task.keys)]
                 arrays = {k: np.array(v) for k, v in result["arrays"].get(task.name, {}).items()}
                 if not self._is_done(task):
                     self._keep(task, Done(records, arrays))
 
-    def _done(self, task: Any) -> Done:
-        """Return what a task gave, from the folder or by doing it."""
+    def _do(self, task: Any) -> Done:
+        """Return a task's result, from the folder if it is there."""
         if self._is_done(task):
             records = [record for record in self.run.records() if self._key(record) in task.keys]
-            there = self.arrays and task.name in self.run.curve_names()
-            return Done(records, self.run.curves(task.name) if there else {})
+            has_arrays = self.arrays and task.name in self.run.curve_names()
+            return Done(records, self.run.curves(task.name) if has_arrays else {})
         [(_, done)] = spread(self.work, [task], 1, self._report, self.threads)
         self._keep(task, done)
         return done
@@ -163,16 +155,13 @@ class Session:
     def _keep(self, task: Any, done: Done) -> None:
         if done.arrays:
             self.run.save_curves(task.name, **done.arrays)
-        self._add(done.records)
-        self.open.pop(task, None)
-        self.finished(task)
-        self._show(str(task))
-
-    def _add(self, records: Iterable[Record]) -> None:
-        for record in records:
+        for record in done.records:
             if self._key(record) not in self.keys:
                 self.run.append(record)
                 self.keys.add(self._key(record))
+        self.open.pop(task, None)
+        self.finished(task)
+        self._show(str(task))
 
     def _is_done(self, task: Any) -> bool:
         return self.keys.issuperset(task.keys)
@@ -185,17 +174,13 @@ class Session:
         self._show(f"{task}, epoch {epoch:,}" + (f", {remark}" if remark else ""))
 
     def _show(self, title: str) -> None:
-        under_way = sum(self.weight * len(task.keys) - left for task, left in self.open.items())
+        begun = sum(self.weight * len(task.keys) - left for task, left in self.open.items())
         total = self.weight * self.total
-        self.progress(title, min(self.weight * len(self.keys) + under_way, total), total)
+        self.progress(title, min(self.weight * len(self.keys) + begun, total), total)
 
 
-def _listed(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    return {name: np.asarray(array).tolist() for name, array in arrays.items()}
-
-
-def check_names(what: str, given: Sequence[str], allowed: Sequence[str]) -> None:
-    """Raise ValueError where a name is not among those there are, or none is given.
+def check_names(what: str, names: Sequence[str], allowed: Sequence[str]) -> None:
+    """Raise ValueError where a name is not allowed, or there is none.
 
     Example:
         >>> check_names("methods", ["spp"], ("sp", "gmp"))
@@ -203,8 +188,8 @@ def check_names(what: str, given: Sequence[str], allowed: Sequence[str]) -> None
         ...
         ValueError: methods must be of sp, gmp; got 'spp'.
     """
-    wrong = [name for name in given if name not in allowed]
-    if wrong or not given:
+    wrong = [name for name in names if name not in allowed]
+    if wrong or not names:
         got = ", ".join(map(repr, wrong)) or "none"
         raise ValueError(f"{what} must be of {', '.join(allowed)}; got {got}.")
 
@@ -213,7 +198,7 @@ def check_names(what: str, given: Sequence[str], allowed: Sequence[str]) -> None
 
 
 def spread(
-    work: Callable[[Any, Tick], Any],
+    work: Work,
     tasks: Sequence[Any],
     jobs: int = 1,
     report: Report | None = None,
@@ -223,14 +208,12 @@ def spread(
     """Do all tasks, and yield each with its result as soon as it is done.
 
     Args:
-        work: called with a task and a function of two numbers, which it calls now and then. With
-            several jobs it must be picklable.
+        work: called with a task and a `Tick`. With several jobs it must be picklable.
         tasks: in the order in which they are begun.
         jobs: how many processes do them; 1 is this one.
-        report: called with a task, those two numbers and a remark, but not too often.
-        threads: that this process may use for a task; None leaves them as they are. Processes of
-            their own have one.
-        patient: after Ctrl-C finish the tasks under way, then stop; a second one stops at once.
+        report: called with a task and what it ticked, at most every INTERVAL seconds.
+        threads: for a task in this process; None leaves them. Other processes have one.
+        patient: after Ctrl-C finish the tasks that have begun; a second one stops at once.
 
     Example:
         >>> def square(task, tick):
@@ -239,14 +222,14 @@ def spread(
         [(2, 4), (3, 9)]
     """
     report = report or (lambda task, epoch, left, remark: None)
-    noting: contextlib.AbstractContextManager[list[int]] = contextlib.nullcontext([])
-    with _note_interrupts() if patient else noting as interrupts:
-        if min(jobs, len(tasks)) > 1:
-            yield from _in_processes(work, tasks, min(jobs, len(tasks)), report, interrupts)
+    jobs = min(jobs, len(tasks))
+    with _note_interrupts(patient) as interrupts:
+        if jobs > 1:
+            yield from _spread_over_processes(work, tasks, jobs, report, interrupts)
         else:
             for task in tasks:
-                with contextlib.nullcontext() if threads is None else limited(threads):
-                    result = work(task, _seldom(report, task))
+                with limit_threads(threads):
+                    result = work(task, _throttle(report, task))
                 yield task, result
                 if interrupts:
                     break
@@ -254,13 +237,40 @@ def spread(
         raise KeyboardInterrupt
 
 
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    allowed = getattr(os, "sched_getaffinity", None)
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
+
+
 @contextlib.contextmanager
-def _note_interrupts() -> Iterator[list[int]]:
-    """Note the first Ctrl-C in a list, and leave the second to Python."""
-    interrupts: list[int] = []
+def limit_threads(threads: int | None) -> Iterator[None]:
+    """Let torch use this many threads within the context; None changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if threads is None else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _handle_interrupts(handler: Any) -> Iterator[None]:
+    """Install a handler of Ctrl-C; only the main thread receives it, or may change that."""
     if threading.current_thread() is not threading.main_thread():
-        yield interrupts  # only the main thread hears it, or may change that
+        yield
         return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _note_interrupts(patient: bool) -> Iterator[list[int]]:
+    """If patient, note the first Ctrl-C in a list; the second is handled as usual."""
+    interrupts: list[int] = []
     before = signal.getsignal(signal.SIGINT)
 
     def note(number: int, frame: object) -> None:
@@ -268,38 +278,12 @@ def _note_interrupts() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
         print("\nFinishing what has begun. Ctrl-C again stops at once.", file=sys.stderr)
 
-    signal.signal(signal.SIGINT, note)
-    try:
+    with _handle_interrupts(note) if patient else contextlib.nullcontext():
         yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
-def cores() -> int:
-    """Return how many cores this process may use."""
-    allowed = getattr(os, "sched_getaffinity", None)
-    return len(allowed(0)) if allowed else os.cpu_count() or 1
-
-
-@contextlib.contextmanager
-def limited(threads: int) -> Iterator[None]:
-    """Let torch use this many threads within the context.
-
-    Example:
-        >>> with limited(1):
-        ...     torch.get_num_threads()
-        1
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _seldom(report: Report, task: Any) -> Tick:
-    """Return a function that reports of a task what comes INTERVAL seconds after the last."""
+def _throttle(report: Report, task: Any) -> Tick:
+    """Return a tick that reports at most every INTERVAL seconds."""
     last = time.monotonic()
 
     def tick(epoch: int, left: int, remark: str = "") -> None:
@@ -311,21 +295,17 @@ def _seldom(report: Report, task: Any) -> Tick:
     return tick
 
 
-def _in_processes(
-    work: Callable[[Any, Tick], Any],
-    tasks: Sequence[Any],
-    jobs: int,
-    report: Report,
-    interrupts: Sequence[int],
+def _spread_over_processes(
+    work: Work, tasks: Sequence[Any], jobs: int, report: Report, interrupts: Sequence[int]
 ) -> Iterator[tuple[Any, Any]]:
     context = multiprocessing.get_context("spawn")  # torch and its threads do not survive a fork
     ticks, stop = context.Queue(), context.Event()
-    with ProcessPoolExecutor(jobs, context, _begin, (ticks, stop)) as pool:
+    with ProcessPoolExecutor(jobs, context, _start_worker, (ticks, stop)) as pool:
         running: dict[Future[Any], int] = {}
         waiting = iter(enumerate(tasks))
 
         def submit() -> None:
-            with _deaf():  # as are the processes that begin here, before they can say so
+            with _handle_interrupts(signal.SIG_IGN):  # which processes started here inherit
                 for n, task in itertools.islice(waiting, jobs - len(running)):
                     running[pool.submit(_call, work, task, n)] = n
 
@@ -333,8 +313,10 @@ def _in_processes(
             submit()
             while running:
                 finished, _ = wait(running, INTERVAL, FIRST_COMPLETED)
-                for number, epoch, left, remark in _waiting(ticks):
-                    report(tasks[number], epoch, left, remark)
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        number, *ticked = ticks.get_nowait()
+                        report(tasks[number], *ticked)
                 for future in finished:
                     yield tasks[running.pop(future)], future.result()
                 if not interrupts:
@@ -350,26 +332,6 @@ def _in_processes(
             pool.shutdown(cancel_futures=True)
 
 
-@contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """Ignore Ctrl-C for a moment."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread hears it, or may change that
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _waiting(ticks: Any) -> Iterator[tuple[int, int, int, str]]:
-    """Yield what is in the queue."""
-    with contextlib.suppress(queue.Empty):
-        while True:
-            yield ticks.get_nowait()
-
-
 # --- in a working process -----------------------------------------------------------------------
 
 _ticks: Any = None
@@ -377,31 +339,30 @@ _stop: Any = None
 
 
 class _Stopped(Exception):
-    """The process that asked for the work does not want it any more."""
+    """The parent process does not want the result any more."""
 
 
-def _begin(ticks: Any, stop: Any) -> None:
+def _start_worker(ticks: Any, stop: Any) -> None:
     global _ticks, _stop
     _ticks, _stop = ticks, stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and says stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it, and sets stop
     torch.set_num_threads(1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """Wait until the parent is gone, killed perhaps, and go too."""
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-def _call(work: Callable[[Any, Tick], Any], task: Any, number: int) -> Any:
-    seldom = _seldom(lambda *told: _ticks.put(told), number)
+def _call(work: Work, task: Any, number: int) -> Any:
+    report = _throttle(lambda *ticked: _ticks.put(ticked), number)
 
     def tick(epoch: int, left: int, remark: str = "") -> None:
         if _stop.is_set():
             raise _Stopped
-        seldom(epoch, left, remark)
+        report(epoch, left, remark)
 
     return work(task, tick)

@@ -78,7 +78,7 @@ def test_a_source_is_one_of_three() -> None:
 @pytest.fixture(scope="module")
 def stack() -> Any:
     data = experiment.load(source="generated")
-    with tasks.limited(1):
+    with tasks.limit_threads(1):
         members = [Member(0.1, 0), Member(0.1, 1)]
         return data, *toys.train(experiment.problem(data, 25, 4), "wn", members)
 
@@ -167,7 +167,7 @@ def test_the_slider_has_every_method_on_one_time_axis(finished: Run) -> None:
 def test_scores_are_rows_of_the_second_input(finished: Run) -> None:
     """The score at a grid point is that of the network there, first input along the columns."""
     data = experiment.load(source="generated")
-    with tasks.limited(1):
+    with tasks.limit_threads(1):
         members = [Member(lr, seed) for lr in (0.01, 0.1) for seed in (0, 1)]
         result, _ = toys.train(experiment.problem(data, 25, 4), "gmp", members)
     across, up = experiment.grid(data)

@@ -262,7 +262,7 @@ def test_processes_share_a_sweep_and_do_no_run_twice(
     data: Path, tmp_path: Path, finished: Run, undrawn: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("optuna")
-    storage = str(tmp_path / "journal")
+    storage = str(tmp_path / "study.db")
     both = [start(tmp_path / name, data, storage=storage) for name in "ab"]
     said = [process.communicate()[0].splitlines() for process in both]
     assert [process.returncode for process in both] == [0, 0]

@@ -88,7 +88,7 @@ def test_plateau_reduces_without_a_floor() -> None:
 
 def trained(method: str, lr: float, epochs: int, patience: int = 40, seeds: int = 2) -> Any:
     problem = experiment.problem(levy_regression(), epochs, patience)
-    with tasks.limited(1):
+    with tasks.limit_threads(1):
         return toys.train(problem, method, [Member(lr, seed) for seed in range(seeds)])
 
 

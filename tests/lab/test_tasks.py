@@ -111,12 +111,6 @@ def test_a_task_with_missing_records_is_done_whole_and_written_once(run: Run) ->
     assert len((run.folder / "metrics.jsonl").read_text().splitlines()) == 6
 
 
-def test_progress_ends_with_all_done(run: Run) -> None:
-    seen: list[Any] = []
-    session(run, progress=lambda *step: seen.append(step)).spread(TASKS)
-    assert [step[1] for step in seen] == [2, 5, 6] and seen[-1][2] == 6
-
-
 def test_progress_counts_what_is_under_way(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "INTERVAL", 0)
     seen: list[Any] = []
@@ -124,18 +118,12 @@ def test_progress_counts_what_is_under_way(run: Run, monkeypatch: pytest.MonkeyP
     assert seen == [2, 2, 5, 5, 6, 6]
 
 
-def test_processes_have_one_thread_and_finish_all() -> None:
-    found = dict(spread(threads, [1, 2, 3], jobs=2))
-    assert found == {1: 1, 2: 1, 3: 1}
-
-
-def test_this_process_has_one_thread_for_the_while() -> None:
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_task_has_one_thread_unless_they_are_left(jobs: int) -> None:
     before = torch.get_num_threads()
-    assert dict(spread(threads, [1])) == {1: 1} and torch.get_num_threads() == before
-
-
-def test_threads_can_be_left_as_they_are() -> None:
-    with tasks.limited(2):
+    assert dict(spread(threads, [1, 2, 3], jobs)) == {1: 1, 2: 1, 3: 1}
+    assert torch.get_num_threads() == before
+    with tasks.limit_threads(2):
         assert dict(spread(threads, [1], threads=None)) == {1: 2}
 
 

@@ -227,7 +227,7 @@ def test_a_study_takes_what_a_folder_has(
 ) -> None:
     shutil.copytree(heldout.folder, tmp_path / "run")
     monkeypatch.setattr(uci, "train", None)
-    again = run(tmp_path / "run", storage=str(tmp_path / "journal"), resume=True)
+    again = run(tmp_path / "run", storage=str(tmp_path / "study.db"), resume=True)
     assert again.records() == heldout.records()
 
 

@@ -42,7 +42,7 @@ def points(text: str) -> list[Point]:
     given = dict(map(_option, parts))
     grid = {option: given[option] for option in (*WORDS, *NUMBERS) if option in given}
     found = []
-    for values in shared_study.points(grid):
+    for values in shared_study.list_points(grid):
         words = [f"{option}={values[option]}" for option in WORDS if option in values]
         numbers = [f"{option}={values[option]:g}" for option in NUMBERS[1:] if option in values]
         settings = {_FIELDS.get(option, option): value for option, value in values.items()}
