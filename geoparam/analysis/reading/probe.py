@@ -162,5 +162,4 @@ def _input_mean(layer: nn.Module, x: Tensor) -> Tensor | None:
 
 def _pads(conv: Any) -> list[int]:
     """Return the padding of each side, last dimension first, as `F.pad` takes it."""
-    ours = isinstance(conv, GmPLayer)
-    return list(getattr(conv, "_pads" if ours else "_reversed_padding_repeated_twice"))
+    return list(conv._reversed_padding_repeated_twice)
