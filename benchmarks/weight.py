@@ -8,8 +8,7 @@ is busy and `call` all that a call takes, Python included; on a CPU there is onl
 gradient and the latitudes' gradient.
 
 On a GPU a second table has all convolutions of a ResNet-50, as a training step needs them: 53
-weights, then one backward through all; `bf16` are made in bfloat16 and channels_last, for peers by
-a cast and a copy.
+weights, then one backward through all; `bf16` are in bfloat16 and channels_last, by a copy.
 """
 
 import argparse
@@ -94,16 +93,13 @@ def steps_of_resnet50(half: bool) -> dict[str, Callable[[], object]]:
     """Return, for ours and its peers, a function that makes all weights and all gradients."""
     dtype = torch.bfloat16 if half else torch.float32
     order = torch.channels_last if half else torch.contiguous_format
-    options = {"dtype": dtype, "channels_last": half}
 
     def converted(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
         return rows.view(shape).to(dtype=dtype, memory_format=order)
 
     functions: dict[str, Callable[[Tensor, Tensor, tuple[int, ...]], Tensor]] = {
-        "ours": lambda a, r, shape: functional.weight(a, r, shape=shape[1:], **options),
-        "intrinsic": lambda d, r, shape: Intrinsic().decode(
-            d, r, False, shape=shape[1:], **options
-        ),
+        "ours": lambda a, r, shape: converted(functional.weight(a, r, dtype=dtype), shape),
+        "intrinsic": lambda d, r, shape: converted(intrinsic(d, r), shape),
         "weight_norm": lambda v, r, shape: converted(weight_norm(v, r), shape),
         "copy": lambda x, r, shape: converted(copies(x, r), shape),
     }

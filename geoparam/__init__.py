@@ -14,8 +14,9 @@ from geoparam.input_mean_layers import (
 )
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
 from geoparam.memory import remembered
-from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, recalibrate_, synchronise_means_
+from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm
 from geoparam.optim import GeometricOptimizer, param_groups
+from geoparam.running_statistics import recalibrate_, synchronise_means_
 
 __version__ = "0.1.0"
 

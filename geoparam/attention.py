@@ -4,7 +4,9 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
+from geoparam.coordinates import Name
 from geoparam.layers import GmPLinear
+from geoparam.parameter_values import Init
 
 Attention = TypeVar("Attention", bound=nn.MultiheadAttention)
 
@@ -31,9 +33,9 @@ class GmPMultiheadAttention(nn.MultiheadAttention):
         cls,
         attention: nn.MultiheadAttention,
         *,
-        coordinates: str = "angles",
+        coordinates: Name = "angles",
         natural: bool = False,
-        init: str | None = None,
+        init: Init | None = None,
     ) -> "GmPMultiheadAttention":
         """Return attention that computes the same, or starts anew where `init` is given."""
         weight, bias = attention.in_proj_weight, attention.in_proj_bias

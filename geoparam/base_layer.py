@@ -1,4 +1,4 @@
-"""What every layer under geometric parameterization shares: its units' parameters.
+"""The base class of all layers under geometric parameterization: its units' parameters.
 
 A unit with input x (a patch, for a convolution) is r (u^T x + lam), or r g(u^T x + lam) when the
 layer is given its activation g: u is a unit vector, lam the signed distance of the unit's boundary
@@ -17,22 +17,23 @@ from torch.fx import Proxy
 
 from geoparam import sphere
 from geoparam.computed import computed
-from geoparam.coordinates import Sign, coordinates_for, normalise_
+from geoparam.coordinates import Name, Sign, coordinates_for, measure_drift, normalise_
 from geoparam.memory import Memory
 from geoparam.norm import InputMeanNorm, shifted_bias
+from geoparam.parameter_values import Init, check_finite, check_init, compute_distance, draw
 
 Activation = Callable[[Tensor], Tensor]
 InputNorm = bool | Literal["bias", "border"]
 Layer = TypeVar("Layer", bound="GmPLayer")
 Plain = TypeVar("Plain", bound=nn.Module)
 
-_LARGEST_DRIFT = 0.1
+_LARGEST_DRIFT = 0.01  # of a unit vector's length
 _LARGEST_ROUNDING = 0.02  # of a unit vector's length: bfloat16 has three digits
 _BLOCK = 1 << 18  # elements encoded at once: bounds the float64 copies
 
 
 class GmPLayer(nn.Module):
-    """What all layers share: the parameters of their units and the views of them.
+    """The parameters of a layer's units and the views of them.
 
     `weight` and `bias` are what the affine map uses: r u and r lam, or, with an activation, u and
     lam, since r then stays outside. `direction` and `location` have the weight's shape. All four,
@@ -58,8 +59,8 @@ class GmPLayer(nn.Module):
         channel_dim: int,
         bias: bool,
         activation: Activation | None,
-        init: str | None,
-        coordinates: str,
+        init: Init | None,
+        coordinates: Name,
         natural: bool,
         input_norm: InputNorm,
         momentum: float | None,
@@ -96,7 +97,7 @@ class GmPLayer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw new parameters: `init` says how; None leaves them as they are."""
-        _check_init(self.init)
+        check_init(self.init)
         if self.input_norm is not None:
             self.input_norm.reset_parameters()
         if self.init is None or self.r.is_meta:
@@ -130,7 +131,7 @@ class GmPLayer(nn.Module):
 
     def _set_affine(self, weight: Tensor, bias: Tensor | None, gain: Tensor | None = None) -> None:
         """Set u = w / ||w||, r = gain ||w|| and lam = b / r."""
-        _check_finite(weight, "weight")
+        check_finite(weight, "weight")
         w = weight.detach().flatten(1)
         r = sphere.length(w)
         r = r if gain is None else sphere.wide(gain.detach()) * r
@@ -141,7 +142,7 @@ class GmPLayer(nn.Module):
             )
         lam = None
         if bias is not None:
-            lam = _distance(bias, r, self.r.dtype)
+            lam = compute_distance(bias, r, self.r.dtype)
         self._assign(w, r, lam)
 
     @property
@@ -188,7 +189,7 @@ class GmPLayer(nn.Module):
             )
         if self.activation is None:
             return self._set_affine(weight, self._bias)
-        _check_finite(weight, "weight")
+        check_finite(weight, "weight")
         rows = weight.detach().flatten(1)
         if (sphere.length(rows) - 1).abs().max() > _LARGEST_ROUNDING:
             raise ValueError(
@@ -215,7 +216,7 @@ class GmPLayer(nn.Module):
             self.lam = nn.Parameter(torch.zeros_like(self.r))
         r = self.r if self.activation is None else torch.ones_like(self.r)
         with torch.no_grad():
-            self.lam.copy_(_distance(bias, sphere.wide(r.detach()), self.lam.dtype))
+            self.lam.copy_(compute_distance(bias, sphere.wide(r.detach()), self.lam.dtype))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("weight", "bias"):  # torch would register a Parameter of this name
@@ -229,11 +230,10 @@ class GmPLayer(nn.Module):
             return self.lam
         return self.r * self.lam
 
-    def _weight(self, dtype: torch.dtype | None, channels_last: bool = False) -> Tensor:
-        stored, scale = self._stored, self.r if self.activation is None else None
-        dtype = dtype or torch.promote_types(stored.dtype, self.r.dtype)
-        shape = self.weight_shape[1:]
-        return self._coordinates.decode(stored, scale, self.natural, dtype, shape, channels_last)
+    def _weight(self, dtype: torch.dtype | None) -> Tensor:
+        scale = self.r if self.activation is None else None
+        dtype = dtype or torch.promote_types(self._stored.dtype, self.r.dtype)
+        return self._rows(scale, dtype).view(self.weight_shape)
 
     def _rows(self, scale: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         return self._coordinates.decode(self._stored, scale, self.natural, dtype)
@@ -255,20 +255,20 @@ class GmPLayer(nn.Module):
                 x = self.input_norm(x)
             else:
                 mean = self.input_norm.mean(x)
-        weight, bias = self._current_weight(_autocast_dtype(x), _is_channels_last(x)), self._bias
+        weight, bias = self._current_weight(_autocast_dtype(x)), self._bias
         if mean is not None:
             bias = shifted_bias(bias, weight, mean)
         return self._map(x, weight, None if bias is None else bias.to(weight.dtype))
 
-    def _current_weight(self, dtype: torch.dtype | None, channels_last: bool = False) -> Tensor:
-        """Return the weight, or that which `remembered` keeps of these parameters."""
+    def _current_weight(self, dtype: torch.dtype | None) -> Tensor:
+        """Return the weight, or the one that `remembered` has cached for these parameters."""
         kept = None if torch.is_grad_enabled() else self._remembered.value
         if kept is not None:
             weight, stored, r = kept
             wanted = dtype or torch.promote_types(stored.dtype, r.dtype)
             if stored is self._stored and r is self.r and weight.dtype == wanted:
                 return weight
-        return self._weight(dtype, channels_last)
+        return self._weight(dtype)
 
     def _remember(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weight, and what it is computed from."""
@@ -333,21 +333,13 @@ class GmPLayer(nn.Module):
         if self._coordinates.name == "unit":
             normalise_(self._stored)
 
-    @torch.no_grad()
     def _report_drift(self) -> None:
-        if self._coordinates.name != "unit" or self._drift_reported or self.r.is_meta:
+        if self._coordinates.name != "unit" or self._drift_reported:
             return
-        d = self._stored
-        if any(place.is_shard(1) for place in getattr(d, "placements", ())):
-            return  # rows in pieces have no length of their own
-        d = d.to_local() if hasattr(d, "to_local") else d
-        if d.numel() == 0 or type(d) not in (Tensor, nn.Parameter):  # fake tensors have no value
-            return
-        drift = (torch.linalg.vector_norm(d.float(), dim=1) - 1).abs().max().item()
-        if drift > _LARGEST_DRIFT:
+        if measure_drift(self._stored) > _LARGEST_DRIFT:
             self._drift_reported = True
             warnings.warn(  # one text for all layers, so that Python shows it once
-                "unit vectors have drifted by more than 10 % from length 1. The function is right "
+                "unit vectors have drifted by more than 1 % from length 1. The function is right "
                 "but a step turns them differently: after building the optimizer, call "
                 "optimizer.register_step_post_hook(geoparam.retract(model)).",
                 stacklevel=2,
@@ -377,27 +369,13 @@ class GmPLayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def extra_repr(self) -> str:
-        text = "" if self.lam is not None else ", bias=False"
-        if not isinstance(self._coordinates, Sign):
-            text += f", coordinates={self.coordinates!r}"
+        text = "" if isinstance(self._coordinates, Sign) else f", coordinates={self.coordinates!r}"
         text += ", natural=True" if self.natural else ""
         if callable(self.activation) and not isinstance(self.activation, nn.Module):
             text += f", activation={getattr(self.activation, '__name__', self.activation)}"
         if self.input_norm is not None:
             text += f", input_norm={self.input_norm_form!r}"
         return text
-
-
-def draw(out: int, n: int, init: str, *, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Draw rows (out, n): `"sphere"`, the papers' text, or `"glorot"`, the code of their tables.
-
-    They are uniform on the unit sphere, in float64, or Glorot-uniform.
-    """
-    _check_init(init)
-    if init == "sphere":
-        return sphere.sample(out, n, device=device)
-    bound = math.sqrt(6 / (n + out))
-    return torch.empty(out, n, device=device, dtype=dtype).uniform_(-bound, bound)
 
 
 def retract(model: nn.Module) -> Callable[..., None]:
@@ -459,42 +437,3 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
         return None
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def _is_channels_last(x: Tensor) -> bool:
-    """Return whether cuDNN would want the weight for this input in the same order."""
-    if isinstance(x, Proxy) or x.ndim != 4 or not x.is_cuda:
-        return False
-    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-
-
-def _distance(bias: Tensor, r: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return lam = b / r in float64, if that is a number of the type it is stored in."""
-    _check_finite(bias, "bias")
-    b = sphere.wide(bias.detach())
-    lost = ((r == 0) & (b != 0)).nonzero().flatten().tolist()
-    if lost:
-        raise ValueError(
-            f"rows {lost[:8]} have a zero weight and a bias: such a unit has no boundary, "
-            "and r * lam cannot hold its bias. Leave the layer standard or prune the row."
-        )
-    lam = torch.where(r == 0, 0, b / torch.where(r == 0, 1, r))
-    if not lam.to(dtype).isfinite().all():
-        raise ValueError(
-            f"a weight is so short beside its bias that lam = b / r is no {dtype}. "
-            "Leave the layer standard."
-        )
-    return lam
-
-
-def _check_init(init: str | None) -> None:
-    if init not in ("sphere", "glorot", None):
-        raise ValueError(f"init is 'sphere', 'glorot' or None; got {init!r}.")
-
-
-def _check_finite(x: Tensor, name: str) -> None:
-    if not x.isfinite().all():
-        raise ValueError(
-            f"the {name} holds NaN or infinite values, which have no direction; got "
-            f"{int((~x.isfinite()).sum())} of them. Repair or reinitialise the layer first."
-        )

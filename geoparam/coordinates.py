@@ -1,17 +1,18 @@
-"""Where a layer's unit directions are stored: as latitudes, as unit vectors, or as a sign.
+"""How a layer stores its units' directions: as latitudes, as unit vectors, or as a sign.
 
 The three objects share one vocabulary: `name` of the stored tensor, `shape` of it for n inputs,
-`encode` from rows (out, n) of any length and `decode` to weight rows, scaled by r where it is
-given, each of the given shape and, for a convolution, laid out channels_last. A zero row has no
-direction; it gets the last axis.
+`encode` from rows (out, n) of any length, and `decode` to weight rows, scaled by r where it is
+given. A zero row has no direction; it gets the last axis.
 """
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from geoparam import functional, sphere
+
+Name = Literal["angles", "intrinsic"]
 
 _SHORTEST = 1e-12  # a vector that was set to 0 stays finite
 
@@ -26,13 +27,7 @@ class Coordinates(Protocol):
     def encode(self, rows: Tensor) -> Tensor: ...
 
     def decode(
-        self,
-        stored: Tensor,
-        r: Tensor | None,
-        natural: bool,
-        dtype: torch.dtype | None,
-        shape: tuple[int, ...] | None = None,
-        channels_last: bool = False,
+        self, stored: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
     ) -> Tensor: ...
 
 
@@ -48,17 +43,9 @@ class Angles:
         return sphere.to_latitude(rows)
 
     def decode(
-        self,
-        stored: Tensor,
-        r: Tensor | None,
-        natural: bool,
-        dtype: torch.dtype | None,
-        shape: tuple[int, ...] | None = None,
-        channels_last: bool = False,
+        self, stored: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
     ) -> Tensor:
-        return functional.weight(
-            stored, r, natural=natural, dtype=dtype, shape=shape, channels_last=channels_last
-        )
+        return functional.weight(stored, r, natural=natural, dtype=dtype)
 
 
 class Intrinsic:
@@ -79,23 +66,13 @@ class Intrinsic:
         return unit
 
     def decode(
-        self,
-        stored: Tensor,
-        r: Tensor | None,
-        natural: bool,
-        dtype: torch.dtype | None,
-        shape: tuple[int, ...] | None = None,
-        channels_last: bool = False,
+        self, stored: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
     ) -> Tensor:
         d = stored if stored.dtype == torch.float64 else stored.float()
         scale = torch.linalg.vector_norm(d, dim=-1, keepdim=True).clamp(min=_SHORTEST).reciprocal()
         if dtype is None:
             dtype = stored.dtype if r is None else torch.promote_types(stored.dtype, r.dtype)
-        rows = (d * (scale if r is None else scale * r[..., None])).to(dtype)
-        weight = rows if shape is None else rows.unflatten(-1, shape)
-        if channels_last and weight.ndim == 4:
-            return weight.contiguous(memory_format=torch.channels_last)
-        return weight
+        return (d * (scale if r is None else scale * r[..., None])).to(dtype)
 
 
 class Sign:
@@ -110,16 +87,9 @@ class Sign:
         return torch.where(rows.squeeze(-1) < 0, -1, 1)
 
     def decode(
-        self,
-        stored: Tensor,
-        r: Tensor | None,
-        natural: bool,
-        dtype: torch.dtype | None,
-        shape: tuple[int, ...] | None = None,
-        channels_last: bool = False,
+        self, stored: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
     ) -> Tensor:
         row = (stored if r is None else stored * r).unsqueeze(-1)
-        row = row if shape is None else row.unflatten(-1, shape)
         return row if dtype is None else row.to(dtype)
 
 
@@ -128,6 +98,18 @@ def normalise_(unit: Tensor) -> None:
     precise = torch.promote_types(unit.dtype, torch.float32)
     length = torch.linalg.vector_norm(unit, dim=-1, keepdim=True, dtype=precise)
     unit.div_(torch.where(length == 0, 1, length))
+
+
+@torch.no_grad()
+def measure_drift(unit: Tensor) -> float:
+    """Return how far the longest or shortest row of `unit` is from length 1; 0 if unknown."""
+    if any(place.is_shard(1) for place in getattr(unit, "placements", ())):
+        return 0.0  # rows in pieces have no length of their own
+    unit = unit.to_local() if hasattr(unit, "to_local") else unit
+    is_real = type(unit) in (Tensor, torch.nn.Parameter) and not unit.is_meta  # fakes: no values
+    if not is_real or unit.numel() == 0:
+        return 0.0
+    return (torch.linalg.vector_norm(unit.float(), dim=1) - 1).abs().max().item()
 
 
 def coordinates_for(name: str, fan_in: int) -> Coordinates:

@@ -1,7 +1,5 @@
 """Linear and convolution layers under geometric parameterization, with torch.nn's signatures."""
 
-import operator
-from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -9,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam.base_layer import Activation, GmPLayer, InputNorm
+from geoparam.coordinates import Name
 from geoparam.norm import MOMENTUM
+from geoparam.parameter_values import Init
 
 Conv = TypeVar("Conv", bound="_GmPConv")
 PlainConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -58,8 +58,8 @@ class GmPLinear(GmPLayer):
         dtype: torch.dtype | None = None,
         *,
         activation: Activation | None = None,
-        init: str | None = "sphere",
-        coordinates: str = "angles",
+        init: Init | None = "sphere",
+        coordinates: Name = "angles",
         natural: bool = False,
         input_norm: InputNorm = False,
         momentum: float | None = MOMENTUM,
@@ -87,7 +87,7 @@ class GmPLinear(GmPLayer):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, *, coordinates: str = "angles", natural: bool = False
+        cls, linear: nn.Linear, *, coordinates: Name = "angles", natural: bool = False
     ) -> "GmPLinear":
         """Return the layer that computes the same as `linear`.
 
@@ -109,9 +109,9 @@ class GmPLinear(GmPLayer):
         weight: Tensor,
         bias: Tensor | None,
         *,
-        coordinates: str = "angles",
+        coordinates: Name = "angles",
         natural: bool = False,
-        init: str | None = None,
+        init: Init | None = None,
     ) -> "GmPLinear":
         """Return the layer for a weight (out, in) and a bias; with `init`, only of their shape."""
         layer = cls(
@@ -138,13 +138,17 @@ class GmPLinear(GmPLayer):
         return self._filled(nn.Linear, arguments, weight, bias)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}{super().extra_repr()}"
+        bias = "" if self.lam is not None else ", bias=False"
+        return f"{self.in_features}, {self.out_features}{bias}{super().extra_repr()}"
 
 
 class _GmPConv(GmPLayer):
     """The convolutions, which differ in their rank alone."""
 
     _plain: ClassVar[type[PlainConv]]
+    _rank: ClassVar[int]
+    padding_mode: str
+    _reversed_padding_repeated_twice: list[int]
 
     def __init__(
         self,
@@ -161,19 +165,23 @@ class _GmPConv(GmPLayer):
         dtype: torch.dtype | None = None,
         *,
         activation: Activation | None = None,
-        init: str | None = "sphere",
-        coordinates: str = "angles",
+        init: Init | None = "sphere",
+        coordinates: Name = "angles",
         natural: bool = False,
         input_norm: InputNorm = False,
         momentum: float | None = MOMENTUM,
     ) -> None:
-        rank = _RANKS[self._plain]
-        _check_groups(in_channels, out_channels, groups)
-        kernel = _per_dimension(kernel_size, rank, "kernel_size")
+        plain: Any = self._plain  # checks the arguments, and holds them as its forward wants them
+        shape = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
+        conv = plain(*shape, bias=False, padding_mode=padding_mode, device="meta")
+        if len(conv.kernel_size) != self._rank:
+            raise ValueError(
+                f"kernel_size is one number or {self._rank} of them; got {kernel_size}."
+            )
         super().__init__(
-            (out_channels, in_channels // groups, *kernel),
+            tuple(conv.weight.shape),
             in_channels=in_channels,
-            channel_dim=-1 - rank,
+            channel_dim=-1 - self._rank,
             bias=bias,
             activation=activation,
             init=init,
@@ -184,58 +192,19 @@ class _GmPConv(GmPLayer):
             device=device,
             dtype=dtype,
         )
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.kernel_size = kernel
-        self.stride = _per_dimension(stride, rank, "stride")
-        self.dilation = _per_dimension(dilation, rank, "dilation")
-        self.groups = groups
-        self.padding_mode = padding_mode
-        self.padding = (
-            padding if isinstance(padding, str) else _per_dimension(padding, rank, "padding")
-        )
-        self._pads  # noqa: B018  # it raises
-
-    @property
-    def _pads(self) -> list[int]:
-        """What F.pad takes: left and right of the last dimension first."""
-        if self.padding_mode not in ("zeros", "reflect", "replicate", "circular"):
-            raise ValueError(
-                "padding_mode is 'zeros', 'reflect', 'replicate' or 'circular'; got "
-                f"{self.padding_mode!r}."
-            )
-        if not isinstance(self.padding, str):
-            return [pad for one in reversed(self._each(self.padding)) for pad in (one, one)]
-        if self.padding == "valid":
-            return [0, 0] * len(self.kernel_size)
-        if self.padding != "same" or any(s != 1 for s in self._each(self.stride)):
-            raise ValueError(
-                "padding is a number per dimension, 'valid', or, with stride 1, 'same'; got "
-                f"{self.padding!r} with stride {self.stride}."
-            )
-        reach = zip(self._each(self.dilation), self.kernel_size, strict=True)
-        totals = [d * (k - 1) for d, k in reach]
-        return [pad for total in reversed(totals) for pad in (total // 2, total - total // 2)]
-
-    def _each(self, value: int | tuple[int, ...]) -> tuple[int, ...]:
-        """Return a number per dimension, also where one for all was set after construction."""
-        return (value,) * len(self.kernel_size) if isinstance(value, int) else tuple(value)
+        for name in (*_CONV_ARGUMENTS, "output_padding", "_reversed_padding_repeated_twice"):
+            setattr(self, name, getattr(conv, name))
 
     @property
     def _pads_zeros(self) -> bool:
-        return self.padding_mode == "zeros" and any(self._pads)
+        return self.padding_mode == "zeros" and any(self._reversed_padding_repeated_twice)
 
     def _map(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        padding = self.padding
-        if self.padding_mode != "zeros":
-            x = F.pad(x, self._pads, mode=self.padding_mode)
-            padding = "valid"
-        convolve = _CONVOLVE[self._plain]
-        return convolve(x, weight, bias, self.stride, padding, self.dilation, self.groups)
+        return self._plain._conv_forward(self, x, weight, bias)  # type: ignore[arg-type]
 
     @classmethod
     def from_conv(
-        cls: type[Conv], conv: PlainConv, *, coordinates: str = "angles", natural: bool = False
+        cls: type[Conv], conv: PlainConv, *, coordinates: Name = "angles", natural: bool = False
     ) -> Conv:
         """Return the layer that computes the same as `conv`.
 
@@ -276,20 +245,13 @@ class _GmPConv(GmPLayer):
         return self._filled(self._plain, arguments, weight, bias)
 
     def extra_repr(self) -> str:
-        text = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"
-        plain = {"stride": 1, "padding": 0, "dilation": 1}
-        for name, default in plain.items():
-            value = getattr(self, name)
-            text += f", {name}={value}" if value != (default,) * len(self.kernel_size) else ""
-        text += f", groups={self.groups}" if self.groups != 1 else ""
-        text += f", padding_mode={self.padding_mode}" if self.padding_mode != "zeros" else ""
-        return text + super().extra_repr()
+        return nn.modules.conv._ConvNd.extra_repr(self) + super().extra_repr()  # type: ignore[arg-type]
 
 
 class GmPConv1d(_GmPConv):
     """A 1-d convolution under geometric parameterization; see `GmPConv2d`."""
 
-    _plain = nn.Conv1d
+    _plain, _rank = nn.Conv1d, 1
 
 
 class GmPConv2d(_GmPConv):
@@ -315,21 +277,15 @@ class GmPConv2d(_GmPConv):
         torch.Size([8, 26])
     """
 
-    _plain = nn.Conv2d
+    _plain, _rank = nn.Conv2d, 2
 
 
 class GmPConv3d(_GmPConv):
     """A 3-d convolution under geometric parameterization; see `GmPConv2d`."""
 
-    _plain = nn.Conv3d
+    _plain, _rank = nn.Conv3d, 3
 
 
-_RANKS: dict[type[PlainConv], int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
-_CONVOLVE: dict[type[PlainConv], Callable[..., Tensor]] = {
-    nn.Conv1d: F.conv1d,
-    nn.Conv2d: F.conv2d,
-    nn.Conv3d: F.conv3d,
-}
 _CONV_ARGUMENTS = (
     "in_channels",
     "out_channels",
@@ -340,18 +296,3 @@ _CONV_ARGUMENTS = (
     "groups",
     "padding_mode",
 )
-
-
-def _per_dimension(value: int | tuple[int, ...], rank: int, name: str) -> tuple[int, ...]:
-    values = tuple(value) if isinstance(value, Sequence) else (value,) * rank
-    if len(values) != rank:
-        raise ValueError(f"{name} is one number or {rank} of them; got {value}.")
-    return tuple(map(operator.index, values))
-
-
-def _check_groups(in_channels: int, out_channels: int, groups: int) -> None:
-    if groups < 1 or in_channels % groups or out_channels % groups:
-        raise ValueError(
-            "groups must divide both numbers of channels; got "
-            f"groups={groups} for {in_channels} input and {out_channels} output channels."
-        )

@@ -9,33 +9,21 @@ that is the same at every position changes each unit by one number, so
 which is `shifted_bias`. The mean's gradient flows. Mean and product are float32 or better, with
 autocast off.
 
-With several processes each takes the mean of its own batch, as BatchNorm does;
-`synchronise_means_` lets all of them take the mean of the joint batch.
+With several processes each takes the mean of its own batch, as BatchNorm does, or, after
+`synchronise_means_`, that of the joint batch.
 """
 
-import itertools
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-
-Model = TypeVar("Model", bound=nn.Module)
 
 MOMENTUM = 0.1  # as torch's BatchNorm has it
-TRACKING = (  # what `TrackedMean` adds to a module
-    "running_mean",
-    "num_batches_tracked",
-    "num_features",
-    "momentum",
-    "track_running_stats",
-    "dim",
-    "corrected",
-    "synchronised",
-    "process_group",
-)
+TRACKING = (  # the attributes that `TrackedMean` adds to a module
+    "running_mean num_batches_tracked num_features momentum track_running_stats dim corrected "
+    "synchronised process_group"
+).split()
 
 
 class TrackedMean(nn.Module):
@@ -95,7 +83,8 @@ class TrackedMean(nn.Module):
     @property
     def is_shared(self) -> bool:
         """Whether the mean is that of several processes."""
-        return self.synchronised and _is_shared(self.process_group)
+        ready = self.synchronised and dist.is_available() and dist.is_initialized()
+        return ready and dist.get_world_size(self.process_group) > 1
 
     def reset_running_stats(self) -> None:
         """Forget all batches."""
@@ -283,107 +272,6 @@ def shifted_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
     return -shift if bias is None else bias - shift
 
 
-# --- running statistics -------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
-    """Recompute the running statistics of `model` as plain averages over some batches, in place.
-
-    It is for all mean normalization, that of layers too, and for torch's BatchNorm: after
-    averaging weights, after editing them, or where the moving average lags behind. What has
-    statistics alone is in training mode meanwhile; dropout, momentum and training flags stay.
-
-    Args:
-        model: a model with such norms.
-        batches: each a tensor, a tuple of arguments, a mapping of keyword arguments, or a list as
-            DataLoader yields it, whose first entry is the input.
-
-    Example:
-        >>> batches = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0]])]
-        >>> recalibrate_(nn.BatchNorm1d(1), batches).running_mean
-        tensor([4.])
-    """
-    kinds = (TrackedMean, _BatchNorm)
-    found = [module for module in model.modules() if isinstance(module, kinds)]
-    norms = [norm for norm in found if norm.running_mean is not None]
-    iterator = iter(batches)
-    first = list(itertools.islice(iterator, 1))
-    if not norms or not first:
-        lacking = "batches" if norms else "a model whose norms have running statistics"
-        raise ValueError(f"recalibrate_ needs {lacking}; got none.")
-    flags = {module: module.training for module in model.modules()}
-    momenta = {norm: norm.momentum for norm in norms}
-    model.eval()
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # the plain average
-        norm.train()
-    try:
-        for batch in itertools.chain(first, iterator):
-            _call(model, batch)
-    finally:
-        for norm, momentum in momenta.items():
-            norm.momentum = momentum
-        for module, flag in flags.items():
-            module.training = flag
-    return model
-
-
-def _call(model: nn.Module, batch: Any) -> None:
-    if isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, tuple):
-        model(*batch)
-    else:
-        model(batch[0] if isinstance(batch, list) else batch)
-
-
-# --- several processes --------------------------------------------------------------------------
-
-
-def synchronise_means_(model: Model, process_group: "dist.ProcessGroup | None" = None) -> Model:
-    r"""Let every mean normalization in `model` use the joint batch of all processes, in place.
-
-    It is to `InputMeanNorm`, `MeanOnlyBatchNorm` and the means of layers what
-    `nn.SyncBatchNorm.convert_sync_batchnorm` is to BatchNorm. In training the sums S_p and counts
-    N_p are added up over the processes p, so unequal and empty batches are right and the running
-    means are the same everywhere; evaluation communicates nothing. Without a process group, or
-    with one process, the mean is the local one.
-
-    With m = sum_p S_p / N, N = sum_p N_p, and each process's own loss L_p,
-
-        d(sum_p L_p) / dx = (1 / N) sum_p dL_p / dm        for every x of every process,
-
-    so the backward pass adds up dL_p / dm over the processes, as SyncBatchNorm's does: local
-    gradients are then those of the *sum* of the losses, restricted to the local part of the graph.
-    DDP and FSDP average parameters' gradients over P processes, which makes them the gradients of
-    (1 / P) sum_p L_p. That is the joint batch's mean loss where L_p is the mean over equal local
-    batches; for unequal ones let L_p be P / N_samples times the local sum.
-
-    Every process of the group must run the same layers in the same order, in the backward pass
-    too, also for an empty batch; else the others wait for it.
-
-    Args:
-        model: A model with mean normalization, before or after it is wrapped.
-        process_group: The processes that share their means; all of them by default.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 8), MeanOnlyBatchNorm(8))
-        >>> synchronise_means_(model)[1]
-        MeanOnlyBatchNorm(8, momentum=0.1, synchronised=True)
-    """
-    norms = [module for module in model.modules() if isinstance(module, TrackedMean)]
-    if not norms:
-        raise ValueError(
-            "this model has no mean normalization to synchronise. Call it after "
-            "convert_(norm='imn'); for BatchNorm use nn.SyncBatchNorm.convert_sync_batchnorm."
-        )
-    for norm in norms:
-        norm.synchronised, norm.process_group = True, process_group
-    return model
-
-
 class _SumOverProcesses(torch.autograd.Function):
     """An all-reduce with a gradient; torch.distributed.nn's refuses to be compiled."""
 
@@ -397,10 +285,6 @@ class _SumOverProcesses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _SumOverProcesses.apply(grad, ctx.group), None
-
-
-def _is_shared(group: "dist.ProcessGroup | None") -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def _wide(x: Tensor) -> torch.dtype:

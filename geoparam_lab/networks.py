@@ -162,8 +162,7 @@ class _Parts:
             stride,
             padding,
             bias=method.norm != "bn",
-            init=method.init,
-            **_form(method),
+            **{"init": method.init, **_form(method)},
         )
 
     def norm(self, units: int) -> nn.Module:

@@ -1,7 +1,6 @@
 """The operator equals the sphere's arithmetic, however it is called."""
 
 import copy
-import math
 import pickle
 import warnings
 
@@ -18,7 +17,7 @@ from geoparam import GmPConv2d, GmPLinear, functional, sphere
 from geoparam.kernels import weight as plain
 from geoparam.kernels.selection import weight_kernel
 
-SIZES = [2, 3, 13, 576, 4608, 25088]
+SIZES = [2, 13, 576, 25088]
 FLOATS = [torch.float32, torch.float64]
 HALVES = [torch.bfloat16, torch.float16]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -56,7 +55,7 @@ def test_round_trip(n: int, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("natural", [False, True])
 @pytest.mark.parametrize("dtype", [*FLOATS, *HALVES])
-@pytest.mark.parametrize("n", [2, 3, 13, 27, 200])
+@pytest.mark.parametrize("n", [2, 3, 200])
 def test_gradient(n: int, dtype: torch.dtype, natural: bool, device: str) -> None:
     latitude, r, g = kernels.random_case(5, n, dtype, device)
     kernels.assert_gradient(module_on(device), g, latitude, r, natural)
@@ -64,7 +63,7 @@ def test_gradient(n: int, dtype: torch.dtype, natural: bool, device: str) -> Non
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("n", [1100, 4609, 25088])
+@pytest.mark.parametrize("n", [1100, 25088])
 def test_gradient_of_long_rows(n: int, dtype: torch.dtype, device: str) -> None:
     latitude, r, g = kernels.random_case(2, n, dtype, device)
     a = latitude.double().clone().requires_grad_()
@@ -75,7 +74,7 @@ def test_gradient_of_long_rows(n: int, dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("count", [1, 2, 6, 30])
+@pytest.mark.parametrize("count", [1, 30])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_gradient_at_poles(count: int, dtype: torch.dtype, device: str) -> None:
     latitude, r, g = kernels.random_case(4, 40, dtype, device)
@@ -140,50 +139,6 @@ def test_memory_off_its_alignment(device: str) -> None:
     assert all(map(torch.equal, found, module.backward(g, latitude, r, False)))
 
 
-# --- the weight's shape and memory --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 3, 3), (5, 1, 1), (1, 3, 3), (4, 7, 7), (2, 2, 1, 3)])
-def test_channels_last_changes_no_number(shape: tuple, dtype: torch.dtype, device: str) -> None:
-    n = math.prod(shape)
-    latitude, r, g = kernels.random_case(4, n, dtype, device)
-    latitude.requires_grad_(), r.requires_grad_()
-    order = torch.channels_last if len(shape) == 3 else torch.channels_last_3d
-    rows = functional.weight(latitude, r)
-    w = functional.weight(latitude, r, shape=shape, channels_last=True)
-    assert w.is_contiguous(memory_format=order)
-    assert torch.equal(w, rows.view(4, *shape))
-    expected = torch.autograd.grad(rows, (latitude, r), g)
-    g = g.view(4, *shape)
-    other = g.transpose(0, 1).contiguous().transpose(0, 1)
-    for given in (g, g.to(memory_format=order), other):
-        found = torch.autograd.grad(w, (latitude, r), given, retain_graph=True)
-        assert all(map(torch.equal, found, expected))
-
-
-def test_shapes_are_the_same_in_every_mode() -> None:
-    latitude = torch.randn(4, 17, dtype=torch.float64)
-    r = torch.randn(4, dtype=torch.float64)
-    options = {"shape": (2, 3, 3), "channels_last": True}
-    expected = functional.weight(latitude, r).view(4, 2, 3, 3)
-    call = lambda a: functional.weight(a, r, **options)  # noqa: E731
-    assert torch.equal(torch.ops.geoparam.weight(latitude, r, **options), expected)
-    torch.testing.assert_close(jvp(call, (latitude,), (latitude,))[0], expected)
-    torch.testing.assert_close(vmap(call)(latitude[None])[0], expected)
-    found = grad(lambda a: call(a).square().sum())(latitude)
-    torch.testing.assert_close(
-        found, grad(lambda a: functional.weight(a, r).square().sum())(latitude)
-    )
-    assert torch.autograd.gradgradcheck(call, latitude[:, :17].clone().requires_grad_())
-
-
-def test_a_shape_must_fit() -> None:
-    with pytest.raises(ValueError, match="one more than its latitudes"):
-        functional.weight(torch.zeros(3, 4), shape=(2, 2))
-
-
 # --- storage in half precision ------------------------------------------------------------------
 
 
@@ -200,7 +155,7 @@ def test_bf16_latitudes_lose_no_more_than_bf16_weights(n: int) -> None:
     assert row_error(found, w) <= 1.1 * row_error(w.bfloat16(), w)
 
 
-@pytest.mark.parametrize("n", [2, 3, 9, 27, 576, 4608])
+@pytest.mark.parametrize("n", [2, 27, 4608])
 @pytest.mark.parametrize("kind", ["gaussian", "dominant"])
 def test_bf16_row_error_stays_below_one_percent(n: int, kind: str) -> None:
     w = torch.randn(64, n, dtype=torch.float64)
@@ -264,10 +219,8 @@ def test_vmap_over_either_argument(in_dims: tuple) -> None:
         x if d is None else torch.stack([x, 2 * x, -x], dim=d)
         for x, d in zip(base, in_dims, strict=True)
     )
-    for call in (functional.weight, torch.ops.geoparam.weight):
-        torch.testing.assert_close(
-            vmap(call, in_dims=in_dims)(*args), vmap(reference, in_dims=in_dims)(*args)
-        )
+    found = vmap(functional.weight, in_dims=in_dims)(*args)
+    torch.testing.assert_close(found, vmap(reference, in_dims=in_dims)(*args))
 
 
 def test_forward_mode_is_not_silently_zero() -> None:
@@ -291,14 +244,6 @@ def test_the_bare_op_refuses_forward_mode() -> None:
         jvp(lambda a: torch.ops.geoparam.weight(a, r), (latitude,), (latitude,))
 
 
-def test_natural_survives_vmap() -> None:
-    latitude = torch.randn(4, 2, 6)
-    call = lambda a, natural: functional.weight(a, natural=natural).sin().sum()  # noqa: E731
-    plain = vmap(grad(lambda a: call(a, False)))(latitude)
-    natural = vmap(grad(lambda a: call(a, True)))(latitude)
-    torch.testing.assert_close(natural, plain / sphere.metric(latitude).clamp(min=0.01))
-
-
 def test_third_derivatives() -> None:
     latitude = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     r = torch.randn(2, dtype=torch.float64)
@@ -312,13 +257,13 @@ def test_third_derivatives() -> None:
     torch.testing.assert_close(third(functional.weight), third(reference))
 
 
-def test_second_derivative_of_the_natural_gradient_is_refused() -> None:
+def test_natural_is_refused_where_a_function_is_differentiated() -> None:
     latitude = torch.randn(2, 3, requires_grad=True)
-    first = torch.autograd.grad(
-        functional.weight(latitude, natural=True).square().sum(), latitude, create_graph=True
-    )[0]
-    with pytest.raises(RuntimeError, match="natural"):
-        first.sum().backward()
+    call = lambda a: functional.weight(a, natural=True).square().sum()  # noqa: E731
+    with pytest.raises(RuntimeError, match="natural=False"):
+        torch.autograd.grad(call(latitude), latitude, create_graph=True)
+    with pytest.raises(RuntimeError, match="natural=False"):
+        grad(call)(latitude)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -327,8 +272,6 @@ def test_opcheck(dtype: torch.dtype) -> None:
     r = torch.randn(3, dtype=dtype, requires_grad=True)
     torch.library.opcheck(torch.ops.geoparam.weight, (latitude, r))
     torch.library.opcheck(torch.ops.geoparam.weight, (latitude,))
-    shaped = {"shape": (3, 2, 1), "channels_last": True}
-    torch.library.opcheck(torch.ops.geoparam.weight, (latitude, r), shaped)
     args = (torch.randn(3, 6, dtype=dtype), latitude.detach(), r.detach(), False)
     torch.library.opcheck(torch.ops.geoparam.weight_backward, args)
 

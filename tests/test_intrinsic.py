@@ -1,22 +1,18 @@
 """The weight in intrinsic coordinates equals r d / ||d||, however it is called."""
 
-import math
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, jacfwd, vmap
 
-from geoparam import GmPConv2d
 from geoparam.coordinates import Intrinsic, normalise_
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BOUND = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
-def weight(d: Tensor, r: Tensor | None = None, **options: Any) -> Tensor:
-    return Intrinsic().decode(d, r, False, None, **options)
+def weight(d: Tensor, r: Tensor | None = None) -> Tensor:
+    return Intrinsic().decode(d, r, False, None)
 
 
 def case(rows: int, n: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,7 +28,7 @@ def exact(d: Tensor, r: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize("n", [2, 3, 27, 147, 576, 4609, 25088])
+@pytest.mark.parametrize("n", [2, 27, 25088])
 def test_weight_and_gradient(n: int, dtype: torch.dtype, device: str) -> None:
     d, r, g = case(3, n, dtype, device)
     d.requires_grad_(), r.requires_grad_()
@@ -64,21 +60,6 @@ def test_a_zero_vector_stays_finite(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", [(3, 3, 3), (4, 1, 1), (2, 2, 1, 3)])
-def test_channels_last_changes_no_number(shape: tuple, device: str) -> None:
-    d, r, g = case(4, math.prod(shape), torch.float32, device)
-    d.requires_grad_()
-    order = torch.channels_last if len(shape) == 3 else torch.channels_last_3d
-    w = weight(d, r, shape=shape, channels_last=True)
-    if len(shape) == 3:
-        assert w.is_contiguous(memory_format=order)
-    assert torch.equal(w, weight(d, r).view(4, *shape))
-    expected = torch.autograd.grad(weight(d, r), d, g)[0]
-    given = g.view(4, *shape).to(memory_format=order)
-    torch.testing.assert_close(torch.autograd.grad(w, d, given)[0], expected)  # other sums
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_second_derivatives(device: str) -> None:
     d, r, _ = case(2, 4, torch.float64, device)
     inputs = (d.requires_grad_(), r.requires_grad_())
@@ -103,16 +84,3 @@ def test_normalising_in_place(device: str) -> None:
     expected = d / d.norm(dim=1, keepdim=True).clamp(min=1e-30)
     normalise_(d)
     torch.testing.assert_close(d, expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
-def test_a_convolution_gets_its_weight_as_cudnn_wants_it(coordinates: str) -> None:
-    layer = GmPConv2d(16, 8, 3, coordinates=coordinates).cuda()
-    x = torch.randn(2, 16, 6, 6, device="cuda").to(memory_format=torch.channels_last)
-    with torch.autocast("cuda", torch.bfloat16), torch.profiler.profile() as profile:
-        layer(x.bfloat16()).float().sum().backward()
-    ours = {event.key for event in profile.key_averages()}
-    assert "cudnn" in " ".join(ours)
-    shapes = [event.key for event in profile.events() if event.key == "aten::contiguous"]
-    assert len(shapes) <= 1  # the gradient of a sum; the weight is never copied

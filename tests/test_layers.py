@@ -536,10 +536,10 @@ def biased_zero_row() -> nn.Linear:
         (lambda: GmPLinear(0, 3), "fan-in 0"),
         (lambda: GmPLinear(3, 0), "0 units"),
         (lambda: GmPConv2d(0, 3, 3), "fan-in 0"),
-        (lambda: GmPConv2d(4, 6, 3, groups=3), "groups must divide"),
-        (lambda: GmPConv2d(4, 6, 3, groups=0), "groups must divide"),
+        (lambda: GmPConv2d(4, 6, 3, groups=3), "divisible by groups"),
+        (lambda: GmPConv2d(4, 6, 3, groups=0), "groups must be"),
         (lambda: GmPConv2d(4, 6, (3, 3, 3)), "kernel_size is one number or 2"),
-        (lambda: GmPConv2d(4, 6, 3, stride=2, padding="same"), "with stride 1, 'same'"),
+        (lambda: GmPConv2d(4, 6, 3, stride=2, padding="same"), "padding='same' is not supported"),
         (lambda: GmPConv2d(4, 6, 3, padding_mode="mirror"), "padding_mode"),
         (lambda: GmPLinear(3, 2, init="he"), "init is 'sphere'"),
         (lambda: GmPLinear(3, 2, coordinates="polar"), "coordinates are 'angles'"),
@@ -564,8 +564,8 @@ def test_bad_input_is_refused(call, message: str) -> None:  # noqa: ANN001
 def test_repr_says_what_it_is() -> None:
     layer = GmPConv2d(4, 6, 3, padding=1, activation=torch.relu, input_norm="bias")
     assert repr(layer).startswith(
-        "GmPConv2d(\n  4, 6, kernel_size=(3, 3), padding=(1, 1), coordinates='angles', "
-        "activation=relu, input_norm='bias'"
+        "GmPConv2d(\n  4, 6, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), "
+        "coordinates='angles', activation=relu, input_norm='bias'"
     )
     assert repr(GmPLinear(3, 2, bias=False, natural=True)) == (
         "GmPLinear(3, 2, bias=False, coordinates='angles', natural=True)"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from geoparam.attention import GmPMultiheadAttention
-from geoparam.base_layer import GmPLayer, draw
+from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import (
     Decision,
     Filter,
@@ -33,6 +33,7 @@ from geoparam.conversion.surgery import places, put
 from geoparam.input_mean_layers import adopt
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
 from geoparam.norm import MOMENTUM, TrackedMean, shifted_bias
+from geoparam.parameter_values import draw
 from geoparam.trace import arguments_of, tensors_in, trace, undisturbed
 
 log = logging.getLogger("geoparam")

@@ -14,8 +14,8 @@ A zero row has no direction: its gradients are 0 and it stays zero. A matrix is 
 or float64 tensor whose memory has one row after the other, each with n elements; their order
 within a row does not matter, if it is the same in all operands.
 
-This file has the form in plain torch and decides which form serves; `rows_triton` is for GPUs and
-`rows_native` for CPUs with a C compiler.
+This file has the form in plain torch; `rows_triton` is for GPUs and `rows_native` for CPUs with a
+C compiler.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoparam.kernels import selection
+from geoparam.kernels import rows_native
+from geoparam.kernels.selection import choose_kernels
 
 Matrices = Sequence[Tensor]
 
@@ -92,19 +93,15 @@ class Rows:
 
 
 def _kernels_for(rows: Rows) -> Any:
-    """Return the module or class whose functions serve these rows."""
+    """Return the object whose functions serve these rows."""
     if rows.total == 0 or rows.dtype not in (torch.float32, torch.float64):
         return Plain
-    if selection.uses_triton(torch.empty(0, device=rows.device)):
-        from geoparam.kernels import rows_triton
+    kernels = choose_kernels(torch.empty(0, device=rows.device))
+    if kernels == "triton":
+        from geoparam.kernels import rows_triton  # needs Triton
 
         return rows_triton.Launches(rows)
-    if rows.device.type == "cpu" and selection.KERNELS in ("auto", "native"):
-        from geoparam.kernels import rows_native
-
-        if rows_native.available():
-            return rows_native.Calls(rows)
-    return Plain
+    return rows_native.Calls(rows) if kernels == "native" else Plain
 
 
 class Plain:

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from geoparam.kernels import loader
 
-_log = logging.getLogger(__name__)
 _ELEMENTS_PER_CHUNK = 1 << 14
 _FUNCTIONS = {"enter": 0, "leave": 1, "measure": 2, "rotate": 3}
 
@@ -62,17 +60,6 @@ class Calls:
         job.writes_v = writes_v
         threads = min(torch.get_num_threads(), len(self.chunks))
         _library()(_FUNCTIONS[name], self.wide, threads, len(self.chunks), ctypes.byref(job))
-
-
-@functools.cache
-def available() -> bool:
-    """Whether the C code could be compiled and loaded."""
-    try:
-        _library()
-    except loader.ERRORS as error:
-        _log.info("no C kernel for rows on this machine, plain torch instead: %s", error)
-        return False
-    return True
 
 
 @functools.cache

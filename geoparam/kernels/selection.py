@@ -1,9 +1,10 @@
-"""Which kernel serves a tensor: Triton's on GPUs, the one in C on CPUs, plain torch elsewhere."""
+"""Which kernels serve a tensor: Triton's on GPUs, those in C on CPUs, plain torch elsewhere."""
 
 import functools
 import importlib.util
 import os
 from types import ModuleType
+from typing import Literal
 
 from torch import Tensor
 
@@ -15,20 +16,23 @@ if KERNELS not in ("auto", "torch", "triton", "native"):
     raise ValueError(f"GEOPARAM_KERNELS is auto, torch, triton or native; got {KERNELS!r}.")
 
 
-def uses_triton(x: Tensor) -> bool:
-    """Return whether Triton's kernels serve this tensor."""
-    return KERNELS == "triton" or (KERNELS == "auto" and x.is_cuda and _has_triton())
+def choose_kernels(x: Tensor) -> Literal["triton", "native", "torch"]:
+    """Return which kernels serve this tensor."""
+    if KERNELS == "triton" or (KERNELS == "auto" and x.is_cuda and _has_triton()):
+        return "triton"
+    if x.is_cpu and (KERNELS == "native" or (KERNELS == "auto" and weight_native.is_available())):
+        return "native"
+    return "torch"
 
 
 def weight_kernel(x: Tensor) -> ModuleType:
-    """Return the module whose `forward` and `backward` make weights of this tensor."""
-    if uses_triton(x):
+    """Return the module whose `forward` and `backward` compute weights of this tensor."""
+    kernels = choose_kernels(x)
+    if kernels == "triton":
         from geoparam.kernels import weight_triton  # needs Triton
 
         return weight_triton
-    if x.is_cpu and (KERNELS == "native" or (KERNELS == "auto" and weight_native.available())):
-        return weight_native
-    return weight
+    return weight_native if kernels == "native" else weight
 
 
 @functools.cache

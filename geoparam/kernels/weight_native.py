@@ -1,8 +1,8 @@
 """The operator in C (weight.c), compiled on first use.
 
 Plain torch makes many passes over the memory, and for a small weight many calls; a loop in C makes
-neither. Much may go wrong: no compiler, a home that cannot be written to, wrong code. `available`
-tries it all once, compares a small case with plain torch, and says no rather than raise.
+neither. Much may go wrong: no compiler, a home that cannot be written to, wrong code.
+`is_available` tries it once, compares a small case with plain torch, and never raises.
 
 The C code takes tensors that are all float32 or all float64. Others are converted, a block of rows
 at a time; float64 if any is, so that no input is rounded.
@@ -48,7 +48,7 @@ def backward(
 
 
 @functools.cache
-def available() -> bool:
+def is_available() -> bool:
     """Whether the C code could be compiled and loaded, and computes what plain torch does."""
     try:
         _check()

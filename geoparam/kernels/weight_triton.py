@@ -26,11 +26,9 @@ below 0.2, which have theirs. In float64 the same.
 Sines are our own in float32: the library's are built for any argument. sin(a/2) and cos(a/2) are
 two polynomials on [-pi/2, pi/2], reached by exact subtractions (pi k, in two parts); sin(a) is
 twice their product. The last column has no angle: its sine is 1, or what comes back is y_n.
-
-Order. A row of a weight (channels, kernel positions) is laid out position by position where
-POSITIONS > 1, as channels_last wants it.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -38,73 +36,52 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from geoparam.kernels.layout import Layout, layout_of
 from geoparam.kernels.weight import SMALLEST_METRIC
 
 _SMALLEST_METRIC = tl.constexpr(SMALLEST_METRIC)
 
 
-def forward(
-    latitude: Tensor,
-    r: Tensor | None,
-    dtype: torch.dtype,
-    layout: Layout | None = None,
-    traced: bool = False,
-) -> Tensor:
-    """Return the weight for contiguous latitudes (..., n - 1) and r (...), rows if no layout.
-
-    If `traced`, the kernel is not run but left in the graph that a compiler is tracing.
-    """
-    layout = layout or layout_of(latitude.shape, None, False)
-    weight = torch.empty_strided(layout.size, layout.stride, dtype=dtype, device=latitude.device)
+def forward(latitude: Tensor, r: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the weight rows (rows, n) for contiguous latitudes (rows, n - 1) and r (rows,)."""
+    rows, n = len(latitude), latitude.shape[1] + 1
+    weight = latitude.new_empty(rows, n, dtype=dtype)
     if weight.numel():
-        grid, warps, *tile = _tile(latitude)
+        grid, warps, *tile = _tile(rows, n, latitude.dtype == torch.float64)
         options = {"num_warps": warps}
         if tile[1] * tile[2] == 4096 and torch.version.cuda:  # half the threads: more programs fit
             options = {"num_warps": warps // 2, "maxnreg": 96}
         tensors = latitude, _any_if_none(r, latitude, weight), weight
-        arguments = *_size(latitude), r is not None, layout.positions, *tile
-        _launch(_forward_kernel, grid, (*tensors, *arguments), options, traced)
+        _launch(_forward_kernel, grid, (*tensors, rows, n, r is not None, *tile), options)
     return weight
 
 
 def backward(
-    grad: Tensor,
-    latitude: Tensor,
-    r: Tensor | None,
-    natural: bool,
-    positions: int = 1,
-    traced: bool = False,
+    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return dL/dlatitude and dL/dr for grad = dL/dweight, laid out as `positions` says."""
-    grad_latitude = torch.empty_like(latitude)
-    grad_r = torch.empty_like(r) if r is not None else latitude.new_empty(latitude.shape[:-1])
+    """Return dL/dlatitude (rows, n - 1) and dL/dr (rows,) for grad = dL/dweight (rows, n)."""
+    rows, n = len(latitude), latitude.shape[1] + 1
+    wide = latitude.dtype == torch.float64
+    grad, grad_latitude = grad.contiguous(), torch.empty_like(latitude)
+    grad_r = latitude.new_empty(rows) if r is None else torch.empty_like(r)
     if grad.numel():
-        grid, warps, *tile = _tile(latitude)
-        (rows, n), (_, lanes, each, one_chunk) = _size(latitude), tile
+        grid, warps, *tile = _tile(rows, n, wide)
+        _, lanes, each, one_chunk = tile
         starts = latitude  # not read if there is one chunk
         if not one_chunk:
-            working = torch.float64 if latitude.dtype == torch.float64 else torch.float32
+            working = torch.float64 if wide else torch.float32
             starts = latitude.new_empty(rows, triton.cdiv(n, lanes * each), dtype=working)
         options = {"num_warps": warps}
         if each == 16 and torch.version.cuda:  # with more registers, half as many programs fit
             options["maxnreg"] = 128
         tensors = grad, latitude, _any_if_none(r, latitude, grad), grad_latitude, grad_r, starts
-        arguments = rows, n, r is not None, natural, positions, *tile
-        _launch(_backward_kernel, grid, (*tensors, *arguments), options, traced)
+        arguments = rows, n, r is not None, natural, *tile
+        _launch(_backward_kernel, grid, (*tensors, *arguments), options)
     return grad_latitude, grad_r
 
 
-def _launch(
-    kernel: Any, grid: tuple[int, int, int], arguments: tuple, options: dict, traced: bool
-) -> None:
-    if traced:  # inductor takes no option but this
-        warps = options["num_warps"]
-        torch.library.wrap_triton(kernel)[grid](*arguments, num_warps=warps)
-    elif arguments[0].is_cuda:
-        with torch.cuda.device(arguments[0].device):
-            kernel[grid](*arguments, **options)
-    else:  # Triton's interpreter
+def _launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, options: dict) -> None:
+    on_gpu = arguments[0].is_cuda  # else Triton's interpreter
+    with torch.cuda.device(arguments[0].device) if on_gpu else contextlib.nullcontext():
         kernel[grid](*arguments, **options)
 
 
@@ -115,18 +92,13 @@ def _any_if_none(r: Tensor | None, latitude: Tensor, weight: Tensor) -> Tensor:
     return latitude if latitude.shape[-1] else weight
 
 
-def _size(latitude: Tensor) -> tuple[int, int]:
-    return latitude.shape[:-1].numel(), latitude.shape[-1] + 1
-
-
-def _tile(latitude: Tensor) -> tuple[tuple[int, int, int], int, int, int, int, bool]:
+def _tile(rows: int, n: int, wide: bool) -> tuple[tuple[int, int, int], int, int, int, int, bool]:
     """Return the grid, the warps, and ROWS, LANES, EACH and ONE_CHUNK. Tried on an H200.
 
     A chunk of 4096 is the longest that fits into the registers, so shorter rows are one; longer
     ones, walked along, do better in shorter chunks, of which the last must not be nearly empty.
     In float64 all is bound by the library's sines, whose code should not be there many times.
     """
-    (rows, n), wide = _size(latitude), latitude.dtype == torch.float64
     longest = 1024 if wide else 4096
     if n > 4096:
         longest = min(longest, 2048 if -n % 2048 <= n // 8 else 1024)
@@ -147,7 +119,6 @@ def _forward_kernel(
     rows,
     n,
     SCALED: tl.constexpr,
-    POSITIONS: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
     EACH: tl.constexpr,
@@ -173,7 +144,7 @@ def _forward_kernel(
         w = in_a_row(pieces, ROWS, LANES, EACH).to(weight.dtype.element_ty)
         # The mask of the store, unlike the load's, can be seen to be whole vectors.
         inside = _inside(row, rows, k, n, ROWS)
-        tl.store(weight + row * n + _place(k, n, POSITIONS), w, inside)
+        tl.store(weight + row * n + k, w, inside)
         if not ONE_CHUNK:
             near, far = gather(near, far, near_here, far_here)
             near, far = from_lane(LANES - 1, near, lane), from_lane(LANES - 1, far, lane)
@@ -191,7 +162,6 @@ def _backward_kernel(
     n,
     SCALED: tl.constexpr,
     NATURAL: tl.constexpr,
-    POSITIONS: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
     EACH: tl.constexpr,
@@ -206,14 +176,14 @@ def _backward_kernel(
         _write_starts(latitude, starts, row, rows, column, n, chunks, ROWS, LANES * EACH)
 
     # y_{k+1} of the chunk's last column. Columns without an angle, with sine 0, let it pass.
-    last = grad + row * n + _place(n - 1, n, POSITIONS)
+    last = grad + row * n + n - 1
     y = _of_each_lane(last, row < rows, zero.dtype, ROWS, LANES)
     for step in range(0, chunks):
         chunk = chunks - 1 - step
         k = chunk * LANES * EACH + column
         angle, inside = _inside(row, rows, k, n - 1, ROWS), _inside(row, rows, k, n, ROWS)
         a = tl.load(latitude + row * (n - 1) + k, angle, 0)
-        g = tl.load(grad + row * n + _place(k, n, POSITIONS), inside, 0)
+        g = tl.load(grad + row * n + k, inside, 0)
         sines, cosines, before, near, far = trigonometry(a, zero, ROWS, LANES, EACH)
         g = pieces_of(g.to(zero.dtype), ROWS, LANES, EACH)
 
@@ -301,15 +271,6 @@ def _inside(row, rows, k, end, ROWS: tl.constexpr):
         return k < end
     else:
         return (row < rows) & (k < end)
-
-
-@triton.jit
-def _place(k, n, POSITIONS: tl.constexpr):
-    """Return where column k of a row lies."""
-    if POSITIONS == 1:
-        return k
-    else:
-        return (k % POSITIONS) * (n // POSITIONS) + k // POSITIONS
 
 
 # --- what a thread does with its own columns of a row -------------------------------------------

@@ -221,8 +221,9 @@ def build(method: str, seeds: Iterable[int]) -> nn.Module:
         return weight_norm(linear)
     if method == "sp":
         return linear
-    coordinates = "angles" if method == "gmp" else "intrinsic"
-    return gp.GmPLinear.from_linear(linear, coordinates=coordinates)
+    if method == "gmp":
+        return gp.GmPLinear.from_linear(linear)
+    return gp.GmPLinear.from_linear(linear, coordinates="intrinsic")
 
 
 def _draw(seed: int) -> Array:

@@ -11,9 +11,6 @@ import kernels
 import pytest
 import torch
 
-from geoparam import functional
-from geoparam.kernels import selection
-
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 if HAS_TRITON:
@@ -60,22 +57,6 @@ def test_a_number_that_is_none_stays_in_its_row() -> None:
         triton.backward(g, latitude, None, False)[0],
     ):
         assert found[0].isnan().any() and found[1:].isfinite().all()
-
-
-@pytest.mark.parametrize("shape", [(3, 3, 3), (2, 7, 1), (40, 1, 1)])
-def test_channels_last(shape: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "KERNELS", "triton")
-    n = math.prod(shape)
-    latitude = torch.randn(3, n - 1, requires_grad=True)
-    r, g = torch.randn(3, requires_grad=True), torch.randn(3, *shape)
-    rows = functional.weight(latitude, r)
-    w = functional.weight(latitude, r, shape=shape, channels_last=True)
-    assert w.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(w, rows.view(3, *shape))
-    found = torch.autograd.grad(w, (latitude, r), g.to(memory_format=torch.channels_last))
-    expected = torch.autograd.grad(rows, (latitude, r), g.view(3, n))
-    for a, e in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, e)
 
 
 @pytest.mark.parametrize(

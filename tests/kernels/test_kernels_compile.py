@@ -28,7 +28,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     seen: list[str] = []
 
-    def launch(kernel: Any, grid: tuple, arguments: tuple, options: dict, traced: bool) -> None:
+    def launch(kernel: Any, grid: tuple, arguments: tuple, options: dict) -> None:
         compile_for_gpu(kernel, arguments, options)
         seen.append(kernel.__name__)
 

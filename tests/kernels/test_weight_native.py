@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="needs a 
 
 
 def test_is_what_cpus_use() -> None:
-    assert native.available()
+    assert native.is_available()
     assert selection.KERNELS != "auto" or selection.weight_kernel(torch.zeros(1)) is native
 
 
@@ -188,10 +188,10 @@ def test_gradient_that_is_not_contiguous() -> None:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, and nothing loaded yet; as before when the test is over."""
     monkeypatch.setenv("GEOPARAM_CACHE", str(tmp_path / "cache"))
-    native.available.cache_clear()
+    native.is_available.cache_clear()
     native._library.cache_clear()
     yield tmp_path / "cache"
-    native.available.cache_clear()
+    native.is_available.cache_clear()
     native._library.cache_clear()
 
 
@@ -218,7 +218,7 @@ def test_a_damaged_file_is_compiled_again(cache: Path, damage: bytes | None) -> 
     path = binary()
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2] if damage is None else damage)
-    assert native.available()
+    assert native.is_available()
     assert len(binary().read_bytes()) == len(whole)
 
 
@@ -228,7 +228,7 @@ def test_without_march_native(
     refuse = 'case " $* " in *" -march=native "*) exit 1;; esac; exec cc "$@"'
     monkeypatch.setenv("CC", script(tmp_path / "old", refuse))
     latitude, r, g = kernels.random_case(5, 200, torch.float32)
-    assert native.available()
+    assert native.is_available()
     kernels.assert_weight(native, latitude, r)
     kernels.assert_gradient(native, g, latitude, r)
 
@@ -248,7 +248,7 @@ def test_falls_back_to_plain_torch(
 ) -> None:
     monkeypatch.setenv(variable, value)
     monkeypatch.setattr(selection, "KERNELS", "auto")
-    assert not native.available()
+    assert not native.is_available()
     assert selection.weight_kernel(torch.zeros(1)) is weight
 
 
@@ -266,11 +266,11 @@ def test_wrong_code_is_not_used(
     shutil.copytree(loader.FOLDER, tmp_path / "kernels")
     source = tmp_path / "kernels" / "weight.c"
     monkeypatch.setattr(loader, "FOLDER", source.parent)
-    assert native.available()
+    assert native.is_available()
     source.write_text(source.read_text().replace(right, wrong))
-    native.available.cache_clear()
+    native.is_available.cache_clear()
     native._library.cache_clear()
-    assert not native.available()
+    assert not native.is_available()
 
 
 def test_what_is_included_counts(
@@ -305,7 +305,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(cache: Path, folder: int)
     with pytest.warns(UserWarning, match="others may write to it"):
         made = binary()
     assert made.parent != cache and not any(cache.iterdir())
-    assert native.available()
+    assert native.is_available()
 
 
 def test_a_file_that_others_may_write_to_is_compiled_again(cache: Path) -> None:
@@ -327,7 +327,7 @@ def start(cache: Path, **environment: str) -> subprocess.Popen:
         "import torch; from geoparam.functional import weight;"
         "from geoparam.kernels import weight_native;"
         "w = weight(torch.zeros(2, 3, requires_grad=True), torch.ones(2)); w.sum().backward();"
-        "print(weight_native.available(), w.tolist())"
+        "print(weight_native.is_available(), w.tolist())"
     )
     environment = {**os.environ, "GEOPARAM_CACHE": str(cache), **environment}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from geoparam.kernels import rows_native
 from geoparam.kernels.rows import Plain, Rows
+from geoparam.kernels.weight_native import is_available
 from geoparam.optim.muon import RowMuon
 
 INTERPRETED = [pytest.param("triton", marks=pytest.mark.interpreter)]
@@ -45,7 +46,7 @@ def test_kernels_compute_what_the_plain_form_does(kernels: Any, dtype: Any, wher
     plain, fast = (Rows(SHAPES, torch.empty(0, dtype=dtype)) for _ in range(2))
     plain.kernels = Plain
     if kernels == "native":
-        fast.kernels = rows_native.Calls(fast) if rows_native.available() else pytest.skip("no C")
+        fast.kernels = rows_native.Calls(fast) if is_available() else pytest.skip("no C")
     else:
         fast.kernels = importlib.import_module("geoparam.kernels.rows_triton").Launches(fast)
     torch.testing.assert_close(results(fast, where), results(plain, where), **BOUNDS[dtype])
