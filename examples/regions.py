@@ -1,0 +1,65 @@
+"""Draw the linear regions of a small network in its input plane, before and after training.
+
+    python examples/regions.py [--steps 300] [--units 12] [--out regions.png]
+
+The regions are exact polygons, not a grid of samples. Needs the extra: pip install '.[plots]'
+"""
+
+import argparse
+import copy
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import geoparam as gp
+from geoparam import analysis, plots
+
+EXTENT = (-2.0, 2.0, -2.0, 2.0)
+
+
+def draw_rings(count: int) -> tuple[Tensor, Tensor]:
+    """Return random points of two rings around the origin, and which ring each is on."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(count) % 2
+    angle = 2 * torch.pi * torch.rand(count, generator=generator)
+    radius = 0.7 + 0.7 * y + 0.1 * torch.randn(count, generator=generator)
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), y
+
+
+def train(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> float:
+    optimizer = gp.GeometricOptimizer(model, torch.optim.Adam, lr=1e-2)
+    for _ in range(steps):
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--units", type=int, default=12)
+    parser.add_argument("--out", type=Path, default=Path("regions.png"))
+    given = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    n = given.units
+    model = nn.Sequential(nn.Linear(2, n), nn.ReLU(), nn.Linear(n, n), nn.ReLU(), nn.Linear(n, 2))
+    x, y = draw_rings(200)
+    fresh = copy.deepcopy(model)
+    print(f"loss after {given.steps} steps: {train(model, x, y, given.steps):.4f}")
+
+    figure, axes = plots.new_figure(1, 2, size=(11, 5))
+    for ax, title, network in zip(axes[0], ("before", "after"), (fresh, model), strict=True):
+        found = analysis.slice_regions(network, origin=torch.zeros(2), extent=EXTENT)
+        plots.region_slice(found.polygons, found.segments, legend=title == "after", ax=ax)
+        for ring, colour in ((0, "black"), (1, "white")):
+            ax.plot(*x[y == ring].T, "o", color=colour, mec="black", ms=3)
+        ax.set_title(f"{title} training: {found.count} linear regions", loc="left")
+        print(f"{title} training: {found.count} linear regions")
+    figure.savefig(given.out, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
