@@ -174,8 +174,7 @@ def input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
     if mean is not None and borders:
         x = x - mean
     mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-    pads = "_pads" if isinstance(conv, GmPLayer) else "_reversed_padding_repeated_twice"
-    x = F.pad(x, list(getattr(conv, pads)), mode=mode)
+    x = F.pad(x, list(conv._reversed_padding_repeated_twice), mode=mode)
     if mean is not None and not borders:
         x = x - mean
     squares = x.square().unflatten(-len(size) - 1, (conv.groups, -1)).sum(dim=-len(size) - 1)
