@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from geoparam.analysis.slices.plane import Plane, checked_plane, plane_through, unit_window
+from geoparam.analysis.slices.plane import Plane, check_plane, plane_through, unit_window
 
 SHAPE = (2, 3, 3)
 
@@ -57,4 +57,4 @@ def test_what_is_no_window_is_refused(
     origin: torch.Tensor, axes: torch.Tensor | None, extent: tuple, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        checked_plane(origin, axes, extent)
+        check_plane(origin, axes, extent)

@@ -344,7 +344,7 @@ def test_torchs_older_weight_norm() -> None:
 def test_groups_of_regions_give_the_same_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp(2, 8, 8)
     whole = slice_regions(model, torch.zeros(2), extent=EXTENT)
-    monkeypatch.setattr(module, "NUMBERS", 500)
+    monkeypatch.setattr(module, "ELEMENTS", 500)
     parts = slice_regions(model, torch.zeros(2), extent=EXTENT)
     assert np.sort(parts.areas) == pytest.approx(np.sort(whole.areas))
     assert len(parts.segments["2"]) == len(whole.segments["2"])
