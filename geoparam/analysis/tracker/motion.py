@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from geoparam.analysis.boundary import DEFAULTS, Parts, combine, gather, offset_at, read_parts
+from geoparam.analysis.boundary import Parts, combine, gather, offset_at, read_parts
 from geoparam.analysis.reading.layer_sites import Site, count_units
 from geoparam.analysis.reading.norms import Moments
 from geoparam.base_layer import GmPLayer
@@ -101,9 +101,7 @@ class Motion:
         """Return the parts of a layer and its breakpoints with one element for each unit."""
         breaks = site.breaks
         ends = (torch.nan,) if breaks is None else breaks.points
-        given = {name: getattr(found, name) for name in DEFAULTS}
-        given = {name: DEFAULTS[name] if part is None else part for name, part in given.items()}
-        given |= {"eps": found.eps, "low": ends[0], "high": ends[-1]}
+        given = {**found.numbers(), "low": ends[0], "high": ends[-1]}
         return {
             name: self.pick(site.name, self._cast(value.detach()).expand(len(found.rows)))
             if isinstance(value, Tensor)
@@ -138,7 +136,7 @@ class Motion:
         return u, {"length": length, "apart": apart, "together": together}
 
     def _compare(self, v: Mapping[str, Tensor], angular: Tensor) -> Measured:
-        pre = combine(v, v["eps"])
+        pre = combine(v)
         slope = pre.gain.abs() * v["length"]
         slope = torch.where(slope == 0, torch.nan, slope)
         sign = torch.where(slope.isnan(), torch.nan, pre.gain.sign())
