@@ -47,7 +47,6 @@ class Chain:
     """What follows a layer up to its activation, as long as each result is used just once.
 
     Attributes:
-        layer: Its name.
         norm: The norm before the activation and before any sum.
         activation: A module (`activation.name`) or function (`activation.args`), `.op` is "relu".
         path: The other steps on the way: "sum", "max_pool2d", "transpose", ...
@@ -55,7 +54,6 @@ class Chain:
             used in another place: a BatchNorm there can be folded into the layer and removed.
     """
 
-    layer: str
     norm: Node | None
     activation: Node | None
     path: tuple[str, ...]
@@ -106,7 +104,6 @@ class Graph:
         calls = self.calls(layer)
         norms = [self._node(call.norm) for call in calls]
         return Chain(
-            layer,
             _common(norms),
             _common([self._node(call.activation) for call in calls]),
             tuple(dict.fromkeys(step for call in calls for step in call.path)),

@@ -106,12 +106,12 @@ def trace(
         raise ValueError("what is scripted shows no steps: trace the model before it is scripted")
     args, named = arguments_of(inputs)
     args, kwargs = _copy_tensors((args, {**named, **(kwargs or {})}))
-    with undisturbed(model):
+    with inspection_mode(model):
         recorder = _Recorder(model, visit)
         for tensor in tensors_in((args, kwargs)):
             kind = "input" if tensor.is_floating_point() else "index"
             recorder.write(Node(kind, kind), [tensor])
-        with recorder.hooked(model), recorder:
+        with recorder.hook_modules(model), recorder:
             result = model(*args, **kwargs)
         recorder.see(result)
     recorder.write(Node("output", "output", inputs=_sources(recorder.read(result))), [])
@@ -244,7 +244,7 @@ class _Recorder(TorchFunctionMode):
         self.write(Node("layer", "linear", out, (mixed,), made[0].shape, -1), made)
 
     @contextmanager
-    def hooked(self, model: nn.Module) -> Iterator[None]:
+    def hook_modules(self, model: nn.Module) -> Iterator[None]:
         """Let each call of a known module be one step."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
@@ -306,7 +306,7 @@ class _Recorder(TorchFunctionMode):
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def inspection_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation, no gradients, no compiling; restores flags, buffers and random state."""
     flags = [(module, module.training) for module in model.modules()]
     buffers = [

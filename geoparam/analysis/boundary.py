@@ -187,13 +187,10 @@ def layer_boundaries(
     activation: nn.Module | None = None,
     moments: Moments | None = None,
 ) -> Boundaries:
-    """Return the boundaries of one layer's units, given what follows it; ReLU by default.
+    """Return the boundaries of one layer's units, given the norm and activation after it.
 
-    Args:
-        layer: Linear, Conv1d-3d, with or without torch's weight_norm, or a GmP layer.
-        norm: The norm after it.
-        activation: The activation after that, ReLU by default.
-        moments: The norm's mean and deviation, where it has no running ones.
+    The activation is ReLU by default. `moments` are the norm's mean and deviation, if it has no
+    running ones.
 
     Example:
         >>> layer_boundaries(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU6()).distances.shape
@@ -219,9 +216,11 @@ def compute_boundaries(of: Parts, breaks: Breaks | None) -> Boundaries:
     """Return the boundaries of units made of these parts, in float64."""
     rows = sphere.wide(gather(of.rows))
     like = sphere.length(rows)
-    place = {"dtype": like.dtype, "device": like.device}
-    vectors = {name: torch.as_tensor(v, **place) for name, v in of.numbers().items()}
-    pre = combine({name: vector.expand_as(like) for name, vector in vectors.items()})
+    vectors = {
+        name: torch.as_tensor(value, dtype=like.dtype, device=like.device).expand_as(like)
+        for name, value in of.numbers().items()
+    }
+    pre = combine(vectors)
     slope = pre.gain.abs() * like
     slope = torch.where(slope == 0, torch.nan, slope)
     sign = torch.where(slope.isnan(), torch.nan, pre.gain.sign())

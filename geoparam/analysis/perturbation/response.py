@@ -199,14 +199,9 @@ def respond(
     activation: Activation | None = None,
     moments: Moments | None = None,
 ) -> Response:
-    """Return how the boundaries of one layer's units answer to any steps.
+    """Return how the boundaries of one layer's units answer to steps, by role.
 
-    Args:
-        layer: Linear, Conv1d-3d, with or without torch's weight_norm, or a GmP layer.
-        steps: What to add, by role, in the shape of what is stored.
-        norm: The norm after it.
-        activation: The activation after that, ReLU by default.
-        moments: The norm's mean and deviation, where it has no running ones.
+    The other arguments are those of `layer_boundaries`.
 
     Example:
         >>> layer = nn.Linear(2, 1, bias=False)
