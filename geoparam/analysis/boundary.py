@@ -59,17 +59,11 @@ Statistics = Literal["running", "batch"]
 
 @dataclass(frozen=True)
 class Boundaries:
-    """The boundaries of a layer's units; (out, n) vectors are flattened as the weight is.
+    """The boundaries of a layer's units; (out, n) vectors are flattened as the weight is."""
 
-    Attributes:
-        direction: Unit vectors (out, n) towards the side where the pre-activation grows.
-        scale: (out,), how fast the pre-activation grows there; the output, under ReLU.
-        distances: (K, out), signed distances lam of the boundaries at the K breakpoints.
-    """
-
-    direction: Tensor
-    scale: Tensor
-    distances: Tensor
+    direction: Tensor  # unit vectors (out, n) towards the side where the pre-activation grows
+    scale: Tensor  # (out,), how fast the pre-activation grows there; the output, under ReLU
+    distances: Tensor  # (K, out), signed distances lam of the boundaries at the K breakpoints
 
     @property
     def distance(self) -> Tensor:

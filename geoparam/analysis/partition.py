@@ -73,15 +73,10 @@ def _count_distinct(prints: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Pattern:
-    """On which side of its boundaries each point lies: one packed row for each point.
+    """On which side of its boundaries each point lies: one packed row for each point."""
 
-    Attributes:
-        packed: Bytes (N, bytes); each breakpoint, and each call, begins at a whole byte.
-        bits: How many of the bits of a row are in use; the others are 0.
-    """
-
-    packed: Tensor
-    bits: int
+    packed: Tensor  # bytes (N, bytes); each breakpoint, and each call, begins at a whole byte
+    bits: int  # how many of the bits of a row are in use; the others are 0
 
     def __len__(self) -> int:
         return len(self.packed)
@@ -106,17 +101,11 @@ class Pattern:
 
 
 class Change(NamedTuple):
-    """What happened to the regions of a batch of points, each a tensor with one element.
+    """What happened to the regions of a batch of points, each a tensor with one element."""
 
-    Attributes:
-        share: Bits that changed, of all bits of all points.
-        points: Points that are in another region than before.
-        regions: Different patterns among the points.
-    """
-
-    share: Tensor
-    points: Tensor
-    regions: Tensor
+    share: Tensor  # of all bits of all points: those that changed
+    points: Tensor  # that are in another region than before
+    regions: Tensor  # different patterns among the points
 
 
 class Changes(NamedTuple):

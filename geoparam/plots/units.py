@@ -146,11 +146,7 @@ def _fill_sides(ax: Axes, direction: np.ndarray, lam: float, limits: tuple[float
 
 
 def _boundary(
-    ax: Axes,
-    location: np.ndarray,
-    towards: np.ndarray,
-    limits: tuple[float, float],
-    **line: Any,
+    ax: Axes, location: np.ndarray, towards: np.ndarray, limits: tuple[float, float], **line: Any
 ) -> None:
     """The line through the location, at right angles to the direction, across the view."""
     along = np.array([-towards[1], towards[0]])

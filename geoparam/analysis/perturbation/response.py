@@ -37,21 +37,13 @@ DELTAS = (1e-4, 1e-3, 1e-2, 1e-1)  # figure 1's
 
 @dataclass(frozen=True)
 class Response:
-    """How the boundaries of a layer's units answer to a perturbation; NaN where there are none.
+    """How the boundaries of a layer's units answer to a perturbation; NaN where there are none."""
 
-    Attributes:
-        rotation: (out,), the turn of each boundary in degrees.
-        displacements: (K, out), the move ||delta phi|| of its location, at the K breakpoints.
-        step: (out,), ||eps||, the length of the step of the stored direction.
-        first_order: (out,), the turn in degrees to first order in eps; for angles, the metric's.
-        bound: (out,), the turn in degrees that no step of this length exceeds.
-    """
-
-    rotation: Tensor
-    displacements: Tensor
-    step: Tensor
-    first_order: Tensor
-    bound: Tensor
+    rotation: Tensor  # (out,), the turn of each boundary in degrees
+    displacements: Tensor  # (K, out), the move ||delta phi|| of its location, at K breakpoints
+    step: Tensor  # (out,), ||eps||, the length of the step of the stored direction
+    first_order: Tensor  # (out,), the turn in degrees to first order in eps
+    bound: Tensor  # (out,), the turn in degrees that no step of this length exceeds
 
     @property
     def displacement(self) -> Tensor:

@@ -12,17 +12,11 @@ Extent = tuple[float, float, float, float]
 
 
 class Plane(NamedTuple):
-    """A window in a plane through input space: origin + a axes[0] + b axes[1].
+    """A window in a plane through input space: origin + a axes[0] + b axes[1]."""
 
-    Attributes:
-        origin: An input, without the dimension of the batch.
-        axes: Two directions of its shape.
-        extent: The window, (lowest a, highest a, lowest b, highest b).
-    """
-
-    origin: Tensor
-    axes: tuple[Tensor, Tensor]
-    extent: Extent
+    origin: Tensor  # an input, without the dimension of the batch
+    axes: tuple[Tensor, Tensor]  # two directions of its shape
+    extent: Extent  # the window, (lowest a, highest a, lowest b, highest b)
 
     def at(self, points: Tensor | np.ndarray) -> Tensor:
         """Return the inputs at points (N, 2) of the plane, in float64."""
@@ -46,9 +40,8 @@ class Plane(NamedTuple):
 def plane_through(p: Tensor, q: Tensor, r: Tensor, margin: float = 0.25) -> Plane:
     """Return the plane through three inputs, with orthonormal axes, and a window around them.
 
-    Args:
-        p, q, r: Inputs without the dimension of the batch; the first axis points from p to q.
-        margin: How much wider the window is on each side than what the three span.
+    The first axis points from p to q. `margin` is how much wider the window is on each side than
+    what the three span.
 
     Example:
         >>> a, b, c = torch.tensor([0., 0., 1.]), torch.tensor([4., 0., 1.]), torch.ones(3)

@@ -52,23 +52,16 @@ Polygon = np.ndarray  # corners (k, 2), counter-clockwise
 class Slice:
     """The regions of a network in a window of a plane; `a` and `b` are the plane's coordinates.
 
-    Attributes:
-        plane: Where it lies in input space.
-        polygons: The corners of each region, (k, 2), counter-clockwise.
-        areas: The area of each region, (count,).
-        patterns: The activation pattern of each region, in the order of `polygons`.
-        segments: Pieces of the boundaries of each layer's units, (m, 2, 2): both ends of each. The
-            second call of a layer has the name "layer (2)"; an activation that belongs to no layer
-            has its own.
-        units: The unit of each segment, (m,): its place in the flattened output of the layer.
+    Segments are by layer name. The second call of a layer has the name "layer (2)"; an activation
+    that belongs to no layer has its own.
     """
 
     plane: Plane
     polygons: list[Polygon]
     areas: np.ndarray
-    patterns: Patterns
-    segments: dict[str, np.ndarray]
-    units: dict[str, np.ndarray]
+    patterns: Patterns  # of the regions, in the order of `polygons`
+    segments: dict[str, np.ndarray]  # both ends of pieces of the units' boundaries, (m, 2, 2)
+    units: dict[str, np.ndarray]  # of each segment, its place in the layer's flattened output
 
     @property
     def count(self) -> int:
