@@ -35,12 +35,6 @@ def unit_1d(
 ) -> Axes:
     """A unit r * relu(direction * x + lam) over one input: its value, boundary and two sides.
 
-    Args:
-        direction: its sign, or its weight under other parameterizations; 0 has no boundary.
-        lam: its offset.
-        r: its scale.
-        limits: lowest and highest input in view.
-
     Example:
         >>> ax = unit_1d(-1.0, 1.0, r=2.0)
         >>> ax.get_title(loc="left")
@@ -101,9 +95,7 @@ def unit_2d(
 ) -> Axes:
     """A unit over two inputs: its boundary, active half plane, direction and location φ.
 
-    Args:
-        direction: its unit vector u, or its weight under other parameterizations, (2,).
-        lam: its offset.
+    `direction` (2,) is its unit vector u, or its weight under other parameterizations.
 
     Example:
         >>> ax = unit_2d(np.array([0.6, 0.8]), -1.0)
@@ -180,11 +172,8 @@ def perturbation(
 ) -> Axes:
     """A boundary before and after perturbations of its parameters, with each turn in degrees.
 
-    Args:
-        directions: of the unit, first unperturbed, then for each delta, (1 + deltas, 2).
-        lams: its offsets likewise, (1 + deltas,).
-        deltas: sizes of the perturbations, (deltas,).
-        rotations: turns from the unperturbed boundary in degrees, (deltas,).
+    `directions` (1 + deltas, 2) and `lams` (1 + deltas,) have the unperturbed unit first;
+    `rotations` (deltas,) are in degrees.
 
     Example:
         >>> u = np.array([[1.0, 0.0], [0.8, 0.6]])

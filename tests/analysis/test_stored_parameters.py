@@ -54,13 +54,6 @@ def test_roles_are_the_parameters_of_the_layer(layer: nn.Module, expected: dict[
         assert found[role].data_ptr() == parameters[name].data_ptr()
 
 
-@OLD
-def test_the_older_weight_norm_stores_the_same_roles() -> None:
-    layer = nn.utils.weight_norm(nn.Linear(3, 2))
-    assert read_stored(layer)["direction"].data_ptr() == layer.weight_v.data_ptr()
-    assert read_stored(layer)["length"].data_ptr() == layer.weight_g.data_ptr()
-
-
 @pytest.mark.parametrize(
     ("norm", "expected"),
     [

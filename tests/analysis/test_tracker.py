@@ -164,16 +164,6 @@ def test_batch_norm_is_read_by_running_or_by_the_probes_statistics() -> None:
     assert np.abs(gap).max() > 0.1
 
 
-def test_lengths_of_inputs_are_those_that_the_layer_sees() -> None:
-    model, probe = network("sp"), torch.randn(41, 3, dtype=TYPE)
-    tracker = BoundaryTracker(model, probe=probe)
-    tracker.step()
-    hidden = model[:2](probe).detach()
-    lengths = [float(t.norm(dim=1).median()) for t in (probe, hidden)]
-    for layer, length in zip(("0", "2"), lengths, strict=True):
-        np.testing.assert_allclose(tracker.history[layer]["input_length_median"], length)
-
-
 def test_a_unit_without_a_boundary_is_counted_and_left_out() -> None:
     model = network("bn")
     model[1].weight.data[[0, 5]] = 0
@@ -196,14 +186,6 @@ def test_a_sign_turns_the_active_side_around(turn: str) -> None:
     tracker.step()
     expected = np.where(np.arange(8) == 2, 180.0, 0.0)
     np.testing.assert_allclose(tracker.history["0"]["rotation"][0], expected, atol=1e-6)
-
-
-def test_outside_r_does_not_turn_the_active_side() -> None:
-    model = network("gmp outside")
-    tracker = BoundaryTracker(model, example_inputs=ZEROS)
-    model[0].r.data.neg_()
-    tracker.step()
-    assert tracker.history["0"]["rotation_max"] == 0
 
 
 def test_angular_layers_tell_their_products_of_cosines() -> None:
@@ -276,17 +258,6 @@ def test_records_come_when_they_are_due() -> None:
     train(model, 7, lambda: (third.step(), early.step()))
     assert third.history["0"]["step"].tolist() == [3, 6]
     assert early.history["0"]["step"].tolist() == [1, 2]
-
-
-def test_what_is_between_two_records_adds_up() -> None:
-    model = network("sp")
-    tracker = BoundaryTracker(
-        model, every=3, keep="full", example_inputs=torch.zeros(1, 3).double()
-    )
-    start = model[0].weight.detach().clone()
-    train(model, 3, tracker.step)
-    turn = torch.nn.functional.cosine_similarity(start, model[0].weight.detach()).arccos()
-    np.testing.assert_allclose(tracker.history["0"]["rotation"][0], turn.rad2deg(), atol=1e-6)
 
 
 def test_a_sampled_subset_has_the_numbers_of_its_units() -> None:
