@@ -14,12 +14,10 @@ hooks turn the call of a layer, norm or activation module into one step with the
 - Under a function mode torch's attention takes its readable path. There it is one function, which
   is recorded as the layers that it holds and the mixing between them.
 
-Alternatives fail: the call order of hooks takes the ReLU after a residual sum for that of the norm
-before it (49 conv > bn > relu chains in a ResNet-50 that has 33); `fx.symbolic_trace` fails on
-many models of transformers; `torch.export` takes seconds and shows ReLU6 or attention in pieces.
-
-Not seen are branches that the example inputs do not take, what only training runs (auxiliary
-heads), scripted functions, foreign kernels, and values that leave torch and return.
+The call order of hooks would take the ReLU after a residual sum for that of the norm before it;
+`fx.symbolic_trace` fails on many models of transformers, and `torch.export` takes seconds. Not
+seen are branches that the example inputs do not take, what only training runs (auxiliary heads),
+scripted functions, foreign kernels, and values that leave torch and return.
 """
 
 import inspect

@@ -171,7 +171,7 @@ def is_batch(statistics: str, inputs: Inputs | None) -> bool:
     if statistics not in ("running", "batch"):
         raise ValueError(f"statistics is 'running' or 'batch'; got {statistics!r}.")
     if inputs is None and statistics == "batch":
-        raise ValueError("statistics='batch' needs `inputs`, the batch.")
+        raise ValueError("statistics='batch' needs the batch: `inputs`, or a tracker's probe.")
     return statistics == "batch"
 
 

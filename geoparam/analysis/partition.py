@@ -6,14 +6,11 @@ is the partition that all boundaries make together. A point's activation pattern
 each breakpoint t of each unit, at each position: whether its pre-activation z > t. Two points with
 the same pattern are in the same region, on which a piecewise linear network is one affine map.
 
-A network of 10^7 units has 10^7 bits for each point, so bits are packed by eight, one activation
-at a time, and never unpacked. All results stay tensors on the model's device, without a
-synchronisation.
-
-Different patterns are counted by a fingerprint of 64 bits: twice the upper half of sum_i k_i w_i
-mod 2^64, over words w_i of 32 bits, with random keys k_i. Two different patterns get the same one
-with probability 2^-64, whatever they are (Lemire and Kaser, *Strongly universal string hashing is
-fast*, 2014), so that among a million points a count is wrong once in 10^7 times.
+Bits are packed by eight, one activation at a time, and never unpacked: a network may have 10^7 for
+each point. All results stay on the model's device, without a synchronisation. Different patterns
+are counted by a fingerprint of 64 bits: twice the upper half of sum_i k_i w_i mod 2^64, over words
+w_i of 32 bits, with random keys k_i. Two different patterns get the same one with probability
+2^-64, whatever they are (Lemire and Kaser, *Strongly universal string hashing is fast*, 2014).
 
 Smooth activations have no bits. `slices` draws the regions themselves.
 """

@@ -264,7 +264,7 @@ def test_layers_are_chosen_by_name_or_function() -> None:
         ({"follows": {"9": (None, None)}}, "follows names '9'; the layers are: 0, 1"),
         ({"follows": {"0": (nn.BatchNorm1d(3), None)}}, "norm has 3 features and the layer 4"),
         ({"statistics": "mean"}, "'running' or 'batch'; got 'mean'"),
-        ({"statistics": "batch"}, "needs `inputs`"),
+        ({"statistics": "batch"}, "needs the batch"),
     ],
 )
 def test_what_cannot_be_answered_says_why(arguments: dict, message: str) -> None:

@@ -493,7 +493,7 @@ def test_a_whole_resnet_is_swept() -> None:
         ({"kind": "uniform"}, "a kind is one of constant, gaussian, adversarial; got 'uniform'"),
         ({"kind": "adversarial", "delta": 0.0}, "needs delta > 0"),
         ({"move": ["weight"]}, "`move` names roles: direction, .*; got 'weight'"),
-        ({"statistics": "batch"}, "needs `inputs`"),
+        ({"statistics": "batch"}, "needs the batch"),
         ({"statistics": "moving"}, "got 'moving'"),
     ],
 )

@@ -2,15 +2,9 @@ r"""Perturbations of stored parameters: how far boundaries turn and move, and ho
 
 What is perturbed is what an optimizer steps on, by its role (`stored_parameters`), and not the
 weight computed from it: by default all but r, as in the papers' figure 1, which moves (w, b),
-(v, l, b) and (theta, lam). There are three kinds of step (`steps`): "constant", "gaussian" and
-"adversarial", the papers' -(1 + delta) w and what is worst for GmP.
-
-A response has the turn of each boundary and the bound on all steps of that length, which some step
-attains (`bounds`): under SP, WN and the intrinsic form arcsin(||eps|| / ||w||), or 180 degrees
-from ||eps|| = ||w|| on; under angles, ||eps||.
-
-Steps are added in float64 and rounded to the storage type; turns, moves and bounds are those of
-the rounded step, in float64. The model is not touched: a copy of one layer at a time is perturbed.
+(v, l, b) and (theta, lam). `steps` has the kinds of step, `bounds` the turns that no step of that
+length exceeds. Turns, moves and bounds are those of the step after rounding to the storage type,
+in float64. The model is not touched: a copy of one layer at a time is perturbed.
 """
 
 import math

@@ -1,28 +1,23 @@
 r"""The linear regions of a small network in a plane through input space, exactly.
 
-Points of the plane are x(a, b) = origin + a e_1 + b e_2, in a window of a and b. A piecewise
-linear network divides the window into convex polygons, on each of which it is one affine map; they
-are found activation by activation, in the order of the run:
-
-1. The first region is the window.
-2. In a region all activations so far have a fixed pattern, so the next pre-activations are affine
-   there: z(a, b) = z_0 + g^T (a, b), for every unit. Value and derivative at one inner point are
-   all of it, for all regions in one batch; derivatives are those of forward mode, exact.
-3. Every breakpoint t gives each unit the line z(a, b) = t. Lines that cross the region cut it, and
-   their part in the region is a piece of that unit's boundary: straight here, another line in the
-   next region. So a deep unit's boundary bends exactly where it meets one of an earlier layer.
+A piecewise linear network divides the window of a plane into convex polygons, on each of which it
+is one affine map. They are found activation by activation, in the order of the run. In a region
+all activations so far have a fixed pattern, so the next pre-activations are affine there,
+z(a, b) = z_0 + g^T (a, b) for every unit: value and derivative (by forward mode) at one inner
+point are all of it. Every breakpoint t gives each unit the line z(a, b) = t. Lines that cross the
+region cut it, and their part in it is a piece of that unit's boundary: straight here, another line
+in the next region, so that a deep unit's boundary bends exactly where it meets an earlier one's.
 
 Everything is float64, on a copy of the model. The window is scaled to [-1, 1]^2; there, a line
 closer than 1e-11 to a corner goes through it, and a unit whose z changes by less than 1e-13 of the
-largest z of its layer is constant. No region that is wider is lost, and areas always add up.
+largest z of its layer is constant. No region that is wider is lost, and areas always add up. A
+boundary that runs along one of an earlier layer is drawn once, as the earlier one's.
 
 The network must be affine between known breakpoints (ReLU, leaky ReLU, PReLU, ReLU6, Hardtanh,
 SReLU; norms with running statistics; averages, sums, convolutions). Smooth activations, max
 pooling and norms of the example itself are refused by name. Kinks that no step shows (`abs`,
 `maximum`) are found in the end, where every pre-activation and the output have to be affine over
 points 1 % inside of the corners of each region: nearer to a side, kinks are missed.
-
-A boundary that runs along one of an earlier layer is drawn once, as the earlier one's.
 """
 
 from collections.abc import Iterator, Sequence

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from geoparam.analysis.boundary import Statistics
+from geoparam.analysis.boundary import Statistics, is_batch
 from geoparam.analysis.reading.layer_sites import Follows, Layers, find_sites, unwrap
 from geoparam.analysis.tracker.history import NETWORK, History
 from geoparam.analysis.tracker.measurement import QUANTITIES, Measurement, reshard
@@ -133,20 +133,12 @@ class BoundaryTracker:
             raise ValueError(f"keep is 'summary' or 'full'; got {keep!r}.")
         if every < 1 or (units is not None and units < 1):
             raise ValueError(f"every and units are at least 1; got {every} and {units}.")
-        if statistics not in ("running", "batch") or (statistics == "batch" and probe is None):
-            raise ValueError(
-                f"statistics is 'running', or 'batch' with a probe; got {statistics!r} "
-                f"{'without' if probe is None else 'with'} a probe."
-            )
         self.model = unwrap(model)
         self.schedule = schedule or (lambda step: step % every == 0)
         self._probe = probe
         self._layers, self._follows = layers, follows
-        self._options: dict[str, Any] = {
-            "units": units,
-            "full": keep == "full",
-            "batch": statistics == "batch",
-        }
+        self._options: dict[str, Any] = {"units": units, "full": keep == "full"}
+        self._options["batch"] = is_batch(statistics, probe)
         self._path, self._resume, self._writer = file, resume, writer
         self._steps = 0
         self._measured_at = 0
