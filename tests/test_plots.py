@@ -418,15 +418,6 @@ def test_rest_has_a_colour_and_the_unknown_is_hatched() -> None:
     assert image.axes.patch.get_hatch()
 
 
-def test_dead_units_are_a_share_in_percent() -> None:
-    ax = plots.dead_units(np.array([[0.0, 0.25]]), layers=["conv1"])
-    norm, bar = ax.images[0].norm, ax.images[0].colorbar
-    assert (norm.vmin, norm.vmax) == (0, 0.25)
-    assert bar.ax.yaxis.get_major_formatter()(0.25) == "25%"
-    equal = plots.dead_units(np.array([[0.0, 0.25]]), layers=["conv1"], limits=(0, 1)).images[0]
-    assert equal.norm.vmax == 1
-
-
 RESNET = ["conv1"] + [
     f"layer{i}.{j}.conv{k}" for i in (1, 2, 3, 4) for j in range(4) for k in (1, 2, 3)
 ]

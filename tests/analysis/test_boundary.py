@@ -184,33 +184,26 @@ def test_the_pre_activation_at_each_location_is_the_breakpoint(
     torch.testing.assert_close(found.location, found.locations[0])
 
 
-def test_a_constant_unit_has_no_boundary() -> None:
-    def undefined(layer: nn.Module, norm: nn.Module | None = None) -> list[bool]:
-        found = layer_boundaries(layer, norm)
-        missing = [t.isnan() for t in (found.direction, found.location, found.distance[:, None])]
-        assert all((m.all(dim=1) == m.any(dim=1)).all() for m in missing)
-        assert all(torch.equal(missing[0].any(1), m.any(1)) for m in missing)
-        assert torch.equal(found.scale.isnan(), found.distance.isnan())
-        return found.distance.isnan().tolist()
+def has_boundary(layer: nn.Module, norm: nn.Module | None = None) -> list[bool]:
+    found = layer_boundaries(layer, norm)
+    known = found.distance.isfinite()
+    for values in (found.direction.sum(dim=1), found.location.sum(dim=1), found.scale):
+        assert torch.equal(values.isfinite(), known)
+    return known.tolist()
 
-    plain, normed, inside, outside = (
-        randomised(m)
-        for m in (
-            nn.Linear(3, 2),
-            nn.BatchNorm1d(2).eval(),
-            GmPLinear(3, 2),
-            GmPLinear(3, 2, activation=torch.relu),
-        )
-    )
-    assert undefined(plain) == [False, False]
+
+def test_a_constant_unit_has_no_boundary() -> None:
+    plain, norm = randomised(nn.Linear(3, 2)), randomised(nn.BatchNorm1d(2).eval())
     plain.weight.data[1] = 0
-    assert undefined(plain) == [False, True]
-    normed.weight.data[0] = 0
-    assert undefined(plain, normed) == [True, True]
+    assert has_boundary(plain) == [True, False]
+    norm.weight.data[0] = 0
+    assert has_boundary(plain, norm) == [False, False]
+    inside = randomised(GmPLinear(3, 2))
     inside.r.data[0] = 0
-    assert undefined(inside) == [True, False]
+    assert has_boundary(inside) == [False, True]
+    outside = randomised(GmPLinear(3, 2, activation=torch.relu))
     outside.r.data[0] = 0  # its boundary is there, and its output is zero on both sides
-    assert undefined(outside) == [False, False] and layer_boundaries(outside).scale[0] == 0
+    assert has_boundary(outside) == [True, True] and layer_boundaries(outside).scale[0] == 0
 
 
 # --- norms whose statistics differ from point to point -------------------------------------------

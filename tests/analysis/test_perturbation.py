@@ -125,21 +125,6 @@ def samples(n: int, count: int = 500) -> tuple[np.ndarray, np.ndarray]:
     return x, np.linalg.cholesky(x.T @ x / count)
 
 
-@pytest.mark.parametrize("n", [2, 147])
-def test_bn_is_weight_normalization_in_the_norm_of_the_data_covariance(n: int) -> None:
-    x, root = samples(n)
-    rng = np.random.default_rng(0)
-    w, gamma, beta = rng.normal(size=n), rng.normal(), rng.normal()
-    norm = nn.BatchNorm1d(1, eps=1e-15).double()
-    nn.init.constant_(norm.weight, gamma)
-    nn.init.constant_(norm.bias, beta)
-    normalised = norm(torch.from_numpy(x @ w)[:, None])[:, 0].detach().numpy()
-    by_covariance = gamma * x @ (w / np.sqrt(w @ (root @ root.T) @ w)) + beta
-    assert np.allclose(normalised, by_covariance)
-    v, whitened = root.T @ w, np.linalg.solve(root, x.T).T
-    assert np.allclose(normalised, gamma * whitened @ (v / np.linalg.norm(v)) + beta)
-
-
 @pytest.mark.parametrize("kind", ["constant", "adversarial"])
 def test_bn_on_whitened_data_answers_as_weight_normalization_does(kind: str) -> None:
     n = 9
