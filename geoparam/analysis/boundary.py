@@ -215,9 +215,7 @@ def compute_boundaries(of: Parts, breaks: Breaks | None) -> Boundaries:
         for name, value in of.numbers().items()
     }
     pre = combine(vectors)
-    slope = pre.gain.abs() * like
-    slope = torch.where(slope == 0, torch.nan, slope)
-    sign = torch.where(slope.isnan(), torch.nan, pre.gain.sign())
+    sign, slope = sign_and_slope(pre, like)
     points = torch.full_like(like, torch.nan)[None] if breaks is None else breaks.tensor(like)
     return Boundaries(
         sign[:, None] * sphere.normalise(rows),
@@ -236,6 +234,26 @@ def combine(vectors: Mapping[str, Tensor]) -> PreActivation:
         beta=vectors["beta"],
         outer=vectors["outer"].abs(),
     )
+
+
+def sign_and_slope(pre: PreActivation, length: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sign of gain and |gain| ||rows||; both NaN for a constant unit."""
+    slope = pre.gain.abs() * length
+    slope = torch.where(slope == 0, torch.nan, slope)
+    return torch.where(slope.isnan(), torch.nan, pre.gain.sign()), slope
+
+
+def displacement(lam: Tensor, later: Tensor, near: Tensor, far: Tensor) -> Tensor:
+    """Return ||lam u - lam' u'|| without cancellation, from ||u - u'|| and ||u + u'||.
+
+    Example:
+        >>> displacement(*torch.tensor([3.0, 4.0, 2**0.5, 2**0.5]))
+        tensor(5.)
+    """
+    product = lam * later
+    same_side = (later - lam).square() + product * near.square()
+    other_side = (later + lam).square() - product * far.square()
+    return torch.where(product < 0, other_side, same_side).sqrt()
 
 
 def offset_at(pre: PreActivation, points: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from geoparam import sphere
-from geoparam.analysis.boundary import Statistics, assumed_activation, is_batch
+from geoparam.analysis.boundary import Statistics, assumed_activation, displacement, is_batch
 from geoparam.analysis.perturbation.bounds import bound_turn, may_flip
 from geoparam.analysis.perturbation.perturbed_layer import LayerState, layer_state, site_state
 from geoparam.analysis.perturbation.steps import KINDS, MOVED, Kind, check_steps, make_steps
@@ -204,24 +204,13 @@ def respond(
 def _compare(before: LayerState, after: LayerState) -> Response:
     old, new = before.boundaries, after.boundaries
     angle = sphere.angle_between(old.direction, new.direction)
+    near, far = 2 * (angle / 2).sin(), 2 * (angle / 2).cos()
     step, first_order, bound = bound_turn(before, after)
     bound = torch.where(may_flip(before, after), math.pi, bound)
     return Response(
         rotation=angle.rad2deg(),
-        displacements=_displacement(old.distances, new.distances, angle),
+        displacements=displacement(old.distances, new.distances, near, far),
         step=step,
         first_order=torch.where(angle.isnan(), torch.nan, first_order).rad2deg(),
         bound=torch.where(angle.isnan(), torch.nan, bound).rad2deg(),
     )
-
-
-def _displacement(lam: Tensor, later: Tensor, angle: Tensor) -> Tensor:
-    """Return ||lam u - lam' u'|| by the law of cosines, without cancellation at 0 and 180 degrees.
-
-    Example:
-        >>> _displacement(torch.tensor(3.0), torch.tensor(4.0), torch.tensor(math.pi / 2))
-        tensor(5.)
-    """
-    aligned = (later - lam).square() + 4 * lam * later * (angle / 2).sin().square()
-    opposed = (later + lam).square() - 4 * lam * later * (angle / 2).cos().square()
-    return torch.where(lam * later < 0, opposed, aligned).sqrt()
