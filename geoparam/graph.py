@@ -17,27 +17,18 @@ WEIGHTED = ("layer", "embedding")
 
 @dataclass(frozen=True)
 class Node:
-    """One step of the run.
+    """One step of the run."""
 
-    Attributes:
-        kind: layer, norm, activation, embedding, sum (of several results), scale (arithmetic with
-            constants), view, same, average, max, other; input (index if not floating), output.
-        op: The function's name, or the class's in small letters: relu, batch_norm, batchnorm2d.
-        name: The module's name, or that of the weight's owner; None for other functions.
-        is_call: A module was called; False for a function, also if it uses a module's weight.
-        inputs: The steps whose results it reads.
-        channel: Where a layer has its channels, from the end.
-        func, args, kwargs: A function's call, without its tensor; only if it takes just one.
-    """
-
+    # layer, norm, activation, embedding, sum (of several results), scale (arithmetic with
+    # constants), view, same, average, max, other; input (index if not floating), output
     kind: str
-    op: str
-    name: str | None = None
-    inputs: tuple[int, ...] = ()
+    op: str  # the function's name, or the class's in small letters: relu, batchnorm2d
+    name: str | None = None  # the module's, or that of the weight's owner
+    inputs: tuple[int, ...] = ()  # the steps whose results it reads
     shape: torch.Size = field(default_factory=torch.Size)
-    channel: int | None = None
-    is_call: bool = False
-    func: Callable | None = None
+    channel: int | None = None  # where a layer has its channels, from the end
+    is_call: bool = False  # of a module; a function may use a module's weight too
+    func: Callable | None = None  # a function's call without its tensor, if it takes just one
     args: tuple = ()
     kwargs: dict = field(default_factory=dict)
 
@@ -46,19 +37,13 @@ class Node:
 class Chain:
     """What follows a layer up to its activation, as long as each result is used just once.
 
-    Attributes:
-        layer: Its name.
-        norm: The norm before the activation and before any sum.
-        activation: A module (`activation.name`) or function (`activation.args`), `.op` is "relu".
-        path: The other steps on the way: "sum", "max_pool2d", "transpose", ...
-        exclusive: The norm reads the bare output of this layer, channels in dim 1, and neither is
-            used in another place: a BatchNorm there can be folded into the layer and removed.
+    It is exclusive if the norm reads the bare output of this layer, channels in dim 1, and neither
+    is used in another place: a BatchNorm there can be folded into the layer and removed.
     """
 
-    layer: str
-    norm: Node | None
-    activation: Node | None
-    path: tuple[str, ...]
+    norm: Node | None  # before the activation and before any sum
+    activation: Node | None  # a module (`.name`) or function (`.args`); `.op` is "relu"
+    path: tuple[str, ...]  # the other steps on the way: "sum", "max_pool2d", "transpose", ...
     exclusive: bool
 
 
@@ -106,7 +91,6 @@ class Graph:
         calls = self.calls(layer)
         norms = [self._node(call.norm) for call in calls]
         return Chain(
-            layer,
             _common(norms),
             _common([self._node(call.activation) for call in calls]),
             tuple(dict.fromkeys(step for call in calls for step in call.path)),

@@ -14,12 +14,10 @@ hooks turn the call of a layer, norm or activation module into one step with the
 - Under a function mode torch's attention takes its readable path. There it is one function, which
   is recorded as the layers that it holds and the mixing between them.
 
-Alternatives fail: the call order of hooks takes the ReLU after a residual sum for that of the norm
-before it (49 conv > bn > relu chains in a ResNet-50 that has 33); `fx.symbolic_trace` fails on
-many models of transformers; `torch.export` takes seconds and shows ReLU6 or attention in pieces.
-
-Not seen are branches that the example inputs do not take, what only training runs (auxiliary
-heads), scripted functions, foreign kernels, and values that leave torch and return.
+The call order of hooks would take the ReLU after a residual sum for that of the norm before it;
+`fx.symbolic_trace` fails on many models of transformers, and `torch.export` takes seconds. Not
+seen are branches that the example inputs do not take, what only training runs (auxiliary heads),
+scripted functions, foreign kernels, and values that leave torch and return.
 """
 
 import inspect
@@ -106,12 +104,12 @@ def trace(
         raise ValueError("what is scripted shows no steps: trace the model before it is scripted")
     args, named = arguments_of(inputs)
     args, kwargs = _copy_tensors((args, {**named, **(kwargs or {})}))
-    with undisturbed(model):
+    with inspection_mode(model):
         recorder = _Recorder(model, visit)
         for tensor in tensors_in((args, kwargs)):
             kind = "input" if tensor.is_floating_point() else "index"
             recorder.write(Node(kind, kind), [tensor])
-        with recorder.hooked(model), recorder:
+        with recorder.hook_modules(model), recorder:
             result = model(*args, **kwargs)
         recorder.see(result)
     recorder.write(Node("output", "output", inputs=_sources(recorder.read(result))), [])
@@ -244,7 +242,7 @@ class _Recorder(TorchFunctionMode):
         self.write(Node("layer", "linear", out, (mixed,), made[0].shape, -1), made)
 
     @contextmanager
-    def hooked(self, model: nn.Module) -> Iterator[None]:
+    def hook_modules(self, model: nn.Module) -> Iterator[None]:
         """Let each call of a known module be one step."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
@@ -306,7 +304,7 @@ class _Recorder(TorchFunctionMode):
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def inspection_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation, no gradients, no compiling; restores flags, buffers and random state."""
     flags = [(module, module.training) for module in model.modules()]
     buffers = [

@@ -31,10 +31,7 @@ GAPS = np.where(np.arange(60).reshape(6, 10) % 7 == 3, np.nan, np.arange(60.0).r
 GAPS[2, 2], GAPS[4] = np.inf, np.nan
 FIGURES: dict[str, Callable[[Axes | None], Axes]] = {
     "unit_1d": lambda ax: plots.unit_1d(-1.0, 0.5, r=-2.0, ax=ax),
-    "unit_1d without boundary": lambda ax: plots.unit_1d(0.0, 0.5, ax=ax),
-    "unit_1d at infinity": lambda ax: plots.unit_1d(np.inf, np.inf, ax=ax),
     "unit_2d": lambda ax: plots.unit_2d(np.array([0.6, -0.8]), 1.0, ax=ax),
-    "unit_2d without boundary": lambda ax: plots.unit_2d(np.zeros(2), -1.0, ax=ax),
     "unit_2d at infinity": lambda ax: plots.unit_2d(np.array([np.inf, 1.0]), np.inf, ax=ax),
     "perturbation": lambda ax: plots.perturbation(
         np.stack([np.cos(TURNED), np.sin(TURNED)], axis=1),
@@ -51,9 +48,7 @@ FIGURES: dict[str, Callable[[Axes | None], Axes]] = {
         ax=ax,
     ),
     "trajectories": lambda ax: plots.trajectories(GAPS.reshape(6, 5, 2), points=SQUARE, ax=ax),
-    "trajectories nowhere": lambda ax: plots.trajectories(np.full((3, 2, 2), np.nan), ax=ax),
     "decision_regions": lambda ax: decision_regions(np.where(X > 1, np.nan, X[:, None]), ax),
-    "decision_regions of one class": lambda ax: decision_regions(np.ones((9, 9)), ax),
     "decision_regions unknown": lambda ax: decision_regions(np.full((9, 9), np.nan), ax),
     "fit_1d": lambda ax: plots.fit_1d(
         ax,
@@ -66,16 +61,9 @@ FIGURES: dict[str, Callable[[Axes | None], Axes]] = {
     ),
     "location_spectrum": lambda ax: plots.location_spectrum(GAPS, limits=(0.0, 0.5), ax=ax),
     "displacement_curves": lambda ax: plots.displacement_curves({"sp": GAPS[2]}, ax=ax),
-    "displacement_curves unknown": lambda ax: plots.displacement_curves({"sp": GAPS[4]}, ax=ax),
     "rotation_curves": lambda ax: plots.rotation_curves({"sp": GAPS[2], "rest": 0 * X}, ax=ax),
-    "rotation_curves of one step": lambda ax: plots.rotation_curves(
-        {"sp": np.ones(1)}, steps=np.array([5]), ax=ax
-    ),
     "convergence": lambda ax: plots.convergence({"bn": GAPS, "sp": GAPS[:1]}, label="%", ax=ax),
     "layer_heatmap": lambda ax: plots.layer_heatmap(GAPS, layers=LAYERS, label="share", ax=ax),
-    "layer_heatmap unknown": lambda ax: plots.layer_heatmap(
-        np.full((6, 2), np.nan), layers=LAYERS, label="share", ax=ax
-    ),
     "rotation_heatmap": lambda ax: plots.rotation_heatmap(GAPS, layers=LAYERS, ax=ax),
     "rotation_heatmap at rest": lambda ax: plots.rotation_heatmap(
         np.zeros((6, 1)), layers=LAYERS, ax=ax
@@ -131,35 +119,18 @@ def legend(ax: Axes) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_returns_the_given_axis_and_makes_a_figure_without_one(name: str) -> None:
-    ax = new_axis()
-    assert FIGURES[name](ax) is ax
-    assert FIGURES[name](None).get_figure() is not ax.get_figure()
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_is_drawn_and_says_what_its_axes_are(name: str) -> None:
+def test_is_drawn_on_the_given_axis_or_in_a_figure_of_its_own(name: str) -> None:
+    given = new_axis()
+    assert FIGURES[name](given) is given
     ax = FIGURES[name](None)
-    assert render(ax)[..., :3].std() > 0
-    assert ax.get_xlabel()
-    named = [text.get_text() for text in ax.get_yticklabels()]
-    assert ax.get_ylabel() or ax.get_title(loc="left") or named == LAYERS
-
-
-def test_no_figure_is_left_with_pyplot() -> None:
-    for draw in FIGURES.values():
-        draw(None)
-    assert pyplot.get_fignums() == []
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_everything_fits_into_a_figure_of_its_own(name: str) -> None:
-    ax = FIGURES[name](None)
-    render(ax)
     figure = ax.get_figure(root=True)
+    assert figure is not given.get_figure() and pyplot.get_fignums() == []
+    assert render(ax)[..., :3].std() > 0
+    named = [text.get_text() for text in ax.get_yticklabels()]
+    assert ax.get_xlabel() and (ax.get_ylabel() or ax.get_title(loc="left") or named == LAYERS)
     box = figure.get_tightbbox()
     width, height = figure.get_size_inches()
-    assert box.x0 > -0.01 and box.y0 > -0.01
+    assert min(box.x0, box.y0) > -0.01, "something is cut off"
     assert box.x1 < width + 0.01 and box.y1 < height + 0.01
 
 
@@ -173,10 +144,6 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         lambda: plots.trajectories(np.ones((5, 3))),
         r"\(steps, units, 2\).*got \(5, 3\)",
     ),
-    "no steps": (
-        lambda: plots.trajectories(np.ones((0, 3, 2))),
-        r"none of them 0.*got \(0, 3, 2\)",
-    ),
     "one row of scores": (lambda: decision_regions(np.ones((1, 9))), r"\(9, 9\).*got \(1, 9\)"),
     "classes -1 and 1": (
         lambda: plots.decision_regions(
@@ -184,17 +151,8 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         ),
         "0 or 1; got",
     ),
-    "two inputs": (
-        lambda: plots.location_spectrum(np.ones((4, 3, 2)), limits=(0, 1)),
-        r"\(steps, units\).*got \(4, 3, 2\)",
-    ),
     "no method": (lambda: plots.rotation_curves({}), "at least one method; got none"),
-    "no method to converge": (lambda: plots.convergence({}, label=""), "got none"),
     "seeds forgotten": (lambda: plots.convergence({"bn": X}, label=""), r"got \(9,\).*\[None\]"),
-    "other steps": (
-        lambda: plots.displacement_curves({"sp": X}, steps=X[:4]),
-        r"steps must have shape \(9,\).*got \(4,\)",
-    ),
     "steps out of order": (lambda: plots.displacement_curves({"sp": X}, steps=-X), "must grow"),
     "a name too many": (
         lambda: plots.dead_units(np.ones((5, 4)), layers=LAYERS),
@@ -205,10 +163,6 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         r"above 0; got \(0, 1\)",
     ),
     "no region": (lambda: plots.region_slice([], {}), "finite corners; got 0"),
-    "segments of points": (
-        lambda: plots.region_slice([SQUARE], {"fc": SQUARE}),
-        r"\(segments, 2, 2\).*got \(4, 2\)",
-    ),
     "unknown method": (lambda: plots.method_style("sgd"), "one of sp, .*got 'sgd'"),
 }
 
@@ -223,17 +177,13 @@ def test_what_cannot_be_drawn_is_refused_with_rule_and_finding(name: str) -> Non
 # --- styles of methods ---
 
 
-@pytest.mark.parametrize("key", METHODS.split())
-def test_key_and_title_name_the_same_style(key: str) -> None:
-    found = plots.method_style(key)
-    assert found.title.lower() == key
-    assert plots.method_style(found.title.replace("+", " + ")) == found
-    assert plots.COLOURS[found.title] == found.colour
-
-
-def test_every_method_is_drawn_in_its_own_way() -> None:
-    drawn = [(s.colour, s.dash) for s in map(plots.method_style, METHODS.split())]
-    assert len(set(drawn)) == len(drawn) == 13
+def test_key_and_title_name_the_same_style_and_no_two_are_alike() -> None:
+    styles = {key: plots.method_style(key) for key in METHODS.split()}
+    for key, found in styles.items():
+        assert found.title.lower() == key
+        assert plots.method_style(found.title.replace("+", " + ")) == found
+        assert plots.COLOURS[found.title] == found.colour
+    assert len({(style.colour, style.dash) for style in styles.values()}) == 13
 
 
 def lab(colour: str, seen: np.ndarray) -> np.ndarray:
@@ -254,13 +204,6 @@ EYES = {
             [0.367322, 0.860646, -0.227968],
             [0.280085, 0.672501, 0.047413],
             [-0.01182, 0.04294, 0.968881],
-        ]
-    ),
-    "protanopia": np.array(
-        [
-            [0.152286, 1.052583, -0.204868],
-            [0.114503, 0.786281, 0.099216],
-            [-0.003882, -0.048116, 1.051998],
         ]
     ),
 }
@@ -284,7 +227,7 @@ def test_curves_that_are_no_methods_are_told_apart() -> None:
 # --- units ---
 
 
-@pytest.mark.parametrize("direction", [1.0, -1.0, -3.0])
+@pytest.mark.parametrize("direction", [1.0, -3.0])
 def test_unit_over_one_input_is_r_relu(direction: float) -> None:
     ax = plots.unit_1d(direction, 0.7, r=-1.5)
     x, z = line(ax, "unit").get_data()
@@ -294,9 +237,9 @@ def test_unit_over_one_input_is_r_relu(direction: float) -> None:
     np.testing.assert_allclose(line(ax, "boundary").get_xdata(), -0.7 / direction)
 
 
-@pytest.mark.parametrize("angle", [0.0, 0.9, 2.5, 4.0])
-@pytest.mark.parametrize("lam", [-1.0, 0.0, 0.6])
-@pytest.mark.parametrize("length", [1.0, 1e-3])
+@pytest.mark.parametrize(
+    ("angle", "lam", "length"), [(0.0, -1.0, 1.0), (2.5, 0.0, 1.0), (4.0, 0.6, 1e-3)]
+)
 def test_boundary_goes_through_phi_at_right_angles(
     angle: float, lam: float, length: float
 ) -> None:
@@ -311,7 +254,7 @@ def test_boundary_goes_through_phi_at_right_angles(
     assert (np.abs(phi) < high).all()
 
 
-@pytest.mark.parametrize("angle", [0.3, 2.0, 5.0])
+@pytest.mark.parametrize("angle", [0.3, 5.0])
 def test_shaded_sides_are_where_the_unit_is_active_and_not(angle: float) -> None:
     u, lam = np.array([np.cos(angle), np.sin(angle)]), 0.4
     ax = plots.unit_2d(u, lam)
@@ -348,8 +291,7 @@ def test_perturbed_boundaries_go_through_their_phi_and_tell_their_turn() -> None
 
 
 def test_perturbation_that_leaves_no_boundary_says_so() -> None:
-    ax = FIGURES["perturbation without boundary"](None)
-    assert legend(ax)[2] == "δ = 0.01: nan° (no boundary)"
+    assert legend(FIGURES["perturbation without boundary"](None))[2].endswith("(no boundary)")
 
 
 # --- planes ---
@@ -381,11 +323,6 @@ def test_decision_is_drawn_at_the_level_and_stars_at_the_locations() -> None:
     np.testing.assert_array_equal(stars[0], [0.5, 0.5])
     assert "1 of 4 locations in view" in ax.get_xlabel()
     assert legend(ax) == ["decision", "class 0", "class 1", "location φ"]
-
-
-def test_points_are_drawn_with_their_class() -> None:
-    ax = decision_regions(X[:, None] + X)
-    np.testing.assert_array_equal(np.transpose(line(ax, "class 1").get_data()), SQUARE[[1, 2]])
 
 
 # --- curves ---
@@ -429,11 +366,6 @@ def test_bold_line_is_the_median_of_each_hundredth() -> None:
     np.testing.assert_allclose(line(ax, "SP").get_ydata(), expected)
 
 
-def test_a_step_without_motion_is_a_gap() -> None:
-    ax = plots.rotation_curves({"sp": np.array([1.0, 0.0, 4.0])})
-    np.testing.assert_array_equal(ax.lines[0].get_ydata(), [1, np.nan, 4])
-
-
 def test_convergence_is_mean_and_standard_error_over_seeds() -> None:
     values = np.random.default_rng(0).normal(size=(5, 30))
     values[3:, 20:] = np.nan  # two seeds ended early
@@ -449,12 +381,6 @@ def test_convergence_is_mean_and_standard_error_over_seeds() -> None:
         at = corners[corners[:, 0] == epoch, 1]
         assert (at.min(), at.max()) == pytest.approx((low, high))
     assert ax.get_ylabel() == "top-5 accuracy (%)"
-
-
-def test_one_seed_has_a_mean_and_no_band() -> None:
-    ax = plots.convergence({"bn": X[None]}, label="accuracy")
-    np.testing.assert_array_equal(line(ax, "BN").get_ydata(), X)
-    assert not ax.collections[0].get_paths()
 
 
 # --- networks ---
@@ -492,21 +418,12 @@ def test_rest_has_a_colour_and_the_unknown_is_hatched() -> None:
     assert image.axes.patch.get_hatch()
 
 
-def test_dead_units_are_a_share_in_percent() -> None:
-    ax = plots.dead_units(np.array([[0.0, 0.25]]), layers=["conv1"])
-    norm, bar = ax.images[0].norm, ax.images[0].colorbar
-    assert (norm.vmin, norm.vmax) == (0, 0.25)
-    assert bar.ax.yaxis.get_major_formatter()(0.25) == "25%"
-    equal = plots.dead_units(np.array([[0.0, 0.25]]), layers=["conv1"], limits=(0, 1)).images[0]
-    assert equal.norm.vmax == 1
-
-
 RESNET = ["conv1"] + [
     f"layer{i}.{j}.conv{k}" for i in (1, 2, 3, 4) for j in range(4) for k in (1, 2, 3)
 ]
 
 
-@pytest.mark.parametrize("draw", [plots.rotation_heatmap, plots.dead_units, plots.region_changes])
+@pytest.mark.parametrize("draw", [plots.rotation_heatmap, plots.region_changes])
 @pytest.mark.parametrize("size", [None, (6, 3)])
 def test_names_of_many_layers_do_not_touch(
     draw: Callable[..., Axes], size: tuple[float, float] | None

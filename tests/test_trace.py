@@ -45,15 +45,12 @@ def vision() -> ModuleType:
 # Real models. Nothing is computed on the meta device, so that full sizes take no time.
 
 
-@pytest.mark.parametrize(("name", "plain", "added"), [("resnet18", 9, 11), ("resnet50", 33, 20)])
-def test_resnet_convolutions_before_the_sum_are_told_apart(
-    vision: ModuleType, name: str, plain: int, added: int
-) -> None:
+def test_resnet_convolutions_before_the_sum_are_told_apart(vision: ModuleType) -> None:
     with torch.device("meta"):
-        graph = trace(getattr(vision, name)(), torch.zeros(1, 3, 64, 64))
+        graph = trace(vision.resnet50(), torch.zeros(1, 3, 64, 64))
     assert count(graph) == {
-        (True, "relu", False): plain,
-        (True, "relu", True): added,
+        (True, "relu", False): 33,
+        (True, "relu", True): 20,
         (False, None, False): 1,
     }
     assert all(graph.after(layer).exclusive for layer in graph.layers if layer != "fc")
@@ -77,15 +74,6 @@ def test_mobilenet_has_convolutions_without_activation(vision: ModuleType) -> No
     assert summary(graph, "features.1.block.2.0") == ("features.1.block.2.1", None, False, True)
 
 
-def test_vgg_starts_and_ends_where_it_should(vision: ModuleType) -> None:
-    with torch.device("meta"):
-        graph = trace(vision.vgg16(), torch.zeros(1, 3, 224, 224))
-    assert (graph.first, graph.outputs) == (("features.0",), ("classifier.6",))
-    assert count(graph) == {(False, "relu", False): 15, (False, None, False): 1}
-    with pytest.raises(ValueError, match="does not pass relu features.29"):
-        graph.receivers("features.28")
-
-
 def test_vit_shows_attention_as_its_projections(vision: ModuleType) -> None:
     size = {"image_size": 32, "patch_size": 16, "hidden_dim": 16, "mlp_dim": 32}
     model = vision.VisionTransformer(**size, num_layers=2, num_heads=2)
@@ -101,33 +89,14 @@ def test_vit_shows_attention_as_its_projections(vision: ModuleType) -> None:
     assert (graph.first, graph.outputs) == (("conv_proj",), ("heads.head",))
 
 
-def test_convnext_norm_after_a_permutation_is_found_but_not_exclusive(vision: ModuleType) -> None:
-    setting = [vision.convnext.CNBlockConfig(8, None, 2)]
-    graph = trace(vision.ConvNeXt(setting), torch.zeros(1, 3, 32, 32))
-    assert summary(graph, "features.1.0.block.0") == ("features.1.0.block.2", None, False, False)
-    assert summary(graph, "features.1.0.block.3") == (None, "gelu", False, False)
-    assert graph.after("features.1.0.block.5").path[:3] == ("permute", "mul", "sum")
-    assert graph.outputs == output_layers(vision.ConvNeXt(setting)) == ("classifier.2",)
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_transformer_layer_is_seen_in_spite_of_its_fast_path(norm_first: bool) -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, norm_first=norm_first, batch_first=True)
+def test_transformer_layer_is_seen_in_spite_of_its_fast_path() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     graph = trace(layer.eval(), torch.zeros(2, 5, 8))
     assert graph.layers == ("self_attn.in_proj_weight", "self_attn.out_proj", "linear1", "linear2")
     assert graph.first == graph.layers[:1]
     assert graph.outputs == ("linear2",)
     assert summary(graph, "linear1") == (None, "relu", False, False)
     assert summary(graph, "linear2") == (None, None, True, False)
-
-
-def test_whole_transformer_starts_in_encoder_and_decoder() -> None:
-    tokens = torch.zeros(2, 5, 8)
-    graph = trace(nn.Transformer(8, 2, 1, 1, 16, batch_first=True), (tokens, tokens.clone()))
-    assert graph.first == tuple(
-        f"{s}coder.layers.0.self_attn.in_proj_weight" for s in ("en", "de")
-    )
-    assert graph.outputs == ("decoder.layers.0.linear2",)
 
 
 def test_attention_with_separate_projections_has_four_layers() -> None:
@@ -362,13 +331,11 @@ def test_bare_modules_have_no_output_layer() -> None:
 
 PASSES = {
     "nothing": (lambda x: x, conv),
-    "average pooling": (lambda x: F.avg_pool2d(x, 2, padding=1), conv),
     "flatten": (lambda x: x.flatten(1), lambda: nn.Linear(192, 4)),
     "channels last": (lambda x: x.permute(0, 2, 3, 1).flatten(1), lambda: nn.Linear(192, 4)),
     "global average": (lambda x: F.adaptive_avg_pool2d(x, 1).view(2, -1), lambda: nn.Linear(3, 4)),
     "mean": (lambda x: x.mean(dim=(2, 3), dtype=torch.float32) / 3, lambda: nn.Linear(3, 4)),
     "tokens": (lambda x: x.flatten(2).transpose(1, 2)[:, 0], lambda: nn.Linear(3, 4)),
-    "dropout": (lambda x: F.dropout(x, 0.5, False).contiguous(), lambda: nn.Conv2d(3, 3, 3, 2, 1)),
     "grouped": (lambda x: x, lambda: nn.Conv2d(3, 6, 1, groups=3)),
 }
 

@@ -59,17 +59,11 @@ Statistics = Literal["running", "batch"]
 
 @dataclass(frozen=True)
 class Boundaries:
-    """The boundaries of a layer's units; (out, n) vectors are flattened as the weight is.
+    """The boundaries of a layer's units; (out, n) vectors are flattened as the weight is."""
 
-    Attributes:
-        direction: Unit vectors (out, n) towards the side where the pre-activation grows.
-        scale: (out,), how fast the pre-activation grows there; the output, under ReLU.
-        distances: (K, out), signed distances lam of the boundaries at the K breakpoints.
-    """
-
-    direction: Tensor
-    scale: Tensor
-    distances: Tensor
+    direction: Tensor  # unit vectors (out, n) towards the side where the pre-activation grows
+    scale: Tensor  # (out,), how fast the pre-activation grows there; the output, under ReLU
+    distances: Tensor  # (K, out), signed distances lam of the boundaries at the K breakpoints
 
     @property
     def distance(self) -> Tensor:
@@ -88,29 +82,24 @@ class Boundaries:
 
 
 class Parts(NamedTuple):
-    """What a layer and its norm are made of: `rows` (out, n), the others (out,) or absent."""
+    """What a layer and its norm are made of: `rows` (out, n), the others (out,) or one number."""
 
     rows: Tensor
-    gain: Tensor | None = None  # r inside
-    offset: Tensor | None = None  # b, or lam
-    outer: Tensor | None = None  # r outside
-    gamma: Tensor | None = None
-    beta: Tensor | None = None
-    mean: Tensor | None = None
-    variance: Tensor | None = None  # the deviation is sqrt(variance + eps)
+    gain: Tensor | float = 1.0  # r inside
+    offset: Tensor | float = 0.0  # b, or lam
+    outer: Tensor | float = 1.0  # r outside
+    gamma: Tensor | float = 1.0
+    beta: Tensor | float = 0.0
+    mean: Tensor | float = 0.0
+    variance: Tensor | float = 1.0  # the deviation is sqrt(variance + eps)
     eps: float = 0.0
     unit: bool = False  # all rows are unit vectors
 
-
-DEFAULTS = {  # of the parts that are absent
-    "gain": 1.0,
-    "offset": 0.0,
-    "outer": 1.0,
-    "gamma": 1.0,
-    "beta": 0.0,
-    "mean": 0.0,
-    "variance": 1.0,
-}
+    def numbers(self) -> dict[str, Tensor | float]:
+        """Return all but `rows` and `unit`, by name."""
+        return {
+            name: value for name, value in self._asdict().items() if name not in ("rows", "unit")
+        }
 
 
 class PreActivation(NamedTuple):
@@ -182,7 +171,7 @@ def is_batch(statistics: str, inputs: Inputs | None) -> bool:
     if statistics not in ("running", "batch"):
         raise ValueError(f"statistics is 'running' or 'batch'; got {statistics!r}.")
     if inputs is None and statistics == "batch":
-        raise ValueError("statistics='batch' needs `inputs`, the batch.")
+        raise ValueError("statistics='batch' needs the batch: `inputs`, or a tracker's probe.")
     return statistics == "batch"
 
 
@@ -192,13 +181,10 @@ def layer_boundaries(
     activation: nn.Module | None = None,
     moments: Moments | None = None,
 ) -> Boundaries:
-    """Return the boundaries of one layer's units, given what follows it; ReLU by default.
+    """Return the boundaries of one layer's units, given the norm and activation after it.
 
-    Args:
-        layer: Linear, Conv1d-3d, with or without torch's weight_norm, or a GmP layer.
-        norm: The norm after it.
-        activation: The activation after that, ReLU by default.
-        moments: The norm's mean and deviation, where it has no running ones.
+    The activation is ReLU by default. `moments` are the norm's mean and deviation, if it has no
+    running ones.
 
     Example:
         >>> layer_boundaries(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU6()).distances.shape
@@ -225,14 +211,11 @@ def compute_boundaries(of: Parts, breaks: Breaks | None) -> Boundaries:
     rows = sphere.wide(gather(of.rows))
     like = sphere.length(rows)
     vectors = {
-        name: torch.full_like(like, default) if given is None else given.to(like)
-        for name, default in DEFAULTS.items()
-        for given in (getattr(of, name),)
+        name: torch.as_tensor(value, dtype=like.dtype, device=like.device).expand_as(like)
+        for name, value in of.numbers().items()
     }
-    pre = combine(vectors, of.eps)
-    slope = pre.gain.abs() * like
-    slope = torch.where(slope == 0, torch.nan, slope)
-    sign = torch.where(slope.isnan(), torch.nan, pre.gain.sign())
+    pre = combine(vectors)
+    sign, slope = sign_and_slope(pre, like)
     points = torch.full_like(like, torch.nan)[None] if breaks is None else breaks.tensor(like)
     return Boundaries(
         sign[:, None] * sphere.normalise(rows),
@@ -241,16 +224,36 @@ def compute_boundaries(of: Parts, breaks: Breaks | None) -> Boundaries:
     )
 
 
-def combine(vectors: Mapping[str, Tensor], eps: Tensor | float) -> PreActivation:
-    """Return the pre-activation of units from all their parts: the formula of this file."""
+def combine(vectors: Mapping[str, Tensor]) -> PreActivation:
+    """Return the pre-activation of units from their parts: the formula of this file."""
     gamma, gain = vectors["gamma"], vectors["gain"]
     return PreActivation(
         gain=gamma * gain,
         shift=gamma * (gain * vectors["offset"] - vectors["mean"]),
-        deviation=(vectors["variance"] + eps).sqrt(),
+        deviation=(vectors["variance"] + vectors["eps"]).sqrt(),
         beta=vectors["beta"],
         outer=vectors["outer"].abs(),
     )
+
+
+def sign_and_slope(pre: PreActivation, length: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sign of gain and |gain| ||rows||; both NaN for a constant unit."""
+    slope = pre.gain.abs() * length
+    slope = torch.where(slope == 0, torch.nan, slope)
+    return torch.where(slope.isnan(), torch.nan, pre.gain.sign()), slope
+
+
+def displacement(lam: Tensor, later: Tensor, near: Tensor, far: Tensor) -> Tensor:
+    """Return ||lam u - lam' u'|| without cancellation, from ||u - u'|| and ||u + u'||.
+
+    Example:
+        >>> displacement(*torch.tensor([3.0, 4.0, 2**0.5, 2**0.5]))
+        tensor(5.)
+    """
+    product = lam * later
+    same_side = (later - lam).square() + product * near.square()
+    other_side = (later + lam).square() - product * far.square()
+    return torch.where(product < 0, other_side, same_side).sqrt()
 
 
 def offset_at(pre: PreActivation, points: Tensor) -> Tensor:
@@ -271,15 +274,18 @@ def read_parts(
 ) -> Parts:
     """Return what a layer and the norm after it are made of, in their own types."""
     if isinstance(layer, GmPLayer):
-        lam = None if layer.lam is None else gather(layer.lam)
         r = gather(layer.r)
         rows = layer._rows(None, _at_least_float32(r))
-        plain = Parts(rows, offset=lam, unit=layer.coordinates == "angles")
+        plain = Parts(rows, offset=_or(layer.lam, 0.0), unit=layer.coordinates == "angles")
         plain = plain._replace(gain=r) if layer.activation is None else plain._replace(outer=r)
     else:
         weight, bias = _weight_and_bias(layer)
-        plain = Parts(weight, offset=None if bias is None else gather(bias))
+        plain = Parts(weight, offset=_or(bias, 0.0))
     return plain if norm is None else _apply_norm(plain, norm, moments, has_positions(layer))
+
+
+def _or(value: Tensor | None, default: float) -> Tensor | float:
+    return default if value is None else gather(value)
 
 
 def gather(value: Tensor) -> Tensor:
@@ -335,28 +341,29 @@ def _at_least_float32(like: Tensor) -> torch.dtype:
 def _apply_norm(of: Parts, norm: Any, moments: Moments | None, positions: bool) -> Parts:
     """Add a norm to the parts of a layer; unknown statistics make distances NaN."""
     units = len(of.rows)
-    of = of._replace(gamma=_per_unit(norm, "weight", units), beta=_per_unit(norm, "bias", units))
+    gamma, beta = (_per_unit(getattr(norm, name, None), units) for name in ("weight", "bias"))
+    of = of._replace(gamma=_or(gamma, 1.0), beta=_or(beta, 0.0))
     groups = groups_of_units(norm, positions, units)
     of = _centre(of, groups) if groups else of
     if moments is not None:
         mean, deviation = (t.expand(units) for t in moments)
-        return of._replace(mean=None if groups else mean, variance=deviation.square())
+        return of._replace(mean=0.0 if groups else mean, variance=deviation.square())
     if has_running(norm):
         variance = getattr(norm, "running_var", None)
         eps = 0.0 if variance is None else norm.eps
-        return of._replace(mean=norm.running_mean, variance=variance, eps=eps)
+        return of._replace(mean=norm.running_mean, variance=_or(variance, 1.0), eps=eps)
     unknown = torch.full((units,), torch.nan, device=of.rows.device)
-    return of._replace(mean=None if groups or is_rms(norm) else unknown, variance=unknown)
+    return of._replace(mean=0.0 if groups or is_rms(norm) else unknown, variance=unknown)
 
 
-def _per_unit(norm: nn.Module, name: str, units: int) -> Tensor | None:
-    """Return gamma or beta, one number for each unit; of one for each position, the average."""
-    value = getattr(norm, name, None)
-    if value is None or value.numel() == units:
-        return value if value is None else gather(value).flatten()
+def _per_unit(value: Tensor | None, units: int) -> Tensor | None:
+    """Return gamma or beta for each unit; the average where there is one for each position."""
+    if value is None:
+        return None
     if value.numel() % units:
         return torch.full((units,), torch.nan, device=value.device)
-    return gather(value).reshape(units, -1).mean(dim=1)
+    value = gather(value)
+    return value.flatten() if value.numel() == units else value.reshape(units, -1).mean(dim=1)
 
 
 def groups_of_units(norm: nn.Module, positions: bool, units: int) -> int:
@@ -370,12 +377,15 @@ def _centre(of: Parts, groups: int) -> Parts:
     """Subtract the mean over the units of each group, which is an affine map too."""
     rows = gather(of.rows)
     rows = rows.to(_at_least_float32(rows))
-    rows = rows if of.gain is None else of.gain[:, None] * rows
-    rows = rows.unflatten(0, (groups, -1))
     offset = of.offset
-    if offset is not None:
+    if isinstance(offset, Tensor):
         offset = offset.to(_at_least_float32(offset))
-        offset = (offset if of.gain is None else of.gain * offset).unflatten(0, (groups, -1))
-        offset = (offset - offset.mean(dim=1, keepdim=True)).flatten()
-    rows = (rows - rows.mean(dim=1, keepdim=True)).flatten(0, 1)
-    return of._replace(rows=rows, offset=offset, gain=None, unit=False)
+    if isinstance(of.gain, Tensor):
+        rows, offset = of.gain[:, None] * rows, of.gain * offset
+
+    def subtract_mean(t: Tensor) -> Tensor:
+        t = t.unflatten(0, (groups, -1))
+        return (t - t.mean(dim=1, keepdim=True)).flatten(0, 1)
+
+    offset = subtract_mean(offset) if isinstance(offset, Tensor) else offset
+    return of._replace(rows=subtract_mean(rows), offset=offset, gain=1.0, unit=False)

@@ -6,14 +6,11 @@ is the partition that all boundaries make together. A point's activation pattern
 each breakpoint t of each unit, at each position: whether its pre-activation z > t. Two points with
 the same pattern are in the same region, on which a piecewise linear network is one affine map.
 
-A network of 10^7 units has 10^7 bits for each point, so bits are packed by eight, one activation
-at a time, and never unpacked. All results stay tensors on the model's device, without a
-synchronisation.
-
-Different patterns are counted by a fingerprint of 64 bits: twice the upper half of sum_i k_i w_i
-mod 2^64, over words w_i of 32 bits, with random keys k_i. Two different patterns get the same one
-with probability 2^-64, whatever they are (Lemire and Kaser, *Strongly universal string hashing is
-fast*, 2014), so that among a million points a count is wrong once in 10^7 times.
+Bits are packed by eight, one activation at a time, and never unpacked: a network may have 10^7 for
+each point. All results stay on the model's device, without a synchronisation. Different patterns
+are counted by a fingerprint of 64 bits: twice the upper half of sum_i k_i w_i mod 2^64, over words
+w_i of 32 bits, with random keys k_i. Two different patterns get the same one with probability
+2^-64, whatever they are (Lemire and Kaser, *Strongly universal string hashing is fast*, 2014).
 
 Smooth activations have no bits. `slices` draws the regions themselves.
 """
@@ -73,15 +70,10 @@ def _count_distinct(prints: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Pattern:
-    """On which side of its boundaries each point lies: one packed row for each point.
+    """On which side of its boundaries each point lies: one packed row for each point."""
 
-    Attributes:
-        packed: Bytes (N, bytes); each breakpoint, and each call, begins at a whole byte.
-        bits: How many of the bits of a row are in use; the others are 0.
-    """
-
-    packed: Tensor
-    bits: int
+    packed: Tensor  # bytes (N, bytes); each breakpoint, and each call, begins at a whole byte
+    bits: int  # how many of the bits of a row are in use; the others are 0
 
     def __len__(self) -> int:
         return len(self.packed)
@@ -106,17 +98,11 @@ class Pattern:
 
 
 class Change(NamedTuple):
-    """What happened to the regions of a batch of points, each a tensor with one element.
+    """What happened to the regions of a batch of points, each a tensor with one element."""
 
-    Attributes:
-        share: Bits that changed, of all bits of all points.
-        points: Points that are in another region than before.
-        regions: Different patterns among the points.
-    """
-
-    share: Tensor
-    points: Tensor
-    regions: Tensor
+    share: Tensor  # of all bits of all points: those that changed
+    points: Tensor  # that are in another region than before
+    regions: Tensor  # different patterns among the points
 
 
 class Changes(NamedTuple):

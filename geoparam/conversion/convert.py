@@ -34,7 +34,7 @@ from geoparam.input_mean_layers import adopt
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
 from geoparam.norm import MOMENTUM, TrackedMean, shifted_bias
 from geoparam.parameter_values import draw
-from geoparam.trace import arguments_of, tensors_in, trace, undisturbed
+from geoparam.trace import arguments_of, inspection_mode, tensors_in, trace
 
 log = logging.getLogger("geoparam")
 
@@ -458,5 +458,5 @@ def _run(model: nn.Module, inputs: Inputs) -> tuple[list[Tensor], set[int]]:
 
 def _evaluate(model: nn.Module, inputs: Inputs) -> object:
     args, kwargs = arguments_of(inputs)
-    with undisturbed(model):
+    with inspection_mode(model):
         return model(*args, **kwargs)

@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import TrainerCallback
 
 from geoparam.analysis.tracker.tracker import BoundaryTracker
 from geoparam.base_layer import retract
@@ -37,9 +32,7 @@ class TrackBoundaries(TrainerCallback):
         self.options = options
         self.tracker: BoundaryTracker | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         saved = _checkpoint(args, state) / STATE
         resumed = state.global_step > 0 and saved.exists()
         options = {**self.options, "resume": True} if resumed else self.options
@@ -47,22 +40,16 @@ class TrackBoundaries(TrainerCallback):
         if resumed:
             self.tracker.load_state_dict(torch.load(saved, weights_only=True))
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.tracker is not None:
             self.tracker.step()
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = _checkpoint(args, state)
         if self.tracker is not None and state.is_world_process_zero and folder.is_dir():
             torch.save(self.tracker.state_dict(), folder / STATE)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.tracker is not None:
             self.tracker.close()
 
@@ -84,13 +71,11 @@ class Geometric:
 class Retract(TrainerCallback):
     """Pulls intrinsic directions back to length 1 after every optimizer step."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         optimizer = kwargs["optimizer"]
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
         optimizer.register_step_post_hook(retract(kwargs["model"]))
 
 
-def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+def _checkpoint(args: Any, state: Any) -> Path:
     return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"

@@ -33,14 +33,8 @@ def fit_1d(
 ) -> Axes:
     """Data, truth and prediction over one input, with a tick where each unit switches.
 
-    Args:
-        points: inputs and targets of the training data, each (points,).
-        grid: inputs of the curves, (grid,).
-        truth: the true function there, (grid,).
-        prediction: the trained network there, (grid,).
-        units: the units' locations, (units,).
-        initial: the network before training there, (grid,).
-        colour: of the network and its units.
+    `points` are inputs and targets of the data; `truth`, `prediction` and `initial` (the network
+    before training) are the values at the inputs `grid`; `units` are the units' locations.
 
     Example:
         >>> x = np.linspace(-1, 1, 9)
@@ -86,11 +80,8 @@ def location_spectrum(
 ) -> Axes:
     """Bars of ticks, one tick a unit: where the units are, from the first step up to the last.
 
-    Args:
-        locations: the units' locations over training, (steps, units).
-        limits: lowest and highest input in view.
-        rows: how many of the steps to draw, evenly chosen.
-        colour: of the ticks.
+    `locations` are (steps, units), of which `rows` steps are drawn, evenly chosen; `limits` are
+    the lowest and highest input in view.
 
     Example:
         >>> ax = location_spectrum(np.random.randn(100, 20), limits=(-2, 2), rows=4)
@@ -201,10 +192,8 @@ def convergence(
     A seed that ended early is filled with NaN; the mean is then that of the seeds still there.
     The papers' figure is two of these, training beside validation.
 
-    Args:
-        curves: a value a seed and epoch for each method, (seeds, epochs).
-        label: what was measured, such as "top-5 training accuracy (%)".
-        epochs: the number of each epoch, (epochs,); 1, 2, ... by default.
+    Each method has values (seeds, epochs); `label` says what was measured, such as "top-5 training
+    accuracy (%)". Epochs are 1, 2, ... by default.
 
     Example:
         >>> ax = convergence({"bn": np.random.rand(3, 90)}, label="top-5 accuracy")
@@ -246,10 +235,6 @@ def over_rates(
     """Results over the learning rate: mean over seeds, its standard error as a bar.
 
     A rate at which some seed has no finite result has a cross at the bottom of the axis.
-
-    Args:
-        results: of each seed at each learning rate for each method.
-        label: what was measured.
 
     Example:
         >>> ax = over_rates({"bn": {0.1: [42.7, 42.9], 1.0: [np.nan]}}, label="top-1 (%)")

@@ -43,12 +43,8 @@ def layer_heatmap(
     A cell is the highest of several records where there are more than 400, so that no jump of one
     step is lost between pixels.
 
-    Args:
-        values: one value a layer and record, (layers, records).
-        label: what the colour means.
-        norm: how values become colours; linear from the lowest to the highest if None.
-        cmap: name of the colour map.
-        ticks: how to write the values beside the colours.
+    `values` are (layers, records), `label` says what the colour means, and `norm`, `cmap` and
+    `ticks` are matplotlib's.
 
     Example:
         >>> ax = layer_heatmap(np.eye(2), layers=["conv1", "fc"], label="share")
@@ -108,9 +104,8 @@ def rotation_heatmap(
 ) -> Axes:
     """The rotation of each layer's units in each step, in degrees, on a logarithmic scale.
 
-    Args:
-        values: in degrees, (layers, records); 0 takes the colour of the lowest value.
-        limits: values of the lowest and highest colour, to compare figures; from the data if None.
+    `values` are (layers, records); 0 takes the colour of the lowest one. `limits` are the values
+    of the lowest and highest colour, for figures that are compared.
 
     Example:
         >>> ax = rotation_heatmap(np.array([[0.1, 1.0], [0.0, 10.0]]), layers=["conv1", "fc"])
@@ -203,9 +198,8 @@ def region_slice(
 ) -> Axes:
     """The regions of `analysis.slice_regions` in their plane, and each layer's boundaries.
 
-    Args:
-        polygons: the corners of each region, (corners, 2).
-        segments: start and end of the pieces of each layer's boundaries, (segments, 2, 2).
+    `polygons` are the corners of each region, (corners, 2), `segments` start and end of the pieces
+    of each layer's boundaries, (segments, 2, 2).
 
     Example:
         >>> left, right = np.array([[0, 0], [1, 0], [1, 2]]), np.array([[1, 0], [2, 0], [1, 2]])

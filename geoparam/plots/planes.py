@@ -57,10 +57,8 @@ def trajectories(
 ) -> Axes:
     """The paths of the units' locations in a plane over training, one colour a unit.
 
-    Args:
-        locations: over training, (steps, units, 2).
-        points: the data's inputs, for orientation, (points, 2).
-        limits: as for `plane`; by default 95 % of the locations are in view.
+    `locations` are (steps, units, 2); `points` (points, 2) are the data's inputs, for orientation.
+    By default 95 % of the locations are in view.
 
     Example:
         >>> ax = trajectories(np.random.randn(50, 10, 2).cumsum(axis=0), limits=(-99, 99))

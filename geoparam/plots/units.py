@@ -35,12 +35,6 @@ def unit_1d(
 ) -> Axes:
     """A unit r * relu(direction * x + lam) over one input: its value, boundary and two sides.
 
-    Args:
-        direction: its sign, or its weight under other parameterizations; 0 has no boundary.
-        lam: its offset.
-        r: its scale.
-        limits: lowest and highest input in view.
-
     Example:
         >>> ax = unit_1d(-1.0, 1.0, r=2.0)
         >>> ax.get_title(loc="left")
@@ -86,14 +80,9 @@ def _mark_point(ax: Axes, location: float, reach: float, height: float) -> None:
 
 
 def _arrow(ax: Axes, start: Any, tip: Any, colour: str, coordinates: Any) -> None:
-    ax.annotate(
-        "",
-        tip,
-        xytext=start,
-        xycoords=coordinates,
-        arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 1.6, "shrinkA": 0},
-        annotation_clip=True,
-    )
+    style = {"arrowstyle": "-|>", "color": colour, "linewidth": 1.6, "shrinkA": 0}
+    place = {"xycoords": coordinates, "annotation_clip": True}
+    ax.annotate("", tip, xytext=start, arrowprops=style, **place)
 
 
 def unit_2d(
@@ -106,9 +95,7 @@ def unit_2d(
 ) -> Axes:
     """A unit over two inputs: its boundary, active half plane, direction and location φ.
 
-    Args:
-        direction: its unit vector u, or its weight under other parameterizations, (2,).
-        lam: its offset.
+    `direction` (2,) is its unit vector u, or its weight under other parameterizations.
 
     Example:
         >>> ax = unit_2d(np.array([0.6, 0.8]), -1.0)
@@ -137,32 +124,21 @@ def unit_2d(
 
 
 def _fill_sides(ax: Axes, direction: np.ndarray, lam: float, limits: tuple[float, float]) -> None:
-    low, high = limits
-    corners = np.array([[low, low], [high, low], [high, high], [low, high]])
+    """Shade both half planes; the axis clips them."""
+    location, reach = _location(direction, lam), 3 * (limits[1] - limits[0])
+    square = reach * np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]])
     for (word, fill), sign in zip(SIDES, (1, -1), strict=True):
-        part = _positive_part(corners, sign * (corners @ direction + lam))
-        ax.fill(*part.T, color=fill, linewidth=0, zorder=0, label=word)
-
-
-def _positive_part(corners: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The part of a convex polygon where a linear function of these corner values is positive."""
-    kept = []
-    for i in range(len(corners)):
-        before, here = values[i - 1], values[i]
-        if (before > 0) != (here > 0):
-            share = before / (before - here)
-            kept.append(corners[i - 1] + share * (corners[i] - corners[i - 1]))
-        if here > 0:
-            kept.append(corners[i])
-    return np.array(kept).reshape(-1, 2)
+        corners = square if sign * lam > 0 else np.zeros((1, 2))
+        if np.isfinite(location).all():
+            u = direction / np.linalg.norm(direction)
+            along = (reach + np.linalg.norm(location)) * np.array([-u[1], u[0]])
+            ends = np.stack([location - along, location + along])
+            corners = np.concatenate([ends, (ends + 2 * sign * reach * u)[::-1]])
+        ax.fill(*corners.T, color=fill, linewidth=0, zorder=0, label=word)
 
 
 def _boundary(
-    ax: Axes,
-    location: np.ndarray,
-    towards: np.ndarray,
-    limits: tuple[float, float],
-    **line: Any,
+    ax: Axes, location: np.ndarray, towards: np.ndarray, limits: tuple[float, float], **line: Any
 ) -> None:
     """The line through the location, at right angles to the direction, across the view."""
     along = np.array([-towards[1], towards[0]])
@@ -178,17 +154,10 @@ def _arrows(ax: Axes, location: np.ndarray, towards: np.ndarray, length: float) 
         _arrow(ax, start, start + length * towards, ACTIVE, "data")
         _arrow(ax, start, start - length * towards, INACTIVE, "data")
     beside = 11 * (along / length - towards)  # in points, the same in large and small panels
+    text: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center"}
     for word, (x, y) in [("u", location + 1.8 * length * towards), ("φ", location)]:
-        ax.annotate(
-            word,
-            (x, y),
-            xytext=(beside[0], beside[1]),
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            size=12,
-            annotation_clip=True,
-        )
+        place = (beside[0], beside[1])
+        ax.annotate(word, (x, y), xytext=place, **text, size=12, annotation_clip=True)
 
 
 def perturbation(
@@ -203,11 +172,8 @@ def perturbation(
 ) -> Axes:
     """A boundary before and after perturbations of its parameters, with each turn in degrees.
 
-    Args:
-        directions: of the unit, first unperturbed, then for each delta, (1 + deltas, 2).
-        lams: its offsets likewise, (1 + deltas,).
-        deltas: sizes of the perturbations, (deltas,).
-        rotations: turns from the unperturbed boundary in degrees, (deltas,).
+    `directions` (1 + deltas, 2) and `lams` (1 + deltas,) have the unperturbed unit first;
+    `rotations` (deltas,) are in degrees.
 
     Example:
         >>> u = np.array([[1.0, 0.0], [0.8, 0.6]])

@@ -35,25 +35,19 @@ def srelu(*values: float) -> SReLU:
 
 MODULES = [
     nn.ReLU(),
-    nn.LeakyReLU(0.3),
     nn.PReLU(**D),
     nn.RReLU().eval(),
-    nn.ELU(),
     nn.ELU(0.5),
     nn.SELU(),
     nn.CELU(2.0),
     nn.ReLU6(),
     nn.Hardswish(),
     nn.Hardsigmoid(),
-    nn.Hardtanh(),
     nn.Hardtanh(-0.5, 3.5),
     nn.Threshold(0.5, 2.0),
     SReLU(**D),
     srelu(-1.5, 2.5, 0.1, 0.3),
     nn.GELU(),
-    nn.SiLU(),
-    nn.Tanh(),
-    nn.Softplus(),
 ]
 
 
@@ -101,22 +95,16 @@ def test_other_units_are_active_above_their_first_breakpoint() -> None:
 
 WRITTEN: dict[str, tuple[Callable[[Tensor], Tensor], Breaks | None]] = {
     "relu": (F.relu, Breaks((0.0,))),
-    "relu_": (lambda z: z.relu_(), Breaks((0.0,))),
     "leaky_relu": (lambda z: F.leaky_relu(z, 0.2), Breaks((0.0,))),
-    "prelu": (lambda z: F.prelu(z, torch.ones(1)), Breaks((0.0,))),
     "relu6": (F.relu6, Breaks((0.0, 6.0), closes=True)),
     "hardtanh": (lambda z: F.hardtanh(z, -2.0, max_val=3.0), Breaks((-2.0, 3.0), closes=True)),
     "hardtanh, as it is": (F.hardtanh, Breaks((-1.0, 1.0), closes=True)),
-    "hardswish": (F.hardswish, Breaks((-3.0, 3.0), linear=False)),
-    "elu": (F.elu, Breaks((0.0,), linear=False)),
     "threshold": (lambda z: F.threshold(z, 0.5, 9.0), Breaks((0.5,))),
     "clamp": (lambda z: torch.clamp(z, 0, 6), Breaks((0.0, 6.0), closes=True)),
     "clamp from below": (lambda z: z.clamp_(min=0.5), Breaks((0.5,))),
-    "clamp_min": (lambda z: z.clamp_min(0), Breaks((0.0,))),
     "clamp from above": (lambda z: z.clamp(max=1), Breaks((1.0,), opens=False, closes=True)),
     "clamp by a tensor": (lambda z: z.clamp(min=torch.zeros(())), None),
     "gelu": (F.gelu, None),
-    "tanh": (torch.tanh, None),
 }
 
 
@@ -132,12 +120,9 @@ def test_a_step_of_a_trace_has_the_breakpoints_of_its_arguments(
     assert step is not None and breaks(step) == expected
 
 
-@pytest.mark.parametrize(
-    ("function", "points"),
-    [(F.relu, (0.0,)), (torch.relu_, (0.0,)), (Tensor.relu, (0.0,)), (F.relu6, (0.0, 6.0))],
-)
-def test_a_function_has_the_breakpoints_of_its_name(function: Callable, points: tuple) -> None:
-    assert breaks(function).points == points
+def test_a_function_has_the_breakpoints_of_its_name() -> None:
+    assert breaks(torch.relu_).points == breaks(Tensor.relu).points == (0.0,)
+    assert breaks(F.relu6).points == (0.0, 6.0)
 
 
 @pytest.mark.parametrize("unknown", [None, lambda z: z, nn.Identity(), F.threshold, torch.clamp])
@@ -145,11 +130,9 @@ def test_what_is_not_known_has_none(unknown: Any) -> None:
     assert breaks(unknown) is None
 
 
-def test_limits_of_one_side_are_active_on_the_other() -> None:
-    z = torch.tensor([-1.0, 0.5, 2.0])
+def test_limits_from_above_are_active_below() -> None:
     from_above = Breaks((1.0,), opens=False, closes=True)
-    assert from_above.active(z, -1).tolist() == [True, True, False]
-    assert Breaks((0.0, 1.0), closes=True).active(z, -1).tolist() == [False, True, False]
+    assert from_above.active(torch.tensor([-1.0, 0.5, 2.0]), -1).tolist() == [True, True, False]
 
 
 def test_points_of_each_unit_are_along_its_channel() -> None:
@@ -189,12 +172,6 @@ def drawn(channels: int, dim: int = 1) -> SReLU:
         module.lower_slope.normal_()
         module.upper_slope.normal_()
     return module
-
-
-def test_srelu_is_the_function_of_its_paper() -> None:
-    module, z = drawn(4), 2 * torch.randn(50, 4, **D)
-    values = (module.lower, module.upper, module.lower_slope, module.upper_slope)
-    torch.testing.assert_close(module(z), by_cases(z, *values))
 
 
 def test_srelu_starts_as_a_leaky_relu() -> None:
@@ -237,27 +214,6 @@ def test_breakpoints_of_srelu_that_have_crossed_are_one() -> None:
     assert [point.item() for point in found.points] == [2.0, 2.0]
     z = torch.tensor([[1.0], [2.0], [4.0]], **D)
     assert module(z).flatten().tolist() == pytest.approx([1.9, 2.0, 3.0])
-
-
-def test_breakpoints_of_srelu_are_as_they_are_now() -> None:
-    module = SReLU(2)
-    before = breaks(module).tensor(torch.zeros(2))
-    with torch.no_grad():
-        module.lower.add_(torch.tensor([-1.0, 0.5]))
-    assert (breaks(module).tensor(torch.zeros(2)) - before).tolist() == [[-1, 0.5], [0, 0]]
-
-
-def test_srelu_learns_a_function_with_two_bends() -> None:
-    target = srelu(-0.5, 0.5, 0.5, 0.0)
-    module, z = SReLU(upper_slope=0.9, **D), torch.linspace(-2, 2, 101, **D)[:, None]
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
-    for _ in range(300):
-        loss = (module(z) - target(z)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    for ours, theirs in zip(module.parameters(), target.parameters(), strict=True):
-        assert ours.item() == pytest.approx(theirs.item(), abs=0.05)
 
 
 def test_srelu_is_saved_copied_and_moved_as_any_module() -> None:

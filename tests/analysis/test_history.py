@@ -22,13 +22,6 @@ def test_the_file_is_the_array_after_every_append(tmp_path: Path) -> None:
     np.testing.assert_array_equal(array.rows, rows(*range(12)))
 
 
-def test_an_array_without_a_file_is_in_memory() -> None:
-    array = GrowingArray(TYPE)
-    array.append(rows(1, 2))
-    array.append(rows(3))
-    np.testing.assert_array_equal(array.rows, rows(1, 2, 3))
-
-
 @pytest.mark.parametrize("cut", [1, TYPE.itemsize - 1, TYPE.itemsize + 3])
 def test_what_a_killed_append_left_is_not_read_and_is_written_over(
     tmp_path: Path, cut: int
@@ -84,14 +77,6 @@ def test_a_layer_has_one_value_for_each_record() -> None:
     np.testing.assert_array_equal(history.table("y"), [[21, 41, 61], [23, 43, 63]])
     with pytest.raises(KeyError, match="no layer 'd'; there are: a, bc"):
         history["d"]
-
-
-def test_pandas_reads_the_file_as_one_table(tmp_path: Path) -> None:
-    pandas = pytest.importorskip("pandas")
-    recorded(tmp_path / "h.npy")
-    table = pandas.DataFrame(np.load(tmp_path / "h.npy"))
-    assert list(table.columns) == ["step", "layer", "x", "y"]
-    assert table[table.layer == "a"].y.tolist() == [21, 41, 61]
 
 
 def test_later_records_are_forgotten_in_both_files(tmp_path: Path) -> None:

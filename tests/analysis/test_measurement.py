@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from geoparam.analysis.tracker.measurement import LEVELS, segment_quantiles
+from geoparam.analysis.tracker.measurement import segment_quantiles
+
+LEVELS = (0.0, 0.5, 0.99, 1.0)
 
 
 def quantiles(values: Tensor, counts: Sequence[int], levels: Sequence[float] = LEVELS) -> Tensor:

@@ -21,8 +21,8 @@ from geoparam.analysis.perturbation.response import KINDS, Response, perturb, re
 from geoparam.analysis.perturbation.steps import make_steps
 from geoparam.analysis.perturbation.stored_parameters import read_stored
 
-SIZES = (2, 3, 9, 147, 576, 4608)
-KERNELS = {9: (1, 3), 147: (3, 7), 576: (64, 3), 4608: (512, 3)}  # n = channels * kernel^2
+SIZES = (2, 3, 147, 4608)
+KERNELS = {147: (3, 7)}  # n = channels * kernel^2
 METHODS = ("sp", "wn", "gmp", "intrinsic")
 OLD = pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 
@@ -57,59 +57,39 @@ def make(
     return layer
 
 
-def networks() -> dict[str, Callable[[], nn.Module]]:
-    """Two hidden layers and an output layer in float64, with a norm or without."""
-
-    def of(method: str, norm: Callable[[], nn.Module] | None) -> nn.Module:
-        width = 6
-        middle = [] if norm is None else [norm()]
-        blocks = [
-            [make(method, n, width, length=0.3), *copy.deepcopy(middle), nn.ReLU()]
-            for n in (5, width)
-        ]
-        return nn.Sequential(*blocks[0], *blocks[1], nn.Linear(width, 1)).double()
-
-    def batch_norm() -> nn.Module:
-        norm = nn.BatchNorm1d(6)
-        for tensor in (norm.weight, norm.bias, norm.running_mean):
+def norm_of(name: str) -> list[nn.Module]:
+    """A norm of six units with random parameters, if it is named."""
+    if not name:
+        return []
+    kinds = {"bn": nn.BatchNorm1d, "ln": nn.LayerNorm, "mbn": gp.MeanOnlyBatchNorm}
+    norm = kinds[name](6)
+    for key, tensor in norm.state_dict().items():
+        if key in ("weight", "bias", "running_mean"):
             nn.init.normal_(tensor)
-        nn.init.uniform_(norm.running_var, 0.5, 2.0)
-        return norm
-
-    def layer_norm() -> nn.Module:
-        norm = nn.LayerNorm(6)
-        nn.init.normal_(norm.weight)
-        nn.init.normal_(norm.bias)
-        return norm
-
-    norms = {"": None, "+bn": batch_norm, "+ln": layer_norm}
-    return {
-        method + suffix: (lambda m=method, f=norm: of(m, f))  # type: ignore[misc]
-        for method in METHODS
-        for suffix, norm in norms.items()
-    } | {"wn+mbn": lambda: of("wn", lambda: gp.MeanOnlyBatchNorm(6))}
+    return [norm]
 
 
-NETWORKS = networks()
+def network(name: str) -> nn.Module:
+    """Two hidden layers and an output layer in float64, with a norm or without."""
+    method, _, norm = name.partition("+")
+    blocks = [[make(method, n, 6, length=0.3), *norm_of(norm), nn.ReLU()] for n in (5, 6)]
+    return nn.Sequential(*blocks[0], *blocks[1], nn.Linear(6, 1)).double()
 
 
-def shapes() -> list[tuple[int, bool]]:
-    """Linear layers of all sizes, and convolutions of those that are a kernel's."""
-    return [(n, False) for n in SIZES] + [(n, True) for n in KERNELS]
+NETWORKS = [m + norm for m in METHODS for norm in ("", "+bn", "+ln")] + ["wn+mbn"]
 
 
 # --- propositions 2.3 to 2.5 ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("n", "conv"), shapes())
+@pytest.mark.parametrize(("n", "conv"), [(2, False), (147, True), (4608, False)])
 @pytest.mark.parametrize("method", ["sp", "wn"])
 @pytest.mark.parametrize("normed", [False, True], ids=["", "bn"])
 def test_the_adversary_reverses_units_under_sp_wn_and_bn(
-    method: str, n: int, conv: bool, dtype: torch.dtype, normed: bool
+    method: str, n: int, conv: bool, normed: bool
 ) -> None:
-    layer = make(method, n, conv=conv, dtype=dtype)
-    norm = (nn.BatchNorm2d if conv else nn.BatchNorm1d)(4, dtype=dtype) if normed else None
+    layer = make(method, n, conv=conv, dtype=torch.float32)
+    norm = (nn.BatchNorm2d if conv else nn.BatchNorm1d)(4) if normed else None
     response = respond(layer, make_steps(layer, "adversarial", 0.01, norm=norm), norm)
     assert torch.allclose(response.rotation, torch.full((4,), 180.0).double(), atol=1e-4)
     assert (response.bound == 180).all()
@@ -124,7 +104,7 @@ def test_the_adversary_reverses_units_under_ln_by_flipping_all_rows(n: int) -> N
     assert (respond(layer, step, norm).rotation < 179).all()
 
 
-@pytest.mark.parametrize("n", [2, 9, 147])
+@pytest.mark.parametrize("n", [2, 147])
 def test_the_adversary_reverses_units_under_bn_with_the_batchs_statistics(n: int) -> None:
     model = nn.Sequential(make("sp", n), nn.BatchNorm1d(4, eps=1e-15), nn.ReLU()).double()
     nn.init.normal_(model[1].bias)
@@ -145,24 +125,9 @@ def samples(n: int, count: int = 500) -> tuple[np.ndarray, np.ndarray]:
     return x, np.linalg.cholesky(x.T @ x / count)
 
 
-@pytest.mark.parametrize("n", [2, 3, 9, 147])
-def test_bn_is_weight_normalization_in_the_norm_of_the_data_covariance(n: int) -> None:
-    x, root = samples(n)
-    rng = np.random.default_rng(0)
-    w, gamma, beta = rng.normal(size=n), rng.normal(), rng.normal()
-    norm = nn.BatchNorm1d(1, eps=1e-15).double()
-    nn.init.constant_(norm.weight, gamma)
-    nn.init.constant_(norm.bias, beta)
-    normalised = norm(torch.from_numpy(x @ w)[:, None])[:, 0].detach().numpy()
-    by_covariance = gamma * x @ (w / np.sqrt(w @ (root @ root.T) @ w)) + beta
-    assert np.allclose(normalised, by_covariance)
-    v, whitened = root.T @ w, np.linalg.solve(root, x.T).T
-    assert np.allclose(normalised, gamma * whitened @ (v / np.linalg.norm(v)) + beta)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [2, 9])
-def test_bn_on_whitened_data_answers_as_weight_normalization_does(n: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["constant", "adversarial"])
+def test_bn_on_whitened_data_answers_as_weight_normalization_does(kind: str) -> None:
+    n = 9
     x, root = samples(n)
     whitened = torch.from_numpy(np.linalg.solve(root, x.T).T.copy())
     linear, norm = make("sp", n), nn.BatchNorm1d(4, eps=1e-15).double()
@@ -181,16 +146,12 @@ def test_bn_on_whitened_data_answers_as_weight_normalization_does(n: int, kind: 
             0.02,
             move=move,
             statistics="batch",
-            generator=torch.Generator().manual_seed(0),
         )["0"]
         for modules, move in (
             ([linear, norm], ("direction", "gamma", "beta")),
             ([wn], ("direction", "length", "offset")),
         )
     )
-    if kind == "gaussian":  # roles are drawn in another order, so only the direction's is the same
-        assert torch.allclose(one.rotation, two.rotation)
-        return
     for name in ("rotation", "displacements", "first_order", "bound", "step"):
         assert torch.allclose(getattr(one, name), getattr(two, name)), name
 
@@ -232,9 +193,9 @@ def degrees_between(u: np.ndarray, v: np.ndarray) -> float:
     return math.degrees(math.atan2(across, u @ v))
 
 
-@pytest.mark.parametrize("delta", [1e-4, 1e-2, 0.5])
+@pytest.mark.parametrize("delta", [1e-4, 0.5])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [2, 3, 9, 147])
+@pytest.mark.parametrize("n", [2, 9])
 @pytest.mark.parametrize("method", METHODS)
 def test_turns_and_moves_are_those_of_the_geometry(
     method: str, n: int, kind: str, delta: float
@@ -272,7 +233,7 @@ def shifted(module: nn.Module, delta: float) -> nn.Module:
 def test_a_perturbed_layer_is_the_layer_with_perturbed_parameters(
     name: str, statistics: str
 ) -> None:
-    model, x = NETWORKS[name](), torch.randn(40, 5, dtype=torch.float64)
+    model, x = network(name), torch.randn(40, 5, dtype=torch.float64)
     response = perturb(model, x, "constant", 0.03, statistics=statistics)["0"]
     layer, norm = model[0], None if isinstance(model[1], nn.ReLU) else model[1]
     other = copy.deepcopy(model)
@@ -296,7 +257,7 @@ def assert_bounded(response: Response) -> None:
 
 
 @pytest.mark.parametrize("near", ["anywhere", "poles", "at a pole"])
-@pytest.mark.parametrize("size", [1e-6, 1e-2, 0.3, 2.0])
+@pytest.mark.parametrize("size", [1e-6, 0.3, 2.0])
 @pytest.mark.parametrize("n", SIZES)
 def test_no_step_of_angles_turns_a_unit_by_more_than_its_length(
     n: int, size: float, near: str
@@ -324,21 +285,7 @@ def test_the_bound_of_angles_is_attained_along_the_first_one(n: int) -> None:
     assert torch.allclose(response.rotation, response.bound, atol=1e-5)
 
 
-def test_the_turn_to_first_order_is_no_bound_but_the_length_is() -> None:
-    """From a pole, where the metric of all later angles is 0, to another place and back."""
-    layer = gp.GmPLinear(3, 1, dtype=torch.float64)
-    with torch.no_grad():
-        layer.latitude.copy_(torch.tensor([[math.pi / 2, 0.0]]))
-    response = respond(layer, {"direction": torch.tensor([[-1.5, 1.0]])})
-    away = respond(layer, {"direction": torch.tensor([[-1.5, 0.0]])})
-    assert torch.allclose(response.rotation, away.rotation)  # along a meridian, whichever it is
-    with torch.no_grad():
-        layer.latitude.copy_(torch.tensor([[1.5, 0.0]]))
-    long = respond(layer, {"direction": torch.tensor([[-1.5, math.pi]])})
-    assert long.first_order < long.rotation < long.bound
-
-
-@pytest.mark.parametrize("size", [1e-6, 0.1, 0.9, 1.1, 5.0])
+@pytest.mark.parametrize("size", [1e-6, 0.9, 1.1])
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("method", ["sp", "wn", "intrinsic"])
 def test_the_bound_of_vectors_holds_and_is_attained(method: str, n: int, size: float) -> None:
@@ -359,12 +306,12 @@ def test_the_bound_of_vectors_holds_and_is_attained(method: str, n: int, size: f
 
 
 @pytest.mark.parametrize("statistics", ["running", "batch"])
-@pytest.mark.parametrize("delta", [1e-3, 0.1, 3.0])
+@pytest.mark.parametrize("delta", [0.1, 3.0])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_no_unit_of_a_network_turns_by_more_than_its_bound(
     name: str, delta: float, statistics: str
 ) -> None:
-    model, x = NETWORKS[name](), torch.randn(8, 5, dtype=torch.float64)
+    model, x = network(name), torch.randn(8, 5, dtype=torch.float64)
     move = ("direction", "length", "scale", "offset", "gamma", "beta")
     for kind in KINDS:
         for response in perturb(model, x, kind, delta, move=move, statistics=statistics).values():
@@ -423,32 +370,10 @@ def test_figure_one_moves_all_but_r() -> None:
     assert set(make_steps(make("sp", 3), norm=norm)) == {"direction", "offset", "gamma", "beta"}
 
 
-def test_gaussian_noise_has_the_size_asked_for_and_comes_from_the_generator() -> None:
-    layer = nn.Linear(576, 64)
-    first, again = (
-        make_steps(layer, "gaussian", 0.3, generator=torch.Generator().manual_seed(5))
-        for _ in "ab"
-    )
-    assert torch.equal(first["direction"], again["direction"])
-    assert abs(first["direction"].std().item() - 0.3) < 0.01
-    assert not torch.equal(first["offset"], first["direction"][:, 0])
-
-
 # --- other layers --------------------------------------------------------------------------------
 
 
-@OLD
-def test_the_older_weight_norm_answers_as_the_new_one_does() -> None:
-    linear = make("sp", 9)
-    new = parametrizations.weight_norm(copy.deepcopy(linear))
-    old = nn.utils.weight_norm(copy.deepcopy(linear))
-    for kind in ("constant", "adversarial"):
-        one, two = (respond(layer, make_steps(layer, kind, 0.01)) for layer in (new, old))
-        assert torch.allclose(one.rotation, two.rotation)
-        assert torch.allclose(one.displacement, two.displacement)
-
-
-@pytest.mark.parametrize("delta", [0.01, 0.5, 3.0])
+@pytest.mark.parametrize("delta", [0.01, 3.0])
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -466,13 +391,6 @@ def test_bounds_hold_for_less_common_layers(
     layer = wrap(make("sp", 4, out=5, length=1.0))
     for kind in KINDS:
         assert_bounded(respond(layer, make_steps(layer, kind, delta)))
-
-
-def test_with_one_input_gmp_never_turns() -> None:
-    layer = gp.GmPLinear(1, 5, activation=torch.relu, dtype=torch.float64)
-    response = respond(layer, make_steps(layer, "constant", 0.5))
-    assert (response.rotation == 0).all() and (response.bound == 0).all()
-    assert torch.allclose(response.displacement, torch.tensor(0.5).double())
 
 
 def test_both_breakpoints_of_relu6_are_followed() -> None:
@@ -500,15 +418,6 @@ def test_units_without_a_boundary_are_nan_and_left_out_of_summaries() -> None:
     assert math.isclose(row.rotation_max, 180) and row.bound_max == 180
 
 
-def test_a_step_below_the_resolution_of_the_storage_type_turns_nothing() -> None:
-    layer = gp.GmPLinear(2, 3)
-    nn.init.ones_(layer.latitude)
-    assert (respond(layer, make_steps(layer, "constant", 1e-9)).rotation == 0).all()
-    double = layer.double()
-    turn = respond(double, make_steps(double, "constant", 1e-9)).rotation
-    assert torch.allclose(turn, torch.tensor(math.degrees(1e-9)).double(), rtol=1e-6)
-
-
 # --- whole models --------------------------------------------------------------------------------
 
 
@@ -522,13 +431,12 @@ def fingerprint(model: nn.Module) -> list[tuple]:
     return [*made, *((name, module.training) for name, module in model.named_modules())]
 
 
-@pytest.mark.parametrize("statistics", ["running", "batch"])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_the_model_is_afterwards_what_it_was(name: str, statistics: str) -> None:
-    model, x = NETWORKS[name]().train(), torch.randn(8, 5, dtype=torch.float64)
+@pytest.mark.parametrize("name", ["sp", "wn+mbn", "gmp+bn", "intrinsic+ln"])
+def test_the_model_is_afterwards_what_it_was(name: str) -> None:
+    model, x = network(name).train(), torch.randn(8, 5, dtype=torch.float64)
     before, state = fingerprint(model), torch.get_rng_state()
     generator = torch.Generator().manual_seed(0)
-    sweep(model, x, deltas=[0.1], statistics=statistics, generator=generator)
+    sweep(model, x, deltas=[0.1], statistics="batch", generator=generator)
     assert fingerprint(model) == before
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -548,12 +456,6 @@ def test_sizes_of_a_sweep_scale_one_draw_of_noise() -> None:
     one, two = sweep(layer, kinds=["gaussian"], deltas=[1e-6, 2e-6])
     assert math.isclose(two.rotation_max, 2 * one.rotation_max, rel_tol=1e-4)
     assert math.isclose(two.rotation_median, 2 * one.rotation_median, rel_tol=1e-4)
-
-
-def test_without_inputs_turns_are_known_and_moves_are_not() -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
-    (row,) = sweep(model, kinds=["constant"], deltas=[0.1])
-    assert row.rotation_max > 0 and math.isnan(row.displacement_max)
 
 
 def test_a_whole_resnet_is_swept() -> None:
@@ -576,7 +478,7 @@ def test_a_whole_resnet_is_swept() -> None:
         ({"kind": "uniform"}, "a kind is one of constant, gaussian, adversarial; got 'uniform'"),
         ({"kind": "adversarial", "delta": 0.0}, "needs delta > 0"),
         ({"move": ["weight"]}, "`move` names roles: direction, .*; got 'weight'"),
-        ({"statistics": "batch"}, "needs `inputs`"),
+        ({"statistics": "batch"}, "needs the batch"),
         ({"statistics": "moving"}, "got 'moving'"),
     ],
 )

@@ -2,19 +2,18 @@
 
 import copy
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from function_model import FunctionModel
 from patches import patches
 from torch import Tensor, nn
 
-from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, InputMeanNorm, convert_
+from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, InputMeanNorm
 from geoparam.analysis.reading.layer_sites import Site, find_sites
 from geoparam.analysis.reading.probe import input_lengths, observe
-from geoparam.attention import GmPMultiheadAttention
 
 D = {"dtype": torch.float64}
 Shown = list[tuple[str, str, Tensor]]
@@ -63,24 +62,11 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     )
 
 
-class Made(nn.Module):
-    """A model of the given modules, with a function of it and its inputs as its forward."""
-
-    def __init__(self, function: Callable, **modules: nn.Module) -> None:
-        super().__init__()
-        for name, module in modules.items():
-            self.add_module(name, module)
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
-
-
 # --- observe -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-def test_what_is_shown_is_what_hooks_see(inplace: bool) -> None:
+def test_what_is_shown_is_what_hooks_see() -> None:
+    inplace = True
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace), nn.Dropout(), nn.Conv2d(4, 5, 3),
         nn.ReLU6(inplace), nn.Flatten(), nn.Linear(80, 6), nn.LayerNorm(6), nn.Hardswish(inplace),
@@ -95,18 +81,9 @@ def test_what_is_shown_is_what_hooks_see(inplace: bool) -> None:
     assert same(only(seen, "norm_input"), hooked(model, x, {"0": "1", "7": "8"}))
 
 
-SPELLED = {
-    "function": lambda z: F.relu(z),
-    "in place": lambda z: F.relu(z, inplace=True),
-    "method": lambda z: z.relu_(),
-    "clamp": lambda z: z.clamp_(min=0),
-    "operator": lambda z: torch.ops.aten.relu_(z),
-}
-
-
-@pytest.mark.parametrize("relu", SPELLED.values(), ids=SPELLED)
+@pytest.mark.parametrize("relu", [F.relu, Tensor.relu_, lambda z: z.clamp_(min=0)])
 def test_pre_activations_are_seen_before_they_are_overwritten(relu: Callable) -> None:
-    model = Made(lambda m, x: m.b(relu(m.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
+    model = FunctionModel(lambda m, x: m.b(relu(m.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
     x = torch.randn(5, 3)
     found = only(shown(model, x), "pre_activation")
     assert same(found, {"a": model.a(x)}) and (found["a"] < 0).any()
@@ -124,7 +101,7 @@ def test_calls_that_leave_no_step_are_not_shown() -> None:
         return m.b(F.relu(x)) * scale + x.size(1)
 
     modules = {"norm": nn.BatchNorm1d(4), "identity": nn.Identity(), "drop": nn.Dropout()}
-    model = Made(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2), **modules)
+    model = FunctionModel(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2), **modules)
     model.register_buffer("flag", torch.tensor(1.0))
     x = torch.randn(5, 3)
     seen = shown(model, x)
@@ -139,21 +116,8 @@ def test_calls_that_leave_no_step_are_not_shown() -> None:
     assert same(only(seen, "pre_activation"), {"a": model.norm.eval()(model.a(x))})
 
 
-def test_removed_norms_are_not_there() -> None:
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True), nn.Conv2d(4, 4, 3),
-        nn.BatchNorm2d(4), nn.ReLU(True), nn.Flatten(), nn.Linear(64, 2),
-    )  # fmt: skip
-    x = torch.randn(2, 3, 8, 8)
-    model = convert_(model.eval(), norm="imn", example_inputs=x)
-    seen = shown(model, x)
-    assert same(only(seen, "pre_activation"), hooked(model, x, {"0": "2", "3": "5"}))
-    assert same(only(seen, "layer_input"), hooked(model, x, {"0": "0", "3": "3", "7": "7"}))
-    assert only(seen, "norm_input") == {}
-
-
-@pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU(inplace=True), torch.relu, F.elu_])
-@pytest.mark.parametrize("input_norm", [False, True, "bias"])
+@pytest.mark.parametrize("activation", [nn.ReLU(inplace=True), torch.relu])
+@pytest.mark.parametrize("input_norm", [False, True])
 def test_an_activation_inside_of_a_layer_is_seen(activation: Any, input_norm: bool | str) -> None:
     layer = GmPConv2d(3, 4, 3, padding=1, activation=activation, input_norm=input_norm)
     with torch.no_grad():
@@ -172,7 +136,7 @@ def test_an_activation_inside_of_a_layer_is_seen(activation: Any, input_norm: bo
 
 
 def test_a_layer_called_twice_is_shown_twice() -> None:
-    model = Made(lambda m, x: F.relu(m.fc(F.relu(m.fc(x)))), fc=nn.Linear(3, 3))
+    model = FunctionModel(lambda m, x: F.relu(m.fc(F.relu(m.fc(x)))), fc=nn.Linear(3, 3))
     x = torch.randn(5, 3)
     seen = shown(model, x)
     first = model.fc(x)
@@ -183,7 +147,9 @@ def test_a_layer_called_twice_is_shown_twice() -> None:
 
 
 def test_what_the_activation_gets_after_a_sum_is_shown_for_each_layer_of_it() -> None:
-    model = Made(lambda m, x: F.relu(m.a(x) + m.b(x)), a=nn.Linear(3, 4), b=nn.Linear(3, 4))
+    model = FunctionModel(
+        lambda m, x: F.relu(m.a(x) + m.b(x)), a=nn.Linear(3, 4), b=nn.Linear(3, 4)
+    )
     x = torch.randn(5, 3)
     found = only(shown(model, x), "pre_activation")
     assert same(found, {"a": model.a(x) + model.b(x), "b": model.a(x) + model.b(x)})
@@ -191,107 +157,33 @@ def test_what_the_activation_gets_after_a_sum_is_shown_for_each_layer_of_it() ->
 
 READABLE: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "nothing": (lambda z: z, True),
-    "there and back": (lambda z: z.transpose(1, 2).contiguous().transpose(1, 2), True),
     "points together": (lambda z: z.flatten(0, 1), True),
-    "one more dimension": (lambda z: z[:, None], True),
     "transposed": (lambda z: z.transpose(1, 2), False),
     "transposed, of equal size": (lambda z: z[:, :, :3].transpose(1, 2), False),
     "flattened": (lambda z: z.flatten(1), False),
-    "heads": (lambda z: z.unflatten(-1, (2, 2)), False),
     "another order": (lambda z: z[..., [1, 0, 3, 2]], False),
-    "some": (lambda z: z[..., :2], False),
     "broadcast": (lambda z: z[..., :1] + torch.zeros(4), False),
 }
 
 
 @pytest.mark.parametrize(("move", "readable"), READABLE.values(), ids=READABLE)
 def test_units_are_shown_only_where_the_layer_has_put_them(move: Callable, readable: bool) -> None:
-    model = Made(lambda m, x: F.relu(move(m.fc(x))), fc=nn.Linear(5, 4))
+    model = FunctionModel(lambda m, x: F.relu(move(m.fc(x))), fc=nn.Linear(5, 4))
     x = torch.randn(2, 3, 5)
     found = only(shown(model, x), "pre_activation")
     assert same(found, {"fc": move(model.fc(x))} if readable else {})
 
 
 def test_one_unit_is_not_found_in_a_sum_with_many() -> None:
-    model = Made(lambda m, x: F.relu(m.one(x) + m.many(x)), one=nn.Linear(3, 1))
+    model = FunctionModel(lambda m, x: F.relu(m.one(x) + m.many(x)), one=nn.Linear(3, 1))
     model.many = nn.Linear(3, 4)
     assert list(only(shown(model, torch.randn(5, 3)), "pre_activation")) == ["many"]
 
 
-def test_another_batch_of_the_same_structure_can_be_watched() -> None:
-    model, small = nn.Sequential(nn.Linear(3, 4), nn.ReLU()), torch.zeros(1, 3)
-    large = torch.randn(50, 3)
-    assert same(only(shown(model, small, large), "pre_activation"), {"0": model[0](large)})
-
-
-def test_only_the_sites_given_are_watched() -> None:
-    model, x = (
-        nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU()),
-        torch.ones(1, 3),
-    )
-    seen: list[str] = []
-    observe(model, x, find_sites(model, x, layers=["2"]), lambda site, z: seen.append(site.name))
-    assert seen == ["2"]
-    observe(model, x, find_sites(model, x))
-
-
-def test_callbacks_may_compute_and_call_modules() -> None:
-    """What they do is no step of the model."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU())
-    x, seen = torch.randn(2, 3), []
-
-    def see(site: Site, z: Tensor) -> None:
-        seen.append(site.layer(F.relu(z)) + model[1](z))
-
-    observe(model, x, find_sites(model, x), see, lambda site, z: z.sum())
-    expected = []
-    for layer in (model[0], model[2]):
-        z = layer(x if not expected else model[1](model[0](x)))
-        expected.append(layer(F.relu(z)) + F.relu(z))
-    assert all(torch.equal(*pair) for pair in zip(seen, expected, strict=True))
-
-
-def test_real_models_are_seen_as_hooks_see_them() -> None:
-    vision: ModuleType = pytest.importorskip("torchvision.models")
-    model = vision.mobilenet_v3_small(num_classes=3).eval()
-    x = torch.randn(1, 3, 32, 32)
-    seen = shown(model, x)
-    named = {"features.0.0": "features.0.2", "features.4.block.1.0": "features.4.block.1.2"}
-    found = only(seen, "pre_activation")
-    expected = hooked(model, x, named)
-    assert all(torch.equal(found[name], z) for name, z in expected.items())
-    assert len(found) == 42
-
-
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_attention_shows_the_query(batch_first: bool) -> None:
-    attention = nn.MultiheadAttention(8, 2, batch_first=batch_first)
-    x = torch.randn(3, 2, 8)
+def test_attention_shows_the_query() -> None:
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(3, 2, 8)
     found = only(shown(attention, (x, x, x)), "layer_input")
-    expected = x.transpose(0, 1) if batch_first else x
-    assert torch.equal(found["in_proj_weight"], expected)
-    observe(attention, (x, x, x), find_sites(attention, (x, x, x)))
-    converted = GmPMultiheadAttention.from_attention(attention)
-    assert "in_proj" in find_sites(converted, (x, x, x))
-
-
-def test_the_model_is_left_as_it_was() -> None:
-    layer = GmPConv2d(4, 4, 3, input_norm=True, activation=nn.ReLU())
-    modules = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True), nn.Dropout(), layer]
-    model = nn.Sequential(*modules, InputMeanNorm(4)).train()
-    model[1].eval()
-    x = torch.randn(2, 3, 8, 8)
-    before, kept = copy.deepcopy(model.state_dict()), x.clone()
-    flags = [module.training for module in model.modules()]
-    state, output = torch.get_rng_state(), copy.deepcopy(model)(x)
-    torch.set_rng_state(state)
-    seen = shown(model, x)
-    assert torch.equal(torch.get_rng_state(), state) and torch.equal(x, kept)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert [module.training for module in model.modules()] == flags
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert torch.is_grad_enabled() and not any(z.requires_grad for _, _, z in seen)
-    torch.testing.assert_close(model(x), output)
+    assert torch.equal(found["in_proj_weight"], x.transpose(0, 1))
 
 
 def test_the_model_is_left_as_it_was_when_a_callback_fails() -> None:
@@ -309,31 +201,14 @@ def test_the_model_is_left_as_it_was_when_a_callback_fails() -> None:
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_weights_changed_between_runs_are_seen() -> None:
-    layer = GmPLinear(3, 4, activation=torch.relu)
-    model, x = nn.Sequential(layer), torch.randn(5, 3)
-    first = only(shown(model, x), "pre_activation")["0"]
-    with torch.no_grad():
-        layer.lam.add_(1.0)
-    second = only(shown(model, x), "pre_activation")["0"]
-    torch.testing.assert_close(second, first + 1)
-
-
 # --- lengths of inputs ---------------------------------------------------------------------------
 
 OPTIONS = [
     {},
-    {"stride": 2},
-    {"padding": 1},
     {"padding": "same", "kernel_size": 4, "dilation": 2},
-    {"padding": "valid"},
     {"dilation": 2, "padding": 2, "stride": 3},
     {"groups": 2, "padding": 1},
-    {"groups": 4},
-    {"kernel_size": 1},
-    {"padding": 1, "padding_mode": "reflect"},
     {"padding": 1, "padding_mode": "circular", "stride": 2},
-    {"padding": "same", "padding_mode": "replicate"},
 ]
 CONVS = {1: (nn.Conv1d, GmPConv1d), 2: (nn.Conv2d, GmPConv2d), 3: (nn.Conv3d, GmPConv3d)}
 
@@ -354,15 +229,8 @@ def test_lengths_are_those_of_the_patches(rank: int, ours: bool, options: dict) 
     torch.testing.assert_close(input_lengths(layer, x[0]), found[0])
 
 
-def test_lengths_in_two_dimensions_are_those_of_unfold() -> None:
-    layer, x = nn.Conv2d(4, 6, 3, stride=2, padding=1, dilation=2), torch.randn(3, 4, 9, 8)
-    unfolded = F.unfold(x, 3, dilation=2, padding=1, stride=2).norm(dim=1)
-    torch.testing.assert_close(input_lengths(layer, x).flatten(1), unfolded)
-
-
-@pytest.mark.parametrize("layer", [nn.Linear(5, 4, **D), GmPLinear(5, 4, **D)])
-def test_lengths_of_a_linear_layers_input_are_those_of_its_rows(layer: nn.Module) -> None:
-    x = torch.randn(2, 3, 5, **D)
+def test_lengths_of_a_linear_layers_input_are_those_of_its_rows() -> None:
+    layer, x = GmPLinear(5, 4, **D), torch.randn(2, 3, 5, **D)
     torch.testing.assert_close(input_lengths(layer, x), x.norm(dim=-1))
 
 
@@ -389,9 +257,8 @@ def test_lengths_without_running_statistics_take_the_batchs_mean() -> None:
     torch.testing.assert_close(input_lengths(layer, x), (x - x.mean(0)).norm(dim=1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_lengths_of_narrow_numbers_are_computed_in_wide_ones(dtype: torch.dtype) -> None:
-    layer, x = nn.Conv2d(64, 4, 3, dtype=dtype), 300 * torch.randn(1, 64, 4, 4).to(dtype)
+def test_lengths_of_narrow_numbers_are_computed_in_wide_ones() -> None:
+    layer, x = nn.Conv2d(64, 4, 3).half(), 300 * torch.randn(1, 64, 4, 4).half()
     found = input_lengths(layer, x)
     assert found.dtype == torch.float32 and found.isfinite().all()
     torch.testing.assert_close(

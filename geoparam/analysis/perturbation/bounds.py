@@ -67,4 +67,4 @@ def _factors(of: LayerState) -> list[Tensor]:
     """Return r inside, gamma and l, (out,) or one number, whose signs are the unit's too."""
     length = None if direction_rows(of.layer) is None else read_stored(of.layer).get("length")
     factors = (of.parts.gain, of.parts.gamma, length)
-    return [each.flatten() for each in factors if each is not None]
+    return [each.flatten() for each in factors if isinstance(each, Tensor)]

@@ -2,15 +2,9 @@ r"""Perturbations of stored parameters: how far boundaries turn and move, and ho
 
 What is perturbed is what an optimizer steps on, by its role (`stored_parameters`), and not the
 weight computed from it: by default all but r, as in the papers' figure 1, which moves (w, b),
-(v, l, b) and (theta, lam). There are three kinds of step (`steps`): "constant", "gaussian" and
-"adversarial", the papers' -(1 + delta) w and what is worst for GmP.
-
-A response has the turn of each boundary and the bound on all steps of that length, which some step
-attains (`bounds`): under SP, WN and the intrinsic form arcsin(||eps|| / ||w||), or 180 degrees
-from ||eps|| = ||w|| on; under angles, ||eps||.
-
-Steps are added in float64 and rounded to the storage type; turns, moves and bounds are those of
-the rounded step, in float64. The model is not touched: a copy of one layer at a time is perturbed.
+(v, l, b) and (theta, lam). `steps` has the kinds of step, `bounds` the turns that no step of that
+length exceeds. Turns, moves and bounds are those of the step after rounding to the storage type,
+in float64. The model is not touched: a copy of one layer at a time is perturbed.
 """
 
 import math
@@ -22,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from geoparam import sphere
-from geoparam.analysis.boundary import Statistics, assumed_activation, is_batch
+from geoparam.analysis.boundary import Statistics, assumed_activation, displacement, is_batch
 from geoparam.analysis.perturbation.bounds import bound_turn, may_flip
 from geoparam.analysis.perturbation.perturbed_layer import LayerState, layer_state, site_state
 from geoparam.analysis.perturbation.steps import KINDS, MOVED, Kind, check_steps, make_steps
@@ -37,21 +31,13 @@ DELTAS = (1e-4, 1e-3, 1e-2, 1e-1)  # figure 1's
 
 @dataclass(frozen=True)
 class Response:
-    """How the boundaries of a layer's units answer to a perturbation; NaN where there are none.
+    """How the boundaries of a layer's units answer to a perturbation; NaN where there are none."""
 
-    Attributes:
-        rotation: (out,), the turn of each boundary in degrees.
-        displacements: (K, out), the move ||delta phi|| of its location, at the K breakpoints.
-        step: (out,), ||eps||, the length of the step of the stored direction.
-        first_order: (out,), the turn in degrees to first order in eps; for angles, the metric's.
-        bound: (out,), the turn in degrees that no step of this length exceeds.
-    """
-
-    rotation: Tensor
-    displacements: Tensor
-    step: Tensor
-    first_order: Tensor
-    bound: Tensor
+    rotation: Tensor  # (out,), the turn of each boundary in degrees
+    displacements: Tensor  # (K, out), the move ||delta phi|| of its location, at K breakpoints
+    step: Tensor  # (out,), ||eps||, the length of the step of the stored direction
+    first_order: Tensor  # (out,), the turn in degrees to first order in eps
+    bound: Tensor  # (out,), the turn in degrees that no step of this length exceeds
 
     @property
     def displacement(self) -> Tensor:
@@ -199,14 +185,9 @@ def respond(
     activation: Activation | None = None,
     moments: Moments | None = None,
 ) -> Response:
-    """Return how the boundaries of one layer's units answer to any steps.
+    """Return how the boundaries of one layer's units answer to steps, by role.
 
-    Args:
-        layer: Linear, Conv1d-3d, with or without torch's weight_norm, or a GmP layer.
-        steps: What to add, by role, in the shape of what is stored.
-        norm: The norm after it.
-        activation: The activation after that, ReLU by default.
-        moments: The norm's mean and deviation, where it has no running ones.
+    The other arguments are those of `layer_boundaries`.
 
     Example:
         >>> layer = nn.Linear(2, 1, bias=False)
@@ -223,24 +204,13 @@ def respond(
 def _compare(before: LayerState, after: LayerState) -> Response:
     old, new = before.boundaries, after.boundaries
     angle = sphere.angle_between(old.direction, new.direction)
+    near, far = 2 * (angle / 2).sin(), 2 * (angle / 2).cos()
     step, first_order, bound = bound_turn(before, after)
     bound = torch.where(may_flip(before, after), math.pi, bound)
     return Response(
         rotation=angle.rad2deg(),
-        displacements=_displacement(old.distances, new.distances, angle),
+        displacements=displacement(old.distances, new.distances, near, far),
         step=step,
         first_order=torch.where(angle.isnan(), torch.nan, first_order).rad2deg(),
         bound=torch.where(angle.isnan(), torch.nan, bound).rad2deg(),
     )
-
-
-def _displacement(lam: Tensor, later: Tensor, angle: Tensor) -> Tensor:
-    """Return ||lam u - lam' u'|| by the law of cosines, without cancellation at 0 and 180 degrees.
-
-    Example:
-        >>> _displacement(torch.tensor(3.0), torch.tensor(4.0), torch.tensor(math.pi / 2))
-        tensor(5.)
-    """
-    aligned = (later - lam).square() + 4 * lam * later * (angle / 2).sin().square()
-    opposed = (later + lam).square() - 4 * lam * later * (angle / 2).cos().square()
-    return torch.where(lam * later < 0, opposed, aligned).sqrt()

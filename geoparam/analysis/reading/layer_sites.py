@@ -30,28 +30,19 @@ WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 class Site:
     """A layer and what follows it.
 
-    Attributes:
-        name: The layer's name, without the additions of torch.compile.
-        layer: The module; nn.MultiheadAttention stands for its input projection.
-        norm: The norm between layer and activation; `UnknownNorm` where what is between them is
-            not understood, so that boundaries have no distance.
-        activation: What follows: a module, a function, a step of the trace; None if nothing does.
-        channel: The units' dimension in the layer's output, from the end.
-        calls: The steps of the trace: the layer, its norm and its activation, for every call of
-            the layer. A function that uses its weight is no call.
-        readable: The activation's input has the units where the layer's output has them.
-        steps: Function and module name of these steps. Another run shows the same layers only if
-            its steps are the same.
+    Between layer and activation, what is not understood is an `UnknownNorm`: then boundaries have
+    no distance. A function that uses the layer's weight is none of its calls. Another run shows
+    the same layers only if it takes the same steps.
     """
 
-    name: str
-    layer: nn.Module
+    name: str  # without the additions of torch.compile
+    layer: nn.Module  # nn.MultiheadAttention stands for its input projection
     norm: nn.Module | None = None
-    activation: Activation | None = None
-    channel: int = -1
+    activation: Activation | None = None  # a module, a function or a step of the trace
+    channel: int = -1  # the units' dimension in the layer's output, from the end
     calls: tuple[Call, ...] = ()
-    readable: bool = True
-    steps: Mapping[int, tuple[str, str | None]] = field(default_factory=dict)
+    readable: bool = True  # the activation's input has the units where the layer's output has
+    steps: Mapping[int, tuple[str, str | None]] = field(default_factory=dict)  # op and module
 
     @property
     def breaks(self) -> Breaks | None:
@@ -74,12 +65,9 @@ def find_sites(
     """Return every layer with units, in the order of their calls, and what follows it.
 
     Args:
-        model: Any model; wrappers of DDP and torch.compile are removed.
-        inputs: A small batch as the model takes it, to see the steps of one run.
+        inputs: A small batch as the model takes it, with `kwargs`; None for no trace.
         layers: Names of the layers, or a function of module and name; all by default.
-        follows: Norm and activation by layer name, to overrule the trace. Without `inputs` there
-            is no trace.
-        kwargs: Further keyword arguments for the run.
+        follows: Norm and activation by layer name, to overrule the trace.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
@@ -160,12 +148,7 @@ def has_positions(layer: nn.Module) -> bool:
 
 
 def check_norm(norm: nn.Module | None, layer: nn.Module) -> nn.Module | None:
-    """Return the norm that a user gives for a layer, or `UnknownNorm` for one of a foreign kind.
-
-    Example:
-        >>> check_norm(nn.LocalResponseNorm(2), nn.Linear(3, 4))
-        UnknownNorm(LocalResponseNorm)
-    """
+    """Return the norm that a user gives for a layer, or `UnknownNorm` for a foreign kind."""
     if norm is None or isinstance(norm, UnknownNorm | nn.Identity):
         return norm if isinstance(norm, UnknownNorm) else None
     units, positions = count_units(layer), has_positions(layer)

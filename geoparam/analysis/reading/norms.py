@@ -21,12 +21,7 @@ READ = ("torch", "torchvision", "timm", "geoparam")  # whose norms compute what 
 
 
 class UnknownNorm(nn.Module):
-    """Stands for what is between a layer and its activation where that is not understood.
-
-    Example:
-        >>> UnknownNorm("mul between layer and activation")
-        UnknownNorm(mul between layer and activation)
-    """
+    """Stands for what is between a layer and its activation where that is not understood."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()
@@ -59,13 +54,8 @@ def mixes_units(norm: nn.Module) -> bool:
 def feature_dim(norm: Any, units: int, rank: int, positions: bool) -> int | None:
     """Return the dimension of an input of `rank` in which `norm` has one feature for each unit.
 
-    None where the norm is not understood, or its features are not units.
-
-    Args:
-        norm: The norm after a layer.
-        units: How many units the layer has.
-        rank: The number of dimensions of the norm's input.
-        positions: Whether the layer is a convolution.
+    None where the norm is not understood, or its features are not units. `positions` says whether
+    the layer is a convolution.
     """
     if not _computes_as_its_class(norm):
         return None

@@ -36,14 +36,9 @@ def observe(
     Return whether the run took the steps in which the sites were found. If a branch or a router
     decided otherwise, the tensors may have been of other layers and are of no use.
 
-    Args:
-        model: The model in which the sites were found with `find_sites(model, inputs)`.
-        inputs: A batch with the structure of the one they were found with.
-        sites: The layers to watch.
-        pre_activation: Called with the site and its activation's input, units in dimension
-            `site.channel`. Not called where there is none, or where units are elsewhere.
-        layer_input: Called with the site and the layer's input.
-        norm_input: Called with the site and the input of the norm after its layer.
+    The functions are called with the site and the tensor: the layer's input, the input of the norm
+    after it, and the activation's, units in dimension `site.channel`; not where there is none, or
+    where units are elsewhere.
 
     Example:
         >>> from geoparam.analysis.reading.layer_sites import find_sites

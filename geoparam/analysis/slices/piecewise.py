@@ -1,7 +1,7 @@
-"""A piecewise linear network seen in a plane: its activations, and what they get there.
+"""A piecewise linear network in a plane: its activations and their inputs there.
 
-It has to be affine between breakpoints that are known: `activation_sites` refuses by name what is
-seen not to be, and `bent` names what may be the reason where only the numbers say so.
+It has to be affine between known breakpoints. `activation_sites` refuses by name the steps that
+are not; `explain_bend` names possible reasons where only the values show a bend.
 """
 
 import copy
@@ -15,7 +15,7 @@ import torch
 import torch.autograd.forward_ad as forward_mode
 from torch import Tensor, nn
 
-from geoparam.analysis.reading.activations import Activation, SReLU, breaks
+from geoparam.analysis.reading.activations import Activation, Breaks, SReLU, breaks
 from geoparam.analysis.reading.layer_sites import Site, unwrap
 from geoparam.analysis.reading.norms import has_running
 from geoparam.analysis.reading.probe import observe
@@ -30,22 +30,20 @@ AFFINE = "input index layer activation norm sum scale view same average constant
 
 
 class Network:
-    """A model in a plane: what its activations get at points of it.
+    """A copy of a model in float64, and its pre-activations at points of a plane.
 
     Args:
-        model: It is copied to float64, so that lines are exact to twelve digits.
-        plane: Where to look at it.
         build: Makes the model's inputs from a batch (N, *shape).
 
     Attributes:
         graph: The steps of a run.
         sites: Every activation, one call each, in the order of the run.
-        size: How many numbers a run makes for one point.
+        size: How many elements a run computes for one point.
     """
 
     def __init__(self, model: nn.Module, plane: Plane, build: Build) -> None:
         self.model, self.plane, self.build = in_float64(model), plane, build
-        # Two points: with one, steps are missing that change nothing, as `contiguous`.
+        # Two points: with one, `contiguous` and the like would leave no step.
         self.graph = trace(self.model, self.inputs(np.zeros((2, 2))))
         self.sites = activation_sites(self.model, self.graph)
         self.size = sum(math.prod(node.shape) for node in self.graph.nodes) // 2
@@ -60,13 +58,18 @@ class Network:
         return call.layer if call.activation is None else call.activation
 
     def units(self, site: Site) -> int:
-        """Return how many numbers of an example its activation gets."""
+        """Return how many pre-activations of an example there are."""
         return math.prod(self.graph.nodes[self.step(site)].shape[1:])
 
-    def jets(self, site: Site, points: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return what an activation gets at points, (N, ...), and its slopes, (2, N, ...).
+    def breaks(self, site: Site) -> Breaks:
+        """Return the breakpoints of a site, which `activation_sites` has checked."""
+        assert site.breaks is not None
+        return site.breaks
 
-        By forward mode, along each axis of the plane: exact, and one run for each.
+    def jets(self, site: Site, points: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return the pre-activations at points, (N, ...), and their slopes, (2, N, ...).
+
+        Slopes are those of forward mode, one run along each axis of the plane.
         """
         x = self.plane.at(points)
         values: list[Tensor] = []
@@ -79,14 +82,13 @@ class Network:
 
         for axis in self.plane.axes:
             with forward_mode.dual_level():
-                moving = _moving(x, axis)
-                observe(self.model, self.build(moving), {site.name: site}, see)
+                observe(self.model, self.build(_make_dual(x, axis)), {site.name: site}, see)
         _check_values(site.name, values[0], len(points))
         return values[0], torch.stack(slopes)
 
 
-def _moving(x: Tensor, axis: Tensor) -> Tensor:
-    with warnings.catch_warnings():  # at its first use of forward mode torch warns of itself
+def _make_dual(x: Tensor, axis: Tensor) -> Tensor:
+    with warnings.catch_warnings():  # torch warns at its own first use of forward mode
         warnings.filterwarnings("ignore", message=r"`torch\.jit\.script` is deprecated")
         return forward_mode.make_dual(x, axis.expand_as(x).clone())
 
@@ -127,7 +129,7 @@ def activation_sites(model: nn.Module, graph: Graph) -> dict[str, Site]:
         own = isinstance(module, GmPLayer) and module.activation is not None
         if own or node.kind == "activation":
             name = layers.get(step) or node.name or node.op
-            site = _site(_unused(name, found), step, node, module)
+            site = _site(_free_name(name, found), step, node, module)
             found[site.name] = site
     if not found:
         raise ValueError(
@@ -146,14 +148,14 @@ def _site(name: str, step: int, node: Node, module: nn.Module | None) -> Site:
     return Site(name, layer, activation=activation, channel=channel, calls=(call,))
 
 
-def _unused(name: str, taken: Mapping[str, object]) -> str:
+def _free_name(name: str, taken: Mapping[str, object]) -> str:
     name = name.replace("_orig_mod.", "")
     again = (f"{name} ({number})" for number in range(2, len(taken) + 2))
     return next(each for each in (name, *again) if each not in taken)
 
 
 def _check_straight(node: Node, step: int, module: nn.Module | None) -> None:
-    """Refuse what is not affine between breakpoints that are known."""
+    """Refuse a step that is not affine between known breakpoints."""
     activation: Any = module or node if node.kind == "activation" else None
     if isinstance(module, GmPLayer):
         activation = module.activation
@@ -163,17 +165,17 @@ def _check_straight(node: Node, step: int, module: nn.Module | None) -> None:
     if smooth or norm or node.kind == "max":
         raise ValueError(
             "regions have straight sides where a network is affine between breakpoints that are "
-            f"known; got {_told(node, step)}, which is not. Take ReLU or a relative of it, "
+            f"known; got {_describe(node, step)}, which is not. Take ReLU or a relative of it, "
             "BatchNorm, average pooling; or give the part of the model before that step."
         )
 
 
-def _told(node: Node, step: int) -> str:
+def _describe(node: Node, step: int) -> str:
     return f"{node.op} {node.name!r}" if node.name else f"{node.op} (step {step})"
 
 
-def bent(graph: Graph, step: int) -> str:
-    """Name the steps before `step` that may have bent what it gets."""
+def explain_bend(graph: Graph, step: int) -> str:
+    """Name the steps before `step` that may have bent its input."""
     found: set[int] = set()
     stack = [step]
     while stack:
@@ -181,9 +183,9 @@ def bent(graph: Graph, step: int) -> str:
         found |= new
         stack += new
     unknown = [i for i in sorted(found) if graph.nodes[i].kind not in AFFINE]
-    told = ", ".join(_told(graph.nodes[i], i) for i in unknown) or "a step that does not show"
+    names = ", ".join(_describe(graph.nodes[i], i) for i in unknown) or "a step that does not show"
     return (
         "regions have straight sides where a network is affine between breakpoints that are "
-        f"known, in float64; what {_told(graph.nodes[step], step)} gets is bent inside of a "
-        f"region, by {told}. Give a model, or a part of one, without it."
+        f"known, in float64; the input of {_describe(graph.nodes[step], step)} is bent inside of "
+        f"a region, by {names}. Give a model, or a part of one, without it."
     )

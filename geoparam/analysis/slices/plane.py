@@ -12,17 +12,11 @@ Extent = tuple[float, float, float, float]
 
 
 class Plane(NamedTuple):
-    """A window in a plane through input space: origin + a axes[0] + b axes[1].
+    """A window in a plane through input space: origin + a axes[0] + b axes[1]."""
 
-    Attributes:
-        origin: An input, without the dimension of the batch.
-        axes: Two directions of its shape.
-        extent: The window, (lowest a, highest a, lowest b, highest b).
-    """
-
-    origin: Tensor
-    axes: tuple[Tensor, Tensor]
-    extent: Extent
+    origin: Tensor  # an input, without the dimension of the batch
+    axes: tuple[Tensor, Tensor]  # two directions of its shape
+    extent: Extent  # the window, (lowest a, highest a, lowest b, highest b)
 
     def at(self, points: Tensor | np.ndarray) -> Tensor:
         """Return the inputs at points (N, 2) of the plane, in float64."""
@@ -46,9 +40,8 @@ class Plane(NamedTuple):
 def plane_through(p: Tensor, q: Tensor, r: Tensor, margin: float = 0.25) -> Plane:
     """Return the plane through three inputs, with orthonormal axes, and a window around them.
 
-    Args:
-        p, q, r: Inputs without the dimension of the batch; the first axis points from p to q.
-        margin: How much wider the window is on each side than what the three span.
+    The first axis points from p to q. `margin` is how much wider the window is on each side than
+    what the three span.
 
     Example:
         >>> a, b, c = torch.tensor([0., 0., 1.]), torch.tensor([4., 0., 1.]), torch.ones(3)
@@ -65,15 +58,12 @@ def plane_through(p: Tensor, q: Tensor, r: Tensor, margin: float = 0.25) -> Plan
     spanned = Plane(p, axes, (0.0, 0.0, 0.0, 0.0)).coordinates(torch.stack([p, q, r]))
     low, high = spanned.min(axis=0), spanned.max(axis=0)
     more = margin * (high - low)
-    ends = np.stack([low - more, high + more], axis=1).flatten().tolist()
-    return Plane(p, axes, (ends[0], ends[1], ends[2], ends[3]))
+    a0, a1, b0, b1 = np.stack([low - more, high + more], axis=1).flatten().tolist()
+    return Plane(p, axes, (a0, a1, b0, b1))
 
 
-def _float64(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", torch.float64)
-
-
-def checked_plane(origin: Tensor, axes: Sequence[Tensor] | None, extent: Extent) -> Plane:
+def check_plane(origin: Tensor, axes: Sequence[Tensor] | None, extent: Extent) -> Plane:
+    """Return the plane in float64; ValueError if there is none with such a window."""
     origin = _float64(origin)
     if axes is None:
         if origin.numel() != 2:
@@ -103,3 +93,7 @@ def unit_window(plane: Plane) -> tuple[Plane, np.ndarray, np.ndarray]:
     middle, half = np.array([a0 + a1, b0 + b1]) / 2, np.array([a1 - a0, b1 - b0]) / 2
     axes = (plane.axes[0] * half[0], plane.axes[1] * half[1])
     return Plane(plane.at(middle), axes, (-1.0, 1.0, -1.0, 1.0)), middle, half
+
+
+def _float64(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float64)

@@ -1,80 +1,62 @@
 r"""The linear regions of a small network in a plane through input space, exactly.
 
-Points of the plane are x(a, b) = origin + a e_1 + b e_2, in a window of a and b. A piecewise
-linear network divides the window into convex polygons, on each of which it is one affine map; they
-are found activation by activation, in the order of the run:
+A piecewise linear network divides the window of a plane into convex polygons, on each of which it
+is one affine map. They are found activation by activation, in the order of the run. In a region
+all activations so far have a fixed pattern, so the next pre-activations are affine there,
+z(a, b) = z_0 + g^T (a, b) for every unit: value and derivative (by forward mode) at one inner
+point are all of it. Every breakpoint t gives each unit the line z(a, b) = t. Lines that cross the
+region cut it, and their part in it is a piece of that unit's boundary: straight here, another line
+in the next region, so that a deep unit's boundary bends exactly where it meets an earlier one's.
 
-1. The first region is the window.
-2. In a region all activations so far have a fixed pattern, so what the next one gets is affine
-   there: z(a, b) = z_0 + g^T (a, b), for every unit. Value and derivative at one inner point are
-   all of it, for all regions in one batch; derivatives are those of forward mode, without any step
-   size.
-3. Every breakpoint t gives each unit the line z(a, b) = t. Lines that cross the region cut it, and
-   what lies in the region is a piece of that unit's boundary: straight here, another line in the
-   next region. So a deep unit's boundary bends exactly where it meets one of an earlier layer.
-
-Numbers are float64, on a copy of the model. The window is scaled to [-1, 1]^2; there, a line
+Everything is float64, on a copy of the model. The window is scaled to [-1, 1]^2; there, a line
 closer than 1e-11 to a corner goes through it, and a unit whose z changes by less than 1e-13 of the
-largest z of its layer is constant. No region that is wider is lost, and areas always add up.
+largest z of its layer is constant. No region that is wider is lost, and areas always add up. A
+boundary that runs along one of an earlier layer is drawn once, as the earlier one's.
 
-What the network must be: affine between breakpoints that are known (ReLU, leaky ReLU, PReLU,
-ReLU6, Hardtanh, SReLU; norms with running statistics; averages, sums, convolutions). Smooth
-activations, max pooling and norms of the example itself are refused by name. Kinks that no step
-shows (`abs`, `maximum`) are found in the end, where every pre-activation and the output have to be
-affine over points 1 % inside of the corners of each region: nearer to a side, kinks are missed.
-
-What is left out: a boundary that runs along one of an earlier layer is drawn once, as the earlier
-one's.
+The network must be affine between known breakpoints (ReLU, leaky ReLU, PReLU, ReLU6, Hardtanh,
+SReLU; norms with running statistics; averages, sums, convolutions). Smooth activations, max
+pooling and norms of the example itself are refused by name. Kinks that no step shows (`abs`,
+`maximum`) are found in the end, where every pre-activation and the output have to be affine over
+points 1 % inside of the corners of each region: nearer to a side, kinks are missed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from geoparam.analysis.partition import Pattern, Patterns
-from geoparam.analysis.reading.activations import Breaks
 from geoparam.analysis.reading.layer_sites import Site
 from geoparam.analysis.reading.probe import observe
-from geoparam.analysis.slices.piecewise import Build, Network, bent
-from geoparam.analysis.slices.plane import Extent, Plane, checked_plane, unit_window
-from geoparam.analysis.slices.polygons import Polygons, chords, join, rectangle, split
+from geoparam.analysis.slices.piecewise import Build, Network, explain_bend
+from geoparam.analysis.slices.plane import Extent, Plane, check_plane, unit_window
 from geoparam.trace import tensors_in
 
 ON_LINE = 1e-11  # of half the window
 CONSTANT = 1e-13  # of the largest pre-activation
 BENT = 1e-9  # of the largest value of the step
 ROUNDING = 1e-13  # of the largest value so far: what is left where large numbers cancel
-NUMBERS = 1 << 21  # how many a run may make, which bounds its memory
+ELEMENTS = 1 << 21  # of all tensors of one run, which bounds its memory
 
-
-# --- the result ---------------------------------------------------------------------------------
+Polygon = np.ndarray  # corners (k, 2), counter-clockwise
 
 
 @dataclass(frozen=True)
 class Slice:
     """The regions of a network in a window of a plane; `a` and `b` are the plane's coordinates.
 
-    Attributes:
-        plane: Where it lies in input space.
-        polygons: The corners of each region, (k, 2), counter-clockwise.
-        areas: The area of each region, (count,).
-        patterns: The activation pattern of each region, in the order of `polygons`.
-        segments: Pieces of the boundaries of each layer's units, (m, 2, 2): both ends of each. The
-            second call of a layer has the name "layer (2)"; an activation that belongs to no layer
-            has its own.
-        units: The unit of each segment, (m,): its place in the flattened output of the layer.
+    Segments are by layer name. The second call of a layer has the name "layer (2)"; an activation
+    that belongs to no layer has its own.
     """
 
     plane: Plane
-    polygons: list[np.ndarray]
+    polygons: list[Polygon]
     areas: np.ndarray
-    patterns: Patterns
-    segments: dict[str, np.ndarray]
-    units: dict[str, np.ndarray]
+    patterns: Patterns  # of the regions, in the order of `polygons`
+    segments: dict[str, np.ndarray]  # both ends of pieces of the units' boundaries, (m, 2, 2)
+    units: dict[str, np.ndarray]  # of each segment, its place in the layer's flattened output
 
     @property
     def count(self) -> int:
@@ -86,7 +68,7 @@ def slice_regions(
     model: nn.Module,
     origin: Tensor | Plane,
     axes: Sequence[Tensor] | None = None,
-    extent: Extent = (-1.0, 1.0, -1.0, 1.0),
+    extent: Extent | None = None,
     *,
     inputs: Build | None = None,
     max_regions: int = 100_000,
@@ -98,7 +80,7 @@ def slice_regions(
         origin: An input, without the dimension of the batch; or a whole plane with its window, as
             `plane_through` makes it, without `axes` and `extent`.
         axes: e_1 and e_2, two directions of its shape; of a model with two inputs, its own.
-        extent: The window, (lowest a, highest a, lowest b, highest b).
+        extent: The window, (lowest a, highest a, lowest b, highest b); (-1, 1, -1, 1) by default.
         inputs: Makes the model's inputs from a batch (N, *shape), where it takes more than that.
         max_regions: More than these raise ValueError.
 
@@ -111,83 +93,94 @@ def slice_regions(
         (6, 16.0, [[[1.0, 2.0], [1.0, 0.0]], [[1.0, -2.0], [1.0, 0.0]]])
     """
     if isinstance(origin, Plane):
-        if axes is not None:
+        if axes is not None or extent is not None:
             raise ValueError("a plane has its own axes and extent: give it alone, or its origin.")
         origin, axes, extent = origin
-    plane = checked_plane(origin, axes, extent)
+    plane = check_plane(origin, axes, extent or (-1.0, 1.0, -1.0, 1.0))
     unit_plane, middle, half = unit_window(plane)
     network = Network(model, unit_plane, inputs or (lambda x: x))
-    regions = rectangle(*unit_plane.extent)
+    regions: list[Polygon] = [np.array([[-1.0, -1.0], [1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]])]
     packed: dict[str, np.ndarray] = {}
     segments, units = {}, {}
     for name, site in network.sites.items():
-        cut = _refine(network, site, regions, max_regions)
+        cut = _Cut(network, site, regions, max_regions)
         regions = cut.regions
         packed = {earlier: rows[cut.whole] for earlier, rows in packed.items()}
-        packed[name] = cut.packed
-        segments[name], units[name] = middle + half * cut.ends, cut.unit
+        packed[name] = np.concatenate(cut.packed)
+        segments[name] = middle + half * np.array(cut.ends).reshape(-1, 2, 2)
+        units[name] = np.array(cut.lines, dtype=int) % network.units(site)
     _check_affine(network, regions)
-    return Slice(
-        plane,
-        [middle + half * corners for corners in regions.separate()],
-        regions.areas() * half.prod(),
-        _patterns(network, packed),
-        segments,
-        units,
-    )
+    areas = np.array([_area(region) for region in regions]) * half.prod()
+    polygons = [middle + half * region for region in regions]
+    return Slice(plane, polygons, areas, _patterns(network, packed), segments, units)
+
+
+def _patterns(network: Network, packed: dict[str, np.ndarray]) -> Patterns:
+    parts, layers = {}, {}
+    for name, site in network.sites.items():
+        step, bits = network.step(site), network.units(site) * len(network.breaks(site).points)
+        parts[step] = Pattern(torch.from_numpy(packed[name]), bits)
+        layers[name] = (step,)
+    return Patterns(parts, layers)
 
 
 # --- the regions --------------------------------------------------------------------------------
 
 
-class _Cut(NamedTuple):
-    """What the boundaries of one activation make of regions.
+class _Cut:
+    """Regions cut along the boundaries of one activation.
 
     Attributes:
         regions: The pieces.
         whole: The number of the region that each was a part of.
-        packed: The activation's bits in each, packed.
-        ends, unit: The boundaries themselves, and whose they are.
+        packed: The activation's bits in each, each breakpoint in whole bytes of its own.
+        ends, lines: The pieces of the boundaries, (2, 2), and the number of the line of each.
     """
 
-    regions: Polygons
-    whole: np.ndarray
-    packed: np.ndarray
-    ends: np.ndarray
-    unit: np.ndarray
+    def __init__(
+        self, network: Network, site: Site, regions: Sequence[Polygon], limit: int
+    ) -> None:
+        self.regions: list[Polygon] = []
+        self.whole: list[int] = []
+        self.packed: list[np.ndarray] = []
+        self.ends: list[np.ndarray] = []
+        self.lines: list[int] = []
+        levels = len(network.breaks(site).points)
+        for group in _groups(network, regions, points=2):
+            for region, normal, offset in zip(group, *_lines(network, site, group), strict=True):
+                self._add(region, normal, offset, levels)
+                if len(self.regions) > limit:
+                    raise ValueError(
+                        "the window has more regions than `max_regions`. Take a smaller window or "
+                        "a smaller network, or allow more."
+                    )
+
+    def _add(self, region: Polygon, normal: np.ndarray, offset: np.ndarray, levels: int) -> None:
+        """Cut one region along the lines with normals (L, 2) and offsets (L,)."""
+        heights = region @ normal.T + offset
+        crosses = (heights.min(axis=0) < -ON_LINE) & (heights.max(axis=0) > ON_LINE)
+        pieces = [region]
+        for line in crosses.nonzero()[0]:
+            halves = [_split(piece, normal[line], offset[line]) for piece in pieces]
+            pieces = [half for both in halves for half in both]
+            self.ends.append(_chord(region, normal[line], offset[line]))
+            self.lines.append(line)
+        inner = np.stack([piece.mean(axis=0) for piece in pieces])
+        sides = (inner @ normal.T + offset > 0).reshape(len(pieces), levels, -1)
+        self.packed.append(np.packbits(sides, axis=2).reshape(len(pieces), -1))
+        self.whole += [self.whole[-1] + 1 if self.whole else 0] * len(pieces)
+        self.regions += pieces
 
 
-class _Lines(NamedTuple):
-    """In each region the lines of all units: height = offset (P, L) + normal (P, L, 2)^T (a, b).
+def _lines(
+    network: Network, site: Site, regions: Sequence[Polygon]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lines of an activation's breakpoints in each region: normals and offsets.
 
-    L counts units, and these for each of the breakpoints, `levels`.
+    Heights above them are normal (P, L, 2)^T (a, b) + offset (P, L). L counts the units, and these
+    for each breakpoint.
     """
-
-    normal: np.ndarray
-    offset: np.ndarray
-    levels: int
-
-
-def _refine(network: Network, site: Site, regions: Polygons, limit: int) -> _Cut:
-    """Cut regions along the boundaries of one activation, some of them at a time."""
-    cuts: list[_Cut] = []
-    for start, group in _groups(network, regions, points=2):
-        lines = _lines(network, site, group)
-        crosses = _crossing(group, lines)
-        region, line = crosses.nonzero()
-        heights = _heights(group.pick(region), lines, region, line)
-        ends = chords(group.pick(region), heights)
-        made = sum(len(cut.whole) for cut in cuts)
-        pieces, whole = _cut(group, lines, crosses, limit - made)
-        packed = _packed(pieces, whole, lines)
-        cuts.append(_Cut(pieces, start + whole, packed, ends, line % network.units(site)))
-    first, *others = zip(*cuts, strict=True)
-    return _Cut(join(list(first)), *(np.concatenate(each) for each in others))
-
-
-def _lines(network: Network, site: Site, regions: Polygons) -> _Lines:
-    """Return the lines at which the units of an activation have breakpoints, in each region."""
-    points = regions.inner()
+    points = np.stack([region.mean(axis=0) for region in regions])
     z, slopes = network.jets(site, points)
     value, gradient = z.flatten(1).numpy(), slopes.flatten(2).movedim(0, 2).numpy()
     length = np.linalg.norm(gradient, axis=2)
@@ -197,162 +190,115 @@ def _lines(network: Network, site: Site, regions: Polygons) -> _Lines:
     normal = gradient / length[:, :, None]
     normal[constant] = 0
     offsets = []
-    for level in _levels(site, z[0]):
+    for level in _levels(network, site, z[0]):
         offset = (value - level) / length - np.einsum("pud,pd->pu", normal, points)
         side = np.where(value - level > rounding, np.inf, -np.inf)  # a constant meets no line
         offsets.append(np.where(constant, side, offset))
-    levels = len(offsets)
-    return _Lines(np.tile(normal, (1, levels, 1)), np.concatenate(offsets, axis=1), levels)
+    return np.tile(normal, (1, len(offsets), 1)), np.concatenate(offsets, axis=1)
 
 
-def _levels(site: Site, z: Tensor) -> np.ndarray:
+def _levels(network: Network, site: Site, z: Tensor) -> np.ndarray:
     """Return the breakpoints (K, units) of one example's pre-activations."""
-    points = _breaks(site).tensor(z.movedim(site.channel, -1))
+    points = network.breaks(site).tensor(z.movedim(site.channel, -1))
     return points.movedim(-1, site.channel).flatten(1).numpy()
 
 
-def _crossing(regions: Polygons, lines: _Lines) -> np.ndarray:
-    """Return which lines have corners of a region on both sides, (P, L)."""
-    low = np.full(lines.offset.shape, np.inf)
-    high = -low
-    for corner in np.moveaxis(regions.corners, 1, 0):
-        height = lines.offset + np.einsum("pud,pd->pu", lines.normal, corner)
-        np.minimum(low, height, out=low)
-        np.maximum(high, height, out=high)
-    return (low < -ON_LINE) & (high > ON_LINE)
+def _groups(
+    network: Network, regions: Sequence[Polygon], points: int
+) -> Iterator[Sequence[Polygon]]:
+    """Yield regions, as many at a time as fit in memory with so many points of each."""
+    step = max(1, ELEMENTS // (points * max(1, network.size)))
+    for start in range(0, len(regions), step):
+        yield regions[start : start + step]
 
 
-def _heights(regions: Polygons, lines: _Lines, whole: np.ndarray, line: np.ndarray) -> np.ndarray:
-    """Return the heights of corners (M, V) above one line for each region; 0 if they are on it."""
-    normal, offset = lines.normal[whole, line], lines.offset[whole, line]
-    heights = offset[:, None] + np.einsum("md,mvd->mv", normal, regions.corners)
-    return np.where(np.abs(heights) <= ON_LINE, 0, heights)
+# --- polygons -----------------------------------------------------------------------------------
 
 
-def _cut(
-    regions: Polygons, lines: _Lines, crosses: np.ndarray, limit: int
-) -> tuple[Polygons, np.ndarray]:
-    """Cut regions along the lines that cross them, in each turn along the next one of each.
+def _area(polygon: Polygon) -> float:
+    x, y = (polygon - polygon[0]).T  # relative to a corner, against rounding
+    return (x * np.roll(y, -1) - np.roll(x, -1) * y).sum() / 2
 
-    Return the pieces, and the region that each was a part of.
+
+def _walk(
+    polygon: Polygon, normal: np.ndarray, offset: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return corners, each followed by where the next side meets a line, (2k, 2).
+
+    And the corners' heights above the line, and which sides meet it between their corners.
     """
-    order = np.argsort(~crosses, axis=1, kind="stable")
-    turns = crosses.sum(axis=1)
-    pieces, whole = regions, np.arange(len(turns))
-    done: list[tuple[Polygons, np.ndarray]] = []
-    for turn in range(turns.max(initial=0)):
-        waits = turns[whole] > turn
-        done.append((pieces.pick(~waits), whole[~waits]))
-        pieces, whole = pieces.pick(waits), whole[waits]
-        heights = _heights(pieces, lines, whole, order[whole, turn])
-        hit = (heights.max(axis=1) > 0) & (heights.min(axis=1) < 0)
-        pieces = join([pieces.pick(~hit), *split(pieces.pick(hit), heights[hit])])
-        whole = np.concatenate([whole[~hit], whole[hit], whole[hit]])
-        _check_room(len(whole) + sum(len(each) for _, each in done), limit)
-    parts, wholes = zip(*done, (pieces, whole), strict=True)
-    return join(list(parts)), np.concatenate(wholes)
+    heights = polygon @ normal + offset
+    heights[np.abs(heights) <= ON_LINE] = 0
+    following = np.roll(heights, -1)
+    crosses = heights * following < 0
+    share = heights / np.where(crosses, heights - following, 1)
+    meets = polygon + share[:, None] * (np.roll(polygon, -1, axis=0) - polygon)
+    return np.stack([polygon, meets], axis=1).reshape(-1, 2), heights, crosses
 
 
-def _packed(pieces: Polygons, whole: np.ndarray, lines: _Lines) -> np.ndarray:
-    """Return on which side of all lines pieces are, each breakpoint in whole bytes of its own."""
-    points = pieces.inner()
-    rows = []
-    step = max(1, NUMBERS // lines.offset.shape[1])
-    for start in range(0, len(whole), step):
-        here, block = points[start : start + step], whole[start : start + step]
-        heights = np.einsum("mld,md->ml", lines.normal[block], here) + lines.offset[block]
-        sides = heights.reshape(len(block), lines.levels, -1) > 0
-        rows.append(np.packbits(sides, axis=2).reshape(len(block), -1))
-    return np.concatenate(rows)
+def _split(polygon: Polygon, normal: np.ndarray, offset: float) -> list[Polygon]:
+    """Cut a polygon along a line; return its parts, or itself if the line does not cross it."""
+    walk, heights, crosses = _walk(polygon, normal, offset)
+    if not heights.min() < 0 < heights.max():
+        return [polygon]
+    sides = (heights >= 0, heights <= 0)
+    return [walk[np.stack([side, crosses], axis=1).ravel()] for side in sides]
 
 
-def _patterns(network: Network, packed: Mapping[str, np.ndarray]) -> Patterns:
-    parts, layers = {}, {}
-    for name, site in network.sites.items():
-        step, bits = network.step(site), network.units(site) * len(_breaks(site).points)
-        parts[step] = Pattern(torch.from_numpy(packed[name]), bits)
-        layers[name] = (step,)
-    return Patterns(parts, layers)
+def _chord(polygon: Polygon, normal: np.ndarray, offset: float) -> np.ndarray:
+    """Return both ends of the piece of a line in a polygon, (2, 2)."""
+    walk, heights, crosses = _walk(polygon, normal, offset)
+    found = walk[np.stack([heights == 0, crosses], axis=1).ravel()]
+    # Rounding can put neighbouring corners on the line: the ends are the two furthest apart.
+    return found[[0, np.square(found - found[0]).sum(axis=1).argmax()]]
 
 
-def _breaks(site: Site) -> Breaks:
-    assert site.breaks is not None  # the network has been checked
-    return site.breaks
+# --- the check at the end -----------------------------------------------------------------------
 
 
-def _groups(network: Network, regions: Polygons, points: int) -> Iterator[tuple[int, Polygons]]:
-    """Yield regions, as many as fit in memory with so many points of each, and their start."""
-    step = max(1, NUMBERS // (points * max(1, network.size)))
-    for start in range(0, len(regions.corners), step):
-        yield start, regions.pick(slice(start, start + step))
+def _check_affine(network: Network, regions: Sequence[Polygon]) -> None:
+    """Refuse a network that is not affine on each of the regions.
 
-
-def _check_room(regions: int, limit: int) -> None:
-    if regions > limit:
-        raise ValueError(
-            "the window has more regions than `max_regions`. Take a smaller window or a smaller "
-            "network, or allow more."
+    An affine function's value at the mean of points is the mean of its values. Points are just
+    inside each corner, so that a kink parts some of them; weights are random, so that no symmetry
+    hides a product of two coordinates.
+    """
+    random = np.random.default_rng(0)
+    for group in _groups(network, regions, points=8):
+        weights = [random.uniform(0.5, 1.5, len(region)) for region in group]
+        weights = [each / each.sum() for each in weights]
+        points = [0.01 * region.mean(axis=0) + 0.99 * region for region in group]
+        means = [each @ corners for each, corners in zip(weights, points, strict=True)]
+        owner = np.repeat(np.arange(len(group)), [len(region) for region in group])
+        _check_means(
+            network, np.stack(means), np.concatenate(points), np.concatenate(weights), owner
         )
 
 
-# --- the last look ------------------------------------------------------------------------------
-
-
-def _check_affine(network: Network, regions: Polygons) -> None:
-    """Refuse a network that is not affine on each of the regions."""
-    random = np.random.default_rng(0)
-    for _, group in _groups(network, regions, points=8):
-        _check_mixture(network, _mixture(group, random))
-
-
-class _Mixture(NamedTuple):
-    """Points in each region, (N, 2), and the mean of each region's, (M, 2), by weights (N,)."""
-
-    means: np.ndarray
-    points: np.ndarray
-    region: np.ndarray
-    weights: np.ndarray
-
-
-def _mixture(regions: Polygons, random: np.random.Generator) -> _Mixture:
-    """Return points that show a kink: just inside each corner, so that it parts some of them.
-
-    An affine function's value at their mean is the mean of its values. Where it bends once it is
-    not; weights are random, so that no symmetry hides a product of two coordinates.
-    """
-    weights = random.uniform(0.5, 1.5, regions.corners.shape[:2])
-    weights *= np.arange(weights.shape[1]) < regions.sizes[:, None]
-    weights /= weights.sum(axis=1, keepdims=True)
-    inner = regions.inner()[:, None]
-    points = inner + 0.99 * (regions.corners - inner)
-    region, corner = weights.nonzero()
-    means = np.einsum("mv,mvd->md", weights, points)
-    return _Mixture(means, points[region, corner], region, weights[region, corner])
-
-
-def _check_mixture(network: Network, of: _Mixture) -> None:
-    """Compare what every activation gets, and the output, at means with the mean over points."""
-    points = np.concatenate([of.means, of.points])
-    count = len(of.means)
-    region, weights = torch.from_numpy(of.region), torch.from_numpy(of.weights)
+def _check_means(
+    network: Network, means: np.ndarray, points: np.ndarray, weights: np.ndarray, owner: np.ndarray
+) -> None:
+    """Compare pre-activations and output at means (M, 2) with weighted sums over points (N, 2)."""
+    count, total = len(means), len(means) + len(points)
     so_far = 0.0
 
     def check(values: Tensor, step: int) -> None:
         nonlocal so_far
         largest = float(values.abs().max())
         so_far = max(so_far, largest)
-        values = values.reshape(len(points), -1)
+        values = values.reshape(total, -1)
         mixed = torch.zeros_like(values[:count])
-        mixed.index_add_(0, region, weights[:, None] * values[count:])
+        weighted = torch.from_numpy(weights)[:, None] * values[count:]
+        mixed.index_add_(0, torch.from_numpy(owner), weighted)
         error = float((mixed - values[:count]).abs().max())
         if error > max(BENT * largest, ROUNDING * so_far):
-            raise ValueError(bent(network.graph, step))
+            raise ValueError(explain_bend(network.graph, step))
 
-    def leave(module: nn.Module, args: tuple, result: object) -> None:
+    def check_output(module: nn.Module, args: tuple, result: object) -> None:
         for output in tensors_in(result):
-            if output.is_floating_point() and output.shape[:1] == (len(points),):
+            if output.is_floating_point() and output.shape[:1] == (total,):
                 check(output, len(network.graph.nodes) - 1)
 
-    with network.model.register_forward_hook(leave):
-        inputs = network.inputs(points)
+    with network.model.register_forward_hook(check_output):
+        inputs = network.inputs(np.concatenate([means, points]))
         observe(network.model, inputs, network.sites, lambda site, z: check(z, network.step(site)))

@@ -1,10 +1,9 @@
 """What a tracker has recorded: numpy arrays in memory and, as they come, in files.
 
-The summary has one row for each record and layer, `numpy.load(file)` or
-`pandas.DataFrame(numpy.load(file))`. With `keep="full"` a second file, with ".units" before its
-ending, has one row for each record, in which every layer has arrays over its units. Its header
-names them all: of a network with more than about 50 layers numpy reads it as
-`numpy.load(file, max_header_size=HEADER)`, since its own limit is 10,000 characters.
+The summary has one row for each record and layer: `pandas.DataFrame(numpy.load(file))`. With
+`keep="full"` a second file, with ".units" before its ending, has one row for each record, in which
+every layer has arrays over its units. Its header names them all: of more than about 50 layers
+numpy reads it as `numpy.load(file, max_header_size=HEADER)`, since its own limit is 10,000.
 
 A file grows by writing rows after its end and then their number into its header, for which numpy
 leaves room. A process that is killed in between leaves a whole file with the earlier rows.
@@ -21,24 +20,12 @@ HEADER = 1 << 24  # characters, some 100,000 layers
 
 
 def column(layer: str) -> str:
-    """Return the name of a layer's column, where its own is empty or taken.
-
-    Example:
-        >>> column("fc"), column(""), column("step")
-        ('fc', '(the model)', '(step)')
-    """
+    """Return the name of a layer's column; a bare model has no name, and "step" is a column."""
     return {"": "(the model)", "step": "(step)"}.get(layer, layer)
 
 
 class GrowingArray:
-    """Rows of one structured type, in memory and, if there is a path, in an .npy file.
-
-    Example:
-        >>> array = GrowingArray(np.dtype([("step", "i8"), ("loss", "f8")]))
-        >>> array.append(np.array([(1, 0.5), (2, 0.25)], array.dtype))
-        >>> array.rows["loss"]
-        array([0.5 , 0.25])
-    """
+    """Rows of one structured type, in memory and, if there is a path, in an .npy file."""
 
     def __init__(
         self, dtype: np.dtype, path: str | os.PathLike | None = None, resume: bool = False
@@ -51,7 +38,7 @@ class GrowingArray:
             return
         if self.path.exists() and not resume:
             raise FileExistsError(
-                f"{self.path} is there already. Go on with it by resume=True, or give another."
+                f"{self.path} exists. Go on with it by resume=True, or give another."
             )
         if self.path.exists() and self.path.stat().st_size:  # else killed before the header
             self._parts = [self._read()]
@@ -113,7 +100,7 @@ class History(Mapping[str, Mapping[str, np.ndarray]]):
     """The records of a tracker: `history[layer][quantity]` has one value for each record.
 
     Every layer has the quantities of the summary, and with `keep="full"` those of its units,
-    (records, units). `network` has what is told of all layers together.
+    (records, units). `network` has those of all layers together.
     """
 
     def __init__(
@@ -136,7 +123,7 @@ class History(Mapping[str, Mapping[str, np.ndarray]]):
         if units is not None:
             beside = None if path is None else Path(path).with_suffix(".units.npy")
             self._units = GrowingArray(units, beside, resume)
-            self._drop_what_only_one_has()
+            self._drop_unfinished()
 
     def append(self, step: int, values: np.ndarray, units: np.ndarray | None = None) -> None:
         """Add a record: `values` (layers + 1, quantities), the network's last; `units` one row."""
@@ -172,7 +159,7 @@ class History(Mapping[str, Mapping[str, np.ndarray]]):
 
     @property
     def network(self) -> Mapping[str, np.ndarray]:
-        """What is told of all layers together."""
+        """The quantities of all layers together."""
         return self[NETWORK]
 
     def __getitem__(self, layer: str) -> Mapping[str, np.ndarray]:
@@ -200,7 +187,7 @@ class History(Mapping[str, Mapping[str, np.ndarray]]):
                 f"{', '.join(dict.fromkeys(found))}. Give another file."
             )
 
-    def _drop_what_only_one_has(self) -> None:
+    def _drop_unfinished(self) -> None:
         """Drop the units of a record that was killed before its summary was written."""
         assert self._units is not None
         records = len(self._summary) // len(self._index)

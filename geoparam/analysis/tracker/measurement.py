@@ -18,32 +18,15 @@ from geoparam.analysis.tracker.probe_readings import ProbeReadings, median
 from geoparam.analysis.tracker.replay import GraphReplay
 from geoparam.conversion.plan import Inputs
 
-LEVELS = (0.0, 0.5, 0.99, 1.0)
-MOTION = {  # which vector over all units, and which level of it
-    "rotation_max": (0, 3),
-    "rotation_median": (0, 1),
-    "rotation_p99": (0, 2),
-    "displacement_max": (1, 3),
-    "displacement_median": (1, 1),
-    "displacement_p99": (1, 2),
-    "scale_min": (2, 0),
-    "scale_median": (2, 1),
-    "scale_max": (2, 3),
-    "distance_median": (3, 1),
-    "distance_p99": (3, 2),
-    "distance_max": (3, 3),
-}
+LEVELS = {"min": 0.0, "median": 0.5, "p99": 0.99, "max": 1.0}
+PER_UNIT = ("rotation", "displacement", "scale", "distance")
+MOTION = """rotation_max rotation_median rotation_p99 displacement_max displacement_median
+    displacement_p99 scale_min scale_median scale_max distance_median distance_p99
+    distance_max""".split()
 ANGLES = ("rotation_rms", "units", "undefined", "smallest_product", "negligible_metric")
-UNITS = (
-    "input_length_median",
-    "relative_distance_median",
-    "dead",
-    "always_on",
-    "separated_median",
-)
+UNITS = "input_length_median relative_distance_median dead always_on separated_median".split()
 REGIONS = ("pattern_change", "points_changed", "regions")
 QUANTITIES = (*MOTION, *ANGLES, *UNITS, *REGIONS)
-PER_UNIT = ("rotation", "displacement", "scale", "distance")
 OTHER_STEPS = (
     "on the probe the model takes other steps than when the tracker was built, so the probe's "
     "quantities are NaN in this record: a branch or a router decided otherwise, or example_inputs "
@@ -132,15 +115,22 @@ class Measurement:
         measured = self._motion.measure(moments)
         distance = measured.distance.abs()
         vectors = torch.stack([measured.rotation, measured.displacement, measured.scale, distance])
-        by_layer = segment_quantiles(vectors, self._layer_of, len(self.sites), LEVELS)
-        overall = segment_quantiles(vectors, torch.zeros_like(self._layer_of), 1, LEVELS)
-        levels = torch.cat([by_layer, overall], dim=1).double()
+        by_layer = segment_quantiles(vectors, self._layer_of, len(self.sites), [*LEVELS.values()])
+        overall = segment_quantiles(
+            vectors, torch.zeros_like(self._layer_of), 1, [*LEVELS.values()]
+        )
+        levels = torch.cat([by_layer, overall], dim=1).double()  # vector, layer, level
+        named = {
+            f"{name}_{level}": levels[row, :, k]
+            for row, name in enumerate(PER_UNIT)
+            for k, level in enumerate(LEVELS)
+        }
         missing = measured.rotation.isnan().double()
         undefined = self._layer_sums(missing)
         squares = self._layer_sums(measured.rotation.double().nan_to_num(nan=0.0).square())
         defined = self._layer_sums(1 - missing)
         return measured, {
-            **{name: levels[which, :, level] for name, (which, level) in MOTION.items()},
+            **{name: named[name] for name in MOTION},
             "rotation_rms": (squares / defined).sqrt(),
             "units": self._sizes,
             "undefined": undefined,

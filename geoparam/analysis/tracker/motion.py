@@ -5,7 +5,7 @@ For the direction u of a unit and its earlier one u', and signed distances lam a
     rotation       2 atan2(||u - u'||, ||u + u'||)
     displacement   ||phi - phi'|| with phi = -lam u:
                    (lam - lam')^2 + lam lam' ||u - u'||^2  where lam lam' >= 0,
-                   (lam + lam')^2 - lam lam' ||u + u'||^2  elsewhere: sums without cancellation.
+                   (lam + lam')^2 - lam lam' ||u + u'||^2  elsewhere.
 
 So each layer needs three lengths of rows, and one copy of its directions from one time to the
 next; the rest is arithmetic with one element for each unit, for all layers together. A sign (of
@@ -20,7 +20,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from geoparam.analysis.boundary import DEFAULTS, Parts, combine, gather, offset_at, read_parts
+from geoparam.analysis.boundary import (
+    Parts,
+    combine,
+    displacement,
+    gather,
+    offset_at,
+    read_parts,
+    sign_and_slope,
+)
 from geoparam.analysis.reading.layer_sites import Site, count_units
 from geoparam.analysis.reading.norms import Moments
 from geoparam.base_layer import GmPLayer
@@ -101,9 +109,7 @@ class Motion:
         """Return the parts of a layer and its breakpoints with one element for each unit."""
         breaks = site.breaks
         ends = (torch.nan,) if breaks is None else breaks.points
-        given = {name: getattr(found, name) for name in DEFAULTS}
-        given = {name: DEFAULTS[name] if part is None else part for name, part in given.items()}
-        given |= {"eps": found.eps, "low": ends[0], "high": ends[-1]}
+        given = {**found.numbers(), "low": ends[0], "high": ends[-1]}
         return {
             name: self.pick(site.name, self._cast(value.detach()).expand(len(found.rows)))
             if isinstance(value, Tensor)
@@ -138,10 +144,8 @@ class Motion:
         return u, {"length": length, "apart": apart, "together": together}
 
     def _compare(self, v: Mapping[str, Tensor], angular: Tensor) -> Measured:
-        pre = combine(v, v["eps"])
-        slope = pre.gain.abs() * v["length"]
-        slope = torch.where(slope == 0, torch.nan, slope)
-        sign = torch.where(slope.isnan(), torch.nan, pre.gain.sign())
+        pre = combine(v)
+        sign, slope = sign_and_slope(pre, v["length"])
         low, high = (offset_at(pre, v[end]) / slope for end in ("low", "high"))
         now = torch.stack([sign, low, high])
         before = now if self.before is None else self.before.clone()
@@ -152,19 +156,12 @@ class Motion:
         turn = 2 * torch.atan2(near, far)
         return Measured(
             rotation=torch.where((before[0] * sign).isnan(), torch.nan, turn.rad2deg()),
-            displacement=_displacement(now[1:], before[1:], near, far).amax(dim=0),
+            displacement=displacement(before[1:], now[1:], near, far).amax(dim=0),
             scale=pre.outer * slope / pre.deviation,
             distance=low,
             smallest_product=angular[:, 0],
             negligible_metric=angular[:, 1],
         )
-
-
-def _displacement(lam: Tensor, before: Tensor, near: Tensor, far: Tensor) -> Tensor:
-    product = lam * before
-    same_side = (lam - before).square() + product * near.square()
-    other_side = (lam + before).square() - product * far.square()
-    return torch.where(product >= 0, same_side, other_side).sqrt()
 
 
 def _space_evenly(size: int, count: int, device: torch.device) -> Tensor:

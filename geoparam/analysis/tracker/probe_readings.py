@@ -18,20 +18,19 @@ from geoparam.conversion.plan import Inputs
 
 
 class ProbeReadings:
-    """The readings of one run on a probe batch.
+    """The readings of one run on a probe batch, by layer name.
 
-    Args:
-        batch: Norms with running statistics use those of the probe instead, as in training.
+    With `batch`, norms with running statistics use those of the probe instead, as in training. If
+    a branch or a router took other steps than those in which the sites were found, it is not known
+    which layer showed what: `same_steps` is False, and there are no readings.
 
     Attributes:
-        active: The share of points at which each unit is active, (units,), by layer. A point is an
-            example, or a position in one.
-        above: The share of points above each breakpoint, (K, units), by layer.
-        lengths: The median length of a layer's inputs, one element, by layer.
-        moments: Mean and deviation of norms that are not read by running statistics, by layer.
+        active: The share of points at which each unit is active, (units,). A point is an example,
+            or a position in one.
+        above: The share of points above each breakpoint, (K, units).
+        lengths: The median length of a layer's inputs, one element.
+        moments: Mean and deviation of norms that are not read by running statistics.
         patterns: The activation patterns; None where all activations are smooth.
-        same_steps: Whether the model took the steps in which the sites were found. If a branch or
-            a router decided otherwise, it is not known which layer showed what: no readings.
     """
 
     def __init__(

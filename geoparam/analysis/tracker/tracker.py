@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from geoparam.analysis.boundary import Statistics
+from geoparam.analysis.boundary import Statistics, is_batch
 from geoparam.analysis.reading.layer_sites import Follows, Layers, find_sites, unwrap
 from geoparam.analysis.tracker.history import NETWORK, History
 from geoparam.analysis.tracker.measurement import QUANTITIES, Measurement, reshard
@@ -54,36 +54,32 @@ class _FirstBatch:
 class BoundaryTracker:
     r"""Records how the characteristic boundaries of a model's units move while it trains.
 
-    Call `step()` after each optimizer step. Each record has, for every layer, and where it says so
-    for every unit with `keep="full"`:
+    Call `step()` after each optimizer step. Each record has, for every layer:
 
     - `rotation_max`, `_median`, `_p99`, `_rms`: degrees by which directions have turned since the
-      last record (`rotation`: each unit's). A direction is that of the active half-space: signs
-      of gamma, of weight_norm's length and of an inside r count; a unit without one, gamma = 0,
-      is NaN, left out of the summary and counted in `undefined`.
-    - `displacement_max`, `_median`, `_p99`: ||delta phi|| (`displacement`).
-    - `scale_min`, `_median`, `_max` (`scale`), `distance_median`, `_p99`, `_max` of |lam|
-      (`distance`, signed); with `keep="full"` also `location`, for layers of up to 3 inputs.
-    - `units`, how many the layer has.
-    - `smallest_product` of cosines and the share of angles with `negligible_metric` (< 1e-4), for
-      layers with angles.
+      last record. A direction is that of the active half-space: signs of gamma, of weight_norm's
+      length and of an inside r count. A unit without one (gamma = 0) is left out of the summary
+      and counted in `undefined`.
+    - `displacement_max`, `_median`, `_p99`: ||delta phi||; `scale_min`, `_median`, `_max`;
+      `distance_median`, `_p99`, `_max` of |lam|; `units`, how many the layer has.
+    - for angles: `smallest_product` of cosines, the share with `negligible_metric` (< 1e-4).
     - with a probe: `input_length_median`, the median of ||x|| over the layer's inputs;
       `relative_distance_median`, that of |lam| over it; the number of units that are `dead`
       (active nowhere) and `always_on`; `separated_median`, the share of points on the smaller side
-      of a boundary; `pattern_change`, the share of bits of the activation pattern that changed
-      since the last record; `points_changed`, the number of examples that changed their region;
-      `regions`, how many distinct ones there are (`active`: the share of points at which each unit
-      is active). They belong to the activation that follows, after a residual sum if there is
-      one; phi is always that of the layer and its norm alone.
+      of a boundary; `pattern_change`, the share of activation bits that changed since the last
+      record; `points_changed`, the number of examples in another region; `regions`, how many
+      there are. They belong to the activation that follows, after a residual sum if there is one;
+      phi is always that of the layer and its norm alone.
 
-    Layers with a smooth activation, or none, have rotation and scale only; the rest is NaN.
+    `keep="full"` adds `rotation`, `displacement`, `scale`, `distance` (signed) and `active` of
+    each unit, and `location` for layers of up to 3 inputs. Layers with a smooth activation, or
+    none, have rotation and scale only; the rest is NaN.
 
     What follows a layer is found in a run on `example_inputs`, or on the probe; with neither, on
     the first batch that the model is called with. Build the tracker after the model is on its
-    device, before or after wrapping it in DDP or torch.compile, and after `fully_shard`.
-
-    With several processes the first one records and the others do nothing, except under FSDP2:
-    there call `step()` in all of them.
+    device, before or after wrapping it in DDP or torch.compile, and after `fully_shard`. With
+    several processes the first one records and the others do nothing, except under FSDP2: there
+    call `step()` in all of them.
 
     Args:
         model: Any model: standard, weight_norm, BatchNorm, LayerNorm, GmP, or a mixture.
@@ -137,20 +133,12 @@ class BoundaryTracker:
             raise ValueError(f"keep is 'summary' or 'full'; got {keep!r}.")
         if every < 1 or (units is not None and units < 1):
             raise ValueError(f"every and units are at least 1; got {every} and {units}.")
-        if statistics not in ("running", "batch") or (statistics == "batch" and probe is None):
-            raise ValueError(
-                f"statistics is 'running', or 'batch' with a probe; got {statistics!r} "
-                f"{'without' if probe is None else 'with'} a probe."
-            )
         self.model = unwrap(model)
         self.schedule = schedule or (lambda step: step % every == 0)
         self._probe = probe
         self._layers, self._follows = layers, follows
-        self._options: dict[str, Any] = {
-            "units": units,
-            "full": keep == "full",
-            "batch": statistics == "batch",
-        }
+        self._options: dict[str, Any] = {"units": units, "full": keep == "full"}
+        self._options["batch"] = is_batch(statistics, probe)
         self._path, self._resume, self._writer = file, resume, writer
         self._steps = 0
         self._measured_at = 0

@@ -1,0 +1,434 @@
+"""What follows a layer is found as people write it, or it is not known: never a wrong distance."""
+
+import copy
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from boundary_checks import CLOSE, pre_activation, randomised, told
+from function_model import FunctionModel
+from patches import by_unit
+from torch import Tensor, nn
+
+from geoparam import GmPConv2d, GmPLinear, convert_
+from geoparam.analysis import Boundaries, SReLU, boundaries, layer_boundaries
+from geoparam.analysis.reading.layer_sites import find_sites, unwrap
+from geoparam.analysis.reading.norms import UnknownNorm
+
+D = {"dtype": torch.float64}
+UNITS, FAN_IN = 6, 5
+SEQUENCE = torch.linspace(-2, 2, 2 * 3 * FAN_IN, **D).sin().reshape(2, 3, FAN_IN)
+ROWS = torch.linspace(-2, 2, 7 * FAN_IN, **D).sin().reshape(7, FAN_IN)
+
+
+def fc(units: int = UNITS) -> nn.Linear:
+    return nn.Linear(FAN_IN, units)
+
+
+def bn(units: int = UNITS) -> nn.BatchNorm1d:
+    return nn.BatchNorm1d(units)
+
+
+def plain(m: nn.Module, x: Tensor) -> Tensor:
+    return m.fc(x)
+
+
+def normed(m: nn.Module, x: Tensor) -> Tensor:
+    return m.norm(m.fc(x))
+
+
+def normed_sequence(m: nn.Module, x: Tensor) -> Tensor:
+    return m.norm(m.fc(x).transpose(1, 2)).transpose(1, 2)
+
+
+# The pre-activation, with units in the last dimension, and the whole forward.
+UNDERSTOOD: dict[str, tuple[Callable, Callable, Tensor]] = {
+    "module": (normed, lambda m, x: m.act(normed(m, x)), ROWS),
+    "function": (plain, lambda m, x: F.relu(m.fc(x)), ROWS),
+    "method in place": (normed, lambda m, x: normed(m, x).relu_(), ROWS),
+    "dropout between": (normed, lambda m, x: F.relu(m.norm(m.drop(m.fc(x)))), ROWS),
+    "sequence": (normed_sequence, lambda m, x: F.relu(normed_sequence(m, x)), SEQUENCE),
+    "heads after the norm": (normed, lambda m, x: F.relu(normed(m, x).view(7, 2, 3)), ROWS),
+    "called twice": (normed, lambda m, x: F.relu(normed(m, x)) + F.relu(normed(m, -x)), ROWS),
+    "norm shared by two layers": (
+        normed,
+        lambda m, x: F.relu(normed(m, x)) + F.relu(m.norm(m.other(x))),
+        ROWS,
+    ),
+    "tied decoder": (
+        plain,
+        lambda m, x: F.relu(F.linear(F.relu(m.fc(x)), m.fc.weight.t())),
+        ROWS,
+    ),
+    "residual sum": (normed, lambda m, x: F.relu(normed(m, x) + m.other(x)), ROWS),
+}
+
+
+@pytest.mark.parametrize(("pre", "forward", "x"), UNDERSTOOD.values(), ids=UNDERSTOOD)
+def test_what_follows_is_found_as_it_is_written(
+    pre: Callable, forward: Callable, x: Tensor
+) -> None:
+    members = {"fc": fc(), "norm": bn(), "other": fc(), "act": nn.ReLU(), "drop": nn.Dropout()}
+    model = randomised(FunctionModel(forward, **members)).eval()
+    found = boundaries(model, x)["fc"]
+    z = pre(model, x).detach().reshape(-1, UNITS)
+    torch.testing.assert_close(told(found, model.fc, x), z, **CLOSE)
+
+
+class Half(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, 0.5 * self.weight, self.bias)
+
+
+class LayerNorm(nn.Module):
+    """As in nanoGPT: the name of torch's, and no subclass of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(UNITS)), nn.Parameter(torch.zeros(UNITS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (UNITS,), self.weight, self.bias)
+
+
+class Doubling(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x) + 1
+
+
+def patched() -> nn.Module:
+    norm = bn()
+    norm.forward = torch.exp
+    return norm
+
+
+def relu_of_norm(m: nn.Module, x: Tensor) -> Tensor:
+    return F.relu(normed(m, x))
+
+
+NOT_UNDERSTOOD: dict[str, tuple[Callable, nn.Module, Tensor]] = {
+    "constant added": (lambda m, x: F.relu(m.fc(x) + 1), bn(), ROWS),
+    "scaled": (lambda m, x: F.relu(normed(m, x) * -0.5), bn(), ROWS),
+    "norm without module": (lambda m, x: F.relu(F.layer_norm(m.fc(x), (UNITS,))), bn(), ROWS),
+    "foreign layer norm": (relu_of_norm, LayerNorm(), ROWS),
+    "subclass of batch norm": (relu_of_norm, Doubling(UNITS), ROWS),
+    "patched batch norm": (relu_of_norm, patched(), ROWS),
+    "batch norm over as many positions": (relu_of_norm, bn(), SEQUENCE.repeat(1, 2, 1)),
+    "layer norm of heads": (
+        lambda m, x: F.relu(m.norm(m.fc(x).view(-1, 2, 3))),
+        nn.LayerNorm(3),
+        ROWS,
+    ),
+    "group norm over a sequence": (
+        lambda m, x: F.relu(m.norm(m.fc(x).transpose(1, 2))),
+        nn.GroupNorm(2, UNITS),
+        SEQUENCE,
+    ),
+    "units in another order": (lambda m, x: F.relu(m.norm(m.fc(x).flip(1))), bn(), ROWS),
+    "indexed units": (lambda m, x: F.relu(m.norm(m.fc(x)[:, [5, 4, 3, 2, 1, 0]])), bn(), ROWS),
+    "some units": (lambda m, x: F.relu(m.fc(x)[:, :4]), bn(), ROWS),
+    "calls with different norms": (
+        lambda m, x: F.relu(normed(m, x)) + F.relu(m.other(m.fc(x))),
+        bn(),
+        ROWS,
+    ),
+    "calls with different limits": (
+        lambda m, x: m.fc(x).clamp(0, 1) + m.fc(x).clamp(0, 2),
+        bn(),
+        ROWS,
+    ),
+    "two norms": (lambda m, x: F.relu(m.norm(normed(m, x))), bn(), ROWS),
+    "average of points": (lambda m, x: F.relu(m.fc(x).mean(1)), bn(), SEQUENCE),
+    "layer norm of the largest": (
+        lambda m, x: F.relu(m.norm(F.max_pool1d(m.fc(x).transpose(1, 2), 3).transpose(1, 2))),
+        nn.LayerNorm(UNITS),
+        SEQUENCE,
+    ),
+    "weight without its bias": (lambda m, x: F.relu(F.linear(x, m.fc.weight)), bn(), ROWS),
+    "per-channel limits elsewhere": (
+        lambda m, x: m.act(m.fc(x)),
+        bn(),
+        SEQUENCE.repeat(1, 2, 1),
+    ),
+    "smooth": (lambda m, x: F.gelu(m.fc(x)), bn(), ROWS),
+}
+
+
+@pytest.mark.parametrize(("forward", "norm", "x"), NOT_UNDERSTOOD.values(), ids=NOT_UNDERSTOOD)
+def test_what_is_not_understood_has_no_distance(
+    forward: Callable, norm: nn.Module, x: Tensor
+) -> None:
+    members = {"fc": fc(), "norm": copy.deepcopy(norm), "other": bn(), "act": SReLU(UNITS)}
+    model = randomised(FunctionModel(forward, **members)).eval()
+    found = boundaries(model, x, statistics="batch")["fc"]
+    assert found.distance.isnan().all() and found.location.isnan().all()
+    rows = F.normalize(model.fc.weight.detach())
+    sign = (found.direction * rows).sum(dim=1, keepdim=True)
+    torch.testing.assert_close(found.direction, sign * rows, **CLOSE)
+
+
+def test_a_layer_that_computes_something_else_is_left_out() -> None:
+    model = nn.Sequential(Half(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    assert list(boundaries(model, torch.zeros(1, 3))) == ["2"]
+    with pytest.raises(ValueError, match="Half has no units"):
+        layer_boundaries(Half(3, 4))
+
+
+def test_layer_norm_of_channels_is_found_in_both_layouts() -> None:
+    norm2d = pytest.importorskip("torchvision.models.convnext").LayerNorm2d(UNITS)
+    x = torch.randn(1, 2, 4, 4, **D)
+    first = randomised(nn.Sequential(nn.Conv2d(2, UNITS, 3), norm2d, nn.ReLU()))
+    last = nn.LayerNorm(UNITS, eps=norm2d.eps, **D)
+    last.load_state_dict(norm2d.state_dict())
+    second = FunctionModel(
+        lambda m, x: F.relu(m.norm(m.fc(x).permute(0, 2, 3, 1))), fc=first[0], norm=last
+    )
+    one, two = boundaries(first, x)["0"], boundaries(second, x)["fc"]
+    torch.testing.assert_close(one.location, two.location, **CLOSE)
+    deviation = (first[0](x).var(dim=1, correction=0) + norm2d.eps).sqrt().reshape(-1, 1)
+    z = by_unit(pre_activation(first, x, first[2]), -3)
+    at_the_average = (z - norm2d.bias) * deviation / deviation.mean() + norm2d.bias
+    torch.testing.assert_close(told(one, first[0], x), at_the_average.detach(), **CLOSE)
+
+
+def test_one_example_without_a_batch_is_normalised_alike() -> None:
+    model = randomised(nn.Sequential(nn.Conv1d(2, UNITS, 3), nn.InstanceNorm1d(UNITS), nn.ReLU()))
+    x = torch.randn(1, 2, 9, **D)
+    z = by_unit(pre_activation(model, x, model[2]), -2).detach()
+    torch.testing.assert_close(told(boundaries(model, x[0])["0"], model[0], x), z, **CLOSE)
+
+
+# --- given instead of found ----------------------------------------------------------------------
+
+
+def test_what_follows_can_be_given() -> None:
+    model = randomised(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU6())).eval()
+    found = boundaries(model, torch.zeros(1, 3, **D))["0"]
+    given = boundaries(model, follows={"0": (model[1], nn.ReLU6())})["0"]
+    alone = layer_boundaries(model[0], model[1], nn.ReLU6())
+    for other in (given, alone):
+        torch.testing.assert_close(other.locations, found.locations, **CLOSE)
+    function = boundaries(model, follows={"0": (model[1], F.relu6)})["0"]
+    torch.testing.assert_close(function.locations, found.locations, **CLOSE)
+    for nothing in (None, nn.Identity()):
+        follows = {"0": (nothing, torch.relu)}
+        without = boundaries(model, torch.zeros(1, 3, **D), follows=follows)["0"]
+        torch.testing.assert_close(without.location, layer_boundaries(model[0]).location, **CLOSE)
+
+
+def test_a_given_norm_takes_its_own_steps_statistics() -> None:
+    """The trace finds none: what the layer makes is read twice."""
+    model = FunctionModel(lambda m, x: (y := m.fc(x)) + F.relu(m.norm(y)), fc=fc(), norm=bn())
+    model = randomised(model).train()
+    assert find_sites(model, ROWS)["fc"].norm is None
+    follows = {"fc": (model.norm, torch.relu)}
+    found = boundaries(model, ROWS, statistics="batch", follows=follows)["fc"]
+    torch.testing.assert_close(
+        told(found, model.fc, ROWS), model.norm(model.fc(ROWS)).detach(), **CLOSE
+    )
+
+
+def test_statistics_of_a_batch_are_not_replaced_by_running_ones() -> None:
+    follows = {"fc": (nn.BatchNorm1d(UNITS), nn.ReLU())}  # a norm that is not in the model
+    model = FunctionModel(lambda m, x: F.relu(m.fc(x)), fc=fc().double())
+    found = boundaries(model, ROWS, statistics="batch", follows=follows)["fc"]
+    assert found.distance.isnan().all()
+
+
+def test_relu_is_assumed_where_one_layer_is_given_alone() -> None:
+    layer = nn.Linear(3, 4)
+    assert torch.equal(
+        layer_boundaries(layer).distance, layer_boundaries(layer, None, nn.ReLU()).distance
+    )
+    elu = GmPLinear(3, 4, activation=nn.GELU())
+    assert layer_boundaries(elu).distance.isnan().all()
+    assert isinstance(find_sites(nn.Sequential(elu))["0"].activation, nn.GELU)
+
+
+def test_layers_are_chosen_by_name_or_function() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Conv1d(4, 4, 1), nn.Linear(4, 2))
+    assert list(boundaries(model)) == ["0", "2", "3"]
+    assert list(boundaries(model, layers=["3", "0"])) == ["3", "0"]
+    assert list(boundaries(model, layers="2")) == ["2"]
+    assert list(boundaries(model, layers=lambda m, name: isinstance(m, nn.Conv1d))) == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layers": ["9"]}, "no layers .'9'.; the model has: 0, 1"),
+        ({"layers": lambda module, name: False}, "no layer to look at"),
+        ({"follows": {"9": (None, None)}}, "follows names '9'; the layers are: 0, 1"),
+        ({"follows": {"0": (nn.BatchNorm1d(3), None)}}, "norm has 3 features and the layer 4"),
+        ({"statistics": "mean"}, "'running' or 'batch'; got 'mean'"),
+        ({"statistics": "batch"}, "needs the batch"),
+    ],
+)
+def test_what_cannot_be_answered_says_why(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        boundaries(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), **arguments)
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding(3, 4), nn.ConvTranspose2d(2, 3, 3), nn.ReLU()])
+def test_what_has_no_units_is_refused(layer: nn.Module) -> None:
+    with pytest.raises(ValueError, match="has no units"):
+        layer_boundaries(layer)
+    with pytest.raises(ValueError, match="no layer to look at"):
+        boundaries(nn.Sequential(layer))
+
+
+# --- whole models --------------------------------------------------------------------------------
+
+
+def check_model(model: nn.Module, x: Tensor) -> dict[str, Boundaries]:
+    """Check every layer with distances: what its norm puts out is what its boundary tells."""
+    model = randomised(model).eval()
+    given: dict[nn.Module, Tensor] = {}
+    made: dict[nn.Module, Tensor] = {}
+
+    def hook(module: nn.Module, args: tuple, result: Any) -> None:
+        if isinstance(result, Tensor):
+            given[module], made[module] = args[0].clone(), result.clone()
+
+    handles = [module.register_forward_hook(hook) for module in model.modules()]
+    with torch.no_grad():
+        model(x)
+    for handle in handles:
+        handle.remove()
+    found, sites = boundaries(model, x), find_sites(model, x)
+    for name, one in found.items():
+        site = sites[name]
+        if one.distance.isfinite().all():
+            z = by_unit(made[site.norm or site.layer], site.channel)
+            expected = told(one, site.layer, given[site.layer], site.breaks.points[0])
+            if site.norm is not None and site.activation in site.norm.children():
+                expected = site.activation(expected)
+            torch.testing.assert_close(expected, z, rtol=1e-8, atol=1e-9 * z.abs().max().item())
+    return found
+
+
+@pytest.fixture
+def vision() -> ModuleType:
+    return pytest.importorskip("torchvision.models")
+
+
+def counted(found: dict[str, Boundaries]) -> tuple[int, int]:
+    """Return how many layers have distances, and how many none."""
+    known = sum(one.distance.isfinite().all().item() for one in found.values())
+    return known, len(found) - known
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_every_convolution_of_a_resnet_has_boundaries(vision: ModuleType, converted: bool) -> None:
+    model = vision.resnet.ResNet(vision.resnet.BasicBlock, [1, 1, 1, 1], width_per_group=64)
+    x = torch.randn(1, 3, 32, 32, **D)
+    model = convert_(model) if converted else model
+    assert counted(check_model(model, x)) == (12, 1)
+
+
+def test_norms_of_timm_carry_their_activation() -> None:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("mobilenetv4_conv_small", num_classes=3)
+    known, _ = counted(check_model(model, torch.randn(1, 3, 32, 32, **D)))
+    assert known > 10
+
+
+def test_relu_of_a_transformers_model_is_found() -> None:
+    library = pytest.importorskip("transformers")
+    config = library.OPTConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, ffn_dim=32, num_attention_heads=2
+    )
+    model = randomised(library.OPTModel(config)).eval()
+    ids = torch.randint(2, 50, (2, 5))
+    found = boundaries(model, {"input_ids": ids, "use_cache": False})
+    known = [name for name, one in found.items() if one.distance.isfinite().all()]
+    assert known == ["decoder.layers.0.fc1"]
+    layer = model.get_submodule(known[0])
+    torch.testing.assert_close(found[known[0]].location, layer_boundaries(layer).location)
+
+
+# --- surroundings ---
+
+
+def test_model_and_random_state_are_left_alone() -> None:
+    layer = GmPConv2d(4, 4, 3, input_norm=True)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), layer, nn.ReLU())
+    model.train()
+    model[1].eval()
+    before = copy.deepcopy(model.state_dict())
+    flags = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    boundaries(model, torch.randn(2, 3, 8, 8), statistics="batch")
+    state = torch.get_rng_state()
+    boundaries(model, torch.ones(2, 3, 8, 8), statistics="batch")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert [module.training for module in model.modules()] == flags
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_frozen_and_inference_parameters_are_read() -> None:
+    x = torch.randn(4, 3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.ReLU()).requires_grad_(False)
+    expected = boundaries(model, x)["0"].location
+    with torch.inference_mode():
+        assert torch.equal(boundaries(model, x)["0"].location, expected)
+
+
+def test_nothing_is_computed_on_the_meta_device(vision: ModuleType) -> None:
+    with torch.device("meta"):
+        model = vision.resnet18()
+        found = boundaries(model, torch.zeros(1, 3, 64, 64))
+        transposed = FunctionModel(
+            lambda m, x: F.relu(m.norm(m.fc(x).transpose(1, 2))), fc=fc(), norm=bn()
+        )
+        assert find_sites(transposed, torch.zeros(2, 3, FAN_IN))["fc"].norm is transposed.norm
+    assert found["conv1"].locations.shape == (1, 64, 147) and found["conv1"].scale.is_meta
+
+
+def test_names_are_plain_in_compiled_and_wrapped_models() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+
+    x, plain = torch.zeros(2, 3), make()
+    names = list(boundaries(plain, x))
+    assert list(boundaries(torch.compile(plain), x)) == names
+    assert unwrap(nn.DataParallel(torch.compile(plain))) is plain
+    assert list(boundaries(nn.DataParallel(plain), x)) == names
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert list(boundaries(nn.parallel.DistributedDataParallel(plain), x)) == names
+    finally:
+        torch.distributed.destroy_process_group()
+    part = make()
+    part[0], part[1] = torch.compile(part[0]), torch.compile(part[1])
+    found = find_sites(part, x)
+    assert list(found) == names and isinstance(found["0"].norm, nn.BatchNorm1d)
+
+
+def test_a_layer_that_did_not_run_has_directions() -> None:
+    model = FunctionModel(lambda m, x: F.relu(m.fc(x)), fc=fc(), spare=fc())
+    found = boundaries(model, torch.zeros(1, FAN_IN))
+    assert list(found) == ["fc", "spare"]
+    assert found["spare"].direction.isfinite().all() and found["spare"].distance.isnan().all()
+
+
+def test_a_tied_layer_is_one_and_tied_weights_are_two() -> None:
+    one = fc(FAN_IN)
+    assert list(boundaries(nn.Sequential(one, nn.ReLU(), one), torch.zeros(1, FAN_IN))) == ["0"]
+    two = nn.Sequential(fc(FAN_IN), nn.ReLU(), fc(FAN_IN), nn.BatchNorm1d(FAN_IN), nn.ReLU())
+    two[2].weight = two[0].weight
+    found = boundaries(randomised(two), torch.zeros(1, FAN_IN, **D))
+    assert list(found) == ["0", "2"]
+    assert torch.equal(found["0"].direction.abs(), found["2"].direction.abs())
+
+
+def test_the_reason_is_told_where_something_is_not_understood() -> None:
+    model = FunctionModel(lambda m, x: F.relu(m.fc(x) * 2), fc=fc())
+    norm = find_sites(model, torch.zeros(1, FAN_IN))["fc"].norm
+    assert isinstance(norm, UnknownNorm) and "mul" in repr(norm)

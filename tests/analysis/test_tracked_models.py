@@ -1,0 +1,166 @@
+"""Trackers of models that change, branch, are copied, or change their inputs."""
+
+import copy
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from tracked_networks import TYPE, ZEROS, linear, network, train
+
+from geoparam import BoundaryTracker
+
+
+def test_layers_that_were_replaced_are_an_error_that_names_them() -> None:
+    model = network("bn")
+    tracker = BoundaryTracker(model, example_inputs=ZEROS)
+    tracker.step()
+    model[3] = linear(8, 1)
+    with pytest.raises(ValueError, match="other modules than when the tracker was built, at 3"):
+        tracker.step()
+
+
+def test_a_norm_and_an_activation_that_are_only_told_of_need_not_be_in_the_model() -> None:
+    model = nn.Sequential(linear(3, 8), nn.ReLU(), linear(8, 1))
+    follows = {"0": (nn.BatchNorm1d(8, dtype=TYPE), nn.ReLU6())}
+    tracker = BoundaryTracker(model, example_inputs=ZEROS, follows=follows)
+    tracker.step()
+    assert np.isfinite(tracker.history["0"]["distance_max"]).all()
+
+
+class Branching(nn.Module):
+    """Leaves out its second layer where it is told to, as a router does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = linear(3, 8), linear(8, 8), linear(8, 1)
+        self.deep = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).relu()
+        h = self.second(h).relu() if self.deep else h
+        return self.last(h)
+
+
+def test_a_layer_may_have_no_name_or_that_of_a_column() -> None:
+    named = nn.Sequential(OrderedDict(step=linear(3, 8), act=nn.ReLU(), out=linear(8, 1)))
+    for model, name in ((linear(3, 8), ""), (named, "step")):
+        tracker = BoundaryTracker(model, example_inputs=ZEROS, keep="full")
+        tracker.step()
+        assert tracker.history[name]["rotation"].shape == (1, 8)
+
+
+class Centring(nn.Module):
+    """Changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear(3, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x -= 1
+        return self.layer(x).relu()
+
+
+def test_a_model_that_changes_its_input_changes_neither_the_probe_nor_the_first_batch() -> None:
+    model, x = Centring(), torch.zeros(4, 3, dtype=TYPE)
+    tracker = BoundaryTracker(model, probe=x)
+    tracker.step()
+    assert torch.equal(x, torch.zeros_like(x))
+    assert tracker.history["layer"]["input_length_median"] == [pytest.approx(3**0.5)]
+    first = BoundaryTracker(model)
+    model(x)
+    first.step()
+    assert torch.equal(x, -torch.ones_like(x))
+
+
+def test_it_may_begin_in_inference_mode_as_where_validation_comes_first() -> None:
+    model = network("bn")
+    tracker = BoundaryTracker(model)
+    with torch.inference_mode():
+        model.eval()(torch.zeros(2, 3, dtype=TYPE))
+    train(model.train(), 2, tracker.step)
+    assert (tracker.history["0"]["rotation_max"] > 0).all()
+
+
+def test_where_the_model_takes_another_way_the_probe_tells_nothing() -> None:
+    torch.manual_seed(0)
+    model = Branching()
+    tracker = BoundaryTracker(model, probe=torch.randn(16, 3, dtype=TYPE), keep="full")
+    tracker.step()
+    model.deep = False
+    with pytest.warns(UserWarning, match="takes other steps"):
+        tracker.step()
+    model.deep = True
+    tracker.step()
+    for layer in ("first", "second"):
+        history = tracker.history[layer]
+        for quantity in ("dead", "input_length_median", "pattern_change", "regions"):
+            assert np.isnan(history[quantity]).tolist() == [False, True, False]
+        assert np.isnan(history["active"]).all(1).tolist() == [False, True, False]
+        np.testing.assert_array_equal(history["rotation_max"], [0, 0, 0])
+
+
+class Experts(nn.Module):
+    """Gives each of two layers the points on its side of 0, possibly none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros((), dtype=TYPE))
+        self.a, self.b = linear(3, 8), linear(3, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = x[:, 0] > self.shift
+        return torch.cat([self.a(x[side]).relu(), self.b(x[~side]).relu()])
+
+
+def test_a_layer_that_gets_no_points_has_no_numbers_from_them() -> None:
+    model = Experts()
+    tracker = BoundaryTracker(model, probe=torch.randn(16, 3, dtype=TYPE), keep="full")
+    for shift in (0.0, 100.0, 0.0):  # then layer b has all points, and a pattern
+        model.shift.data.fill_(shift)
+        tracker.step()
+    assert np.isnan(tracker.history["a"]["dead"]).tolist() == [False, True, False]
+    assert np.isnan(tracker.history["b"]["dead"]).tolist() == [False, False, False]
+    assert np.isnan(tracker.history["b"]["pattern_change"]).all()
+
+
+def test_a_copy_made_before_the_first_batch_is_not_followed(tmp_path: Path) -> None:
+    model = network("sp")
+    tracker = BoundaryTracker(model, file=tmp_path / "h.npy")
+    average = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    model(ZEROS)
+    tracker.step()
+    nn.init.zeros_(average[0].weight)
+    average(ZEROS)  # would begin a second history in the same file
+    assert len(tracker.history.steps) == 1 and not model._forward_pre_hooks
+
+
+def test_a_tracker_that_waits_for_the_first_batch_is_no_step_of_another_one() -> None:
+    model, alone = network("sp"), network("sp")
+    probe = torch.randn(16, 3, dtype=TYPE)
+    waiting = BoundaryTracker(model)
+    trackers = [BoundaryTracker(each, probe=probe) for each in (model, alone)]
+    train(model, 2, lambda: [tracker.step() for tracker in (waiting, trackers[0])])
+    train(alone, 2, trackers[1].step)
+    both = (tracker.history.rows.tobytes() for tracker in trackers)
+    assert next(both) == next(both)
+    np.testing.assert_array_equal(
+        waiting.history.table("rotation_max"), trackers[1].history.table("rotation_max")
+    )
+
+
+def test_the_probe_sees_the_weights_after_the_step_also_inside_of_autocast() -> None:
+    """Autocast keeps the weights that it has cast for the forward pass."""
+    model, probe = nn.Sequential(nn.Linear(3, 8), nn.ReLU()), torch.randn(16, 3)
+    tracker = BoundaryTracker(model, probe=probe)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(probe).sum().backward()
+        nn.init.zeros_(model[0].weight)
+        nn.init.ones_(model[0].bias)
+        tracker.step()
+        assert torch.is_autocast_cache_enabled()
+    assert tracker.history["0"]["always_on"].tolist() == [8]
