@@ -20,14 +20,12 @@ KEEL = table_files.Table(
     rows=5300,
     columns=3,
     checksum="d427d1ec6395c7db",
-    unordered="b023b5f8247004ef",
     files=("banana.dat", "2d_banana.csv", "banana.zip"),
     urls=(
         "https://sci2s.ugr.es/keel/dataset/data/classification/banana.zip",
         "https://raw.githubusercontent.com/Wenlin-Chen/geometric-parameterization/"
         "0c48483a1089c16183308216a990f4235219a0ca/2d_banana/2d_banana.csv",
     ),
-    header="At1,At2,Class",
 )
 
 

@@ -3,17 +3,16 @@
 A `Source` has a training and a validation split; `Batches` is one of them as one process of
 several sees it. Two rules hold for every source:
 
-- The order of the images, and what augmentation does to each, depend on the seed, the epoch and
-  the place in the epoch alone. So the processes of a run together see the batches that one process
-  would see, and a run that is gone on with in the middle of an epoch sees what it would have seen.
+- The order of the images and their augmentation depend on the seed, the epoch and the place in
+  the epoch alone. So several processes together see the batches that one would see, and a run that
+  is resumed within an epoch sees what it would have seen.
 - Batch sizes are those of all processes together. Training leaves out the incomplete last batch;
-  validation has every image exactly once, so that a process's share of a batch may be empty.
+  validation has every image exactly once, so a process's share of a batch may be empty.
 
-`PackedImages` are small images from the official npz layout (`image_npz`). All of them fit
-on a GPU: they live there as bytes, channels last, and an epoch's order, flips and crops are drawn
-at its start. What a batch then costs is one gather, by an index of row and column for each image
-into which flip and crop have gone, one scaling and one subtraction. ImageNet as a folder of JPEG
-files is in `geoparam_lab.data.image_folders`.
+`PackedImages` are small images from the official npz layout (`image_npz`). They stay on the GPU as
+bytes, channels last, and an epoch's order, flips and crops are drawn at its start. A batch costs
+one gather, by rows and columns that include flip and crop, one scaling and one subtraction.
+`image_folders` has ImageNet as folders of JPEG files.
 
 Reference:
     Chrabaszcz, Loshchilov & Hutter, *A Downsampled Variant of ImageNet as an Alternative to the
@@ -37,49 +36,32 @@ Device = torch.device | str
 
 
 class Batches(Protocol):
-    """One split, as one process sees it.
-
-    Attributes:
-        steps: batches in an epoch, the same for every process.
-        examples: images in an epoch, over all processes.
-    """
+    """One split, as one process sees it."""
 
     @property
-    def steps(self) -> int: ...
+    def steps(self) -> int:
+        """Batches in an epoch, the same for every process."""
 
     @property
-    def examples(self) -> int: ...
+    def examples(self) -> int:
+        """Images in an epoch, over all processes."""
 
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this process's images and labels of an epoch, from batch `start` on.
 
-        Images are float32 (b, 3, H, W), channels last in memory, labels int64; both are on the
-        device.
+        Images are float32 (b, 3, H, W), channels last in memory, labels int64, on the device.
         """
-        ...
 
 
 class Source(Protocol):
-    """A data set of images, for training.
+    """A data set of images, for training: `PackedImages` or `ImageFolders`.
 
-    Attributes:
-        classes: how many there are; labels count from 0.
-        size: height and width of the images.
-        mean: of each channel, in [0, 1]; it has been subtracted from the images.
-        fingerprint: name, numbers of images and a checksum, to know the same data again.
+    `fingerprint` has name, numbers of images and a checksum, to recognise the same data.
     """
 
-    @property
-    def classes(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def mean(self) -> tuple[float, float, float]: ...
-
-    @property
-    def fingerprint(self) -> dict[str, Any]: ...
+    classes: int
+    size: int
+    fingerprint: dict[str, Any]
 
     def train(
         self,
@@ -92,18 +74,15 @@ class Source(Protocol):
         crop: int = 0,
     ) -> Batches:
         """Return the training split in random order, augmented."""
-        ...
 
     def val(self, batch_size: int, *, device: Device, rank: int = 0, world: int = 1) -> Batches:
         """Return the validation split in its own order, as it is."""
-        ...
 
     def hold_out(self, share: float) -> "Source":
         """Return a source that trains without a share of the images, and validates on these.
 
         It is the same share every time.
         """
-        ...
 
 
 # --- order and shares ---------------------------------------------------------------------------
@@ -111,14 +90,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Shares:
-    """Which places of an epoch go into each batch of one process.
+    """Which places of an epoch go into each batch of process `rank` of `world`.
 
-    Args:
-        images: how many there are.
-        batch_size: of all processes together.
-        rank: of this process.
-        world: how many processes there are.
-        drop_last: leave out the incomplete last batch.
+    `batch_size` is that of all processes together. `drop_last` leaves out the incomplete batch.
 
     Example:
         >>> one, other = (Shares(10, 4, rank, 2, drop_last=False) for rank in (0, 1))
@@ -174,13 +148,8 @@ class Shares:
         return range(start, self.steps)
 
 
-def mixed(*key: int) -> int:
-    """Return one seed for several numbers, which are not negative: another for every other key.
-
-    Example:
-        >>> mixed(3, 1) == mixed(3, 1), mixed(3, 1) == mixed(1, 3)
-        (True, False)
-    """
+def mix_seed(*key: int) -> int:
+    """Return one seed for several numbers that are not negative."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
 
 
@@ -223,57 +192,48 @@ class PackedBatches:
         """Yield images and labels; see `Batches`."""
         remaining = self.shares.remaining(start)
         if self.seed is None:
-            return map(self._stored, remaining)
-        drawn = self._draw(torch.Generator().manual_seed(mixed(self.seed, number)))
-        return (self._augmented(step, *drawn) for step in remaining)
+            return map(self._take, remaining)
+        drawn = self._draw(torch.Generator().manual_seed(mix_seed(self.seed, number)))
+        return (self._augment(step, *drawn) for step in remaining)
 
-    def _stored(self, step: int) -> tuple[Tensor, Tensor]:
+    def _take(self, step: int) -> tuple[Tensor, Tensor]:
         places = slice(*self.shares.span(step))
-        return self._centred(self.split.images[places]), self.split.labels[places]
+        return self._centre(self.split.images[places]), self.split.labels[places]
 
     def _draw(self, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw order, flips and crops of an epoch: on the CPU, so that every device has the same.
-
-        That is 30 ms for the 1.28 million of ImageNet, once an epoch.
-        """
+        """Draw order, flips and crops of an epoch: on the CPU, the same for every device."""
         count, device = len(self.split.labels), self.split.labels.device
         order = torch.randperm(count, generator=rng)
         flips = torch.randint(2, (count, 1), generator=rng, dtype=torch.bool)
         shifts = torch.randint(2 * self.crop + 1, (count, 2, 1), generator=rng) - self.crop
         return order.to(device), flips.to(device), shifts.to(device)
 
-    def _augmented(
+    def _augment(
         self, step: int, order: Tensor, flips: Tensor, shifts: Tensor
     ) -> tuple[Tensor, Tensor]:
         places = slice(*self.shares.span(step))
         chosen = order[places]
         size = self.split.images.shape[1]
         along = torch.arange(size, device=chosen.device)
-        rows, columns = (_reflected(along + shift, size) for shift in shifts[places].unbind(1))
+        rows, columns = (_reflect(along + shift, size) for shift in shifts[places].unbind(1))
         columns = torch.where(flips[places], columns.flip(1), columns)
         images = self.split.images[chosen[:, None, None], rows[:, :, None], columns[:, None, :]]
-        return self._centred(images), self.split.labels[chosen]
+        return self._centre(images), self.split.labels[chosen]
 
-    def _centred(self, images: Tensor) -> Tensor:
+    def _centre(self, images: Tensor) -> Tensor:
         return images.permute(0, 3, 1, 2).div(255).sub_(self.mean)
 
 
-def _reflected(index: Tensor, size: int) -> Tensor:
-    """Bring an index from beyond a border back, as from a mirror in the last pixel's middle."""
+def _reflect(index: Tensor, size: int) -> Tensor:
+    """Reflect an index beyond the border, as F.pad(mode="reflect") does."""
     last = size - 1
     return last - (last - index.abs()).abs()
 
 
 class PackedImages:
-    """Images in the official npz layout, on the device as bytes.
+    """Images in the official npz layout, on the device as bytes; a `Source`.
 
-    Each device gets them once, however many runs share this object.
-
-    Args:
-        train: the training split.
-        val: the validation split.
-        classes: how many there are.
-        fingerprint: to know the same data again.
+    They are copied to each device once, however many runs share this object.
 
     Example:
         >>> split = Split(torch.zeros(8, 32, 32, 3, dtype=torch.uint8), torch.arange(8) % 2)
@@ -297,16 +257,16 @@ class PackedImages:
     @classmethod
     def load(cls, folder: str | Path, size: int = 32) -> "PackedImages":
         """Read and check ``train_data_batch_*.npz`` and ``val_data.npz`` of a folder."""
-        packed = image_npz.read(Path(folder), size)
+        train, val, classes, checksum = image_npz.read(Path(folder), size)
         fingerprint = {
             "name": "npz",
             "size": size,
-            "classes": packed.classes,
-            "train": len(packed.train.labels),
-            "val": len(packed.val.labels),
-            "checksum": packed.checksum,
+            "classes": classes,
+            "train": len(train.labels),
+            "val": len(val.labels),
+            "checksum": checksum,
         }
-        return cls(packed.train, packed.val, packed.classes, fingerprint)
+        return cls(train, val, classes, fingerprint)
 
     def train(
         self,
@@ -320,8 +280,7 @@ class PackedImages:
     ) -> PackedBatches:
         """Return the training split in random order, half of the images flipped.
 
-        With `crop` they are shifted as well, by up to so many pixels each way, and what comes in
-        over the border is the image's reflection.
+        With `crop` they are also shifted by up to so many pixels, and padded by reflection.
         """
         if not 0 <= crop < self.size:
             raise ValueError(f"crop is at least 0 and below the size {self.size}; got {crop}.")
@@ -349,7 +308,7 @@ class PackedImages:
         return self._parts[share]
 
     def _on(self, device: Device) -> tuple[Split, Split]:
-        device = torch.empty(0, device=device).device  # "cuda" is one of them, by its number
+        device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         if device not in self._resident:
             self._resident[device] = self._train.to(device), self._val.to(device)
         return self._resident[device]

@@ -38,30 +38,20 @@ class Split:
         return Split(self.images.to(device), self.labels.to(device))
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Both splits of a folder, the number of classes, and a checksum of all of it."""
-
-    train: Split
-    val: Split
-    classes: int
-    checksum: str
-
-
-def read(folder: Path, size: int) -> Packed:
-    """Return the images of a folder; raise where a file is missing or not what it should be."""
-    train_files, val_file = _training_files(folder), folder / VAL
+def read(folder: Path, size: int) -> tuple[Split, Split, int, str]:
+    """Return both splits of a folder, the number of classes, and a checksum of all of it."""
+    train_files, val_file = _list_training_files(folder), folder / VAL
     if not val_file.is_file():
         raise FileNotFoundError(f"{val_file} is missing. {_ADVICE}.")
-    labels = {path: _labels(path) for path in (*train_files, val_file)}
-    classes = _classes(labels, val_file)
+    labels = {path: _read_labels(path) for path in (*train_files, val_file)}
+    classes = _count_classes(labels, val_file)
     digest = hashlib.sha256()
-    train = _split(train_files, labels, size, digest)
-    val = _split([val_file], labels, size, digest)
-    return Packed(train, val, classes, digest.hexdigest()[:16])
+    train = _read_split(train_files, labels, size, digest)
+    val = _read_split([val_file], labels, size, digest)
+    return train, val, classes, digest.hexdigest()[:16]
 
 
-def _training_files(folder: Path) -> list[Path]:
+def _list_training_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"the data folder is not there: {folder}. Correct its name.")
     matches = (_TRAIN.fullmatch(path.name) for path in folder.iterdir())
@@ -76,9 +66,9 @@ def _training_files(folder: Path) -> list[Path]:
 # --- labels -------------------------------------------------------------------------------------
 
 
-def _labels(path: Path) -> np.ndarray:
+def _read_labels(path: Path) -> np.ndarray:
     """Return a file's labels, from 1."""
-    labels = _array(path, "labels")
+    labels = _read_array(path, "labels")
     if labels.ndim != 1 or labels.dtype.kind not in "iu" or len(labels) == 0:
         raise ValueError(
             f"{path} has labels of shape {labels.shape} and type {labels.dtype}: there is one "
@@ -92,19 +82,15 @@ def _labels(path: Path) -> np.ndarray:
     return labels.astype(np.int64)
 
 
-def _classes(labels: dict[Path, np.ndarray], val_file: Path) -> int:
+def _count_classes(labels: dict[Path, np.ndarray], val_file: Path) -> int:
     """Return how many classes both splits have."""
     train = np.unique(np.concatenate([some for path, some in labels.items() if path != val_file]))
     val = np.unique(labels[val_file])
-    if train[-1] != val[-1]:
+    if train[-1] != val[-1] or not set(val.tolist()) <= set(train.tolist()):
         raise ValueError(
-            f"{val_file} has labels up to {val[-1]}, the training files have up to {train[-1]}: "
-            "they are not of one data set, or labels are wrong. Use files that belong together."
-        )
-    if unknown := sorted(set(val.tolist()) - set(train.tolist())):
-        raise ValueError(
-            f"{val_file} has label {unknown[0]}, of which there is no training image. Use files "
-            "that belong together."
+            f"{val_file} has labels up to {val[-1]}, the training files have up to {train[-1]}, "
+            "or lack one of its labels: they are not of one data set. Use files that belong "
+            "together."
         )
     return int(train[-1])
 
@@ -112,13 +98,15 @@ def _classes(labels: dict[Path, np.ndarray], val_file: Path) -> int:
 # --- images -------------------------------------------------------------------------------------
 
 
-def _split(paths: Sequence[Path], labels: dict[Path, np.ndarray], size: int, digest: Any) -> Split:
-    """Fill one array file by file: ImageNet at 64x64 is 16 GB, which should not be there twice."""
+def _read_split(
+    paths: Sequence[Path], labels: dict[Path, np.ndarray], size: int, digest: Any
+) -> Split:
+    """Fill one array file by file: ImageNet at 64x64 is 16 GB, too much to hold twice."""
     every = np.concatenate([labels[path] for path in paths])
     images = torch.empty(len(every), size, size, 3, dtype=torch.uint8)
     start = 0
     for path in paths:
-        data = _data(path, len(labels[path]), size)
+        data = _read_data(path, len(labels[path]), size)
         digest.update(data)
         digest.update(labels[path])
         channels_first = torch.from_numpy(data).view(-1, 3, size, size)
@@ -127,17 +115,19 @@ def _split(paths: Sequence[Path], labels: dict[Path, np.ndarray], size: int, dig
     return Split(images, torch.from_numpy(every - 1))
 
 
-def _data(path: Path, count: int, size: int) -> np.ndarray:
-    data = np.ascontiguousarray(_array(path, "data"))
+def _read_data(path: Path, count: int, size: int) -> np.ndarray:
+    data = np.ascontiguousarray(_read_array(path, "data"))
     if data.dtype != np.uint8 or data.ndim != 2:
         raise ValueError(
             f"{path} has images of shape {data.shape} and type {data.dtype}: they are rows of "
             f"bytes (uint8) in this layout. {_ADVICE}."
         )
     if data.shape[1] != 3 * size**2:
+        own = (data.shape[1] / 3) ** 0.5
+        advice = f"For these images say size={own:.0f}." if own == int(own) else f"{_ADVICE}."
         raise ValueError(
             f"{path} has {data.shape[1]} bytes for each image where one of {size}x{size} has "
-            f"{3 * size**2}. {_other_size(data.shape[1])}"
+            f"{3 * size**2}. {advice}"
         )
     if len(data) != count:
         raise ValueError(
@@ -146,14 +136,8 @@ def _data(path: Path, count: int, size: int) -> np.ndarray:
     return data
 
 
-def _other_size(width: int) -> str:
-    size = round((width / 3) ** 0.5)
-    right = 3 * size**2 == width
-    return f"For these images say size={size}." if right else f"{_ADVICE}."
-
-
-def _array(path: Path, name: str) -> np.ndarray:
-    """Return an array of a file, and say of what goes wrong that it is this file's fault."""
+def _read_array(path: Path, name: str) -> np.ndarray:
+    """Return an array of a file; errors name the file."""
     try:
         return read_npz(path, name)[name]
     except KeyError as error:

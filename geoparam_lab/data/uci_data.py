@@ -26,7 +26,6 @@ _TABLES = (
         rows=506,
         columns=14,
         checksum="4e2cb81f16040069",
-        unordered="bf55787aff587708",
         files=("housing.data",),
         urls=(
             f"{_UCI}/ml/machine-learning-databases/housing/housing.data",
@@ -39,7 +38,6 @@ _TABLES = (
         rows=1030,
         columns=9,
         checksum="e53c39a0c46484af",
-        unordered="feab9f2c44563eda",
         files=("Concrete_Data.xls", "concrete+compressive+strength.zip"),
         urls=(
             f"{_UCI}/static/public/165/concrete+compressive+strength.zip",
@@ -53,7 +51,6 @@ _TABLES = (
         rows=768,
         columns=9,
         checksum="03c589d453e26d0a",
-        unordered="fd4f0f245da722b4",
         files=("ENB2012_data.xlsx", "energy+efficiency.zip"),
         urls=(
             f"{_UCI}/static/public/242/energy+efficiency.zip",
@@ -67,7 +64,6 @@ _TABLES = (
         rows=11934,
         columns=17,
         checksum="5882e5071be459a8",
-        unordered="6cec442bf0ae9644",
         files=(
             "UCI CBM Dataset/data.txt",
             "UCI CBM Dataset.zip",
@@ -84,7 +80,6 @@ _TABLES = (
         rows=9568,
         columns=5,
         checksum="11cba23981264083",
-        unordered="41a48cb8df7b6194",
         files=(
             "Folds5x2_pp.xlsx",
             "CCPP/Folds5x2_pp.xlsx",
@@ -103,7 +98,6 @@ _TABLES = (
         rows=1599,
         columns=12,
         checksum="7b621768e7709769",
-        unordered="ea08b9d12c8b6049",
         files=("winequality-red.csv", "wine+quality.zip"),
         urls=(
             f"{_UCI}/static/public/186/wine+quality.zip",
@@ -117,7 +111,6 @@ _TABLES = (
         rows=308,
         columns=7,
         checksum="00d39ec153d5b2c8",
-        unordered="40b3285973421047",
         files=("yacht_hydrodynamics.data", "yacht+hydrodynamics.zip"),
         urls=(
             f"{_UCI}/static/public/243/yacht+hydrodynamics.zip",

@@ -86,10 +86,8 @@ def test_validation_has_every_image_once_in_order(source: ImageFolders) -> None:
 
 def test_what_is_held_out_is_not_trained_on(source: ImageFolders) -> None:
     part = source.hold_out(0.25)
-    paths = [
-        {split.path(image) for image in range(len(split))} for split in (part._train, part._val)
-    ]
-    whole = {source._train.path(image) for image in range(len(source._train))}
+    paths = [set(split.paths.tolist()) for split in (part._train, part._val)]
+    whole = set(source._train.paths.tolist())
     assert paths[0] | paths[1] == whole and not paths[0] & paths[1]
     assert part.fingerprint["val"] == len(paths[1]) == round(0.25 * len(whole))
     assert sum(len(labels) for _, labels in part.val(5, device="cpu").epoch(0)) == len(paths[1])
@@ -130,7 +128,7 @@ def test_training_scales_crops_and_flips(tmp_path: Path) -> None:
 
 
 def test_colour_noise_has_the_published_covariance() -> None:
-    shifts = torch.stack([image_folders._colour_noise() for _ in range(4000)]).double()
+    shifts = torch.stack([image_folders._draw_colour_shift() for _ in range(4000)]).double()
     vectors = torch.tensor(image_folders._EIGENVECTORS, dtype=torch.float64)
     assert torch.allclose(vectors.T @ vectors, torch.eye(3, dtype=torch.float64), atol=1e-3)
     deviations = (shifts @ vectors).std(dim=0)
@@ -153,18 +151,6 @@ def test_other_modes_become_rgb(tmp_path: Path, mode: str) -> None:
     image = np.full((40, 60, 3), 120, dtype=np.uint8)
     for split in ("train", "val"):
         tiny_images.write_jpeg(tmp_path / split / "a" / "0.jpg", image, mode)
-    source = ImageFolders(tmp_path, size=32, workers=0)
-    images, _ = next(source.val(1, device="cpu").epoch(0))
-    assert torch.allclose(images[0].mean(dim=(1, 2)), 120 / 255 - torch.tensor(MEAN), atol=0.01)
-
-
-def test_greys_of_sixteen_bits_become_bytes(tmp_path: Path) -> None:
-    from PIL import Image
-
-    image = np.full((40, 60), 120 * 257, dtype=np.uint16)
-    for split in ("train", "val"):
-        (tmp_path / split / "a").mkdir(parents=True)
-        Image.fromarray(image).save(tmp_path / split / "a" / "0.png")
     source = ImageFolders(tmp_path, size=32, workers=0)
     images, _ = next(source.val(1, device="cpu").epoch(0))
     assert torch.allclose(images[0].mean(dim=(1, 2)), 120 / 255 - torch.tensor(MEAN), atol=0.01)
@@ -198,18 +184,18 @@ def test_an_epoch_is_entered_without_decoding_what_comes_before(
 ) -> None:
     expected = train(source, 1)
     decoded: list[str] = []
-    decode = image_folders._decoded
+    decode = image_folders._decode
 
     def note(path: str) -> Any:
         decoded.append(path)
         return decode(path)
 
-    monkeypatch.setattr(image_folders, "_decoded", note)
+    monkeypatch.setattr(image_folders, "_decode", note)
     assert same(train(source, 1, start=2), expected[2:])
     assert len(decoded) == 8
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2])
 def test_processes_together_see_the_batches_of_one(source: ImageFolders, world: int) -> None:
     shares = [train(source, rank=rank, world=world) for rank in range(world)]
     assert same(train(source), [whole(list(parts)) for parts in zip(*shares, strict=True)])
@@ -247,10 +233,6 @@ def remove_class(folder: Path) -> None:
     shutil.rmtree(folder / "val" / "class1")
 
 
-def add_class(folder: Path) -> None:
-    shutil.copytree(folder / "val" / "class1", folder / "val" / "class3")
-
-
 def remove_split(folder: Path) -> None:
     shutil.rmtree(folder / "val")
 
@@ -268,11 +250,10 @@ def empty_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (remove_images, r"train.class1 has no images \(.jpeg, "),
-        (remove_class, "train has 1 classes that .*val has not, the first of them class1"),
-        (add_class, "val has 1 classes that .*train has not, the first of them class3"),
+        (remove_images, "no valid file for the classes class1"),
+        (remove_class, "1 classes are in one of them alone, the first of them class1"),
         (remove_split, "val is not there"),
-        (flatten, "val has no folders: there is one for each class"),
+        (flatten, "Couldn't find any class folder in .*val"),
         (empty_file, "train.class1.3.JPEG is empty"),
     ],
 )
@@ -284,34 +265,15 @@ def test_harm_that_a_listing_shows_is_found_first(
         ImageFolders(harmed, size=32, workers=0)
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:400])
-
-
-def replace_by_text(path: Path) -> None:
-    path.write_text("404: not found")
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("harm", [cut, replace_by_text])
+@pytest.mark.parametrize(("workers", "content"), [(0, None), (1, b"404: not found")])
 def test_an_unreadable_image_is_named_when_its_turn_comes(
-    harmed: Path, harm: Callable[[Path], None], workers: int
+    harmed: Path, workers: int, content: bytes | None
 ) -> None:
-    harm(harmed / "train" / "class1" / "3.JPEG")
+    path = harmed / "train" / "class1" / "3.JPEG"
+    path.write_bytes(content or path.read_bytes()[:400])
     source = ImageFolders(harmed, size=32, workers=workers)
     with pytest.raises(ValueError, match=r"class1.3\.JPEG cannot be decoded .* Get it anew"):
         train(source)
-
-
-def test_checking_names_every_unreadable_image_first(harmed: Path) -> None:
-    cut(harmed / "train" / "class1" / "3.JPEG")
-    replace_by_text(harmed / "val" / "class2" / "1.JPEG")
-    with pytest.raises(ValueError, match=r"class1.3\.JPEG cannot(.|\n)*class2.1\.JPEG cannot"):
-        ImageFolders(harmed, size=32, workers=0, check=True)
-
-
-def test_checking_finds_nothing_in_a_good_folder(folder: Path) -> None:
-    assert ImageFolders(folder, size=32, workers=0, check=True).classes == 3
 
 
 def test_a_crop_is_refused(source: ImageFolders) -> None:

@@ -107,8 +107,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], t
     return get
 
 
-@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.__name__)
-@pytest.mark.parametrize("name", RUNS)
+CASES = [(name, POINTS[0]) for name in RUNS] + [("best weights", point) for point in POINTS[1:]]
+
+
+@pytest.mark.parametrize(("name", "point"), CASES)
 def test_goes_on_as_if_nothing_had_happened(
     name: str,
     point: Callable[[pytest.MonkeyPatch], None],
@@ -144,17 +146,34 @@ def test_random_numbers_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
 
 
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def reshape(path: Path, part: str = "model") -> None:
+    """Give one weight another shape, in a file that is otherwise whole."""
+    state = torch.load(path, weights_only=True)
+    name = next(name for name, value in state[part].items() if value.ndim > 1)
+    state[part][name] = torch.zeros(3, 5)
+    torch.save(state, path)
+
+
+def reshape_average(path: Path) -> None:
+    reshape(path, "average")
+
+
+@pytest.mark.parametrize("damage", [truncate, reshape, reshape_average])
 def test_a_damaged_checkpoint_costs_one_and_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = train(settings(), source(), tmp_path / "whole")
+    chosen = settings(ema=0.5)
+    expected = train(chosen, source(), tmp_path / "whole")
     with monkeypatch.context() as patch, pytest.raises(Killed):
         mid_epoch(patch)
-        train(settings(), source(), tmp_path / "parts", checkpoint_every=1)
-    newest = run_checkpoints.Store(tmp_path / "parts").files[-1]
-    newest.write_bytes(newest.read_bytes()[:-100])
-    with pytest.warns(UserWarning, match="damaged"):
-        outcome = train(settings(), source(), tmp_path / "parts")
+        train(chosen, source(), tmp_path / "parts", checkpoint_every=1)
+    damage(run_checkpoints.Store(tmp_path / "parts").files[-1])
+    with pytest.warns(UserWarning, match="damaged.*The run goes on from the one before"):
+        outcome = train(chosen, source(), tmp_path / "parts")
     assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from geoparam.optim.muon import RowMuon
+from geoparam.optim import RowMuon
 from geoparam_lab.training.images import rival_optimizers
 from geoparam_lab.training.images.rival_optimizers import EXPRESS, MUON, Together, polar
 

@@ -1,6 +1,6 @@
-"""Who looks on while a network trains: a progress display, TensorBoard, a boundary tracker.
+"""What watches a training: a progress display, TensorBoard, a boundary tracker.
 
-None of them changes a number of the run, and none is there unless it is asked for.
+None of them changes a number of the run, and each is there only if asked for.
 """
 
 import time
@@ -20,15 +20,11 @@ BOUNDARIES = "boundaries.npy"
 
 
 class Ticker:
-    """Tells epoch, step and images per second, at most every 0.3 s.
-
-    Args:
-        tick: who is told; None for nobody.
-        now: the clock.
+    """Calls `tick` with epoch, step and images per second, at most every 0.3 s.
 
     Example:
         >>> clock = iter([0.0, 0.2, 0.5, 0.5, 0.6])
-        >>> ticker = Ticker(lambda *told: print(*told), now=lambda: next(clock))
+        >>> ticker = Ticker(print, now=lambda: next(clock))
         >>> for step in (1, 2, 3):
         ...     ticker(0, step, images=100)
         0 2 400.0
@@ -39,7 +35,7 @@ class Ticker:
         self._last, self._images = now(), 0
 
     def restart(self) -> None:
-        """Forget what went before, which was no training."""
+        """Start counting here: what went before was no training."""
         self._last, self._images = self._now(), 0
 
     def __call__(self, epoch: int, step: int, images: int) -> None:
@@ -53,7 +49,7 @@ class Ticker:
 
 
 def make_writer(folder: Path, epochs: int) -> Any:
-    """Return a TensorBoard writer that goes on after so many epochs, and hides later ones."""
+    """Return a TensorBoard writer that continues after so many epochs, and hides later ones."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What decides the numbers of one run on images, and what a run leaves behind."""
+"""The settings of one run on images, and its outcome."""
 
 import math
 from collections.abc import Mapping
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from geoparam.optim.groups import AngleRate
+from geoparam.optim import AngleRate
 from geoparam_lab import methods
-from geoparam_lab.training.images import schedules
+from geoparam_lab.training.images.schedules import SCHEDULES
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16"}  # and what Accelerate calls them
 _RIVALS = dict.fromkeys(("muon", "airbench", "rotational", "angularmuown"), ("rest", "rest_lr"))
@@ -24,9 +24,9 @@ BASES = ("sgd", "adamw", "muon")
 
 @dataclass(frozen=True)
 class Settings:
-    """All that decides the numbers of one run, apart from the images.
+    """Everything that decides the numbers of one run, apart from the images.
 
-    A run's checkpoints hold its settings, and a run with others does not go on from them.
+    A run's checkpoints hold its settings; a run with others does not resume from them.
 
     Args:
         network: as `networks.build` takes it.
@@ -35,10 +35,10 @@ class Settings:
         batch_size: images in a step, over all processes.
         seed: of the weights, the order of the images and their augmentation.
         epochs: the most there are.
-        schedule: one of `schedules.NAMES`.
+        schedule: one of `schedules.SCHEDULES`.
         warmup: share of all steps in which rates rise from 0.
-        optimizer: one of `OPTIMIZERS`. Those of `rivals` update the weights of hidden layers, and
-            "geometric" is `gp.GeometricOptimizer`.
+        optimizer: one of `OPTIMIZERS`. Those of `rival_optimizers` update the weights of hidden
+            layers, and "geometric" is `gp.GeometricOptimizer`.
         momentum: of the optimizer; None for its own: 0.9 for SGD.
         nesterov: whether SGD's momentum is Nesterov's.
         weight_decay: of the weights that `param_groups` lets decay: never of angles.
@@ -61,8 +61,8 @@ class Settings:
         crop: pixels by which an image of 32 or 64 is shifted at most; 0 for none.
         angle_lr: as `param_groups` takes it.
         widths: channels of VGG-6's convolutions, or of a ResNet's first stage; None: the papers'.
-        select: share of the training images that is kept back, for choosing settings; the
-            validation images are then looked at once, at the end.
+        select: share of the training images that is kept back for choosing settings; the
+            validation images are then evaluated once, at the end.
         recalibrate: training batches over which norms recompute their running statistics before
             the last evaluation; 0 for none.
         time_to: top-1 accuracies in percent; epochs and seconds to each are recorded.
@@ -114,7 +114,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         methods.get(self.method, init=self.init, imn=self.imn)  # raises where they are unknown
-        _check_name("schedule", self.schedule, schedules.NAMES)
+        _check_name("schedule", self.schedule, SCHEDULES)
         _check_name("precision", self.precision, PRECISIONS)
         _check_name("skip", self.skip, ("centred", "plain"))
         self._check_optimizer()
@@ -143,7 +143,7 @@ class Settings:
             )
 
     def _check_optimizer(self) -> None:
-        """Raise where the optimizer is unknown, or has no use for what is given."""
+        """Raise where the optimizer is unknown, or does not take an option that is set."""
         _check_name("optimizer", self.optimizer, OPTIMIZERS)
         _check_name("base", self.base or "sgd", BASES)
         _check_name("rest", self.rest or "sgd", BASES[:2])
@@ -186,13 +186,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves behind.
+    """The results of a run.
 
     Args:
         record: `method`, `network`, `seed`, `lr`, `batch_size`, `schedule`; `top1`, `top5`,
             `train_top1`, `train_top5` in percent, `train_loss` and `val_loss`, of the best epoch
             where the schedule keeps the best weights and of the last one elsewhere; `outcome`,
-            "finished", "stopped early" or "diverged"; `epochs`, how many were completed;
+            "finished", "stopped early", "collapsed" (ended at chance: `top1` about 100 / classes
+            and `train_loss` about log(classes)) or "diverged"; `epochs`, how many were completed;
             `best_epoch`, the one (from 0) whose results these are; `images_per_second` of
             training; `epochs_to_A` and `seconds_to_A` (of training alone) for each accuracy A of
             `time_to` that was reached for good. A run that diverged has NaN for its results and
@@ -207,6 +208,6 @@ class Outcome:
     curves: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-def _check_name(what: str, given: str, known: Any) -> None:
-    if given not in known:
-        raise ValueError(f"{what} is one of {', '.join(known)}; got {given!r}.")
+def _check_name(what: str, name: str, known: Any) -> None:
+    if name not in known:
+        raise ValueError(f"{what} is one of {', '.join(known)}; got {name!r}.")
