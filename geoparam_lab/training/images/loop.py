@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY = 50  # steps between two reads of the loss
 HOPELESS = 10.0  # times log(classes), the loss of guessing: a mean loss above it is divergence
+SHORT = 100  # steps of a run that may end at chance without having collapsed: it started there
 MEASURES = ("loss", "top1", "top5")
 FINISHED, STOPPED, DIVERGED, COLLAPSED = "finished", "stopped early", "diverged", "collapsed"
 
@@ -228,6 +229,8 @@ class Training:
         Chance is a top-1 within three standard errors of 1 / classes, on the images that were
         watched, and a loss no lower than 99 % of log(classes).
         """
+        if self.epoch * self.batches.steps < SHORT:
+            return False
         chance = 1 / self.classes
         error = math.sqrt(chance * (1 - chance) / self.watched.examples)
         loss, top1 = (

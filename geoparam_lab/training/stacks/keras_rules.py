@@ -43,7 +43,7 @@ class Adam:
         each = torch.from_numpy(rates).to(change).unsqueeze(1)
         parameters.addcmul_(change, each, value=-correction)
 
-    def take(self, index: Array) -> None:
+    def keep_only(self, index: Array) -> None:
         """Go on with these members only."""
         self.m, self.v = self.m[index], self.v[index]
 
@@ -99,7 +99,7 @@ class Judge:
         self.rates = np.where(late, self.rates * self.factor, self.rates)
         return better, self.wait >= self.stop_patience
 
-    def take(self, index: Array) -> None:
+    def keep_only(self, index: Array) -> None:
         """Go on with these members only."""
         for name in ("rates", "best", "plateau", "wait", "plateau_wait"):
             setattr(self, name, getattr(self, name)[index])

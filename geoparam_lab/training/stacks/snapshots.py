@@ -1,12 +1,10 @@
 """Films of training: the states of a stack at some epochs, and several films on one time axis.
 
-At some epochs, denser at the start, the state of every member is kept; what a network predicts and
-where its units are can then be drawn for each. Frame 0 is the network before training. A member
-that has stopped shows its best weights, which are the ones that are reported, and so does the last
-frame.
+Frames are denser at the start, and frame 0 is the network before training. A member that has
+stopped shows its best weights, which are the ones that are reported, and so does the last frame.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,11 +47,10 @@ class Film:
     @torch.no_grad()
     def predict(self, x: Array) -> Array:
         """Return outputs (S, T, N) for inputs (N, d), in evaluation mode."""
-        frames = []
-        for state in self.states:
-            inputs = torch.as_tensor(x).to(state).expand(len(state), *x.shape)
-            tensors, _ = views(state, self.model)
-            frames.append(batched.forward(self.model, tensors, inputs, False).squeeze(-1))
+        frames = [
+            batched.forward(self.model, tensors, inputs, False).squeeze(-1)
+            for tensors, inputs in self._frames(x)
+        ]
         return torch.stack(frames, dim=1).numpy()
 
     @torch.no_grad()
@@ -63,14 +60,18 @@ class Film:
         `x` are the inputs (N, d) over which LN's deviation is averaged; others do not need them.
         """
         directions, distances = [], []
-        for state in self.states:
-            inputs = torch.as_tensor(x).to(state).expand(len(state), *x.shape)
-            tensors, _ = views(state, self.model)
+        for tensors, inputs in self._frames(x):
             normal, offset = batched.boundaries(self.model, tensors, inputs)
             length = sphere.length(normal)
             directions.append(normal / length.unsqueeze(-1))
             distances.append(offset / length)
         return torch.stack(directions, dim=1).numpy(), torch.stack(distances, dim=1).numpy()
+
+    def _frames(self, x: Array) -> Iterator[tuple[list[dict[str, Tensor]], Tensor]]:
+        """Yield each frame's tensors, and the inputs for all members."""
+        for state in self.states:
+            inputs = torch.as_tensor(x).to(state).expand(len(state), *x.shape)
+            yield views(state, self.model)[0], inputs
 
 
 def frame_epochs(epochs: int, count: int = FRAMES) -> Array:

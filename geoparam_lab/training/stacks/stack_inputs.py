@@ -1,4 +1,4 @@
-"""What a stack is given, in the shapes that it works with: data, and one value for each member."""
+"""The inputs of a stack in the shapes that it works with: data, and one value per member."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ Array = np.ndarray
 Data = tuple[Array | Tensor, Array | Tensor]
 
 
-def data_for(data: Data, state: Tensor) -> tuple[Tensor, Tensor]:
+def expand_data(data: Data, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return inputs (S, N, d) and targets (S, N, ...) on the device of the members' state.
 
     Example:
-        >>> x, y = data_for((np.zeros((20, 3)), np.zeros(20)), state=torch.zeros(5, 8))
+        >>> x, y = expand_data((np.zeros((20, 3)), np.zeros(20)), state=torch.zeros(5, 8))
         >>> x.shape, y.shape
         (torch.Size([5, 20, 3]), torch.Size([5, 20]))
     """
@@ -32,19 +32,14 @@ def data_for(data: Data, state: Tensor) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def taken(data: tuple[Tensor, Tensor], index: Array) -> tuple[Tensor, Tensor]:
+def select_members(data: tuple[Tensor, Tensor], index: Array) -> tuple[Tensor, Tensor]:
     """Return the data of some members, without a copy of what is shared."""
     x, y = (part[: len(index)] if part.stride(0) == 0 else part[index] for part in data)
     return x, y
 
 
-def per_member(values: float | Sequence[float], size: int, name: str) -> Array:
-    """Return one value for each of `size` members.
-
-    Example:
-        >>> per_member(0.1, 3, "lr").tolist()
-        [0.1, 0.1, 0.1]
-    """
+def expand_values(values: float | Sequence[float], size: int, name: str) -> Array:
+    """Return one value for each of `size` members."""
     array = np.asarray(values)
     if array.ndim == 0:
         array = np.full(size, values)
