@@ -14,7 +14,6 @@ Reference:
     networks*, 2012, section 4.1: the colour noise.
 """
 
-import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from geoparam_lab.data.downsampled import Device, Shares, divide, mix_seed
+from geoparam_lab.data.image_source import Batches, Device, Shares, Source, mix_seed
 
 MEAN = (0.485, 0.456, 0.406)
 
@@ -45,8 +44,8 @@ Place = tuple[int, int, int]  # epoch, place in the epoch, number of the image
 Batch = tuple[Tensor, Tensor, Tensor]  # images in uint8, shifts of their colours, labels
 
 
-class ImageFolders:
-    """Images in one folder for each class, decoded by workers during training; a `Source`.
+class ImageFolders(Source):
+    """Images in one folder for each class, decoded by workers during training.
 
     Args:
         folder: has ``train`` and ``val``, which have the same classes.
@@ -67,81 +66,49 @@ class ImageFolders:
         (torch.Size([1, 3, 32, 32]), tensor([0]))
     """
 
-    mean = MEAN
-
     def __init__(self, folder: str | Path, size: int = 224, workers: int | None = None) -> None:
         if size < 8:
             raise ValueError(f"size is that of the crops, at least 8; got {size}.")
-        self.size = size
         self._augment, self._crop_middle = _make_transforms(size)
         self.workers = _count_workers() if workers is None else workers
-        self._train, classes = _list_images(Path(folder, "train"))
-        self._val, val_classes = _list_images(Path(folder, "val"))
+        train, classes = _list_images(Path(folder, "train"))
+        val, val_classes = _list_images(Path(folder, "val"))
         if only := sorted(set(classes) ^ set(val_classes)):
             raise ValueError(
                 f"{folder}: train and val have a folder for every class, but {len(only)} classes "
                 f"are in one of them alone, the first of them {only[0]}."
             )
-        self.classes = len(classes)
-        self.fingerprint: dict[str, Any] = {
-            "name": "folders",
-            "size": size,
-            "classes": self.classes,
-            "train": len(self._train.labels),
-            "val": len(self._val.labels),
-            "checksum": _checksum(Path(folder), self._train, self._val),
-        }
+        counts = {"train": len(train.labels), "val": len(val.labels)}
+        fingerprint = {"name": "folders", "size": size, "classes": len(classes), **counts}
+        fingerprint["checksum"] = _checksum(Path(folder), train, val)
+        super().__init__(train, val, len(classes), size, fingerprint)
 
-    def train(
+    def _make_batches(
         self,
-        batch_size: int,
-        *,
-        seed: int,
+        split: "_Listing",
+        shares: Shares,
         device: Device,
-        rank: int = 0,
-        world: int = 1,
+        seed: int | None = None,
         crop: int = 0,
     ) -> "FolderBatches":
-        """Return the training split in random order, augmented."""
         if crop:
             raise ValueError(
                 "crop is for images of 32 or 64; those from folders are always cropped at random, "
                 f"from a larger image. Leave it at 0; got {crop}."
             )
-        shares = Shares(len(self._train.labels), batch_size, rank, world)
-        images = _Images(self._train, self._augment, self.size, seed)
+        transform = self._crop_middle if seed is None else self._augment
+        images = _Images(split, transform, self.size, seed)
         return FolderBatches(images, shares, torch.device(device), self.workers)
 
-    def val(
-        self, batch_size: int, *, device: Device, rank: int = 0, world: int = 1
-    ) -> "FolderBatches":
-        """Return the validation split, the middle of each image."""
-        shares = Shares(len(self._val.labels), batch_size, rank, world, drop_last=False)
-        images = _Images(self._val, self._crop_middle, self.size)
-        return FolderBatches(images, shares, torch.device(device), self.workers)
 
-    def hold_out(self, share: float) -> "ImageFolders":
-        """Return a source that trains without a share of the images, and validates on these."""
-        part, every = copy.copy(self), self._train
-        part._train, part._val = (
-            _Listing(every.paths[numbers], every.labels[numbers])
-            for numbers in map(Tensor.numpy, divide(len(every.labels), share))
-        )
-        part.fingerprint = self.fingerprint | {
-            "train": len(part._train.labels),
-            "val": len(part._val.labels),
-        }
-        return part
-
-
-class FolderBatches:
-    """A split of `ImageFolders`, one epoch at a time; see `downsampled.Batches`."""
+class FolderBatches(Batches):
+    """A split of `ImageFolders`, one epoch at a time."""
 
     def __init__(
         self, images: "_Images", shares: Shares, device: torch.device, workers: int
     ) -> None:
-        self.shares, self.device, self.seed = shares, device, images.seed
-        self.steps, self.examples = shares.steps, shares.examples
+        super().__init__(shares)
+        self.device, self.seed = device, images.seed
         self._sampler = _Batches()
         self._mean = torch.tensor(MEAN, device=device)
         self._loader = DataLoader(
@@ -154,10 +121,8 @@ class FolderBatches:
             generator=torch.Generator(),  # else it draws from torch's own at each epoch
         )
 
-    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield images and labels; see `Batches`."""
-        remaining = self.shares.remaining(start)
-        self._sampler.batches = _list_places(self.shares, self.seed, number, remaining)
+    def _load(self, number: int, steps: range) -> Iterator[tuple[Tensor, Tensor]]:
+        self._sampler.batches = _list_places(self.shares, self.seed, number, steps)
         return map(self._finish, self._loader)
 
     def _finish(self, batch: Batch | str) -> tuple[Tensor, Tensor]:
@@ -295,6 +260,9 @@ class _Listing:
 
     paths: np.ndarray
     labels: np.ndarray
+
+    def select(self, images: Tensor) -> "_Listing":
+        return _Listing(self.paths[images.numpy()], self.labels[images.numpy()])
 
 
 def _list_images(folder: Path) -> tuple[_Listing, list[str]]:

@@ -37,6 +37,10 @@ class Split:
     def to(self, device: torch.device) -> "Split":
         return Split(self.images.to(device), self.labels.to(device))
 
+    def select(self, images: Tensor) -> "Split":
+        """Return some of the images."""
+        return Split(self.images[images], self.labels[images])
+
 
 def read(folder: Path, size: int) -> tuple[Split, Split, int, str]:
     """Return both splits of a folder, the number of classes, and a checksum of all of it."""

@@ -35,7 +35,7 @@ from geoparam_lab.training.images.run_checkpoints import WEIGHTS
 from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names
 
 if TYPE_CHECKING:
-    from geoparam_lab.data.downsampled import Source
+    from geoparam_lab.data.image_source import Source
     from geoparam_lab.training.images.process_group import Crew
 KEY = ("name",)
 DRAW_EVERY = 60  # seconds between two drawings of a sweep's figures

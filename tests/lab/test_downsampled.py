@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from geoparam_lab.data.downsampled import PackedImages, Shares
+from geoparam_lab.data.downsampled import PackedImages
+from geoparam_lab.data.image_source import Shares
 
 Epoch = list[tuple[Tensor, Tensor]]
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import geoparam as gp
-from geoparam_lab.data.downsampled import Batches, Source
+from geoparam_lab.data.image_source import Batches, Source
 from geoparam_lab.training.images import callbacks, preparation, run_checkpoints
 from geoparam_lab.training.images.averaging import Average
 from geoparam_lab.training.images.metrics import Result, Sums, average, find_epoch
@@ -84,7 +84,7 @@ class Training:
         self._since = 0.0
         self.outcome: str | None = None
         self.tracker: gp.BoundaryTracker | None = None
-        self._ticker = callbacks.Ticker(tick if self.is_main else None)
+        self._tick = tick if self.is_main else None
 
     def _prepare(self, model: nn.Module) -> None:
         """Let Accelerate prepare network and optimizer.
@@ -112,13 +112,15 @@ class Training:
 
         It ends early, with an outcome, when the loss is no longer finite.
         """
-        self._ticker.restart()
+        first, begin = self.step, time.perf_counter()
         self._lap()
         for batch in self.batches.epoch(self.epoch, self.step):
             self._set_rates()
             self.train_on(*batch)
             self.step += 1
-            self._ticker(self.epoch, self.step, self.settings.batch_size)
+            if self._tick is not None:
+                images = (self.step - first) * self.settings.batch_size
+                self._tick(self.epoch, self.step, images / (time.perf_counter() - begin))
             if self.step % LOOK_EVERY == 0 and not self._is_finite():
                 self.outcome = DIVERGED
                 return

@@ -12,7 +12,7 @@ from torch import nn
 import geoparam as gp
 from geoparam.optim import RowMuon
 from geoparam_lab import networks
-from geoparam_lab.data.downsampled import Source
+from geoparam_lab.data.image_source import Source
 from geoparam_lab.training.images import rival_optimizers
 from geoparam_lab.training.images.settings import PRECISIONS, Settings
 

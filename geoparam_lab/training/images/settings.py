@@ -117,53 +117,46 @@ class Settings:
         _check_name("schedule", self.schedule, SCHEDULES)
         _check_name("precision", self.precision, PRECISIONS)
         _check_name("skip", self.skip, ("centred", "plain"))
-        self._check_optimizer()
-        for name in ("batch_size", "epochs", "accumulate"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is at least 1; got {getattr(self, name)}.")
-        for name in ("momentum", "label_smoothing", "ema", "warmup", "select"):
-            if not 0 <= (getattr(self, name) or 0) < 1:
-                raise ValueError(f"{name} is from 0 to below 1; got {getattr(self, name)}.")
-        if self.schedule == "plateau-top5" and (self.select or self.recalibrate):
-            raise ValueError(
-                "select and recalibrate are for the weights at the end, and plateau-top5 reports "
-                "those of an earlier epoch. Choose another schedule."
-            )
-        finite = math.isfinite(self.lr) and math.isfinite(self.weight_decay)
-        if not finite or self.lr <= 0 or self.weight_decay < 0 or self.crop < 0:
-            raise ValueError(
-                "lr is above 0 and finite, weight_decay and crop are not below; got "
-                f"lr={self.lr}, weight_decay={self.weight_decay}, crop={self.crop}."
-            )
-        self._check_widths()
-        if self.batch_size % self.accumulate:
-            raise ValueError(
-                "accumulate divides a batch into equal parts; got "
-                f"{self.accumulate} for batch_size {self.batch_size}."
-            )
-
-    def _check_optimizer(self) -> None:
-        """Raise where the optimizer is unknown, or does not take an option that is set."""
         _check_name("optimizer", self.optimizer, OPTIMIZERS)
         _check_name("base", self.base or "sgd", BASES)
         _check_name("rest", self.rest or "sgd", BASES[:2])
-        for name in OPTIMIZERS["geometric"]:
-            if getattr(self, name) is not None and name not in OPTIMIZERS[self.optimizer]:
-                raise ValueError(
-                    f"{name} is not for optimizer {self.optimizer!r}; got {getattr(self, name)}."
-                )
-        if self.optimizer == "rotational" and not self.weight_decay:
-            raise ValueError("rotational turns units by decay's angle: weight_decay is above 0.")
+        for name in ("batch_size", "epochs", "accumulate"):
+            _check(getattr(self, name) >= 1, f"{name} is at least 1; got {getattr(self, name)}.")
+        for name in ("momentum", "label_smoothing", "ema", "warmup", "select"):
+            value = getattr(self, name)
+            _check(0 <= (value or 0) < 1, f"{name} is from 0 to below 1; got {value}.")
+        _check(
+            0 < self.lr < math.inf and 0 <= self.weight_decay < math.inf and self.crop >= 0,
+            "lr is above 0 and finite, weight_decay and crop are not below; got "
+            f"lr={self.lr}, weight_decay={self.weight_decay}, crop={self.crop}.",
+        )
+        _check(
+            self.batch_size % self.accumulate == 0,
+            "accumulate divides a batch into equal parts; got "
+            f"{self.accumulate} for batch_size {self.batch_size}.",
+        )
+        self._check_combinations()
 
-    def _check_widths(self) -> None:
-        """Raise where the network could not have these widths, or would leave some out."""
-        if self.widths is None:
-            return
-        one = self.network.startswith("resnet")
-        if not self.widths or min(self.widths) < 1 or (one and len(self.widths) > 1):
-            raise ValueError(
-                f"widths are numbers of channels from 1 on, {'one' if one else 'one or more'} for "
-                f"{self.network}; got {list(self.widths)}."
+    def _check_combinations(self) -> None:
+        """Raise where a setting does not go with another one."""
+        for name in OPTIMIZERS["geometric"]:
+            fits = getattr(self, name) is None or name in OPTIMIZERS[self.optimizer]
+            _check(fits, f"{name} is not for optimizer {self.optimizer!r}.")
+        _check(
+            self.optimizer != "rotational" or self.weight_decay > 0,
+            "rotational turns units by decay's angle: weight_decay is above 0.",
+        )
+        _check(
+            self.schedule != "plateau-top5" or not (self.select or self.recalibrate),
+            "select and recalibrate are for the weights at the end, and plateau-top5 reports "
+            "those of an earlier epoch. Choose another schedule.",
+        )
+        if self.widths is not None:
+            most = 1 if self.network.startswith("resnet") else math.inf
+            _check(
+                0 < len(self.widths) <= most and min(self.widths) >= 1,
+                "widths are numbers of channels from 1 on, one for a ResNet; got "
+                f"{list(self.widths)}.",
             )
 
     @property
@@ -211,3 +204,8 @@ class Outcome:
 def _check_name(what: str, name: str, known: Any) -> None:
     if name not in known:
         raise ValueError(f"{what} is one of {', '.join(known)}; got {name!r}.")
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

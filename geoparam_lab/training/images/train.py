@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from geoparam_lab.data.downsampled import Source
+from geoparam_lab.data.image_source import Source
 from geoparam_lab.training.images import callbacks, preparation, run_checkpoints
 from geoparam_lab.training.images.loop import DIVERGED, Training
 from geoparam_lab.training.images.settings import Outcome, Settings
@@ -39,7 +39,7 @@ def train(
         keep: how many of the last checkpoints stay.
         tensorboard: whether the curves are written for TensorBoard too.
         track: steps between two records of a `BoundaryTracker`; None for no tracker.
-        tick: called with epoch, step and images per second, at most every 0.3 s.
+        tick: called after every step with epoch, step and images per second of the epoch.
     """
     if checkpoint_every is not None and checkpoint_every < 1:
         raise ValueError(f"checkpoint_every is 1 or more; got {checkpoint_every}.")
