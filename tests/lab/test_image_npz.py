@@ -90,10 +90,6 @@ def as_floats(path: Path) -> None:
     rewrite(path, data=array(path, "data") / 255)
 
 
-def unpack(path: Path) -> None:
-    rewrite(path, data=array(path, "data").reshape(-1, 3, 8, 8))
-
-
 def from_zero(path: Path) -> None:
     rewrite(path, labels=array(path, "labels") - 1)
 
@@ -111,11 +107,10 @@ def without_images(path: Path) -> None:
     [
         (cut, "truncated or damaged"),
         (spoil, "truncated or damaged"),
-        (halve, "images and 8 labels"),
-        (narrow, "100 bytes for each image where one of 8x8 has 192"),
-        (as_floats, "of shape .* and type float64: they are rows of bytes"),
-        (unpack, "they are rows of bytes"),
-        (from_zero, "has the label 0: labels count from 1"),
+        (halve, r"shape \(4, 192\) .* where 8 labels .* ask for \(8, 192\)"),
+        (narrow, r"shape \(8, 100\) .* images of 8x8 ask for \(8, 192\)"),
+        (as_floats, "type float64, .* and uint8"),
+        (from_zero, "type int64, from 0 on: .* they count from 1"),
         (fractional, "one whole number for each image"),
         (without_images, "has no array .*data"),
     ],
@@ -131,7 +126,7 @@ def test_an_error_names_the_file_and_the_harm(
 
 
 def test_another_size_is_recognised(folder: Path) -> None:
-    with pytest.raises(ValueError, match="192 bytes .* of 32x32 has 3072. .* say size=8"):
+    with pytest.raises(ValueError, match=r"\(8, 192\) .* of 32x32 ask .*Name the right size"):
         PackedImages.load(folder, size=32)
 
 

@@ -23,7 +23,6 @@ import numpy as np
 
 from geoparam_lab.training.stacks.keras_rules import Judge
 
-FACTOR = 0.1
 PATIENCE, STOP_PATIENCE = 5, 10
 
 
@@ -77,9 +76,7 @@ class Plateau:
 
     def __init__(self, top: int, keeps_best: bool = False) -> None:
         self.top, self.keeps_best = top, keeps_best
-        self._judge = Judge(
-            np.ones(1), PATIENCE, STOP_PATIENCE, factor=FACTOR, higher_is_better=True
-        )
+        self._judge = Judge(np.ones(1), PATIENCE, STOP_PATIENCE, higher_is_better=True)
 
     def factor(self, epoch: float) -> float:
         """Return what rates are multiplied by in the coming epoch."""

@@ -27,12 +27,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from geoparam_lab.training.stacks import batched
 from geoparam_lab.training.stacks.keras_rules import Adam, Judge
-from geoparam_lab.training.stacks.packing import pack, unpack_, views
-from geoparam_lab.training.stacks.stack_inputs import (
+from geoparam_lab.training.stacks.packing import (
     Data,
     expand_data,
     expand_values,
+    pack,
     select_members,
+    unpack_,
+    views,
 )
 from geoparam_lab.training.stacks.stack_motion import Motion, Recorder
 
@@ -75,8 +77,6 @@ class Protocol:
         epochs: the most there are.
         patience: epochs without a better value before the rate falls.
         stop_patience: epochs without a better value before a member stops; None for 2 * patience.
-        factor: what the rate is multiplied by.
-        min_delta: what a value must be better by to count for the rate. (For stopping: anything.)
     """
 
     loss: Measure = absolute_error
@@ -86,15 +86,11 @@ class Protocol:
     epochs: int = 5000
     patience: int = 50
     stop_patience: int | None = None
-    factor: float = 0.1
-    min_delta: float = 1e-4
 
     def judge(self, rates: Array) -> Judge:
         """Return the judge of members with these learning rates."""
         stop = 2 * self.patience if self.stop_patience is None else self.stop_patience
-        return Judge(
-            rates, self.patience, stop, self.factor, self.min_delta, self.higher_is_better
-        )
+        return Judge(rates, self.patience, stop, self.higher_is_better)
 
 
 @dataclass(frozen=True)
