@@ -54,13 +54,6 @@ _GEOMETRIC_TYPES = {nn.Linear: gp.GmPLinear, nn.Conv2d: gp.GmPConv2d}
 class Method:
     """How weights are held and what is normalised.
 
-    Args:
-        title: the name in tables and figures.
-        layer: how a hidden layer holds its weight.
-        norm: the normalization of a hidden block.
-        init: "glorot", "sphere" or "he"; see above.
-        imn: where IMN stands: at a hidden block's "output" or at its "input".
-
     Example:
         >>> METHODS["gmp+imn"].conv2d(3, 128, 3)
         Sequential(
@@ -69,11 +62,11 @@ class Method:
         )
     """
 
-    title: str
+    title: str  # in tables and figures
     layer: Literal["plain", "weight_norm", "angles", "natural", "intrinsic"] = "plain"
     norm: Literal["bn", "ln", "mbn", "imn"] | None = None
-    init: str = "glorot"
-    imn: str = "output"
+    init: str = "glorot"  # or "sphere" or "he": see above
+    imn: str = "output"  # where IMN stands in a hidden block: at its "output" or its "input"
 
     def __post_init__(self) -> None:
         if self.init not in ("glorot", "sphere", "he"):

@@ -104,16 +104,8 @@ def resnet(
 ) -> "ResNet":
     """Return the ResNet of this depth under `method`, drawn from `seed`.
 
-    Args:
-        depth: 18, 34 or 50.
-        method: one of `methods.METHODS`.
-        classes: number of outputs.
-        skip: with IMN, what goes into skip connections: "centred" values, or "plain"; see above.
-        stem: "imagenet", or "small" for images of 32 or 64: its convolution is 3x3 with stride 1,
-            and there is no max pool.
-        width: channels of the first stage.
-        seed: of the weights.
-        options: the method's.
+    `stem` is "imagenet", or "small" for images of 32 or 64: a 3x3 convolution with stride 1 and no
+    max pool. `width` is the number of channels of the first stage, `options` are the method's.
 
     Example:
         >>> sum(p.numel() for p in resnet(18, "bn", 1000).parameters())

@@ -49,27 +49,21 @@ def load(data: str | Path | None = None, download: bool = False, seed: int = 0) 
         seed: of the draws; 0 gives the papers' points.
     """
     if not download and table_files.find(KEEL, data) is None:
-        return generated(seed)
-    return _divided(*_keel_points(table_files.load(KEEL, data, download), seed), seed, "KEEL")
+        return generate(seed)
+    return _divide(*_draw_keel(table_files.load(KEEL, data, download), seed), seed, "KEEL")
 
 
-def generated(seed: int = 0) -> Banana:
-    """Return as many points of :func:`geoparam_lab.data.synthetic.banana`, divided as KEEL's are.
-
-    Example:
-        >>> data = generated()
-        >>> data.x_train.shape, data.x_test.shape, data.source
-        ((800, 2), (200, 2), 'generated')
-    """
-    return _divided(*synthetic.banana(seed, POINTS), seed, "generated")
+def generate(seed: int = 0) -> Banana:
+    """Return as many points of `synthetic.banana`, divided as KEEL's are."""
+    return _divide(*synthetic.banana(seed, POINTS), seed, "generated")
 
 
-def _divided(x: np.ndarray, y: np.ndarray, seed: int, source: str) -> Banana:
+def _divide(x: np.ndarray, y: np.ndarray, seed: int, source: str) -> Banana:
     train, test = split(POINTS, seed)
     x_train, x_test = standardise(x[train], x[test])
     return Banana(x_train, y[train], x_test, y[test], source)
 
 
-def _keel_points(table: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _draw_keel(table: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
     chosen = table[np.random.RandomState(seed).choice(len(table), POINTS, replace=False)]
     return chosen[:, :2], (chosen[:, 2] + 1) / 2

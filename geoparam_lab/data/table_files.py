@@ -36,29 +36,17 @@ DEEPEST = 4  # archives in one another; Power's workbook, one itself, may be in 
 
 @dataclass(frozen=True)
 class Table:
-    """A data set that is one table.
+    """A data set that is one table."""
 
-    Arguments:
-        name: of the data set; ``NAME.csv`` is looked for first.
-        rows: how many there are.
-        columns: how many there are, with the target, which is the last.
-        checksum: :func:`checksum` of the table.
-        files: names of the original file.
-        urls: where it can be downloaded, in order of preference.
-        folder: a subfolder of the data folder that is searched, too.
-        surplus: columns after the target in the original, which are left out.
-        note: a hint for the error about wrong numbers.
-    """
-
-    name: str
+    name: str  # `NAME.csv` is looked for first
     rows: int
-    columns: int
-    checksum: str
-    files: tuple[str, ...]
-    urls: tuple[str, ...]
-    folder: str = ""
-    surplus: int = 0
-    note: str = ""
+    columns: int  # with the target, which is the last
+    checksum: str  # `checksum` of the table
+    files: tuple[str, ...]  # names of the original file
+    urls: tuple[str, ...]  # where it can be downloaded, in order of preference
+    folder: str = ""  # a subfolder of the data folder that is searched, too
+    surplus: int = 0  # columns after the target in the original, which are left out
+    note: str = ""  # a hint for the error about wrong numbers
 
 
 def load(table: Table, data: str | Path | None = None, download: bool = True) -> np.ndarray:

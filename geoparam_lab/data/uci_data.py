@@ -133,12 +133,6 @@ def load(
         data: folder with the files, before $GEOPARAM_DATA, the cache and the network.
         order: of the rows, "papers" or "uci"; they differ for boston alone.
         download: whether a set that is on no disk may be downloaded.
-
-    Example:
-        >>> load("bostn")
-        Traceback (most recent call last):
-        ...
-        ValueError: name must be one of boston, concrete, energy, naval, power, wine, yacht; ...
     """
     for what, value, allowed in (("name", name, NAMES), ("order", order, ORDERS)):
         if value not in allowed:

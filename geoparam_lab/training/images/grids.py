@@ -67,17 +67,11 @@ def _read_option(part: str) -> tuple[str, list[Any]]:
 
 @dataclass(frozen=True)
 class Task:
-    """One run of a sweep.
-
-    Args:
-        settings: all that decides its numbers.
-        method: the method with its options in words; see `list_points`.
-        tuned: its options in numbers, without the rate.
-    """
+    """One run of a sweep."""
 
     settings: Settings
-    method: str
-    tuned: str = ""
+    method: str  # with its options in words; see `list_points`
+    tuned: str = ""  # its options in numbers, without the rate
 
     @property
     def keys(self) -> list[tuple[Any, ...]]:
@@ -98,14 +92,7 @@ class Task:
 
 
 def papers_rate(network: str, method: str) -> float:
-    """Return the learning rate that a method has in the papers, or would have by their rule.
-
-    Example:
-        >>> [papers_rate("vgg6", method) for method in ("bn", "gmp+imn", "intrinsic+imn")]
-        [0.01, 0.1, 0.1]
-        >>> papers_rate("resnet18", "bn")
-        0.1
-    """
+    """Return the learning rate that a method has in the papers, or would have by their rule."""
     return 0.1 if network.startswith("resnet") else methods.LEARNING_RATES[method]
 
 

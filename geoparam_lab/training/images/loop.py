@@ -40,14 +40,7 @@ FINISHED, STOPPED, DIVERGED, COLLAPSED = "finished", "stopped early", "diverged"
 
 
 class Training:
-    """A run in progress.
-
-    Args:
-        settings: everything that decides the numbers.
-        source: the images.
-        accelerator: device and processes.
-        tick: see `train`.
-    """
+    """A run in progress; `tick` is that of `train`."""
 
     def __init__(
         self,

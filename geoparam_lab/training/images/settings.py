@@ -28,89 +28,46 @@ class Settings:
 
     A run's checkpoints hold its settings; a run with others does not resume from them.
 
-    Args:
-        network: as `networks.build` takes it.
-        method: one of `methods.METHODS`.
-        lr: the learning rate that the schedule scales.
-        batch_size: images in a step, over all processes.
-        seed: of the weights, the order of the images and their augmentation.
-        epochs: the most there are.
-        schedule: one of `schedules.SCHEDULES`.
-        warmup: share of all steps in which rates rise from 0.
-        optimizer: one of `OPTIMIZERS`. Those of `rival_optimizers` update the weights of hidden
-            layers, and "geometric" is `gp.GeometricOptimizer`.
-        momentum: of the optimizer; None for its own: 0.9 for SGD.
-        nesterov: whether SGD's momentum is Nesterov's.
-        weight_decay: of the weights that `param_groups` lets decay: never of angles.
-        base: with "geometric", the optimizer of units: "sgd", "adamw" or "muon".
-        turn: with "geometric", degrees by which units turn in a step.
-        coordinates: with "geometric", "intrinsic" or "angles".
-        rest: "sgd" or "adamw", for what is no row or unit; None for the optimizer's own.
-        rest_lr: rate of the rest; None for `lr`, or for 1e-3 with a rival's AdamW.
-        label_smoothing: of the training loss.
-        ema: decay of a moving average of the state, which is then what is evaluated; 0 for none.
-        accumulate: parts in which a batch goes through the network, one after the other.
-        precision: "fp32", or "bf16" for autocast.
-        compile: whether torch.compile makes the network's code.
-        channels_last: the layout of images and kernels in memory.
-        deterministic: whether the same run gives the same bits on a GPU too.
-        synchronise: whether norms take the means of the joint batch of all processes.
-        init: as `methods.get` takes it.
-        imn: as `methods.get` takes it.
-        skip: "centred" or "plain": a ResNet's skip connections.
-        crop: pixels by which an image of 32 or 64 is shifted at most; 0 for none.
-        angle_lr: as `param_groups` takes it.
-        widths: channels of VGG-6's convolutions, or of a ResNet's first stage; None: the papers'.
-        select: share of the training images that is kept back for choosing settings; the
-            validation images are then evaluated once, at the end.
-        recalibrate: training batches over which norms recompute their running statistics before
-            the last evaluation; 0 for none.
-        time_to: top-1 accuracies in percent; epochs and seconds to each are recorded.
-
     Example:
         >>> settings = Settings("vgg6", "gmp+imn", lr=0.1, batch_size=1024, seed=0)
         >>> settings.epochs, settings.schedule
         (90, 'steps')
-        >>> Settings("vgg6", "gmp+imn", lr=0.1, batch_size=100, seed=0, accumulate=3)
-        Traceback (most recent call last):
-        ...
-        ValueError: accumulate divides a batch into equal parts; got 3 for batch_size 100.
     """
 
-    network: str
-    method: str
-    lr: float
-    batch_size: int
-    seed: int
-    epochs: int = 90
-    schedule: str = "steps"
-    warmup: float = 0.0
-    optimizer: str = "sgd"
-    momentum: float | None = None
-    nesterov: bool = False
-    weight_decay: float = 0.0
-    base: str | None = None
-    turn: float | None = None
-    coordinates: str | None = None
-    rest: str | None = None
-    rest_lr: float | None = None
-    label_smoothing: float = 0.0
-    ema: float = 0.0
-    accumulate: int = 1
-    precision: str = "bf16"
-    compile: bool = False
-    channels_last: bool = True
-    deterministic: bool = False
-    synchronise: bool = True
-    init: str = "glorot"
-    imn: str = "output"
-    skip: str = "centred"
-    crop: int = 0
-    angle_lr: AngleRate = None
-    widths: tuple[int, ...] | None = None
-    select: float = 0.0
-    recalibrate: int = 0
-    time_to: tuple[float, ...] = ()
+    network: str  # as `networks.build` takes it
+    method: str  # one of `methods.METHODS`
+    lr: float  # the schedule scales it
+    batch_size: int  # images in a step, over all processes
+    seed: int  # of the weights, the order of the images and their augmentation
+    epochs: int = 90  # the most there are
+    schedule: str = "steps"  # one of `schedules.SCHEDULES`
+    warmup: float = 0.0  # share of all steps in which rates rise from 0
+    optimizer: str = "sgd"  # one of OPTIMIZERS; "geometric" is `gp.GeometricOptimizer`
+    momentum: float | None = None  # None for the optimizer's own: 0.9 for SGD
+    nesterov: bool = False  # whether SGD's momentum is Nesterov's
+    weight_decay: float = 0.0  # of the weights that `param_groups` lets decay: never of angles
+    base: str | None = None  # with "geometric", the optimizer of units: "sgd", "adamw" or "muon"
+    turn: float | None = None  # with "geometric", degrees by which units turn in a step
+    coordinates: str | None = None  # with "geometric", "intrinsic" or "angles"
+    rest: str | None = None  # "sgd" or "adamw", for what is no row or unit; None for the usual
+    rest_lr: float | None = None  # None for `lr`, or for 1e-3 with a rival's AdamW
+    label_smoothing: float = 0.0  # of the training loss
+    ema: float = 0.0  # decay of a moving average of the state, which is evaluated; 0 for none
+    accumulate: int = 1  # parts in which a batch goes through the network, one after the other
+    precision: str = "bf16"  # "fp32", or "bf16" for autocast
+    compile: bool = False  # use torch.compile
+    channels_last: bool = True  # the layout of images and kernels in memory
+    deterministic: bool = False  # the same run gives the same bits on a GPU too
+    synchronise: bool = True  # norms take the means of the joint batch of all processes
+    init: str = "glorot"  # as `methods.get` takes it
+    imn: str = "output"  # as `methods.get` takes it
+    skip: str = "centred"  # a ResNet's skip connections: "centred" or "plain"
+    crop: int = 0  # pixels by which an image of 32 or 64 is shifted at most
+    angle_lr: AngleRate = None  # as `param_groups` takes it
+    widths: tuple[int, ...] | None = None  # VGG-6's channels, or a ResNet's first stage's
+    select: float = 0.0  # share of the training images kept back for choosing settings
+    recalibrate: int = 0  # training batches that recompute running statistics at the end
+    time_to: tuple[float, ...] = ()  # top-1 in percent; epochs and seconds to each are recorded
 
     def __post_init__(self) -> None:
         methods.get(self.method, init=self.init, imn=self.imn)  # raises where they are unknown
@@ -181,20 +138,18 @@ class Settings:
 class Outcome:
     """The results of a run.
 
-    Args:
-        record: `method`, `network`, `seed`, `lr`, `batch_size`, `schedule`; `top1`, `top5`,
-            `train_top1`, `train_top5` in percent, `train_loss` and `val_loss`, of the best epoch
-            where the schedule keeps the best weights and of the last one elsewhere; `outcome`,
-            "finished", "stopped early", "collapsed" (ended at chance: `top1` about 100 / classes
-            and `train_loss` about log(classes)) or "diverged"; `epochs`, how many were completed;
-            `best_epoch`, the one (from 0) whose results these are; `images_per_second` of
-            training; `epochs_to_A` and `seconds_to_A` (of training alone) for each accuracy A of
-            `time_to` that was reached for good. A run that diverged has NaN for its results and
-            -1 for its best epoch. With `select` there are `select_top1`, `select_top5` and
-            `select_loss` besides.
-        curves: for each completed epoch `train_loss`, `train_top1`, `train_top5`, `val_loss`,
-            `val_top1`, `val_top5` (`select_...` with `select`), `lr` of its last step, and
-            `seconds` of training so far.
+    `record` has settings, `top1`, `top5`, `train_top1`, `train_top5` in percent, `train_loss` and
+    `val_loss`, of the best epoch where the schedule keeps the best weights and of the last one
+    elsewhere (with `select` also `select_top1`, `select_top5`, `select_loss`); `epochs` completed;
+    `best_epoch` (from 0), whose results these are; `images_per_second`; `epochs_to_A` and
+    `seconds_to_A` for each accuracy A of `time_to` that was reached for good; and `outcome`:
+
+        "finished", "stopped early"
+        "collapsed"    it ended at chance: top-1 of 100 / classes and a loss of log(classes)
+        "diverged"     the loss was not finite or huge; results are NaN and best_epoch is -1
+
+    `curves` has for each completed epoch losses and accuracies of training and validation images,
+    `lr` of its last step, and `seconds` of training so far.
     """
 
     record: dict[str, Any]

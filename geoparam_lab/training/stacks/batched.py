@@ -46,11 +46,6 @@ def forward(
         tensors: for each module its parameters and buffers by name, with the members first.
         x: each member's inputs.
         training: whether norms take the batch's statistics, and track them in the buffers.
-
-    Example:
-        >>> tensors = {"weight": torch.ones(5, 2, 3), "bias": torch.zeros(5, 2)}
-        >>> forward([nn.Linear(3, 2)], [tensors], torch.ones(5, 4, 3), training=True).shape
-        torch.Size([5, 4, 2])
     """
     signal = Signal(x)
     for module, own in zip(modules, tensors, strict=True):
@@ -91,25 +86,15 @@ def retract_(modules: Iterable[nn.Module], tensors: Sequence[Tensors]) -> None:
 
 @dataclass(frozen=True)
 class Signal:
-    """a W^T + b for each member, not yet computed, with a = x or a = relu(x V^T + c).
+    """a W^T + b for each member, not yet computed, with a = x or a = relu(x V^T + c)."""
 
-    Args:
-        x: (S, N, d).
-        weight: W (S, k, d), or None for the identity.
-        bias: b (S, k), or None for 0.
-        scale: (S, d), a factor of a; only without W.
-        hidden: V (S, d, n) and c (S, d), or None where a = x.
-        centred: whether to subtract the mean of a W^T over the batch.
-        deviation: (S, N, 1), what LN has divided the rows of (x, 1) by.
-    """
-
-    x: Tensor
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    scale: Tensor | None = None
-    hidden: tuple[Tensor, Tensor] | None = None
-    centred: bool = False
-    deviation: Tensor | None = None
+    x: Tensor  # (S, N, d)
+    weight: Tensor | None = None  # W (S, k, d), or None for the identity
+    bias: Tensor | None = None  # b (S, k), or None for 0
+    scale: Tensor | None = None  # (S, d), a factor of a; only without W
+    hidden: tuple[Tensor, Tensor] | None = None  # V (S, d, n) and c (S, d); None where a = x
+    centred: bool = False  # whether to subtract the mean of a W^T over the batch
+    deviation: Tensor | None = None  # (S, N, 1), what LN has divided the rows of (x, 1) by
 
     def apply_linear(self, weight: Tensor, bias: Tensor | None) -> "Signal":
         """Return the linear layer's output."""

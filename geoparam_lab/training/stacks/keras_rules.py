@@ -51,11 +51,8 @@ class Adam:
 class Judge:
     """ReduceLROnPlateau and EarlyStopping: whose value is better, whose rate falls, who stops.
 
-    Args:
-        rates: the members' learning rates, (S,).
-        patience: epochs without a better value before a rate falls.
-        stop_patience: the same before a member stops.
-        higher_is_better: the values' direction.
+    Rates are (S,); after `patience` epochs without a better value a rate falls, after
+    `stop_patience` a member stops.
 
     Example:
         >>> judge = Judge(np.array([1.0]), patience=1, stop_patience=2)

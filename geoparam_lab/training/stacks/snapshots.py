@@ -21,17 +21,11 @@ FRAMES = 60
 
 @dataclass(frozen=True)
 class Film:
-    """The states of a stack at some epochs.
+    """The states of a stack at some epochs."""
 
-    Args:
-        epochs: how many epochs of training came before each frame, (T,).
-        states: parameters and buffers of all members, (T, S, numbers).
-        model: one of the members.
-    """
-
-    epochs: Array
-    states: Tensor
-    model: nn.Sequential
+    epochs: Array  # how many epochs of training came before each frame, (T,)
+    states: Tensor  # parameters and buffers of all members, (T, S, numbers)
+    model: nn.Sequential  # one of the members
 
     def until(self, end: int) -> tuple[Array, Array]:
         """Return the epochs of a member's frames, and which they are: all before its end, and it.
@@ -87,8 +81,7 @@ def frame_epochs(epochs: int, count: int = FRAMES) -> Array:
 def align(films: Sequence[Array]) -> tuple[Array, list[Array]]:
     """Return the epochs of the longest film, and for each film its frame at each of them.
 
-    Args:
-        films: the epochs of each film's frames, (T,), the last being its end.
+    `films` are the epochs of each film's frames, (T,), the last being its end.
 
     Example:
         >>> steps, frames = align([np.array([0, 1, 4, 9]), np.array([0, 1, 2])])
@@ -116,10 +109,7 @@ def together(films: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict
 def largest_since(values: Array, steps: Array, per_epoch: int = 1) -> Array:
     """Return the largest value of any update since the frame before, 0 where there was none.
 
-    Args:
-        values: one for each update, (updates,).
-        steps: the epochs of the frames, (T,).
-        per_epoch: updates in an epoch.
+    `values` has one for each update, of which there are `per_epoch`; `steps` are frames' epochs.
 
     Example:
         >>> largest_since(np.array([1.0, 5.0, 2.0]), np.array([0, 1, 3, 9]))

@@ -66,26 +66,15 @@ def binary_accuracy(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How every member is trained.
-
-    Args:
-        loss: what is minimised.
-        metric: what is judged, on the evaluation data; None judges the training loss.
-        higher_is_better: the direction of what is judged.
-        batch_size: None for all rows at once; else each epoch has its own order of the rows, and
-            its last batch may be smaller.
-        epochs: the most there are.
-        patience: epochs without a better value before the rate falls.
-        stop_patience: epochs without a better value before a member stops; None for 2 * patience.
-    """
+    """How every member is trained."""
 
     loss: Measure = absolute_error
-    metric: Measure | None = None
+    metric: Measure | None = None  # judged on the evaluation data; None judges the training loss
     higher_is_better: bool = False
-    batch_size: int | None = None
-    epochs: int = 5000
-    patience: int = 50
-    stop_patience: int | None = None
+    batch_size: int | None = None  # None for all rows; else each epoch has its own order of them
+    epochs: int = 5000  # the most there are
+    patience: int = 50  # epochs without a better value before the rate falls
+    stop_patience: int | None = None  # the same before a member stops; None for 2 * patience
 
     def judge(self, rates: Array) -> Judge:
         """Return the judge of members with these learning rates."""
@@ -95,30 +84,17 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Result:
-    """What training leaves behind; arrays over epochs are NaN where a member had stopped.
+    """The result of training; arrays over epochs are NaN where a member had stopped."""
 
-    Args:
-        losses: mean training loss of each epoch, (epochs, S).
-        metrics: what was judged after each epoch, (epochs, S); without a metric, the losses.
-        rates: the learning rate of each epoch, (epochs, S).
-        epochs: how many epochs each member was trained for, (S,).
-        best_epoch: the epoch whose weights were kept, (S,); -1 if there was none.
-        outcomes: why each stopped: "patience", "epochs" or "diverged".
-        motion: how the boundaries moved in each step, if that was tracked.
-        states: the best weights, parameters and buffers in the order of `packing`, (S, numbers).
-        snapshots: states by how many epochs came before them; of a member that has stopped, its
-            best weights.
-    """
-
-    losses: Array
-    metrics: Array
-    rates: Array
-    epochs: Array
-    best_epoch: Array
-    outcomes: list[str]
-    motion: Motion | None
-    states: Tensor = field(repr=False)
-    snapshots: dict[int, Tensor] = field(repr=False)
+    losses: Array  # mean training loss of each epoch, (epochs, S)
+    metrics: Array  # judged after each epoch, (epochs, S); without a metric, the losses
+    rates: Array  # the learning rate of each epoch, (epochs, S)
+    epochs: Array  # how many epochs each member was trained for, (S,)
+    best_epoch: Array  # the epoch whose weights were kept, (S,); -1 if there was none
+    outcomes: list[str]  # why each stopped: "patience", "epochs" or "diverged"
+    motion: Motion | None  # how the boundaries moved in each step, if that was tracked
+    states: Tensor = field(repr=False)  # the best weights, as `packing` has them, (S, numbers)
+    snapshots: dict[int, Tensor] = field(repr=False)  # by epoch; the best weights after a stop
     _models: Sequence[nn.Sequential] = field(repr=False)
     _batches: Array = field(repr=False)  # how many the best weights have seen
 
