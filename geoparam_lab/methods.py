@@ -169,7 +169,6 @@ def mlp(
     widths: Sequence[int],
     *,
     seed: int = 0,
-    device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float64,
     **options: str,
 ) -> nn.Sequential:
@@ -187,14 +186,13 @@ def mlp(
     if len(widths) < 2:
         raise ValueError(f"widths are those of inputs, hidden layers, outputs; got {widths}.")
     method = get(name, **options)
-    place: dict[str, Any] = {"device": device, "dtype": dtype}
     *hidden, outputs = widths
     with use_seed(seed):
         blocks = [
-            method.linear(n, out, first=index == 0, **place)
+            method.linear(n, out, first=index == 0, dtype=dtype)
             for index, (n, out) in enumerate(zip(hidden, hidden[1:], strict=False))
         ]
-        output = method.output(hidden[-1], outputs, **place)
+        output = method.output(hidden[-1], outputs, dtype=dtype)
     return nn.Sequential(*(module for block in blocks for module in block), output)
 
 

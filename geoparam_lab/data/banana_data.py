@@ -39,31 +39,27 @@ class Banana(NamedTuple):
     source: str
 
 
-def load(data: str | Path | None = None, download: bool = False, seed: int = 0) -> Banana:
+def load(data: str | Path | None = None, download: bool = False) -> Banana:
     """Return 800 training and 200 test points, standardised on the training part.
 
     Arguments:
         data: folder with KEEL's file, before $GEOPARAM_DATA and the cache.
         download: get the file where it is on no disk; an error where that fails. Without it,
             points are generated instead, at once.
-        seed: of the draws; 0 gives the papers' points.
     """
     if not download and table_files.find(KEEL, data) is None:
-        return generate(seed)
-    return _divide(*_draw_keel(table_files.load(KEEL, data, download), seed), seed, "KEEL")
+        return generate()
+    table = table_files.load(KEEL, data, download)
+    chosen = table[np.random.RandomState(0).choice(len(table), POINTS, replace=False)]
+    return _divide(chosen[:, :2], (chosen[:, 2] + 1) / 2, "KEEL")
 
 
-def generate(seed: int = 0) -> Banana:
+def generate() -> Banana:
     """Return as many points of `synthetic.banana`, divided as KEEL's are."""
-    return _divide(*synthetic.banana(seed, POINTS), seed, "generated")
+    return _divide(*synthetic.banana(0, POINTS), "generated")
 
 
-def _divide(x: np.ndarray, y: np.ndarray, seed: int, source: str) -> Banana:
-    train, test = split(POINTS, seed)
+def _divide(x: np.ndarray, y: np.ndarray, source: str) -> Banana:
+    train, test = split(POINTS, seed=0)
     x_train, x_test = standardise(x[train], x[test])
     return Banana(x_train, y[train], x_test, y[test], source)
-
-
-def _draw_keel(table: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    chosen = table[np.random.RandomState(seed).choice(len(table), POINTS, replace=False)]
-    return chosen[:, :2], (chosen[:, 2] + 1) / 2

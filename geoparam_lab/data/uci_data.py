@@ -5,7 +5,7 @@ which has them in full. Power's workbook has five sheets, each a shuffle of the 
 papers read the first. Naval has two constant columns (8 and 11) and two equal ones (5 and 6); the
 target is the compressor's decay, and the turbine's, after it, is left out, as is Energy's cooling
 load. Boston comes from Keras in the papers' code, which shuffles the archive's rows; since splits
-are drawn by row number, "papers" is the default order.
+are drawn by row number, it is shuffled here, too.
 """
 
 from dataclasses import replace
@@ -120,36 +120,23 @@ _TABLES = (
 )
 TABLES = {table.name: replace(table, folder="uci") for table in _TABLES}
 NAMES = tuple(TABLES)
-ORDERS = ("papers", "uci")
 
 
 def load(
-    name: str, data: str | Path | None = None, order: str = "papers", download: bool = True
+    name: str, data: str | Path | None = None, download: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs (points, features) and targets (points,), raw, in float64.
 
     Arguments:
         name: one of ``NAMES``.
         data: folder with the files, before $GEOPARAM_DATA, the cache and the network.
-        order: of the rows, "papers" or "uci"; they differ for boston alone.
         download: whether a set that is on no disk may be downloaded.
     """
-    for what, value, allowed in (("name", name, NAMES), ("order", order, ORDERS)):
-        if value not in allowed:
-            raise ValueError(f"{what} must be one of {', '.join(allowed)}; got {value!r}")
+    if name not in NAMES:
+        raise ValueError(f"name must be one of {', '.join(NAMES)}; got {name!r}")
     table = load_table(TABLES[name], data, download)
-    if name == "boston" and order == "papers":
-        table = table[keras_order(len(table))]
+    if name == "boston":  # in the order of Keras's boston_housing.load_data
+        order = np.arange(len(table))
+        np.random.RandomState(113).shuffle(order)
+        table = table[order]
     return table[:, :-1], table[:, -1]
-
-
-def keras_order(n: int) -> np.ndarray:
-    """The order in which Keras's ``boston_housing.load_data`` returns the archive's n rows.
-
-    Example:
-        >>> keras_order(506)[:4].tolist()
-        [22, 202, 368, 335]
-    """
-    order = np.arange(n)
-    np.random.RandomState(113).shuffle(order)
-    return order

@@ -93,12 +93,6 @@ def test_an_altered_file_is_an_error_and_not_replaced(tmp_path: Path, nowhere: N
         banana_data.load(tmp_path)
 
 
-def test_seeds_draw_other_points(nowhere: None) -> None:
-    first, again, other = banana_data.load(), banana_data.load(), banana_data.load(seed=1)
-    np.testing.assert_array_equal(first.x_train, again.x_train)
-    assert (first.x_train != other.x_train).any()
-
-
 # --- the generator ----------------------------------------------------------------------------
 
 

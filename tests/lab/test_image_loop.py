@@ -21,7 +21,7 @@ import geoparam as gp
 from geoparam_lab import methods, networks
 from geoparam_lab.training.images import loop, preparation, run_checkpoints, schedules
 from geoparam_lab.training.images.loop import Training
-from geoparam_lab.training.images.settings import Outcome, Settings
+from geoparam_lab.training.images.settings import Outcome
 from geoparam_lab.training.images.train import train
 
 pytest.importorskip("accelerate")
@@ -84,14 +84,6 @@ def test_rivals_are_for_plain_weights(method: str) -> None:
     model = networks.build("vgg6", method, 2, size=8, widths=(4, 4))
     with pytest.raises(ValueError, match="is for plain weights"):
         preparation.make_optimizer(settings(method, optimizer="muon"), model)
-
-
-@pytest.mark.parametrize("skip", ["centred", "plain"])
-def test_a_residual_network_trains(skip: str, tmp_path: Path) -> None:
-    chosen = Settings(
-        "resnet18", "gmp+imn", 0.05, BATCH, 0, epochs=1, precision="fp32", skip=skip, widths=(4,)
-    )
-    assert np.isfinite(train(chosen, source(BATCH), tmp_path).record["val_loss"])
 
 
 def test_learns(tmp_path: Path) -> None:
@@ -182,13 +174,6 @@ def test_results_are_those_of_the_weights(tmp_path: Path) -> None:
     assert record["val_loss"] == pytest.approx(loss, rel=1e-5)
     assert record["best_epoch"] == 1 and record["epochs"] == 2 and record["images_per_second"] > 0
     assert {len(curve) for curve in outcome.curves.values()} == {2}
-
-
-def test_the_rate_follows_the_schedule(tmp_path: Path) -> None:
-    outcome = train(settings("sp", epochs=9, lr=0.02), source(BATCH), tmp_path)
-    np.testing.assert_allclose(
-        outcome.curves["lr"], 0.02 * np.array([1, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.001])
-    )
 
 
 def test_the_rate_rises_and_falls_in_every_step(

@@ -68,61 +68,37 @@ def test_the_fingerprint_knows_every_number(folder: Path, file: str, name: str) 
 # --- files that cannot be used ------------------------------------------------------------------
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
+def flip(content: bytes) -> bytes:
+    return content[:600] + bytes([content[600] ^ 255]) + content[601:]  # zip has a checksum of it
 
 
-def spoil(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[600] ^= 255  # within the first array, whose checksum zip keeps
-    path.write_bytes(content)
-
-
-def halve(path: Path) -> None:
-    rewrite(path, data=array(path, "data")[::2])
-
-
-def narrow(path: Path) -> None:
-    rewrite(path, data=array(path, "data")[:, :100])
-
-
-def as_floats(path: Path) -> None:
-    rewrite(path, data=array(path, "data") / 255)
-
-
-def from_zero(path: Path) -> None:
-    rewrite(path, labels=array(path, "labels") - 1)
-
-
-def fractional(path: Path) -> None:
-    rewrite(path, labels=array(path, "labels") / 2)
-
-
-def without_images(path: Path) -> None:
-    rewrite(path, data=None)
+@pytest.mark.parametrize("damage", [lambda content: content[:-100], flip])
+def test_a_damaged_file_is_named(folder: Path, damage: Callable[[bytes], bytes]) -> None:
+    path = tiny_images.train_file(folder, 2)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=f"{path} is truncated or damaged"):
+        PackedImages.load(folder, size=8)
 
 
 @pytest.mark.parametrize(
-    ("harm", "message"),
+    ("name", "change", "message"),
     [
-        (cut, "truncated or damaged"),
-        (spoil, "truncated or damaged"),
-        (halve, r"shape \(4, 192\) .* where 8 labels .* ask for \(8, 192\)"),
-        (narrow, r"shape \(8, 100\) .* images of 8x8 ask for \(8, 192\)"),
-        (as_floats, "type float64, .* and uint8"),
-        (from_zero, "type int64, from 0 on: .* they count from 1"),
-        (fractional, "one whole number for each image"),
-        (without_images, "has no array .*data"),
+        ("data", lambda data: data[::2], r"shape \(4, 192\) .* where 8 labels .* \(8, 192\)"),
+        ("data", lambda data: data[:, :100], r"\(8, 100\) .* images of 8x8 ask for \(8, 192\)"),
+        ("data", lambda data: data / 255, "type float64, .* and uint8"),
+        ("data", lambda data: None, "has no array .*data"),
+        ("labels", lambda labels: labels - 1, "type int64, from 0 on: .* they count from 1"),
+        ("labels", lambda labels: labels / 2, "one whole number for each image"),
     ],
 )
 def test_an_error_names_the_file_and_the_harm(
-    folder: Path, harm: Callable[[Path], None], message: str
+    folder: Path, name: str, change: Callable[[np.ndarray], Any], message: str
 ) -> None:
-    file = "train_data_batch_2.npz"
-    harm(folder / file)
+    path = tiny_images.train_file(folder, 2)
+    rewrite(path, **{name: change(array(path, name))})
     with pytest.raises(ValueError, match=message) as error:
         PackedImages.load(folder, size=8)
-    assert str(folder / file) in str(error.value)
+    assert str(path) in str(error.value)
 
 
 def test_another_size_is_recognised(folder: Path) -> None:

@@ -196,11 +196,6 @@ def test_broken_files_are_named(elsewhere: Path, content: bytes, message: str) -
         table_files.load(TABLE, elsewhere)
 
 
-def test_columns_after_the_target_are_left_out(elsewhere: Path) -> None:
-    (elsewhere / "toy.data").write_bytes(text(SURPLUS, " ", ""))
-    np.testing.assert_array_equal(table_files.load(TABLE, elsewhere), NUMBERS)
-
-
 @pytest.mark.parametrize("factor", [1 - 1e-15, 1 + 4e-15])
 def test_the_checksum_forgives_how_numbers_are_printed(factor: float) -> None:
     assert table_files.checksum(NUMBERS * factor) == TABLE.checksum
@@ -343,21 +338,6 @@ def test_no_server_is_explained(elsewhere: Path, address: str) -> None:
     table = dataclasses.replace(TABLE, urls=("http://127.0.0.1:9/toy",))
     with pytest.raises(FileNotFoundError, match=r"(?s)127.0.0.1:9/toy: .*refused"):
         table_files.load(table)
-
-
-def test_an_interrupted_write_leaves_nothing(
-    elsewhere: Path, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = Path.write_text
-
-    def interrupted(path: Path, content: str) -> None:
-        write(path, content[:5])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "write_text", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        table_files.load(at(address, "/csv"))
-    assert cached(elsewhere) == []
 
 
 def test_a_cache_that_cannot_be_written_does_not_matter(elsewhere: Path, address: str) -> None:

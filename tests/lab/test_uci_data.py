@@ -25,17 +25,11 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_real_sets_have_the_known_numbers_and_sizes(name: str) -> None:
+def test_real_sets_have_their_sizes_and_standardise_without_nan(name: str) -> None:
     x, y = uci_data.load(name, download=False)
     assert x.shape == (POINTS[name], FEATURES[name]) and y.shape == (POINTS[name],)
-    assert x.dtype == y.dtype == np.float64 and np.isfinite(x).all() and np.isfinite(y).all()
-
-
-def test_real_sets_standardise_without_nan(name: str) -> None:
-    x, y = uci_data.load(name, download=False)
     parts = stack(x, y, range(10), "heldout")
-    for array in parts:
-        assert np.isfinite(array).all()
+    assert all(np.isfinite(array).all() for array in parts)
     constant = [8, 11] if name == "naval" else []
     deviations = parts.x_train.std(axis=1)
     np.testing.assert_allclose(np.delete(deviations, constant, axis=1), 1, rtol=1e-9)
@@ -89,13 +83,14 @@ def test_original_text_files_are_read(
     header = '"fixed acidity";"quality"' if name == "wine" else ""
     rows = np.column_stack([table, surplus])
     np.savetxt(path, rows, delimiter=separator, fmt="%.16e", header=header, comments="")
-    x, y = uci_data.load(name, tmp_path, order="uci", download=False)
-    np.testing.assert_array_equal(np.column_stack([x, y]), table)
+    read = table_files.load(uci_data.TABLES[name], tmp_path, download=False)
+    np.testing.assert_array_equal(read, table)
 
 
 def test_the_papers_order_of_boston_is_keras_shuffle_of_the_archives() -> None:
     needs("boston")
-    x, y = uci_data.load("boston", order="uci", download=False)
+    table = table_files.load(uci_data.TABLES["boston"], download=False)
+    x, y = table[:, :-1], table[:, -1]
     indices = np.arange(506)
     np.random.RandomState(113).shuffle(indices)
     shuffled_x, shuffled_y = uci_data.load("boston", download=False)
@@ -105,11 +100,9 @@ def test_the_papers_order_of_boston_is_keras_shuffle_of_the_archives() -> None:
     assert shuffled_y[:4].tolist() == [15.2, 42.3, 50.0, 21.1]  # as Keras's documentation shows
 
 
-def test_unknown_names_and_orders_are_refused() -> None:
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="boston, concrete, .*; got 'housing'"):
         uci_data.load("housing")
-    with pytest.raises(ValueError, match="order must be one of papers, uci; got 'keras'"):
-        uci_data.load("boston", order="keras")
 
 
 @pytest.mark.parametrize("table", uci_data.TABLES.values(), ids=uci_data.NAMES)

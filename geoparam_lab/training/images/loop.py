@@ -36,6 +36,7 @@ LOOK_EVERY = 50  # steps between two reads of the loss
 HOPELESS = 10.0  # times log(classes), the loss of guessing: a mean loss above it is divergence
 SHORT = 100  # steps of a run that may end at chance without having collapsed: it started there
 MEASURES = ("loss", "top1", "top5")
+_PLAIN = ("epoch", "step", "best_epoch", "best_weights", "seconds", "final", "outcome")
 FINISHED, STOPPED, DIVERGED, COLLAPSED = "finished", "stopped early", "diverged", "collapsed"
 
 
@@ -321,37 +322,29 @@ class Training:
         """Return everything that going on needs; a collective call, complete in the main one."""
         return {
             **self.identity,
+            **{name: getattr(self, name) for name in _PLAIN},
+            "curves": {name: list(curve) for name, curve in self.curves.items()},
             "average": self.weights() if self.average is not None else None,
             "model": run_checkpoints.get_weights(self.model),
             "optimizer": run_checkpoints.get_moments(self.model, self.optimizer),
             "schedule": self.schedule.state_dict(),
-            "epoch": self.epoch,
-            "step": self.step,
             "sums": self.sums.over_processes(self.accelerator),
-            "curves": {name: list(values) for name, values in self.curves.items()},
-            "best_epoch": self.best_epoch,
-            "best_weights": self.best_weights,
-            "seconds": self.seconds,
-            "final": list(self.final),
-            "outcome": self.outcome,
             "random": run_checkpoints.get_random_state(self.accelerator.device),
             "tracker": self.tracker.state_dict() if self.tracker is not None else None,
         }
 
     def load_state_dict(self, state: run_checkpoints.State) -> None:
         """Go on from a state."""
+        for name in _PLAIN:
+            setattr(self, name, state[name])
+        self.curves = {name: list(state["curves"][name]) for name in self.curves}
         run_checkpoints.load_moments(self.model, self.optimizer, state["optimizer"])
         if self.average is not None:
             run_checkpoints.load_weights(self.model, state["average"])
             self.average.restart()
         run_checkpoints.load_weights(self.model, state["model"])
         self.schedule.load_state_dict(state["schedule"])
-        self.epoch, self.step = state["epoch"], state["step"]
         self.sums.load(state["sums"] if self.is_main else [0.0] * 4)
-        self.curves = {name: list(state["curves"][name]) for name in self.curves}
-        self.best_epoch, self.best_weights = state["best_epoch"], state["best_weights"]
-        self.seconds, self.final = state["seconds"], list(state["final"])
-        self.outcome = state["outcome"]
         run_checkpoints.load_random_state(state["random"], self.accelerator.device)
 
 
