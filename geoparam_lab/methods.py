@@ -1,30 +1,26 @@
 """The methods that the experiments compare, as one table of builders.
 
 A method is a way to hold the weight (plain, weight-normalised, geometric in one of three forms)
-and a normalization, or none. From these two it builds what a network is made of:
-
-    linear, conv2d    a hidden block: layer, normalization and ReLU
-    output            the output layer
+and a normalization, or none. It builds hidden blocks (`linear`, `conv2d`: layer, normalization and
+ReLU) and the `output` layer.
 
 **Units.** Without BN or LN, a geometric block is the papers' unit r relu(u^T x + lam), with r
 outside. With BN or LN it is what `geoparam.convert_` makes of such a network: r inside, then the
-norm, then ReLU. A layer before a BN or an MBN has no bias of its own, since it would cancel.
+norm, then ReLU. A layer before a BN or an MBN has no bias, since it would cancel.
 
 **Initialisation.** "glorot" is the code behind the papers' tables: Glorot-uniform weights, turned
 into (u, r = ||w||) or (v, l = ||v||), all offsets 0. For convolutions the code has two bounds,
 sqrt(6 / (k^2 (in + out))) for plain layers and sqrt(6 / (k^2 in + out)) for the others. "sphere"
-is the papers' text, for geometric layers: uniform directions, r = 1; plain and weight-normalised
-layers stay Glorot-uniform. "he" draws hidden weights, plain or weight-normalised, from
-N(0, 2 / fan-in). Output layers are always Glorot-uniform. From one seed, networks of linear layers
-get the same Glorot weights under all methods, so that SP, WN and GmP start as one function.
+is the papers' text, for geometric layers: uniform directions, r = 1; others stay Glorot-uniform.
+"he" draws hidden weights, plain or weight-normalised, from N(0, 2 / fan-in). Output layers are
+always Glorot-uniform. From one seed, networks of linear layers get the same Glorot weights under
+all methods, so that SP, WN and GmP start as one function.
 
 **Norms.** BN and LN have Keras's epsilon of 1e-3, BN, MBN and IMN its momentum, 1 % of each new
-batch. IMN stands where the papers' code has it, at the end of each hidden block: thus every layer
-but the first has a centred input, the output layer too, and the first sees data centred in
-preprocessing. `imn="input"` is the papers' text instead: at the start of each hidden block but the
-first, so that it does nothing in a network of one hidden layer.
-
-WN and WN+MBN normalise the output layer too, without MBN there.
+batch. IMN stands where the papers' code has it, at the end of each hidden block: every layer but
+the first has a centred input. `imn="input"` is the papers' text: at the start of each hidden block
+but the first, so that it does nothing in a network of one hidden layer. WN and WN+MBN normalise
+the output layer too, without MBN there.
 """
 
 import contextlib
@@ -56,16 +52,7 @@ _GEOMETRIC_TYPES = {nn.Linear: gp.GmPLinear, nn.Conv2d: gp.GmPConv2d}
 
 @dataclass(frozen=True)
 class Method:
-    """How weights are held and what is normalised, with the builders that follow from it.
-
-    Args:
-        title: the name in tables and figures.
-        layer: how a hidden layer holds its weight.
-        norm: the normalization of a hidden block.
-        init: "glorot", "sphere" or "he"; see above.
-        mbn_bias: "after" the mean-only batch norm (Salimans & Kingma), or "cancelled", as in the
-            papers' code: added before it, without effect, so that units have no offset.
-        imn: where IMN stands: at a hidden block's "output" or at its "input".
+    """How weights are held and what is normalised.
 
     Example:
         >>> METHODS["gmp+imn"].conv2d(3, 128, 3)
@@ -75,12 +62,11 @@ class Method:
         )
     """
 
-    title: str
+    title: str  # in tables and figures
     layer: Literal["plain", "weight_norm", "angles", "natural", "intrinsic"] = "plain"
     norm: Literal["bn", "ln", "mbn", "imn"] | None = None
-    init: str = "glorot"
-    mbn_bias: str = "after"
-    imn: str = "output"
+    init: str = "glorot"  # or "sphere" or "he": see above
+    imn: str = "output"  # where IMN stands in a hidden block: at its "output" or its "input"
 
     def __post_init__(self) -> None:
         if self.init not in ("glorot", "sphere", "he"):
@@ -90,14 +76,11 @@ class Method:
                 f"init='he' draws weights, and {self.title} has directions and scales instead. "
                 "Use 'glorot' or 'sphere'."
             )
-        if self.mbn_bias not in ("after", "cancelled"):
-            raise ValueError(f"mbn_bias is 'after' or 'cancelled'; got {self.mbn_bias!r}.")
         if self.imn not in ("output", "input"):
             raise ValueError(f"imn is 'output' or 'input'; got {self.imn!r}.")
 
     @property
     def is_geometric(self) -> bool:
-        """Whether units have a direction, a distance and a scale."""
         return self.layer in _GEOMETRIC
 
     @property
@@ -108,45 +91,29 @@ class Method:
     def linear(
         self, in_features: int, out_features: int, *, first: bool = False, **place: Any
     ) -> nn.Sequential:
-        """Return a hidden block of `out_features` units; `place` is device and dtype.
-
-        Example:
-            >>> [type(module).__name__ for module in METHODS["bn"].linear(4, 8)]
-            ['Linear', 'BatchNorm1d', 'ReLU']
-        """
+        """Return a hidden block of `out_features` units; `place` is device and dtype."""
         shape = {"in_features": in_features, "out_features": out_features}
-        return _block(self, nn.Linear, shape, out_features, first, place)
+        return _make_block(self, nn.Linear, shape, first, place)
 
     def conv2d(
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: int | tuple[int, int],
+        kernel_size: int,
         *,
         first: bool = False,
-        stride: int | tuple[int, int] = 1,
-        padding: str | int | tuple[int, int] = 0,
-        **place: Any,
+        stride: int = 1,
+        padding: int = 0,
     ) -> nn.Sequential:
-        """Return a hidden block of `out_channels` units; `place` is device and dtype."""
-        shape = {
-            "in_channels": in_channels,
-            "out_channels": out_channels,
-            "kernel_size": kernel_size,
-            "stride": stride,
-            "padding": padding,
-        }
-        return _block(self, nn.Conv2d, shape, out_channels, first, place)
+        """Return a hidden block of `out_channels` units."""
+        shape = {"in_channels": in_channels, "out_channels": out_channels}
+        shape |= {"kernel_size": kernel_size, "stride": stride, "padding": padding}
+        return _make_block(self, nn.Conv2d, shape, first, {})
 
     def output(self, in_features: int, out_features: int, **place: Any) -> nn.Linear:
-        """Return the output layer: linear, weight-normalised where the hidden layers are.
-
-        Example:
-            >>> METHODS["gmp"].output(100, 1)
-            Linear(in_features=100, out_features=1, bias=True)
-        """
+        """Return the output layer: linear, weight-normalised where the hidden layers are."""
         shape = {"in_features": in_features, "out_features": out_features}
-        return _plain(nn.Linear, {**shape, **place}, "glorot", self.layer == "weight_norm")
+        return _make_plain(nn.Linear, {**shape, **place}, "glorot", self.layer == "weight_norm")
 
 
 METHODS: dict[str, Method] = {
@@ -169,23 +136,18 @@ LEARNING_RATES = {name: method.lr for name, method in METHODS.items()}
 
 
 def without_options(name: str) -> str:
-    """Return a method's name without the options that may follow it.
-
-    Example:
-        >>> without_options("bn:optimizer=muon")
-        'bn'
-    """
+    """Return a method's name without its options: "bn" for "bn:optimizer=muon"."""
     return name.partition(":")[0]
 
 
 def rank(name: str) -> int:
-    """Return a method's place in the order of tables; those that are not known come last."""
+    """Return a method's place in the order of tables; unknown ones come last."""
     order = list(METHODS)
     return order.index(without_options(name)) if without_options(name) in order else len(order)
 
 
 def title(name: str) -> str:
-    """Return what a method is called in tables, with the options that are part of its name.
+    """Return a method's title in tables, with the options that are part of its name.
 
     Example:
         >>> title("gmp+imn"), title("bn:optimizer=muon"), title("mine")
@@ -196,12 +158,7 @@ def title(name: str) -> str:
 
 
 def get(name: str, **options: str) -> Method:
-    """Return the method of this name, with other options than the default where they are given.
-
-    Example:
-        >>> get("gmp", init="sphere").lr
-        0.1
-    """
+    """Return the method of this name, with options other than its defaults."""
     if name not in METHODS:
         raise ValueError(f"a method is one of {', '.join(METHODS)}; got {name!r}.")
     return replace(METHODS[name], **options)  # type: ignore[arg-type]
@@ -212,7 +169,6 @@ def mlp(
     widths: Sequence[int],
     *,
     seed: int = 0,
-    device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float64,
     **options: str,
 ) -> nn.Sequential:
@@ -230,25 +186,19 @@ def mlp(
     if len(widths) < 2:
         raise ValueError(f"widths are those of inputs, hidden layers, outputs; got {widths}.")
     method = get(name, **options)
-    place: dict[str, Any] = {"device": device, "dtype": dtype}
     *hidden, outputs = widths
-    with seeded(seed):
+    with use_seed(seed):
         blocks = [
-            method.linear(n, out, first=index == 0, **place)
+            method.linear(n, out, first=index == 0, dtype=dtype)
             for index, (n, out) in enumerate(zip(hidden, hidden[1:], strict=False))
         ]
-        output = method.output(hidden[-1], outputs, **place)
+        output = method.output(hidden[-1], outputs, dtype=dtype)
     return nn.Sequential(*(module for block in blocks for module in block), output)
 
 
 @contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Draw from `seed` within the context, and leave torch's own random state as it was.
-
-    Example:
-        >>> with seeded(3):
-        ...     block = METHODS["gmp"].conv2d(3, 8, 3)
-    """
+def use_seed(seed: int) -> Iterator[None]:
+    """Draw from `seed` within the context, and leave torch's own random state as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
@@ -259,10 +209,6 @@ def use_papers_means_(module: Model) -> Model:
 
     Their running means start from 0 with a momentum of 0.01, and layers centre their input before
     they pad zeros.
-
-    Example:
-        >>> use_papers_means_(gp.InputMeanNorm(4))
-        InputMeanNorm(4, momentum=0.01, corrected=False)
     """
     for part in module.modules():
         if isinstance(part, gp.InputMeanNorm):
@@ -275,66 +221,61 @@ def use_papers_means_(module: Model) -> Model:
 # --- blocks -------------------------------------------------------------------------------------
 
 
-def _block(
-    method: Method,
-    kind: type[Plain],
-    shape: dict[str, Any],
-    units: int,
-    first: bool,
-    place: dict[str, Any],
+def _make_block(
+    method: Method, kind: type[Plain], shape: dict[str, Any], first: bool, place: dict[str, Any]
 ) -> nn.Sequential:
     """Return layer, norm and ReLU; in the papers' unit the layer has the ReLU in it."""
-    unit = method.is_geometric and method.norm in (None, "imn")
-    cancels = method.norm == "bn" or (method.norm == "mbn" and method.mbn_bias == "after")
-    arguments = {**shape, "bias": not cancels, **place}
+    is_unit = method.is_geometric and method.norm in (None, "imn")
+    arguments = {**shape, "bias": method.norm not in ("bn", "mbn"), **place}
     if method.is_geometric:
-        centred = unit and method.norm == "imn" and method.imn == "input" and not first
         layer: nn.Module = _GEOMETRIC_TYPES[kind](
             **arguments,
             **_GEOMETRIC[method.layer],
             init=method.init,
-            activation=torch.relu if unit else None,
-            input_norm=centred,
+            activation=torch.relu if is_unit else None,
+            input_norm=method.norm == "imn" and method.imn == "input" and not first,
         )
         use_papers_means_(layer)
     else:
-        layer = _plain(kind, arguments, method.init, method.layer == "weight_norm")
-    norm = _norm(method, kind, units, place)
-    return nn.Sequential(layer, *norm, *([] if unit else [nn.ReLU()]))
+        layer = _make_plain(kind, arguments, method.init, method.layer == "weight_norm")
+    norm = _make_norm(method, kind, list(shape.values())[1], place)
+    return nn.Sequential(layer, *norm, *([] if is_unit else [nn.ReLU()]))
 
 
-def _norm(method: Method, kind: type[Plain], units: int, place: dict[str, Any]) -> list[nn.Module]:
+def _make_norm(
+    method: Method, kind: type[Plain], units: int, place: dict[str, Any]
+) -> list[nn.Module]:
     """Return what follows the layer, or in the case of IMN its ReLU: one norm or none."""
+    is_linear = kind is nn.Linear
     if method.norm == "bn":
-        batch_norm = nn.BatchNorm1d if kind is nn.Linear else nn.BatchNorm2d
+        batch_norm = nn.BatchNorm1d if is_linear else nn.BatchNorm2d
         return [batch_norm(units, EPSILON, MOMENTUM, **place)]
     if method.norm == "ln":
-        if kind is nn.Linear:
+        if is_linear:
             return [nn.LayerNorm(units, EPSILON, **place)]
         return [nn.GroupNorm(1, units, EPSILON, **place)]  # over channels and positions
     if method.norm == "mbn":
-        norm = gp.MeanOnlyBatchNorm(units, bias=method.mbn_bias == "after", **place)
-        return [use_papers_means_(norm)]
+        return [use_papers_means_(gp.MeanOnlyBatchNorm(units, **place))]
     if method.norm == "imn" and method.imn == "output":
         return [use_papers_means_(gp.InputMeanNorm(units, **place))]
     return []
 
 
-def _plain(kind: type[Plain], arguments: dict[str, Any], init: str, normalised: bool) -> Any:
-    """Return a layer of torch.nn with a drawn weight and no bias yet, under WN if `normalised`."""
-    given = {name: value for name, value in arguments.items() if value is not None}
-    layer = skip_init(kind, **given)  # its own draw would set the methods' random numbers apart
-    _draw(layer.weight, init, normalised)
+def _make_plain(kind: type[Plain], arguments: dict[str, Any], init: str, normalise: bool) -> Any:
+    """Return a layer of torch.nn with a drawn weight and a bias of 0, under WN if `normalise`."""
+    known = {name: value for name, value in arguments.items() if value is not None}
+    layer = skip_init(kind, **known)  # its own draw would set the methods' random numbers apart
+    _draw(layer.weight, init, normalise)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
-    return weight_norm(layer) if normalised else layer
+    return weight_norm(layer) if normalise else layer
 
 
-def _draw(weight: Tensor, init: str, normalised: bool) -> None:
-    fan_in, taps = weight[0].numel(), weight[0, 0].numel()  # taps: 1, or a kernel's k^2
+def _draw(weight: Tensor, init: str, normalise: bool) -> None:
+    fan_in, positions = weight[0].numel(), weight[0, 0].numel()  # 1, or a kernel's k^2
     if init == "he":
         nn.init.normal_(weight, std=math.sqrt(2 / fan_in))
     else:
-        fan_out = len(weight) if normalised else len(weight) * taps
+        fan_out = len(weight) if normalise else len(weight) * positions
         bound = math.sqrt(6 / (fan_in + fan_out))
         nn.init.uniform_(weight, -bound, bound)

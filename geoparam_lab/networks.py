@@ -20,7 +20,6 @@ in place of fan-in.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,21 +30,20 @@ from geoparam_lab import methods
 from geoparam_lab.methods import Method
 
 NETWORKS = ("vgg6", "resnet18", "resnet34", "resnet50")
+_DEPTHS = {  # kernels of a block's convolutions, its expansion, blocks of each stage
+    18: ((3, 3), 1, (2, 2, 2, 2)),
+    34: ((3, 3), 1, (3, 4, 6, 3)),
+    50: ((1, 3, 1), 4, (3, 4, 6, 3)),
+}
 
 
 def build(
-    network: str,
-    method: Method | str,
-    classes: int,
-    *,
-    size: int,
-    seed: int = 0,
-    **options: Any,
+    network: str, method: str, classes: int, *, size: int, seed: int = 0, **options: Any
 ) -> nn.Module:
     """Return the network of this name for images of this size, drawn from `seed`.
 
     `options` are `widths` or `width`, `skip`, which VGG-6 has none of, and the method's: `init`,
-    `imn`, `mbn_bias`.
+    `imn`.
 
     Example:
         >>> type(build("vgg6", "gmp+imn", 10, size=32, widths=(8,) * 6).conv6).__name__
@@ -61,7 +59,7 @@ def build(
 
 
 def vgg6(
-    method: Method | str,
+    method: str,
     classes: int,
     *,
     widths: Sequence[int] = (128, 128, 256, 256, 512, 512),
@@ -77,11 +75,11 @@ def vgg6(
         >>> list(dict(vgg6("gmp+imn", 10, widths=(8, 8)).named_children()))
         ['conv1', 'norm1', 'conv2', 'norm2', 'pool2', 'average', 'flatten', 'output']
     """
-    method = _method(method, options)
+    builder = methods.get(method, **options)
     parts: OrderedDict[str, nn.Module] = OrderedDict()
-    with methods.seeded(seed):
+    with methods.use_seed(seed):
         for number, (inputs, units) in enumerate(zip((3, *widths), widths, strict=False), start=1):
-            block = method.conv2d(inputs, units, 3, padding=1, first=number == 1)
+            block = builder.conv2d(inputs, units, 3, padding=1, first=number == 1)
             for index, module in enumerate(block):
                 kind = "relu" if isinstance(module, nn.ReLU) else "norm" if index else "conv"
                 parts[f"{kind}{number}"] = module
@@ -89,13 +87,13 @@ def vgg6(
                 parts[f"pool{number}"] = nn.MaxPool2d(2)
         parts["average"] = nn.AdaptiveAvgPool2d(1)
         parts["flatten"] = nn.Flatten()
-        parts["output"] = method.output(widths[-1], classes)
+        parts["output"] = builder.output(widths[-1], classes)
     return nn.Sequential(parts)
 
 
 def resnet(
     depth: int,
-    method: Method | str,
+    method: str,
     classes: int,
     *,
     skip: str = "centred",
@@ -106,47 +104,33 @@ def resnet(
 ) -> "ResNet":
     """Return the ResNet of this depth under `method`, drawn from `seed`.
 
-    Args:
-        depth: 18, 34 or 50.
-        method: one of `methods.METHODS`, or its name.
-        classes: number of outputs.
-        skip: with IMN, what goes into skip connections: "centred" values, or "plain"; see above.
-        stem: "imagenet", or "small" for images of 32 or 64: its convolution is 3x3 with stride 1,
-            and there is no max pool.
-        width: channels of the first stage.
-        seed: of the weights.
-        options: the method's.
+    `stem` is "imagenet", or "small" for images of 32 or 64: a 3x3 convolution with stride 1 and no
+    max pool. `width` is the number of channels of the first stage, `options` are the method's.
 
     Example:
         >>> sum(p.numel() for p in resnet(18, "bn", 1000).parameters())
         11689512
     """
-    method = _method(method, options)
-    _check_resnet(depth, method, skip, stem)
-    plain = method.norm == "imn" and skip == "plain"
-    with methods.seeded(seed):
-        parts = _Parts(methods.get("bn") if plain else method)
+    builder = methods.get(method, **options)
+    _check_resnet(depth, builder, skip, stem)
+    is_plain = builder.norm == "imn" and skip == "plain"
+    with methods.use_seed(seed):
+        parts = _Parts(methods.get("bn") if is_plain else builder)
         model = ResNet(parts, *_DEPTHS[depth], classes, small=stem == "small", width=width)
-        if plain:
+        if is_plain:
             images = torch.zeros(2, 3, 32, 32)
             gp.convert_(
-                model, norm="imn", example_inputs=images, init=method.init, **_form(method)
+                model, norm="imn", example_inputs=images, init=builder.init, **_form(builder)
             )
             methods.use_papers_means_(model)
     return model
-
-
-def _method(method: Method | str, options: dict[str, str]) -> Method:
-    if isinstance(method, str):
-        return methods.get(method, **options)
-    return replace(method, **options)  # type: ignore[arg-type]
 
 
 # --- residual networks --------------------------------------------------------------------------
 
 
 class _Parts:
-    """What a residual network is made of under one method."""
+    """The parts of a residual network under one method."""
 
     def __init__(self, method: Method) -> None:
         self.method = method
@@ -155,15 +139,8 @@ class _Parts:
         method, padding = self.method, kernel // 2
         if not method.is_geometric:
             return method.conv2d(inputs, units, kernel, stride=stride, padding=padding)[0]
-        return gp.GmPConv2d(
-            inputs,
-            units,
-            kernel,
-            stride,
-            padding,
-            bias=method.norm != "bn",
-            **{"init": method.init, **_form(method)},
-        )
+        options = {"bias": method.norm != "bn", "init": method.init, **_form(method)}
+        return gp.GmPConv2d(inputs, units, kernel, stride, padding, **options)
 
     def norm(self, units: int) -> nn.Module:
         """Return the norm of pre-activations, with torchvision's constants."""
@@ -172,77 +149,54 @@ class _Parts:
         if self.method.norm == "ln":
             return nn.GroupNorm(1, units)
         if self.method.norm == "mbn":
-            norm = gp.MeanOnlyBatchNorm(units, bias=self.method.mbn_bias == "after")
-            return methods.use_papers_means_(norm)
+            return methods.use_papers_means_(gp.MeanOnlyBatchNorm(units))
         return nn.Identity()
 
     def activation(self, units: int) -> nn.Module:
-        """Return ReLU, and IMN after it: both what a convolution and what a skip sees."""
+        """Return ReLU, and IMN after it: the input of both a convolution and a skip."""
         relu = nn.ReLU(inplace=True)
         if self.method.norm != "imn":
             return relu
         return nn.Sequential(relu, methods.use_papers_means_(gp.InputMeanNorm(units)))
 
 
-class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a skip connection."""
+class Block(nn.Module):
+    """Convolutions and a skip connection: torchvision's BasicBlock (3x3, 3x3) or Bottleneck.
 
-    expansion = 1
+    The first 3x3 convolution has the stride, and the last one `expansion` times as many units.
+    """
 
-    def __init__(self, parts: _Parts, inputs: int, width: int, stride: int) -> None:
+    def __init__(
+        self,
+        parts: _Parts,
+        kernels: Sequence[int],
+        inputs: int,
+        width: int,
+        expansion: int,
+        stride: int,
+    ) -> None:
         super().__init__()
-        self.conv1 = parts.conv(inputs, width, 3, stride)
-        self.bn1 = parts.norm(width)
-        self.activation1 = parts.activation(width)
-        self.conv2 = parts.conv(width, width, 3)
-        self.bn2 = parts.norm(width)
-        self.activation2 = parts.activation(width)
-        self.downsample = _downsample(parts, inputs, width, stride)
+        self.count, units, channels = len(kernels), width * expansion, inputs
+        for n, kernel in enumerate(kernels, start=1):
+            out = units if n == self.count else width
+            own = stride if n == kernels.index(3) + 1 else 1
+            self.add_module(f"conv{n}", parts.conv(channels, out, kernel, own))
+            self.add_module(f"bn{n}", parts.norm(out))
+            self.add_module(f"activation{n}", parts.activation(out))
+            channels = out
+        self.downsample = None
+        if stride != 1 or inputs != units:
+            convolution = parts.conv(inputs, units, 1, stride)
+            self.downsample = nn.Sequential(convolution, parts.norm(units))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.activation1(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(hidden))
-        return self.activation2(out + (x if self.downsample is None else self.downsample(x)))
-
-
-class Bottleneck(nn.Module):
-    """A 3x3 convolution between two of 1x1, and a skip connection."""
-
-    expansion = 4
-
-    def __init__(self, parts: _Parts, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        units = width * self.expansion
-        self.conv1 = parts.conv(inputs, width, 1)
-        self.bn1 = parts.norm(width)
-        self.activation1 = parts.activation(width)
-        self.conv2 = parts.conv(width, width, 3, stride)
-        self.bn2 = parts.norm(width)
-        self.activation2 = parts.activation(width)
-        self.conv3 = parts.conv(width, units, 1)
-        self.bn3 = parts.norm(units)
-        self.activation3 = parts.activation(units)
-        self.downsample = _downsample(parts, inputs, units, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.activation1(self.bn1(self.conv1(x)))
-        hidden = self.activation2(self.bn2(self.conv2(hidden)))
-        out = self.bn3(self.conv3(hidden))
-        return self.activation3(out + (x if self.downsample is None else self.downsample(x)))
-
-
-def _downsample(parts: _Parts, inputs: int, units: int, stride: int) -> nn.Sequential | None:
-    if stride == 1 and inputs == units:
-        return None
-    return nn.Sequential(parts.conv(inputs, units, 1, stride), parts.norm(units))
-
-
-Block = type[BasicBlock] | type[Bottleneck]
-_DEPTHS: dict[int, tuple[Block, tuple[int, ...]]] = {
-    18: (BasicBlock, (2, 2, 2, 2)),
-    34: (BasicBlock, (3, 4, 6, 3)),
-    50: (Bottleneck, (3, 4, 6, 3)),
-}
+        out = x
+        for n in range(1, self.count + 1):
+            out = getattr(self, f"bn{n}")(getattr(self, f"conv{n}")(out))
+            if n == self.count:
+                out = out + (x if self.downsample is None else self.downsample(x))
+            out = getattr(self, f"activation{n}")(out)
+        return out
 
 
 class ResNet(nn.Module):
@@ -251,8 +205,9 @@ class ResNet(nn.Module):
     def __init__(
         self,
         parts: _Parts,
-        block: Block,
-        depths: Sequence[int],
+        kernels: Sequence[int],
+        expansion: int,
+        counts: Sequence[int],
         classes: int,
         *,
         small: bool,
@@ -264,12 +219,12 @@ class ResNet(nn.Module):
         self.activation = parts.activation(width)
         self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, 2, padding=1)
         inputs = width
-        for number, count in enumerate(depths):
+        for number, count in enumerate(counts):
             units, blocks = width * 2**number, []
             for index in range(count):
                 stride = 2 if number > 0 and index == 0 else 1
-                blocks.append(block(parts, inputs, units, stride))
-                inputs = units * block.expansion
+                blocks.append(Block(parts, kernels, inputs, units, expansion, stride))
+                inputs = units * expansion
             self.add_module(f"layer{number + 1}", nn.Sequential(*blocks))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()

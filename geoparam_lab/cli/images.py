@@ -120,9 +120,6 @@ def images(
     workers: Annotated[
         int | None, Option(min=0, help="Processes that decode; by default one for each core.")
     ] = None,
-    check_images: Annotated[
-        bool, Option("--check-images", help="Decode all JPEG files before training.")
-    ] = False,
     checkpoint_every: Annotated[
         int | None, Option(min=1, help="Steps between checkpoints, besides the one of each epoch.")
     ] = None,

@@ -20,14 +20,12 @@ KEEL = table_files.Table(
     rows=5300,
     columns=3,
     checksum="d427d1ec6395c7db",
-    unordered="b023b5f8247004ef",
     files=("banana.dat", "2d_banana.csv", "banana.zip"),
     urls=(
         "https://sci2s.ugr.es/keel/dataset/data/classification/banana.zip",
         "https://raw.githubusercontent.com/Wenlin-Chen/geometric-parameterization/"
         "0c48483a1089c16183308216a990f4235219a0ca/2d_banana/2d_banana.csv",
     ),
-    header="At1,At2,Class",
 )
 
 
@@ -41,37 +39,27 @@ class Banana(NamedTuple):
     source: str
 
 
-def load(data: str | Path | None = None, download: bool = False, seed: int = 0) -> Banana:
+def load(data: str | Path | None = None, download: bool = False) -> Banana:
     """Return 800 training and 200 test points, standardised on the training part.
 
     Arguments:
         data: folder with KEEL's file, before $GEOPARAM_DATA and the cache.
         download: get the file where it is on no disk; an error where that fails. Without it,
             points are generated instead, at once.
-        seed: of the draws; 0 gives the papers' points.
     """
     if not download and table_files.find(KEEL, data) is None:
-        return generated(seed)
-    return _divided(*_keel_points(table_files.load(KEEL, data, download), seed), seed, "KEEL")
+        return generate()
+    table = table_files.load(KEEL, data, download)
+    chosen = table[np.random.RandomState(0).choice(len(table), POINTS, replace=False)]
+    return _divide(chosen[:, :2], (chosen[:, 2] + 1) / 2, "KEEL")
 
 
-def generated(seed: int = 0) -> Banana:
-    """Return as many points of :func:`geoparam_lab.data.synthetic.banana`, divided as KEEL's are.
-
-    Example:
-        >>> data = generated()
-        >>> data.x_train.shape, data.x_test.shape, data.source
-        ((800, 2), (200, 2), 'generated')
-    """
-    return _divided(*synthetic.banana(seed, POINTS), seed, "generated")
+def generate() -> Banana:
+    """Return as many points of `synthetic.banana`, divided as KEEL's are."""
+    return _divide(*synthetic.banana(0, POINTS), "generated")
 
 
-def _divided(x: np.ndarray, y: np.ndarray, seed: int, source: str) -> Banana:
-    train, test = split(POINTS, seed)
+def _divide(x: np.ndarray, y: np.ndarray, source: str) -> Banana:
+    train, test = split(POINTS, seed=0)
     x_train, x_test = standardise(x[train], x[test])
     return Banana(x_train, y[train], x_test, y[test], source)
-
-
-def _keel_points(table: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    chosen = table[np.random.RandomState(seed).choice(len(table), POINTS, replace=False)]
-    return chosen[:, :2], (chosen[:, 2] + 1) / 2

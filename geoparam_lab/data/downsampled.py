@@ -1,279 +1,31 @@
-"""ImageNet at 32x32 or 64x64, and what a data set of images offers to training.
+"""ImageNet at 32x32 or 64x64, on the device.
 
-A `Source` has a training and a validation split; `Batches` is one of them as one process of
-several sees it. Two rules hold for every source:
-
-- The order of the images, and what augmentation does to each, depend on the seed, the epoch and
-  the place in the epoch alone. So the processes of a run together see the batches that one process
-  would see, and a run that is gone on with in the middle of an epoch sees what it would have seen.
-- Batch sizes are those of all processes together. Training leaves out the incomplete last batch;
-  validation has every image exactly once, so that a process's share of a batch may be empty.
-
-`PackedImages` are small images from the official npz layout (`image_npz`). All of them fit
-on a GPU: they live there as bytes, channels last, and an epoch's order, flips and crops are drawn
-at its start. What a batch then costs is one gather, by an index of row and column for each image
-into which flip and crop have gone, one scaling and one subtraction. ImageNet as a folder of JPEG
-files is in `geoparam_lab.data.image_folders`.
+The images, read from the official npz layout (`image_npz`), stay on the GPU as bytes, channels
+last, and an epoch's order, flips and crops are drawn at its start. A batch costs one gather, by
+rows and columns that include flip and crop, one scaling and one subtraction.
 
 Reference:
     Chrabaszcz, Loshchilov & Hutter, *A Downsampled Variant of ImageNet as an Alternative to the
     CIFAR datasets*, 2017.
 """
 
-import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from geoparam_lab.data import image_npz
 from geoparam_lab.data.image_npz import Split
-
-Device = torch.device | str
-
-
-class Batches(Protocol):
-    """One split, as one process sees it.
-
-    Attributes:
-        steps: batches in an epoch, the same for every process.
-        examples: images in an epoch, over all processes.
-    """
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def examples(self) -> int: ...
-
-    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this process's images and labels of an epoch, from batch `start` on.
-
-        Images are float32 (b, 3, H, W), channels last in memory, labels int64; both are on the
-        device.
-        """
-        ...
+from geoparam_lab.data.image_source import Batches, Device, Shares, Source, mix_seed
 
 
-class Source(Protocol):
-    """A data set of images, for training.
+class PackedImages(Source):
+    """Images in the official npz layout, copied to each device once, for all runs.
 
-    Attributes:
-        classes: how many there are; labels count from 0.
-        size: height and width of the images.
-        mean: of each channel, in [0, 1]; it has been subtracted from the images.
-        fingerprint: name, numbers of images and a checksum, to know the same data again.
-    """
-
-    @property
-    def classes(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def mean(self) -> tuple[float, float, float]: ...
-
-    @property
-    def fingerprint(self) -> dict[str, Any]: ...
-
-    def train(
-        self,
-        batch_size: int,
-        *,
-        seed: int,
-        device: Device,
-        rank: int = 0,
-        world: int = 1,
-        crop: int = 0,
-    ) -> Batches:
-        """Return the training split in random order, augmented."""
-        ...
-
-    def val(self, batch_size: int, *, device: Device, rank: int = 0, world: int = 1) -> Batches:
-        """Return the validation split in its own order, as it is."""
-        ...
-
-    def hold_out(self, share: float) -> "Source":
-        """Return a source that trains without a share of the images, and validates on these.
-
-        It is the same share every time.
-        """
-        ...
-
-
-# --- order and shares ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Which places of an epoch go into each batch of one process.
-
-    Args:
-        images: how many there are.
-        batch_size: of all processes together.
-        rank: of this process.
-        world: how many processes there are.
-        drop_last: leave out the incomplete last batch.
-
-    Example:
-        >>> one, other = (Shares(10, 4, rank, 2, drop_last=False) for rank in (0, 1))
-        >>> one.steps, [one.span(step) for step in range(3)], other.span(2)
-        (3, [(0, 2), (4, 6), (8, 9)], (9, 10))
-    """
-
-    images: int
-    batch_size: int
-    rank: int = 0
-    world: int = 1
-    drop_last: bool = True
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1 or not 0 <= self.rank < self.world:
-            raise ValueError(
-                "a batch has one image or more, and processes count from 0; got batch size "
-                f"{self.batch_size} and process {self.rank} of {self.world}."
-            )
-        if self.drop_last and self.batch_size % self.world:
-            raise ValueError(
-                f"the batch size is that of all {self.world} processes together, who share it "
-                f"equally in training; got {self.batch_size}. Use a multiple of {self.world}."
-            )
-        if self.steps == 0:
-            raise ValueError(
-                f"no batch of {self.batch_size} can be taken from {self.images} images. Use a "
-                "smaller batch size."
-            )
-
-    @property
-    def steps(self) -> int:
-        full, left = divmod(self.images, self.batch_size)
-        return full if self.drop_last or not left else full + 1
-
-    @property
-    def examples(self) -> int:
-        return min(self.steps * self.batch_size, self.images)
-
-    def span(self, step: int) -> tuple[int, int]:
-        """Return first place and end of this process's share of a batch."""
-        first = step * self.batch_size
-        count = min(self.batch_size, self.images - first)
-        return (
-            first + count * self.rank // self.world,
-            first + count * (self.rank + 1) // self.world,
-        )
-
-    def remaining(self, start: int) -> range:
-        """Return the batches from `start` on."""
-        if not 0 <= start <= self.steps:
-            raise ValueError(f"an epoch has the batches 0 to {self.steps - 1}; got {start}.")
-        return range(start, self.steps)
-
-
-def mixed(*key: int) -> int:
-    """Return one seed for several numbers, which are not negative: another for every other key.
-
-    Example:
-        >>> mixed(3, 1) == mixed(3, 1), mixed(3, 1) == mixed(1, 3)
-        (True, False)
-    """
-    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
-
-
-def divide(images: int, share: float) -> tuple[Tensor, Tensor]:
-    """Return the numbers of the images that stay, and of the share that is held out.
-
-    Example:
-        >>> divide(8, 0.25)
-        (tensor([1, 2, 3, 5, 6, 7]), tensor([0, 4]))
-    """
-    held = round(share * images)
-    if not 0 < held < images:
-        raise ValueError(f"a share of {share} of {images} images is none, or all of them.")
-    order = torch.randperm(images, generator=torch.Generator().manual_seed(0))
-    return order[held:].sort().values, order[:held].sort().values
-
-
-# --- images on the device -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PackedBatches:
-    """A split that is on the device; with a seed shuffled and augmented."""
-
-    split: Split
-    shares: Shares
-    mean: Tensor
-    seed: int | None = None
-    crop: int = 0
-
-    @property
-    def steps(self) -> int:
-        return self.shares.steps
-
-    @property
-    def examples(self) -> int:
-        return self.shares.examples
-
-    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield images and labels; see `Batches`."""
-        remaining = self.shares.remaining(start)
-        if self.seed is None:
-            return map(self._stored, remaining)
-        drawn = self._draw(torch.Generator().manual_seed(mixed(self.seed, number)))
-        return (self._augmented(step, *drawn) for step in remaining)
-
-    def _stored(self, step: int) -> tuple[Tensor, Tensor]:
-        places = slice(*self.shares.span(step))
-        return self._centred(self.split.images[places]), self.split.labels[places]
-
-    def _draw(self, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw order, flips and crops of an epoch: on the CPU, so that every device has the same.
-
-        That is 30 ms for the 1.28 million of ImageNet, once an epoch.
-        """
-        count, device = len(self.split.labels), self.split.labels.device
-        order = torch.randperm(count, generator=rng)
-        flips = torch.randint(2, (count, 1), generator=rng, dtype=torch.bool)
-        shifts = torch.randint(2 * self.crop + 1, (count, 2, 1), generator=rng) - self.crop
-        return order.to(device), flips.to(device), shifts.to(device)
-
-    def _augmented(
-        self, step: int, order: Tensor, flips: Tensor, shifts: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        places = slice(*self.shares.span(step))
-        chosen = order[places]
-        size = self.split.images.shape[1]
-        along = torch.arange(size, device=chosen.device)
-        rows, columns = (_reflected(along + shift, size) for shift in shifts[places].unbind(1))
-        columns = torch.where(flips[places], columns.flip(1), columns)
-        images = self.split.images[chosen[:, None, None], rows[:, :, None], columns[:, None, :]]
-        return self._centred(images), self.split.labels[chosen]
-
-    def _centred(self, images: Tensor) -> Tensor:
-        return images.permute(0, 3, 1, 2).div(255).sub_(self.mean)
-
-
-def _reflected(index: Tensor, size: int) -> Tensor:
-    """Bring an index from beyond a border back, as from a mirror in the last pixel's middle."""
-    last = size - 1
-    return last - (last - index.abs()).abs()
-
-
-class PackedImages:
-    """Images in the official npz layout, on the device as bytes.
-
-    Each device gets them once, however many runs share this object.
-
-    Args:
-        train: the training split.
-        val: the validation split.
-        classes: how many there are.
-        fingerprint: to know the same data again.
+    Half of the training images are flipped. With `crop` they are also shifted by up to so many
+    pixels, and padded by reflection.
 
     Example:
         >>> split = Split(torch.zeros(8, 32, 32, 3, dtype=torch.uint8), torch.arange(8) % 2)
@@ -286,76 +38,77 @@ class PackedImages:
     def __init__(
         self, train: Split, val: Split, classes: int, fingerprint: dict[str, Any] | None = None
     ) -> None:
-        self.classes = classes
-        self.size: int = train.images.shape[1]
-        self.mean = _mean(train.images)
-        self.fingerprint = fingerprint or {}
-        self._train, self._val = train, val
-        self._resident: dict[torch.device, tuple[Split, Split]] = {}
-        self._parts: dict[float, PackedImages] = {}
+        super().__init__(train, val, classes, train.images.shape[1], fingerprint or {})
+        self.mean = _mean(train.images)  # also that of a part
+        self._resident: dict[tuple[int, torch.device], Split] = {}
 
     @classmethod
     def load(cls, folder: str | Path, size: int = 32) -> "PackedImages":
         """Read and check ``train_data_batch_*.npz`` and ``val_data.npz`` of a folder."""
-        packed = image_npz.read(Path(folder), size)
-        fingerprint = {
-            "name": "npz",
-            "size": size,
-            "classes": packed.classes,
-            "train": len(packed.train.labels),
-            "val": len(packed.val.labels),
-            "checksum": packed.checksum,
-        }
-        return cls(packed.train, packed.val, packed.classes, fingerprint)
+        train, val, classes, checksum = image_npz.read(Path(folder), size)
+        counts = {"train": len(train.labels), "val": len(val.labels)}
+        fingerprint = {"name": "npz", "size": size, "classes": classes, **counts}
+        return cls(train, val, classes, {**fingerprint, "checksum": checksum})
 
-    def train(
-        self,
-        batch_size: int,
-        *,
-        seed: int,
-        device: Device,
-        rank: int = 0,
-        world: int = 1,
-        crop: int = 0,
-    ) -> PackedBatches:
-        """Return the training split in random order, half of the images flipped.
-
-        With `crop` they are shifted as well, by up to so many pixels each way, and what comes in
-        over the border is the image's reflection.
-        """
+    def _make_batches(
+        self, split: Split, shares: Shares, device: Device, seed: int | None = None, crop: int = 0
+    ) -> "PackedBatches":
         if not 0 <= crop < self.size:
             raise ValueError(f"crop is at least 0 and below the size {self.size}; got {crop}.")
-        shares = Shares(len(self._train.labels), batch_size, rank, world)
-        split, _ = self._on(device)
-        return PackedBatches(split, shares, self._mean_on(device), seed, crop)
+        mean = torch.tensor(self.mean, dtype=torch.float32, device=device).view(3, 1, 1)
+        place = id(split), mean.device
+        if place not in self._resident:
+            self._resident[place] = split.to(mean.device)
+        return PackedBatches(self._resident[place], shares, mean, seed, crop)
 
-    def val(
-        self, batch_size: int, *, device: Device, rank: int = 0, world: int = 1
-    ) -> PackedBatches:
-        """Return the validation split as it is."""
-        shares = Shares(len(self._val.labels), batch_size, rank, world, drop_last=False)
-        _, split = self._on(device)
-        return PackedBatches(split, shares, self._mean_on(device))
 
-    def hold_out(self, share: float) -> "PackedImages":
-        """Return a source that trains without a share of the images, and validates on these."""
-        if share not in self._parts:
-            part = self._parts[share] = copy.copy(self)  # the mean is that of all
-            images, labels = self._train.images, self._train.labels
-            stay, held = divide(len(labels), share)
-            part._train, part._val = (Split(images[n], labels[n]) for n in (stay, held))
-            part.fingerprint = self.fingerprint | {"train": len(stay), "val": len(held)}
-            part._resident = {}
-        return self._parts[share]
+class PackedBatches(Batches):
+    """A split that is on the device; with a seed shuffled and augmented."""
 
-    def _on(self, device: Device) -> tuple[Split, Split]:
-        device = torch.empty(0, device=device).device  # "cuda" is one of them, by its number
-        if device not in self._resident:
-            self._resident[device] = self._train.to(device), self._val.to(device)
-        return self._resident[device]
+    def __init__(
+        self, split: Split, shares: Shares, mean: Tensor, seed: int | None, crop: int
+    ) -> None:
+        super().__init__(shares)
+        self.split, self.mean, self.seed, self.crop = split, mean, seed, crop
 
-    def _mean_on(self, device: Device) -> Tensor:
-        return torch.tensor(self.mean, dtype=torch.float32, device=device).view(3, 1, 1)
+    def _load(self, number: int, steps: range) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.seed is None:
+            return map(self._take, steps)
+        drawn = self._draw(torch.Generator().manual_seed(mix_seed(self.seed, number)))
+        return (self._augment(step, *drawn) for step in steps)
+
+    def _take(self, step: int) -> tuple[Tensor, Tensor]:
+        places = slice(*self.shares.span(step))
+        return self._centre(self.split.images[places]), self.split.labels[places]
+
+    def _draw(self, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw order, flips and crops of an epoch: on the CPU, the same for every device."""
+        count, device = len(self.split.labels), self.split.labels.device
+        order = torch.randperm(count, generator=rng)
+        flips = torch.randint(2, (count, 1), generator=rng, dtype=torch.bool)
+        shifts = torch.randint(2 * self.crop + 1, (count, 2, 1), generator=rng) - self.crop
+        return order.to(device), flips.to(device), shifts.to(device)
+
+    def _augment(
+        self, step: int, order: Tensor, flips: Tensor, shifts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        places = slice(*self.shares.span(step))
+        chosen = order[places]
+        size = self.split.images.shape[1]
+        along = torch.arange(size, device=chosen.device)
+        rows, columns = (_reflect(along + shift, size) for shift in shifts[places].unbind(1))
+        columns = torch.where(flips[places], columns.flip(1), columns)
+        images = self.split.images[chosen[:, None, None], rows[:, :, None], columns[:, None, :]]
+        return self._centre(images), self.split.labels[chosen]
+
+    def _centre(self, images: Tensor) -> Tensor:
+        return images.permute(0, 3, 1, 2).div(255).sub_(self.mean)
+
+
+def _reflect(index: Tensor, size: int) -> Tensor:
+    """Reflect an index beyond the border, as F.pad(mode="reflect") does."""
+    last = size - 1
+    return last - (last - index.abs()).abs()
 
 
 def _mean(images: Tensor) -> tuple[float, float, float]:

@@ -23,7 +23,7 @@ VAL = "val_data.npz"
 _TRAIN = re.compile(r"train_data_batch_([1-9]\d*)\.npz")
 _ADVICE = (
     "Get it anew from https://image-net.org/download-images.php (downsampled images, npz format), "
-    "or write it in that layout"
+    "or write it in that layout."
 )
 
 
@@ -37,31 +37,29 @@ class Split:
     def to(self, device: torch.device) -> "Split":
         return Split(self.images.to(device), self.labels.to(device))
 
-
-@dataclass(frozen=True)
-class Packed:
-    """Both splits of a folder, the number of classes, and a checksum of all of it."""
-
-    train: Split
-    val: Split
-    classes: int
-    checksum: str
+    def select(self, images: Tensor) -> "Split":
+        return Split(self.images[images], self.labels[images])
 
 
-def read(folder: Path, size: int) -> Packed:
-    """Return the images of a folder; raise where a file is missing or not what it should be."""
-    train_files, val_file = _training_files(folder), folder / VAL
+def read(folder: Path, size: int) -> tuple[Split, Split, int, str]:
+    """Return both splits of a folder, the number of classes, and a checksum of all of it."""
+    train_files, val_file = _list_training_files(folder), folder / VAL
     if not val_file.is_file():
-        raise FileNotFoundError(f"{val_file} is missing. {_ADVICE}.")
-    labels = {path: _labels(path) for path in (*train_files, val_file)}
-    classes = _classes(labels, val_file)
+        raise FileNotFoundError(f"{val_file} is missing. {_ADVICE}")
     digest = hashlib.sha256()
-    train = _split(train_files, labels, size, digest)
-    val = _split([val_file], labels, size, digest)
-    return Packed(train, val, classes, digest.hexdigest()[:16])
+    train = _read_split(train_files, size, digest)
+    val = _read_split([val_file], size, digest)
+    known, seen = (set(split.labels.unique().tolist()) for split in (train, val))
+    if max(known) != max(seen) or not seen <= known:
+        raise ValueError(
+            f"{val_file} has labels up to {max(seen) + 1}, the training files have up to "
+            f"{max(known) + 1}, or lack one of its labels: they are not of one data set. Use "
+            "files that belong together."
+        )
+    return train, val, max(known) + 1, digest.hexdigest()[:16]
 
 
-def _training_files(folder: Path) -> list[Path]:
+def _list_training_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"the data folder is not there: {folder}. Correct its name.")
     matches = (_TRAIN.fullmatch(path.name) for path in folder.iterdir())
@@ -69,94 +67,47 @@ def _training_files(folder: Path) -> list[Path]:
     missing = next((n for n, found in enumerate(numbers, start=1) if n != found), None)
     if missing is not None or not numbers:
         name = f"train_data_batch_{missing or 1}.npz"
-        raise FileNotFoundError(f"{folder / name} is missing. {_ADVICE}.")
+        raise FileNotFoundError(f"{folder / name} is missing. {_ADVICE}")
     return [folder / f"train_data_batch_{number}.npz" for number in numbers]
 
 
-# --- labels -------------------------------------------------------------------------------------
+def _read_split(paths: Sequence[Path], size: int, digest: Any) -> Split:
+    """Fill one array file by file: ImageNet at 64x64 is 16 GB, too much to hold twice."""
+    labels = [_read_labels(path) for path in paths]
+    images = torch.empty(sum(map(len, labels)), size, size, 3, dtype=torch.uint8)
+    start = 0
+    for path, own in zip(paths, labels, strict=True):
+        data = np.ascontiguousarray(_read_array(path, "data"))
+        if data.dtype != np.uint8 or data.shape != (len(own), 3 * size**2):
+            raise ValueError(
+                f"{path} has data of shape {data.shape} and type {data.dtype}, where {len(own)} "
+                f"labels and images of {size}x{size} ask for {(len(own), 3 * size**2)} and uint8. "
+                f"Name the right size, or {_ADVICE[0].lower()}{_ADVICE[1:]}"
+            )
+        digest.update(data)
+        digest.update(own)
+        channels_first = torch.from_numpy(data).view(-1, 3, size, size)
+        images[start : start + len(data)] = channels_first.permute(0, 2, 3, 1)
+        start += len(data)
+    return Split(images, torch.from_numpy(np.concatenate(labels) - 1))
 
 
-def _labels(path: Path) -> np.ndarray:
+def _read_labels(path: Path) -> np.ndarray:
     """Return a file's labels, from 1."""
-    labels = _array(path, "labels")
-    if labels.ndim != 1 or labels.dtype.kind not in "iu" or len(labels) == 0:
+    labels = _read_array(path, "labels")
+    if labels.ndim != 1 or labels.dtype.kind not in "iu" or not len(labels) or labels.min() < 1:
+        least = f", from {labels.min()} on" if labels.size else ""
         raise ValueError(
-            f"{path} has labels of shape {labels.shape} and type {labels.dtype}: there is one "
-            f"whole number for each image. {_ADVICE}."
-        )
-    if labels.min() < 1:
-        raise ValueError(
-            f"{path} has the label {labels.min()}: labels count from 1 in this layout. Add 1 to "
-            "the labels of all its files if yours count from 0."
+            f"{path} has labels of shape {labels.shape} and type {labels.dtype}{least}: there is "
+            f"one whole number for each image, and they count from 1. {_ADVICE}"
         )
     return labels.astype(np.int64)
 
 
-def _classes(labels: dict[Path, np.ndarray], val_file: Path) -> int:
-    """Return how many classes both splits have."""
-    train = np.unique(np.concatenate([some for path, some in labels.items() if path != val_file]))
-    val = np.unique(labels[val_file])
-    if train[-1] != val[-1]:
-        raise ValueError(
-            f"{val_file} has labels up to {val[-1]}, the training files have up to {train[-1]}: "
-            "they are not of one data set, or labels are wrong. Use files that belong together."
-        )
-    if unknown := sorted(set(val.tolist()) - set(train.tolist())):
-        raise ValueError(
-            f"{val_file} has label {unknown[0]}, of which there is no training image. Use files "
-            "that belong together."
-        )
-    return int(train[-1])
-
-
-# --- images -------------------------------------------------------------------------------------
-
-
-def _split(paths: Sequence[Path], labels: dict[Path, np.ndarray], size: int, digest: Any) -> Split:
-    """Fill one array file by file: ImageNet at 64x64 is 16 GB, which should not be there twice."""
-    every = np.concatenate([labels[path] for path in paths])
-    images = torch.empty(len(every), size, size, 3, dtype=torch.uint8)
-    start = 0
-    for path in paths:
-        data = _data(path, len(labels[path]), size)
-        digest.update(data)
-        digest.update(labels[path])
-        channels_first = torch.from_numpy(data).view(-1, 3, size, size)
-        images[start : start + len(data)] = channels_first.permute(0, 2, 3, 1)
-        start += len(data)
-    return Split(images, torch.from_numpy(every - 1))
-
-
-def _data(path: Path, count: int, size: int) -> np.ndarray:
-    data = np.ascontiguousarray(_array(path, "data"))
-    if data.dtype != np.uint8 or data.ndim != 2:
-        raise ValueError(
-            f"{path} has images of shape {data.shape} and type {data.dtype}: they are rows of "
-            f"bytes (uint8) in this layout. {_ADVICE}."
-        )
-    if data.shape[1] != 3 * size**2:
-        raise ValueError(
-            f"{path} has {data.shape[1]} bytes for each image where one of {size}x{size} has "
-            f"{3 * size**2}. {_other_size(data.shape[1])}"
-        )
-    if len(data) != count:
-        raise ValueError(
-            f"{path} has {len(data)} images and {count} labels: there is one for each. {_ADVICE}."
-        )
-    return data
-
-
-def _other_size(width: int) -> str:
-    size = round((width / 3) ** 0.5)
-    right = 3 * size**2 == width
-    return f"For these images say size={size}." if right else f"{_ADVICE}."
-
-
-def _array(path: Path, name: str) -> np.ndarray:
-    """Return an array of a file, and say of what goes wrong that it is this file's fault."""
+def _read_array(path: Path, name: str) -> np.ndarray:
     try:
         return read_npz(path, name)[name]
     except KeyError as error:
-        raise ValueError(f"{path} has no array {name}. {_ADVICE}.") from error
+        raise ValueError(f"{path} has no array {name}. {_ADVICE}") from error
     except ValueError as error:
-        raise ValueError(f"{error}. {_ADVICE}.") from error
+        raise ValueError(f"{error}. {_ADVICE}") from error

@@ -5,7 +5,7 @@ which has them in full. Power's workbook has five sheets, each a shuffle of the 
 papers read the first. Naval has two constant columns (8 and 11) and two equal ones (5 and 6); the
 target is the compressor's decay, and the turbine's, after it, is left out, as is Energy's cooling
 load. Boston comes from Keras in the papers' code, which shuffles the archive's rows; since splits
-are drawn by row number, "papers" is the default order.
+are drawn by row number, it is shuffled here, too.
 """
 
 from dataclasses import replace
@@ -26,7 +26,6 @@ _TABLES = (
         rows=506,
         columns=14,
         checksum="4e2cb81f16040069",
-        unordered="bf55787aff587708",
         files=("housing.data",),
         urls=(
             f"{_UCI}/ml/machine-learning-databases/housing/housing.data",
@@ -39,7 +38,6 @@ _TABLES = (
         rows=1030,
         columns=9,
         checksum="e53c39a0c46484af",
-        unordered="feab9f2c44563eda",
         files=("Concrete_Data.xls", "concrete+compressive+strength.zip"),
         urls=(
             f"{_UCI}/static/public/165/concrete+compressive+strength.zip",
@@ -53,7 +51,6 @@ _TABLES = (
         rows=768,
         columns=9,
         checksum="03c589d453e26d0a",
-        unordered="fd4f0f245da722b4",
         files=("ENB2012_data.xlsx", "energy+efficiency.zip"),
         urls=(
             f"{_UCI}/static/public/242/energy+efficiency.zip",
@@ -67,7 +64,6 @@ _TABLES = (
         rows=11934,
         columns=17,
         checksum="5882e5071be459a8",
-        unordered="6cec442bf0ae9644",
         files=(
             "UCI CBM Dataset/data.txt",
             "UCI CBM Dataset.zip",
@@ -84,7 +80,6 @@ _TABLES = (
         rows=9568,
         columns=5,
         checksum="11cba23981264083",
-        unordered="41a48cb8df7b6194",
         files=(
             "Folds5x2_pp.xlsx",
             "CCPP/Folds5x2_pp.xlsx",
@@ -103,7 +98,6 @@ _TABLES = (
         rows=1599,
         columns=12,
         checksum="7b621768e7709769",
-        unordered="ea08b9d12c8b6049",
         files=("winequality-red.csv", "wine+quality.zip"),
         urls=(
             f"{_UCI}/static/public/186/wine+quality.zip",
@@ -117,7 +111,6 @@ _TABLES = (
         rows=308,
         columns=7,
         checksum="00d39ec153d5b2c8",
-        unordered="40b3285973421047",
         files=("yacht_hydrodynamics.data", "yacht+hydrodynamics.zip"),
         urls=(
             f"{_UCI}/static/public/243/yacht+hydrodynamics.zip",
@@ -127,42 +120,23 @@ _TABLES = (
 )
 TABLES = {table.name: replace(table, folder="uci") for table in _TABLES}
 NAMES = tuple(TABLES)
-ORDERS = ("papers", "uci")
 
 
 def load(
-    name: str, data: str | Path | None = None, order: str = "papers", download: bool = True
+    name: str, data: str | Path | None = None, download: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs (points, features) and targets (points,), raw, in float64.
 
     Arguments:
         name: one of ``NAMES``.
         data: folder with the files, before $GEOPARAM_DATA, the cache and the network.
-        order: of the rows, "papers" or "uci"; they differ for boston alone.
         download: whether a set that is on no disk may be downloaded.
-
-    Example:
-        >>> load("bostn")
-        Traceback (most recent call last):
-        ...
-        ValueError: name must be one of boston, concrete, energy, naval, power, wine, yacht; ...
     """
-    for what, value, allowed in (("name", name, NAMES), ("order", order, ORDERS)):
-        if value not in allowed:
-            raise ValueError(f"{what} must be one of {', '.join(allowed)}; got {value!r}")
+    if name not in NAMES:
+        raise ValueError(f"name must be one of {', '.join(NAMES)}; got {name!r}")
     table = load_table(TABLES[name], data, download)
-    if name == "boston" and order == "papers":
-        table = table[keras_order(len(table))]
+    if name == "boston":  # in the order of Keras's boston_housing.load_data
+        order = np.arange(len(table))
+        np.random.RandomState(113).shuffle(order)
+        table = table[order]
     return table[:, :-1], table[:, -1]
-
-
-def keras_order(n: int) -> np.ndarray:
-    """The order in which Keras's ``boston_housing.load_data`` returns the archive's n rows.
-
-    Example:
-        >>> keras_order(506)[:4].tolist()
-        [22, 202, 368, 335]
-    """
-    order = np.arange(n)
-    np.random.RandomState(113).shuffle(order)
-    return order

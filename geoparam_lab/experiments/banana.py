@@ -112,7 +112,7 @@ def load(data: str | Path | None = None, source: str = "auto") -> Banana:
     except FileNotFoundError:
         if source == "KEEL":
             raise
-    return points.generated()
+    return points.generate()
 
 
 def problem(data: Banana, epochs: int = EPOCHS, patience: int = PATIENCE) -> Problem:

@@ -17,8 +17,8 @@ from matplotlib.ticker import MaxNLocator
 
 from geoparam import plots
 from geoparam.plots import curve_styles, legend_beside
+from geoparam.storage import replacing
 from geoparam_lab import methods
-from geoparam_lab.data.table_files import replacing
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import image_tables as described
 

@@ -35,7 +35,7 @@ from geoparam_lab.training.images.run_checkpoints import WEIGHTS
 from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names
 
 if TYPE_CHECKING:
-    from geoparam_lab.data.downsampled import Source
+    from geoparam_lab.data.image_source import Source
     from geoparam_lab.training.images.process_group import Crew
 KEY = ("name",)
 DRAW_EVERY = 60  # seconds between two drawings of a sweep's figures
@@ -82,7 +82,6 @@ def run(
     seeds: int = 3,
     size: int | None = None,
     workers: int | None = None,
-    check_images: bool = False,
     checkpoint_every: int | None = None,
     keep_weights: bool = False,
     tensorboard: bool = False,
@@ -107,7 +106,6 @@ def run(
         seeds: how many, from 0 on.
         size: of the images: 32 or 64 in npz files, 224 for JPEG files where nothing else is said.
         workers: processes that decode JPEG files; by default as many as there are cores.
-        check_images: decode all JPEG files before training.
         checkpoint_every: steps between two checkpoints; there is one after every epoch anyway.
         keep_weights: keep each run's weights, the best ones where its schedule does, in weights/.
         tensorboard: write scalars for TensorBoard.
@@ -126,14 +124,14 @@ def run(
     from geoparam_lab.training.images.process_group import Crew
 
     config = _checked(experiment, network, methods, batch_sizes, lrs, seeds, settings)
-    source = _source(experiment, data, size, workers, check_images)
+    source = _source(experiment, data, size, workers)
     crew = Crew(make_accelerator(config["precision"]))
     _check_fits(tasks(config), source, crew)
     kinds = {"checkpoint_every": checkpoint_every, "tensorboard": tensorboard, "track": track}
     part = source.hold_out(config["select"]) if config["select"] else source
     work = _Work(Path(out), source, crew, keep_weights, kinds, part.fingerprint["train"])
     if not crew.leads:
-        for task in crew.told():
+        for task in crew.receive():
             work.train(task)
         return None
     config |= {"data": {**source.fingerprint, "classes": source.classes, "size": source.size}}
@@ -143,10 +141,10 @@ def run(
         options: Record = {"key": KEY, "resume": resume, "may_change": _MAY_CHANGE}
         folder = Run.create(out, experiment, config, command, **options)
     except BaseException:
-        crew.tell(None)
+        crew.send(None)
         raise
     _sweep(folder, work, storage, progress)
-    crew.tell(None)
+    crew.send(None)
     return folder
 
 
@@ -210,7 +208,7 @@ class _Work:
     images: int
 
     def __call__(self, task: Task, tick: Tick) -> Done:
-        self.crew.tell(task)
+        self.crew.send(task)
         return self.train(task, tick)
 
     def train(self, task: Task, tick: Tick | None = None) -> Done:
@@ -261,9 +259,8 @@ def _source(
     data: "str | Path | Source",
     size: int | None,
     workers: int | None,
-    check: bool,
 ) -> "Source":
-    """Return the images, checked as far as that is quick, or all of them with `check`."""
+    """Return the images, checked as far as that is quick."""
     if not isinstance(data, (str, Path)):
         return data
     size = size or EXPERIMENTS[experiment].size
@@ -273,7 +270,7 @@ def _source(
         return PackedImages.load(data, size)
     from geoparam_lab.data.image_folders import ImageFolders
 
-    return ImageFolders(data, size, workers, check)
+    return ImageFolders(data, size, workers)
 
 
 def _checked(

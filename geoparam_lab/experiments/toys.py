@@ -117,7 +117,7 @@ def train(
         problem.protocol,
         problem.evaluation,
         seeds=seeds,
-        track="step",
+        track=True,
         snapshots=set(frame_epochs(problem.protocol.epochs).tolist()),
         progress=progress,
     )

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,27 +31,10 @@ from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import shared_study
 
 Key = tuple[Any, ...]
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]  # a title, how much is done, and of how much
+Tick = Callable[..., None]  # the epoch, how much is left to do, and perhaps a remark
 
 INTERVAL = 0.3  # seconds between two reports of a task
-
-
-class Tick(Protocol):
-    """Receives the epoch, how much is left to do, and perhaps a remark."""
-
-    def __call__(self, epoch: int, left: int, remark: str = "", /) -> None: ...
-
-
-class Task(Protocol):
-    """One piece of work; hashable, and its text is its title."""
-
-    @property
-    def keys(self) -> Sequence[Key]:
-        """The keys of its records, in the order of the run's key."""
-
-    @property
-    def name(self) -> str:
-        """The name of its arrays in the folder."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +52,15 @@ Report = Callable[[Any, int, int, str], None]
 class Session:
     """The work that one call does for a run, and its progress.
 
+    A task is hashable, has the `keys` of its records and the `name` of its arrays, and its text is
+    its title.
+
     Args:
         run: the folder.
         work: does a task and returns `Done`; calls a `Tick` now and then.
         total: how many records there will be.
         jobs: how many processes work; 1 is this one.
-        progress: called with a title, how many records are done and how many there are.
+        progress: shows how many records are done.
         weight: units of progress in a record, of which `work` reports how many are left.
         threads: for a task; None leaves them as they are.
         finished: called with a task when all of it is in the folder.
@@ -180,14 +166,7 @@ class Session:
 
 
 def check_names(what: str, names: Sequence[str], allowed: Sequence[str]) -> None:
-    """Raise ValueError where a name is not allowed, or there is none.
-
-    Example:
-        >>> check_names("methods", ["spp"], ("sp", "gmp"))
-        Traceback (most recent call last):
-        ...
-        ValueError: methods must be of sp, gmp; got 'spp'.
-    """
+    """Raise ValueError where a name is not allowed, or there is none."""
     wrong = [name for name in names if name not in allowed]
     if wrong or not names:
         got = ", ".join(map(repr, wrong)) or "none"

@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
+Epoch = list[tuple[Tensor, Tensor]]
 VAL = "val_data.npz"
 
 
@@ -75,3 +78,17 @@ def _packed(
 
 def _noisy(rng: np.random.Generator, colour: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return (colour + rng.integers(-48, 48, shape)).astype(np.uint8)
+
+
+def join(epoch: Epoch) -> tuple[Tensor, Tensor]:
+    """Return all images and labels of an epoch."""
+    images, labels = zip(*epoch, strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def is_same(one: Epoch, other: Epoch) -> bool:
+    """Return whether two epochs have the same batches, to the bit."""
+    if len(one) != len(other):
+        return False
+    pairs = zip(one, other, strict=True)
+    return all(a.equal(b) for first, second in pairs for a, b in zip(first, second, strict=True))

@@ -178,8 +178,8 @@ def test_mistakes_are_told_without_a_traceback(
         (
             "imagenet",
             images,
-            ("--data", "jpeg", "--lrs", "0.1,0.3", "--angle-lr", "fan_in", "--check-images"),
-            {"experiment": "imagenet", "lrs": [0.1, 0.3], "check_images": True, "workers": None},
+            ("--data", "jpeg", "--lrs", "0.1,0.3", "--angle-lr", "fan_in"),
+            {"experiment": "imagenet", "lrs": [0.1, 0.3], "workers": None},
         ),
     ],
 )
@@ -268,7 +268,7 @@ def test_images_in_both_layouts(
     else:
         pytest.importorskip("torchvision")
         data = tiny_images.write_folders(tmp_path / "data", classes=6, per_class=4)
-        own = ("--size", "32", "--workers", "0", "--widths", "4", "--check-images")
+        own = ("--size", "32", "--workers", "0", "--widths", "4")
     out = tmp_path / "run"
     assert (
         call(monkeypatch, "run", kind, "--data", str(data), "--out", str(out), *SMALL, *own) == 0

@@ -7,11 +7,11 @@ import pytest
 import tiny_images
 import torch
 import torch.nn.functional as F
+from tiny_images import Epoch, is_same, join
 from torch import Tensor
 
-from geoparam_lab.data.downsampled import PackedImages, Shares
-
-Epoch = list[tuple[Tensor, Tensor]]
+from geoparam_lab.data.downsampled import PackedImages
+from geoparam_lab.data.image_source import Shares
 
 
 @pytest.fixture(scope="module")
@@ -36,23 +36,11 @@ def training_contents(folder: Path) -> tuple[Tensor, Tensor]:
     return contents(*(tiny_images.train_file(folder, number) for number in (1, 2)))
 
 
-def whole(epoch: Epoch) -> tuple[Tensor, Tensor]:
-    images, labels = zip(*epoch, strict=True)
-    return torch.cat(images), torch.cat(labels)
-
-
 def pixels(images: Tensor, source: PackedImages) -> Tensor:
     """The bytes from which a batch was made."""
     scaled = (images + torch.tensor(source.mean).view(3, 1, 1)) * 255
     assert torch.allclose(scaled, scaled.round(), atol=1e-3)
     return scaled.round().to(torch.uint8)
-
-
-def same(one: Epoch, other: Epoch) -> bool:
-    if len(one) != len(other):
-        return False
-    pairs = zip(one, other, strict=True)
-    return all(a.equal(b) for first, second in pairs for a, b in zip(first, second, strict=True))
 
 
 # --- what batches hold --------------------------------------------------------------------------
@@ -66,7 +54,7 @@ def test_the_mean_is_that_of_the_training_images(source: PackedImages, folder: P
 def test_validation_has_every_image_once_as_it_is(source: PackedImages, folder: Path) -> None:
     batches = source.val(5, device="cpu")
     epoch = list(batches.epoch(0))
-    images, labels = whole(epoch)
+    images, labels = join(epoch)
     expected, expected_labels = contents(folder / tiny_images.VAL)
     assert pixels(images, source).equal(expected) and labels.equal(expected_labels)
     assert [len(some) for _, some in epoch] == [5, 5, 3]
@@ -77,7 +65,7 @@ def test_training_has_every_image_once_and_flips_half(source: PackedImages, fold
     images, labels = training_contents(folder)
     known = {image.numpy().tobytes(): (n, False) for n, image in enumerate(images)}
     known |= {image.numpy().tobytes(): (n, True) for n, image in enumerate(images.flip(3))}
-    seen, seen_labels = whole(list(source.train(8, seed=0, device="cpu").epoch(0)))
+    seen, seen_labels = join(list(source.train(8, seed=0, device="cpu").epoch(0)))
     found = [known[image.numpy().tobytes()] for image in pixels(seen, source)]
     numbers = [number for number, _ in found]
     assert sorted(numbers) == list(range(40)) and numbers != sorted(numbers)
@@ -85,14 +73,11 @@ def test_training_has_every_image_once_and_flips_half(source: PackedImages, fold
     assert 10 < sum(flipped for _, flipped in found) < 30
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_batches_are_floats_with_channels_last(source: PackedImages, split: str) -> None:
-    batches = source.val(8, device="cpu")
-    if split == "train":
-        batches = source.train(8, seed=0, device="cpu")
-    images, labels = next(batches.epoch(0))
-    assert images.dtype == torch.float32 and labels.dtype == torch.int64
-    assert images.is_contiguous(memory_format=torch.channels_last)
+def test_batches_are_floats_with_channels_last(source: PackedImages) -> None:
+    for batches in (source.val(8, device="cpu"), source.train(8, seed=0, device="cpu")):
+        images, labels = next(batches.epoch(0))
+        assert images.dtype == torch.float32 and labels.dtype == torch.int64
+        assert images.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_training_leaves_out_the_incomplete_batch(source: PackedImages) -> None:
@@ -101,7 +86,7 @@ def test_training_leaves_out_the_incomplete_batch(source: PackedImages) -> None:
     assert [len(labels) for _, labels in batches.epoch(0)] == [16, 16]
 
 
-@pytest.mark.parametrize("crop", [1, 3, 7])
+@pytest.mark.parametrize("crop", [1, 7])
 def test_crops_are_windows_of_the_image_padded_by_reflection(
     source: PackedImages, folder: Path, crop: int
 ) -> None:
@@ -110,9 +95,9 @@ def test_crops_are_windows_of_the_image_padded_by_reflection(
     windows = padded.unfold(2, 8, 1).unfold(3, 8, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, 3, 8, 8)
     known = {window.numpy().tobytes() for window in torch.cat([windows, windows.flip(3)])}
     epoch = list(source.train(8, seed=0, device="cpu", crop=crop).epoch(0))
-    cropped = pixels(whole(epoch)[0], source)
+    cropped = pixels(join(epoch)[0], source)
     assert all(image.numpy().tobytes() in known for image in cropped)
-    plain = pixels(whole(list(source.train(8, seed=0, device="cpu").epoch(0)))[0], source)
+    plain = pixels(join(list(source.train(8, seed=0, device="cpu").epoch(0)))[0], source)
     moved = (cropped != plain).flatten(1).any(dim=1)
     assert moved.float().mean() > 0.5
 
@@ -131,23 +116,18 @@ def test_order_depends_on_seed_and_epoch_alone(source: PackedImages) -> None:
 
     first = epoch(0)
     torch.manual_seed(17)
-    assert same(first, epoch(0))
-    assert not same(first, epoch(1)) and not same(first, epoch(0, seed=1))
-
-
-def test_drawing_leaves_torchs_random_state_alone(source: PackedImages) -> None:
     before = torch.random.get_rng_state()
-    list(source.train(8, seed=0, device="cpu", crop=2).epoch(0))
-    assert torch.random.get_rng_state().equal(before)
+    assert is_same(first, epoch(0)) and torch.random.get_rng_state().equal(before)
+    assert not is_same(first, epoch(1)) and not is_same(first, epoch(0, seed=1))
 
 
-@pytest.mark.parametrize("start", [0, 2, 5])
+@pytest.mark.parametrize("start", [2, 5])
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_an_epoch_can_be_entered_anywhere(source: PackedImages, split: str, start: int) -> None:
     batches = source.val(3, device="cpu")
     if split == "train":
         batches = source.train(8, seed=0, device="cpu", crop=2)
-    assert same(list(batches.epoch(3, start)), list(batches.epoch(3))[start:])
+    assert is_same(list(batches.epoch(3, start)), list(batches.epoch(3))[start:])
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -158,10 +138,10 @@ def test_processes_together_see_the_batches_of_one(source: PackedImages, world: 
         for r in range(world)
     ]
     assert all(len(labels) == 8 // world for share in shares for _, labels in share)
-    assert same(one, [whole(list(parts)) for parts in zip(*shares, strict=True)])
+    assert is_same(one, [join(list(parts)) for parts in zip(*shares, strict=True)])
 
 
-@pytest.mark.parametrize(("batch_size", "world"), [(5, 2), (4, 3), (2, 3), (100, 16)])
+@pytest.mark.parametrize(("batch_size", "world"), [(5, 2), (2, 3), (100, 16)])
 def test_validation_shares_may_be_unequal_or_empty(
     source: PackedImages, batch_size: int, world: int
 ) -> None:
@@ -171,7 +151,7 @@ def test_validation_shares_may_be_unequal_or_empty(
     ]
     assert {batches.steps for batches in several} == {one.steps}
     shares = [list(batches.epoch(0)) for batches in several]
-    assert same(list(one.epoch(0)), [whole(list(parts)) for parts in zip(*shares, strict=True)])
+    assert is_same(list(one.epoch(0)), [join(list(parts)) for parts in zip(*shares, strict=True)])
     assert all(images.shape[1:] == (3, 8, 8) for share in shares for images, _ in share)
 
 
@@ -200,7 +180,7 @@ def test_what_is_held_out_is_the_same_every_time_and_not_trained_on(
     assert part.fingerprint["train"] + part.fingerprint["val"] == source.fingerprint["train"]
     again = PackedImages.load(folder, source.size).hold_out(0.25)
     held, trained = part.val(5, device="cpu"), part.train(5, seed=0, device="cpu")
-    assert same(list(held.epoch(0)), list(again.val(5, device="cpu").epoch(0)))
+    assert is_same(list(held.epoch(0)), list(again.val(5, device="cpu").epoch(0)))
     images = [split.images.flatten(1).unique(dim=0) for split in (part._train, part._val)]
     assert len(torch.cat(images).unique(dim=0)) == len(source._train.labels)
     assert trained.shares.images == len(part._train.labels)
@@ -209,29 +189,14 @@ def test_what_is_held_out_is_the_same_every_time_and_not_trained_on(
             source.hold_out(share)
 
 
-def test_a_batch_that_processes_cannot_share_is_refused(source: PackedImages) -> None:
+def test_impossible_batches_are_refused(source: PackedImages) -> None:
     with pytest.raises(ValueError, match="Use a multiple of 3"):
         source.train(8, seed=0, device="cpu", world=3)
-
-
-def test_a_batch_larger_than_the_training_set_is_refused(source: PackedImages) -> None:
     with pytest.raises(ValueError, match="no batch of 41 .* from 40 images"):
         source.train(41, seed=0, device="cpu")
-
-
-@pytest.mark.parametrize("crop", [-1, 8])
-def test_a_crop_beyond_the_image_is_refused(source: PackedImages, crop: int) -> None:
-    with pytest.raises(ValueError, match=f"below the size 8; got {crop}"):
-        source.train(8, seed=0, device="cpu", crop=crop)
-
-
-@pytest.mark.parametrize("start", [-1, 6])
-def test_a_batch_outside_of_the_epoch_is_refused(source: PackedImages, start: int) -> None:
+    with pytest.raises(ValueError, match="below the size 8; got 8"):
+        source.train(8, seed=0, device="cpu", crop=8)
     with pytest.raises(ValueError, match="has the batches 0 to 4"):
-        source.train(8, seed=0, device="cpu").epoch(0, start)
-
-
-@pytest.mark.parametrize(("batch_size", "rank"), [(0, 0), (4, 2), (4, -1)])
-def test_impossible_shares_are_refused(batch_size: int, rank: int) -> None:
-    with pytest.raises(ValueError, match=f"batch size {batch_size} and process {rank} of 2"):
-        Shares(10, batch_size, rank, world=2)
+        source.train(8, seed=0, device="cpu").epoch(0, 6)
+    with pytest.raises(ValueError, match="batch size 4 and process 2 of 2"):
+        Shares(10, 4, 2, world=2)

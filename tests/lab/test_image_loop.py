@@ -8,6 +8,7 @@ import pytest
 import torch
 from image_runs import (
     BATCH,
+    CLASSES,
     die,
     forget_accelerate,  # noqa: F401
     settings,
@@ -18,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import geoparam as gp
 from geoparam_lab import methods, networks
-from geoparam_lab.training.images import callbacks, loop, preparation, run_checkpoints, schedules
+from geoparam_lab.training.images import loop, preparation, run_checkpoints, schedules
 from geoparam_lab.training.images.loop import Training
-from geoparam_lab.training.images.settings import Outcome, Settings
+from geoparam_lab.training.images.settings import Outcome
 from geoparam_lab.training.images.train import train
 
 pytest.importorskip("accelerate")
@@ -32,8 +33,7 @@ pytest.importorskip("accelerate")
 @pytest.mark.parametrize("method", methods.METHODS)
 def test_every_method_trains_a_step(method: str, tmp_path: Path) -> None:
     chosen, images = settings(method, epochs=1, lr=0.05), source(BATCH)
-    outcome = train(chosen, images, tmp_path)
-    assert outcome.record["outcome"] == "finished"
+    train(chosen, images, tmp_path)
     untrained = networks.build(
         "vgg6", method, images.classes, size=8, seed=chosen.seed, **chosen.network_options
     )
@@ -46,8 +46,7 @@ def test_every_method_trains_a_step(method: str, tmp_path: Path) -> None:
     "chosen",
     [
         {"method": "gmp+imn", "optimizer": "adamw", "lr": 0.01},
-        {"optimizer": "muon", "weight_decay": 0.1},
-        {"optimizer": "muon", "rest": "sgd"},
+        {"optimizer": "muon", "rest": "sgd", "weight_decay": 0.1},
         {"optimizer": "airbench"},
         {"optimizer": "rotational", "weight_decay": 0.01, "nesterov": True},
         {"optimizer": "angularmuown", "rest_lr": 0.01},
@@ -64,31 +63,20 @@ def test_every_optimizer_learns(chosen: dict[str, Any], tmp_path: Path) -> None:
     assert losses[-1] < 0.95 * losses[0]
 
 
-def test_the_geometric_optimizer_gets_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(model: torch.nn.Module, base: Any, **options: Any) -> torch.optim.Optimizer:
-        given.update(options, base=base)
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(gp, "GeometricOptimizer", fake)
+def test_the_geometric_optimizer_gets_its_options() -> None:
     model = networks.build("vgg6", "bn", 2, size=8, widths=(4, 4))
     chosen = {"optimizer": "geometric", "weight_decay": 0.05}
-    preparation.make_optimizer(settings("bn", **chosen, nesterov=True), model)
-    assert given == {
-        "base": torch.optim.SGD,
-        "lr": 0.1,
-        "weight_decay": 0.05,
-        "momentum": 0.9,
-        "nesterov": True,
-        "coordinates": "intrinsic",
-        "turn": None,
-        "rest": None,
-    }
-    chosen |= {"base": "adamw", "turn": 2.4, "coordinates": "angles", "rest": "sgd"}
-    preparation.make_optimizer(settings("bn", **chosen, rest_lr=0.01, momentum=0.8), model)
-    assert given["base"] is torch.optim.AdamW and given["betas"] == (0.8, 0.999)
-    assert (given["turn"], given["coordinates"], given["lr"]) == (2.4, "angles", 0.01)
-    assert given["rest"].func is torch.optim.SGD and given["rest"].keywords["momentum"] == 0.9
+    optimizer = preparation.make_optimizer(settings("bn", **chosen, nesterov=True), model)
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["momentum"], group["nesterov"]) == (0.1, 0.9, True)
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.05}
+    chosen |= {"base": "adamw", "coordinates": "angles", "rest": "sgd"}
+    optimizer = preparation.make_optimizer(
+        settings("bn", **chosen, rest_lr=0.01, momentum=0.8), model
+    )
+    assert (0.8, 0.999) in [group.get("betas") for group in optimizer.param_groups]
+    assert 0.9 in [group.get("momentum") for group in optimizer.param_groups]
+    assert 0.01 in [group["lr"] for group in optimizer.param_groups]
 
 
 @pytest.mark.parametrize("method", ["wn", "gmp+bn", "intrinsic+imn"])
@@ -98,19 +86,25 @@ def test_rivals_are_for_plain_weights(method: str) -> None:
         preparation.make_optimizer(settings(method, optimizer="muon"), model)
 
 
-@pytest.mark.parametrize("skip", ["centred", "plain"])
-def test_a_residual_network_trains(skip: str, tmp_path: Path) -> None:
-    chosen = Settings(
-        "resnet18", "gmp+imn", 0.05, BATCH, 0, epochs=1, precision="fp32", skip=skip, widths=(4,)
-    )
-    record = train(chosen, source(BATCH), tmp_path).record
-    assert record["outcome"] == "finished" and np.isfinite(record["val_loss"])
-
-
 def test_learns(tmp_path: Path) -> None:
     outcome = train(settings("bn", lr=0.1, epochs=12), source(), tmp_path)
     losses = outcome.curves["train_loss"]
     assert losses[-1] < 0.7 * losses[0] and outcome.record["train_loss"] == losses[-1]
+    assert outcome.record["outcome"] == "finished"
+
+
+@pytest.mark.parametrize("select", [0.0, 0.25])
+def test_a_run_that_ends_at_chance_has_collapsed(
+    select: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "SHORT", 6)
+    chosen = settings("gmp+imn", lr=1e-9, select=select)
+    record = train(chosen, source(), tmp_path).record
+    assert record["outcome"] == "collapsed" and np.isfinite(record["top1"])
+    assert record["train_loss"] > 0.99 * np.log(CLASSES)
+    assert train(chosen, source(), tmp_path).record == record  # from its checkpoint
+    monkeypatch.setattr(loop, "SHORT", 100)
+    assert train(chosen, source(), tmp_path / "short").record["outcome"] == "finished"
 
 
 def test_one_step_is_that_of_plain_torch(tmp_path: Path) -> None:
@@ -131,7 +125,7 @@ def test_one_step_is_that_of_plain_torch(tmp_path: Path) -> None:
         torch.testing.assert_close(weights(tmp_path)[name], value, msg=name)
 
 
-@pytest.mark.parametrize("method", ["sp", "wn", "gmp", "natural", "intrinsic"])
+@pytest.mark.parametrize("method", ["wn", "natural", "intrinsic"])
 def test_accumulated_gradients_are_those_of_the_whole_batch(method: str, tmp_path: Path) -> None:
     for parts in (1, 4):
         train(settings(method, accumulate=parts), source(), tmp_path / str(parts))
@@ -140,7 +134,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(method: str, tmp_pat
         torch.testing.assert_close(accumulated[name], value, atol=1e-5, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("method", ["bn", "gmp+imn", "intrinsic+imn"])
+@pytest.mark.parametrize("method", ["bn", "intrinsic+imn"])
 def test_a_step_does_not_wait_for_the_device(method: str) -> None:
     class Reads(TorchDispatchMode):
         count = 0
@@ -180,13 +174,6 @@ def test_results_are_those_of_the_weights(tmp_path: Path) -> None:
     assert record["val_loss"] == pytest.approx(loss, rel=1e-5)
     assert record["best_epoch"] == 1 and record["epochs"] == 2 and record["images_per_second"] > 0
     assert {len(curve) for curve in outcome.curves.values()} == {2}
-
-
-def test_the_rate_follows_the_schedule(tmp_path: Path) -> None:
-    outcome = train(settings("sp", epochs=9, lr=0.02), source(BATCH), tmp_path)
-    np.testing.assert_allclose(
-        outcome.curves["lr"], 0.02 * np.array([1, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.001])
-    )
 
 
 def test_the_rate_rises_and_falls_in_every_step(
@@ -259,13 +246,13 @@ def test_the_released_code_reports_its_best_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(schedules, "STOP_PATIENCE", 3)
-    outcome = train(settings("gmp+imn", epochs=40, schedule="plateau-top5"), source(), tmp_path)
+    outcome = train(settings("bn", epochs=40, schedule="plateau-top5"), source(), tmp_path)
     top5 = outcome.curves["val_top5"]
     record = outcome.record
     assert record["outcome"] == "stopped early"
     assert record["best_epoch"] == np.argmax(top5) == len(top5) - 4
     assert record["top5"] == top5.max() and record["epochs"] == len(top5)
-    state = run_checkpoints.Store(tmp_path).newest()
+    state = run_checkpoints.Store(tmp_path).read_newest()
     assert state is not None
     found = weights(tmp_path)
     assert all(torch.equal(found[name], value) for name, value in state["best_weights"].items())
@@ -325,7 +312,7 @@ def assert_diverged(outcome: Outcome, epochs: int) -> None:
     assert {len(curve) for curve in outcome.curves.values()} == {epochs}
 
 
-@pytest.mark.parametrize("method", ["sp", "wn+mbn", "gmp", "intrinsic+imn"])
+@pytest.mark.parametrize("method", ["sp", "gmp"])
 def test_a_huge_rate_ends_as_diverged(method: str, tmp_path: Path) -> None:
     chosen = settings(method, lr=1e30)
     assert_diverged(train(chosen, source(), tmp_path), 0)
@@ -369,8 +356,7 @@ def test_a_validation_loss_that_is_not_finite_is_divergence(
     assert_diverged(train(settings("sp"), source(), tmp_path), 0)
 
 
-def test_ticks_tell_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callbacks, "INTERVAL", 0.0)
+def test_ticks_tell_where_it_is(tmp_path: Path) -> None:
     told: list[tuple[int, int, float]] = []
     train(settings(epochs=2), source(), tmp_path, tick=lambda *now: told.append(now))
     assert [(epoch, step) for epoch, step, _ in told] == [
@@ -395,23 +381,16 @@ def test_leaves_random_numbers_and_switches_as_they_were(tmp_path: Path) -> None
     [
         ({"method": "magic"}, "a method is one of"),
         ({"schedule": "sine"}, "schedule is one of steps"),
-        ({"precision": "fp16"}, "precision is one of"),
-        ({"skip": "none"}, "skip is one of"),
         ({"init": "ones"}, "init is"),
         ({"epochs": 0}, "epochs is at least 1"),
         ({"momentum": 1.0}, "momentum is from 0 to below 1"),
-        ({"lr": 0.0}, "lr is above 0"),
         ({"lr": float("inf")}, "lr is above 0 and finite"),
         ({"widths": (4, 0)}, "widths are numbers of channels from 1 on"),
         ({"accumulate": 3}, "equal parts"),
         ({"optimizer": "lion"}, "optimizer is one of sgd, adamw, muon"),
-        ({"optimizer": "geometric", "base": "lion"}, "base is one of sgd, adamw, muon"),
-        ({"optimizer": "muon", "rest": "muon"}, "rest is one of sgd, adamw"),
         ({"turn": 2.4}, "turn is not for optimizer 'sgd'"),
         ({"optimizer": "muon", "base": "sgd"}, "base is not for optimizer 'muon'"),
         ({"optimizer": "rotational"}, "weight_decay is above 0"),
-        ({"warmup": 1.0}, "warmup is from 0 to below 1"),
-        ({"select": -0.1}, "select is from 0 to below 1"),
         ({"select": 0.1, "schedule": "plateau-top5"}, "Choose another schedule"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

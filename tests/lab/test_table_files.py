@@ -23,7 +23,6 @@ TABLE = Table(
     rows=3,
     columns=3,
     checksum=table_files.checksum(NUMBERS),
-    unordered=table_files.unordered_checksum(NUMBERS),
     files=("toy.data", "toy.xlsx", "toy.zip"),
     urls=("http://source.invalid/toy",),
     folder="toys",
@@ -144,7 +143,7 @@ FORMATS = {
 def test_every_format_gives_the_same_numbers(content: bytes) -> None:
     numbers = table_files.parse(content, TABLE.files)
     np.testing.assert_array_equal(numbers, NUMBERS)
-    assert numbers.dtype == np.float64 and table_files.problem(TABLE, numbers) == ""
+    assert numbers.dtype == np.float64 and table_files.checksum(numbers) == TABLE.checksum
 
 
 def test_an_old_workbook_is_read_with_xlrd() -> None:
@@ -174,13 +173,13 @@ def nested(deep: int) -> bytes:
     ("content", "message"),
     [
         (b"", "holds no table of numbers"),
-        (b"<html><body>Please log in</body></html>", "holds no table of numbers"),
-        (text(NUMBERS)[:-9], "its numbers are not those of toy"),  # cut within the last number
+        (text(NUMBERS)[:-9], "not those of toy, .* \\(beware of copies\\)"),  # a number is cut
+        (text(NUMBERS[::-1]), "its numbers are not those of toy, or are in another order"),
+        (text(NUMBERS[:2]), "2 rows of 3 columns where toy has 3 of 3: truncated"),
         (text(NUMBERS)[:-22], "its row 3 has 2 numbers where the first has 3: truncated"),
         (text(NUMBERS).replace(b"7.25", b"7,25"), "its row 3 has 4 numbers"),
         (text(NUMBERS).replace(b"7.25", b"?"), "its line 4 is not of numbers: '12.0,\\?,"),
         (xlsx(NUMBERS)[:-30], "is damaged"),
-        (FORMATS["zip"][:120], "is damaged"),
         (zipped({"other.csv": b"1,2\n"}), "holds none of toy.data, .*, only other.csv"),
         (zipped({"toy.data": bytes(table_files.LARGEST + 1)}), "toy.data claims 16,777,217 bytes"),
         (bytes(table_files.LARGEST + 1), "more than 16,777,216 bytes"),
@@ -197,50 +196,22 @@ def test_broken_files_are_named(elsewhere: Path, content: bytes, message: str) -
         table_files.load(TABLE, elsewhere)
 
 
-def test_columns_after_the_target_are_left_out(elsewhere: Path) -> None:
-    (elsewhere / "toy.data").write_bytes(text(SURPLUS, " ", ""))
-    np.testing.assert_array_equal(table_files.load(TABLE, elsewhere), NUMBERS)
-
-
-# --- the checksum -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("factor", [1 + 1e-15, 1 - 1e-15, 1 + 4e-15])
+@pytest.mark.parametrize("factor", [1 - 1e-15, 1 + 4e-15])
 def test_the_checksum_forgives_how_numbers_are_printed(factor: float) -> None:
     assert table_files.checksum(NUMBERS * factor) == TABLE.checksum
 
 
-@pytest.mark.parametrize("row", range(3))
-@pytest.mark.parametrize("column", range(3))
-def test_the_checksum_finds_a_change_of_any_number(row: int, column: int) -> None:
+@pytest.mark.parametrize("place", [(0, 0), (1, 1), (2, 2)])
+def test_the_checksum_finds_a_change_of_any_number(place: tuple[int, int]) -> None:
     changed = NUMBERS.copy()
-    changed[row, column] += 1e-9
+    changed[place] += 1e-9
     assert table_files.checksum(changed) != TABLE.checksum
-    assert "not those of toy: checksum" in table_files.problem(TABLE, changed)
-    assert "(beware of copies)" in table_files.problem(TABLE, changed)
-
-
-def test_another_order_another_size_and_other_numbers_are_told_apart() -> None:
-    assert "rows of toy in another order" in table_files.problem(TABLE, NUMBERS[::-1])
-    assert "2 rows of 3 columns where toy has 3 of 3: trunc" in table_files.problem(
-        TABLE, NUMBERS[:2]
-    )
-    assert "3 rows of 2 columns" in table_files.problem(TABLE, NUMBERS[:, :2])
-    assert "not those of toy" in table_files.problem(TABLE, NUMBERS[:, ::-1])
-
-
-def test_an_altered_file_is_refused_even_where_the_network_could_replace_it(
-    elsewhere: Path,
-) -> None:
-    (elsewhere / "toy.csv").write_bytes(text(NUMBERS + 1))
-    with pytest.raises(ValueError, match=r"toy.csv cannot be used: .*Remove it.*source.invalid"):
-        table_files.load(TABLE, elsewhere)
 
 
 # --- where tables are looked for --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["toy.csv", "toys/toy.csv", "toy.data", "toys/toy.data"])
+@pytest.mark.parametrize("place", ["toy.csv", "toys/toy.data"])
 def test_files_are_found_by_each_name_and_in_each_folder(elsewhere: Path, place: str) -> None:
     path = elsewhere / "data" / place
     path.parent.mkdir(parents=True)
@@ -261,15 +232,15 @@ def test_the_named_folder_comes_before_the_variable_and_the_cache(
         assert table_files.find(TABLE, places[2]) == folder / "toy.csv"
 
 
-@pytest.mark.parametrize("variable", [True, False])
 def test_a_folder_that_does_not_exist_is_an_error(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, variable: bool
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = str(elsewhere / "nowhere")
-    if variable:
-        monkeypatch.setenv("GEOPARAM_DATA", missing)
-    with pytest.raises(FileNotFoundError, match="is not a folder: .*nowhere"):
-        table_files.find(TABLE, None if variable else missing)
+    with pytest.raises(FileNotFoundError, match="the data folder is not a folder: .*nowhere"):
+        table_files.find(TABLE, missing)
+    monkeypatch.setenv("GEOPARAM_DATA", missing)
+    with pytest.raises(FileNotFoundError, match="GEOPARAM_DATA is not a folder: .*nowhere"):
+        table_files.find(TABLE)
 
 
 def test_a_missing_file_without_download_says_where_to_put_which(elsewhere: Path) -> None:
@@ -308,7 +279,6 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         "/surplus": text(SURPLUS),
         "/breaks": text(NUMBERS),
         "/altered": text(NUMBERS + 1e-6),
-        "/short": text(NUMBERS[:2]),
         "/login": b"<html>Please log in</html>",
     }
     monkeypatch.setattr(Handler, "answers", answers)
@@ -339,9 +309,6 @@ def test_a_download_is_checked_kept_and_not_repeated(
         np.testing.assert_array_equal(table_files.load(at(address, path)), NUMBERS)
     assert Handler.asked == [path]
     assert cached(elsewhere) == ["data/toys/toy.csv"]
-    assert (
-        table_files.find(TABLE, elsewhere / "cache" / "data") is not None
-    )  # also as a data folder
 
 
 @pytest.mark.parametrize(
@@ -350,7 +317,6 @@ def test_a_download_is_checked_kept_and_not_repeated(
         ("/nothing", "404"),
         ("/breaks", "the download broke off after 39 of 79 bytes"),
         ("/altered", "not those of toy"),
-        ("/short", "2 rows of 3 columns where toy has 3 of 3"),
         ("/login", "no table of numbers"),
     ],
 )
@@ -374,29 +340,6 @@ def test_no_server_is_explained(elsewhere: Path, address: str) -> None:
         table_files.load(table)
 
 
-def test_an_interrupted_write_leaves_nothing(
-    elsewhere: Path, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = Path.write_text
-
-    def interrupted(path: Path, content: str) -> None:
-        write(path, content[:5])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "write_text", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        table_files.load(at(address, "/csv"))
-    assert cached(elsewhere) == []
-
-
 def test_a_cache_that_cannot_be_written_does_not_matter(elsewhere: Path, address: str) -> None:
     (elsewhere / "cache").write_text("a file, not a folder")
     np.testing.assert_array_equal(table_files.load(at(address, "/csv")), NUMBERS)
-
-
-def test_a_damaged_cache_is_named(elsewhere: Path, address: str) -> None:
-    table_files.load(at(address, "/csv"))
-    path = elsewhere / "cache" / "data" / "toys" / "toy.csv"
-    path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(ValueError, match="toy.csv.*truncated.*Remove it"):
-        table_files.load(at(address, "/csv"))

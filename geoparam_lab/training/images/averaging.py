@@ -11,17 +11,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from geoparam.analysis import reshard
-
 
 class Average:
     """The exponential moving average of all floating-point parameters and buffers.
 
-    Build it when the model is where it will be trained: on its device, sharded or not.
-
-    Args:
-        model: what is averaged.
-        decay: how much of the average stays in each step.
+    Build it when the model is on its device, sharded or not. `decay` is the share of the average
+    that stays in each step.
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -38,7 +33,7 @@ class Average:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model, self.decay = model, decay
-        # Apart, since FSDP2's parameters are DTensors and buffers are not.
+        # Two lists, since FSDP2's parameters are DTensors and buffers are not.
         self._live = [
             [parameter.detach() for parameter in model.parameters()],
             [buffer for buffer in model.buffers() if buffer.is_floating_point()],
@@ -47,7 +42,7 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the model's present state."""
+        """Add the model's present state to the average."""
         for average, live in zip(self._average, self._live, strict=True):
             if live:
                 torch._foreach_lerp_(average, live, 1 - self.decay)
@@ -58,7 +53,7 @@ class Average:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the model hold the average for a while; afterwards it is what it was, to the bit."""
+        """Let the model hold the average within the context; its own state is restored after."""
         kept = [[tensor.clone() for tensor in tensors] for tensors in self._live]
         _copy(self._live, self._average)
         try:
@@ -67,7 +62,7 @@ class Average:
                 yield
         finally:
             _copy(self._live, kept)
-            reshard(self.model)  # the root's whole copy is of the average
+            _reshard(self.model)
 
 
 @torch.no_grad()
@@ -75,3 +70,12 @@ def _copy(to: list[list[torch.Tensor]], values: list[list[torch.Tensor]]) -> Non
     for tensors, theirs in zip(to, values, strict=True):
         for tensor, value in zip(tensors, theirs, strict=True):
             tensor.copy_(value)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Free the whole parameters that FSDP2's root keeps after a forward pass: of the average."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,9 +1,5 @@
-"""Who looks on while a network trains: a progress display, TensorBoard, a boundary tracker.
+"""TensorBoard and the boundary tracker of a training; neither changes a number of the run."""
 
-None of them changes a number of the run, and none is there unless it is asked for.
-"""
-
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,45 +11,11 @@ import geoparam as gp
 
 Tick = Callable[[int, int, float], None]
 
-INTERVAL = 0.3  # seconds between two ticks
 BOUNDARIES = "boundaries.npy"
 
 
-class Ticker:
-    """Tells epoch, step and images per second, at most every 0.3 s.
-
-    Args:
-        tick: who is told; None for nobody.
-        now: the clock.
-
-    Example:
-        >>> clock = iter([0.0, 0.2, 0.5, 0.5, 0.6])
-        >>> ticker = Ticker(lambda *told: print(*told), now=lambda: next(clock))
-        >>> for step in (1, 2, 3):
-        ...     ticker(0, step, images=100)
-        0 2 400.0
-    """
-
-    def __init__(self, tick: Tick | None, now: Callable[[], float] = time.perf_counter) -> None:
-        self._tick, self._now = tick, now
-        self._last, self._images = now(), 0
-
-    def restart(self) -> None:
-        """Forget what went before, which was no training."""
-        self._last, self._images = self._now(), 0
-
-    def __call__(self, epoch: int, step: int, images: int) -> None:
-        if self._tick is None:
-            return
-        self._images += images
-        elapsed = self._now() - self._last
-        if elapsed >= INTERVAL:
-            self._tick(epoch, step, self._images / elapsed)
-            self.restart()
-
-
 def make_writer(folder: Path, epochs: int) -> Any:
-    """Return a TensorBoard writer that goes on after so many epochs, and hides later ones."""
+    """Return a TensorBoard writer that continues after so many epochs, and hides later ones."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ModuleNotFoundError as error:

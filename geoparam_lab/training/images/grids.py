@@ -27,30 +27,30 @@ COMMON = {field.name: field.default for field in fields(Settings) if field.name 
 Point = tuple[str, str, dict[str, Any]]
 
 
-def points(text: str) -> list[Point]:
+def list_points(text: str) -> list[Point]:
     """Return for each combination the method with its words, its numbers, and its settings.
 
     The rate is not among the numbers: it has a place of its own everywhere.
 
     Example:
-        >>> for point in points("bn:lr=0.4,0.8:optimizer=muon:decay=5e-4"):
+        >>> for point in list_points("bn:lr=0.4,0.8:optimizer=muon:decay=5e-4"):
         ...     print(*point)
         bn:optimizer=muon decay=0.0005 {'optimizer': 'muon', 'lr': 0.4, 'weight_decay': 0.0005}
         bn:optimizer=muon decay=0.0005 {'optimizer': 'muon', 'lr': 0.8, 'weight_decay': 0.0005}
     """
     name, *parts = text.split(":")
-    given = dict(map(_option, parts))
-    grid = {option: given[option] for option in (*WORDS, *NUMBERS) if option in given}
-    found = []
+    options = dict(map(_read_option, parts))
+    grid = {option: options[option] for option in (*WORDS, *NUMBERS) if option in options}
+    points = []
     for values in shared_study.list_points(grid):
         words = [f"{option}={values[option]}" for option in WORDS if option in values]
         numbers = [f"{option}={values[option]:g}" for option in NUMBERS[1:] if option in values]
         settings = {_FIELDS.get(option, option): value for option, value in values.items()}
-        found.append((":".join([name, *words]), ":".join(numbers), settings))
-    return found
+        points.append((":".join([name, *words]), ":".join(numbers), settings))
+    return points
 
 
-def _option(part: str) -> tuple[str, list[Any]]:
+def _read_option(part: str) -> tuple[str, list[Any]]:
     option, _, values = part.partition("=")
     try:
         read = {**dict.fromkeys(WORDS, str), **dict.fromkeys(NUMBERS, float)}[option]
@@ -67,17 +67,11 @@ def _option(part: str) -> tuple[str, list[Any]]:
 
 @dataclass(frozen=True)
 class Task:
-    """One run of a sweep.
-
-    Args:
-        settings: all that decides its numbers.
-        method: the method with its options in words; see `points`.
-        tuned: its options in numbers, without the rate.
-    """
+    """One run of a sweep."""
 
     settings: Settings
-    method: str
-    tuned: str = ""
+    method: str  # with its options in words; see `list_points`
+    tuned: str = ""  # its options in numbers, without the rate
 
     @property
     def keys(self) -> list[tuple[Any, ...]]:
@@ -98,14 +92,7 @@ class Task:
 
 
 def papers_rate(network: str, method: str) -> float:
-    """Return the learning rate that a method has in the papers, or would have by their rule.
-
-    Example:
-        >>> [papers_rate("vgg6", method) for method in ("bn", "gmp+imn", "intrinsic+imn")]
-        [0.01, 0.1, 0.1]
-        >>> papers_rate("resnet18", "bn")
-        0.1
-    """
+    """Return the learning rate that a method has in the papers, or would have by their rule."""
     return 0.1 if network.startswith("resnet") else methods.LEARNING_RATES[method]
 
 
@@ -123,19 +110,19 @@ def tasks(config: Record) -> list[Task]:
         for name, value in config.items()
         if name in names
     }
-    found: dict[str, Task] = {}
+    by_name: dict[str, Task] = {}
     for seed in range(config["seeds"]):
         for batch_size in config["batch_sizes"]:
             for text in config["methods"]:
-                for task in _runs(text, config, common | {"batch_size": batch_size}, seed):
-                    found.setdefault(task.name, task)
-    return list(found.values())
+                for task in _list_runs(text, config, common | {"batch_size": batch_size}, seed):
+                    by_name.setdefault(task.name, task)
+    return list(by_name.values())
 
 
-def _runs(text: str, config: Record, common: Record, seed: int) -> Iterator[Task]:
+def _list_runs(text: str, config: Record, common: Record, seed: int) -> Iterator[Task]:
     """Yield the runs of a method with one batch size and seed."""
     method = methods.without_options(text)
-    for label, tuned, own in points(text):
+    for label, tuned, own in list_points(text):
         usual = config["lrs"] or [papers_rate(config["network"], method)]
         for lr in [own["lr"]] if "lr" in own else usual:
             settings = {**common, **own, "method": method, "lr": lr, "seed": seed}

@@ -1,7 +1,4 @@
-"""Loss, top-1 and top-5 over many batches, summed where the batches are.
-
-Nothing is copied to the host before somebody asks, so that adding a batch never waits for a GPU.
-"""
+"""Loss, top-1 and top-5 over many batches, summed on the device: adding a batch never waits."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,9 +23,6 @@ class Result(NamedTuple):
 class Sums:
     """Sums over the images of this process.
 
-    Args:
-        device: where they are kept.
-
     Example:
         >>> sums = Sums(torch.device("cpu"))
         >>> logits = torch.arange(8.0).expand(3, 8)  # class 7 first, then 6, ...
@@ -40,11 +34,11 @@ class Sums:
     def __init__(self, device: torch.device) -> None:
         precise = torch.float32 if device.type == "mps" else torch.float64
         self._values = torch.zeros(3, dtype=precise, device=device)
-        self._count = 0  # known without looking at the device
+        self._count = 0  # known without reading from the device
 
     @torch.no_grad()
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch: its loss, summed over images, and how often its labels were guessed."""
+        """Add a batch: its loss, summed over images, and its hits."""
         guesses = logits.topk(min(TOP, logits.shape[1])).indices
         right = guesses == labels.unsqueeze(1)
         hits = torch.stack([right[:, 0].sum(), right.sum()])
@@ -57,32 +51,32 @@ class Sums:
         return torch.cat([self._values, self._values.new_full((1,), self._count)])
 
     def over_processes(self, accelerator: "Accelerator") -> list[float]:
-        """Return the totals of all processes; each of them must ask."""
+        """Return the totals of all processes; a collective call."""
         joint: Tensor = accelerator.reduce(self.totals, "sum")
         return joint.tolist()
 
     def load(self, totals: list[float]) -> None:
-        """Go on from these totals."""
+        """Continue from these totals."""
         self._values.copy_(torch.tensor(totals[:3], dtype=self._values.dtype))
         self._count = int(totals[3])
 
 
-def result(totals: list[float]) -> Result:
-    """Return the means that follow from totals.
+def average(totals: list[float]) -> Result:
+    """Return means from totals.
 
     Example:
-        >>> result([3.0, 1.0, 2.0, 4.0])
+        >>> average([3.0, 1.0, 2.0, 4.0])
         Result(loss=0.75, top1=0.25, top5=0.5)
     """
     *sums, count = totals
     return Result(*(value / count for value in sums))
 
 
-def reached(accuracies: Sequence[float], level: float) -> int | None:
+def find_epoch(accuracies: Sequence[float], level: float) -> int | None:
     """Return the epoch, from 1 on, at which a level was reached and not lost again.
 
     Example:
-        >>> [reached([30, 41, 39, 42, 43], level) for level in (20, 40, 50)]
+        >>> [find_epoch([30, 41, 39, 42, 43], level) for level in (20, 40, 50)]
         [1, 4, None]
     """
     below = [epoch for epoch, accuracy in enumerate(accuracies, start=1) if accuracy < level]

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import geoparam as gp
-from geoparam.optim.muon import RowMuon
+from geoparam.optim import RowMuon
 from geoparam_lab import networks
-from geoparam_lab.data.downsampled import Source
+from geoparam_lab.data.image_source import Source
 from geoparam_lab.training.images import rival_optimizers
 from geoparam_lab.training.images.settings import PRECISIONS, Settings
 
@@ -21,20 +21,13 @@ if TYPE_CHECKING:
 
 
 def make_accelerator(precision: str = "bf16") -> "Accelerator":
-    """Return Accelerate's view of this process: its device, its fellows, its precision.
-
-    Args:
-        precision: "bf16" or "fp32". Accelerate has one for the life of a process.
-    """
+    """Return an Accelerator; Accelerate has one precision for the life of a process."""
     try:
         from accelerate import Accelerator
     except ModuleNotFoundError as error:
-        message = (
-            "training on images needs accelerate: pip install 'geoparam[experiments]', or "
-            "pip install accelerate."
-        )
+        message = "training on images needs accelerate: pip install 'geoparam[experiments]'"
         raise ModuleNotFoundError(message, name="accelerate") from error
-    # Without this, processes of torchrun on CPUs would each believe that they are alone.
+    # Without cpu=True, each of torchrun's processes on CPUs would believe to be the only one.
     no_gpu = not torch.accelerator.is_available()
     return Accelerator(cpu=no_gpu, mixed_precision=PRECISIONS[precision])
 
@@ -58,7 +51,7 @@ def check(settings: Settings, accelerator: "Accelerator") -> None:
 
 
 def make_network(settings: Settings, source: Source, accelerator: "Accelerator") -> nn.Module:
-    """Return the network on its device, with norms that know of all processes."""
+    """Return the network on its device, its norms synchronised over processes."""
     model = networks.build(
         settings.network,
         settings.method,
@@ -68,13 +61,13 @@ def make_network(settings: Settings, source: Source, accelerator: "Accelerator")
         **settings.network_options,
     )
     if settings.synchronise and accelerator.num_processes > 1:
-        model = _synchronised(model, accelerator.device)
-    last = settings.channels_last and not accelerator.is_fsdp2  # which takes no such parameters
+        model = _synchronise(model, accelerator.device)
+    last = settings.channels_last and not accelerator.is_fsdp2  # FSDP2 takes no such parameters
     layout = torch.channels_last if last else torch.contiguous_format
     return model.to(accelerator.device, memory_format=layout)  # type: ignore[call-overload]
 
 
-def _synchronised(model: nn.Module, device: torch.device) -> nn.Module:
+def _synchronise(model: nn.Module, device: torch.device) -> nn.Module:
     if any(isinstance(module, gp.InputMeanNorm) for module in model.modules()):
         gp.synchronise_means_(model)
     if device.type == "cuda":  # torch has no other SyncBatchNorm
@@ -85,9 +78,9 @@ def _synchronised(model: nn.Module, device: torch.device) -> nn.Module:
 def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer over all parameters, which keeps unit vectors on the sphere."""
     if settings.optimizer == "geometric":
-        optimizer = _geometric(settings, model)
+        optimizer = _make_geometric(settings, model)
     elif settings.optimizer in _RIVALS:
-        optimizer = _rival(settings, model)
+        optimizer = _make_rival(settings, model)
     else:
         groups = gp.param_groups(
             model, settings.lr, settings.weight_decay, settings.angle_lr, match=None
@@ -98,7 +91,7 @@ def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimize
     return optimizer
 
 
-_RIVALS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {  # and its momentum
+_RIVALS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {  # and the momentum
     "muon": (RowMuon, 0.95),
     "airbench": (rival_optimizers.Airbench, 0.6),
     "rotational": (rival_optimizers.RotationalSGD, 0.9),
@@ -107,7 +100,7 @@ _RIVALS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {  # an
 
 
 def _torch_optimizer(name: str, settings: Settings, momentum: float | None = None) -> partial[Any]:
-    """Return what makes torch's optimizer of this name from parameters, rate and decay."""
+    """Return a constructor of torch's optimizer that takes parameters, rate and decay."""
     if name == "muon":
         if not hasattr(torch.optim, "Muon"):
             raise ValueError(f"base muon needs torch.optim.Muon; torch is {torch.__version__}.")
@@ -118,7 +111,7 @@ def _torch_optimizer(name: str, settings: Settings, momentum: float | None = Non
     return partial(torch.optim.SGD, momentum=momentum, nesterov=settings.nesterov)
 
 
-def _rival(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+def _make_rival(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     """Return a rival over the rows of all layers but the last, and torch's over the rest."""
     layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     weights = [each.weight for each in layers[:-1] if isinstance(each.weight, nn.Parameter)]
@@ -131,10 +124,10 @@ def _rival(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     kind, momentum = _RIVALS[settings.optimizer]
     rest = settings.rest or ("sgd" if settings.optimizer == "rotational" else "adamw")
     rest_lr = settings.rest_lr or (settings.lr if rest == "sgd" else 1e-3)
-    taken = set(map(id, weights))
+    rows = set(map(id, weights))
     groups = gp.param_groups(model, rest_lr, settings.weight_decay, match=None)
     for group in groups:
-        group["params"] = [each for each in group["params"] if id(each) not in taken]
+        group["params"] = [each for each in group["params"] if id(each) not in rows]
     momentum = momentum if settings.momentum is None else settings.momentum
     options = {"lr": settings.lr, "momentum": momentum, "weight_decay": settings.weight_decay}
     return rival_optimizers.Together(
@@ -142,7 +135,7 @@ def _rival(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def _geometric(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+def _make_geometric(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     base = _torch_optimizer(settings.base or "sgd", settings, settings.momentum)
     coordinates: Any = settings.coordinates or "intrinsic"
     return gp.GeometricOptimizer(
@@ -158,8 +151,8 @@ def _geometric(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
 
 
 @contextlib.contextmanager
-def surroundings(settings: Settings, device: torch.device) -> Iterator[None]:
-    """Set torch's random numbers and switches for a run, and put them back after it."""
+def prepare_torch(settings: Settings, device: torch.device) -> Iterator[None]:
+    """Set torch's seed and switches for a run, and restore them after it."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
@@ -168,8 +161,8 @@ def surroundings(settings: Settings, device: torch.device) -> Iterator[None]:
         try:
             torch.backends.cudnn.benchmark = not settings.deterministic
             if settings.deterministic:
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-                torch.use_deterministic_algorithms(True, warn_only=True)  # torch names the others
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for cuBLAS
+                torch.use_deterministic_algorithms(True, warn_only=True)
             yield
         finally:
             torch.backends.cudnn.benchmark = benchmark

@@ -1,9 +1,8 @@
 """The processes that train one network together, started by torchrun or accelerate launch.
 
-All of them do the same runs in the same order, and one leads: it alone reads and writes the run's
-folder and knows which run is next, which may depend on what other machines have done (`search`).
-The others are told. They may have to wait for days, while another machine finishes the last runs
-of a sweep, so that the word goes through a group of its own that does not lose patience.
+The main process alone reads and writes the run's folder and chooses the next run, which may depend
+on what other machines have done (`shared_study`). It broadcasts each run to the others. They may
+wait for days, so the broadcast has a process group of its own with a very long timeout.
 """
 
 from collections.abc import Iterator
@@ -21,12 +20,9 @@ PATIENCE = timedelta(days=365)
 class Crew:
     """This process and those that were started with it.
 
-    Args:
-        accelerator: Accelerate's, which knows them.
-
     Attributes:
         size: how many there are.
-        leads: whether this one tells the others what to do.
+        leads: whether this is the main process.
     """
 
     def __init__(self, accelerator: "Accelerator") -> None:
@@ -37,16 +33,16 @@ class Crew:
         if self.size > 1:
             self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
 
-    def tell(self, task: Any) -> None:
-        """Let the others do a task; None sends them home."""
+    def send(self, task: Any) -> None:
+        """Send a task to the other processes; None ends them."""
         if self.size > 1:
             dist.broadcast_object_list([task], src=0, group=self._group)
 
-    def told(self) -> Iterator[Any]:
-        """Yield the tasks that the leading process tells, until it sends this one home."""
+    def receive(self) -> Iterator[Any]:
+        """Yield the tasks that the main process sends, until None."""
         while True:
-            heard = [None]
-            dist.broadcast_object_list(heard, src=0, group=self._group)
-            if heard[0] is None:
+            tasks = [None]
+            dist.broadcast_object_list(tasks, src=0, group=self._group)
+            if tasks[0] is None:
                 return
-            yield heard[0]
+            yield tasks[0]

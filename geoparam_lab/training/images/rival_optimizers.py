@@ -1,8 +1,8 @@
 """Optimizers to compare with: airbench's Muon, rotational SGD, AngularMuown; and two as one.
 
 Each updates weights as matrices of rows (out, fan-in), convolutions flattened to that; layers of
-equal shape are stacked and updated at once. `Together` joins one of them, or Muon itself
-(`geoparam.optim.muon`), with torch's optimizer of all other parameters.
+equal shape are stacked and updated at once. `Together` joins one of them, or `RowMuon`, with
+torch's optimizer of all other parameters.
 
 Notation: w is a row of W, g its gradient, m x n the shape, mu the momentum, polar(X) = U V^T for
 X = U S V^T, by Newton-Schulz iterations in bfloat16. These bring singular values only near 1: to
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from geoparam.optim.muon import orthogonalise as polar
+from geoparam.optim import orthogonalise as polar
 
 State = dict[str, Tensor]
 
@@ -37,9 +37,7 @@ EXPRESS = (
 
 
 class Together(torch.optim.Optimizer):
-    """Several optimizers, each over parameters of its own, as one.
-
-    It has all groups and states, so that schedules and checkpoints see one optimizer.
+    """Several optimizers as one, with all groups and states, for schedules and checkpoints.
 
     Example:
         >>> weight, bias = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.zeros(2))
@@ -64,21 +62,10 @@ class Together(torch.optim.Optimizer):
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """Updates weights as stacks of matrices, by the rule of a subclass.
-
-    Args:
-        weights: of two dimensions or more, rows first.
-        lr: the rate.
-        momentum: mu.
-        weight_decay: for the rule that has one.
-    """
+    """Updates weights (out, ...) as stacks of matrices, by the rule of a subclass."""
 
     def __init__(
-        self,
-        weights: Sequence[nn.Parameter],
-        lr: float,
-        momentum: float,
-        weight_decay: float = 0.0,
+        self, weights: Sequence[nn.Parameter], lr: float, momentum: float, weight_decay: float = 0
     ) -> None:
         options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__([{"params": list(weights), "name": "rows"}], options)
@@ -95,7 +82,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
-            for weights in _by_shape(group["params"]):
+            for weights in _group_by_shape(group["params"]):
                 self._step(weights, group)
         return loss
 
@@ -114,12 +101,12 @@ class RowOptimizer(torch.optim.Optimizer):
             self.state[weight] = {name: values[i] for name, values in state.items()}
 
 
-def _by_shape(weights: Sequence[Tensor]) -> list[list[Tensor]]:
-    found = defaultdict(list)
+def _group_by_shape(weights: Sequence[Tensor]) -> list[list[Tensor]]:
+    groups = defaultdict(list)
     for weight in weights:
         if weight.grad is not None:
-            found[weight.flatten(1).shape, weight.dtype, weight.device].append(weight)
-    return list(found.values())
+            groups[weight.flatten(1).shape, weight.dtype, weight.device].append(weight)
+    return list(groups.values())
 
 
 class Airbench(RowOptimizer):

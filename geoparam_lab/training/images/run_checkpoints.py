@@ -1,11 +1,10 @@
-"""Checkpoints of one run in one folder: whole or not there, and the last ones kept.
+"""Checkpoints of one run in one folder: complete or absent, and the last ones kept.
 
-A checkpoint is a file of plain containers, numbers and tensors on the CPU, which
-`torch.load(weights_only=True)` reads. It is written beside its place and renamed, by the main
-process alone; the main process alone reads too, and tells the others, so that machines need not
-share a disk. Model and optimizer are gathered and spread by torch.distributed.checkpoint's state
-dicts, which have the same form for a plain model, DDP and FSDP2: a run may go on with another
-number of processes.
+A checkpoint is a file of plain containers, numbers and CPU tensors, which
+`torch.load(weights_only=True)` reads. The main process alone writes and reads, and broadcasts what
+it read, so machines need not share a disk. Model and optimizer go through
+torch.distributed.checkpoint's state dicts, which have one form for a plain model, DDP and FSDP2: a
+run may go on with another number of processes.
 """
 
 import io
@@ -27,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from geoparam_lab.data.table_files import replacing
+from geoparam.storage import replacing
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -43,11 +42,7 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class Store:
-    """The checkpoints in a folder.
-
-    Args:
-        folder: where they are; it is made with the first one.
-        keep: how many of the last ones stay.
+    """The checkpoints in a folder, of which the last `keep` stay.
 
     Example:
         >>> import tempfile
@@ -55,7 +50,7 @@ class Store:
         ...     store = Store(Path(folder), keep=2)
         ...     for step in (10, 20, 30):
         ...         store.write({"epoch": 0, "step": step})
-        ...     print([path.name for path in store.files], store.newest())
+        ...     print([path.name for path in store.files], store.read_newest())
         ['checkpoint-00000-00000020.pt', 'checkpoint-00000-00000030.pt'] {'epoch': 0, 'step': 30}
     """
 
@@ -70,7 +65,7 @@ class Store:
         return sorted(path for path in self.folder.glob("*.pt") if _NAME.fullmatch(path.name))
 
     def write(self, state: State) -> None:
-        """Write a state, which has an `epoch` and a `step`, and drop what is too old."""
+        """Write a state, which has an `epoch` and a `step`, and remove the oldest."""
         name = f"checkpoint-{state['epoch']:05d}-{state['step']:08d}.pt"
         with replacing(self.folder / name) as unfinished:
             torch.save(state, unfinished)
@@ -82,16 +77,16 @@ class Store:
         with replacing(self.folder / WEIGHTS) as unfinished:
             torch.save(weights, unfinished)
 
-    def newest(self, fits: Callable[[State], bool] = bool) -> State | None:
+    def read_newest(self, fits: Callable[[State], bool] = bool) -> State | None:
         """Return the newest state that can be read and fits; warn of others, and remove them."""
         for path in reversed(self.files):
-            content = path.read_bytes()  # trouble with the disk is no damage
+            content = path.read_bytes()  # an error of the disk is no damage of the file
             try:
                 state = _read(content)
                 if not fits(state):
                     raise ValueError("its tensors have other shapes than the network's")
                 return state
-            except Exception as error:  # whatever torch stumbles over in a damaged file
+            except Exception as error:  # whatever torch raises for a damaged file
                 before = "the one before" if path != self.files[0] else "none: the run starts anew"
                 warnings.warn(
                     f"{path} is damaged ({type(error).__name__}: {error!s:.100}) and was removed. "
@@ -101,27 +96,21 @@ class Store:
                 path.unlink()
         return None
 
-    def clear(self) -> None:
-        """Remove all checkpoints, and what a kill left of unfinished ones."""
-        for path in self.files:
-            path.unlink()
-        self.tidy()
-
-    def tidy(self) -> None:
-        """Remove what a kill left of unfinished files."""
+    def remove_unfinished(self) -> None:
+        """Remove files that a kill left half written."""
         for folder in self.folder.glob(".unfinished-*"):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read(content: bytes) -> State:
-    damaged = zipfile.ZipFile(io.BytesIO(content)).testzip()  # torch looks at no checksum
+    damaged = zipfile.ZipFile(io.BytesIO(content)).testzip()  # torch checks no checksum
     if damaged is not None:
         raise ValueError(f"its part {damaged} fails its checksum")
     state: State = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return state
 
 
-def shared(state: State | None, accelerator: "Accelerator") -> State | None:
+def broadcast(state: State | None, accelerator: "Accelerator") -> State | None:
     """Return the main process's state in all processes."""
     from accelerate.utils import broadcast_object_list
 
@@ -133,28 +122,28 @@ def shared(state: State | None, accelerator: "Accelerator") -> State | None:
 # --- model and optimizer ------------------------------------------------------------------------
 
 
-def weights_of(model: nn.Module) -> State:
+def get_weights(model: nn.Module) -> State:
     """Return a copy of a model's whole state on the CPU; empty in all but the main process."""
     state: State = get_model_state_dict(model, options=_WHOLE)
-    return {name: value.clone() for name, value in state.items()}  # a CPU's are the model's own
+    return {name: value.clone() for name, value in state.items()}  # on a CPU they are the model's
 
 
 def load_weights(model: nn.Module, weights: State) -> None:
-    """Give a model its state, or its part of it."""
+    """Load a whole state into a model, sharded or not."""
     set_model_state_dict(model, dict(weights), options=_WHOLE)
 
 
-def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+def get_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Return an optimizer's whole state on the CPU; empty where it has none."""
-    # Without momentum SGD has none, and torch would take a step of rate 0 to see whether it has:
-    # that would call the hook that retracts, which may change the last bit.
+    # SGD without momentum has none. torch would take a step of rate 0 to find out, which calls the
+    # hook that retracts and may change the last bit.
     if not optimizer.state:
         return {}
     return dict(get_optimizer_state_dict(model, optimizer, options=_WHOLE))
 
 
 def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, moments: State) -> None:
-    """Give an optimizer its state. Load the weights afterwards: a step of rate 0 is taken."""
+    """Load an optimizer's state. Load the weights afterwards: torch takes a step of rate 0."""
     if moments:
         set_optimizer_state_dict(model, optimizer, dict(moments), options=_WHOLE)
 
@@ -162,8 +151,8 @@ def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, moments: St
 # --- random numbers -----------------------------------------------------------------------------
 
 
-def random_state(device: torch.device) -> State:
-    """Return the state of torch's own generators, of the CPU and of a GPU."""
+def get_random_state(device: torch.device) -> State:
+    """Return the state of torch's generators, of the CPU and of a GPU."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -171,7 +160,7 @@ def random_state(device: torch.device) -> State:
 
 
 def load_random_state(state: State, device: torch.device) -> None:
-    """Go on with these random numbers; a run may come from another kind of device."""
+    """Restore the generators; the state may come from another kind of device."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

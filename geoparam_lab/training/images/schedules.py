@@ -1,20 +1,17 @@
 """When the learning rate falls and when training stops.
 
-Three accounts of the papers' table 2, where the rate changes between epochs:
+Three versions of the papers' table 2, where the rate changes between epochs:
 
     steps           v2: a tenth at 1/3, 2/3 and 8/9 of all epochs (30, 60 and 80 of 90)
     plateau-top1    v1: a tenth after 5 epochs without a better validation top-1, stop after 10
     plateau-top5    the released code: the same by top-5, and the best weights are kept
 
-Two of today, where it changes with every step and reaches 0 at the end:
+Two newer ones, where it changes with every step and reaches 0 at the end, after the warmup:
 
     linear          along a line
     cosine          along half a cosine
 
-Warmup, a share of all steps in which the rate rises from 0 along a line, goes before any of them;
-linear and cosine fall from its end on.
-
-Plateaus are counted as Keras counts them (`stacking/keras.py`): the rate falls when 5 epochs are
+Plateaus are counted as Keras counts them (`stacks.keras_rules`): the rate falls when 5 epochs are
 reached, better means by 1e-4 of all images for the rate and by anything at all for stopping.
 """
 
@@ -26,39 +23,28 @@ import numpy as np
 
 from geoparam_lab.training.stacks.keras_rules import Judge
 
-FACTOR = 0.1
 PATIENCE, STOP_PATIENCE = 5, 10
 
 
 class Verdict(NamedTuple):
-    """What is said after an epoch: whether its weights are those to report, if training ended."""
+    """After an epoch: whether its weights are the ones to report, and whether to stop."""
 
     counts: bool
     stop: bool
 
 
-class Steps:
-    """The rate falls to a tenth at 1/3, 2/3 and 8/9 of all epochs.
+class Decay:
+    """The rate is a function of the epoch, and the last weights are reported.
 
     Args:
-        epochs: how many there will be.
-
-    Example:
-        >>> steps = Steps(90)
-        >>> [steps.factor(epoch) for epoch in (0, 29, 30, 60, 80, 89)]
-        [1.0, 1.0, 0.1, 0.01, 0.001, 0.001]
+        factor: takes the epochs so far, 0.5 being within the first, to what rates are multiplied
+            by.
     """
 
     keeps_best = False
-    _NINTHS = (3, 6, 8)
 
-    def __init__(self, epochs: int) -> None:
-        self.epochs = epochs
-
-    def factor(self, epoch: float) -> float:
-        """Return what rates are multiplied by after so many epochs; 0.5 is within the first."""
-        falls = sum(9 * int(epoch) >= ninths * self.epochs for ninths in self._NINTHS)
-        return 1 / 10**falls
+    def __init__(self, factor: Callable[[float], float]) -> None:
+        self.factor = factor
 
     def judge(self, top1: float, top5: float) -> Verdict:
         """Take the validation results of an epoch, as shares."""
@@ -69,29 +55,6 @@ class Steps:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
-
-
-class Decay(Steps):
-    """The rate falls to 0, a little in every step.
-
-    Args:
-        epochs: how many there will be.
-        warmup: the share of them before it begins to fall.
-        curve: takes the share of the way down to a factor.
-
-    Example:
-        >>> linear = Decay(10, 0.2, lambda share: 1 - share)
-        >>> [linear.factor(epoch) for epoch in (0, 2, 6, 9.5)]
-        [1.0, 1.0, 0.5, 0.0625]
-    """
-
-    def __init__(self, epochs: int, warmup: float, curve: Callable[[float], float]) -> None:
-        super().__init__(epochs)
-        self.warmup, self.curve = warmup, curve
-
-    def factor(self, epoch: float) -> float:
-        start = self.warmup * self.epochs
-        return self.curve(max(0.0, epoch - start) / (self.epochs - start))
 
 
 class Plateau:
@@ -113,9 +76,7 @@ class Plateau:
 
     def __init__(self, top: int, keeps_best: bool = False) -> None:
         self.top, self.keeps_best = top, keeps_best
-        self._judge = Judge(
-            np.ones(1), PATIENCE, STOP_PATIENCE, factor=FACTOR, higher_is_better=True
-        )
+        self._judge = Judge(np.ones(1), PATIENCE, STOP_PATIENCE, higher_is_better=True)
 
     def factor(self, epoch: float) -> float:
         """Return what rates are multiplied by in the coming epoch."""
@@ -127,7 +88,6 @@ class Plateau:
         return Verdict(bool(better[0]) or not self.keeps_best, bool(stops[0]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers, which any reader of checkpoints knows."""
         return {name: getattr(self._judge, name)[0].item() for name in self._ARRAYS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -135,14 +95,25 @@ class Plateau:
             setattr(self._judge, name, np.array([state[name]]))
 
 
-Schedule = Steps | Plateau
+def _make_steps(epochs: int, warmup: float) -> Decay:
+    ninths = (3, 6, 8)
+    return Decay(lambda epoch: 1 / 10 ** sum(9 * int(epoch) >= n * epochs for n in ninths))
 
-NAMES: dict[str, Callable[[int, float], Schedule]] = {
-    "steps": lambda epochs, warmup: Steps(epochs),
+
+def _make_curve(epochs: int, warmup: float, curve: Callable[[float], float]) -> Decay:
+    """Return a decay along a curve over [0, 1], which starts after the warmup's share."""
+    start = warmup * epochs
+    return Decay(lambda epoch: curve(max(0.0, epoch - start) / (epochs - start)))
+
+
+Schedule = Decay | Plateau
+
+SCHEDULES: dict[str, Callable[[int, float], Schedule]] = {  # from epochs and warmup
+    "steps": _make_steps,
     "plateau-top1": lambda epochs, warmup: Plateau(top=1),
     "plateau-top5": lambda epochs, warmup: Plateau(top=5, keeps_best=True),
-    "linear": lambda epochs, warmup: Decay(epochs, warmup, lambda share: 1 - share),
-    "cosine": lambda epochs, warmup: Decay(
+    "linear": lambda epochs, warmup: _make_curve(epochs, warmup, lambda share: 1 - share),
+    "cosine": lambda epochs, warmup: _make_curve(
         epochs, warmup, lambda share: (1 + math.cos(math.pi * share)) / 2
     ),
 }

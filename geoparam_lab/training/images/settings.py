@@ -1,4 +1,4 @@
-"""What decides the numbers of one run on images, and what a run leaves behind."""
+"""The settings of one run on images, and its outcome."""
 
 import math
 from collections.abc import Mapping
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from geoparam.optim.groups import AngleRate
+from geoparam.optim import AngleRate
 from geoparam_lab import methods
-from geoparam_lab.training.images import schedules
+from geoparam_lab.training.images.schedules import SCHEDULES
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16"}  # and what Accelerate calls them
 _RIVALS = dict.fromkeys(("muon", "airbench", "rotational", "angularmuown"), ("rest", "rest_lr"))
@@ -24,146 +24,96 @@ BASES = ("sgd", "adamw", "muon")
 
 @dataclass(frozen=True)
 class Settings:
-    """All that decides the numbers of one run, apart from the images.
+    """Everything that decides the numbers of one run, apart from the images.
 
-    A run's checkpoints hold its settings, and a run with others does not go on from them.
-
-    Args:
-        network: as `networks.build` takes it.
-        method: one of `methods.METHODS`.
-        lr: the learning rate that the schedule scales.
-        batch_size: images in a step, over all processes.
-        seed: of the weights, the order of the images and their augmentation.
-        epochs: the most there are.
-        schedule: one of `schedules.NAMES`.
-        warmup: share of all steps in which rates rise from 0.
-        optimizer: one of `OPTIMIZERS`. Those of `rivals` update the weights of hidden layers, and
-            "geometric" is `gp.GeometricOptimizer`.
-        momentum: of the optimizer; None for its own: 0.9 for SGD.
-        nesterov: whether SGD's momentum is Nesterov's.
-        weight_decay: of the weights that `param_groups` lets decay: never of angles.
-        base: with "geometric", the optimizer of units: "sgd", "adamw" or "muon".
-        turn: with "geometric", degrees by which units turn in a step.
-        coordinates: with "geometric", "intrinsic" or "angles".
-        rest: "sgd" or "adamw", for what is no row or unit; None for the optimizer's own.
-        rest_lr: rate of the rest; None for `lr`, or for 1e-3 with a rival's AdamW.
-        label_smoothing: of the training loss.
-        ema: decay of a moving average of the state, which is then what is evaluated; 0 for none.
-        accumulate: parts in which a batch goes through the network, one after the other.
-        precision: "fp32", or "bf16" for autocast.
-        compile: whether torch.compile makes the network's code.
-        channels_last: the layout of images and kernels in memory.
-        deterministic: whether the same run gives the same bits on a GPU too.
-        synchronise: whether norms take the means of the joint batch of all processes.
-        init: as `methods.get` takes it.
-        imn: as `methods.get` takes it.
-        skip: "centred" or "plain": a ResNet's skip connections.
-        crop: pixels by which an image of 32 or 64 is shifted at most; 0 for none.
-        angle_lr: as `param_groups` takes it.
-        widths: channels of VGG-6's convolutions, or of a ResNet's first stage; None: the papers'.
-        select: share of the training images that is kept back, for choosing settings; the
-            validation images are then looked at once, at the end.
-        recalibrate: training batches over which norms recompute their running statistics before
-            the last evaluation; 0 for none.
-        time_to: top-1 accuracies in percent; epochs and seconds to each are recorded.
+    A run's checkpoints hold its settings; a run with others does not resume from them.
 
     Example:
         >>> settings = Settings("vgg6", "gmp+imn", lr=0.1, batch_size=1024, seed=0)
         >>> settings.epochs, settings.schedule
         (90, 'steps')
-        >>> Settings("vgg6", "gmp+imn", lr=0.1, batch_size=100, seed=0, accumulate=3)
-        Traceback (most recent call last):
-        ...
-        ValueError: accumulate divides a batch into equal parts; got 3 for batch_size 100.
     """
 
-    network: str
-    method: str
-    lr: float
-    batch_size: int
-    seed: int
-    epochs: int = 90
-    schedule: str = "steps"
-    warmup: float = 0.0
-    optimizer: str = "sgd"
-    momentum: float | None = None
-    nesterov: bool = False
-    weight_decay: float = 0.0
-    base: str | None = None
-    turn: float | None = None
-    coordinates: str | None = None
-    rest: str | None = None
-    rest_lr: float | None = None
-    label_smoothing: float = 0.0
-    ema: float = 0.0
-    accumulate: int = 1
-    precision: str = "bf16"
-    compile: bool = False
-    channels_last: bool = True
-    deterministic: bool = False
-    synchronise: bool = True
-    init: str = "glorot"
-    imn: str = "output"
-    skip: str = "centred"
-    crop: int = 0
-    angle_lr: AngleRate = None
-    widths: tuple[int, ...] | None = None
-    select: float = 0.0
-    recalibrate: int = 0
-    time_to: tuple[float, ...] = ()
+    network: str  # as `networks.build` takes it
+    method: str  # one of `methods.METHODS`
+    lr: float  # the schedule scales it
+    batch_size: int  # images in a step, over all processes
+    seed: int  # of the weights, the order of the images and their augmentation
+    epochs: int = 90  # the most there are
+    schedule: str = "steps"  # one of `schedules.SCHEDULES`
+    warmup: float = 0.0  # share of all steps in which rates rise from 0
+    optimizer: str = "sgd"  # one of OPTIMIZERS; "geometric" is `gp.GeometricOptimizer`
+    momentum: float | None = None  # None for the optimizer's own: 0.9 for SGD
+    nesterov: bool = False  # whether SGD's momentum is Nesterov's
+    weight_decay: float = 0.0  # of the weights that `param_groups` lets decay: never of angles
+    base: str | None = None  # with "geometric", the optimizer of units: "sgd", "adamw" or "muon"
+    turn: float | None = None  # with "geometric", degrees by which units turn in a step
+    coordinates: str | None = None  # with "geometric", "intrinsic" or "angles"
+    rest: str | None = None  # "sgd" or "adamw", for what is no row or unit; None for the usual
+    rest_lr: float | None = None  # None for `lr`, or for 1e-3 with a rival's AdamW
+    label_smoothing: float = 0.0  # of the training loss
+    ema: float = 0.0  # decay of a moving average of the state, which is evaluated; 0 for none
+    accumulate: int = 1  # parts in which a batch goes through the network, one after the other
+    precision: str = "bf16"  # "fp32", or "bf16" for autocast
+    compile: bool = False  # use torch.compile
+    channels_last: bool = True  # the layout of images and kernels in memory
+    deterministic: bool = False  # the same run gives the same bits on a GPU too
+    synchronise: bool = True  # norms take the means of the joint batch of all processes
+    init: str = "glorot"  # as `methods.get` takes it
+    imn: str = "output"  # as `methods.get` takes it
+    skip: str = "centred"  # a ResNet's skip connections: "centred" or "plain"
+    crop: int = 0  # pixels by which an image of 32 or 64 is shifted at most
+    angle_lr: AngleRate = None  # as `param_groups` takes it
+    widths: tuple[int, ...] | None = None  # VGG-6's channels, or a ResNet's first stage's
+    select: float = 0.0  # share of the training images kept back for choosing settings
+    recalibrate: int = 0  # training batches that recompute running statistics at the end
+    time_to: tuple[float, ...] = ()  # top-1 in percent; epochs and seconds to each are recorded
 
     def __post_init__(self) -> None:
         methods.get(self.method, init=self.init, imn=self.imn)  # raises where they are unknown
-        _check_name("schedule", self.schedule, schedules.NAMES)
+        _check_name("schedule", self.schedule, SCHEDULES)
         _check_name("precision", self.precision, PRECISIONS)
         _check_name("skip", self.skip, ("centred", "plain"))
-        self._check_optimizer()
-        for name in ("batch_size", "epochs", "accumulate"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is at least 1; got {getattr(self, name)}.")
-        for name in ("momentum", "label_smoothing", "ema", "warmup", "select"):
-            if not 0 <= (getattr(self, name) or 0) < 1:
-                raise ValueError(f"{name} is from 0 to below 1; got {getattr(self, name)}.")
-        if self.schedule == "plateau-top5" and (self.select or self.recalibrate):
-            raise ValueError(
-                "select and recalibrate are for the weights at the end, and plateau-top5 reports "
-                "those of an earlier epoch. Choose another schedule."
-            )
-        finite = math.isfinite(self.lr) and math.isfinite(self.weight_decay)
-        if not finite or self.lr <= 0 or self.weight_decay < 0 or self.crop < 0:
-            raise ValueError(
-                "lr is above 0 and finite, weight_decay and crop are not below; got "
-                f"lr={self.lr}, weight_decay={self.weight_decay}, crop={self.crop}."
-            )
-        self._check_widths()
-        if self.batch_size % self.accumulate:
-            raise ValueError(
-                "accumulate divides a batch into equal parts; got "
-                f"{self.accumulate} for batch_size {self.batch_size}."
-            )
-
-    def _check_optimizer(self) -> None:
-        """Raise where the optimizer is unknown, or has no use for what is given."""
         _check_name("optimizer", self.optimizer, OPTIMIZERS)
         _check_name("base", self.base or "sgd", BASES)
         _check_name("rest", self.rest or "sgd", BASES[:2])
-        for name in OPTIMIZERS["geometric"]:
-            if getattr(self, name) is not None and name not in OPTIMIZERS[self.optimizer]:
-                raise ValueError(
-                    f"{name} is not for optimizer {self.optimizer!r}; got {getattr(self, name)}."
-                )
-        if self.optimizer == "rotational" and not self.weight_decay:
-            raise ValueError("rotational turns units by decay's angle: weight_decay is above 0.")
+        for name in ("batch_size", "epochs", "accumulate"):
+            _check(getattr(self, name) >= 1, f"{name} is at least 1; got {getattr(self, name)}.")
+        for name in ("momentum", "label_smoothing", "ema", "warmup", "select"):
+            value = getattr(self, name)
+            _check(0 <= (value or 0) < 1, f"{name} is from 0 to below 1; got {value}.")
+        _check(
+            0 < self.lr < math.inf and 0 <= self.weight_decay < math.inf and self.crop >= 0,
+            "lr is above 0 and finite, weight_decay and crop are not below; got "
+            f"lr={self.lr}, weight_decay={self.weight_decay}, crop={self.crop}.",
+        )
+        _check(
+            self.batch_size % self.accumulate == 0,
+            "accumulate divides a batch into equal parts; got "
+            f"{self.accumulate} for batch_size {self.batch_size}.",
+        )
+        self._check_combinations()
 
-    def _check_widths(self) -> None:
-        """Raise where the network could not have these widths, or would leave some out."""
-        if self.widths is None:
-            return
-        one = self.network.startswith("resnet")
-        if not self.widths or min(self.widths) < 1 or (one and len(self.widths) > 1):
-            raise ValueError(
-                f"widths are numbers of channels from 1 on, {'one' if one else 'one or more'} for "
-                f"{self.network}; got {list(self.widths)}."
+    def _check_combinations(self) -> None:
+        """Raise where a setting does not go with another one."""
+        for name in OPTIMIZERS["geometric"]:
+            fits = getattr(self, name) is None or name in OPTIMIZERS[self.optimizer]
+            _check(fits, f"{name} is not for optimizer {self.optimizer!r}.")
+        _check(
+            self.optimizer != "rotational" or self.weight_decay > 0,
+            "rotational turns units by decay's angle: weight_decay is above 0.",
+        )
+        _check(
+            self.schedule != "plateau-top5" or not (self.select or self.recalibrate),
+            "select and recalibrate are for the weights at the end, and plateau-top5 reports "
+            "those of an earlier epoch. Choose another schedule.",
+        )
+        if self.widths is not None:
+            most = 1 if self.network.startswith("resnet") else math.inf
+            _check(
+                0 < len(self.widths) <= most and min(self.widths) >= 1,
+                "widths are numbers of channels from 1 on, one for a ResNet; got "
+                f"{list(self.widths)}.",
             )
 
     @property
@@ -186,27 +136,31 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves behind.
+    """The results of a run.
 
-    Args:
-        record: `method`, `network`, `seed`, `lr`, `batch_size`, `schedule`; `top1`, `top5`,
-            `train_top1`, `train_top5` in percent, `train_loss` and `val_loss`, of the best epoch
-            where the schedule keeps the best weights and of the last one elsewhere; `outcome`,
-            "finished", "stopped early" or "diverged"; `epochs`, how many were completed;
-            `best_epoch`, the one (from 0) whose results these are; `images_per_second` of
-            training; `epochs_to_A` and `seconds_to_A` (of training alone) for each accuracy A of
-            `time_to` that was reached for good. A run that diverged has NaN for its results and
-            -1 for its best epoch. With `select` there are `select_top1`, `select_top5` and
-            `select_loss` besides.
-        curves: for each completed epoch `train_loss`, `train_top1`, `train_top5`, `val_loss`,
-            `val_top1`, `val_top5` (`select_...` with `select`), `lr` of its last step, and
-            `seconds` of training so far.
+    `record` has settings, `top1`, `top5`, `train_top1`, `train_top5` in percent, `train_loss` and
+    `val_loss`, of the best epoch where the schedule keeps the best weights and of the last one
+    elsewhere (with `select` also `select_top1`, `select_top5`, `select_loss`); `epochs` completed;
+    `best_epoch` (from 0), whose results these are; `images_per_second`; `epochs_to_A` and
+    `seconds_to_A` for each accuracy A of `time_to` that was reached for good; and `outcome`:
+
+        "finished", "stopped early"
+        "collapsed"    it ended at chance: top-1 of 100 / classes and a loss of log(classes)
+        "diverged"     the loss was not finite or huge; results are NaN and best_epoch is -1
+
+    `curves` has for each completed epoch losses and accuracies of training and validation images,
+    `lr` of its last step, and `seconds` of training so far.
     """
 
     record: dict[str, Any]
     curves: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-def _check_name(what: str, given: str, known: Any) -> None:
-    if given not in known:
-        raise ValueError(f"{what} is one of {', '.join(known)}; got {given!r}.")
+def _check_name(what: str, name: str, known: Any) -> None:
+    if name not in known:
+        raise ValueError(f"{what} is one of {', '.join(known)}; got {name!r}.")
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

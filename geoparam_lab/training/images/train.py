@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from geoparam_lab.data.downsampled import Source
+from geoparam_lab.data.image_source import Source
 from geoparam_lab.training.images import callbacks, preparation, run_checkpoints
 from geoparam_lab.training.images.loop import DIVERGED, Training
 from geoparam_lab.training.images.settings import Outcome, Settings
@@ -30,40 +30,39 @@ def train(
     With several processes all of them call it, and all get the outcome; only the main one writes.
 
     Args:
-        settings: all that decides the numbers.
+        settings: everything that decides the numbers.
         source: the images.
         folder: for checkpoints, the final weights (``weights.pt``), TensorBoard's files and the
             tracker's. Checkpoints of other settings or other images in it are an error.
-        accelerator: Accelerate's, for several runs in one process; made here where it is None.
-        checkpoint_every: steps between two checkpoints within an epoch; there is always one at its
-            end.
+        accelerator: for several runs in one process; made here if None.
+        checkpoint_every: steps between two checkpoints; there is always one after an epoch.
         keep: how many of the last checkpoints stay.
         tensorboard: whether the curves are written for TensorBoard too.
         track: steps between two records of a `BoundaryTracker`; None for no tracker.
-        tick: called with epoch, step and images per second, at most every 0.3 s.
+        tick: called after every step with epoch, step and images per second of the epoch.
     """
     if checkpoint_every is not None and checkpoint_every < 1:
         raise ValueError(f"checkpoint_every is 1 or more; got {checkpoint_every}.")
     accelerator = accelerator or preparation.make_accelerator(settings.precision)
     preparation.check(settings, accelerator)
     store = run_checkpoints.Store(Path(folder), keep)
-    with preparation.surroundings(settings, accelerator.device):
+    with preparation.prepare_torch(settings, accelerator.device):
         try:
             training = Training(settings, source, accelerator, tick)
             _resume(training, store, track)
             _finish(training, store, checkpoint_every, tensorboard)
             return training.result()
         finally:
-            accelerator.free_memory()  # else it holds on to the networks of all runs
+            accelerator.free_memory()  # else it keeps the networks of all runs
 
 
 def _resume(training: Training, store: run_checkpoints.Store, track: int | None) -> None:
     """Go on from the newest checkpoint, if there is one."""
     state = None
     if training.is_main:
-        store.tidy()
-        state = store.newest(partial(_fits, training))
-    state = run_checkpoints.shared(state, training.accelerator)
+        store.remove_unfinished()
+        state = store.read_newest(partial(_has_our_shapes, training))
+    state = run_checkpoints.broadcast(state, training.accelerator)
     if state is not None:
         _check_same_run(training, state, store.folder)
         training.load_state_dict(state)
@@ -71,15 +70,13 @@ def _resume(training: Training, store: run_checkpoints.Store, track: int | None)
         training.follow(track, store.folder, state)
 
 
-def _fits(training: Training, state: run_checkpoints.State) -> bool:
-    """Return whether a checkpoint of this run has tensors of the network's shapes."""
+def _has_our_shapes(training: Training, state: run_checkpoints.State) -> bool:
+    """Return whether the weights in a checkpoint of this run have the network's shapes."""
     if any(state[what] != ours for what, ours in training.identity.items()):
-        return True  # of another run: refused in words, not removed
-    shapes, ours = (
-        {name: tuple(x.shape) for name, x in weights.items()}
-        for weights in (state["model"], training.model.state_dict())
-    )
-    return shapes == ours
+        return True  # of another run: `_check_same_run` refuses it, and it is not removed
+    ours = {name: x.shape for name, x in training.model.state_dict().items()}
+    every = (state[what] for what in ("model", "average", "best_weights"))
+    return all({n: x.shape for n, x in weights.items()} == ours for weights in every if weights)
 
 
 def _check_same_run(training: Training, state: run_checkpoints.State, folder: Path) -> None:
@@ -101,7 +98,7 @@ def _finish(
     checkpoint_every: int | None,
     tensorboard: bool,
 ) -> None:
-    """Do all that is left of a run."""
+    """Do the rest of a run."""
 
     def save() -> None:
         state = training.state_dict()  # all processes gather
@@ -117,7 +114,8 @@ def _finish(
         if training.outcome is None:
             training.end_epoch()
         if writer and training.outcome != DIVERGED:
-            training.write_curves(writer)
+            for name, curve in training.curves.items():
+                writer.add_scalar(name, curve[-1], training.epoch)
         if training.outcome is not None:
             weights = training.reported_weights()
             if training.is_main and weights is not None:

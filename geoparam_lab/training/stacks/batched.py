@@ -3,10 +3,10 @@
 Every tensor has the members of the stack as its first dimension: inputs (S, N, d), weights
 (S, k, d), biases (S, k). The networks are those of `methods.mlp`, and what comes out is theirs.
 
-A small network has little arithmetic; what takes time is passes over hidden activations
-(S, N, units), which leave the cache, and calls. So nothing but ReLU and the layer after it touches
-them. A `Signal` is an affine map that has not been computed yet, x W^T + b, and everything that
-comes before a ReLU changes W and b alone:
+A small network has little arithmetic; its time goes into calls, and passes over hidden activations
+(S, N, units), which leave the cache. So only ReLU and the layer after it touch them. A `Signal` is
+an affine map that has not been computed yet, x W^T + b, and everything before a ReLU changes W and
+b alone:
 
     BN        w^T x + b has the mean w^T E[x] + b and the variance w^T Cov(x) w: BN is weight
               normalization in the norm of the data's covariance (the papers' v2, equation 9)
@@ -16,10 +16,9 @@ comes before a ReLU changes W and b alone:
     r         scales the next layer's inputs, hence its weight
     IMN       shifts them, hence the mean of its outputs
 
-`_Hidden` then computes relu(x W^T + b) V^T + c with a gradient of its own. Measured on one core,
-ten members with 614 rows, 8 inputs and 100 units in float64, forward and backward: 1.6 ms, where
-torch's own functions take 4.7 ms. Cov(x) and q cost as much as a layer where inputs are as many as
-units, in deeper layers; nothing is lost there but time.
+`_Hidden` then computes relu(x W^T + b) V^T + c with its own gradient. On one core, ten members
+with 614 rows, 8 inputs and 100 units in float64 take 1.6 ms forward and backward, and 4.7 ms with
+torch's own functions. In deeper layers Cov(x) and q cost as much as a layer.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,16 +46,11 @@ def forward(
         tensors: for each module its parameters and buffers by name, with the members first.
         x: each member's inputs.
         training: whether norms take the batch's statistics, and track them in the buffers.
-
-    Example:
-        >>> tensors = {"weight": torch.ones(5, 2, 3), "bias": torch.zeros(5, 2)}
-        >>> forward([nn.Linear(3, 2)], [tensors], torch.ones(5, 4, 3), training=True).shape
-        torch.Size([5, 4, 2])
     """
     signal = Signal(x)
     for module, own in zip(modules, tensors, strict=True):
         signal = layer_for(module)(module, own, signal, training)
-    return signal.computed()
+    return signal.compute()
 
 
 @torch.no_grad()
@@ -92,30 +86,20 @@ def retract_(modules: Iterable[nn.Module], tensors: Sequence[Tensors]) -> None:
 
 @dataclass(frozen=True)
 class Signal:
-    """a W^T + b for each member, not yet computed, with a = x or a = relu(x V^T + c).
+    """a W^T + b for each member, not yet computed, with a = x or a = relu(x V^T + c)."""
 
-    Args:
-        x: (S, N, d).
-        weight: W (S, k, d), or None for the identity.
-        bias: b (S, k), or None for 0.
-        scale: (S, d), a factor of a; only without W.
-        hidden: V (S, d, n) and c (S, d), or None where a = x.
-        centred: whether to subtract the mean of a W^T over the batch.
-        deviation: (S, N, 1), what LN has divided the rows of (x, 1) by.
-    """
+    x: Tensor  # (S, N, d)
+    weight: Tensor | None = None  # W (S, k, d), or None for the identity
+    bias: Tensor | None = None  # b (S, k), or None for 0
+    scale: Tensor | None = None  # (S, d), a factor of a; only without W
+    hidden: tuple[Tensor, Tensor] | None = None  # V (S, d, n) and c (S, d); None where a = x
+    centred: bool = False  # whether to subtract the mean of a W^T over the batch
+    deviation: Tensor | None = None  # (S, N, 1), what LN has divided the rows of (x, 1) by
 
-    x: Tensor
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    scale: Tensor | None = None
-    hidden: tuple[Tensor, Tensor] | None = None
-    centred: bool = False
-    deviation: Tensor | None = None
-
-    def mapped(self, weight: Tensor, bias: Tensor | None) -> "Signal":
+    def apply_linear(self, weight: Tensor, bias: Tensor | None) -> "Signal":
         """Return the linear layer's output."""
         if self.weight is not None:
-            return Signal(self.computed()).mapped(weight, bias)
+            return Signal(self.compute()).apply_linear(weight, bias)
         if self.bias is not None:
             shift = _rows(weight, self.bias)
             bias = shift if bias is None else bias + shift
@@ -123,11 +107,11 @@ class Signal:
             weight = weight * self.scale.unsqueeze(1)
         return replace(self, weight=weight, bias=bias, scale=None)
 
-    def plus(self, offset: Tensor) -> "Signal":
+    def add(self, offset: Tensor) -> "Signal":
         """Add one number (S, k) per feature."""
         return replace(self, bias=offset if self.bias is None else self.bias + offset)
 
-    def times(self, factor: Tensor) -> "Signal":
+    def multiply(self, factor: Tensor) -> "Signal":
         """Multiply by one number (S, k) per feature."""
         bias = None if self.bias is None else self.bias * factor
         if self.weight is not None:
@@ -158,8 +142,8 @@ class Signal:
         scale = self.x.new_ones(self.x.shape[::2]) if self.scale is None else self.scale
         return torch.diag_embed(scale)
 
-    def settled(self) -> "Signal":
-        """Return the same signal with a = x, for who needs the activations themselves."""
+    def settle(self) -> "Signal":
+        """Return the same signal with the activations computed, so that a = x."""
         if self.hidden is None:
             return self
         weight, bias = self.hidden
@@ -169,16 +153,16 @@ class Signal:
         return replace(self, x=a, hidden=None, centred=False, deviation=None)
 
     def relu(self) -> "Signal":
-        """Return ReLU of it, to be computed when it is asked for."""
+        """Return its ReLU, not yet computed."""
         if self.weight is None or self.hidden is not None:
-            return Signal(self.computed().relu())
+            return Signal(self.compute().relu())
         bias = self.weight.new_zeros(self.weight.shape[:2]) if self.bias is None else self.bias
         return Signal(self.x, hidden=(self.weight, bias), deviation=self.deviation)
 
-    def computed(self) -> Tensor:
-        """Compute it, (S, N, k)."""
+    def compute(self) -> Tensor:
+        """Return the values (S, N, k)."""
         if self.weight is None:
-            a = self.settled().x
+            a = self.settle().x
             a = a if self.scale is None else a * self.scale.unsqueeze(1)
             return a if self.bias is None else a + self.bias.unsqueeze(1)
         bias = self.weight.new_zeros(self.weight.shape[:2]) if self.bias is None else self.bias
@@ -238,7 +222,7 @@ def _rows(weight: Tensor, vector: Tensor) -> Tensor:
     return torch.bmm(weight, vector.unsqueeze(-1)).squeeze(-1)
 
 
-# --- what each kind of module does to a signal --------------------------------------------------
+# --- modules ------------------------------------------------------------------------------------
 
 
 def layer_for(module: nn.Module) -> Layer:
@@ -249,7 +233,7 @@ def layer_for(module: nn.Module) -> Layer:
         known = ", ".join(kind.__name__ for kind in _LAYERS)
         raise ValueError(
             f"a stack is made of {known}, and linear layers with weight_norm; got "
-            f"{type(module).__name__}. Build the models with experiments.methods.mlp."
+            f"{type(module).__name__}. Build the models with methods.mlp."
         )
     if isinstance(module, gp.GmPLinear) and module.activation not in (None, torch.relu):
         raise ValueError(f"the only activation in a stack is torch.relu; got {module.activation}.")
@@ -257,13 +241,13 @@ def layer_for(module: nn.Module) -> Layer:
 
 
 def _linear(layer: nn.Linear, own: Tensors, signal: Signal, training: bool) -> Signal:
-    return signal.mapped(own["weight"], own.get("bias"))
+    return signal.apply_linear(own["weight"], own.get("bias"))
 
 
 def _weight_normalised(layer: nn.Linear, own: Tensors, signal: Signal, training: bool) -> Signal:
     length, v = (own[f"parametrizations.weight.original{i}"] for i in (0, 1))
     weight = v * (length / torch.linalg.vector_norm(v, dim=-1, keepdim=True))
-    return signal.mapped(weight, own.get("bias"))
+    return signal.apply_linear(weight, own.get("bias"))
 
 
 def _geometric(layer: gp.GmPLinear, own: Tensors, signal: Signal, training: bool) -> Signal:
@@ -273,10 +257,10 @@ def _geometric(layer: gp.GmPLinear, own: Tensors, signal: Signal, training: bool
         signal = _mean_norm(layer.input_norm, inner, signal, training)
     coordinates = coordinates_for(layer.coordinates, layer.fan_in)
     unit = coordinates.decode(own[coordinates.name], None, layer.natural, None)
-    signal = signal.mapped(unit, own.get("lam"))
+    signal = signal.apply_linear(unit, own.get("lam"))
     if layer.activation is None:
-        return signal.times(own["r"])
-    return signal.relu().times(own["r"])
+        return signal.multiply(own["r"])
+    return signal.relu().multiply(own["r"])
 
 
 def _relu(layer: nn.ReLU, own: Tensors, signal: Signal, training: bool) -> Signal:
@@ -286,7 +270,7 @@ def _relu(layer: nn.ReLU, own: Tensors, signal: Signal, training: bool) -> Signa
 def _batch_norm(layer: nn.BatchNorm1d, own: Tensors, signal: Signal, training: bool) -> Signal:
     mean, variance = own["running_mean"], own["running_var"]
     if training:
-        signal = signal.settled()
+        signal = signal.settle()
         n = signal.x.shape[1]
         if n < 2:
             raise ValueError("BN needs at least 2 rows in every batch, the last too; got 1.")
@@ -294,36 +278,36 @@ def _batch_norm(layer: nn.BatchNorm1d, own: Tensors, signal: Signal, training: b
         _track(layer, own["running_mean"], mean)
         _track(layer, own["running_var"], variance * (n / (n - 1)))
     factor = own["weight"] * (variance + layer.eps).rsqrt()
-    return signal.plus(-mean).times(factor).plus(own["bias"])
+    return signal.add(-mean).multiply(factor).add(own["bias"])
 
 
 def _mean_norm(layer: gp.InputMeanNorm, own: Tensors, signal: Signal, training: bool) -> Signal:
     """IMN and, with a bias, MBN."""
     running = own["running_mean"]
     if not training:
-        signal = signal.plus(-running)
+        signal = signal.add(-running)
     elif signal.hidden is None:
         mean = signal.mean()
         _track(layer, running, mean)
-        signal = signal.plus(-mean)
+        signal = signal.add(-mean)
     else:  # of the activations only the tracked mean is needed, which has no gradient
         with torch.no_grad():
-            _track(layer, running, signal.settled().mean())
+            _track(layer, running, signal.settle().mean())
         signal = replace(signal, bias=None, centred=True)
-    return signal.plus(own["bias"]) if "bias" in own else signal
+    return signal.add(own["bias"]) if "bias" in own else signal
 
 
 def _track(layer: nn.BatchNorm1d | gp.InputMeanNorm, running: Tensor, now: Tensor) -> None:
     if layer.momentum is None or getattr(layer, "corrected", False):
         raise ValueError(
             "a stack tracks means from 0 on, with a momentum; got "
-            f"{layer}. Build the models with experiments.methods.mlp."
+            f"{layer}. Build the models with methods.mlp."
         )
     running.lerp_(now.detach(), layer.momentum)
 
 
 def _layer_norm(layer: nn.LayerNorm, own: Tensors, signal: Signal, training: bool) -> Signal:
-    signal = signal.settled()
+    signal = signal.settle()
     weight = signal.rows()
     bias = weight.new_zeros(weight.shape[:2]) if signal.bias is None else signal.bias
     both = torch.cat([weight, bias.unsqueeze(-1)], dim=-1)

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 Array = np.ndarray
+BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-7  # Adam's
+FACTOR = 0.1  # what a rate is multiplied by when it falls
+MIN_DELTA = 1e-4  # what a value must be better by to count for the rate; to go on: anything
 
 
 class Adam:
@@ -25,25 +28,22 @@ class Adam:
         tensor([-0.1000,  0.2000])
     """
 
-    def __init__(
-        self, like: Tensor, betas: tuple[float, float] = (0.9, 0.999), epsilon: float = 1e-7
-    ) -> None:
+    def __init__(self, like: Tensor) -> None:
         self.m, self.v = torch.zeros_like(like), torch.zeros_like(like)
-        self.betas, self.epsilon, self.steps = betas, epsilon, 0
+        self.steps = 0
 
     def step(self, parameters: Tensor, gradient: Tensor, rates: Array) -> None:
         """Update the parameters in place."""
         self.steps += 1
-        beta1, beta2 = self.betas
-        self.m.lerp_(gradient, 1 - beta1)
-        self.v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        change = self.v.sqrt().add_(self.epsilon)
+        self.m.lerp_(gradient, 1 - BETA1)
+        self.v.mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
+        change = self.v.sqrt().add_(EPSILON)
         torch.div(self.m, change, out=change)
-        correction = math.sqrt(1 - beta2**self.steps) / (1 - beta1**self.steps)
+        correction = math.sqrt(1 - BETA2**self.steps) / (1 - BETA1**self.steps)
         each = torch.from_numpy(rates).to(change).unsqueeze(1)
         parameters.addcmul_(change, each, value=-correction)
 
-    def take(self, index: Array) -> None:
+    def keep_only(self, index: Array) -> None:
         """Go on with these members only."""
         self.m, self.v = self.m[index], self.v[index]
 
@@ -51,13 +51,8 @@ class Adam:
 class Judge:
     """ReduceLROnPlateau and EarlyStopping: whose value is better, whose rate falls, who stops.
 
-    Args:
-        rates: the members' learning rates, (S,).
-        patience: epochs without a better value before a rate falls.
-        stop_patience: the same before a member stops.
-        factor: what a rate is multiplied by.
-        min_delta: what a value must be better by to count for the rate. (To go on: anything.)
-        higher_is_better: the values' direction.
+    Rates are (S,); after `patience` epochs without a better value a rate falls, after
+    `stop_patience` a member stops.
 
     Example:
         >>> judge = Judge(np.array([1.0]), patience=1, stop_patience=2)
@@ -74,12 +69,9 @@ class Judge:
         rates: Array,
         patience: int,
         stop_patience: int,
-        factor: float = 0.1,
-        min_delta: float = 1e-4,
         higher_is_better: bool = False,
     ) -> None:
         self.patience, self.stop_patience = patience, stop_patience
-        self.factor, self.min_delta = factor, min_delta
         self.sign = -1.0 if higher_is_better else 1.0
         self.rates = rates.astype(np.float64)
         self.best, self.plateau = np.full((2, len(rates)), np.inf)
@@ -91,15 +83,15 @@ class Judge:
         better = values < self.best
         self.best = np.where(better, values, self.best)
         self.wait = np.where(better, 0, self.wait + 1)
-        lower = values < self.plateau - self.min_delta
+        lower = values < self.plateau - MIN_DELTA
         self.plateau = np.where(lower, values, self.plateau)
         self.plateau_wait = np.where(lower, 0, self.plateau_wait + 1)
         late = self.plateau_wait >= self.patience
         self.plateau_wait[late] = 0
-        self.rates = np.where(late, self.rates * self.factor, self.rates)
+        self.rates = np.where(late, self.rates * FACTOR, self.rates)
         return better, self.wait >= self.stop_patience
 
-    def take(self, index: Array) -> None:
+    def keep_only(self, index: Array) -> None:
         """Go on with these members only."""
         for name in ("rates", "best", "plateau", "wait", "plateau_wait"):
             setattr(self, name, getattr(self, name)[index])

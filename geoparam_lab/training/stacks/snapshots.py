@@ -1,12 +1,10 @@
 """Films of training: the states of a stack at some epochs, and several films on one time axis.
 
-At some epochs, denser at the start, the state of every member is kept; what a network predicts and
-where its units are can then be drawn for each. Frame 0 is the network before training. A member
-that has stopped shows its best weights, which are the ones that are reported, and so does the last
-frame.
+Frames are denser at the start, and frame 0 is the network before training. A member that has
+stopped shows its best weights, which are the ones that are reported, and so does the last frame.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,17 +21,11 @@ FRAMES = 60
 
 @dataclass(frozen=True)
 class Film:
-    """The states of a stack at some epochs.
+    """The states of a stack at some epochs."""
 
-    Args:
-        epochs: how many epochs of training came before each frame, (T,).
-        states: parameters and buffers of all members, (T, S, numbers).
-        model: one of the members.
-    """
-
-    epochs: Array
-    states: Tensor
-    model: nn.Sequential
+    epochs: Array  # how many epochs of training came before each frame, (T,)
+    states: Tensor  # parameters and buffers of all members, (T, S, numbers)
+    model: nn.Sequential  # one of the members
 
     def until(self, end: int) -> tuple[Array, Array]:
         """Return the epochs of a member's frames, and which they are: all before its end, and it.
@@ -49,11 +41,10 @@ class Film:
     @torch.no_grad()
     def predict(self, x: Array) -> Array:
         """Return outputs (S, T, N) for inputs (N, d), in evaluation mode."""
-        frames = []
-        for state in self.states:
-            inputs = torch.as_tensor(x).to(state).expand(len(state), *x.shape)
-            tensors, _ = views(state, self.model)
-            frames.append(batched.forward(self.model, tensors, inputs, False).squeeze(-1))
+        frames = [
+            batched.forward(self.model, tensors, inputs, False).squeeze(-1)
+            for tensors, inputs in self._frames(x)
+        ]
         return torch.stack(frames, dim=1).numpy()
 
     @torch.no_grad()
@@ -63,14 +54,18 @@ class Film:
         `x` are the inputs (N, d) over which LN's deviation is averaged; others do not need them.
         """
         directions, distances = [], []
-        for state in self.states:
-            inputs = torch.as_tensor(x).to(state).expand(len(state), *x.shape)
-            tensors, _ = views(state, self.model)
+        for tensors, inputs in self._frames(x):
             normal, offset = batched.boundaries(self.model, tensors, inputs)
             length = sphere.length(normal)
             directions.append(normal / length.unsqueeze(-1))
             distances.append(offset / length)
         return torch.stack(directions, dim=1).numpy(), torch.stack(distances, dim=1).numpy()
+
+    def _frames(self, x: Array) -> Iterator[tuple[list[dict[str, Tensor]], Tensor]]:
+        """Yield each frame's tensors, and the inputs for all members."""
+        for state in self.states:
+            inputs = torch.as_tensor(x).to(state).expand(len(state), *x.shape)
+            yield views(state, self.model)[0], inputs
 
 
 def frame_epochs(epochs: int, count: int = FRAMES) -> Array:
@@ -86,8 +81,7 @@ def frame_epochs(epochs: int, count: int = FRAMES) -> Array:
 def align(films: Sequence[Array]) -> tuple[Array, list[Array]]:
     """Return the epochs of the longest film, and for each film its frame at each of them.
 
-    Args:
-        films: the epochs of each film's frames, (T,), the last being its end.
+    `films` are the epochs of each film's frames, (T,), the last being its end.
 
     Example:
         >>> steps, frames = align([np.array([0, 1, 4, 9]), np.array([0, 1, 2])])
@@ -115,10 +109,7 @@ def together(films: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict
 def largest_since(values: Array, steps: Array, per_epoch: int = 1) -> Array:
     """Return the largest value of any update since the frame before, 0 where there was none.
 
-    Args:
-        values: one for each update, (updates,).
-        steps: the epochs of the frames, (T,).
-        per_epoch: updates in an epoch.
+    `values` has one for each update, of which there are `per_epoch`; `steps` are frames' epochs.
 
     Example:
         >>> largest_since(np.array([1.0, 5.0, 2.0]), np.array([0, 1, 3, 9]))

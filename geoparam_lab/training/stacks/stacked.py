@@ -2,31 +2,23 @@
 
 A small network spends its time in calls rather than in arithmetic, so ten of them in a stack take
 about twice as long as one. Parameters and buffers of all members are one tensor (S, numbers),
-which Adam updates in a few calls; the forward pass is `batched.forward`. Members do not know of
-each other: each has its own data, its own order of minibatches, its own rate, plateau, patience
-and best weights, and comes out as if it were trained alone. One that stops, or whose loss is no
-number any more, leaves the stack and costs nothing from then on.
+which Adam updates in a few calls; the forward pass is `batched.forward`. Each member has its own
+data, order of minibatches, rate, plateau, patience and best weights, and comes out as if it were
+trained alone. A member that stops, or whose loss is not finite, leaves the stack.
 
-The rules are Keras's, since the papers' numbers come from it:
+The rules are Keras's (`keras_rules`), since the papers' numbers come from it. Once an epoch a
+metric on the evaluation data is judged or, without one, the training loss. That is credited to the
+weights at the start of the epoch, which for a full batch are those that gave it. (Keras keeps the
+weights one step after.)
 
-    Adam       epsilon joins the root of v before the bias correction
-    plateau    the rate falls once `patience` epochs brought nothing better by more than 1e-4
-    stopping   after `stop_patience` epochs without anything better at all; the best weights stay
-
-What is judged, once an epoch, is a metric on the evaluation data in evaluation mode or, without
-one, the training loss. That is credited to the weights at the start of the epoch, which for a full
-batch are those that gave it. (Keras keeps the weights one step after.)
-
-On a machine with other work to do, call `torch.set_num_threads(1)` first: threads wait for each
-other, and where one of two has to share its core an epoch that takes 54 ms on one thread took 810
-(naval's size, ten members, two cores). Several stacks in processes of their own use cores better.
+Call `torch.set_num_threads(1)` first: threads wait for each other, and on a busy machine an epoch
+of 54 ms on one thread took 810 ms. Several stacks in processes of their own use cores better.
 """
 
 import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
@@ -35,8 +27,15 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from geoparam_lab.training.stacks import batched
 from geoparam_lab.training.stacks.keras_rules import Adam, Judge
-from geoparam_lab.training.stacks.packing import pack, unpack_, views
-from geoparam_lab.training.stacks.stack_inputs import Data, data_for, per_member, taken
+from geoparam_lab.training.stacks.packing import (
+    Data,
+    expand_data,
+    expand_values,
+    pack,
+    select_members,
+    unpack_,
+    views,
+)
 from geoparam_lab.training.stacks.stack_motion import Motion, Recorder
 
 Array = np.ndarray
@@ -67,66 +66,35 @@ def binary_accuracy(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How every member is trained.
-
-    Args:
-        loss: what is minimised.
-        metric: what is judged, on the evaluation data; None judges the training loss.
-        higher_is_better: the direction of what is judged.
-        batch_size: None for all rows at once; else each epoch has its own order of the rows, and
-            its last batch may be smaller.
-        epochs: the most there are.
-        patience: epochs without a better value before the rate falls.
-        stop_patience: epochs without a better value before a member stops; None for 2 * patience.
-        factor: what the rate is multiplied by.
-        min_delta: what a value must be better by to count for the rate. (For stopping: anything.)
-    """
+    """How every member is trained."""
 
     loss: Measure = absolute_error
-    metric: Measure | None = None
+    metric: Measure | None = None  # judged on the evaluation data; None judges the training loss
     higher_is_better: bool = False
-    batch_size: int | None = None
-    epochs: int = 5000
-    patience: int = 50
-    stop_patience: int | None = None
-    factor: float = 0.1
-    min_delta: float = 1e-4
+    batch_size: int | None = None  # None for all rows; else each epoch has its own order of them
+    epochs: int = 5000  # the most there are
+    patience: int = 50  # epochs without a better value before the rate falls
+    stop_patience: int | None = None  # the same before a member stops; None for 2 * patience
 
     def judge(self, rates: Array) -> Judge:
         """Return the judge of members with these learning rates."""
         stop = 2 * self.patience if self.stop_patience is None else self.stop_patience
-        return Judge(
-            rates, self.patience, stop, self.factor, self.min_delta, self.higher_is_better
-        )
+        return Judge(rates, self.patience, stop, self.higher_is_better)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What training leaves behind; arrays over epochs are NaN where a member had stopped.
+    """The result of training; arrays over epochs are NaN where a member had stopped."""
 
-    Args:
-        losses: mean training loss of each epoch, (epochs, S).
-        metrics: what was judged after each epoch, (epochs, S); without a metric, the losses.
-        rates: the learning rate of each epoch, (epochs, S).
-        epochs: how many epochs each member was trained for, (S,).
-        best_epoch: the epoch whose weights were kept, (S,); -1 if there was none.
-        outcomes: why each stopped: "patience", "epochs" or "diverged".
-        motion: how the boundaries moved, if that was tracked.
-        states: the best weights, parameters and buffers in the order of `stacking.packing`,
-            (S, numbers).
-        snapshots: the states on the way, by how many epochs came before, as far as training went;
-            of a member that has stopped, its best weights.
-    """
-
-    losses: Array
-    metrics: Array
-    rates: Array
-    epochs: Array
-    best_epoch: Array
-    outcomes: list[str]
-    motion: Motion | None
-    states: Tensor = field(repr=False)
-    snapshots: dict[int, Tensor] = field(repr=False)
+    losses: Array  # mean training loss of each epoch, (epochs, S)
+    metrics: Array  # judged after each epoch, (epochs, S); without a metric, the losses
+    rates: Array  # the learning rate of each epoch, (epochs, S)
+    epochs: Array  # how many epochs each member was trained for, (S,)
+    best_epoch: Array  # the epoch whose weights were kept, (S,); -1 if there was none
+    outcomes: list[str]  # why each stopped: "patience", "epochs" or "diverged"
+    motion: Motion | None  # how the boundaries moved in each step, if that was tracked
+    states: Tensor = field(repr=False)  # the best weights, as `packing` has them, (S, numbers)
+    snapshots: dict[int, Tensor] = field(repr=False)  # by epoch; the best weights after a stop
     _models: Sequence[nn.Sequential] = field(repr=False)
     _batches: Array = field(repr=False)  # how many the best weights have seen
 
@@ -152,7 +120,7 @@ class Result:
         tensors, _ = views(self.states, model)
         inputs = torch.as_tensor(x).to(self.states)
         inputs = inputs.expand(len(self.states), *inputs.shape) if inputs.ndim == 2 else inputs
-        return _squeezed(batched.forward(model, tensors, inputs, training=False)).numpy()
+        return _squeeze(batched.forward(model, tensors, inputs, training=False)).numpy()
 
 
 def train(
@@ -164,12 +132,11 @@ def train(
     *,
     seeds: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
-    track: Literal["step", "epoch"] | None = None,
-    keep: Literal["max", "full"] = "max",
+    track: bool = False,
     snapshots: Collection[int] = (),
     progress: Progress | None = None,
 ) -> Result:
-    """Train all models at once, each for itself. The models that are given stay as they are.
+    """Train copies of all models at once, each for itself.
 
     Args:
         models: networks of `methods.mlp`, all of one method and shape.
@@ -180,8 +147,7 @@ def train(
         evaluation: what the metric is of, in the shapes of `data`.
         seeds: one per member, for the order of its minibatches; 0, 1, ... by default.
         device: where to train; results come back to the CPU.
-        track: record the first hidden layer's boundaries after every step or every epoch.
-        keep: of those, only how far they move at most, or also where they are.
+        track: measure how the first hidden layer's boundaries move in every step.
         snapshots: after how many epochs to keep the states of all members; 0 is the start.
         progress: called after each epoch with its number, from 1, and that of members left.
 
@@ -195,7 +161,7 @@ def train(
         >>> result.predict(x).shape, result.model(2)(x).shape
         ((4, 20), torch.Size([20, 1]))
     """
-    run = _Run(models, data, lr, protocol or Protocol(), evaluation, seeds, device, track, keep)
+    run = _Run(models, data, lr, protocol or Protocol(), evaluation, seeds, device, track)
     if 0 in snapshots:
         run.keep_states(0)
     for epoch in range(run.protocol.epochs):
@@ -224,35 +190,35 @@ class _Run:
         evaluation: Data | None,
         seeds: Sequence[int] | None,
         device: torch.device | str,
-        track: str | None,
-        keep: str,
+        track: bool,
     ) -> None:
-        _check(models, protocol, evaluation, track, keep)
+        _check(models, protocol, evaluation)
         size = len(models)
-        self.models, self.protocol, self.track = models, protocol, track
+        self.models, self.protocol = models, protocol
         self.model = models[0]
         self.members = np.arange(size)
         self.state = pack(models).to(device)
         self.best = self.state.clone()
         self.numbers = sum(p.numel() for p in models[0].parameters())
         self.tensors, self.parameters = views(self.state, self.model)
-        self.data = data_for(data, self.state)
-        self.evaluation = None if evaluation is None else data_for(evaluation, self.state)
+        self.data = expand_data(data, self.state)
+        self.evaluation = None if evaluation is None else expand_data(evaluation, self.state)
         self.adam = Adam(self.state[:, : self.numbers])
-        self.judge = protocol.judge(per_member(lr, size, "lr"))
+        self.judge = protocol.judge(expand_values(lr, size, "lr"))
         seeds = range(size) if seeds is None else seeds
         self.generators = [
-            torch.Generator().manual_seed(int(seed)) for seed in per_member(seeds, size, "seeds")
+            torch.Generator().manual_seed(int(seed))
+            for seed in expand_values(seeds, size, "seeds")
         ]
         self.history = np.full((3, protocol.epochs, size), np.nan)
         self.best_epoch = np.full(size, -1)
         self.outcomes = ["epochs"] * size
-        self.recorder = Recorder(size, keep == "full") if track else None
+        self.recorder = Recorder(size) if track else None
         self.snapshots: dict[int, Tensor] = {}
-        self._record("start")
+        self._record()
 
     def epoch(self, epoch: int) -> None:
-        """Train and judge all members that are left; let go of those that stop."""
+        """Train and judge all members that are left; remove those that stop."""
         judges_loss = self.protocol.metric is None
         judged = self.state.clone() if judges_loss else self.state
         losses = self._train()
@@ -265,7 +231,7 @@ class _Run:
             self.best_epoch[self.members[better]] = epoch
             self.best[self.members[better]] = judged[better]
         if (stopped | diverged).any():
-            self._let_go(stopped, diverged)
+            self._remove(stopped, diverged)
 
     def keep_states(self, epoch: int) -> None:
         """Take a snapshot of all members, after so many epochs."""
@@ -298,18 +264,17 @@ class _Run:
         for x, y in self._batches():
             share = x.shape[1] / self.data[0].shape[1]
             total = total + share * self._step(x, y)
-        self._record("epoch")
         return total
 
     def _step(self, x: Tensor, y: Tensor) -> Tensor:
         """Update on one batch; return the losses before the update."""
         outputs = batched.forward(self.model, self.tensors, x, training=True)
-        losses = self.protocol.loss(_squeezed(outputs), y)
+        losses = self.protocol.loss(_squeeze(outputs), y)
         gradients = torch.autograd.grad(losses.sum(), self.parameters, materialize_grads=True)
         gradient = torch.cat([g.flatten(1) for g in gradients], dim=1)
         self.adam.step(self.state[:, : self.numbers], gradient, self.judge.rates)
         batched.retract_(self.model, self.tensors)
-        self._record("step")
+        self._record()
         return losses.detach()
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -336,50 +301,40 @@ class _Run:
         x, y = self.evaluation
         parts = x.split(self.protocol.batch_size or x.shape[1], dim=1)
         outputs = [batched.forward(self.model, self.tensors, part, False) for part in parts]
-        return self.protocol.metric(_squeezed(torch.cat(outputs, dim=1)), y)
+        return self.protocol.metric(_squeeze(torch.cat(outputs, dim=1)), y)
 
-    def _record(self, moment: str) -> None:
-        if self.recorder is not None and moment in (self.track, "start"):
-            found = batched.boundaries(self.model, self.tensors, self.data[0])
-            self.recorder.add(self.members, *found)
+    def _record(self) -> None:
+        if self.recorder is not None:
+            boundaries = batched.boundaries(self.model, self.tensors, self.data[0])
+            self.recorder.add(self.members, *boundaries)
 
-    def _let_go(self, stopped: Array, diverged: Array) -> None:
-        """Take members out of the stack."""
-        for why, those in (("patience", stopped), ("diverged", diverged)):
-            for member in self.members[those]:
+    def _remove(self, stopped: Array, diverged: Array) -> None:
+        """Remove members from the stack."""
+        for why, which in (("patience", stopped), ("diverged", diverged)):
+            for member in self.members[which]:
                 self.outcomes[member] = why
         left = np.flatnonzero(~(stopped | diverged))
         self.members = self.members[left]
         self.state = self.state[left]
         self.tensors, self.parameters = views(self.state, self.model)
-        self.data = taken(self.data, left)
-        self.evaluation = self.evaluation and taken(self.evaluation, left)
+        self.data = select_members(self.data, left)
+        self.evaluation = self.evaluation and select_members(self.evaluation, left)
         self.generators = [self.generators[index] for index in left]
-        self.adam.take(left)
-        self.judge.take(left)
+        self.adam.keep_only(left)
+        self.judge.keep_only(left)
 
 
-def _squeezed(outputs: Tensor) -> Tensor:
+def _squeeze(outputs: Tensor) -> Tensor:
     return outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs
 
 
-def _check(
-    models: Sequence[nn.Sequential],
-    protocol: Protocol,
-    evaluation: Data | None,
-    track: str | None,
-    keep: str,
-) -> None:
-    if len({str(model) for model in models}) != 1:
-        kinds = "\n".join(sorted({str(model) for model in models}))
-        raise ValueError(f"a stack needs models, all of one method and shape; got\n{kinds}")
+def _check(models: Sequence[nn.Sequential], protocol: Protocol, evaluation: Data | None) -> None:
+    kinds = sorted({str(model) for model in models})
+    if len(kinds) != 1:
+        joined = "\n".join(kinds)
+        raise ValueError(f"a stack needs models, all of one method and shape; got\n{joined}")
     if (protocol.metric is None) != (evaluation is None):
         raise ValueError(
             "a metric needs evaluation data, and they need a metric; got "
             f"{'only the data' if protocol.metric is None else 'only the metric'}."
-        )
-    if track not in (None, "step", "epoch") or keep not in ("max", "full"):
-        raise ValueError(
-            "track is None, 'step' or 'epoch', and keep is 'max' or 'full'; got "
-            f"{track!r} and {keep!r}."
         )
