@@ -42,6 +42,14 @@ class InputMeanLayer(TrackedMean):
         """Return w^T x + bias; convolutions pad as torch's do."""
         return self._conv_forward(x, self.weight, bias)  # type: ignore[operator]
 
+    @property
+    def base_layer(self) -> nn.Module:
+        """PEFT asks every layer for this before it puts an adapter on it: refused."""
+        raise ValueError(
+            "an adapter adds to this layer's weight, and on merging its bias would change by what "
+            "the weight makes of the input's mean. Fold the model first (geoparam.fold_)."
+        )
+
     @torch.no_grad()
     def fold(self) -> tuple[Tensor, Tensor]:
         """Return the weight and bias of the plain layer that does the same in evaluation."""

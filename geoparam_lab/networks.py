@@ -129,9 +129,8 @@ def resnet(
         model = ResNet(parts, *_DEPTHS[depth], classes, small=stem == "small", width=width)
         if plain:
             images = torch.zeros(2, 3, 32, 32)
-            gp.convert_(
-                model, norm="imn", example_inputs=images, init=method.init, **_form(method)
-            )
+            layers: dict[str, Any] = {"init": method.init, **_form(method)}
+            gp.convert_(model, norm="imn", example_inputs=images, **layers)
             methods.use_papers_means_(model)
     return model
 

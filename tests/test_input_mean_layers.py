@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import geoparam as gp
+from geoparam.checkpoints import fold_state_dict
 from geoparam.input_mean_layers import adopt
 
 DOUBLE = {"dtype": torch.float64}
@@ -121,7 +122,7 @@ def test_conversion_keeps_the_function_the_parameters_and_their_keys(
 ) -> None:
     model, x = network(dtype), images(dtype)
     original, before = copy.deepcopy(model), dict(model.named_parameters())
-    gp.convert_(model, norm="imn", weights="plain", example_inputs=(x,))
+    gp.convert_(model, norm="imn", pretrained=True, weights="plain", example_inputs=(x,))
     assert gp.verify(original, model, x) < bound
     after = dict(model.named_parameters())
     kept = [name for name in before if name in after]
@@ -164,7 +165,7 @@ def test_folding_gives_a_plain_model_and_restored_norms_the_originals_keys(
 
 def test_geometric_weights_can_be_folded_without_their_norms() -> None:
     model, x = network(), images()
-    gp.convert_(model, norm="imn", example_inputs=x)
+    gp.convert_(model, norm="imn", pretrained=True, example_inputs=x)
     plain = gp.fold_(copy.deepcopy(model), restore_norm=False)
     assert gp.verify(model, plain, x) < 1e-5
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in plain.modules())
@@ -186,7 +187,7 @@ def test_frozen_weights_stay_frozen_and_the_bias_follows_the_norm() -> None:
     model = network()
     model[3].weight.requires_grad_(False)
     model[4].requires_grad_(False)
-    gp.convert_(model, norm="imn", weights="plain", example_inputs=images())
+    gp.convert_(model, norm="imn", pretrained=True, weights="plain", example_inputs=images())
     assert not model[3].weight.requires_grad and not model[3].bias.requires_grad
     assert model[11].bias.requires_grad
 
@@ -207,7 +208,7 @@ def test_a_model_that_reads_a_weight_is_put_back() -> None:
         model.bn.weight.fill_(3)
     before = copy.deepcopy(model)
     with pytest.raises(ValueError, match="the converted model differs"):
-        gp.convert_(model, norm="imn", weights="plain", example_inputs=images())
+        gp.convert_(model, norm="imn", pretrained=True, weights="plain", example_inputs=images())
     assert type(model.conv) is nn.Conv2d
     assert all(map(torch.equal, model.state_dict().values(), before.state_dict().values()))
 
@@ -223,9 +224,29 @@ def test_layers_without_a_norm_are_left() -> None:
 
 
 def test_means_can_be_synchronised() -> None:
-    model = gp.convert_(network(), norm="imn", weights="plain", example_inputs=images())
+    model = gp.convert_(
+        network(), norm="imn", pretrained=True, weights="plain", example_inputs=images()
+    )
     gp.synchronise_means_(model)
     assert model[3].synchronised and model[11].synchronised
+
+
+def test_a_file_folds_as_the_model_does() -> None:
+    model, x = network(), images()
+    model(x)
+    gp.convert_(model, norm="imn", weights="plain", example_inputs=x)
+    state = fold_state_dict(model.state_dict())
+    folded = gp.fold_(copy.deepcopy(model))
+    assert state.keys() == folded.state_dict().keys()
+    folded.load_state_dict(state)
+    assert gp.verify(model, folded, x) < 1e-5
+
+
+def test_peft_refuses_to_adapt_a_layer_whose_bias_depends_on_its_weight() -> None:
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(gp.InputMeanLinear(6, 9), nn.ReLU(), nn.Linear(9, 2))
+    with pytest.raises(ValueError, match="Fold the model first"):
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"]))
 
 
 def test_boundaries_and_lengths_are_of_the_centred_input() -> None:
@@ -261,7 +282,7 @@ def test_wrong_options_are_refused(options: dict, message: str) -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled_training_is_one_graph_with_the_same_numbers(autocast: bool) -> None:
     model, x = network(), images()
-    gp.convert_(model, norm="imn", weights="plain", example_inputs=x)
+    gp.convert_(model, norm="imn", pretrained=True, weights="plain", example_inputs=x)
     twin = copy.deepcopy(model.train())
     torch.compiler.reset()
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)

@@ -33,7 +33,9 @@ X = torch.randn(8, 3, 8, 8, generator=DRAW) + 2 * torch.randn(4, 3, 1, 1, genera
 
 
 def converted(coordinates: str = "angles") -> nn.Module:
-    return gp.convert_(network(), norm="imn", example_inputs=X, coordinates=coordinates)
+    return gp.convert_(
+        network(), norm="imn", pretrained=True, example_inputs=X, coordinates=coordinates
+    )
 
 
 def groups(model: nn.Module) -> list[dict]:
@@ -63,6 +65,51 @@ def test_plain_loop_learns(coordinates: str) -> None:
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
     assert gp.verify(model, gp.fold_(copy.deepcopy(model)), X) < 1e-5
+
+
+@pytest.mark.parametrize("coordinates", COORDINATES)
+def test_decayed_directions_are_noticed(coordinates: str) -> None:
+    model = gp.convert_(network(), coordinates=coordinates)
+    wrong = torch.optim.AdamW(model.parameters())
+    wrong.register_step_post_hook(gp.retract(model))
+    with pytest.warns(UserWarning, match="directions of 0, 3. Build.*param_groups"):
+        gp.check_optimizer(wrong, model)
+    with pytest.warns(UserWarning, match="directions of 0, 3"):
+        wrong.step()
+    wrong.step()  # said once
+    gp.check_optimizer(torch.optim.AdamW(groups(model)), model)
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    data = pytest.importorskip("sklearn.datasets").load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
+    return images, torch.tensor(data.target)
+
+
+@pytest.mark.parametrize("weights", ["geometric", "plain"])
+def test_evaluation_follows_training_from_the_first_steps(weights: str) -> None:
+    """After 20, 100 and 1,000 steps running means give the accuracy of the batch's, within 1 %."""
+    x, y = digits()
+    model = gp.convert_(
+        nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(64, 10),
+        ),
+        norm="imn", init="glorot", weights=weights, example_inputs=x[:4],
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(gp.param_groups(model, lr=1e-3))
+    for step in range(1, 1001):
+        batch = torch.randint(len(x), (64,))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+        if step in (20, 100, 1000):
+            with torch.no_grad():
+                training = (copy.deepcopy(model)(x).argmax(dim=1) == y).float().mean()
+                evaluation = (copy.deepcopy(model).eval()(x).argmax(dim=1) == y).float().mean()
+            assert abs(training - evaluation) <= 0.01, step
+    assert evaluation > 0.95
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

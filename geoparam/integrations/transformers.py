@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from geoparam.analysis.tracker.tracker import BoundaryTracker
-from geoparam.base_layer import retract
 from geoparam.optim import GeometricOptimizer
+from geoparam.step_hooks import check_optimizer, retract
 
 STATE = "boundaries.pt"
 
@@ -46,6 +46,7 @@ class TrackBoundaries(TrainerCallback):
         self.tracker = BoundaryTracker(kwargs["model"], **options)
         if resumed:
             self.tracker.load_state_dict(torch.load(saved, weights_only=True))
+        check_optimizer(kwargs["optimizer"], kwargs["model"])
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -145,7 +145,7 @@ def test_removed_norms_are_not_there() -> None:
         nn.BatchNorm2d(4), nn.ReLU(True), nn.Flatten(), nn.Linear(64, 2),
     )  # fmt: skip
     x = torch.randn(2, 3, 8, 8)
-    model = convert_(model.eval(), norm="imn", example_inputs=x)
+    model = convert_(model.eval(), norm="imn", pretrained=True, example_inputs=x)
     seen = shown(model, x)
     assert same(only(seen, "pre_activation"), hooked(model, x, {"0": "2", "3": "5"}))
     assert same(only(seen, "layer_input"), hooked(model, x, {"0": "0", "3": "3", "7": "7"}))

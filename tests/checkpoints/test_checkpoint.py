@@ -120,7 +120,7 @@ def test_folded_file_loads_into_the_plain_model(
         given = {"like": tmp_path / "plain.pt"}
     report = fold_checkpoint(file, tmp_path / "out.safetensors", **given)
     assert difference(name, model, report.out) < 1e-5
-    assert report.layers == sum(isinstance(m, gp.unit.GmPLayer) for m in model.modules())
+    assert report.layers == sum(isinstance(m, gp.GmPLayer) for m in model.modules())
 
 
 @pytest.mark.parametrize("name", ("mlp", "narrow", "Attends", "Tied"))
@@ -396,7 +396,9 @@ def test_other_keys_than_the_plain_models_are_listed() -> None:
 
 
 def test_absorbed_norms_are_explained() -> None:
-    model = gp.convert_(conv_net(), norm="imn", example_inputs=torch.randn(2, 3, 8, 8))
+    model = gp.convert_(
+        conv_net(), norm="imn", pretrained=True, example_inputs=torch.randn(2, 3, 8, 8)
+    )
     with pytest.raises(ValueError, match=r"Missing: 1.weight.*norm='imn'.*geoparam.fold_"):
         fold_state_dict(model.state_dict(), conv_net())
 

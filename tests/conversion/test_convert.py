@@ -254,7 +254,7 @@ def test_other_layers_are_listed() -> None:
     assert "1: Odd (it computes something else than its base class)" in text
     assert "2: Bilinear (no GmP form of this type)" in text
     assert (
-        "3: ConvTranspose1d (no GmP form: its weight has rows for input" in text
+        "3: ConvTranspose1d (there is no such GmP layer; GeometricOptimizer" in text
         and "4: Linear (the output layer)" in text
     )
 
@@ -346,7 +346,9 @@ def test_frozen_layers_stay_frozen_everywhere(init: str | None, device: str) -> 
 def test_pretrained_batchnorm_is_absorbed_exactly() -> None:
     model = net().double()
     original = copy.deepcopy(model)
-    gp.convert_(model, norm="imn", example_inputs=X.double(), calibration=X.double() + 1)
+    gp.convert_(
+        model, norm="imn", pretrained=True, example_inputs=X.double(), calibration=X.double() + 1
+    )
     assert gp.verify(original, model, X.double()) < 1e-12
     assert not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
     assert model.stem.input_norm is None  # the first layer sees data
@@ -370,7 +372,7 @@ def test_calibration_sets_the_running_means() -> None:
     model = TwoConvs().eval()
     batches = [X, X[:2] * 2]
     hidden = torch.cat([model.norm1(model.first(b)).relu() for b in batches])
-    gp.convert_(model, norm="imn", example_inputs=X, calibration=batches)
+    gp.convert_(model, norm="imn", pretrained=True, example_inputs=X, calibration=batches)
     assert model.second.input_norm_form == "bias"
     assert model.second.input_norm.num_batches_tracked == 2
     mean = hidden.mean(dim=(0, 2, 3))
@@ -411,7 +413,7 @@ def test_a_norm_that_computes_something_else_stays() -> None:
     model.norm2 = Doubling(6)
     original = copy.deepcopy(model)
     assert "norm2 stays" in str(gp.plan(model, norm="imn", example_inputs=X))
-    gp.convert_(model, norm="imn", example_inputs=X)
+    gp.convert_(model, norm="imn", pretrained=True, example_inputs=X)
     assert gp.verify(original, model, X) < 1e-5
 
 
@@ -447,7 +449,7 @@ def test_imn_errors_leave_the_model_alone(build, options, message) -> None:  # n
         model.norm1.weight.fill_(3)
     before = snapshot(model)
     with pytest.raises(ValueError, match=message):
-        gp.convert_(model, norm="imn", example_inputs=X, **options)
+        gp.convert_(model, norm="imn", pretrained=True, example_inputs=X, **options)
     assert model.state_dict().keys() == before.keys()
     assert not any(isinstance(m, gp.GmPLayer) for m in model.modules())
 
@@ -458,7 +460,7 @@ def test_outputs_that_cannot_be_compared_do_not_stop_conversion(result) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return result(super().forward(x))
 
-    model = gp.convert_(Odd(), norm="imn", example_inputs=X)
+    model = gp.convert_(Odd(), norm="imn", pretrained=True, example_inputs=X)
     assert isinstance(model.second, gp.GmPConv2d)
 
 
@@ -472,7 +474,7 @@ class FunctionalNorm(TwoConvs):
 def test_a_norm_used_through_its_statistics_stays() -> None:
     model = FunctionalNorm().eval()
     original = copy.deepcopy(model)
-    gp.convert_(model, norm="imn", example_inputs=X)
+    gp.convert_(model, norm="imn", pretrained=True, example_inputs=X)
     assert isinstance(model.norm1, nn.BatchNorm2d) and isinstance(model.first, gp.GmPConv2d)
     assert gp.verify(original, model, X) < 1e-5
 
@@ -484,7 +486,7 @@ def test_a_list_of_example_inputs_is_one_call() -> None:
 
     plain = Sum().eval()
     one, other = (
-        gp.convert_(copy.deepcopy(plain), norm="imn", example_inputs=inputs)
+        gp.convert_(copy.deepcopy(plain), norm="imn", pretrained=True, example_inputs=inputs)
         for inputs in ((X, 2 * X), [X, 2 * X])
     )
     assert torch.equal(one.second.input_norm.running_mean, other.second.input_norm.running_mean)
@@ -501,7 +503,7 @@ def test_rows_too_long_for_their_type_are_left() -> None:
 def test_freezing_survives_absorbing_a_norm() -> None:
     model = TwoConvs()
     model.second.requires_grad_(False)
-    gp.convert_(model, norm="imn", example_inputs=X)
+    gp.convert_(model, norm="imn", pretrained=True, example_inputs=X)
     assert not model.second.latitude.requires_grad
     assert model.second.r.requires_grad and model.second.lam.requires_grad  # as gamma and beta
     gp.fold_(model)
@@ -511,21 +513,42 @@ def test_freezing_survives_absorbing_a_norm() -> None:
 def test_any_iterable_of_batches_calibrates() -> None:
     first, second = TwoConvs(), TwoConvs()
     second.load_state_dict(first.state_dict())
-    gp.convert_(first, norm="imn", example_inputs=X, calibration=[X, 2 * X])
-    gp.convert_(second, norm="imn", example_inputs=X, calibration=(b for b in [X, 2 * X]))
+    gp.convert_(first, norm="imn", pretrained=True, example_inputs=X, calibration=[X, 2 * X])
+    gp.convert_(
+        second, norm="imn", pretrained=True, example_inputs=X, calibration=(b for b in [X, 2 * X])
+    )
     assert gp.verify(first, second, X) == 0
 
 
 def test_a_part_of_a_converted_model_does_not_fold() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
-    gp.convert_(model, norm="imn", example_inputs=X)
+    gp.convert_(model, norm="imn", pretrained=True, example_inputs=X)
     with pytest.raises(ValueError, match="Fold the whole model"):
         gp.fold_(nn.Sequential(*model[1:], gp.GmPConv2d(2, 2, 1)))
 
 
+def test_a_model_that_was_never_trained_is_noticed() -> None:
+    with pytest.warns(UserWarning, match="pass init='glorot'; .*pretrained=True"):
+        gp.convert_(TwoConvs(), norm="imn", example_inputs=X)
+    for options in ({"pretrained": True}, {"init": "glorot"}):
+        gp.convert_(TwoConvs(), norm="imn", example_inputs=X, **options)  # a warning is an error
+    trained = TwoConvs()
+    trained(X)
+    gp.convert_(trained, norm="imn", example_inputs=X)
+
+
+def test_a_model_without_batchnorm_is_noticed() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    x = torch.randn(3, 4)
+    with pytest.warns(UserWarning, match="found no BatchNorm that follows a layer"):
+        gp.convert_(copy.deepcopy(model), norm="imn", example_inputs=x)
+    gp.convert_(model, norm="imn", init="glorot", example_inputs=x)
+    assert model[0].input_norm is None and model[2].input_norm is not None
+
+
 def test_norm_needs_example_inputs_and_a_known_name() -> None:
     with pytest.raises(ValueError, match="example_inputs"):
-        gp.convert_(net(), norm="imn")
+        gp.convert_(net(), norm="imn", pretrained=True)
     with pytest.raises(ValueError, match="norm is None or 'imn'"):
         gp.convert_(net(), norm="bn")
 

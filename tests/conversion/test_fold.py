@@ -237,7 +237,8 @@ def random_network(seed: int) -> nn.Module:
     return model.double()
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.filterwarnings("ignore:norm='imn' found no BatchNorm")
+@pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("norm", [None, "imn"])
 def test_random_networks_survive_the_round_trip(seed: int, norm: str | None) -> None:
     original = random_network(seed)
