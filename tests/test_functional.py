@@ -14,129 +14,23 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from geoparam import GmPConv2d, GmPLinear, functional, sphere
-from geoparam.kernels import weight as plain
-from geoparam.kernels.selection import weight_kernel
-
-SIZES = [2, 13, 576, 25088]
-FLOATS = [torch.float32, torch.float64]
-HALVES = [torch.bfloat16, torch.float16]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def module_on(device: str):  # noqa: ANN201
-    if device == "cpu":
-        return plain
-    from geoparam.kernels import weight_triton
-
-    return weight_triton
-
-
-# --- each implementation against float64 --------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [*FLOATS, *HALVES])
-@pytest.mark.parametrize("n", SIZES)
-def test_weight(n: int, dtype: torch.dtype, device: str) -> None:
-    latitude, r, _ = kernels.random_case(5, n, dtype, device)
-    kernels.assert_weight(module_on(device), latitude, r)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("n", SIZES)
-def test_round_trip(n: int, dtype: torch.dtype, device: str) -> None:
-    w = torch.randn(4, n, dtype=torch.float64, device=device)
+@pytest.mark.parametrize("n", [2, 13, 576, 25088])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_round_trip(n: int, dtype: torch.dtype) -> None:
+    w = torch.randn(4, n, dtype=torch.float64)
     latitude, r = sphere.to_latitude(w).to(dtype), w.norm(dim=1).to(dtype)
     error = (functional.weight(latitude, r).double() - w).norm(dim=1) / w.norm(dim=1)
     assert error.max() < kernels.WEIGHT_BOUND[dtype]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("natural", [False, True])
-@pytest.mark.parametrize("dtype", [*FLOATS, *HALVES])
-@pytest.mark.parametrize("n", [2, 3, 200])
-def test_gradient(n: int, dtype: torch.dtype, natural: bool, device: str) -> None:
-    latitude, r, g = kernels.random_case(5, n, dtype, device)
-    kernels.assert_gradient(module_on(device), g, latitude, r, natural)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("n", [1100, 25088])
-def test_gradient_of_long_rows(n: int, dtype: torch.dtype, device: str) -> None:
-    latitude, r, g = kernels.random_case(2, n, dtype, device)
-    a = latitude.double().clone().requires_grad_()
-    expected = torch.autograd.grad(kernels.weight(a, r), a, g.double())[0]
-    found = module_on(device).backward(g, latitude, r, False)[0].double()
-    largest = expected.abs().amax(dim=1, keepdim=True)
-    assert ((found - expected).abs() / largest).max() < kernels.GRADIENT_BOUND[dtype]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("count", [1, 30])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_gradient_at_poles(count: int, dtype: torch.dtype, device: str) -> None:
-    latitude, r, g = kernels.random_case(4, 40, dtype, device)
-    latitude = kernels.with_poles(latitude, count)
-    kernels.assert_weight(module_on(device), latitude, r)
-    kernels.assert_gradient(module_on(device), g, latitude, r)
-    kernels.assert_gradient(module_on(device), g, latitude, r, natural=True)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_gradient_at_zero_latitudes_and_zero_scale(dtype: torch.dtype, device: str) -> None:
-    latitude, r, g = kernels.random_case(3, 12, dtype, device)
-    latitude[0], r[1], latitude[2, ::2] = 0, 0, 0
-    found, _ = module_on(device).backward(g, latitude, r, False)
-    expected, _ = kernels.brute_force_gradient(g, latitude, r)
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
-    assert (found[1] == 0).all()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_wound_up_angles_are_still_exact(device: str) -> None:
-    latitude, r, _ = kernels.random_case(4, 30, torch.float32, device)
-    latitude += torch.tensor([2.0, -7.0, 40.0, 1000.0], device=device)[:, None]
-    kernels.assert_weight(module_on(device), latitude, r)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rows", [0, 1, 3, 65])
-def test_any_number_of_rows(rows: int, device: str) -> None:
-    latitude, r, g = kernels.random_case(rows, 9, torch.float32, device)
+def test_any_leading_shape_and_strides() -> None:
+    latitude, r, g = kernels.random_case(6, 9, torch.float64)
     w = functional.weight(latitude, r)
-    assert w.shape == (rows, 9)
-    torch.testing.assert_close(w.double(), kernels.weight(latitude, r), atol=1e-6, rtol=1e-5)
-    assert torch.ops.geoparam.weight_backward(g, latitude, r, False)[0].shape == (rows, 8)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_repeats_bit_for_bit(device: str) -> None:
-    latitude, r, g = kernels.random_case(64, 1500, torch.float32, device)
-    first = module_on(device).backward(g, latitude, r, False)
-    second = module_on(device).backward(g, latitude, r, False)
-    assert all(map(torch.equal, first, second))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_non_contiguous_input(device: str) -> None:
-    latitude, r, _ = kernels.random_case(6, 9, torch.float64, device)
-    strided = latitude.t().contiguous().t()
-    assert torch.equal(functional.weight(strided, r), functional.weight(latitude, r))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_memory_off_its_alignment(device: str) -> None:
-    latitude, r, g = kernels.random_case(6, 40, torch.float32, device)
-    flat = torch.zeros(1 + latitude.numel(), device=device)
-    flat[1:] = latitude.flatten()
-    shifted = flat[1:].view(latitude.shape)
-    module = weight_kernel(latitude)
-    assert torch.equal(module.forward(shifted, r, r.dtype), module.forward(latitude, r, r.dtype))
-    found = module.backward(g, shifted, r, False)
-    assert all(map(torch.equal, found, module.backward(g, latitude, r, False)))
+    assert torch.equal(functional.weight(latitude.t().contiguous().t(), r), w)
+    stacked = functional.weight(latitude.view(2, 3, 8), r.view(2, 3))
+    assert torch.equal(stacked.view(6, 9), w)
 
 
 # --- storage in half precision ------------------------------------------------------------------
