@@ -128,7 +128,7 @@ def adopt(layer: nn.Module, momentum: float | None = MOMENTUM, centred: bool = T
         raise ValueError(
             f"input means are for nn.Linear and nn.Conv1d/2d/3d; got {type(layer).__name__}."
         )
-    new = _copy_as(kinds[0] if centred else type(layer), layer)
+    new = copy_as(kinds[0] if centred else type(layer), layer)
     if new.bias is None:
         new.bias = nn.Parameter(new.weight.detach().new_zeros(len(new.weight)))
     if centred:
@@ -138,7 +138,7 @@ def adopt(layer: nn.Module, momentum: float | None = MOMENTUM, centred: bool = T
 
 def release(layer: nn.Module) -> Any:
     """Return the torch.nn layer of the same Parameters and options, which subtracts no mean."""
-    plain = _copy_as(getattr(layer, "_plain", type(layer)), layer)
+    plain = copy_as(getattr(layer, "_plain", type(layer)), layer)
     if isinstance(layer, TrackedMean):
         for name in TRACKING:
             plain._buffers.pop(name, None)
@@ -146,7 +146,7 @@ def release(layer: nn.Module) -> Any:
     return plain
 
 
-def _copy_as(kind: type[nn.Module], layer: nn.Module) -> Any:
+def copy_as(kind: type[nn.Module], layer: nn.Module) -> Any:
     """Return a module of another class with the state, options and hooks of `layer`."""
     new = kind.__new__(kind)
     for key, value in layer.__dict__.items():
