@@ -60,15 +60,6 @@ def test_bf16_row_error_stays_below_one_percent(n: int, kind: str) -> None:
     assert error.max() < 0.008
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_returns_the_type_asked_for(dtype: torch.dtype) -> None:
-    latitude, r, _ = kernels.random_case(3, 8, torch.float32)
-    w = functional.weight(latitude, r, dtype=dtype)
-    assert w.dtype == dtype
-    precise = kernels.weight(latitude, r).to(dtype)
-    torch.testing.assert_close(w, precise, atol=1e-6, rtol=1e-6 if dtype.itemsize > 2 else 0.01)
-
-
 # --- autograd and torch.func --------------------------------------------------------------------
 
 
@@ -124,12 +115,6 @@ def test_forward_mode_is_not_silently_zero() -> None:
     _, expected = jvp(reference, (latitude, r), tangents)
     torch.testing.assert_close(found, expected)
     assert found.abs().max() > 0
-
-
-def test_nested_forward_mode() -> None:
-    latitude, r, _ = kernels.random_case(2, 4, torch.float64)
-    found = jacfwd(jacfwd(lambda a: loss(functional.weight)(a, r)))(latitude)
-    torch.testing.assert_close(found, jacfwd(jacfwd(lambda a: loss(reference)(a, r)))(latitude))
 
 
 def test_the_bare_op_refuses_forward_mode() -> None:
@@ -230,10 +215,6 @@ def test_shapes_and_types_are_checked() -> None:
         functional.weight(torch.zeros(3, 4, dtype=torch.long))
 
 
-def test_no_angles_and_no_scale() -> None:
-    assert functional.weight(torch.zeros(3, 0)).tolist() == [[1.0]] * 3
-
-
 # --- modes and tracers --------------------------------------------------------------------------
 
 
@@ -247,13 +228,6 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
-
-
-def test_plain_training_calls_the_kernels_directly() -> None:
-    latitude, r, g = kernels.random_case(3, 8, torch.float32)
-    w = functional.weight(latitude.requires_grad_(), r)
-    assert w.grad_fn.name() == "_WeightBackward"
-    assert functional.weight(latitude.detach()).grad_fn is None
 
 
 def test_modes_see_the_ops() -> None:

@@ -85,11 +85,6 @@ def test_reset_draws_anew_and_forgets() -> None:
     assert repr(layer) == "InputMeanLinear(in_features=4, out_features=6, bias=True, momentum=0.1)"
 
 
-def test_one_value_per_channel_is_refused_in_training() -> None:
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        gp.InputMeanLinear(4, 6)(torch.randn(1, 4))
-
-
 # --- conversion ---------------------------------------------------------------------------------
 
 
@@ -223,14 +218,6 @@ def test_layers_without_a_norm_are_left() -> None:
     assert "3: Linear (no BatchNorm follows it)" in text
 
 
-def test_means_can_be_synchronised() -> None:
-    model = gp.convert_(
-        network(), norm="imn", pretrained=True, weights="plain", example_inputs=images()
-    )
-    gp.synchronise_means_(model)
-    assert model[3].synchronised and model[11].synchronised
-
-
 def test_a_file_folds_as_the_model_does() -> None:
     model, x = network(), images()
     model(x)
@@ -247,16 +234,6 @@ def test_peft_refuses_to_adapt_a_layer_whose_bias_depends_on_its_weight() -> Non
     model = nn.Sequential(gp.InputMeanLinear(6, 9), nn.ReLU(), nn.Linear(9, 2))
     with pytest.raises(ValueError, match="Fold the model first"):
         peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"]))
-
-
-def test_boundaries_and_lengths_are_of_the_centred_input() -> None:
-    model = nn.Sequential(gp.InputMeanLinear(4, 6), nn.ReLU()).eval()
-    x = torch.randn(9, 4) + 2
-    model.train()(x)
-    model.eval()
-    boundary = gp.BoundaryTracker(model, probe=x)
-    boundary.step()
-    assert "0" in boundary.history
 
 
 @pytest.mark.parametrize(

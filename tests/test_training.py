@@ -5,8 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint
 
 import geoparam as gp
 
@@ -112,25 +110,6 @@ def test_evaluation_follows_training_from_the_first_steps(weights: str) -> None:
     assert evaluation > 0.95
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant: bool) -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, x, use_reentrant=reentrant)
-
-    plain = gp.convert_(network(), coordinates="angles").eval()
-    twin = copy.deepcopy(plain)
-    x = X.clone().requires_grad_()
-    plain(x).square().sum().backward()
-    Checkpointed(twin)(x).square().sum().backward()
-    for a, b in zip(plain.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_with_a_grad_scaler(dtype: torch.dtype) -> None:
     model = converted()
@@ -146,20 +125,6 @@ def test_autocast_with_a_grad_scaler(dtype: torch.dtype) -> None:
         optimizer.zero_grad()
     assert all(p.isfinite().all() for p in model.parameters())
     assert not any(map(torch.equal, before, model.parameters()))
-
-
-def test_ema_along_one_run() -> None:
-    model = converted()
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-    optimizer = torch.optim.SGD(groups(model))
-    for _ in range(5):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(X), Y).backward()
-        optimizer.step()
-        ema.update_parameters(model)
-    average = ema.module.eval()
-    assert average(X).isfinite().all()
-    assert gp.verify(average, gp.fold_(copy.deepcopy(average)), X) < 1e-5
 
 
 def test_lbfgs_and_second_order_penalties() -> None:
@@ -178,15 +143,6 @@ def test_lbfgs_and_second_order_penalties() -> None:
     first = closure().item()
     optimizer.step(closure)
     assert closure().item() < first
-
-
-def test_safetensors_round_trip(tmp_path) -> None:  # noqa: ANN001
-    safetensors = pytest.importorskip("safetensors.torch")
-    model, other = converted(), converted()
-    path = tmp_path / "model.safetensors"
-    safetensors.save_file(model.state_dict(), path)
-    other.load_state_dict(safetensors.load_file(path))
-    assert gp.verify(model, other, X) == 0
 
 
 def test_onnx_of_a_folded_model(tmp_path) -> None:  # noqa: ANN001
@@ -234,15 +190,6 @@ def test_transformers_trainer(tmp_path) -> None:  # noqa: ANN001
     assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
 
 
-def test_timm_optimizers_take_the_groups() -> None:
-    optim = pytest.importorskip("timm.optim")
-    model = converted()
-    optimizer = optim.create_optimizer_v2(groups(model), opt="lamb", lr=0.05)
-    assert_angles_are_not_decayed(model, optimizer)
-    nn.functional.cross_entropy(model(X), Y).backward()
-    optimizer.step()
-
-
 @pytest.mark.compile
 @pytest.mark.parametrize("norm", [None, "imn"])
 def test_compiled_resnet_has_no_graph_breaks(norm: str | None) -> None:
@@ -252,9 +199,3 @@ def test_compiled_resnet_has_no_graph_breaks(norm: str | None) -> None:
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model(x), atol=1e-4, rtol=1e-4)
     compiled(x).sum().backward()
-
-
-def test_exported_model_equals_the_eager_one() -> None:
-    model = converted().eval()
-    program = torch.export.export(model, (X,))
-    torch.testing.assert_close(program.module()(X), model(X))
