@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from geoparam import GmPConv2d, GmPLinear, functional, sphere
 
@@ -95,17 +94,6 @@ def test_torch_func(transform, batched: bool) -> None:  # noqa: ANN001
         tree_leaves(run(functional.weight)), tree_leaves(run(reference)), strict=True
     ):
         torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0), (2, 1)])
-def test_vmap_over_either_argument(in_dims: tuple) -> None:
-    base = (torch.randn(3, 5, dtype=torch.float64), torch.randn(3, dtype=torch.float64))
-    args = tuple(
-        x if d is None else torch.stack([x, 2 * x, -x], dim=d)
-        for x, d in zip(base, in_dims, strict=True)
-    )
-    found = vmap(functional.weight, in_dims=in_dims)(*args)
-    torch.testing.assert_close(found, vmap(reference, in_dims=in_dims)(*args))
 
 
 def test_forward_mode_is_not_silently_zero() -> None:
@@ -200,14 +188,6 @@ def test_symbolic_trace_sees_one_op() -> None:
     assert sum("geoparam" in str(node.target) for node in graph.graph.nodes) == 1
 
 
-def test_export_with_a_dynamic_batch() -> None:
-    layer = GmPLinear(4, 3, activation=torch.relu).eval()
-    batch = torch.export.Dim("batch")
-    program = torch.export.export(layer, (torch.randn(2, 4),), dynamic_shapes=({0: batch},))
-    x = torch.randn(9, 4)
-    torch.testing.assert_close(program.module()(x), layer(x))
-
-
 def test_shapes_and_types_are_checked() -> None:
     with pytest.raises(ValueError, match="one scale per row"):
         functional.weight(torch.zeros(3, 4), torch.ones(4))
@@ -240,16 +220,6 @@ def test_modes_see_the_ops() -> None:
     assert "geoparam.weight_backward.default" in recorder.names
 
 
-def test_a_mode_around_the_backward_alone_sees_the_op() -> None:
-    latitude, r, g = kernels.random_case(3, 8, torch.float32)
-    w = functional.weight(latitude.requires_grad_(), r)
-    expected = torch.autograd.grad(w, latitude, g, retain_graph=True)[0]
-    with Recorder() as recorder:
-        found = torch.autograd.grad(w, latitude, g)[0]
-    assert torch.equal(found, expected)
-    assert "geoparam.weight_backward.default" in recorder.names
-
-
 def test_traced_code_computes_the_weight_anew() -> None:
     latitude, r, _ = kernels.random_case(3, 8, torch.float32)
     with warnings.catch_warnings():
@@ -265,12 +235,3 @@ def test_saved_tensors_are_guarded_against_changes() -> None:
         latitude.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         w.sum().backward()
-
-
-def test_checkpointed_layers_recompute_the_weight() -> None:
-    layer, x = GmPLinear(5, 3), torch.randn(4, 5)
-    layer(x).square().sum().backward()
-    expected = [p.grad.clone() for p in layer.parameters()]
-    layer.zero_grad()
-    checkpoint(layer, x, use_reentrant=False).square().sum().backward()
-    assert all(torch.equal(p.grad, e) for p, e in zip(layer.parameters(), expected, strict=True))

@@ -76,15 +76,6 @@ def test_half_types_and_autocast(dtype: torch.dtype) -> None:
     assert copy.deepcopy(layer).to(dtype)(x.to(dtype)).dtype == dtype
 
 
-def test_reset_draws_anew_and_forgets() -> None:
-    layer = gp.InputMeanLinear(4, 6)
-    layer(torch.randn(5, 4) + 2)
-    before = layer.weight.detach().clone()
-    layer.reset_parameters()
-    assert not layer.running_mean.any() and not torch.equal(layer.weight, before)
-    assert repr(layer) == "InputMeanLinear(in_features=4, out_features=6, bias=True, momentum=0.1)"
-
-
 # --- conversion ---------------------------------------------------------------------------------
 
 
@@ -176,15 +167,6 @@ def test_initialisation_goes_into_the_same_parameters(init: str, length: float |
     assert model[3].momentum == 0.3 and not model[3].bias.any()
     if length is not None:
         torch.testing.assert_close(weight.flatten(1).norm(dim=1), torch.full((8,), length))
-
-
-def test_frozen_weights_stay_frozen_and_the_bias_follows_the_norm() -> None:
-    model = network()
-    model[3].weight.requires_grad_(False)
-    model[4].requires_grad_(False)
-    gp.convert_(model, norm="imn", pretrained=True, weights="plain", example_inputs=images())
-    assert not model[3].weight.requires_grad and not model[3].bias.requires_grad
-    assert model[11].bias.requires_grad
 
 
 def test_a_model_that_reads_a_weight_is_put_back() -> None:

@@ -95,13 +95,6 @@ def test_conversion_keeps_type_device_mode_and_frozen_parameters() -> None:
     assert not back.weight.requires_grad and back.bias.requires_grad and not back.training
 
 
-def test_conversion_draws_no_random_numbers() -> None:
-    linear = nn.Linear(4, 3)
-    state = torch.get_rng_state()
-    GmPLinear.from_linear(linear).to_linear()
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 # --- the unit ------------------------------------------------------------------------------------
 
 
@@ -139,19 +132,6 @@ def test_one_input_has_a_sign_and_no_angle() -> None:
     other.load_state_dict(layer.state_dict())
     x = torch.randn(3, 1)
     assert torch.equal(other(x), layer(x))
-
-
-@pytest.mark.parametrize("cls", [GmPLinear, GmPConv2d])
-def test_natural_layers_divide_their_angles_gradient_by_the_metric(cls: type) -> None:
-    arguments = (6, 5) if cls is GmPLinear else (2, 5, 3)
-    x = torch.randn(4, 6, **DOUBLE) if cls is GmPLinear else torch.randn(4, 2, 5, 5, **DOUBLE)
-    plain, natural = (cls(*arguments, natural=flag, **DOUBLE) for flag in (False, True))
-    natural.load_state_dict(plain.state_dict())
-    for layer in (plain, natural):
-        layer(x).sin().sum().backward()
-    bounded = sphere.metric(plain.latitude.detach()).clamp(min=0.01)
-    torch.testing.assert_close(natural.latitude.grad, plain.latitude.grad / bounded)
-    torch.testing.assert_close(natural.r.grad, plain.r.grad)
 
 
 @pytest.mark.parametrize("activation", [None, torch.relu])
@@ -318,24 +298,6 @@ def test_autocast_follows_float32(coordinates: str, norm) -> None:  # noqa: ANN0
     assert all(
         p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in layer.parameters()
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_layers(dtype: torch.dtype) -> None:
-    layer = GmPLinear(16, 8, activation=torch.relu).to(dtype)
-    out = layer(torch.randn(4, 16, dtype=dtype))
-    out.sum().backward()
-    assert out.dtype == dtype
-    assert all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in layer.parameters())
-
-
-def test_channels_last() -> None:
-    layer = GmPConv2d(4, 8, 3, padding=1, input_norm=True)
-    x = image(2).float()
-    expected = layer(x)
-    layer = layer.to(memory_format=torch.channels_last)
-    out = layer(x.contiguous(memory_format=torch.channels_last))
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
 # --- intrinsic coordinates -----------------------------------------------------------------------

@@ -156,17 +156,6 @@ def test_onnx_of_a_folded_model(tmp_path) -> None:  # noqa: ANN001
     torch.testing.assert_close(torch.from_numpy(found), model(X).detach(), atol=1e-5, rtol=1e-4)
 
 
-def test_accelerate() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    model = converted()
-    accelerator = accelerate.Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(groups(model)))
-    assert_angles_are_not_decayed(accelerator.unwrap_model(model), optimizer)
-    accelerator.backward(nn.functional.cross_entropy(model(X), Y))
-    optimizer.step()
-    assert gp.fold_(accelerator.unwrap_model(model))(X).isfinite().all()
-
-
 def test_transformers_trainer(tmp_path) -> None:  # noqa: ANN001
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
