@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
-INTERPRETER := TRITON_INTERPRET=1 $(PYTEST) tests/interpreter tests/optim/test_rows.py
+INTERPRETER := TRITON_INTERPRET=1 $(PYTEST) tests/kernels/test_weight.py tests/optim/test_rows.py
 
 .PHONY: demo test test-all test-compile test-interpreter test-models test-runs lint clean
 
@@ -13,19 +13,19 @@ demo: .venv/demo
 
 test: lint
 	$(PYTEST) -n 2 -m "not compile and not interpreter and not slow"
-	$(INTERPRETER) -n 2 -m "not slow"
+	$(INTERPRETER) -n 2 -m "interpreter and not slow"
 
 test-compile: .venv/dev
 	TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(PYTEST) -m "compile and not slow"
 
 test-interpreter: .venv/dev
-	$(INTERPRETER) -n 2
+	$(INTERPRETER) -n 2 -m interpreter
 
 test-models: .venv/dev
 	$(PYTEST) -n 2 tests/models -m slow
 
 test-runs: .venv/dev
-	$(PYTEST) -n 2 tests --ignore tests/models --ignore tests/interpreter -m slow
+	$(PYTEST) -n 2 tests --ignore tests/models -m slow
 
 test-all: test test-compile test-interpreter test-models test-runs
 

@@ -59,13 +59,14 @@ def build(network: str, method: str, device: str) -> nn.Module:
     model = _network(network).to(device)
     images = torch.randn(4, 3, 64, 64, device=device)
     name = method.removesuffix("+geometric")
+    options: Any = {"norm": "imn", "pretrained": True, "example_inputs": images}
     if name == "none":
         _replace_norms(model, lambda norm: nn.Identity())
     elif name == "imn":
-        gp.convert_(model, norm="imn", weights="plain", example_inputs=images)
+        gp.convert_(model, **options, weights="plain")
     elif name in ("layers", "intrinsic"):
         coordinates = "angles" if name == "layers" else name
-        gp.convert_(model, norm="imn", coordinates=coordinates, example_inputs=images)
+        gp.convert_(model, **options, coordinates=coordinates)
     elif name == "tune":
         _tune(model, images)
     return model.train()

@@ -2,10 +2,8 @@
 
 from geoparam.analysis.tracker.tracker import BoundaryTracker
 from geoparam.attention import GmPMultiheadAttention
-from geoparam.base_layer import GmPLayer, retract
-from geoparam.conversion.convert import convert_, verify
-from geoparam.conversion.fold import fold_
-from geoparam.conversion.plan import plan
+from geoparam.base_layer import GmPLayer
+from geoparam.conversion import convert_, fold_, plan, verify
 from geoparam.input_mean_layers import (
     InputMeanConv1d,
     InputMeanConv2d,
@@ -17,6 +15,7 @@ from geoparam.memory import remembered
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm
 from geoparam.optim import GeometricOptimizer, param_groups
 from geoparam.running_statistics import recalibrate_, synchronise_means_
+from geoparam.step_hooks import check_optimizer, retract
 
 __version__ = "0.1.0"
 
@@ -35,6 +34,7 @@ __all__ = [
     "InputMeanLinear",
     "InputMeanNorm",
     "MeanOnlyBatchNorm",
+    "check_optimizer",
     "convert_",
     "fold_",
     "param_groups",

@@ -1,14 +1,11 @@
 """nn.MultiheadAttention with its input projection under geometric parameterization."""
 
-from typing import TypeVar
-
 from torch import Tensor, nn
 
 from geoparam.coordinates import Name
+from geoparam.input_mean_layers import copy_as
 from geoparam.layers import GmPLinear
 from geoparam.parameter_values import Init
-
-Attention = TypeVar("Attention", bound=nn.MultiheadAttention)
 
 
 class GmPMultiheadAttention(nn.MultiheadAttention):
@@ -47,14 +44,14 @@ class GmPMultiheadAttention(nn.MultiheadAttention):
         in_proj = GmPLinear.from_affine(
             weight, bias, coordinates=coordinates, natural=natural, init=init
         )
-        converted = _copy_as(cls, attention)
+        converted = copy_as(cls, attention)
         converted._parameters.update(in_proj_weight=None, in_proj_bias=None)  # keeps their order
         converted.in_proj = in_proj.train(attention.training)
         return converted
 
     def to_attention(self) -> nn.MultiheadAttention:
         """Return the nn.MultiheadAttention that computes the same."""
-        plain = _copy_as(nn.MultiheadAttention, self)
+        plain = copy_as(nn.MultiheadAttention, self)
         linear = plain._modules.pop("in_proj")
         linear = linear.to_linear() if isinstance(linear, GmPLinear) else linear
         assert isinstance(linear, nn.Linear)
@@ -70,11 +67,3 @@ class GmPMultiheadAttention(nn.MultiheadAttention):
     @property
     def in_proj_bias(self) -> Tensor | None:  # type: ignore[override]
         return self.in_proj._bias
-
-
-def _copy_as(cls: type[Attention], module: nn.Module) -> Attention:
-    """Return a `cls` that shares the state of `module` and has its hooks."""
-    new = cls.__new__(cls)
-    for key, value in module.__dict__.items():
-        new.__dict__[key] = value.copy() if key in ("_parameters", "_modules") else value
-    return new

@@ -378,27 +378,6 @@ class GmPLayer(nn.Module):
         return text
 
 
-def retract(model: nn.Module) -> Callable[..., None]:
-    """Return a hook that keeps the unit vectors of intrinsic layers on the sphere.
-
-    Call it once after every optimizer step; angles need nothing. The model's function does not
-    change by it.
-
-    Example:
-        >>> from geoparam import GmPLinear
-        >>> model = GmPLinear(3, 2, coordinates="intrinsic")
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> handle = optimizer.register_step_post_hook(retract(model))
-    """
-
-    def hook(*_: object) -> None:
-        for module in model.modules():
-            if isinstance(module, GmPLayer):
-                module.retract_()
-
-    return hook
-
-
 def _check_options(
     weight_shape: tuple[int, ...], coordinates: str, natural: bool, input_norm: InputNorm
 ) -> None:

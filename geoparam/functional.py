@@ -53,7 +53,7 @@ def weight(
         return _weight_of_shards(latitude, r, natural, dtype)
     if not torch.compiler.is_compiling() and _is_plain(latitude, r):
         return _Weight.apply(latitude, r, natural, dtype)
-    return torch.ops.geoparam.weight(latitude, r, natural=natural, dtype=dtype)
+    return _weight(latitude, r, natural, dtype)
 
 
 def _weight_of_shards(latitude: Any, r: Any, natural: bool, dtype: torch.dtype | None) -> Tensor:
@@ -136,11 +136,7 @@ class _Weight(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        latitude: Tensor,
-        r: Tensor | None,
-        natural: bool,
-        dtype: torch.dtype | None,
+        ctx: Any, latitude: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
     ) -> Tensor:
         _check(latitude, r)
         ctx.save_for_backward(latitude, r)
@@ -149,39 +145,25 @@ class _Weight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_backward(ctx, grad), None, None
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-    latitude, r = ctx.saved_tensors
-    if torch.is_grad_enabled():
-        _refuse_natural(ctx.natural)
-        compute: Any = _gradient_formula
-    elif not torch.compiler.is_compiling() and _is_plain(grad, latitude, r):
-        compute = compute_gradients
-    else:
-        compute = torch.ops.geoparam.weight_backward
-    grad_latitude, grad_r = compute(grad, latitude, r, ctx.natural)
-    return grad_latitude, None if r is None else grad_r
+        latitude, r = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            _refuse_natural(ctx.natural)
+            compute: Any = _gradient_formula
+        elif not torch.compiler.is_compiling() and _is_plain(grad, latitude, r):
+            compute = compute_gradients
+        else:
+            compute = _weight_backward
+        grad_latitude, grad_r = compute(grad, latitude, r, ctx.natural)
+        return grad_latitude, None if r is None else grad_r, None, None
 
 
 # --- the ops ------------------------------------------------------------------------------------
 
-torch.library.define(
-    "geoparam::weight",
-    "(Tensor latitude, Tensor? r=None, *, bool natural=False, ScalarType? dtype=None) -> Tensor",
-)
-torch.library.define(
-    "geoparam::weight_backward",
-    "(Tensor grad, Tensor latitude, Tensor? r, bool natural) -> (Tensor, Tensor)",
-)
 
-
-@torch.library.impl("geoparam::weight", "CompositeExplicitAutograd")
+@torch.library.custom_op("geoparam::weight", mutates_args=())
 def _weight(
     latitude: Tensor,
     r: Tensor | None = None,
-    *,
     natural: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -194,11 +176,10 @@ def _weight(
     return compute_weight(latitude, r, dtype)
 
 
-@torch.library.register_fake("geoparam::weight")
+@_weight.register_fake
 def _weight_fake(
     latitude: Tensor,
     r: Tensor | None = None,
-    *,
     natural: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -207,16 +188,22 @@ def _weight_fake(
     return latitude.new_empty(size, dtype=dtype or _result_type(latitude, r))
 
 
-def _setup_context(ctx: Any, inputs: tuple, keyword_only_inputs: dict, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-    ctx.natural = keyword_only_inputs["natural"]
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    latitude, r, ctx.natural, _ = inputs
+    ctx.save_for_backward(latitude, r)
 
 
-torch.library.register_autograd("geoparam::weight", _backward, setup_context=_setup_context)
-torch.library.impl("geoparam::weight_backward", "CompositeExplicitAutograd", compute_gradients)
+_weight.register_autograd(_Weight.backward, setup_context=_setup_context)
 
 
-@torch.library.register_fake("geoparam::weight_backward")
+@torch.library.custom_op("geoparam::weight_backward", mutates_args=())
+def _weight_backward(
+    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
+) -> tuple[Tensor, Tensor]:
+    return compute_gradients(grad, latitude, r, natural)
+
+
+@_weight_backward.register_fake
 def _weight_backward_fake(
     grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
 ) -> tuple[Tensor, Tensor]:

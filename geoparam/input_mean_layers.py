@@ -42,6 +42,14 @@ class InputMeanLayer(TrackedMean):
         """Return w^T x + bias; convolutions pad as torch's do."""
         return self._conv_forward(x, self.weight, bias)  # type: ignore[operator]
 
+    @property
+    def base_layer(self) -> nn.Module:
+        """PEFT asks every layer for this before it puts an adapter on it: refused."""
+        raise ValueError(
+            "an adapter adds to this layer's weight, and on merging its bias would change by what "
+            "the weight makes of the input's mean. Fold the model first (geoparam.fold_)."
+        )
+
     @torch.no_grad()
     def fold(self) -> tuple[Tensor, Tensor]:
         """Return the weight and bias of the plain layer that does the same in evaluation."""
@@ -120,7 +128,7 @@ def adopt(layer: nn.Module, momentum: float | None = MOMENTUM, centred: bool = T
         raise ValueError(
             f"input means are for nn.Linear and nn.Conv1d/2d/3d; got {type(layer).__name__}."
         )
-    new = _copy_as(kinds[0] if centred else type(layer), layer)
+    new = copy_as(kinds[0] if centred else type(layer), layer)
     if new.bias is None:
         new.bias = nn.Parameter(new.weight.detach().new_zeros(len(new.weight)))
     if centred:
@@ -130,7 +138,7 @@ def adopt(layer: nn.Module, momentum: float | None = MOMENTUM, centred: bool = T
 
 def release(layer: nn.Module) -> Any:
     """Return the torch.nn layer of the same Parameters and options, which subtracts no mean."""
-    plain = _copy_as(getattr(layer, "_plain", type(layer)), layer)
+    plain = copy_as(getattr(layer, "_plain", type(layer)), layer)
     if isinstance(layer, TrackedMean):
         for name in TRACKING:
             plain._buffers.pop(name, None)
@@ -138,7 +146,7 @@ def release(layer: nn.Module) -> Any:
     return plain
 
 
-def _copy_as(kind: type[nn.Module], layer: nn.Module) -> Any:
+def copy_as(kind: type[nn.Module], layer: nn.Module) -> Any:
     """Return a module of another class with the state, options and hooks of `layer`."""
     new = kind.__new__(kind)
     for key, value in layer.__dict__.items():

@@ -137,9 +137,8 @@ class InputMeanNorm(TrackedMean):
     where the boundaries start. In training the mean is the batch's, and its gradient flows; in
     evaluation it is the running mean.
 
-    As a module before a convolution that pads zeros it is the papers' border form, `input_norm=
-    "border"` of a layer: the input is centred first, and zeros are padded to that. It cannot be
-    folded into a bias. `input_norm=True` of a layer differs from it at padded borders alone.
+    Before a convolution that pads zeros it is the papers' border form (`input_norm="border"` of a
+    layer), which no bias can hold; `input_norm=True` of a layer differs at padded borders alone.
 
     Args:
         num_features: number of channels.
@@ -148,8 +147,7 @@ class InputMeanNorm(TrackedMean):
         track_running_stats: if False, evaluation uses the batch's mean too.
         dim: the channels' dimension.
         corrected: let the running mean be the plain average until it has seen 1 / momentum
-            batches, so that it is right from the first step. False is BatchNorm's rule, which
-            starts from 0.
+            batches. False is BatchNorm's rule, which starts from 0.
 
     Reference:
         Chen & Ge, *Neural Characteristic Activation Analysis and Geometric Parameterization for

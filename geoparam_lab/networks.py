@@ -119,9 +119,8 @@ def resnet(
         model = ResNet(parts, *_DEPTHS[depth], classes, small=stem == "small", width=width)
         if is_plain:
             images = torch.zeros(2, 3, 32, 32)
-            gp.convert_(
-                model, norm="imn", example_inputs=images, init=builder.init, **_form(builder)
-            )
+            layers: dict[str, Any] = {"init": builder.init, **_form(builder)}
+            gp.convert_(model, norm="imn", example_inputs=images, **layers)
             methods.use_papers_means_(model)
     return model
 

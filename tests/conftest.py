@@ -7,7 +7,6 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-INTERPRETER = HERE / "interpreter"
 
 # Processes that tests start find the helpers, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -23,9 +22,5 @@ def seed() -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks set here
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if INTERPRETER in item.path.parents:
-            item.add_marker("interpreter")
-            if os.environ.get("TRITON_INTERPRET") != "1":
-                item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -38,14 +38,6 @@ def test_writes_in_place_are_refused(write: Callable[[Tensor], object]) -> None:
         write(layer.weight)
 
 
-def test_a_bias_refuses_too_and_lam_itself_does_not() -> None:
-    with torch.no_grad(), pytest.raises(RuntimeError, match="would be lost"):
-        gp.GmPLinear(6, 5).bias.zero_()
-    layer = gp.GmPLinear(6, 5, activation=torch.relu)
-    nn.init.ones_(layer.bias)
-    assert (layer.lam == 1).all()
-
-
 def test_reading_gives_plain_tensors_and_gradients() -> None:
     layer, x = gp.GmPLinear(6, 5), torch.randn(3, 6)
     y = F.linear(x, layer.weight, layer.bias)
@@ -85,16 +77,6 @@ def test_assigning_sets_weight_or_bias_and_leaves_the_other(wrap: Callable, coor
     torch.testing.assert_close(layer.bias, b, rtol=1e-12, atol=1e-12)
     assert all(a is c for a, c in zip(layer.parameters(), parameters, strict=True))
     assert all(p.requires_grad for p in parameters)
-
-
-def test_a_convolution_and_a_single_input() -> None:
-    conv = gp.GmPConv2d(4, 6, 3, groups=2)
-    w = torch.randn(6, 2, 3, 3)
-    conv.weight = w
-    torch.testing.assert_close(conv.weight, w)
-    line = gp.GmPLinear(1, 4)
-    line.weight = torch.tensor([[1.0], [-2.0], [0.5], [-0.1]])
-    assert line.weight.flatten().tolist() == pytest.approx([1, -2, 0.5, -0.1])
 
 
 def test_with_an_activation_the_weight_is_the_unit_vectors() -> None:

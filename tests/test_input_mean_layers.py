@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import geoparam as gp
+from geoparam.checkpoints import fold_state_dict
 from geoparam.input_mean_layers import adopt
 
 DOUBLE = {"dtype": torch.float64}
@@ -75,20 +76,6 @@ def test_half_types_and_autocast(dtype: torch.dtype) -> None:
     assert copy.deepcopy(layer).to(dtype)(x.to(dtype)).dtype == dtype
 
 
-def test_reset_draws_anew_and_forgets() -> None:
-    layer = gp.InputMeanLinear(4, 6)
-    layer(torch.randn(5, 4) + 2)
-    before = layer.weight.detach().clone()
-    layer.reset_parameters()
-    assert not layer.running_mean.any() and not torch.equal(layer.weight, before)
-    assert repr(layer) == "InputMeanLinear(in_features=4, out_features=6, bias=True, momentum=0.1)"
-
-
-def test_one_value_per_channel_is_refused_in_training() -> None:
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        gp.InputMeanLinear(4, 6)(torch.randn(1, 4))
-
-
 # --- conversion ---------------------------------------------------------------------------------
 
 
@@ -121,7 +108,7 @@ def test_conversion_keeps_the_function_the_parameters_and_their_keys(
 ) -> None:
     model, x = network(dtype), images(dtype)
     original, before = copy.deepcopy(model), dict(model.named_parameters())
-    gp.convert_(model, norm="imn", weights="plain", example_inputs=(x,))
+    gp.convert_(model, norm="imn", pretrained=True, weights="plain", example_inputs=(x,))
     assert gp.verify(original, model, x) < bound
     after = dict(model.named_parameters())
     kept = [name for name in before if name in after]
@@ -164,7 +151,7 @@ def test_folding_gives_a_plain_model_and_restored_norms_the_originals_keys(
 
 def test_geometric_weights_can_be_folded_without_their_norms() -> None:
     model, x = network(), images()
-    gp.convert_(model, norm="imn", example_inputs=x)
+    gp.convert_(model, norm="imn", pretrained=True, example_inputs=x)
     plain = gp.fold_(copy.deepcopy(model), restore_norm=False)
     assert gp.verify(model, plain, x) < 1e-5
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in plain.modules())
@@ -180,15 +167,6 @@ def test_initialisation_goes_into_the_same_parameters(init: str, length: float |
     assert model[3].momentum == 0.3 and not model[3].bias.any()
     if length is not None:
         torch.testing.assert_close(weight.flatten(1).norm(dim=1), torch.full((8,), length))
-
-
-def test_frozen_weights_stay_frozen_and_the_bias_follows_the_norm() -> None:
-    model = network()
-    model[3].weight.requires_grad_(False)
-    model[4].requires_grad_(False)
-    gp.convert_(model, norm="imn", weights="plain", example_inputs=images())
-    assert not model[3].weight.requires_grad and not model[3].bias.requires_grad
-    assert model[11].bias.requires_grad
 
 
 def test_a_model_that_reads_a_weight_is_put_back() -> None:
@@ -207,7 +185,7 @@ def test_a_model_that_reads_a_weight_is_put_back() -> None:
         model.bn.weight.fill_(3)
     before = copy.deepcopy(model)
     with pytest.raises(ValueError, match="the converted model differs"):
-        gp.convert_(model, norm="imn", weights="plain", example_inputs=images())
+        gp.convert_(model, norm="imn", pretrained=True, weights="plain", example_inputs=images())
     assert type(model.conv) is nn.Conv2d
     assert all(map(torch.equal, model.state_dict().values(), before.state_dict().values()))
 
@@ -222,20 +200,22 @@ def test_layers_without_a_norm_are_left() -> None:
     assert "3: Linear (no BatchNorm follows it)" in text
 
 
-def test_means_can_be_synchronised() -> None:
-    model = gp.convert_(network(), norm="imn", weights="plain", example_inputs=images())
-    gp.synchronise_means_(model)
-    assert model[3].synchronised and model[11].synchronised
+def test_a_file_folds_as_the_model_does() -> None:
+    model, x = network(), images()
+    model(x)
+    gp.convert_(model, norm="imn", weights="plain", example_inputs=x)
+    state = fold_state_dict(model.state_dict())
+    folded = gp.fold_(copy.deepcopy(model))
+    assert state.keys() == folded.state_dict().keys()
+    folded.load_state_dict(state)
+    assert gp.verify(model, folded, x) < 1e-5
 
 
-def test_boundaries_and_lengths_are_of_the_centred_input() -> None:
-    model = nn.Sequential(gp.InputMeanLinear(4, 6), nn.ReLU()).eval()
-    x = torch.randn(9, 4) + 2
-    model.train()(x)
-    model.eval()
-    boundary = gp.BoundaryTracker(model, probe=x)
-    boundary.step()
-    assert "0" in boundary.history
+def test_peft_refuses_to_adapt_a_layer_whose_bias_depends_on_its_weight() -> None:
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(gp.InputMeanLinear(6, 9), nn.ReLU(), nn.Linear(9, 2))
+    with pytest.raises(ValueError, match="Fold the model first"):
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"]))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +241,7 @@ def test_wrong_options_are_refused(options: dict, message: str) -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled_training_is_one_graph_with_the_same_numbers(autocast: bool) -> None:
     model, x = network(), images()
-    gp.convert_(model, norm="imn", weights="plain", example_inputs=x)
+    gp.convert_(model, norm="imn", pretrained=True, weights="plain", example_inputs=x)
     twin = copy.deepcopy(model.train())
     torch.compiler.reset()
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)

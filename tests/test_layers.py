@@ -62,9 +62,8 @@ def test_linear_equals_torchs(n: int, bias: bool, coordinates: str) -> None:
     assert (back.bias is None) == (not bias) and type(back) is nn.Linear
 
 
-@pytest.mark.parametrize("coordinates", COORDINATES)
 @pytest.mark.parametrize("options", CONV_OPTIONS, ids=str)
-@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize(("rank", "coordinates"), [(1, "angles"), (2, "intrinsic"), (3, "angles")])
 def test_convolution_equals_torchs(rank: int, options: dict, coordinates: str) -> None:
     ours, torchs = CONVS[rank]
     conv = torchs(4, 8, **{"kernel_size": 3, **options}, **DOUBLE)
@@ -96,13 +95,6 @@ def test_conversion_keeps_type_device_mode_and_frozen_parameters() -> None:
     assert not back.weight.requires_grad and back.bias.requires_grad and not back.training
 
 
-def test_conversion_draws_no_random_numbers() -> None:
-    linear = nn.Linear(4, 3)
-    state = torch.get_rng_state()
-    GmPLinear.from_linear(linear).to_linear()
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 # --- the unit ------------------------------------------------------------------------------------
 
 
@@ -113,13 +105,6 @@ def test_the_papers_unit_has_r_outside(coordinates: str) -> None:
     expected = layer.r * F.elu(x @ layer.direction.T + layer.lam)
     torch.testing.assert_close(layer(x), expected)
     assert torch.equal(layer.weight, layer.direction) and layer.bias is layer.lam
-
-
-def test_convolution_with_activation_has_r_outside() -> None:
-    layer = perturb(GmPConv2d(4, 6, 3, padding=1, activation=torch.relu, **DOUBLE))
-    x = image(2)
-    pre = F.conv2d(x, layer.direction, layer.lam, padding=1)
-    torch.testing.assert_close(layer(x), layer.r.view(-1, 1, 1) * torch.relu(pre))
 
 
 @pytest.mark.parametrize("coordinates", COORDINATES)
@@ -137,24 +122,6 @@ def test_views(coordinates: str) -> None:
     torch.testing.assert_close(layer.location.flatten(1).norm(dim=1), layer.lam.abs())
 
 
-@pytest.mark.parametrize("name", ["direction", "location", "theta"])
-def test_views_cannot_be_assigned(name: str) -> None:
-    layer = GmPLinear(3, 2)
-    with pytest.raises((AttributeError, KeyError)):
-        setattr(layer, name, torch.zeros(2, 3))
-
-
-def test_stored_parameters() -> None:
-    names = {"angles": ("latitude", (5, 19)), "intrinsic": ("unit", (5, 20))}
-    for coordinates, (name, shape) in names.items():
-        state = GmPLinear(20, 5, coordinates=coordinates).state_dict()
-        assert {k: tuple(v.shape) for k, v in state.items()} == {
-            name: shape,
-            "r": (5,),
-            "lam": (5,),
-        }
-
-
 def test_one_input_has_a_sign_and_no_angle() -> None:
     layer = GmPLinear(1, 200)
     assert not hasattr(layer, "latitude")
@@ -165,33 +132,6 @@ def test_one_input_has_a_sign_and_no_angle() -> None:
     other.load_state_dict(layer.state_dict())
     x = torch.randn(3, 1)
     assert torch.equal(other(x), layer(x))
-
-
-@pytest.mark.parametrize("cls", [GmPLinear, GmPConv2d])
-def test_natural_layers_divide_their_angles_gradient_by_the_metric(cls: type) -> None:
-    arguments = (6, 5) if cls is GmPLinear else (2, 5, 3)
-    x = torch.randn(4, 6, **DOUBLE) if cls is GmPLinear else torch.randn(4, 2, 5, 5, **DOUBLE)
-    plain, natural = (cls(*arguments, natural=flag, **DOUBLE) for flag in (False, True))
-    natural.load_state_dict(plain.state_dict())
-    for layer in (plain, natural):
-        layer(x).sin().sum().backward()
-    bounded = sphere.metric(plain.latitude.detach()).clamp(min=0.01)
-    torch.testing.assert_close(natural.latitude.grad, plain.latitude.grad / bounded)
-    torch.testing.assert_close(natural.r.grad, plain.r.grad)
-
-
-def test_mixed_storage() -> None:
-    layer = GmPLinear(6, 5, activation=torch.relu)
-    layer.latitude.data = layer.latitude.bfloat16()
-    assert layer.weight.dtype == torch.float32
-    assert layer(torch.randn(2, 6)).dtype == torch.float32
-
-
-def test_every_parameter_gets_a_finite_gradient() -> None:
-    for coordinates in COORDINATES:
-        layer = GmPConv2d(4, 6, 3, activation=torch.relu, coordinates=coordinates, input_norm=True)
-        layer(image(2).float()).square().sum().backward()
-        assert all(p.grad.isfinite().all() and p.grad.any() for p in layer.parameters())
 
 
 @pytest.mark.parametrize("activation", [None, torch.relu])
@@ -231,27 +171,19 @@ def test_glorot_initialisation_has_the_released_codes_bound() -> None:
     assert 0.3 < (w.flatten(1)[:, -1] < 0).float().mean() < 0.7
 
 
-def test_initialisation_repeats_with_the_seed() -> None:
-    torch.manual_seed(3)
-    first = GmPLinear(5, 4)
-    torch.manual_seed(3)
-    assert torch.equal(GmPLinear(5, 4).latitude, first.latitude)
-
-
 def test_meta_layers_can_be_materialised() -> None:
-    layer = GmPLinear(5, 4, device="meta").to_empty(device="cpu")
+    layer = GmPLinear(5, 4, input_norm=True, device="meta").to_empty(device="cpu")
     layer.reset_parameters()
+    assert not layer.input_norm.running_mean.any()
     torch.testing.assert_close(layer.direction.norm(dim=1), torch.ones(4))
 
 
 # --- input mean normalization --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("coordinates", COORDINATES)
 @pytest.mark.parametrize("options", CONV_OPTIONS, ids=str)
-@pytest.mark.parametrize("rank", [1, 2, 3])
-def test_fused_input_norm_equals_the_module(rank: int, options: dict, coordinates: str) -> None:
-    options = {"kernel_size": 3, "coordinates": coordinates, **options, **DOUBLE}
+def test_border_form_equals_the_module(options: dict, rank: int = 2) -> None:
+    options = {"kernel_size": 3, **options, **DOUBLE}
     fused = perturb(CONVS[rank][0](4, 8, input_norm="border", **options))
     plain = CONVS[rank][0](4, 8, **options)
     plain.load_state_dict(fused.state_dict(), strict=False)
@@ -341,12 +273,6 @@ def test_layers_take_a_momentum() -> None:
     assert GmPLinear(4, 6, input_norm=True, momentum=None).input_norm.momentum is None
 
 
-def test_meta_layers_reset_their_means() -> None:
-    layer = GmPLinear(4, 3, input_norm=True, device="meta").to_empty(device="cpu")
-    layer.reset_parameters()
-    assert not layer.input_norm.running_mean.any()
-
-
 def test_an_empty_batch_passes() -> None:
     for layer in (GmPConv2d(4, 6, 3, padding=1, input_norm=True), GmPConv2d(4, 6, 3)):
         assert layer(torch.empty(0, 4, 5, 5)).shape[0] == 0
@@ -374,24 +300,6 @@ def test_autocast_follows_float32(coordinates: str, norm) -> None:  # noqa: ANN0
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_layers(dtype: torch.dtype) -> None:
-    layer = GmPLinear(16, 8, activation=torch.relu).to(dtype)
-    out = layer(torch.randn(4, 16, dtype=dtype))
-    out.sum().backward()
-    assert out.dtype == dtype
-    assert all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in layer.parameters())
-
-
-def test_channels_last() -> None:
-    layer = GmPConv2d(4, 8, 3, padding=1, input_norm=True)
-    x = image(2).float()
-    expected = layer(x)
-    layer = layer.to(memory_format=torch.channels_last)
-    out = layer(x.contiguous(memory_format=torch.channels_last))
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-
-
 # --- intrinsic coordinates -----------------------------------------------------------------------
 
 
@@ -417,19 +325,8 @@ def test_retraction_keeps_the_function() -> None:
     torch.testing.assert_close(model(x), drifted)
 
 
-def test_retraction_as_an_optimizer_hook() -> None:
-    layer = GmPLinear(9, 5, coordinates="intrinsic")
-    optimizer = torch.optim.Adam(layer.parameters(), lr=0.3)
-    optimizer.register_step_post_hook(retract(layer))
-    for _ in range(5):
-        optimizer.zero_grad()
-        layer(torch.randn(4, 9)).square().sum().backward()
-        optimizer.step()
-    torch.testing.assert_close(layer.unit.norm(dim=1), torch.ones(5))
-
-
 @pytest.mark.parametrize("lr", [1e-3, 0.1, 10.0])
-@pytest.mark.parametrize("n", [2, 13, 576])
+@pytest.mark.parametrize("n", [2, 576])
 def test_a_step_turns_an_intrinsic_unit_by_at_most_arcsin(n: int, lr: float) -> None:
     layer = GmPLinear(n, 20, coordinates="intrinsic", **DOUBLE)
     before = layer.direction.detach().clone()
@@ -440,14 +337,6 @@ def test_a_step_turns_an_intrinsic_unit_by_at_most_arcsin(n: int, lr: float) -> 
     turned = sphere.angle_between(before, layer.direction.detach())
     small = step < 1
     assert (turned[small] <= step[small].asin() + 1e-9).all() and (turned > 0).all()
-
-
-def test_retraction_leaves_zero_vectors_alone() -> None:
-    layer = GmPLinear(4, 3, coordinates="intrinsic")
-    with torch.no_grad():
-        layer.unit[1] = 0
-    layer.retract_()
-    assert layer.unit.isfinite().all() and layer(torch.randn(2, 4)).isfinite().all()
 
 
 def test_drift_warns_once_and_never_in_forward() -> None:
@@ -466,37 +355,7 @@ def test_drift_warns_once_and_never_in_forward() -> None:
         layer.state_dict()
 
 
-@pytest.mark.parametrize("look", [nn.Module.train, nn.Module.eval, nn.Module.state_dict])
-def test_drift_is_looked_for_in_whole_models(look) -> None:  # noqa: ANN001
-    model = nn.Sequential(GmPLinear(9, 5, coordinates="intrinsic"))
-    with torch.no_grad():
-        model[0].unit.mul_(0.8)
-    with pytest.warns(UserWarning, match="drifted"):
-        look(model)
-
-
 # --- training ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("coordinates", COORDINATES)
-def test_training_repeats_bit_for_bit(coordinates: str) -> None:
-    def run() -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            GmPConv2d(3, 8, 3, activation=torch.relu, coordinates=coordinates),
-            GmPConv2d(8, 8, 3, padding=1, coordinates=coordinates, input_norm=True),
-            nn.Flatten(),
-            GmPLinear(128, 10, coordinates=coordinates, natural=coordinates == "angles"),
-        )
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        optimizer.register_step_post_hook(retract(model))
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(torch.randn(4, 3, 6, 6)).square().mean().backward()
-            optimizer.step()
-        return [*model.parameters(), *model.buffers()]
-
-    assert all(map(torch.equal, run(), run()))
 
 
 # --- bad input -----------------------------------------------------------------------------------

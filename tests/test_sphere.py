@@ -7,7 +7,7 @@ import torch
 
 from geoparam import sphere
 
-SIZES = [2, 3, 13, 576, 4608, 25088]
+SIZES = [2, 13, 25088]
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -74,7 +74,7 @@ def test_scan_solves_the_recurrence() -> None:
         torch.testing.assert_close(sphere.scan(a, b), torch.stack(y, dim=-1))
 
 
-@pytest.mark.parametrize("n", [2, 3, 13, 100])
+@pytest.mark.parametrize("n", [2, 100])
 def test_metric_is_diagonal_and_equals_finite_differences(n: int) -> None:
     latitude = torch.randn(n - 1, dtype=torch.float64)
     h = 1e-6
@@ -84,7 +84,7 @@ def test_metric_is_diagonal_and_equals_finite_differences(n: int) -> None:
     torch.testing.assert_close(tangents @ tangents.T, expected, atol=1e-8, rtol=0)
 
 
-@pytest.mark.parametrize("n", [2, 3, 13, 576, 4608])
+@pytest.mark.parametrize("n", [2, 4608])
 def test_small_steps_turn_by_the_metric(n: int) -> None:
     latitude = sphere.to_latitude(sphere.sample(n))
     step = 1e-6 * torch.nn.functional.normalize(torch.randn(n - 1, dtype=torch.float64), dim=0)
@@ -94,7 +94,7 @@ def test_small_steps_turn_by_the_metric(n: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-3, 0.1, 1.0, 3.0])
-@pytest.mark.parametrize("n", [2, 3, 13, 576, 4608])
+@pytest.mark.parametrize("n", [2, 13, 4608])
 def test_no_finite_step_turns_by_more_than_its_length(n: int, size: float) -> None:
     latitude = sphere.to_latitude(sphere.sample(50, n))
     step = size * sphere.sample(50, n - 1)

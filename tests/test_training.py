@@ -5,8 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint
 
 import geoparam as gp
 
@@ -33,7 +31,9 @@ X = torch.randn(8, 3, 8, 8, generator=DRAW) + 2 * torch.randn(4, 3, 1, 1, genera
 
 
 def converted(coordinates: str = "angles") -> nn.Module:
-    return gp.convert_(network(), norm="imn", example_inputs=X, coordinates=coordinates)
+    return gp.convert_(
+        network(), norm="imn", pretrained=True, example_inputs=X, coordinates=coordinates
+    )
 
 
 def groups(model: nn.Module) -> list[dict]:
@@ -65,23 +65,49 @@ def test_plain_loop_learns(coordinates: str) -> None:
     assert gp.verify(model, gp.fold_(copy.deepcopy(model)), X) < 1e-5
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant: bool) -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
+@pytest.mark.parametrize("coordinates", COORDINATES)
+def test_decayed_directions_are_noticed(coordinates: str) -> None:
+    model = gp.convert_(network(), coordinates=coordinates)
+    wrong = torch.optim.AdamW(model.parameters())
+    wrong.register_step_post_hook(gp.retract(model))
+    with pytest.warns(UserWarning, match="directions of 0, 3. Build.*param_groups"):
+        gp.check_optimizer(wrong, model)
+    with pytest.warns(UserWarning, match="directions of 0, 3"):
+        wrong.step()
+    wrong.step()  # said once
+    gp.check_optimizer(torch.optim.AdamW(groups(model)), model)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, x, use_reentrant=reentrant)
 
-    plain = gp.convert_(network(), coordinates="angles").eval()
-    twin = copy.deepcopy(plain)
-    x = X.clone().requires_grad_()
-    plain(x).square().sum().backward()
-    Checkpointed(twin)(x).square().sum().backward()
-    for a, b in zip(plain.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    data = pytest.importorskip("sklearn.datasets").load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
+    return images, torch.tensor(data.target)
+
+
+@pytest.mark.parametrize("weights", ["geometric", "plain"])
+def test_evaluation_follows_training_from_the_first_steps(weights: str) -> None:
+    """After 20, 100 and 1,000 steps running means give the accuracy of the batch's, within 1 %."""
+    x, y = digits()
+    model = gp.convert_(
+        nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(64, 10),
+        ),
+        norm="imn", init="glorot", weights=weights, example_inputs=x[:4],
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(gp.param_groups(model, lr=1e-3))
+    for step in range(1, 1001):
+        batch = torch.randint(len(x), (64,))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+        if step in (20, 100, 1000):
+            with torch.no_grad():
+                training = (copy.deepcopy(model)(x).argmax(dim=1) == y).float().mean()
+                evaluation = (copy.deepcopy(model).eval()(x).argmax(dim=1) == y).float().mean()
+            assert abs(training - evaluation) <= 0.01, step
+    assert evaluation > 0.95
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -99,20 +125,6 @@ def test_autocast_with_a_grad_scaler(dtype: torch.dtype) -> None:
         optimizer.zero_grad()
     assert all(p.isfinite().all() for p in model.parameters())
     assert not any(map(torch.equal, before, model.parameters()))
-
-
-def test_ema_along_one_run() -> None:
-    model = converted()
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-    optimizer = torch.optim.SGD(groups(model))
-    for _ in range(5):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(X), Y).backward()
-        optimizer.step()
-        ema.update_parameters(model)
-    average = ema.module.eval()
-    assert average(X).isfinite().all()
-    assert gp.verify(average, gp.fold_(copy.deepcopy(average)), X) < 1e-5
 
 
 def test_lbfgs_and_second_order_penalties() -> None:
@@ -133,15 +145,6 @@ def test_lbfgs_and_second_order_penalties() -> None:
     assert closure().item() < first
 
 
-def test_safetensors_round_trip(tmp_path) -> None:  # noqa: ANN001
-    safetensors = pytest.importorskip("safetensors.torch")
-    model, other = converted(), converted()
-    path = tmp_path / "model.safetensors"
-    safetensors.save_file(model.state_dict(), path)
-    other.load_state_dict(safetensors.load_file(path))
-    assert gp.verify(model, other, X) == 0
-
-
 def test_onnx_of_a_folded_model(tmp_path) -> None:  # noqa: ANN001
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
@@ -151,17 +154,6 @@ def test_onnx_of_a_folded_model(tmp_path) -> None:  # noqa: ANN001
     session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {session.get_inputs()[0].name: X.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), model(X).detach(), atol=1e-5, rtol=1e-4)
-
-
-def test_accelerate() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    model = converted()
-    accelerator = accelerate.Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(groups(model)))
-    assert_angles_are_not_decayed(accelerator.unwrap_model(model), optimizer)
-    accelerator.backward(nn.functional.cross_entropy(model(X), Y))
-    optimizer.step()
-    assert gp.fold_(accelerator.unwrap_model(model))(X).isfinite().all()
 
 
 def test_transformers_trainer(tmp_path) -> None:  # noqa: ANN001
@@ -187,15 +179,6 @@ def test_transformers_trainer(tmp_path) -> None:  # noqa: ANN001
     assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
 
 
-def test_timm_optimizers_take_the_groups() -> None:
-    optim = pytest.importorskip("timm.optim")
-    model = converted()
-    optimizer = optim.create_optimizer_v2(groups(model), opt="lamb", lr=0.05)
-    assert_angles_are_not_decayed(model, optimizer)
-    nn.functional.cross_entropy(model(X), Y).backward()
-    optimizer.step()
-
-
 @pytest.mark.compile
 @pytest.mark.parametrize("norm", [None, "imn"])
 def test_compiled_resnet_has_no_graph_breaks(norm: str | None) -> None:
@@ -205,9 +188,3 @@ def test_compiled_resnet_has_no_graph_breaks(norm: str | None) -> None:
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model(x), atol=1e-4, rtol=1e-4)
     compiled(x).sum().backward()
-
-
-def test_exported_model_equals_the_eager_one() -> None:
-    model = converted().eval()
-    program = torch.export.export(model, (X,))
-    torch.testing.assert_close(program.module()(X), model(X))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from geoparam.checkpoints.state_dicts import Folding, fold_entries, layers_in
+from geoparam.checkpoints.state_dicts import fold_entries, layers_in
 from geoparam.storage import list_few, open_zip, read_json, refuse_overwrite, replacing
 
 INDEX = "model.safetensors.index.json"
@@ -78,7 +78,7 @@ def fold_checkpoint(
     write(folding.state, out)
     return Report(
         layers=len(folding.layers),
-        kept=_count_kept(entries, folding),
+        kept=sum(folding.state.get(key) is x for key, x in entries.items()),
         notes=(*notes, *more, *folding.notes),
         out=out,
         size=out.stat().st_size,
@@ -93,10 +93,6 @@ def _refuse_unknown_shapes(entries: Mapping[str, Tensor]) -> None:
             "shape of a kernel. Name the plain model by --arch or --like; or say --linear, if "
             "every converted layer is an nn.Linear or nn.MultiheadAttention."
         )
-
-
-def _count_kept(entries: Mapping[str, Tensor], folding: Folding) -> int:
-    return sum(folding.state.get(key) is x for key, x in entries.items())
 
 
 def _take_prefix(prefix: str, entries: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:

@@ -1,7 +1,9 @@
 """Fold a state_dict without its model: the entries of GmP layers in, those of plain layers out.
 
 A layer X is recognised by its names, `X.r` beside one of `X.latitude`, `X.unit` and `X.sign`. It
-becomes `X.weight` = r u and `X.bias` = r lam - w^T m, where m is the running mean of its input.
+becomes `X.weight` = r u and `X.bias` = r lam - w^T m, where m is the running mean of its input. A
+layer with a plain weight and its input's mean, `X.running_mean` beside `X.weight`, becomes one
+with the bias b - w^T m.
 
 Three things the names do not tell. The weight's shape: (out, in) unless the plain model is given.
 Whether zeros are padded to a centred input, so that its mean cannot go into a bias: refused where
@@ -78,11 +80,11 @@ def fold_entries(
     state: Mapping[str, Tensor], like: nn.Module | Mapping[str, Tensor] | None = None
 ) -> Folding:
     """Do what `fold_state_dict` does, and tell what was done."""
-    layers = layers_in(state)
-    if not layers:
+    layers, centred = layers_in(state), _find_centred(state)
+    if not layers and not centred:
         raise ValueError(
             "nothing to fold: no layer of geoparam is in this checkpoint, which would have an "
-            "entry 'r' beside a 'latitude', 'unit' or 'sign'."
+            "entry 'r' beside a 'latitude', 'unit' or 'sign', or a 'running_mean' of its input."
         )
     plain = None if like is None else Plain.of(like)
     owners = {_join(name, part): name for name, parts in layers.items() for part in parts}
@@ -96,10 +98,12 @@ def fold_entries(
             entries = _fold_layer(name, layers[name], state, plain)
             _refuse_leftovers(name, layers[name], entries, state)
             result.update(entries)
+    for name in centred:
+        _fold_mean(name, result)
     notes = _notes(layers)
     if plain is not None:
         notes += _match_keys(result, plain)
-    return Folding(result, tuple(layers), tuple(notes))
+    return Folding(result, (*layers, *centred), tuple(notes))
 
 
 # --- the plain model --------------------------------------------------------------------------
@@ -163,6 +167,28 @@ def layers_in(state: Mapping[str, Tensor]) -> dict[str, Parts]:
             _check(name, parts)
             layers[name] = parts
     return layers
+
+
+def _find_centred(state: Mapping[str, Tensor]) -> list[str]:
+    """Return the layers with a plain weight and the mean of their input; BatchNorm has others."""
+    names = [key.removesuffix("running_mean").rstrip(".") for key in state if _is_mean(key)]
+    keys = {name: _join(name, "weight") for name in names if _join(name, "bias") in state}
+    return [name for name, key in keys.items() if key in state and state[key].ndim > 1]
+
+
+def _is_mean(key: str) -> bool:
+    return key.rpartition(".")[2] == "running_mean"
+
+
+def _fold_mean(name: str, state: dict[str, Tensor]) -> None:
+    """Let a layer's bias take its input's mean over."""
+    weight, bias = (state[_join(name, part)] for part in ("weight", "bias"))
+    mean = state.pop(_join(name, "running_mean"))
+    state.pop(_join(name, "num_batches_tracked"), None)
+    if mean.ndim != 1 or len(mean) % weight.shape[1] or len(bias) != len(weight):
+        raise ValueError(f"{name!r} has a running_mean or bias that does not fit its weight.")
+    shifted = shifted_bias(wide(bias), wide(weight), wide(mean))
+    state[_join(name, "bias")] = _round(_join(name, "bias"), shifted, bias.dtype)
 
 
 def _is_weight_norm(name: str, parts: Parts, state: Mapping[str, Tensor]) -> bool:

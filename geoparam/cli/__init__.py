@@ -9,20 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 if TYPE_CHECKING:
     from typer import Typer
 
-INSTALL = {
-    "typer": "'geoparam[cli]'",
-    "rich": "'geoparam[cli]'",
-    "safetensors": "'geoparam[cli]'",
-    "matplotlib": "'geoparam[plots]'",
-    "accelerate": "'geoparam[experiments]'",
-    "optuna": "'geoparam[experiments]'",
-    "sklearn": "'geoparam[experiments]'",
-    "tensorboard": "'geoparam[experiments]'",
-    "xlrd": "'geoparam[experiments]'",
-    "torchvision": "'geoparam[vision]'",
-    "transformers": "'geoparam[hf]'",
-    "timm": "timm",
+EXTRAS = {
+    "cli": ("typer", "rich", "safetensors"),
+    "plots": ("matplotlib",),
+    "experiments": ("accelerate", "optuna", "sklearn", "tensorboard", "xlrd"),
+    "vision": ("torchvision",),
+    "hf": ("transformers",),
 }
+INSTALL = {name: f"'geoparam[{extra}]'" for extra, names in EXTRAS.items() for name in names}
+INSTALL["timm"] = "timm"
 
 
 def main() -> None:

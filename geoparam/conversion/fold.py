@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
-from geoparam.conversion.convert import RemovedNorm
 from geoparam.conversion.plan import Inputs
+from geoparam.conversion.replacement import RemovedNorm
 from geoparam.conversion.surgery import places, put, refuse_wrapped
 from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer, release

@@ -7,7 +7,7 @@ the order of the modules.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from geoparam.conversion.sharing import ties_and_holders
 from geoparam.conversion.surgery import refuse_wrapped
 from geoparam.graph import Chain, Graph
 from geoparam.input_mean_layers import InputMeanLayer
+from geoparam.parameter_values import Init
 from geoparam.trace import output_layers, trace
 
 Filter = Callable[[nn.Module, str], bool]
@@ -85,9 +86,9 @@ def plan(
     model: nn.Module,
     filter_fn: Filter | None = None,
     *,
-    init: str | None = None,
-    norm: str | None = None,
-    weights: str = "geometric",
+    init: Init | None = None,
+    norm: Literal["imn"] | None = None,
+    weights: Literal["geometric", "plain"] = "geometric",
     example_inputs: Inputs | None = None,
 ) -> Plan:
     """Return what `convert_` would do with these arguments, or raise what it would raise."""
@@ -104,23 +105,23 @@ def plan(
     decisions = []
     for name, module in model.named_modules():
         if isinstance(module, GmPLayer) or kind_of(module) is None:
-            decisions += _bystander(name, module)
+            decisions += _list_if_weighted(name, module)
             continue
         decision = Decision(_weight_name(name, module), type(module).__name__, True)
         reason = _reason_to_leave(module, decision.name, outputs, filter_fn)
         tied = ties.get(module)
         if reason is None and tied:
-            reason = _tied(decision.name, tied, outputs)
+            reason = _explain_tie(decision.name, tied, outputs)
         if reason is None:
             _refuse_parametrized(module, name)
             _refuse_held(name, held.get(module))
-            decision = _with_norm(decision, module, model, graph, init, norm)
-            reason = None if init else _unfit(module, decision, model)
+            decision = _decide_norm(decision, module, model, graph, init, norm)
+            reason = None if init else _check_values(module, decision, model)
             if weights == "plain":
-                reason = _no_need(module, decision, init)
+                reason = _reason_to_keep_plain(module, decision, init)
         left = Decision(decision.name, decision.kind, False, (reason or "",))
         decisions.append(decision if reason is None else left)
-    return replace(_checked(decisions, model), weights=weights)
+    return replace(_summarise(decisions, model), weights=weights)
 
 
 # --- which layers -----------------------------------------------------------------------------
@@ -160,8 +161,11 @@ def module_name(decision: Decision) -> str:
     return decision.name.removesuffix("in_proj_weight").removesuffix(".")
 
 
-def _bystander(name: str, module: nn.Module) -> list[Decision]:
-    """List a module with matrices of its own that is no candidate, but no norm or embedding."""
+def _list_if_weighted(name: str, module: nn.Module) -> list[Decision]:
+    """Return the decision to leave a module that has matrices of its own, if it has any.
+
+    Norms and embeddings are not listed.
+    """
     kind = type(module).__name__
     if isinstance(module, GmPLayer):
         return [Decision(name, kind, False, ("already converted",))]
@@ -172,13 +176,14 @@ def _bystander(name: str, module: nn.Module) -> list[Decision]:
     if known or not (has_matrix or stacked):
         return []
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
-        reason = "no GmP form: its weight has rows for input channels, not for units"
-        return [Decision(name, kind, False, (reason,))]
-    if isinstance(module, InputMeanLayer):
-        return [Decision(name, kind, False, ("it has its input's mean already",))]
-    if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-        return [Decision(name, kind, False, ("it computes something else than its base class",))]
-    return [Decision(name, kind, False, ("no GmP form of this type",))]
+        reason = "there is no such GmP layer; GeometricOptimizer turns its units"
+    elif isinstance(module, InputMeanLayer):
+        reason = "it has its input's mean already"
+    elif isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+        reason = "it computes something else than its base class"
+    else:
+        reason = "no GmP form of this type"
+    return [Decision(name, kind, False, (reason,))]
 
 
 def _reason_to_leave(
@@ -196,7 +201,7 @@ def _reason_to_leave(
     return "the output layer" if name in outputs else None
 
 
-def _tied(name: str, others: list[str], outputs: set[str]) -> str:
+def _explain_tie(name: str, others: list[str], outputs: set[str]) -> str:
     if name in outputs:
         return f"the output layer, tied to {', '.join(others)}"
     raise ValueError(
@@ -249,7 +254,7 @@ def _refuse_held(name: str, place: str | None) -> None:
         )
 
 
-def _unfit(module: nn.Module, decision: Decision, model: nn.Module) -> str | None:
+def _check_values(module: nn.Module, decision: Decision, model: nn.Module) -> str | None:
     """Check the values: raise for NaN, return a reason where r or r lam cannot hold them."""
     weight, bias = affine_of(module)
     if weight.is_meta:
@@ -262,7 +267,7 @@ def _unfit(module: nn.Module, decision: Decision, model: nn.Module) -> str | Non
             )
     r = torch.linalg.vector_norm(weight.flatten(1), dim=1, dtype=torch.float64)
     if decision.norm:
-        gain, bias = absorbed(weight, bias, model.get_submodule(decision.norm))
+        gain, bias = absorb_norm(bias, model.get_submodule(decision.norm))
         if not (gain.isfinite().all() and bias.isfinite().all()):
             raise ValueError(
                 f"{decision.norm!r} has statistics or parameters that are NaN, infinite or of "
@@ -276,7 +281,7 @@ def _unfit(module: nn.Module, decision: Decision, model: nn.Module) -> str | Non
     return None
 
 
-def _no_need(module: nn.Module, decision: Decision, init: str | None) -> str | None:
+def _reason_to_keep_plain(module: nn.Module, decision: Decision, init: str | None) -> str | None:
     """Return why a layer that keeps its weight is left; the numbers were checked before."""
     if kind_of(module) not in ("linear", "conv"):
         return "input means are for nn.Linear and nn.Conv1d/2d/3d"
@@ -287,7 +292,7 @@ def _no_need(module: nn.Module, decision: Decision, init: str | None) -> str | N
     return None
 
 
-def _checked(decisions: list[Decision], model: nn.Module) -> Plan:
+def _summarise(decisions: list[Decision], model: nn.Module) -> Plan:
     """Add what is worth knowing about converted layers; refuse a plan that converts nothing."""
     if not any(d.converted for d in decisions):
         listed = "\n".join(f"  {d}" for d in decisions) or "  it has no layers"
@@ -299,14 +304,14 @@ def _checked(decisions: list[Decision], model: nn.Module) -> Plan:
         if decision.converted:
             weight, bias = affine_of(modules[module_name(decision)])
             counted += weight.numel() + (0 if bias is None else bias.numel())
-            notes = decision.notes + _remarks(weight, bias)
+            notes = decision.notes + _note_values(weight, bias)
             decision = replace(decision, notes=notes)
         noted.append(decision)
     total = sum(p.numel() for p in model.parameters())
     return Plan(tuple(noted), counted, total)
 
 
-def _remarks(weight: Tensor, bias: Tensor | None) -> tuple[str, ...]:
+def _note_values(weight: Tensor, bias: Tensor | None) -> tuple[str, ...]:
     notes = []
     if not weight.is_meta and (zero := int((~weight.flatten(1).any(dim=1)).sum())):
         notes.append(f"{zero} zero rows have r = 0")
@@ -318,7 +323,7 @@ def _remarks(weight: Tensor, bias: Tensor | None) -> tuple[str, ...]:
 # --- norms --------------------------------------------------------------------------------------
 
 
-def _with_norm(
+def _decide_norm(
     decision: Decision,
     module: nn.Module,
     model: nn.Module,
@@ -367,7 +372,7 @@ def _is_plain_batch_norm(norm: nn.Module) -> bool:
     return same and "forward" not in norm.__dict__
 
 
-def absorbed(weight: Tensor, bias: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def absorb_norm(bias: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return gain and bias, in float64, with BN(w^T x + b) = gain * w^T x + bias in evaluation."""
     assert isinstance(norm, BATCH_NORMS) and norm.running_mean is not None
     assert norm.running_var is not None

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from geoparam.analysis.tracker.tracker import BoundaryTracker
-from geoparam.base_layer import retract
 from geoparam.optim import GeometricOptimizer
+from geoparam.step_hooks import check_optimizer, retract
 
 STATE = "boundaries.pt"
 
@@ -39,6 +39,7 @@ class TrackBoundaries(TrainerCallback):
         self.tracker = BoundaryTracker(kwargs["model"], **options)
         if resumed:
             self.tracker.load_state_dict(torch.load(saved, weights_only=True))
+        check_optimizer(kwargs["optimizer"], kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.tracker is not None:

@@ -54,7 +54,7 @@ def _compiled(source: Path, flags: Sequence[str]) -> Path:
             return path
     with tempfile.TemporaryDirectory(dir=folder) as inner:  # made with mode 0700
         made = Path(inner, "made.so")
-        _output([*command, "-shared", "-fPIC", "-pthread", "-o", made, source, "-lm"])
+        _output([*command, "-shared", "-fPIC", "-o", made, source, "-lm"])
         made.chmod(0o600)
         return made.replace(folder / f"{name}-{_digest(made.read_bytes())}.so")
 

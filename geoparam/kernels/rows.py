@@ -14,17 +14,15 @@ A zero row has no direction: its gradients are 0 and it stays zero. A matrix is 
 or float64 tensor whose memory has one row after the other, each with n elements; their order
 within a row does not matter, if it is the same in all operands.
 
-This file has the form in plain torch; `rows_triton` is for GPUs and `rows_native` for CPUs with a
-C compiler.
+This file has the form in plain torch, one matrix after the other; `rows_triton` is for GPUs and
+`rows_native` for CPUs with a C compiler.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from geoparam.kernels import rows_native
 from geoparam.kernels.selection import choose_kernels
 
 Matrices = Sequence[Tensor]
@@ -51,7 +49,6 @@ class Rows:
         self.widths = [width for _, width in shapes]
         self.device, self.dtype = like.device, like.dtype
         self.total = sum(self.counts)
-        self.kernels: Any = _kernels_for(self)
 
     def enter(
         self,
@@ -70,88 +67,63 @@ class Rows:
         Per row `length` is R and r has a sign; written are r = sign |w|, the slope dL/dr = <g, u>,
         the peak, which is the largest |g|, and the stretch R / r from w to v.
         """
-        assert all(x.dtype == self.dtype for x in (length, r, *w, *g)), "one type for all"
-        self.kernels.enter(self, w, g, by_v, v, length, r, slope, peak, stretch)
+        per_row = [self.split(x) for x in (length, r, slope, peak, stretch)]
+        for i, (length_, r_, slope_, peak_, stretch_) in enumerate(zip(*per_row, strict=True)):
+            x, y, by = (_flat(matrices[i], self.widths[i]) for matrices in (w, g, by_v))
+            r_.copy_(torch.linalg.vector_norm(x, dim=1).copysign(r_))
+            u = x / _nonzero(r_)[:, None]
+            slope_.copy_((y * u).sum(dim=1))
+            peak_.copy_(torch.linalg.vector_norm(y, ord=torch.inf, dim=1))
+            stretch_.copy_(length_ / _nonzero(r_))
+            by.copy_((r_ / length_)[:, None] * (y - slope_[:, None] * u))
+            if v is not None:
+                _flat(v[i], self.widths[i]).copy_(stretch_[:, None] * x)
 
     def leave(self, v: Matrices, r: Tensor) -> None:
         """Bring rows of any length to length r."""
-        self.kernels.leave(self, v, r)
+        for x, r_, n in zip(v, self.split(r), self.widths, strict=True):
+            x = _flat(x, n)
+            x.mul_((r_ / _nonzero(torch.linalg.vector_norm(x, dim=1)))[:, None])
 
     def measure(self, w: Matrices, v: Matrices, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         """Return how far each row of v - c w goes along w / r, and across it."""
         along, across = torch.empty_like(r), torch.empty_like(r)
-        self.kernels.measure(self, w, v, c, r, along, across)
+        per_row = [self.split(x) for x in (c, r, along, across)]
+        for i, (c_, r_, along_, across_) in enumerate(zip(*per_row, strict=True)):
+            x, y = _flat(w[i], self.widths[i]), _flat(v[i], self.widths[i])
+            d, u = y - c_[:, None] * x, x / _nonzero(r_)[:, None]
+            along_.copy_((d * u).sum(dim=1))
+            across_.copy_(torch.linalg.vector_norm(d - along_[:, None] * u, dim=1))
         return along, across
 
     def rotate(self, w: Matrices, v: Matrices, c: Tensor, a: Tensor, b: Tensor) -> None:
         """Write a w + b (v - c w) to w."""
-        self.kernels.rotate(self, w, v, c, a, b)
+        per_row = [self.split(x) for x in (c, a, b)]
+        for i, (c_, a_, b_) in enumerate(zip(*per_row, strict=True)):
+            x, y = _flat(w[i], self.widths[i]), _flat(v[i], self.widths[i])
+            d = y - c_[:, None] * x
+            x.copy_(a_[:, None] * x + b_[:, None] * d)
 
     def split(self, per_row: Tensor) -> tuple[Tensor, ...]:
         """Return the part of a flat tensor that belongs to each matrix."""
         return per_row.split(self.counts)
 
 
-def _kernels_for(rows: Rows) -> Any:
-    """Return the object whose functions serve these rows."""
-    if rows.total == 0 or rows.dtype not in (torch.float32, torch.float64):
-        return Plain
-    kernels = choose_kernels(torch.empty(0, device=rows.device))
+def rows_for(shapes: Sequence[tuple[int, int]], like: Tensor) -> Rows:
+    """Return the rows in the form that serves their type and device best."""
+    has_rows = any(count for count, _ in shapes)
+    if not has_rows or like.dtype not in (torch.float32, torch.float64):
+        return Rows(shapes, like)
+    kernels = choose_kernels(like)
     if kernels == "triton":
-        from geoparam.kernels import rows_triton  # needs Triton
+        from geoparam.kernels.rows_triton import TritonRows  # needs Triton
 
-        return rows_triton.Launches(rows)
-    return rows_native.Calls(rows) if kernels == "native" else Plain
+        return TritonRows(shapes, like)
+    if kernels == "native":
+        from geoparam.kernels.rows_native import NativeRows  # it builds on this module
 
-
-class Plain:
-    """The specification: one matrix after the other in plain torch."""
-
-    @staticmethod
-    def enter(
-        rows: Rows,
-        w: Matrices,
-        g: Matrices,
-        by_v: Matrices,
-        v: Matrices | None,
-        *per_row: Tensor,
-    ) -> None:
-        flat = [rows.split(x) for x in per_row]
-        for i, (length_, r, slope, peak, stretch) in enumerate(zip(*flat, strict=True)):
-            x, y = _flat(w[i], rows.widths[i]), _flat(g[i], rows.widths[i])
-            r.copy_(torch.linalg.vector_norm(x, dim=1).copysign(r))
-            u = x / _nonzero(r)[:, None]
-            slope.copy_((y * u).sum(dim=1))
-            peak.copy_(torch.linalg.vector_norm(y, ord=torch.inf, dim=1))
-            stretch.copy_(length_ / _nonzero(r))
-            _flat(by_v[i], rows.widths[i]).copy_((r / length_)[:, None] * (y - slope[:, None] * u))
-            if v is not None:
-                _flat(v[i], rows.widths[i]).copy_(stretch[:, None] * x)
-
-    @staticmethod
-    def leave(rows: Rows, v: Matrices, r: Tensor) -> None:
-        for x, r_, n in zip(v, rows.split(r), rows.widths, strict=True):
-            x = _flat(x, n)
-            x.mul_((r_ / _nonzero(torch.linalg.vector_norm(x, dim=1)))[:, None])
-
-    @staticmethod
-    def measure(
-        rows: Rows, w: Matrices, v: Matrices, c: Tensor, r: Tensor, along: Tensor, across: Tensor
-    ) -> None:
-        per_row = [rows.split(x) for x in (c, r, along, across)]
-        for i, (c_, r_, along_, across_) in enumerate(zip(*per_row, strict=True)):
-            x, y = _flat(w[i], rows.widths[i]), _flat(v[i], rows.widths[i])
-            d, u = y - c_[:, None] * x, x / _nonzero(r_)[:, None]
-            along_.copy_((d * u).sum(dim=1))
-            across_.copy_(torch.linalg.vector_norm(d - along_[:, None] * u, dim=1))
-
-    @staticmethod
-    def rotate(rows: Rows, w: Matrices, v: Matrices, c: Tensor, a: Tensor, b: Tensor) -> None:
-        per_row = [rows.split(x) for x in (c, a, b)]
-        for i, (c_, a_, b_) in enumerate(zip(*per_row, strict=True)):
-            x, y = _flat(w[i], rows.widths[i]), _flat(v[i], rows.widths[i])
-            d = y - c_[:, None] * x
-            x.copy_(a_[:, None] * x + b_[:, None] * d)
+        return NativeRows(shapes, like)
+    return Rows(shapes, like)
 
 
 def _flat(matrix: Tensor, n: int) -> Tensor:

@@ -3,12 +3,12 @@
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from geoparam.kernels import loader
+from geoparam.kernels.rows import Rows
 
 _ELEMENTS_PER_CHUNK = 1 << 14
 _FUNCTIONS = {"enter": 0, "leave": 1, "measure": 2, "rotate": 3}
@@ -26,32 +26,35 @@ class _Job(ctypes.Structure):
     ]
 
 
-class Calls:
-    """The C functions for the rows of given matrices."""
+class NativeRows(Rows):
+    """Rows on a CPU, served by the C functions."""
 
-    def __init__(self, rows: Any) -> None:
-        chunks = _chunks(rows.counts, rows.widths)
+    def __init__(self, shapes: Sequence[tuple[int, int]], like: Tensor) -> None:
+        super().__init__(shapes, like)
+        chunks = _chunks(self.counts, self.widths)
         self.chunks = torch.tensor(chunks, dtype=torch.int64)
-        self.widths = torch.tensor(rows.widths, dtype=torch.int64)
-        self.wide = rows.dtype == torch.float64
-        self.pointers = ctypes.c_void_p * len(rows.counts)
+        self.column_counts = torch.tensor(self.widths, dtype=torch.int64)
+        self.pointers = ctypes.c_void_p * len(self.counts)
 
-    def enter(self, rows: Any, w, g, by_v, v, *per_row) -> None:
+    def enter(self, w, g, by_v, v, *per_row) -> None:
+        assert all(x.dtype == self.dtype for x in (*w, *g)), "one type for all"
         self._call("enter", [w, g, by_v, w if v is None else v], per_row, v is not None)
 
-    def leave(self, rows: Any, v, r) -> None:
+    def leave(self, v, r) -> None:
         self._call("leave", [v], [r])
 
-    def measure(self, rows: Any, w, v, c, r, along, across) -> None:
+    def measure(self, w, v, c, r) -> tuple[Tensor, Tensor]:
+        along, across = torch.empty_like(r), torch.empty_like(r)
         self._call("measure", [w, v], [c, r, along, across])
+        return along, across
 
-    def rotate(self, rows: Any, w, v, c, a, b) -> None:
+    def rotate(self, w, v, c, a, b) -> None:
         self._call("rotate", [w, v], [c, a, b])
 
     def _call(
         self, name: str, operands: list, per_row: Sequence[Tensor], writes_v: bool = False
     ) -> None:
-        job = _Job(self.chunks.data_ptr(), self.widths.data_ptr())
+        job = _Job(self.chunks.data_ptr(), self.column_counts.data_ptr())
         addresses = [self.pointers(*[m.data_ptr() for m in matrices]) for matrices in operands]
         for i, array in enumerate(addresses):
             job.operand[i] = ctypes.addressof(array)
@@ -59,7 +62,8 @@ class Calls:
             job.per_row[i] = tensor.data_ptr()
         job.writes_v = writes_v
         threads = min(torch.get_num_threads(), len(self.chunks))
-        _library()(_FUNCTIONS[name], self.wide, threads, len(self.chunks), ctypes.byref(job))
+        wide = self.dtype == torch.float64
+        _library()(_FUNCTIONS[name], wide, threads, len(self.chunks), ctypes.byref(job))
 
 
 @functools.cache

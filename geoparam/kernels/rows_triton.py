@@ -11,6 +11,7 @@ ones: the tables sent to the GPU are kept, the newest few. The host's copy of a 
 it, so that the transfer, or a CUDA graph that repeats it, never reads freed memory.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,38 +19,42 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from geoparam.kernels.rows import Rows
+
 _BLOCK = 1024
 _TABLES = 8  # how many address tables are kept
 
 
-class Launches:
-    """The kernels for the rows of given matrices."""
+class TritonRows(Rows):
+    """Rows on a GPU, served by the kernels below."""
 
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
-        numbers = torch.arange(len(rows.counts))
-        counts = torch.tensor(rows.counts)
-        self.layer = numbers.repeat_interleave(counts).int().to(rows.device)
-        self.first = (counts.cumsum(0) - counts).to(rows.device)
-        self.width = torch.tensor(rows.widths).to(rows.device)
+    def __init__(self, shapes: Sequence[tuple[int, int]], like: Tensor) -> None:
+        super().__init__(shapes, like)
+        numbers, counts = torch.arange(len(self.counts)), torch.tensor(self.counts)
+        self.layer = numbers.repeat_interleave(counts).int().to(self.device)
+        self.first = (counts.cumsum(0) - counts).to(self.device)
+        self.width = torch.tensor(self.widths).to(self.device)
         self.tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
-    def enter(self, rows: Any, w, g, by_v, v, *per_row) -> None:
+    def enter(self, w, g, by_v, v, *per_row) -> None:
+        assert all(x.dtype == self.dtype for x in (*w, *g)), "one type for all"
         self._launch(_enter, [w, g, by_v, w if v is None else v], *per_row, WRITES_V=v is not None)
 
-    def leave(self, rows: Any, v, r) -> None:
+    def leave(self, v, r) -> None:
         self._launch(_leave, [v], r)
 
-    def measure(self, rows: Any, w, v, c, r, along, across) -> None:
+    def measure(self, w, v, c, r) -> tuple[Tensor, Tensor]:
+        along, across = torch.empty_like(r), torch.empty_like(r)
         self._launch(_measure, [w, v], c, r, along, across)
+        return along, across
 
-    def rotate(self, rows: Any, w, v, c, a, b) -> None:
+    def rotate(self, w, v, c, a, b) -> None:
         self._launch(_rotate, [w, v], c, a, b)
 
     def _launch(self, kernel: Any, operands: list, *per_row: Tensor, **options: bool) -> None:
         table = self._table(operands)
-        kernel[(self.rows.total,)](
-            table, self.layer, self.first, self.width, *per_row, len(self.rows.counts),
+        kernel[(self.total,)](
+            table, self.layer, self.first, self.width, *per_row, len(self.counts),
             BLOCK=_BLOCK, enable_fp_fusion=False, **options,
         )  # fmt: skip
 
@@ -58,9 +63,9 @@ class Launches:
         found = self.tables.pop(addresses, None)
         if found is None:
             host = torch.tensor(addresses)
-            host = host.pin_memory() if self.rows.device.type == "cuda" else host
-            found = host.to(self.rows.device, non_blocking=True), host
-            if len(self.tables) == _TABLES and not _is_capturing(self.rows.device):
+            host = host.pin_memory() if self.device.type == "cuda" else host
+            found = host.to(self.device, non_blocking=True), host
+            if len(self.tables) == _TABLES and not _is_capturing(self.device):
                 del self.tables[next(iter(self.tables))]
         self.tables[addresses] = found
         return found[0]

@@ -1,21 +1,13 @@
-/* Work shared out among threads: a range in as many parts, of which each takes the next.
+/* Share a range out among torch's own threads, in one part for each.
 
-   More and smaller parts would balance better where a core is busy with other things, and are
-   slower where it is not: a pass over activations goes through less memory at a stretch.
-
-   The threads are torch's own where OpenMP has them, by the name that GNU gave to the call. Between
-   two of torch's operations they wait for the next by turning round and round, and a thread of ours
-   would share its core with one of them: a pass after a convolution then took 3.6 ms instead of
-   2.1. How many there are is left to OpenMP, as it makes them anew when another number is asked
-   for. They do not survive a fork. After one, and elsewhere, threads are made for one call, in some
-   50 us. */
+   Between two operations torch's OpenMP threads wait in a loop, so a thread of ours would share a
+   core with one of them: a pass after a convolution took 3.6 ms instead of 2.1. OpenMP is reached
+   by the name that GNU gave to its call, and decides how many threads there are. They do not
+   survive a fork: after one, or without OpenMP, the calling thread does all. */
 
 #include <dlfcn.h>
-#include <pthread.h>
 #include <stdint.h>
 #include <unistd.h>
-
-enum { MOST_THREADS = 64 };
 
 typedef struct {
     void (*run)(const void *job, int64_t begin, int64_t end);
@@ -44,31 +36,16 @@ static void take_parts(void *argument)
     }
 }
 
-static void *take_parts_in_thread(void *argument)
-{
-    take_parts(argument);
-    return 0;
-}
-
 /* Run a job on all of 0 ... count - 1 in `threads` parts, multiples of `unit` all but the last. */
 static void share_out(void (*run)(const void *, int64_t, int64_t), const void *job, int64_t count,
                       int64_t unit, int threads)
 {
     const int64_t units = (count + unit - 1) / unit;
-    threads = threads < MOST_THREADS ? threads : MOST_THREADS;
     threads = threads < units ? threads : (int)units;
     threads = threads > 1 ? threads : 1;
     Range range = {run, job, count, (units + threads - 1) / threads * unit, 0};
-    if (threads > 1 && parallel && getpid() == loaded_in) {
+    if (threads > 1 && parallel && getpid() == loaded_in)
         parallel(take_parts, &range, 0, 0);
-        return;
-    }
-    pthread_t thread[MOST_THREADS];
-    int started = 0;
-    while (started < threads - 1 &&
-           !pthread_create(&thread[started], 0, take_parts_in_thread, &range))
-        started++;
-    take_parts(&range);
-    while (started--)
-        pthread_join(thread[started], 0);
+    else
+        take_parts(&range);
 }

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from geoparam.kernels.rows import Rows
+from geoparam.kernels.rows import rows_for
 from geoparam.optim.units import Unit
 
 _ROUNDING = 1e-5  # a larger relative change of r is no rounding: somebody wrote to the weight
@@ -128,7 +128,7 @@ class Stage:
         self.process_group = members[0].process_group
         self.counts = torch.tensor([m.shape[0] for m in members], device=members[0].weight.device)
         like = members[0].weight.new_empty(0, dtype=members[0].dtype)
-        self.table = Rows([m.shape for m in members], like)
+        self.table = rows_for([m.shape for m in members], like)
         if new := [m for m in members if "r" not in m.state]:
             self._start(new, match)
         self.biased = [m for m in members if m.bias is not None]

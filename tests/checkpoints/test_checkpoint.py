@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch as files
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 import geoparam as gp
-from geoparam.checkpoints.checkpoint_files import Report, build, fold_checkpoint
+from geoparam.checkpoints.checkpoint_files import build, fold_checkpoint
 from geoparam.checkpoints.state_dicts import fold_state_dict
 
 # --- models -----------------------------------------------------------------------------------
@@ -140,13 +140,6 @@ def test_nothing_is_written_while_the_shapes_are_unknown(name: str, tmp_path: Pa
     fold_checkpoint(file, out, arch=f"test_checkpoint:{name}")  # no --force is needed
 
 
-def test_a_bare_layer_has_no_prefix() -> None:
-    layer = gp.GmPLinear(4, 3)
-    plain = nn.Linear(4, 3)
-    plain.load_state_dict(fold_state_dict(layer.state_dict()))
-    assert gp.verify(layer, plain, torch.randn(2, 4)) < 1e-6
-
-
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))
 def test_weights_are_rounded_once(dtype: torch.dtype) -> None:
     model = trained("mlp").to(dtype)
@@ -237,14 +230,6 @@ def test_sharded_checkpoint(as_folder: bool, tmp_path: Path) -> None:
     assert difference("mlp", model, report.out) < 1e-5
 
 
-def test_the_file_says_that_it_is_torch(tmp_path: Path) -> None:
-    out = tmp_path / "new" / "out.safetensors"
-    fold_checkpoint(save(trained("mlp"), tmp_path / "gmp.safetensors"), out, linear=True)
-    with safe_open(out, "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-    assert [path.name for path in out.parent.iterdir()] == [out.name]
-
-
 def test_a_tied_entry_that_the_plain_file_leaves_out_is_left_out(tmp_path: Path) -> None:
     model = trained("Tied")
     torch.save(model.state_dict(), tmp_path / "gmp.pt")
@@ -282,12 +267,6 @@ def test_normalized_kernels_are_refused() -> None:
         fold_state_dict(state)
     pointwise = {"conv.theta": torch.randn(4, 3, 1, 1), "conv.r": torch.ones(4, 1, 1, 1)}
     assert fold_state_dict(pointwise)["conv.weight"].shape == (4, 3, 1, 1)
-
-
-def test_strangers_with_our_names_are_kept() -> None:
-    state = gp.GmPLinear(3, 2).state_dict(prefix="a.")
-    strangers = {"b.r": torch.ones(()), "c.theta": torch.ones(3), "c.r": torch.ones(3)}
-    assert set(strangers) < set(fold_state_dict({**state, **strangers}))
 
 
 # --- refusals ---------------------------------------------------------------------------------
@@ -380,11 +359,6 @@ def test_broken_numbers_are_refused(key: str, folded: str, value: float) -> None
         fold_state_dict(state)
 
 
-def test_infinite_masks_are_kept() -> None:
-    state = {**gp.GmPLinear(3, 2).state_dict(), "mask": torch.tensor(-torch.inf)}
-    assert fold_state_dict(state)["mask"] == -torch.inf
-
-
 def test_other_keys_than_the_plain_models_are_listed() -> None:
     state = trained("mlp").state_dict()
     state["extra.weight"] = torch.ones(2)
@@ -396,7 +370,9 @@ def test_other_keys_than_the_plain_models_are_listed() -> None:
 
 
 def test_absorbed_norms_are_explained() -> None:
-    model = gp.convert_(conv_net(), norm="imn", example_inputs=torch.randn(2, 3, 8, 8))
+    model = gp.convert_(
+        conv_net(), norm="imn", pretrained=True, example_inputs=torch.randn(2, 3, 8, 8)
+    )
     with pytest.raises(ValueError, match=r"Missing: 1.weight.*norm='imn'.*geoparam.fold_"):
         fold_state_dict(model.state_dict(), conv_net())
 
@@ -434,12 +410,6 @@ def test_wrong_architectures_are_refused() -> None:
         fold_state_dict(state, state)
     with pytest.raises(ValueError, match="nothing to fold"):
         fold_state_dict(mlp().state_dict())
-
-
-def test_another_head_is_no_obstacle() -> None:
-    other = nn.Sequential(*mlp()[:3], nn.Linear(9, 1000))
-    result = fold_state_dict(trained("mlp").state_dict(), other)
-    assert result["3.weight"].shape == (3, 9)
 
 
 @pytest.mark.parametrize("square", (True, False))
@@ -576,11 +546,6 @@ def test_torchvision_architecture(name: str) -> None:
         build("torchvision:no_such")
 
 
-def test_timm_architecture() -> None:
-    pytest.importorskip("timm")
-    assert "fc.weight" in build("timm:resnet18").state_dict()
-
-
 def test_gpt2_with_its_transposed_weights(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
@@ -618,11 +583,3 @@ def test_examples_of_the_documentation_run(
     namespace: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "docs/checkpoints.md", "exec"), namespace)
-
-
-def test_report_counts(tmp_path: Path) -> None:
-    file = save(trained("mlp"), tmp_path / "gmp.safetensors")
-    out = tmp_path / "out.safetensors"
-    report = fold_checkpoint(file, out, linear=True)
-    assert isinstance(report, Report)
-    assert (report.layers, report.kept, report.size) == (2, 2, out.stat().st_size)

@@ -19,9 +19,10 @@ def trains_to_the_same(
     assert_same_state(model, reference)
 
 
-@pytest.mark.parametrize("sizes", [EQUAL, (5, 2)], ids=str)
-@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
-@pytest.mark.parametrize("kind", ["plain", "absorbed", "anew"])
+@pytest.mark.parametrize(
+    ("kind", "coordinates", "sizes"),
+    [("plain", "angles", EQUAL), ("absorbed", "intrinsic", EQUAL), ("anew", "angles", (5, 2))],
+)
 def test_trains_to_the_same(
     processes: Processes, kind: str, coordinates: str, sizes: tuple[int, int]
 ) -> None:

@@ -53,9 +53,10 @@ def trains_to_the_same(kind: str, coordinates: str, sizes: tuple[int, int]) -> N
     assert_same_output(model, reference)
 
 
-@pytest.mark.parametrize("sizes", [EQUAL, (5, 2)], ids=str)
-@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
-@pytest.mark.parametrize("kind", ["plain", "absorbed", "anew"])
+@pytest.mark.parametrize(
+    ("kind", "coordinates", "sizes"),
+    [("plain", "intrinsic", EQUAL), ("absorbed", "angles", (5, 2)), ("anew", "intrinsic", (5, 2))],
+)
 def test_trains_to_the_same(
     processes: Processes, kind: str, coordinates: str, sizes: tuple[int, int]
 ) -> None:

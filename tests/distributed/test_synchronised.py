@@ -19,10 +19,6 @@ FORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "norm, untracked": (lambda: InputMeanNorm(4, track_running_stats=False), IMAGE),
     "norm of pre-activations": (lambda: MeanOnlyBatchNorm(3), ROWS),
     "linear": (lambda: GmPLinear(4, 6, input_norm=True, activation=torch.relu), ROWS),
-    "linear, intrinsic": (
-        lambda: GmPLinear(4, 6, input_norm="bias", coordinates="intrinsic"),
-        ROWS,
-    ),
     "conv, padded": (lambda: GmPConv2d(4, 6, 3, padding=1, input_norm=True), IMAGE),
     "conv, bias": (lambda: GmPConv2d(4, 6, 3, padding=1, groups=2, input_norm="bias"), IMAGE),
     "network": (
@@ -84,19 +80,6 @@ def test_an_empty_joint_batch_changes_nothing(
     processes.run(nothing_at_all_changes_nothing, momentum)
 
 
-def statistics_are_float32() -> None:
-    x = (100 + torch.rand(2, 2048, 1)).bfloat16()
-    norm = synchronise_means_(InputMeanNorm(1, momentum=1.0))
-    centred = norm(x[dist.get_rank()])
-    assert centred.dtype == torch.bfloat16
-    assert norm.running_mean.dtype == torch.float32
-    torch.testing.assert_close(norm.running_mean, x.float().mean(dim=(0, 1)), atol=1e-4, rtol=0)
-
-
-def test_statistics_are_float32(processes: Processes) -> None:
-    processes.run(statistics_are_float32)
-
-
 def only_training_communicates() -> None:
     x = torch.randn(4, 3)
     for track in (True, False):
@@ -124,17 +107,6 @@ def test_a_group_of_one_process_is_local(processes: Processes) -> None:
     processes.run(a_group_of_one_is_local)
 
 
-def means_are_local_by_default() -> None:
-    norm, x = InputMeanNorm(3), torch.randn(4, 3) + dist.get_rank()
-    with CommDebugMode() as communication:
-        torch.testing.assert_close(norm(x), x - x.mean(dim=0))
-    assert communication.get_total_counts() == 0
-
-
-def test_means_are_local_by_default(processes: Processes) -> None:
-    processes.run(means_are_local_by_default)
-
-
 def compiles_to_the_same() -> None:
     joint = FORMS["network"][0]().double()
     ours = synchronise_means_(copy.deepcopy(joint))
@@ -152,11 +124,6 @@ def compiles_to_the_same() -> None:
 @pytest.mark.compile
 def test_compiles_without_a_graph_break(processes: Processes) -> None:
     processes.run(compiles_to_the_same, timeout=300)
-
-
-def test_without_processes_the_mean_is_local() -> None:
-    x = torch.randn(4, 3)
-    assert torch.equal(synchronise_means_(InputMeanNorm(3))(x), InputMeanNorm(3)(x))
 
 
 def test_nothing_to_synchronise() -> None:

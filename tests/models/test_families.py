@@ -121,7 +121,8 @@ def test_float64_is_exact(family: Family) -> None:
 @families
 def test_a_checkpoint_loads_into_a_freshly_converted_model(family: Family) -> None:
     inputs = family.inputs()
-    options = {"norm": "imn", "example_inputs": inputs} if family.norms else {}
+    options = {"norm": "imn", "pretrained": True, "example_inputs": inputs}
+    options = options if family.norms else {}
     trained = gp.convert_(pretend_pretrained(family.build()), **options)
     fresh = gp.convert_(family.build(), **options)
     fresh.load_state_dict(trained.state_dict())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from geoparam.kernels import rows_native
-from geoparam.kernels.rows import Plain, Rows
+from geoparam.kernels.rows import Rows
 from geoparam.kernels.weight_native import is_available
 from geoparam.optim.muon import RowMuon
 
@@ -43,12 +43,11 @@ def results(rows: Rows, where: str) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("where", ["in place", "apart", "nowhere"])
 def test_kernels_compute_what_the_plain_form_does(kernels: Any, dtype: Any, where: str) -> None:
-    plain, fast = (Rows(SHAPES, torch.empty(0, dtype=dtype)) for _ in range(2))
-    plain.kernels = Plain
     if kernels == "native":
-        fast.kernels = rows_native.Calls(fast) if is_available() else pytest.skip("no C")
+        build: Any = rows_native.NativeRows if is_available() else pytest.skip("no C")
     else:
-        fast.kernels = importlib.import_module("geoparam.kernels.rows_triton").Launches(fast)
+        build = importlib.import_module("geoparam.kernels.rows_triton").TritonRows
+    plain, fast = (make(SHAPES, torch.empty(0, dtype=dtype)) for make in (Rows, build))
     torch.testing.assert_close(results(fast, where), results(plain, where), **BOUNDS[dtype])
 
 
