@@ -65,7 +65,6 @@ FIGURES: dict[str, Callable[[Axes | None], Axes]] = {
         initial=X,
     ),
     "location_spectrum": lambda ax: plots.location_spectrum(GAPS, limits=(0.0, 0.5), ax=ax),
-    "training_curves": lambda ax: plots.training_curves(ax, {"SP": GAPS[0]}, title="Loss"),
     "displacement_curves": lambda ax: plots.displacement_curves({"sp": GAPS[2]}, ax=ax),
     "displacement_curves unknown": lambda ax: plots.displacement_curves({"sp": GAPS[4]}, ax=ax),
     "rotation_curves": lambda ax: plots.rotation_curves({"sp": GAPS[2], "rest": 0 * X}, ax=ax),

@@ -2,7 +2,15 @@
 
 from geoparam.analysis.boundary import Boundaries, boundaries, layer_boundaries
 from geoparam.analysis.partition import Patterns, patterns
-from geoparam.analysis.perturbation.response import Response, perturb, sweep
+from geoparam.analysis.perturbation.response import (
+    DELTAS,
+    Response,
+    perturb,
+    perturbed,
+    respond,
+    steps,
+    sweep,
+)
 from geoparam.analysis.reading.activations import SReLU, breaks
 from geoparam.analysis.slices.plane import Plane, plane_through
 from geoparam.analysis.slices.slice import Slice, slice_regions
@@ -10,6 +18,7 @@ from geoparam.analysis.tracker.history import History
 from geoparam.analysis.tracker.tracker import BoundaryTracker
 
 __all__ = [
+    "DELTAS",
     "Boundaries",
     "BoundaryTracker",
     "History",
@@ -23,7 +32,10 @@ __all__ = [
     "layer_boundaries",
     "patterns",
     "perturb",
+    "perturbed",
     "plane_through",
+    "respond",
     "slice_regions",
+    "steps",
     "sweep",
 ]

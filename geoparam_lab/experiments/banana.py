@@ -27,9 +27,21 @@ from geoparam_lab.data import banana_data as points
 from geoparam_lab.data import table_files
 from geoparam_lab.data.banana_data import Banana
 from geoparam_lab.experiments import toys
+from geoparam_lab.experiments.experiment import (
+    ACCURACY,
+    DETAILS,
+    LARGEST_MOVE,
+    LARGEST_TURN,
+    Config,
+    Experiment,
+    Layout,
+    Slider,
+    list_in_words,
+)
+from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.experiments.toys import Array, Arrays, Problem
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.training.stacks import snapshots, stacked
+from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.snapshots import Film
 from geoparam_lab.training.stacks.stacked import Protocol, Result
 from geoparam_lab.training.tasks import Progress
@@ -84,14 +96,17 @@ def run(
         ...     [(record["lr"], record["source"]) for record in done.records()]
         [(0.01, 'generated'), (0.1, 'generated')]
     """
-    config = toys.checked(methods, init, seeds, lrs) | {"epochs": epochs, "patience": patience}
+    config = toys.check_options(methods, init, seeds, lrs) | {
+        "epochs": epochs,
+        "patience": patience,
+    }
     if resume and source == "auto" and Path(out, "config.json").exists():
         source = Run.open(out).config.get("source", source)
     found = load(data, source)
     config["source"] = found.source
     done = toys.begin(out, "banana", config, command, resume)
-    describe = functools.partial(_members, found)
-    toys.train_missing(done, problem(found, epochs, patience), describe, jobs, progress)
+    describe = functools.partial(_describe, found)
+    toys.train_missing(done, make_problem(found, epochs, patience), describe, jobs, progress)
     draw(done, found, progress)
     return done
 
@@ -115,13 +130,8 @@ def load(data: str | Path | None = None, source: str = "auto") -> Banana:
     return points.generated()
 
 
-def problem(data: Banana, epochs: int = EPOCHS, patience: int = PATIENCE) -> Problem:
-    """Return what the networks are trained for.
-
-    Example:
-        >>> problem(load(source="generated")).steps_per_epoch
-        7
-    """
+def make_problem(data: Banana, epochs: int = EPOCHS, patience: int = PATIENCE) -> Problem:
+    """Return what the networks are trained for."""
     protocol = Protocol(
         loss=stacked.binary_cross_entropy,
         metric=stacked.binary_accuracy,
@@ -134,7 +144,7 @@ def problem(data: Banana, epochs: int = EPOCHS, patience: int = PATIENCE) -> Pro
     return Problem("Banana", (2, UNITS, 1), protocol, train, test)
 
 
-def _members(
+def _describe(
     data: Banana, result: Result, film: Film, those: Sequence[int]
 ) -> Iterator[tuple[Arrays, Record]]:
     """Yield the arrays and measures of some members."""
@@ -144,7 +154,7 @@ def _members(
     logits, tests = np.split(outputs, [side * side], axis=2)
     right = (tests > 0) == (data.y_test > 0.5)
     directions, distances = film.boundaries(data.x_train)
-    per_epoch = problem(data).steps_per_epoch
+    per_epoch = make_problem(data).steps_per_epoch
     for i in those:
         end = int(result.epochs[i])
         steps, frames = film.until(end)
@@ -197,27 +207,28 @@ def mesh(data: Banana) -> Array:
 def draw(run: Run, data: Banana, progress: Progress | None = None) -> None:
     """Draw all figures of a run and write the slider's data, from what is in its folder."""
     config = run.config
-    names = toys.text_of(methods.TITLES[name] for name in config["methods"])
-    rates = toys.text_of(f"{rate:g}" for rate in config["lrs"])
+    names = list_in_words(methods.TITLES[name] for name in config["methods"])
+    rates = list_in_words(f"{rate:g}" for rate in config["lrs"])
     rate = max(config["lrs"])
     points = "KEEL's points" if data.source == "KEEL" else "generated points, not KEEL's"
     figures = {
         "figure3a-h": (_draw_paths, f"Figure 3a-h. Where the units' locations go in training, "
-            f"one colour a unit, for {names} at the rates {rates}, from seed 0, on {points}. "
-            "Frames are an epoch apart at first and farther later."),
+            f"one colour a unit, for {names} at the rates {rates}, each from its median seed, on "
+            f"{points}. Frames are an epoch apart at first and farther later."),
         "figure3i": (_draw_rotations, f"Figure 3i. Largest turn of any unit in one update, all "
-            f"methods at the rate {rate:g}, from seed 0, on {points}. Thin lines are single "
-            "updates, bold ones their running median."),
+            f"methods at the rate {rate:g}, each from its median seed, on {points}. Thin lines "
+            "are single updates, bold ones their running median."),
         "figure3j-m": (_draw_decisions, f"Figure 3j-m. What the trained networks decide, and the "
-            f"locations of their units, each method at the papers' rate, from seed 0, on {points} "
-            "(the 200 test points are drawn). WN's locations are those of its hidden units; the "
-            "papers' notebook drew them with another layer's bias."),
+            f"locations of their units, each method at the papers' rate, from the seed with its "
+            f"median test accuracy, on {points} (the 200 test points are drawn). WN's locations "
+            "are those of its hidden units; the papers' notebook drew them with another layer's "
+            "bias."),
         "seeds": (_draw_seeds, f"Test accuracy of every seed: {config['seeds']} at each rate, "
             f"filled where the rate is the papers' for the method, on {points}. The papers show "
             "one seed, and training is judged on the test points themselves."),
     }  # fmt: skip
     toys.save_figures(run, figures, (run, data), progress)
-    run.save_curves("slider_banana", **slider(run, data))
+    run.save_curves("slider_banana", **_film(run, data))
 
 
 def _draw_paths(run: Run, data: Banana) -> "Figure":
@@ -226,7 +237,9 @@ def _draw_paths(run: Run, data: Banana) -> "Figure":
     names, rates = run.config["methods"], run.config["lrs"]
     figure, columns, corner = toys.new_columns(len(names), len(rates), size=(3.3, 3.5))
     for row, lr in zip(columns.T, rates, strict=True):
-        for ax, (name, curves) in zip(row, toys.shown(run, lr).items(), strict=True):
+        for ax, (name, curves) in zip(
+            row, toys.show_median(run, "test_accuracy", lr).items(), strict=True
+        ):
             plots.trajectories(
                 -curves["distance"][..., None] * curves["direction"],
                 points=data.x_train,
@@ -241,7 +254,7 @@ def _draw_paths(run: Run, data: Banana) -> "Figure":
 def _draw_rotations(run: Run, data: Banana) -> "Figure":
     from geoparam import plots
 
-    shown = toys.shown(run, max(run.config["lrs"]))
+    shown = toys.show_median(run, "test_accuracy", max(run.config["lrs"]))
     turns = {name: curves["rotation"] for name, curves in shown.items()}
     figure, axes = plots.new_figure(1, 1, size=(7.0, 4.2))
     plots.rotation_curves(turns, ax=axes[0, 0])
@@ -251,7 +264,7 @@ def _draw_rotations(run: Run, data: Banana) -> "Figure":
 def _draw_decisions(run: Run, data: Banana) -> "Figure":
     from geoparam import plots
 
-    shown = toys.shown(run)
+    shown = toys.show_median(run, "test_accuracy")
     figure, columns, corner = toys.new_columns(len(shown), 1, size=(3.6, 3.8))
     for ax, (name, curves) in zip(columns[:, 0], shown.items(), strict=True):
         plots.decision_regions(
@@ -272,26 +285,91 @@ def _draw_decisions(run: Run, data: Banana) -> "Figure":
 def _draw_seeds(run: Run, data: Banana) -> "Figure":
     label = "test accuracy (higher is better)"
     # the papers' accuracies are of KEEL's points
-    return toys.draw_seeds(run, "test_accuracy", label, papers=data.source == "KEEL")
+    printed = EXPERIMENT if data.source == "KEEL" else None
+    return toys.draw_seeds(run, "test_accuracy", label, printed)
 
 
-def slider(run: Run, data: Banana) -> Arrays:
-    """Return the films of all methods on one time axis: seed 0, the papers' rates."""
-    shown = toys.shown(run)
+def _film(run: Run, data: Banana) -> Arrays:
+    """Return the slider's arrays: several seeds, the papers' rates."""
     names = ("score", "direction", "distance", "frame_accuracy")
-    taken = snapshots.together([*shown.values()], names)
-    steps, per_epoch = taken["steps"], problem(data).steps_per_epoch
-    turns = [snapshots.largest_since(own["rotation"], steps, per_epoch) for own in shown.values()]
-    return {
+    found, films = toys.film_seeds(run, "test_accuracy", names)
+    found["accuracy"] = found.pop("frame_accuracy")
+    per_epoch = make_problem(data).steps_per_epoch
+    found["rotation"] = toys.largest_moves(films, "rotation", found["steps"], per_epoch)
+    return found | {
         "kind": np.array("banana"),
-        "methods": np.array([methods.TITLES[name] for name in shown]),
-        "steps": steps,
         "x": data.x_train,
         "y": data.y_train,
         "limits": np.array(limits(data)),
-        "score": taken["score"],
-        "direction": taken["direction"],
-        "distance": taken["distance"],
-        "accuracy": taken["frame_accuracy"],
-        "rotation": np.stack(turns),
     }
+
+
+# --- what it says -------------------------------------------------------------------------------
+
+
+def _finding(run: Run) -> str:
+    lr = max(run.config["lrs"])
+    found = toys.compare_gmp_with_sp(run, "test_accuracy", "largest_rotation", lr)
+    if found is None:
+        return ""
+    (gmp, turn), (sp, far) = found
+    return (
+        f"Banana: with all methods at rate {lr:g} no unit turns by more than {turn:.0f}° in one "
+        f"update under GmP, and one turns by {far:.0f}° under SP; the median test accuracy is "
+        f"{gmp:.2f} under GmP and {sp:.2f} under SP."
+    )
+
+
+def _limits(run: Run) -> str:
+    data = _mismatch(run.config)
+    return (
+        "Banana: the methods differ by less than their seeds do, and SP gains as much from the "
+        "large rate. Training is judged on the test points themselves, so that every accuracy is "
+        "a little too good." + (f" {data}." if data else "")
+    )
+
+
+def _mismatch(config: Config) -> str:
+    if config.get("source") != "generated":
+        return ""
+    return "The papers trained on KEEL's points and this run on generated ones"
+
+
+EXPERIMENT = Experiment(
+    name="banana",
+    title="Banana classification",
+    about="A network with one hidden layer of 10 ReLU units tells two classes of points in the "
+    "plane apart. Each unit switches on along a line, and training turns and shifts it.",
+    summary="Banana classification in the plane: figure 3. About a minute on one core.",
+    run=run,
+    layouts=(Layout((ACCURACY,), details=(*DETAILS, LARGEST_MOVE, LARGEST_TURN)),),
+    papers={
+        "test_accuracy": read_table(
+            "v2, figure 3 (one seed)", "|\nsp|0.800\nwn|0.810\nbn|0.875\ngmp|0.885"
+        )
+    },
+    epochs=EPOCHS,
+    slider=Slider(
+        "Circles and triangles are the two classes; the shade is what the network decides, the "
+        "thick line is where its decision changes. A unit is off on one side of its thin line and "
+        "on where the teeth point; the star is its location φ, the line's nearest point to the "
+        "origin (+).",
+        {
+            "x": "N2",
+            "y": "N",
+            "limits": "4",
+            "score": "SMTHW",
+            "direction": "SMTU2",
+            "distance": "SMTU",
+            "accuracy": "SMT",
+            "rotation": "SMT",
+        },
+        {
+            "accuracy": "Test accuracy",
+            "rotation": "Largest turn of a unit since the frame before (°)",
+        },
+    ),
+    finding=_finding,
+    limits=_limits,
+    mismatch=_mismatch,
+)

@@ -36,9 +36,10 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
-from geoparam.analysis.boundary import layer_boundaries
-from geoparam.analysis.perturbation.response import DELTAS, Response, perturbed, respond, steps
+from geoparam.analysis import DELTAS, Response, layer_boundaries, perturbed, respond, steps
 from geoparam_lab.experiments import toys
+from geoparam_lab.experiments.experiment import Experiment, Layout, Measure, list_in_words
+from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.methods import TITLES
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training.tasks import Progress
@@ -56,24 +57,18 @@ TRUE_ROTATIONS = (4.1, 29.1, 59.6, 65.0)  # of the papers' unit under SP and WN,
 VIEW = (-2.0, 2.0)
 WIDTHS = {"sp": 7.0, "wn": 4.5, "bn": 2.0, "gmp": 4.5, "intrinsic": 1.6}  # to show what lies below
 UNITS = ((1, -1, 1), (1, 1, 1), (-1, 1, 2), (-1, -1, -1))  # direction, lam and r, in figure 5
+UNITS_2 = ((1, -1, 1), (-1, -1, 1))  # in figure 2a-b
 DRAWN_ROTATIONS = (4.1, 12.2, 18.3, 23.7)  # what the papers' picture shows of them
 
 
 @dataclass(frozen=True)
 class Lines:
-    """One unit under one method, before and after each perturbation, ready to be drawn.
+    """One unit under one method, before and after each perturbation, ready to be drawn."""
 
-    Args:
-        directions: unit vectors, the unperturbed one first, (1 + deltas, 2).
-        lams: signed distances of the boundary likewise, (1 + deltas,).
-        rotations: angles to the unperturbed boundary in degrees, (deltas,).
-        displacements: ||delta phi||, (deltas,).
-    """
-
-    directions: Array
-    lams: Array
-    rotations: Array
-    displacements: Array
+    directions: Array  # unit vectors, the unperturbed one first, (1 + deltas, 2)
+    lams: Array  # signed distances of the boundary likewise, (1 + deltas,)
+    rotations: Array  # angles to the unperturbed boundary in degrees, (deltas,)
+    displacements: Array  # ||delta phi||, (deltas,)
 
     @property
     def drawn_rotations(self) -> Array:
@@ -89,23 +84,14 @@ class Lines:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the experiment gives: the papers' unit in detail, and how many others turn.
+    """What the experiment gives: the papers' unit in detail, and how many others turn."""
 
-    Args:
-        seed: of the one unit.
-        deltas: sizes of the perturbations, (deltas,).
-        lines: of that unit, by method.
-        rotations: of many units in degrees, by method, (deltas, units).
-        displacements: ||delta phi|| of them, by method, (deltas, units).
-        bounds: what no perturbation of the same length turns them beyond, (deltas, units).
-    """
-
-    seed: int
-    deltas: Array
-    lines: dict[str, Lines]
-    rotations: dict[str, Array]
-    displacements: dict[str, Array]
-    bounds: dict[str, Array]
+    seed: int  # of the one unit
+    deltas: Array  # sizes of the perturbations, (deltas,)
+    lines: dict[str, Lines]  # of that unit, by method
+    rotations: dict[str, Array]  # of many units in degrees, by method, (deltas, units)
+    displacements: dict[str, Array]  # ||delta phi|| of them likewise
+    bounds: dict[str, Array]  # what no perturbation of the same length turns them beyond
 
     def records(self) -> list[dict[str, Any]]:
         """One record for each method and delta: the unit's turn, and the distribution of others'.
@@ -144,7 +130,7 @@ def run(
     Args:
         out: the run's folder.
         methods: some of sp, wn, bn, gmp, intrinsic.
-        seeds: how many units, drawn from 0, 1, ..., the distribution is of.
+        seeds: how many units besides the papers' one, drawn from 0, 1, ...
         resume: go on with the run in the folder.
         command: what a user types to do it again.
         progress: called with a title, what is done and how much there is.
@@ -158,9 +144,10 @@ def run(
     """
     outcome = perturb(seeds=seeds, methods=list(dict.fromkeys(methods)))
     config = {"methods": [*outcome.lines], "units": seeds}
-    done = toys.begin(
-        out, "perturbation", config, command, resume, ("method", "delta"), ("methods",)
-    )
+    import geoparam.plots  # noqa: F401  says now that matplotlib is missing
+
+    options: Any = {"key": ("method", "delta"), "resume": resume, "may_change": ("methods",)}
+    done = Run.create(out, "perturbation", config, command, **options)
     for record in outcome.records():
         if not done.done(method=record["method"], delta=record["delta"]):
             done.append(record)
@@ -274,7 +261,7 @@ def _spread(name: str, values: Array) -> dict[str, float]:
 
 def draw(run: Run, outcome: Outcome, progress: Progress | None = None) -> None:
     """Draw all figures of a run."""
-    names = toys.text_of(TITLES[method] for method in outcome.lines)
+    names = list_in_words(TITLES[method] for method in outcome.lines)
     count = next(iter(outcome.rotations.values())).shape[1]
     figures: dict[str, tuple[Callable[[Outcome], Any], str]] = {
         "figure1": (_draw_panels, f"Figure 1. (a) A unit over two inputs: its boundary, its "
@@ -282,14 +269,12 @@ def draw(run: Run, outcome: Outcome, progress: Progress | None = None) -> None:
             f"papers' unit under {names}, before and after every stored parameter is moved by δ; "
             "dotted lines end at φ. SP, WN and BN turn alike, and the papers' own picture shows "
             "smaller turns of them, because it loses a sign."),
-        "figure1-methods": (_draw_methods, "The same unit, one panel a method: all δ in one, with "
-            "the turn of each in degrees."),
         "figure1-units": (_draw_units, f"How far {count:,} units drawn like the papers' turn when "
             "every stored parameter is moved by δ: solid the median unit, dotted the one that "
             "turns most. Under GmP every unit turns by δ radians, whatever its weight; under SP, "
             "WN and BN, which lie on each other, the smallest weights turn furthest."),
-        "figure2a-b": (_draw_pair, "Figure 2a-b. A unit over one input: its boundary is a point "
-            "φ, and its direction a sign."),
+        "figure2a-b": (lambda outcome: _draw_1d(outcome, UNITS_2), "Figure 2a-b. A unit over one "
+            "input: its boundary is a point φ, and its direction a sign."),
         "figure5": (_draw_1d, "Figure 5. Units r relu(u x + λ) over one input."),
         "figure6": (_draw_2d, "Figure 6. Units over two inputs: boundary, location φ and sides."),
     }  # fmt: skip
@@ -314,9 +299,8 @@ def _draw_panels(outcome: Outcome) -> "Figure":
 def _panel(ax: "Axes", outcome: Outcome, i: int) -> None:
     """The papers' unit before and after the i-th perturbation, under all methods."""
     from geoparam import plots
-    from geoparam.plots.planes import plane
 
-    plane(ax, VIEW)
+    plots.plane(ax, VIEW)
     _line(ax, next(iter(outcome.lines.values())), 0, color="#cccccc", linewidth=11, label="before")
     for method, lines in outcome.lines.items():
         style = plots.method_style(method)
@@ -333,27 +317,6 @@ def _line(ax: "Axes", lines: Lines, i: int, **style: Any) -> None:
     ax.plot(*phi, "o", color=colour, markersize=5, mec="black", mew=0.6, zorder=5)
 
 
-def _draw_methods(outcome: Outcome) -> "Figure":
-    from geoparam import plots
-
-    columns = min(3, len(outcome.lines))
-    rows = -(-len(outcome.lines) // columns)
-    figure, axes = plots.new_figure(rows, columns, size=(5.0 * columns, 3.6 * rows))
-    for ax, (method, lines) in zip(axes.flat, outcome.lines.items(), strict=False):
-        plots.perturbation(
-            lines.directions,
-            lines.lams,
-            deltas=outcome.deltas,
-            rotations=lines.rotations,
-            limits=VIEW,
-            ax=ax,
-        )
-        ax.set_title(TITLES[method], loc="left")
-    for ax in axes.flat[len(outcome.lines) :]:
-        ax.axis("off")
-    return figure
-
-
 def _draw_units(outcome: Outcome) -> "Figure":
     from geoparam import plots
 
@@ -367,10 +330,6 @@ def _draw_units(outcome: Outcome) -> "Figure":
     ax.set(xscale="log", yscale="log", xlabel="δ", ylabel="turn of a unit (degrees)")
     ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
     return figure
-
-
-def _draw_pair(outcome: Outcome) -> "Figure":
-    return _draw_1d(outcome, [(1, -1, 1), (-1, -1, 1)])
 
 
 def _draw_1d(outcome: Outcome, units: Sequence[tuple[float, float, float]] = UNITS) -> "Figure":
@@ -393,3 +352,51 @@ def _draw_2d(outcome: Outcome) -> "Figure":
         plots.unit_2d(u, lam, limits=VIEW, legend=ax is axes[0, -1], ax=ax)
         ax.set_title(f"({letter}) θ = {theta}°, λ = {lam:+g}", loc="left")
     return figure
+
+
+# --- what it says -------------------------------------------------------------------------------
+
+
+def _finding(run: Run) -> str:
+    found = {(r["method"], r["delta"]): r["rotation"] for r in run.records()}
+    delta = max(delta for _, delta in found)
+    return (
+        f"One small unit: when each of its stored parameters changes by {delta:g}, its boundary "
+        f"turns by {found['gmp', delta]:.3g}° under GmP and by {found['sp', delta]:.3g}° under SP."
+    )
+
+
+EXPERIMENT = Experiment(
+    name="perturbation",
+    title="Perturbed units",
+    about="Every stored parameter of one small unit in the plane is changed by the same amount, "
+    "and the turn of its boundary is measured.",
+    summary="Single units under perturbation: figures 1, 2a-b, 5 and 6. Seconds.",
+    run=run,
+    layouts=(
+        Layout(
+            (
+                Measure("rotation", "Turn of the papers' unit (degrees)", None),
+                Measure("rotation_median", "Median turn of many such units (degrees)", None),
+                Measure("rotation_max", "Largest turn of many such units (degrees)", None),
+            ),
+            "delta",
+            "size of the perturbation",
+            notes=(
+                "The papers' picture loses a sign (arccos), so that it shows the mirror image of "
+                "the unit and smaller turns of SP and WN than they make.",
+            ),
+        ),
+    ),
+    papers={
+        "rotation": read_table(
+            "v2, figure 1, as drawn (one unit)",
+            "|0.0001|0.001|0.01|0.1\nsp|4.1|12.2|18.3|23.7\nwn|4.1|12.2|18.3|23.7",
+        )
+    },
+    finding=_finding,
+    limits=lambda run: (
+        "One small unit: how much GmP limits its turn depends on the length of its "
+        "weight. At a length of √2, SP and GmP can turn a unit equally far."
+    ),
+)

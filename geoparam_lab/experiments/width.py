@@ -39,6 +39,7 @@ from geoparam_lab.data import splits as parts
 from geoparam_lab.data import uci_data as data_sets
 from geoparam_lab.data.synthetic import levy_regression
 from geoparam_lab.experiments import width_scales
+from geoparam_lab.experiments.experiment import RMSE, Experiment, Layout, Measure
 from geoparam_lab.experiments.width_scales import VARIANTS, Variant
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training.stacks import stacked
@@ -192,9 +193,9 @@ def run(
 
     Args:
         out: the run's folder.
-        widths: of the hidden layer.
-        datasets: of `DATASETS`.
-        rates: learning rates, for each width and variant.
+        widths: numbers of hidden units.
+        datasets: "levy", "energy" or both.
+        rates: learning rates, for each width and initialisation.
         seeds: how many initial weights.
         steps: of training.
         data: folder with the Energy data, before $GEOPARAM_DATA, the cache and the network.
@@ -323,3 +324,58 @@ def one_rate(errors: Array, rates: Sequence[float], papers: float) -> Record:
         factor = round(float(factors[list(rates).index(papers)]), 4)
         found |= {"papers_rate": papers, "papers_rate_factor": factor}
     return found
+
+
+# --- what it says -------------------------------------------------------------------------------
+
+_EXPONENTS = Layout(
+    group="dataset",
+    where={"kind": "answer"},
+    fields=(
+        Measure("exponent_activation", "activations"),
+        Measure("exponent_output", "outputs"),
+        Measure("exponent_output_change", "change of outputs in a step"),
+        Measure("exponent_turn", "turn of a unit in a step"),
+        Measure("exponent_gradient_direction", "gradient of directions"),
+        Measure("exponent_gradient_offset", "gradient of offsets"),
+        Measure("exponent_gradient_scale", "gradient of scales"),
+        Measure("exponent_gradient_output", "gradient of output weights"),
+    ),
+    title="Exponent with which things grow with the width, before training",
+    notes=(
+        "0: does not depend on the width; 0.5: grows with its square root; -0.5: shrinks with it. "
+        "With normal inputs, read their number for the width.",
+        "GmP's scales r begin at 1 with init sphere, the papers' text, and at the norms of "
+        "weights with init Glorot, the papers' code.",
+    ),
+)
+_ONE_RATE = Layout(
+    group="dataset",
+    where={"kind": "answer"},
+    fields=(
+        Measure("best_rates", "best rate for each width", None),
+        Measure("one_rate", "best rate for all widths", None),
+        Measure("one_rate_factor", "error with it, at most", 2),
+        Measure("papers_rate", "papers' rate", None),
+        Measure("papers_rate_factor", "error with the papers' rate, at most", 2),
+    ),
+    title="Whether one learning rate serves all widths",
+    notes=(
+        "Best rates from the narrowest network to the widest. Errors are multiples of the best "
+        "rate's, at the width where they are highest.",
+    ),
+)
+
+EXPERIMENT = Experiment(
+    name="width",
+    title="Initialisation and width",
+    about="The same network is built at several widths, to see what depends on the width.",
+    summary="What depends on the width: scales at the start, the best rate. Half an hour.",
+    run=run,
+    layouts=(
+        _EXPONENTS,
+        _ONE_RATE,
+        Layout((RMSE,), "width", "width", "dataset", where={"kind": "trained"}, compare=False),
+    ),
+    names={"normal": "normal inputs, over their number"},
+)

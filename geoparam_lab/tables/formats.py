@@ -134,10 +134,6 @@ class Table:
             f"  \\end{{tabular}}\n\n  \\footnotesize\n{notes}\\end{{table}}\n"
         )
 
-    def csv(self) -> str:
-        """Return one line for each cell, with all digits, below a line of names."""
-        return to_csv([self])
-
 
 def to_csv(tables: Iterable[Table]) -> str:
     """Return the cells of several tables as one CSV.
