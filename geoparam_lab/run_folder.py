@@ -95,8 +95,7 @@ class Run:
             command: what a user types to do it again; by default, what was typed now.
             key: the fields whose values tell one piece of work from another; by default all.
             resume: go on where there is a run; without it, that is an error.
-            may_change: entries of the configuration that a resumed run may change, such as how
-                many seeds there are: those that say how much is done, not how.
+            may_change: entries of the configuration that say how much is done, not how.
         """
         folder = _check_folder(Path(folder))
         wanted = {"experiment": experiment, "config": dict(config), "key": list(key)}

@@ -4,7 +4,6 @@ Three experiments of the papers with a few seeds each, then one page with all of
 every seed are printed, since one seed is an anecdote.
 """
 
-import math
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,12 +16,12 @@ from typer import Option
 from geoparam.cli.commands import Force
 from geoparam.storage import refuse_overwrite
 from geoparam_lab.cli.running import Jobs, explained, progress
-from geoparam_lab.experiments import banana, levy, perturbation, toys
+from geoparam_lab.experiments import banana, levy, perturbation, toy_figures
 from geoparam_lab.experiments.experiment import Experiment
 from geoparam_lab.methods import TITLES
 
 if TYPE_CHECKING:
-    from geoparam_lab.run_folder import Record, Run
+    from geoparam_lab.run_folder import Run
 
 BEGINNING = """\
 A ReLU unit divides its inputs by a boundary. Training moves that boundary through the unit's \
@@ -66,13 +65,12 @@ def show(out: Path, size: dict[str, int], jobs: int | None, resume: bool) -> Non
     console = Console()
     console.print(BEGINNING)
     units = _run(perturbation.EXPERIMENT, out, resume)
-    _print(console, perturbation.EXPERIMENT, make_turns(units.records()))
     lines = _run(levy.EXPERIMENT, out, resume, jobs, **size)
-    _print(console, levy.EXPERIMENT, list_seeds(lines, "test_rmse", "largest_move"))
+    console.print(f"[bold]{levy.EXPERIMENT.title}.[/] {levy.EXPERIMENT.about}\n")
+    console.print(list_seeds(lines, "test_rmse", "largest_move"))
     planes = _run(banana.EXPERIMENT, out, resume, 1, **size, source="generated")
-    _print(
-        console, banana.EXPERIMENT, list_seeds(planes, "test_accuracy", "largest_rotation", 0.1)
-    )
+    console.print(f"[bold]{banana.EXPERIMENT.title}.[/] {banana.EXPERIMENT.about}\n")
+    console.print(list_seeds(planes, "test_accuracy", "largest_rotation", 0.1))
     shown = [
         (levy.EXPERIMENT, lines),
         (banana.EXPERIMENT, planes),
@@ -88,11 +86,6 @@ def show(out: Path, size: dict[str, int], jobs: int | None, resume: bool) -> Non
     page = report.write([lines, planes, units], out / "report.html", command=command)
     console.print("\n[bold]In pictures:[/] open this page in a browser.")
     console.print(escape(str(page)), soft_wrap=True)
-
-
-def _print(console: Console, experiment: Experiment, table: Table) -> None:
-    console.print(f"[bold]{experiment.title}.[/] {experiment.about}\n")
-    console.print(table)
 
 
 def _run(
@@ -111,22 +104,6 @@ def _run(
     return done
 
 
-def make_turns(records: "list[Record]") -> Table:
-    """Return the turns of the papers' unit, beside those in the papers' picture."""
-    found = {(record["method"], record["delta"]): record for record in records}
-    table = Table("δ", "δ in degrees", "SP, WN, BN", "in the papers' picture", "GmP")
-    for delta in sorted({delta for _, delta in found}):
-        plain, geometric = found["sp", delta], found["gmp", delta]
-        table.add_row(
-            f"{delta:g}",
-            f"{math.degrees(delta):.3g}",
-            f"{plain['rotation']:.1f}",
-            f"{plain['reference_drawn']:.1f}",
-            f"{geometric['rotation']:.3g}",
-        )
-    return table
-
-
 def list_seeds(run: "Run", measure: str, motion: str, lr: float | None = None) -> Table:
     """Return what every seed gave at the papers' rates, and the largest motion in any update.
 
@@ -140,9 +117,9 @@ def list_seeds(run: "Run", measure: str, motion: str, lr: float | None = None) -
     table.add_column(HEADINGS[measure], no_wrap=True)
     table.add_column(HEADINGS[motion])
     for method in run.config["methods"]:
-        rate = toys.papers_lr(method, run.config["lrs"])
-        values = " ".join(f"{r[measure]:.2f}" for r in toys.records_of(run, method, rate))
-        most = max(r[motion] for r in toys.records_of(run, method, lr or rate))
+        rate = toy_figures.papers_lr(method, run.config["lrs"])
+        values = " ".join(f"{r[measure]:.2f}" for r in toy_figures.records_of(run, method, rate))
+        most = max(r[motion] for r in toy_figures.records_of(run, method, lr or rate))
         moved = f"{most:,.0f}" if most >= 100 else f"{most:.2f}"
         table.add_row(f"{TITLES[method]}, rate {rate:g}", values, moved)
     return table

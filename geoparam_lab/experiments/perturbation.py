@@ -25,7 +25,7 @@ SP and WN turn alike, by an angle that depends on delta / ||w||: once delta is m
 ||w|| they point to (1, 1), wherever they pointed before.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,8 +56,6 @@ SIZE = 0.001
 TRUE_ROTATIONS = (4.1, 29.1, 59.6, 65.0)  # of the papers' unit under SP and WN, at DELTAS
 VIEW = (-2.0, 2.0)
 WIDTHS = {"sp": 7.0, "wn": 4.5, "bn": 2.0, "gmp": 4.5, "intrinsic": 1.6}  # to show what lies below
-UNITS = ((1, -1, 1), (1, 1, 1), (-1, 1, 2), (-1, -1, -1))  # direction, lam and r, in figure 5
-UNITS_2 = ((1, -1, 1), (-1, -1, 1))  # in figure 2a-b
 DRAWN_ROTATIONS = (4.1, 12.2, 18.3, 23.7)  # what the papers' picture shows of them
 
 
@@ -94,13 +92,7 @@ class Outcome:
     bounds: dict[str, Array]  # what no perturbation of the same length turns them beyond
 
     def records(self) -> list[dict[str, Any]]:
-        """One record for each method and delta: the unit's turn, and the distribution of others'.
-
-        Example:
-            >>> record = perturb(seeds=10).records()[1]
-            >>> record["method"], record["delta"], round(record["rotation"], 1)
-            ('sp', 0.001, 29.1)
-        """
+        """One record for each method and delta: the unit's turn, and those of others."""
         return [
             {
                 "method": method,
@@ -134,13 +126,6 @@ def run(
         resume: go on with the run in the folder.
         command: what a user types to do it again.
         progress: called with a title, what is done and how much there is.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     records = run(folder, methods=["sp", "gmp"], seeds=10).records()
-        >>> [(record["method"], round(record["rotation"], 2)) for record in records[3::4]]
-        [('sp', 65.0), ('gmp', 5.73)]
     """
     outcome = perturb(seeds=seeds, methods=list(dict.fromkeys(methods)))
     config = {"methods": [*outcome.lines], "units": seeds}
@@ -151,7 +136,7 @@ def run(
     for record in outcome.records():
         if not done.done(method=record["method"], delta=record["delta"]):
             done.append(record)
-    draw(done, outcome, progress)
+    toys.save_figures(done, draw(outcome), progress)
     return done
 
 
@@ -172,28 +157,23 @@ def perturb(
     """
     if seeds < 1:
         raise ValueError(f"seeds is the number of units of the distribution, >= 1; got {seeds}.")
-    answers = {method: _answers(build(method, range(seeds)), deltas) for method in methods}
+    answers = {method: _respond(build(method, range(seeds)), deltas) for method in methods}
     return Outcome(
         seed=seed,
         deltas=np.array(deltas, dtype=float),
         lines={method: _lines(build(method, [seed]), deltas) for method in methods},
-        rotations=_stacked(answers, "rotation"),
-        displacements=_stacked(answers, "displacement"),
-        bounds=_stacked(answers, "bound"),
+        rotations=_stack(answers, "rotation"),
+        displacements=_stack(answers, "displacement"),
+        bounds=_stack(answers, "bound"),
     )
 
 
 def build(method: str, seeds: Iterable[int]) -> nn.Module:
-    """Return a layer of two inputs with one unit for each seed, stored as the method does.
-
-    Example:
-        >>> build("gmp", [1]).r
-        Parameter containing:
-        tensor([0.0017], dtype=torch.float64, requires_grad=True)
-    """
+    """Return a layer of two inputs with one unit for each seed, stored as the method does."""
     if method not in METHODS:
         raise ValueError(f"a method is one of {', '.join(METHODS)}; got {method!r}.")
-    units = torch.from_numpy(np.stack([_draw(seed) for seed in seeds]))
+    draws = [SIZE * np.random.RandomState(seed).randn(3) for seed in seeds]  # w, then b
+    units = torch.from_numpy(np.stack(draws))
     linear = nn.utils.skip_init(nn.Linear, 2, len(units), dtype=torch.float64)
     with torch.no_grad():
         linear.weight.copy_(units[:, :2])
@@ -206,16 +186,11 @@ def build(method: str, seeds: Iterable[int]) -> nn.Module:
     return gp.GmPLinear.from_linear(linear, coordinates=coordinates)
 
 
-def _draw(seed: int) -> Array:
-    """Return w and b, (3,), in the order of the papers' notebook."""
-    return SIZE * np.random.RandomState(seed).randn(3)
-
-
-def _answers(layer: nn.Module, deltas: Sequence[float]) -> list[Response]:
+def _respond(layer: nn.Module, deltas: Sequence[float]) -> list[Response]:
     return [respond(layer, steps(layer, "constant", delta)) for delta in deltas]
 
 
-def _stacked(answers: dict[str, list[Response]], name: str) -> dict[str, Array]:
+def _stack(answers: dict[str, list[Response]], name: str) -> dict[str, Array]:
     """Return one quantity of all responses as (deltas, units), by method."""
     return {
         method: np.stack([getattr(response, name).numpy() for response in each])
@@ -227,7 +202,7 @@ def _lines(layer: nn.Module, deltas: Sequence[float]) -> Lines:
     """Follow the one unit of a layer."""
     others = [perturbed(layer, steps(layer, "constant", delta))[0] for delta in deltas]
     found = [layer_boundaries(each) for each in (layer, *others)]
-    answers = _answers(layer, deltas)
+    answers = _respond(layer, deltas)
     return Lines(
         directions=torch.cat([each.direction for each in found]).numpy(),
         lams=torch.cat([each.distance for each in found]).numpy(),
@@ -259,26 +234,27 @@ def _spread(name: str, values: Array) -> dict[str, float]:
 # --- figures ------------------------------------------------------------------------------------
 
 
-def draw(run: Run, outcome: Outcome, progress: Progress | None = None) -> None:
-    """Draw all figures of a run."""
+def draw(outcome: Outcome) -> toys.Drawings:
+    """Return all figures of a run."""
     names = list_in_words(TITLES[method] for method in outcome.lines)
     count = next(iter(outcome.rotations.values())).shape[1]
-    figures: dict[str, tuple[Callable[[Outcome], Any], str]] = {
-        "figure1": (_draw_panels, f"Figure 1. (a) A unit over two inputs: its boundary, its "
-            "location φ, its direction u and its two sides, active where u points. (b)-(e) The "
-            f"papers' unit under {names}, before and after every stored parameter is moved by δ; "
-            "dotted lines end at φ. SP, WN and BN turn alike, and the papers' own picture shows "
-            "smaller turns of them, because it loses a sign."),
-        "figure1-units": (_draw_units, f"How far {count:,} units drawn like the papers' turn when "
-            "every stored parameter is moved by δ: solid the median unit, dotted the one that "
-            "turns most. Under GmP every unit turns by δ radians, whatever its weight; under SP, "
-            "WN and BN, which lie on each other, the smallest weights turn furthest."),
-        "figure2a-b": (lambda outcome: _draw_1d(outcome, UNITS_2), "Figure 2a-b. A unit over one "
+    return {
+        "figure1": (lambda: _draw_panels(outcome), "Figure 1. (a) A unit over two inputs: its "
+            "boundary, its location φ, its direction u and its two sides, active where u points. "
+            f"(b)-(e) The papers' unit under {names}, before and after every stored parameter is "
+            "moved by δ; dotted lines end at φ. SP, WN and BN turn alike, and the papers' own "
+            "picture shows smaller turns of them, because it loses a sign."),
+        "figure1-units": (lambda: _draw_units(outcome), f"How far {count:,} units drawn like the "
+            "papers' turn when every stored parameter is moved by δ: solid the median unit, "
+            "dotted the one that turns most. Under GmP every unit turns by δ radians, whatever "
+            "its weight; under SP, WN and BN, which lie on each other, the smallest weights turn "
+            "furthest."),
+        "figure2a-b": (lambda: _draw_1d(((1, -1, 1), (-1, -1, 1))), "Figure 2a-b. A unit over one "
             "input: its boundary is a point φ, and its direction a sign."),
-        "figure5": (_draw_1d, "Figure 5. Units r relu(u x + λ) over one input."),
+        "figure5": (lambda: _draw_1d(((1, -1, 1), (1, 1, 1), (-1, 1, 2), (-1, -1, -1))),
+            "Figure 5. Units r relu(u x + λ) over one input."),
         "figure6": (_draw_2d, "Figure 6. Units over two inputs: boundary, location φ and sides."),
     }  # fmt: skip
-    toys.save_figures(run, figures, (outcome,), progress)
 
 
 def _draw_panels(outcome: Outcome) -> "Figure":
@@ -288,28 +264,22 @@ def _draw_panels(outcome: Outcome) -> "Figure":
     first, *panels = axes.flat
     plots.unit_2d(np.array([0.8, 0.6]), -1.0, limits=VIEW, legend=False, ax=first)
     first.set_title("(a) a unit", loc="left")
-    for letter, i, ax in zip("bcde", range(len(outcome.deltas)), panels, strict=False):
-        _panel(ax, outcome, i)
+    before = next(iter(outcome.lines.values()))
+    for i, (letter, ax) in enumerate(zip("bcde", panels, strict=False)):
+        plots.plane(ax, VIEW)
+        _draw_line(ax, before, 0, color="#cccccc", linewidth=11, label="before")
+        for method, lines in outcome.lines.items():
+            style = plots.method_style(method)
+            line = {"color": style.colour, "linewidth": WIDTHS[method], "label": style.title}
+            _draw_line(ax, lines, i + 1, **line)
         ax.set_title(f"({letter}) δ = {outcome.deltas[i]:g}", loc="left")
     panels[-1].axis("off")
     panels[-1].legend(*panels[0].get_legend_handles_labels(), loc="center left", frameon=False)
     return figure
 
 
-def _panel(ax: "Axes", outcome: Outcome, i: int) -> None:
-    """The papers' unit before and after the i-th perturbation, under all methods."""
-    from geoparam import plots
-
-    plots.plane(ax, VIEW)
-    _line(ax, next(iter(outcome.lines.values())), 0, color="#cccccc", linewidth=11, label="before")
-    for method, lines in outcome.lines.items():
-        style = plots.method_style(method)
-        line = {"color": style.colour, "linewidth": WIDTHS[method], "label": style.title}
-        _line(ax, lines, i + 1, **line)
-
-
-def _line(ax: "Axes", lines: Lines, i: int, **style: Any) -> None:
-    """One boundary, and the way from the origin to its location."""
+def _draw_line(ax: "Axes", lines: Lines, i: int, **style: Any) -> None:
+    """Draw one boundary, and the way from the origin to its location."""
     phi, (across, up) = lines.locations[i], lines.directions[i]
     ax.axline(phi, phi + np.array([-up, across]), **style)
     colour = style["color"]
@@ -328,11 +298,12 @@ def _draw_units(outcome: Outcome) -> "Figure":
         ax.plot(outcome.deltas, np.median(turns, axis=1), **line, label=style.title)
         ax.plot(outcome.deltas, turns.max(axis=1), ":", color=style.colour, linewidth=1.6)
     ax.set(xscale="log", yscale="log", xlabel="δ", ylabel="turn of a unit (degrees)")
-    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    plots.legend_beside(ax)
     return figure
 
 
-def _draw_1d(outcome: Outcome, units: Sequence[tuple[float, float, float]] = UNITS) -> "Figure":
+def _draw_1d(units: Sequence[tuple[float, float, float]]) -> "Figure":
+    """Draw units over one input, given their sign, lam and r."""
     from geoparam import plots
 
     figure, axes = plots.new_figure(1, len(units), size=(1.4 + 3.6 * len(units), 3.4))
@@ -342,7 +313,7 @@ def _draw_1d(outcome: Outcome, units: Sequence[tuple[float, float, float]] = UNI
     return figure
 
 
-def _draw_2d(outcome: Outcome) -> "Figure":
+def _draw_2d() -> "Figure":
     from geoparam import plots
 
     figure, axes = plots.new_figure(1, 4, size=(16.0, 3.8))

@@ -5,9 +5,6 @@ several stacks in several processes, if asked. Members do not depend on each oth
 the stack decides in which order torch adds, and thousands of steps amplify a last digit. So that a
 killed run resumes to the numbers it would have had, a stack is the same whatever is
 finished: where any of its records is missing it is trained again, and only those are added.
-
-**Which seed is shown.** One seed may be lucky. Figures and the slider show each method at the seed
-with its median test result; the slider offers other seeds as well.
 """
 
 import functools
@@ -20,29 +17,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from geoparam_lab import methods
-from geoparam_lab.experiments import papers
-from geoparam_lab.experiments.experiment import Experiment
+from geoparam_lab import methods as methods_table
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import tasks
-from geoparam_lab.training.stacks import snapshots, stacked
+from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.snapshots import Film, frame_epochs
 from geoparam_lab.training.stacks.stacked import Protocol, Result
 from geoparam_lab.training.tasks import Progress, Tick
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Array = np.ndarray
 Arrays = dict[str, Array]
 Describe = Callable[[Result, Film, Sequence[int]], Iterable[tuple[Arrays, Record]]]
 
+Drawings = dict[str, tuple[Callable[[], "Figure"], str]]
+
 COMPARED = ("sp", "wn", "bn", "gmp")  # by the papers
 LRS = (0.01, 0.1)  # in the papers 0.1 is GmP's, 0.01 that of the others
 KEY = ("method", "lr", "seed")
 BLOCK = 20  # seeds in a stack
-SHOWN = 5  # seeds that the slider offers, or more where methods have more medians
 
 
 class Member(NamedTuple):
@@ -54,21 +49,12 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What all members of an experiment are trained for.
+    """What all members of an experiment are trained for."""
 
-    Args:
-        title: of the experiment, in messages.
-        widths: of the networks, inputs first.
-        protocol: loss, metric and schedule.
-        data: inputs and targets to train on.
-        evaluation: those that the metric is of, if there is one.
-    """
-
-    title: str
-    widths: tuple[int, ...]
-    protocol: Protocol
-    data: tuple[Array, Array]
-    evaluation: tuple[Array, Array] | None = None
+    widths: tuple[int, ...]  # of the networks, inputs first
+    protocol: Protocol  # loss, metric and schedule
+    data: tuple[Array, Array]  # inputs and targets to train on
+    evaluation: tuple[Array, Array] | None = None  # those that the metric is of, if there is one
 
     @property
     def steps_per_epoch(self) -> int:
@@ -77,19 +63,81 @@ class Problem:
         return -(-rows // (self.protocol.batch_size or rows))
 
 
-def begin(out: str | Path, name: str, config: Record, command: str | None, resume: bool) -> Run:
-    """Return the folder of a run that will be drawn, new or resumed."""
+@dataclass(frozen=True)
+class Toy:
+    """What Levy and Banana have of their own; they share `run`.
+
+    Args:
+        name: of the experiment.
+        load: gives the data, and their part of the configuration, from the experiment's own
+            options; a resumed run's configuration comes first.
+        make_problem: what to train for, from data, epochs and patience.
+        describe: gives the arrays and the measures of some members of a stack, one after the
+            other, from the data; a function of a module, so that processes can be given it.
+        draw: gives the figures, by name, each a function without arguments and a caption.
+        film: gives the slider's arrays.
+    """
+
+    name: str
+    load: Callable[..., tuple[Any, Record]]
+    make_problem: Callable[[Any, int, int], Problem]
+    describe: Callable[[Any, Result, Film, Sequence[int]], Iterable[tuple[Arrays, Record]]]
+    draw: Callable[[Run, Any], Drawings]
+    film: Callable[[Run, Any], Arrays]
+
+
+def run(
+    toy: Toy,
+    out: str | Path,
+    *,
+    methods: Sequence[str] = COMPARED,
+    seeds: int = 20,
+    lrs: Sequence[float] = LRS,
+    epochs: int,
+    patience: int,
+    init: str = "glorot",
+    jobs: int | None = None,
+    resume: bool = False,
+    command: str | None = None,
+    progress: Progress | None = None,
+    **own: Any,
+) -> Run:
+    """Train all methods from several seeds; write records, curves and figures to a folder.
+
+    Args:
+        toy: which experiment.
+        out: the run's folder.
+        methods: names of `methods.METHODS`.
+        seeds: how many initial weights and orders of batches, drawn from 0, 1, ...
+        lrs: learning rates, each for every method.
+        epochs: the most there are.
+        patience: epochs without a better result before the rate falls; twice that to stop.
+        init: "glorot", as the papers' code, or "sphere", as their text.
+        jobs: how many processes train, by default one a core; numbers do not depend on it.
+        resume: go on with the run in the folder.
+        command: what a user types to do it again.
+        progress: called with a title, what is done and how much there is.
+        own: the experiment's own options, about its data.
+    """
     import geoparam.plots  # noqa: F401  says now, not after training, that matplotlib is missing
 
-    may_change = ("methods", "seeds", "lrs")
-    return Run.create(out, name, config, command, key=KEY, resume=resume, may_change=may_change)
+    config = check_options(methods, init, seeds, lrs) | {"epochs": epochs, "patience": patience}
+    there = resume and Path(out, "config.json").exists()
+    data, source = toy.load(Run.open(out).config if there else {}, **own)
+    options: Record = {"resume": resume, "may_change": ("methods", "seeds", "lrs")}
+    done = Run.create(out, toy.name, config | source, command, key=KEY, **options)
+    problem = toy.make_problem(data, epochs, patience)
+    train_missing(done, problem, functools.partial(toy.describe, data), jobs, progress)
+    save_figures(done, toy.draw(done, data), progress)
+    done.save_curves(f"slider_{toy.name}", **toy.film(done, data))
+    return done
 
 
 def check_options(names: Sequence[str], init: str, seeds: int, lrs: Sequence[float]) -> Record:
     """Return this part of a run's configuration; raise ValueError where some of it is wrong."""
-    tasks.check_names("methods", names, tuple(methods.METHODS))
+    tasks.check_names("methods", names, tuple(methods_table.METHODS))
     for name in names:
-        methods.get(name, init=init)
+        methods_table.get(name, init=init)
     if seeds < 1:
         raise ValueError(f"seeds is how many initial weights to train from, >= 1; got {seeds}.")
     if not lrs or not all(0 < lr < math.inf for lr in lrs):
@@ -116,12 +164,12 @@ def train(
 
     Example:
         >>> x = np.linspace(-1, 1, 20)[:, None]
-        >>> problem = Problem("Kink", (1, 8, 1), Protocol(epochs=30), (x, np.abs(x[:, 0])))
+        >>> problem = Problem((1, 8, 1), Protocol(epochs=30), (x, np.abs(x[:, 0])))
         >>> result, film = train(problem, "gmp", [Member(0.1, seed) for seed in range(3)])
         >>> film.predict(x).shape[2], int(film.epochs[-1])
         (20, 30)
     """
-    models = [methods.mlp(method, problem.widths, seed=m.seed, init=init) for m in members]
+    models = [methods_table.mlp(method, problem.widths, seed=m.seed, init=init) for m in members]
     rates, seeds = zip(*members, strict=True)
     result = stacked.train(
         models,
@@ -169,22 +217,14 @@ def train_missing(
     """Train every stack that lacks a record, and add curves and record of what was missing.
 
     Ctrl-C lets the stacks under way finish, so that no work is lost; a second one stops at once.
-
-    Args:
-        run: its configuration names methods, seeds, lrs and init.
-        problem: what to train for.
-        describe: gives the arrays and the measures of some members, one after the other; for
-            several jobs, a function of a module or a partial of one.
-        jobs: how many processes train; as many as there are cores if None.
-        progress: called with how many epochs are done, of all stacks together.
     """
     todo, each = find_stacks(run), problem.protocol.epochs
-    epochs = dict.fromkeys(todo, 0)
+    epochs, title = dict.fromkeys(todo, 0), run.info["experiment"].capitalize()
 
     def report(stack: Stack, epoch: int, left: int = 0, remark: str = "") -> None:
         epochs[stack] = epoch
         if progress is not None:
-            progress(problem.title, sum(epochs.values()), each * len(todo))
+            progress(title, sum(epochs.values()), each * len(todo))
 
     work = functools.partial(_train_stack, problem, run.config["init"], describe)
     for stack, outcomes in tasks.spread(work, todo, jobs or tasks.cores(), report, patient=True):
@@ -240,177 +280,14 @@ def _to_single(arrays: Arrays) -> Arrays:
         return {k: v.astype("f4") if v.dtype == np.float64 else v for k, v in arrays.items()}
 
 
-# --- reading ------------------------------------------------------------------------------------
-
-
-def papers_lr(method: str, lrs: Sequence[float]) -> float:
-    """Return the papers' rate of a method, or where that was not run the nearest one that was.
-
-    Example:
-        >>> papers_lr("gmp", (0.01, 0.1)), papers_lr("gmp", (0.01, 0.03))
-        (0.1, 0.03)
-    """
-    return min(lrs, key=lambda lr: abs(np.log(lr / methods.LEARNING_RATES[method])))
-
-
-def records_of(run: Run, method: str, lr: float | None = None) -> list[Record]:
-    """Return a method's records at a rate, or else at the papers'."""
-    lr = lr or papers_lr(method, run.config["lrs"])
-    return [r for r in run.records() if r["method"] == method and r["lr"] == lr]
-
-
-def compare_gmp_with_sp(
-    run: Run, measure: str, motion: str, lr: float | None = None
-) -> list[tuple[float, float]] | None:
-    """Return GmP's median result and largest motion, then SP's; None where one is missing."""
-    found = []
-    for method in ("gmp", "sp"):
-        own = records_of(run, method, lr)
-        results = [r[measure] for r in own if math.isfinite(r[measure])]
-        if not results:
-            return None
-        found.append((float(np.median(results)), max(r[motion] for r in own)))
-    return found
-
-
-def median_seed(records: Iterable[Record], measure: str) -> int:
-    """Return the seed with the median result; of two in the middle, the one with the lower value.
-
-    Example:
-        >>> median_seed([{"seed": s, "rmse": x} for s, x in enumerate((0.4, 1.2, 1.1))], "rmse")
-        2
-    """
-    order = sorted((not math.isfinite(r[measure]), r[measure], r["seed"]) for r in records)
-    finite = sum(not infinite for infinite, _, _ in order) or 1
-    return int(order[(finite - 1) // 2][2])
-
-
-def show_median(run: Run, measure: str, lr: float | None = None) -> dict[str, Arrays]:
-    """Return each method's arrays of its median seed, at a rate or else at the papers' own."""
-    found = {}
-    for method in run.config["methods"]:
-        rate = lr or papers_lr(method, run.config["lrs"])
-        seed = median_seed(records_of(run, method, rate), measure)
-        found[method] = run.curves(name_curves(method, Member(rate, seed)))
-    return found
-
-
-def film_seeds(run: Run, measure: str, names: Sequence[str]) -> tuple[Arrays, list[list[Arrays]]]:
-    """Return what the slider shows of several seeds, and the arrays by seed and method.
-
-    The result has `names` as (S, M, T, ...) on one time axis, the `steps` of its frames, the
-    methods' titles, the seeds, and for each method the place of its median seed among them.
-    """
-    config = run.config
-    own = {method: records_of(run, method) for method in config["methods"]}
-    medians = [median_seed(records, measure) for records in own.values()]
-    others = [seed for seed in range(config["seeds"]) if seed not in medians]
-    seeds = sorted({*medians, *others[: max(0, SHOWN - len(set(medians)))]})
-    films = [
-        [run.curves(name_curves(m, Member(papers_lr(m, config["lrs"]), seed))) for m in own]
-        for seed in seeds
-    ]
-    together = snapshots.together([film for each in films for film in each], names)
-    found = {n: together[n].reshape(len(seeds), len(own), *together[n].shape[1:]) for n in names}
-    found |= {
-        "steps": together["steps"],
-        "methods": np.array([methods.TITLES[name] for name in own]),
-        "seeds": np.array(seeds),
-        "median": np.array([seeds.index(seed) for seed in medians]),
-    }
-    return found, films
-
-
-def largest_moves(
-    films: Sequence[Sequence[Arrays]], name: str, steps: Array, per_epoch: int = 1
-) -> Array:
-    """Return the largest value of any update since the frame before, (S, M, T)."""
-    return np.array(
-        [
-            [snapshots.largest_since(film[name], steps, per_epoch) for film in each]
-            for each in films
-        ]
-    )
-
-
-# --- drawing ------------------------------------------------------------------------------------
-
-
 def save_figures(
     run: Run,
-    drawings: dict[str, tuple[Callable[..., "Figure"], str]],
-    what: Sequence[Any],
+    drawings: Drawings,
     progress: Progress | None = None,
 ) -> None:
-    """Write figures/NAME.png and its caption, one by one: `drawings` are functions of `what`."""
+    """Write figures/NAME.png and its caption, one by one."""
     title = f"{run.info['experiment'].capitalize()} figures"
     for count, (name, (draw, caption)) in enumerate(drawings.items(), start=1):
-        run.figure(name, draw(*what), caption)
+        run.figure(name, draw(), caption)
         if progress is not None:
             progress(title, count, len(drawings))
-
-
-def new_columns(
-    count: int, deep: int, size: tuple[float, float]
-) -> tuple["Figure", Array, "Axes"]:
-    """Return a figure, a column of `deep` axes for each of `count` methods, and the upper right.
-
-    Five columns are beside each other at most, the others below; `size` is that of a panel.
-
-    Example:
-        >>> figure, columns, corner = new_columns(7, 2, (4.0, 3.0))
-        >>> columns.shape, len(figure.axes), corner is columns[4, 0]
-        ((7, 2), 20, True)
-    """
-    from geoparam import plots
-
-    wide = min(count, 5)
-    bands = -(-count // wide)
-    inches = (1.0 + size[0] * wide, size[1] * deep * bands)
-    figure, axes = plots.new_figure(bands * deep, wide, size=inches)
-    columns = axes.reshape(bands, deep, wide).swapaxes(1, 2).reshape(-1, deep)
-    for spare in columns[count:].flat:
-        spare.axis("off")
-    return figure, columns[:count], axes[0, -1]
-
-
-def draw_seeds(run: Run, measure: str, label: str, printed: Experiment | None = None) -> "Figure":
-    """Draw a point for every seed, method and rate, and the one seed that an experiment's papers
-    print, where it is given."""
-    from geoparam import plots
-
-    config = run.config
-    columns = [(method, lr) for method in config["methods"] for lr in config["lrs"]]
-    wide = max(1.6 + 0.95 * len(columns), 7.0)  # words need that much, however few the columns
-    figure, axes = plots.new_figure(1, 1, size=(wide, 4.2))
-    ax = axes[0, 0]
-    for x, (method, lr) in enumerate(columns):
-        values = [r[measure] for r in records_of(run, method, lr) if np.isfinite(r[measure])]
-        _draw_seed_column(ax, x, values, method, lr)
-        known = printed.printed(measure, method) if printed else None
-        if known and lr == papers.RATES[method]:
-            ax.plot([x], [known.value], "D", color="white", mec="black", ms=8, zorder=4)
-    if printed:
-        ax.plot([], [], "D", color="white", mec="black", ms=8, label="papers, one seed")
-    ax.plot([], [], "_", color="black", ms=16, mew=2, label="median")
-    names = [f"{methods.TITLES[method]}\n{lr:g}" for method, lr in columns]
-    ax.set_xticks(range(len(columns)), names)
-    ax.set(ylabel=label, xlim=(-0.6, len(columns) - 0.4))
-    ax.set_xlabel("method and learning rate (filled: the rate that the papers chose)")
-    ax.grid(visible=False, axis="x")
-    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
-    return figure
-
-
-def _draw_seed_column(ax: "Axes", x: int, values: list[float], method: str, lr: float) -> None:
-    """One method at one rate: filled where the rate is the papers' for it."""
-    from geoparam import plots
-
-    colour = plots.method_style(method).colour
-    order = np.argsort(np.argsort(values))
-    middle = (min(len(values), 5) - 1) / 2
-    beside = x + 0.11 * (order % 5 - middle)  # so that equal values do not hide each other
-    filled = lr == methods.LEARNING_RATES[method]
-    ax.plot(beside, values, "o", color=colour, mfc=colour if filled else "none", ms=5, alpha=0.75)
-    if values:
-        ax.plot([x], [np.median(values)], "_", color="black", ms=26, mew=2, zorder=3)

@@ -68,21 +68,13 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """Networks that are trained in one stack.
-
-    Args:
-        dataset: its name.
-        method: its name.
-        members: the networks.
-        chosen: whether their rates are settled, so that they may meet the test part.
-        rate: of all members, where it is one of several that are tried.
-    """
+    """Networks that are trained in one stack."""
 
     dataset: str
     method: str
     members: tuple[Member, ...]
-    chosen: bool = True
-    rate: float | None = None
+    chosen: bool = True  # whether their rates are settled, so that they may meet the test part
+    rate: float | None = None  # of all members, where it is one of several that are tried
 
     @property
     def keys(self) -> list[tuple[Any, ...]]:
@@ -107,15 +99,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Settings:
-    """How all tasks of a run are done.
-
-    Args:
-        protocol: "paper" or "heldout".
-        init: as `methods.get` takes it.
-        epochs: the most there are.
-        device: where to train.
-        dtype: of the networks.
-    """
+    """How all tasks of a run are done."""
 
     protocol: str = "paper"
     init: str = "glorot"
@@ -139,21 +123,7 @@ class Settings:
 
 
 def train(task: Task, table: Table, settings: Settings, tick: Tick | None = None) -> Done:
-    """Train a task's networks.
-
-    Args:
-        task: what to train.
-        table: inputs (points, features) and targets (points,).
-        settings: how.
-        tick: called after each epoch with its number and how many networks are left.
-
-    Example:
-        >>> x = np.random.RandomState(0).randn(50, 3)
-        >>> task = Task("planes", "gmp", (Member(split=0, lr=0.1), Member(split=1, lr=0.1)))
-        >>> done = train(task, (x, np.abs(x).sum(1)), Settings(epochs=5))
-        >>> sorted(done.records[1])[:6]
-        ['best_epoch', 'chosen', 'dataset', 'epochs', 'init', 'lr']
-    """
+    """Train a task's networks on a table: inputs (points, features) and targets (points,)."""
     seeds = [member.split for member in task.members]
     data = parts.stack(*table, seeds, settings.protocol)
     widths = (data.x_train.shape[-1], UNITS, 1)
@@ -228,7 +198,7 @@ def grid_tasks(config: Record, dataset: str, together: bool = False) -> list[Tas
             found.append(Task(dataset, method, members, final))
             continue
         for lr in rates:
-            stacks = _chunks([Member(split, lr) for split in splits])
+            stacks = _split([Member(split, lr) for split in splits])
             own = lr if config["lrs"] else None
             found += [Task(dataset, method, stack, final, own) for stack in stacks]
     return found
@@ -236,14 +206,11 @@ def grid_tasks(config: Record, dataset: str, together: bool = False) -> list[Tas
 
 def chosen_tasks(config: Record, dataset: str, records: Iterable[Record]) -> list[Task]:
     """Return the tasks of a data set that train each split at the rate chosen for it."""
-    chosen = choose(record for record in records if record["dataset"] == dataset)
-    return [
-        Task(dataset, method, stack)
-        for method in config["methods"]
-        for stack in _chunks(
-            [Member(split, chosen[dataset, method, split]) for split in range(config["seeds"])]
-        )
-    ]
+    chosen, found = choose(r for r in records if r["dataset"] == dataset), []
+    for method in config["methods"]:
+        members = [Member(s, chosen[dataset, method, s]) for s in range(config["seeds"])]
+        found += [Task(dataset, method, stack) for stack in _split(members)]
+    return found
 
 
 def choose(records: Iterable[Record]) -> dict[tuple[str, str, int], float]:
@@ -252,10 +219,8 @@ def choose(records: Iterable[Record]) -> dict[tuple[str, str, int], float]:
     Of equal ones it is the lowest rate; one whose error is no number is never better.
 
     Example:
-        >>> rates = {0.01: 0.5, 0.1: 0.4, 0.3: float("nan")}
-        >>> records = [{"dataset": "yacht", "method": "sp", "split": 0, "lr": lr, "val_rmse": rmse}
-        ...            for lr, rmse in rates.items()]
-        >>> choose(records)
+        >>> one = {"dataset": "yacht", "method": "sp", "split": 0}
+        >>> choose([one | {"lr": 0.1, "val_rmse": 0.4}, one | {"lr": 0.3, "val_rmse": math.nan}])
         {('yacht', 'sp', 0): 0.1}
     """
     best: dict[tuple[str, str, int], tuple[float, float]] = {}
@@ -267,7 +232,7 @@ def choose(records: Iterable[Record]) -> dict[tuple[str, str, int], float]:
     return {key: lr for key, (_, lr) in best.items()}
 
 
-def _chunks(members: Sequence[Member]) -> list[tuple[Member, ...]]:
+def _split(members: Sequence[Member]) -> list[tuple[Member, ...]]:
     return [tuple(members[i : i + AT_ONCE]) for i in range(0, len(members), AT_ONCE)]
 
 
@@ -319,7 +284,7 @@ def run(
         tables: inputs and targets of other data sets, by name.
     """
     settings = Settings(protocol, init, epochs, str(device), dtype)
-    config = _checked(settings, datasets, methods, seeds, lrs, (*NAMES, *(tables or {})))
+    config = _check_options(settings, datasets, methods, seeds, lrs, (*NAMES, *(tables or {})))
     loaded = {
         name: (tables or {}).get(name) or data_sets.load(name, data) for name in config["datasets"]
     }
@@ -372,7 +337,7 @@ def _do(
         session.share([(task.point, task) for task in own], judged, storage, study)
 
 
-def _checked(
+def _check_options(
     settings: Settings,
     datasets: Sequence[str],
     names: Sequence[str],
@@ -401,12 +366,12 @@ def _checked(
         "lrs": grid and sorted({float(lr) for lr in grid}),
         "init": settings.init,
         "epochs": settings.epochs,
-        "device": _usable(settings.device),
+        "device": _find_device(settings.device),
         "dtype": str(settings.dtype).removeprefix("torch."),
     }
 
 
-def _usable(device: str) -> str:
+def _find_device(device: str) -> str:
     """Return the type of a device, if torch can put a tensor there."""
     try:
         return torch.empty(0, device=device).device.type

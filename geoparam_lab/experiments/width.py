@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from geoparam_lab import methods
 from geoparam_lab.data import splits as parts
@@ -59,21 +59,13 @@ KEY = ("kind", "dataset", "method", "init", "width", "lr", "seed")
 
 @dataclass(frozen=True)
 class Task:
-    """Some networks of one kind of question, data set, variant and width.
+    """Some networks of one kind of question, data set, variant and width."""
 
-    Args:
-        kind: "start", "fan_in" or "trained".
-        dataset: "levy", "energy" or, for the fan-in, "normal".
-        variant: how they begin.
-        width: of the hidden layer; for the fan-in, of the inputs.
-        members: rate, None before training, and seed of each.
-    """
-
-    kind: str
-    dataset: str
-    variant: Variant
-    width: int
-    members: tuple[tuple[float | None, int], ...]
+    kind: str  # "start", "fan_in" or "trained"
+    dataset: str  # "levy", "energy" or, for the fan-in, "normal"
+    variant: Variant  # how they begin
+    width: int  # of the hidden layer; for the fan-in, of the inputs
+    members: tuple[tuple[float | None, int], ...]  # rate, None before training, and seed of each
 
     @property
     def keys(self) -> list[tuple[Any, ...]]:
@@ -89,33 +81,22 @@ class Task:
 
 @dataclass(frozen=True)
 class Work:
-    """Does any task of a run.
+    """Does any task of a run."""
 
-    Args:
-        energy: inputs and targets of the whole set, or None where it is not asked for.
-        steps: of training.
-    """
-
-    energy: tuple[Array, Array] | None
-    steps: int = STEPS
+    energy: tuple[Array, Array] | None  # the whole set, where it is asked for
+    steps: int = STEPS  # of training
 
     def __call__(self, task: Task, tick: Tick) -> Done:
         measures = {"start": self._start, "fan_in": self._fan_in, "trained": self._trained}
-        found = measures[task.kind](task, tick)
-        return Done(
-            [
-                dict(zip(KEY, key, strict=True)) | measure
-                for key, measure in zip(task.keys, found, strict=True)
-            ]
-        )
+        found = zip(task.keys, measures[task.kind](task, tick), strict=True)
+        return Done([dict(zip(KEY, key, strict=True)) | measure for key, measure in found])
 
     def _start(self, task: Task, tick: Tick) -> list[Record]:
         found = []
         for done, (_, seed) in enumerate(task.members):
             data = self._data(task.dataset, [seed])
-            found.append(
-                width_scales.start(_network(task, seed, data, torch.float64), *_first(data))
-            )
+            x, y = torch.from_numpy(data.x_train[0]), torch.from_numpy(data.y_train[0])
+            found.append(width_scales.start(_network(task, seed, data, torch.float64), x, y))
             tick(0, len(task.members) - done - 1)
         return found
 
@@ -166,10 +147,6 @@ def _network(task: Task, seed: int, data: parts.Splits, dtype: torch.dtype) -> n
     widths = (data.x_train.shape[-1], task.width, 1)
     method, init = task.variant
     return methods.mlp(method, widths, seed=seed, init=init, dtype=dtype)
-
-
-def _first(data: parts.Splits) -> tuple[Tensor, Tensor]:
-    return torch.from_numpy(data.x_train[0]), torch.from_numpy(data.y_train[0])
 
 
 # --- a run --------------------------------------------------------------------------------------
@@ -262,9 +239,8 @@ def answers(records: Iterable[Record], config: Record) -> list[Record]:
     known = list(records)
     for dataset in (*config["datasets"], "normal"):
         for variant in VARIANTS:
-            own = [
-                r for r in known if (r["dataset"], r["method"], r["init"]) == (dataset, *variant)
-            ]
+            wanted = (dataset, *variant)
+            own = [r for r in known if (r["dataset"], r["method"], r["init"]) == wanted]
             key = dict.fromkeys(KEY) | variant._asdict()
             answer = exponents([r for r in own if r["kind"] in ("start", "fan_in")])
             if dataset != "normal":
@@ -285,14 +261,11 @@ def exponents(records: Sequence[Record]) -> Record:
     measures = [name for name in records[0] if name not in KEY]
     if len(set(widths)) < 2:
         return {}
-    return {
-        f"exponent_{name}": round(_slope(widths, [record[name] for record in records]), 4)
-        for name in measures
-    }
-
-
-def _slope(widths: Array, values: Sequence[float]) -> float:
-    return float(np.polyfit(np.log(widths), np.log(values), 1)[0])
+    found = {}
+    for name in measures:
+        slope = np.polyfit(np.log(widths), np.log([record[name] for record in records]), 1)[0]
+        found[f"exponent_{name}"] = round(float(slope), 4)
+    return found
 
 
 def _errors(records: Iterable[Record], config: Record) -> Array:

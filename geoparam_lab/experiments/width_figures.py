@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from geoparam import plots
-from geoparam.plots.style import DASHED, DOTTED, SOLID, legend_beside, ordered_colours
+from geoparam.plots import DASHED, DOTTED, SOLID, legend_beside, ordered_colours
 from geoparam_lab.experiments.width_scales import VARIANTS, Variant
 from geoparam_lab.run_folder import Record, Run
 

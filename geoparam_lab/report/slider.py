@@ -1,4 +1,4 @@
-"""The arrays behind a slider, checked, thinned and packed for the page.
+"""The arrays behind a slider, checked and packed for the page.
 
 Numbers travel as zlib-compressed bytes in base64, which browsers unpack by themselves
 (DecompressionStream). Floats are float32 with 12 bits of mantissa, which is a quarter of a
@@ -19,8 +19,6 @@ from geoparam_lab.experiments.experiment import Slider
 
 Array = np.ndarray
 
-FRAMES, SIDE = 100, 64  # at most: frames of a slider, pixels of a decision region's side
-
 
 def pack_slider(arrays: Mapping[str, Array]) -> dict[str, Any]:
     """Return what the page's script needs to draw a slider, from curves/slider_NAME.npz.
@@ -38,12 +36,6 @@ def pack_slider(arrays: Mapping[str, Array]) -> dict[str, Any]:
     seeds = [int(seed) for seed in np.ravel(_get(arrays, "seeds"))]
     sizes = {"S": len(seeds), "M": len(methods), "T": len(steps)}
     found = _check_shapes(arrays, slider.axes, sizes)
-    frames = thin(len(steps), FRAMES)
-    for name, axes in slider.axes.items():
-        if "T" in axes:
-            found[name] = found[name].take(frames, axis=axes.index("T"))
-    if "score" in found:
-        found["score"] = _shrink(found["score"])
     styles = curve_styles(title.partition(",")[0].partition("(")[0].strip() for title in methods)
     return {
         "kind": kind,
@@ -53,7 +45,7 @@ def pack_slider(arrays: Mapping[str, Array]) -> dict[str, Any]:
         "colours": [style.colour for style in styles],
         "dashes": [[2 * part for part in _pattern(style)] for style in styles],
         "units": list(CYCLE),
-        "steps": [float(step) for step in steps[frames]],
+        "steps": [float(step) for step in steps],
         "arrays": {name: pack(array) for name, array in found.items()},
     }
 
@@ -65,16 +57,6 @@ def find_slider(kind: str) -> Slider:
         known = [e.name for e in experiments.EXPERIMENTS.values() if e.slider]
         raise ValueError(f"kind must be one of {', '.join(known)}; got {kind!r}.")
     return slider
-
-
-def thin(count: int, most: int) -> Array:
-    """Return indices of at most `most` of `count` things, the first and the last among them.
-
-    Example:
-        >>> thin(3, 9).tolist(), thin(9, 3).tolist()
-        ([0, 1, 2], [0, 4, 8])
-    """
-    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
 
 
 def pack(array: Array) -> dict[str, Any]:
@@ -132,24 +114,3 @@ def _check_shapes(
 
 def _write_axes(axes: str, sizes: Mapping[str, int]) -> str:
     return ", ".join(str(sizes.get(axis, axis)) for axis in axes)
-
-
-def _shrink(score: Array) -> Array:
-    """Return decision regions as bytes with sides of at most SIDE pixels."""
-    if score.dtype != np.uint8:
-        score = np.nan_to_num(255 * score.astype(float), nan=127.5).clip(0, 255).astype(np.uint8)
-    for axis in (-2, -1):
-        score = _interpolate(score, axis % score.ndim)
-    return score
-
-
-def _interpolate(score: Array, axis: int) -> Array:
-    """Return bytes interpolated at SIDE places along an axis that has more."""
-    count = score.shape[axis]
-    if count <= SIDE:
-        return score
-    places = np.linspace(0, count - 1, SIDE)
-    low = np.minimum(places.astype(int), count - 2)
-    share = (places - low).reshape([-1 if a == axis else 1 for a in range(score.ndim)])
-    below, above = score.take(low, axis), score.take(low + 1, axis)
-    return (below * (1 - share) + above * share).round().astype(np.uint8)

@@ -58,23 +58,14 @@ def _write(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """The records of one table, sorted into rows and columns.
-
-    Args:
-        experiment: of the run.
-        measure: what the table shows.
-        layout: one of the experiment's.
-        cells: the records by row and column.
-        config: of the run.
-        group: the value of the layout's group that the records have; empty without one.
-    """
+    """The records of one table, sorted into rows and columns."""
 
     experiment: Experiment
     measure: Measure
     layout: Layout
     cells: Cells
     config: Mapping[str, Any] = field(default_factory=dict)
-    group: Any = ""
+    group: Any = ""  # the value of the layout's group that the records have
 
     @property
     def title(self) -> str:
@@ -200,22 +191,12 @@ def in_brackets(experiment: Experiment, group: Any) -> str:
 
 
 def sample(record: Record) -> Any:
-    """Return what a result is paired by: the split, or else the seed.
-
-    Example:
-        >>> sample({"split": 3, "seed": 0}), sample({"seed": 5})
-        (3, 5)
-    """
+    """Return what a result is paired by: the split, or else the seed."""
     return make_sortable(record.get("split", record.get("seed")))
 
 
 def make_sortable(value: Any) -> Any:
-    """Return a value that can be looked up and sorted: numbers and strings as they are.
-
-    Example:
-        >>> make_sortable(0.1), make_sortable([1, 2]), make_sortable(None)
-        (0.1, '[1, 2]', '')
-    """
+    """Return a value that can be looked up and sorted: numbers and strings as they are."""
     if isinstance(value, (str, int, float)):
         return value
     return "" if value is None else str(value)

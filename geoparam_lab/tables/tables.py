@@ -167,7 +167,7 @@ def _make_list(block: Block, base: str | None, compared: Sequence[Comparison]) -
         cells = [_detail_cell(block.records(line, column), detail) for line in block.cells]
         named[detail.title] = cells
     notes = [*explain_results(block), *(explain_differences(block, compared) if compared else ())]
-    if any(title.startswith("largest") for title in named):
+    if any(record.keys() & {"largest_move", "largest_rotation"} for record in block.all_records()):
         notes.append("Largest: of any unit of any seed in one update.")
     return _assemble(block.title, block, named, {}, notes)
 

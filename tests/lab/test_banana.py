@@ -42,23 +42,18 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_file_and_network_points_are_generated(nowhere: None, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for data in (None, tmp_path / "data"):
-        assert experiment.load(data).source == "generated"
+        assert experiment.load_points(data).source == "generated"
 
 
 def test_asking_for_keel_never_gives_generated_points(nowhere: None) -> None:
     with pytest.raises(FileNotFoundError, match="no network"):
-        experiment.load(source="KEEL")
-
-
-def test_a_data_folder_that_is_none_is_told(nowhere: None, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="not a folder"):
-        experiment.load(tmp_path / "misspelt")
+        experiment.load_points(source="KEEL")
 
 
 def test_a_damaged_file_is_not_replaced(nowhere: None, tmp_path: Path) -> None:
     (tmp_path / "banana.csv").write_text("At1,At2,Class\n1,2,-1\n")
     with pytest.raises(ValueError, match="cannot be used"):
-        experiment.load(tmp_path)
+        experiment.load_points(tmp_path)
 
 
 # --- the protocol -------------------------------------------------------------------------------
@@ -66,14 +61,14 @@ def test_a_damaged_file_is_not_replaced(nowhere: None, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def stack() -> Any:
-    data = experiment.load(source="generated")
+    data = experiment.load_points(source="generated")
     with tasks.limited(1):
         members = [Member(0.1, 0), Member(0.1, 1)]
         return data, *toys.train(experiment.make_problem(data, 25, 4), "wn", members)
 
 
 def test_the_network_and_its_schedule_are_the_papers() -> None:
-    problem = experiment.make_problem(experiment.load(source="generated"))
+    problem = experiment.make_problem(experiment.load_points(source="generated"))
     assert problem.widths == (2, 10, 1) and problem.steps_per_epoch == 7
     assert problem.protocol.batch_size == 128 and problem.protocol.epochs == 5000
     assert problem.protocol.patience == 50 and problem.protocol.stop_patience is None
@@ -94,12 +89,6 @@ def test_accuracy_is_that_of_the_best_weights_on_the_test_points(stack: Any) -> 
     shown = (film.predict(data.x_test)[:, -1] > 0) == (data.y_test > 0.5)
     np.testing.assert_allclose(shown.mean(-1), result.best_metric)
     np.testing.assert_allclose(result.metrics.max(0), result.best_metric)
-
-
-def test_turns_are_recorded_for_every_update(stack: Any) -> None:
-    _, result, _ = stack
-    assert len(result.motion.rotation) == 7 * result.epochs.max()
-    assert np.isfinite(result.motion.rotation[: 7 * result.epochs[0], 0]).all()
 
 
 # --- a run --------------------------------------------------------------------------------------
@@ -155,7 +144,7 @@ def test_the_slider_has_every_method_on_one_time_axis(finished: Run) -> None:
 
 def test_scores_are_rows_of_the_second_input(finished: Run) -> None:
     """The score at a grid point is that of the network there, first input along the columns."""
-    data = experiment.load(source="generated")
+    data = experiment.load_points(source="generated")
     with tasks.limited(1):
         members = [Member(lr, seed) for lr in (0.01, 0.1) for seed in (0, 1)]
         result, _ = toys.train(experiment.make_problem(data, 25, 4), "gmp", members)

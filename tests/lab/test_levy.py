@@ -1,7 +1,6 @@
 """Levy regression: the data, the protocol, what a run leaves behind and how it is resumed."""
 
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch_rules import keras_adam, keras_plateau, train_on_levy
 from geoparam_lab import methods
 from geoparam_lab.data.synthetic import levy, levy_regression
 from geoparam_lab.experiments import levy as experiment
-from geoparam_lab.experiments import toys
+from geoparam_lab.experiments import toy_figures, toys
 from geoparam_lab.experiments.toys import Member
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training import tasks
@@ -178,14 +177,14 @@ def test_the_slider_has_every_method_on_one_time_axis(finished: Run) -> None:
 def test_the_slider_and_the_figures_begin_with_each_methods_median_seed(tmp_path: Path) -> None:
     options: dict[str, Any] = {"methods": ["sp", "gmp"], "lrs": [0.1], "epochs": 3, "jobs": 1}
     run = experiment.run(tmp_path / "run", **options, seeds=7)
-    slider, shown = run.curves("slider_levy"), toys.show_median(run, "test_rmse")
-    assert len(slider["seeds"]) == toys.SHOWN
+    slider, shown = run.curves("slider_levy"), toy_figures.show_median(run, "test_rmse")
+    assert len(slider["seeds"]) == toy_figures.SHOWN
     for m, method in enumerate(["sp", "gmp"]):
-        own = toys.records_of(run, method)
+        own = toy_figures.records_of(run, method)
         middle = np.median([record["test_rmse"] for record in own])
         [seed] = [record["seed"] for record in own if record["test_rmse"] == middle]
         place = slider["median"][m]
-        assert slider["seeds"][place] == seed == toys.median_seed(own, "test_rmse")
+        assert slider["seeds"][place] == seed == toy_figures.median_seed(own, "test_rmse")
         np.testing.assert_array_equal(
             slider["prediction"][place, m, -1], shown[method]["prediction"][-1]
         )
@@ -193,7 +192,7 @@ def test_the_slider_and_the_figures_begin_with_each_methods_median_seed(tmp_path
 
 def test_what_was_found_and_what_not_is_said_from_the_records(finished: Run) -> None:
     said = experiment.EXPERIMENT.finding(finished)
-    results = [record["test_rmse"] for record in toys.records_of(finished, "gmp")]
+    results = [record["test_rmse"] for record in toy_figures.records_of(finished, "gmp")]
     assert f"the median test RMSE is {np.median(results):.2f} under GmP" in said
     assert "cut short" in experiment.EXPERIMENT.limits(finished)
 
@@ -241,13 +240,6 @@ def test_more_seeds_and_methods_are_added_to_what_is_there(
     assert len(again.records()) == len(finished.records()) + len(new)
 
 
-def test_other_settings_are_not_mixed_in(finished: Run, tmp_path: Path) -> None:
-    with pytest.raises(FileExistsError, match="--resume"):
-        experiment.run(finished.folder, **SHORT)
-    with pytest.raises(ValueError, match="patience=10, now 11"):
-        experiment.run(finished.folder, **SHORT | {"patience": 11}, resume=True)
-
-
 def test_progress_counts_epochs_and_figures_to_the_end(tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     wanted = {"methods": ["sp", "gmp"], "lrs": [0.1], "epochs": 3, "seeds": 1, "jobs": 1}
@@ -285,16 +277,6 @@ def test_a_run_that_diverges_is_told_and_drawn(tmp_path: Path) -> None:
     records = experiment.run(tmp_path / "run", **wanted).records()
     assert [r["outcome"] for r in records] == ["finished", "diverged"] * 2
     assert all(r["epochs"] < 5 for r in records if r["outcome"] == "diverged")
-
-
-def test_one_seed_of_one_method_is_drawn_beside_its_median(tmp_path: Path) -> None:
-    run = Run.create(tmp_path, "levy", {"methods": ["gmp"], "lrs": [0.1]}, key=toys.KEY)
-    run.append({"method": "gmp", "lr": 0.1, "seed": 0, "test_rmse": 0.5})
-    figure = toys.draw_seeds(run, "test_rmse", "test RMSE")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # matplotlib's, where words leave no room for the axes
-        run.figure("seeds", figure)
-    assert figure.axes[0].lines[0].get_xdata() == [0]
 
 
 @pytest.mark.slow

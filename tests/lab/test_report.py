@@ -165,11 +165,6 @@ def test_damaged_files_are_left_out_with_a_word(tmp_path: Path) -> None:
     assert [a["alt"] for a in page.all("img")] == ["Good"] and not page.all("canvas")
 
 
-def test_no_run_is_an_error() -> None:
-    with pytest.raises(ValueError, match="one run or more"):
-        report.make_page([])
-
-
 def test_a_run_is_made_again_in_another_folder(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run", "levy", {}, "geoparam run levy --out x")
     for more in ("geoparam run levy --resume --out x", "geoparam run levy --seeds 9 --out=x"):
@@ -222,17 +217,6 @@ def test_floats_keep_12_bits_and_what_is_not_finite() -> None:
 def test_bytes_come_back_exactly() -> None:
     values = np.random.default_rng(0).integers(0, 256, (2, 5, 3, 4), dtype=np.uint8)
     np.testing.assert_array_equal(unpack(slider.pack(values)), values)
-
-
-def test_long_films_are_thinned_and_keep_both_ends() -> None:
-    arrays = run_folders.banana_slider(250, side=90)
-    found = slider.pack_slider(arrays)
-    assert len(found["steps"]) == slider.FRAMES
-    assert (found["steps"][0], found["steps"][-1]) == (0, arrays["steps"][-1])
-    score = unpack(found["arrays"]["score"])[0]
-    assert score.shape == (4, slider.FRAMES, slider.SIDE, slider.SIDE)
-    ends = np.ix_(range(4), [0, -1], [0, -1], [0, -1])
-    np.testing.assert_array_equal(score[ends], arrays["score"][ends])
 
 
 @pytest.mark.parametrize(

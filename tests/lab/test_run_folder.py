@@ -64,11 +64,6 @@ def test_config_holds_no_path_of_the_machine(run: Run) -> None:
     assert str(Path(geoparam.__file__).parents[1]) not in text
 
 
-def test_default_command_is_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/opt/env/bin/geoparam", "run", "levy", "--out", "a b"])
-    assert session.describe_session()["command"] == "geoparam run levy --out 'a b'"
-
-
 def git(folder: Path, *arguments: str) -> None:
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run(["git", "-C", folder, *identity, *arguments], check=True, capture_output=True)
@@ -146,13 +141,6 @@ def test_without_a_key_only_equal_records_are_duplicates(tmp_path: Path) -> None
     assert run.records() == [{"value": 1}, {"value": 2}]
 
 
-def test_a_run_sees_what_another_process_finished(run: Run) -> None:
-    other = Run.open(run.folder)
-    assert not run.done(method="sp", seed=0)
-    other.append({"method": "sp", "seed": 0})
-    assert run.done(method="sp", seed=0)
-
-
 def test_a_half_written_line_is_ignored_and_overwritten(run: Run) -> None:
     metrics = run.folder / "metrics.jsonl"
     run.append({"method": "sp", "seed": 0})
@@ -226,11 +214,6 @@ def test_a_resumed_run_must_not_differ(run: Run, config: dict[str, Any], differe
         create(run.folder, config, resume=True)
 
 
-def test_another_experiment_cannot_be_resumed(run: Run) -> None:
-    with pytest.raises(ValueError, match="experiment='uci', now 'levy'"):
-        Run.create(run.folder, "levy", CONFIG, key=("method", "seed"), resume=True)
-
-
 def test_a_resumed_run_may_do_more_where_it_says_so(run: Run) -> None:
     more = {**CONFIG, "methods": ["sp", "gmp", "bn"]}
     resumed = create(run.folder, more, resume=True, may_change=("methods",))
@@ -299,12 +282,6 @@ def test_curves_come_back_as_they_were(run: Run) -> None:
     curves = run.curves(name)
     np.testing.assert_array_equal(curves["loss"], loss.detach().numpy())
     assert curves["units"].dtype == np.float32 and name == "energy-gmp+imn-0.1"
-
-
-def test_missing_curves_are_named(run: Run) -> None:
-    run.save_curves("a", x=[1])
-    with pytest.raises(FileNotFoundError, match=r"b.npz is missing; there are \['a'\]"):
-        run.curves("b")
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "../up", "a/b"])
