@@ -18,7 +18,6 @@ from benchmarks.timing import hardware
 from geoparam_lab import methods
 from geoparam_lab.experiments import uci
 from geoparam_lab.run_folder import Run
-from geoparam_lab.tables import reference
 from geoparam_lab.tables.estimates import agrees, estimate
 from geoparam_lab.training.tasks import count_cores
 
@@ -30,7 +29,7 @@ def cells(run: Run) -> dict[tuple[str, str], tuple[str, bool | None]]:
         for method in run.config["methods"]:
             own = [r for r in run.records() if (r["dataset"], r["method"]) == (dataset, method)]
             ours = estimate(record["test_rmse"] for record in own)
-            papers = reference.printed("uci", "test_rmse", method, dataset)
+            papers = uci.EXPERIMENT.printed("test_rmse", method, dataset)
             text = "–" if ours is None else f"{ours.mean:.4f} ± {ours.error or 0:.4f}"
             found[method, dataset] = text, agrees(ours, papers)
     return found

@@ -22,20 +22,15 @@ import contextlib
 import json
 import math
 import os
-import platform
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
 
-import geoparam as gp
 from geoparam.storage import read_json, read_npz, replacing
+from geoparam_lab.session import describe_session
 
 Record = dict[str, Any]
 Fields = Mapping[str, Any]  # what a record must have, with the types of these fields
@@ -56,10 +51,6 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class Run:
     """One run's folder; use :meth:`create` to write to it and :meth:`open` to read it.
 
-    Arguments:
-        folder: where the run is.
-        info: what its config.json holds.
-
     Example:
         >>> import tempfile
         >>> temporary = tempfile.TemporaryDirectory()
@@ -77,7 +68,7 @@ class Run:
 
     def __init__(self, folder: Path, info: Record) -> None:
         self.folder = folder
-        self.info = info
+        self.info = info  # what its config.json holds
         self._first: dict[Any, Record] = {}  # by key, in the order of the file
         self._read = 0  # bytes of metrics.jsonl that are in it
 
@@ -89,7 +80,7 @@ class Run:
         folder: str | Path,
         experiment: str,
         config: Mapping[str, Any],
-        command: str | Sequence[str] | None = None,
+        command: str | None = None,
         *,
         key: Sequence[str] = (),
         resume: bool = False,
@@ -97,22 +88,21 @@ class Run:
     ) -> "Run":
         """Start a run in a folder, or go on with the one that is there.
 
-        Arguments:
+        Args:
             folder: made if need be.
             experiment: its name.
             config: all that decides the numbers, as JSON can hold it.
             command: what a user types to do it again; by default, what was typed now.
             key: the fields whose values tell one piece of work from another; by default all.
             resume: go on where there is a run; without it, that is an error.
-            may_change: entries of the configuration that a resumed run may change, such as how
-                many seeds there are: those that say how much is done, not how.
+            may_change: entries of the configuration that say how much is done, not how.
         """
         folder = _check_folder(Path(folder))
         wanted = {"experiment": experiment, "config": dict(config), "key": list(key)}
-        now = session(command)
+        now = describe_session(command)
         if not (folder / "config.json").exists():
             with contextlib.suppress(FileExistsError):  # another process was faster
-                _write_new(folder, {"format": 1, **wanted, **now})
+                _write_config(folder, {"format": 1, **wanted, **now})
                 return cls.open(folder)
         run = cls.open(folder)
         if not resume:
@@ -153,18 +143,18 @@ class Run:
     def records(self) -> list[Record]:
         """The records, the first for each key, in the order in which they were finished."""
         path, needed = self.folder / "metrics.jsonl", dict.fromkeys(self.info["key"], object)
-        lines, self._read = _complete_lines(path, needed, self._read)
+        lines, self._read = _read_lines(path, needed, self._read)
         for record in lines:
             fields = self.info["key"] or sorted(record)
-            self._first.setdefault(_values(record, fields), record)
+            self._first.setdefault(_key_of(record, fields), record)
         return [dict(record) for record in self._first.values()]
 
     def done(self, **fields: Any) -> bool:
         """Whether some record has these values."""
         records, wanted = self.records(), _from_json(_to_json(fields))  # reads what is new
         if set(fields) == set(self.info["key"]):
-            return _values(wanted, self.info["key"]) in self._first
-        return any(_values(record, fields) == _values(wanted, fields) for record in records)
+            return _key_of(wanted, self.info["key"]) in self._first
+        return any(_key_of(record, fields) == _key_of(wanted, fields) for record in records)
 
     @property
     def config(self) -> Record:
@@ -174,7 +164,7 @@ class Run:
 
     def sessions(self) -> list[Record]:
         """Command, versions, commit, hardware and start of each session, the first one first."""
-        lines, _ = _complete_lines(self.folder / "sessions.jsonl", _SESSION)
+        lines, _ = _read_lines(self.folder / "sessions.jsonl", _SESSION)
         return [{name: self.info[name] for name in _SESSION}, *lines]
 
     # --- arrays and pictures ------------------------------------------------------------------
@@ -183,7 +173,7 @@ class Run:
         """Write arrays to curves/NAME.npz, whole or not at all."""
         path = self._path("curves", name, ".npz")
         with replacing(path) as unfinished:
-            np.savez_compressed(unfinished, **{k: _array(v) for k, v in arrays.items()})
+            np.savez_compressed(unfinished, **{k: _to_array(v) for k, v in arrays.items()})
         return path
 
     def curves(self, name: str) -> dict[str, np.ndarray]:
@@ -208,6 +198,7 @@ class Run:
         return path
 
     def _path(self, kind: str, name: str, suffix: str) -> Path:
+        """Return the path of a file in a folder of the run."""
         if not name or name.startswith(".") or any(c in name for c in '/\\:*?"<>|\n'):
             raise ValueError(f"a name of {kind} must be that of a file, without folders: {name!r}")
         return self.folder / kind / f"{name}{suffix}"
@@ -232,7 +223,7 @@ def _check_same(folder: Path, info: Record, wanted: Record, may_change: Sequence
     changes = [
         f"{name}={old.get(name)!r}, now {new.get(name)!r}"
         for name in {**old, **new}
-        if name not in may_change and _values(old, [name]) != _values(new, [name])
+        if name not in may_change and _key_of(old, [name]) != _key_of(new, [name])
     ]
     if changes:
         raise ValueError(
@@ -241,81 +232,10 @@ def _check_same(folder: Path, info: Record, wanted: Record, may_change: Sequence
         )
 
 
-# --- what a session is -----------------------------------------------------------------------
-
-
-def session(command: str | Sequence[str] | None = None) -> Record:
-    """What this process is: its command, versions, commit, hardware and time.
-
-    Neither the machine's name nor any path is in it, but those that the user typed.
-
-    Example:
-        >>> sorted(session("geoparam demo"))
-        ['command', 'commit', 'hardware', 'started', 'versions']
-    """
-    if command is None:
-        command = [Path(sys.argv[0]).name, *sys.argv[1:]]
-    return {
-        "command": command if isinstance(command, str) else shlex.join(command),
-        "versions": versions(),
-        "commit": commit(),
-        "hardware": hardware(),
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Versions of geoparam and of what its numbers depend on."""
-    return {
-        "geoparam": gp.__version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def commit(package: Path = Path(__file__).parents[1]) -> Record | None:
-    """The commit of the package's checkout, and whether the package differs; None without one."""
-    try:
-        _git(package, "ls-files", "--error-unmatch", "__init__.py")  # not the repository around
-        changed = _git(package, "status", "--porcelain", "--untracked-files=no", "--", ".")
-        return {"id": _git(package, "rev-parse", "HEAD").strip(), "dirty": bool(changed)}
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, timeout=30, env=environment
-    )
-    return done.stdout
-
-
-def hardware() -> Record:
-    """The processor, the cores this process may use and the threads torch does, and the GPUs."""
-    allowed = getattr(os, "sched_getaffinity", None)
-    return {
-        "cpu": _processor(),
-        "cores": len(allowed(0)) if allowed else os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-    }
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 # --- files -----------------------------------------------------------------------------------
 
 
-def _write_new(folder: Path, info: Record) -> None:
+def _write_config(folder: Path, info: Record) -> None:
     """Write config.json; FileExistsError where there is one."""
     path = folder / "config.json"
     with replacing(path) as unfinished:
@@ -329,10 +249,10 @@ def _write_new(folder: Path, info: Record) -> None:
 
 
 def _append(path: Path, record: Record) -> None:
-    line = (_encode(record) + "\n").encode()
+    line = (json.dumps(_to_json(record), allow_nan=False) + "\n").encode()
     with open(path, "ab+") as file:
         _lock(file)
-        file.truncate(_complete_size(file))
+        file.truncate(_find_end(file))
         file.write(line)
 
 
@@ -344,7 +264,7 @@ def _lock(file: IO[bytes]) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
-def _complete_size(file: IO[bytes]) -> int:
+def _find_end(file: IO[bytes]) -> int:
     """The size of a file without the line at its end that has none."""
     size = file.seek(0, os.SEEK_END)
     if size == 0:
@@ -356,7 +276,7 @@ def _complete_size(file: IO[bytes]) -> int:
     return file.read().rfind(b"\n") + 1
 
 
-def _complete_lines(path: Path, fields: Fields, start: int = 0) -> tuple[list[Record], int]:
+def _read_lines(path: Path, fields: Fields, start: int = 0) -> tuple[list[Record], int]:
     """The records in a file's complete lines from a byte on, and the byte where these end."""
     if not path.exists():
         return [], start
@@ -407,12 +327,8 @@ def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
-def _values(record: Record, fields: Iterable[str]) -> Any:
+def _key_of(record: Record, fields: Iterable[str]) -> Any:
     return tuple((field, _hashable(record.get(field))) for field in fields)
-
-
-def _encode(value: Any) -> str:
-    return json.dumps(_to_json(value), allow_nan=False)
 
 
 def _decode(
@@ -433,5 +349,5 @@ def _decode(
     return record
 
 
-def _array(value: Any) -> Any:
+def _to_array(value: Any) -> Any:
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)

@@ -9,7 +9,6 @@ from geoparam.analysis.reading.activations import SReLU, breaks
 from geoparam.analysis.slices.plane import Plane, plane_through
 from geoparam.analysis.slices.slice import Slice, slice_regions
 from geoparam.analysis.tracker.history import History
-from geoparam.analysis.tracker.measurement import reshard
 from geoparam.analysis.tracker.tracker import BoundaryTracker
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
     "perturb",
     "perturb_layer",
     "plane_through",
-    "reshard",
     "respond",
     "slice_regions",
     "sweep",

@@ -59,7 +59,7 @@ def app() -> "Typer":
         """Geometric Parameterization for PyTorch."""
 
     application.command("demo")(demo.command)
-    application.add_typer(runs.application(), name="run")
+    application.add_typer(runs.make_application(), name="run")
     application.command()(pages.table)
     application.command()(pages.report)
     commands.add(application)

@@ -1,11 +1,9 @@
 """geoparam demo: what GmP is about, in pictures, without any file and without the network.
 
 Three experiments of the papers with a few seeds each, then one page with all of it. The numbers of
-every seed are printed, since one seed is an anecdote: what is said of twenty was measured with
-`geoparam run` on a CPU under torch 2.15 (results/LOG.md).
+every seed are printed, since one seed is an anecdote.
 """
 
-import math
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,46 +15,24 @@ from typer import Option
 
 from geoparam.storage import refuse_overwrite
 from geoparam_lab.cli.running import Force, Jobs, explained, progress
+from geoparam_lab.experiments import banana, levy, perturbation, toy_figures
+from geoparam_lab.experiments.experiment import Experiment
+from geoparam_lab.methods import TITLES
 
 if TYPE_CHECKING:
-    from geoparam_lab.run_folder import Record, Run
+    from geoparam_lab.run_folder import Run
 
 BEGINNING = """\
 A ReLU unit divides its inputs by a boundary. Training moves that boundary through the unit's \
 parameters: its weight and bias (SP), a normalised weight (WN, BN), or the direction and the \
 distance of the boundary itself (GmP). Three experiments show what difference that makes.
 """
-TURNS = """\
-[bold]One small unit, all its parameters moved by δ.[/] Degrees by which its boundary turns: \
-under GmP never more than δ in radians, however small the weight is.
-"""
-LEVY = """
-[bold]Levy: 50 noisy points of a curve, 100 units.[/] A unit's boundary is one point of the line. \
-Under SP it is -b/w, thrown far from the data where w is near 0; under GmP it is a parameter.
-"""
-BANANA = """
-[bold]Banana: two classes in the plane, 10 units.[/] The points are generated (KEEL's file is not \
-needed here), so that the papers' accuracies, on KEEL's, are no yardstick.
-"""
-ENDING = """
-[bold]What it shows.[/] In one update a boundary moves and turns by small amounts under GmP, and \
-by almost any amount under the others. On Levy, GmP's units can then spread to where the curve \
-bends, and its best fits are far better.
-
-[bold]What it does not show.[/] That GmP is always better. {groups} Of GmP's 20 seeds in our \
-runs, 13 ended at a test RMSE of 0.39-0.55, six at 1.06-1.24 and one at 0.92; all six had their \
-rate cut before epoch 2,000, all others after 4,000. On Banana the methods differ by less than \
-their seeds do, and SP gains as much from the large rate. A few seeds are a few anecdotes: \
-geoparam run levy takes 20.
-"""
-
 HEADINGS = {
     "test_rmse": "test RMSE of each seed",
     "test_accuracy": "test accuracy of each seed",
     "largest_move": "largest move of a unit in one update",
     "largest_rotation": "largest turn of a unit in one update, all at rate 0.1 (°)",
 }
-BETWEEN = 0.8  # the test RMSE that parts GmP's good seeds on Levy from the others
 
 Out = Annotated[Path, Option(help="Folder for the runs and the page.")]
 
@@ -84,57 +60,50 @@ def command(
 def show(out: Path, size: dict[str, int], jobs: int | None, resume: bool) -> None:
     """Run the experiments in this size, print what came out, and write the page."""
     from geoparam_lab import report
-    from geoparam_lab.experiments import banana, levy, perturbation
 
     console = Console()
     console.print(BEGINNING)
-    units = _run(perturbation, out / "perturbation", resume)
-    console.print(TURNS)
-    console.print(turns(units.records()))
-    lines = _run(levy, out / "levy", resume, jobs, **size)
-    console.print(LEVY)
-    console.print(each_seed(lines, "test_rmse", "largest_move"))
-    planes = _run(banana, out / "banana", resume, 1, **size, source="generated")
-    console.print(BANANA)
-    console.print(each_seed(planes, "test_accuracy", "largest_rotation", lr=0.1))
-    console.print(ENDING.format(groups=groups(lines.records(), "epochs" in size)))
-    command = f"geoparam demo --out {out}"
+    units = _run(perturbation.EXPERIMENT, out, resume)
+    lines = _run(levy.EXPERIMENT, out, resume, jobs, **size)
+    console.print(f"[bold]{levy.EXPERIMENT.title}.[/] {levy.EXPERIMENT.about}\n")
+    console.print(list_seeds(lines, "test_rmse", "largest_move"))
+    planes = _run(banana.EXPERIMENT, out, resume, 1, **size, source="generated")
+    console.print(f"[bold]{banana.EXPERIMENT.title}.[/] {banana.EXPERIMENT.about}\n")
+    console.print(list_seeds(planes, "test_accuracy", "largest_rotation", 0.1))
+    shown = [
+        (levy.EXPERIMENT, lines),
+        (banana.EXPERIMENT, planes),
+        (perturbation.EXPERIMENT, units),
+    ]
+    console.print("[bold]What was found[/]")
+    for experiment, run in shown:
+        console.print("-", experiment.finding(run))
+    console.print("\n[bold]What this does not show:[/] that GmP is always better.")
+    for experiment, run in shown:
+        console.print("-", experiment.limits(run))
+    command = shlex.join(["geoparam", "demo", "--out", str(out)])
     page = report.write([lines, planes, units], out / "report.html", command=command)
-    console.print("[bold]In pictures:[/] open this page in a browser.")
+    console.print("\n[bold]In pictures:[/] open this page in a browser.")
     console.print(escape(str(page)), soft_wrap=True)
 
 
 def _run(
-    experiment: Any, out: Path, resume: bool, jobs: int | None = None, **options: Any
+    experiment: Experiment, out: Path, resume: bool, jobs: int | None = None, **options: Any
 ) -> "Run":
     """Run an experiment under a bar; what it says of its command is what does it again."""
-    extra = {} if jobs is None else {"jobs": jobs}
-    given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    command = shlex.join(["geoparam", "run", out.name, *given, "--out", str(out)])
+    assert experiment.run is not None
+    folder = out / experiment.name
+    words = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    command = shlex.join(["geoparam", "run", experiment.name, *words, "--out", str(folder)])
+    if jobs is not None:
+        options["jobs"] = jobs
     with progress() as bar:
-        done: Run = experiment.run(
-            out, **options, **extra, resume=resume, command=command, progress=bar
-        )
+        done = experiment.run(folder, **options, resume=resume, command=command, progress=bar)
+    assert done is not None
     return done
 
 
-def turns(records: "list[Record]") -> Table:
-    """Return the turns of the papers' unit, beside those in the papers' picture."""
-    found = {(record["method"], record["delta"]): record for record in records}
-    table = Table("δ", "δ in degrees", "SP, WN, BN", "in the papers' picture", "GmP")
-    for delta in sorted({delta for _, delta in found}):
-        plain, geometric = found["sp", delta], found["gmp", delta]
-        table.add_row(
-            f"{delta:g}",
-            f"{math.degrees(delta):.3g}",
-            f"{plain['rotation']:.1f}",
-            f"{plain['reference_drawn']:.1f}",
-            f"{geometric['rotation']:.3g}",
-        )
-    return table
-
-
-def each_seed(run: "Run", measure: str, motion: str, lr: float | None = None) -> Table:
+def list_seeds(run: "Run", measure: str, motion: str, lr: float | None = None) -> Table:
     """Return what every seed gave at the papers' rates, and the largest motion in any update.
 
     Args:
@@ -143,33 +112,13 @@ def each_seed(run: "Run", measure: str, motion: str, lr: float | None = None) ->
         motion: the field of how boundaries moved.
         lr: the rate at which they did; by default that of the row.
     """
-    from geoparam_lab.experiments import toys
-    from geoparam_lab.methods import TITLES
-    from geoparam_lab.tables import reference
-
-    comparable = run.config.get("source") != "generated"
-    table = Table(show_header=True)
-    for heading in ("", *["papers, one seed"] * comparable, HEADINGS[measure], HEADINGS[motion]):
-        table.add_column(heading, no_wrap=heading == HEADINGS[measure])
+    table = Table("")
+    table.add_column(HEADINGS[measure], no_wrap=True)
+    table.add_column(HEADINGS[motion])
     for method in run.config["methods"]:
-        rate = toys.papers_lr(method, run.config["lrs"])
-        own = [record for record in run.records() if record["method"] == method]
-        values = " ".join(f"{r[measure]:.2f}" for r in own if r["lr"] == rate)
-        most = max(r[motion] for r in own if r["lr"] == (lr or rate))
-        printed = reference.printed(run.info["experiment"], measure, method)
-        papers = [printed.text if printed else "-"] * comparable
+        rate = toy_figures.papers_lr(method, run.config["lrs"])
+        values = " ".join(f"{r[measure]:.2f}" for r in toy_figures.records_of(run, method, rate))
+        most = max(r[motion] for r in toy_figures.records_of(run, method, lr or rate))
         moved = f"{most:,.0f}" if most >= 100 else f"{most:.2f}"
-        table.add_row(f"{TITLES[method]}, rate {rate:g}", *papers, values, moved)
+        table.add_row(f"{TITLES[method]}, rate {rate:g}", values, moved)
     return table
-
-
-def groups(records: "list[Record]", short: bool) -> str:
-    """Say in how many of the seeds GmP ended far below SP on Levy."""
-    if short:
-        return "Here training was cut short."
-    own = [r["test_rmse"] for r in records if (r["method"], r["lr"]) == ("gmp", 0.1)]
-    good = sum(error < BETWEEN for error in own)
-    return (
-        f"Here GmP fits Levy well in {good} of {len(own)} seeds, and little or no better than "
-        "SP in the others, where the papers' schedule cuts its rate too early."
-    )

@@ -11,13 +11,14 @@ from geoparam.storage import printable, refuse_overwrite, replacing
 from geoparam_lab.cli.running import Force, explained
 from geoparam_lab.methods import METHODS, without_options
 from geoparam_lab.run_folder import Run
+from geoparam_lab.session import write_command
 from geoparam_lab.training.tasks import check_names
 
 Runs = Annotated[
     list[Path], Argument(help="Folders of runs, or folders of such folders, as demo makes.")
 ]
 Baseline = Annotated[
-    str, Option(help="The method that others are compared with; bn in runs without it.")
+    str, Option(help="The method that others are compared with; by default sp, or bn for images.")
 ]
 
 
@@ -25,14 +26,14 @@ def table(
     runs: Runs,
     form: Annotated[str, Option("--format", help="markdown, latex or csv.")] = "markdown",
     out: Annotated[Path | None, Option(help="File to write; else it is printed.")] = None,
-    baseline: Baseline = "sp",
+    baseline: Baseline = "",
     force: Force = False,
 ) -> None:
     """Print the tables of some runs, beside the papers' numbers."""
     from geoparam_lab.tables import tables
 
     with explained():
-        check_names("baseline", [without_options(baseline)], tuple(METHODS))
+        _check_baseline(baseline)
         if out is not None:
             refuse_overwrite(out, force)
         text = tables.export(open_runs(runs), form, baseline)
@@ -46,18 +47,22 @@ def table(
 def report(
     runs: Runs,
     out: Annotated[Path, Option(help="The HTML file to write.")] = Path("report.html"),
-    baseline: Baseline = "sp",
+    baseline: Baseline = "",
     force: Force = False,
 ) -> None:
     """Put some runs on one page: tables, figures and sliders, in one file."""
     from geoparam_lab import report as pages
 
     with explained():
-        check_names("baseline", [without_options(baseline)], tuple(METHODS))
+        _check_baseline(baseline)
         refuse_overwrite(out, force, pages.MARK)
-        command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        path = pages.write(open_runs(runs), out, baseline, command)
+        path = pages.write(open_runs(runs), out, baseline, write_command(sys.argv))
         print(f"The page is {path}")
+
+
+def _check_baseline(name: str) -> None:
+    if name:
+        check_names("baseline", [without_options(name)], tuple(METHODS))
 
 
 def open_runs(folders: Iterable[Path]) -> list[Run]:

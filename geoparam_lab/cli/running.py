@@ -1,11 +1,10 @@
 """What every long command shares: a bar with the time left, errors in words, Ctrl-C."""
 
 import contextlib
-import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -13,6 +12,7 @@ from rich.table import Column
 from typer import Option
 
 from geoparam.storage import printable
+from geoparam_lab.session import write_command
 from geoparam_lab.training import tasks
 
 Jobs = Annotated[
@@ -42,19 +42,20 @@ class Bar:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[tasks.Progress | None]:
-    """Show a bar on standard error while the block runs; None where none can be drawn."""
+def progress(leads: bool = True) -> Iterator[tasks.Progress | None]:
+    """Show a bar on standard error while the block runs; None where none can be drawn.
+
+    Of several processes, only the one that leads draws it.
+    """
     console = Console(stderr=True)
-    if not console.is_terminal or console.is_dumb_terminal:
+    if not leads or not console.is_terminal or console.is_dumb_terminal:
         yield None
         return
     columns = (
         BarColumn(),
         TaskProgressColumn(),
         TextColumn("time left"),
-        TimeRemainingColumn(
-            table_column=Column(min_width=7)
-        ),  # on a narrow screen, titles give way
+        TimeRemainingColumn(table_column=Column(min_width=7)),  # titles give way to it
         TextColumn("{task.description}", table_column=Column(overflow="ellipsis", no_wrap=True)),
     )
     with Progress(*columns, console=console, transient=True) as bars:
@@ -69,55 +70,23 @@ def explained(out: Path | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         message = "\nInterrupted."
         if out is not None:
-            message += f" What is finished is in {out}. Go on with:\n  {resume_command(sys.argv)}"
+            command = write_command([word for word in sys.argv if word != "--resume"])
+            message += f" What is finished is in {out}. Go on with:\n  {command} --resume"
         print(message, file=sys.stderr)
         raise SystemExit(130) from None
     except (ValueError, OSError) as error:
         raise SystemExit(printable(f"{error}")) from error
 
 
-def resume_command(arguments: Sequence[str]) -> str:
-    """Return the command that goes on with what these arguments began.
+def read_list(text: str, kind: Callable[[str], Any] = str) -> list[Any]:
+    """Return the values between commas.
 
     Example:
-        >>> resume_command(["/usr/bin/geoparam", "run", "levy", "--out", "my runs"])
-        "geoparam run levy --out 'my runs' --resume"
-    """
-    given = [Path(arguments[0]).name, *arguments[1:]]
-    return shlex.join(given if "--resume" in given else [*given, "--resume"])
-
-
-def listed(text: str) -> list[str]:
-    """Return the names between commas.
-
-    Example:
-        >>> listed("sp, gmp,")
-        ['sp', 'gmp']
-    """
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def numbers(text: str) -> list[float]:
-    """Return the numbers between commas.
-
-    Example:
-        >>> numbers("0.01,0.1")
-        [0.01, 0.1]
+        >>> read_list("sp, gmp,"), read_list("256,1024", int)
+        (['sp', 'gmp'], [256, 1024])
     """
     try:
-        return [float(part) for part in listed(text)]
+        return [kind(part.strip()) for part in text.split(",") if part.strip()]
     except ValueError as error:
-        raise ValueError(f"an option needs numbers between commas; got {text!r}.") from error
-
-
-def integers(text: str) -> list[int]:
-    """Return the whole numbers between commas.
-
-    Example:
-        >>> integers("256,1024")
-        [256, 1024]
-    """
-    try:
-        return [int(part) for part in listed(text)]
-    except ValueError as error:
-        raise ValueError(f"an option needs whole numbers between commas; got {text!r}.") from error
+        what = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"an option needs {what} between commas; got {text!r}.") from error

@@ -1,196 +1,156 @@
-"""geoparam run: one command for each experiment; it ends with the table of what came out."""
+"""geoparam run: one command for each experiment; it ends with the table of what came out.
 
-from collections.abc import Callable
+A command's options are the arguments of the experiment's `run`, with their help in its docstring,
+and the fields of its settings. A sequence is given as values between commas.
+"""
+
+import inspect
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import typer
 from typer import Option
 
 from geoparam.storage import printable
-from geoparam_lab.cli.images import COMMANDS, images
-from geoparam_lab.cli.running import (
-    Jobs,
-    explained,
-    integers,
-    listed,
-    numbers,
-    progress,
-)
-from geoparam_lab.data.uci_data import NAMES
-from geoparam_lab.methods import METHODS
+from geoparam_lab.cli.running import explained, progress, read_list
+from geoparam_lab.experiments import EXPERIMENTS
+from geoparam_lab.experiments.experiment import Experiment
 
-if TYPE_CHECKING:
-    from geoparam_lab.run_folder import Run
-
-Out = Annotated[Path, Option(help="Folder of the run.")]
-Methods = Annotated[str, Option(help=f"Names between commas, of {' '.join(METHODS)}.")]
-Seeds = Annotated[int, Option(min=1, help="How many initial weights, drawn from 0, 1, ...")]
-Lrs = Annotated[str, Option(help="Learning rates between commas, each for every method.")]
-Init = Annotated[str, Option(help="glorot, as the papers' code, or sphere, as their text.")]
-Resume = Annotated[bool, Option("--resume", help="Go on with the run in the folder.")]
-Data = Annotated[
-    Path | None, Option(help="Folder with the data, before $GEOPARAM_DATA and the cache.")
-]
-
-PAPERS = "sp,wn,bn,gmp"
+_PLAIN = (bool, int, float, str, Path)
+_INTERNAL = ("out", "command", "progress", "experiment")  # no options, or the same for all
 
 
-def application() -> typer.Typer:
+class Reader(NamedTuple):
+    """How an option is typed, and how what was typed becomes the argument."""
+
+    kind: Any
+    read: Callable[[Any], Any]
+
+
+def make_application() -> typer.Typer:
     """Return the commands."""
     found = typer.Typer(no_args_is_help=True, help="Run an experiment of the papers.")
-    for command in (levy, banana, perturbation, uci, width):
-        found.command()(command)
-    for name, about in COMMANDS.items():
-        found.command(name, help=about)(images)
+    for experiment in EXPERIMENTS.values():
+        found.command(experiment.name, help=experiment.summary)(make_command(experiment))
     return found
 
 
-def levy(
-    out: Out = Path("runs/levy"),
-    methods: Methods = PAPERS,
-    seeds: Seeds = 20,
-    lrs: Lrs = "0.01,0.1",
-    epochs: Annotated[int, Option(min=1, help="The most there are.")] = 10_000,
-    patience: Annotated[int, Option(min=1, help="Epochs before the rate falls.")] = 500,
-    init: Init = "glorot",
-    data_seed: Annotated[
-        int, Option(min=0, max=2**32 - 1, help="Of the 50 points; 0 gives the papers'.")
-    ] = 0,
-    jobs: Jobs = None,
-    resume: Resume = False,
-) -> None:
-    """Levy regression in one dimension: figure 2. About two minutes on one core."""
-    from geoparam_lab.experiments import levy as experiment
+def make_command(experiment: Experiment) -> Callable[..., None]:
+    """Return a function that typer makes a command of."""
+    parameters = {each.name: each for each in find_options(experiment)}
+    readers = {name: find_reader(each.annotation) for name, each in parameters.items()}
 
-    options = {"seeds": seeds, "epochs": epochs, "patience": patience, "init": init}
-    options |= {"data_seed": data_seed, "jobs": jobs, "resume": resume}
-    with explained(out):
-        options |= {"methods": listed(methods), "lrs": numbers(lrs)}
-        _run(experiment.run, out, options)
+    def command(out: Path, **given: Any) -> None:
+        with explained(out):
+            options = {
+                name: reader.read(given[name])
+                for name, reader in readers.items()
+                if reader and given[name] is not None
+            }
+            run(experiment, out, options)
 
-
-def banana(
-    out: Out = Path("runs/banana"),
-    methods: Methods = PAPERS,
-    seeds: Seeds = 20,
-    lrs: Lrs = "0.01,0.1",
-    epochs: Annotated[int, Option(min=1, help="The most there are.")] = 5_000,
-    patience: Annotated[int, Option(min=1, help="Epochs before the rate falls.")] = 50,
-    init: Init = "glorot",
-    data: Data = None,
-    source: Annotated[
-        str, Option(help="KEEL, generated, or auto: KEEL's points if they can be had, else ours.")
-    ] = "auto",
-    jobs: Jobs = None,
-    resume: Resume = False,
-) -> None:
-    """Banana classification in the plane: figure 3. About a minute on one core."""
-    from geoparam_lab.experiments import banana as experiment
-
-    options = {"seeds": seeds, "epochs": epochs, "patience": patience, "init": init}
-    options |= {"data": data, "source": source, "jobs": jobs, "resume": resume}
-    with explained(out):
-        options |= {"methods": listed(methods), "lrs": numbers(lrs)}
-        done = _run(experiment.run, out, options)
-        if done.config["source"] == "generated":
-            print("The points are generated, not KEEL's: name a folder with banana.dat by --data.")
+    folder = Annotated[Path, Option(help="Folder of the run.")]
+    texts = read_help(experiment)
+    shown = [inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, annotation=folder)]
+    shown[0] = shown[0].replace(default=Path("runs", experiment.name))
+    for name, each in parameters.items():
+        reader = readers[name]
+        if reader is not None:
+            shown.append(_make_option(each, reader, texts.get(name, "")))
+    command.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in shown}
+    return command
 
 
-def perturbation(
-    out: Out = Path("runs/perturbation"),
-    methods: Annotated[str, Option(help="Some of sp wn bn gmp intrinsic, between commas.")] = (
-        "sp,wn,bn,gmp,intrinsic"
-    ),
-    seeds: Annotated[int, Option(min=1, help="How many units besides the papers' one.")] = 1000,
-    resume: Resume = False,
-) -> None:
-    """Single units under perturbation: figures 1, 2a-b, 5 and 6. Seconds."""
-    from geoparam_lab.experiments import perturbation as experiment
-
-    with explained(out):
-        options = {"methods": listed(methods), "seeds": seeds, "resume": resume}
-        _run(experiment.run, out, options)
-
-
-def uci(
-    out: Out = Path("runs/uci"),
-    datasets: Annotated[
-        str, Option(help=f"Names between commas, of {' '.join(NAMES)}.")
-    ] = ",".join(NAMES),
-    methods: Methods = PAPERS,
-    protocol: Annotated[
-        str, Option(help="paper (the test split decides when to stop) or heldout.")
-    ] = "paper",
-    seeds: Annotated[int, Option(min=1, help="How many random splits.")] = 10,
-    lrs: Annotated[
-        str | None, Option(help="Learning rates between commas; by default the protocol's.")
-    ] = None,
-    epochs: Annotated[int, Option(min=1, help="The most there are.")] = 5_000,
-    init: Init = "glorot",
-    data: Data = None,
-    storage: Annotated[
-        str | None,
-        Option(
-            help="Share the work: a database URL or an SQLite file. Start the same command as "
-            "often as there are cores, each with an --out of its own."
-        ),
-    ] = None,
-    device: Annotated[str, Option(help="Where to train, such as cuda.")] = "cpu",
-    jobs: Jobs = None,
-    resume: Resume = False,
-) -> None:
-    """Seven regression sets of the UCI archive: table 1. Minutes; heldout about an hour."""
-    from geoparam_lab.experiments import uci as experiment
-
-    options = {"protocol": protocol, "seeds": seeds, "epochs": epochs, "init": init, "data": data}
-    options |= {"storage": storage, "device": device, "jobs": jobs, "resume": resume}
-    with explained(out):
-        options |= {"datasets": listed(datasets), "methods": listed(methods)}
-        _run(experiment.run, out, options | {"lrs": None if lrs is None else numbers(lrs)})
+def _make_option(parameter: inspect.Parameter, reader: Reader, text: str) -> inspect.Parameter:
+    default, name = parameter.default, f"--{parameter.name.replace('_', '-')}"
+    if isinstance(default, (list, tuple)):
+        default = ",".join(map(str, default)) or None
+    if default is parameter.empty:
+        option = Option(name, help=text, show_default=False)
+        kind = reader.kind
+    else:
+        option = Option(name, help=text)
+        kind = reader.kind if reader.kind is bool else reader.kind | None
+    return parameter.replace(
+        kind=parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default
+    )
 
 
-def width(
-    out: Out = Path("runs/width"),
-    widths: Annotated[
-        str | None, Option(help="Numbers of hidden units between commas; by default 16 to 16384.")
-    ] = None,
-    datasets: Annotated[str | None, Option(help="levy, energy or both, between commas.")] = None,
-    rates: Annotated[str | None, Option(help="Learning rates between commas.")] = None,
-    seeds: Annotated[int | None, Option(min=1, help="How many initial weights.")] = None,
-    steps: Annotated[int | None, Option(min=1, help="Steps of training.")] = None,
-    data: Data = None,
-    jobs: Jobs = None,
-    resume: Resume = False,
-) -> None:
-    """What depends on the width: scales at the start, the best learning rate. Half an hour."""
-    from geoparam_lab.experiments import width as experiment
-
-    with explained(out):
-        given = {
-            "widths": widths and integers(widths),
-            "datasets": datasets and listed(datasets),
-            "rates": rates and numbers(rates),
-            "seeds": seeds,
-            "steps": steps,
-        }
-        own = {name: value for name, value in given.items() if value is not None}
-        _run(experiment.run, out, {"data": data, "jobs": jobs, "resume": resume} | own)
+def find_options(experiment: Experiment) -> Iterator[inspect.Parameter]:
+    """Yield the arguments of an experiment's `run`, and the fields of its settings."""
+    assert experiment.run is not None
+    own = inspect.signature(experiment.run).parameters
+    for name, parameter in own.items():
+        if name not in _INTERNAL and parameter.kind is not parameter.VAR_KEYWORD:
+            yield parameter
+    if experiment.settings is not None:
+        hints = typing.get_type_hints(experiment.settings)
+        for name, parameter in inspect.signature(experiment.settings).parameters.items():
+            if name not in own and parameter.default not in (parameter.empty, True):
+                yield parameter.replace(annotation=hints[name])
 
 
-def _run(experiment: Callable[..., "Run"], out: Path, options: dict[str, Any]) -> "Run":
-    """Run an experiment under a bar, and print its tables."""
+def find_reader(annotation: Any) -> Reader | None:
+    """Return how an argument of this type is read; None where no option can give it.
+
+    Example:
+        >>> find_reader(Sequence[float]).read("0.01,0.1"), find_reader(int | None).read(3)
+        ([0.01, 0.1], 3)
+    """
+    union = get_origin(annotation) in (types.UnionType, typing.Union)
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)] if union else []
+    kinds = kinds or [annotation]
+    if Path in kinds:
+        return Reader(Path, lambda value: value)
+    if len(kinds) > 1 and float in kinds:
+        return Reader(str, _read_number_or_word)
+    kind = kinds[0]
+    if kind in _PLAIN or kind == list[str]:
+        return Reader(kind, lambda value: value)
+    if get_origin(kind) in (Sequence, tuple):
+        item = get_args(kind)[0]
+        return Reader(str, lambda text: read_list(text, item))
+    return None
+
+
+def _read_number_or_word(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def read_help(experiment: Experiment) -> dict[str, str]:
+    """Return the help of each option, from the docstrings' Args."""
+    found: dict[str, str] = {}
+    function = getattr(experiment.run, "func", experiment.run)
+    for source in (experiment.settings, function):
+        text = inspect.cleandoc(getattr(source, "__doc__", None) or "").partition("Args:\n")[2]
+        for name, said in re.findall(r"(?m)^    (\w+): ((?:.+)(?:\n        .+)*)", text):
+            said = " ".join(said.replace("`", "").split()).rstrip(".")
+            found[name] = said[:1].upper() + said[1:] + "."
+    return found
+
+
+def run(experiment: Experiment, out: Path, options: dict[str, Any]) -> None:
+    """Run an experiment under a bar and print its tables; of several processes, one does that."""
+    import torch.distributed as dist
+
     from geoparam_lab.tables import tables
 
-    with progress() as bar:
-        done = experiment(out, **options, progress=bar)
+    assert experiment.run is not None
+    with progress(leads=os.environ.get("RANK", "0") == "0") as bar:
+        done = experiment.run(out, **options, progress=bar)
+    if dist.is_initialized():
+        dist.destroy_process_group()  # torch complains of a group that is left open
+    if done is None:
+        return
     print(printable(tables.export([done])))
-    print(f"{_left(out)} in {out}")
-    return done
-
-
-def _left(out: Path) -> str:
-    """Say what a run left behind besides its records."""
-    kinds = [name for name in ("curves", "figures") if (out / name).is_dir()]
-    *first, last = ["Records", *kinds]
-    return f"{', '.join(first)} and {last} are" if first else f"{last} are"
+    kinds = ["Records", *(name for name in ("curves", "figures") if (out / name).is_dir())]
+    print(f"{', '.join(kinds)} are in {out}")

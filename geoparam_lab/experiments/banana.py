@@ -17,6 +17,7 @@ them is wrong.
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,13 +27,24 @@ from geoparam_lab import methods
 from geoparam_lab.data import banana_data as points
 from geoparam_lab.data import table_files
 from geoparam_lab.data.banana_data import Banana
-from geoparam_lab.experiments import toys
+from geoparam_lab.experiments import toy_figures, toys
+from geoparam_lab.experiments.experiment import (
+    ACCURACY,
+    DETAILS,
+    LARGEST_MOVE,
+    LARGEST_TURN,
+    Config,
+    Experiment,
+    Layout,
+    Slider,
+    list_in_words,
+)
+from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.experiments.toys import Array, Arrays, Problem
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.training.stacks import snapshots, stacked
+from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.snapshots import Film
 from geoparam_lab.training.stacks.stacked import Protocol, Result
-from geoparam_lab.training.tasks import Progress
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,63 +56,21 @@ SOURCES = ("auto", "KEEL", "generated")
 SIDE = 60  # points of the grid a side
 
 
-def run(
-    out: str | Path,
-    *,
-    methods: Sequence[str] = toys.COMPARED,
-    seeds: int = 20,
-    lrs: Sequence[float] = toys.LRS,
-    epochs: int = EPOCHS,
-    patience: int = PATIENCE,
-    init: str = "glorot",
-    data: str | Path | None = None,
-    source: str = "auto",
-    jobs: int | None = None,
-    resume: bool = False,
-    command: str | None = None,
-    progress: Progress | None = None,
-) -> Run:
-    """Train all methods from several seeds; write records, curves and figures to a folder.
-
-    Args:
-        out: the run's folder.
-        methods: names of `methods.METHODS`.
-        seeds: how many initial weights and orders of minibatches, drawn from 0, 1, ...
-        lrs: learning rates, each for every method.
-        epochs: the most there are.
-        patience: epochs without a better accuracy before the rate falls; twice that to stop.
-        init: "glorot", as the papers' code, or "sphere", as their text.
-        data: folder with KEEL's file.
-        source: "KEEL", "generated", or "auto" for the first where it can be had.
-        jobs: how many processes train, by default one a core; numbers do not depend on it.
-        resume: go on with the run in the folder.
-        command: what a user types to do it again.
-        progress: called with a title, what is done and how much there is.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     done = run(folder, methods=["gmp"], seeds=1, epochs=3, source="generated")
-        ...     [(record["lr"], record["source"]) for record in done.records()]
-        [(0.01, 'generated'), (0.1, 'generated')]
-    """
-    config = toys.checked(methods, init, seeds, lrs) | {"epochs": epochs, "patience": patience}
-    if resume and source == "auto" and Path(out, "config.json").exists():
-        source = Run.open(out).config.get("source", source)
-    found = load(data, source)
-    config["source"] = found.source
-    done = toys.begin(out, "banana", config, command, resume)
-    describe = functools.partial(_members, found)
-    toys.train_missing(done, problem(found, epochs, patience), describe, jobs, progress)
-    draw(done, found, progress)
-    return done
+def load(
+    earlier: Config, data: str | Path | None = None, source: str = "auto"
+) -> tuple[Banana, Record]:
+    """Return the points, and which they are; a resumed run keeps its own."""
+    if source == "auto":
+        source = earlier.get("source", source)
+    found = load_points(data, source)
+    return found, {"source": found.source}
 
 
-def load(data: str | Path | None = None, source: str = "auto") -> Banana:
+def load_points(data: str | Path | None = None, source: str = "auto") -> Banana:
     """Return KEEL's points from disk or network, or ours; under "auto", ours only without them.
 
     Example:
-        >>> load(source="generated").x_train.shape
+        >>> load_points(source="generated").x_train.shape
         (800, 2)
     """
     if source not in SOURCES:
@@ -115,13 +85,8 @@ def load(data: str | Path | None = None, source: str = "auto") -> Banana:
     return points.generate()
 
 
-def problem(data: Banana, epochs: int = EPOCHS, patience: int = PATIENCE) -> Problem:
-    """Return what the networks are trained for.
-
-    Example:
-        >>> problem(load(source="generated")).steps_per_epoch
-        7
-    """
+def make_problem(data: Banana, epochs: int = EPOCHS, patience: int = PATIENCE) -> Problem:
+    """Return what the networks are trained for."""
     protocol = Protocol(
         loss=stacked.binary_cross_entropy,
         metric=stacked.binary_accuracy,
@@ -131,10 +96,10 @@ def problem(data: Banana, epochs: int = EPOCHS, patience: int = PATIENCE) -> Pro
         patience=patience,
     )
     train, test = (data.x_train, data.y_train), (data.x_test, data.y_test)
-    return Problem("Banana", (2, UNITS, 1), protocol, train, test)
+    return Problem((2, UNITS, 1), protocol, train, test)
 
 
-def _members(
+def describe(
     data: Banana, result: Result, film: Film, those: Sequence[int]
 ) -> Iterator[tuple[Arrays, Record]]:
     """Yield the arrays and measures of some members."""
@@ -144,7 +109,7 @@ def _members(
     logits, tests = np.split(outputs, [side * side], axis=2)
     right = (tests > 0) == (data.y_test > 0.5)
     directions, distances = film.boundaries(data.x_train)
-    per_epoch = problem(data).steps_per_epoch
+    per_epoch = make_problem(data).steps_per_epoch
     for i in those:
         end = int(result.epochs[i])
         steps, frames = film.until(end)
@@ -171,7 +136,7 @@ def limits(data: Banana) -> tuple[float, float, float, float]:
     """Return lowest and highest first input, then second, in view: those of the data and a margin.
 
     Example:
-        >>> [round(limit) for limit in limits(load(source="generated"))]
+        >>> [round(limit) for limit in limits(load_points(source="generated"))]
         [-3, 3, -3, 3]
     """
     x = np.concatenate([data.x_train, data.x_test])
@@ -194,39 +159,42 @@ def mesh(data: Banana) -> Array:
 # --- figures ------------------------------------------------------------------------------------
 
 
-def draw(run: Run, data: Banana, progress: Progress | None = None) -> None:
-    """Draw all figures of a run and write the slider's data, from what is in its folder."""
+def draw(run: Run, data: Banana) -> toys.Drawings:
+    """Return all figures of a run, from what is in its folder."""
     config = run.config
-    names = toys.text_of(methods.TITLES[name] for name in config["methods"])
-    rates = toys.text_of(f"{rate:g}" for rate in config["lrs"])
-    rate = max(config["lrs"])
+    names = list_in_words(methods.TITLES[name] for name in config["methods"])
+    rates = list_in_words(f"{rate:g}" for rate in config["lrs"])
     points = "KEEL's points" if data.source == "KEEL" else "generated points, not KEEL's"
-    figures = {
-        "figure3a-h": (_draw_paths, f"Figure 3a-h. Where the units' locations go in training, "
-            f"one colour a unit, for {names} at the rates {rates}, from seed 0, on {points}. "
-            "Frames are an epoch apart at first and farther later."),
-        "figure3i": (_draw_rotations, f"Figure 3i. Largest turn of any unit in one update, all "
-            f"methods at the rate {rate:g}, from seed 0, on {points}. Thin lines are single "
-            "updates, bold ones their running median."),
-        "figure3j-m": (_draw_decisions, f"Figure 3j-m. What the trained networks decide, and the "
-            f"locations of their units, each method at the papers' rate, from seed 0, on {points} "
-            "(the 200 test points are drawn). WN's locations are those of its hidden units; the "
-            "papers' notebook drew them with another layer's bias."),
-        "seeds": (_draw_seeds, f"Test accuracy of every seed: {config['seeds']} at each rate, "
-            f"filled where the rate is the papers' for the method, on {points}. The papers show "
-            "one seed, and training is judged on the test points themselves."),
+    label = "test accuracy (higher is better)"
+    printed = EXPERIMENT if data.source == "KEEL" else None  # the papers' accuracies are of KEEL's
+    return {
+        "figure3a-h": (lambda: _draw_paths(run, data), "Figure 3a-h. Where the units' locations "
+            f"go in training, one colour a unit, for {names} at the rates {rates}, each from its "
+            f"median seed, on {points}. Frames are an epoch apart at first and farther later."),
+        "figure3i": (lambda: _draw_rotations(run), "Figure 3i. Largest turn of any unit in one "
+            f"update, all methods at the rate {max(config['lrs']):g}, each from its median seed, "
+            f"on {points}. Thin lines are single updates, bold ones their running median."),
+        "figure3j-m": (lambda: _draw_decisions(run, data), "Figure 3j-m. What the trained "
+            "networks decide, and the locations of their units, each method at the papers' rate, "
+            f"from the seed with its median test accuracy, on {points} (the 200 test points are "
+            "drawn). WN's locations are those of its hidden units; the papers' notebook drew them "
+            "with another layer's bias."),
+        "seeds": (lambda: toy_figures.draw_seeds(run, "test_accuracy", label, printed), "Test "
+            f"accuracy of every seed: {config['seeds']} at each rate, filled where the rate is "
+            f"the papers' for the method, on {points}. The papers show one seed, and training "
+            "is judged on the test points themselves."),
     }  # fmt: skip
-    toys.save_figures(run, figures, (run, data), progress)
-    run.save_curves("slider_banana", **slider(run, data))
 
 
 def _draw_paths(run: Run, data: Banana) -> "Figure":
     from geoparam import plots
 
     names, rates = run.config["methods"], run.config["lrs"]
-    figure, columns, corner = toys.new_columns(len(names), len(rates), size=(3.3, 3.5))
+    figure, columns, corner = toy_figures.new_columns(len(names), len(rates), size=(3.3, 3.5))
     for row, lr in zip(columns.T, rates, strict=True):
-        for ax, (name, curves) in zip(row, toys.shown(run, lr).items(), strict=True):
+        for ax, (name, curves) in zip(
+            row, toy_figures.show_median(run, "test_accuracy", lr).items(), strict=True
+        ):
             plots.trajectories(
                 -curves["distance"][..., None] * curves["direction"],
                 points=data.x_train,
@@ -238,10 +206,10 @@ def _draw_paths(run: Run, data: Banana) -> "Figure":
     return figure
 
 
-def _draw_rotations(run: Run, data: Banana) -> "Figure":
+def _draw_rotations(run: Run) -> "Figure":
     from geoparam import plots
 
-    shown = toys.shown(run, max(run.config["lrs"]))
+    shown = toy_figures.show_median(run, "test_accuracy", max(run.config["lrs"]))
     turns = {name: curves["rotation"] for name, curves in shown.items()}
     figure, axes = plots.new_figure(1, 1, size=(7.0, 4.2))
     plots.rotation_curves(turns, ax=axes[0, 0])
@@ -251,8 +219,8 @@ def _draw_rotations(run: Run, data: Banana) -> "Figure":
 def _draw_decisions(run: Run, data: Banana) -> "Figure":
     from geoparam import plots
 
-    shown = toys.shown(run)
-    figure, columns, corner = toys.new_columns(len(shown), 1, size=(3.6, 3.8))
+    shown = toy_figures.show_median(run, "test_accuracy")
+    figure, columns, corner = toy_figures.new_columns(len(shown), 1, size=(3.6, 3.8))
     for ax, (name, curves) in zip(columns[:, 0], shown.items(), strict=True):
         plots.decision_regions(
             curves["logits"],
@@ -269,29 +237,107 @@ def _draw_decisions(run: Run, data: Banana) -> "Figure":
     return figure
 
 
-def _draw_seeds(run: Run, data: Banana) -> "Figure":
-    label = "test accuracy (higher is better)"
-    # the papers' accuracies are of KEEL's points
-    return toys.draw_seeds(run, "test_accuracy", label, papers=data.source == "KEEL")
-
-
-def slider(run: Run, data: Banana) -> Arrays:
-    """Return the films of all methods on one time axis: seed 0, the papers' rates."""
-    shown = toys.shown(run)
+def _film(run: Run, data: Banana) -> Arrays:
+    """Return the slider's arrays: several seeds, the papers' rates."""
     names = ("score", "direction", "distance", "frame_accuracy")
-    taken = snapshots.together([*shown.values()], names)
-    steps, per_epoch = taken["steps"], problem(data).steps_per_epoch
-    turns = [snapshots.largest_since(own["rotation"], steps, per_epoch) for own in shown.values()]
-    return {
+    found, films = toy_figures.film_seeds(run, "test_accuracy", names)
+    found["accuracy"] = found.pop("frame_accuracy")
+    per_epoch = make_problem(data).steps_per_epoch
+    found["rotation"] = toy_figures.largest_moves(films, "rotation", found["steps"], per_epoch)
+    return found | {
         "kind": np.array("banana"),
-        "methods": np.array([methods.TITLES[name] for name in shown]),
-        "steps": steps,
         "x": data.x_train,
         "y": data.y_train,
         "limits": np.array(limits(data)),
-        "score": taken["score"],
-        "direction": taken["direction"],
-        "distance": taken["distance"],
-        "accuracy": taken["frame_accuracy"],
-        "rotation": np.stack(turns),
     }
+
+
+# --- what it says -------------------------------------------------------------------------------
+
+
+def _finding(run: Run) -> str:
+    lr = max(run.config["lrs"])
+    found = toy_figures.compare_gmp_with_sp(run, "test_accuracy", "largest_rotation", lr)
+    if found is None:
+        return ""
+    (gmp, turn), (sp, far) = found
+    return (
+        f"Banana: with all methods at rate {lr:g} no unit turns by more than {turn:.0f}° in one "
+        f"update under GmP, and one turns by {far:.0f}° under SP; the median test accuracy is "
+        f"{gmp:.2f} under GmP and {sp:.2f} under SP."
+    )
+
+
+def _limits(run: Run) -> str:
+    data = _mismatch(run.config)
+    return (
+        "Banana: the methods differ by less than their seeds do, and SP gains as much from the "
+        "large rate. Training is judged on the test points themselves, so that every accuracy is "
+        "a little too good." + (f" {data}." if data else "")
+    )
+
+
+def _mismatch(config: Config) -> str:
+    if config.get("source") != "generated":
+        return ""
+    return "The papers trained on KEEL's points and this run on generated ones"
+
+
+@dataclass(frozen=True)
+class Data:
+    """Options about the data.
+
+    Args:
+        data: folder with KEEL's file, before $GEOPARAM_DATA and the cache.
+        source: "KEEL", "generated", or "auto" for the first where it can be had.
+    """
+
+    data: Path | None = None
+    source: str = "auto"
+
+
+run = functools.partial(
+    toys.run,
+    toys.Toy("banana", load, make_problem, describe, draw, _film),
+    epochs=EPOCHS,
+    patience=PATIENCE,
+)
+EXPERIMENT = Experiment(
+    name="banana",
+    title="Banana classification",
+    about="A network with one hidden layer of 10 ReLU units tells two classes of points in the "
+    "plane apart. Each unit switches on along a line, and training turns and shifts it.",
+    summary="Banana classification in the plane: figure 3. About a minute on one core.",
+    run=run,
+    settings=Data,
+    layouts=(Layout((ACCURACY,), details=(*DETAILS, LARGEST_MOVE, LARGEST_TURN)),),
+    papers={
+        "test_accuracy": read_table(
+            "v2, figure 3 (one seed)", "|\nsp|0.800\nwn|0.810\nbn|0.875\ngmp|0.885"
+        )
+    },
+    epochs=EPOCHS,
+    slider=Slider(
+        "Circles and triangles are the two classes; the shade is what the network decides, the "
+        "thick line is where its decision changes. A unit is off on one side of its thin line and "
+        "on where the teeth point; the star is its location φ, the line's nearest point to the "
+        "origin (+).",
+        {
+            "x": "N2",
+            "y": "N",
+            "limits": "4",
+            "score": "SMTHW",
+            "direction": "SMTU2",
+            "distance": "SMTU",
+            "accuracy": "SMT",
+            "rotation": "SMT",
+        },
+        {
+            "accuracy": "Test accuracy",
+            "rotation": "Largest turn of a unit since the frame before (°)",
+        },
+    ),
+    finding=_finding,
+    limits=_limits,
+    mismatch=_mismatch,
+)

@@ -17,10 +17,10 @@ from matplotlib.ticker import MaxNLocator
 
 from geoparam import plots
 from geoparam.plots import curve_styles, legend_beside
-from geoparam.storage import replacing
 from geoparam_lab import methods
+from geoparam_lab.experiments import image_text
+from geoparam_lab.experiments.experiment import options_in_words
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.tables import image_tables as described
 
 Array = np.ndarray
 
@@ -60,8 +60,8 @@ def draw(run: Run, papers: Mapping[str, float]) -> None:
     if not records:
         return
     measure = next(name for name in _VALUES if any(name in record for record in records))
-    best = described.choose(records, measure)
-    theirs = [r for r in records if described.setting(r) == (papers.get(r["method"]), "")]
+    best = image_text.choose(records, measure)
+    theirs = [r for r in records if image_text.setting(r) == (papers.get(r["method"]), "")]
     is_theirs = _settings(best) == _settings(theirs)
     _draw_convergence(run, "figure4", best, _THEIRS if is_theirs else _BEST[measure])
     if not is_theirs and _settings(best).keys() == _settings(theirs).keys():
@@ -70,12 +70,12 @@ def draw(run: Run, papers: Mapping[str, float]) -> None:
         for suffix in (".png", ".txt"):
             (run.folder / "figures" / f"{_PAPERS_RATES}{suffix}").unlink(missing_ok=True)
     if any(len(rates) > 1 for rates in _tried(records, measure).values()):
-        _save(run, "rates", _over_rates(records, measure), f"{_OVER_RATES} {_what(run)}")
+        run.figure("rates", _over_rates(records, measure), f"{_OVER_RATES} {_what(run)}")
 
 
 def _settings(records: Sequence[Record]) -> dict[tuple[str, int], tuple[float, str]]:
     """Return the settings of some records by method and batch size."""
-    return {(r["method"], r["batch_size"]): described.setting(r) for r in records}
+    return {(r["method"], r["batch_size"]): image_text.setting(r) for r in records}
 
 
 def _tried(
@@ -102,7 +102,7 @@ def _draw_convergence(run: Run, name: str, shown: Sequence[Record], how: str) ->
     if longest:
         figure = _convergence([r for r in shown if r["name"] in curves], curves, longest)
         said = _rates_in_words(_settings(shown))
-        _save(run, name, figure, f"{_FIGURE_4} {how}: {said}. {_what(run)}")
+        run.figure(name, figure, f"{_FIGURE_4} {how}: {said}. {_what(run)}")
 
 
 def _convergence(
@@ -176,7 +176,7 @@ def _rates_in_words(settings: Mapping[tuple[str, int], tuple[float, str]]) -> st
         own = {}
         for place in places:
             rate, tuned = settings[place]
-            own[place[1]] = ", ".join(filter(None, (f"{rate:g}", described.in_words(tuned))))
+            own[place[1]] = ", ".join(filter(None, (f"{rate:g}", options_in_words(tuned))))
         each = [f"{text} (batch {batch:,})" for batch, text in own.items()]
         alike = len(set(own.values())) == 1
         words = next(iter(own.values())) if alike else " and ".join(each)
@@ -185,15 +185,9 @@ def _rates_in_words(settings: Mapping[tuple[str, int], tuple[float, str]]) -> st
 
 
 def _what(run: Run) -> str:
-    return f"{described.network_title(run.config)}; {described.images(run.config)}."
+    return f"{image_text.network_title(run.config)}; {image_text.describe_images(run.config)}."
 
 
 def _order(record: Record) -> tuple[Any, ...]:
     method = record["method"]
     return methods.rank(method), method, record["batch_size"], record["lr"], record["seed"]
-
-
-def _save(run: Run, name: str, figure: Figure, caption: str) -> None:
-    path = run.figure(name, figure).with_suffix(".txt")
-    with replacing(path) as unfinished:
-        unfinished.write_text(" ".join(caption.split()) + "\n", encoding="utf-8")

@@ -17,52 +17,49 @@ take runs in turn (`search`), and each ends with the records and curves of all.
 """
 
 import contextlib
+import functools
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from geoparam_lab import methods as all_methods
 from geoparam_lab import networks
+from geoparam_lab.data.image_source import Source
+from geoparam_lab.experiments import image_text
+from geoparam_lab.experiments.experiment import TOP1, TOP5, Experiment, Layout
+from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import shared_study
 from geoparam_lab.training.images import grids
 from geoparam_lab.training.images.callbacks import BOUNDARIES
 from geoparam_lab.training.images.grids import Task, papers_rate, tasks
 from geoparam_lab.training.images.run_checkpoints import WEIGHTS
+from geoparam_lab.training.images.settings import Settings
 from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names
 
 if TYPE_CHECKING:
-    from geoparam_lab.data.image_source import Source
     from geoparam_lab.training.images.process_group import Crew
 KEY = ("name",)
 DRAW_EVERY = 60  # seconds between two drawings of a sweep's figures
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """What an experiment is where nothing else is asked for.
-
-    Args:
-        network: its name.
-        methods: those that the papers compare.
-        batch_sizes: the papers'.
-        size: of the images.
-    """
+class Defaults(NamedTuple):
+    """What the papers have, and a sweep where nothing else is asked for."""
 
     network: str
     methods: tuple[str, ...]
     batch_sizes: tuple[int, ...]
-    size: int
+    size: int  # of the images
 
 
-EXPERIMENTS = {
-    "imagenet32": Experiment(
+DEFAULTS = {
+    "imagenet32": Defaults(
         "vgg6", ("sp", "wn", "wn+mbn", "bn", "gmp", "gmp+imn"), (256, 512, 1024), 32
     ),
-    "imagenet": Experiment("resnet18", ("wn+mbn", "bn", "gmp+imn"), (256,), 224),
+    "imagenet": Defaults("resnet18", ("wn+mbn", "bn", "gmp+imn"), (256,), 224),
 }
 _MAY_CHANGE = ("methods", "batch_sizes", "lrs", "seeds")  # when a sweep is resumed
 
@@ -74,9 +71,10 @@ def run(
     out: str | Path,
     experiment: str = "imagenet32",
     *,
-    data: "str | Path | Source",
+    data: str | Path | Source,
     network: str | None = None,
     methods: Sequence[str] | None = None,
+    method: list[str] | None = None,
     batch_sizes: Sequence[int] | None = None,
     lrs: Sequence[float] | None = None,
     seeds: int = 3,
@@ -97,10 +95,12 @@ def run(
     Args:
         out: the sweep's folder.
         experiment: "imagenet32", images in npz files, or "imagenet", a folder of JPEG files.
-        data: the folder with the images, or these themselves.
-        network: one of `networks.NETWORKS`; by default the experiment's.
-        methods: names of `methods.METHODS`, each perhaps with options (`imaging.grids`); by
-            default those that the papers compare.
+        data: the folder with the images (train_data_batch_*.npz and val_data.npz, or
+            train/CLASS/*.JPEG and val/CLASS/*.JPEG), or these themselves.
+        network: one of vgg6, resnet18, resnet34, resnet50; by default the papers'.
+        methods: names of methods, each perhaps with options; by default the papers'.
+        method: one more method with options of its own, as in bn:decay=5e-4:lr=0.4,0.8; may be
+            given again.
         batch_sizes: over all processes; by default the papers'.
         lrs: learning rates for every method that has none of its own; by default the papers'.
         seeds: how many, from 0 on.
@@ -110,12 +110,18 @@ def run(
         keep_weights: keep each run's weights, the best ones where its schedule does, in weights/.
         tensorboard: write scalars for TensorBoard.
         track: follow the units' boundaries, every so many steps.
-        storage: an Optuna storage, to share the runs with processes and machines that are called
-            with it too: see `search.share`.
+        storage: share the runs: the URL of a database or the path of a file. Start the same
+            command on each GPU, each with an --out of its own.
         resume: go on with the sweep in the folder.
         command: what a user types to do it again.
         progress: called with a title, how many images are done and how many there are.
-        settings: `imaging.Settings` of all runs, such as epochs and schedule.
+        settings: `Settings` of all runs, such as epochs and schedule.
+        schedule: "steps" (v2), "plateau-top1" (v1), "plateau-top5" (the released code), "linear"
+            or "cosine" (to 0, in every step).
+        optimizer: one of sgd, adamw, muon, airbench, rotational, angularmuown, geometric.
+        init: "glorot", as the papers' code, or "sphere", as their text.
+        imn: where IMN stands: "output", as the papers' code, or "input", as their text.
+        angle_lr: learning rate of angles: a number, or fan_in for lr over the fan-in's root.
 
     Returns:
         The sweep's folder; None in all but the leading one of several processes.
@@ -123,7 +129,9 @@ def run(
     from geoparam_lab.training.images.preparation import make_accelerator
     from geoparam_lab.training.images.process_group import Crew
 
-    config = _checked(experiment, network, methods, batch_sizes, lrs, seeds, settings)
+    if method:
+        methods = [*(methods or ()), *method]
+    config = _check_options(experiment, network, methods, batch_sizes, lrs, seeds, settings)
     source = _source(experiment, data, size, workers)
     crew = Crew(make_accelerator(config["precision"]))
     _check_fits(tasks(config), source, crew)
@@ -201,7 +209,7 @@ class _Work:
     """Does one run, with all processes that were started together."""
 
     out: Path
-    source: "Source"
+    source: Source
     crew: "Crew"
     keep_weights: bool
     kinds: Record
@@ -256,14 +264,14 @@ class _Work:
 
 def _source(
     experiment: str,
-    data: "str | Path | Source",
+    data: str | Path | Source,
     size: int | None,
     workers: int | None,
-) -> "Source":
+) -> Source:
     """Return the images, checked as far as that is quick."""
     if not isinstance(data, (str, Path)):
         return data
-    size = size or EXPERIMENTS[experiment].size
+    size = size or DEFAULTS[experiment].size
     if experiment == "imagenet32":
         from geoparam_lab.data.downsampled import PackedImages
 
@@ -273,7 +281,7 @@ def _source(
     return ImageFolders(data, size, workers)
 
 
-def _checked(
+def _check_options(
     experiment: str,
     network: str | None,
     names: Sequence[str] | None,
@@ -283,8 +291,8 @@ def _checked(
     settings: Record,
 ) -> Record:
     """Return the configuration, if all of it exists."""
-    check_names("experiment", [experiment], tuple(EXPERIMENTS))
-    usual = EXPERIMENTS[experiment]
+    check_names("experiment", [experiment], tuple(DEFAULTS))
+    usual = DEFAULTS[experiment]
     network, names = network or usual.network, list(names if names is not None else usual.methods)
     check_names("network", [network], networks.NETWORKS)
     plain = list(map(all_methods.without_options, names))
@@ -310,7 +318,7 @@ def _checked(
     return config
 
 
-def _check_fits(todo: Sequence[Task], source: "Source", crew: "Crew") -> None:
+def _check_fits(todo: Sequence[Task], source: Source, crew: "Crew") -> None:
     """Raise ValueError where a run could not begin: hours later, it would end the sweep."""
     from geoparam_lab.training.images import preparation
 
@@ -323,3 +331,77 @@ def _check_fits(todo: Sequence[Task], source: "Source", crew: "Crew") -> None:
         options = {"size": source.size, "seed": 0, **one.network_options}
         model = networks.build(one.network, one.method, source.classes, **options)
         preparation.make_optimizer(one, model)
+
+
+# --- what they say ------------------------------------------------------------------------------
+
+_VGG_TOP1 = """\
+|256|512|1024
+sp|38.31 ± 0.13|36.99 ± 0.11|35.02 ± 0.03
+wn|39.13 ± 0.10|37.92 ± 0.12|36.17 ± 0.03
+wn+mbn|42.22 ± 0.01|40.96 ± 0.02|39.33 ± 0.07
+bn|42.79 ± 0.03|41.90 ± 0.19|41.39 ± 0.02
+gmp|40.76 ± 0.09|41.65 ± 0.09|41.29 ± 0.08
+gmp+imn|43.14 ± 0.05|43.62 ± 0.08|42.70 ± 0.15"""
+_VGG_TOP5 = """\
+|256|512|1024
+sp|62.48 ± 0.14|60.71 ± 0.18|58.14 ± 0.39
+wn|63.28 ± 0.02|61.93 ± 0.09|60.16 ± 0.18
+wn+mbn|66.04 ± 0.07|65.08 ± 0.03|63.32 ± 0.08
+bn|67.17 ± 0.08|66.50 ± 0.25|65.89 ± 0.06
+gmp|65.08 ± 0.08|65.76 ± 0.05|65.49 ± 0.06
+gmp+imn|67.36 ± 0.05|67.76 ± 0.09|66.98 ± 0.18"""
+_RESNET_TOP1 = """\
+|resnet18|resnet50
+wn+mbn|66.57 ± 0.16|72.58 ± 0.16
+bn|66.85 ± 0.05|73.63 ± 0.09
+gmp+imn|67.24 ± 0.21|75.57 ± 0.12"""
+_RESNET_TOP5 = """\
+|resnet18|resnet50
+wn+mbn|86.69 ± 0.11|90.77 ± 0.12
+bn|86.92 ± 0.02|91.11 ± 0.05
+gmp+imn|87.19 ± 0.15|92.68 ± 0.11"""
+_RESNET = "v2, table 3 (ResNet-18) and v1, table 1 (ResNet-50)"
+
+
+def _experiment(name: str, **own: Any) -> Experiment:
+    return Experiment(
+        name=name,
+        run=functools.partial(run, experiment=name),
+        settings=Settings,
+        epochs=90,
+        baseline="bn",
+        names=image_text.NETWORKS,
+        retitle=functools.partial(image_text.make_title, name),
+        mismatch=functools.partial(image_text.explain_mismatch, name),
+        remarks=image_text.remark,
+        choose=image_text.choose_shown,
+        **own,
+    )
+
+
+IMAGENET32 = _experiment(
+    "imagenet32",
+    title="VGG-6 on ImageNet32",
+    about="A convolutional network learns to tell classes of small images apart.",
+    summary="VGG-6 on images of 32 by 32 pixels: table 2, figure 4. Wants a GPU.",
+    layouts=(Layout((TOP1, TOP5), "batch_size", "batch size"),),
+    papers={
+        "top1": read_table("v2, table 2", _VGG_TOP1),
+        "top5": read_table("v2, table 2", _VGG_TOP5),
+    },
+    theirs={"network": "vgg6"},
+)
+IMAGENET = _experiment(
+    "imagenet",
+    title="ResNet on ImageNet",
+    about="A residual network learns to tell classes of images apart.",
+    summary="A ResNet on ImageNet: table 3. Wants several GPUs.",
+    layouts=(Layout((TOP1, TOP5), "network", "network"),),
+    papers={
+        "top1": read_table(_RESNET, _RESNET_TOP1),
+        "top5": read_table(_RESNET, _RESNET_TOP5),
+    },
+    rates=dict.fromkeys(all_methods.METHODS, 0.1),
+    theirs={"batch_size": 256},
+)

@@ -25,7 +25,7 @@ SP and WN turn alike, by an angle that depends on delta / ||w||: once delta is m
 ||w|| they point to (1, 1), wherever they pointed before.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,8 @@ from geoparam.analysis import (
     respond,
 )
 from geoparam_lab.experiments import toys
+from geoparam_lab.experiments.experiment import Experiment, Layout, Measure, list_in_words
+from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.methods import TITLES
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training.tasks import Progress
@@ -61,25 +63,17 @@ SIZE = 0.001
 TRUE_ROTATIONS = (4.1, 29.1, 59.6, 65.0)  # of the papers' unit under SP and WN, at DELTAS
 VIEW = (-2.0, 2.0)
 WIDTHS = {"sp": 7.0, "wn": 4.5, "bn": 2.0, "gmp": 4.5, "intrinsic": 1.6}  # to show what lies below
-UNITS = ((1, -1, 1), (1, 1, 1), (-1, 1, 2), (-1, -1, -1))  # direction, lam and r, in figure 5
 DRAWN_ROTATIONS = (4.1, 12.2, 18.3, 23.7)  # what the papers' picture shows of them
 
 
 @dataclass(frozen=True)
 class Lines:
-    """One unit under one method, before and after each perturbation, ready to be drawn.
+    """One unit under one method, before and after each perturbation, ready to be drawn."""
 
-    Args:
-        directions: unit vectors, the unperturbed one first, (1 + deltas, 2).
-        lams: signed distances of the boundary likewise, (1 + deltas,).
-        rotations: angles to the unperturbed boundary in degrees, (deltas,).
-        displacements: ||delta phi||, (deltas,).
-    """
-
-    directions: Array
-    lams: Array
-    rotations: Array
-    displacements: Array
+    directions: Array  # unit vectors, the unperturbed one first, (1 + deltas, 2)
+    lams: Array  # signed distances of the boundary likewise, (1 + deltas,)
+    rotations: Array  # angles to the unperturbed boundary in degrees, (deltas,)
+    displacements: Array  # ||delta phi||, (deltas,)
 
     @property
     def drawn_rotations(self) -> Array:
@@ -95,32 +89,17 @@ class Lines:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the experiment gives: the papers' unit in detail, and how many others turn.
+    """What the experiment gives: the papers' unit in detail, and how many others turn."""
 
-    Args:
-        seed: of the one unit.
-        deltas: sizes of the perturbations, (deltas,).
-        lines: of that unit, by method.
-        rotations: of many units in degrees, by method, (deltas, units).
-        displacements: ||delta phi|| of them, by method, (deltas, units).
-        bounds: what no perturbation of the same length turns them beyond, (deltas, units).
-    """
-
-    seed: int
-    deltas: Array
-    lines: dict[str, Lines]
-    rotations: dict[str, Array]
-    displacements: dict[str, Array]
-    bounds: dict[str, Array]
+    seed: int  # of the one unit
+    deltas: Array  # sizes of the perturbations, (deltas,)
+    lines: dict[str, Lines]  # of that unit, by method
+    rotations: dict[str, Array]  # of many units in degrees, by method, (deltas, units)
+    displacements: dict[str, Array]  # ||delta phi|| of them likewise
+    bounds: dict[str, Array]  # what no perturbation of the same length turns them beyond
 
     def records(self) -> list[dict[str, Any]]:
-        """One record for each method and delta: the unit's turn, and the distribution of others'.
-
-        Example:
-            >>> record = perturb(seeds=10).records()[1]
-            >>> record["method"], record["delta"], round(record["rotation"], 1)
-            ('sp', 0.001, 29.1)
-        """
+        """One record for each method and delta: the unit's turn, and those of others."""
         return [
             {
                 "method": method,
@@ -150,27 +129,21 @@ def run(
     Args:
         out: the run's folder.
         methods: some of sp, wn, bn, gmp, intrinsic.
-        seeds: how many units, drawn from 0, 1, ..., the distribution is of.
+        seeds: how many units besides the papers' one, drawn from 0, 1, ...
         resume: go on with the run in the folder.
         command: what a user types to do it again.
         progress: called with a title, what is done and how much there is.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     records = run(folder, methods=["sp", "gmp"], seeds=10).records()
-        >>> [(record["method"], round(record["rotation"], 2)) for record in records[3::4]]
-        [('sp', 65.0), ('gmp', 5.73)]
     """
     outcome = perturb(seeds=seeds, methods=list(dict.fromkeys(methods)))
     config = {"methods": [*outcome.lines], "units": seeds}
-    done = toys.begin(
-        out, "perturbation", config, command, resume, ("method", "delta"), ("methods",)
-    )
+    import geoparam.plots  # noqa: F401  says now that matplotlib is missing
+
+    options: Any = {"key": ("method", "delta"), "resume": resume, "may_change": ("methods",)}
+    done = Run.create(out, "perturbation", config, command, **options)
     for record in outcome.records():
         if not done.done(method=record["method"], delta=record["delta"]):
             done.append(record)
-    draw(done, outcome, progress)
+    toys.save_figures(done, draw(outcome), progress)
     return done
 
 
@@ -191,28 +164,23 @@ def perturb(
     """
     if seeds < 1:
         raise ValueError(f"seeds is the number of units of the distribution, >= 1; got {seeds}.")
-    answers = {method: _answers(build(method, range(seeds)), deltas) for method in methods}
+    answers = {method: _respond(build(method, range(seeds)), deltas) for method in methods}
     return Outcome(
         seed=seed,
         deltas=np.array(deltas, dtype=float),
         lines={method: _lines(build(method, [seed]), deltas) for method in methods},
-        rotations=_stacked(answers, "rotation"),
-        displacements=_stacked(answers, "displacement"),
-        bounds=_stacked(answers, "bound"),
+        rotations=_stack(answers, "rotation"),
+        displacements=_stack(answers, "displacement"),
+        bounds=_stack(answers, "bound"),
     )
 
 
 def build(method: str, seeds: Iterable[int]) -> nn.Module:
-    """Return a layer of two inputs with one unit for each seed, stored as the method does.
-
-    Example:
-        >>> build("gmp", [1]).r
-        Parameter containing:
-        tensor([0.0017], dtype=torch.float64, requires_grad=True)
-    """
+    """Return a layer of two inputs with one unit for each seed, stored as the method does."""
     if method not in METHODS:
         raise ValueError(f"a method is one of {', '.join(METHODS)}; got {method!r}.")
-    units = torch.from_numpy(np.stack([_draw(seed) for seed in seeds]))
+    draws = [SIZE * np.random.RandomState(seed).randn(3) for seed in seeds]  # w, then b
+    units = torch.from_numpy(np.stack(draws))
     linear = nn.utils.skip_init(nn.Linear, 2, len(units), dtype=torch.float64)
     with torch.no_grad():
         linear.weight.copy_(units[:, :2])
@@ -226,16 +194,11 @@ def build(method: str, seeds: Iterable[int]) -> nn.Module:
     return gp.GmPLinear.from_linear(linear, coordinates="intrinsic")
 
 
-def _draw(seed: int) -> Array:
-    """Return w and b, (3,), in the order of the papers' notebook."""
-    return SIZE * np.random.RandomState(seed).randn(3)
-
-
-def _answers(layer: nn.Module, deltas: Sequence[float]) -> list[Response]:
+def _respond(layer: nn.Module, deltas: Sequence[float]) -> list[Response]:
     return [respond(layer, make_steps(layer, "constant", delta)) for delta in deltas]
 
 
-def _stacked(answers: dict[str, list[Response]], name: str) -> dict[str, Array]:
+def _stack(answers: dict[str, list[Response]], name: str) -> dict[str, Array]:
     """Return one quantity of all responses as (deltas, units), by method."""
     return {
         method: np.stack([getattr(response, name).numpy() for response in each])
@@ -247,7 +210,7 @@ def _lines(layer: nn.Module, deltas: Sequence[float]) -> Lines:
     """Follow the one unit of a layer."""
     others = [perturb_layer(layer, make_steps(layer, "constant", delta))[0] for delta in deltas]
     found = [layer_boundaries(each) for each in (layer, *others)]
-    answers = _answers(layer, deltas)
+    answers = _respond(layer, deltas)
     return Lines(
         directions=torch.cat([each.direction for each in found]).numpy(),
         lams=torch.cat([each.distance for each in found]).numpy(),
@@ -279,28 +242,27 @@ def _spread(name: str, values: Array) -> dict[str, float]:
 # --- figures ------------------------------------------------------------------------------------
 
 
-def draw(run: Run, outcome: Outcome, progress: Progress | None = None) -> None:
-    """Draw all figures of a run."""
-    names = toys.text_of(TITLES[method] for method in outcome.lines)
+def draw(outcome: Outcome) -> toys.Drawings:
+    """Return all figures of a run."""
+    names = list_in_words(TITLES[method] for method in outcome.lines)
     count = next(iter(outcome.rotations.values())).shape[1]
-    figures: dict[str, tuple[Callable[[Outcome], Any], str]] = {
-        "figure1": (_draw_panels, f"Figure 1. (a) A unit over two inputs: its boundary, its "
-            "location φ, its direction u and its two sides, active where u points. (b)-(e) The "
-            f"papers' unit under {names}, before and after every stored parameter is moved by δ; "
-            "dotted lines end at φ. SP, WN and BN turn alike, and the papers' own picture shows "
-            "smaller turns of them, because it loses a sign."),
-        "figure1-methods": (_draw_methods, "The same unit, one panel a method: all δ in one, with "
-            "the turn of each in degrees."),
-        "figure1-units": (_draw_units, f"How far {count:,} units drawn like the papers' turn when "
-            "every stored parameter is moved by δ: solid the median unit, dotted the one that "
-            "turns most. Under GmP every unit turns by δ radians, whatever its weight; under SP, "
-            "WN and BN, which lie on each other, the smallest weights turn furthest."),
-        "figure2a-b": (_draw_pair, "Figure 2a-b. A unit over one input: its boundary is a point "
-            "φ, and its direction a sign."),
-        "figure5": (_draw_1d, "Figure 5. Units r relu(u x + λ) over one input."),
+    return {
+        "figure1": (lambda: _draw_panels(outcome), "Figure 1. (a) A unit over two inputs: its "
+            "boundary, its location φ, its direction u and its two sides, active where u points. "
+            f"(b)-(e) The papers' unit under {names}, before and after every stored parameter is "
+            "moved by δ; dotted lines end at φ. SP, WN and BN turn alike, and the papers' own "
+            "picture shows smaller turns of them, because it loses a sign."),
+        "figure1-units": (lambda: _draw_units(outcome), f"How far {count:,} units drawn like the "
+            "papers' turn when every stored parameter is moved by δ: solid the median unit, "
+            "dotted the one that turns most. Under GmP every unit turns by δ radians, whatever "
+            "its weight; under SP, WN and BN, which lie on each other, the smallest weights turn "
+            "furthest."),
+        "figure2a-b": (lambda: _draw_1d(((1, -1, 1), (-1, -1, 1))), "Figure 2a-b. A unit over one "
+            "input: its boundary is a point φ, and its direction a sign."),
+        "figure5": (lambda: _draw_1d(((1, -1, 1), (1, 1, 1), (-1, 1, 2), (-1, -1, -1))),
+            "Figure 5. Units r relu(u x + λ) over one input."),
         "figure6": (_draw_2d, "Figure 6. Units over two inputs: boundary, location φ and sides."),
     }  # fmt: skip
-    toys.save_figures(run, figures, (outcome,), progress)
 
 
 def _draw_panels(outcome: Outcome) -> "Figure":
@@ -310,54 +272,27 @@ def _draw_panels(outcome: Outcome) -> "Figure":
     first, *panels = axes.flat
     plots.unit_2d(np.array([0.8, 0.6]), -1.0, limits=VIEW, legend=False, ax=first)
     first.set_title("(a) a unit", loc="left")
-    for letter, i, ax in zip("bcde", range(len(outcome.deltas)), panels, strict=False):
-        _panel(ax, outcome, i)
+    before = next(iter(outcome.lines.values()))
+    for i, (letter, ax) in enumerate(zip("bcde", panels, strict=False)):
+        plots.plane(ax, VIEW)
+        _draw_line(ax, before, 0, color="#cccccc", linewidth=11, label="before")
+        for method, lines in outcome.lines.items():
+            style = plots.method_style(method)
+            line = {"color": style.colour, "linewidth": WIDTHS[method], "label": style.title}
+            _draw_line(ax, lines, i + 1, **line)
         ax.set_title(f"({letter}) δ = {outcome.deltas[i]:g}", loc="left")
     panels[-1].axis("off")
     panels[-1].legend(*panels[0].get_legend_handles_labels(), loc="center left", frameon=False)
     return figure
 
 
-def _panel(ax: "Axes", outcome: Outcome, i: int) -> None:
-    """The papers' unit before and after the i-th perturbation, under all methods."""
-    from geoparam import plots
-
-    plots.plane(ax, VIEW)
-    _line(ax, next(iter(outcome.lines.values())), 0, color="#cccccc", linewidth=11, label="before")
-    for method, lines in outcome.lines.items():
-        style = plots.method_style(method)
-        line = {"color": style.colour, "linewidth": WIDTHS[method], "label": style.title}
-        _line(ax, lines, i + 1, **line)
-
-
-def _line(ax: "Axes", lines: Lines, i: int, **style: Any) -> None:
-    """One boundary, and the way from the origin to its location."""
+def _draw_line(ax: "Axes", lines: Lines, i: int, **style: Any) -> None:
+    """Draw one boundary, and the way from the origin to its location."""
     phi, (across, up) = lines.locations[i], lines.directions[i]
     ax.axline(phi, phi + np.array([-up, across]), **style)
     colour = style["color"]
     ax.plot(*np.stack([[0, 0], phi], axis=1), color=colour, linewidth=1.4, linestyle=":")
     ax.plot(*phi, "o", color=colour, markersize=5, mec="black", mew=0.6, zorder=5)
-
-
-def _draw_methods(outcome: Outcome) -> "Figure":
-    from geoparam import plots
-
-    columns = min(3, len(outcome.lines))
-    rows = -(-len(outcome.lines) // columns)
-    figure, axes = plots.new_figure(rows, columns, size=(5.0 * columns, 3.6 * rows))
-    for ax, (method, lines) in zip(axes.flat, outcome.lines.items(), strict=False):
-        plots.perturbation(
-            lines.directions,
-            lines.lams,
-            deltas=outcome.deltas,
-            rotations=lines.rotations,
-            limits=VIEW,
-            ax=ax,
-        )
-        ax.set_title(TITLES[method], loc="left")
-    for ax in axes.flat[len(outcome.lines) :]:
-        ax.axis("off")
-    return figure
 
 
 def _draw_units(outcome: Outcome) -> "Figure":
@@ -371,15 +306,12 @@ def _draw_units(outcome: Outcome) -> "Figure":
         ax.plot(outcome.deltas, np.median(turns, axis=1), **line, label=style.title)
         ax.plot(outcome.deltas, turns.max(axis=1), ":", color=style.colour, linewidth=1.6)
     ax.set(xscale="log", yscale="log", xlabel="δ", ylabel="turn of a unit (degrees)")
-    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    plots.legend_beside(ax)
     return figure
 
 
-def _draw_pair(outcome: Outcome) -> "Figure":
-    return _draw_1d(outcome, [(1, -1, 1), (-1, -1, 1)])
-
-
-def _draw_1d(outcome: Outcome, units: Sequence[tuple[float, float, float]] = UNITS) -> "Figure":
+def _draw_1d(units: Sequence[tuple[float, float, float]]) -> "Figure":
+    """Draw units over one input, given their sign, lam and r."""
     from geoparam import plots
 
     figure, axes = plots.new_figure(1, len(units), size=(1.4 + 3.6 * len(units), 3.4))
@@ -389,7 +321,7 @@ def _draw_1d(outcome: Outcome, units: Sequence[tuple[float, float, float]] = UNI
     return figure
 
 
-def _draw_2d(outcome: Outcome) -> "Figure":
+def _draw_2d() -> "Figure":
     from geoparam import plots
 
     figure, axes = plots.new_figure(1, 4, size=(16.0, 3.8))
@@ -399,3 +331,51 @@ def _draw_2d(outcome: Outcome) -> "Figure":
         plots.unit_2d(u, lam, limits=VIEW, legend=ax is axes[0, -1], ax=ax)
         ax.set_title(f"({letter}) θ = {theta}°, λ = {lam:+g}", loc="left")
     return figure
+
+
+# --- what it says -------------------------------------------------------------------------------
+
+
+def _finding(run: Run) -> str:
+    found = {(r["method"], r["delta"]): r["rotation"] for r in run.records()}
+    delta = max(delta for _, delta in found)
+    return (
+        f"One small unit: when each of its stored parameters changes by {delta:g}, its boundary "
+        f"turns by {found['gmp', delta]:.3g}° under GmP and by {found['sp', delta]:.3g}° under SP."
+    )
+
+
+EXPERIMENT = Experiment(
+    name="perturbation",
+    title="Perturbed units",
+    about="Every stored parameter of one small unit in the plane is changed by the same amount, "
+    "and the turn of its boundary is measured.",
+    summary="Single units under perturbation: figures 1, 2a-b, 5 and 6. Seconds.",
+    run=run,
+    layouts=(
+        Layout(
+            (
+                Measure("rotation", "Turn of the papers' unit (degrees)", None),
+                Measure("rotation_median", "Median turn of many such units (degrees)", None),
+                Measure("rotation_max", "Largest turn of many such units (degrees)", None),
+            ),
+            "delta",
+            "size of the perturbation",
+            notes=(
+                "The papers' picture loses a sign (arccos), so that it shows the mirror image of "
+                "the unit and smaller turns of SP and WN than they make.",
+            ),
+        ),
+    ),
+    papers={
+        "rotation": read_table(
+            "v2, figure 1, as drawn (one unit)",
+            "|0.0001|0.001|0.01|0.1\nsp|4.1|12.2|18.3|23.7\nwn|4.1|12.2|18.3|23.7",
+        )
+    },
+    finding=_finding,
+    limits=lambda run: (
+        "One small unit: how much GmP limits its turn depends on the length of its "
+        "weight. At a length of √2, SP and GmP can turn a unit equally far."
+    ),
+)

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from geoparam_lab import methods
+from geoparam_lab import methods as methods_table
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.tables import reference
 from geoparam_lab.training import tasks
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.snapshots import Film, frame_epochs
@@ -27,12 +26,13 @@ from geoparam_lab.training.stacks.stacked import Protocol, Result
 from geoparam_lab.training.tasks import Progress, Tick
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Array = np.ndarray
 Arrays = dict[str, Array]
 Describe = Callable[[Result, Film, Sequence[int]], Iterable[tuple[Arrays, Record]]]
+
+Drawings = dict[str, tuple[Callable[[], "Figure"], str]]
 
 COMPARED = ("sp", "wn", "bn", "gmp")  # by the papers
 LRS = (0.01, 0.1)  # in the papers 0.1 is GmP's, 0.01 that of the others
@@ -49,21 +49,12 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What all members of an experiment are trained for.
+    """What all members of an experiment are trained for."""
 
-    Args:
-        title: of the experiment, in messages.
-        widths: of the networks, inputs first.
-        protocol: loss, metric and schedule.
-        data: inputs and targets to train on.
-        evaluation: those that the metric is of, if there is one.
-    """
-
-    title: str
-    widths: tuple[int, ...]
-    protocol: Protocol
-    data: tuple[Array, Array]
-    evaluation: tuple[Array, Array] | None = None
+    widths: tuple[int, ...]  # of the networks, inputs first
+    protocol: Protocol  # loss, metric and schedule
+    data: tuple[Array, Array]  # inputs and targets to train on
+    evaluation: tuple[Array, Array] | None = None  # those that the metric is of, if there is one
 
     @property
     def steps_per_epoch(self) -> int:
@@ -72,21 +63,91 @@ class Problem:
         return -(-rows // (self.protocol.batch_size or rows))
 
 
-def begin(
+@dataclass(frozen=True)
+class Toy:
+    """What Levy and Banana have of their own; they share `run`.
+
+    Args:
+        name: of the experiment.
+        load: gives the data, and their part of the configuration, from the experiment's own
+            options; a resumed run's configuration comes first.
+        make_problem: what to train for, from data, epochs and patience.
+        describe: gives the arrays and the measures of some members of a stack, one after the
+            other, from the data; a function of a module, so that processes can be given it.
+        draw: gives the figures, by name, each a function without arguments and a caption.
+        film: gives the slider's arrays.
+    """
+
+    name: str
+    load: Callable[..., tuple[Any, Record]]
+    make_problem: Callable[[Any, int, int], Problem]
+    describe: Callable[[Any, Result, Film, Sequence[int]], Iterable[tuple[Arrays, Record]]]
+    draw: Callable[[Run, Any], Drawings]
+    film: Callable[[Run, Any], Arrays]
+
+
+def run(
+    toy: Toy,
     out: str | Path,
-    experiment: str,
-    config: Record,
-    command: str | None,
-    resume: bool,
-    key: Sequence[str] = KEY,
-    may_change: Sequence[str] = ("methods", "seeds", "lrs"),
+    *,
+    methods: Sequence[str] = COMPARED,
+    seeds: int = 20,
+    lrs: Sequence[float] = LRS,
+    epochs: int,
+    patience: int,
+    init: str = "glorot",
+    jobs: int | None = None,
+    resume: bool = False,
+    command: str | None = None,
+    progress: Progress | None = None,
+    **own: Any,
 ) -> Run:
-    """Return the folder of a run that will be drawn, new or to be gone on with."""
+    """Train all methods from several seeds; write records, curves and figures to a folder.
+
+    Args:
+        toy: which experiment.
+        out: the run's folder.
+        methods: names of `methods.METHODS`.
+        seeds: how many initial weights and orders of batches, drawn from 0, 1, ...
+        lrs: learning rates, each for every method.
+        epochs: the most there are.
+        patience: epochs without a better result before the rate falls; twice that to stop.
+        init: "glorot", as the papers' code, or "sphere", as their text.
+        jobs: how many processes train, by default one a core; numbers do not depend on it.
+        resume: go on with the run in the folder.
+        command: what a user types to do it again.
+        progress: called with a title, what is done and how much there is.
+        own: the experiment's own options, about its data.
+    """
     import geoparam.plots  # noqa: F401  says now, not after training, that matplotlib is missing
 
-    return Run.create(
-        out, experiment, config, command, key=key, resume=resume, may_change=may_change
-    )
+    config = check_options(methods, init, seeds, lrs) | {"epochs": epochs, "patience": patience}
+    there = resume and Path(out, "config.json").exists()
+    data, source = toy.load(Run.open(out).config if there else {}, **own)
+    options: Record = {"resume": resume, "may_change": ("methods", "seeds", "lrs")}
+    done = Run.create(out, toy.name, config | source, command, key=KEY, **options)
+    problem = toy.make_problem(data, epochs, patience)
+    train_missing(done, problem, functools.partial(toy.describe, data), jobs, progress)
+    save_figures(done, toy.draw(done, data), progress)
+    done.save_curves(f"slider_{toy.name}", **toy.film(done, data))
+    return done
+
+
+def check_options(names: Sequence[str], init: str, seeds: int, lrs: Sequence[float]) -> Record:
+    """Return this part of a run's configuration; raise ValueError where some of it is wrong."""
+    tasks.check_names("methods", names, tuple(methods_table.METHODS))
+    for name in names:
+        methods_table.get(name, init=init)
+    if seeds < 1:
+        raise ValueError(f"seeds is how many initial weights to train from, >= 1; got {seeds}.")
+    if not lrs or not all(0 < lr < math.inf for lr in lrs):
+        raise ValueError(f"lrs are learning rates above 0 and finite; got {list(lrs)}.")
+    return {
+        "methods": list(dict.fromkeys(names)),
+        "seeds": seeds,
+        "lrs": sorted({float(lr) for lr in lrs}),
+        "init": init,
+    }
 
 
 # --- training -----------------------------------------------------------------------------------
@@ -99,16 +160,16 @@ def train(
     init: str = "glorot",
     progress: Tick | None = None,
 ) -> tuple[Result, Film]:
-    """Train a method's members in one stack, and film them.
+    """Train a method's members in one stack, and keep its state at some epochs.
 
     Example:
         >>> x = np.linspace(-1, 1, 20)[:, None]
-        >>> problem = Problem("Kink", (1, 8, 1), Protocol(epochs=30), (x, np.abs(x[:, 0])))
+        >>> problem = Problem((1, 8, 1), Protocol(epochs=30), (x, np.abs(x[:, 0])))
         >>> result, film = train(problem, "gmp", [Member(0.1, seed) for seed in range(3)])
         >>> film.predict(x).shape[2], int(film.epochs[-1])
         (20, 30)
     """
-    models = [methods.mlp(method, problem.widths, seed=m.seed, init=init) for m in members]
+    models = [methods_table.mlp(method, problem.widths, seed=m.seed, init=init) for m in members]
     rates, seeds = zip(*members, strict=True)
     result = stacked.train(
         models,
@@ -133,7 +194,7 @@ class Stack(NamedTuple):
     missing: tuple[int, ...]
 
 
-def stacks(run: Run) -> list[Stack]:
+def find_stacks(run: Run) -> list[Stack]:
     """Return the stacks of a run in which a record is missing."""
     config, found = run.config, []
     for method in config["methods"]:
@@ -155,32 +216,27 @@ def train_missing(
 ) -> None:
     """Train every stack that lacks a record, and add curves and record of what was missing.
 
-    Args:
-        run: its configuration names methods, seeds, lrs and init.
-        problem: what to train for.
-        describe: gives the arrays and the measures of some members, one after the other; for
-            several jobs, a function of a module or a partial of one.
-        jobs: how many processes train; as many as there are cores if None.
-        progress: called with how many epochs are done, of all stacks together.
+    Ctrl-C lets the stacks under way finish, so that no work is lost; a second one stops at once.
     """
-    todo, each = stacks(run), problem.protocol.epochs
-    epochs = dict.fromkeys(todo, 0)
+    todo, each = find_stacks(run), problem.protocol.epochs
+    epochs, title = dict.fromkeys(todo, 0), run.info["experiment"].capitalize()
 
     def report(stack: Stack, epoch: int, left: int = 0, remark: str = "") -> None:
         epochs[stack] = epoch
         if progress is not None:
-            progress(problem.title, sum(epochs.values()), each * len(todo))
+            progress(title, sum(epochs.values()), each * len(todo))
 
-    work = functools.partial(_work, problem, run.config["init"], describe)
-    jobs = jobs or tasks.count_cores()
-    for stack, outcomes in tasks.spread(work, todo, jobs, report, patient=True):
+    work = functools.partial(_train_stack, problem, run.config["init"], describe)
+    for stack, outcomes in tasks.spread(
+        work, todo, jobs or tasks.count_cores(), report, patient=True
+    ):
         for (arrays, record), i in zip(outcomes, stack.missing, strict=True):
-            run.save_curves(curve_name(stack.method, stack.members[i]), **single(arrays))
+            run.save_curves(name_curves(stack.method, stack.members[i]), **_to_single(arrays))
             run.append(record)
         report(stack, each)
 
 
-def _work(
+def _train_stack(
     problem: Problem, init: str, describe: Describe, stack: Stack, tick: Tick
 ) -> list[tuple[Arrays, Record]]:
     """Train one stack; return arrays and record of each member that has none yet."""
@@ -192,11 +248,11 @@ def _work(
     ]
 
 
-def curve_name(method: str, member: Member) -> str:
+def name_curves(method: str, member: Member) -> str:
     """Return the name under which a member's arrays are kept.
 
     Example:
-        >>> curve_name("gmp", Member(0.1, 3))
+        >>> name_curves("gmp", Member(0.1, 3))
         'gmp-lr0.1-seed3'
     """
     return f"{method}-lr{member.lr:g}-seed{member.seed}"
@@ -205,6 +261,7 @@ def curve_name(method: str, member: Member) -> str:
 def _record(method: str, member: Member, init: str, result: Result, i: int) -> Record:
     """Return what the records of both experiments have in common."""
     assert result.motion is not None
+    lower = np.flatnonzero(result.rates[:, i] < result.rates[0, i])
     return {
         "method": method,
         "lr": member.lr,
@@ -212,171 +269,27 @@ def _record(method: str, member: Member, init: str, result: Result, i: int) -> R
         "init": init,
         "epochs": int(result.epochs[i]),
         "best_epoch": int(result.best_epoch[i]),
-        "first_cut": first_cut(result.rates[:, i]),
+        "first_cut": int(lower[0]) if len(lower) else None,  # the first epoch with a lower rate
         "outcome": "diverged" if result.outcomes[i] == "diverged" else "finished",
         "largest_move": float(np.nanmax(result.motion.displacement[:, i])),
         "largest_rotation": float(np.nanmax(result.motion.rotation[:, i])),
     }
 
 
-def first_cut(rates: Array) -> int | None:
-    """Return the first epoch with a lower rate than the first one had, or None.
-
-    Example:
-        >>> first_cut(np.array([0.1, 0.1, 0.01])), first_cut(np.array([0.1, np.nan]))
-        (2, None)
-    """
-    lower = np.flatnonzero(rates < rates[0])
-    return int(lower[0]) if len(lower) else None
-
-
-def checked(names: Sequence[str], init: str, seeds: int, lrs: Sequence[float]) -> Record:
-    """Return this part of a run's configuration, if all of it exists.
-
-    Example:
-        >>> checked(["sp"], "glorot", 3, (0.01, 0.1))["methods"]
-        ['sp']
-    """
-    tasks.check_names("methods", names, tuple(methods.METHODS))
-    for name in names:
-        methods.get(name, init=init)
-    if seeds < 1:
-        raise ValueError(f"seeds is how many initial weights to train from, >= 1; got {seeds}.")
-    if not lrs or not all(0 < lr < math.inf for lr in lrs):
-        raise ValueError(f"lrs are learning rates above 0 and finite; got {list(lrs)}.")
-    return {
-        "methods": list(dict.fromkeys(names)),
-        "seeds": seeds,
-        "lrs": sorted({float(lr) for lr in lrs}),
-        "init": init,
-    }
-
-
-# --- reading and drawing ------------------------------------------------------------------------
-
-
-def papers_lr(method: str, lrs: Sequence[float]) -> float:
-    """Return the papers' rate of a method, or where that was not run the nearest one that was.
-
-    Example:
-        >>> papers_lr("gmp", (0.01, 0.1)), papers_lr("gmp", (0.01, 0.03))
-        (0.1, 0.03)
-    """
-    return min(lrs, key=lambda lr: abs(np.log(lr / methods.LEARNING_RATES[method])))
-
-
-def shown(run: Run, lr: float | None = None, seed: int = 0) -> dict[str, Arrays]:
-    """Return each method's arrays of one seed, at a rate or else at the papers' own."""
-    lrs = run.config["lrs"]
-    return {
-        method: run.curves(curve_name(method, Member(lr or papers_lr(method, lrs), seed)))
-        for method in run.config["methods"]
-    }
-
-
-def save_figures(
-    run: Run,
-    drawings: dict[str, tuple[Callable[..., "Figure"], str]],
-    what: Sequence[Any],
-    progress: Progress | None = None,
-) -> None:
-    """Write figures/NAME.png and its caption NAME.txt, one by one.
-
-    Args:
-        run: the folder.
-        drawings: by name, a function that makes the figure, and the caption.
-        what: the arguments of these functions.
-        progress: called after each.
-    """
-    title = f"{run.info['experiment'].capitalize()} figures"
-    for count, (name, (drawing, caption)) in enumerate(drawings.items(), start=1):
-        run.figure(name, drawing(*what), caption)
-        if progress is not None:
-            progress(title, count, len(drawings))
-
-
-def new_columns(
-    count: int, deep: int, size: tuple[float, float]
-) -> tuple["Figure", Array, "Axes"]:
-    """Return a figure, a column of `deep` axes for each of `count` methods, and the upper right.
-
-    Five columns are beside each other at most, the others below; `size` is that of a panel.
-
-    Example:
-        >>> figure, columns, corner = new_columns(7, 2, (4.0, 3.0))
-        >>> columns.shape, len(figure.axes), corner is columns[4, 0]
-        ((7, 2), 20, True)
-    """
-    from geoparam import plots
-
-    wide = min(count, 5)
-    bands = -(-count // wide)
-    inches = (1.0 + size[0] * wide, size[1] * deep * bands)
-    figure, axes = plots.new_figure(bands * deep, wide, size=inches)
-    columns = axes.reshape(bands, deep, wide).swapaxes(1, 2).reshape(-1, deep)
-    for spare in columns[count:].flat:
-        spare.axis("off")
-    return figure, columns[:count], axes[0, -1]
-
-
-def draw_seeds(run: Run, measure: str, label: str, papers: bool = True) -> "Figure":
-    """Draw a point for every seed, method and rate, and if wanted the papers' one seed."""
-    from geoparam import plots
-
-    config = run.config
-    columns = [(method, lr) for method in config["methods"] for lr in config["lrs"]]
-    wide = max(1.6 + 0.95 * len(columns), 7.0)  # words need that much, however few the columns
-    figure, axes = plots.new_figure(1, 1, size=(wide, 4.2))
-    ax = axes[0, 0]
-    for x, (method, lr) in enumerate(columns):
-        own = [r for r in run.records() if r["method"] == method and r["lr"] == lr]
-        _seed_column(ax, x, [r[measure] for r in own if np.isfinite(r[measure])], method, lr)
-        known = reference.printed(run.info["experiment"], measure, method)
-        if papers and known and lr == reference.rate(run.info["experiment"], method):
-            ax.plot([x], [known.value], "D", color="white", mec="black", ms=8, zorder=4)
-    if papers:
-        ax.plot([], [], "D", color="white", mec="black", ms=8, label="papers, one seed")
-    ax.plot([], [], "_", color="black", ms=16, mew=2, label="median")
-    names = [f"{methods.TITLES[method]}\n{lr:g}" for method, lr in columns]
-    ax.set_xticks(range(len(columns)), names)
-    ax.set(ylabel=label, xlim=(-0.6, len(columns) - 0.4))
-    ax.set_xlabel("method and learning rate (filled: the rate that the papers chose)")
-    ax.grid(visible=False, axis="x")
-    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
-    return figure
-
-
-def _seed_column(ax: "Axes", x: int, values: list[float], method: str, lr: float) -> None:
-    """One method at one rate: filled where the rate is the papers' for it."""
-    from geoparam import plots
-
-    colour = plots.method_style(method).colour
-    order = np.argsort(np.argsort(values))
-    middle = (min(len(values), 5) - 1) / 2
-    beside = x + 0.11 * (order % 5 - middle)  # so that equal values do not hide each other
-    filled = lr == methods.LEARNING_RATES[method]
-    ax.plot(beside, values, "o", color=colour, mfc=colour if filled else "none", ms=5, alpha=0.75)
-    if values:
-        ax.plot([x], [np.median(values)], "_", color="black", ms=26, mew=2, zorder=3)
-
-
-def single(arrays: Arrays) -> Arrays:
-    """Return the arrays in single precision, which is enough to draw them.
-
-    Example:
-        >>> single({"loss": np.zeros(3)})["loss"].dtype
-        dtype('float32')
-    """
+def _to_single(arrays: Arrays) -> Arrays:
+    """Return the arrays in single precision, which is enough to draw them."""
     with np.errstate(over="ignore"):  # what diverged
         return {k: v.astype("f4") if v.dtype == np.float64 else v for k, v in arrays.items()}
 
 
-def text_of(values: Iterable[Any]) -> str:
-    """Return values as a short list for a sentence.
-
-    Example:
-        >>> text_of(["SP", "WN", "BN"])
-        'SP, WN and BN'
-    """
-    *others, last = map(str, values)
-    return f"{', '.join(others)} and {last}" if others else last
+def save_figures(
+    run: Run,
+    drawings: Drawings,
+    progress: Progress | None = None,
+) -> None:
+    """Write figures/NAME.png and its caption, one by one."""
+    title = f"{run.info['experiment'].capitalize()} figures"
+    for count, (name, (draw, caption)) in enumerate(drawings.items(), start=1):
+        run.figure(name, draw(), caption)
+        if progress is not None:
+            progress(title, count, len(drawings))

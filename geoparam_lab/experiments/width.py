@@ -32,13 +32,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from geoparam_lab import methods
 from geoparam_lab.data import splits as parts
 from geoparam_lab.data import uci_data as data_sets
 from geoparam_lab.data.synthetic import levy_regression
 from geoparam_lab.experiments import width_scales
+from geoparam_lab.experiments.experiment import RMSE, Experiment, Layout, Measure
 from geoparam_lab.experiments.width_scales import VARIANTS, Variant
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training.stacks import stacked
@@ -58,21 +59,13 @@ KEY = ("kind", "dataset", "method", "init", "width", "lr", "seed")
 
 @dataclass(frozen=True)
 class Task:
-    """Some networks of one kind of question, data set, variant and width.
+    """Some networks of one kind of question, data set, variant and width."""
 
-    Args:
-        kind: "start", "fan_in" or "trained".
-        dataset: "levy", "energy" or, for the fan-in, "normal".
-        variant: how they begin.
-        width: of the hidden layer; for the fan-in, of the inputs.
-        members: rate, None before training, and seed of each.
-    """
-
-    kind: str
-    dataset: str
-    variant: Variant
-    width: int
-    members: tuple[tuple[float | None, int], ...]
+    kind: str  # "start", "fan_in" or "trained"
+    dataset: str  # "levy", "energy" or, for the fan-in, "normal"
+    variant: Variant  # how they begin
+    width: int  # of the hidden layer; for the fan-in, of the inputs
+    members: tuple[tuple[float | None, int], ...]  # rate, None before training, and seed of each
 
     @property
     def keys(self) -> list[tuple[Any, ...]]:
@@ -88,33 +81,22 @@ class Task:
 
 @dataclass(frozen=True)
 class Work:
-    """Does any task of a run.
+    """Does any task of a run."""
 
-    Args:
-        energy: inputs and targets of the whole set, or None where it is not asked for.
-        steps: of training.
-    """
-
-    energy: tuple[Array, Array] | None
-    steps: int = STEPS
+    energy: tuple[Array, Array] | None  # the whole set, where it is asked for
+    steps: int = STEPS  # of training
 
     def __call__(self, task: Task, tick: Tick) -> Done:
         measures = {"start": self._start, "fan_in": self._fan_in, "trained": self._trained}
-        found = measures[task.kind](task, tick)
-        return Done(
-            [
-                dict(zip(KEY, key, strict=True)) | measure
-                for key, measure in zip(task.keys, found, strict=True)
-            ]
-        )
+        found = zip(task.keys, measures[task.kind](task, tick), strict=True)
+        return Done([dict(zip(KEY, key, strict=True)) | measure for key, measure in found])
 
     def _start(self, task: Task, tick: Tick) -> list[Record]:
         found = []
         for done, (_, seed) in enumerate(task.members):
             data = self._data(task.dataset, [seed])
-            found.append(
-                width_scales.start(_network(task, seed, data, torch.float64), *_first(data))
-            )
+            x, y = torch.from_numpy(data.x_train[0]), torch.from_numpy(data.y_train[0])
+            found.append(width_scales.start(_network(task, seed, data, torch.float64), x, y))
             tick(0, len(task.members) - done - 1)
         return found
 
@@ -167,10 +149,6 @@ def _network(task: Task, seed: int, data: parts.Splits, dtype: torch.dtype) -> n
     return methods.mlp(method, widths, seed=seed, init=init, dtype=dtype)
 
 
-def _first(data: parts.Splits) -> tuple[Tensor, Tensor]:
-    return torch.from_numpy(data.x_train[0]), torch.from_numpy(data.y_train[0])
-
-
 # --- a run --------------------------------------------------------------------------------------
 
 
@@ -192,9 +170,9 @@ def run(
 
     Args:
         out: the run's folder.
-        widths: of the hidden layer.
-        datasets: of `DATASETS`.
-        rates: learning rates, for each width and variant.
+        widths: numbers of hidden units.
+        datasets: "levy", "energy" or both.
+        rates: learning rates, for each width and initialisation.
         seeds: how many initial weights.
         steps: of training.
         data: folder with the Energy data, before $GEOPARAM_DATA, the cache and the network.
@@ -261,9 +239,8 @@ def answers(records: Iterable[Record], config: Record) -> list[Record]:
     known = list(records)
     for dataset in (*config["datasets"], "normal"):
         for variant in VARIANTS:
-            own = [
-                r for r in known if (r["dataset"], r["method"], r["init"]) == (dataset, *variant)
-            ]
+            wanted = (dataset, *variant)
+            own = [r for r in known if (r["dataset"], r["method"], r["init"]) == wanted]
             key = dict.fromkeys(KEY) | variant._asdict()
             answer = exponents([r for r in own if r["kind"] in ("start", "fan_in")])
             if dataset != "normal":
@@ -284,14 +261,11 @@ def exponents(records: Sequence[Record]) -> Record:
     measures = [name for name in records[0] if name not in KEY]
     if len(set(widths)) < 2:
         return {}
-    return {
-        f"exponent_{name}": round(_slope(widths, [record[name] for record in records]), 4)
-        for name in measures
-    }
-
-
-def _slope(widths: Array, values: Sequence[float]) -> float:
-    return float(np.polyfit(np.log(widths), np.log(values), 1)[0])
+    found = {}
+    for name in measures:
+        slope = np.polyfit(np.log(widths), np.log([record[name] for record in records]), 1)[0]
+        found[f"exponent_{name}"] = round(float(slope), 4)
+    return found
 
 
 def _errors(records: Iterable[Record], config: Record) -> Array:
@@ -323,3 +297,58 @@ def one_rate(errors: Array, rates: Sequence[float], papers: float) -> Record:
         factor = round(float(factors[list(rates).index(papers)]), 4)
         found |= {"papers_rate": papers, "papers_rate_factor": factor}
     return found
+
+
+# --- what it says -------------------------------------------------------------------------------
+
+_EXPONENTS = Layout(
+    group="dataset",
+    where={"kind": "answer"},
+    fields=(
+        Measure("exponent_activation", "activations"),
+        Measure("exponent_output", "outputs"),
+        Measure("exponent_output_change", "change of outputs in a step"),
+        Measure("exponent_turn", "turn of a unit in a step"),
+        Measure("exponent_gradient_direction", "gradient of directions"),
+        Measure("exponent_gradient_offset", "gradient of offsets"),
+        Measure("exponent_gradient_scale", "gradient of scales"),
+        Measure("exponent_gradient_output", "gradient of output weights"),
+    ),
+    title="Exponent with which things grow with the width, before training",
+    notes=(
+        "0: does not depend on the width; 0.5: grows with its square root; -0.5: shrinks with it. "
+        "With normal inputs, read their number for the width.",
+        "GmP's scales r begin at 1 with init sphere, the papers' text, and at the norms of "
+        "weights with init Glorot, the papers' code.",
+    ),
+)
+_ONE_RATE = Layout(
+    group="dataset",
+    where={"kind": "answer"},
+    fields=(
+        Measure("best_rates", "best rate for each width", None),
+        Measure("one_rate", "best rate for all widths", None),
+        Measure("one_rate_factor", "error with it, at most", 2),
+        Measure("papers_rate", "papers' rate", None),
+        Measure("papers_rate_factor", "error with the papers' rate, at most", 2),
+    ),
+    title="Whether one learning rate serves all widths",
+    notes=(
+        "Best rates from the narrowest network to the widest. Errors are multiples of the best "
+        "rate's, at the width where they are highest.",
+    ),
+)
+
+EXPERIMENT = Experiment(
+    name="width",
+    title="Initialisation and width",
+    about="The same network is built at several widths, to see what depends on the width.",
+    summary="What depends on the width: scales at the start, the best rate. Half an hour.",
+    run=run,
+    layouts=(
+        _EXPONENTS,
+        _ONE_RATE,
+        Layout((RMSE,), "width", "width", "dataset", where={"kind": "trained"}, compare=False),
+    ),
+    names={"normal": "normal inputs, over their number"},
+)

@@ -4,6 +4,6 @@ from geoparam_lab import report
 report.write(["runs/levy", "runs/uci"], "report.html")
 """
 
-from geoparam_lab.report.page import MARK, page, write
+from geoparam_lab.report.page import MARK, make_page, write
 
-__all__ = ["MARK", "page", "write"]
+__all__ = ["MARK", "make_page", "write"]

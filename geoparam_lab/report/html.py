@@ -11,7 +11,7 @@ from typing import Any
 
 from geoparam_lab.tables.formats import Table
 
-_VOID = ("img", "input", "meta")
+_VOID = ("img", "input")
 _MINUS = re.compile(r"(?<![\w-])-(?=[\d.])")
 _POWER = re.compile(r"(?<=\d)e([+-]\d+)")
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -75,15 +75,18 @@ def facts(pairs: dict[str, str | Html]) -> Html:
     return element("dl", *rows)
 
 
+def scroll_box(content: Html, label: str) -> Html:
+    """Return a box that scrolls by itself where its content is too wide."""
+    return element("div", content, class_="scroll", tabindex="0", role="group", aria_label=label)
+
+
 def table(source: Table) -> Html:
-    """Return a table with its title and notes; it scrolls by itself where it is too wide."""
+    """Return a table with its title and notes."""
     names = (source.corner, *source.columns)
     head = element("tr", *(_heading(name, "col") for name in names))
     rows = [_row(row.texts, row.papers) for row in source.rows]
     grid = element("table", element("thead", head), element("tbody", *rows))
-    box = element(
-        "div", grid, class_="scroll", tabindex="0", role="group", aria_label=source.title
-    )
+    box = scroll_box(grid, source.title)
     notes = [element("li", typeset(note)) for note in source.notes]
     below = element("ul", *notes, class_="notes") if notes else None
     return element("section", element("h4", source.title), box, below, class_="table")

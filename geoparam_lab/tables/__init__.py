@@ -1,1 +1,1 @@
-"""Tables of runs: the papers' numbers, estimates, rows and columns, formats."""
+"""Tables of runs: estimates, rows and columns, notes, formats."""

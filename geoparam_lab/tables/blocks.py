@@ -13,17 +13,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from geoparam_lab import methods
+from geoparam_lab.experiments.experiment import Experiment, Layout, Measure, options_in_words
+from geoparam_lab.experiments.papers import Printed
 from geoparam_lab.run_folder import Record
-from geoparam_lab.tables import image_tables, reference
-from geoparam_lab.tables.estimates import Estimate, agrees, estimate
-from geoparam_lab.tables.layouts import PROTOCOLS, VARIANTS, Layout, Measure, number
+from geoparam_lab.tables.estimates import Estimate, agrees, estimate, number
 
 Cells = Mapping["Line", Mapping[Any, Sequence[Record]]]
 
-_WORDS = {"lr": "rate", "batch_size": "batch"}
 INITS = {"glorot": "Glorot", "he": "He", "sphere": "sphere"}
-_NAMED = ("levy", "banana")  # nothing else in their tables says what they are of
-_DATASETS = {"normal": "normal inputs, over their number"}
+_VARIANTS = {  # fields that may tell rows of a method apart, and what they are called
+    "init": "init",
+    "width": "width",
+    "batch_size": "batch",
+    "lr": "rate",
+    "tuned": "",
+}
 
 
 @dataclass(frozen=True)
@@ -42,37 +46,26 @@ class Line:
     def label(self) -> str:
         """What the row is called."""
         said = [
-            image_tables.in_words(value)
-            if name == "tuned"
-            else f"{_WORDS.get(name, name)} {_short(value)}"
+            options_in_words(value) if name == "tuned" else f"{_VARIANTS[name]} {_write(value)}"
             for name, value in self.variant
         ]
         return ", ".join([methods.title(self.method), *said])
 
 
-def _short(value: Any) -> str:
+def _write(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(INITS.get(value, value))
 
 
 @dataclass(frozen=True)
 class Block:
-    """The records of one table, sorted into rows and columns.
+    """The records of one table, sorted into rows and columns."""
 
-    Args:
-        experiment: as in the run's folder.
-        measure: what the table shows.
-        layout: of the experiment.
-        cells: the records by row and column.
-        config: of the run.
-        group: the value of the layout's group that the records have; empty without one.
-    """
-
-    experiment: str
+    experiment: Experiment
     measure: Measure
     layout: Layout
     cells: Cells
     config: Mapping[str, Any] = field(default_factory=dict)
-    group: Any = ""
+    group: Any = ""  # the value of the layout's group that the records have
 
     @property
     def title(self) -> str:
@@ -81,27 +74,23 @@ class Block:
 
     @property
     def place(self) -> str:
-        """Over what, and by which protocol, to stand behind what is measured."""
-        by = f" by {self.layout.column_title}" if len(self.columns) > 1 else ""
-        of = ""
+        """The title without what is measured."""
+        place = f" by {self.layout.column_title}" if len(self.columns) > 1 else ""
         if len(self.columns) == 1 and self.columns != [""]:
-            [column] = self.columns  # a number needs to be told what of
-            of = f", {'' if isinstance(column, str) else self.layout.column_title + ' '}"
-            of += heading(column)
-        named = self.experiment if self.experiment in _NAMED else ""
-        return (by or of) + in_brackets(self.group or named)
+            [column] = self.columns
+            what = "" if isinstance(column, str) else f"{self.layout.column_title} "
+            place = f", {what}{self.heading(column)}"
+        named = "" if self.layout.column else self.experiment.name
+        return place + in_brackets(self.experiment, self.group or named)
+
+    def heading(self, column: Any) -> str:
+        """What a column is called."""
+        return name_value(self.experiment, column)
 
     @property
     def compare(self) -> bool:
-        """Whether the papers' numbers are of the same protocol, and of the same kind of data."""
-        return self.group in ("", "paper") and image_tables.is_imagenet(
-            self.experiment, self.config
-        )
-
-    @property
-    def same_data(self) -> bool:
-        """Whether the papers had the same data; Banana may be generated."""
-        return self.config.get("source") != "generated"
+        """Whether the papers' numbers are of the same protocol and of the same data."""
+        return self.group in ("", "paper") and not self.experiment.mismatch(self.config)
 
     @property
     def columns(self) -> list[Any]:
@@ -158,92 +147,71 @@ class Block:
             for record in self.records(line, column)
         )
 
-    def papers(self, line: Line, column: Any) -> reference.Printed | None:
+    def printed(self, line: Line, column: Any) -> Printed | None:
         """The papers' number for a cell, in the row of their variant, or else in the first."""
         rows = [other for other in self.cells if other.method == line.method]
         if not self.compare or line != next(filter(self.is_the_papers, rows), rows[0]):
             return None
-        if not all(
-            image_tables.is_the_papers(self.experiment, r) for r in self.records(line, column)
-        ):
-            return None
-        return reference.printed(self.experiment, self.measure.name, line.method, column)
+        for record in self.records(line, column):
+            if any(record.get(k, v) != v for k, v in self.experiment.theirs.items()):
+                return None
+        return self.experiment.printed(self.measure.name, line.method, column)
 
     def agrees(self, line: Line, column: Any) -> bool | None:
         """Whether a cell agrees with the papers' number; None where that cannot be said."""
-        if not self.same_data:
-            return None
-        return agrees(self.estimate(line, column), self.papers(line, column))
+        return agrees(self.estimate(line, column), self.printed(line, column))
 
     def is_the_papers(self, line: Line) -> bool:
         """Whether a row's variant, if it has one, is what the papers have."""
-        theirs: dict[str, Any] = {"init": "glorot", **image_tables.THEIRS.get(self.experiment, {})}
-        theirs["lr"] = reference.rate(self.experiment, line.method)
+        theirs: dict[str, Any] = {"init": "glorot", **self.experiment.theirs}
+        theirs["lr"] = self.experiment.rates.get(line.method)
         return all(theirs.get(name, value) == value for name, value in line.variant)
 
-
-def heading(column: Any) -> str:
-    """Return what a column is called.
-
-    Example:
-        >>> heading("yacht"), heading(1024), heading(0.0001), heading("resnet18")
-        ('Yacht', '1024', '0.0001', 'ResNet-18')
-    """
-    if column in image_tables.NETWORKS:
-        return image_tables.NETWORKS[column]
-    return _short(column) if isinstance(column, float) else str(column).capitalize()
+    def rates(self, line: Line) -> set[float]:
+        """The learning rates in a row."""
+        records = itertools.chain.from_iterable(self.cells[line].values())
+        return {number(record["lr"]) for record in records if "lr" in record}
 
 
-def in_brackets(group: Any) -> str:
-    """Return what the records of a table have in common, to stand behind its title.
+def name_value(experiment: Experiment, value: Any) -> str:
+    """Return what a value of a record is called in tables.
 
     Example:
-        >>> in_brackets("energy"), in_brackets("")
-        (' (Energy)', '')
+        >>> name_value(Experiment("uci"), "yacht"), name_value(Experiment("imagenet"), 1024)
+        ('Yacht', '1024')
     """
-    said = PROTOCOLS.get(group) or _DATASETS.get(group) or heading(group)
+    known = experiment.names.get(value)
+    return known or (_write(value) if isinstance(value, float) else str(value).capitalize())
+
+
+def in_brackets(experiment: Experiment, group: Any) -> str:
+    """Return what the records of a table have in common, to stand behind its title."""
+    said = name_value(experiment, group)
     return f" ({said})" if said else ""
 
 
 def sample(record: Record) -> Any:
-    """Return what a result is paired by: the split, or else the seed.
-
-    Example:
-        >>> sample({"split": 3, "seed": 0}), sample({"seed": 5})
-        (3, 5)
-    """
-    return fixed(record.get("split", record.get("seed")))
+    """Return what a result is paired by: the split, or else the seed."""
+    return make_sortable(record.get("split", record.get("seed")))
 
 
-def fixed(value: Any) -> Any:
-    """Return a value that can be looked up and sorted: numbers and strings as they are.
-
-    Example:
-        >>> fixed(0.1), fixed([1, 2]), fixed(None)
-        (0.1, '[1, 2]', '')
-    """
+def make_sortable(value: Any) -> Any:
+    """Return a value that can be looked up and sorted: numbers and strings as they are."""
     if isinstance(value, (str, int, float)):
         return value
     return "" if value is None else str(value)
 
 
-def groups(records: Sequence[Record], name: str) -> list[tuple[Any, list[Record]]]:
-    """Return the records by the value of a field, in order of appearance.
-
-    Example:
-        >>> groups([{"protocol": "paper"}], "")
-        [('', [{'protocol': 'paper'}])]
-    """
-    values = dict.fromkeys(fixed(record.get(name)) for record in records)
-    return [(value, [r for r in records if fixed(r.get(name)) == value]) for value in values]
+def group_records(records: Sequence[Record], name: str) -> dict[Any, list[Record]]:
+    """Return the records by the value of a field, in order of appearance."""
+    found: dict[Any, list[Record]] = {}
+    for record in records:
+        found.setdefault(make_sortable(record.get(name)), []).append(record)
+    return found
 
 
 def arrange(records: Sequence[Record], layout: Layout) -> Cells:
     """Sort records into rows, methods in their usual order, and columns.
-
-    Args:
-        records: each with a method.
-        layout: which field makes the columns.
 
     Example:
         >>> layout = Layout(column="dataset")
@@ -251,29 +219,29 @@ def arrange(records: Sequence[Record], layout: Layout) -> Cells:
         >>> {line.label: list(cells) for line, cells in arrange(records, layout).items()}
         {'SP': ['yacht'], 'GmP': ['yacht']}
     """
-    names = [name for name in VARIANTS if name != layout.column]
-    varied = {name: _varied(records, name, layout.column) for name in names}
+    names = [name for name in _VARIANTS if name != layout.column]
+    varied = {name: _find_varied(records, name, layout.column) for name in names}
     varied["lr"] = varied["tuned"] = varied["lr"] | varied["tuned"]  # these are one setting
     cells: dict[Line, dict[Any, list[Record]]] = {}
     for record in records:
         method = record["method"]
         shown = [name for name in names if method in varied[name]]
-        values = {name: fixed(record.get(name)) for name in shown}
+        values = {name: make_sortable(record.get(name)) for name in shown}
         variant = tuple((n, value) for n, value in values.items() if n != "tuned" or value)
-        column = fixed(record.get(layout.column))
+        column = make_sortable(record.get(layout.column))
         cells.setdefault(Line(method, variant), {}).setdefault(column, []).append(record)
-    return {line: cells[line] for line in sorted(cells, key=_place)}
+    return {line: cells[line] for line in sorted(cells, key=_rank)}
 
 
-def _varied(records: Sequence[Record], name: str, column: str) -> set[str]:
+def _find_varied(records: Sequence[Record], name: str, column: str) -> set[str]:
     """Return the methods that have several values of a field for one column and seed or split."""
     values: dict[Any, set[Any]] = {}
     for record in records:
-        key = record["method"], fixed(record.get(column)), sample(record)
-        values.setdefault(key, set()).add(fixed(record.get(name)))
+        key = record["method"], make_sortable(record.get(column)), sample(record)
+        values.setdefault(key, set()).add(make_sortable(record.get(name)))
     return {method for (method, *_), found in values.items() if len(found) > 1}
 
 
-def _place(line: Line) -> tuple[Any, ...]:
+def _rank(line: Line) -> tuple[Any, ...]:
     rank = methods.rank(line.method)
     return rank, line.method, [(isinstance(value, str), value) for _, value in line.variant]

@@ -2,8 +2,8 @@
 
 **Agreement with a printed number.** Ours and the papers' agree when they are at most two combined
 standard errors apart, 2 sqrt(ours^2 + theirs^2), after allowing for the papers' rounding. A number
-of one seed has no standard error: it is one more draw from what we draw from, so that our own
-spread over seeds is taken for its error. With fewer than three results nothing is said.
+of one seed has no standard error, and nothing can be said of its mean: tables only say whether it
+is within the range of our seeds. With fewer than three results of ours nothing is said.
 
 **Paired differences.** Two methods on the same seed or split share its luck, so that the
 differences vary less than the results: their mean has its own standard error. Splits of one data
@@ -16,30 +16,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from geoparam_lab.tables.reference import Printed
+from geoparam_lab.experiments.papers import Printed
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds or splits.
+    """A mean over seeds or splits."""
 
-    Args:
-        mean: of the finite values.
-        error: its standard error; None where there is one value.
-        n: how many values there are; 0 where that is not known, as for the papers'.
-        low: the lowest of them.
-        high: the highest.
-    """
-
-    mean: float
-    error: float | None
-    n: int
+    mean: float  # of the finite values
+    error: float | None  # its standard error; None where there is one value
+    n: int  # how many values there are; 0 where that is not known, as for the papers'
     low: float
     high: float
 
-    @property
-    def spread(self) -> float | None:
-        """The values' standard deviation; None where there is one value."""
-        return None if self.error is None else self.error * math.sqrt(self.n)
+
+def number(value: Any) -> float:
+    """Return a number as a float, and NaN for what is none.
+
+    Example:
+        >>> number(3), number("3"), number(None)
+        (3.0, nan, nan)
+    """
+    known = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if known else math.nan
 
 
 def estimate(values: Iterable[float]) -> Estimate | None:
@@ -66,31 +64,28 @@ def agrees(ours: Estimate | None, papers: Printed | None) -> bool | None:
     """
     if ours is None or papers is None or ours.error is None or ours.n < 3:
         return None
-    theirs = ours.spread if papers.error is None else papers.error
-    combined = math.hypot(ours.error, theirs or 0.0)
+    if papers.error is None:
+        return None
+    combined = math.hypot(ours.error, papers.error)
     return abs(ours.mean - papers.value) <= 2 * combined + papers.rounding
 
 
-def paired(values: Mapping[Any, float], baseline: Mapping[Any, float]) -> Estimate | None:
+def pair(values: Mapping[Any, float], baseline: Mapping[Any, float]) -> Estimate | None:
     """Return the mean of value minus baseline over the seeds or splits that both have.
 
-    Args:
-        values: by seed or split.
-        baseline: likewise.
-
     Example:
-        >>> paired({0: 1.5, 1: 2.5, 2: 9.0}, {0: 1.0, 1: 2.0})
+        >>> pair({0: 1.5, 1: 2.5, 2: 9.0}, {0: 1.0, 1: 2.0})
         Estimate(mean=0.5, error=0.0, n=2, low=0.5, high=0.5)
     """
     return estimate(values[key] - baseline[key] for key in values if key in baseline)
 
 
-def decimals(errors: Iterable[float | None], least: int) -> int:
+def count_decimals(errors: Iterable[float | None], least: int) -> int:
     """Return how many decimals show a digit of the middle error: `least`, or up to two more.
 
     Example:
-        >>> decimals([0.28, 0.14, 0.00001], 3), decimals([0.00002], 3), decimals([None, 0.0], 2)
-        (3, 5, 2)
+        >>> count_decimals([0.28, 0.14, 0.00001], 3), count_decimals([0.00002], 3)
+        (3, 5)
     """
     known = sorted(error for error in errors if error and error >= 10.0 ** -(least + 2))
     if not known:
@@ -99,30 +94,30 @@ def decimals(errors: Iterable[float | None], least: int) -> int:
     return min(max(least, -math.floor(math.log10(middle))), least + 2)
 
 
-def written(value: Estimate, digits: int | None) -> str:
+def write(value: Estimate, digits: int | None) -> str:
     """Return "mean ± error", with this many decimals, or three significant digits for None.
 
     Example:
-        >>> written(Estimate(2.9712, 0.2443, 10, 2.0, 4.0), 3)
+        >>> write(Estimate(2.9712, 0.2443, 10, 2.0, 4.0), 3)
         '2.971 ± 0.244'
-        >>> written(Estimate(1234567.0, None, 1, 0.0, 0.0), 3)
+        >>> write(Estimate(1234567.0, None, 1, 0.0, 0.0), 3)
         '1.23e+06'
-        >>> written(Estimate(-0.0001, 0.013, 10, -1.0, 1.0), 3)
+        >>> write(Estimate(-0.0001, 0.013, 10, -1.0, 1.0), 3)
         '0.000 ± 0.013'
     """
     if digits is None or abs(value.mean) >= 1e5 or (value.error or 0) >= 1e5:
-        return short(value.mean) + ("" if value.error is None else f" ± {short(value.error)}")
+        return shorten(value.mean) + ("" if value.error is None else f" ± {shorten(value.error)}")
     error = "" if value.error is None else f" ± {value.error:.{digits}f}"
     mean = round(value.mean, digits) + 0.0  # which is never the zero with a minus
     return f"{mean:.{digits}f}{error}"
 
 
-def short(value: float) -> str:
+def shorten(value: float) -> str:
     """Return a number with three significant digits or more, thousands separated.
 
     Example:
-        >>> short(0.0573), short(65.04), short(180), short(65536.2), short(1.3e9), short(0)
-        ('0.0573', '65.0', '180', '65,536', '1.30e+09', '0')
+        >>> shorten(0.0573), shorten(65.04), shorten(180), shorten(65536.2), shorten(1.3e9)
+        ('0.0573', '65.0', '180', '65,536', '1.30e+09')
     """
     if not math.isfinite(value):
         return {math.inf: "infinite", -math.inf: "-infinite"}.get(value, "not a number")

@@ -14,18 +14,8 @@ from geoparam_lab.tables.estimates import Estimate
 
 SAME, OTHER, EMPTY = "≈", "≠", "–"
 CSV_COLUMNS = (
-    "table",
-    "row",
-    "source",
-    "column",
-    "text",
-    "mean",
-    "standard_error",
-    "n",
-    "lowest",
-    "highest",
-    "diverged",
-    "agrees",
+    *("table", "row", "source", "column", "text"),
+    *("mean", "standard_error", "n", "lowest", "highest", "diverged", "agrees"),
 )
 
 _MINUS = re.compile(r"(?<![\w-])-(?=[\d.])")
@@ -54,19 +44,12 @@ _MARKDOWN = re.compile(r"([\\|_`\[\]<]|(?<!\s)\*|\*(?=\S))")
 
 @dataclass(frozen=True)
 class Cell:
-    """One entry of a table.
-
-    Args:
-        text: what a reader sees.
-        estimate: the numbers behind it, where there are some.
-        diverged: how many runs behind it diverged.
-        agrees: whether ours and the papers' agree; None where that was not judged.
-    """
+    """One entry of a table."""
 
     text: str = EMPTY
-    estimate: Estimate | None = None
-    diverged: int = 0
-    agrees: bool | None = None
+    estimate: Estimate | None = None  # the numbers behind it, where there are some
+    diverged: int = 0  # runs behind it
+    agrees: bool | None = None  # ours with the papers'; None where that was not judged
 
 
 @dataclass(frozen=True)
@@ -87,13 +70,6 @@ class Row:
 class Table:
     """A table with a title above and notes below.
 
-    Args:
-        title: what it shows.
-        corner: what the rows are.
-        columns: the columns' headings, without the corner.
-        rows: in the order to be shown.
-        notes: sentences that a reader needs to understand it.
-
     Example:
         >>> print(Table("Errors", "method", ("Yacht",), (Row("SP", (Cell("0.64"),)),)).markdown())
         **Errors**
@@ -105,8 +81,8 @@ class Table:
     """
 
     title: str
-    corner: str
-    columns: tuple[str, ...]
+    corner: str  # what the rows are
+    columns: tuple[str, ...]  # their headings, without the corner
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
 
@@ -134,21 +110,9 @@ class Table:
             f"  \\end{{tabular}}\n\n  \\footnotesize\n{notes}\\end{{table}}\n"
         )
 
-    def csv(self) -> str:
-        """Return one line for each cell, with all digits, below a line of names."""
-        return to_csv([self])
-
 
 def to_csv(tables: Iterable[Table]) -> str:
-    """Return the cells of several tables as one CSV.
-
-    Example:
-        >>> cell = Cell("0.6 ± 0.1", Estimate(0.64, 0.063, 10, 0.4, 1.1))
-        >>> print(to_csv([Table("Errors", "method", ("Yacht",), (Row("SP", (cell,)),))]))
-        table,row,source,column,text,mean,standard_error,n,lowest,highest,diverged,agrees
-        Errors,SP,ours,Yacht,0.6 ± 0.1,0.64,0.063,10,0.4,1.1,0,
-        <BLANKLINE>
-    """
+    """Return the cells of several tables as one CSV."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
@@ -164,16 +128,8 @@ def _csv_line(table: Table, row: Row, column: str, cell: Cell) -> list[object]:
     if cell.estimate and not cell.estimate.n:
         numbers[2:] = [None] * 3
     source = "papers" if row.papers or column == "papers" else "ours"
-    return [
-        table.title,
-        row.label,
-        source,
-        column,
-        cell.text,
-        *numbers,
-        cell.diverged,
-        cell.agrees,
-    ]
+    what = [table.title, row.label, source, column, cell.text]
+    return [*what, *numbers, cell.diverged, cell.agrees]
 
 
 def _markdown(text: str) -> str:

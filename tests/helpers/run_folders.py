@@ -1,5 +1,6 @@
 """Run folders as the experiments write them, with invented numbers, to test what reads them."""
 
+import json
 import struct
 import zlib
 from pathlib import Path
@@ -7,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from geoparam_lab.experiments import EXPERIMENTS
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.tables import reference
 
 Array = np.ndarray
 
@@ -22,7 +23,7 @@ def levy(folder: Path, seeds: int = 5, frames: int = 24) -> Run:
     """Each method at the papers' rate, close to the papers' error, with a slider."""
     rmse = {"sp": 1.104, "wn": 1.219, "bn": 1.244, "gmp": 0.496}
     run = _toy(folder, "levy", seeds, "test_rmse", rmse)
-    run.save_curves("slider_levy", **levy_slider(frames))
+    run.save_curves("slider_levy", **add_seeds(levy_slider(frames)))
     return run
 
 
@@ -30,7 +31,7 @@ def banana(folder: Path, seeds: int = 5, frames: int = 24) -> Run:
     """Each method at the papers' rate, close to the papers' accuracy, with a slider."""
     accuracy = {"sp": 0.8, "wn": 0.81, "bn": 0.875, "gmp": 0.885}
     run = _toy(folder, "banana", seeds, "test_accuracy", accuracy)
-    run.save_curves("slider_banana", **banana_slider(frames))
+    run.save_curves("slider_banana", **add_seeds(banana_slider(frames)))
     return run
 
 
@@ -51,7 +52,7 @@ def uci_records(protocol: str = "paper", splits: int = 10) -> list[Record]:
     for dataset in SETS:
         luck = rng.standard_normal(splits)
         for method in METHODS:
-            printed = reference.printed("uci", "test_rmse", method, dataset)
+            printed = EXPERIMENTS["uci"].printed("test_rmse", method, dataset)
             assert printed is not None
             spread = 2 * ((printed.error or 0.0) + 1e-4)
             values = printed.value + spread * (luck + 0.3 * rng.standard_normal(splits))
@@ -84,6 +85,18 @@ def _toy(folder: Path, experiment: str, seeds: int, measure: str, centre: dict[s
             record |= {"largest_rotation": 9.0 if calm else 179.0}
             run.append(record | {measure: centre[method] + 0.02 * rng.standard_normal()})
     return run
+
+
+def add_seeds(arrays: dict[str, Array], seeds: tuple[int, ...] = (0, 3)) -> dict[str, Array]:
+    """Give a slider several seeds: the methods' films in another order under the second one."""
+    axes = EXPERIMENTS[str(arrays["kind"])].slider.axes  # type: ignore[union-attr]
+    several = {
+        name: np.stack([np.roll(arrays[name], i, axis=0) for i in range(len(seeds))])
+        for name, letters in axes.items()
+        if "S" in letters
+    }
+    median = np.array([0, 1, 0, 0])
+    return {**arrays, **several, "seeds": np.array(seeds), "median": median}
 
 
 def levy_slider(frames: int, units: int = 40) -> dict[str, Array]:
@@ -144,6 +157,12 @@ def epochs(frames: int) -> Array:
 def _walk(rng: np.random.Generator, frames: int, units: int) -> Array:
     steps = rng.standard_normal((4, frames, units))
     return SPEED[:, None, None] * steps.cumsum(axis=1)
+
+
+def lines(run: Run) -> list[Record]:
+    """The records in a run's file, each line of it, sorted by what they are of."""
+    text = (run.folder / "metrics.jsonl").read_text().splitlines()
+    return sorted(map(json.loads, text), key=lambda r: (r["method"], r["lr"], r["seed"]))
 
 
 def demo(base: Path) -> list[Path]:

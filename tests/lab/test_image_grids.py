@@ -9,9 +9,9 @@ import tiny_images
 from image_runs import forget_accelerate, without_times  # noqa: F401
 
 from geoparam_lab.experiments import image_figures, images
+from geoparam_lab.experiments.image_text import choose
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import tables
-from geoparam_lab.tables.image_tables import choose
 from geoparam_lab.training.images.grids import list_points, tasks
 
 pytest.importorskip("accelerate")

@@ -7,27 +7,23 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import browser
 import numpy as np
 import pytest
 import tiny_images
-from browser import Browser
 from image_runs import without_times
 
 from geoparam_lab import report
-from geoparam_lab.data.downsampled import PackedImages
-from geoparam_lab.experiments import image_figures, images
+from geoparam_lab.experiments import image_figures, image_text, images
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.tables import image_tables as described
 from geoparam_lab.tables import tables
 from geoparam_lab.training.images import train
 from geoparam_lab.training.images.settings import Outcome, Settings
 
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 OPTIONS: dict[str, Any] = {
     "methods": ["bn", "gmp+imn"],
@@ -60,18 +56,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> Iterator[None]:
-    """Accelerate has one precision for the life of a process; other tests have others."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
-
-
 @pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures take most of the time of a short run."""
     monkeypatch.setattr(image_figures, "draw", lambda *_: None)
 
@@ -162,11 +148,11 @@ def test_a_diverging_run_is_recorded_and_the_sweep_goes_on(data: Path, tmp_path:
     said = tables.export([done])
     assert "| SP, rate 1e+10 | 1 diverged" in said
     assert "Diverged: SP (batch 16, rate 1e+10, seed 0) in epoch 1" in said
-    assert "Diverged: SP (batch 16, rate 1·10¹⁰, seed 0) in epoch 1" in report.page([done])
+    assert "Diverged: SP (batch 16, rate 1·10¹⁰, seed 0) in epoch 1" in report.make_page([done])
 
 
 def test_weights_and_scalars_are_kept_where_asked_for(
-    data: Path, tmp_path: Path, undrawn: None
+    data: Path, tmp_path: Path, no_figures: None
 ) -> None:
     import torch
 
@@ -182,9 +168,9 @@ def test_weights_and_scalars_are_kept_where_asked_for(
 # --- cut and gone on with -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept", [0, 1, 3, 4])
+@pytest.mark.parametrize("kept", [0, 3])
 def test_a_sweep_cut_between_runs_goes_on_to_the_same_records(
-    data: Path, tmp_path: Path, finished: Run, kept: int, undrawn: None
+    data: Path, tmp_path: Path, finished: Run, kept: int, no_figures: None
 ) -> None:
     shutil.copytree(finished.folder, tmp_path / "run")
     text = (finished.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -194,7 +180,7 @@ def test_a_sweep_cut_between_runs_goes_on_to_the_same_records(
 
 
 def test_a_sweep_killed_within_a_run_goes_on_to_the_same_records(
-    data: Path, tmp_path: Path, finished: Run, undrawn: None
+    data: Path, tmp_path: Path, finished: Run, no_figures: None
 ) -> None:
     """At 2.4 of 4 runs: the third has a checkpoint of its first steps."""
     third = 2 * 2 * 64 + 48
@@ -211,19 +197,8 @@ def test_a_sweep_killed_within_a_run_goes_on_to_the_same_records(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_checkpoints_of_a_run_with_a_record_are_removed(
-    data: Path, tmp_path: Path, finished: Run, undrawn: None
-) -> None:
-    shutil.copytree(finished.folder, tmp_path / "run")
-    left = tmp_path / "run" / "checkpoints" / finished.curve_names()[0] / "checkpoint.pt"
-    left.parent.mkdir(parents=True)
-    left.write_text("left by a kill")
-    run(tmp_path / "run", data, resume=True)
-    assert not left.parent.parent.exists()
-
-
 def test_more_of_everything_leaves_the_others_as_they_are(
-    data: Path, tmp_path: Path, finished: Run, monkeypatch: pytest.MonkeyPatch, undrawn: None
+    data: Path, tmp_path: Path, finished: Run, monkeypatch: pytest.MonkeyPatch, no_figures: None
 ) -> None:
     shutil.copytree(finished.folder, tmp_path / "run")
     monkeypatch.setattr(train, "train", pretended)
@@ -233,33 +208,21 @@ def test_more_of_everything_leaves_the_others_as_they_are(
     assert done.records()[:4] == finished.records() and len(done.records()) == 3 * 2 * 2 * 3
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [({"epochs": 3}, "epochs=2, now 3"), ({"weight_decay": 0.1}, "weight_decay=0.0, now 0.1")],
-)
-def test_a_resumed_sweep_keeps_its_settings(
-    data: Path, finished: Run, options: dict[str, Any], match: str
+def test_a_resumed_sweep_keeps_its_settings_and_data(
+    data: Path, tmp_path: Path, finished: Run
 ) -> None:
-    with pytest.raises(ValueError, match=match):
-        run(finished.folder, data, resume=True, **options)
-
-
-def test_a_resumed_sweep_keeps_its_data(tmp_path: Path, finished: Run) -> None:
+    with pytest.raises(ValueError, match="weight_decay=0.0, now 0.1"):
+        run(finished.folder, data, resume=True, weight_decay=0.1)
     other = tiny_images.write_npz(tmp_path / "other", classes=8, train=64, val=32, seed=1)
     with pytest.raises(ValueError, match="data=.*checksum.*now"):
         run(finished.folder, other, resume=True)
-
-
-def test_a_folder_with_a_sweep_is_not_written_over(data: Path, finished: Run) -> None:
-    with pytest.raises(FileExistsError, match="--resume"):
-        run(finished.folder, data)
 
 
 # --- in company ---------------------------------------------------------------------------------
 
 
 def test_processes_share_a_sweep_and_do_no_run_twice(
-    data: Path, tmp_path: Path, finished: Run, undrawn: None, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, finished: Run, no_figures: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("optuna")
     storage = str(tmp_path / "study.db")
@@ -356,7 +319,7 @@ def test_the_best_rate_has_the_highest_mean_and_no_divergence() -> None:
     good, better, partly = some(0.1, 40, 41), some(0.3, 39, 43), some(1.0, 90, math.nan)
 
     def best(records: list[Record]) -> set[float]:
-        return {record["lr"] for record in described.choose(records, "top1")}
+        return {record["lr"] for record in image_text.choose(records, "top1")}
 
     assert best(good + better + partly) == {0.3} and best(partly) == {1.0}
     assert best(good + better + some(0.2, 41)) == {0.2}  # by the seed that all have
@@ -392,9 +355,7 @@ def test_figure_4_shows_the_mean_of_the_chosen_runs(
     sweep: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(
-        image_figures, "_save", lambda run, name, figure, caption: drawn.append(figure)
-    )
+    monkeypatch.setattr(Run, "figure", lambda run, name, figure, caption: drawn.append(figure))
     image_figures.draw(sweep, dict.fromkeys(("sp", "bn", "gmp+imn"), 0.1))
     assert [len(figure.axes) for figure in drawn] == [6, 6, 3]
     ax = drawn[0].axes[3]  # validation, batch 8
@@ -417,24 +378,11 @@ def test_the_page_says_what_the_data_were_and_has_the_figures(page_file: Path) -
     assert "Diverged: BN (batch 8, rate 3, seed 0) in epoch 2" in text
 
 
-@pytest.mark.parametrize("width", [1200, 360])
-def test_the_page_opens_wide_and_narrow(page_file: Path, width: int) -> None:
-    executable = browser.find()
-    if executable is None:
-        pytest.skip("no Chromium: install Debian's package chromium, or Chrome")
-    with Browser(executable) as running:
-        page = running.open(page_file, width)
-        assert page.errors == [] and page.requests == [page_file.resolve().as_uri()]
-        assert page.evaluate("document.documentElement.scrollWidth") == width
-        assert page.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
-        page.close()
-
-
 # --- progress and mistakes ----------------------------------------------------------------------
 
 
 def test_progress_counts_images_and_says_how_fast(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_figures: None
 ) -> None:
     monkeypatch.setattr(train, "train", pretended)
     monkeypatch.setattr("geoparam_lab.training.tasks.INTERVAL", 0)
@@ -448,23 +396,15 @@ def test_progress_counts_images_and_says_how_fast(
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"methods": ["gpm"]}, "methods must be of sp, .*got 'gpm'"),
         ({"methods": []}, "methods must be .*got none"),
         ({"network": "vgg7"}, "network must be of vgg6, .*got 'vgg7'"),
         ({"experiment": "cifar"}, "experiment must be of imagenet32, imagenet; got 'cifar'"),
-        ({"seeds": 0}, "seeds must be >= 1"),
         ({"batch_sizes": []}, "batch_sizes some; got 2 and"),
         ({"batch_sizes": [16, 65]}, "no batch of 65 can be taken from 64 images"),
-        ({"lrs": []}, "lrs must be learning rates above 0"),
-        ({"lrs": [0.1, -1]}, "lr is above 0"),
         ({"lrs": [float("nan")]}, "lr is above 0 and finite"),
         ({"widths": ()}, r"from 1 on, one or more for vgg6; got \[\]"),
-        ({"network": "resnet18"}, "from 1 on, one for resnet18; got"),
         ({"crop": 32}, "below the size 32; got 32"),
-        ({"angle_lr": -1.0}, "angle_lr is a rate"),
-        ({"schedule": "sine"}, "schedule is one of steps"),
         ({"dropout": 0.5}, "settings are epochs, .*; got dropout"),
-        ({"data": "nowhere"}, "nowhere"),
         ({"size": 64}, "64"),
     ],
 )
@@ -474,20 +414,3 @@ def test_mistakes_are_told_before_anything_is_written(
     with pytest.raises((ValueError, FileNotFoundError), match=match):
         run(tmp_path / "run", **({"data": data} | options))
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("text", [",", "0.1,0.2", "fan"])
-def test_the_rate_of_angles_is_one_number(text: str) -> None:
-    pytest.importorskip("typer")
-    from geoparam_lab.cli.images import _rate
-
-    assert (_rate("fan_in"), _rate("0.1")) == ("fan_in", 0.1)
-    with pytest.raises(ValueError, match="number.*; got"):
-        _rate(text)
-
-
-def test_images_that_are_at_hand_need_no_folder(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
-) -> None:
-    monkeypatch.setattr(train, "train", pretended)
-    assert len(run(tmp_path / "run", PackedImages.load(data)).records()) == 4

@@ -1,25 +1,23 @@
 """Levy regression: the data, the protocol, what a run leaves behind and how it is resumed."""
 
-import json
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from run_folders import lines
 from torch import nn
 from torch_rules import keras_adam, keras_plateau, train_on_levy
 
 from geoparam_lab import methods
 from geoparam_lab.data.synthetic import levy, levy_regression
 from geoparam_lab.experiments import levy as experiment
-from geoparam_lab.experiments import toys
+from geoparam_lab.experiments import toy_figures, toys
 from geoparam_lab.experiments.toys import Member
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training import tasks
-from geoparam_lab.training.stacks import snapshots
 
 SHORT: dict[str, Any] = {"seeds": 2, "epochs": 40, "patience": 10, "jobs": 1}
 
@@ -75,19 +73,11 @@ def test_plateau_counts_as_keras(drop: float, reduced: bool) -> None:
     assert rates == pytest.approx([1.0, 1.0, 0.1 if reduced else 1.0])
 
 
-def test_plateau_reduces_without_a_floor() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-9)
-    plateau = keras_plateau(optimizer, patience=1)
-    plateau.step(1.0)
-    plateau.step(1.0)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-10, rel=1e-12)
-
-
 # --- the protocol -------------------------------------------------------------------------------
 
 
 def trained(method: str, lr: float, epochs: int, patience: int = 40, seeds: int = 2) -> Any:
-    problem = experiment.problem(levy_regression(), epochs, patience)
+    problem = experiment.make_problem(levy_regression(), epochs, patience)
     with tasks.limit_threads(1):
         return toys.train(problem, method, [Member(lr, seed) for seed in range(seeds)])
 
@@ -161,7 +151,7 @@ def test_records_are_of_the_best_weights_in_the_curves(finished: Run) -> None:
     data = levy_regression()
     for record in finished.records():
         curves = finished.curves(
-            toys.curve_name(record["method"], Member(record["lr"], record["seed"]))
+            toys.name_curves(record["method"], Member(record["lr"], record["seed"]))
         )
         errors = curves["prediction"][-1] - data.y_test
         assert record["test_rmse"] == pytest.approx(np.sqrt(np.mean(errors**2)), rel=1e-5)
@@ -178,10 +168,33 @@ def test_the_slider_has_every_method_on_one_time_axis(finished: Run) -> None:
     assert slider["steps"][0] == 0 and (np.diff(slider["steps"]) > 0).all()
     assert slider["x"].shape == slider["y"].shape == (50,)
     assert slider["grid"].shape == slider["truth"].shape == (201,)
-    assert slider["prediction"].shape == (4, count, 201)
-    assert slider["locations"].shape == (4, count, 100)
-    assert slider["loss"].shape == slider["moves"].shape == (4, count)
+    assert slider["prediction"].shape == (2, 4, count, 201)
+    assert slider["locations"].shape == (2, 4, count, 100)
+    assert slider["loss"].shape == slider["moves"].shape == (2, 4, count)
     assert np.isfinite(slider["loss"]).all() and np.isfinite(slider["moves"]).all()
+
+
+def test_the_slider_and_the_figures_begin_with_each_methods_median_seed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"methods": ["sp", "gmp"], "lrs": [0.1], "epochs": 3, "jobs": 1}
+    run = experiment.run(tmp_path / "run", **options, seeds=7)
+    slider, shown = run.curves("slider_levy"), toy_figures.show_median(run, "test_rmse")
+    assert len(slider["seeds"]) == toy_figures.SHOWN
+    for m, method in enumerate(["sp", "gmp"]):
+        own = toy_figures.records_of(run, method)
+        middle = np.median([record["test_rmse"] for record in own])
+        [seed] = [record["seed"] for record in own if record["test_rmse"] == middle]
+        place = slider["median"][m]
+        assert slider["seeds"][place] == seed == toy_figures.median_seed(own, "test_rmse")
+        np.testing.assert_array_equal(
+            slider["prediction"][place, m, -1], shown[method]["prediction"][-1]
+        )
+
+
+def test_what_was_found_and_what_not_is_said_from_the_records(finished: Run) -> None:
+    said = experiment.EXPERIMENT.finding(finished)
+    results = [record["test_rmse"] for record in toy_figures.records_of(finished, "gmp")]
+    assert f"the median test RMSE is {np.median(results):.2f} under GmP" in said
+    assert "cut short" in experiment.EXPERIMENT.limits(finished)
 
 
 def test_figures_are_drawn_with_captions(finished: Run) -> None:
@@ -191,25 +204,13 @@ def test_figures_are_drawn_with_captions(finished: Run) -> None:
         assert len(path.with_suffix(".txt").read_text()) > 40
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures take most of the time of a short run."""
-    monkeypatch.setattr(toys, "save_figures", lambda *_: None)
-
-
-def lines(run: Run) -> list[dict[str, Any]]:
-    text = (run.folder / "metrics.jsonl").read_text().splitlines()
-    return sorted(map(json.loads, text), key=lambda r: (r["method"], r["lr"], r["seed"]))
-
-
-@pytest.mark.parametrize("kept", [0, 3, 5])
 def test_a_killed_run_resumes_to_the_same_numbers(
-    finished: Run, tmp_path: Path, kept: int, undrawn: None
+    finished: Run, tmp_path: Path, undrawn: None
 ) -> None:
     shutil.copytree(finished.folder, tmp_path / "run")
     path = tmp_path / "run" / "metrics.jsonl"
     written = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(written[:kept]) + written[kept][:20])  # a line without its end
+    path.write_text("".join(written[:3]) + written[3][:20])  # a line without its end
     again = experiment.run(tmp_path / "run", **SHORT, resume=True)
     assert lines(again) == lines(finished)
     for name in finished.curve_names():
@@ -239,13 +240,6 @@ def test_more_seeds_and_methods_are_added_to_what_is_there(
     assert len(again.records()) == len(finished.records()) + len(new)
 
 
-def test_other_settings_are_not_mixed_in(finished: Run, tmp_path: Path) -> None:
-    with pytest.raises(FileExistsError, match="--resume"):
-        experiment.run(finished.folder, **SHORT)
-    with pytest.raises(ValueError, match="patience=10, now 11"):
-        experiment.run(finished.folder, **SHORT | {"patience": 11}, resume=True)
-
-
 def test_progress_counts_epochs_and_figures_to_the_end(tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     wanted = {"methods": ["sp", "gmp"], "lrs": [0.1], "epochs": 3, "seeds": 1, "jobs": 1}
@@ -264,13 +258,10 @@ def test_several_processes_give_the_same_numbers(tmp_path: Path, undrawn: None) 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"methods": ["sp", "spp"]}, "sp, wn, .*intrinsic.*; got 'spp'"),
         ({"methods": []}, "got none"),
         ({"methods": ["gmp"], "init": "he"}, "Use 'glorot' or 'sphere'"),
         ({"seeds": 0}, ">= 1; got 0"),
-        ({"lrs": [0.1, -1.0]}, "above 0"),
-        ({"lrs": [0.1, float("nan")]}, "finite"),
-        ({"lrs": [float("inf")]}, "finite"),
+        ({"lrs": [0.1, float("inf")]}, "above 0 and finite"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_written(
@@ -286,22 +277,6 @@ def test_a_run_that_diverges_is_told_and_drawn(tmp_path: Path) -> None:
     records = experiment.run(tmp_path / "run", **wanted).records()
     assert [r["outcome"] for r in records] == ["finished", "diverged"] * 2
     assert all(r["epochs"] < 5 for r in records if r["outcome"] == "diverged")
-
-
-def test_one_seed_of_one_method_is_drawn_beside_its_median(tmp_path: Path) -> None:
-    run = Run.create(tmp_path, "levy", {"methods": ["gmp"], "lrs": [0.1]}, key=toys.KEY)
-    run.append({"method": "gmp", "lr": 0.1, "seed": 0, "test_rmse": 0.5})
-    figure = toys.draw_seeds(run, "test_rmse", "test RMSE")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # matplotlib's, where words leave no room for the axes
-        run.figure("seeds", figure)
-    assert figure.axes[0].lines[0].get_xdata() == [0]
-
-
-def test_films_of_different_length_stay_at_their_ends() -> None:
-    steps, frames = snapshots.align([np.array([0, 1, 2, 5, 7]), np.array([0, 1, 2, 5, 10, 12])])
-    assert steps.tolist() == [0, 1, 2, 5, 10, 12]
-    assert frames[0].tolist() == [0, 1, 2, 3, 4, 4] and frames[1].tolist() == [*range(6)]
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import run_folders
 from browser import Browser, Page
-from PIL import Image
 
 from geoparam_lab import report
 from geoparam_lab.run_folder import Run
@@ -47,7 +46,7 @@ def pixels(page: Page, selector: str) -> list[str]:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1200, 360])
+@pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_opens_without_complaint_or_request(
     chromium: Browser, page_file: Path, tmp_path: Path, width: int, dark: bool
 ) -> None:
@@ -61,10 +60,10 @@ def test_the_page_opens_without_complaint_or_request(
     page.close()
 
 
-def test_a_figure_is_seen_whole_and_opens_at_full_size(page: Page) -> None:
-    """1500 pixels: on the page 960 or what there is, in the dialog all of them."""
+def test_full_size_fits_a_screen_and_keeps_all_pixels_on_a_phone(page: Page) -> None:
+    """1500 pixels: on the page 960, in the dialog what a screen has, on a phone all of them."""
     seen = []
-    for width in (1200, 360):
+    for width in (1280, 390):
         page.look(width)
         page.evaluate("document.querySelector('.picture img').click()")
         page.frame()
@@ -75,41 +74,35 @@ def test_a_figure_is_seen_whole_and_opens_at_full_size(page: Page) -> None:
         )
         page.press("Escape")
         page.wait("!document.querySelector('dialog')")
-    assert seen == [[960, 1500], [328, 960]]
+    [[shown, large], phone] = seen
+    assert shown == 960 and 1200 < large <= 1280 and phone == [960, 1500]
 
 
-def test_full_size_opens_and_closes_by_buttons(page: Page) -> None:
-    page.evaluate("document.querySelector('.picture button').click()")
-    assert page.evaluate("document.activeElement.textContent") == "Close"
-    page.evaluate("document.activeElement.click()")
-    page.wait("!document.querySelector('dialog')")
+def test_the_first_slider_is_on_the_first_screen(page: Page) -> None:
+    page.look(1280)
+    assert (
+        page.evaluate("document.querySelector('[data-slider]').getBoundingClientRect().top") < 600
+    )
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_table_that_is_cut_says_so_at_the_edge(page: Page, tmp_path: Path, dark: bool) -> None:
-    page.look(360, dark=dark)
+def test_a_seed_can_be_chosen_and_the_first_choice_is_each_methods_median(page: Page) -> None:
+    def seeds() -> list[str]:
+        return page.evaluate(
+            "[...document.querySelectorAll('#slider-0 .panels figcaption span span')]"
+            ".map(e => e.textContent.slice(0, 6))"
+        )
+
+    before = pixels(page, "#slider-0 canvas")
+    assert seeds() == ["seed 0", "seed 3", "seed 0", "seed 0"]
     page.evaluate(
-        "box = [...document.querySelectorAll('.scroll')].find(b => b.scrollWidth > 700);"
-        "box.id = 'cut'; 0"
+        "choice = document.querySelector('#slider-0 select'); choice.value = 2;"
+        "choice.dispatchEvent(new Event('input')); 0"
     )
-    edges = []
-    for place in (0, 100, 5000):
-        page.evaluate(f"box.scrollLeft = {place}")
-        page.screenshot(tmp_path / "box.png", "#cut")
-        row = np.asarray(Image.open(tmp_path / "box.png").convert("L"), dtype=int)[4]
-        edges.append(abs(row[-3] - row[len(row) // 2]) > 20)
-    assert edges == [True, True, False]
-
-
-def test_methods_stay_in_sight_when_a_table_scrolls(page: Page) -> None:
-    page.look(360)
-    left = page.evaluate(
-        "box = [...document.querySelectorAll('.scroll')].find(b => b.scrollWidth > 700);"
-        "box.scrollLeft = 300;"
-        "[...box.querySelectorAll('tr > :first-child')].map(e =>"
-        " e.getBoundingClientRect().left - box.getBoundingClientRect().left)"
-    )
-    assert left and all(abs(each) < 1 for each in left)
+    page.frame()
+    page.frame()
+    after = pixels(page, "#slider-0 canvas")
+    assert seeds() == ["seed 3"] * 4
+    assert [a != b for a, b in zip(before, after, strict=True)] == [True, False, *[True] * 4]
 
 
 @pytest.mark.parametrize(
@@ -138,15 +131,23 @@ def test_labels_fit_beside_the_axis_and_powers_in_one_line(
 
 
 def test_wide_tables_scroll_by_themselves_on_a_phone(page: Page) -> None:
-    page.look(360)
+    """And the methods stay in sight."""
+    page.look(390)
     page.frame()
     boxes = page.evaluate(
         "[...document.querySelectorAll('.scroll')].map(b => [b.clientWidth, b.scrollWidth])"
     )
-    assert all(shown <= 360 for shown, _ in boxes) and any(whole > 360 for _, whole in boxes)
+    assert all(shown <= 390 for shown, _ in boxes) and any(whole > 390 for _, whole in boxes)
+    left = page.evaluate(
+        "box = [...document.querySelectorAll('.table .scroll')].find(b => b.scrollWidth > 700);"
+        "box.scrollLeft = 300;"
+        "[...box.querySelectorAll('tr > :first-child')].map(e =>"
+        " e.getBoundingClientRect().left - box.getBoundingClientRect().left)"
+    )
+    assert left and all(abs(each) < 1 for each in left)
 
 
-@pytest.mark.parametrize("run", ["#run-0", "#run-1"], ids=["levy", "banana"])
+@pytest.mark.parametrize("run", ["#slider-0", "#slider-1"], ids=["levy", "banana"])
 def test_keys_move_the_slider_through_training(page: Page, run: str) -> None:
     page.evaluate(f"document.querySelector('{run} input').focus()")
     epoch = f"document.querySelector('{run} output').textContent"
@@ -166,8 +167,8 @@ def test_keys_move_the_slider_through_training(page: Page, run: str) -> None:
 
 def test_play_moves_on_and_pause_stops(page: Page) -> None:
     page.evaluate(
-        "play = document.querySelector('#run-1 [data-play]');"
-        "moved = document.querySelector('#run-1 input');"
+        "play = document.querySelector('#slider-1 [data-play]');"
+        "moved = document.querySelector('#slider-1 input');"
         "paused = new Promise(done => moved.addEventListener('input', () => {"
         "  if (moved.value === '3') { words = play.textContent; play.click(); done(); } })); 0"
     )
@@ -178,27 +179,25 @@ def test_play_moves_on_and_pause_stops(page: Page) -> None:
 
 
 def test_play_ends_with_the_last_frame(page: Page) -> None:
-    page.evaluate("document.querySelector('#run-0 input').value = 21")
-    page.evaluate("document.querySelector('#run-0 [data-play]').click()")
-    page.wait("document.querySelector('#run-0 [data-play]').textContent === 'Play'")
-    assert page.evaluate("document.querySelector('#run-0 input').value") == "23"
+    page.evaluate("document.querySelector('#slider-0 input').value = 21")
+    page.evaluate("document.querySelector('#slider-0 [data-play]').click()")
+    page.wait("document.querySelector('#slider-0 [data-play]').textContent === 'Play'")
+    assert page.evaluate("document.querySelector('#slider-0 input').value") == "23"
 
 
 def test_readings_are_those_of_the_arrays(page: Page) -> None:
-    page.evaluate("document.querySelector('#run-0 input').focus()")
+    page.evaluate("document.querySelector('#slider-0 input').focus()")
     page.press("Home")
-    script = "[...document.querySelectorAll('#run-0 .panels figcaption')].map(c => c.textContent)"
+    script = (
+        "[...document.querySelectorAll('#slider-0 .panels figcaption')].map(c => c.textContent)"
+    )
     arrays = run_folders.levy_slider(24)
     for m, text in enumerate(page.evaluate(script)):
-        inside = (np.abs(arrays["locations"][m, 0]) <= 10).sum()
+        film = m - (m == 1)  # the second method's median seed has the film of the first
+        inside = (np.abs(arrays["locations"][film, 0]) <= 10).sum()
         assert f"{inside} of 40 units in view" in text
         assert text.startswith(str(arrays["methods"][m]))
         assert float(re.findall(r"loss (\S+),", text)[0]) == pytest.approx(3.06, abs=0.01)
-
-
-def test_numbers_that_are_not_finite_are_said_to_be_so(page: Page) -> None:
-    script = "document.querySelector('#run-0 .panels figcaption').textContent"
-    assert "not finite" in page.evaluate(script)
 
 
 def test_copy_takes_the_command(page: Page) -> None:
@@ -208,11 +207,11 @@ def test_copy_takes_the_command(page: Page) -> None:
 
 
 def test_a_change_of_colours_redraws(page: Page) -> None:
-    before = pixels(page, "#run-0 canvas")
+    before = pixels(page, "#slider-0 canvas")
     page.look(1200, dark=True)
     page.frame()
     page.frame()
-    after = pixels(page, "#run-0 canvas")
+    after = pixels(page, "#slider-0 canvas")
     assert all(a != b for a, b in zip(before, after, strict=True))
 
 
@@ -252,10 +251,8 @@ def test_teeth_point_to_the_active_side_and_shades_to_the_class(
     ("script", "complaint"),
     [
         ("throw new Error('broken')", "broken"),
-        ("undefined.field", "undefined"),
         ("Promise.reject(new Error('later'))", "later"),
         ("console.error('bad', 'news')", "bad news"),
-        ("}", "Unexpected token"),
     ],
 )
 def test_a_broken_script_is_reported(

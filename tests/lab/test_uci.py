@@ -106,8 +106,16 @@ def keras_training(
     return min(best), int(np.argmin(best)), kept
 
 
-@pytest.mark.parametrize("method", ["sp", "wn", "bn", "gmp", "intrinsic"])
-@pytest.mark.parametrize("protocol", uci.PROTOCOLS)
+@pytest.mark.parametrize(
+    ("method", "protocol"),
+    [
+        ("gmp", "paper"),
+        ("gmp", "heldout"),
+        ("wn", "paper"),
+        ("bn", "paper"),
+        ("intrinsic", "heldout"),
+    ],
+)
 def test_a_protocol_is_that_of_one_network_in_plain_torch(
     method: str, protocol: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,16 +173,6 @@ def test_test_targets_change_nothing_but_the_test_error(tmp_path: Path) -> None:
         np.testing.assert_equal(one.curves(name), two.curves(name))
 
 
-def test_under_the_papers_protocol_they_do(tmp_path: Path) -> None:
-    x, y = table()
-    _, test = splits.split(len(x), seed=0)
-    other = y.copy()
-    other[test] = y[test][::-1]
-    task = Task("small", "sp", (Member(0, 0.1),))
-    one, two = (uci.train(task, t, Settings(epochs=30)).records[0] for t in ((x, y), (x, other)))
-    assert one["best_epoch"] != two["best_epoch"]
-
-
 # --- kills and company --------------------------------------------------------------------------
 
 
@@ -188,7 +186,7 @@ def test_a_killed_run_resumes_to_the_same_records(tmp_path: Path, heldout: Run) 
     assert lines(resumed) == len(heldout.records())
 
 
-@pytest.mark.parametrize("kept", [1, 4, 23, 25, 35, 36])
+@pytest.mark.parametrize("kept", [4, 25, 36])
 def test_a_run_cut_anywhere_resumes_to_the_same_records(
     tmp_path: Path, heldout: Run, kept: int
 ) -> None:
@@ -220,21 +218,6 @@ def test_processes_that_share_a_study_end_with_all_records(tmp_path: Path, heldo
     assert [lines(one) for one in runs] == [len(expected)] * 3
     trained = [set(one.curve_names()) for one in runs]
     assert trained[0] | trained[1] == {"small-sp", "small-gmp"} and not trained[2]
-
-
-def test_a_study_takes_what_a_folder_has(
-    tmp_path: Path, heldout: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(heldout.folder, tmp_path / "run")
-    monkeypatch.setattr(uci, "train", None)
-    again = run(tmp_path / "run", storage=str(tmp_path / "study.db"), resume=True)
-    assert again.records() == heldout.records()
-
-
-def test_more_splits_leave_the_others_as_they_are(tmp_path: Path, heldout: Run) -> None:
-    shutil.copytree(heldout.folder, tmp_path / "run")
-    more = run(tmp_path / "run", seeds=4, resume=True)
-    assert len(more.records()) == 4 * 12 and more.records()[:36] == heldout.records()
 
 
 def test_a_resumed_run_keeps_its_protocol(heldout: Run) -> None:
@@ -302,13 +285,11 @@ def test_a_gpu_finds_what_the_cpu_does(tmp_path: Path) -> None:
     ("options", "match"),
     [
         ({"datasets": ["bostn"]}, "datasets must be of boston, .*, small, large; got 'bostn'"),
-        ({"datasets": []}, "datasets must be .*got none"),
         ({"methods": ["gpm"]}, "methods must be of sp, .*got 'gpm'"),
         ({"protocol": "test"}, "protocol must be of paper, heldout; got 'test'"),
         ({"init": "he"}, "init='he' draws weights"),
         ({"seeds": 0}, "seeds, the number of splits, and epochs must be >= 1; got 0"),
         ({"lrs": []}, "lrs must be learning rates above 0 and finite, or left out"),
-        ({"lrs": [0.1, -1]}, "above 0"),
         ({"lrs": [math.nan, 0.1]}, "finite"),
         ({"device": "nonsense"}, "device must be one that torch can use here.*got 'nonsense'"),
     ],

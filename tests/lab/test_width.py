@@ -127,10 +127,7 @@ def test_an_error_without_a_number_is_never_the_best() -> None:
     [
         ({"datasets": ["yacht"]}, "datasets must be of levy, energy; got 'yacht'"),
         ({"widths": ()}, "must be above 0"),
-        ({"widths": (0, 16)}, "must be above 0"),
-        ({"rates": (0.0,)}, "must be above 0"),
         ({"rates": (float("nan"),)}, "above 0 and finite"),
-        ({"steps": 0}, "must be above 0"),
     ],
 )
 def test_mistakes_are_told(tmp_path: Path, options: dict[str, Any], match: str) -> None:

@@ -5,7 +5,7 @@ async function unpack({ shape, type, data }) {
   const packed = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   const bytes = await new Response(stream).arrayBuffer();
-  const values = type === "u1" ? summed(new Uint8Array(bytes), shape) : new Float32Array(bytes);
+  const values = type === "u1" ? addFrames(new Uint8Array(bytes), shape) : new Float32Array(bytes);
   const strides = shape.map((_, i) => shape.slice(i + 1).reduce((a, b) => a * b, 1));
   // part(i, j): the values that have these first indices
   const part = (...index) => {
@@ -18,12 +18,12 @@ async function unpack({ shape, type, data }) {
   return { shape, values, part };
 }
 
-// Frames come as differences to the frame before, modulo 256; the second axis is time.
-function summed(values, [methods, frames]) {
-  const size = values.length / (methods * frames);
-  for (let m = 0; m < methods; m++)
-    for (let i = m * frames * size + size; i < (m + 1) * frames * size; i++)
-      values[i] += values[i - size];
+// Frames come as differences to the frame before, modulo 256; the last axes are time, rows, columns.
+function addFrames(values, shape) {
+  const [frames, rows, columns] = shape.slice(-3),
+    size = rows * columns;
+  for (let i = size; i < values.length; i++)
+    if (i % (frames * size) >= size) values[i] += values[i - size];
   return values;
 }
 

@@ -1,8 +1,9 @@
 // The sliders of a report, figures at full size, and the buttons that copy a command.
 //
-// A slider's numbers are in a JSON element inside it (geoparam/report/slider.py packs them). Each
-// canvas says in data-what what it shows: "method" is the panel of a method, all others are curves
-// over the frames, one for each method. Frames are evenly spaced, epochs need not be.
+// A slider's numbers are in a JSON element inside it (report/slider.py packs them). Each canvas says
+// in data-what what it shows: "method" is the panel of a method, all others are curves over the
+// frames, one for each method. Frames are evenly spaced, epochs need not be. The first choice of a
+// seed is each method's median one: film.seed has a place among the seeds for each method.
 // --- a slider -----------------------------------------------------------------------------------
 
 const KINDS = { levy, banana };
@@ -11,7 +12,8 @@ async function start(root) {
   const film = JSON.parse(root.querySelector("script").textContent);
   for (const name of Object.keys(film.arrays)) film.arrays[name] = await unpack(film.arrays[name]);
   const input = root.querySelector("input"),
-    output = root.querySelector("output");
+    output = root.querySelector("output"),
+    select = root.querySelector("select");
   const canvases = [...root.querySelectorAll("canvas")];
   const panels = canvases.filter((canvas) => canvas.dataset.what === "method");
 
@@ -19,6 +21,8 @@ async function start(root) {
     const t = Number(input.value),
       look = theme(),
       colours = film.colours.map((c) => readable(c, look));
+    const chosen = Number(select.value);
+    film.seed = chosen ? film.methods.map(() => chosen - 1) : film.median;
     output.textContent = film.steps[t].toLocaleString("en-GB");
     input.setAttribute("aria-valuetext", "epoch " + output.textContent);
     for (const canvas of canvases) {
@@ -26,7 +30,7 @@ async function start(root) {
       const m = panels.indexOf(canvas);
       const texts =
         m >= 0
-          ? [KINDS[film.kind](film, canvas, m, t, look)]
+          ? [`seed ${film.seeds[film.seed[m]]}: ` + KINDS[film.kind](film, canvas, m, t, look)]
           : strip(film, canvas, canvas.dataset.what, t, look);
       if (m >= 0) title.style.color = colours[m];
       reading.replaceChildren(...texts.map((text, i) => coloured(text, m >= 0 ? "" : colours[i])));
@@ -47,6 +51,7 @@ async function start(root) {
     });
   }
   input.addEventListener("input", soon);
+  select.addEventListener("input", soon);
   new ResizeObserver(soon).observe(root);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", soon);
   player(root.querySelector("[data-play]"), input);
@@ -97,7 +102,7 @@ function copying(button) {
   });
 }
 
-// A figure over the whole window, which scrolls; Escape and "Close" go back to the page.
+// A figure over the whole window; Escape and "Close" go back to the page.
 function enlarging(figure) {
   const image = figure.querySelector("img");
   function open() {

@@ -3,8 +3,9 @@
 // Each function draws on a canvas and returns what the drawing says, in words.
 // --- Levy ---------------------------------------------------------------------------------------
 
-function levy({ arrays, colours }, canvas, m, t, look) {
-  const { grid, truth, x, y, prediction, locations, loss, moves } = arrays;
+function levy({ arrays, colours, seed }, canvas, m, t, look) {
+  const at = [seed[m], m, t],
+    { grid, truth, x, y, prediction, locations, loss, moves } = arrays;
   const across = range(grid.values),
     [low, high] = range([...truth.values, ...y.values]);
   const room = high - low,
@@ -12,25 +13,25 @@ function levy({ arrays, colours }, canvas, m, t, look) {
   const plot = axes(canvas, { across, up, ratio: 0.56 }, look);
   const { pen, frame } = plot,
     colour = readable(colours[m], look),
-    units = locations.part(m, t);
-  const inside = units.filter((at) => at >= across[0] && at <= across[1]);
+    units = locations.part(...at);
+  const inside = units.filter((place) => place >= across[0] && place <= across[1]);
   clipped(pen, frame, () => {
     curve(plot, grid.values, truth.values, look.muted, 1.3, [5, 3]);
     pen.fillStyle = look.ink;
     for (let i = 0; i < x.values.length; i++)
       dot(pen, plot.x(x.values[i]), plot.y(y.values[i]), 2);
-    curve(plot, grid.values, prediction.part(m, t), colour, 2.2);
+    curve(plot, grid.values, prediction.part(...at), colour, 2.2);
     pen.lineWidth = 1;
     pen.globalAlpha = 0.8;
     pen.beginPath();
-    for (const at of inside) {
-      pen.moveTo(plot.x(at), frame.bottom);
-      pen.lineTo(plot.x(at), frame.bottom - 12);
+    for (const place of inside) {
+      pen.moveTo(plot.x(place), frame.bottom);
+      pen.lineTo(plot.x(place), frame.bottom - 12);
     }
     pen.stroke();
   });
   const inView = `${inside.length} of ${units.length} units in view`;
-  return `loss ${reading(loss.part(m, t)[0])}, ${inView}, ${most("moved", moves.part(m, t)[0])}`;
+  return `loss ${reading(loss.part(...at)[0])}, ${inView}, ${most("moved", moves.part(...at)[0])}`;
 }
 
 function most(happened, value, sign = "") {
@@ -48,16 +49,17 @@ function dot(pen, x, y, radius) {
 
 const CLASSES = ["#0072b2", "#e69f00"];
 
-function banana({ arrays, units }, canvas, m, t, look) {
-  const { x, y, limits, score, direction, distance, accuracy, rotation } = arrays;
+function banana({ arrays, units, seed }, canvas, m, t, look) {
+  const at = [seed[m], m, t],
+    { x, y, limits, score, direction, distance, accuracy, rotation } = arrays;
   const [left, right, low, high] = limits.values;
   const ratio = Math.min(1.6, Math.max(0.6, (high - low) / (right - left)));
   const plot = axes(canvas, { across: [left, right], up: [low, high], ratio, yticks: 5 }, look);
   const { pen, frame } = plot,
-    [rows, columns] = score.shape.slice(2),
-    p = score.part(m, t);
-  const normals = direction.part(m, t),
-    offsets = distance.part(m, t);
+    [rows, columns] = score.shape.slice(-2),
+    p = score.part(...at);
+  const normals = direction.part(...at),
+    offsets = distance.part(...at);
   let inView = 0;
   clipped(pen, frame, () => {
     shade(plot, p, rows, columns, look);
@@ -69,8 +71,8 @@ function banana({ arrays, units }, canvas, m, t, look) {
     }
     origin(plot, look.ink);
   });
-  const rate = `accuracy ${reading(accuracy.part(m, t)[0])}`;
-  const turned = most("turned", rotation.part(m, t)[0], "°");
+  const rate = `accuracy ${reading(accuracy.part(...at)[0])}`;
+  const turned = most("turned", rotation.part(...at)[0], "°");
   return `${rate}, ${inView} of ${offsets.length} locations in view, ${turned}`;
 }
 
@@ -215,7 +217,7 @@ function origin({ pen, x, y }, colour) {
 
 // --- curves over the frames ---------------------------------------------------------------------
 
-function strip({ arrays, colours, dashes, methods, steps }, canvas, name, t, look) {
+function strip({ arrays, colours, dashes, methods, steps, seed }, canvas, name, t, look) {
   const { values, part } = arrays[name],
     positive = values.filter((v) => v > 0 && v < Infinity);
   const [low, high] = range(positive),
@@ -234,9 +236,9 @@ function strip({ arrays, colours, dashes, methods, steps }, canvas, name, t, loo
   const frames = steps.map((_, i) => i);
   clipped(plot.pen, plot.frame, () => {
     methods.forEach((_, m) =>
-      curve(plot, frames, part(m), readable(colours[m], look), 1.8, dashes[m]),
+      curve(plot, frames, part(seed[m], m), readable(colours[m], look), 1.8, dashes[m]),
     );
     curve(plot, [t, t], up, look.ink, 1);
   });
-  return methods.map((title, m) => `${title} ${reading(part(m)[t])}`);
+  return methods.map((title, m) => `${title} ${reading(part(seed[m], m)[t])}`);
 }

@@ -1,4 +1,4 @@
-"""What a sweep over images was, and whether its results may stand beside the papers'.
+"""What a sweep over images was, in words, and which of its settings are shown.
 
 The papers' top-1 and top-5 are of ImageNet's 1,000 classes. With fewer classes, or fewer images,
 results are those of another problem: they are shown without the papers' numbers.
@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from geoparam_lab import methods
+from geoparam_lab.experiments.experiment import Config, options_in_words
 from geoparam_lab.run_folder import Record
-
-Config = Mapping[str, Any]
 
 IMAGENET = {"classes": 1000, "train": 1_281_167, "val": 50_000}  # ILSVRC 2012
 NETWORKS = {"vgg6": "VGG-6"} | {f"resnet{depth}": f"ResNet-{depth}" for depth in (18, 34, 50)}
@@ -24,11 +23,6 @@ SCHEDULES = {
     "top-5, end after 10, and the best weights are kept",
     "linear": "the rate falls to 0 along a line, a little in every step",
     "cosine": "the rate falls to 0 along half a cosine, a little in every step",
-}
-# What the papers have there; what they do not say is what their code has.
-THEIRS: dict[str, dict[str, Any]] = {
-    "imagenet32": {"network": "vgg6"},
-    "imagenet": {"batch_size": 256},
 }
 _USUAL = {
     "init": "glorot",
@@ -50,37 +44,34 @@ _SHOWN = 8  # diverged runs that are named
 
 
 def network_title(config: Config) -> str:
-    """Return what a network is called.
-
-    Example:
-        >>> network_title({"network": "resnet18"})
-        'ResNet-18'
-    """
+    """Return what a network is called."""
     name = str(config.get("network", "network"))
     return NETWORKS.get(name, name)
 
 
-def title(experiment: str, config: Config) -> str:
+def make_title(experiment: str, config: Config) -> str:
     """Return what a sweep is called: only that on ImageNet has ImageNet in its title.
 
     Example:
         >>> data = {"classes": 200, "train": 100_000, "val": 10_000, "size": 32}
-        >>> title("imagenet32", {"network": "vgg6", "data": data})
+        >>> make_title("imagenet32", {"network": "vgg6", "data": data})
         'VGG-6 on images of 200 classes'
-        >>> title("imagenet", {"network": "resnet50"})
+        >>> make_title("imagenet", {"network": "resnet50"})
         'ResNet-50 on ImageNet'
     """
-    if is_imagenet(experiment, config):
-        return f"{network_title(config)} on ImageNet{experiment.removeprefix('imagenet')}"
-    return f"{network_title(config)} on images of {config['data']['classes']:,} classes"
+    if "network" not in config:
+        return ""
+    if explain_mismatch(experiment, config):
+        return f"{network_title(config)} on images of {config['data']['classes']:,} classes"
+    return f"{network_title(config)} on ImageNet{experiment.removeprefix('imagenet')}"
 
 
-def images(config: Config) -> str:
+def describe_images(config: Config) -> str:
     """Return what the images were, in words; empty where that is not known.
 
     Example:
         >>> data = {"classes": 200, "train": 100_000, "val": 10_000, "size": 32}
-        >>> images({"data": data})
+        >>> describe_images({"data": data})
         '200 classes, 100,000 training and 10,000 validation images of 32 by 32 pixels'
     """
     data = config.get("data")
@@ -92,43 +83,23 @@ def images(config: Config) -> str:
     )
 
 
-def is_imagenet(experiment: str, config: Config) -> bool:
-    """Return whether the images are the papers'; a configuration that says nothing is believed.
-
-    Example:
-        >>> is_imagenet("imagenet32", {"data": {"classes": 200, "train": 100_000, "size": 32}})
-        False
-    """
+def explain_mismatch(experiment: str, config: Config) -> str:
+    """Say that the images are not the papers'; a configuration that names none is believed."""
     data = config.get("data")
-    if experiment not in THEIRS or not isinstance(data, Mapping):
-        return True
-    wanted = IMAGENET | {"size": 32 if experiment == "imagenet32" else 224}
-    return all(data.get(name) == value for name, value in wanted.items())
+    small = experiment == "imagenet32"
+    wanted = IMAGENET | {"size": 32 if small else 224}
+    if not isinstance(data, Mapping) or all(data.get(name) == n for name, n in wanted.items()):
+        return ""
+    return (
+        "The papers trained on ImageNet, with 1,000 classes and 1,281,167 training images"
+        + " of 32 by 32 pixels" * small
+    )
 
 
-def is_the_papers(experiment: str, record: Record) -> bool:
-    """Return whether the papers have a run such as this one, whatever its learning rate.
-
-    Example:
-        >>> is_the_papers("imagenet", {"network": "resnet18", "batch_size": 1024})
-        False
-    """
-    theirs = THEIRS.get(experiment, {})
-    return all(record.get(name, value) == value for name, value in theirs.items())
-
-
-def notes(experiment: str, config: Config, records: Iterable[Record]) -> Iterator[str]:
+def remark(config: Config, records: Iterable[Record]) -> Iterator[str]:
     """Yield what a reader must know of a table of a sweep over images."""
-    if experiment not in THEIRS:
-        return
-    if said := images(config):
+    if said := describe_images(config):
         yield f"{network_title(config)}; {said}."
-    if not is_imagenet(experiment, config):
-        yield (
-            "The papers' numbers are of ImageNet, with 1,000 classes and 1,281,167 training images"
-            f"{' of 32 by 32 pixels' if experiment == 'imagenet32' else ''}: they are another "
-            "problem's and not shown here."
-        )
     if config.get("schedule") in SCHEDULES:
         yield f"Schedule: {SCHEDULES[config['schedule']]}."
     if config.get("select"):
@@ -138,12 +109,34 @@ def notes(experiment: str, config: Config, records: Iterable[Record]) -> Iterato
         )
     others = [name for name, usual in _USUAL.items() if config.get(name) not in (None, usual)]
     if others:
-        said = ", ".join(f"{name.replace('_', ' ')} {_plain(config[name])}" for name in others)
+        said = ", ".join(f"{name.replace('_', ' ')} {_write(config[name])}" for name in others)
         yield f"Not as in the papers: {said}."
-    yield from _diverged(records)
+    found = [_name_run(record) for record in records if record.get("outcome") == "diverged"]
+    if found:
+        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        yield f"Diverged: {'; '.join(found[:_SHOWN])}{more}."
+
+
+def _write(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _name_run(record: Record) -> str:
+    known = {"batch_size": "batch", "lr": "rate", "seed": "seed"}
+    fields = [f"{word} {record[name]:g}" for name, word in known.items() if name in record]
+    fields += [options_in_words(record["tuned"])] if record.get("tuned") else []
+    epoch = f" in epoch {record['epochs'] + 1}" if "epochs" in record else ""
+    return f"{methods.title(record['method'])} ({', '.join(fields)}){epoch}"
 
 
 # --- settings -----------------------------------------------------------------------------------
+
+
+def choose_shown(records: Sequence[Record]) -> Sequence[Record]:
+    """Return the records that tables show: the chosen settings, where images were kept back."""
+    if any("select_top1" in record for record in records):
+        return choose(records, "select_top1")
+    return records
 
 
 def choose(records: Iterable[Record], measure: str) -> list[Record]:
@@ -181,38 +174,7 @@ def setting(record: Record) -> tuple[float, str]:
     return record.get("lr", math.nan), record.get("tuned", "")
 
 
-def in_words(tuned: str) -> str:
-    """Return tuned options as words.
-
-    Example:
-        >>> in_words("decay=0.0005:turn=2.4")
-        'decay 0.0005, turn 2.4'
-    """
-    return tuned.replace(":", ", ").replace("=", " ").replace("_", " ")
-
-
 def _mean(values: Sequence[float]) -> float:
     """Return the mean, below every other where one value is not finite."""
     finite = len(values) > 0 and all(map(math.isfinite, values))
     return float(np.mean(values)) if finite else -math.inf
-
-
-def _plain(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _diverged(records: Iterable[Record]) -> Iterator[str]:
-    """Yield which runs diverged, and when."""
-    found = [_run(record) for record in records if record.get("outcome") == "diverged"]
-    if found:
-        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        yield f"Diverged: {'; '.join(found[:_SHOWN])}{more}."
-
-
-def _run(record: Record) -> str:
-    title = methods.title(record["method"])
-    known = {"batch_size": "batch", "lr": "rate", "seed": "seed"}
-    fields = [f"{word} {record[name]:g}" for name, word in known.items() if name in record]
-    fields += [in_words(record["tuned"])] if record.get("tuned") else []
-    epoch = f" in epoch {record['epochs'] + 1}" if "epochs" in record else ""
-    return f"{title} ({', '.join(fields)}){epoch}"
