@@ -32,8 +32,6 @@ def imported() -> set[str]:
     return set(run.stdout.split())
 
 
-@pytest.mark.parametrize(
-    "name", (*OPTIONAL, "geoparam.kernels.weight_triton", "geoparam_lab")
-)
+@pytest.mark.parametrize("name", (*OPTIONAL, "geoparam.kernels.weight_triton", "geoparam_lab"))
 def test_import_leaves_out(name: str, imported: set[str]) -> None:
     assert name not in imported
