@@ -11,6 +11,7 @@ idle cores.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -238,29 +239,28 @@ def sweep(path: Path, keys: list[Key], jobs: int, epochs: int | None) -> list[di
     left = [key for key in keys if key not in done]
     print(f"{len(left)} runs, {len(done)} of which there are results", flush=True)
     start = written = time.monotonic()
-    with multiprocessing.get_context("spawn").Pool(jobs, torch.set_num_threads, (1,)) as pool:
-        runs = pool.imap_unordered(_Train(epochs), left)
-        for count, record in enumerate(runs, start=1):
-            records.append(record)
-            if time.monotonic() - written > 30:
-                written = time.monotonic()
-                write(path, records)
-                minutes = (written - start) / 60
-                print(f"{count} of {len(left)} runs in {minutes:.1f} minutes", flush=True)
+    for count, record in enumerate(_run(left, jobs, epochs), start=1):
+        records.append(record)
+        if time.monotonic() - written > 30:
+            written = time.monotonic()
+            write(path, records)
+            minutes = (written - start) / 60
+            print(f"{count} of {len(left)} runs in {minutes:.1f} minutes", flush=True)
     order = {key: at for at, key in enumerate(keys)}
     records.sort(key=lambda record: order.get(key_of(record), len(order)))
     write(path, records)
     return records
 
 
-@dataclass(frozen=True)
-class _Train:
-    """`train` with its number of epochs, in a form that another process can unpickle."""
-
-    epochs: int | None
-
-    def __call__(self, key: Key) -> dict[str, Any]:
-        return train(key, self.epochs)
+def _run(keys: list[Key], jobs: int, epochs: int | None) -> Iterator[dict[str, Any]]:
+    """Yield the records of all keys, in any order; each process has one thread."""
+    one = functools.partial(train, epochs=epochs)
+    torch.set_num_threads(1)
+    if jobs == 1:
+        yield from map(one, keys)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs, torch.set_num_threads, (1,)) as pool:
+        yield from pool.imap_unordered(one, keys)
 
 
 def main(arguments: list[str] | None = None) -> None:
