@@ -12,6 +12,8 @@ from torch import Tensor
 
 from geoparam import functional, sphere
 
+__all__ = ["Coordinates", "coordinates_for"]
+
 Name = Literal["angles", "intrinsic"]
 
 _SHORTEST = 1e-12  # a vector that was set to 0 stays finite

@@ -19,6 +19,16 @@ from typing import IO, Any
 
 import numpy as np
 
+__all__ = [
+    "list_few",
+    "open_zip",
+    "printable",
+    "read_json",
+    "read_npz",
+    "refuse_overwrite",
+    "replacing",
+]
+
 DEEPEST = 64  # levels of nesting in JSON; ours has four
 RATIO = 1100  # deflate makes nothing more than 1,032 times smaller
 LARGEST = 1 << 33  # bytes of an array: a file of ImageNet at 64x64 has 1.6 GB

@@ -1,6 +1,7 @@
 """Imports go one way, as docs/architecture.md says, and the laboratory uses public names alone."""
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,3 +55,17 @@ def test_imports_go_one_way(path: Path) -> None:
             f"{own} imports {other}, which is below it in docs/architecture.md: a lower room "
             "knows the upper ones and not the other way round, so that each can be read alone."
         )
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if module_name(p).startswith("geoparam_lab")], ids=module_name
+)
+def test_the_laboratory_uses_public_names(path: Path) -> None:
+    for module, name in imports(path):
+        if module.split(".")[0] == "geoparam":
+            public = importlib.import_module(module)
+            is_public = module in ROOMS and (not name or name in getattr(public, "__all__", ()))
+            assert is_public, (
+                f"{module_name(path)} imports {module} {name}: the laboratory uses what a room of "
+                "the library lists in __all__. If a user would need it, export it there."
+            )
