@@ -263,7 +263,7 @@ class GmPLayer(nn.Module):
     def _current_weight(self, dtype: torch.dtype | None) -> Tensor:
         """Return the weight, or the one that `remembered` has cached for these parameters."""
         kept = None if torch.is_grad_enabled() else self._remembered.value
-        if kept is not None:
+        if kept is not None and not (kept[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             weight, stored, r = kept
             wanted = dtype or torch.promote_types(stored.dtype, r.dtype)
             if stored is self._stored and r is self.r and weight.dtype == wanted:

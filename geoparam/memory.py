@@ -1,7 +1,7 @@
 """Weights that are computed once, where a user asks for it; nothing else is ever remembered."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -30,7 +30,9 @@ def remembered(model: Model) -> Iterator[Model]:
 
     For evaluation without gradients: where gradients are recorded, layers compute their weights
     as ever. Inside, parameters must not be written to; nothing would notice. Several threads may
-    share a model, and contexts may be nested. A model that is served for long is better folded.
+    share a model, on CUDA streams of their own, and contexts may be nested. A CUDA graph that is
+    captured inside computes its weights itself, so that it may be replayed outside. A model that
+    is served for long is better folded.
 
     Example:
         >>> from geoparam import GmPLinear
@@ -45,11 +47,20 @@ def remembered(model: Model) -> Iterator[Model]:
             if memory.users == 0:
                 memory.value = layer._remember()  # type: ignore[operator]
             memory.users += 1
+    _synchronise(layers)  # other streams may read the weights now
     try:
         yield model
     finally:
+        _synchronise(layers)  # no stream reads memory that is freed
         with _LOCK:
             for memory in layers.values():
                 memory.users -= 1
                 if memory.users == 0:
                     memory.value = None
+
+
+def _synchronise(layers: Iterable[nn.Module]) -> None:
+    """Wait for the GPUs that hold the layers; not while a CUDA graph is captured."""
+    for device in {p.device for layer in layers for p in layer.parameters() if p.is_cuda}:
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(device)
