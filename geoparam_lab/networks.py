@@ -44,10 +44,6 @@ def build(
 
     `options` are `widths` or `width`, `skip`, which VGG-6 has none of, and the method's: `init`,
     `imn`.
-
-    Example:
-        >>> type(build("vgg6", "gmp+imn", 10, size=32, widths=(8,) * 6).conv6).__name__
-        'GmPConv2d'
     """
     if network not in NETWORKS:
         raise ValueError(f"a network is one of {', '.join(NETWORKS)}; got {network!r}.")
@@ -70,10 +66,6 @@ def vgg6(
 
     Modules are conv1, norm1, relu1, ..., pool2, ..., average, flatten, output, as far as the
     method has them: a GmP unit has its ReLU in it.
-
-    Example:
-        >>> list(dict(vgg6("gmp+imn", 10, widths=(8, 8)).named_children()))
-        ['conv1', 'norm1', 'conv2', 'norm2', 'pool2', 'average', 'flatten', 'output']
     """
     builder = methods.get(method, **options)
     parts: OrderedDict[str, nn.Module] = OrderedDict()
@@ -106,10 +98,6 @@ def resnet(
 
     `stem` is "imagenet", or "small" for images of 32 or 64: a 3x3 convolution with stride 1 and no
     max pool. `width` is the number of channels of the first stage, `options` are the method's.
-
-    Example:
-        >>> sum(p.numel() for p in resnet(18, "bn", 1000).parameters())
-        11689512
     """
     builder = methods.get(method, **options)
     _check_resnet(depth, builder, skip, stem)

@@ -26,13 +26,6 @@ class PackedImages(Source):
 
     Half of the training images are flipped. With `crop` they are also shifted by up to so many
     pixels, and padded by reflection.
-
-    Example:
-        >>> split = Split(torch.zeros(8, 32, 32, 3, dtype=torch.uint8), torch.arange(8) % 2)
-        >>> batches = PackedImages(split, split, classes=2).train(4, seed=0, device="cpu")
-        >>> images, labels = next(batches.epoch(0))
-        >>> batches.steps, images.shape, labels.shape
-        (2, torch.Size([4, 3, 32, 32]), torch.Size([4]))
     """
 
     def __init__(

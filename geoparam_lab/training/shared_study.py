@@ -40,12 +40,7 @@ def list_points(grid: Grid) -> list[Point]:
 
 
 def name_study(name: str, config: Mapping[str, Any], arrays: Iterable[np.ndarray]) -> str:
-    """Return a study name that changes with the configuration and the data.
-
-    Example:
-        >>> name_study("uci-yacht", {"epochs": 5}, [np.zeros(3)])
-        'uci-yacht-f53de0ff240c'
-    """
+    """Return a study name that changes with the configuration and the data."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for array in arrays:
         digest.update(np.ascontiguousarray(array).tobytes())
@@ -70,12 +65,6 @@ def share(
 
     Returns:
         Every point with its result, whichever process computed it.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     share(lambda point: (0.0, -point["x"]), {"x": [1, 2]}, f"{folder}/db", "signs")
-        [({'x': 1}, -1), ({'x': 2}, -2)]
     """
     import optuna
 

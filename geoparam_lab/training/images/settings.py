@@ -27,11 +27,6 @@ class Settings:
     """Everything that decides the numbers of one run, apart from the images.
 
     A run's checkpoints hold its settings; a run with others does not resume from them.
-
-    Example:
-        >>> settings = Settings("vgg6", "gmp+imn", lr=0.1, batch_size=1024, seed=0)
-        >>> settings.epochs, settings.schedule
-        (90, 'steps')
     """
 
     network: str  # as `networks.build` takes it
