@@ -26,43 +26,80 @@ BASES = ("sgd", "adamw", "muon")
 class Settings:
     """Everything that decides the numbers of one run, apart from the images.
 
-    A run's checkpoints hold its settings; a run with others does not resume from them.
+    A run's checkpoints hold its settings; a run with others does not resume from them. The command
+    line shows what is said here of each.
+
+    Args:
+        network: as `networks.build` takes it.
+        method: one of `methods.METHODS`.
+        lr: the schedule scales it.
+        batch_size: images in a step, over all processes.
+        seed: of the weights, the order of the images and their augmentation.
+        epochs: the most there are.
+        schedule: one of `schedules.SCHEDULES`.
+        warmup: share of all steps in which rates rise from 0.
+        optimizer: one of sgd, adamw, muon, airbench, rotational, angularmuown, geometric.
+        momentum: None for the optimizer's own: 0.9 for SGD.
+        nesterov: whether SGD's momentum is Nesterov's.
+        weight_decay: of the weights that `param_groups` lets decay: never of angles.
+        base: with "geometric", the optimizer of units: "sgd", "adamw" or "muon".
+        turn: with "geometric", degrees by which units turn in a step.
+        coordinates: with "geometric", "intrinsic" or "angles".
+        rest: "sgd" or "adamw", for what is no row or unit; None for the usual.
+        rest_lr: None for `lr`, or for 1e-3 with a rival's AdamW.
+        label_smoothing: of the training loss.
+        ema: decay of a moving average of the state, which is evaluated; 0 for none.
+        accumulate: parts in which a batch goes through the network, one after the other.
+        precision: "fp32", or "bf16" for autocast.
+        compile: use torch.compile.
+        channels_last: the layout of images and kernels in memory.
+        deterministic: the same run gives the same bits on a GPU too.
+        synchronise: norms take the means of the joint batch of all processes.
+        init: as `methods.get` takes it.
+        imn: as `methods.get` takes it.
+        skip: a ResNet's skip connections: "centred" or "plain".
+        crop: pixels by which an image of 32 or 64 is shifted at most.
+        angle_lr: as `param_groups` takes it.
+        widths: VGG-6's channels, or a ResNet's first stage's.
+        select: share of the training images kept back for choosing settings.
+        recalibrate: training batches that recompute running statistics at the end.
+        time_to: top-1 in percent; epochs and seconds to each are recorded.
     """
 
-    network: str  # as `networks.build` takes it
-    method: str  # one of `methods.METHODS`
-    lr: float  # the schedule scales it
-    batch_size: int  # images in a step, over all processes
-    seed: int  # of the weights, the order of the images and their augmentation
-    epochs: int = 90  # the most there are
-    schedule: str = "steps"  # one of `schedules.SCHEDULES`
-    warmup: float = 0.0  # share of all steps in which rates rise from 0
-    optimizer: str = "sgd"  # one of OPTIMIZERS; "geometric" is `gp.GeometricOptimizer`
-    momentum: float | None = None  # None for the optimizer's own: 0.9 for SGD
-    nesterov: bool = False  # whether SGD's momentum is Nesterov's
-    weight_decay: float = 0.0  # of the weights that `param_groups` lets decay: never of angles
-    base: str | None = None  # with "geometric", the optimizer of units: "sgd", "adamw" or "muon"
-    turn: float | None = None  # with "geometric", degrees by which units turn in a step
-    coordinates: str | None = None  # with "geometric", "intrinsic" or "angles"
-    rest: str | None = None  # "sgd" or "adamw", for what is no row or unit; None for the usual
-    rest_lr: float | None = None  # None for `lr`, or for 1e-3 with a rival's AdamW
-    label_smoothing: float = 0.0  # of the training loss
-    ema: float = 0.0  # decay of a moving average of the state, which is evaluated; 0 for none
-    accumulate: int = 1  # parts in which a batch goes through the network, one after the other
-    precision: str = "bf16"  # "fp32", or "bf16" for autocast
-    compile: bool = False  # use torch.compile
-    channels_last: bool = True  # the layout of images and kernels in memory
-    deterministic: bool = False  # the same run gives the same bits on a GPU too
-    synchronise: bool = True  # norms take the means of the joint batch of all processes
-    init: str = "glorot"  # as `methods.get` takes it
-    imn: str = "output"  # as `methods.get` takes it
-    skip: str = "centred"  # a ResNet's skip connections: "centred" or "plain"
-    crop: int = 0  # pixels by which an image of 32 or 64 is shifted at most
-    angle_lr: AngleRate = None  # as `param_groups` takes it
-    widths: tuple[int, ...] | None = None  # VGG-6's channels, or a ResNet's first stage's
-    select: float = 0.0  # share of the training images kept back for choosing settings
-    recalibrate: int = 0  # training batches that recompute running statistics at the end
-    time_to: tuple[float, ...] = ()  # top-1 in percent; epochs and seconds to each are recorded
+    network: str
+    method: str
+    lr: float
+    batch_size: int
+    seed: int
+    epochs: int = 90
+    schedule: str = "steps"
+    warmup: float = 0.0
+    optimizer: str = "sgd"
+    momentum: float | None = None
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    base: str | None = None
+    turn: float | None = None
+    coordinates: str | None = None
+    rest: str | None = None
+    rest_lr: float | None = None
+    label_smoothing: float = 0.0
+    ema: float = 0.0
+    accumulate: int = 1
+    precision: str = "bf16"
+    compile: bool = False
+    channels_last: bool = True
+    deterministic: bool = False
+    synchronise: bool = True
+    init: str = "glorot"
+    imn: str = "output"
+    skip: str = "centred"
+    crop: int = 0
+    angle_lr: AngleRate = None
+    widths: tuple[int, ...] | None = None
+    select: float = 0.0
+    recalibrate: int = 0
+    time_to: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         methods.get(self.method, init=self.init, imn=self.imn)  # raises where they are unknown
