@@ -50,8 +50,8 @@ def build(
     if network == "vgg6":
         options.pop("skip", None)
         return vgg6(method, classes, seed=seed, **options)
-    depth, stem = int(network.removeprefix("resnet")), "small" if size <= 64 else "imagenet"
-    return resnet(depth, method, classes, seed=seed, **{"stem": stem, **options})
+    depth = int(network.removeprefix("resnet"))
+    return resnet(depth, method, classes, seed=seed, small=size <= 64, **options)
 
 
 def vgg6(
@@ -89,22 +89,22 @@ def resnet(
     classes: int,
     *,
     skip: str = "centred",
-    stem: str = "imagenet",
+    small: bool = False,
     width: int = 64,
     seed: int = 0,
     **options: str,
 ) -> "ResNet":
     """Return the ResNet of this depth under `method`, drawn from `seed`.
 
-    `stem` is "imagenet", or "small" for images of 32 or 64: a 3x3 convolution with stride 1 and no
-    max pool. `width` is the number of channels of the first stage, `options` are the method's.
+    With `small`, for images of 32 or 64, the stem is a 3x3 convolution with stride 1 and no max
+    pool. `width` is the number of channels of the first stage, `options` are the method's.
     """
     builder = methods.get(method, **options)
-    _check_resnet(depth, builder, skip, stem)
+    _check_resnet(depth, builder, skip)
     is_plain = builder.norm == "imn" and skip == "plain"
     with methods.use_seed(seed):
         parts = _Parts(methods.get("bn") if is_plain else builder)
-        model = ResNet(parts, *_DEPTHS[depth], classes, small=stem == "small", width=width)
+        model = ResNet(parts, *_DEPTHS[depth], classes, small=small, width=width)
         if is_plain:
             images = torch.zeros(2, 3, 32, 32)
             gp.convert_(
@@ -230,13 +230,11 @@ def _form(method: Method) -> dict[str, Any]:
     return {"coordinates": coordinates, "natural": method.layer == "natural"}
 
 
-def _check_resnet(depth: int, method: Method, skip: str, stem: str) -> None:
+def _check_resnet(depth: int, method: Method, skip: str) -> None:
     if depth not in _DEPTHS:
         raise ValueError(f"the depth is one of {', '.join(map(str, _DEPTHS))}; got {depth}.")
     if skip not in ("centred", "plain"):
         raise ValueError(f"skip is 'centred' or 'plain'; got {skip!r}.")
-    if stem not in ("imagenet", "small"):
-        raise ValueError(f"stem is 'imagenet' or 'small'; got {stem!r}.")
     if method.norm == "imn" and method.imn != "output":
         raise ValueError(
             "in a ResNet, IMN at each convolution's input is skip='plain'; got "

@@ -45,8 +45,6 @@ class Store:
     """The checkpoints in a folder, of which the last `keep` stay."""
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
-        if keep < 1:
-            raise ValueError(f"keep is at least 1, for there to be a checkpoint; got {keep}.")
         self.folder, self.keep = folder, keep
 
     @property
