@@ -107,9 +107,8 @@ def resnet(
         model = ResNet(parts, *_DEPTHS[depth], classes, small=small, width=width)
         if is_plain:
             images = torch.zeros(2, 3, 32, 32)
-            gp.convert_(
-                model, norm="imn", example_inputs=images, init=builder.init, **_form(builder)
-            )
+            layers: dict[str, Any] = {"init": builder.init, **_form(builder)}
+            gp.convert_(model, norm="imn", example_inputs=images, **layers)
             methods.use_papers_means_(model)
     return model
 
@@ -127,8 +126,8 @@ class _Parts:
         method, padding = self.method, kernel // 2
         if not method.is_geometric:
             return method.conv2d(inputs, units, kernel, stride=stride, padding=padding)[0]
-        options = {"bias": method.norm != "bn", "init": method.init, **_form(method)}
-        return gp.GmPConv2d(inputs, units, kernel, stride, padding, **options)
+        options: dict[str, Any] = {"bias": method.norm != "bn", "init": method.init}
+        return gp.GmPConv2d(inputs, units, kernel, stride, padding, **options, **_form(method))
 
     def norm(self, units: int) -> nn.Module:
         """Return the norm of pre-activations, with torchvision's constants."""
