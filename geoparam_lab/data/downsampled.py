@@ -33,7 +33,7 @@ class PackedImages(Source):
     ) -> None:
         super().__init__(train, val, classes, train.images.shape[1], fingerprint or {})
         self.mean = _mean(train.images)  # also that of a part
-        self._resident: dict[tuple[int, torch.device], Split] = {}
+        self._resident: dict[tuple[int, torch.device], tuple[Split, Split]] = {}
 
     @classmethod
     def load(cls, folder: str | Path, size: int = 32) -> "PackedImages":
@@ -50,9 +50,9 @@ class PackedImages(Source):
             raise ValueError(f"crop is at least 0 and below the size {self.size}; got {crop}.")
         mean = torch.tensor(self.mean, dtype=torch.float32, device=device).view(3, 1, 1)
         place = id(split), mean.device
-        if place not in self._resident:
-            self._resident[place] = split.to(mean.device)
-        return PackedBatches(self._resident[place], shares, mean, seed, crop)
+        if place not in self._resident:  # with the split itself, so that its id stays its own
+            self._resident[place] = split, split.to(mean.device)
+        return PackedBatches(self._resident[place][1], shares, mean, seed, crop)
 
 
 class PackedBatches(Batches):
