@@ -44,18 +44,14 @@ def build(
 
     `options` are `widths` or `width`, `skip`, which VGG-6 has none of, and the method's: `init`,
     `imn`.
-
-    Example:
-        >>> type(build("vgg6", "gmp+imn", 10, size=32, widths=(8,) * 6).conv6).__name__
-        'GmPConv2d'
     """
     if network not in NETWORKS:
         raise ValueError(f"a network is one of {', '.join(NETWORKS)}; got {network!r}.")
     if network == "vgg6":
         options.pop("skip", None)
         return vgg6(method, classes, seed=seed, **options)
-    depth, stem = int(network.removeprefix("resnet")), "small" if size <= 64 else "imagenet"
-    return resnet(depth, method, classes, seed=seed, **{"stem": stem, **options})
+    depth = int(network.removeprefix("resnet"))
+    return resnet(depth, method, classes, seed=seed, small=size <= 64, **options)
 
 
 def vgg6(
@@ -70,10 +66,6 @@ def vgg6(
 
     Modules are conv1, norm1, relu1, ..., pool2, ..., average, flatten, output, as far as the
     method has them: a GmP unit has its ReLU in it.
-
-    Example:
-        >>> list(dict(vgg6("gmp+imn", 10, widths=(8, 8)).named_children()))
-        ['conv1', 'norm1', 'conv2', 'norm2', 'pool2', 'average', 'flatten', 'output']
     """
     builder = methods.get(method, **options)
     parts: OrderedDict[str, nn.Module] = OrderedDict()
@@ -97,26 +89,22 @@ def resnet(
     classes: int,
     *,
     skip: str = "centred",
-    stem: str = "imagenet",
+    small: bool = False,
     width: int = 64,
     seed: int = 0,
     **options: str,
 ) -> "ResNet":
     """Return the ResNet of this depth under `method`, drawn from `seed`.
 
-    `stem` is "imagenet", or "small" for images of 32 or 64: a 3x3 convolution with stride 1 and no
-    max pool. `width` is the number of channels of the first stage, `options` are the method's.
-
-    Example:
-        >>> sum(p.numel() for p in resnet(18, "bn", 1000).parameters())
-        11689512
+    With `small`, for images of 32 or 64, the stem is a 3x3 convolution with stride 1 and no max
+    pool. `width` is the number of channels of the first stage, `options` are the method's.
     """
     builder = methods.get(method, **options)
-    _check_resnet(depth, builder, skip, stem)
+    _check_resnet(depth, builder, skip)
     is_plain = builder.norm == "imn" and skip == "plain"
     with methods.use_seed(seed):
         parts = _Parts(methods.get("bn") if is_plain else builder)
-        model = ResNet(parts, *_DEPTHS[depth], classes, small=stem == "small", width=width)
+        model = ResNet(parts, *_DEPTHS[depth], classes, small=small, width=width)
         if is_plain:
             images = torch.zeros(2, 3, 32, 32)
             layers: dict[str, Any] = {"init": builder.init, **_form(builder)}
@@ -138,8 +126,8 @@ class _Parts:
         method, padding = self.method, kernel // 2
         if not method.is_geometric:
             return method.conv2d(inputs, units, kernel, stride=stride, padding=padding)[0]
-        options = {"bias": method.norm != "bn", "init": method.init, **_form(method)}
-        return gp.GmPConv2d(inputs, units, kernel, stride, padding, **options)
+        options: dict[str, Any] = {"bias": method.norm != "bn", "init": method.init}
+        return gp.GmPConv2d(inputs, units, kernel, stride, padding, **options, **_form(method))
 
     def norm(self, units: int) -> nn.Module:
         """Return the norm of pre-activations, with torchvision's constants."""
@@ -241,13 +229,11 @@ def _form(method: Method) -> dict[str, Any]:
     return {"coordinates": coordinates, "natural": method.layer == "natural"}
 
 
-def _check_resnet(depth: int, method: Method, skip: str, stem: str) -> None:
+def _check_resnet(depth: int, method: Method, skip: str) -> None:
     if depth not in _DEPTHS:
         raise ValueError(f"the depth is one of {', '.join(map(str, _DEPTHS))}; got {depth}.")
     if skip not in ("centred", "plain"):
         raise ValueError(f"skip is 'centred' or 'plain'; got {skip!r}.")
-    if stem not in ("imagenet", "small"):
-        raise ValueError(f"stem is 'imagenet' or 'small'; got {stem!r}.")
     if method.norm == "imn" and method.imn != "output":
         raise ValueError(
             "in a ResNet, IMN at each convolution's input is skip='plain'; got "

@@ -26,13 +26,6 @@ class PackedImages(Source):
 
     Half of the training images are flipped. With `crop` they are also shifted by up to so many
     pixels, and padded by reflection.
-
-    Example:
-        >>> split = Split(torch.zeros(8, 32, 32, 3, dtype=torch.uint8), torch.arange(8) % 2)
-        >>> batches = PackedImages(split, split, classes=2).train(4, seed=0, device="cpu")
-        >>> images, labels = next(batches.epoch(0))
-        >>> batches.steps, images.shape, labels.shape
-        (2, torch.Size([4, 3, 32, 32]), torch.Size([4]))
     """
 
     def __init__(
@@ -40,7 +33,7 @@ class PackedImages(Source):
     ) -> None:
         super().__init__(train, val, classes, train.images.shape[1], fingerprint or {})
         self.mean = _mean(train.images)  # also that of a part
-        self._resident: dict[tuple[int, torch.device], Split] = {}
+        self._resident: dict[tuple[int, torch.device], tuple[Split, Split]] = {}
 
     @classmethod
     def load(cls, folder: str | Path, size: int = 32) -> "PackedImages":
@@ -57,9 +50,9 @@ class PackedImages(Source):
             raise ValueError(f"crop is at least 0 and below the size {self.size}; got {crop}.")
         mean = torch.tensor(self.mean, dtype=torch.float32, device=device).view(3, 1, 1)
         place = id(split), mean.device
-        if place not in self._resident:
-            self._resident[place] = split.to(mean.device)
-        return PackedBatches(self._resident[place], shares, mean, seed, crop)
+        if place not in self._resident:  # with the split itself, so that its id stays its own
+            self._resident[place] = split, split.to(mean.device)
+        return PackedBatches(self._resident[place][1], shares, mean, seed, crop)
 
 
 class PackedBatches(Batches):

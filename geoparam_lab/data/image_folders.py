@@ -52,18 +52,6 @@ class ImageFolders(Source):
         size: height and width of the crops.
         workers: processes that decode; None for as many as this process has cores, up to 16; 0
             for none.
-
-    Example:
-        >>> from tempfile import TemporaryDirectory
-        >>> from PIL import Image
-        >>> with TemporaryDirectory() as folder:
-        ...     for split in ("train", "val"):
-        ...         Path(folder, split, "cat").mkdir(parents=True)
-        ...         Image.new("RGB", (60, 40)).save(Path(folder, split, "cat", "1.jpeg"))
-        ...     source = ImageFolders(folder, size=32, workers=0)
-        ...     images, labels = next(source.train(1, seed=0, device="cpu").epoch(0))
-        >>> images.shape, labels
-        (torch.Size([1, 3, 32, 32]), tensor([0]))
     """
 
     def __init__(self, folder: str | Path, size: int = 224, workers: int | None = None) -> None:

@@ -39,11 +39,6 @@ class Shares:
     drop_last: bool = True
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or not 0 <= self.rank < self.world:
-            raise ValueError(
-                "a batch has one image or more, and processes count from 0; got batch size "
-                f"{self.batch_size} and process {self.rank} of {self.world}."
-            )
         if self.drop_last and self.batch_size % self.world:
             raise ValueError(
                 f"the batch size is that of all {self.world} processes together, who share it "
@@ -85,8 +80,6 @@ class Batches(abc.ABC):
 
         Images are float32 (b, 3, H, W), channels last in memory, labels int64, on the device.
         """
-        if not 0 <= start <= self.steps:
-            raise ValueError(f"an epoch has the batches 0 to {self.steps - 1}; got {start}.")
         return self._load(number, range(start, self.steps))
 
     @abc.abstractmethod

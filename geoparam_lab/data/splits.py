@@ -30,11 +30,6 @@ def split(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
     They are those of scikit-learn's ``train_test_split(test_size=0.2, random_state=seed)``, in the
     same order.
-
-    Example:
-        >>> train, test = split(10, seed=0)
-        >>> train.tolist(), test.tolist()
-        ([4, 9, 1, 6, 7, 3, 0, 5], [2, 8])
     """
     order = np.random.RandomState(seed).permutation(n)
     n_test = math.ceil(TEST_SHARE * n)
@@ -45,11 +40,6 @@ def standardise(x_train: np.ndarray, *others: np.ndarray) -> list[np.ndarray]:
     """Shift and scale each feature to mean 0 and deviation 1 on the training part.
 
     A feature that is constant there carries nothing: it is shifted and not scaled.
-
-    Example:
-        >>> train, test = standardise(np.array([[1.0, 7.0], [3.0, 7.0]]), np.array([[4.0, 7.0]]))
-        >>> train.tolist(), test.tolist()
-        ([[-1.0, 0.0], [1.0, 0.0]], [[2.0, 0.0]])
     """
     constant = x_train.max(axis=0) == x_train.min(axis=0)  # the deviation may be 1e-16 instead
     mean = np.where(constant, x_train[0], x_train.mean(axis=0))
@@ -65,12 +55,6 @@ def stack(
     Under "paper" the validation part is the test part, as in the papers' code: whatever is chosen
     by it is chosen by the test. Under "heldout" it is a fifth of the training part, drawn with
     the same seed and left out of training and of the standardisation; the test part is the same.
-
-    Example:
-        >>> x, y = np.random.RandomState(0).randn(100, 3), np.arange(100.0)
-        >>> paper, heldout = stack(x, y, range(4)), stack(x, y, range(4), protocol="heldout")
-        >>> paper.x_train.shape, heldout.x_train.shape, heldout.x_val.shape, heldout.y_test.shape
-        ((4, 80, 3), (4, 64, 3), (4, 16, 3), (4, 20))
     """
     if protocol not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}; got {protocol!r}")

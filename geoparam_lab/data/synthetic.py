@@ -20,10 +20,6 @@ def levy(x: Array) -> Array:
     r"""The Levy function of one variable, wiggles on a parabola, with its minimum 0 at x = 1.
 
     .. math:: f(x) = \sin^2(\pi w) + (w - 1)^2 (1 + \sin^2(2 \pi w)), \quad w = 1 + (x - 1) / 4
-
-    Example:
-        >>> levy(np.array([1.0, 5.0])).round(6).tolist()
-        [0.0, 1.0]
     """
     w = 1 + (x - 1) / 4
     return np.sin(np.pi * w) ** 2 + (w - 1) ** 2 * (1 + np.sin(2 * np.pi * w) ** 2)
@@ -33,11 +29,6 @@ def levy_regression(seed: int = 0, points: int = 50, noise: float = 0.1) -> Regr
     """Noisy Levy values at uniform points of [-10, 10], and the true ones on a grid of step 0.1.
 
     With seed 0 these are the very points that the papers' code draws, hence numpy's old generator.
-
-    Example:
-        >>> data = levy_regression()
-        >>> data.x_train.shape, data.y_train.shape, data.x_test.shape
-        ((50, 1), (50,), (201, 1))
     """
     rng = np.random.RandomState(seed)
     x = rng.uniform(-10, 10, size=points)
@@ -58,11 +49,6 @@ def banana(seed: int = 0, points: int = 1000, noise: float = 0.34) -> tuple[Arra
 
     Returns:
         Inputs (points, 2) and classes 0 and 1 (points,), in float64.
-
-    Example:
-        >>> x, y = banana(points=5)
-        >>> x.shape, sorted(set(y.tolist()))
-        ((5, 2), [0.0, 1.0])
     """
     rng = np.random.RandomState(seed)
     part = rng.choice(3, size=points, p=(0.2, 0.45, 0.35))

@@ -180,10 +180,6 @@ def parse(content: bytes, files: Sequence[str] = (), deepest: int = DEEPEST) -> 
         content: the whole file.
         files: names to look for in a zip archive.
         deepest: how many archives may be within one another.
-
-    Example:
-        >>> parse(b"a;b\\n1;2\\n3;4.5\\n").tolist()
-        [[1.0, 2.0], [3.0, 4.5]]
     """
     if content.startswith(b"PK\x03\x04"):
         return _parse_zip(content, files, deepest)

@@ -2,8 +2,8 @@
 
 Every point of the grid is a queued trial in a database that all processes reach, and Optuna gives
 each trial to one process. The result of a point is stored in its trial, so that every process ends
-with the results of all. A point that fails is queued again at once. A process that is killed stops
-sending Optuna's heartbeat; after SILENCE seconds its point is queued again.
+with the results of all. A process that is killed stops sending Optuna's heartbeat; after SILENCE
+seconds its trial has failed. The point of a failed trial is queued again by whoever sees it.
 """
 
 import contextlib
@@ -40,12 +40,7 @@ def list_points(grid: Grid) -> list[Point]:
 
 
 def name_study(name: str, config: Mapping[str, Any], arrays: Iterable[np.ndarray]) -> str:
-    """Return a study name that changes with the configuration and the data.
-
-    Example:
-        >>> name_study("uci-yacht", {"epochs": 5}, [np.zeros(3)])
-        'uci-yacht-f53de0ff240c'
-    """
+    """Return a study name that changes with the configuration and the data."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for array in arrays:
         digest.update(np.ascontiguousarray(array).tobytes())
@@ -70,24 +65,18 @@ def share(
 
     Returns:
         Every point with its result, whichever process computed it.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     share(lambda point: (0.0, -point["x"]), {"x": [1, 2]}, f"{folder}/db", "signs")
-        [({'x': 1}, -1), ({'x': 2}, -2)]
     """
     import optuna
+    from optuna.trial import TrialState
 
     study, points = _open_study(storage, name), list_points(grid)
-    for point in points:
-        study.enqueue_trial(point, {"point": point}, skip_if_exists=True)
     while True:
         results = _collect_results(study)
         left = [point for point in points if _hashable(point) not in results]
         if not left:
             return [(point, results[_hashable(point)]) for point in points]
-        if study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.WAITING]):
+        _queue_missing(study, left)
+        if study.get_trials(deepcopy=False, states=[TrialState.WAITING]):
             study.optimize(lambda trial: _compute(study, trial, grid, work), n_trials=1)
             continue
         if waiting is not None:
@@ -95,6 +84,18 @@ def share(
         time.sleep(PAUSE)
         with _ignore_experimental():
             optuna.storages.fail_stale_trials(study)
+
+
+def _queue_missing(study: "optuna.Study", points: Sequence[Point]) -> None:
+    """Queue the points for which no trial waits, runs or is complete."""
+    from optuna.trial import TrialState
+
+    states = (TrialState.WAITING, TrialState.RUNNING, TrialState.COMPLETE)
+    trials = study.get_trials(deepcopy=False, states=states)
+    known = [trial.user_attrs.get("point") for trial in trials]
+    for point in points:
+        if point not in known:
+            study.enqueue_trial(point, {"point": point})
 
 
 def _compute(
@@ -105,14 +106,12 @@ def _compute(
 ) -> float:
     import optuna
 
-    point = {name: trial.suggest_categorical(name, list(grid[name])) for name in grid}
-    if _has_owner(study, trial.number, point):
+    point = trial.user_attrs.get("point")  # None: another process was faster, the queue is empty
+    if point is None or _has_owner(study, trial.number, point):
         raise optuna.TrialPruned
-    try:
-        value, result = work(point)
-    except BaseException:
-        study.enqueue_trial(point, {"point": point})
-        raise
+    for name, values in grid.items():
+        trial.suggest_categorical(name, list(values))  # recorded as the trial's parameters
+    value, result = work(point)
     trial.set_user_attr("result", result)
     return value if math.isfinite(value) else math.inf  # Optuna counts NaN as a failure
 
@@ -130,7 +129,8 @@ def _collect_results(study: "optuna.Study") -> dict[Any, Any]:
     from optuna.trial import TrialState
 
     done = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
-    return {_hashable(t.params): t.user_attrs["result"] for t in reversed(done)}  # first one wins
+    # Of two results for one point, the first counts.
+    return {_hashable(t.user_attrs["point"]): t.user_attrs["result"] for t in reversed(done)}
 
 
 def _hashable(point: Point) -> tuple[tuple[str, Any], ...]:
@@ -195,7 +195,7 @@ def _open_storage(storage: str) -> Any:
 
 
 def _make_storage(url: str, options: Mapping[str, Any]) -> Any:
-    from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
+    from optuna.storages import RDBStorage
 
     with _ignore_experimental():
         return RDBStorage(
@@ -203,7 +203,6 @@ def _make_storage(url: str, options: Mapping[str, Any]) -> Any:
             engine_kwargs=dict(options),
             heartbeat_interval=HEARTBEAT,
             grace_period=SILENCE,
-            heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
         )
 
 

@@ -193,12 +193,6 @@ def spread(
         report: called with a task and what it ticked, at most every INTERVAL seconds.
         threads: for a task in this process; None leaves them. Other processes have one.
         patient: after Ctrl-C finish the tasks that have begun; a second one stops at once.
-
-    Example:
-        >>> def square(task, tick):
-        ...     return task**2
-        >>> list(spread(square, [2, 3]))
-        [(2, 4), (3, 9)]
     """
     report = report or (lambda task, epoch, left, remark: None)
     jobs = min(jobs, len(tasks))

@@ -11,7 +11,6 @@ from tiny_images import Epoch, is_same, join
 from torch import Tensor
 
 from geoparam_lab.data.downsampled import PackedImages
-from geoparam_lab.data.image_source import Shares
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +195,3 @@ def test_impossible_batches_are_refused(source: PackedImages) -> None:
         source.train(41, seed=0, device="cpu")
     with pytest.raises(ValueError, match="below the size 8; got 8"):
         source.train(8, seed=0, device="cpu", crop=8)
-    with pytest.raises(ValueError, match="has the batches 0 to 4"):
-        source.train(8, seed=0, device="cpu").epoch(0, 6)
-    with pytest.raises(ValueError, match="batch size 4 and process 2 of 2"):
-        Shares(10, 4, 2, world=2)

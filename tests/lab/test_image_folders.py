@@ -155,14 +155,9 @@ def test_workers_change_nothing(folder: Path, source: ImageFolders) -> None:
 def test_order_depends_on_seed_and_epoch_alone(source: ImageFolders) -> None:
     first = train(source)
     torch.manual_seed(17)
-    assert is_same(first, train(source))
-    assert not is_same(first, train(source, 1)) and not is_same(first, train(source, seed=1))
-
-
-def test_loading_leaves_torchs_random_state_alone(source: ImageFolders) -> None:
     before = torch.random.get_rng_state()
-    train(source)
-    assert torch.random.get_rng_state().equal(before)
+    assert is_same(first, train(source)) and torch.random.get_rng_state().equal(before)
+    assert not is_same(first, train(source, 1)) and not is_same(first, train(source, seed=1))
 
 
 def test_an_epoch_is_entered_without_decoding_what_comes_before(
@@ -251,12 +246,9 @@ def test_an_unreadable_image_is_named_when_its_turn_comes(
         train(source)
 
 
-def test_a_crop_is_refused(source: ImageFolders) -> None:
+def test_a_crop_and_a_tiny_size_are_refused(folder: Path, source: ImageFolders) -> None:
     with pytest.raises(ValueError, match="always cropped at random.*got 4"):
         source.train(8, seed=0, device="cpu", crop=4)
-
-
-def test_a_tiny_size_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="at least 8; got 4"):
         ImageFolders(folder, size=4)
 

@@ -207,7 +207,6 @@ def test_the_form_of_directions_goes_into_every_layer() -> None:
     ("options", "message"),
     [
         ({"skip": "both"}, "skip is 'centred' or 'plain'; got 'both'"),
-        ({"stem": "tall"}, "stem is 'imagenet' or 'small'; got 'tall'"),
         ({"imn": "input"}, "is skip='plain'; got imn='input'"),
     ],
 )

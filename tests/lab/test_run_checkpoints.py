@@ -80,11 +80,6 @@ def test_the_only_one_damaged_starts_anew(tmp_path: Path) -> None:
         assert store.read_newest() is None
 
 
-def test_at_least_one_is_kept(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep is at least 1"):
-        Store(tmp_path, keep=0)
-
-
 def model_and_optimizer(momentum: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(
         gp.GmPConv2d(3, 4, 3, coordinates="intrinsic", activation=torch.relu),

@@ -17,18 +17,6 @@ class Average:
 
     Build it when the model is on its device, sharded or not. `decay` is the share of the average
     that stays in each step.
-
-    Example:
-        >>> model = nn.Linear(1, 1, bias=False)
-        >>> _ = nn.init.constant_(model.weight, 1.0)
-        >>> average = Average(model, decay=0.75)
-        >>> _ = nn.init.constant_(model.weight, 5.0)
-        >>> average.update()
-        >>> with average.in_place():
-        ...     print(model.weight.item())
-        2.0
-        >>> model.weight.item()
-        5.0
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

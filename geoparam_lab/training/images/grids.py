@@ -97,13 +97,7 @@ def papers_rate(network: str, method: str) -> float:
 
 
 def tasks(config: Record) -> list[Task]:
-    """Return the runs of a sweep with this configuration, the first seed's first.
-
-    Example:
-        >>> config = {"network": "vgg6", "methods": ["bn", "gmp"], "batch_sizes": [256]}
-        >>> [str(task) for task in tasks(config | {"lrs": None, "seeds": 1})]
-        ['BN, batch 256, rate 0.01, seed 0', 'GmP, batch 256, rate 0.1, seed 0']
-    """
+    """Return the runs of a sweep with this configuration, the first seed's first."""
     names = {field.name for field in fields(Settings)}
     common = {
         name: tuple(value) if isinstance(value, list) else value

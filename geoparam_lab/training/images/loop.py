@@ -304,7 +304,8 @@ class Training:
             "images_per_second": images / duration if duration else float("nan"),
             **({} if diverged else self._times()),
         }
-        return Outcome(record, {name: np.array(values) for name, values in self.curves.items()})
+        repeatable = {name: curve for name, curve in self.curves.items() if name != "seconds"}
+        return Outcome(record, {name: np.array(curve) for name, curve in repeatable.items()})
 
     def _times(self) -> dict[str, float]:
         """Return epochs and seconds to each accuracy that was reached for good."""

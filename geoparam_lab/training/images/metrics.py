@@ -21,15 +21,7 @@ class Result(NamedTuple):
 
 
 class Sums:
-    """Sums over the images of this process.
-
-    Example:
-        >>> sums = Sums(torch.device("cpu"))
-        >>> logits = torch.arange(8.0).expand(3, 8)  # class 7 first, then 6, ...
-        >>> sums.add(torch.tensor(0.5), logits, torch.tensor([7, 4, 0]))
-        >>> sums.totals
-        tensor([0.5000, 1.0000, 2.0000, 3.0000], dtype=torch.float64)
-    """
+    """Sums over the images of this process."""
 
     def __init__(self, device: torch.device) -> None:
         precise = torch.float32 if device.type == "mps" else torch.float64
@@ -62,12 +54,7 @@ class Sums:
 
 
 def average(totals: list[float]) -> Result:
-    """Return means from totals.
-
-    Example:
-        >>> average([3.0, 1.0, 2.0, 4.0])
-        Result(loss=0.75, top1=0.25, top5=0.5)
-    """
+    """Return means from totals."""
     *sums, count = totals
     return Result(*(value / count for value in sums))
 

@@ -37,14 +37,7 @@ EXPRESS = (
 
 
 class Together(torch.optim.Optimizer):
-    """Several optimizers as one, with all groups and states, for schedules and checkpoints.
-
-    Example:
-        >>> weight, bias = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.zeros(2))
-        >>> both = Together(torch.optim.SGD([weight], lr=0.1), torch.optim.AdamW([bias], lr=1e-3))
-        >>> [group["lr"] for group in both.param_groups]
-        [0.1, 0.001]
-    """
+    """Several optimizers as one, with all groups and states, for schedules and checkpoints."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         super().__init__([group for each in optimizers for group in each.param_groups], {})

@@ -42,21 +42,9 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class Store:
-    """The checkpoints in a folder, of which the last `keep` stay.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     store = Store(Path(folder), keep=2)
-        ...     for step in (10, 20, 30):
-        ...         store.write({"epoch": 0, "step": step})
-        ...     print([path.name for path in store.files], store.read_newest())
-        ['checkpoint-00000-00000020.pt', 'checkpoint-00000-00000030.pt'] {'epoch': 0, 'step': 30}
-    """
+    """The checkpoints in a folder, of which the last `keep` stay."""
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
-        if keep < 1:
-            raise ValueError(f"keep is at least 1, for there to be a checkpoint; got {keep}.")
         self.folder, self.keep = folder, keep
 
     @property

@@ -63,13 +63,6 @@ class Plateau:
     Args:
         top: 1 or 5, which result is judged.
         keeps_best: whether the best weights are kept and reported, and not the last.
-
-    Example:
-        >>> plateau = Plateau(top=5, keeps_best=True)
-        >>> for top5 in (0.1, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2):
-        ...     verdict = plateau.judge(0.0, top5)
-        >>> plateau.factor(7), verdict
-        (0.1, Verdict(counts=False, stop=False))
     """
 
     _ARRAYS = ("rates", "best", "plateau", "wait", "plateau_wait")

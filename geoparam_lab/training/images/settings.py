@@ -26,7 +26,8 @@ BASES = ("sgd", "adamw", "muon")
 class Settings:
     """Everything that decides the numbers of one run, apart from the images.
 
-    A run's checkpoints hold its settings; a run with others does not resume from them.
+    A run's checkpoints hold its settings; a run with others does not resume from them. The command
+    line shows what is said here of each.
 
     Args:
         network: as `networks.build` takes it.
@@ -187,7 +188,7 @@ class Outcome:
         "diverged"     the loss was not finite or huge; results are NaN and best_epoch is -1
 
     `curves` has for each completed epoch losses and accuracies of training and validation images,
-    `lr` of its last step, and `seconds` of training so far.
+    and `lr` of its last step.
     """
 
     record: dict[str, Any]

@@ -18,15 +18,7 @@ MIN_DELTA = 1e-4  # what a value must be better by to count for the rate; to go 
 
 
 class Adam:
-    """Adam for parameters (S, numbers), with a rate for each member.
-
-    Example:
-        >>> parameters = torch.zeros(2, 1)
-        >>> adam = Adam(parameters)
-        >>> adam.step(parameters, torch.tensor([[3.0], [-3.0]]), np.array([0.1, 0.2]))
-        >>> parameters.flatten()
-        tensor([-0.1000,  0.2000])
-    """
+    """Adam for parameters (S, numbers), with a rate for each member."""
 
     def __init__(self, like: Tensor) -> None:
         self.m, self.v = torch.zeros_like(like), torch.zeros_like(like)
@@ -53,15 +45,6 @@ class Judge:
 
     Rates are (S,); after `patience` epochs without a better value a rate falls, after
     `stop_patience` a member stops.
-
-    Example:
-        >>> judge = Judge(np.array([1.0]), patience=1, stop_patience=2)
-        >>> for value in (5.0, 5.0, 5.0):
-        ...     better, stops = judge(np.array([value]))
-        ...     print(better, stops, judge.rates)
-        [ True] [False] [1.]
-        [False] [False] [0.1]
-        [False] [ True] [0.01]
     """
 
     def __init__(

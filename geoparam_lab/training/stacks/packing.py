@@ -14,12 +14,7 @@ Data = tuple[Array | Tensor, Array | Tensor]
 
 
 def pack(models: Sequence[nn.Sequential]) -> Tensor:
-    """Return the state of all models, one row for each.
-
-    Example:
-        >>> pack([nn.Sequential(nn.Linear(3, 2)) for _ in range(5)]).shape
-        torch.Size([5, 8])
-    """
+    """Return the state of all models, one row for each."""
     rows = [[tensor.detach().flatten() for _, _, tensor in _entries(model)] for model in models]
     return torch.stack([torch.cat(row) for row in rows])
 
@@ -70,13 +65,7 @@ def _entries(model: nn.Sequential) -> Iterator[tuple[int, str, Tensor]]:
 
 
 def expand_data(data: Data, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return inputs (S, N, d) and targets (S, N, ...) on the device of the members' state.
-
-    Example:
-        >>> x, y = expand_data((np.zeros((20, 3)), np.zeros(20)), state=torch.zeros(5, 8))
-        >>> x.shape, y.shape
-        (torch.Size([5, 20, 3]), torch.Size([5, 20]))
-    """
+    """Return inputs (S, N, d) and targets (S, N, ...) on the device of the members' state."""
     x, y = (torch.as_tensor(part) for part in data)
     if y.is_floating_point():
         y = y.to(state.dtype)

@@ -35,15 +35,7 @@ class Motion:
 
 
 class Recorder:
-    """Takes boundaries, one record after the other, of the members that are left of `size`.
-
-    Example:
-        >>> recorder, offset = Recorder(size=1), torch.ones(1, 1)
-        >>> recorder.add(np.array([0]), torch.tensor([[[1.0, 0.0]]]), offset)
-        >>> recorder.add(np.array([0]), torch.tensor([[[0.0, 3.0]]]), 3 * offset)
-        >>> recorder.motion().rotation.round(3).tolist()
-        [[90.0]]
-    """
+    """Takes boundaries, one record after the other, of the members that are left of `size`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
