@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from geoparam import sphere
-from geoparam.computed import computed
+from geoparam.computed import as_computed
 from geoparam.coordinates import Name, Sign, coordinates_for, measure_drift, normalise_
 from geoparam.memory import Memory
-from geoparam.norm import InputMeanNorm, shifted_bias
+from geoparam.norm import InputMeanNorm, shift_bias
 from geoparam.parameter_values import Init, check_finite, check_init, compute_distance, draw
 
 Activation = Callable[[Tensor], Tensor]
@@ -178,7 +178,7 @@ class GmPLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The affine map's weight: r u, or u where r is outside the activation."""
-        return computed(self._weight(None))
+        return as_computed(self._weight(None))
 
     @weight.setter
     def weight(self, weight: Tensor) -> None:
@@ -202,7 +202,7 @@ class GmPLayer(nn.Module):
     def bias(self) -> Tensor | None:
         """The affine map's bias: r lam, or lam where r is outside the activation."""
         bias = self._bias
-        return bias if bias is None else computed(bias)
+        return bias if bias is None else as_computed(bias)
 
     @bias.setter
     def bias(self, bias: Tensor | None) -> None:
@@ -257,7 +257,7 @@ class GmPLayer(nn.Module):
                 mean = self.input_norm.mean(x)
         weight, bias = self._current_weight(_autocast_dtype(x)), self._bias
         if mean is not None:
-            bias = shifted_bias(bias, weight, mean)
+            bias = shift_bias(bias, weight, mean)
         return self._map(x, weight, None if bias is None else bias.to(weight.dtype))
 
     def _current_weight(self, dtype: torch.dtype | None) -> Tensor:
@@ -308,10 +308,10 @@ class GmPLayer(nn.Module):
                 "the input's mean cannot go into a bias: it is the batch's own, or zeros are "
                 "padded to the centred input. Use input_norm=True with running statistics."
             )
-        bias = shifted_bias(bias, weight, self.input_norm.running_mean)
+        bias = shift_bias(bias, weight, self.input_norm.running_mean)
         return weight, bias.detach().to(weight.dtype)
 
-    def _filled(
+    def _build_plain(
         self, plain: type[Plain], arguments: dict[str, Any], weight: Tensor, bias: Tensor | None
     ) -> Plain:
         """Return the torch.nn layer with this weight and bias, frozen and in the mode of self."""

@@ -135,7 +135,7 @@ class GmPLinear(GmPLayer):
     def plain(self, weight: Tensor, bias: Tensor | None) -> nn.Linear:
         """Return the nn.Linear of this shape with the given weight and bias."""
         arguments = {"in_features": self.in_features, "out_features": self.out_features}
-        return self._filled(nn.Linear, arguments, weight, bias)
+        return self._build_plain(nn.Linear, arguments, weight, bias)
 
     def extra_repr(self) -> str:
         bias = "" if self.lam is not None else ", bias=False"
@@ -242,7 +242,7 @@ class _GmPConv(GmPLayer):
     def plain(self, weight: Tensor, bias: Tensor | None) -> PlainConv:
         """Return the torch.nn convolution of this shape with the given weight and bias."""
         arguments = {name: getattr(self, name) for name in _CONV_ARGUMENTS}
-        return self._filled(self._plain, arguments, weight, bias)
+        return self._build_plain(self._plain, arguments, weight, bias)
 
     def extra_repr(self) -> str:
         return nn.modules.conv._ConvNd.extra_repr(self) + super().extra_repr()  # type: ignore[arg-type]

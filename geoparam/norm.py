@@ -6,7 +6,7 @@ that is the same at every position changes each unit by one number, so
 
     z = conv(x, w, b - w_summed m),    w_summed: w added up over its kernel,
 
-which is `shifted_bias`. The mean's gradient flows. Mean and product are float32 or better, with
+which is `shift_bias`. The mean's gradient flows. Mean and product are float32 or better, with
 autocast off.
 
 With several processes each takes the mean of its own batch, as BatchNorm does, or, after
@@ -244,19 +244,19 @@ class MeanOnlyBatchNorm(InputMeanNorm):
 # --- in a layer ---------------------------------------------------------------------------------
 
 
-def shifted_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
+def shift_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
     """Return b - w^T m for each unit: the bias of a layer whose input has its mean subtracted.
 
     The mean (channels,) is the same at every position of the kernel of `weight`
     (out, channels of its group, ...).
 
     Example:
-        >>> shifted_bias(torch.ones(1), torch.ones(1, 2, 3, 3), torch.tensor([1., 2.]))
+        >>> shift_bias(torch.ones(1), torch.ones(1, 2, 3, 3), torch.tensor([1., 2.]))
         tensor([-26.])
     """
     if torch.is_autocast_enabled(weight.device.type):
         with torch.autocast(weight.device.type, enabled=False):
-            return shifted_bias(bias, weight, mean)
+            return shift_bias(bias, weight, mean)
     (out, width), wide = weight.shape[:2], _wide(mean)
     mean, bias = _cast(mean, wide), None if bias is None else _cast(bias, wide)
     if weight.numel() > out * width:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from geoparam.conversion.plan import CONVOLUTIONS, kind_of
 from geoparam.coordinates import Angles, Coordinates, Intrinsic, Sign
-from geoparam.norm import shifted_bias
+from geoparam.norm import shift_bias
 from geoparam.sphere import wide
 from geoparam.storage import list_few
 
@@ -187,7 +187,7 @@ def _fold_mean(name: str, state: dict[str, Tensor]) -> None:
     state.pop(_join(name, "num_batches_tracked"), None)
     if mean.ndim != 1 or len(mean) % weight.shape[1] or len(bias) != len(weight):
         raise ValueError(f"{name!r} has a running_mean or bias that does not fit its weight.")
-    shifted = shifted_bias(wide(bias), wide(weight), wide(mean))
+    shifted = shift_bias(wide(bias), wide(weight), wide(mean))
     state[_join(name, "bias")] = _round(_join(name, "bias"), shifted, bias.dtype)
 
 
@@ -250,7 +250,7 @@ def _fold_layer(
     bias = wide(parts["r"]) * wide(parts["lam"]) if "lam" in parts else None
     if MEAN in parts:
         _check_mean(name, key, weight, parts[MEAN], plain)
-        bias = shifted_bias(bias, weight, wide(parts[MEAN]))
+        bias = shift_bias(bias, weight, wide(parts[MEAN]))
     floats = [x.dtype for part, x in parts.items() if part not in (MEAN, COUNT)]
     dtype = functools.reduce(torch.promote_types, floats)
     result = {key: weight} if bias is None else {key: weight, _bias(key): bias}

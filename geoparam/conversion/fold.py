@@ -20,34 +20,22 @@ from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs
 from geoparam.conversion.replacement import RemovedNorm
-from geoparam.conversion.surgery import places, put, refuse_wrapped
+from geoparam.conversion.surgery import find_places, refuse_wrapped, replace_module
 from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer, release
 from geoparam.layers import GmPLinear
-from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean, shifted_bias
+from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean, shift_bias
 from geoparam.trace import trace
 
 log = logging.getLogger("geoparam")
 
 HOMOGENEOUS = (nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.Identity)
 MODULES: dict[Callable, Callable[[], nn.Module]] = {
-    torch.relu: nn.ReLU,
-    F.relu: nn.ReLU,
-    F.leaky_relu: nn.LeakyReLU,
-    F.elu: nn.ELU,
-    F.relu6: nn.ReLU6,
-    F.hardswish: nn.Hardswish,
-    F.gelu: nn.GELU,
-    F.silu: nn.SiLU,
-    torch.tanh: nn.Tanh,
-    torch.sigmoid: nn.Sigmoid,
+    **{torch.relu: nn.ReLU, F.relu: nn.ReLU, F.relu6: nn.ReLU6, F.leaky_relu: nn.LeakyReLU},
+    **{F.elu: nn.ELU, F.gelu: nn.GELU, F.silu: nn.SiLU, F.hardswish: nn.Hardswish},
+    **{torch.tanh: nn.Tanh, torch.sigmoid: nn.Sigmoid},
 }
-BATCH_NORMS: dict[int, type[nn.Module]] = {
-    2: nn.BatchNorm1d,
-    3: nn.BatchNorm1d,
-    4: nn.BatchNorm2d,
-    5: nn.BatchNorm3d,
-}
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # of 2 to 5 dims
 
 
 def fold_(
@@ -106,12 +94,12 @@ def fold_(
             slot = slots.get(id(module))
             geometric = isinstance(module, GmPLayer)
             restored = slot if (geometric if restore_norm is None else restore_norm) else None
-            fold: Any = _folded_layer if geometric else _folded_plain
+            fold: Any = _fold_layer if geometric else _fold_plain_weight
             folded[module], norm = fold(name, module, factors.get(name), restored)
             if slot is not None:
-                folded[slot] = _without_norm(slot) if norm is None else norm
+                folded[slot] = _drop_norm(slot) if norm is None else norm
         elif isinstance(module, InputMeanNorm):
-            folded[module] = _folded_norm(name, module, graph)
+            folded[module] = _fold_norm(name, module, graph)
     _check_finite(ours, folded)
     _scale_plain_layers(model, {n: f for n, f in factors.items() if n not in ours})
     return _put_all(model, ours, folded)
@@ -141,24 +129,20 @@ def _ours(model: nn.Module) -> dict[str, nn.Module]:
 def _put_all(
     model: nn.Module, ours: dict[str, nn.Module], folded: dict[nn.Module, nn.Module]
 ) -> nn.Module:
-    where = places(model)
+    where = find_places(model)
     for module in reversed(ours.values()):  # children before the attention that holds them
-        new = folded[module] if module in folded else _attention(module)
-        put(new, module, where)
+        attention = module if isinstance(module, GmPMultiheadAttention) else None
+        new = attention.to_attention() if attention is not None else folded[module]
+        replace_module(new, module, where)
         model = new if module is model else model
     return model
-
-
-def _attention(module: nn.Module) -> nn.Module:
-    assert isinstance(module, GmPMultiheadAttention)
-    return module.to_attention()
 
 
 # --- layers -----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def _folded_layer(
+def _fold_layer(
     name: str, layer: GmPLayer, factor: Tensor | None, slot: RemovedNorm | None
 ) -> tuple[nn.Module, nn.Module | None]:
     """Return the plain layer, and the norm that goes into the slot of an absorbed one."""
@@ -171,12 +155,12 @@ def _folded_layer(
         before = _subtract(mean, len(layer.weight_shape), factor)
         log.info("%s: its input mean stays as a BatchNorm, %s.0, before the layer", name, name)
     elif mean is not None:
-        bias = shifted_bias(bias, weight, mean).to(weight.dtype)
+        bias = shift_bias(bias, weight, mean).to(weight.dtype)
     if factor is not None and before is None:
         weight = weight * _per_input(factor, weight)
     norm = None
     if slot is not None and bias is not None:
-        norm, bias = _restored(slot, bias)
+        norm, bias = _restore_norm(slot, bias)
     plain: Any = layer.plain(weight, bias)
     if isinstance(layer, GmPLinear) and layer.transposed:
         plain = _as_conv1d(plain)
@@ -185,7 +169,7 @@ def _folded_layer(
 
 
 @torch.no_grad()
-def _folded_plain(
+def _fold_plain_weight(
     name: str, layer: Any, factor: Tensor | None, slot: RemovedNorm | None
 ) -> tuple[nn.Module, nn.Module | None]:
     """Return the plain layer of one that has a plain weight, and the norm as above."""
@@ -194,7 +178,7 @@ def _folded_plain(
         weight, bias = layer.fold()
     norm, trains = None, layer.bias.requires_grad
     if slot is not None:
-        norm, bias = _restored(slot, bias)
+        norm, bias = _restore_norm(slot, bias)
     plain = release(layer)
     if factor is not None:
         weight = nn.Parameter(weight * _per_input(factor, weight), weight.requires_grad)
@@ -203,7 +187,7 @@ def _folded_plain(
     return plain, norm
 
 
-def _without_norm(slot: RemovedNorm) -> nn.Module:
+def _drop_norm(slot: RemovedNorm) -> nn.Module:
     """Return what is in a norm's place if it does not come back."""
     children = list(slot.children())
     return nn.Sequential(*children) if children else nn.Identity()
@@ -240,7 +224,7 @@ def _as_conv1d(linear: nn.Linear) -> nn.Module:
     return plain
 
 
-def _restored(slot: RemovedNorm, bias: Tensor) -> tuple[nn.Module, Tensor | None]:
+def _restore_norm(slot: RemovedNorm, bias: Tensor) -> tuple[nn.Module, Tensor | None]:
     """Return a BatchNorm that adds `bias` and does nothing else, and the layer's own bias."""
     norm: Any = copy.deepcopy(slot.norm).to(bias.device, bias.dtype)
     for child_name, child in slot.named_children():
@@ -332,7 +316,7 @@ def _subtract(mean: Tensor, ndim: int, factor: Tensor | None = None) -> nn.Modul
     """Return a BatchNorm that gives x - mean, or factor * x - mean; variance + eps is 1 in it."""
     eps = 2.0**-20  # 1 - eps is a float32 (and eps = 0 is refused by some versions of torch)
     affine = factor is not None
-    norm: Any = BATCH_NORMS[ndim](
+    norm: Any = BATCH_NORMS[ndim - 2](
         mean.numel(), eps=eps, affine=affine, device=mean.device, dtype=mean.dtype
     )
     norm.running_var.fill_(1 - eps)
@@ -344,7 +328,7 @@ def _subtract(mean: Tensor, ndim: int, factor: Tensor | None = None) -> nn.Modul
     return norm
 
 
-def _folded_norm(name: str, norm: InputMeanNorm, graph: Graph | None) -> nn.Module:
+def _fold_norm(name: str, norm: InputMeanNorm, graph: Graph | None) -> nn.Module:
     if graph is None:
         raise ValueError(f"{name!r} becomes a BatchNorm: pass example_inputs, to see its rank.")
     ranks = {len(node.shape) for node in graph.nodes if node.name == name}

@@ -36,13 +36,13 @@ def load(name: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
     """Return the library of the C file `name`.c beside this one."""
     source = FOLDER / f"{name}.c"
     try:
-        path = _compiled(source, [*flags, "-march=native"])
+        path = _compile(source, [*flags, "-march=native"])
     except subprocess.CalledProcessError:  # some compilers know no -march=native
-        path = _compiled(source, flags)
+        path = _compile(source, flags)
     return ctypes.CDLL(str(path))
 
 
-def _compiled(source: Path, flags: Sequence[str]) -> Path:
+def _compile(source: Path, flags: Sequence[str]) -> Path:
     """Return the compiled file, from the cache where it is there."""
     command = [*shlex.split(os.environ.get("CC", "cc")), "-O3", *flags]
     macros = _output([*command, "-dM", "-E", "-x", "c", os.devnull])

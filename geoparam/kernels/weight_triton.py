@@ -300,13 +300,13 @@ def pieces_of(x, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr):
     """Cut (ROWS, LANES * EACH) into EACH tensors (ROWS, LANES): each lane's first column, ..."""
     pieces = (tl.reshape(x, (ROWS, LANES, EACH)),)
     if EACH >= 2:
-        pieces = _halves(pieces, 1, ROWS, LANES, EACH)
+        pieces = _split_pairs(pieces, 1, ROWS, LANES, EACH)
     if EACH >= 4:
-        pieces = _halves(pieces, 2, ROWS, LANES, EACH // 2)
+        pieces = _split_pairs(pieces, 2, ROWS, LANES, EACH // 2)
     if EACH >= 8:
-        pieces = _halves(pieces, 4, ROWS, LANES, EACH // 4)
+        pieces = _split_pairs(pieces, 4, ROWS, LANES, EACH // 4)
     if EACH >= 16:
-        pieces = _halves(pieces, 8, ROWS, LANES, EACH // 8)
+        pieces = _split_pairs(pieces, 8, ROWS, LANES, EACH // 8)
     columns = ()
     for j in tl.static_range(EACH):
         columns = columns + (tl.reshape(pieces[j], (ROWS, LANES)),)
@@ -314,7 +314,7 @@ def pieces_of(x, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr):
 
 
 @triton.jit
-def _halves(
+def _split_pairs(
     pieces, COUNT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr
 ):
     halves = ()
@@ -332,18 +332,18 @@ def in_a_row(columns, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexp
     for j in tl.static_range(EACH):
         pieces = pieces + (tl.reshape(columns[j], (ROWS, LANES, 1)),)
     if EACH >= 16:
-        pieces = _joined(pieces, 8, ROWS, LANES, EACH // 8)
+        pieces = _join_pairs(pieces, 8, ROWS, LANES, EACH // 8)
     if EACH >= 8:
-        pieces = _joined(pieces, 4, ROWS, LANES, EACH // 4)
+        pieces = _join_pairs(pieces, 4, ROWS, LANES, EACH // 4)
     if EACH >= 4:
-        pieces = _joined(pieces, 2, ROWS, LANES, EACH // 2)
+        pieces = _join_pairs(pieces, 2, ROWS, LANES, EACH // 2)
     if EACH >= 2:
-        pieces = _joined(pieces, 1, ROWS, LANES, EACH)
+        pieces = _join_pairs(pieces, 1, ROWS, LANES, EACH)
     return tl.reshape(pieces[0], (ROWS, LANES * EACH))
 
 
 @triton.jit
-def _joined(
+def _join_pairs(
     pieces, COUNT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr
 ):
     joined = ()

@@ -40,7 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def binary() -> Path:
-    return loader._compiled(loader.FOLDER / "weight.c", native._FLAGS)
+    return loader._compile(loader.FOLDER / "weight.c", native._FLAGS)
 
 
 def script(path: Path, text: str) -> str:
