@@ -157,10 +157,7 @@ def _replace_all(model: nn.Module, decided: Plan, options: Options) -> nn.Module
 
 
 def _replace_checked(
-    model: nn.Module,
-    decided: Plan,
-    options: Options,
-    inputs: Inputs,
+    model: nn.Module, decided: Plan, options: Options, inputs: Inputs
 ) -> nn.Module:
     """Replace the layers and run the model; if it is not as it was, put them back and raise.
 

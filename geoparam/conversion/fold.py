@@ -39,10 +39,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  
 
 
 def fold_(
-    model: nn.Module,
-    example_inputs: Inputs | None = None,
-    *,
-    restore_norm: bool | None = None,
+    model: nn.Module, example_inputs: Inputs | None = None, *, restore_norm: bool | None = None
 ) -> nn.Module:
     """Turn all layers of geoparam in `model` into plain torch.nn layers in place, and return it.
 

@@ -25,9 +25,7 @@ class Claim(NamedTuple):
     owner: nn.Module | None
 
 
-def ties_and_holders(
-    model: nn.Module,
-) -> tuple[dict[nn.Module, list[str]], dict[nn.Module, str]]:
+def ties_and_holders(model: nn.Module) -> tuple[dict[nn.Module, list[str]], dict[nn.Module, str]]:
     """Return what each module's tensors share memory with, and which attribute holds it besides.
 
     Ties go by memory: `nn.Parameter(encoder.weight.data.t())` is a parameter of its own, with the

@@ -7,11 +7,8 @@ is built when geoparam is installed. Results are kept in $GEOPARAM_CACHE or ~/.c
 
 The macros tell the compiler's version and what -march=native stands for, so machines may share a
 home. A file is renamed when it is complete, so processes may race; one that does not match its
-digest is compiled again, because loading a damaged one can crash.
-
-What is loaded runs as the user. So folder and files are made for the user alone, whatever the
-umask, and where another user owns the folder or could write to it, it is not used: the file is
-then compiled into a folder of this process, and a warning says so.
+digest is compiled again. Folder and files are for the user alone, whatever the umask: a folder
+that another user owns or may write to is not used but one of this process, with a warning.
 
 Much may go wrong: no compiler, a home that cannot be written to. `load` raises one of `ERRORS`.
 """

@@ -98,11 +98,7 @@ def test_falls_back_to_plain_torch(
 
 @pytest.mark.parametrize(
     ("right", "wrong"),
-    [
-        ("quarter & 1", "quarter & 0"),
-        ("r * change", "change"),
-        ("geoparam_run", "geoparam_walk"),
-    ],
+    [("quarter & 1", "quarter & 0"), ("r * change", "change"), ("geoparam_run", "geoparam_walk")],
 )
 def test_wrong_code_is_not_used(
     right: str, wrong: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
