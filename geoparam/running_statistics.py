@@ -49,7 +49,7 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
         norm.train()
     try:
         for batch in itertools.chain(first, iterator):
-            _call(model, batch)
+            _run_batch(model, batch)
     finally:
         for norm, momentum in momenta.items():
             norm.momentum = momentum
@@ -58,7 +58,7 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
     return model
 
 
-def _call(model: nn.Module, batch: Any) -> None:
+def _run_batch(model: nn.Module, batch: Any) -> None:
     if isinstance(batch, Mapping):
         model(**batch)
     elif isinstance(batch, tuple):

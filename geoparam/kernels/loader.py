@@ -42,32 +42,32 @@ def load(name: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
 def _compile(source: Path, flags: Sequence[str]) -> Path:
     """Return the compiled file, from the cache where it is there."""
     command = [*shlex.split(os.environ.get("CC", "cc")), "-O3", *flags]
-    macros = _output([*command, "-dM", "-E", "-x", "c", os.devnull])
+    macros = _run_command([*command, "-dM", "-E", "-x", "c", os.devnull])
     text = b"".join(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
-    name = f"{source.stem}-{_digest(text + macros + repr(command).encode())}"
-    folder = _cache()
+    name = f"{source.stem}-{_compute_digest(text + macros + repr(command).encode())}"
+    folder = _find_cache()
     for path in folder.glob(f"{name}-*.so"):
-        if _is_private(path) and path.stem.endswith(_digest(path.read_bytes())):
+        if _is_private(path) and path.stem.endswith(_compute_digest(path.read_bytes())):
             return path
     with tempfile.TemporaryDirectory(dir=folder) as inner:  # made with mode 0700
         made = Path(inner, "made.so")
-        _output([*command, "-shared", "-fPIC", "-o", made, source, "-lm"])
+        _run_command([*command, "-shared", "-fPIC", "-o", made, source, "-lm"])
         made.chmod(0o600)
-        return made.replace(folder / f"{name}-{_digest(made.read_bytes())}.so")
+        return made.replace(folder / f"{name}-{_compute_digest(made.read_bytes())}.so")
 
 
-def _cache() -> Path:
+def _find_cache() -> Path:
     """Return the cache's folder, or one of this process where others could write to that."""
     folder = Path(os.environ.get("GEOPARAM_CACHE") or Path.home() / ".cache" / "geoparam")
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     if _is_private(folder):
         return folder
-    return _own_folder(folder)
+    return _make_own_folder(folder)
 
 
 @functools.cache
-def _own_folder(instead_of: Path) -> Path:
+def _make_own_folder(instead_of: Path) -> Path:
     warnings.warn(
         f"{instead_of} belongs to another user, or others may write to it: compiled code is not "
         "kept there. Make it yours alone (chmod 700), or set GEOPARAM_CACHE to a folder that is.",
@@ -89,9 +89,9 @@ def _is_private(path: Path) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _output(command: Sequence[str | Path]) -> bytes:
+def _run_command(command: Sequence[str | Path]) -> bytes:
     return subprocess.run(command, check=True, capture_output=True, timeout=120).stdout
 
 
-def _digest(data: bytes) -> str:
+def _compute_digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
