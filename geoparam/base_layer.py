@@ -9,7 +9,7 @@ directions to `coordinates`, the mean of the input to `norm`, the arithmetic to 
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from geoparam.parameter_values import Init, check_finite, check_init, compute_di
 Activation = Callable[[Tensor], Tensor]
 InputNorm = bool | Literal["bias", "border"]
 Layer = TypeVar("Layer", bound="GmPLayer")
-Plain = TypeVar("Plain", bound=nn.Module)
 
 _LARGEST_DRIFT = 0.01  # of a unit vector's length
 _LARGEST_ROUNDING = 0.02  # of a unit vector's length: bfloat16 has three digits
@@ -45,6 +44,8 @@ class GmPLayer(nn.Module):
     """
 
     _version = 2
+    _plain: ClassVar[type[nn.Module]]  # the torch.nn layer, and what both are built from
+    _arguments: ClassVar[tuple[str, ...]]
 
     r: nn.Parameter
     lam: nn.Parameter | None
@@ -277,10 +278,6 @@ class GmPLayer(nn.Module):
     def _map(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
 
-    def plain(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
-        """Return the torch.nn layer of this shape with the given weight and bias."""
-        raise NotImplementedError
-
     @property
     def _pads_zeros(self) -> bool:
         return False
@@ -311,13 +308,11 @@ class GmPLayer(nn.Module):
         bias = shift_bias(bias, weight, self.input_norm.running_mean)
         return weight, bias.detach().to(weight.dtype)
 
-    def _build_plain(
-        self, plain: type[Plain], arguments: dict[str, Any], weight: Tensor, bias: Tensor | None
-    ) -> Plain:
+    def plain(self, weight: Tensor, bias: Tensor | None) -> Any:
         """Return the torch.nn layer with this weight and bias, frozen and in the mode of self."""
-        layer = nn.utils.skip_init(
-            plain, **arguments, bias=bias is not None, device=weight.device, dtype=weight.dtype
-        )
+        arguments = {name: getattr(self, name) for name in self._arguments}
+        place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        layer: Any = nn.utils.skip_init(self._plain, **arguments, bias=bias is not None, **place)
         learned = self._stored if isinstance(self._stored, nn.Parameter) else self.r
         layer.weight = nn.Parameter(weight, requires_grad=learned.requires_grad)
         if bias is not None:
