@@ -32,7 +32,7 @@ def evaluation(device: str, repeats: int) -> None:
     for name, options in {
         "angles": {},
         "intrinsic": {"coordinates": "intrinsic"},
-        "angles, IMN": {"norm": "imn", "example_inputs": x[:2]},
+        "angles, IMN": {"norm": "imn", "pretrained": True, "example_inputs": x[:2]},
     }.items():
         converted = gp.convert_(copy.deepcopy(plain), **options)
         models[f"{name}, converted"] = converted

@@ -9,23 +9,22 @@ directions to `coordinates`, the mean of the input to `norm`, the arithmetic to 
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
 from geoparam import sphere
-from geoparam.computed import computed
+from geoparam.computed import as_computed
 from geoparam.coordinates import Name, Sign, coordinates_for, measure_drift, normalise_
 from geoparam.memory import Memory
-from geoparam.norm import InputMeanNorm, shifted_bias
+from geoparam.norm import InputMeanNorm, shift_bias
 from geoparam.parameter_values import Init, check_finite, check_init, compute_distance, draw
 
 Activation = Callable[[Tensor], Tensor]
 InputNorm = bool | Literal["bias", "border"]
 Layer = TypeVar("Layer", bound="GmPLayer")
-Plain = TypeVar("Plain", bound=nn.Module)
 
 _LARGEST_DRIFT = 0.01  # of a unit vector's length
 _LARGEST_ROUNDING = 0.02  # of a unit vector's length: bfloat16 has three digits
@@ -45,6 +44,8 @@ class GmPLayer(nn.Module):
     """
 
     _version = 2
+    _plain: ClassVar[type[nn.Module]]  # the torch.nn layer, and what both are built from
+    _arguments: ClassVar[tuple[str, ...]]
 
     r: nn.Parameter
     lam: nn.Parameter | None
@@ -178,7 +179,7 @@ class GmPLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The affine map's weight: r u, or u where r is outside the activation."""
-        return computed(self._weight(None))
+        return as_computed(self._weight(None))
 
     @weight.setter
     def weight(self, weight: Tensor) -> None:
@@ -202,7 +203,7 @@ class GmPLayer(nn.Module):
     def bias(self) -> Tensor | None:
         """The affine map's bias: r lam, or lam where r is outside the activation."""
         bias = self._bias
-        return bias if bias is None else computed(bias)
+        return bias if bias is None else as_computed(bias)
 
     @bias.setter
     def bias(self, bias: Tensor | None) -> None:
@@ -257,7 +258,7 @@ class GmPLayer(nn.Module):
                 mean = self.input_norm.mean(x)
         weight, bias = self._current_weight(_autocast_dtype(x)), self._bias
         if mean is not None:
-            bias = shifted_bias(bias, weight, mean)
+            bias = shift_bias(bias, weight, mean)
         return self._map(x, weight, None if bias is None else bias.to(weight.dtype))
 
     def _current_weight(self, dtype: torch.dtype | None) -> Tensor:
@@ -275,10 +276,6 @@ class GmPLayer(nn.Module):
         return self._weight(_autocast_dtype(self.r)), self._stored, self.r
 
     def _map(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError
-
-    def plain(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
-        """Return the torch.nn layer of this shape with the given weight and bias."""
         raise NotImplementedError
 
     @property
@@ -308,16 +305,14 @@ class GmPLayer(nn.Module):
                 "the input's mean cannot go into a bias: it is the batch's own, or zeros are "
                 "padded to the centred input. Use input_norm=True with running statistics."
             )
-        bias = shifted_bias(bias, weight, self.input_norm.running_mean)
+        bias = shift_bias(bias, weight, self.input_norm.running_mean)
         return weight, bias.detach().to(weight.dtype)
 
-    def _filled(
-        self, plain: type[Plain], arguments: dict[str, Any], weight: Tensor, bias: Tensor | None
-    ) -> Plain:
+    def plain(self, weight: Tensor, bias: Tensor | None) -> Any:
         """Return the torch.nn layer with this weight and bias, frozen and in the mode of self."""
-        layer = nn.utils.skip_init(
-            plain, **arguments, bias=bias is not None, device=weight.device, dtype=weight.dtype
-        )
+        arguments = {name: getattr(self, name) for name in self._arguments}
+        place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        layer: Any = nn.utils.skip_init(self._plain, **arguments, bias=bias is not None, **place)
         learned = self._stored if isinstance(self._stored, nn.Parameter) else self.r
         layer.weight = nn.Parameter(weight, requires_grad=learned.requires_grad)
         if bias is not None:

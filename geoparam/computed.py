@@ -22,7 +22,7 @@ class Computed(Tensor):
     """A tensor whose elements are computed from others.
 
     Example:
-        >>> w = computed(torch.ones(2) * 3)
+        >>> w = as_computed(torch.ones(2) * 3)
         >>> w + 1
         tensor([4., 4.])
         >>> w.data.zero_()
@@ -42,7 +42,7 @@ those parameters.
         in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
         if name in _WRITES or in_place:
             written = args[0] if args else kwargs.get("tensor")  # nn.init has it by name
-        if any(isinstance(t, Computed) for t in _listed(written)):
+        if any(isinstance(t, Computed) for t in _as_list(written)):
             raise RuntimeError(
                 "this tensor is computed from r, lam and the direction, so what "
                 f"{name} writes into it would be lost. Assign to it (layer.weight = ..., "
@@ -56,7 +56,7 @@ those parameters.
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-def computed(x: Tensor) -> Tensor:
+def as_computed(x: Tensor) -> Tensor:
     """Return x as a tensor that refuses writes; as it is where a compiler or tracer reads it."""
     plain = type(x) is Tensor and not torch.compiler.is_compiling()
     if not plain or torch._C._are_functorch_transforms_active():
@@ -64,7 +64,7 @@ def computed(x: Tensor) -> Tensor:
     return x.as_subclass(Computed)
 
 
-def _listed(written: Any) -> list:
+def _as_list(written: Any) -> list:
     return list(written) if isinstance(written, list | tuple) else [written]
 
 

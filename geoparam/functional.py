@@ -138,7 +138,7 @@ class _Weight(torch.autograd.Function):
     def forward(
         ctx: Any, latitude: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
     ) -> Tensor:
-        _check(latitude, r)
+        _check_shapes(latitude, r)
         ctx.save_for_backward(latitude, r)
         ctx.natural = natural
         return compute_weight(latitude, r, dtype)
@@ -167,7 +167,7 @@ def _weight(
     natural: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    _check(latitude, r)
+    _check_shapes(latitude, r)
     if _in_forward_mode():
         raise RuntimeError(
             "forward-mode differentiation does not see through geoparam::weight itself; call "
@@ -183,7 +183,7 @@ def _weight_fake(
     natural: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    _check(latitude, r)
+    _check_shapes(latitude, r)
     size = (*latitude.shape[:-1], latitude.shape[-1] + 1)
     return latitude.new_empty(size, dtype=dtype or _result_type(latitude, r))
 
@@ -236,7 +236,7 @@ def _result_type(latitude: Tensor, r: Tensor | None) -> torch.dtype:
     return latitude.dtype if r is None else torch.promote_types(latitude.dtype, r.dtype)
 
 
-def _check(latitude: Tensor, r: Tensor | None) -> None:
+def _check_shapes(latitude: Tensor, r: Tensor | None) -> None:
     if latitude.ndim == 0 or not latitude.is_floating_point():
         raise ValueError(
             "latitude needs its n - 1 angles in the last dimension, in a floating type; "

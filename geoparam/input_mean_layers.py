@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam.norm import MOMENTUM, TRACKING, TrackedMean, shifted_bias
+from geoparam.norm import MOMENTUM, TRACKING, TrackedMean, shift_bias
 
 
 class InputMeanLayer(TrackedMean):
@@ -35,7 +35,7 @@ class InputMeanLayer(TrackedMean):
         self._start_tracking(channels, momentum, True, -1 - len(size), True, *place)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = shifted_bias(self.bias, self.weight, self.mean(x))
+        bias = shift_bias(self.bias, self.weight, self.mean(x))
         return self._map(x, bias.to(self.weight.dtype))
 
     def _map(self, x: Tensor, bias: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class InputMeanLayer(TrackedMean):
     def fold(self) -> tuple[Tensor, Tensor]:
         """Return the weight and bias of the plain layer that does the same in evaluation."""
         assert self.running_mean is not None
-        bias = shifted_bias(self.bias, self.weight, self.running_mean)
+        bias = shift_bias(self.bias, self.weight, self.running_mean)
         return self.weight, bias.to(self.weight.dtype)
 
     def reset_parameters(self) -> None:

@@ -49,6 +49,9 @@ class GmPLinear(GmPLayer):
         GmPLinear(3, 2, coordinates='angles', activation=relu)
     """
 
+    _plain = nn.Linear
+    _arguments = ("in_features", "out_features")
+
     def __init__(
         self,
         in_features: int,
@@ -132,11 +135,6 @@ class GmPLinear(GmPLayer):
         """Return the nn.Linear that computes the same in evaluation."""
         return self.plain(*self._plain_affine())
 
-    def plain(self, weight: Tensor, bias: Tensor | None) -> nn.Linear:
-        """Return the nn.Linear of this shape with the given weight and bias."""
-        arguments = {"in_features": self.in_features, "out_features": self.out_features}
-        return self._filled(nn.Linear, arguments, weight, bias)
-
     def extra_repr(self) -> str:
         bias = "" if self.lam is not None else ", bias=False"
         return f"{self.in_features}, {self.out_features}{bias}{super().extra_repr()}"
@@ -147,6 +145,10 @@ class _GmPConv(GmPLayer):
 
     _plain: ClassVar[type[PlainConv]]
     _rank: ClassVar[int]
+    _arguments = (
+        *("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation"),
+        *("groups", "padding_mode"),
+    )
     padding_mode: str
     _reversed_padding_repeated_twice: list[int]
 
@@ -192,7 +194,7 @@ class _GmPConv(GmPLayer):
             device=device,
             dtype=dtype,
         )
-        for name in (*_CONV_ARGUMENTS, "output_padding", "_reversed_padding_repeated_twice"):
+        for name in (*self._arguments, "output_padding", "_reversed_padding_repeated_twice"):
             setattr(self, name, getattr(conv, name))
 
     @property
@@ -233,16 +235,11 @@ class _GmPConv(GmPLayer):
     @classmethod
     def like(cls: type[Conv], conv: PlainConv, **options: Any) -> Conv:
         """Return a new layer of the shape of `conv`: its channels, kernel, stride, padding, ..."""
-        return cls(**{name: getattr(conv, name) for name in _CONV_ARGUMENTS}, **options)
+        return cls(**{name: getattr(conv, name) for name in cls._arguments}, **options)
 
     def to_conv(self) -> PlainConv:
         """Return the torch.nn convolution that computes the same in evaluation."""
         return self.plain(*self._plain_affine())
-
-    def plain(self, weight: Tensor, bias: Tensor | None) -> PlainConv:
-        """Return the torch.nn convolution of this shape with the given weight and bias."""
-        arguments = {name: getattr(self, name) for name in _CONV_ARGUMENTS}
-        return self._filled(self._plain, arguments, weight, bias)
 
     def extra_repr(self) -> str:
         return nn.modules.conv._ConvNd.extra_repr(self) + super().extra_repr()  # type: ignore[arg-type]
@@ -284,15 +281,3 @@ class GmPConv3d(_GmPConv):
     """A 3-d convolution under geometric parameterization; see `GmPConv2d`."""
 
     _plain, _rank = nn.Conv3d, 3
-
-
-_CONV_ARGUMENTS = (
-    "in_channels",
-    "out_channels",
-    "kernel_size",
-    "stride",
-    "padding",
-    "dilation",
-    "groups",
-    "padding_mode",
-)

@@ -6,7 +6,7 @@ that is the same at every position changes each unit by one number, so
 
     z = conv(x, w, b - w_summed m),    w_summed: w added up over its kernel,
 
-which is `shifted_bias`. The mean's gradient flows. Mean and product are float32 or better, with
+which is `shift_bias`. The mean's gradient flows. Mean and product are float32 or better, with
 autocast off.
 
 With several processes each takes the mean of its own batch, as BatchNorm does, or, after
@@ -60,7 +60,7 @@ class TrackedMean(nn.Module):
 
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean (num_features,) to subtract from `x`, and track it when training."""
-        self._check(x)
+        self._check_channels(x)
         if not self.training and self.running_mean is not None:
             return self.running_mean
         x = x.unsqueeze(0) if x.ndim == 1 else x
@@ -75,7 +75,7 @@ class TrackedMean(nn.Module):
                 "expected more than 1 value per channel when training, since one value is its own "
                 f"mean; got an input of shape {tuple(x.shape)}."
             )
-        mean = x.mean(dim=self._others(x), dtype=_wide(x))
+        mean = x.mean(dim=self._other_dims(x), dtype=_working_type(x))
         if self.training and self.running_mean is not None:
             self._track(mean.detach())
         return mean
@@ -94,7 +94,7 @@ class TrackedMean(nn.Module):
 
     def _joint_mean(self, x: Tensor) -> Tensor:
         """Return the mean over the batches of all processes, any of which may be empty."""
-        sums = x.sum(dim=self._others(x), dtype=_wide(x))
+        sums = x.sum(dim=self._other_dims(x), dtype=_working_type(x))
         count = sums.new_full((1,), x.numel() // self.num_features)
         joint = _SumOverProcesses.apply(torch.cat([sums, count]), self.process_group)
         sums, count = joint[:-1], joint[-1].detach()
@@ -104,7 +104,7 @@ class TrackedMean(nn.Module):
             self._track(mean.detach(), count > 0)
         return mean
 
-    def _others(self, x: Tensor) -> list[int]:
+    def _other_dims(self, x: Tensor) -> list[int]:
         dims = list(range(x.ndim))
         del dims[self.dim]
         return dims
@@ -122,7 +122,7 @@ class TrackedMean(nn.Module):
             most = None if self.momentum is None else 1 / self.momentum
             running.addcdiv_(mean - running, count.clamp(1, most))
 
-    def _check(self, x: Tensor) -> None:
+    def _check_channels(self, x: Tensor) -> None:
         if not -x.ndim <= self.dim < x.ndim or x.shape[self.dim] != self.num_features:
             raise ValueError(
                 f"expected {self.num_features} channels in dimension {self.dim}; "
@@ -244,20 +244,20 @@ class MeanOnlyBatchNorm(InputMeanNorm):
 # --- in a layer ---------------------------------------------------------------------------------
 
 
-def shifted_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
+def shift_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
     """Return b - w^T m for each unit: the bias of a layer whose input has its mean subtracted.
 
     The mean (channels,) is the same at every position of the kernel of `weight`
     (out, channels of its group, ...).
 
     Example:
-        >>> shifted_bias(torch.ones(1), torch.ones(1, 2, 3, 3), torch.tensor([1., 2.]))
+        >>> shift_bias(torch.ones(1), torch.ones(1, 2, 3, 3), torch.tensor([1., 2.]))
         tensor([-26.])
     """
     if torch.is_autocast_enabled(weight.device.type):
         with torch.autocast(weight.device.type, enabled=False):
-            return shifted_bias(bias, weight, mean)
-    (out, width), wide = weight.shape[:2], _wide(mean)
+            return shift_bias(bias, weight, mean)
+    (out, width), wide = weight.shape[:2], _working_type(mean)
     mean, bias = _cast(mean, wide), None if bias is None else _cast(bias, wide)
     if weight.numel() > out * width:
         summed = weight.flatten(2).sum(2, dtype=wide)
@@ -285,7 +285,7 @@ class _SumOverProcesses(torch.autograd.Function):
         return _SumOverProcesses.apply(grad, ctx.group), None
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _working_type(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

@@ -49,7 +49,7 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
         norm.train()
     try:
         for batch in itertools.chain(first, iterator):
-            _call(model, batch)
+            _run_batch(model, batch)
     finally:
         for norm, momentum in momenta.items():
             norm.momentum = momentum
@@ -58,7 +58,7 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
     return model
 
 
-def _call(model: nn.Module, batch: Any) -> None:
+def _run_batch(model: nn.Module, batch: Any) -> None:
     if isinstance(batch, Mapping):
         model(**batch)
     elif isinstance(batch, tuple):
@@ -70,11 +70,9 @@ def _call(model: nn.Module, batch: Any) -> None:
 def synchronise_means_(model: Model, process_group: "dist.ProcessGroup | None" = None) -> Model:
     r"""Let every mean normalization in `model` use the joint batch of all processes, in place.
 
-    It is to `InputMeanNorm`, `MeanOnlyBatchNorm` and the means of layers what
-    `nn.SyncBatchNorm.convert_sync_batchnorm` is to BatchNorm. In training the sums S_p and counts
-    N_p are added up over the processes p, so unequal and empty batches are right and the running
-    means are the same everywhere; evaluation communicates nothing. Without a process group, or
-    with one process, the mean is the local one.
+    It is to mean normalization what `nn.SyncBatchNorm.convert_sync_batchnorm` is to BatchNorm. In
+    training the sums S_p and counts N_p are added up over the processes p, so unequal and empty
+    batches are right; evaluation communicates nothing. With one process the mean is the local one.
 
     With m = sum_p S_p / N, N = sum_p N_p, and each process's own loss L_p,
 
@@ -86,8 +84,8 @@ def synchronise_means_(model: Model, process_group: "dist.ProcessGroup | None" =
     (1 / P) sum_p L_p. That is the joint batch's mean loss where L_p is the mean over equal local
     batches; for unequal ones let L_p be P / N_samples times the local sum.
 
-    Every process of the group must run the same layers in the same order, in the backward pass
-    too, also for an empty batch; else the others wait for it.
+    Every process must run the same layers in the same order, forward and backward, also for an
+    empty batch; else the others wait for it.
 
     Args:
         model: A model with mean normalization, before or after it is wrapped.

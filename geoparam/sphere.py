@@ -130,9 +130,7 @@ def angle_between(u: Tensor, v: Tensor) -> Tensor:
 
 
 def sample(
-    *shape: int,
-    generator: torch.Generator | None = None,
-    device: torch.device | str | None = None,
+    *shape: int, generator: torch.Generator | None = None, device: torch.device | str | None = None
 ) -> Tensor:
     """Draw unit vectors of the given shape (..., n) uniformly from the sphere, in float64.
 

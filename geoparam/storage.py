@@ -76,7 +76,7 @@ def read_json(content: bytes, where: object, kind: type = dict) -> Any:
             raise ValueError(f"it holds no {kind.__name__}, but a {type(value).__name__}")
         level = [value]
         for _ in range(DEEPEST):
-            level = [item for outer in level for item in _items(outer)]
+            level = [item for outer in level for item in _list_items(outer)]
         if level:
             raise RecursionError
     except RecursionError as error:
@@ -86,7 +86,7 @@ def read_json(content: bytes, where: object, kind: type = dict) -> Any:
     return value
 
 
-def _items(value: Any) -> Iterable[Any]:
+def _list_items(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()

@@ -20,10 +20,7 @@ LAYERS = {
     "depthwise": (nn.Conv2d(4, 4, 3, groups=4, bias=False, **DOUBLE), (2, 4, 7, 6)),
     "strided": (nn.Conv2d(4, 6, 3, stride=2, **DOUBLE), (2, 4, 7, 6)),
     "1x1": (nn.Conv2d(4, 6, 1, **DOUBLE), (2, 4, 7, 6)),
-    "reflect": (
-        nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect", **DOUBLE),
-        (2, 4, 7, 6),
-    ),
+    "reflect": (nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect", **DOUBLE), (2, 4, 7, 6)),
     "3d": (nn.Conv3d(4, 6, 2, **DOUBLE), (2, 4, 3, 4, 3)),
 }
 

@@ -1,11 +1,15 @@
 """The weight in intrinsic coordinates equals r d / ||d||, however it is called."""
 
+import warnings
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from geoparam import GmPLinear, retract, sphere
 from geoparam.coordinates import Intrinsic, normalise_
 
+DOUBLE = {"dtype": torch.float64}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BOUND = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
@@ -56,3 +60,58 @@ def test_normalising_in_place(device: str) -> None:
     expected = d / d.norm(dim=1, keepdim=True).clamp(min=1e-30)
     normalise_(d)
     torch.testing.assert_close(d, expected)
+
+
+# --- layers ---
+
+
+def test_intrinsic_gradient_is_tangent() -> None:
+    layer = GmPLinear(9, 5, coordinates="intrinsic", **DOUBLE)
+    layer(torch.randn(4, 9, **DOUBLE)).square().sum().backward()
+    along = (layer.unit.grad * layer.unit).sum(dim=1)
+    assert along.abs().max() < 1e-12 * layer.unit.grad.abs().max()
+
+
+def test_retraction_keeps_the_function() -> None:
+    model = nn.Sequential(
+        GmPLinear(9, 5, coordinates="intrinsic"), GmPLinear(5, 2), nn.Linear(2, 1)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.randn(4, 9)
+    model(x).square().sum().backward()
+    optimizer.step()
+    drifted = model(x)
+    assert (model[0].unit.norm(dim=1) - 1).abs().max() > 1e-4
+    retract(model)()
+    torch.testing.assert_close(model[0].unit.norm(dim=1), torch.ones(5))
+    torch.testing.assert_close(model(x), drifted)
+
+
+@pytest.mark.parametrize("lr", [1e-3, 0.1, 10.0])
+@pytest.mark.parametrize("n", [2, 576])
+def test_a_step_turns_an_intrinsic_unit_by_at_most_arcsin(n: int, lr: float) -> None:
+    layer = GmPLinear(n, 20, coordinates="intrinsic", **DOUBLE)
+    before = layer.direction.detach().clone()
+    optimizer = torch.optim.SGD([layer.unit], lr=lr)
+    layer(torch.randn(8, n, **DOUBLE)).square().mean().backward()
+    step = lr * layer.unit.grad.norm(dim=1)
+    optimizer.step()
+    turned = sphere.angle_between(before, layer.direction.detach())
+    small = step < 1
+    assert (turned[small] <= step[small].asin() + 1e-9).all() and (turned > 0).all()
+
+
+def test_drift_warns_once_and_never_in_forward() -> None:
+    layer = GmPLinear(9, 5, coordinates="intrinsic")
+    expected = layer(torch.ones(1, 9))
+    with torch.no_grad():
+        layer.unit.mul_(1.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(layer(torch.ones(1, 9)), expected)
+    with pytest.warns(UserWarning, match="register_step_post_hook"):
+        layer.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer.train()
+        layer.state_dict()

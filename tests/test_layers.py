@@ -1,14 +1,13 @@
 """Layers compute what torch.nn's do, from directions, distances and scales."""
 
 import math
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, InputMeanNorm, retract, sphere
+from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, InputMeanNorm, sphere
 from geoparam.base_layer import GmPLayer
 
 DOUBLE = {"dtype": torch.float64}
@@ -300,93 +299,18 @@ def test_autocast_follows_float32(coordinates: str, norm) -> None:  # noqa: ANN0
     )
 
 
-# --- intrinsic coordinates -----------------------------------------------------------------------
-
-
-def test_intrinsic_gradient_is_tangent() -> None:
-    layer = GmPLinear(9, 5, coordinates="intrinsic", **DOUBLE)
-    layer(torch.randn(4, 9, **DOUBLE)).square().sum().backward()
-    along = (layer.unit.grad * layer.unit).sum(dim=1)
-    assert along.abs().max() < 1e-12 * layer.unit.grad.abs().max()
-
-
-def test_retraction_keeps_the_function() -> None:
-    model = nn.Sequential(
-        GmPLinear(9, 5, coordinates="intrinsic"), GmPLinear(5, 2), nn.Linear(2, 1)
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    x = torch.randn(4, 9)
-    model(x).square().sum().backward()
-    optimizer.step()
-    drifted = model(x)
-    assert (model[0].unit.norm(dim=1) - 1).abs().max() > 1e-4
-    retract(model)()
-    torch.testing.assert_close(model[0].unit.norm(dim=1), torch.ones(5))
-    torch.testing.assert_close(model(x), drifted)
-
-
-@pytest.mark.parametrize("lr", [1e-3, 0.1, 10.0])
-@pytest.mark.parametrize("n", [2, 576])
-def test_a_step_turns_an_intrinsic_unit_by_at_most_arcsin(n: int, lr: float) -> None:
-    layer = GmPLinear(n, 20, coordinates="intrinsic", **DOUBLE)
-    before = layer.direction.detach().clone()
-    optimizer = torch.optim.SGD([layer.unit], lr=lr)
-    layer(torch.randn(8, n, **DOUBLE)).square().mean().backward()
-    step = lr * layer.unit.grad.norm(dim=1)
-    optimizer.step()
-    turned = sphere.angle_between(before, layer.direction.detach())
-    small = step < 1
-    assert (turned[small] <= step[small].asin() + 1e-9).all() and (turned > 0).all()
-
-
-def test_drift_warns_once_and_never_in_forward() -> None:
-    layer = GmPLinear(9, 5, coordinates="intrinsic")
-    expected = layer(torch.ones(1, 9))
-    with torch.no_grad():
-        layer.unit.mul_(1.5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        torch.testing.assert_close(layer(torch.ones(1, 9)), expected)
-    with pytest.warns(UserWarning, match="register_step_post_hook"):
-        layer.eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        layer.train()
-        layer.state_dict()
-
-
-# --- training ------------------------------------------------------------------------------------
-
-
 # --- bad input -----------------------------------------------------------------------------------
 
 
-def nan_linear() -> nn.Linear:
-    linear = nn.Linear(3, 2)
+def linear_with(row: float, bias: float, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    """A layer whose second unit has this weight, in each of its inputs, and bias."""
+    linear = nn.Linear(4, 2, dtype=dtype)
     with torch.no_grad():
-        linear.weight[1, 2] = torch.nan
+        linear.weight[1], linear.bias[1] = row, bias
     return linear
 
 
-def tiny_half_row() -> nn.Linear:
-    linear = nn.Linear(3, 2).half()
-    with torch.no_grad():
-        linear.weight[1], linear.bias[1] = 1e-6, 1
-    return linear
-
-
-def long_half_row() -> nn.Linear:
-    linear = nn.Linear(4, 2, bias=False).half()
-    with torch.no_grad():
-        linear.weight[1] = 60000
-    return linear
-
-
-def biased_zero_row() -> nn.Linear:
-    linear = nn.Linear(3, 2)
-    with torch.no_grad():
-        linear.weight[1], linear.bias[1] = 0, 1
-    return linear
+HALF = torch.float16
 
 
 @pytest.mark.parametrize(
@@ -407,11 +331,17 @@ def biased_zero_row() -> nn.Linear:
         (lambda: GmPLinear.from_linear(nn.Conv2d(1, 1, 1)), "takes an nn.Linear; got Conv2d"),
         (lambda: GmPConv2d.from_conv(nn.Conv1d(1, 1, 1)), "takes an nn.Conv2d; got Conv1d"),
         (lambda: GmPConv2d.from_conv(nn.ConvTranspose2d(1, 1, 1)), "got ConvTranspose2d"),
-        (lambda: GmPLinear.from_linear(nan_linear()), "NaN or infinite values.*got 1"),
-        (lambda: GmPLinear.from_linear(tiny_half_row()), "lam = b / r is no torch.float16"),
-        (lambda: GmPLinear.from_linear(long_half_row()), "longer than the largest torch.float16"),
+        (lambda: GmPLinear.from_linear(linear_with(math.nan, 0)), "NaN or infinite values.*got 4"),
+        (
+            lambda: GmPLinear.from_linear(linear_with(1e-6, 1, HALF)),
+            "lam = b / r is no torch.float16",
+        ),
+        (
+            lambda: GmPLinear.from_linear(linear_with(60000, 0, HALF)),
+            "longer than the largest torch.float16",
+        ),
         (lambda: GmPConv2d(4, 6, 3, input_norm="mean", device="meta"), "input_norm is False"),
-        (lambda: GmPLinear.from_linear(biased_zero_row()), r"rows \[1\].*zero weight and a bias"),
+        (lambda: GmPLinear.from_linear(linear_with(0, 1)), r"rows \[1\].*zero weight and a bias"),
         (lambda: GmPLinear(3, 2, activation=torch.relu).to_linear(), "r outside"),
     ],
 )

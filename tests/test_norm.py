@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from geoparam import GmPConv2d, GmPLinear, InputMeanNorm, MeanOnlyBatchNorm, recalibrate_
-from geoparam.norm import shifted_bias
+from geoparam.norm import shift_bias
 
 SHAPES = [(6, 3), (6, 3, 5), (4, 3, 5, 2), (2, 3, 4, 5, 2)]
 
@@ -64,17 +64,17 @@ def test_the_bias_takes_the_mean_in(kernel: int, groups: int) -> None:
     w, b = torch.randn(8, 4 // groups, kernel, kernel, **double), torch.randn(8, **double)
     x, mean = torch.randn(2, 4, 6, 6, **double), torch.randn(4, **double)
     expected = F.conv2d(x - mean.view(4, 1, 1), w, b, groups=groups)
-    found = F.conv2d(x, w, shifted_bias(b, w, mean), groups=groups)
+    found = F.conv2d(x, w, shift_bias(b, w, mean), groups=groups)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(shifted_bias(None, w, mean), shifted_bias(b, w, mean) - b)
+    torch.testing.assert_close(shift_bias(None, w, mean), shift_bias(b, w, mean) - b)
 
 
 def test_the_product_is_float32_under_autocast() -> None:
     w, mean = torch.randn(5, 64), 100 * torch.rand(64)
-    expected = shifted_bias(None, w, mean)
+    expected = shift_bias(None, w, mean)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(shifted_bias(None, w, mean), expected)
-    narrow = shifted_bias(None, w.bfloat16(), mean.bfloat16())
+        assert torch.equal(shift_bias(None, w, mean), expected)
+    narrow = shift_bias(None, w.bfloat16(), mean.bfloat16())
     assert narrow.dtype == torch.float32
 
 

@@ -13,13 +13,15 @@ PAGES = (
     "docs/optimizer.md",
     "docs/layers.md",
     "docs/conversion.md",
+    "docs/checkpoints.md",
     "docs/analysis.md",
     "docs/experiments.md",
 )
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_python_blocks_run(page: str) -> None:
+def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     text = (ROOT / page).read_text("utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     namespace: dict[str, object] = {}

@@ -184,7 +184,8 @@ def test_transformers_trainer(tmp_path) -> None:  # noqa: ANN001
 def test_compiled_resnet_has_no_graph_breaks(norm: str | None) -> None:
     models = pytest.importorskip("torchvision.models")
     x = torch.randn(2, 3, 32, 32)
-    model = gp.convert_(models.resnet18(num_classes=4), norm=norm, example_inputs=x).eval()
+    options = {"norm": norm, "pretrained": True, "example_inputs": x}
+    model = gp.convert_(models.resnet18(num_classes=4), **options).eval()
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model(x), atol=1e-4, rtol=1e-4)
     compiled(x).sum().backward()

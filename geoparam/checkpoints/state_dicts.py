@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from geoparam.conversion.plan import CONVOLUTIONS, kind_of
 from geoparam.coordinates import Angles, Coordinates, Intrinsic, Sign
-from geoparam.norm import shifted_bias
+from geoparam.norm import shift_bias
 from geoparam.sphere import wide
 from geoparam.storage import list_few
 
@@ -100,7 +100,7 @@ def fold_entries(
             result.update(entries)
     for name in centred:
         _fold_mean(name, result)
-    notes = _notes(layers)
+    notes = _collect_notes(layers)
     if plain is not None:
         notes += _match_keys(result, plain)
     return Folding(result, (*layers, *centred), tuple(notes))
@@ -140,7 +140,9 @@ class Plain:
     def has_transposed(self) -> bool:
         """Whether some weight is (in, out), as transformers' Conv1D has it; its bias tells."""
         return any(
-            len(shape) == 2 and shape[0] != shape[1] and self.shapes.get(_bias(key)) == shape[1:]
+            len(shape) == 2
+            and shape[0] != shape[1]
+            and self.shapes.get(_bias_key(key)) == shape[1:]
             for key, shape in self.shapes.items()
             if key.endswith("weight")
         )
@@ -164,7 +166,7 @@ def layers_in(state: Mapping[str, Tensor]) -> dict[str, Parts]:
                 }
             else:
                 continue
-            _check(name, parts)
+            _check_parts(name, parts)
             layers[name] = parts
     return layers
 
@@ -187,7 +189,7 @@ def _fold_mean(name: str, state: dict[str, Tensor]) -> None:
     state.pop(_join(name, "num_batches_tracked"), None)
     if mean.ndim != 1 or len(mean) % weight.shape[1] or len(bias) != len(weight):
         raise ValueError(f"{name!r} has a running_mean or bias that does not fit its weight.")
-    shifted = shifted_bias(wide(bias), wide(weight), wide(mean))
+    shifted = shift_bias(wide(bias), wide(weight), wide(mean))
     state[_join(name, "bias")] = _round(_join(name, "bias"), shifted, bias.dtype)
 
 
@@ -207,7 +209,7 @@ def _is_weight_norm(name: str, parts: Parts, state: Mapping[str, Tensor]) -> boo
     return True
 
 
-def _check(name: str, parts: Parts) -> None:
+def _check_parts(name: str, parts: Parts) -> None:
     stored = [part for part in (*COORDINATES, "theta") if part in parts]
     if len(stored) != 1 or "r" not in parts:
         raise ValueError(
@@ -232,7 +234,9 @@ def _refuse_leftovers(
     name: str, parts: Parts, folded: Collection[str], state: Mapping[str, Tensor]
 ) -> None:
     """Refuse a plain layer's weight or bias beside a GmP layer's entries: one of them is stale."""
-    bias = () if "theta" in parts else (_bias(next(iter(folded))),)  # theta has a bias of its own
+    bias = (
+        () if "theta" in parts else (_bias_key(next(iter(folded))),)
+    )  # theta has a bias of its own
     if leftovers := [key for key in dict.fromkeys((*folded, *bias)) if key in state]:
         raise ValueError(
             f"{', '.join(leftovers)} stands beside {', '.join(parts)} of {name!r}, and a layer is "
@@ -244,20 +248,20 @@ def _fold_layer(
     name: str, parts: Parts, state: Mapping[str, Tensor], plain: Plain | None
 ) -> dict[str, Tensor]:
     """Return weight and bias under the names they have in a plain model."""
-    rows = _rows(parts)
+    rows = _compute_rows(parts)
     key = _weight_key(name, rows, state, plain)
     weight = _shape_rows(key, rows, parts, plain)
     bias = wide(parts["r"]) * wide(parts["lam"]) if "lam" in parts else None
     if MEAN in parts:
         _check_mean(name, key, weight, parts[MEAN], plain)
-        bias = shifted_bias(bias, weight, wide(parts[MEAN]))
+        bias = shift_bias(bias, weight, wide(parts[MEAN]))
     floats = [x.dtype for part, x in parts.items() if part not in (MEAN, COUNT)]
     dtype = functools.reduce(torch.promote_types, floats)
-    result = {key: weight} if bias is None else {key: weight, _bias(key): bias}
+    result = {key: weight} if bias is None else {key: weight, _bias_key(key): bias}
     return {key: _round(key, x, dtype) for key, x in result.items()}
 
 
-def _rows(parts: Parts) -> Tensor:
+def _compute_rows(parts: Parts) -> Tensor:
     """Return the weight as (out, n), in float64."""
     if "theta" in parts:
         return wide(parts["r"]).flatten(1) * F.normalize(wide(parts["theta"]).flatten(1))
@@ -335,27 +339,27 @@ def _match_keys(result: dict[str, Tensor], plain: Plain) -> list[str]:
     notes = []
     unexpected = [key for key in result if key not in plain.shapes]
     for key in unexpected:
-        if twin := _twin(key, result, plain):
+        if twin := _find_twin(key, result, plain):
             notes.append(f"{key} is left out: it is tied to {twin}, which stands for both.")
             del result[key]
     unexpected = [key for key in unexpected if key in result]
     missing = [key for key in plain.shapes if key not in result]
     if unexpected or missing:
-        raise ValueError(_mismatch(unexpected, missing))
+        raise ValueError(_describe_mismatch(unexpected, missing))
     other = [key for key, x in result.items() if tuple(x.shape) != plain.shapes[key]]
     if other:
         notes.append(f"not of the plain model's shape: {list_few(other)}.")
     return notes
 
 
-def _twin(key: str, result: dict[str, Tensor], plain: Plain) -> str | None:
+def _find_twin(key: str, result: dict[str, Tensor], plain: Plain) -> str | None:
     """Return the entry that is one matrix with `key`, as files of transformers leave one out."""
     x = result[key]
     kept = ((k, y) for k, y in result.items() if k in plain.shapes and y.shape == x.shape)
     return next((k for k, y in kept if x.ndim > 1 and torch.equal(x, y)), None)
 
 
-def _mismatch(unexpected: list[str], missing: list[str]) -> str:
+def _describe_mismatch(unexpected: list[str], missing: list[str]) -> str:
     text = "the folded checkpoint does not have the keys of the plain model."
     text += f" Missing: {list_few(missing)}." if missing else ""
     text += f" Unexpected: {list_few(unexpected)}." if unexpected else ""
@@ -368,7 +372,7 @@ def _mismatch(unexpected: list[str], missing: list[str]) -> str:
     return text
 
 
-def _notes(layers: dict[str, Parts]) -> list[str]:
+def _collect_notes(layers: dict[str, Parts]) -> list[str]:
     notes = []
     if foreign := sum("theta" in parts for parts in layers.values()):
         notes.append(
@@ -389,5 +393,5 @@ def _join(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-def _bias(weight_key: str) -> str:
+def _bias_key(weight_key: str) -> str:
     return weight_key.removesuffix("weight") + "bias"

@@ -1,6 +1,5 @@
 """Commands of the library: fold a checkpoint, bench in a checkout."""
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -75,10 +74,9 @@ def bench(
             "The benchmarks are in geoparam's repository, not in the installed package. In a "
             "checkout of it: python -m benchmarks.NAME"
         )
-    known = benchmarks(root)
+    known = _first_lines(root / "benchmarks")
     if name is None:
-        for each, line in known.items():
-            print(f"{each:12} {line}")
+        print("\n".join(f"{each:12} {line}" for each, line in known.items()))
         return
     if name not in known:
         sys.exit(f"a benchmark is one of {', '.join(known)}; got {name!r}.")
@@ -87,21 +85,19 @@ def bench(
 
 
 def checkout() -> Path | None:
-    """Return the folder with the benchmarks: that of the package, or the one we are in."""
-    for root in (Path(gp.__file__).parents[1], Path.cwd()):
-        if (root / "benchmarks" / "__init__.py").exists():
-            return root
-    return None
+    """Return the folder with the benchmarks: that of the package, or the current one."""
+    folders = [Path(gp.__file__).parents[1], Path.cwd()]
+    return next((root for root in folders if (root / "benchmarks" / "__init__.py").exists()), None)
 
 
-def benchmarks(root: Path) -> dict[str, str]:
-    """Return the benchmarks that can be run, each with the first line of its docstring."""
-    found = {}
-    for path in sorted((root / "benchmarks").glob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if 'if __name__ == "__main__"' in text:
-            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-    return found
+def _first_lines(folder: Path) -> dict[str, str]:
+    """Return the modules that can be run, each with the first line of its docstring."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))}
+    return {
+        name: text.removeprefix('"""').partition("\n")[0]
+        for name, text in texts.items()
+        if 'if __name__ == "__main__"' in text
+    }
 
 
 def add(application: typer.Typer) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from geoparam.conversion.plan import Filter, Inputs, Plan, module_name, plan
 from geoparam.conversion.replacement import Options, RemovedNorm, build_replacement
-from geoparam.conversion.surgery import places, put
+from geoparam.conversion.surgery import find_places, replace_module
 from geoparam.conversion.verification import check_reads, check_same_outputs, run_and_record
 from geoparam.coordinates import Name
 from geoparam.norm import MOMENTUM
@@ -142,25 +142,22 @@ def _find_misuse(model: nn.Module, decided: Plan, pretrained: bool) -> str | Non
 
 
 def _replace_all(model: nn.Module, decided: Plan, options: Options) -> nn.Module:
-    where, modules = places(model), dict(model.named_modules())
+    where, modules = find_places(model), dict(model.named_modules())
     for decision in reversed(decided.decisions):  # children before the attention that holds them
         if decision.converted:
             old = modules.pop(module_name(decision))
             norm = modules[decision.norm] if decision.norm else None
             new = build_replacement(old, decision, norm, options)
             if norm is not None:
-                put(RemovedNorm(norm, old, new), norm, where)
-            put(new, old, where)
+                replace_module(RemovedNorm(norm, old, new), norm, where)
+            replace_module(new, old, where)
             model = new if old is model else model
             where.pop(old, None)  # with its last name, the old layer's memory goes
     return model
 
 
 def _replace_checked(
-    model: nn.Module,
-    decided: Plan,
-    options: Options,
-    inputs: Inputs,
+    model: nn.Module, decided: Plan, options: Options, inputs: Inputs
 ) -> nn.Module:
     """Replace the layers and run the model; if it is not as it was, put them back and raise.
 

@@ -20,41 +20,26 @@ from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs
 from geoparam.conversion.replacement import RemovedNorm
-from geoparam.conversion.surgery import places, put, refuse_wrapped
+from geoparam.conversion.surgery import find_places, refuse_wrapped, replace_module
 from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer, release
 from geoparam.layers import GmPLinear
-from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean, shifted_bias
+from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean, shift_bias
 from geoparam.trace import trace
 
 log = logging.getLogger("geoparam")
 
 HOMOGENEOUS = (nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.Identity)
 MODULES: dict[Callable, Callable[[], nn.Module]] = {
-    torch.relu: nn.ReLU,
-    F.relu: nn.ReLU,
-    F.leaky_relu: nn.LeakyReLU,
-    F.elu: nn.ELU,
-    F.relu6: nn.ReLU6,
-    F.hardswish: nn.Hardswish,
-    F.gelu: nn.GELU,
-    F.silu: nn.SiLU,
-    torch.tanh: nn.Tanh,
-    torch.sigmoid: nn.Sigmoid,
+    **{torch.relu: nn.ReLU, F.relu: nn.ReLU, F.relu6: nn.ReLU6, F.leaky_relu: nn.LeakyReLU},
+    **{F.elu: nn.ELU, F.gelu: nn.GELU, F.silu: nn.SiLU, F.hardswish: nn.Hardswish},
+    **{torch.tanh: nn.Tanh, torch.sigmoid: nn.Sigmoid},
 }
-BATCH_NORMS: dict[int, type[nn.Module]] = {
-    2: nn.BatchNorm1d,
-    3: nn.BatchNorm1d,
-    4: nn.BatchNorm2d,
-    5: nn.BatchNorm3d,
-}
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # of 2 to 5 dims
 
 
 def fold_(
-    model: nn.Module,
-    example_inputs: Inputs | None = None,
-    *,
-    restore_norm: bool | None = None,
+    model: nn.Module, example_inputs: Inputs | None = None, *, restore_norm: bool | None = None
 ) -> nn.Module:
     """Turn all layers of geoparam in `model` into plain torch.nn layers in place, and return it.
 
@@ -87,7 +72,7 @@ def fold_(
         >>> torch.allclose(model(x), before, atol=1e-6)
         True
     """
-    ours = _ours(model)
+    ours = _find_ours(model)
     if not ours:
         raise ValueError("nothing to fold: the model has no layers of geoparam.")
     if any(hasattr(parameter, "placements") for parameter in model.parameters()):
@@ -99,22 +84,22 @@ def fold_(
     graph = None if example_inputs is None else trace(model, example_inputs)
     slots = {id(m.layer): m for m in ours.values() if isinstance(m, RemovedNorm)}
     _refuse_orphans(ours)
-    factors = _factors(model, ours, graph)
+    factors = _find_factors(model, ours, graph)
     folded: dict[nn.Module, nn.Module] = {}
     for name, module in ours.items():
         if isinstance(module, GmPLayer | InputMeanLayer) or id(module) in slots:
             slot = slots.get(id(module))
             geometric = isinstance(module, GmPLayer)
             restored = slot if (geometric if restore_norm is None else restore_norm) else None
-            fold: Any = _folded_layer if geometric else _folded_plain
+            fold: Any = _fold_layer if geometric else _fold_plain_weight
             folded[module], norm = fold(name, module, factors.get(name), restored)
             if slot is not None:
-                folded[slot] = _without_norm(slot) if norm is None else norm
+                folded[slot] = _drop_norm(slot) if norm is None else norm
         elif isinstance(module, InputMeanNorm):
-            folded[module] = _folded_norm(name, module, graph)
+            folded[module] = _fold_norm(name, module, graph)
     _check_finite(ours, folded)
     _scale_plain_layers(model, {n: f for n, f in factors.items() if n not in ours})
-    return _put_all(model, ours, folded)
+    return _replace_all(model, ours, folded)
 
 
 def _refuse_orphans(ours: dict[str, nn.Module]) -> None:
@@ -126,7 +111,7 @@ def _refuse_orphans(ours: dict[str, nn.Module]) -> None:
             )
 
 
-def _ours(model: nn.Module) -> dict[str, nn.Module]:
+def _find_ours(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of geoparam that are to be replaced, by name."""
     kinds = (GmPLayer, GmPMultiheadAttention, TrackedMean, RemovedNorm)
     inside = {m.input_norm for m in model.modules() if isinstance(m, GmPLayer)}
@@ -138,45 +123,41 @@ def _ours(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _put_all(
+def _replace_all(
     model: nn.Module, ours: dict[str, nn.Module], folded: dict[nn.Module, nn.Module]
 ) -> nn.Module:
-    where = places(model)
+    where = find_places(model)
     for module in reversed(ours.values()):  # children before the attention that holds them
-        new = folded[module] if module in folded else _attention(module)
-        put(new, module, where)
+        attention = module if isinstance(module, GmPMultiheadAttention) else None
+        new = attention.to_attention() if attention is not None else folded[module]
+        replace_module(new, module, where)
         model = new if module is model else model
     return model
-
-
-def _attention(module: nn.Module) -> nn.Module:
-    assert isinstance(module, GmPMultiheadAttention)
-    return module.to_attention()
 
 
 # --- layers -----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def _folded_layer(
+def _fold_layer(
     name: str, layer: GmPLayer, factor: Tensor | None, slot: RemovedNorm | None
 ) -> tuple[nn.Module, nn.Module | None]:
     """Return the plain layer, and the norm that goes into the slot of an absorbed one."""
     scale, activation = _scale_and_activation(name, layer)
     weight = layer._rows(scale).view(layer.weight_shape)
     bias = None if layer.lam is None else layer.lam if scale is None else scale * layer.lam
-    mean = None if layer.input_norm is None else _running_mean(name, layer.input_norm)
+    mean = None if layer.input_norm is None else _get_running_mean(name, layer.input_norm)
     before = None
     if mean is not None and layer._centres_borders:
-        before = _subtract(mean, len(layer.weight_shape), factor)
+        before = _build_subtraction(mean, len(layer.weight_shape), factor)
         log.info("%s: its input mean stays as a BatchNorm, %s.0, before the layer", name, name)
     elif mean is not None:
-        bias = shifted_bias(bias, weight, mean).to(weight.dtype)
+        bias = shift_bias(bias, weight, mean).to(weight.dtype)
     if factor is not None and before is None:
-        weight = weight * _per_input(factor, weight)
+        weight = weight * _spread_over_inputs(factor, weight)
     norm = None
     if slot is not None and bias is not None:
-        norm, bias = _restored(slot, bias)
+        norm, bias = _restore_norm(slot, bias)
     plain: Any = layer.plain(weight, bias)
     if isinstance(layer, GmPLinear) and layer.transposed:
         plain = _as_conv1d(plain)
@@ -185,7 +166,7 @@ def _folded_layer(
 
 
 @torch.no_grad()
-def _folded_plain(
+def _fold_plain_weight(
     name: str, layer: Any, factor: Tensor | None, slot: RemovedNorm | None
 ) -> tuple[nn.Module, nn.Module | None]:
     """Return the plain layer of one that has a plain weight, and the norm as above."""
@@ -194,16 +175,16 @@ def _folded_plain(
         weight, bias = layer.fold()
     norm, trains = None, layer.bias.requires_grad
     if slot is not None:
-        norm, bias = _restored(slot, bias)
+        norm, bias = _restore_norm(slot, bias)
     plain = release(layer)
     if factor is not None:
-        weight = nn.Parameter(weight * _per_input(factor, weight), weight.requires_grad)
+        weight = nn.Parameter(weight * _spread_over_inputs(factor, weight), weight.requires_grad)
     plain.weight = weight
     plain.bias = None if bias is None else nn.Parameter(bias, requires_grad=trains)
     return plain, norm
 
 
-def _without_norm(slot: RemovedNorm) -> nn.Module:
+def _drop_norm(slot: RemovedNorm) -> nn.Module:
     """Return what is in a norm's place if it does not come back."""
     children = list(slot.children())
     return nn.Sequential(*children) if children else nn.Identity()
@@ -240,7 +221,7 @@ def _as_conv1d(linear: nn.Linear) -> nn.Module:
     return plain
 
 
-def _restored(slot: RemovedNorm, bias: Tensor) -> tuple[nn.Module, Tensor | None]:
+def _restore_norm(slot: RemovedNorm, bias: Tensor) -> tuple[nn.Module, Tensor | None]:
     """Return a BatchNorm that adds `bias` and does nothing else, and the layer's own bias."""
     norm: Any = copy.deepcopy(slot.norm).to(bias.device, bias.dtype)
     for child_name, child in slot.named_children():
@@ -255,7 +236,7 @@ def _restored(slot: RemovedNorm, bias: Tensor) -> tuple[nn.Module, Tensor | None
     return norm, torch.zeros_like(bias) if slot.layer_had_bias else None
 
 
-def _per_input(factor: Tensor, weight: Tensor) -> Tensor:
+def _spread_over_inputs(factor: Tensor, weight: Tensor) -> Tensor:
     """Bring a factor per input channel into the shape of a weight, whose inputs are per group."""
     out, width = weight.shape[:2]
     groups = factor.numel() // width
@@ -266,24 +247,26 @@ def _per_input(factor: Tensor, weight: Tensor) -> Tensor:
 # --- r outside an activation ------------------------------------------------------------------
 
 
-def _factors(
+def _find_factors(
     model: nn.Module, ours: dict[str, nn.Module], graph: Graph | None
 ) -> dict[str, Tensor]:
     """Return for each layer that must take over an r the factor of each of its input channels."""
     factors: dict[str, Tensor] = {}
     for name, layer in ours.items():
-        if not isinstance(layer, GmPLayer) or (left := _left_outside(name, layer)) is None:
+        if not isinstance(layer, GmPLayer) or (left := _find_outside_factor(name, layer)) is None:
             continue
-        for receiver, channels in _receivers(name, graph).items():
+        for receiver, channels in _find_receivers(name, graph).items():
             module = model.get_submodule(receiver)
             if not isinstance(module, GmPLayer | nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-                raise ValueError(_cannot(name, f"{receiver!r} is a {type(module).__name__}"))
+                raise ValueError(
+                    _explain_refusal(name, f"{receiver!r} is a {type(module).__name__}")
+                )
             factor = left[channels.to(left.device)]
             factors[receiver] = factors[receiver] * factor if receiver in factors else factor
     return factors
 
 
-def _left_outside(name: str, layer: GmPLayer) -> Tensor | None:
+def _find_outside_factor(name: str, layer: GmPLayer) -> Tensor | None:
     """Return the factors that the layer itself cannot hold: signs, or r if g is no ReLU."""
     if layer.activation is None:
         return None
@@ -292,16 +275,18 @@ def _left_outside(name: str, layer: GmPLayer) -> Tensor | None:
     return None if (left == 1).all() else left.detach()
 
 
-def _receivers(name: str, graph: Graph | None) -> dict[str, Tensor]:
+def _find_receivers(name: str, graph: Graph | None) -> dict[str, Tensor]:
     if graph is None:
-        raise ValueError(_cannot(name, "without example_inputs the next layer is not known"))
+        raise ValueError(
+            _explain_refusal(name, "without example_inputs the next layer is not known")
+        )
     try:
         return graph.receivers(name)
     except ValueError as error:
-        raise ValueError(_cannot(name, str(error))) from error
+        raise ValueError(_explain_refusal(name, str(error))) from error
 
 
-def _cannot(name: str, reason: str) -> str:
+def _explain_refusal(name: str, reason: str) -> str:
     return (
         f"{name!r} has an r outside its activation (negative, or the activation is no ReLU) that "
         f"must go into the next layer, but {reason}. Pass example_inputs, keep r >= 0 in training "
@@ -313,13 +298,13 @@ def _cannot(name: str, reason: str) -> str:
 def _scale_plain_layers(model: nn.Module, factors: dict[str, Tensor]) -> None:
     for name, factor in factors.items():
         weight: Any = model.get_submodule(name).weight
-        weight.mul_(_per_input(factor, weight))
+        weight.mul_(_spread_over_inputs(factor, weight))
 
 
 # --- means ------------------------------------------------------------------------------------
 
 
-def _running_mean(name: str, norm: InputMeanNorm) -> Tensor:
+def _get_running_mean(name: str, norm: InputMeanNorm) -> Tensor:
     if norm.running_mean is None:
         raise ValueError(
             f"{name!r} subtracts the mean of each batch, also in evaluation, and no plain layer "
@@ -328,11 +313,11 @@ def _running_mean(name: str, norm: InputMeanNorm) -> Tensor:
     return norm.running_mean
 
 
-def _subtract(mean: Tensor, ndim: int, factor: Tensor | None = None) -> nn.Module:
+def _build_subtraction(mean: Tensor, ndim: int, factor: Tensor | None = None) -> nn.Module:
     """Return a BatchNorm that gives x - mean, or factor * x - mean; variance + eps is 1 in it."""
     eps = 2.0**-20  # 1 - eps is a float32 (and eps = 0 is refused by some versions of torch)
     affine = factor is not None
-    norm: Any = BATCH_NORMS[ndim](
+    norm: Any = BATCH_NORMS[ndim - 2](
         mean.numel(), eps=eps, affine=affine, device=mean.device, dtype=mean.dtype
     )
     norm.running_var.fill_(1 - eps)
@@ -344,7 +329,7 @@ def _subtract(mean: Tensor, ndim: int, factor: Tensor | None = None) -> nn.Modul
     return norm
 
 
-def _folded_norm(name: str, norm: InputMeanNorm, graph: Graph | None) -> nn.Module:
+def _fold_norm(name: str, norm: InputMeanNorm, graph: Graph | None) -> nn.Module:
     if graph is None:
         raise ValueError(f"{name!r} becomes a BatchNorm: pass example_inputs, to see its rank.")
     ranks = {len(node.shape) for node in graph.nodes if node.name == name}
@@ -353,7 +338,7 @@ def _folded_norm(name: str, norm: InputMeanNorm, graph: Graph | None) -> nn.Modu
             f"{name!r} does not have its channels in dimension 1 of inputs of one rank, as a "
             "BatchNorm must."
         )
-    plain: Any = _subtract(_running_mean(name, norm), ranks.pop())
+    plain: Any = _build_subtraction(_get_running_mean(name, norm), ranks.pop())
     if isinstance(norm, MeanOnlyBatchNorm) and norm.bias is not None:
         plain.running_mean.sub_(norm.bias.detach())
     return plain

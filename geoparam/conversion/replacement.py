@@ -12,7 +12,7 @@ from geoparam.conversion.plan import Decision, absorb_norm, affine_of, kind_of
 from geoparam.coordinates import Name
 from geoparam.input_mean_layers import adopt
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
-from geoparam.norm import TrackedMean, shifted_bias
+from geoparam.norm import TrackedMean, shift_bias
 from geoparam.parameter_values import Init, draw
 
 _CONVOLUTIONS = {nn.Conv1d: GmPConv1d, nn.Conv2d: GmPConv2d, nn.Conv3d: GmPConv3d}
@@ -113,7 +113,7 @@ def _calibrate(norm: TrackedMean, weight: Tensor, calibrated: tuple[Tensor, int]
     assert norm.running_mean is not None and norm.num_batches_tracked is not None
     norm.running_mean.copy_(calibrated[0])
     norm.num_batches_tracked.fill_(calibrated[1])
-    return shifted_bias(None, weight.detach(), norm.running_mean).double()
+    return shift_bias(None, weight.detach(), norm.running_mean).double()
 
 
 @torch.no_grad()

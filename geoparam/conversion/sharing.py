@@ -25,9 +25,7 @@ class Claim(NamedTuple):
     owner: nn.Module | None
 
 
-def ties_and_holders(
-    model: nn.Module,
-) -> tuple[dict[nn.Module, list[str]], dict[nn.Module, str]]:
+def ties_and_holders(model: nn.Module) -> tuple[dict[nn.Module, list[str]], dict[nn.Module, str]]:
     """Return what each module's tensors share memory with, and which attribute holds it besides.
 
     Ties go by memory: `nn.Parameter(encoder.weight.data.t())` is a parameter of its own, with the
@@ -38,16 +36,16 @@ def ties_and_holders(
     for name, owner in model.named_modules():
         for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is not None:
-                claims.append(_claim(tensor, f"{name}.{key}".lstrip("."), owner))
+                claims.append(_build_claim(tensor, f"{name}.{key}".lstrip("."), owner))
         for key, value in owner.__dict__.items():
             place = f"{key!r} of {name or 'the model'!r}"
-            for item in () if key in ("_modules", "_parameters", "_buffers") else _inside(value):
+            for item in () if key in ("_modules", "_parameters", "_buffers") else _walk(value):
                 if isinstance(item, Tensor):
-                    claims.append(_claim(item, place))
+                    claims.append(_build_claim(item, place))
                 elif item is not owner:
                     held[item] = place
     ties: dict[nn.Module, list[str]] = {}
-    for group in _overlapping(claims):
+    for group in _group_overlapping(claims):
         attributes = [claim.place for claim in group if claim.owner is None]
         owned = [(c.owner, c.place) for c in group if c.owner is not None]
         for module, place in owned:
@@ -58,7 +56,7 @@ def ties_and_holders(
     return ties, held
 
 
-def _claim(tensor: Tensor, place: str, owner: nn.Module | None = None) -> Claim:
+def _build_claim(tensor: Tensor, place: str, owner: nn.Module | None = None) -> Claim:
     try:
         start = tensor.data_ptr()
     except (RuntimeError, ValueError):  # a lazy parameter, or a subclass that wraps tensors
@@ -70,7 +68,7 @@ def _claim(tensor: Tensor, place: str, owner: nn.Module | None = None) -> Claim:
     return Claim(str(tensor.device), start, end, place, owner)
 
 
-def _overlapping(claims: list[Claim]) -> Iterator[list[Claim]]:
+def _group_overlapping(claims: list[Claim]) -> Iterator[list[Claim]]:
     """Yield the claims in groups that have memory in common."""
     group: list[Claim] = []
     end = 0
@@ -83,7 +81,7 @@ def _overlapping(claims: list[Claim]) -> Iterator[list[Claim]]:
     yield group
 
 
-def _inside(value: object) -> Iterator[nn.Module | Tensor]:
+def _walk(value: object) -> Iterator[nn.Module | Tensor]:
     """Yield the modules and tensors in nested containers, functions and objects."""
     waiting, seen = [value], set()
     while waiting:
@@ -92,10 +90,10 @@ def _inside(value: object) -> Iterator[nn.Module | Tensor]:
             yield item
         elif id(item) not in seen:
             seen.add(id(item))
-            waiting += _parts(item)
+            waiting += _list_parts(item)
 
 
-def _parts(value: object) -> Iterable[object]:
+def _list_parts(value: object) -> Iterable[object]:
     if isinstance(value, dict):
         return *value, *value.values()
     if isinstance(value, list | tuple | set | frozenset | deque):
@@ -105,14 +103,14 @@ def _parts(value: object) -> Iterable[object]:
     if isinstance(value, MethodType):
         return value.__self__, value.__func__
     if isinstance(value, FunctionType):
-        cells = [_content(cell) for cell in value.__closure__ or ()]
+        cells = [_read_cell(cell) for cell in value.__closure__ or ()]
         return *cells, value.__defaults__, value.__kwdefaults__
     if isinstance(value, type | ModuleType):
         return ()
     return getattr(value, "__dict__", {}).values()
 
 
-def _content(cell: CellType) -> object:
+def _read_cell(cell: CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # a name that is not bound yet

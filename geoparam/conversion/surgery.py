@@ -5,7 +5,7 @@ from torch import nn
 Places = dict[nn.Module, list[tuple[nn.Module, str]]]
 
 
-def places(model: nn.Module) -> Places:
+def find_places(model: nn.Module) -> Places:
     """Return for each submodule the parents that hold it, and under which name."""
     found: Places = {}
     for parent in model.modules():
@@ -15,7 +15,7 @@ def places(model: nn.Module) -> Places:
     return found
 
 
-def put(new: nn.Module, old: nn.Module, where: Places) -> nn.Module:
+def replace_module(new: nn.Module, old: nn.Module, where: Places) -> nn.Module:
     """Put `new` into all places of `old`, with its hooks and its mode, and return it."""
     for key, value in old.__dict__.items():
         if key.endswith("_hooks") or "_hooks_" in key:

@@ -1,4 +1,4 @@
-"""The operator in plain torch, a block of rows at a time: for CPUs and devices without Triton.
+"""The operator in plain torch: the specification, and for devices without C or Triton.
 
 With Q_k = cos(a_1) ... cos(a_k), the length that is left behind angle k, and t_k = tan(a_k):
 
@@ -11,12 +11,7 @@ gets the gradient 0. S_k is summed from the right, so that no larger term has be
 
 Precision. Cosines are taken and multiplied in float64: rounded to float32, the many that are near
 1 would cost the weight 4e-6 at n = 4608 and the gradient 5e-5 at n = 25088.
-
-Memory. Temporaries are as large as a block, a block is 1/64 of a large weight, so that forward and
-backward together take their results' memory and less than 5 % more.
 """
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -26,19 +21,15 @@ from geoparam.sphere import wide
 SMALLEST_METRIC = 0.01
 """The natural gradient divides by the metric, bounded below by this."""
 
-_SMALLEST_BLOCK = 1 << 18  # elements; smaller ones cost more in calls than in arithmetic
-
 
 def forward(latitude: Tensor, r: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the weight rows (rows, n) for latitudes (rows, n - 1) and scales (rows,)."""
-    rows, angles = latitude.shape
-    weight = latitude.new_empty(rows, angles + 1, dtype=dtype)
-    for block in blocks(latitude):
-        a, q = _angles_and_lengths(latitude[block])
-        if r is not None:
-            q.mul_(r[block, None])
-        torch.mul(a.tan(), q[:, 1:], out=weight[block, :-1])
-        weight[block, -1] = q[:, -1]
+    a, q = _angles_and_lengths(latitude)
+    if r is not None:
+        q.mul_(r[:, None])
+    weight = latitude.new_empty(q.shape, dtype=dtype)
+    torch.mul(a.tan(), q[:, 1:], out=weight[:, :-1])
+    weight[:, -1] = q[:, -1]
     return weight
 
 
@@ -46,17 +37,8 @@ def backward(
     grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
 ) -> tuple[Tensor, Tensor]:
     """Return dL/dlatitude (rows, n - 1) and dL/dr (rows,) for grad = dL/dweight (rows, n)."""
-    grad_latitude = torch.empty_like(latitude)
-    grad_r = latitude.new_empty(latitude.shape[0], dtype=latitude.dtype if r is None else r.dtype)
-    for block in blocks(latitude):
-        change, grad_r[block] = _backward_block(grad[block], latitude[block], natural)
-        grad_latitude[block] = change if r is None else change.mul_(r[block, None])
-    return grad_latitude, grad_r
-
-
-def _backward_block(g: Tensor, latitude: Tensor, natural: bool) -> tuple[Tensor, Tensor]:
     a, q = _angles_and_lengths(latitude)
-    q, g, tan = q.to(a.dtype), g.to(a.dtype), a.tan()
+    q, g, tan = q.to(a.dtype), grad.to(a.dtype), a.tan()
     along = torch.empty_like(g)  # g_k u_k, and then its sums from the right
     torch.mul(tan, q[:, 1:], out=along[:, :-1])
     along[:, -1] = q[:, -1]
@@ -64,7 +46,8 @@ def _backward_block(g: Tensor, latitude: Tensor, natural: bool) -> tuple[Tensor,
     change = torch.addcmul(q[:, 1:] * g[:, :-1], tan, s[:, 1:], value=-1)
     if natural:
         change.div_(q[:, :-1].square().clamp_(min=SMALLEST_METRIC))
-    return change, s[:, 0]
+    change = change if r is None else change.mul_(r[:, None])
+    return change.to(latitude.dtype), s[:, 0].to(latitude.dtype if r is None else r.dtype)
 
 
 def _angles_and_lengths(latitude: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,10 +57,3 @@ def _angles_and_lengths(latitude: Tensor) -> tuple[Tensor, Tensor]:
     q[:, 0] = 1
     torch.cos(wide(a), out=q[:, 1:])
     return a, q.cumprod_(dim=-1)
-
-
-def blocks(latitude: Tensor) -> Iterator[slice]:
-    """Cut the rows into blocks, so that temporaries stay small."""
-    rows, angles = latitude.shape
-    step = max(1, max(_SMALLEST_BLOCK, rows * angles // 64) // (angles + 1))
-    return (slice(start, start + step) for start in range(0, rows, step))

@@ -4,8 +4,8 @@ Plain torch makes many passes over the memory, and for a small weight many calls
 neither. Much may go wrong: no compiler, a home that cannot be written to, wrong code.
 `is_available` tries it once, compares a small case with plain torch, and never raises.
 
-The C code takes tensors that are all float32 or all float64. Others are converted, a block of rows
-at a time; float64 if any is, so that no input is rounded.
+The C code takes tensors that are all float32 or all float64. Others are converted: to float64 if
+any is, so that no input is rounded.
 """
 
 import ctypes
@@ -67,12 +67,11 @@ def _run(tensors: list[Any], natural: bool) -> None:
     working = torch.float64 if torch.float64 in types else torch.float32
     if types == {working}:
         return _call(tensors, natural)
-    for block in weight.blocks(tensors[0]):
-        converted = [None if x is None else x[block].to(working) for x in tensors]
-        _call(converted, natural)
-        for x, result in zip(tensors[3:], converted[3:], strict=True):
-            if x is not None and x.dtype != working:
-                x[block] = result
+    converted = [None if x is None else x.to(working) for x in tensors]
+    _call(converted, natural)
+    for x, result in zip(tensors[3:], converted[3:], strict=True):
+        if x is not None and x.dtype != working:
+            x.copy_(result)
 
 
 def _call(tensors: list[Any], natural: bool) -> None:

@@ -7,21 +7,18 @@ dL/dlatitude. Nothing else of that size is touched: the backward recomputes its 
     y_n = g_n,  y_k = sin(a_k) g_k + cos(a_k) y_{k+1},    z_k = cos(a_k) g_k - sin(a_k) y_{k+1}
     dL/da_k = r P_k z_k,      dL/dr = y_1
 
-Layout. A program owns ROWS rows and walks along them in chunks of LANES * EACH columns: a thread
-owns EACH neighbours, goes through them one after the other, and only what it has gathered takes
-part in one associative scan over the threads; so most of the arithmetic is free of exchanges, and
-P_k and y_{k+1}, which must not contain their own column, cost nothing inside a thread. Memory is
-read and written along the row and changes hands once (`pieces_of`). Rows up to 4096 are one
-chunk. Longer ones carry one product (to the right) or one y (to the left) per row; the backward
-starts from the right, so it first walks to the right once to note the product at each chunk's
-start. No atomics: the same numbers every time.
+Layout. A program owns ROWS rows and walks along them in chunks of LANES * EACH columns. A thread
+owns EACH neighbours and goes through them one after the other; one associative scan over the
+threads combines their results, so most of the arithmetic needs no exchange. Memory is read and
+written along the row and is rearranged once (`pieces_of`). Rows up to 4096 are one chunk. Longer
+ones carry one product (to the right) or one y (to the left) per row; the backward starts from the
+right, so it first walks to the right to store the product at each chunk's start. No atomics: the
+same numbers every time.
 
-Precision. The cosines are near 1, where a float32 has few digits below: rounded n times, they cost
-the weight 4e-6 at n = 4608, and products of such numbers are always rounded down, which costs the
-gradient 3e-5 at n = 25088. So a product is gathered as (1 - near) far. `near` is made of
-1 - cos(a) = 2 sin^2(a/2), which has full relative precision where the cosine is near 1; products
-then add up, 1 - (1 - p) (1 - q) = p + q - p q. `far` is the plain product of the cosines at poles,
-below 0.2, which have theirs. In float64 the same.
+Precision. Cosines near 1 have few digits below: rounded n times in float32, they cost the weight
+4e-6 at n = 4608 and the gradient 3e-5 at n = 25088. So a product is stored as (1 - near) far.
+`near` comes from 1 - cos(a) = 2 sin^2(a/2), which is precise where the cosine is near 1, and
+1 - (1 - p) (1 - q) = p + q - p q; `far` is the plain product of the cosines at poles, below 0.2.
 
 Sines are our own in float32: the library's are built for any argument. sin(a/2) and cos(a/2) are
 two polynomials on [-pi/2, pi/2], reached by exact subtractions (pi k, in two parts); sin(a) is
@@ -299,14 +296,12 @@ def trigonometry(a, zero, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.cons
 def pieces_of(x, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr):
     """Cut (ROWS, LANES * EACH) into EACH tensors (ROWS, LANES): each lane's first column, ..."""
     pieces = (tl.reshape(x, (ROWS, LANES, EACH)),)
-    if EACH >= 2:
-        pieces = _halves(pieces, 1, ROWS, LANES, EACH)
-    if EACH >= 4:
-        pieces = _halves(pieces, 2, ROWS, LANES, EACH // 2)
+    pieces = _split_pairs(pieces, 1, ROWS, LANES, EACH)  # EACH is 4, 8 or 16
+    pieces = _split_pairs(pieces, 2, ROWS, LANES, EACH // 2)
     if EACH >= 8:
-        pieces = _halves(pieces, 4, ROWS, LANES, EACH // 4)
+        pieces = _split_pairs(pieces, 4, ROWS, LANES, EACH // 4)
     if EACH >= 16:
-        pieces = _halves(pieces, 8, ROWS, LANES, EACH // 8)
+        pieces = _split_pairs(pieces, 8, ROWS, LANES, EACH // 8)
     columns = ()
     for j in tl.static_range(EACH):
         columns = columns + (tl.reshape(pieces[j], (ROWS, LANES)),)
@@ -314,7 +309,7 @@ def pieces_of(x, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr):
 
 
 @triton.jit
-def _halves(
+def _split_pairs(
     pieces, COUNT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr
 ):
     halves = ()
@@ -332,18 +327,16 @@ def in_a_row(columns, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexp
     for j in tl.static_range(EACH):
         pieces = pieces + (tl.reshape(columns[j], (ROWS, LANES, 1)),)
     if EACH >= 16:
-        pieces = _joined(pieces, 8, ROWS, LANES, EACH // 8)
+        pieces = _join_pairs(pieces, 8, ROWS, LANES, EACH // 8)
     if EACH >= 8:
-        pieces = _joined(pieces, 4, ROWS, LANES, EACH // 4)
-    if EACH >= 4:
-        pieces = _joined(pieces, 2, ROWS, LANES, EACH // 2)
-    if EACH >= 2:
-        pieces = _joined(pieces, 1, ROWS, LANES, EACH)
+        pieces = _join_pairs(pieces, 4, ROWS, LANES, EACH // 4)
+    pieces = _join_pairs(pieces, 2, ROWS, LANES, EACH // 2)
+    pieces = _join_pairs(pieces, 1, ROWS, LANES, EACH)
     return tl.reshape(pieces[0], (ROWS, LANES * EACH))
 
 
 @triton.jit
-def _joined(
+def _join_pairs(
     pieces, COUNT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr
 ):
     joined = ()

@@ -67,10 +67,7 @@ def test_r_moves_through_a_homogeneous_activation(activation) -> None:  # noqa: 
 
 
 def through(*steps: nn.Module) -> nn.Module:
-    return nn.Sequential(
-        gp.GmPConv2d(3, 6, 3, padding=1, activation=torch.relu, **DOUBLE),
-        *steps,
-    )
+    return nn.Sequential(gp.GmPConv2d(3, 6, 3, padding=1, activation=torch.relu, **DOUBLE), *steps)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def binary() -> Path:
-    return loader._compiled(loader.FOLDER / "weight.c", native._FLAGS)
+    return loader._compile(loader.FOLDER / "weight.c", native._FLAGS)
 
 
 def script(path: Path, text: str) -> str:
@@ -98,11 +98,7 @@ def test_falls_back_to_plain_torch(
 
 @pytest.mark.parametrize(
     ("right", "wrong"),
-    [
-        ("quarter & 1", "quarter & 0"),
-        ("r * change", "change"),
-        ("geoparam_run", "geoparam_walk"),
-    ],
+    [("quarter & 1", "quarter & 0"), ("r * change", "change"), ("geoparam_run", "geoparam_walk")],
 )
 def test_wrong_code_is_not_used(
     right: str, wrong: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from geoparam.kernels import weight, weight_native
+from geoparam.kernels import weight_native
 
 FLOATS = [torch.float32, torch.float64]
 HALVES = [torch.bfloat16, torch.float16]
@@ -169,17 +169,7 @@ def test_repeats_bit_for_bit_wherever_its_input_lies(kernel: Kernel) -> None:
         assert all(map(torch.equal, kernel.module.backward(b, a, r, False), expected))
 
 
-# --- blocks and threads -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("module", [weight, weight_native])
-def test_blocks_change_no_number(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    latitude, r, g = kernels.random_case(23, 30, torch.bfloat16)
-    whole = module.forward(latitude, r, torch.float32), *module.backward(g, latitude, r, False)
-    monkeypatch.setattr(weight, "_SMALLEST_BLOCK", 150)
-    blocks = module.forward(latitude, r, torch.float32), *module.backward(g, latitude, r, False)
-    for found, expected in zip(blocks, whole, strict=True):
-        torch.testing.assert_close(found, expected)
+# --- C alone -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [1, 30])
