@@ -39,7 +39,6 @@ RATES = {
     "muon": (3e-3, 1e-2, 3e-2, 1e-1, 3e-1),
     "turn": (0.6, 1.2, 2.4, 4.8, 9.6),
 }
-REST = 1e-2  # rate of AdamW for what Muon does not step: about the plain model's best here
 BOTH = ("adam", "sgd")
 WORST = 10.0  # the loss of a run that is not finite
 
@@ -55,6 +54,7 @@ class Method:
         optimizer: the coordinates of GeometricOptimizer.
         families: the optimizers that are tried, keys of RATES.
         scale: rate of r over `lr`; None for the square root of the mean fan-in.
+        rest: rate of AdamW for what Muon does not step.
     """
 
     norm: bool = False
@@ -63,6 +63,7 @@ class Method:
     optimizer: str | None = None
     families: tuple[str, ...] = BOTH
     scale: float | None = 1.0
+    rest: float = 1e-2  # about the plain model's best here
 
 
 METHODS = {
@@ -83,6 +84,12 @@ METHODS = {
     "optimizer, turn": Method(optimizer="intrinsic", families=("turn",)),
     "optimizer, turn, norm": Method(optimizer="intrinsic", families=("turn",), norm=True),
     "optimizer, turn, imn": Method(optimizer="intrinsic", families=("turn",), imn=True),
+    "optimizer, turn, lr 1e-3": Method(optimizer="intrinsic", families=("turn",), rest=1e-3),
+    "optimizer, turn, lr 1e-3, norm": Method(
+        optimizer="intrinsic", families=("turn",), rest=1e-3, norm=True
+    ),
+    "optimizer, turn, r 3x": Method(optimizer="intrinsic", families=("turn",), scale=3.0),
+    "optimizer, turn, r 10x": Method(optimizer="intrinsic", families=("turn",), scale=10.0),
     "optimizer, intrinsic, r 3x": Method(optimizer="intrinsic", families=("adam",), scale=3.0),
     "optimizer, intrinsic, r sqrt(n)x": Method(
         optimizer="intrinsic", families=("adam",), scale=None
@@ -114,22 +121,27 @@ def make_optimizers(
     method: Method, model: nn.Module, family: str, rate: float, example: Tensor
 ) -> list[torch.optim.Optimizer]:
     """Return what steps the model; Muon on plain rows needs a second optimizer for the rest."""
+    factor = method.scale or math.sqrt(mean_fan_in(model))
     if family == "muon":
         rows = [layer.weight for layer in hidden_layers(model)]
         rest = [p for p in model.parameters() if all(p is not row for row in rows)]
-        rest_optimizer = torch.optim.AdamW(rest, lr=REST, weight_decay=0.0)
+        rest_optimizer = torch.optim.AdamW(rest, lr=method.rest, weight_decay=0.0)
         return [RowMuon(rows, lr=rate, weight_decay=0.0), rest_optimizer]
     if family == "turn":
         return [
             gp.GeometricOptimizer(
-                model, torch.optim.Muon, turn=rate, lr=REST, example_inputs=(example,)
+                model,
+                torch.optim.Muon,
+                turn=rate,
+                lr=method.rest,
+                scale_lr=factor * method.rest,
+                example_inputs=(example,),
             )
         ]
     base, options = (
         (torch.optim.Adam, {}) if family == "adam" else (torch.optim.SGD, {"momentum": 0.9})
     )
     if method.optimizer:
-        factor = method.scale or math.sqrt(mean_fan_in(model))
         return [
             gp.GeometricOptimizer(
                 model,
