@@ -88,8 +88,6 @@ METHODS = {
     "optimizer, turn, lr 1e-3, norm": Method(
         optimizer="intrinsic", families=("turn",), rest=1e-3, norm=True
     ),
-    "optimizer, turn, r 3x": Method(optimizer="intrinsic", families=("turn",), scale=3.0),
-    "optimizer, turn, r 10x": Method(optimizer="intrinsic", families=("turn",), scale=10.0),
     "optimizer, intrinsic, r 3x": Method(optimizer="intrinsic", families=("adam",), scale=3.0),
     "optimizer, intrinsic, r sqrt(n)x": Method(
         optimizer="intrinsic", families=("adam",), scale=None
