@@ -12,7 +12,13 @@ from typing import Any
 
 Records = list[dict[str, Any]]
 Line = tuple[str, str]  # method, family
-FAMILIES = {"adam": "Adam", "sgd": "SGD", "muon": "Muon", "turn": "Muon, turn"}
+FAMILIES = {
+    "adam": "Adam",
+    "sgd": "SGD",
+    "muon": "Muon",
+    "turn": "Muon, turn",
+    "snippet": "Muon, turn, lr=1e-3",
+}
 FIRST_TURN = 2.4
 NORM_ADAM, NORM_SGD = ("norm", "adam"), ("norm", "sgd")
 # Ours at the rate of a first try, or at its best rate; and what it is compared with, at its best.
@@ -65,7 +71,7 @@ class Sweep:
     def first_rate(self, line: Line) -> float | None:
         """Return the rate of a first try, None where there is none."""
         family = line[1]
-        if family == "turn":
+        if family in ("turn", "snippet"):
             return FIRST_TURN
         before = "norm" if line[0].endswith("norm") else "plain"
         return None if family == "muon" else self.best_rate((before, family))
@@ -105,7 +111,8 @@ def to_markdown(records: Records) -> str:
         "",
         "## First try",
         "At the rate that is best without geometry for the same network, with norms or without, "
-        "and the same optimizer. With `turn` 2.4 degrees, and 0.01 for the rest.",
+        "and the same optimizer. With `turn` it is 2.4 degrees, and 0.01 for the rest, or 0.001 "
+        "where it says so.",
         "",
         *_summary(sweeps, Sweep.first_rate),
         "",
