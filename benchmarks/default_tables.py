@@ -23,6 +23,7 @@ FIRST_TURN = 2.4
 NORM_ADAM, NORM_SGD = ("norm", "adam"), ("norm", "sgd")
 # Ours at the rate of a first try, or at its best rate; and what it is compared with, at its best.
 PAIRS: list[tuple[Line, str, Line]] = [
+    (("optimizer, turn, norm", "snippet"), "first", NORM_ADAM),
     (("optimizer, turn, norm", "turn"), "first", NORM_ADAM),
     (("optimizer, turn, norm", "turn"), "first", NORM_SGD),
     (("optimizer, turn, norm", "turn"), "best", ("muon, norm", "muon")),
