@@ -12,8 +12,34 @@ from typing import Any
 
 Records = list[dict[str, Any]]
 Line = tuple[str, str]  # method, family
-FAMILIES = {"adam": "Adam", "sgd": "SGD", "muon": "Muon", "turn": "Muon, turn"}
+FAMILIES = {
+    "adam": "Adam",
+    "sgd": "SGD",
+    "muon": "Muon",
+    "turn": "Muon, turn",
+    "snippet": "Muon, turn, lr=1e-3",
+}
 FIRST_TURN = 2.4
+NORM_ADAM, NORM_SGD = ("norm", "adam"), ("norm", "sgd")
+# Ours at the rate of a first try, or at its best rate; and what it is compared with, at its best.
+PAIRS: list[tuple[Line, str, Line]] = [
+    (("optimizer, turn, norm", "snippet"), "first", NORM_ADAM),
+    (("optimizer, turn, norm", "turn"), "first", NORM_ADAM),
+    (("optimizer, turn, norm", "turn"), "first", NORM_SGD),
+    (("optimizer, turn, norm", "turn"), "best", ("muon, norm", "muon")),
+    (("optimizer, intrinsic, norm", "sgd"), "first", NORM_SGD),
+    (("optimizer, intrinsic, norm", "adam"), "first", NORM_ADAM),
+    (("optimizer, turn", "turn"), "best", ("muon", "muon")),
+    (("optimizer, intrinsic", "adam"), "first", ("plain", "adam")),
+    (("optimizer, intrinsic", "sgd"), "first", ("plain", "sgd")),
+    (("optimizer, turn, imn", "turn"), "first", NORM_ADAM),
+    (("optimizer, intrinsic, imn", "adam"), "first", NORM_ADAM),
+    (("gmp layers", "adam"), "first", ("plain", "adam")),
+    (("intrinsic layers", "adam"), "first", ("plain", "adam")),
+    (("optimizer, angles, norm", "sgd"), "best", ("optimizer, intrinsic, norm", "sgd")),
+    (("optimizer, angles, norm", "adam"), "best", ("optimizer, intrinsic, norm", "adam")),
+    (("optimizer, angles", "adam"), "best", ("optimizer, intrinsic", "adam")),
+]
 
 
 class Sweep:
@@ -46,7 +72,7 @@ class Sweep:
     def first_rate(self, line: Line) -> float | None:
         """Return the rate of a first try, None where there is none."""
         family = line[1]
-        if family == "turn":
+        if family in ("turn", "snippet"):
             return FIRST_TURN
         before = "norm" if line[0].endswith("norm") else "plain"
         return None if family == "muon" else self.best_rate((before, family))
@@ -61,10 +87,11 @@ def show(values: list[float]) -> str:
     return f"{statistics.fmean(values):.1f}"
 
 
-def is_no_worse(own: list[float], other: list[float]) -> bool:
-    """Whether a mean is not lower by more than the standard error of the difference."""
+def compare(own: list[float], other: list[float]) -> int:
+    """Return 1 or -1 where means differ by more than the difference's standard error, else 0."""
     (mean, error), (other_mean, other_error) = mean_and_error(own), mean_and_error(other)
-    return mean >= other_mean - (error**2 + other_error**2) ** 0.5
+    spread = (error**2 + other_error**2) ** 0.5
+    return (mean > other_mean + spread) - (mean < other_mean - spread)
 
 
 def to_markdown(records: Records) -> str:
@@ -85,7 +112,8 @@ def to_markdown(records: Records) -> str:
         "",
         "## First try",
         "At the rate that is best without geometry for the same network, with norms or without, "
-        "and the same optimizer. With `turn` 2.4 degrees, and 0.01 for the rest.",
+        "and the same optimizer. With `turn` it is 2.4 degrees, and 0.01 for the rest, or 0.001 "
+        "where it says so.",
         "",
         *_summary(sweeps, Sweep.first_rate),
         "",
@@ -94,6 +122,7 @@ def to_markdown(records: Records) -> str:
         "",
         *_summary(sweeps, Sweep.best_rate),
     ]
+    text += ["", "## Wins, ties and losses", *_verdicts(sweeps)]
     text += ["", "## How fast r should be under Adam", *_scale_rates(sweeps)]
     for task, sweep in sweeps.items():
         text += ["", f"## {task}", *_details(sweep)]
@@ -115,11 +144,38 @@ def _summary(sweeps: dict[str, Sweep], choose: Any) -> list[str]:
             for at, when in enumerate(("first", "last")):
                 own = sweep.values(line, rate, when, 1)
                 cells.append(show(own))
-                counts[at] += is_no_worse(own, sweep.values(peer, choose(sweep, peer), when, 1))
+                counts[at] += compare(own, sweep.values(peer, choose(sweep, peer), when, 1)) >= 0
             row.append(" / ".join(cells))
         else:
             rows.append([line[0], FAMILIES[line[1]], *row, f"{counts[0]}, {counts[1]}"])
     return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _verdicts(sweeps: dict[str, Sweep]) -> list[str]:
+    """Return one line for each pair: ours : theirs on each task, in the first epoch and then."""
+    rows = [
+        "Ours : theirs. The other method is at its best rate; ours at that of a first try, or at "
+        "its own where it says best. Bold: ahead by more than the standard error of the "
+        "difference; in brackets: behind by more.",
+        "",
+        f"| ours | against | when | {' | '.join(sweeps)} |",
+        "| --- " * (3 + len(sweeps)) + "|",
+    ]
+    for own, at, other in PAIRS:
+        if any(line not in sweep.lines() for line in (own, other) for sweep in sweeps.values()):
+            continue
+        for when, title in (("first", "first epoch"), ("last", "end")):
+            cells = []
+            for sweep in sweeps.values():
+                rate = sweep.first_rate(own) if at == "first" else sweep.best_rate(own)
+                mine = sweep.values(own, rate or 0.0, when, 1)
+                theirs = sweep.values(other, sweep.best_rate(other), when, 1)
+                form = ("{}", "**{}**", "({})")[compare(mine, theirs)]
+                cells.append(form.format(f"{show(mine)} : {show(theirs)}"))
+            names = [f"{method}; {FAMILIES[family]}" for method, family in (own, other)]
+            names[0] += ", best" if at == "best" else ""
+            rows.append(f"| {' | '.join([*names, title, *cells])} |")
+    return rows
 
 
 def _scale_rates(sweeps: dict[str, Sweep]) -> list[str]:

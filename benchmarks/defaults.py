@@ -38,8 +38,11 @@ RATES = {
     "sgd": (1e-2, 3e-2, 1e-1, 3e-1, 1.0),
     "muon": (3e-3, 1e-2, 3e-2, 1e-1, 3e-1),
     "turn": (0.6, 1.2, 2.4, 4.8, 9.6),
+    "snippet": (2.4,),  # the README's, with lr=1e-3
 }
-REST = 1e-2  # rate of AdamW for what Muon does not step: about the plain model's best here
+# AdamW's rate for what Muon does not step; 1e-2 is about the plain model's best here.
+REST = {"muon": 1e-2, "turn": 1e-2, "snippet": 1e-3}
+TURNS = ("turn", "snippet")
 BOTH = ("adam", "sgd")
 WORST = 10.0  # the loss of a run that is not finite
 
@@ -80,9 +83,9 @@ METHODS = {
     "optimizer, intrinsic, imn": Method(optimizer="intrinsic", imn=True),
     "muon": Method(families=("muon",)),
     "muon, norm": Method(families=("muon",), norm=True),
-    "optimizer, turn": Method(optimizer="intrinsic", families=("turn",)),
-    "optimizer, turn, norm": Method(optimizer="intrinsic", families=("turn",), norm=True),
-    "optimizer, turn, imn": Method(optimizer="intrinsic", families=("turn",), imn=True),
+    "optimizer, turn": Method(optimizer="intrinsic", families=TURNS),
+    "optimizer, turn, norm": Method(optimizer="intrinsic", families=TURNS, norm=True),
+    "optimizer, turn, imn": Method(optimizer="intrinsic", families=TURNS, imn=True),
     "optimizer, intrinsic, r 3x": Method(optimizer="intrinsic", families=("adam",), scale=3.0),
     "optimizer, intrinsic, r sqrt(n)x": Method(
         optimizer="intrinsic", families=("adam",), scale=None
@@ -117,17 +120,15 @@ def make_optimizers(
     if family == "muon":
         rows = [layer.weight for layer in hidden_layers(model)]
         rest = [p for p in model.parameters() if all(p is not row for row in rows)]
-        rest_optimizer = torch.optim.AdamW(rest, lr=REST, weight_decay=0.0)
+        rest_optimizer = torch.optim.AdamW(rest, lr=REST[family], weight_decay=0.0)
         return [RowMuon(rows, lr=rate, weight_decay=0.0), rest_optimizer]
-    if family == "turn":
+    if family in TURNS:
+        options: dict[str, Any] = {"turn": rate, "lr": REST[family]}
         return [
-            gp.GeometricOptimizer(
-                model, torch.optim.Muon, turn=rate, lr=REST, example_inputs=(example,)
-            )
+            gp.GeometricOptimizer(model, torch.optim.Muon, example_inputs=(example,), **options)
         ]
-    base, options = (
-        (torch.optim.Adam, {}) if family == "adam" else (torch.optim.SGD, {"momentum": 0.9})
-    )
+    base = torch.optim.Adam if family == "adam" else torch.optim.SGD
+    options = {} if family == "adam" else {"momentum": 0.9}
     if method.optimizer:
         factor = method.scale or math.sqrt(mean_fan_in(model))
         return [

@@ -28,7 +28,7 @@ def test_an_interrupted_sweep_of_defaults_goes_on_to_the_same_records(tmp_path: 
     options = ["--tasks", "digits-mlp", "--seeds", "1", "--epochs", "1", "--jobs", "1"]
     defaults.main([*options, "--methods", methods, "--out", str(out)])
     records = json.loads(out.read_text())
-    assert len(records) == 5 * 5  # rates, and Adam and SGD for the first two
+    assert len(records) == 5 * 5 + 1  # five rates, Adam and SGD for two; the README's snippet
     defaults.write(out, records[::2])
     defaults.main([*options, "--methods", methods, "--out", str(out), "--resume"])
     assert json.loads(out.read_text()) == records
