@@ -148,11 +148,12 @@ class Settings:
             "those of an earlier epoch. Choose another schedule.",
         )
         if self.widths is not None:
-            most = 1 if self.network.startswith("resnet") else math.inf
+            is_one = self.network.startswith("resnet")
+            fits = 0 < len(self.widths) <= (1 if is_one else math.inf) and min(self.widths) >= 1
             _check(
-                0 < len(self.widths) <= most and min(self.widths) >= 1,
-                "widths are numbers of channels from 1 on, one for a ResNet; got "
-                f"{list(self.widths)}.",
+                fits,
+                f"widths are numbers of channels from 1 on, {'one' if is_one else 'one or more'} "
+                f"for {self.network}; got {list(self.widths)}.",
             )
 
     @property
