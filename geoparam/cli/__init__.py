@@ -4,6 +4,7 @@ typer is imported when the application is made, so that a missing extra is named
 """
 
 import sys
+import unicodedata
 from typing import TYPE_CHECKING, Annotated
 
 if TYPE_CHECKING:
@@ -80,3 +81,16 @@ def _version(asked: bool) -> None:
 
         print(f"geoparam {__version__}, torch {torch.__version__}")
         sys.exit(0)
+
+
+def printable(text: str) -> str:
+    """Return text for the terminal, with control characters written out: names may hold any.
+
+    Example:
+        >>> printable("a\\x1b]0;title\\x07")
+        'a\\\\x1b]0;title\\\\x07'
+    """
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else ascii(c)[1:-1]
+        for c in text
+    )

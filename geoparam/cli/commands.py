@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-import unicodedata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 import geoparam as gp
+from geoparam.cli import printable
 
 Force = Annotated[bool, Option("--force", help="Overwrite the output.")]
 
@@ -72,8 +72,9 @@ def bench(
     root = checkout()
     if root is None:
         sys.exit(
-            "The benchmarks are in geoparam's repository, not in the installed package. In a "
-            "checkout of it: python -m benchmarks.NAME"
+            "The benchmarks are in geoparam's repository, not in the installed package. They need "
+            "a checkout of it: in its folder, pip install -e '.[dev]', then python -m "
+            "benchmarks.NAME"
         )
     known = benchmarks(root)
     if name is None:
@@ -102,19 +103,6 @@ def benchmarks(root: Path) -> dict[str, str]:
         if 'if __name__ == "__main__"' in text:
             found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     return found
-
-
-def printable(text: str) -> str:
-    """Return text for the terminal, with control characters written out: names may hold any.
-
-    Example:
-        >>> printable("a\\x1b]0;title\\x07")
-        'a\\\\x1b]0;title\\\\x07'
-    """
-    return "".join(
-        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else ascii(c)[1:-1]
-        for c in text
-    )
 
 
 def add(application: typer.Typer) -> None:

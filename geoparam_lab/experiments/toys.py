@@ -201,7 +201,7 @@ def find_stacks(run: Run) -> list[Stack]:
         for first in range(0, config["seeds"], BLOCK):
             block = range(first, min(first + BLOCK, config["seeds"]))
             members = tuple(Member(lr, seed) for lr in config["lrs"] for seed in block)
-            done = [run.done(method=method, lr=lr, seed=seed) for lr, seed in members]
+            done = [run.has_record(method=method, lr=lr, seed=seed) for lr, seed in members]
             missing = tuple(i for i, finished in enumerate(done) if not finished)
             found += [Stack(method, members, missing)] * bool(missing)
     return found

@@ -22,7 +22,6 @@ from torch import nn
 
 import geoparam as gp
 from geoparam import cli
-from geoparam.cli import commands
 from geoparam_lab.cli import pages, running, runs
 from geoparam_lab.experiments import EXPERIMENTS, levy, perturbation, toys
 from geoparam_lab.run_folder import Run
@@ -343,8 +342,10 @@ def test_bench_lists_runs_and_refuses(
     assert call(monkeypatch, "bench", "stacked", "--splits", "few") == 2
     assert "invalid int value: 'few'" in capfd.readouterr().err
     assert "one of conversion" in str(call(monkeypatch, "bench", "fast"))
-    monkeypatch.setattr(commands, "checkout", lambda: None)
-    assert "python -m benchmarks.NAME" in str(call(monkeypatch, "bench"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gp, "__file__", str(tmp_path / "site-packages" / "__init__.py"))
+    told = str(call(monkeypatch, "bench"))
+    assert "a checkout" in told and "pip install" in told and "python -m" in told
 
 
 def test_help_lists_the_commands(
