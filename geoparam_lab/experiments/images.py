@@ -133,6 +133,10 @@ def run(
 
     if method:
         methods = [*(methods or ()), *method]
+    counts = {"checkpoint_every": checkpoint_every, "track": track, "size": size}
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be >= 1, or left out; got {value}.")
     config = _check_options(experiment, network, methods, batch_sizes, lrs, seeds, settings)
     source = _load_images(experiment, data, size, workers, check_images)
     crew = Crew(make_accelerator(config["precision"]))

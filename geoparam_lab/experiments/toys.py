@@ -121,6 +121,8 @@ def run(
     """
     import geoparam.plots  # noqa: F401  says now, not after training, that matplotlib is missing
 
+    if min(epochs, patience) < 1:
+        raise ValueError(f"epochs and patience must be >= 1; got {epochs} and {patience}.")
     config = check_options(methods, init, seeds, lrs) | {"epochs": epochs, "patience": patience}
     there = resume and Path(out, "config.json").exists()
     data, source = toy.load(Run.open(out).config if there else {}, **own)

@@ -279,12 +279,6 @@ def test_a_terminal_shows_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPat
     assert "time left" in screen.getvalue() and "Levy figures" in screen.getvalue()
 
 
-def test_no_terminal_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with running.progress() as bar:
-        assert bar is None
-    assert capsys.readouterr() == ("", "")
-
-
 # --- table, report and bench --------------------------------------------------------------------
 
 
@@ -448,10 +442,7 @@ def test_fold_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("missing", "advice"),
-    [("torchvision", "'geoparam[vision]'"), ("transformers", "'geoparam[hf]'"), ("timm", "timm")],
-)
+@pytest.mark.parametrize(("missing", "advice"), [("torchvision", "'geoparam[vision]'")])
 def test_fold_names_the_missing_library(
     missing: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,13 +83,6 @@ def test_commit_is_that_of_the_packages_checkout_with_its_changes(tmp_path: Path
     assert session.find_commit(package) == {"id": clean["id"], "dirty": True}
 
 
-def test_records_come_back_in_order(run: Run) -> None:
-    records = [{"method": m, "seed": s, "test_rmse": 1 / 3 + s} for m in "ab" for s in range(3)]
-    for record in records:
-        run.append(record)
-    assert run.records() == records == Run.open(run.folder).records()
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e-300, None, True, "a\nb"])
 def test_any_value_survives_as_valid_json(run: Run, value: Any) -> None:
     run.append({"method": "sp", "seed": 0, "value": value, "deep": {"list": [value]}})
@@ -201,10 +194,6 @@ def test_an_existing_run_is_not_touched_without_resume(run: Run) -> None:
     assert (run.folder / "config.json").read_bytes() == before
 
 
-def test_resume_starts_where_there_is_no_run(tmp_path: Path) -> None:
-    assert create(tmp_path / "new", resume=True).records() == []
-
-
 @pytest.mark.parametrize(
     ("config", "difference"),
     [
@@ -312,9 +301,3 @@ def test_an_interrupted_figure_leaves_the_old_one(run: Run) -> None:
     with pytest.raises(KeyboardInterrupt):
         run.figure("fit", Interrupted(KeyboardInterrupt))
     assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
-
-
-def test_a_matplotlib_figure_is_written_as_png(run: Run) -> None:
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    figure.subplots().plot([0, 1])
-    assert run.figure("line", figure).read_bytes().startswith(b"\x89PNG")
