@@ -100,8 +100,8 @@ def remark(config: Config, records: Iterable[Record]) -> Iterator[str]:
     """Yield what a reader must know of a table of a sweep over images."""
     if said := describe_images(config):
         yield f"{network_title(config)}; {said}."
-    if config.get("schedule") in SCHEDULES:
-        yield f"Schedule: {SCHEDULES[config['schedule']]}."
+    if schedule := SCHEDULES.get(str(config.get("schedule"))):
+        yield f"Schedule: {schedule}."
     if isinstance(config.get("select"), float) and config["select"] > 0:
         yield (
             f"{config['select']:.0%} of the training images were kept back. By the mean top-1 on "

@@ -77,7 +77,7 @@ def count_decimals(errors: Iterable[float | None], least: int) -> int:
         >>> count_decimals([0.28, 0.14, 0.00001], 3), count_decimals([0.00002], 3)
         (3, 5)
     """
-    known = sorted(error for error in errors if error and error >= 10.0 ** -(least + 2))
+    known = sorted(e for e in errors if e and 10.0 ** -(least + 2) <= e < math.inf)
     if not known:
         return least
     middle = known[len(known) // 2]
