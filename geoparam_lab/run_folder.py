@@ -9,8 +9,8 @@
 
 A piece of work has a key: the values of some fields of its record, such as method, data set and
 seed. Save a piece's curves first and append its record last: a record then says that all of it is
-there, and a resumed run asks ``done`` and leaves it out. Of several records with one key the first
-counts, so that processes that share a folder may do a piece twice without harm.
+there, and a resumed run asks ``has_record`` and leaves it out. Of several records with one key the
+first counts, so that processes that share a folder may do a piece twice without harm.
 
 A record is one line, written under a lock at the end of the file. A line without its end is what
 a kill or a full disk left: readers leave it out, the next append puts its own line in its place.
@@ -59,7 +59,7 @@ class Run:
         >>> for seed in range(3):
         ...     run.append({"seed": seed, "test_rmse": 0.5 / (seed + 1)})
         >>> run = Run.create(folder, "uci", {"epochs": 5}, "...", key=("seed",), resume=True)
-        >>> [seed for seed in range(5) if not run.done(seed=seed)]
+        >>> [seed for seed in range(5) if not run.has_record(seed=seed)]
         [3, 4]
         >>> Run.open(folder).records()[1]
         {'seed': 1, 'test_rmse': 0.25}
@@ -149,7 +149,7 @@ class Run:
             self._first.setdefault(_key_of(record, fields), record)
         return [dict(record) for record in self._first.values()]
 
-    def done(self, **fields: Any) -> bool:
+    def has_record(self, **fields: Any) -> bool:
         """Whether some record has these values."""
         records, wanted = self.records(), _from_json(_to_json(fields))  # reads what is new
         if set(fields) == set(self.info["key"]):

@@ -71,8 +71,9 @@ def bench(
     root = checkout()
     if root is None:
         sys.exit(
-            "The benchmarks are in geoparam's repository, not in the installed package. In a "
-            "checkout of it: python -m benchmarks.NAME"
+            "The benchmarks are in geoparam's repository, not in the installed package. They need "
+            "a checkout of it: in its folder, pip install -e '.[dev]', then python -m "
+            "benchmarks.NAME"
         )
     known = _first_lines(root / "benchmarks")
     if name is None:

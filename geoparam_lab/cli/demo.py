@@ -14,7 +14,7 @@ from rich.table import Table
 from typer import Option
 
 from geoparam.storage import refuse_overwrite
-from geoparam_lab.cli.running import Force, Jobs, explained, progress
+from geoparam_lab.cli.running import Force, Jobs, explain_errors, progress
 from geoparam_lab.experiments import banana, levy, perturbation, toy_figures
 from geoparam_lab.experiments.experiment import Experiment
 from geoparam_lab.methods import TITLES
@@ -52,7 +52,7 @@ def command(
     """Show what GmP is about: three small experiments and one page, in about a minute."""
     from geoparam_lab import report
 
-    with explained(out):
+    with explain_errors(out):
         refuse_overwrite(out / "report.html", force, report.MARK)
         show(out, {"seeds": seeds} | ({} if epochs is None else {"epochs": epochs}), jobs, resume)
 

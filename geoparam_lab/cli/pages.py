@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from geoparam.storage import printable, refuse_overwrite, replacing
-from geoparam_lab.cli.running import Force, explained
+from geoparam_lab.cli.running import Force, explain_errors
 from geoparam_lab.methods import METHODS, without_options
 from geoparam_lab.run_folder import Run
 from geoparam_lab.session import write_command
@@ -32,7 +32,7 @@ def table(
     """Print the tables of some runs, beside the papers' numbers."""
     from geoparam_lab.tables import tables
 
-    with explained():
+    with explain_errors():
         _check_baseline(baseline)
         if out is not None:
             refuse_overwrite(out, force)
@@ -53,7 +53,7 @@ def report(
     """Put some runs on one page: tables, figures and sliders, in one file."""
     from geoparam_lab import report as pages
 
-    with explained():
+    with explain_errors():
         _check_baseline(baseline)
         refuse_overwrite(out, force, pages.MARK)
         path = pages.write(open_runs(runs), out, baseline, write_command(sys.argv))

@@ -15,11 +15,10 @@ from geoparam.storage import printable
 from geoparam_lab.session import write_command
 from geoparam_lab.training import tasks
 
+Force = Annotated[bool, Option("--force", help="Overwrite the output.")]
 Jobs = Annotated[
     int | None, Option(min=1, help="Processes that train; by default one for each core.")
 ]
-
-Force = Annotated[bool, Option("--force", help="Overwrite the output.")]
 
 
 class Bar:
@@ -63,7 +62,7 @@ def progress(leads: bool = True) -> Iterator[tasks.Progress | None]:
 
 
 @contextlib.contextmanager
-def explained(out: Path | None = None) -> Iterator[None]:
+def explain_errors(out: Path | None = None) -> Iterator[None]:
     """Print what went wrong without a traceback; after Ctrl-C, how to go on with `out`."""
     try:
         yield

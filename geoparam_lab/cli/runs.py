@@ -17,7 +17,7 @@ import typer
 from typer import Option
 
 from geoparam.storage import printable
-from geoparam_lab.cli.running import explained, progress, read_list
+from geoparam_lab.cli.running import explain_errors, progress, read_list
 from geoparam_lab.experiments import EXPERIMENTS
 from geoparam_lab.experiments.experiment import Experiment
 
@@ -46,7 +46,7 @@ def make_command(experiment: Experiment) -> Callable[..., None]:
     readers = {name: find_reader(each.annotation) for name, each in parameters.items()}
 
     def command(out: Path, **given: Any) -> None:
-        with explained(out):
+        with explain_errors(out):
             options = {
                 name: reader.read(given[name])
                 for name, reader in readers.items()

@@ -153,7 +153,7 @@ def options_in_words(tuned: str) -> str:
         >>> options_in_words("decay=0.0005:turn=2.4")
         'decay 0.0005, turn 2.4'
     """
-    return tuned.replace(":", ", ").replace("=", " ").replace("_", " ")
+    return str(tuned).replace(":", ", ").replace("=", " ").replace("_", " ")
 
 
 def list_in_words(values: Iterable[Any]) -> str:

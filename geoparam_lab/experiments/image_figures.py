@@ -69,8 +69,8 @@ def draw(run: Run, papers: Mapping[str, float]) -> None:
     else:  # before the sweep went on, there may have been one
         for suffix in (".png", ".txt"):
             (run.folder / "figures" / f"{_PAPERS_RATES}{suffix}").unlink(missing_ok=True)
-    if any(len(rates) > 1 for rates in _tried(records, measure).values()):
-        run.figure("rates", _over_rates(records, measure), f"{_OVER_RATES} {_what(run)}")
+    if any(len(rates) > 1 for rates in _group_results(records, measure).values()):
+        run.figure("rates", _draw_rates(records, measure), f"{_OVER_RATES} {_describe_data(run)}")
 
 
 def _settings(records: Sequence[Record]) -> dict[tuple[str, int], tuple[float, str]]:
@@ -78,7 +78,7 @@ def _settings(records: Sequence[Record]) -> dict[tuple[str, int], tuple[float, s
     return {(r["method"], r["batch_size"]): image_text.setting(r) for r in records}
 
 
-def _tried(
+def _group_results(
     records: Sequence[Record], measure: str
 ) -> dict[tuple[str, int], dict[float, list[float]]]:
     """Return the results of all seeds by method, with what was tuned, and batch size; by rate."""
@@ -100,12 +100,12 @@ def _draw_convergence(run: Run, name: str, shown: Sequence[Record], how: str) ->
     }
     longest = max((len(each["train_top5"]) for each in curves.values()), default=0)
     if longest:
-        figure = _convergence([r for r in shown if r["name"] in curves], curves, longest)
+        figure = _draw_curves([r for r in shown if r["name"] in curves], curves, longest)
         said = _rates_in_words(_settings(shown))
-        run.figure(name, figure, f"{_FIGURE_4} {how}: {said}. {_what(run)}")
+        run.figure(name, figure, f"{_FIGURE_4} {how}: {said}. {_describe_data(run)}")
 
 
-def _convergence(
+def _draw_curves(
     records: Sequence[Record], curves: Mapping[str, Mapping[str, Array]], epochs: int
 ) -> Figure:
     """Return training above validation, and a column of these for each batch size."""
@@ -117,7 +117,7 @@ def _convergence(
             own = [record for record in records if record["batch_size"] == batch]
             lines = {
                 methods.title(method): np.stack(
-                    [_padded(curves[r["name"]][curve], epochs) for r in some]
+                    [_pad(curves[r["name"]][curve], epochs) for r in some]
                 )
                 for method, some in itertools.groupby(own, key=lambda record: record["method"])
             }
@@ -131,13 +131,13 @@ def _convergence(
     return figure
 
 
-def _padded(values: Array, length: int) -> Array:
+def _pad(values: Array, length: int) -> Array:
     """Return a curve with NaN for the epochs that it does not have."""
     return np.append(values.astype(float), np.full(length - len(values), np.nan))
 
 
-def _over_rates(records: Sequence[Record], measure: str) -> Figure:
-    tried = _tried(records, measure)
+def _draw_rates(records: Sequence[Record], measure: str) -> Figure:
+    tried = _group_results(records, measure)
     batches = sorted({record["batch_size"] for record in records})
     figure, axes = plots.new_figure(1, len(batches), size=(3.9 * len(batches) + 2.0, 3.6))
     for ax, batch in zip(axes[0], batches, strict=True):
@@ -184,7 +184,7 @@ def _rates_in_words(settings: Mapping[tuple[str, int], tuple[float, str]]) -> st
     return ", ".join(said)
 
 
-def _what(run: Run) -> str:
+def _describe_data(run: Run) -> str:
     return f"{image_text.network_title(run.config)}; {image_text.describe_images(run.config)}."
 
 

@@ -100,9 +100,9 @@ def remark(config: Config, records: Iterable[Record]) -> Iterator[str]:
     """Yield what a reader must know of a table of a sweep over images."""
     if said := describe_images(config):
         yield f"{network_title(config)}; {said}."
-    if config.get("schedule") in SCHEDULES:
-        yield f"Schedule: {SCHEDULES[config['schedule']]}."
-    if config.get("select"):
+    if schedule := SCHEDULES.get(str(config.get("schedule"))):
+        yield f"Schedule: {schedule}."
+    if isinstance(config.get("select"), float) and config["select"] > 0:
         yield (
             f"{config['select']:.0%} of the training images were kept back. By the mean top-1 on "
             "these, over the seeds that all have, the settings were chosen that the table shows."
@@ -154,14 +154,14 @@ def choose(records: Iterable[Record], measure: str) -> list[Record]:
     """
     found: dict[Any, dict[Any, dict[Any, Record]]] = {}
     for record in records:
-        place = record["method"], record.get("network"), record.get("batch_size")
+        place = record["method"], str(record.get("network")), str(record.get("batch_size"))
         own = found.setdefault(place, {}).setdefault(setting(record), {})
-        own[record.get("seed")] = record
+        own[str(record.get("seed"))] = record
     chosen: list[Record] = []
     for settings in found.values():
         seeds = set.intersection(*map(set, settings.values()))
         values = {
-            at: _mean([own[seed].get(measure, math.nan) for seed in seeds])
+            at: _mean([_read_number(own[seed], measure) for seed in seeds])
             for at, own in sorted(settings.items())
         }
         best = max(values, key=lambda at: values[at])
@@ -171,7 +171,12 @@ def choose(records: Iterable[Record], measure: str) -> list[Record]:
 
 def setting(record: Record) -> tuple[float, str]:
     """Return a record's rate, and its other tuned options."""
-    return record.get("lr", math.nan), record.get("tuned", "")
+    return _read_number(record, "lr"), str(record.get("tuned", ""))
+
+
+def _read_number(record: Record, name: str) -> float:
+    value = record.get(name)
+    return value if isinstance(value, (int, float)) else math.nan
 
 
 def _mean(values: Sequence[float]) -> float:

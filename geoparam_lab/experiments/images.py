@@ -131,8 +131,12 @@ def run(
 
     if method:
         methods = [*(methods or ()), *method]
+    counts = {"checkpoint_every": checkpoint_every, "track": track, "size": size}
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be >= 1, or left out; got {value}.")
     config = _check_options(experiment, network, methods, batch_sizes, lrs, seeds, settings)
-    source = _source(experiment, data, size, workers)
+    source = _load_images(experiment, data, size, workers)
     crew = Crew(make_accelerator(config["precision"]))
     _check_fits(tasks(config), source, crew)
     kinds = {"checkpoint_every": checkpoint_every, "tensorboard": tensorboard, "track": track}
@@ -159,7 +163,7 @@ def run(
 def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress | None) -> None:
     """Do all runs that are not done."""
     config, experiment = folder.config, folder.info["experiment"]
-    todo, draw = tasks(config), _drawer(folder)
+    todo, draw = tasks(config), _make_drawer(folder)
 
     def finished(task: Task) -> None:
         work.clean(task)
@@ -176,7 +180,7 @@ def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress |
         arrays=True,
     )
     for task in todo:
-        if folder.done(name=task.name):
+        if folder.has_record(name=task.name):
             work.clean(task)  # a kill may have come between the record and this
     if storage is None:
         session.spread(todo)
@@ -188,7 +192,7 @@ def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress |
         (work.out / "checkpoints").rmdir()
 
 
-def _drawer(folder: Run) -> Callable[..., None]:
+def _make_drawer(folder: Run) -> Callable[..., None]:
     """Return what draws the figures now and then: a sweep is looked at before its end."""
     from geoparam_lab.experiments import image_figures
 
@@ -225,7 +229,7 @@ class _Work:
         one, images = task.settings, self.images
         steps = images // one.batch_size
 
-        def told(epoch: int, step: int, speed: float) -> None:
+        def report(epoch: int, step: int, speed: float) -> None:
             left = one.epochs * images - (epoch * steps + step) * one.batch_size
             if tick is not None:
                 tick(epoch + 1, max(left, 0), f"{speed:,.0f} images/s")
@@ -235,7 +239,7 @@ class _Work:
             self.source,
             self.folder(task),
             accelerator=self.crew.accelerator,
-            tick=told,
+            tick=report,
             **self.kinds,
         )
         named = {"name": task.name, "method": task.method, "tuned": task.tuned}
@@ -262,7 +266,7 @@ class _Work:
 # --- what is asked for --------------------------------------------------------------------------
 
 
-def _source(
+def _load_images(
     experiment: str,
     data: str | Path | Source,
     size: int | None,

@@ -121,6 +121,8 @@ def run(
     """
     import geoparam.plots  # noqa: F401  says now, not after training, that matplotlib is missing
 
+    if min(epochs, patience) < 1:
+        raise ValueError(f"epochs and patience must be >= 1; got {epochs} and {patience}.")
     config = check_options(methods, init, seeds, lrs) | {"epochs": epochs, "patience": patience}
     there = resume and Path(out, "config.json").exists()
     data, source = toy.load(Run.open(out).config if there else {}, **own)
@@ -201,7 +203,7 @@ def find_stacks(run: Run) -> list[Stack]:
         for first in range(0, config["seeds"], BLOCK):
             block = range(first, min(first + BLOCK, config["seeds"]))
             members = tuple(Member(lr, seed) for lr in config["lrs"] for seed in block)
-            done = [run.done(method=method, lr=lr, seed=seed) for lr, seed in members]
+            done = [run.has_record(method=method, lr=lr, seed=seed) for lr, seed in members]
             missing = tuple(i for i, finished in enumerate(done) if not finished)
             found += [Stack(method, members, missing)] * bool(missing)
     return found

@@ -96,12 +96,17 @@ class Work:
         for done, (_, seed) in enumerate(task.members):
             data = self._data(task.dataset, [seed])
             x, y = torch.from_numpy(data.x_train[0]), torch.from_numpy(data.y_train[0])
-            found.append(width_scales.start(_network(task, seed, data, torch.float64), x, y))
+            found.append(
+                width_scales.measure_start(_network(task, seed, data, torch.float64), x, y)
+            )
             tick(0, len(task.members) - done - 1)
         return found
 
     def _fan_in(self, task: Task, tick: Tick) -> list[Record]:
-        return [width_scales.fan_in(*task.variant, task.width, seed) for _, seed in task.members]
+        return [
+            width_scales.measure_fan_in(*task.variant, task.width, seed)
+            for _, seed in task.members
+        ]
 
     def _trained(self, task: Task, tick: Tick) -> list[Record]:
         rates, seeds = zip(*task.members, strict=True)
@@ -199,7 +204,7 @@ def run(
     count = sum(len(task.members) for task in todo)
     Session(folder, Work(energy, steps), count, jobs or count_cores(), progress).spread(todo)
     for answer in answers(folder.records(), config):
-        if not folder.done(**{name: answer[name] for name in KEY}):
+        if not folder.has_record(**{name: answer[name] for name in KEY}):
             folder.append(answer)
     from geoparam_lab.experiments import width_figures  # it imports matplotlib
 

@@ -41,21 +41,14 @@ _TITLES = {
 VARIANTS = tuple(_TITLES)
 
 
-def start(model: nn.Sequential, x: Tensor, y: Tensor) -> Record:
-    """Return the scale (root mean square) of what a new network computes and of its gradients.
-
-    Example:
-        >>> x = torch.randn(50, 4, dtype=torch.float64)
-        >>> sizes = start(methods.mlp("gmp", (4, 8, 1)), x, x[:, 0])
-        >>> [name for name in sizes if "gradient" not in name]
-        ['activation', 'output', 'output_change']
-    """
+def measure_start(model: nn.Sequential, x: Tensor, y: Tensor) -> Record:
+    """Return the scale (root mean square) of what a new network computes and of its gradients."""
     hidden = model[:-1](x)
     output = model[-1](hidden).squeeze(-1)
     stacked.absolute_error(output[None], y[None]).backward()
     gradients = {
         f"gradient_{group}": _rms(parameter.grad)
-        for group, parameter in groups(model).items()
+        for group, parameter in group_parameters(model).items()
         if parameter.grad is not None
     }
     found = {"activation": _rms(hidden), "output": _rms(output), **gradients}
@@ -63,13 +56,8 @@ def start(model: nn.Sequential, x: Tensor, y: Tensor) -> Record:
     return found | {"output_change": _rms(model(x).squeeze(-1) - output)}
 
 
-def groups(model: nn.Sequential) -> dict[str, nn.Parameter]:
-    """Return what the hidden units' parameters are for, and the output weights.
-
-    Example:
-        >>> list(groups(methods.mlp("sp", (4, 8, 1))))
-        ['direction', 'offset', 'output']
-    """
+def group_parameters(model: nn.Sequential) -> dict[str, nn.Parameter]:
+    """Return the hidden units' parameters by what they are for, and the output weights."""
     names = {"latitude": "direction", "weight": "direction", "lam": "offset", "bias": "offset"}
     hidden = dict(model[0].named_parameters())
     found = {names.get(name, "scale"): parameter for name, parameter in hidden.items()}
@@ -85,15 +73,10 @@ def adam_step_(parameters: Iterable[nn.Parameter], rate: float = STEP) -> None:
             parameter.sub_(rate * parameter.grad.sign())
 
 
-def fan_in(method: str, init: str, inputs: int, seed: int) -> Record:
+def measure_fan_in(method: str, init: str, inputs: int, seed: int) -> Record:
     """Return the same for one layer of so many inputs, and its units' median turn in a step.
 
     The loss is a random linear function of its outputs, so that their gradients are of one size.
-
-    Example:
-        >>> record = fan_in("gmp", "sphere", 64, seed=0)
-        >>> round(record["turn"], 1)
-        3.3
     """
     generator = torch.Generator().manual_seed(seed + 1000)  # or the inputs would be the weights
     x, slope = (

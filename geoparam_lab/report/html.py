@@ -26,10 +26,7 @@ class Html(str):
 def element(name: str, *content: str | None, **attributes: Any) -> Html:
     """Return an element with this content; None is left out, both as content and as attribute.
 
-    Args:
-        name: of the element.
-        content: text, which is escaped, or Html, which is not.
-        attributes: `class_` and `for_` stand for words that Python keeps; `_` in names for `-`.
+    In attributes `class_` and `for_` stand for words that Python keeps, and `_` for `-`.
 
     Example:
         >>> element("p", "a < b ", element("em", "c"), class_="note", id=None)
@@ -42,12 +39,7 @@ def element(name: str, *content: str | None, **attributes: Any) -> Html:
 
 
 def join(*content: str | None) -> Html:
-    """Return contents one after the other, text escaped.
-
-    Example:
-        >>> join("1 & 2", None, Html("<br>"))
-        '1 &amp; 2<br>'
-    """
+    """Return contents one after the other, text escaped."""
     return Html(
         "".join(c if isinstance(c, Html) else html.escape(c) for c in content if c is not None)
     )
@@ -65,12 +57,7 @@ def data(value: Any) -> Html:
 
 
 def facts(pairs: dict[str, str | Html]) -> Html:
-    """Return names and what they stand for, as a description list.
-
-    Example:
-        >>> facts({"seeds": "10"})
-        '<dl><div><dt>seeds</dt><dd>10</dd></div></dl>'
-    """
+    """Return names and what they stand for, as a description list."""
     rows = [element("div", element("dt", k), element("dd", v)) for k, v in pairs.items()]
     return element("dl", *rows)
 

@@ -174,12 +174,7 @@ class Block:
 
 
 def name_value(experiment: Experiment, value: Any) -> str:
-    """Return what a value of a record is called in tables.
-
-    Example:
-        >>> name_value(Experiment("uci"), "yacht"), name_value(Experiment("imagenet"), 1024)
-        ('Yacht', '1024')
-    """
+    """Return what a value of a record is called in tables, such as "Yacht" for "yacht"."""
     known = experiment.names.get(value)
     return known or (_write(value) if isinstance(value, float) else str(value).capitalize())
 

@@ -30,12 +30,7 @@ class Estimate(NamedTuple):
 
 
 def number(value: Any) -> float:
-    """Return a number as a float, and NaN for what is none.
-
-    Example:
-        >>> number(3), number("3"), number(None)
-        (3.0, nan, nan)
-    """
+    """Return a number as a float, and NaN for what is none."""
     known = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if known else math.nan
 
@@ -71,12 +66,7 @@ def agrees(ours: Estimate | None, papers: Printed | None) -> bool | None:
 
 
 def pair(values: Mapping[Any, float], baseline: Mapping[Any, float]) -> Estimate | None:
-    """Return the mean of value minus baseline over the seeds or splits that both have.
-
-    Example:
-        >>> pair({0: 1.5, 1: 2.5, 2: 9.0}, {0: 1.0, 1: 2.0})
-        Estimate(mean=0.5, error=0.0, n=2, low=0.5, high=0.5)
-    """
+    """Return the mean of value minus baseline over the seeds or splits that both have."""
     return estimate(values[key] - baseline[key] for key in values if key in baseline)
 
 
@@ -87,7 +77,7 @@ def count_decimals(errors: Iterable[float | None], least: int) -> int:
         >>> count_decimals([0.28, 0.14, 0.00001], 3), count_decimals([0.00002], 3)
         (3, 5)
     """
-    known = sorted(error for error in errors if error and error >= 10.0 ** -(least + 2))
+    known = sorted(e for e in errors if e and 10.0 ** -(least + 2) <= e < math.inf)
     if not known:
         return least
     middle = known[len(known) // 2]

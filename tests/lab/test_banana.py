@@ -161,17 +161,6 @@ def test_figures_say_where_the_points_come_from(finished: Run) -> None:
         assert "generated points, not KEEL's" in path.with_suffix(".txt").read_text()
 
 
-def test_a_killed_run_resumes_to_the_same_numbers(
-    finished: Run, tmp_path: Path, undrawn: None
-) -> None:
-    shutil.copytree(finished.folder, tmp_path / "run")
-    path = tmp_path / "run" / "metrics.jsonl"
-    written = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(written[:9]))  # BN's stack has one of four
-    again = experiment.run(tmp_path / "run", **SHORT, resume=True)
-    assert lines(again) == lines(finished)
-
-
 def test_a_resumed_run_keeps_its_points(
     finished: Run, tmp_path: Path, undrawn: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,7 +120,7 @@ def test_the_table_has_a_row_for_each_method_at_its_chosen_setting(tmp_path: Pat
     done = sweep(tmp_path, "run")
     records = done.records()
     assert len(records) == 8 and len({record["name"] for record in records}) == 8
-    [top1, top5] = tables.tables(done, "bn")
+    [top1, top5] = tables.make_tables(done, "bn")
     rows = {row.label: dict(zip(top1.columns, row.cells, strict=True)) for row in top1.rows}
     assert list(rows) == ["SP", "BN", "BN, optimizer muon"]
     chosen = [r for r in choose(records, "select_top1") if r["method"] == "bn"]
@@ -136,7 +136,7 @@ def test_the_table_has_a_row_for_each_method_at_its_chosen_setting(tmp_path: Pat
 
 def test_several_batch_sizes_have_tables_of_times(tmp_path: Path, undrawn: None) -> None:
     done = sweep(tmp_path, "run", batch_sizes=[8, 16], seeds=1, epochs=1, methods=["sp:lr=0.1"])
-    titles = [table.title for table in tables.tables(done)]
+    titles = [table.title for table in tables.make_tables(done)]
     assert "Epochs to 0 % top-1 by batch size" in titles
 
 

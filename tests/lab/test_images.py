@@ -128,19 +128,6 @@ def test_every_run_of_the_grid_has_a_record_and_curves(finished: Run) -> None:
     assert not (finished.folder / "checkpoints").exists()
 
 
-def test_the_papers_rates_are_the_default() -> None:
-    config = {"methods": ["bn", "gmp"], "batch_sizes": [256], "seeds": 1, "lrs": None}
-    for network, rates in {"vgg6": [0.01, 0.1], "resnet18": [0.1, 0.1]}.items():
-        todo = images.tasks(config | {"network": network})
-        assert [task.settings.lr for task in todo] == rates
-
-
-def test_the_first_seed_of_everything_comes_first() -> None:
-    config = {"network": "vgg6", "methods": ["bn", "gmp"], "batch_sizes": [8, 16], "lrs": [0.1]}
-    seeds = [task.settings.seed for task in images.tasks(config | {"seeds": 2})]
-    assert seeds == [0] * 4 + [1] * 4
-
-
 def test_a_diverging_run_is_recorded_and_the_sweep_goes_on(data: Path, tmp_path: Path) -> None:
     done = run(tmp_path / "run", data, lrs=[0.1, 1e10], seeds=1, methods=["sp"], epochs=1)
     outcomes = {record["lr"]: record["outcome"] for record in done.records()}
@@ -195,17 +182,6 @@ def test_a_sweep_killed_within_a_run_goes_on_to_the_same_records(
             without_times(resumed.curves(name)), without_times(finished.curves(name))
         )
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-def test_more_of_everything_leaves_the_others_as_they_are(
-    data: Path, tmp_path: Path, finished: Run, monkeypatch: pytest.MonkeyPatch, no_figures: None
-) -> None:
-    shutil.copytree(finished.folder, tmp_path / "run")
-    monkeypatch.setattr(train, "train", pretended)
-    more = {"seeds": 3, "lrs": [0.1, 0.3], "batch_sizes": [8, 16]}
-    more |= {"methods": ["bn", "gmp+imn", "sp"]}
-    done = run(tmp_path / "run", data, resume=True, **more)
-    assert done.records()[:4] == finished.records() and len(done.records()) == 3 * 2 * 2 * 3
 
 
 def test_a_resumed_sweep_keeps_its_settings_and_data(
@@ -379,18 +355,6 @@ def test_the_page_says_what_the_data_were_and_has_the_figures(page_file: Path) -
 
 
 # --- progress and mistakes ----------------------------------------------------------------------
-
-
-def test_progress_counts_images_and_says_how_fast(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_figures: None
-) -> None:
-    monkeypatch.setattr(train, "train", pretended)
-    monkeypatch.setattr("geoparam_lab.training.tasks.INTERVAL", 0)
-    seen: list[tuple[str, int, int]] = []
-    run(tmp_path / "run", data, seeds=1, progress=lambda *step: seen.append(step))
-    title = "BN, batch 16, rate 0.1, seed 0"
-    assert seen[0] == (f"{title}, epoch 1, 1,234 images/s", 16, 256)
-    assert seen[1] == (title, 128, 256) and seen[-1][1] == 256
 
 
 @pytest.mark.parametrize(

@@ -218,15 +218,6 @@ def test_a_killed_run_resumes_to_the_same_numbers(
             np.testing.assert_array_equal(again.curves(name)[key], array)
 
 
-def test_finished_work_is_not_repeated(
-    finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
-) -> None:
-    shutil.copytree(finished.folder, tmp_path / "run")
-    monkeypatch.setattr(toys, "train", None)
-    again = experiment.run(tmp_path / "run", **SHORT, resume=True)
-    assert lines(again) == lines(finished)
-
-
 def test_more_seeds_and_methods_are_added_to_what_is_there(
     finished: Run, tmp_path: Path, undrawn: None
 ) -> None:
@@ -238,14 +229,6 @@ def test_more_seeds_and_methods_are_added_to_what_is_there(
         ("sp", 2), ("intrinsic", 0), ("intrinsic", 1), ("intrinsic", 2)
     }  # fmt: skip
     assert len(again.records()) == len(finished.records()) + len(new)
-
-
-def test_progress_counts_epochs_and_figures_to_the_end(tmp_path: Path) -> None:
-    seen: list[tuple[str, int, int]] = []
-    wanted = {"methods": ["sp", "gmp"], "lrs": [0.1], "epochs": 3, "seeds": 1, "jobs": 1}
-    experiment.run(tmp_path / "run", **wanted, progress=lambda *step: seen.append(step))
-    assert ("Levy", 6, 6) in seen and ("Levy figures", 3, 3) in seen
-    assert all(done <= total for _, done, total in seen)
 
 
 def test_several_processes_give_the_same_numbers(tmp_path: Path, undrawn: None) -> None:

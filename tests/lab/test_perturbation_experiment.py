@@ -91,14 +91,6 @@ def test_sp_and_wn_turn_alike_and_lose_their_directions(outcome: Outcome) -> Non
     assert (lost @ torch.full((2,), 0.5**0.5).double() > 0.99).all()
 
 
-def test_all_methods_hold_the_same_unit() -> None:
-    w, b = papers_unit()
-    for method in METHODS:
-        layer = build(method, [1])
-        assert np.allclose(layer.weight.detach().numpy(), w)
-        assert np.allclose(layer.bias.detach().numpy(), b)
-
-
 def test_records_hold_the_references_of_the_papers_unit_only(outcome: Outcome) -> None:
     records = outcome.records()
     assert len(records) == len(METHODS) * len(DELTAS)

@@ -233,23 +233,9 @@ def test_arrays_that_do_not_fit_are_named(change: dict[str, Array], message: str
         slider.pack_slider({**run_folders.levy_slider(6), **change})
 
 
-def test_methods_keep_the_colours_of_the_figures() -> None:
-    from geoparam.plots import COLOURS
-
-    arrays = run_folders.levy_slider(6)
-    titles = np.array(["SP, rate 0.1", "WN", "GmP (sphere)", "mine"])
-    found = slider.pack_slider({**arrays, "methods": titles})
-    assert found["colours"][:3] == [COLOURS["SP"], COLOURS["WN"], COLOURS["GmP"]]
-
-
 def test_cells_have_a_minus_and_powers_and_only_lists_may_break() -> None:
     cells = tuple(map(Cell, ("-1.5e-07 ± 0.2", "0.01 (3), 0.1 (7)")))
     found = elements.table(Table("T", "method", ("x", "y"), (Row("SP, rate 0.1", cells),)))
     assert "<td>−1.5·10⁻⁷ ± 0.2</td>" in found
     assert '<td class="long">0.01\xa0(3), 0.1\xa0(7)</td>' in found
     assert '<th scope="row">SP, rate\xa00.1</th>' in found
-
-
-def test_an_element_escapes_text_and_attributes() -> None:
-    found = elements.element("p", EVIL, title=EVIL)
-    assert Parsed(found).tags == [("p", {"title": EVIL})] and Parsed(found).text == EVIL

@@ -178,13 +178,6 @@ def test_play_moves_on_and_pause_stops(page: Page) -> None:
     assert page.evaluate("moved.value") == "3"
 
 
-def test_play_ends_with_the_last_frame(page: Page) -> None:
-    page.evaluate("document.querySelector('#slider-0 input').value = 21")
-    page.evaluate("document.querySelector('#slider-0 [data-play]').click()")
-    page.wait("document.querySelector('#slider-0 [data-play]').textContent === 'Play'")
-    assert page.evaluate("document.querySelector('#slider-0 input').value") == "23"
-
-
 def test_readings_are_those_of_the_arrays(page: Page) -> None:
     page.evaluate("document.querySelector('#slider-0 input').focus()")
     page.press("Home")
@@ -247,22 +240,18 @@ def test_teeth_point_to_the_active_side_and_shades_to_the_class(
 # --- the helper must be able to fail -----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("script", "complaint"),
-    [
-        ("throw new Error('broken')", "broken"),
-        ("Promise.reject(new Error('later'))", "later"),
-        ("console.error('bad', 'news')", "bad news"),
-    ],
-)
-def test_a_broken_script_is_reported(
-    chromium: Browser, tmp_path: Path, script: str, complaint: str
-) -> None:
+def test_a_broken_script_is_reported(chromium: Browser, tmp_path: Path) -> None:
+    scripts = (
+        "Promise.reject(new Error('later'))",
+        "console.error('bad')",
+        "throw Error('broken')",
+    )
     path = tmp_path / "broken.html"
-    path.write_text(f"<!doctype html><title>broken</title><script>{script}</script>")
+    body = "".join(f"<script>{script}</script>" for script in scripts)
+    path.write_text(f"<!doctype html><title>broken</title>{body}")
     page = chromium.open(path)
     page.frame()
-    assert any(complaint in error for error in page.errors)
+    assert all(word in "".join(page.errors) for word in ("later", "bad", "broken"))
     page.close()
 
 

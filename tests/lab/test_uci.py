@@ -220,11 +220,6 @@ def test_processes_that_share_a_study_end_with_all_records(tmp_path: Path, heldo
     assert trained[0] | trained[1] == {"small-sp", "small-gmp"} and not trained[2]
 
 
-def test_a_resumed_run_keeps_its_protocol(heldout: Run) -> None:
-    with pytest.raises(ValueError, match="protocol='heldout', now 'paper'"):
-        run(heldout.folder, "paper", resume=True)
-
-
 # --- what is written ----------------------------------------------------------------------------
 
 
@@ -240,27 +235,12 @@ def test_curves_are_of_reported_networks_and_small(heldout: Run) -> None:
         assert math.isclose(curves["lr"][split], own[split]["lr"])
 
 
-def test_curves_of_long_runs_have_few_points() -> None:
-    task = Task("small", "sp", (Member(0, 1e-6),))
-    done = uci.train(task, table(), Settings(epochs=400))
-    assert done.records[0]["epochs"] == 400
-    assert len(done.arrays["epoch"]) <= uci.POINTS and done.arrays["epoch"][-1] == 400
-
-
 def test_a_run_that_diverges_is_recorded(tmp_path: Path) -> None:
     records = run(tmp_path / "run", methods=["sp"], lrs=[0.01, 1e160]).records()
     outcomes = {(r["lr"], r["outcome"]) for r in records}
     assert outcomes == {(0.01, "finished"), (1e160, "diverged")}
     assert all(r["lr"] == 0.01 and r["test_rmse"] < 10 for r in records if r["chosen"])
     json.dumps(records)
-
-
-def test_progress_counts_networks(tmp_path: Path) -> None:
-    seen: list[tuple[str, int, int]] = []
-    run(tmp_path / "run", progress=lambda *step: seen.append(step))
-    done = [step[1] for step in seen]
-    assert done == sorted(done) and done[-1] == 36 and {step[2] for step in seen} == {36}
-    assert seen[0][0].startswith("large, SP, rate 0.01")
 
 
 def test_all_rates_are_one_stack_where_that_is_asked_for() -> None:

@@ -108,13 +108,6 @@ def test_a_trained_network_is_that_of_a_plain_stack() -> None:
     assert [r["epochs"] for r in records] == [30, 30]
 
 
-def test_stacks_stay_in_the_cache() -> None:
-    config = {"widths": [16, 16384], "rates": [0.1, 0.3], "seeds": 3, "datasets": ["levy"]}
-    trained = [task for task in width.tasks(config) if task.kind == "trained"]
-    sizes = {task.width: len(task.members) for task in trained}
-    assert sizes == {16: 6, 16384: 1} and trained[0].width == 16384
-
-
 def test_an_error_without_a_number_is_never_the_best() -> None:
     errors = np.array([[1.0, math.inf], [2.0, 1.0]])
     found = width.one_rate(errors, (0.01, 0.1), papers=0.3)
