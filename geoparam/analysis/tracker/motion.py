@@ -109,7 +109,7 @@ class Motion:
         """Return the parts of a layer and its breakpoints with one element for each unit."""
         breaks = site.breaks
         ends = (torch.nan,) if breaks is None else breaks.points
-        given = {**found.numbers(), "low": ends[0], "high": ends[-1]}
+        given = {**found.per_unit(), "low": ends[0], "high": ends[-1]}
         return {
             name: self.pick(site.name, self._cast(value.detach()).expand(len(found.rows)))
             if isinstance(value, Tensor)
