@@ -95,7 +95,7 @@ class Parts(NamedTuple):
     eps: float = 0.0
     unit: bool = False  # all rows are unit vectors
 
-    def numbers(self) -> dict[str, Tensor | float]:
+    def per_unit(self) -> dict[str, Tensor | float]:
         """Return all but `rows` and `unit`, by name."""
         return {
             name: value for name, value in self._asdict().items() if name not in ("rows", "unit")
@@ -212,7 +212,7 @@ def compute_boundaries(of: Parts, breaks: Breaks | None) -> Boundaries:
     like = sphere.length(rows)
     vectors = {
         name: torch.as_tensor(value, dtype=like.dtype, device=like.device).expand_as(like)
-        for name, value in of.numbers().items()
+        for name, value in of.per_unit().items()
     }
     pre = combine(vectors)
     sign, slope = sign_and_slope(pre, like)
@@ -244,12 +244,7 @@ def sign_and_slope(pre: PreActivation, length: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def displacement(lam: Tensor, later: Tensor, near: Tensor, far: Tensor) -> Tensor:
-    """Return ||lam u - lam' u'|| without cancellation, from ||u - u'|| and ||u + u'||.
-
-    Example:
-        >>> displacement(*torch.tensor([3.0, 4.0, 2**0.5, 2**0.5]))
-        tensor(5.)
-    """
+    """Return ||lam u - lam' u'|| without cancellation, from ||u - u'|| and ||u + u'||."""
     product = lam * later
     same_side = (later - lam).square() + product * near.square()
     other_side = (later + lam).square() - product * far.square()

@@ -35,12 +35,7 @@ def plane(ax: Axes | None, limits: tuple[float, float]) -> Axes:
 def square_view(
     points: np.ndarray, share: float = 1.0, margin: float = 1.25
 ) -> tuple[float, float]:
-    """Limits of both inputs, around the origin, that hold a share of the finite points, (N, 2).
-
-    Example:
-        >>> square_view(np.array([[1.0, -4.0], [np.inf, 0.0]]))
-        (-5.0, 5.0)
-    """
+    """Limits of both inputs, around the origin, that hold a share of the finite points, (N, 2)."""
     reach = np.abs(points).max(axis=-1)
     reach = reach[np.isfinite(reach)]
     half = margin * float(np.quantile(reach, share)) if len(reach) else 1.0

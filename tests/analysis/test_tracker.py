@@ -394,11 +394,11 @@ def test_a_killed_and_resumed_resnet_has_the_history_of_an_uninterrupted_one(
 ) -> None:
     pytest.importorskip("torchvision")
     assert run_resnet(tmp_path / "whole").returncode == 0
-    killed = run_resnet(tmp_path / "parts", "--kill-at", "5")
+    killed = run_resnet(tmp_path / "parts", "--kill-at", "3")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert len(np.load(tmp_path / "parts" / "history.npy")) > 0
     resumed = run_resnet(tmp_path / "parts", "--resume")
     assert resumed.returncode == 0, resumed.stderr
     whole, parts = (np.load(tmp_path / run / "history.npy") for run in ("whole", "parts"))
-    assert sorted(set(whole["step"])) == list(range(1, 8))
+    assert sorted(set(whole["step"])) == [1, 2, 3, 4, 5]
     assert whole.tobytes() == parts.tobytes()  # NaN for NaN

@@ -28,13 +28,7 @@ Steps = Mapping[str, Tensor]  # what is added, by role
 
 
 def read_stored(layer: nn.Module, norm: nn.Module | None = None) -> dict[str, Tensor]:
-    """Return the parameters of a layer and the norm after it by their roles, as they are stored.
-
-    Example:
-        >>> from torch.nn.utils.parametrizations import weight_norm
-        >>> {role: tuple(t.shape) for role, t in read_stored(weight_norm(nn.Linear(3, 2))).items()}
-        {'direction': (2, 3), 'length': (2, 1), 'offset': (2,)}
-    """
+    """Return the parameters that a layer and the norm after it store, by their roles."""
     found = {}
     for module, names in _names_by_role(layer, norm):
         parameters = dict(module.named_parameters())
@@ -74,12 +68,6 @@ def copy_with(module: nn.Module, values: Mapping[str, Tensor], prefix: str = "")
     """Return the module with float64 copies of its parameters, those in `values` replaced.
 
     It shares everything else with the module, also hooks: read it, do not run it.
-
-    Example:
-        >>> import torch
-        >>> layer = nn.Linear(2, 1)
-        >>> copy_with(layer, {"weight": torch.ones(1, 2)}).weight, layer.weight.dtype
-        (tensor([[1., 1.]], dtype=torch.float64), torch.float32)
     """
     other = object.__new__(type(module))
     other.__dict__.update(module.__dict__)
@@ -103,10 +91,6 @@ def direction_rows(layer: nn.Module) -> Tensor | None:
     """Return the stored vectors (out, n) that units point along; None where there are none.
 
     Angles are no such vectors, and a parametrization may make a row of the weight from several.
-
-    Example:
-        >>> direction_rows(nn.Conv2d(3, 8, 5)).shape
-        torch.Size([8, 75])
     """
     held = read_stored(layer)
     dim = 1 if is_transposed(layer) else 0

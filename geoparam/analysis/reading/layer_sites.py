@@ -68,12 +68,6 @@ def find_sites(
         inputs: A small batch as the model takes it, with `kwargs`; None for no trace.
         layers: Names of the layers, or a function of module and name; all by default.
         follows: Norm and activation by layer name, to overrule the trace.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
-        >>> sites = find_sites(model, torch.zeros(1, 4))
-        >>> list(sites), sites["0"].norm is model[1], sites["0"].breaks.points
-        (['0', '3'], True, (0.0,))
     """
     model = unwrap(model)
     modules = dict(model.named_modules())

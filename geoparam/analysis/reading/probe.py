@@ -39,13 +39,6 @@ def observe(
     The functions are called with the site and the tensor: the layer's input, the input of the norm
     after it, and the activation's, units in dimension `site.channel`; not where there is none, or
     where units are elsewhere.
-
-    Example:
-        >>> from geoparam.analysis.reading.layer_sites import find_sites
-        >>> model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(5, 3)
-        >>> observe(model, x, find_sites(model, x), lambda site, z: print(site.name, *z.shape))
-        0 5 4
-        True
     """
     watched: dict[int, list[Callable[[Tensor], None]]] = {}
 
@@ -154,10 +147,6 @@ def input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
 
     If the layer subtracts the mean of its input, it is the length of the difference, with the
     mean of evaluation. With groups there is one length for each, where the channels were.
-
-    Example:
-        >>> input_lengths(nn.Conv1d(1, 2, 2), torch.tensor([[[3., 4., 0.]]]))
-        tensor([[[5., 4.]]])
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))  # squares overflow float16
     mean = _input_mean(layer, x)

@@ -125,27 +125,21 @@ def activation_sites(model: nn.Module, graph: Graph) -> dict[str, Site]:
     found: dict[str, Site] = {}
     for step, node in enumerate(graph.nodes):
         module = None if node.name is None else modules.get(node.name)
-        _check_straight(node, step, module)
-        own = isinstance(module, GmPLayer) and module.activation is not None
-        if own or node.kind == "activation":
-            name = layers.get(step) or node.name or node.op
-            site = _site(_free_name(name, found), step, node, module)
-            found[site.name] = site
+        layer = module if isinstance(module, GmPLayer) else None  # may apply its own activation
+        activation: Any = None if layer is None else layer.activation
+        if node.kind == "activation":
+            activation = module or node
+        _check_straight(node, step, module, activation)
+        if activation is not None:
+            name = _free_name(layers.get(step) or node.name or node.op, found)
+            call = Call(-1, None, step, ()) if layer is None else Call(step, None, None, ())
+            dim = activation.dim - len(node.shape) if isinstance(activation, SReLU) else -1
+            found[name] = Site(name, layer or nn.Identity(), None, activation, dim, (call,))
     if not found:
         raise ValueError(
             "regions are made by activations with breakpoints, as ReLU; no step of the run is one."
         )
     return found
-
-
-def _site(name: str, step: int, node: Node, module: nn.Module | None) -> Site:
-    layer: nn.Module = nn.Identity()
-    call = Call(-1, None, step, ())
-    activation: Activation | None = module or node
-    if isinstance(module, GmPLayer):  # the activation is its own
-        layer, activation, call = module, module.activation, Call(step, None, None, ())
-    channel = activation.dim - len(node.shape) if isinstance(activation, SReLU) else -1
-    return Site(name, layer, activation=activation, channel=channel, calls=(call,))
 
 
 def _free_name(name: str, taken: Mapping[str, object]) -> str:
@@ -154,11 +148,10 @@ def _free_name(name: str, taken: Mapping[str, object]) -> str:
     return next(each for each in (name, *again) if each not in taken)
 
 
-def _check_straight(node: Node, step: int, module: nn.Module | None) -> None:
+def _check_straight(
+    node: Node, step: int, module: nn.Module | None, activation: Activation | None
+) -> None:
     """Refuse a step that is not affine between known breakpoints."""
-    activation: Any = module or node if node.kind == "activation" else None
-    if isinstance(module, GmPLayer):
-        activation = module.activation
     known = breaks(activation)
     smooth = activation is not None and (known is None or not known.linear)
     norm = node.kind == "norm" and node.op != "batch_norm" and not has_running(module)

@@ -51,19 +51,7 @@ class Measured(NamedTuple):
 class Motion:
     """Measures the boundaries of all sites, and how far they are from where they were.
 
-    Args:
-        sites: The layers.
-        units: At most so many units of each layer, evenly spaced; all by default.
-
-    Example:
-        >>> from torch import nn
-        >>> from geoparam.analysis.reading.layer_sites import find_sites
-        >>> model = nn.Sequential(nn.Linear(2, 1), nn.ReLU())
-        >>> motion = Motion(find_sites(model, torch.zeros(1, 2)))
-        >>> _ = motion.measure()
-        >>> _ = nn.init.zeros_(model[0].bias), model[0].weight.data.neg_()
-        >>> motion.measure().rotation
-        tensor([180.])
+    At most `units` of each layer are followed, evenly spaced; all by default.
     """
 
     def __init__(self, sites: Mapping[str, Site], units: int | None = None) -> None:
@@ -109,7 +97,7 @@ class Motion:
         """Return the parts of a layer and its breakpoints with one element for each unit."""
         breaks = site.breaks
         ends = (torch.nan,) if breaks is None else breaks.points
-        given = {**found.numbers(), "low": ends[0], "high": ends[-1]}
+        given = {**found.per_unit(), "low": ends[0], "high": ends[-1]}
         return {
             name: self.pick(site.name, self._cast(value.detach()).expand(len(found.rows)))
             if isinstance(value, Tensor)
