@@ -37,7 +37,7 @@ class Batch:
     def weights(self) -> Tensor:
         return torch.cat([m.unit.layout.to_rows(m.own) for m in self.members])
 
-    def computed(self) -> Tensor:
+    def compute_rows(self) -> Tensor:
         return functional.compute_weight(self.stored / self.scale, self.r, self.r.dtype)
 
     def enter(self) -> None:
@@ -56,7 +56,7 @@ class Batch:
         rows = self.weights()
         if written is not None:
             return (rows != written).any(dim=1)
-        error = torch.linalg.vector_norm(rows - self.computed(), ord=torch.inf, dim=1)
+        error = torch.linalg.vector_norm(rows - self.compute_rows(), ord=torch.inf, dim=1)
         return ~(error <= 4 * torch.finfo(rows.dtype).eps * self.r.abs())
 
     def take_up(self, changed: Tensor) -> None:
@@ -143,7 +143,7 @@ class AngularStage(Stage):
         at = 0
         for names, batch in self.batches.items():
             before = entered[at : (at := at + len(batch.r))]
-            new, old = batch.computed(), batch.weights()
+            new, old = batch.compute_rows(), batch.weights()
             if self.is_still:  # at rate 0 not even rounding changes a weight
                 new = torch.where((batch.r == before)[:, None], old, new)
             elif self.max_turn is not None:

@@ -229,7 +229,7 @@ class GeometricOptimizer(Optimizer):
         signature = members, *_signatures(self._watched)
         if signature == self._signature:
             return
-        params = dict(chain.from_iterable(map(_named, self.param_groups)))
+        params = dict(chain.from_iterable(map(_name_params, self.param_groups)))
         written = self._written
         self._forget()
         units = [unit for unit in self._choice.units if unit.name in params]
@@ -343,7 +343,7 @@ class GeometricOptimizer(Optimizer):
         return f"{title}\n{self._choice.table(self.is_fixed)}"
 
 
-def _named(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _name_params(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     return zip(group["param_names"], group["params"], strict=True)
 
 

@@ -136,7 +136,7 @@ class Experiment:
     remarks: Callable[[Config, Iterable[Record]], Iterable[str]] = lambda config, records: ()
     choose: Callable[[Sequence[Record]], Sequence[Record]] = lambda records: records
 
-    def printed(self, measure: str, method: str, column: object = "") -> Printed | None:
+    def find_printed(self, measure: str, method: str, column: object = "") -> Printed | None:
         """Return what the papers print for a method in a column of a table, or None."""
         table = self.papers.get(measure)
         return table.values.get(str(column), {}).get(method) if table else None

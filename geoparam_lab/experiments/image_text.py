@@ -40,7 +40,7 @@ _USUAL = {
     "angle_lr": None,
     "widths": None,
 }
-_SHOWN = 8  # diverged runs that are named
+_SHOWN = 8  # failed runs that are named
 
 
 def network_title(config: Config) -> str:
@@ -111,10 +111,11 @@ def remark(config: Config, records: Iterable[Record]) -> Iterator[str]:
     if others:
         said = ", ".join(f"{name.replace('_', ' ')} {_write(config[name])}" for name in others)
         yield f"Not as in the papers: {said}."
-    found = [_name_run(record) for record in records if record.get("outcome") == "diverged"]
-    if found:
-        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        yield f"Diverged: {'; '.join(found[:_SHOWN])}{more}."
+    for outcome, said in (("diverged", "Diverged"), ("collapsed", "Collapsed to chance")):
+        found = [_name_run(record) for record in records if record.get("outcome") == outcome]
+        if found:
+            more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            yield f"{said}: {'; '.join(found[:_SHOWN])}{more}."
 
 
 def _write(value: Any) -> str:

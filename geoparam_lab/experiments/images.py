@@ -165,7 +165,7 @@ def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress |
     config, experiment = folder.config, folder.info["experiment"]
     todo, draw = tasks(config), _make_drawer(folder)
 
-    def finished(task: Task) -> None:
+    def draw_if_due(task: Task) -> None:
         work.clean(task)
         draw()
 
@@ -176,7 +176,7 @@ def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress |
         progress=progress,
         weight=config["epochs"] * work.images,
         threads=None,
-        finished=finished,
+        finished=draw_if_due,
         arrays=True,
     )
     for task in todo:

@@ -154,7 +154,7 @@ def draw_seeds(run: Run, measure: str, label: str, printed: Experiment | None = 
     for x, (method, lr) in enumerate(columns):
         values = [r[measure] for r in records_of(run, method, lr) if np.isfinite(r[measure])]
         _draw_seed_column(ax, x, values, method, lr)
-        known = printed.printed(measure, method) if printed else None
+        known = printed.find_printed(measure, method) if printed else None
         if known and lr == papers.RATES[method]:
             ax.plot([x], [known.value], "D", color="white", mec="black", ms=8, zorder=4)
     if printed:

@@ -87,7 +87,7 @@ class Work:
     steps: int = STEPS  # of training
 
     def __call__(self, task: Task, tick: Tick) -> Done:
-        measures = {"start": self._start, "fan_in": self._fan_in, "trained": self._trained}
+        measures = {"start": self._start, "fan_in": self._fan_in, "trained": self._train}
         found = zip(task.keys, measures[task.kind](task, tick), strict=True)
         return Done([dict(zip(KEY, key, strict=True)) | measure for key, measure in found])
 
@@ -108,7 +108,7 @@ class Work:
             for _, seed in task.members
         ]
 
-    def _trained(self, task: Task, tick: Tick) -> list[Record]:
+    def _train(self, task: Task, tick: Tick) -> list[Record]:
         rates, seeds = zip(*task.members, strict=True)
         data = self._data(task.dataset, seeds)
         batches = math.ceil(data.x_train.shape[1] / BATCH_SIZE)

@@ -138,7 +138,7 @@ class Block:
         """The mean in a cell."""
         return estimate(map(self.value, self.records(line, column)))
 
-    def diverged(self, line: Line, column: Any) -> int:
+    def count_diverged(self, line: Line, column: Any) -> int:
         """How many runs in a cell diverged, or left a result that is not finite."""
         name = self.measure.name
         return sum(
@@ -147,7 +147,7 @@ class Block:
             for record in self.records(line, column)
         )
 
-    def printed(self, line: Line, column: Any) -> Printed | None:
+    def find_printed(self, line: Line, column: Any) -> Printed | None:
         """The papers' number for a cell, in the row of their variant, or else in the first."""
         rows = [other for other in self.cells if other.method == line.method]
         if not self.compare or line != next(filter(self.is_the_papers, rows), rows[0]):
@@ -155,11 +155,11 @@ class Block:
         for record in self.records(line, column):
             if any(record.get(k, v) != v for k, v in self.experiment.theirs.items()):
                 return None
-        return self.experiment.printed(self.measure.name, line.method, column)
+        return self.experiment.find_printed(self.measure.name, line.method, column)
 
     def agrees(self, line: Line, column: Any) -> bool | None:
         """Whether a cell agrees with the papers' number; None where that cannot be said."""
-        return agrees(self.estimate(line, column), self.printed(line, column))
+        return agrees(self.estimate(line, column), self.find_printed(line, column))
 
     def is_the_papers(self, line: Line) -> bool:
         """Whether a row's variant, if it has one, is what the papers have."""

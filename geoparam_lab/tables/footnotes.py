@@ -21,7 +21,7 @@ def explain_results(block: Block) -> Iterator[str]:
     yield from _explain_papers(block)
     if block.group == "heldout":
         yield "The learning rate was chosen for each split, by the validation part."
-    if any(block.diverged(line, column) for line in block.cells for column in block.columns):
+    if any(block.count_diverged(line, column) for line in block.cells for column in block.columns):
         yield "Diverged runs are counted; those that left a finite result are in the mean."
     yield from _explain_protocol(block, counts)
 
@@ -29,7 +29,7 @@ def explain_results(block: Block) -> Iterator[str]:
 def _explain_papers(block: Block) -> Iterator[str]:
     source = block.experiment.source(block.measure.name)
     places = [(line, column) for line in block.cells for column in block.columns]
-    shown = [papers for place in places if (papers := block.printed(*place))]
+    shown = [papers for place in places if (papers := block.find_printed(*place))]
     if not shown:
         if mismatch := block.experiment.mismatch(block.config):
             yield f"{mismatch}: the papers' numbers are not shown here."
@@ -57,7 +57,7 @@ def _explain_rates(block: Block) -> Iterator[str]:
     """Yield at which rates the papers trained, where their numbers stand beside other rates."""
     [column] = block.columns
     found = []
-    for line in filter(lambda line: block.printed(line, column), block.cells):
+    for line in filter(lambda line: block.find_printed(line, column), block.cells):
         theirs = block.experiment.rates.get(line.method)
         if theirs is not None and block.rates(line) - {theirs}:
             found.append(f"{Line(line.method).label} {theirs:g}")

@@ -159,7 +159,7 @@ def _make_list(block: Block, base: str | None, compared: Sequence[Comparison]) -
         "range": lambda line: _range_cell(block, line, column, digits),
         **differences,
         "n": lambda line: _count_cell(block, line, column),
-        "diverged": lambda line: Cell(f"{block.diverged(line, column) or EMPTY}"),
+        "diverged": lambda line: Cell(f"{block.count_diverged(line, column) or EMPTY}"),
         "rate": lambda line: Cell(EMPTY if said else list_rates(block.records(line, column))),
     }
     named = {name: [kind(line) for line in block.cells] for name, kind in kinds.items()}
@@ -245,7 +245,7 @@ def _assemble(
 
 def _cell(block: Block, line: Line, column: Any, digits: int | None, usual: int = 0) -> Cell:
     """Return a mean with its error; what differs from the `usual` number of results is said."""
-    found, diverged = block.estimate(line, column), block.diverged(line, column)
+    found, diverged = block.estimate(line, column), block.count_diverged(line, column)
     if found is None:
         return Cell(f"{diverged} diverged" if diverged else EMPTY, diverged=diverged)
     verdict = block.agrees(line, column)
@@ -256,7 +256,7 @@ def _cell(block: Block, line: Line, column: Any, digits: int | None, usual: int 
 
 
 def _papers_cell(block: Block, line: Line, column: Any) -> Cell:
-    papers, verdict = block.printed(line, column), block.agrees(line, column)
+    papers, verdict = block.find_printed(line, column), block.agrees(line, column)
     ours = block.estimate(line, column)
     if papers is None or not block.records(line, column):
         return Cell()
@@ -270,7 +270,7 @@ def _papers_cell(block: Block, line: Line, column: Any) -> Cell:
 
 
 def _papers_rate_cell(block: Block, line: Line) -> Cell:
-    shown = any(block.printed(line, column) for column in block.columns)
+    shown = any(block.find_printed(line, column) for column in block.columns)
     rate = block.experiment.rates.get(line.method) if shown else None
     return Cell(EMPTY if rate is None else f"{rate:g}")
 

@@ -284,7 +284,7 @@ def test_processes_evaluate_the_main_ones_average_of_running_means(
     training = Training(settings("bn", ema=0.5), source(), preparation.make_accelerator("fp32"))
     for batch in training.batches.epoch(0):
         training.train_on(*batch)
-    with training._evaluated():
+    with training._evaluation_mode():
         expected = [buffer.clone() for buffer in training.model.buffers()]
     live, sent = [buffer.clone() for buffer in training.model.buffers()], []
     monkeypatch.setattr(type(training.accelerator), "num_processes", 2)

@@ -116,7 +116,7 @@ def test_the_papers_tables_are_whole_and_say_where_they_come_from() -> None:
 )
 def test_printed_numbers(place: tuple[Any, ...], text: str) -> None:
     experiment, *where = place
-    assert EXPERIMENTS[experiment].printed(*where) == (Printed(text) if text else None)
+    assert EXPERIMENTS[experiment].find_printed(*where) == (Printed(text) if text else None)
 
 
 # --- rows and columns --------------------------------------------------------------------------

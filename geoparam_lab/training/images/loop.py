@@ -209,7 +209,7 @@ class Training:
         batches = itertools.islice(
             itertools.chain.from_iterable(epochs), self.settings.recalibrate
         )
-        with self._evaluated():
+        with self._evaluation_mode():
             gp.recalibrate_(self.model, (self._lay_out(images) for images, _ in batches))
             if self.average is not None:
                 self.average.restart()
@@ -239,7 +239,7 @@ class Training:
         """Return the result on some images, of the average if there is one."""
         sums = Sums(self.accelerator.device)
         self.model.eval()
-        with self._evaluated():
+        with self._evaluation_mode():
             self._share_buffers()  # those of the average too: each process has its own
             for images, labels in batches.epoch(0):
                 logits = self.model(self._lay_out(images))
@@ -254,13 +254,13 @@ class Training:
 
             broadcast(list(self.model.buffers()))
 
-    def _evaluated(self) -> contextlib.AbstractContextManager[None]:
+    def _evaluation_mode(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the model has the weights that are evaluated."""
         return contextlib.nullcontext() if self.average is None else self.average.in_place()
 
     def weights(self) -> run_checkpoints.State:
         """Return the weights that are evaluated."""
-        with self._evaluated():
+        with self._evaluation_mode():
             return run_checkpoints.get_weights(self.model)
 
     def reported_weights(self) -> run_checkpoints.State | None:
