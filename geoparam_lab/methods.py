@@ -55,9 +55,9 @@ class Method:
     """How weights are held and what is normalised.
 
     Example:
-        >>> METHODS["gmp+imn"].conv2d(3, 128, 3)
+        >>> METHODS["gmp+imn"].conv2d(3, 128, 3)  # doctest: +ELLIPSIS
         Sequential(
-          (0): GmPConv2d(3, 128, kernel_size=(3, 3), coordinates='angles', activation=relu)
+          (0): GmPConv2d(3, 128, kernel_size=(3, 3), stride=(1, 1), ..., activation=relu)
           (1): InputMeanNorm(128, momentum=0.01, corrected=False)
         )
     """

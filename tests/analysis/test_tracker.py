@@ -46,6 +46,7 @@ def directions_and_distances(model: nn.Sequential) -> tuple[np.ndarray, np.ndarr
     return (slopes / length[:, None]).numpy(), distances.numpy()
 
 
+@pytest.mark.filterwarnings("ignore:unit vectors have drifted")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_rotation_and_displacement_are_those_of_plain_geometry(name: str) -> None:
     model = network(name)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,15 @@ def test_an_error_of_a_task_is_raised() -> None:
         list(spread(fail, [1, 2], jobs=2))
 
 
+@pytest.fixture
+def default_interrupt() -> Iterator[None]:
+    """Ctrl-C raises, also where the tests were started with it ignored, as in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_interrupt")
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_what_has_begun_is_finished_after_ctrl_c(jobs: int) -> None:
     found = []
@@ -165,6 +175,7 @@ def test_what_has_begun_is_finished_after_ctrl_c(jobs: int) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("default_interrupt")
 def test_a_second_ctrl_c_stops_at_once() -> None:
     with pytest.raises(KeyboardInterrupt):
         for _ in tasks.spread(interrupt, [(0, os.getpid()), (1, 0)], patient=True):
