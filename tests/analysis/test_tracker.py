@@ -390,6 +390,7 @@ def run_resnet(folder: Path, *options: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_resnet_has_the_history_of_an_uninterrupted_one(
     tmp_path: Path,
 ) -> None:

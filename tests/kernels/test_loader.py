@@ -174,6 +174,7 @@ def start(cache: Path, **environment: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes)
 
 
+@pytest.mark.slow
 def test_processes_may_race(tmp_path: Path) -> None:
     processes = [start(tmp_path, GEOPARAM_KERNELS="auto") for _ in range(2)]
     for process in processes:

@@ -191,7 +191,7 @@ for name in ("tensorboard", "optuna", "rich", "matplotlib"):
 """
 
 
-@pytest.mark.parametrize("point", ["step", "write"])
+@pytest.mark.parametrize("point", ["step", pytest.param("write", marks=pytest.mark.slow)])
 def test_goes_on_after_a_kill(point: str, tmp_path: Path) -> None:
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the child: sums may depend on it

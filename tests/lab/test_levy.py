@@ -231,6 +231,7 @@ def test_more_seeds_and_methods_are_added_to_what_is_there(
     assert len(again.records()) == len(finished.records()) + len(new)
 
 
+@pytest.mark.slow
 def test_several_processes_give_the_same_numbers(tmp_path: Path, undrawn: None) -> None:
     wanted = {"methods": ["sp", "gmp"], "lrs": [0.1], "epochs": 20, "seeds": 2}
     one = experiment.run(tmp_path / "one", **wanted, jobs=1)

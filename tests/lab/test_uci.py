@@ -207,6 +207,7 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
         np.testing.assert_equal(both.curves(name), one.curves(name))
 
 
+@pytest.mark.slow
 def test_processes_that_share_a_study_end_with_all_records(tmp_path: Path, heldout: Run) -> None:
     options = {"storage": f"sqlite:///{tmp_path}/study.db", "datasets": ["small"]}
     processes = [start(tmp_path / str(number), **options) for number in range(2)]

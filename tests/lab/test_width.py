@@ -79,6 +79,7 @@ def test_the_codes_initialisation_starts_as_sp_with_glorot(finished: Run) -> Non
     np.testing.assert_allclose(starts("gmp"), starts("sp"))
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_records(tmp_path: Path, finished: Run) -> None:
     text = (finished.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run").mkdir()
