@@ -42,7 +42,7 @@ class GeometricOptimizer(Optimizer):
         coordinates: `"intrinsic"`, unit vectors, or `"angles"`, the papers' angles.
         turn: let each step turn the units of a layer by this many degrees, root mean square,
             whatever the gradient's size. The unit groups' `lr` is then this angle, so that any
-            schedule scales it; `lr` is for all the rest.
+            schedule scales it; `lr` is for all the rest: where the base is Muon, AdamW's rate.
         max_turn: no unit turns by more degrees in one step; by default 4 times the turn.
         match: store directions so that `lr` has the speed it has for the plain model. False: as
             converted layers have it.
