@@ -29,7 +29,7 @@ def cells(run: Run) -> dict[tuple[str, str], tuple[str, bool | None]]:
         for method in run.config["methods"]:
             own = [r for r in run.records() if (r["dataset"], r["method"]) == (dataset, method)]
             ours = estimate(record["test_rmse"] for record in own)
-            papers = uci.EXPERIMENT.printed("test_rmse", method, dataset)
+            papers = uci.EXPERIMENT.find_printed("test_rmse", method, dataset)
             text = "–" if ours is None else f"{ours.mean:.4f} ± {ours.error or 0:.4f}"
             found[method, dataset] = text, agrees(ours, papers)
     return found

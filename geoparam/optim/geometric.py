@@ -1,6 +1,8 @@
 """Geometric parameterization in the optimizer, for a model that stays plain."""
 
 import functools
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, zip_longest
 from typing import Any, Literal
@@ -113,6 +115,7 @@ class GeometricOptimizer(Optimizer):
         self._max_turn, self._turns, self._scale_decay = max_turn, turn is not None, scale_decay
         self._scale_factor: Any = 1.0 if scale_lr is None else scale_lr / lr
         self._choice: Choice = choose(model, filter_fn, example_inputs)
+        self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
         self._undecayed = undecayed_names(model)
         self._title = f"{name_of(base)}; rest {name_of(make_rest)}"
         self._sizes = (
@@ -235,6 +238,7 @@ class GeometricOptimizer(Optimizer):
         units = [unit for unit in self._choice.units if unit.name in params]
         names = [name for u in units for name in (u.name, u.bias) if name in params]
         self._written, self._watched = written, [params[name] for name in names]
+        self._check_model()
         self._signature = members, *_signatures(self._watched)
         active = {}
         for unit in units:
@@ -258,6 +262,19 @@ class GeometricOptimizer(Optimizer):
             self._undecayed,
             (self._scale_factor, self._scale_decay),
         )
+
+    def _check_model(self) -> None:
+        """Warn where the model has got other parameters, as by `convert_`, since it was given."""
+        model = None if self._model is None else self._model()
+        own = set() if model is None else {id(p) for p in model.parameters()}
+        if own and not any(id(p) in own for p in self._watched):
+            self._model = None  # once is enough
+            warnings.warn(
+                "the model no longer holds the parameters of this optimizer, so that it does not "
+                "train. convert_, fold_ and the like make new parameters: build the optimizer "
+                "afterwards.",
+                stacklevel=4,
+            )
 
     def _build_stages(self, active: dict[str, Member]) -> None:
         batches: dict[Any, list[tuple[Member, dict[str, Any]]]] = {}
@@ -328,12 +345,13 @@ class GeometricOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
-        built = ("_signature", "_watched", "_stages", "_inner", "_written")
+        built = ("_signature", "_watched", "_stages", "_inner", "_written", "_model")
         hooks = [name for name in self.__dict__ if name.endswith("_hooks")]
         return {k: v for k, v in self.__dict__.items() if k not in (*built, *hooks)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._model = None
         self._forget()
 
     def __repr__(self) -> str:

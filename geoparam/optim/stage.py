@@ -30,6 +30,7 @@ from geoparam.kernels.rows import rows_for
 from geoparam.optim.units import Unit
 
 _ROUNDING = 1e-5  # a larger relative change of r is no rounding: somebody wrote to the weight
+_SHORTEST = 1e-3  # of R: r that is kept from changing its sign falls no further
 _MEMORY_ORDERS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -224,7 +225,9 @@ class Stage:
         if self.has_free:
             self.r.mul_(entered != 0)  # a row of zeros has no direction to grow in
             if self.is_bounded:  # r through 0 would turn a unit by 180 degrees
-                self.r.copy_(torch.where(self.r * entered < 0, 0.1 * entered, self.r))
+                least = torch.minimum(entered.abs(), _SHORTEST * self.length)
+                kept = torch.maximum(0.1 * entered.abs(), least).copysign(entered)
+                self.r.copy_(torch.where(self.r * entered < 0, kept, self.r))
         self._leave_directions(entered)
         if self.biased:
             self._leave_distances(entered)

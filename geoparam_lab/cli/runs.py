@@ -133,8 +133,8 @@ def read_help(experiment: Experiment) -> dict[str, str]:
     for source in (experiment.settings, function):
         text = inspect.cleandoc(getattr(source, "__doc__", None) or "").partition("Args:\n")[2]
         for name, said in re.findall(r"(?m)^    (\w+): ((?:.+)(?:\n        .+)*)", text):
-            said = " ".join(said.replace("`", "").split()).rstrip(".")
-            found[name] = said[:1].upper() + said[1:] + "."
+            said = " ".join(said.replace("`", "").split())
+            found[name] = said[:1].upper() + said[1:]
     return found
 
 

@@ -52,7 +52,7 @@ def uci_records(protocol: str = "paper", splits: int = 10) -> list[Record]:
     for dataset in SETS:
         luck = rng.standard_normal(splits)
         for method in METHODS:
-            printed = EXPERIMENTS["uci"].printed("test_rmse", method, dataset)
+            printed = EXPERIMENTS["uci"].find_printed("test_rmse", method, dataset)
             assert printed is not None
             spread = 2 * ((printed.error or 0.0) + 1e-4)
             values = printed.value + spread * (luck + 0.3 * rng.standard_normal(splits))

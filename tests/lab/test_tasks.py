@@ -60,7 +60,7 @@ def interrupt(task: tuple[int, int], tick: tasks.Tick) -> int:
     number, asker = task
     if asker:
         os.kill(asker, signal.SIGINT)
-        time.sleep(0.1)
+    time.sleep(0.1)  # all would be done before the asker has heard of it
     return number
 
 

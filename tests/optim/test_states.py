@@ -14,6 +14,8 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.utils import parameters_to_vector as to_vector
 from torch.nn.utils import vector_to_parameters as to_parameters
 
+import geoparam as gp
+
 
 def through_a_file(state: Any) -> Any:
     file = io.BytesIO()
@@ -192,6 +194,14 @@ def test_what_is_frozen_or_has_no_gradient_is_never_written(kind: str) -> None:
         optimizer.step()
         for name, p in model.named_parameters():
             assert torch.equal(p, before[name]) == (name in names), (step, name)
+
+
+def test_an_optimizer_built_before_convert_says_that_it_does_not_train() -> None:
+    model, optimizer = start("SGD")
+    train(model, optimizer)
+    gp.convert_(model)
+    with pytest.warns(UserWarning, match="build the optimizer afterwards"):
+        train(model, optimizer)
 
 
 @pm.both_coordinates

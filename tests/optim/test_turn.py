@@ -128,6 +128,20 @@ def test_a_bounded_unit_does_not_turn_round_by_the_sign_of_r(bound: Any) -> None
     assert all(torch.cat(turns(model, optimizer, step)).max() < 4.1 for step in range(5))
 
 
+@pytest.mark.parametrize("bound", [{"turn": 2.4}, {"max_turn": 10.0}], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_unit_that_vanishes_and_comes_back_stays_finite(bound: Any, bias: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=bias), nn.Linear(8, 1))
+    nn.init.normal_(model[0].weight, std=0.02)
+    x, optimizer = torch.randn(64, 8), build(model, torch.optim.AdamW, lr=1e-2, **bound)
+    for step in range(300):
+        model.zero_grad()
+        (model[0](x) - step // 150).square().mean().backward()
+        optimizer.step()
+    assert 0.01 < rows(model[0]).norm(dim=1).max() < 10 or bias
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 @both_coordinates
 @pytest.mark.parametrize("fan_in", [1, 2])
 def test_r_crosses_zero_and_the_weight_with_it(fan_in: int, coordinates: str) -> None:
