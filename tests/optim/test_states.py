@@ -200,6 +200,7 @@ def test_an_optimizer_built_before_convert_says_that_it_does_not_train() -> None
     model, optimizer = start("SGD")
     train(model, optimizer)
     gp.convert_(model)
+    optimizer.zero_grad()
     with pytest.warns(UserWarning, match="build the optimizer afterwards"):
         train(model, optimizer)
 
