@@ -24,14 +24,18 @@ def medians(
 
 
 def training_step(
-    model: nn.Module, x: Tensor, y: Tensor, mode: str = "eager"
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    mode: str = "eager",
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Callable[[], None]:
-    """Return one step of SGD on a fixed batch, in bfloat16 on a GPU.
+    """Return one training step on a fixed batch, in bfloat16 on a GPU; by default of SGD.
 
     The mode is "eager", "compiled", or "graphs", compiled with CUDA graphs.
     """
     device = x.device.type
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     run = model
     if mode != "eager":
         run = torch.compile(model, mode="reduce-overhead" if mode == "graphs" else None)

@@ -7,9 +7,9 @@
 One step is forward, backward and SGD with momentum on a fixed batch: bfloat16 autocast and
 channels_last on a GPU, cudnn.benchmark on; float32 on a CPU. Each model has the device for itself,
 and its time is the median of 50 steps after the warm-up, which follow one another as in training:
-on a GPU nobody waits for a step before the next is begun. A cell is time / memory, as ratios to
-the model with BatchNorm in the same mode and run. Memory (on a GPU) is the most that was
-allocated, parameters and optimizer included. In compiled code, and in "graphs", compiled code in
+on a GPU the next step is launched before the last one has ended. A cell is time / memory, as
+ratios to the model with BatchNorm in the same mode and run. Memory (on a GPU) is the most that
+was allocated, parameters and optimizer included. In compiled code, and in "graphs", compiled code in
 CUDA graphs (mode="reduce-overhead"), the seconds until the first step is done follow in brackets;
 the memory of graphs is not seen. `--profile` adds a table: device busy, number of kernels.
 
@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import geoparam as gp
-from benchmarks.timing import hardware
+from benchmarks.timing import hardware, training_step
 from geoparam_lab import networks
 
 METHODS = ("bn", "none", "bn+geometric", "imn", "imn+geometric", "layers", "budget", "tune")
@@ -110,12 +110,11 @@ def _tune(model: nn.Module, images: Tensor) -> None:
             model.set_submodule(decision.norm, nn.Identity())
 
 
-def optimizer_for(model: nn.Module, method: str) -> torch.optim.Optimizer | None:
+def optimizer_for(model: nn.Module, method: str) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"lr": 1e-4, "momentum": 0.9}
     if not method.endswith("+geometric"):
         return torch.optim.SGD(model.parameters(), **options)
-    wrap = getattr(gp, "GeometricOptimizer", None)
-    return None if wrap is None else wrap(model, torch.optim.SGD, **options)
+    return gp.GeometricOptimizer(model, torch.optim.SGD, **options)
 
 
 # --- measuring ----------------------------------------------------------------------------------
@@ -130,18 +129,7 @@ def step_of(
     model = model.to(memory_format=layout)
     x = torch.randn(batch, 3, size, size, device=device).contiguous(memory_format=layout)
     y = torch.randint(1000, (batch,), device=device)
-    run: Any = model
-    if mode != "eager":
-        run = torch.compile(model, mode="reduce-overhead" if mode == "graphs" else None)
-
-    def step() -> None:
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = F.cross_entropy(run(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return step
+    return training_step(model, x, y, mode, optimizer)
 
 
 def measure(step: Callable[[], None], device: str, steps: int) -> tuple[float, float, float]:
@@ -199,8 +187,6 @@ def one(
         return None
     model = build(network, method, device)
     optimizer = optimizer_for(model, method)
-    if optimizer is None:
-        return None
     with memory_budget(method):
         step = step_of(model, optimizer, batch, SIZES[device][network], mode)
         found = measure(step, device, given.steps)

@@ -266,7 +266,7 @@ def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Pattern
     if found is None:
         raise ValueError(
             "a pattern needs an activation with breakpoints (ReLU and its relatives, ReLU6, "
-            "Hardtanh, SReLU) after a layer that is looked at; none ran. Smooth activations "
+            "Hardtanh, SReLU) after a layer that is analysed; none ran. Smooth activations "
             "have no regions: follow their units' directions instead."
         )
     return found

@@ -82,7 +82,7 @@ _OWN_FOLDERS: list[tempfile.TemporaryDirectory] = []
 
 
 def _is_private(path: Path) -> bool:
-    """Return whether a folder or file is the user's, and nobody else may write to it."""
+    """Return whether the user owns a folder or file and other users cannot write to it."""
     if not hasattr(os, "geteuid"):  # Windows: folders of a user are the user's
         return True
     status = path.stat()

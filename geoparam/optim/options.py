@@ -58,7 +58,7 @@ def name_of(make: Any) -> str:
 
 
 def read_defaults(make: MakeOptimizer, name: str) -> dict[str, Any]:
-    """Return the options of an optimizer, from one over a parameter that nobody trains."""
+    """Return the default options of an optimizer, read from one built over a dummy parameter."""
     probe = make([nn.Parameter(torch.zeros(1, 1))])
     if not isinstance(probe, Optimizer):
         raise ValueError(f"{name} must make a torch optimizer; it made {type(probe).__name__}.")

@@ -193,7 +193,7 @@ def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress |
 
 
 def _make_drawer(folder: Run) -> Callable[..., None]:
-    """Return what draws the figures now and then: a sweep is looked at before its end."""
+    """Return a function that redraws the figures at intervals while a sweep runs."""
     from geoparam_lab.experiments import image_figures
 
     papers = {name: papers_rate(folder.config["network"], name) for name in all_methods.METHODS}

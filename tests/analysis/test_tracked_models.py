@@ -32,7 +32,7 @@ def test_a_norm_and_an_activation_that_are_only_told_of_need_not_be_in_the_model
 
 
 class Branching(nn.Module):
-    """Leaves out its second layer where it is told to, as a router does."""
+    """Skips its second layer on request, as a router does."""
 
     def __init__(self) -> None:
         super().__init__()

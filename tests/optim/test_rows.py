@@ -29,7 +29,7 @@ def results(rows: Rows, where: str) -> list[Tensor]:
     target = {"in place": w, "apart": v, "nowhere": None}[where]
     rows.enter(w, g, by_v, target, length, r, *out)
     assert r[1] == 0 and out[1][4] == 0 and torch.equal(r.sign(), sign * (r != 0))
-    if where == "apart":  # what nobody has stepped is measured as 0, to the bit
+    if where == "apart":  # rows without a step have an increment of exactly 0
         assert not torch.cat(rows.measure(w, v, out[2], r)).any()
         rows.rotate(w, v, out[2], torch.ones_like(r), 1e3 * torch.ones_like(r))
         assert all(map(torch.equal, w, before))
