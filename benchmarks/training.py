@@ -9,9 +9,10 @@ channels_last on a GPU, cudnn.benchmark on; float32 on a CPU. Each model has the
 and its time is the median of 50 steps after the warm-up, which follow one another as in training:
 on a GPU the next step is launched before the last one has ended. A cell is time / memory, as
 ratios to the model with BatchNorm in the same mode and run. Memory (on a GPU) is the most that
-was allocated, parameters and optimizer included. In compiled code, and in "graphs", compiled code in
-CUDA graphs (mode="reduce-overhead"), the seconds until the first step is done follow in brackets;
-the memory of graphs is not seen. `--profile` adds a table: device busy, number of kernels.
+was allocated, parameters and optimizer included. In compiled code, and in "graphs", compiled code
+in CUDA graphs (mode="reduce-overhead"), the seconds until the first step is done follow in
+brackets; the memory of graphs is not seen. `--profile` adds a table: device busy, number of
+kernels.
 
     bn              torchvision's ResNet-50; VGG-6 of the experiments
     none            the same without norms
