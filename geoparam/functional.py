@@ -21,7 +21,7 @@ from torch.fx import Proxy
 from geoparam import sphere
 from geoparam.kernels.selection import weight_kernel
 
-__all__ = ["compute_gradients", "compute_weight", "weight"]
+__all__ = ["compute_gradients", "compute_weight", "is_eager", "weight"]
 
 
 def weight(
@@ -212,6 +212,11 @@ def _weight_backward_fake(
 
 
 # --- helpers ----------------------------------------------------------------------------------
+
+
+def is_eager(*tensors: Tensor | None) -> bool:
+    """Return whether an autograd.Function may serve: no compiler, torch.func or forward mode."""
+    return not torch.compiler.is_compiling() and not _in_forward_mode() and _is_plain(*tensors)
 
 
 def _in_forward_mode() -> bool:

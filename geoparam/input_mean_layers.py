@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from geoparam.centred_map import centred_linear, has_own_backward
 from geoparam.norm import MOMENTUM, TRACKING, TrackedMean, shift_bias
 
 
@@ -35,12 +36,34 @@ class InputMeanLayer(TrackedMean):
         self._start_tracking(channels, momentum, True, -1 - len(size), True, *place)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._maps_rows(x):
+            return self._map_rows(x)
         bias = shift_bias(self.bias, self.weight, self.mean(x))
         return self._map(x, bias.to(self.weight.dtype))
 
     def _map(self, x: Tensor, bias: Tensor) -> Tensor:
         """Return w^T x + bias; convolutions pad as torch's do."""
         return self._conv_forward(x, self.weight, bias)  # type: ignore[operator]
+
+    def _maps_rows(self, x: Tensor) -> bool:
+        """Return whether this training step is one that `centred_linear` can take."""
+        if not self.training or self.is_shared or x.numel() <= self.num_features:
+            return False  # `mean` refuses one value per channel
+        return self._has_rows(x) and has_own_backward(x, self.weight)
+
+    def _has_rows(self, x: Tensor) -> bool:
+        """Return whether the values of each position are neighbours in memory, and map alone."""
+        pointwise = self.kernel_size == self.stride == (1, 1) and self.padding == (0, 0)
+        whole = self.groups == 1
+        return bool(pointwise and whole and x.is_contiguous(memory_format=torch.channels_last))
+
+    def _map_rows(self, x: Tensor) -> Tensor:
+        """Return w^T (x - E[x]) + b, and track the mean."""
+        self._check_channels(x)
+        dim = -1 if self.dim == -1 else 1
+        z, mean = centred_linear(x, self.weight.flatten(1), self.bias, dim)
+        self._track(mean.detach())
+        return z
 
     @property
     def base_layer(self) -> nn.Module:
@@ -79,6 +102,9 @@ class InputMeanLinear(InputMeanLayer, nn.Linear):
     """
 
     _plain = nn.Linear
+
+    def _has_rows(self, x: Tensor) -> bool:
+        return True
 
     def _map(self, x: Tensor, bias: Tensor) -> Tensor:
         return F.linear(x, self.weight, bias)

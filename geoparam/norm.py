@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from geoparam.centred_map import channel_mean, working_type
+
 MOMENTUM = 0.1  # as torch's BatchNorm has it
 TRACKING = (  # the attributes that `TrackedMean` adds to a module
     "running_mean num_batches_tracked num_features momentum track_running_stats dim corrected "
@@ -75,7 +77,7 @@ class TrackedMean(nn.Module):
                 "expected more than 1 value per channel when training, since one value is its own "
                 f"mean; got an input of shape {tuple(x.shape)}."
             )
-        mean = x.mean(dim=self._other_dims(x), dtype=_working_type(x))
+        mean = channel_mean(x, self._other_dims(x))
         if self.training and self.running_mean is not None:
             self._track(mean.detach())
         return mean
@@ -94,7 +96,7 @@ class TrackedMean(nn.Module):
 
     def _joint_mean(self, x: Tensor) -> Tensor:
         """Return the mean over the batches of all processes, any of which may be empty."""
-        sums = x.sum(dim=self._other_dims(x), dtype=_working_type(x))
+        sums = x.sum(dim=self._other_dims(x), dtype=working_type(x))
         count = sums.new_full((1,), x.numel() // self.num_features)
         joint = _SumOverProcesses.apply(torch.cat([sums, count]), self.process_group)
         sums, count = joint[:-1], joint[-1].detach()
@@ -257,7 +259,7 @@ def shift_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
     if torch.is_autocast_enabled(weight.device.type):
         with torch.autocast(weight.device.type, enabled=False):
             return shift_bias(bias, weight, mean)
-    (out, width), wide = weight.shape[:2], _working_type(mean)
+    (out, width), wide = weight.shape[:2], working_type(mean)
     mean, bias = _cast(mean, wide), None if bias is None else _cast(bias, wide)
     if weight.numel() > out * width:
         summed = weight.flatten(2).sum(2, dtype=wide)
@@ -283,10 +285,6 @@ class _SumOverProcesses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _SumOverProcesses.apply(grad, ctx.group), None
-
-
-def _working_type(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -157,3 +157,25 @@ def test_tracking_gives_what_the_cpu_gives_and_never_waits(norm: str | None, pro
         for quantity, values in layer.items():
             found = tracker.history[name][quantity]
             np.testing.assert_allclose(found, values, rtol=1e-6, atol=1e-6, err_msg=quantity)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_input_means_of_large_images(
+    kernel: int, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward pass for large tensors gives what autograd's own gives."""
+    torch.backends.cudnn.allow_tf32 = False
+    layer = gp.InputMeanConv2d(64, 32, kernel).cuda().to(memory_format=torch.channels_last)
+    x = torch.randn(32, 64, 64, 64, device="cuda").to(memory_format=torch.channels_last) + 1
+    found = []
+    for large in (2**22, 2**40):
+        monkeypatch.setattr("geoparam.centred_map.LARGE", large)
+        inputs = x.clone().requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            z = torch.relu_(layer(inputs))
+        grads = torch.autograd.grad(z.float().square().mean(), [inputs, *layer.parameters()])
+        found.append([z.float(), *grads])
+    for a, b in zip(*found, strict=True):
+        error = (a - b).abs().max() / b.abs().max()
+        assert error < (2**-6 if autocast else 1e-4)

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import geoparam as gp
+from geoparam import centred_map
+from geoparam.centred_map import centred_linear, channel_mean
 from geoparam.checkpoints import fold_state_dict
 from geoparam.input_mean_layers import adopt
 
@@ -20,17 +22,24 @@ LAYERS = {
     "depthwise": (nn.Conv2d(4, 4, 3, groups=4, bias=False, **DOUBLE), (2, 4, 7, 6)),
     "strided": (nn.Conv2d(4, 6, 3, stride=2, **DOUBLE), (2, 4, 7, 6)),
     "1x1": (nn.Conv2d(4, 6, 1, **DOUBLE), (2, 4, 7, 6)),
+    "1x1, no bias": (nn.Conv2d(4, 6, 1, bias=False, **DOUBLE), (2, 4, 7, 6)),
     "reflect": (nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect", **DOUBLE), (2, 4, 7, 6)),
     "3d": (nn.Conv3d(4, 6, 2, **DOUBLE), (2, 4, 3, 4, 3)),
 }
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize(("plain", "shape"), LAYERS.values(), ids=LAYERS)
-def test_training_is_that_of_a_centred_input(plain: nn.Module, shape: tuple[int, ...]) -> None:
+def test_training_is_that_of_a_centred_input(
+    plain: nn.Module, shape: tuple[int, ...], large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(centred_map, "LARGE", 0 if large else 2**22)
     layer = adopt(copy.deepcopy(plain))
     dim = -1 - len(getattr(plain, "kernel_size", ()))
     pair = nn.Sequential(gp.InputMeanNorm(4, dim=dim, **DOUBLE), copy.deepcopy(plain))
     x = torch.randn(shape, **DOUBLE) + 3
+    if large and x.ndim == 4:
+        x = x.to(memory_format=torch.channels_last)
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
     found, expected = layer(a), pair(b)
     torch.testing.assert_close(found, expected)
@@ -41,6 +50,53 @@ def test_training_is_that_of_a_centred_input(plain: nn.Module, shape: tuple[int,
     torch.testing.assert_close(layer.weight.grad, pair[1].weight.grad)
     torch.testing.assert_close(layer.running_mean, pair[0].running_mean)
     torch.testing.assert_close(layer.eval()(x), pair.eval()(x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_map_of_centred_rows_and_its_two_derivatives(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w, b = (
+        torch.randn(shape, **DOUBLE, requires_grad=True) for shape in [(5, 4), (3, 4), (3,)]
+    )
+    inputs = (x, w, b if bias else None)
+
+    def formula(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor]:
+        return F.linear(x - x.mean(0), w, b), x.mean(0)
+
+    for found, expected in zip(centred_linear(*inputs), formula(*inputs), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert torch.autograd.gradcheck(centred_linear, inputs)
+    assert torch.autograd.gradgradcheck(centred_linear, inputs)
+    monkeypatch.setattr(centred_map, "LARGE", 0)
+    assert torch.autograd.gradgradcheck(lambda x: channel_mean(x**2, [0]), (x,))
+
+
+def test_an_in_place_relu_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(centred_map, "LARGE", 0)
+    x = torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last)
+    z = gp.InputMeanConv2d(4, 6, 1)(x)
+    assert type(z.grad_fn).__name__ == "_LinearBackward" and not z._is_view()
+    assert "Relu" in type(z.relu_().grad_fn).__name__  # CopySlices on a view
+    assert z.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_gradient_inside_and_outside_of_autocast_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, x = gp.InputMeanLinear(4, 6), torch.randn(5, 4)
+    monkeypatch.setattr(centred_map, "LARGE", 0)
+    found = []
+    for inside in (False, True):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = layer(x).square().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        found.append(layer.weight.grad)
+        layer.zero_grad()
+    assert torch.equal(*found)
 
 
 def test_zeros_are_padded_to_the_input_as_it_is() -> None:
