@@ -6,7 +6,8 @@ ReLU) and the `output` layer.
 
 **Units.** Without BN or LN, a geometric block is the papers' unit r relu(u^T x + lam), with r
 outside. With BN or LN it is what `geoparam.convert_` makes of such a network: r inside, then the
-norm, then ReLU. A layer before a BN or an MBN has no bias, since it would cancel.
+norm, then ReLU; so it is with MBN. A layer before a BN or an MBN has no bias, since it would
+cancel.
 
 **Initialisation.** "glorot" is the code behind the papers' tables: Glorot-uniform weights, turned
 into (u, r = ||w||) or (v, l = ||v||), all offsets 0. For convolutions the code has two bounds,
@@ -18,9 +19,14 @@ all methods, so that SP, WN and GmP start as one function.
 
 **Norms.** BN and LN have Keras's epsilon of 1e-3, BN, MBN and IMN its momentum, 1 % of each new
 batch. IMN stands where the papers' code has it, at the end of each hidden block: every layer but
-the first has a centred input. `imn="input"` is the papers' text: at the start of each hidden block
-but the first, so that it does nothing in a network of one hidden layer. WN and WN+MBN normalise
-the output layer too, without MBN there.
+the first has a centred input, behind plain layers as behind geometric ones. `imn="input"`, of
+geometric layers, is the papers' text: at the start of each hidden block but the first, so that it
+does nothing in a network of one hidden layer. WN and WN+MBN normalise the output layer too,
+without MBN there. MBN's offset comes after the mean (Salimans and Kingma); `mbn="before"` is the
+papers' code, whose offset comes before it and cancels, so that units have none.
+
+**Options.** They may be part of a name: "wn+mbn:mbn=before". "bn+decay" is BN whose weights, not
+its offsets and scales, shrink by rate * 0.01 in every step, as AdamW has it.
 """
 
 import contextlib
@@ -67,6 +73,8 @@ class Method:
     norm: Literal["bn", "ln", "mbn", "imn"] | None = None
     init: str = "glorot"  # or "sphere" or "he": see above
     imn: str = "output"  # where IMN stands in a hidden block: at its "output" or its "input"
+    mbn: str = "after"  # where MBN's offset is: "after" the mean, or "before" it, without effect
+    decay: float = 0.0  # share of a weight that a step removes, over the rate
 
     def __post_init__(self) -> None:
         if self.init not in ("glorot", "sphere", "he"):
@@ -78,6 +86,10 @@ class Method:
             )
         if self.imn not in ("output", "input"):
             raise ValueError(f"imn is 'output' or 'input'; got {self.imn!r}.")
+        if self.imn == "input" and self.norm == "imn" and not self.is_geometric:
+            raise ValueError(f"imn='input' is a form of geometric layers; got {self.title}.")
+        if self.mbn not in ("after", "before"):
+            raise ValueError(f"mbn is 'after' or 'before'; got {self.mbn!r}.")
 
     @property
     def is_geometric(self) -> bool:
@@ -87,6 +99,16 @@ class Method:
     def lr(self) -> float:
         """The papers' learning rate."""
         return 0.1 if self.is_geometric else 0.01
+
+    @property
+    def has_offset(self) -> bool:
+        """Whether hidden layers have an offset: it would cancel before a BN or an MBN."""
+        return self.norm not in ("bn", "mbn")
+
+    def mean_norm(self, units: int, **place: Any) -> gp.InputMeanNorm:
+        """Return MBN, which without an offset is IMN of the pre-activation."""
+        kind = gp.MeanOnlyBatchNorm if self.mbn == "after" else gp.InputMeanNorm
+        return use_papers_means_(kind(units, **place))
 
     def linear(
         self, in_features: int, out_features: int, *, first: bool = False, **place: Any
@@ -118,18 +140,23 @@ class Method:
 
 METHODS: dict[str, Method] = {
     "sp": Method("SP"),
+    "sp+imn": Method("SP+IMN", norm="imn"),
     "wn": Method("WN", "weight_norm"),
+    "wn+imn": Method("WN+IMN", "weight_norm", "imn"),
     "wn+mbn": Method("WN+MBN", "weight_norm", "mbn"),
     "bn": Method("BN", norm="bn"),
+    "bn+decay": Method("BN+decay", norm="bn", decay=0.01),
     "ln": Method("LN", norm="ln"),
     "gmp": Method("GmP", "angles"),
     "gmp+imn": Method("GmP+IMN", "angles", "imn"),
+    "gmp+mbn": Method("GmP+MBN", "angles", "mbn"),
     "gmp+bn": Method("GmP+BN", "angles", "bn"),
     "gmp+ln": Method("GmP+LN", "angles", "ln"),
     "natural": Method("Natural", "natural"),
     "natural+imn": Method("Natural+IMN", "natural", "imn"),
     "intrinsic": Method("Intrinsic", "intrinsic"),
     "intrinsic+imn": Method("Intrinsic+IMN", "intrinsic", "imn"),
+    "intrinsic+mbn": Method("Intrinsic+MBN", "intrinsic", "mbn"),
 }
 TITLES = {name: method.title for name, method in METHODS.items()}
 LEARNING_RATES = {name: method.lr for name, method in METHODS.items()}
@@ -158,10 +185,19 @@ def title(name: str) -> str:
 
 
 def get(name: str, **options: str) -> Method:
-    """Return the method of this name, with options other than its defaults."""
-    if name not in METHODS:
+    """Return the method of this name, with options other than its defaults.
+
+    Example:
+        >>> get("wn+mbn:mbn=before").mbn
+        'before'
+    """
+    plain, *own = name.split(":")
+    if plain not in METHODS:
         raise ValueError(f"a method is one of {', '.join(METHODS)}; got {name!r}.")
-    return replace(METHODS[name], **options)  # type: ignore[arg-type]
+    pairs = dict(each.partition("=")[::2] for each in own)
+    if not pairs.keys() <= {"init", "imn", "mbn"}:
+        raise ValueError(f"a method's options are init, imn and mbn; got {name!r}.")
+    return replace(METHODS[plain], **(options | pairs))  # type: ignore[arg-type]
 
 
 def mlp(
@@ -224,9 +260,9 @@ def use_papers_means_(module: Model) -> Model:
 def _make_block(
     method: Method, kind: type[Plain], shape: dict[str, Any], first: bool, place: dict[str, Any]
 ) -> nn.Sequential:
-    """Return layer, norm and ReLU; in the papers' unit the layer has the ReLU in it."""
+    """Return layer, norm and ReLU, or IMN last; in the papers' unit the layer has the ReLU."""
     is_unit = method.is_geometric and method.norm in (None, "imn")
-    arguments = {**shape, "bias": method.norm not in ("bn", "mbn"), **place}
+    arguments = {**shape, "bias": method.has_offset, **place}
     if method.is_geometric:
         layer: nn.Module = _GEOMETRIC_TYPES[kind](
             **arguments,
@@ -239,7 +275,8 @@ def _make_block(
     else:
         layer = _make_plain(kind, arguments, method.init, method.layer == "weight_norm")
     norm = _make_norm(method, kind, list(shape.values())[1], place)
-    return nn.Sequential(layer, *norm, *([] if is_unit else [nn.ReLU()]))
+    relu: list[nn.Module] = [] if is_unit else [nn.ReLU()]
+    return nn.Sequential(layer, *(relu + norm if method.norm == "imn" else norm + relu))
 
 
 def _make_norm(
@@ -255,7 +292,7 @@ def _make_norm(
             return [nn.LayerNorm(units, EPSILON, **place)]
         return [nn.GroupNorm(1, units, EPSILON, **place)]  # over channels and positions
     if method.norm == "mbn":
-        return [use_papers_means_(gp.MeanOnlyBatchNorm(units, **place))]
+        return [method.mean_norm(units, **place)]
     if method.norm == "imn" and method.imn == "output":
         return [use_papers_means_(gp.InputMeanNorm(units, **place))]
     return []

@@ -126,7 +126,7 @@ class _Parts:
         method, padding = self.method, kernel // 2
         if not method.is_geometric:
             return method.conv2d(inputs, units, kernel, stride=stride, padding=padding)[0]
-        options: dict[str, Any] = {"bias": method.norm != "bn", "init": method.init}
+        options: dict[str, Any] = {"bias": method.has_offset, "init": method.init}
         return gp.GmPConv2d(inputs, units, kernel, stride, padding, **options, **_form(method))
 
     def norm(self, units: int) -> nn.Module:
@@ -136,7 +136,7 @@ class _Parts:
         if self.method.norm == "ln":
             return nn.GroupNorm(1, units)
         if self.method.norm == "mbn":
-            return methods.use_papers_means_(gp.MeanOnlyBatchNorm(units))
+            return self.method.mean_norm(units)
         return nn.Identity()
 
     def activation(self, units: int) -> nn.Module:
@@ -239,3 +239,5 @@ def _check_resnet(depth: int, method: Method, skip: str) -> None:
             "in a ResNet, IMN at each convolution's input is skip='plain'; got "
             f"imn={method.imn!r}. Leave imn as it is."
         )
+    if method.norm == "imn" and skip == "plain" and not method.is_geometric:
+        raise ValueError(f"skip='plain' converts to geometric layers; got {method.title}.")

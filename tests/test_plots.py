@@ -21,7 +21,8 @@ X = np.linspace(-2.0, 2.0, 9)
 SQUARE = np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
 LAYERS = [f"layer{i}.0.conv{j}" for i in range(3) for j in range(2)]
 METHODS = (
-    "sp wn wn+mbn bn ln gmp gmp+imn gmp+bn gmp+ln natural natural+imn intrinsic intrinsic+imn"
+    "sp sp+imn wn wn+imn wn+mbn bn bn+decay ln gmp gmp+imn gmp+mbn gmp+bn gmp+ln natural "
+    "natural+imn intrinsic intrinsic+imn intrinsic+mbn"
 )
 
 TURNED = np.array([0.2, 0.25, 0.5, 0.8, 0.9])
@@ -183,7 +184,7 @@ def test_key_and_title_name_the_same_style_and_no_two_are_alike() -> None:
         assert found.title.lower() == key
         assert plots.method_style(found.title.replace("+", " + ")) == found
         assert plots.COLOURS[found.title] == found.colour
-    assert len({(style.colour, style.dash) for style in styles.values()}) == 13
+    assert len({(style.colour, style.dash) for style in styles.values()}) == 18
 
 
 def lab(colour: str, seen: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """What every figure shares: colours, a style for each method, figures and checks.
 
 Colours are Okabe and Ito's, told apart with any kind of colour vision, without their yellow (too
-pale for a line on white), three dark ones of Paul Tol's and a brown. Thirteen methods are more
+pale for a line on white), three dark ones of Paul Tol's and a brown. Eighteen methods are more
 than such a palette holds. So the colour tells the parameterization, and the dash what is added to
 it: means are dashed, BN dotted, LN dash-dotted, also by itself (to eyes without red and green its
 purple and BN's green are nearly one grey). The two pairs that share a figure in the papers, WN and
@@ -44,18 +44,23 @@ class MethodStyle(NamedTuple):
 
 _METHODS = (
     MethodStyle("SP", VERMILLION, SOLID),
+    MethodStyle("SP+IMN", VERMILLION, DASHED),
     MethodStyle("WN", ORANGE, SOLID),
+    MethodStyle("WN+IMN", ORANGE, DASHED),
     MethodStyle("WN+MBN", BROWN, DASHED),
     MethodStyle("BN", GREEN, SOLID),
+    MethodStyle("BN+decay", GREEN, DOTTED),
     MethodStyle("LN", PURPLE, DASH_DOTTED),
     MethodStyle("GmP", BLUE, SOLID),
     MethodStyle("GmP+IMN", INDIGO, DASHED),
+    MethodStyle("GmP+MBN", INDIGO, DASH_DOTTED),
     MethodStyle("GmP+BN", BLUE, DOTTED),
     MethodStyle("GmP+LN", BLUE, DASH_DOTTED),
     MethodStyle("Natural", SKY, SOLID),
     MethodStyle("Natural+IMN", SKY, DASHED),
     MethodStyle("Intrinsic", INK, SOLID),
     MethodStyle("Intrinsic+IMN", INK, DASHED),
+    MethodStyle("Intrinsic+MBN", INK, DOTTED),
 )
 METHODS = {style.title.lower(): style for style in _METHODS}
 COLOURS = {style.title: style.colour for style in _METHODS}

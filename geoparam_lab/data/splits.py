@@ -48,26 +48,37 @@ def standardise(x_train: np.ndarray, *others: np.ndarray) -> list[np.ndarray]:
 
 
 def stack(
-    x: np.ndarray, y: np.ndarray, seeds: Iterable[int] = range(10), protocol: str = "paper"
+    x: np.ndarray,
+    y: np.ndarray,
+    seeds: Iterable[int] = range(10),
+    protocol: str = "paper",
+    fold: tuple[int, int] | None = None,
 ) -> Splits:
     """Split once per seed; inputs standardised on the training part, targets as they are.
 
     Under "paper" the validation part is the test part, as in the papers' code: whatever is chosen
     by it is chosen by the test. Under "heldout" it is a fifth of the training part, drawn with
     the same seed and left out of training and of the standardisation; the test part is the same.
+    With `fold` (i, k) it is the i-th of k folds of the training part instead.
     """
     if protocol not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}; got {protocol!r}")
-    parts = [_parts(x, y, seed, protocol) for seed in seeds]
+    parts = [_parts(x, y, seed, protocol, fold) for seed in seeds]
     if not parts:
         raise ValueError("seeds must hold at least one seed; got none")
     return Splits(*(np.stack(arrays) for arrays in zip(*parts, strict=True)))
 
 
-def _parts(x: np.ndarray, y: np.ndarray, seed: int, protocol: str) -> tuple[np.ndarray, ...]:
+def _parts(
+    x: np.ndarray, y: np.ndarray, seed: int, protocol: str, fold: tuple[int, int] | None = None
+) -> tuple[np.ndarray, ...]:
     train, test = split(len(x), seed)
     val = test
-    if protocol == "heldout":
+    if fold is not None:
+        folds = np.array_split(train, fold[1])  # in random order already
+        val = folds.pop(fold[0])
+        train = np.concatenate(folds)
+    elif protocol == "heldout":
         fit, held = split(len(train), seed)
         train, val = train[fit], train[held]
     x_train, x_val, x_test = standardise(x[train], x[val], x[test])

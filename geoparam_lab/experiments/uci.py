@@ -1,4 +1,4 @@
-"""Seven regression sets of the UCI archive, under two protocols: table 1 of the papers.
+"""Seven regression sets of the UCI archive, under three protocols: table 1 of the papers.
 
 One hidden layer of 100 units, ten random splits 80 to 20, inputs standardised on the training
 part, targets as they are. The loss is the mean absolute error, the optimizer Keras's Adam, a batch
@@ -19,11 +19,16 @@ standard errors cover the luck of the choice. Then each split is trained once mo
 the result of that, and nothing else ever, meets the test targets. (It is the network that won: in
 results/runs/uci-heldout all 350 have its validation error, to 2e-15.)
 
+**cv**: as heldout, but a split's rate is chosen by k-fold cross-validation on its training part,
+as the papers say they did: the lowest mean squared error over the folds, each of which stops the
+training that it judges. The network at that rate is then trained as under heldout.
+
 **Stacks.** A task is a stack of up to ten splits of one set, method and rate: a larger one leaves
 the cache (60 networks on Energy took 12 times as long as 10). Processes of this machine take tasks
 in turn (`tasks`), or machines that share a study do (`study`). On a GPU all rates are one stack.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,9 +55,11 @@ Table = tuple[Array, Array]
 
 NAMES = data_sets.NAMES
 COMPARED = ("sp", "wn", "bn", "gmp")  # by the papers
-PROTOCOLS = parts.PROTOCOLS
+PROTOCOLS = (*parts.PROTOCOLS, "cv")
 KEY = ("dataset", "method", "split", "lr", "chosen")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # the papers' grid
+WIDE_RATES = (*RATES, 1.0, 3.0)  # of "cv": SP and WN often chose the edge of the papers' grid
+FOLDS = 5
 UNITS, BATCH_SIZE, EPOCHS, PATIENCE = 100, 1024, 5000, 50
 AT_ONCE = 10  # networks in a stack
 POINTS = 120  # of a learning curve that are kept
@@ -75,26 +82,32 @@ class Task:
     members: tuple[Member, ...]
     chosen: bool = True  # whether their rates are settled, so that they may meet the test part
     rate: float | None = None  # of all members, where it is one of several that are tried
+    fold: int | None = None  # under "cv": 1, 2, ... judge rates, 0 is the held-out part
 
     @property
     def keys(self) -> list[tuple[Any, ...]]:
-        return [(self.dataset, self.method, *member, self.chosen) for member in self.members]
+        end = (self.chosen,) if self.fold is None else (self.chosen, self.fold)
+        return [(self.dataset, self.method, *member, *end) for member in self.members]
 
     @property
     def point(self) -> Record:
         """The point of a grid that it belongs to."""
-        return {"method": self.method} | ({} if self.rate is None else {"lr": self.rate})
+        rate = {} if self.rate is None else {"lr": self.rate}
+        return {"method": self.method} | rate | ({"fold": self.fold} if self.fold else {})
 
     @property
     def name(self) -> str:
         first = self.members[0].split
         rate = "" if self.rate is None else f"-lr{self.rate:g}"
-        return f"{self.dataset}-{self.method}{rate}" + (f"-split{first}" if first else "")
+        fold = f"-fold{self.fold}" if self.fold else ""
+        name = f"{self.dataset}-{self.method}{rate}{fold}".replace(":", "-")
+        return name + (f"-split{first}" if first else "")
 
     def __str__(self) -> str:
         rates = sorted({member.lr for member in self.members})
         rate = f"rate {rates[0]:g}" if len(rates) == 1 else f"{len(rates)} rates"
-        return f"{self.dataset}, {all_methods.TITLES[self.method]}, {rate}"
+        fold = f", fold {self.fold}" if self.fold else ""
+        return f"{self.dataset}, {all_methods.title(self.method)}, {rate}{fold}"
 
 
 @dataclass(frozen=True)
@@ -106,16 +119,22 @@ class Settings:
     epochs: int = EPOCHS
     device: str = "cpu"
     dtype: torch.dtype = torch.float64
+    folds: int = FOLDS  # under "cv"
 
     @property
-    def training(self) -> Protocol:
-        """Loss, metric and schedule."""
+    def key(self) -> tuple[str, ...]:
+        """The fields that tell records apart."""
+        return (*KEY, "fold") if self.protocol == "cv" else KEY
+
+    def training(self, method: str) -> Protocol:
+        """Return loss, metric and schedule."""
         return Protocol(
             stacked.absolute_error,
             stacked.squared_error,
             batch_size=BATCH_SIZE,
             epochs=self.epochs,
             patience=PATIENCE,
+            decay=all_methods.get(method).decay,
         )
 
 
@@ -125,14 +144,16 @@ class Settings:
 def train(task: Task, table: Table, settings: Settings, tick: Tick | None = None) -> Done:
     """Train a task's networks on a table: inputs (points, features) and targets (points,)."""
     seeds = [member.split for member in task.members]
-    data = parts.stack(*table, seeds, settings.protocol)
+    protocol = "paper" if settings.protocol == "paper" else "heldout"
+    fold = (task.fold - 1, settings.folds) if task.fold else None
+    data = parts.stack(*table, seeds, protocol, fold)
     widths = (data.x_train.shape[-1], UNITS, 1)
     options: dict[str, Any] = {"init": settings.init, "dtype": settings.dtype}
     result = stacked.train(
         [all_methods.mlp(task.method, widths, seed=seed, **options) for seed in seeds],
         (data.x_train, data.y_train),
         [member.lr for member in task.members],
-        settings.training,
+        settings.training(task.method),
         (data.x_val, data.y_val),
         seeds=seeds,
         device=settings.device,
@@ -158,7 +179,7 @@ def _errors(task: Task, result: Result, data: parts.Splits, protocol: str) -> li
 
 def _record(task: Task, result: Result, settings: Settings, i: int) -> Record:
     return {
-        **dict(zip(KEY, task.keys[i], strict=True)),
+        **dict(zip(settings.key, task.keys[i], strict=True)),
         "protocol": settings.protocol,
         "init": settings.init,
         "epochs": int(result.epochs[i]),
@@ -191,16 +212,17 @@ def grid_tasks(config: Record, dataset: str, together: bool = False) -> list[Tas
     With `together`, all rates and splits of a method are one stack.
     """
     final, splits, found = config["protocol"] == "paper", range(config["seeds"]), []
-    for method in config["methods"]:
-        rates = config["lrs"] or [all_methods.LEARNING_RATES[method]]
+    folds = range(1, config["folds"] + 1) if config.get("folds") else [None]
+    for method, fold in itertools.product(config["methods"], folds):
+        rates = config["lrs"] or [all_methods.get(method).lr]
         if together:
             members = tuple(Member(split, lr) for lr in rates for split in splits)
-            found.append(Task(dataset, method, members, final))
+            found.append(Task(dataset, method, members, final, fold=fold))
             continue
         for lr in rates:
             stacks = _split([Member(split, lr) for split in splits])
             own = lr if config["lrs"] else None
-            found += [Task(dataset, method, stack, final, own) for stack in stacks]
+            found += [Task(dataset, method, stack, final, own, fold) for stack in stacks]
     return found
 
 
@@ -209,27 +231,29 @@ def chosen_tasks(config: Record, dataset: str, records: Iterable[Record]) -> lis
     chosen, found = choose(r for r in records if r["dataset"] == dataset), []
     for method in config["methods"]:
         members = [Member(s, chosen[dataset, method, s]) for s in range(config["seeds"])]
-        found += [Task(dataset, method, stack) for stack in _split(members)]
+        fold = 0 if config.get("folds") else None
+        found += [Task(dataset, method, stack, fold=fold) for stack in _split(members)]
     return found
 
 
 def choose(records: Iterable[Record]) -> dict[tuple[str, str, int], float]:
     """Return the rate with the lowest validation error by data set, method and split.
 
-    Of equal ones it is the lowest rate; one whose error is no number is never better.
+    With folds it is the lowest squared error over all. Of equal ones it is the lowest rate; one
+    whose error is no number, on any fold, is never better.
 
     Example:
         >>> one = {"dataset": "yacht", "method": "sp", "split": 0}
         >>> choose([one | {"lr": 0.1, "val_rmse": 0.4}, one | {"lr": 0.3, "val_rmse": math.nan}])
         {('yacht', 'sp', 0): 0.1}
     """
-    best: dict[tuple[str, str, int], tuple[float, float]] = {}
+    errors: dict[tuple[str, str, int], dict[float, float]] = {}
     for record in records:
-        key = record["dataset"], record["method"], record["split"]
-        error = record["val_rmse"] if math.isfinite(record["val_rmse"]) else math.inf
         if not record.get("chosen", False):
-            best[key] = min(best.get(key, (math.inf, math.inf)), (error, record["lr"]))
-    return {key: lr for key, (_, lr) in best.items()}
+            own = errors.setdefault((record["dataset"], record["method"], record["split"]), {})
+            error = record["val_rmse"] ** 2 if math.isfinite(record["val_rmse"]) else math.inf
+            own[record["lr"]] = own.get(record["lr"], 0.0) + error
+    return {key: min(own, key=lambda lr: (own[lr], lr)) for key, own in errors.items()}
 
 
 def _split(members: Sequence[Member]) -> list[tuple[Member, ...]]:
@@ -250,6 +274,7 @@ def run(
     init: str = "glorot",
     lrs: Sequence[float] | None = None,
     epochs: int = EPOCHS,
+    folds: int = FOLDS,
     storage: str | None = None,
     jobs: int | None = None,
     resume: bool = False,
@@ -264,14 +289,16 @@ def run(
     Args:
         out: the run's folder.
         datasets: names of the sets, or of `tables`.
-        methods: names of `methods.METHODS`.
-        protocol: "paper", where the test split decides when to stop, or "heldout".
+        methods: names of `methods.METHODS`, perhaps with options: "wn+mbn:mbn=before".
+        protocol: "paper", where the test split decides when to stop, "heldout", or "cv", where
+            rates are chosen by cross-validation.
         seeds: how many random splits.
         data: folder with the data, before $GEOPARAM_DATA, the cache and the network.
         init: "glorot", as the papers' code, or "sphere", as their text.
         lrs: learning rates for every method; by default the papers' own under "paper", and the
-            papers' grid under "heldout".
+            papers' grid under "heldout", and up to 3.0 under "cv".
         epochs: the most there are.
+        folds: of the training part, under "cv".
         storage: share the work: the URL of a database or the path of a file. Start the same
             command as often as there are cores, each with an --out of its own.
         jobs: how many processes of this machine work; by default as many as there are cores, and
@@ -283,24 +310,25 @@ def run(
         dtype: of the networks.
         tables: inputs and targets of other data sets, by name.
     """
-    settings = Settings(protocol, init, epochs, str(device), dtype)
+    settings = Settings(protocol, init, epochs, str(device), dtype, folds)
     config = _check_options(settings, datasets, methods, seeds, lrs, (*NAMES, *(tables or {})))
     loaded = {
         name: (tables or {}).get(name) or data_sets.load(name, data) for name in config["datasets"]
     }
     if storage is not None:
         shared_study.check_storage(storage)
-    options: Record = {"key": KEY, "resume": resume, "may_change": _MAY_CHANGE}
+    options: Record = {"key": settings.key, "resume": resume, "may_change": _MAY_CHANGE}
     folder = Run.create(out, "uci", config, command, **options)
     alone = torch.device(device).type == "cpu" and storage is None
     together = not alone and storage is None
     grid = {name: grid_tasks(config, name, together) for name in loaded}
     count = sum(len(task.members) for own in grid.values() for task in own)
-    count += count // len(config["lrs"]) if protocol == "heldout" else 0
+    chooses = protocol != "paper"
+    count += len(loaded) * len(config["methods"]) * seeds if chooses else 0
     jobs = jobs or (count_cores() if alone else 1)
     session = Session(folder, _Worker(settings, loaded), count, jobs, progress)
     _do(session, grid, loaded, storage)
-    if protocol == "heldout":
+    if chooses:
         chosen = {name: chosen_tasks(config, name, folder.records()) for name in loaded}
         _do(session, chosen, loaded, storage)
     return folder
@@ -347,18 +375,21 @@ def _check_options(
 ) -> Record:
     """Return the configuration, if all of it exists."""
     check_names("datasets", datasets, known)
-    check_names("methods", names, tuple(all_methods.METHODS))
+    check_names("methods", [*map(all_methods.without_options, names)], tuple(all_methods.METHODS))
     check_names("protocol", [settings.protocol], PROTOCOLS)
     for name in names:
         all_methods.get(name, init=settings.init)
+    if settings.folds < 2:
+        raise ValueError(f"folds, parts of the training part, must be >= 2; got {settings.folds}.")
     if min(seeds, settings.epochs) < 1:
         got = f"{seeds} and {settings.epochs}"
         raise ValueError(f"seeds, the number of splits, and epochs must be >= 1; got {got}.")
     if lrs is not None and (not lrs or not all(0 < lr < math.inf for lr in lrs)):
         rule = "lrs must be learning rates above 0 and finite, or left out"
         raise ValueError(f"{rule}; got {list(lrs)}.")
-    grid = lrs or (RATES if settings.protocol == "heldout" else None)
+    grid = lrs or {"heldout": RATES, "cv": WIDE_RATES}.get(settings.protocol)
     return {
+        **({"folds": settings.folds} if settings.protocol == "cv" else {}),
         "datasets": list(dict.fromkeys(datasets)),
         "methods": list(dict.fromkeys(names)),
         "protocol": settings.protocol,
@@ -393,7 +424,7 @@ def _finding(run: Run) -> str:
             own = errors.setdefault(record["dataset"], {})
             own.setdefault(record["method"], []).append(record["test_rmse"])
     best = Counter(min(own, key=lambda m: float(np.mean(own[m]))) for own in errors.values())
-    said = ", ".join(f"{all_methods.TITLES[name]} on {n}" for name, n in best.most_common())
+    said = ", ".join(f"{all_methods.title(name)} on {n}" for name, n in best.most_common())
     return f"UCI ({run.config['protocol']} protocol): the lowest mean test RMSE has {said}."
 
 
@@ -417,6 +448,7 @@ EXPERIMENT = Experiment(
     names={
         "paper": "papers' protocol: the test split itself decides when to stop",
         "heldout": "held-out protocol: a validation part decides, the test split does not",
+        "cv": "rates by cross-validation on the training part; the test split decides nothing",
     },
     finding=_finding,
 )

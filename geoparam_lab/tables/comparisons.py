@@ -35,8 +35,9 @@ def _compare_only_rate(block: Block, rows: list[Line]) -> Comparison:
     """Compare with a baseline that has one rate, or one for each split, and say which it is."""
     pairs = {line: _find_alike(line, rows) or rows[0] for line in _list_others(block, rows)}
     found = {line: block.rates(line) for line in (*rows, *pairs)}
-    if block.group == "heldout":
-        note = "Chosen rates: each method at the rate that the validation part chose on the split."
+    if block.group in ("heldout", "cv"):
+        how = "the validation part" if block.group == "heldout" else "cross-validation"
+        note = f"Chosen rates: each method at the rate that {how} chose on the split."
         return Comparison("chosen rates", pairs, note)
     if not any(found.values()):
         return Comparison("", pairs)

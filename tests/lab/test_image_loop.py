@@ -30,7 +30,7 @@ pytest.importorskip("accelerate")
 # --- steps --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", methods.METHODS)
+@pytest.mark.parametrize("method", [name for name in methods.METHODS if name != "bn+decay"])
 def test_every_method_trains_a_step(method: str, tmp_path: Path) -> None:
     chosen, images = settings(method, epochs=1, lr=0.05), source(BATCH)
     train(chosen, images, tmp_path)

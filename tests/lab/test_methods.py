@@ -11,7 +11,8 @@ import geoparam as gp
 from geoparam_lab import methods
 
 NAMES = (
-    "sp wn wn+mbn bn ln gmp gmp+imn gmp+bn gmp+ln natural natural+imn intrinsic intrinsic+imn"
+    "sp sp+imn wn wn+imn wn+mbn bn bn+decay ln gmp gmp+imn gmp+mbn gmp+bn gmp+ln natural "
+    "natural+imn intrinsic intrinsic+imn intrinsic+mbn"
 ).split()
 GEOMETRIC = [name for name in NAMES if name.startswith(("gmp", "natural", "intrinsic"))]
 KINDS = {"linear": ((6, 40), (5, 6)), "conv2d": ((6, 40, 3), (5, 6, 4, 4))}
@@ -52,6 +53,10 @@ def test_titles_and_the_papers_rates() -> None:
     [
         ("sp", "Linear ReLU", "Conv2d ReLU"),
         ("wn", "Linear ReLU", "Conv2d ReLU"),
+        ("sp+imn", "Linear ReLU InputMeanNorm", "Conv2d ReLU InputMeanNorm"),
+        ("wn+imn", "Linear ReLU InputMeanNorm", "Conv2d ReLU InputMeanNorm"),
+        ("wn+mbn:mbn=before", "Linear InputMeanNorm ReLU", "Conv2d InputMeanNorm ReLU"),
+        ("gmp+mbn", "GmPLinear MeanOnlyBatchNorm ReLU", "GmPConv2d MeanOnlyBatchNorm ReLU"),
         ("wn+mbn", "Linear MeanOnlyBatchNorm ReLU", "Conv2d MeanOnlyBatchNorm ReLU"),
         ("bn", "Linear BatchNorm1d ReLU", "Conv2d BatchNorm2d ReLU"),
         ("ln", "Linear LayerNorm ReLU", "Conv2d GroupNorm ReLU"),
@@ -125,17 +130,23 @@ def test_mbn_has_its_offset_after_it() -> None:
     assert layer.bias is None and norm.bias is not None
 
 
+def test_mbn_of_the_papers_code_leaves_units_without_an_offset() -> None:
+    names = dict(methods.mlp("wn+mbn:mbn=before", (3, 8, 2)).named_parameters())
+    assert not any(name.startswith(("0.bias", "1.")) for name in names)
+
+
 # --- IMN ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gmp+imn", "natural+imn", "intrinsic+imn"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("+imn")])
 def test_imn_centres_the_input_of_every_layer_but_the_first(name: str) -> None:
     model, x = methods.mlp(name, (3, 8, 8, 2)), torch.randn(50, 3, dtype=torch.float64)
     inputs = []
-    for layer in (model[2], model[-1]):
+    for layer in (model[len(model) // 2], model[-1]):
         layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
     model(x)
-    assert kinds_of(model) == "GmPLinear InputMeanNorm GmPLinear InputMeanNorm Linear".split()
+    block = ["GmPLinear"] if name in GEOMETRIC else ["Linear", "ReLU"]
+    assert kinds_of(model) == 2 * [*block, "InputMeanNorm"] + ["Linear"]
     assert all(given.mean(0).abs().max() < 1e-12 for given in inputs) and len(inputs) == 2
 
 
@@ -229,10 +240,13 @@ def test_everything_is_of_the_type_asked_for(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("batchnorm", {}, "a method is one of sp, wn, .* got 'batchnorm'"),
+        ("batchnorm", {}, "a method is one of sp, sp.imn, wn, .* got 'batchnorm'"),
         ("gmp", {"init": "he"}, "GmP has directions and scales"),
         ("sp", {"init": "xavier"}, "init is 'glorot', 'sphere' or 'he'; got 'xavier'"),
         ("gmp+imn", {"imn": "both"}, "imn is 'output' or 'input'; got 'both'"),
+        ("sp+imn", {"imn": "input"}, "imn='input' is a form of geometric layers; got SP.IMN"),
+        ("wn+mbn", {"mbn": "none"}, "mbn is 'after' or 'before'; got 'none'"),
+        ("wn+mbn:decay=1", {}, "a method's options are init, imn and mbn"),
     ],
 )
 def test_what_is_not_known_is_refused(name: str, options: dict[str, str], message: str) -> None:

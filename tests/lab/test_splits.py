@@ -39,6 +39,16 @@ def test_every_point_is_in_one_part(protocol: str) -> None:
         np.testing.assert_array_equal(np.sort(np.concatenate(targets)), Y)
 
 
+def test_folds_are_those_of_scikit_learn_and_leave_the_test_alone() -> None:
+    kfold = pytest.importorskip("sklearn.model_selection").KFold(5)
+    [train], paper = stack(X, Y, [2]).y_train, stack(X, Y, [2])
+    for i, (fit, held) in enumerate(kfold.split(train)):
+        parts = stack(X, Y, [2], "heldout", fold=(i, 5))
+        np.testing.assert_array_equal(parts.y_train[0], train[fit])
+        np.testing.assert_array_equal(parts.y_val[0], train[held])
+        np.testing.assert_array_equal(parts.y_test, paper.y_test)
+
+
 def test_protocols_differ_in_the_validation_part_alone() -> None:
     paper, heldout = stack(X, Y, range(3)), stack(X, Y, range(3), "heldout")
     np.testing.assert_array_equal(paper.x_val, paper.x_test)

@@ -20,6 +20,7 @@ from geoparam_lab.training.stacks.stacked import Protocol, Result
 
 VARIANTS = [(name, {}) for name in methods.METHODS]
 VARIANTS += [("gmp+imn", {"imn": "input"}), ("gmp", {"init": "sphere"})]
+VARIANTS += [("wn+mbn", {"mbn": "before"})]
 IDS = ["-".join((name, *options.values())) for name, options in VARIANTS]
 each_variant = pytest.mark.parametrize(("name", "options"), VARIANTS, ids=IDS)
 each_method = pytest.mark.parametrize("name", methods.METHODS)
@@ -69,6 +70,7 @@ def train_alone(
     """Return losses, metrics and rates of each epoch, and the best model."""
     optimizer = keras_adam(model, lr)
     optimizer.register_step_post_hook(gp.retract(model))
+    optimizer.register_step_pre_hook(lambda own, *_: decay_(model, own, protocol.decay))
     plateau = keras_plateau(optimizer, protocol.patience)
     order = torch.Generator().manual_seed(seed)
     losses, metrics, rates, best = [], [], [], copy.deepcopy(model)
@@ -92,12 +94,21 @@ def train_alone(
     return losses, metrics, rates, best
 
 
+@torch.no_grad()
+def decay_(model: nn.Module, optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """AdamW's decay, of weights alone."""
+    for layer in model:
+        if type(layer) is nn.Linear:
+            layer.weight.sub_(optimizer.param_groups[0]["lr"] * decay * layer.weight)
+
+
 @each_variant
 @pytest.mark.parametrize("batch_size", [None, 16])
 def test_a_stack_trains_as_plain_torch_does(
     name: str, options: dict[str, str], batch_size: int | None
 ) -> None:
-    protocol = replace(MSE, batch_size=batch_size, stop_patience=100)
+    decay = 30 * methods.get(name).decay  # large enough to be seen in 25 epochs
+    protocol = replace(MSE, batch_size=batch_size, stop_patience=100, decay=decay)
     models, lrs = networks(name, **options), [0.03, 0.01, 0.1]
     before = pack(models)
     result = run(name, protocol, models=models, lr=lrs, seeds=[5, 6, 7])

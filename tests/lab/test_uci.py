@@ -55,7 +55,7 @@ def run(folder: Path, protocol: str = "heldout", **options: Any) -> Run:
 
 
 def by_key(run: Run) -> dict[tuple[Any, ...], Record]:
-    return {tuple(record[name] for name in uci.KEY): record for record in run.records()}
+    return {tuple(record[name] for name in run.info["key"]): record for record in run.records()}
 
 
 def lines(run: Run) -> int:
@@ -71,6 +71,11 @@ def start(folder: Path, stop: int = 10**9, **options: Any) -> "subprocess.Popen[
 @pytest.fixture(scope="module")
 def heldout(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(tmp_path_factory.mktemp("uci") / "heldout")
+
+
+@pytest.fixture(scope="module")
+def cv(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(tmp_path_factory.mktemp("uci") / "cv", "cv", datasets=["small"], folds=3)
 
 
 # --- protocols ----------------------------------------------------------------------------------
@@ -153,19 +158,58 @@ def test_each_split_has_the_rate_with_its_lowest_validation_error(heldout: Run) 
     assert len({record["lr"] for record in chosen}) == 2
 
 
-def test_only_chosen_rates_meet_the_test_part(heldout: Run) -> None:
-    assert all(("test_rmse" in record) == record["chosen"] for record in heldout.records())
-    assert all("val_rmse" in record for record in heldout.records())
+@pytest.mark.parametrize("protocol", ["heldout", "cv"])
+def test_only_chosen_rates_meet_the_test_part(
+    protocol: str, request: pytest.FixtureRequest
+) -> None:
+    records = request.getfixturevalue(protocol).records()
+    assert all(("test_rmse" in record) == record["chosen"] for record in records)
+    assert all("val_rmse" in record for record in records)
 
 
-def test_test_targets_change_nothing_but_the_test_error(tmp_path: Path) -> None:
+def test_cross_validation_chooses_by_the_mean_over_folds(cv: Run) -> None:
+    errors: dict[tuple[Any, ...], dict[float, list[float]]] = {}
+    for r in cv.records():
+        if not r["chosen"]:
+            own = errors.setdefault((r["method"], r["split"]), {})
+            own.setdefault(r["lr"], []).append(r["val_rmse"] ** 2)
+    assert {len(each) for own in errors.values() for each in own.values()} == {3}
+    chosen = [r for r in cv.records() if r["chosen"]]
+    assert len(chosen) == 2 * 3 == len(errors) and {r["fold"] for r in chosen} == {0}
+    for r in chosen:
+        own = errors[r["method"], r["split"]]
+        assert r["lr"] == min(own, key=lambda lr: np.mean(own[lr]))
+
+
+def test_a_rate_of_cross_validation_is_trained_as_under_heldout(cv: Run, heldout: Run) -> None:
+    known = {k[:-1]: r for k, r in by_key(heldout).items() if r["chosen"]}
+    found = {k[:-2]: r for k, r in by_key(cv).items() if r["chosen"]}
+    both = known.keys() & found.keys()
+    assert both and all(known[k]["test_rmse"] == found[k]["test_rmse"] for k in both)
+
+
+def test_a_fold_that_diverges_costs_a_rate_the_choice() -> None:
+    one = {"dataset": "small", "method": "sp", "split": 0}
+    errors = {0.1: (0.5, 0.5, 0.5), 0.3: (0.1, 0.1, math.nan)}
+    records = [one | {"lr": lr, "val_rmse": e} for lr, es in errors.items() for e in es]
+    assert uci.choose(records) == {("small", "sp", 0): 0.1}
+
+
+def test_the_wide_grid_is_the_default_of_cross_validation(tmp_path: Path) -> None:
+    options = {"datasets": ["small"], "methods": ["sp"], "seeds": 1, "lrs": None, "epochs": 1}
+    rates = {r["lr"] for r in run(tmp_path / "run", "cv", folds=2, **options).records()}
+    assert rates == {0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0}
+
+
+@pytest.mark.parametrize("protocol", ["heldout", "cv"])
+def test_test_targets_change_nothing_but_the_test_error(tmp_path: Path, protocol: str) -> None:
     x, y = table()
     _, test = splits.split(len(x), seed=0)
     other = y.copy()
     other[test] = 1000 - y[test]
     options = {"datasets": ["small"], "seeds": 1}
-    one = run(tmp_path / "one", tables={"small": (x, y)}, **options)
-    two = run(tmp_path / "two", tables={"small": (x, other)}, **options)
+    one = run(tmp_path / "one", protocol, tables={"small": (x, y)}, **options)
+    two = run(tmp_path / "two", protocol, tables={"small": (x, other)}, **options)
     for a, b in zip(one.records(), two.records(), strict=True):
         assert ("test_rmse" in a) == (a.pop("test_rmse", None) != b.pop("test_rmse", None))
         assert a == b
@@ -186,17 +230,21 @@ def test_a_killed_run_resumes_to_the_same_records(tmp_path: Path, heldout: Run) 
     assert lines(resumed) == len(heldout.records())
 
 
-@pytest.mark.parametrize("kept", [4, 25, 36])
+@pytest.mark.parametrize(
+    ("protocol", "kept"), [("heldout", 4), ("heldout", 25), ("heldout", 36), ("cv", 10)]
+)
 def test_a_run_cut_anywhere_resumes_to_the_same_records(
-    tmp_path: Path, heldout: Run, kept: int
+    tmp_path: Path, protocol: str, kept: int, request: pytest.FixtureRequest
 ) -> None:
     """Also within a stack: its finished networks are trained again, and not written again."""
+    whole: Run = request.getfixturevalue(protocol)
     (tmp_path / "run").mkdir()
-    shutil.copy(heldout.folder / "config.json", tmp_path / "run")
-    text = (heldout.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    shutil.copy(whole.folder / "config.json", tmp_path / "run")
+    text = (whole.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(text[:kept]))
-    resumed = run(tmp_path / "run", resume=True)
-    assert by_key(resumed) == by_key(heldout) and lines(resumed) == len(text)
+    options = {"datasets": whole.config["datasets"], "folds": whole.config.get("folds", 5)}
+    resumed = run(tmp_path / "run", protocol, resume=True, **options)
+    assert by_key(resumed) == by_key(whole) and lines(resumed) == len(text)
 
 
 def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
@@ -267,8 +315,9 @@ def test_a_gpu_finds_what_the_cpu_does(tmp_path: Path) -> None:
     [
         ({"datasets": ["bostn"]}, "datasets must be of boston, .*, small, large; got 'bostn'"),
         ({"methods": ["gpm"]}, "methods must be of sp, .*got 'gpm'"),
-        ({"protocol": "test"}, "protocol must be of paper, heldout; got 'test'"),
+        ({"protocol": "test"}, "protocol must be of paper, heldout, cv; got 'test'"),
         ({"init": "he"}, "init='he' draws weights"),
+        ({"folds": 1}, "folds, parts of the training part, must be >= 2; got 1"),
         ({"seeds": 0}, "seeds, the number of splits, and epochs must be >= 1; got 0"),
         ({"lrs": []}, "lrs must be learning rates above 0 and finite, or left out"),
         ({"lrs": [math.nan, 0.1]}, "finite"),

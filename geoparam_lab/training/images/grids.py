@@ -17,7 +17,7 @@ from geoparam_lab.run_folder import Record
 from geoparam_lab.training import shared_study
 from geoparam_lab.training.images.settings import Settings
 
-WORDS = ("optimizer", "base", "rest", "coordinates", "schedule", "init", "imn", "skip")
+WORDS = ("optimizer", "base", "rest", "coordinates", "schedule", "init", "imn", "mbn", "skip")
 NUMBERS = ("lr", "decay", "turn", "rest_lr", "momentum", "warmup", "label_smoothing", "ema")
 _FIELDS = {"decay": "weight_decay"}  # where an option is not called as in Settings
 

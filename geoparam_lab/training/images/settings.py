@@ -59,6 +59,8 @@ class Settings:
         synchronise: norms take the means of the joint batch of all processes.
         init: "glorot", as the papers' code, or "sphere", as their text.
         imn: where IMN is: "output", as in the papers' code, or "input", as in their text.
+        mbn: where MBN's offset is: "after" the mean, or "before" it, as the papers' code, where it
+            has no effect.
         skip: a ResNet's skip connections: "centred", as the authors', or "plain".
         crop: pixels by which an image of 32 or 64 is shifted at most.
         angle_lr: rate of directions in place of `lr`; "fan_in" for lr / sqrt(n).
@@ -100,6 +102,7 @@ class Settings:
     synchronise: bool = True
     init: str = "glorot"
     imn: str = "output"
+    mbn: str = "after"
     skip: str = "centred"
     crop: int = 0
     angle_lr: AngleRate = None
@@ -109,7 +112,8 @@ class Settings:
     time_to: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        methods.get(self.method, init=self.init, imn=self.imn)  # raises where they are unknown
+        method = methods.get(self.method, init=self.init, imn=self.imn, mbn=self.mbn)
+        _check(not method.decay, "decay is an option of images: bn:decay=5e-4; got bn+decay.")
         _check_name("schedule", self.schedule, SCHEDULES)
         _check_name("precision", self.precision, PRECISIONS)
         _check_name("skip", self.skip, ("centred", "plain"))
@@ -159,7 +163,7 @@ class Settings:
     @property
     def network_options(self) -> dict[str, Any]:
         """What `networks.build` is given besides network, method, classes, size and seed."""
-        options: dict[str, Any] = {"init": self.init, "imn": self.imn}
+        options: dict[str, Any] = {"init": self.init, "imn": self.imn, "mbn": self.mbn}
         if self.network.startswith("resnet"):
             options["skip"] = self.skip
         if self.widths is not None and self.network.startswith("resnet"):

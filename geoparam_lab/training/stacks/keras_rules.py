@@ -18,10 +18,14 @@ MIN_DELTA = 1e-4  # what a value must be better by to count for the rate; to go 
 
 
 class Adam:
-    """Adam for parameters (S, numbers), with a rate for each member."""
+    """Adam for parameters (S, numbers), with a rate for each member.
 
-    def __init__(self, like: Tensor) -> None:
+    `decay` is what a step removes of each number, over the rate, as AdamW does: (numbers,) or 0.
+    """
+
+    def __init__(self, like: Tensor, decay: Tensor | float = 0.0) -> None:
         self.m, self.v = torch.zeros_like(like), torch.zeros_like(like)
+        self.decay = decay
         self.steps = 0
 
     def step(self, parameters: Tensor, gradient: Tensor, rates: Array) -> None:
@@ -33,6 +37,8 @@ class Adam:
         torch.div(self.m, change, out=change)
         correction = math.sqrt(1 - BETA2**self.steps) / (1 - BETA1**self.steps)
         each = torch.from_numpy(rates).to(change).unsqueeze(1)
+        if isinstance(self.decay, Tensor):
+            parameters.mul_(1 - each * self.decay)
         parameters.addcmul_(change, each, value=-correction)
 
     def keep_only(self, index: Array) -> None:

@@ -38,6 +38,12 @@ def views(state: Tensor, model: nn.Sequential) -> tuple[list[dict[str, Tensor]],
     return tensors, parameters
 
 
+def find_weights(model: nn.Sequential) -> Tensor:
+    """Return which parameters of a row are entries of weights, not offsets or scales: 0 or 1."""
+    entries = [t for _, _, t in _entries(model) if isinstance(t, nn.Parameter)]
+    return torch.cat([t.new_full((t.numel(),), float(t.ndim > 1)) for t in entries])
+
+
 @torch.no_grad()
 def unpack_(model: nn.Sequential, row: Tensor, batches: int) -> None:
     """Give a model the state in one row, which has seen so many batches."""

@@ -31,6 +31,7 @@ from geoparam_lab.training.stacks.packing import (
     Data,
     expand_data,
     expand_values,
+    find_weights,
     pack,
     select_members,
     unpack_,
@@ -75,6 +76,7 @@ class Protocol:
     epochs: int = 5000  # the most there are
     patience: int = 50  # epochs without a better value before the rate falls
     stop_patience: int | None = None  # the same before a member stops; None for 2 * patience
+    decay: float = 0.0  # what a step removes of each weight, over the rate
 
     def judge(self, rates: Array) -> Judge:
         """Return the judge of members with these learning rates."""
@@ -203,7 +205,8 @@ class _Run:
         self.tensors, self.parameters = views(self.state, self.model)
         self.data = expand_data(data, self.state)
         self.evaluation = None if evaluation is None else expand_data(evaluation, self.state)
-        self.adam = Adam(self.state[:, : self.numbers])
+        decay = protocol.decay and protocol.decay * find_weights(self.model).to(self.state)
+        self.adam = Adam(self.state[:, : self.numbers], decay)
         self.judge = protocol.judge(expand_values(lr, size, "lr"))
         seeds = range(size) if seeds is None else seeds
         self.generators = [
