@@ -160,22 +160,25 @@ def test_tracking_gives_what_the_cpu_gives_and_never_waits(norm: str | None, pro
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_input_means_of_large_images(
-    kernel: int, autocast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The backward pass for large tensors gives what autograd's own gives."""
+def test_input_means_of_large_images(kernel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass for large tensors is as near to the truth as autograd's own."""
     torch.backends.cudnn.allow_tf32 = False
     layer = gp.InputMeanConv2d(64, 32, kernel).cuda().to(memory_format=torch.channels_last)
     x = torch.randn(32, 64, 64, 64, device="cuda").to(memory_format=torch.channels_last) + 1
-    found = []
-    for large in (2**22, 2**40):
+
+    def train(large: int, autocast: bool) -> list[torch.Tensor]:
         monkeypatch.setattr("geoparam.centred_map.LARGE", large)
         inputs = x.clone().requires_grad_()
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             z = torch.relu_(layer(inputs))
         grads = torch.autograd.grad(z.float().square().mean(), [inputs, *layer.parameters()])
-        found.append([z.float(), *grads])
-    for a, b in zip(*found, strict=True):
-        error = (a - b).abs().max() / b.abs().max()
-        assert error < (2**-6 if autocast else 1e-4)
+        return [z.float(), *grads]
+
+    def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+        return ((found - expected).abs().max() / expected.abs().max()).item()
+
+    expected, rounded = train(2**40, False), train(2**40, True)
+    for own, exact in zip(train(2**22, False), expected, strict=True):
+        assert error(own, exact) < 1e-4
+    for own, other, exact in zip(train(2**22, True), rounded, expected, strict=True):
+        assert error(own, exact) < 2 * error(other, exact)
