@@ -135,6 +135,7 @@ class Settings:
             epochs=self.epochs,
             patience=PATIENCE,
             decay=all_methods.get(method).decay,
+            angle_lr=all_methods.get(method).angle_lr,
         )
 
 
@@ -146,7 +147,9 @@ def train(task: Task, table: Table, settings: Settings, tick: Tick | None = None
     seeds = [member.split for member in task.members]
     protocol = "paper" if settings.protocol == "paper" else "heldout"
     fold = (task.fold - 1, settings.folds) if task.fold else None
-    data = parts.stack(*table, seeds, protocol, fold)
+    x, y = table
+    order = all_methods.get(task.method).permutation(x.shape[1]).numpy()
+    data = parts.stack(x[:, order], y, seeds, protocol, fold)
     widths = (data.x_train.shape[-1], UNITS, 1)
     options: dict[str, Any] = {"init": settings.init, "dtype": settings.dtype}
     result = stacked.train(
