@@ -89,7 +89,7 @@ def test_marks_are_of_the_corrected_test_and_two_of_holms() -> None:
     assert marks == [(" *", ""), (" *", "*"), ("", "")]
     few = [r for r in records if r["split"] < 4]
     assert "*" not in cell(tables.from_records(few, "uci")[0], "BN", column).text
-    assert any("for the 3 comparisons" in note for note in table.notes)
+    assert any("number of comparisons: 3" in note for note in table.notes)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_one_column_shows_ours_beside_the_papers() -> None:
     assert cell(table, "GmP", "range").text == "0.400 to 0.600"
     assert cell(table, "GmP", "difference to SP, same rate").text == "-0.667 ± 0.033"
     assert cell(table, "SP", "n").text == "3" and cell(table, "SP", "rate").text == "0.01"
-    assert cell(table, "SP", "largest move").text == "0.500"
+    assert cell(table, "SP", "largest move, running statistics").text == "0.500"
     assert not {"diverged", "largest turn (°)"} & set(table.columns)  # with one input, no turn
 
 
