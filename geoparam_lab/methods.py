@@ -112,8 +112,10 @@ class Method:
     def permutation(self, features: int) -> Tensor:
         """Return the order of the inputs."""
         generator = torch.Generator().manual_seed(int(self.order))
-        natural = torch.arange(features)
-        return torch.randperm(features, generator=generator) if int(self.order) else natural
+        order = natural = torch.arange(features)
+        while int(self.order) and features > 1 and order.equal(natural):
+            order = torch.randperm(features, generator=generator)
+        return order
 
     @property
     def has_offset(self) -> bool:
