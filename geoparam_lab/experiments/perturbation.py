@@ -277,7 +277,7 @@ def _draw_panels(outcome: Outcome) -> "Figure":
     first, *panels = axes.flat
     plots.unit_2d(np.array([0.8, 0.6]), -1.0, limits=VIEW, legend=False, ax=first)
     first.set_title("(a) a unit", loc="left")
-    for word, place in (("active", (1.2, 1.2)), ("inactive", (-0.8, -0.8))):
+    for word, place in (("active", (1.3, 1.6)), ("inactive", (-0.8, -0.8))):
         first.text(*place, word, ha="center", va="center")
     before = next(iter(outcome.lines.values()))
     for i, (letter, ax) in enumerate(zip("bcde", panels, strict=False)):
