@@ -376,7 +376,7 @@ EXPERIMENT = Experiment(
     ),
     papers={
         "rotation": read_table(
-            "v2, figure 1, as drawn (one unit)",
+            "figure 1, as the released code draws it (one unit)",
             "|0.0001|0.001|0.01|0.1\nsp|4.1|12.2|18.3|23.7\nwn|4.1|12.2|18.3|23.7",
         )
     },

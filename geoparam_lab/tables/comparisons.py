@@ -25,6 +25,7 @@ class Comparison(NamedTuple):
     note: str = ""  # the same in a sentence
     differences: Mapping[tuple[Line, Any], Estimate] = {}  # by row and column
     marks: Mapping[tuple[Line, Any], str] = {}  # " *" for p < 0.05, " **" by Holm
+    tested: int = 0  # how many of the differences were tested
 
 
 def compare(block: Block, baseline: str) -> list[Comparison]:
@@ -50,7 +51,7 @@ def _judge(block: Block, comparison: Comparison) -> Comparison:
     p_values = {place: find_p_value(each) for place, each in found.items() if each.n >= LEAST}
     holm = adjust(p_values)
     marks = {p: " **" if holm[p] < LEVEL else " *" for p in holm if p_values[p] < LEVEL}
-    return comparison._replace(differences=found, marks=marks)
+    return comparison._replace(differences=found, marks=marks, tested=len(holm))
 
 
 def _compare_only_rate(block: Block, rows: list[Line]) -> Comparison:

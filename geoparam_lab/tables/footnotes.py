@@ -83,9 +83,13 @@ def explain_differences(block: Block, comparisons: Sequence[Comparison]) -> Iter
     yield (
         f"Differences: mean ± standard error over the {block.samples} that both have"
         + (f"; {better} is better" if better else "")
-        + f". * p below {LEVEL:g} in a paired t-test; ** also after Holm's correction (number of "
-        f"comparisons: {' and '.join(str(len(each.differences)) for each in comparisons)})."
+        + "."
     )
+    if any(each.tested for each in comparisons):
+        yield (
+            f"* p below {LEVEL:g} in a paired t-test; ** also after Holm's correction (number of "
+            f"comparisons: {' and '.join(str(each.tested) for each in comparisons)})."
+        )
     yield from filter(None, (comparison.note for comparison in comparisons))
     if block.samples == "splits":
         yield (
