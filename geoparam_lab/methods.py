@@ -25,8 +25,11 @@ does nothing in a network of one hidden layer. WN and WN+MBN normalise the outpu
 without MBN there. MBN's offset comes after the mean (Salimans and Kingma); `mbn="before"` is the
 papers' code, whose offset comes before it and cancels, so that units have none.
 
-**Options.** They may be part of a name: "wn+mbn:mbn=before". "bn+decay" is BN whose weights, not
-its offsets and scales, shrink by rate * 0.01 in every step, as AdamW has it.
+**Options.** They may be part of a name: "wn+mbn:mbn=before". `angle_lr="fan_in"` divides the rate
+of directions by sqrt(n). `order=3` gives the inputs in another order, drawn from 3, and the first
+layer's weights with them: for plain weights that is the same training, for angles it is not.
+"bn+decay" is BN whose weights, not its offsets and scales, shrink by rate * 0.01 in every step, as
+AdamW has it.
 """
 
 import contextlib
@@ -37,7 +40,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
+from torch.nn.utils import parametrize, skip_init
 from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
@@ -75,6 +78,8 @@ class Method:
     imn: str = "output"  # where IMN stands in a hidden block: at its "output" or its "input"
     mbn: str = "after"  # where MBN's offset is: "after" the mean, or "before" it, without effect
     decay: float = 0.0  # share of a weight that a step removes, over the rate
+    angle_lr: str | None = None  # the rate of directions: None for that of all, or "fan_in"
+    order: int | str = 0  # of the inputs; 0 as they are, others are drawn from it
 
     def __post_init__(self) -> None:
         if self.init not in ("glorot", "sphere", "he"):
@@ -90,6 +95,10 @@ class Method:
             raise ValueError(f"imn='input' is a form of geometric layers; got {self.title}.")
         if self.mbn not in ("after", "before"):
             raise ValueError(f"mbn is 'after' or 'before'; got {self.mbn!r}.")
+        if self.angle_lr not in (None, "fan_in"):
+            raise ValueError(f"angle_lr is 'fan_in', or left out; got {self.angle_lr!r}.")
+        if not str(self.order).isdecimal():
+            raise ValueError(f"order is a seed, from 0 on; got {self.order!r}.")
 
     @property
     def is_geometric(self) -> bool:
@@ -99,6 +108,14 @@ class Method:
     def lr(self) -> float:
         """The papers' learning rate."""
         return 0.1 if self.is_geometric else 0.01
+
+    def permutation(self, features: int) -> Tensor:
+        """Return the order of the inputs."""
+        generator = torch.Generator().manual_seed(int(self.order))
+        order = natural = torch.arange(features)
+        while int(self.order) and features > 1 and order.equal(natural):
+            order = torch.randperm(features, generator=generator)
+        return order
 
     @property
     def has_offset(self) -> bool:
@@ -158,6 +175,7 @@ METHODS: dict[str, Method] = {
     "intrinsic+imn": Method("Intrinsic+IMN", "intrinsic", "imn"),
     "intrinsic+mbn": Method("Intrinsic+MBN", "intrinsic", "mbn"),
 }
+OPTIONS = ("init", "imn", "mbn", "angle_lr", "order")
 TITLES = {name: method.title for name, method in METHODS.items()}
 LEARNING_RATES = {name: method.lr for name, method in METHODS.items()}
 
@@ -195,8 +213,8 @@ def get(name: str, **options: str) -> Method:
     if plain not in METHODS:
         raise ValueError(f"a method is one of {', '.join(METHODS)}; got {name!r}.")
     pairs = dict(each.partition("=")[::2] for each in own)
-    if not pairs.keys() <= {"init", "imn", "mbn"}:
-        raise ValueError(f"a method's options are init, imn and mbn; got {name!r}.")
+    if not pairs.keys() <= set(OPTIONS):
+        raise ValueError(f"a method's options are {', '.join(OPTIONS)}; got {name!r}.")
     return replace(METHODS[plain], **(options | pairs))  # type: ignore[arg-type]
 
 
@@ -229,6 +247,8 @@ def mlp(
             for index, (n, out) in enumerate(zip(hidden, hidden[1:], strict=False))
         ]
         output = method.output(hidden[-1], outputs, dtype=dtype)
+    if int(method.order):
+        _permute_(blocks[0][0], method.permutation(widths[0]))
     return nn.Sequential(*(module for block in blocks for module in block), output)
 
 
@@ -306,6 +326,18 @@ def _make_plain(kind: type[Plain], arguments: dict[str, Any], init: str, normali
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
     return weight_norm(layer) if normalise else layer
+
+
+@torch.no_grad()
+def _permute_(layer: Any, order: Tensor) -> None:
+    """Let a linear layer take its inputs in another order, with the weights that these had."""
+    if parametrize.is_parametrized(layer, "weight"):
+        v = layer.parametrizations.weight.original1
+        v.copy_(v[:, order])
+    elif isinstance(layer, gp.GmPLayer):
+        layer.weight = layer.weight[:, order]
+    else:
+        layer.weight.copy_(layer.weight[:, order])
 
 
 def _draw(weight: Tensor, init: str, normalise: bool) -> None:

@@ -37,6 +37,8 @@ class Banana(NamedTuple):
     x_test: np.ndarray
     y_test: np.ndarray
     source: str
+    x_val: np.ndarray | None = None  # where a part of the training points is held out
+    y_val: np.ndarray | None = None
 
 
 def load(data: str | Path | None = None, download: bool = False) -> Banana:

@@ -4,7 +4,8 @@ The protocol is the papers', with the details that only their code gives: 1,000 
 of them 800 for training, standardised; one hidden layer of 10 units in float64, binary
 cross-entropy, Keras's Adam, batches of 128. The rate falls to a tenth after 50 epochs without a
 better test accuracy, training stops after 100, and the weights with the best one are the result:
-all **judged on the 200 test points themselves**, so that every accuracy here is a little too good.
+all **judged on the 200 test points themselves**, so that every accuracy is a little too good.
+Under the protocol "heldout" a fifth of the training points judges, and the test points do not.
 Where KEEL's file is neither on a disk nor to be had, a banana-shaped set of our own takes its
 place (`data.synthetic.banana`); records and captions say which it was, and the papers'
 accuracies are of KEEL's.
@@ -16,6 +17,7 @@ them is wrong.
 """
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ import numpy as np
 
 from geoparam_lab import methods
 from geoparam_lab.data import banana_data as points
-from geoparam_lab.data import table_files
+from geoparam_lab.data import splits, table_files
 from geoparam_lab.data.banana_data import Banana
 from geoparam_lab.experiments import toy_figures, toys
 from geoparam_lab.experiments.experiment import (
@@ -45,6 +47,7 @@ from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.snapshots import Film
 from geoparam_lab.training.stacks.stacked import Protocol, Result
+from geoparam_lab.training.tasks import check_names
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,16 +57,40 @@ EPOCHS = 5_000
 PATIENCE = 50
 SOURCES = ("auto", "KEEL", "generated")
 SIDE = 60  # points of the grid a side
+JUDGED = (
+    "Training is judged on the test points themselves, so that every accuracy is a little too "
+    "good."
+)
 
 
 def load(
-    earlier: Config, data: str | Path | None = None, source: str = "auto"
+    earlier: Config,
+    data: str | Path | None = None,
+    source: str = "auto",
+    protocol: str = "paper",
 ) -> tuple[Banana, Record]:
     """Return the points, and which they are; a resumed run keeps its own."""
+    check_names("protocol", [protocol], splits.PROTOCOLS)
     if source == "auto":
         source = earlier.get("source", source)
     found = load_points(data, source)
-    return found, {"source": found.source}
+    if protocol == "paper":
+        return found, {"source": found.source}
+    return hold_out(found), {"source": found.source, "protocol": protocol}
+
+
+def hold_out(data: Banana) -> Banana:
+    """Return the points with a fifth of the training part held out, standardised without it.
+
+    Example:
+        >>> held = hold_out(load_points(source="generated"))
+        >>> held.x_train.shape, held.x_val.shape, held.x_test.shape
+        ((640, 2), (160, 2), (200, 2))
+    """
+    fit, held = splits.split(len(data.x_train), seed=0)
+    x, y = data.x_train, data.y_train
+    x_train, x_val, x_test = splits.standardise(x[fit], x[held], data.x_test)
+    return Banana(x_train, y[fit], x_test, data.y_test, data.source, x_val, y[held])
 
 
 def load_points(data: str | Path | None = None, source: str = "auto") -> Banana:
@@ -95,8 +122,10 @@ def make_problem(data: Banana, epochs: int = EPOCHS, patience: int = PATIENCE) -
         epochs=epochs,
         patience=patience,
     )
-    train, test = (data.x_train, data.y_train), (data.x_test, data.y_test)
-    return Problem((2, UNITS, 1), protocol, train, test)
+    judged = (data.x_test, data.y_test)
+    if data.x_val is not None and data.y_val is not None:
+        judged = (data.x_val, data.y_val)
+    return Problem((2, UNITS, 1), protocol, (data.x_train, data.y_train), judged)
 
 
 def describe(
@@ -123,7 +152,11 @@ def describe(
             "distance": distances[i, frames],
             "frame_accuracy": right[i, frames].mean(-1),
         }
-        measures = {"test_accuracy": float(result.best_metric[i]), "source": data.source}
+        judged = float(result.best_metric[i])
+        measures: Record = {"test_accuracy": judged, "source": data.source}
+        if data.x_val is not None:
+            accuracy = float(right[i, -1].mean()) if result.best_epoch[i] >= 0 else math.nan
+            measures |= {"val_accuracy": judged, "test_accuracy": accuracy, "protocol": "heldout"}
         yield arrays, measures
 
 
@@ -162,7 +195,7 @@ def mesh(data: Banana) -> Array:
 def draw(run: Run, data: Banana) -> toys.Drawings:
     """Return all figures of a run, from what is in its folder."""
     config = run.config
-    names = list_in_words(methods.TITLES[name] for name in config["methods"])
+    names = list_in_words(methods.title(name) for name in config["methods"])
     rates = list_in_words(f"{rate:g}" for rate in config["lrs"])
     points = "KEEL's points" if data.source == "KEEL" else "generated points, not KEEL's"
     label = "test accuracy (higher is better)"
@@ -182,8 +215,21 @@ def draw(run: Run, data: Banana) -> toys.Drawings:
         "seeds": (lambda: toy_figures.draw_seeds(run, "test_accuracy", label, printed), "Test "
             f"accuracy of every seed: {config['seeds']} at each rate, filled where the rate is "
             f"the papers' for the method, on {points}. The papers show one seed, and training "
-            "is judged on the test points themselves."),
+            f"is judged on {'held-out' if data.x_val is not None else 'the test'} points. "
+            + _describe_seed(run)),
     }  # fmt: skip
+
+
+def _describe_seed(run: Run, seed: int = 0) -> str:
+    """Return what one seed gave under each method at the papers' rate."""
+    own = {n: toy_figures.records_of(run, n) for n in run.config["methods"]}
+    said = [
+        f"{methods.title(name)} {record['test_accuracy']:.3f}"
+        for name, records in own.items()
+        for record in records
+        if record["seed"] == seed
+    ]
+    return f"Seed {seed} alone would say: {list_in_words(said)}." if said else ""
 
 
 def _draw_paths(run: Run, data: Banana) -> "Figure":
@@ -202,7 +248,7 @@ def _draw_paths(run: Run, data: Banana) -> "Figure":
                 legend=ax is corner,
                 ax=ax,
             )
-            ax.set_title(f"{methods.TITLES[name]}, rate {lr:g}", loc="left")
+            ax.set_title(f"{methods.title(name)}, rate {lr:g}", loc="left")
     return figure
 
 
@@ -233,7 +279,9 @@ def _draw_decisions(run: Run, data: Banana) -> "Figure":
             ax=ax,
         )
         accuracy = curves["frame_accuracy"][-1]
-        ax.set_title(f"{methods.TITLES[name]}: test accuracy {accuracy:.3f}", loc="left")
+        rate = toy_figures.papers_lr(name, run.config["lrs"])
+        title = f"{methods.title(name)}, rate {rate:g}: test accuracy {accuracy:.3f}"
+        ax.set_title(title, loc="left")
     return figure
 
 
@@ -272,15 +320,19 @@ def _limits(run: Run) -> str:
     data = _mismatch(run.config)
     return (
         "Banana: the methods differ by less than their seeds do, and SP gains as much from the "
-        "large rate. Training is judged on the test points themselves, so that every accuracy is "
-        "a little too good." + (f" {data}." if data else "")
+        "large rate. The ordinary turn is larger under GmP at the same rate; what it avoids are "
+        "the few large ones."
+        + (" " + JUDGED if run.config.get("protocol") != "heldout" else "")
+        + (f" {data}." if data else "")
     )
 
 
 def _mismatch(config: Config) -> str:
-    if config.get("source") != "generated":
-        return ""
-    return "The papers trained on KEEL's points and this run on generated ones"
+    if config.get("source") == "generated":
+        return "The papers trained on KEEL's points and this run on generated ones"
+    if config.get("protocol") == "heldout":
+        return "The papers judge training by the test points and this run by others"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -290,15 +342,17 @@ class Data:
     Args:
         data: folder with KEEL's file, before $GEOPARAM_DATA and the cache.
         source: "KEEL", "generated", or "auto" for the first where it can be had.
+        protocol: "paper", where the test points judge training, or "heldout".
     """
 
     data: Path | None = None
     source: str = "auto"
+    protocol: str = "paper"
 
 
 run = functools.partial(
     toys.run,
-    toys.Toy("banana", load, make_problem, describe, draw, _film),
+    toys.Toy("banana", load, make_problem, describe, draw, _film, ACCURACY),
     epochs=EPOCHS,
     patience=PATIENCE,
 )
@@ -310,10 +364,11 @@ EXPERIMENT = Experiment(
     summary="Banana classification in the plane: figure 3. About a minute on one core.",
     run=run,
     settings=Data,
-    layouts=(Layout((ACCURACY,), details=(*DETAILS, LARGEST_MOVE, LARGEST_TURN)),),
+    layouts=(Layout((ACCURACY,), details=(*DETAILS, *toys.TURNS, LARGEST_MOVE, LARGEST_TURN)),),
     papers={
         "test_accuracy": read_table(
-            "v2, figure 3 (one seed)", "|\nsp|0.800\nwn|0.810\nbn|0.875\ngmp|0.885"
+            "figure 3, as the released code draws it (one seed)",
+            "|\nsp|0.800\nwn|0.810\nbn|0.875\ngmp|0.885",
         )
     },
     epochs=EPOCHS,

@@ -33,7 +33,7 @@ RMSE = Measure("test_rmse", "Test RMSE", 3, "lower")
 ACCURACY = Measure("test_accuracy", "Test accuracy", 3, "higher")
 TOP1 = Measure("top1", "Top-1 accuracy (%)", 2, "higher")
 TOP5 = Measure("top5", "Top-5 accuracy (%)", 2, "higher")
-LARGEST_MOVE = Measure("largest_move", "largest move", None)
+LARGEST_MOVE = Measure("largest_move", "largest move, running statistics", None)
 LARGEST_TURN = Measure("largest_rotation", "largest turn (°)", None)
 DETAILS = (
     Measure("select_top1", "top-1 on images kept back (%)", 2),

@@ -8,10 +8,13 @@ The unit has w ~ 0.001 N(0, I) and b ~ 0.001 N(0, 1), and is stored in several w
     wn           (v, l, b) with v = w, l = ||w||
     bn           (w, gamma, beta) with gamma = ||w||, beta = b, on whitened data: there BN is WN,
                  with gamma for l and beta for b (a test of `analysis.perturbation`)
+    ln           (w, b) of one of 100 units like it, the others and LN's own parameters (1 and 0)
+                 left alone: there LN's unit is SP's, less the mean of the other 99
     gmp          (theta, lam) with u(theta) = w / ||w||, lam = b / ||w||; r = ||w|| is left alone
     intrinsic    (d, lam) with d = w / ||w||; not in the papers
 
-Each panel has one delta, 1e-4 to 1e-1, and all methods.
+Each panel has one delta, 1e-4 to 1e-1, and all methods. (Under LN a delta that all units share
+cancels: it turns none of them.)
 
 **The papers' unit.** numpy's legacy seed 1, w drawn first, then b: w = (1.62, -0.61) / 1000,
 b = -0.53 / 1000, as in the notebook that the papers' code has for this figure. That notebook takes
@@ -58,11 +61,12 @@ if TYPE_CHECKING:
 Array = np.ndarray
 
 SEED = 1  # the papers'
-METHODS = ("sp", "wn", "bn", "gmp", "intrinsic")
+METHODS = ("sp", "wn", "bn", "ln", "gmp", "intrinsic")
+OTHERS = 99  # units that LN takes its mean over, besides the one
 SIZE = 0.001
 TRUE_ROTATIONS = (4.1, 29.1, 59.6, 65.0)  # of the papers' unit under SP and WN, at DELTAS
 VIEW = (-2.0, 2.0)
-WIDTHS = {"sp": 7.0, "wn": 4.5, "bn": 2.0, "gmp": 4.5, "intrinsic": 1.6}  # to show what lies below
+WIDTHS = {"sp": 7.0, "wn": 4.5, "bn": 2.0, "ln": 1.6, "gmp": 4.5, "intrinsic": 1.6}  # none hidden
 DRAWN_ROTATIONS = (4.1, 12.2, 18.3, 23.7)  # what the papers' picture shows of them
 
 
@@ -128,7 +132,7 @@ def run(
 
     Args:
         out: the run's folder.
-        methods: some of sp, wn, bn, gmp, intrinsic.
+        methods: some of sp, wn, bn, ln, gmp, intrinsic.
         seeds: how many units besides the papers' one, drawn from 0, 1, ...
         resume: go on with the run in the folder.
         command: what a user types to do it again.
@@ -179,15 +183,16 @@ def build(method: str, seeds: Iterable[int]) -> nn.Module:
     """Return a layer of two inputs with one unit for each seed, stored as the method does."""
     if method not in METHODS:
         raise ValueError(f"a method is one of {', '.join(METHODS)}; got {method!r}.")
-    draws = [SIZE * np.random.RandomState(seed).randn(3) for seed in seeds]  # w, then b
-    units = torch.from_numpy(np.stack(draws))
+    draws = [SIZE * np.random.RandomState(seed).randn(1 + OTHERS, 3) for seed in seeds]
+    units = torch.from_numpy(np.stack(draws))  # each w, then b; the first is the unit
+    units = units[:, 0] - units[:, 1:].mean(1) if method == "ln" else units[:, 0]
     linear = nn.utils.skip_init(nn.Linear, 2, len(units), dtype=torch.float64)
     with torch.no_grad():
         linear.weight.copy_(units[:, :2])
         linear.bias.copy_(units[:, 2])
     if method in ("wn", "bn"):
         return weight_norm(linear)
-    if method == "sp":
+    if method in ("sp", "ln"):
         return linear
     if method == "gmp":
         return gp.GmPLinear.from_linear(linear)
@@ -250,8 +255,8 @@ def draw(outcome: Outcome) -> toys.Drawings:
         "figure1": (lambda: _draw_panels(outcome), "Figure 1. (a) A unit over two inputs: its "
             "boundary, its location φ, its direction u and its two sides, active where u points. "
             f"(b)-(e) The papers' unit under {names}, before and after every stored parameter is "
-            "moved by δ; dotted lines end at φ. SP, WN and BN turn alike, and the papers' own "
-            "picture shows smaller turns of them, because it loses a sign."),
+            "moved by δ; dotted lines end at φ. SP, WN and BN turn alike, LN nearly so, and the "
+            "papers' own picture shows smaller turns of them, because it loses a sign."),
         "figure1-units": (lambda: _draw_units(outcome), f"How far {count:,} units drawn like the "
             "papers' turn when every stored parameter is moved by δ: solid the median unit, "
             "dotted the one that turns most. Under GmP every unit turns by δ radians, whatever "
@@ -272,6 +277,8 @@ def _draw_panels(outcome: Outcome) -> "Figure":
     first, *panels = axes.flat
     plots.unit_2d(np.array([0.8, 0.6]), -1.0, limits=VIEW, legend=False, ax=first)
     first.set_title("(a) a unit", loc="left")
+    for word, place in (("active", (1.3, 1.6)), ("inactive", (-0.8, -0.8))):
+        first.text(*place, word, ha="center", va="center")
     before = next(iter(outcome.lines.values()))
     for i, (letter, ax) in enumerate(zip("bcde", panels, strict=False)):
         plots.plane(ax, VIEW)
@@ -369,7 +376,7 @@ EXPERIMENT = Experiment(
     ),
     papers={
         "rotation": read_table(
-            "v2, figure 1, as drawn (one unit)",
+            "figure 1, as the released code draws it (one unit)",
             "|0.0001|0.001|0.01|0.1\nsp|4.1|12.2|18.3|23.7\nwn|4.1|12.2|18.3|23.7",
         )
     },

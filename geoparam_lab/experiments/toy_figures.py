@@ -31,7 +31,7 @@ def papers_lr(method: str, lrs: Sequence[float]) -> float:
         >>> papers_lr("gmp", (0.01, 0.1)), papers_lr("gmp", (0.01, 0.03))
         (0.1, 0.03)
     """
-    return min(lrs, key=lambda lr: abs(np.log(lr / methods.LEARNING_RATES[method])))
+    return min(lrs, key=lambda lr: abs(np.log(lr / methods.get(method).lr)))
 
 
 def records_of(run: Run, method: str, lr: float | None = None) -> list[Record]:
@@ -95,7 +95,7 @@ def film_seeds(run: Run, measure: str, names: Sequence[str]) -> tuple[Arrays, li
     found = {n: together[n].reshape(len(seeds), len(own), *together[n].shape[1:]) for n in names}
     found |= {
         "steps": together["steps"],
-        "methods": np.array([methods.TITLES[name] for name in own]),
+        "methods": np.array([methods.title(name) for name in own]),
         "seeds": np.array(seeds),
         "median": np.array([seeds.index(seed) for seed in medians]),
     }
@@ -155,12 +155,12 @@ def draw_seeds(run: Run, measure: str, label: str, printed: Experiment | None = 
         values = [r[measure] for r in records_of(run, method, lr) if np.isfinite(r[measure])]
         _draw_seed_column(ax, x, values, method, lr)
         known = printed.find_printed(measure, method) if printed else None
-        if known and lr == papers.RATES[method]:
+        if known and lr == papers.RATES.get(method):
             ax.plot([x], [known.value], "D", color="white", mec="black", ms=8, zorder=4)
     if printed:
         ax.plot([], [], "D", color="white", mec="black", ms=8, label="papers, one seed")
     ax.plot([], [], "_", color="black", ms=16, mew=2, label="median")
-    names = [f"{methods.TITLES[method]}\n{lr:g}" for method, lr in columns]
+    names = [f"{methods.title(method)}\n{lr:g}" for method, lr in columns]
     ax.set_xticks(range(len(columns)), names)
     ax.set(ylabel=label, xlim=(-0.6, len(columns) - 0.4))
     ax.set_xlabel("method and learning rate (filled: the rate that the papers chose)")
@@ -173,11 +173,11 @@ def _draw_seed_column(ax: "Axes", x: int, values: list[float], method: str, lr: 
     """One method at one rate: filled where the rate is the papers' for it."""
     from geoparam import plots
 
-    colour = plots.method_style(method).colour
+    colour = plots.method_style(methods.without_options(method)).colour
     order = np.argsort(np.argsort(values))
     middle = (min(len(values), 5) - 1) / 2
     beside = x + 0.11 * (order % 5 - middle)  # so that equal values do not hide each other
-    filled = lr == methods.LEARNING_RATES[method]
+    filled = lr == methods.get(method).lr
     ax.plot(beside, values, "o", color=colour, mfc=colour if filled else "none", ms=5, alpha=0.75)
     if values:
         ax.plot([x], [np.median(values)], "_", color="black", ms=26, mew=2, zorder=3)

@@ -10,7 +10,7 @@ finished: where any of its records is missing it is trained again, and only thos
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,12 @@ import numpy as np
 import torch
 
 from geoparam_lab import methods as methods_table
+from geoparam_lab.experiments.experiment import Measure
+from geoparam_lab.experiments.rate_tolerance import (
+    describe_tolerance,
+    draw_tolerance,
+    measure_tolerance,
+)
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import tasks
 from geoparam_lab.training.stacks import stacked
@@ -38,6 +44,12 @@ COMPARED = ("sp", "wn", "bn", "gmp")  # by the papers
 LRS = (0.01, 0.1)  # in the papers 0.1 is GmP's, 0.01 that of the others
 KEY = ("method", "lr", "seed")
 BLOCK = 20  # seeds in a stack
+QUANTILES = (50, 90, 99, 100)  # in percent, of what units turn and move in an update
+WORDS = {50: "median", 90: "90 %", 99: "99 %", 100: "largest"}
+TURNS = tuple(
+    Measure(f"turn_{q}", f"turn: {w} (°)", 2 if q < 100 else None) for q, w in WORDS.items()
+)
+MOVES = tuple(Measure(f"move_{q}", f"move: {w}", 3 if q < 100 else None) for q, w in WORDS.items())
 
 
 class Member(NamedTuple):
@@ -53,14 +65,22 @@ class Problem:
 
     widths: tuple[int, ...]  # of the networks, inputs first
     protocol: Protocol  # loss, metric and schedule
-    data: tuple[Array, Array]  # inputs and targets to train on
+    data: tuple[Array, Array]  # inputs (N, d) and targets to train on; or one draw after another
     evaluation: tuple[Array, Array] | None = None  # those that the metric is of, if there is one
 
     @property
     def steps_per_epoch(self) -> int:
         """How many updates an epoch has."""
-        rows = len(self.data[0])
+        rows = self.data[0].shape[-2]
         return -(-rows // (self.protocol.batch_size or rows))
+
+    def select(self, seeds: Sequence[int]) -> tuple[Array, Array]:
+        """Return the data of members with these seeds: all of it, or a draw for each."""
+        x, y = self.data
+        if x.ndim == 2:
+            return x, y
+        index = np.array(seeds) % len(x)
+        return x[index], y[index]
 
 
 @dataclass(frozen=True)
@@ -75,7 +95,8 @@ class Toy:
         describe: gives the arrays and the measures of some members of a stack, one after the
             other, from the data; a function of a module, so that processes can be given it.
         draw: gives the figures, by name, each a function without arguments and a caption.
-        film: gives the slider's arrays.
+        film: gives the slider's arrays, or none where there is no slider.
+        measure: what is judged.
     """
 
     name: str
@@ -84,6 +105,7 @@ class Toy:
     describe: Callable[[Any, Result, Film, Sequence[int]], Iterable[tuple[Arrays, Record]]]
     draw: Callable[[Run, Any], Drawings]
     film: Callable[[Run, Any], Arrays]
+    measure: Measure
 
 
 def run(
@@ -130,16 +152,27 @@ def run(
     done = Run.create(out, toy.name, config | source, command, key=KEY, **options)
     problem = toy.make_problem(data, epochs, patience)
     train_missing(done, problem, functools.partial(toy.describe, data), jobs, progress)
-    save_figures(done, toy.draw(done, data), progress)
-    done.save_curves(f"slider_{toy.name}", **toy.film(done, data))
+    save_figures(done, toy.draw(done, data) | _draw_rates(done, toy.measure), progress)
+    if arrays := toy.film(done, data):
+        done.save_curves(f"slider_{toy.name}", **arrays)
     return done
+
+
+def _draw_rates(run: Run, measure: Measure) -> Drawings:
+    """Return the figure over rates, where there are enough of them."""
+    if len(run.config["lrs"]) < 4:
+        return {}
+    found = {run.info["experiment"].capitalize(): measure_tolerance(run.records(), measure)}
+    label = "median test error" if measure.better == "higher" else f"median {measure.title}"
+    return {"rates": (lambda: draw_tolerance(found, label), describe_tolerance(found))}
 
 
 def check_options(names: Sequence[str], init: str, seeds: int, lrs: Sequence[float]) -> Record:
     """Return this part of a run's configuration; raise ValueError where some of it is wrong."""
-    tasks.check_names("methods", names, tuple(methods_table.METHODS))
-    for name in names:
-        methods_table.get(name, init=init)
+    plain = [*map(methods_table.without_options, names)]
+    tasks.check_names("methods", plain, tuple(methods_table.METHODS))
+    if any(int(methods_table.get(name, init=init).order) for name in names):
+        raise ValueError("another order of the inputs is an option of uci; leave it out here.")
     if seeds < 1:
         raise ValueError(f"seeds is how many initial weights to train from, >= 1; got {seeds}.")
     if not lrs or not all(0 < lr < math.inf for lr in lrs):
@@ -173,11 +206,12 @@ def train(
     """
     models = [methods_table.mlp(method, problem.widths, seed=m.seed, init=init) for m in members]
     rates, seeds = zip(*members, strict=True)
+    own, data = methods_table.get(method), problem.select(seeds)
     result = stacked.train(
         models,
-        problem.data,
+        data,
         rates,
-        problem.protocol,
+        replace(problem.protocol, decay=own.decay, angle_lr=own.angle_lr),
         problem.evaluation,
         seeds=seeds,
         track=True,
@@ -185,7 +219,7 @@ def train(
         progress=progress,
     )
     frames = result.snapshots | {len(result.losses): result.states}
-    return result, Film(np.array([*frames]), torch.stack([*frames.values()]), models[0])
+    return result, Film(np.array([*frames]), torch.stack([*frames.values()]), models[0], data)
 
 
 class Stack(NamedTuple):
@@ -257,13 +291,20 @@ def name_curves(method: str, member: Member) -> str:
         >>> name_curves("gmp", Member(0.1, 3))
         'gmp-lr0.1-seed3'
     """
-    return f"{method}-lr{member.lr:g}-seed{member.seed}"
+    return f"{method}-lr{member.lr:g}-seed{member.seed}".replace(":", "-")
 
 
 def _record(method: str, member: Member, init: str, result: Result, i: int) -> Record:
-    """Return what the records of both experiments have in common."""
-    assert result.motion is not None
+    """Return what the records of both experiments have in common.
+
+    Quantiles are over the updates before the first cut of the rate, of the largest turn or move of
+    any unit in an update. `largest_move` is over all, by the norms' running statistics.
+    """
+    motion, running = result.motion, result.running_motion
+    assert motion is not None and running is not None
     lower = np.flatnonzero(result.rates[:, i] < result.rates[0, i])
+    first = int(lower[0]) if len(lower) else int(result.epochs[i])
+    steps = first * (len(motion.rotation) // len(result.rates))
     return {
         "method": method,
         "lr": member.lr,
@@ -273,9 +314,15 @@ def _record(method: str, member: Member, init: str, result: Result, i: int) -> R
         "best_epoch": int(result.best_epoch[i]),
         "first_cut": int(lower[0]) if len(lower) else None,  # the first epoch with a lower rate
         "outcome": "diverged" if result.outcomes[i] == "diverged" else "finished",
-        "largest_move": float(np.nanmax(result.motion.displacement[:, i])),
-        "largest_rotation": float(np.nanmax(result.motion.rotation[:, i])),
+        "largest_move": float(np.nanmax(running.displacement[:, i])),
+        "largest_rotation": float(np.nanmax(running.rotation[:, i])),
+        **_find_quantiles("turn", motion.rotation[:steps, i]),
+        **_find_quantiles("move", motion.displacement[:steps, i]),
     }
+
+
+def _find_quantiles(name: str, values: Array) -> Record:
+    return {f"{name}_{q}": float(np.nanquantile(values, q / 100)) for q in QUANTILES}
 
 
 def _to_single(arrays: Arrays) -> Arrays:

@@ -28,13 +28,14 @@ the cache (60 networks on Energy took 12 times as long as 10). Processes of this
 in turn (`tasks`), or machines that share a study do (`study`). On a GPU all rates are one stack.
 """
 
-import itertools
+import functools
+import importlib.util
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,8 +43,16 @@ import torch
 from geoparam_lab import methods as all_methods
 from geoparam_lab.data import splits as parts
 from geoparam_lab.data import uci_data as data_sets
-from geoparam_lab.experiments.experiment import RMSE, Experiment, Layout
+from geoparam_lab.data.synthetic import levy
+from geoparam_lab.experiments.experiment import RMSE, Experiment, Layout, Measure
 from geoparam_lab.experiments.papers import read_table
+from geoparam_lab.experiments.rate_tolerance import (
+    describe_tolerance,
+    draw_tolerance,
+    measure_tolerance,
+)
+from geoparam_lab.experiments.toys import save_figures
+from geoparam_lab.experiments.uci_tasks import Task, add_folds, chosen_tasks, grid_tasks
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import shared_study
 from geoparam_lab.training.stacks import stacked
@@ -54,6 +63,7 @@ Array = np.ndarray
 Table = tuple[Array, Array]
 
 NAMES = data_sets.NAMES
+COPIES = {f"levy{inputs}": inputs for inputs in (2, 4, 8)}
 COMPARED = ("sp", "wn", "bn", "gmp")  # by the papers
 PROTOCOLS = (*parts.PROTOCOLS, "cv")
 KEY = ("dataset", "method", "split", "lr", "chosen")
@@ -61,53 +71,8 @@ RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # the papers' grid
 WIDE_RATES = (*RATES, 1.0, 3.0)  # of "cv": SP and WN often chose the edge of the papers' grid
 FOLDS = 5
 UNITS, BATCH_SIZE, EPOCHS, PATIENCE = 100, 1024, 5000, 50
-AT_ONCE = 10  # networks in a stack
 POINTS = 120  # of a learning curve that are kept
 _MAY_CHANGE = ("datasets", "methods", "seeds")  # when a run is resumed
-
-
-class Member(NamedTuple):
-    """One network of a stack."""
-
-    split: int
-    lr: float
-
-
-@dataclass(frozen=True)
-class Task:
-    """Networks that are trained in one stack."""
-
-    dataset: str
-    method: str
-    members: tuple[Member, ...]
-    chosen: bool = True  # whether their rates are settled, so that they may meet the test part
-    rate: float | None = None  # of all members, where it is one of several that are tried
-    fold: int | None = None  # under "cv": 1, 2, ... judge rates, 0 is the held-out part
-
-    @property
-    def keys(self) -> list[tuple[Any, ...]]:
-        end = (self.chosen,) if self.fold is None else (self.chosen, self.fold)
-        return [(self.dataset, self.method, *member, *end) for member in self.members]
-
-    @property
-    def point(self) -> Record:
-        """The point of a grid that it belongs to."""
-        rate = {} if self.rate is None else {"lr": self.rate}
-        return {"method": self.method} | rate | ({"fold": self.fold} if self.fold else {})
-
-    @property
-    def name(self) -> str:
-        first = self.members[0].split
-        rate = "" if self.rate is None else f"-lr{self.rate:g}"
-        fold = f"-fold{self.fold}" if self.fold else ""
-        name = f"{self.dataset}-{self.method}{rate}{fold}".replace(":", "-")
-        return name + (f"-split{first}" if first else "")
-
-    def __str__(self) -> str:
-        rates = sorted({member.lr for member in self.members})
-        rate = f"rate {rates[0]:g}" if len(rates) == 1 else f"{len(rates)} rates"
-        fold = f", fold {self.fold}" if self.fold else ""
-        return f"{self.dataset}, {all_methods.title(self.method)}, {rate}{fold}"
 
 
 @dataclass(frozen=True)
@@ -135,6 +100,7 @@ class Settings:
             epochs=self.epochs,
             patience=PATIENCE,
             decay=all_methods.get(method).decay,
+            angle_lr=all_methods.get(method).angle_lr,
         )
 
 
@@ -146,7 +112,9 @@ def train(task: Task, table: Table, settings: Settings, tick: Tick | None = None
     seeds = [member.split for member in task.members]
     protocol = "paper" if settings.protocol == "paper" else "heldout"
     fold = (task.fold - 1, settings.folds) if task.fold else None
-    data = parts.stack(*table, seeds, protocol, fold)
+    x, y = table
+    order = all_methods.get(task.method).permutation(x.shape[1]).numpy()
+    data = parts.stack(x[:, order], y, seeds, protocol, fold)
     widths = (data.x_train.shape[-1], UNITS, 1)
     options: dict[str, Any] = {"init": settings.init, "dtype": settings.dtype}
     result = stacked.train(
@@ -203,63 +171,6 @@ def _curves(task: Task, result: Result, protocol: str) -> dict[str, Array]:
     }
 
 
-# --- which stacks there are ---------------------------------------------------------------------
-
-
-def grid_tasks(config: Record, dataset: str, together: bool = False) -> list[Task]:
-    """Return the tasks of a data set that need no choice: all under "paper", else the search.
-
-    With `together`, all rates and splits of a method are one stack.
-    """
-    final, splits, found = config["protocol"] == "paper", range(config["seeds"]), []
-    folds = range(1, config["folds"] + 1) if config.get("folds") else [None]
-    for method, fold in itertools.product(config["methods"], folds):
-        rates = config["lrs"] or [all_methods.get(method).lr]
-        if together:
-            members = tuple(Member(split, lr) for lr in rates for split in splits)
-            found.append(Task(dataset, method, members, final, fold=fold))
-            continue
-        for lr in rates:
-            stacks = _split([Member(split, lr) for split in splits])
-            own = lr if config["lrs"] else None
-            found += [Task(dataset, method, stack, final, own, fold) for stack in stacks]
-    return found
-
-
-def chosen_tasks(config: Record, dataset: str, records: Iterable[Record]) -> list[Task]:
-    """Return the tasks of a data set that train each split at the rate chosen for it."""
-    chosen, found = choose(r for r in records if r["dataset"] == dataset), []
-    for method in config["methods"]:
-        members = [Member(s, chosen[dataset, method, s]) for s in range(config["seeds"])]
-        fold = 0 if config.get("folds") else None
-        found += [Task(dataset, method, stack, fold=fold) for stack in _split(members)]
-    return found
-
-
-def choose(records: Iterable[Record]) -> dict[tuple[str, str, int], float]:
-    """Return the rate with the lowest validation error by data set, method and split.
-
-    With folds it is the lowest squared error over all. Of equal ones it is the lowest rate; one
-    whose error is no number, on any fold, is never better.
-
-    Example:
-        >>> one = {"dataset": "yacht", "method": "sp", "split": 0}
-        >>> choose([one | {"lr": 0.1, "val_rmse": 0.4}, one | {"lr": 0.3, "val_rmse": math.nan}])
-        {('yacht', 'sp', 0): 0.1}
-    """
-    errors: dict[tuple[str, str, int], dict[float, float]] = {}
-    for record in records:
-        if not record.get("chosen", False):
-            own = errors.setdefault((record["dataset"], record["method"], record["split"]), {})
-            error = record["val_rmse"] ** 2 if math.isfinite(record["val_rmse"]) else math.inf
-            own[record["lr"]] = own.get(record["lr"], 0.0) + error
-    return {key: min(own, key=lambda lr: (own[lr], lr)) for key, own in errors.items()}
-
-
-def _split(members: Sequence[Member]) -> list[tuple[Member, ...]]:
-    return [tuple(members[i : i + AT_ONCE]) for i in range(0, len(members), AT_ONCE)]
-
-
 # --- a run --------------------------------------------------------------------------------------
 
 
@@ -288,7 +199,8 @@ def run(
 
     Args:
         out: the run's folder.
-        datasets: names of the sets, or of `tables`.
+        datasets: names of the sets, or of `tables`; levy2, levy4 and levy8 are Levy's function
+            summed over so many inputs.
         methods: names of `methods.METHODS`, perhaps with options: "wn+mbn:mbn=before".
         protocol: "paper", where the test split decides when to stop, "heldout", or "cv", where
             rates are chosen by cross-validation.
@@ -311,10 +223,9 @@ def run(
         tables: inputs and targets of other data sets, by name.
     """
     settings = Settings(protocol, init, epochs, str(device), dtype, folds)
-    config = _check_options(settings, datasets, methods, seeds, lrs, (*NAMES, *(tables or {})))
-    loaded = {
-        name: (tables or {}).get(name) or data_sets.load(name, data) for name in config["datasets"]
-    }
+    known = (*NAMES, *COPIES, *(tables or {}))
+    config = _check_options(settings, datasets, methods, seeds, lrs, known)
+    loaded = {name: (tables or {}).get(name) or load(name, data) for name in config["datasets"]}
     if storage is not None:
         shared_study.check_storage(storage)
     options: Record = {"key": settings.key, "resume": resume, "may_change": _MAY_CHANGE}
@@ -331,7 +242,31 @@ def run(
     if chooses:
         chosen = {name: chosen_tasks(config, name, folder.records()) for name in loaded}
         _do(session, chosen, loaded, storage)
+        _draw_rates(folder)
     return folder
+
+
+def load(name: str, data: str | Path | None = None) -> Table:
+    """Return the inputs and targets of one of NAMES or COPIES."""
+    if name not in COPIES:
+        return data_sets.load(name, data)
+    random = np.random.RandomState(0)
+    x = random.uniform(-10, 10, size=(1000, COPIES[name]))
+    return x, levy(x).sum(1) + random.normal(scale=0.1, size=1000)
+
+
+def _draw_rates(run: Run) -> None:
+    """Draw the validation error over the rate, where matplotlib is installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    measure = Measure("val_rmse", "validation RMSE")
+    panels: dict[str, list[Record]] = {}
+    for (dataset, method, _), own in add_folds(run.records()).items():
+        found = [{"method": method, "lr": lr, "val_rmse": math.sqrt(e)} for lr, e in own.items()]
+        panels.setdefault(dataset.capitalize(), []).extend(found)
+    tolerances = {name: measure_tolerance(own, measure) for name, own in panels.items()}
+    draw = functools.partial(draw_tolerance, tolerances, "median validation RMSE")
+    save_figures(run, {"rates": (draw, describe_tolerance(tolerances))})
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,14 @@ chosen for each split, there is one comparison, between what was chosen.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from geoparam_lab.data.splits import TEST_SHARE
 from geoparam_lab.tables.blocks import Block, Line
+from geoparam_lab.tables.estimates import Estimate, adjust, find_p_value, pair
+
+OVERLAP = TEST_SHARE / (1 - TEST_SHARE)  # of random splits: test points over training points
+LEVEL, LEAST = 0.05, 5  # of tests: the p-value below which a difference is marked, and its n
 
 
 class Comparison(NamedTuple):
@@ -18,6 +23,9 @@ class Comparison(NamedTuple):
     rates: str  # how the two rates were matched, in two words; empty where no rate is known
     pairs: Mapping[Line, Line]  # the baseline's row for each row that has one
     note: str = ""  # the same in a sentence
+    differences: Mapping[tuple[Line, Any], Estimate] = {}  # by row and column
+    marks: Mapping[tuple[Line, Any], str] = {}  # " *" for p < 0.05, " **" by Holm
+    tested: int = 0  # how many of the differences were tested
 
 
 def compare(block: Block, baseline: str) -> list[Comparison]:
@@ -26,9 +34,24 @@ def compare(block: Block, baseline: str) -> list[Comparison]:
     if not rows:
         return []
     if not any("lr" in dict(row.variant) for row in rows):
-        return [_compare_only_rate(block, rows)]
+        return [_judge(block, _compare_only_rate(block, rows))]
     both = (_compare_papers_rates(block, rows), _compare_same_rates(block, rows))
-    return [each for each in both if each.pairs]
+    return [_judge(block, each) for each in both if each.pairs]
+
+
+def _judge(block: Block, comparison: Comparison) -> Comparison:
+    """Add the differences, each with its mark."""
+    overlap = OVERLAP if block.samples == "splits" else 0.0
+    found = {
+        (line, column): difference
+        for line, base in comparison.pairs.items()
+        for column in block.columns
+        if (difference := pair(block.values(line, column), block.values(base, column), overlap))
+    }
+    p_values = {place: find_p_value(each) for place, each in found.items() if each.n >= LEAST}
+    holm = adjust(p_values)
+    marks = {p: " **" if holm[p] < LEVEL else " *" for p in holm if p_values[p] < LEVEL}
+    return comparison._replace(differences=found, marks=marks, tested=len(holm))
 
 
 def _compare_only_rate(block: Block, rows: list[Line]) -> Comparison:

@@ -6,8 +6,10 @@ of one seed has no standard error, and nothing can be said of its mean: tables o
 is within the range of our seeds. With fewer than three results of ours nothing is said.
 
 **Paired differences.** Two methods on the same seed or split share its luck, so that the
-differences vary less than the results: their mean has its own standard error. Splits of one data
-set share most of its points and are not independent, so that errors over splits are too small.
+differences vary less than the results: their mean has its own standard error, and Student's t its
+p-value. Random splits of one data set share points and are not independent. For them the standard
+error is s sqrt(1/n + test/train) instead of s sqrt(1/n): the corrected resampled t-test of Nadeau
+and Bengio (2003). Of k comparisons in a table some come out by chance; Holm's rule allows for k.
 """
 
 import math
@@ -65,9 +67,52 @@ def agrees(ours: Estimate | None, papers: Printed | None) -> bool | None:
     return abs(ours.mean - papers.value) <= 2 * combined + papers.rounding
 
 
-def pair(values: Mapping[Any, float], baseline: Mapping[Any, float]) -> Estimate | None:
-    """Return the mean of value minus baseline over the seeds or splits that both have."""
-    return estimate(values[key] - baseline[key] for key in values if key in baseline)
+def pair(
+    values: Mapping[Any, float], baseline: Mapping[Any, float], overlap: float = 0.0
+) -> Estimate | None:
+    """Return the mean of value minus baseline over the seeds or splits that both have.
+
+    `overlap` is the size of a split's test part over that of its training part.
+    """
+    found = estimate(values[key] - baseline[key] for key in values if key in baseline)
+    if found is None or found.error is None:
+        return found
+    return found._replace(error=found.error * math.sqrt(1 + found.n * overlap))
+
+
+def find_p_value(difference: Estimate) -> float:
+    """Return the two-sided p-value of Student's t, with n - 1 degrees of freedom.
+
+    The sums are those of Abramowitz and Stegun, 26.7.3 and 26.7.4.
+
+    Example:
+        >>> round(find_p_value(Estimate(2.262, 1.0, 10, 0.0, 9.0)), 3)
+        0.05
+    """
+    degrees, error = difference.n - 1, difference.error
+    if error is None or (error == 0 and difference.mean == 0):
+        return 1.0
+    angle = math.atan2(abs(difference.mean), error * math.sqrt(degrees))
+    term, total = (math.cos(angle), 0.0) if degrees % 2 else (1.0, 0.0)
+    for k in range(1 + degrees % 2, degrees, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * k / (k + 1)
+    inside = math.sin(angle) * total
+    return 1 - ((angle + inside) * 2 / math.pi if degrees % 2 else inside)
+
+
+def adjust(p_values: Mapping[Any, float]) -> dict[Any, float]:
+    """Return the p-values after Holm's correction for their number.
+
+    Example:
+        >>> adjust({"a": 0.01, "b": 0.04, "c": 0.03})
+        {'a': 0.03, 'c': 0.06, 'b': 0.06}
+    """
+    found, largest = {}, 0.0
+    for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p))
+        found[name] = largest
+    return found
 
 
 def count_decimals(errors: Iterable[float | None], least: int) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from geoparam_lab.tables.blocks import Block, Line
-from geoparam_lab.tables.comparisons import Comparison
+from geoparam_lab.tables.comparisons import LEVEL, OVERLAP, Comparison
 from geoparam_lab.tables.estimates import number
 from geoparam_lab.tables.formats import OTHER, SAME
 
@@ -19,8 +19,9 @@ def explain_results(block: Block) -> Iterator[str]:
         yield f"One seed, which may be an accident.{better}"
     yield from block.experiment.remarks(block.config, block.all_records())
     yield from _explain_papers(block)
-    if block.group == "heldout":
-        yield "The learning rate was chosen for each split, by the validation part."
+    if block.group in ("heldout", "cv"):
+        how = "the validation part" if block.group == "heldout" else "cross-validation"
+        yield f"The learning rate was chosen for each split, by {how}."
     if any(block.count_diverged(line, column) for line in block.cells for column in block.columns):
         yield "Diverged runs are counted; those that left a finite result are in the mean."
     yield from _explain_protocol(block, counts)
@@ -82,8 +83,16 @@ def explain_differences(block: Block, comparisons: Sequence[Comparison]) -> Iter
     yield (
         f"Differences: mean ± standard error over the {block.samples} that both have"
         + (f"; {better} is better" if better else "")
-        + ". * more than two standard errors from 0, with n of 5 or more."
+        + "."
     )
+    if any(each.tested for each in comparisons):
+        yield (
+            f"* p below {LEVEL:g} in a paired t-test; ** also after Holm's correction (number of "
+            f"comparisons: {' and '.join(str(each.tested) for each in comparisons)})."
+        )
     yield from filter(None, (comparison.note for comparison in comparisons))
     if block.samples == "splits":
-        yield "Splits of one data set share points, so that these errors are somewhat too small."
+        yield (
+            "Splits of one data set share points: errors and tests of differences are corrected "
+            f"for it (Nadeau and Bengio; s sqrt(1/n + {OVERLAP:g}))."
+        )

@@ -26,7 +26,6 @@ from geoparam_lab.tables.estimates import (
     count_decimals,
     estimate,
     number,
-    pair,
     shorten,
     write,
 )
@@ -149,7 +148,7 @@ def _make_list(block: Block, base: str | None, compared: Sequence[Comparison]) -
     said = _has_rate_in_labels(block)
     differences = {
         _difference_title("difference", base, comparison): functools.partial(
-            _difference_cell, block, comparison, column, digits
+            _difference_cell, comparison, column, digits
         )
         for comparison in compared
     }
@@ -204,7 +203,7 @@ def _make_difference_table(block: Block, base: str | None, comparison: Compariso
     for column in block.columns:
         digits = _count_digits(block, column)
         named[block.heading(column)] = [
-            _difference_cell(block, comparison, column, digits, line) for line in block.cells
+            _difference_cell(comparison, column, digits, line) for line in block.cells
         ]
     same = f" on the same {block.samples[:-1]}"
     title = f"{_difference_title('Difference', base, comparison, same)}: {block.title}"
@@ -283,16 +282,12 @@ def _range_cell(block: Block, line: Line, column: Any, digits: int | None) -> Ce
     return Cell(f"{low} to {high}")
 
 
-def _difference_cell(
-    block: Block, comparison: Comparison, column: Any, digits: int | None, line: Line
-) -> Cell:
+def _difference_cell(comparison: Comparison, column: Any, digits: int | None, line: Line) -> Cell:
     """Return the paired difference to the baseline's row for this one, where there is one."""
-    base = comparison.pairs.get(line)
-    found = pair(block.values(line, column), block.values(base, column)) if base else None
+    found = comparison.differences.get((line, column))
     if found is None:
         return Cell()
-    clear = found.n >= 5 and found.error is not None and abs(found.mean) > 2 * found.error
-    return Cell(write(found, digits) + (" *" if clear else ""), found)
+    return Cell(write(found, digits) + comparison.marks.get((line, column), ""), found)
 
 
 def _field_cell(value: Any, digits: int | None) -> Cell:

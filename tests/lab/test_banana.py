@@ -161,6 +161,34 @@ def test_figures_say_where_the_points_come_from(finished: Run) -> None:
         assert "generated points, not KEEL's" in path.with_suffix(".txt").read_text()
 
 
+def test_under_heldout_other_points_judge_than_the_test_ones(
+    tmp_path: Path, undrawn: None
+) -> None:
+    wanted = SHORT | {"methods": ["gmp"], "lrs": [0.1], "protocol": "heldout"}
+    run = experiment.run(tmp_path / "run", **wanted)
+    data = experiment.hold_out(experiment.load_points(source="generated"))
+    with tasks.limit_threads(1):
+        members = [Member(0.1, 0), Member(0.1, 1)]
+        result, _ = toys.train(experiment.make_problem(data, 25, 4), "gmp", members)
+    right = (result.predict(data.x_test) > 0) == (data.y_test > 0.5)
+    val = (result.predict(data.x_val) > 0) == (data.y_val > 0.5)
+    for record in run.records():
+        assert record["test_accuracy"] == pytest.approx(right[record["seed"]].mean())
+        assert record["val_accuracy"] == pytest.approx(val[record["seed"]].mean())
+    assert run.config["protocol"] == "heldout"
+    np.testing.assert_allclose(data.x_train.mean(0), 0, atol=1e-12)
+
+
+def test_turns_are_told_as_quantiles_before_the_first_cut(finished: Run) -> None:
+    for record in finished.records():
+        member = Member(record["lr"], record["seed"])
+        turns = finished.curves(toys.name_curves(record["method"], member))["rotation"]
+        end = None if record["first_cut"] is None else 7 * record["first_cut"]
+        expected = np.quantile(turns[:end].astype(float), [0.5, 0.9, 0.99, 1])
+        found = [record[f"turn_{q}"] for q in (50, 90, 99, 100)]
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
 def test_a_resumed_run_keeps_its_points(
     finished: Run, tmp_path: Path, undrawn: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,9 +96,9 @@ def test_run_prints_the_table_and_where_everything_is(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("levy", "--methods", "sp,spp"), "sp, wn, wn+mbn, bn, ln, gmp"),
+        (("levy", "--methods", "sp,spp"), "sp, sp+imn, wn, wn+imn, wn+mbn, bn, bn+decay, ln, gmp"),
         (("banana", "--source", "here"), "auto, KEEL, generated"),
-        (("perturbation", "--methods", "ln"), "one of sp, wn, bn, gmp, intrinsic; got 'ln'"),
+        (("perturbation", "--methods", "mbn"), "one of sp, wn, bn, ln, gmp, intrinsic; got 'mbn'"),
         (("uci", "--datasets", "boston,bostn"), "boston, concrete, energy"),
         (("levy", "--lrs", "0.1,fast"), "numbers between commas; got '0.1,fast'"),
         (("uci", "--device", "gpu"), "device must be one that torch can use here"),

@@ -156,9 +156,37 @@ def test_records_are_of_the_best_weights_in_the_curves(finished: Run) -> None:
         errors = curves["prediction"][-1] - data.y_test
         assert record["test_rmse"] == pytest.approx(np.sqrt(np.mean(errors**2)), rel=1e-5)
         assert record["train_mae"] == pytest.approx(curves["loss"].min(), rel=1e-5)
-        assert record["largest_move"] == pytest.approx(curves["moves"].max(), rel=1e-5)
+        moves = curves["moves"][: record["first_cut"]]  # None: all
+        for q in (50, 90, 99, 100):
+            expected = np.quantile(moves.astype(float), q / 100)
+            assert record[f"move_{q}"] == pytest.approx(expected, rel=1e-4)
+        if record["method"] != "bn":
+            assert record["largest_move"] == pytest.approx(curves["moves"].max(), rel=1e-5)
         assert len(curves["loss"]) == len(curves["moves"]) == record["epochs"]
         assert curves["steps"][-1] == record["epochs"]
+
+
+def test_with_draws_each_seed_has_its_own_points(finished: Run, tmp_path: Path) -> None:
+    wanted = SHORT | {"methods": ["sp"], "lrs": [0.003, 0.01, 0.03, 0.1], "seeds": 3, "draws": 2}
+    run = experiment.run(tmp_path / "run", **wanted)
+    losses = {
+        (r["lr"], r["seed"]): run.curves(toys.name_curves("sp", Member(r["lr"], r["seed"])))[
+            "loss"
+        ]
+        for r in run.records()
+    }
+    known = finished.curves(toys.name_curves("sp", Member(0.01, 0)))["loss"]
+    np.testing.assert_allclose(losses[0.01, 0], known, rtol=1e-5)  # draw 0 is the papers'
+    start = methods.mlp("sp", (1, 100, 1), seed=2)
+    data = [levy_regression(seed) for seed in (0, 1)]
+    for seed, points in ((1, data[1]), (2, data[0])):
+        start = methods.mlp("sp", (1, 100, 1), seed=seed)
+        with torch.no_grad():
+            fit = start(torch.from_numpy(points.x_train)).squeeze(-1).numpy()
+        assert losses[0.1, seed][0] == pytest.approx(np.abs(fit - points.y_train).mean(), rel=1e-5)
+    assert not (run.folder / "curves" / "slider_levy.npz").exists()
+    said = (run.folder / "figures" / "rates.txt").read_text()
+    assert "within 10 % of the best" in said and "SP" in said
 
 
 def test_the_slider_has_every_method_on_one_time_axis(finished: Run) -> None:

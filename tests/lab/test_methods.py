@@ -234,6 +234,15 @@ def test_everything_is_of_the_type_asked_for(dtype: torch.dtype) -> None:
         assert {t.dtype for t in state if t.is_floating_point()} == {dtype}
 
 
+@pytest.mark.parametrize("name", ["sp", "wn", "bn", "gmp", "gmp+mbn", "intrinsic"])
+def test_another_order_of_the_inputs_is_the_same_function_of_them(name: str) -> None:
+    x = torch.randn(20, 6, dtype=torch.float64)
+    order = methods.get(f"{name}:order=3").permutation(6)
+    assert sorted(order.tolist()) == [*range(6)] != order.tolist()
+    found = methods.mlp(f"{name}:order=3", (6, 30, 2), seed=7)(x[:, order])
+    torch.testing.assert_close(found, methods.mlp(name, (6, 30, 2), seed=7)(x))
+
+
 # --- what is refused ----------------------------------------------------------------------------
 
 
@@ -245,8 +254,10 @@ def test_everything_is_of_the_type_asked_for(dtype: torch.dtype) -> None:
         ("sp", {"init": "xavier"}, "init is 'glorot', 'sphere' or 'he'; got 'xavier'"),
         ("gmp+imn", {"imn": "both"}, "imn is 'output' or 'input'; got 'both'"),
         ("sp+imn", {"imn": "input"}, "imn='input' is a form of geometric layers; got SP.IMN"),
+        ("gmp:order=x", {}, "order is a seed, from 0 on; got 'x'"),
+        ("gmp:angle_lr=2", {}, "angle_lr is 'fan_in', or left out; got '2'"),
         ("wn+mbn", {"mbn": "none"}, "mbn is 'after' or 'before'; got 'none'"),
-        ("wn+mbn:decay=1", {}, "a method's options are init, imn and mbn"),
+        ("wn+mbn:decay=1", {}, "a method's options are init, imn, mbn, angle_lr, order"),
     ],
 )
 def test_what_is_not_known_is_refused(name: str, options: dict[str, str], message: str) -> None:

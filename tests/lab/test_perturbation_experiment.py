@@ -38,7 +38,10 @@ def papers_unit() -> tuple[np.ndarray, float]:
 def polar(method: str, w: np.ndarray, b: float, delta: float) -> tuple[float, float]:
     """Angle and distance of the perturbed boundary in the plane, by complex numbers."""
     z, d = complex(*w), complex(delta, delta)
-    if method == "sp":
+    if method == "ln":
+        rest = np.random.RandomState(1).randn(100, 3)[1:].mean(0) * 0.001
+        z, b = z - complex(*rest[:2]), b - rest[2]
+    if method in ("sp", "ln"):
         return np.angle(z + d), (b + delta) / abs(z + d)
     if method in ("wn", "bn"):
         return np.angle(z + d), (b + delta) / (abs(z) + delta)
@@ -108,7 +111,7 @@ def test_records_hold_the_references_of_the_papers_unit_only(outcome: Outcome) -
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"methods": ["ln"]}, "one of sp, wn, bn, gmp, intrinsic; got 'ln'"),
+        ({"methods": ["mbn"]}, "one of sp, wn, bn, ln, gmp, intrinsic; got 'mbn'"),
         ({"seeds": 0}, ">= 1"),
     ],
 )
@@ -143,6 +146,19 @@ def test_bn_on_whitened_data_turns_as_wn(outcome: Outcome) -> None:
         lines = outcome.lines["bn"]
         np.testing.assert_allclose(lines.directions[i], slope[:2] / length, atol=1e-9)
         assert lines.lams[i] == pytest.approx(slope[2] / length, rel=1e-9)
+
+
+def test_ln_turns_as_layer_norm_itself_does(outcome: Outcome) -> None:
+    """The unit's sign in a layer of 100 changes where the line says."""
+    units = torch.from_numpy(0.001 * np.random.RandomState(1).randn(100, 3))
+    x = torch.randn(200, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for i, delta in enumerate((0.0, *DELTAS)):
+        moved = units.clone()
+        moved[0] += delta
+        z = torch.nn.functional.layer_norm(x @ moved[:, :2].T + moved[:, 2], (100,))[:, 0]
+        lines = outcome.lines["ln"]
+        side = x.numpy() @ lines.directions[i] + lines.lams[i]
+        assert (np.sign(z.numpy()) == np.sign(side)).all()
 
 
 def test_a_run_records_every_method_and_delta(finished: Run) -> None:

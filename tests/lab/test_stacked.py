@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -100,6 +100,24 @@ def decay_(model: nn.Module, optimizer: torch.optim.Optimizer, decay: float) -> 
     for layer in model:
         if type(layer) is nn.Linear:
             layer.weight.sub_(optimizer.param_groups[0]["lr"] * decay * layer.weight)
+
+
+@pytest.mark.parametrize("name", ["gmp", "intrinsic", "sp"])
+def test_directions_have_the_rate_of_their_fan_in(name: str) -> None:
+    protocol = replace(MSE, epochs=1, angle_lr="fan_in")
+    start = networks(name)
+    plain, slow = (
+        run(name, p, models=start, snapshots=[1]) for p in (replace(MSE, epochs=1), protocol)
+    )
+    steps = [r.snapshots[1] - pack(start) for r in (plain, slow)]
+    [before, after] = [views(step, start[0])[0] for step in steps]
+    factors = {"latitude": 3**-0.5, "unit": 3**-0.5}
+    for own, other in zip(before, after, strict=True):
+        for key in own:
+            if key == "unit":  # pulled back to length 1 after the step
+                assert other[key].norm() < 0.7 * own[key].norm()
+            else:
+                torch.testing.assert_close(other[key], factors.get(key, 1) * own[key])
 
 
 @each_variant
@@ -320,37 +338,46 @@ def test_any_loss_and_several_outputs() -> None:
 
 
 @torch.no_grad()
-def place(state: Tensor, model: nn.Sequential, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+def place(
+    state: Tensor, model: nn.Sequential, x: Tensor, kind: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Return directions and locations of all members' units."""
-    normal, offset = batched.boundaries(model, views(state, model)[0], x)
+    normal, offset = batched.boundaries(model, views(state, model)[0], x, kind)
     length = normal.norm(dim=-1, keepdim=True)
     direction = normal / length
     return direction.numpy(), (-offset.unsqueeze(-1) / length * direction).numpy()
 
 
 @each_variant
-def test_boundaries_are_those_of_the_model(name: str, options: dict[str, str]) -> None:
+@pytest.mark.parametrize("kind", ["running", "batch"])
+def test_boundaries_are_those_of_the_model(
+    name: str, options: dict[str, str], kind: Literal["running", "batch"]
+) -> None:
     result, (x, _) = run(name, models=networks(name, **options)), regression()
-    directions, locations = place(result.states, result.model(0), x)
+    before = result.states.clone()
+    directions, locations = place(result.states, result.model(0), x, kind)
+    assert result.states.equal(before)  # nothing was tracked
     for index in range(3):
-        found = boundaries(result.model(index), x[index])["0"]
+        found = boundaries(result.model(index), x[index], statistics=kind)["0"]
         close(directions[index], found.direction)
         close(locations[index], found.location)
 
 
-@pytest.mark.parametrize("name", ["sp", "bn", "ln", "gmp", "intrinsic+imn"])
-def test_motion_is_the_largest_over_units(name: str) -> None:
+@pytest.mark.parametrize("kind", ["running", "batch"])
+@pytest.mark.parametrize("name", ["sp", "bn", "wn+mbn", "ln", "gmp", "intrinsic+imn"])
+def test_motion_is_the_largest_over_units(name: str, kind: str) -> None:
     protocol, (x, _) = replace(MSE, epochs=12, stop_patience=3), regression()
     result = run(name, protocol, lr=[0.0, 0.1, 0.1], track=True, snapshots=range(13))
     assert run(name, protocol).motion is None
-    places = [place(state, result.model(0), x) for state in result.snapshots.values()]
+    motion = result.motion if kind == "batch" else result.running_motion
+    places = [place(state, result.model(0), x, kind) for state in result.snapshots.values()]
     directions, locations = (np.stack(each) for each in zip(*places, strict=True))
     moves = np.linalg.norm(np.diff(locations, axis=0), axis=-1).max(-1)
     cosines = (directions[1:] * directions[:-1]).sum(-1)
     turns = np.degrees(np.arccos(cosines.clip(-1, 1))).max(-1)
     for index, end in enumerate(result.epochs):
         last = end - 1  # the snapshot after the end has the best weights
-        rotation, displacement = result.motion.rotation, result.motion.displacement
+        rotation, displacement = motion.rotation, motion.displacement
         np.testing.assert_allclose(displacement[:last, index], moves[:last, index], atol=1e-12)
         np.testing.assert_allclose(rotation[:last, index], turns[:last, index], atol=1e-5)
         assert np.isnan(rotation[end:, index]).all()

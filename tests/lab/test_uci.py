@@ -18,7 +18,8 @@ import geoparam as gp
 from geoparam_lab import methods
 from geoparam_lab.data import splits
 from geoparam_lab.experiments import uci
-from geoparam_lab.experiments.uci import Member, Settings, Task
+from geoparam_lab.experiments.uci import Settings
+from geoparam_lab.experiments.uci_tasks import Member, Task, choose, grid_tasks
 from geoparam_lab.run_folder import Record, Run
 
 SCRIPT = """
@@ -192,7 +193,7 @@ def test_a_fold_that_diverges_costs_a_rate_the_choice() -> None:
     one = {"dataset": "small", "method": "sp", "split": 0}
     errors = {0.1: (0.5, 0.5, 0.5), 0.3: (0.1, 0.1, math.nan)}
     records = [one | {"lr": lr, "val_rmse": e} for lr, es in errors.items() for e in es]
-    assert uci.choose(records) == {("small", "sp", 0): 0.1}
+    assert choose(records) == {("small", "sp", 0): 0.1}
 
 
 def test_the_wide_grid_is_the_default_of_cross_validation(tmp_path: Path) -> None:
@@ -294,8 +295,8 @@ def test_a_run_that_diverges_is_recorded(tmp_path: Path) -> None:
 
 def test_all_rates_are_one_stack_where_that_is_asked_for() -> None:
     config = {"protocol": "heldout", "methods": ["sp"], "seeds": 12, "lrs": [0.01, 0.1]}
-    [task] = uci.grid_tasks(config, "small", together=True)
-    apart = uci.grid_tasks(config, "small")
+    [task] = grid_tasks(config, "small", together=True)
+    apart = grid_tasks(config, "small")
     assert [len(one.members) for one in apart] == [10, 2, 10, 2]
     assert sorted(task.keys) == sorted(key for one in apart for key in one.keys)
 

@@ -55,16 +55,22 @@ def forward(
 
 @torch.no_grad()
 def boundaries(
-    modules: Iterable[nn.Module], tensors: Sequence[Tensors], x: Tensor
+    modules: Iterable[nn.Module],
+    tensors: Sequence[Tensors],
+    x: Tensor,
+    statistics: str = "running",
 ) -> tuple[Tensor, Tensor]:
     """Return normals (S, units, d) and offsets (S, units) of the first hidden layer's boundaries.
 
-    A unit is active where normal^T x + offset > 0, whatever the method: BN with its running
-    statistics; LN at the average of its deviations over `x`, exact only where beta = 0.
+    A unit is active where normal^T x + offset > 0, whatever the method: BN and MBN with their
+    running statistics, as they evaluate, or those of the "batch" x, as they train; LN at the
+    average of its deviations over `x`, exact only where beta = 0.
     """
-    signal = Signal(x)
+    signal, batch = Signal(x), statistics == "batch"
     for module, own in zip(modules, tensors, strict=True):
-        signal = layer_for(module)(module, own, signal, False)
+        if batch:  # what training would track goes into copies
+            own = {k: v.clone() if k.startswith("running_") else v for k, v in own.items()}
+        signal = layer_for(module)(module, own, signal, batch)
         if signal.hidden is not None:
             break
     assert signal.hidden is not None

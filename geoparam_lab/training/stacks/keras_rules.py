@@ -20,12 +20,13 @@ MIN_DELTA = 1e-4  # what a value must be better by to count for the rate; to go 
 class Adam:
     """Adam for parameters (S, numbers), with a rate for each member.
 
-    `decay` is what a step removes of each number, over the rate, as AdamW does: (numbers,) or 0.
+    `factors` (2, numbers) are each number's rate over the member's, and what a step removes of it
+    over that rate, as AdamW does.
     """
 
-    def __init__(self, like: Tensor, decay: Tensor | float = 0.0) -> None:
+    def __init__(self, like: Tensor, factors: Tensor | None = None) -> None:
         self.m, self.v = torch.zeros_like(like), torch.zeros_like(like)
-        self.decay = decay
+        self.factors = factors
         self.steps = 0
 
     def step(self, parameters: Tensor, gradient: Tensor, rates: Array) -> None:
@@ -37,8 +38,9 @@ class Adam:
         torch.div(self.m, change, out=change)
         correction = math.sqrt(1 - BETA2**self.steps) / (1 - BETA1**self.steps)
         each = torch.from_numpy(rates).to(change).unsqueeze(1)
-        if isinstance(self.decay, Tensor):
-            parameters.mul_(1 - each * self.decay)
+        if self.factors is not None:
+            each = each * self.factors[0]
+            parameters.mul_(1 - each * self.factors[1])
         parameters.addcmul_(change, each, value=-correction)
 
     def keep_only(self, index: Array) -> None:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import geoparam as gp
+
 Array = np.ndarray
 Data = tuple[Array | Tensor, Array | Tensor]
 
@@ -38,10 +40,17 @@ def views(state: Tensor, model: nn.Sequential) -> tuple[list[dict[str, Tensor]],
     return tensors, parameters
 
 
-def find_weights(model: nn.Sequential) -> Tensor:
-    """Return which parameters of a row are entries of weights, not offsets or scales: 0 or 1."""
+def find_factors(model: nn.Sequential, decay: float, angle_lr: str | None) -> Tensor:
+    """Return for each parameter of a row its rate over the member's, and its decay: (2, numbers).
+
+    They are those of `gp.param_groups`.
+    """
+    groups = gp.param_groups(model, 1.0, decay, angle_lr, match=None)  # type: ignore[arg-type]
+    found = {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
     entries = [t for _, _, t in _entries(model) if isinstance(t, nn.Parameter)]
-    return torch.cat([t.new_full((t.numel(),), float(t.ndim > 1)) for t in entries])
+    columns = [torch.tensor(found[id(t)], dtype=torch.float64) for t in entries]
+    rows = [c.unsqueeze(1).expand(2, t.numel()) for c, t in zip(columns, entries, strict=True)]
+    return torch.cat(rows, dim=1).to(entries[0])
 
 
 @torch.no_grad()

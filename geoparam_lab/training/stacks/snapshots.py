@@ -26,6 +26,7 @@ class Film:
     epochs: Array  # how many epochs of training came before each frame, (T,)
     states: Tensor  # parameters and buffers of all members, (T, S, numbers)
     model: nn.Sequential  # one of the members
+    data: tuple[Array, Array] | None = None  # inputs and targets that they were trained on
 
     def until(self, end: int) -> tuple[Array, Array]:
         """Return the epochs of a member's frames, and which they are: all before its end, and it.
@@ -40,7 +41,7 @@ class Film:
 
     @torch.no_grad()
     def predict(self, x: Array) -> Array:
-        """Return outputs (S, T, N) for inputs (N, d), in evaluation mode."""
+        """Return outputs (S, T, N) for inputs (N, d) or (S, N, d), in evaluation mode."""
         frames = [
             batched.forward(self.model, tensors, inputs, False).squeeze(-1)
             for tensors, inputs in self._frames(x)
@@ -51,7 +52,7 @@ class Film:
     def boundaries(self, x: Array) -> tuple[Array, Array]:
         """Return directions (S, T, units, d) and signed distances (S, T, units) of the units.
 
-        `x` are the inputs (N, d) over which LN's deviation is averaged; others do not need them.
+        `x` are inputs, over which LN's deviation is averaged; others do not need them.
         """
         directions, distances = [], []
         for tensors, inputs in self._frames(x):
@@ -64,7 +65,7 @@ class Film:
     def _frames(self, x: Array) -> Iterator[tuple[list[dict[str, Tensor]], Tensor]]:
         """Yield each frame's tensors, and the inputs for all members."""
         for state in self.states:
-            inputs = torch.as_tensor(x).to(state).expand(len(state), *x.shape)
+            inputs = torch.as_tensor(x).to(state).expand(len(state), *x.shape[-2:])
             yield views(state, self.model)[0], inputs
 
 

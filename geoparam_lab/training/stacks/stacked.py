@@ -31,7 +31,7 @@ from geoparam_lab.training.stacks.packing import (
     Data,
     expand_data,
     expand_values,
-    find_weights,
+    find_factors,
     pack,
     select_members,
     unpack_,
@@ -77,6 +77,7 @@ class Protocol:
     patience: int = 50  # epochs without a better value before the rate falls
     stop_patience: int | None = None  # the same before a member stops; None for 2 * patience
     decay: float = 0.0  # what a step removes of each weight, over the rate
+    angle_lr: str | None = None  # rate of directions: None for the member's, or "fan_in"
 
     def judge(self, rates: Array) -> Judge:
         """Return the judge of members with these learning rates."""
@@ -95,6 +96,7 @@ class Result:
     best_epoch: Array  # the epoch whose weights were kept, (S,); -1 if there was none
     outcomes: list[str]  # why each stopped: "patience", "epochs" or "diverged"
     motion: Motion | None  # how the boundaries moved in each step, if that was tracked
+    running_motion: Motion | None  # the same with norms read by their running statistics
     states: Tensor = field(repr=False)  # the best weights, as `packing` has them, (S, numbers)
     snapshots: dict[int, Tensor] = field(repr=False)  # by epoch; the best weights after a stop
     _models: Sequence[nn.Sequential] = field(repr=False)
@@ -149,7 +151,8 @@ def train(
         evaluation: what the metric is of, in the shapes of `data`.
         seeds: one per member, for the order of its minibatches; 0, 1, ... by default.
         device: where to train; results come back to the CPU.
-        track: measure how the first hidden layer's boundaries move in every step.
+        track: measure how the first hidden layer's boundaries move in every step, with norms read
+            by the statistics of the training inputs, as they train, and by the running ones.
         snapshots: after how many epochs to keep the states of all members; 0 is the start.
         progress: called after each epoch with its number, from 1, and that of members left.
 
@@ -205,8 +208,10 @@ class _Run:
         self.tensors, self.parameters = views(self.state, self.model)
         self.data = expand_data(data, self.state)
         self.evaluation = None if evaluation is None else expand_data(evaluation, self.state)
-        decay = protocol.decay and protocol.decay * find_weights(self.model).to(self.state)
-        self.adam = Adam(self.state[:, : self.numbers], decay)
+        factors = None
+        if protocol.decay or protocol.angle_lr:
+            factors = find_factors(self.model, protocol.decay, protocol.angle_lr).to(self.state)
+        self.adam = Adam(self.state[:, : self.numbers], factors)
         self.judge = protocol.judge(expand_values(lr, size, "lr"))
         seeds = range(size) if seeds is None else seeds
         self.generators = [
@@ -216,7 +221,9 @@ class _Run:
         self.history = np.full((3, protocol.epochs, size), np.nan)
         self.best_epoch = np.full(size, -1)
         self.outcomes = ["epochs"] * size
-        self.recorder = Recorder(size) if track else None
+        differ = any(hasattr(module, "running_mean") for module in self.model)
+        kinds = ("batch", "running") if differ else ("batch",)
+        self.recorders = {kind: Recorder(size) for kind in kinds * track}
         self.snapshots: dict[int, Tensor] = {}
         self._record()
 
@@ -247,6 +254,7 @@ class _Run:
         epochs = np.isfinite(rates).sum(0)
         longest = epochs.max()
         updates = self.best_epoch + (self.protocol.metric is not None)
+        motions = {kind: recorder.motion() for kind, recorder in self.recorders.items()}
         return Result(
             losses[:longest],
             metrics[:longest],
@@ -254,7 +262,8 @@ class _Run:
             epochs,
             self.best_epoch,
             self.outcomes,
-            None if self.recorder is None else self.recorder.motion(),
+            motions.get("batch"),
+            motions.get("running", motions.get("batch")),
             self.best.cpu(),
             self.snapshots,
             self.models,
@@ -307,9 +316,9 @@ class _Run:
         return self.protocol.metric(_squeeze(torch.cat(outputs, dim=1)), y)
 
     def _record(self) -> None:
-        if self.recorder is not None:
-            boundaries = batched.boundaries(self.model, self.tensors, self.data[0])
-            self.recorder.add(self.members, *boundaries)
+        for kind, recorder in self.recorders.items():
+            boundaries = batched.boundaries(self.model, self.tensors, self.data[0], kind)
+            recorder.add(self.members, *boundaries)
 
     def _remove(self, stopped: Array, diverged: Array) -> None:
         """Remove members from the stack."""

@@ -1,0 +1,114 @@
+"""How much a method's result depends on its learning rate: the question that one rate leaves open.
+
+For every rate the median error over seeds or splits is taken. The plateau is the rates around the
+best one, without a gap, whose medians are at most 10 % above its own. A network fails where its
+error is not finite, or more than twice the best median of its method.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from geoparam_lab import methods
+from geoparam_lab.experiments.experiment import Measure, list_in_words
+from geoparam_lab.run_folder import Record
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+NEAR, FAILED = 1.1, 2.0  # times the best median: what is on the plateau, and what fails
+
+Panels = Mapping[str, Mapping[str, "Tolerance"]]  # by data set, then by method
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """One method's errors over its rates."""
+
+    rates: np.ndarray  # ascending, (R,)
+    medians: np.ndarray  # of the errors at each, infinite where most are, (R,)
+    failed: float  # the share of networks that fail, over all rates
+
+    @property
+    def plateau(self) -> np.ndarray:
+        """The rates around the best one that are nearly as good.
+
+        Example:
+            >>> Tolerance(np.array([0.1, 0.3, 1.0]), np.array([2.0, 1.0, 1.05]), 0.0).plateau
+            array([0.3, 1. ])
+        """
+        near = self.medians <= NEAR * self.medians.min()
+        low = high = int(np.argmin(self.medians))
+        while low > 0 and near[low - 1]:
+            low -= 1
+        while high < len(near) - 1 and near[high + 1]:
+            high += 1
+        return self.rates[low : high + 1]
+
+    @property
+    def width(self) -> float:
+        """The plateau's highest rate over its lowest."""
+        return float(self.plateau[-1] / self.plateau[0])
+
+
+def measure_tolerance(records: Iterable[Record], measure: Measure) -> dict[str, Tolerance]:
+    """Return the tolerance of each method, from one record for each rate and seed or split."""
+    errors: dict[str, dict[float, list[float]]] = {}
+    for record in records:
+        value = record[measure.name]
+        value = value if math.isfinite(value) else math.inf
+        error = 1 - value if measure.better == "higher" and math.isfinite(value) else value
+        errors.setdefault(record["method"], {}).setdefault(record["lr"], []).append(error)
+    found = {}
+    for method, by_rate in errors.items():
+        rates = np.array(sorted(by_rate))
+        medians = np.array([np.median(by_rate[rate]) for rate in rates])
+        every = np.concatenate([by_rate[rate] for rate in rates])
+        found[method] = Tolerance(rates, medians, float((every > FAILED * medians.min()).mean()))
+    return found
+
+
+def describe_tolerance(panels: Panels) -> str:
+    """Return in a sentence how wide the plateaus are, and how many networks fail."""
+    names = list(next(iter(panels.values())))
+    widths = {
+        n: math.exp(np.mean([math.log(own[n].width) for own in panels.values()])) for n in names
+    }
+    failed = {n: float(np.mean([own[n].failed for own in panels.values()])) for n in names}
+    said = [f"{methods.title(n)} {widths[n]:.2g} ({failed[n]:.0%})" for n in names]
+    over = ", the geometric mean over data sets" if len(panels) > 1 else ""
+    return (
+        "Highest over lowest rate whose median error is within 10 % of the best one's"
+        f"{over}, and in brackets the share of networks that fail over all rates (an error that "
+        f"is not finite, or twice the best median): {list_in_words(said)}."
+    )
+
+
+def draw_tolerance(panels: Panels, label: str) -> "Figure":
+    """Draw the median error over the rate, a panel for each data set; the plateau is filled."""
+    from geoparam import plots
+
+    wide = min(len(panels), 4)
+    deep = -(-len(panels) // wide)
+    figure, axes = plots.new_figure(deep, wide, size=(2.0 + 3.6 * wide, 3.6 * deep))
+    for ax in axes.flat[len(panels) :]:
+        ax.axis("off")
+    for ax, (title, own) in zip(axes.flat, panels.items(), strict=False):
+        for style, one in zip(_styles(own), own.values(), strict=True):
+            inside = np.isin(one.rates, one.plateau)
+            ax.plot(one.rates, one.medians, **style.line, label=style.title)
+            ax.plot(one.rates[inside], one.medians[inside], "o", color=style.colour, ms=5)
+        ax.set(xscale="log", yscale="log", xlabel="learning rate", ylabel=label)
+        ax.set_title(title, loc="left")
+    plots.legend_beside(axes[0, wide - 1])
+    return figure
+
+
+def _styles(names: Iterable[str]) -> Sequence:
+    from geoparam import plots
+
+    return plots.curve_styles([methods.title(name) for name in names])

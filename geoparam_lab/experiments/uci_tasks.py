@@ -1,0 +1,116 @@
+"""The stacks of a UCI run: which there are, and which rate a search has chosen."""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from geoparam_lab import methods as all_methods
+from geoparam_lab.run_folder import Record
+
+AT_ONCE = 10  # networks in a stack
+
+
+class Member(NamedTuple):
+    """One network of a stack."""
+
+    split: int
+    lr: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """Networks that are trained in one stack."""
+
+    dataset: str
+    method: str
+    members: tuple[Member, ...]
+    chosen: bool = True  # whether their rates are settled, so that they may meet the test part
+    rate: float | None = None  # of all members, where it is one of several that are tried
+    fold: int | None = None  # under "cv": 1, 2, ... judge rates, 0 is the held-out part
+
+    @property
+    def keys(self) -> list[tuple[Any, ...]]:
+        end = (self.chosen,) if self.fold is None else (self.chosen, self.fold)
+        return [(self.dataset, self.method, *member, *end) for member in self.members]
+
+    @property
+    def point(self) -> Record:
+        """The point of a grid that it belongs to."""
+        rate = {} if self.rate is None else {"lr": self.rate}
+        return {"method": self.method} | rate | ({"fold": self.fold} if self.fold else {})
+
+    @property
+    def name(self) -> str:
+        first = self.members[0].split
+        rate = "" if self.rate is None else f"-lr{self.rate:g}"
+        fold = f"-fold{self.fold}" if self.fold else ""
+        name = f"{self.dataset}-{self.method}{rate}{fold}".replace(":", "-")
+        return name + (f"-split{first}" if first else "")
+
+    def __str__(self) -> str:
+        rates = sorted({member.lr for member in self.members})
+        rate = f"rate {rates[0]:g}" if len(rates) == 1 else f"{len(rates)} rates"
+        fold = f", fold {self.fold}" if self.fold else ""
+        return f"{self.dataset}, {all_methods.title(self.method)}, {rate}{fold}"
+
+
+def grid_tasks(config: Record, dataset: str, together: bool = False) -> list[Task]:
+    """Return the tasks of a data set that need no choice: all under "paper", else the search.
+
+    With `together`, all rates and splits of a method are one stack.
+    """
+    final, splits, found = config["protocol"] == "paper", range(config["seeds"]), []
+    folds = range(1, config["folds"] + 1) if config.get("folds") else [None]
+    for method, fold in itertools.product(config["methods"], folds):
+        rates = config["lrs"] or [all_methods.get(method).lr]
+        if together:
+            members = tuple(Member(split, lr) for lr in rates for split in splits)
+            found.append(Task(dataset, method, members, final, fold=fold))
+            continue
+        for lr in rates:
+            stacks = _split([Member(split, lr) for split in splits])
+            own = lr if config["lrs"] else None
+            found += [Task(dataset, method, stack, final, own, fold) for stack in stacks]
+    return found
+
+
+def chosen_tasks(config: Record, dataset: str, records: Iterable[Record]) -> list[Task]:
+    """Return the tasks of a data set that train each split at the rate chosen for it."""
+    chosen, found = choose(r for r in records if r["dataset"] == dataset), []
+    for method in config["methods"]:
+        members = [Member(s, chosen[dataset, method, s]) for s in range(config["seeds"])]
+        fold = 0 if config.get("folds") else None
+        found += [Task(dataset, method, stack, fold=fold) for stack in _split(members)]
+    return found
+
+
+def choose(records: Iterable[Record]) -> dict[tuple[str, str, int], float]:
+    """Return the rate with the lowest validation error by data set, method and split.
+
+    With folds it is the lowest squared error over all. Of equal ones it is the lowest rate; one
+    whose error is no number, on any fold, is never better.
+
+    Example:
+        >>> one = {"dataset": "yacht", "method": "sp", "split": 0}
+        >>> choose([one | {"lr": 0.1, "val_rmse": 0.4}, one | {"lr": 0.3, "val_rmse": math.nan}])
+        {('yacht', 'sp', 0): 0.1}
+    """
+    errors = add_folds(records)
+    return {key: min(own, key=lambda lr: (own[lr], lr)) for key, own in errors.items()}
+
+
+def add_folds(records: Iterable[Record]) -> dict[tuple[str, str, int], dict[float, float]]:
+    """Return the squared validation errors of a search, by data set, method and split."""
+    errors: dict[tuple[str, str, int], dict[float, float]] = {}
+    for record in records:
+        if not record.get("chosen", False):
+            own = errors.setdefault((record["dataset"], record["method"], record["split"]), {})
+            error = record["val_rmse"] ** 2 if math.isfinite(record["val_rmse"]) else math.inf
+            own[record["lr"]] = own.get(record["lr"], 0.0) + error
+    return errors
+
+
+def _split(members: Sequence[Member]) -> list[tuple[Member, ...]]:
+    return [tuple(members[i : i + AT_ONCE]) for i in range(0, len(members), AT_ONCE)]
