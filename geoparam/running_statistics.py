@@ -1,7 +1,7 @@
 """Running statistics of a whole model: recomputed, or shared by several processes."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from geoparam.norm import TrackedMean
+from geoparam.trace import arguments_of, why_not_callable
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -25,7 +26,8 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
     Args:
         model: a model with such norms.
         batches: each a tensor, a tuple of arguments, a mapping of keyword arguments, or a list as
-            DataLoader yields it, whose first entry is the input.
+            DataLoader yields it, whose first entry is the input. What a tuple has beyond what
+            forward takes, such as labels, is left out.
 
     Example:
         >>> batches = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0]])]
@@ -59,12 +61,13 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
 
 
 def _run_batch(model: nn.Module, batch: Any) -> None:
-    if isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, tuple):
-        model(*batch)
-    else:
-        model(batch[0] if isinstance(batch, list) else batch)
+    if isinstance(batch, tuple | list):
+        sizes = range(1, len(batch) + 1)
+        sizes = sizes if isinstance(batch, list) else sizes[::-1]
+        fits = (n for n in sizes if not why_not_callable(model, *batch[:n]))
+        batch = batch[: next(fits, len(batch))]
+    args, kwargs = arguments_of(model, batch)
+    model(*args, **kwargs)
 
 
 def synchronise_means_(model: Model, process_group: "dist.ProcessGroup | None" = None) -> Model:
