@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from geoparam.norm import TrackedMean
@@ -21,13 +21,14 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
 
     It is for all mean normalization, that of layers too, and for torch's BatchNorm: after
     averaging weights, after editing them, or where the moving average lags behind. What has
-    statistics alone is in training mode meanwhile; dropout, momentum and training flags stay.
+    statistics alone is in training mode meanwhile; dropout, momentum and training flags stay. A
+    norm that does not run keeps what it has, and after an error all do.
 
     Args:
         model: a model with such norms.
         batches: each a tensor, a tuple of arguments, a mapping of keyword arguments, or a list as
-            DataLoader yields it, whose first entry is the input. What a tuple has beyond what
-            forward takes, such as labels, is left out.
+            DataLoader yields it, whose first entry is the input; a tensor alone is one batch. What
+            a tuple has beyond what forward takes, such as labels, is left out.
 
     Example:
         >>> batches = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0]])]
@@ -37,13 +38,14 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
     kinds = (TrackedMean, _BatchNorm)
     found = [module for module in model.modules() if isinstance(module, kinds)]
     norms = [norm for norm in found if norm.running_mean is not None]
-    iterator = iter(batches)
+    iterator = iter([batches] if isinstance(batches, Tensor) else batches)
     first = list(itertools.islice(iterator, 1))
     if not norms or not first:
         lacking = "batches" if norms else "a model whose norms have running statistics"
         raise ValueError(f"recalibrate_ needs {lacking}; got none.")
     flags = {module: module.training for module in model.modules()}
     momenta = {norm: norm.momentum for norm in norms}
+    kept = {norm: [b.clone() for b in norm.buffers(recurse=False)] for norm in norms}
     model.eval()
     for norm in norms:
         norm.reset_running_stats()
@@ -52,7 +54,10 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
     try:
         for batch in itertools.chain(first, iterator):
             _run_batch(model, batch)
+        kept = {norm: own for norm, own in kept.items() if not norm.num_batches_tracked}
     finally:
+        for norm, own in kept.items():
+            torch._foreach_copy_(list(norm.buffers(recurse=False)), own)
         for norm, momentum in momenta.items():
             norm.momentum = momentum
         for module, flag in flags.items():
