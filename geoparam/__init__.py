@@ -15,7 +15,7 @@ from geoparam.memory import remembered
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm
 from geoparam.optim import GeometricOptimizer, param_groups
 from geoparam.running_statistics import recalibrate_, synchronise_means_
-from geoparam.step_hooks import check_optimizer, retract
+from geoparam.step_hooks import retract
 
 __version__ = "0.1.0"
 
@@ -34,7 +34,6 @@ __all__ = [
     "InputMeanLinear",
     "InputMeanNorm",
     "MeanOnlyBatchNorm",
-    "check_optimizer",
     "convert_",
     "fold_",
     "param_groups",

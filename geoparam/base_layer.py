@@ -9,7 +9,7 @@ directions to `coordinates`, the mean of the input to `norm`, the arithmetic to 
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,15 @@ from torch.fx import Proxy
 
 from geoparam import sphere
 from geoparam.computed import as_computed
-from geoparam.coordinates import Name, Sign, coordinates_for, measure_drift, normalise_
+from geoparam.coordinates import Name, Sign, coordinates_for, normalise_
 from geoparam.memory import Memory
 from geoparam.norm import InputMeanNorm, shift_bias
 from geoparam.parameter_values import Init, check_finite, check_init, compute_distance, draw
+from geoparam.step_hooks import watch
 
 Activation = Callable[[Tensor], Tensor]
 InputNorm = bool | Literal["bias", "border"]
-Layer = TypeVar("Layer", bound="GmPLayer")
 
-_LARGEST_DRIFT = 0.01  # of a unit vector's length
 _LARGEST_ROUNDING = 0.02  # of a unit vector's length: bfloat16 has three digits
 _BLOCK = 1 << 18  # elements encoded at once: bounds the float64 copies
 
@@ -90,9 +89,14 @@ class GmPLayer(nn.Module):
             self.register_parameter(self._coordinates.name, nn.Parameter(stored))
         self.r = nn.Parameter(torch.empty(out, **place))
         self.lam = nn.Parameter(torch.empty(out, **place)) if bias else None
-        self._drift_reported = False
+        self.is_retracted = True
         self._remembered = Memory()
         self.reset_parameters()
+        watch(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        watch(self)  # a copy, or from a file
 
     # --- parameters ---------------------------------------------------------------------------
 
@@ -184,10 +188,7 @@ class GmPLayer(nn.Module):
     @weight.setter
     def weight(self, weight: Tensor) -> None:
         """Set directions and r, and lam so that the bias stays."""
-        if tuple(weight.shape) != self.weight_shape:
-            raise ValueError(
-                f"the weight has shape {self.weight_shape}; got {tuple(weight.shape)}."
-            )
+        _check_assigned("weight", weight, self.weight_shape)
         if self.activation is None:
             return self._set_affine(weight, self._bias)
         check_finite(weight, "weight")
@@ -211,8 +212,7 @@ class GmPLayer(nn.Module):
         if bias is None:
             self.lam = None
             return
-        if bias.shape != self.r.shape:
-            raise ValueError(f"the bias has shape {tuple(self.r.shape)}; got {tuple(bias.shape)}.")
+        _check_assigned("bias", bias, tuple(self.r.shape))
         if self.lam is None:
             self.lam = nn.Parameter(torch.zeros_like(self.r))
         r = self.r if self.activation is None else torch.ones_like(self.r)
@@ -327,26 +327,7 @@ class GmPLayer(nn.Module):
         """Pull drifted unit vectors back to length 1, which does not change the function."""
         if self._coordinates.name == "unit":
             normalise_(self._stored)
-
-    def _report_drift(self) -> None:
-        if self._coordinates.name != "unit" or self._drift_reported:
-            return
-        if measure_drift(self._stored) > _LARGEST_DRIFT:
-            self._drift_reported = True
-            warnings.warn(  # one text for all layers, so that Python shows it once
-                "unit vectors have drifted by more than 1 % from length 1. The function is right "
-                "but a step turns them differently: after building the optimizer, call "
-                "optimizer.register_step_post_hook(geoparam.retract(model)).",
-                stacklevel=2,
-            )
-
-    def train(self: Layer, mode: bool = True) -> Layer:
-        self._report_drift()
-        return super().train(mode)
-
-    def _save_to_state_dict(self, *args: Any) -> None:
-        self._report_drift()
-        super()._save_to_state_dict(*args)
+            self.is_retracted = True
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name in ("weight_orig", "bias_orig"):
@@ -389,6 +370,14 @@ def _check_options(
         )
     if input_norm not in (False, True, "bias", "border"):
         raise ValueError(f"input_norm is False, True, 'bias' or 'border'; got {input_norm!r}.")
+
+
+def _check_assigned(name: str, value: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta:
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"the {name} is a tensor of floating-point values; got {kind}.")
+    if tuple(value.shape) != shape:
+        raise ValueError(f"the {name} has shape {shape}; got {tuple(value.shape)}.")
 
 
 def _check_version(name: str, version: int | None) -> None:

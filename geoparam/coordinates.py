@@ -102,18 +102,6 @@ def normalise_(unit: Tensor) -> None:
     unit.div_(torch.where(length == 0, 1, length))
 
 
-@torch.no_grad()
-def measure_drift(unit: Tensor) -> float:
-    """Return how far the longest or shortest row of `unit` is from length 1; 0 if unknown."""
-    if any(place.is_shard(1) for place in getattr(unit, "placements", ())):
-        return 0.0  # rows in pieces have no length of their own
-    unit = unit.to_local() if hasattr(unit, "to_local") else unit
-    is_real = type(unit) in (Tensor, torch.nn.Parameter) and not unit.is_meta  # fakes: no values
-    if not is_real or unit.numel() == 0:
-        return 0.0
-    return (torch.linalg.vector_norm(unit.float(), dim=1) - 1).abs().max().item()
-
-
 def coordinates_for(name: str, fan_in: int) -> Coordinates:
     """Return the coordinates called `name` for units with `fan_in` inputs."""
     known: dict[str, Coordinates] = {"angles": Angles(), "intrinsic": Intrinsic()}

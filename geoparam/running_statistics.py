@@ -1,15 +1,16 @@
 """Running statistics of a whole model: recomputed, or shared by several processes."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from geoparam.norm import TrackedMean
+from geoparam.trace import arguments_of, why_not_callable
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -20,12 +21,14 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
 
     It is for all mean normalization, that of layers too, and for torch's BatchNorm: after
     averaging weights, after editing them, or where the moving average lags behind. What has
-    statistics alone is in training mode meanwhile; dropout, momentum and training flags stay.
+    statistics alone is in training mode meanwhile; dropout, momentum and training flags stay. A
+    norm that does not run keeps what it has, and after an error all do.
 
     Args:
         model: a model with such norms.
         batches: each a tensor, a tuple of arguments, a mapping of keyword arguments, or a list as
-            DataLoader yields it, whose first entry is the input.
+            DataLoader yields it, whose first entry is the input; a tensor alone is one batch. What
+            a tuple has beyond what forward takes, such as labels, is left out.
 
     Example:
         >>> batches = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0]])]
@@ -35,13 +38,14 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
     kinds = (TrackedMean, _BatchNorm)
     found = [module for module in model.modules() if isinstance(module, kinds)]
     norms = [norm for norm in found if norm.running_mean is not None]
-    iterator = iter(batches)
+    iterator = iter([batches] if isinstance(batches, Tensor) else batches)
     first = list(itertools.islice(iterator, 1))
     if not norms or not first:
         lacking = "batches" if norms else "a model whose norms have running statistics"
         raise ValueError(f"recalibrate_ needs {lacking}; got none.")
     flags = {module: module.training for module in model.modules()}
     momenta = {norm: norm.momentum for norm in norms}
+    kept = {norm: [b.clone() for b in norm.buffers(recurse=False)] for norm in norms}
     model.eval()
     for norm in norms:
         norm.reset_running_stats()
@@ -50,7 +54,10 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
     try:
         for batch in itertools.chain(first, iterator):
             _run_batch(model, batch)
+        kept = {norm: own for norm, own in kept.items() if not norm.num_batches_tracked}
     finally:
+        for norm, own in kept.items():
+            torch._foreach_copy_(list(norm.buffers(recurse=False)), own)
         for norm, momentum in momenta.items():
             norm.momentum = momentum
         for module, flag in flags.items():
@@ -59,12 +66,13 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
 
 
 def _run_batch(model: nn.Module, batch: Any) -> None:
-    if isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, tuple):
-        model(*batch)
-    else:
-        model(batch[0] if isinstance(batch, list) else batch)
+    if isinstance(batch, tuple | list):
+        sizes = range(1, len(batch) + 1)
+        sizes = sizes if isinstance(batch, list) else sizes[::-1]
+        fits = (n for n in sizes if not why_not_callable(model, *batch[:n]))
+        batch = batch[: next(fits, len(batch))]
+    args, kwargs = arguments_of(model, batch)
+    model(*args, **kwargs)
 
 
 def synchronise_means_(model: Model, process_group: "dist.ProcessGroup | None" = None) -> Model:

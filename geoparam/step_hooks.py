@@ -1,20 +1,78 @@
-"""What to do around an optimizer's step: keep unit vectors on the sphere, find decayed angles."""
+"""Look at optimizers that step geometric layers, and keep unit vectors on the sphere.
 
+Every torch optimizer shows itself to `_inspect` before a step; only the first two of a set of
+groups are looked at. A layer registers itself when it is made, copied or unpickled. Out of sight:
+optimizers that are not torch.optim's, compiled steps, and flattened or stacked parameters.
+"""
+
+import functools
 import warnings
 from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from geoparam.base_layer import GmPLayer
-from geoparam.storage import list_few
+_layers: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+_seen: WeakKeyDictionary[Optimizer, tuple[list, list]] = WeakKeyDictionary()
+
+
+def watch(layer: nn.Module) -> None:
+    """Have each optimizer that steps the directions of this GmP layer looked at."""
+    _register()
+    _layers[layer] = None
+
+
+@functools.cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(_inspect)
+
+
+def _inspect(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    """Warn, once, where directions are decayed or a first step was not followed by `retract`."""
+    if torch.compiler.is_compiling():
+        return
+    form = [(len(g["params"]), bool(g.get("weight_decay"))) for g in optimizer.param_groups]
+    known, drifting = _seen.get(optimizer, (None, []))
+    if form != known:
+        _seen[optimizer] = form, _check_groups(optimizer)
+    elif drifting:
+        _seen[optimizer] = form, []
+        if found := sum(not layer.is_retracted for layer in drifting):
+            warnings.warn(
+                f"the unit vectors of {found} GmP layers were not brought back to length 1 after "
+                "a step. Their function is right, but steps turn them less and less: call "
+                "optimizer.register_step_post_hook(geoparam.retract(model)).",
+                stacklevel=3,
+            )
+
+
+def _check_groups(optimizer: Optimizer) -> list[Any]:
+    """Warn of decayed directions; return the layers whose unit vectors this optimizer steps."""
+    decay = {id(p): g.get("weight_decay") for g in optimizer.param_groups for p in g["params"]}
+    layers = [layer for ref in _layers.keyrefs() if (layer := ref()) is not None]
+    stepped = [x for x in layers if id(x._stored) in decay and x._stored.requires_grad]
+    if found := sum(bool(decay[id(layer._stored)]) for layer in stepped):
+        warnings.warn(
+            f"weight decay acts on the directions of {found} GmP layers: it turns units towards "
+            "one axis, or lets their unit vectors shrink, and no decay of a plain weight does. "
+            "Build the optimizer from geoparam.param_groups(model, lr=..., weight_decay=...).",
+            stacklevel=4,
+        )
+    drifting = [layer for layer in stepped if layer._coordinates.name == "unit"]
+    for layer in drifting:
+        layer.is_retracted = False
+    return drifting
 
 
 def retract(model: nn.Module) -> Callable[..., None]:
     """Return a hook that keeps the unit vectors of intrinsic layers on the sphere.
 
     Call it once after every optimizer step; angles need nothing. The model's function does not
-    change by it. As a hook it also checks the optimizer, once.
+    change by it.
 
     Example:
         >>> import torch
@@ -23,31 +81,10 @@ def retract(model: nn.Module) -> Callable[..., None]:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> handle = optimizer.register_step_post_hook(retract(model))
     """
-    checked: list[object] = []
 
-    def hook(optimizer: object = None, *_: object) -> None:
-        if isinstance(optimizer, Optimizer) and optimizer not in checked:
-            checked.append(optimizer)
-            check_optimizer(optimizer, model)
+    def hook(*_: object) -> None:
         for module in model.modules():
-            if isinstance(module, GmPLayer):
-                module.retract_()
+            if module in _layers:
+                module.retract_()  # type: ignore[operator]
 
     return hook
-
-
-def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Warn if weight decay acts on directions, which no decay of a plain weight does.
-
-    It turns every unit towards the axis at which its angles are 0. `param_groups` leaves
-    directions, r and lam out of the decay.
-    """
-    groups = [group for group in optimizer.param_groups if group.get("weight_decay")]
-    decayed = {id(parameter) for group in groups for parameter in group["params"]}
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, GmPLayer)}
-    if found := [name for name, layer in layers.items() if id(layer._stored) in decayed]:
-        warnings.warn(
-            f"weight decay acts on the directions of {list_few(found, most=3)}. Build the "
-            "optimizer from geoparam.param_groups(model, lr=..., weight_decay=...).",
-            stacklevel=3,
-        )

@@ -102,8 +102,7 @@ def trace(
         raise ValueError("the model has lazy layers without shapes: run it once, then trace it")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise ValueError("what is scripted shows no steps: trace the model before it is scripted")
-    args, named = arguments_of(inputs)
-    args, kwargs = _copy_tensors((args, {**named, **(kwargs or {})}))
+    args, kwargs = _copy_tensors(arguments_of(model, inputs, **(kwargs or {})))
     with inspection_mode(model):
         recorder = _Recorder(model, visit)
         for tensor in tensors_in((args, kwargs)):
@@ -116,11 +115,29 @@ def trace(
     return Graph(recorder.nodes)
 
 
-def arguments_of(inputs: Tensor | Sequence | Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Return the positional and keyword arguments of one call, however they were given."""
+def arguments_of(model: nn.Module, inputs: Any, /, **more: Any) -> tuple[tuple, dict[str, Any]]:
+    """Return the positional and keyword arguments of one call, if the model can be called so."""
+    args: tuple = (inputs,)
     if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
+        args, more = (), {**inputs, **more}
+    elif isinstance(inputs, tuple | list):
+        args = tuple(inputs)
+    if error := why_not_callable(model, *args, **more):
+        raise ValueError(
+            f"{type(model).__name__}.forward cannot be called with these inputs: {error}. A tuple "
+            "or list is the arguments of one call: of a batch (x, y) give x alone."
+        )
+    return args, more
+
+
+def why_not_callable(model: nn.Module, /, *args: Any, **kwargs: Any) -> str:
+    """Return what is wrong with these arguments of a model's forward; "" where nothing is."""
+    try:
+        if not model._forward_pre_hooks:  # which may change the arguments
+            inspect.signature(model.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        return str(error) if isinstance(error, TypeError) else ""  # or there is no signature
+    return ""
 
 
 @torch.inference_mode(False)

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -106,9 +107,12 @@ def test_a_bias_can_be_taken_away_and_given() -> None:
         ("bias", torch.zeros(6), r"has shape \(5,\)"),
         ("weight", torch.full((5, 6), torch.nan), "NaN"),
         ("weight", torch.zeros(5, 6), "zero weight and a bias"),
+        ("weight", torch.ones(5, 6).int(), "floating-point values; got torch.int32"),
+        ("weight", None, "floating-point values; got NoneType"),
+        ("bias", 0.5, "floating-point values; got float"),
     ],
 )
-def test_what_cannot_be_assigned(name: str, value: Tensor, message: str) -> None:
+def test_what_cannot_be_assigned(name: str, value: Any, message: str) -> None:
     layer = gp.GmPLinear.from_linear(nn.Linear(6, 5))
     before = copy.deepcopy(layer.state_dict())
     with pytest.raises(ValueError, match=message):

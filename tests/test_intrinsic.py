@@ -1,7 +1,5 @@
 """The weight in intrinsic coordinates equals r d / ||d||, however it is called."""
 
-import warnings
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -99,19 +97,3 @@ def test_a_step_turns_an_intrinsic_unit_by_at_most_arcsin(n: int, lr: float) -> 
     turned = sphere.angle_between(before, layer.direction.detach())
     small = step < 1
     assert (turned[small] <= step[small].asin() + 1e-9).all() and (turned > 0).all()
-
-
-def test_drift_warns_once_and_never_in_forward() -> None:
-    layer = GmPLinear(9, 5, coordinates="intrinsic")
-    expected = layer(torch.ones(1, 9))
-    with torch.no_grad():
-        layer.unit.mul_(1.5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        torch.testing.assert_close(layer(torch.ones(1, 9)), expected)
-    with pytest.warns(UserWarning, match="register_step_post_hook"):
-        layer.eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        layer.train()
-        layer.state_dict()

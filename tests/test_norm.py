@@ -159,9 +159,9 @@ def test_recalibrated_statistics_are_plain_averages(kind: str, training: bool) -
 @pytest.mark.parametrize("form", [list, tuple, lambda pair: {"input": pair[0]}])
 def test_recalibration_takes_what_loaders_yield(form: Callable) -> None:
     x = torch.randn(4, 3)
-    batch = form((x,) if form is tuple else (x, torch.zeros(4)))
     norm = nn.BatchNorm1d(3)
-    torch.testing.assert_close(recalibrate_(norm, [batch]).running_mean, x.mean(dim=0))
+    batches = [form((x, torch.zeros(4)))]
+    torch.testing.assert_close(recalibrate_(norm, batches).running_mean, x.mean(dim=0))
 
 
 def test_recalibration_without_norms_or_batches_is_refused() -> None:
@@ -172,3 +172,17 @@ def test_recalibration_without_norms_or_batches_is_refused() -> None:
     with pytest.raises(ValueError, match="needs batches; got none"):
         recalibrate_(norm, [])
     assert norm.running_mean.eq(2.0).all()
+    for batch in ((), [], {"labels": torch.zeros(2)}):
+        with pytest.raises(ValueError, match="forward cannot be called with these inputs"):
+            recalibrate_(norm, [torch.zeros(2, 3), batch])
+        assert norm.running_mean.eq(2.0).all() and norm.num_batches_tracked == 0
+
+
+def test_recalibration_leaves_norms_alone_that_do_not_run() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    model.auxiliary = nn.BatchNorm1d(3)
+    model.forward = lambda x: model[0](x)
+    model.auxiliary.running_var.fill_(5.0)
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(recalibrate_(model, x)[0].running_mean, x.mean(dim=0))
+    assert model.auxiliary.running_var.eq(5.0).all()

@@ -437,6 +437,13 @@ def test_lazy_layers_are_refused() -> None:
         trace(nn.Sequential(nn.LazyLinear(3)), torch.zeros(1, 3))
 
 
+@pytest.mark.parametrize("inputs", [(PIXELS, 1), [PIXELS, 1], (), {"x": PIXELS, "labels": 1}])
+def test_inputs_that_do_not_fit_are_refused_in_words(inputs: object) -> None:
+    """What a DataLoader yields has labels besides."""
+    with pytest.raises(ValueError, match=r"of a batch \(x, y\) give x alone"):
+        trace(nn.Sequential(nn.Flatten()), inputs)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_scripted_modules_are_refused() -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))

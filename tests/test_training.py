@@ -1,6 +1,9 @@
 """Converted models in the tools that people train and ship with."""
 
 import copy
+import pickle
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -65,17 +68,71 @@ def test_plain_loop_learns(coordinates: str) -> None:
     assert gp.verify(model, gp.fold_(copy.deepcopy(model)), X) < 1e-5
 
 
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, times: int = 1) -> list[str]:
+    """Return what is said of the optimizer."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            model(X).sum().backward()
+            optimizer.step()
+    return [str(w.message) for w in caught if "GmP layers" in str(w.message)]
+
+
+COPIES = {
+    "itself": lambda model: model,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("coordinates", COORDINATES)
-def test_decayed_directions_are_noticed(coordinates: str) -> None:
-    model = gp.convert_(network(), coordinates=coordinates)
+def test_decayed_directions_are_noticed_once(coordinates: str, copied: Any) -> None:
+    model = copied(gp.convert_(network(), coordinates=coordinates))
     wrong = torch.optim.AdamW(model.parameters())
     wrong.register_step_post_hook(gp.retract(model))
-    with pytest.warns(UserWarning, match="directions of 0, 3. Build.*param_groups"):
-        gp.check_optimizer(wrong, model)
-    with pytest.warns(UserWarning, match="directions of 0, 3"):
-        wrong.step()
-    wrong.step()  # said once
-    gp.check_optimizer(torch.optim.AdamW(groups(model)), model)
+    (said,) = step(model, wrong, 3)
+    assert "decay acts on the directions of 2 GmP layers" in said and "param_groups(model" in said
+    right = torch.optim.AdamW(groups(model))
+    right.register_step_post_hook(gp.retract(model))
+    assert step(model, right, 3) == []
+    right.param_groups[0]["weight_decay"] = 0.1
+    assert "the directions of 1 GmP layers" in step(model, right)[0]
+
+
+def test_a_forgotten_retraction_is_noticed_once() -> None:
+    model = gp.convert_(network(), coordinates="intrinsic")
+    optimizer = torch.optim.SGD(groups(model))
+    assert step(model, optimizer) == []  # whoever calls it by hand does so after the step
+    (said,) = step(model, optimizer, 3)
+    assert "the unit vectors of 2 GmP layers" in said and "geoparam.retract(model)" in said
+    by_hand = torch.optim.SGD(groups(model))
+    for _ in range(3):
+        assert step(model, by_hand) == []
+        gp.retract(model)()
+
+
+def test_plain_models_and_frozen_directions_are_let_alone() -> None:
+    model = gp.convert_(network(), coordinates="intrinsic")
+    plain, frozen = network(), model.requires_grad_(False)
+    frozen[-1].requires_grad_()
+    assert step(plain, gp.GeometricOptimizer(plain, torch.optim.AdamW, lr=1e-3), 3) == []
+    assert step(plain, torch.optim.AdamW(plain.parameters()), 3) == []
+    assert step(frozen, torch.optim.AdamW(frozen.parameters()), 3) == []
+
+
+@pytest.mark.compile
+def test_a_compiled_step_is_the_same() -> None:
+    model = gp.convert_(network())
+    model(X).sum().backward()
+    weights = []
+    for wrap in (lambda step: step, torch.compile(backend="aot_eager")):
+        one = copy.deepcopy(model)
+        for p, q in zip(one.parameters(), model.parameters(), strict=True):
+            p.grad = q.grad.clone()
+        wrap(torch.optim.SGD(one.parameters(), lr=0.1).step)()
+        weights.append(list(one.parameters()))
+    torch.testing.assert_close(*weights)
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ import inspect
 import os
 import pickle
 import re
+import struct
 import sys
 import warnings
 import zipfile
@@ -161,11 +162,11 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_torch(path: Path) -> tuple[dict[str, Tensor], list[str]]:
-    mapped = zipfile.is_zipfile(path) and _is_stored(path)
+    records = _stored_records(path) if zipfile.is_zipfile(path) else {}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # TorchScript, which then raises
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=bool(records))
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         raise ValueError(
@@ -179,24 +180,46 @@ def _read_torch(path: Path) -> tuple[dict[str, Tensor], list[str]]:
             f"{path} cannot be read as a torch file of tensors: {type(error).__name__}. It may be "
             "damaged, of another format, or TorchScript (export its state_dict in that case)."
         ) from error
-    return _tensors(loaded, path)
+    tensors, left = _tensors(loaded, path)
+    _check_sizes(path, tensors, records)
+    return tensors, left
 
 
-def _is_stored(path: Path) -> bool:
-    """Check an archive, of which torch itself sees no checksum; return if nothing is compressed.
+def _stored_records(path: Path) -> dict[int, int]:
+    """Check an archive, of which torch itself sees no checksum; return its entries' places.
 
-    Compressed entries cannot be mapped: torch would take their bytes for tensors.
+    That is the size of each by where its bytes begin; none if some are compressed, and cannot be
+    mapped: torch would take their bytes for tensors.
     """
     try:
-        with open_zip(path) as archive:
+        with open_zip(path) as archive, path.open("rb") as file:
             if damaged := archive.testzip():
                 raise ValueError(f"its entry {damaged} fails its checksum")
-            return all(e.compress_type == zipfile.ZIP_STORED for e in archive.infolist())
+            records = {}
+            for entry in archive.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    return {}
+                file.seek(entry.header_offset + 26)
+                names = sum(struct.unpack("<HH", file.read(4)))
+                records[entry.header_offset + 30 + names] = entry.file_size
+            return records
     except ValueError as error:
         raise ValueError(
             f"{path} is a damaged archive: {error}. (Or it was saved without checksums, by "
             "torch.serialization.set_crc32_options(False): save it again with them.)"
         ) from error
+
+
+def _check_sizes(path: Path, tensors: dict[str, Tensor], records: dict[int, int]) -> None:
+    """Raise where a mapped tensor goes on past its entry, of which torch does not look."""
+    stores = [x.untyped_storage() for x in tensors.values()]
+    sizes = {store.data_ptr(): store.nbytes() for store in stores if store.nbytes()}
+    first = next(iter(sizes), 0)
+    if records and not any(
+        all(records.get(start + at - first) == size for at, size in sizes.items())
+        for start in records
+    ):
+        raise ValueError(f"{path} is damaged: an entry is not of the size of its tensor.")
 
 
 def _tensors(loaded: Any, path: Path) -> tuple[dict[str, Tensor], list[str]]:

@@ -80,6 +80,8 @@ def fold_entries(
     state: Mapping[str, Tensor], like: nn.Module | Mapping[str, Tensor] | None = None
 ) -> Folding:
     """Do what `fold_state_dict` does, and tell what was done."""
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        raise ValueError(f"a state_dict maps names to tensors; got a {type(state).__name__}.")
     layers, centred = layers_in(state), _find_centred(state)
     if not layers and not centred:
         raise ValueError(

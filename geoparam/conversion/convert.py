@@ -69,7 +69,7 @@ def convert_(
             keyword arguments; needed for `norm`, and finds the output layers exactly. The model
             is run on it before and after, and put back with an error if its outputs differ or it
             still computes with a replaced layer. Without it, layers that the forward reaches
-            through global names, iterators or caches go on as they were, and are not trained.
+            through global names go on as they were, and are not trained.
         calibration: A batch, or a list or other iterable of batches, whose means the layers start
             from where BatchNorm is replaced; by default `example_inputs`.
         verbose: Print the summary; it is always logged, as "geoparam", level INFO.

@@ -145,11 +145,12 @@ def kind_of(module: nn.Module) -> str | None:
 def _computes_as(module: nn.Module, base: type[nn.Module]) -> bool:
     """Return whether nothing of what `base` computes is overridden or added to."""
     own = type(module)
-    names = ("forward", "_conv_forward", "__call__")
+    names = ("forward", "_conv_forward", "__call__", "_call_impl", "__getattr__")
     inherited = all(getattr(own, name, None) is getattr(base, name, None) for name in names)
     patched = "forward" in module.__dict__ or "_conv_forward" in module.__dict__
     # A weight that is no parameter (old weight_norm, pruning) is refused later, with advice.
-    more = "weight" in module._parameters and set(module._parameters) - {"weight", "bias"}
+    own_state = set(module._parameters) - {"weight", "bias"} or module._buffers or module._modules
+    more = "weight" in module._parameters and own_state
     return inherited and not patched and not more
 
 

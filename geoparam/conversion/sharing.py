@@ -2,14 +2,13 @@
 
 Conversion replaces registered modules. Whatever reaches a layer otherwise would go on with the old
 one, and parameters that share memory would part: both are found here, without running the model.
-What cannot be seen so is what iterators, caches and objects without a `__dict__` hold, and what a
-function reads from global names; `convert_` with example_inputs sees it in its run.
+What cannot be seen so is what a function reads from global names or context variables; `convert_`
+with example_inputs sees it in its run.
 """
 
-from collections import deque
+import gc
 from collections.abc import Iterable, Iterator
-from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import FrameType, FunctionType, GeneratorType, ModuleType, TracebackType
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -94,24 +93,11 @@ def _walk(value: object) -> Iterator[nn.Module | Tensor]:
 
 
 def _list_parts(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        return *value, *value.values()
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return value
-    if isinstance(value, partial):
-        return value.func, value.args, value.keywords
-    if isinstance(value, MethodType):
-        return value.__self__, value.__func__
-    if isinstance(value, FunctionType):
-        cells = [_read_cell(cell) for cell in value.__closure__ or ()]
-        return *cells, value.__defaults__, value.__kwdefaults__
-    if isinstance(value, type | ModuleType):
+    """Return what an object refers to, but for a function's global names."""
+    if isinstance(value, type | ModuleType | FrameType | TracebackType):
         return ()
-    return getattr(value, "__dict__", {}).values()
-
-
-def _read_cell(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a name that is not bound yet
-        return None
+    if isinstance(value, FunctionType):
+        return value.__closure__, value.__defaults__, value.__kwdefaults__
+    if isinstance(value, GeneratorType):
+        return () if value.gi_frame is None else value.gi_frame.f_locals.values()
+    return gc.get_referents(value)

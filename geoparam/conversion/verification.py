@@ -54,7 +54,7 @@ def run_and_record(model: nn.Module, inputs: Inputs) -> tuple[list[Tensor], set[
 
 
 def _evaluate(model: nn.Module, inputs: Inputs) -> object:
-    args, kwargs = arguments_of(inputs)
+    args, kwargs = arguments_of(model, inputs)
     with inspection_mode(model):
         return model(*args, **kwargs)
 

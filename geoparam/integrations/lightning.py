@@ -5,7 +5,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from geoparam.analysis.tracker.tracker import BoundaryTracker
-from geoparam.step_hooks import check_optimizer, retract
+from geoparam.step_hooks import retract
 
 
 class TrackBoundaries(Callback):
@@ -39,8 +39,6 @@ class TrackBoundaries(Callback):
         if self._state is not None:
             self.tracker.load_state_dict(self._state)
         self._seen = trainer.global_step
-        for optimizer in trainer.optimizers:
-            check_optimizer(optimizer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if self.tracker is not None and trainer.global_step != self._seen:  # not accumulating

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from geoparam.analysis.tracker.tracker import BoundaryTracker
 from geoparam.optim import GeometricOptimizer
-from geoparam.step_hooks import check_optimizer, retract
+from geoparam.step_hooks import retract
 
 STATE = "boundaries.pt"
 
@@ -39,7 +39,6 @@ class TrackBoundaries(TrainerCallback):
         self.tracker = BoundaryTracker(kwargs["model"], **options)
         if resumed:
             self.tracker.load_state_dict(torch.load(saved, weights_only=True))
-        check_optimizer(kwargs["optimizer"], kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.tracker is not None:

@@ -95,13 +95,14 @@ def _read_split(paths: Sequence[Path], size: int, digest: Any) -> Split:
 def _read_labels(path: Path) -> np.ndarray:
     """Return a file's labels, from 1."""
     labels = _read_array(path, "labels")
-    if labels.ndim != 1 or labels.dtype.kind not in "iu" or not len(labels) or labels.min() < 1:
-        least = f", from {labels.min()} on" if labels.size else ""
+    whole = labels.astype(np.int64) if labels.dtype.kind in "iu" else np.zeros(0)
+    if labels.ndim != 1 or not whole.size or whole.min() < 1:
+        least = f", from {whole.min()} on" if whole.size else ""
         raise ValueError(
             f"{path} has labels of shape {labels.shape} and type {labels.dtype}{least}: there is "
             f"one whole number for each image, and they count from 1. {_ADVICE}"
         )
-    return labels.astype(np.int64)
+    return whole
 
 
 def _read_array(path: Path, name: str) -> np.ndarray:

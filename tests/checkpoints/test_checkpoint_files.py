@@ -176,15 +176,33 @@ def test_damaged_files_are_refused(suffix: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_compressed_torch_files_are_read_as_torch_reads_them(tmp_path: Path) -> None:
-    model = trained("mlp")
-    torch.save(model.state_dict(), tmp_path / "whole.pt")
-    with zipfile.ZipFile(tmp_path / "whole.pt") as old:
-        with zipfile.ZipFile(tmp_path / "small.pt", "w", zipfile.ZIP_DEFLATED) as new:
+def zip_again(state: dict, file: Path, method: int, shortened: str = " ") -> Path:
+    """Save a state dict, and write its archive anew."""
+    torch.save(state, file.with_name("whole.pt"))
+    with zipfile.ZipFile(file.with_name("whole.pt")) as old:
+        with zipfile.ZipFile(file, "w", method) as new:
             for entry in old.infolist():
-                new.writestr(entry.filename, old.read(entry))
-    report = fold_checkpoint(tmp_path / "small.pt", tmp_path / "out.safetensors", linear=True)
+                end = 8 if entry.filename.endswith(shortened) else None
+                new.writestr(entry.filename, old.read(entry)[:end])
+    return file
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED])
+def test_torch_files_zipped_again_are_read_as_torch_reads_them(
+    method: int, tmp_path: Path
+) -> None:
+    model = trained("mlp")
+    file = zip_again(model.state_dict(), tmp_path / "small.pt", method)
+    report = fold_checkpoint(file, tmp_path / "out.safetensors", linear=True)
     assert difference("mlp", model, report.out) < 1e-5
+
+
+def test_an_entry_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    """torch maps what follows it in the file into the tensor."""
+    state = trained("mlp").state_dict()
+    file = zip_again(state, tmp_path / "short.pt", zipfile.ZIP_STORED, shortened="/data/0")
+    with pytest.raises(ValueError, match="short.pt is damaged: an entry is not of the size"):
+        fold_checkpoint(file, tmp_path / "out.safetensors", linear=True)
 
 
 def test_a_flipped_bit_fails_its_checksum(tmp_path: Path) -> None:

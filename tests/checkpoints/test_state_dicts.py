@@ -132,6 +132,9 @@ def test_wrong_architectures_are_refused() -> None:
         fold_state_dict(state, state)
     with pytest.raises(ValueError, match="nothing to fold"):
         fold_state_dict(mlp().state_dict())
+    for wrong in (nn.Linear(2, 2), None, {0: torch.ones(2)}):
+        with pytest.raises(ValueError, match="a state_dict maps names to tensors; got a"):
+            fold_state_dict(wrong)
 
 
 @pytest.mark.parametrize("square", (True, False))

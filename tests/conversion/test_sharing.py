@@ -1,8 +1,10 @@
 """A layer that is also reached otherwise than by its name is refused, with or without a run."""
 
+import functools
+import itertools
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -22,10 +24,15 @@ class Box:
 
 
 class Slot:
-    """One that does not show what it holds."""
-
     __slots__ = ("layer",)
     __init__ = Box.__init__
+
+
+def variable(layer: nn.Module) -> ContextVar:
+    """An object that does not show what it holds."""
+    held: ContextVar = ContextVar("layer")
+    held.set(layer)
+    return held
 
 
 WAYS: dict[str, tuple[Callable, Callable]] = {
@@ -34,13 +41,17 @@ WAYS: dict[str, tuple[Callable, Callable]] = {
     "bound method": (lambda a: a.forward, lambda held, x: held(x)),
     "closure": (lambda a: lambda x: a(x), lambda held, x: held(x)),
     "default": (lambda a: lambda x, a=a: a(x), lambda held, x: held(x)),
-    "partial": (lambda a: partial(F.linear, weight=a.weight), lambda held, x: held(x)),
+    "partial": (lambda a: functools.partial(F.linear, weight=a.weight), lambda held, x: held(x)),
     "list of parameters": (lambda a: [a.weight, a.bias], lambda held, x: F.linear(x, *held)),
     "its memory": (lambda a: a.weight.detach(), lambda held, x: x @ held.T),
     "dict by layer": (lambda a: {a: 1}, lambda held, x: next(iter(held))(x)),
     "object": (Box, lambda held, x: held.layer(x)),
     "slot": (Slot, lambda held, x: held.layer(x)),
-    "slot's method": (Slot, lambda held, x: held.layer.forward(x)),
+    "iterator": (lambda a: itertools.repeat(a), lambda held, x: next(held)(x)),
+    "generator": (lambda a: (a for _ in itertools.count()), lambda held, x: next(held)(x)),
+    "cache": (lambda a: functools.lru_cache(lambda: a), lambda held, x: held()(x)),
+    "unseen": (variable, lambda held, x: held.get()(x)),
+    "unseen, its method": (variable, lambda held, x: held.get().forward(x)),
 }
 
 
@@ -55,7 +66,7 @@ class Hidden(nn.Module):
         return self.out(WAYS[self.way][1](self.held, x).relu())
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if "slot" not in way])
+@pytest.mark.parametrize("way", [way for way in WAYS if "unseen" not in way])
 def test_layers_held_elsewhere_are_refused_without_a_run(way: str) -> None:
     with pytest.raises(ValueError, match="'a' is also held by 'held' of 'the model'"):
         gp.convert_(Hidden(way))
@@ -74,10 +85,40 @@ def test_a_run_sees_every_way(way: str, init: str | None, by_name: bool) -> None
 def test_looking_at_a_type_is_no_use_of_an_old_layer() -> None:
     class Typed(Hidden):
         def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.a(x.to(self.held.layer.weight.dtype)).relu())
+            return self.out(self.a(x.to(self.held.get().weight.dtype)).relu())
 
-    model = gp.convert_(Typed("slot"), example_inputs=X)
+    model = gp.convert_(Typed("unseen"), example_inputs=X)
     assert isinstance(model.a, gp.GmPLinear)
+
+
+class Doubled(nn.Linear):
+    def _call_impl(self, *args: Tensor) -> Tensor:
+        return 2 * super()._call_impl(*args)
+
+
+class Halved(nn.Linear):
+    def __getattr__(self, name: str) -> object:
+        value = super().__getattr__(name)
+        return value / 2 if name == "weight" and self.is_ready else value
+
+    is_ready = False
+
+
+class Masked(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("mask", torch.zeros(8))  # would be lost
+        self.register_forward_hook(lambda layer, inputs, z: z * layer.mask)
+
+
+@pytest.mark.parametrize("kind", [Doubled, Halved, Masked])
+def test_subclasses_that_compute_something_else_are_left(kind: type[nn.Linear]) -> None:
+    layer = kind(8, 8)
+    layer.is_ready = True
+    model = nn.Sequential(layer, nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
+    expected = model(X)
+    torch.testing.assert_close(gp.convert_(model)(X), expected, atol=1e-5, rtol=1e-4)
+    assert type(model[0]) is kind
 
 
 def test_a_layer_that_does_not_run_is_named() -> None:

@@ -108,20 +108,20 @@ def test_retract_works_on_shards(processes: Processes) -> None:
     processes.run(unit_vectors_stay_on_the_sphere)
 
 
-def drift_is_reported_where_it_is() -> None:
+def a_wrong_optimizer_is_noticed() -> None:
     model = fully_shard(gp.GmPLinear(7, 2, coordinates="intrinsic"))
-    if dist.get_rank() == 0:
-        model.unit.detach().to_local().mul_(2)
-    with warnings.catch_warnings(record=True) as caught, CommDebugMode() as communication:
+    optimizer = torch.optim.AdamW(model.parameters())
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model.train()
-        model.state_dict()
-    assert communication.get_total_counts() == 0
-    assert any("drifted" in str(w.message) for w in caught) == (dist.get_rank() == 0)
+        for _ in range(3):
+            model(torch.randn(4, 7)).sum().backward()
+            optimizer.step()
+    said = [str(w.message) for w in caught if "GmP layers" in str(w.message)]
+    assert len(said) == 2 and "weight decay" in said[0] and "length 1" in said[1]
 
 
-def test_drift_is_reported_without_communication(processes: Processes) -> None:
-    processes.run(drift_is_reported_where_it_is)
+def test_a_wrong_optimizer_is_noticed_on_shards(processes: Processes) -> None:
+    processes.run(a_wrong_optimizer_is_noticed)
 
 
 def views_are_sharded(coordinates: str) -> None:

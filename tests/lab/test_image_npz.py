@@ -89,6 +89,8 @@ def test_a_damaged_file_is_named(folder: Path, damage: Callable[[bytes], bytes])
         ("data", lambda data: None, "has no array .*data"),
         ("labels", lambda labels: labels - 1, "type int64, from 0 on: .* they count from 1"),
         ("labels", lambda labels: labels / 2, "one whole number for each image"),
+        ("labels", lambda labels: labels.astype(str), "one whole number for each image"),
+        ("labels", lambda labels: (-labels).astype(np.uint64), "type uint64, from -4 on"),
     ],
 )
 def test_an_error_names_the_file_and_the_harm(

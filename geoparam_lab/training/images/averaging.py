@@ -5,7 +5,6 @@ weights. Averages of unit vectors are shorter than 1, which does not change what
 """
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 
 import torch
@@ -45,9 +44,7 @@ class Average:
         kept = [[tensor.clone() for tensor in tensors] for tensors in self._live]
         _copy(self._live, self._average)
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="unit vectors have drifted")
-                yield
+            yield
         finally:
             _copy(self._live, kept)
             _reshard(self.model)
