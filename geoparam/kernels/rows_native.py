@@ -3,6 +3,7 @@
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,19 +30,18 @@ class _Job(ctypes.Structure):
 class NativeRows(Rows):
     """Rows on a CPU, served by the C functions."""
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], like: Tensor) -> None:
-        super().__init__(shapes, like)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         chunks = _chunks(self.counts, self.widths)
         self.chunks = torch.tensor(chunks, dtype=torch.int64)
         self.column_counts = torch.tensor(self.widths, dtype=torch.int64)
         self.pointers = ctypes.c_void_p * len(self.counts)
 
     def enter(self, w, g, by_v, v, *per_row) -> None:
-        assert all(x.dtype == self.dtype for x in (*w, *g)), "one type for all"
         self._call("enter", [w, g, by_v, w if v is None else v], per_row, v is not None)
 
-    def leave(self, v, r) -> None:
-        self._call("leave", [v], [r])
+    def leave(self, v, r, entered) -> None:
+        self._call("leave", [v], [r, entered])
 
     def measure(self, w, v, c, r) -> tuple[Tensor, Tensor]:
         along, across = torch.empty_like(r), torch.empty_like(r)

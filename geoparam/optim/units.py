@@ -1,6 +1,6 @@
 """Which weights of a model have units as rows, what stays plain, and why."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,17 +68,19 @@ class Choice:
             units.append(replace(u, has_distance="lam" in state) if state else u)
         return replace(self, units=tuple(units))
 
-    def table(self, is_fixed: Callable[[Unit], bool]) -> str:
+    def table(self, is_fixed: Callable[[Unit], bool], trained: Collection[str]) -> str:
         """Return a line for each weight."""
         lines = [f"  {'units of':40} {'rows':>6} {'fan-in':>6}  {'bias':5}  scale"]
+        plain = dict(self.plain)
         for u in self.units:
-            scale = (
-                "free" if not is_fixed(u) else f"fixed, {u.norm} follows" if u.norm else "fixed"
-            )
+            if u.name not in trained:
+                plain[u.name] = "frozen, or in no group"
+                continue
+            norm = f", {u.norm} follows" if u.norm else ""
+            scale = f"fixed{norm}" if is_fixed(u) else "free"
             bias = "lam" if u.has_distance else "plain" if u.bias else "-"
             lines.append(f"  {u.name:40} {u.out:6} {u.fan_in:6}  {bias:5}  {scale}")
-        plain = [f"  {name:40} {reason}" for name, reason in self.plain.items()]
-        return "\n".join([*lines, *(["  plain", *plain] if plain else [])])
+        return "\n".join([*lines, "  plain", *(f"  {k:40} {why}" for k, why in plain.items())])
 
 
 def choose(
