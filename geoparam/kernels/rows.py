@@ -31,6 +31,7 @@ from torch import Tensor
 from geoparam.kernels.selection import choose_kernels
 
 Matrices = Sequence[Tensor]
+MaybeVectors = Sequence[Tensor | None]
 SHORTEST = 1e-3  # of R: r that is kept from changing its sign falls no further
 
 
@@ -154,8 +155,8 @@ class Rows:
 
     def enter_biases(
         self,
-        b: Sequence[Tensor | None],
-        by_b: Sequence[Tensor | None],
+        b: MaybeVectors,
+        by_b: MaybeVectors,
         r: Tensor,
         slope: Tensor,
         lam: Tensor,
@@ -176,7 +177,7 @@ class Rows:
 
     def leave_biases(
         self,
-        b: Sequence[Tensor | None],
+        b: MaybeVectors,
         r: Tensor,
         entered: Tensor,
         lam: Tensor,
@@ -214,7 +215,7 @@ class Rows:
         """Return one number for each matrix as one for each row."""
         return per_layer.repeat_interleave(self.lengths, output_size=self.total)
 
-    def join(self, vectors: Sequence[Tensor | None]) -> Tensor:
+    def join(self, vectors: MaybeVectors) -> Tensor:
         """Return one number for each row from a vector for each matrix; None stands for zeros."""
         pairs = zip(vectors, self.zeros, strict=True)
         return torch.cat([zero if x is None else x for x, zero in pairs])
@@ -226,6 +227,31 @@ class Rows:
     def split(self, per_row: Tensor) -> tuple[Tensor, ...]:
         """Return the part of a flat tensor that belongs to each matrix."""
         return per_row.split(self.counts)
+
+
+class InPlace(list[Any]):
+    """Matrices that stay where they are, or are parts of a block that may move: so are addresses.
+
+    Asking every tensor for its address takes longer than a kernel runs.
+    """
+
+    def __init__(self, matrices: MaybeVectors, block: Tensor | None = None) -> None:
+        super().__init__(matrices)
+        self.block, self.place = block, -1
+        self.kept: tuple[int, ...] = ()
+
+    def addresses(self) -> tuple[int, ...]:
+        place = 0 if self.block is None else self.block.data_ptr()
+        if place != self.place:
+            self.place, self.kept = place, addresses(list(self))
+        return self.kept
+
+
+def addresses(matrices: MaybeVectors) -> tuple[int, ...]:
+    """Return where the matrices are in memory; 0 for None."""
+    if isinstance(matrices, InPlace):
+        return matrices.addresses()
+    return tuple([0 if x is None else x.data_ptr() for x in matrices])
 
 
 def rows_for(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from geoparam.kernels import loader
-from geoparam.kernels.rows import Rows
+from geoparam.kernels.rows import Rows, addresses
 
 _ELEMENTS_PER_CHUNK = 1 << 14
 _FUNCTIONS = {"enter": 0, "leave": 1, "measure": 2, "rotate": 3}
@@ -55,8 +55,8 @@ class NativeRows(Rows):
         self, name: str, operands: list, per_row: Sequence[Tensor], writes_v: bool = False
     ) -> None:
         job = _Job(self.chunks.data_ptr(), self.column_counts.data_ptr())
-        addresses = [self.pointers(*[m.data_ptr() for m in matrices]) for matrices in operands]
-        for i, array in enumerate(addresses):
+        arrays = [self.pointers(*addresses(matrices)) for matrices in operands]
+        for i, array in enumerate(arrays):
             job.operand[i] = ctypes.addressof(array)
         for i, tensor in enumerate(per_row):
             job.per_row[i] = tensor.data_ptr()

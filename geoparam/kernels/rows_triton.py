@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from geoparam.kernels.rows import SHORTEST, Rows
+from geoparam.kernels.rows import SHORTEST, Rows, addresses
 
 _BLOCK = 1024
 _TABLES = 8  # how many address tables are kept
@@ -38,7 +38,7 @@ class TritonRows(Rows):
         self.layer = numbers.repeat_interleave(counts).int().to(self.device)
         self.first = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(self.device)
         self.width = torch.tensor(self.widths).to(self.device)
-        self.tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def enter(self, w, g, by_v, v, *per_row) -> None:
         self._launch(_enter, [w, g, by_v, w if v is None else v], *per_row, WRITES_V=v is not None)
@@ -88,16 +88,15 @@ class TritonRows(Rows):
         )  # fmt: skip
 
     def _table(self, operands: list) -> Tensor:
-        flat = chain.from_iterable(operands)
-        addresses = tuple([0 if matrix is None else matrix.data_ptr() for matrix in flat])
-        found = self.tables.pop(addresses, None)
+        places = tuple(map(addresses, operands))
+        found = self.tables.pop(places, None)
         if found is None:
-            host = torch.tensor(addresses)
+            host = torch.tensor(list(chain.from_iterable(places)))
             host = host.pin_memory() if self.device.type == "cuda" else host
             found = host.to(self.device, non_blocking=True), host
             if len(self.tables) == _TABLES and not _is_capturing(self.device):
                 del self.tables[next(iter(self.tables))]
-        self.tables[addresses] = found
+        self.tables[places] = found
         return found[0]
 
 

@@ -370,11 +370,11 @@ def _are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
     return len(these) == len(those) and all(map(is_, these, those))
 
 
-def _signatures(params: Sequence[Any]) -> tuple[list, list, list, list]:
+def _signatures(params: Sequence[Any]) -> tuple[list, list]:
     """Return what must be as it was for tensors built from these parameters to serve again."""
-    has_none = [p.grad is None for p in params]
     own = [p if type(p) is nn.Parameter else local(p) for p in params]
-    return [p.data_ptr() for p in own], [p.stride() for p in own], [p.dtype for p in own], has_none
+    layouts = [(p.data_ptr(), p.stride(), p.dtype) for p in own]
+    return layouts, [p.grad is None for p in params]
 
 
 def _move(value: Any, key: str, p: Any, step_on_device: bool) -> Any:

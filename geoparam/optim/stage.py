@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from geoparam.kernels.rows import rows_for
+from geoparam.kernels.rows import InPlace, rows_for
 from geoparam.optim.units import Unit
 
 _ROUNDING = 1e-5  # a larger relative change of r is no rounding: somebody wrote to the weight
@@ -223,6 +223,7 @@ class Stage:
             pairs = zip(self.biases, table.split(torch.zeros_like(self.lam)), strict=True)
             self.masters = [None if b is None else part for b, part in pairs]
         self.has_biases, self.has_masters = bool(found), self.masters is not self.biases
+        self.masters = InPlace(self.masters)
 
     def _divide(self, name: str, values: Tensor, grads: Tensor) -> list[Part]:
         both = zip(self.members, self.table.split(values), self.table.split(grads), strict=True)
@@ -231,12 +232,13 @@ class Stage:
 
     def _build_directions(self) -> None:
         members = self.members
-        self.w = [m.master_rows() for m in members]
+        self.w: Any = [m.master_rows() for m in members]
         self.copied = [i for i, m in enumerate(members) if not m.is_in_place]
         passing = [i for i in self.copied if "direction" not in members[i].state]
         self.copies = Scratch([self.w[i] for i in passing])
         for i, part in zip(passing, self.copies.parts, strict=True):
             self.w[i] = part
+        self.w = InPlace(self.w, self.copies.block)
         self.gradients = Scratch(self.w)
         self.increments = Scratch(self.w if self.by_increment else [])
         stepped = self.increments.parts if self.by_increment else self.w
@@ -246,8 +248,8 @@ class Stage:
                 start = g.storage_offset()
                 m.parts["direction"] = Part(m, "direction", v, g, blocks, start)
         self.radians = torch.full((len(members),), math.radians(1)).to(self.r)
-        is_plain = not self.copied and not members[0].is_sharded
-        self.plain = [(m.weight, m.order) for m in members] if is_plain else None
+        self.layouts = [(m.weight, m.weight.stride(), m.order) for m in members]
+        self.is_plain = not self.copied and not members[0].is_sharded
 
     # --- before and after the step ------------------------------------------------------------
 
@@ -310,8 +312,11 @@ class Stage:
         )  # fmt: skip
 
     def _gradient_rows(self) -> list[Tensor]:
-        if self.plain is not None:
-            g = [p.grad.contiguous(memory_format=order) for p, order in self.plain]
+        if self.is_plain:
+            g = [
+                x if (x := p.grad).stride() == stride else x.contiguous(memory_format=order)
+                for p, stride, order in self.layouts
+            ]
             if {x.dtype for x in g} == {self.table.dtype}:
                 return g
         return [m.gradient_rows() for m in self.members]
@@ -326,7 +331,8 @@ class Stage:
             parts = zip(self.w, self.before, self.table.split(self.r == self.entered), strict=True)
             for w, before, is_still in parts:
                 w.copy_(torch.where(is_still.view(-1, *[1] * (w.ndim - 1)), before, w))
-        torch.autograd.graph.increment_version(self.w)
+        if self.by_increment:  # else the base has written to them
+            torch.autograd.graph.increment_version(self.w)
         for i in self.copied:
             self.members[i].unit.layout.write(self.members[i].own, self.w[i])
         for scratch in (self.gradients, self.increments, self.copies):
@@ -355,10 +361,9 @@ class Scratch:
         sizes = [x.numel() for x in like]
         self.block = (like[0] if like else torch.empty(0)).new_empty(sum(sizes))
         self.bytes = self.block.untyped_storage().nbytes()
-        self.parts = [
-            part.as_strided(x.shape, x.stride(), part.storage_offset())
-            for part, x in zip(self.block.split(sizes), like, strict=True)
-        ]
+        pieces = zip(self.block.split(sizes), like, strict=True)
+        parts = [y.as_strided(x.shape, x.stride(), y.storage_offset()) for y, x in pieces]
+        self.parts = InPlace(parts, self.block)
 
     def allocate(self, zero: bool = False) -> None:
         self.block.untyped_storage().resize_(self.bytes)
