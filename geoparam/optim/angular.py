@@ -45,7 +45,8 @@ class AngularStage(Stage):
             value, grad, start = value.view_as(x), grad.view_as(x), value.storage_offset()
             m.state["direction"] = m.wrap(value)
             if m.unit.fan_in > 1:
-                m.parts["direction"] = Part(m, "direction", value, grad, blocks, start)
+                part = Part("direction", m.state, m, value, grad, blocks, start)
+                m.parts["direction"] = part
         self.batches: list[Batch] = []
         at = start = 0
         for fan_in, group in groupby(self.members, key=lambda m: m.unit.fan_in):
@@ -58,7 +59,7 @@ class AngularStage(Stage):
 
     def _start_angles(self, members: Sequence[Member]) -> None:
         latitudes = [sphere.to_latitude(m.weight_rows()) for m in members]
-        means = self._mean_per_layer(members, [sphere.metric(x) for x in latitudes])
+        means = self._layer_means([sphere.metric(x) for x in latitudes])
         for m, latitude, g in zip(members, latitudes, means, strict=True):
             m.state["metric"] = torch.where(g.isfinite(), g, 1)
             scale = m.state["length"] * m.state["metric"].sqrt()

@@ -226,15 +226,10 @@ class GeometricOptimizer(Optimizer):
                 m.is_fixed = self.is_fixed(unit)
                 active[unit.name] = m
         self._build_stages(active)
+        scale = self._scale_factor, self._scale_decay
+        turns, groups = self._turn is not None, self.param_groups
         self._inner = Inner(
-            self._base,
-            self._rest,
-            self._turn is not None,
-            self.param_groups,
-            active,
-            self.state,
-            self._undecayed,
-            (self._scale_factor, self._scale_decay),
+            self._base, self._rest, turns, groups, active, self.state, self._undecayed, scale
         )
 
     def _check_model(self) -> None:
@@ -349,9 +344,8 @@ def _check_options(
         raise ValueError(f"scale is 'auto', 'free' or 'fixed'; got {scale!r}.")
     for name, value in (("turn", turn), ("max_turn", max_turn)):
         if value is not None and not 0 < value <= 180:
-            raise ValueError(
-                f"{name} is an angle in degrees, above 0 and at most 180; got {value}."
-            )
+            words = "an angle in degrees, above 0 and at most 180"
+            raise ValueError(f"{name} is {words}; got {value}.")
     if turn is not None and coordinates == "angles":
         raise ValueError(
             "turn needs coordinates='intrinsic': a step along latitudes is no arc of a circle. "

@@ -133,7 +133,10 @@ class Inner:
         for members in items.values():
             parts = [part for part in members if isinstance(part, Part)]
             members[:] = [p for p in members if not isinstance(p, Part)]
-            states |= {p: _fit(self.states[p], p) for p in members}
+            for p in members:
+                states[p] = _fit(self.states[p], p)
+                if "lam" in states[p]:  # a bias that is plain as long as its weight is not stepped
+                    states[p] = PartState([Part("plain", states[p], p, p, p)])
             for run in _runs(parts, maker.is_elementwise):
                 members.append(_parameter(run))
                 states[members[-1]] = PartState(run)

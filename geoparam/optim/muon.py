@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _SMALL = 1 << 22  # elements
@@ -20,25 +20,10 @@ _SMALL = 1 << 22  # elements
 class RowMuon(Optimizer):
     """torch.optim.Muon, with its options and state, for weights of two or more dimensions."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
-        eps: float = 1e-7,
-        ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
-    ) -> None:
-        if adjust_lr_fn not in (None, "original", "match_rms_adamw", "spectral_unclamped"):
-            raise ValueError(
-                "adjust_lr_fn is None, 'original', 'match_rms_adamw' or 'spectral_unclamped'; "
-                f"got {adjust_lr_fn!r}."
-            )
-        given = locals()
-        super().__init__(params, {k: v for k, v in given.items() if k in _OPTIONS})
+    def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **options: Any) -> None:
+        given: Any = {"lr": lr, **options}
+        probe = torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))], **given)
+        super().__init__(params, probe.defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -79,19 +64,20 @@ class RowMuon(Optimizer):
     def _orthogonalise(
         self, group: dict[str, Any], matrices: list[Tensor], batch: dict, changes: list[Any]
     ) -> None:
-        """Write the changes of these matrices: one of Newton-Schulz for all, wide and padded."""
-        longest, count = max(map(max, batch)), 0
-        wide = [torch.stack([matrices[i] for i in members]) for members in batch.values()]
+        """Write the changes of a batch, whose matrices are laid wide and filled up with zeros."""
+        longest, at = max(map(max, batch)), 0
+        wide = [
+            torch.stack([matrices[i] for i in members]).bfloat16() for members in batch.values()
+        ]
         wide = [x.mT if x.shape[1] > x.shape[2] else x for x in wide]
-        padded = [torch.nn.functional.pad(x.bfloat16(), (0, longest - x.shape[2])) for x in wide]
+        padded = [nn.functional.pad(x, (0, longest - x.shape[2])) for x in wide]
         coefficients = [group["ns_coefficients"]] * group["ns_steps"]
         result = orthogonalise(torch.cat(padded), coefficients, group["eps"])
         for (out, fan_in), members in batch.items():
-            part = result[count : (count := count + len(members)), :, : max(out, fan_in)]
-            part = part.mT if out > fan_in else part
+            part = result[at : (at := at + len(members)), :, : max(out, fan_in)]
+            part = (part.mT if out > fan_in else part).to(matrices[members[0]].dtype)
             factor = _adjustment(group["adjust_lr_fn"], out, fan_in)
-            part = part.to(matrices[members[0]].dtype, memory_format=torch.contiguous_format)
-            for i, change in zip(members, part.mul_(factor).unbind(), strict=True):
+            for i, change in zip(members, (part * factor).unbind(), strict=True):
                 changes[i] = change
 
 
@@ -124,10 +110,6 @@ def orthogonalise(
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
-
-
-_OPTIONS = {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients"}
-_OPTIONS |= {"eps", "ns_steps", "adjust_lr_fn"}
 
 
 def _adjustment(name: str | None, out: int, fan_in: int) -> float:

@@ -129,16 +129,13 @@ class Member:
 class Part(NamedTuple):
     """A member's part of what is stepped, with its gradient: of one block, where there is one."""
 
+    name: str  # begins its keys in the state
+    state: dict[str, Any]
     member: Member
-    name: str  # begins the keys of its states
     value: Tensor
     grad: Tensor
     blocks: tuple[Tensor, Tensor] | None = None  # the values of all members, and the gradients
     start: int = 0  # place in the blocks
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return self.member.bias_state if self.name == "lam" else self.member.state
 
 
 class Stage:
@@ -179,15 +176,14 @@ class Stage:
     def _start(self, members: Sequence[Member]) -> None:
         """Write the first r, and the length R of the stored directions, into the states."""
         scales = [self._first_scale(m) for m in members]
-        means = self._mean_per_layer(members, scales)
-        for m, r, length in zip(members, scales, means, strict=True):
+        for m, r, length in zip(members, scales, self._layer_means(scales), strict=True):
             m.state.update(r=m.wrap(r), length=length, fan_in=m.unit.fan_in)
 
     def _first_scale(self, m: Member) -> Tensor:
         return torch.linalg.vector_norm(m.weight_rows().flatten(1), dim=1)
 
-    def _mean_per_layer(self, members: Sequence[Member], values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the mean |value| in all processes of each member; 1 without `match`."""
+    def _layer_means(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return the mean |value| of each layer, in all processes; 1 without `match`."""
         pairs = [torch.stack([x.abs().sum(), x.new_tensor(x.numel())]) for x in values]
         sums = torch.stack(pairs)
         if self.table.group is not None:
@@ -199,36 +195,37 @@ class Stage:
 
     def _build_scales(self) -> None:
         self.r = torch.cat([local(m.state["r"]) for m in self.members])
-        self.by_r, self.peak, self.stretch, self.zeros = (
-            torch.zeros_like(self.r) for _ in range(4)
-        )
-        for m, part in zip(self.members, self._divide("r", self.r, self.by_r), strict=True):
-            m.state["r"] = m.wrap(part.value)
+        self.by_r, self.peak, self.stretch, self.zeros = self.r.new_zeros(4, len(self.r))
+        for m, *part in self._divide(self.r, self.by_r):
+            m.state["r"] = m.wrap(part[0])
             if not m.is_fixed:
-                m.parts["r"] = part
+                m.parts["r"] = Part("r", m.state, m, *part)
 
     def _build_biases(self) -> None:
         members, table = self.members, self.table
         self.biases = [None if m.bias is None else local(m.bias) for m in members]
-        found = [b for b in self.biases if b is not None]
         kept = [m.bias_state.get("lam") for m in members]
         self.lam = table.join([None if x is None else local(x) for x in kept])
         self.by_lam = torch.zeros_like(self.lam)
-        for m, part in zip(members, self._divide("lam", self.lam, self.by_lam), strict=True):
+        for m, *part in self._divide(self.lam, self.by_lam):
             if m.bias is not None:
-                m.bias_state["lam"], m.parts["lam"] = m.wrap(part.value), part
+                m.bias_state["lam"] = m.wrap(part[0])
+                m.parts["lam"] = Part("lam", m.bias_state, m, *part)
         # Biases in half precision are stepped as float32 numbers beside them.
-        self.masters = self.biases
-        if any(b.dtype != table.dtype or not b.is_contiguous() for b in found):
-            pairs = zip(self.biases, table.split(torch.zeros_like(self.lam)), strict=True)
-            self.masters = [None if b is None else part for b, part in pairs]
-        self.has_biases, self.has_masters = bool(found), self.masters is not self.biases
-        self.masters = InPlace(self.masters)
+        self.own_biases = [b for b in self.biases if b is not None]
+        self.has_masters = any(
+            b.dtype != table.dtype or not b.is_contiguous() for b in self.own_biases
+        )
+        self.master = torch.zeros_like(self.lam)
+        pairs = zip(self.biases, table.split(self.master), strict=True)
+        masters = [None if b is None else part for b, part in pairs]
+        self.masters = InPlace(masters if self.has_masters else self.biases)
 
-    def _divide(self, name: str, values: Tensor, grads: Tensor) -> list[Part]:
-        both = zip(self.members, self.table.split(values), self.table.split(grads), strict=True)
-        blocks = values, grads
-        return [Part(m, name, x, by, blocks, int(x.storage_offset())) for m, x, by in both]
+    def _divide(self, *blocks: Tensor) -> list[Any]:
+        """Return each member with its values, their gradients, the blocks and its place there."""
+        rows = zip(self.members, *map(self.table.split, blocks), strict=True)
+        start = blocks[0].storage_offset()
+        return [(m, x, by, blocks, x.storage_offset() - start) for m, x, by in rows]
 
     def _build_directions(self) -> None:
         members = self.members
@@ -245,8 +242,9 @@ class Stage:
         blocks = (self.increments.block, self.gradients.block) if self.by_increment else None
         for m, v, g in zip(members, stepped, self.gradients.parts, strict=True):
             if m.unit.fan_in > 1:
-                start = g.storage_offset()
-                m.parts["direction"] = Part(m, "direction", v, g, blocks, start)
+                m.parts["direction"] = Part(
+                    "direction", m.state, m, v, g, blocks, g.storage_offset()
+                )
         self.radians = torch.full((len(members),), math.radians(1)).to(self.r)
         self.layouts = [(m.weight, m.weight.stride(), m.order) for m in members]
         self.is_plain = not self.copied and not members[0].is_sharded
@@ -257,26 +255,20 @@ class Stage:
         """Give the base and the rest their parameters and gradients."""
         before = self.r.clone() if self.has_masters else self.r
         self._enter_directions()
-        if self.has_biases:
+        if self.own_biases:
             self._enter_biases(before)
         self.entered = self.r.clone() if self.has_free else self.r
 
     def _enter_biases(self, before: Tensor) -> None:
-        grads: list[Tensor | None] = [
-            None if m.bias is None else m.bias.grad.contiguous() for m in self.members
-        ]
-        if self.members[0].is_sharded:
-            grads = [None if g is None else local(g) for g in grads]
+        grads = [None if m.bias is None else m.bias.grad.contiguous() for m in self.members]
+        dtypes = {g.dtype for g in grads if g is not None}
+        if self.members[0].is_sharded or dtypes != {self.r.dtype}:
+            grads = [None if g is None else local(g).to(self.r.dtype) for g in grads]
         if self.has_masters:
-            kept = next(b for b in self.biases if b is not None).dtype
-            grads = [None if g is None else g.to(self.r.dtype) for g in grads]
-            values = self.table.join(self.biases).to(self.r.dtype)
+            kept, values = self.own_biases[0].dtype, self.table.join(self.biases).to(self.r.dtype)
             is_ours = (before * self.lam).to(kept) == values.to(kept)
             is_ours &= (self.r - before).abs() <= _ROUNDING * before.abs()
-            values = torch.where(is_ours, self.r * self.lam, values)
-            for master, value in zip(self.masters, self.table.split(values), strict=True):
-                if master is not None:
-                    master.copy_(value)
+            self.master.copy_(torch.where(is_ours, self.r * self.lam, values))
         self.table.enter_biases(
             self.masters, grads, self.r, self.by_r, self.lam, self.by_lam, self.match
         )
@@ -284,12 +276,11 @@ class Stage:
     def leave(self) -> None:
         """Write weights and biases from what the base and the rest have stepped."""
         self._leave_directions()
-        if self.has_biases:
+        if self.own_biases:
             self.table.leave_biases(self.masters, self.r, self.entered, self.lam, self.match)
-            own = [b for b in self.biases if b is not None]
             if self.has_masters:
-                torch._foreach_copy_(own, [b for b in self.masters if b is not None])
-            torch.autograd.graph.increment_version(own)
+                torch._foreach_copy_(self.own_biases, [b for b in self.masters if b is not None])
+            torch.autograd.graph.increment_version(self.own_biases)
 
     def _is_still(self) -> bool:
         """Whether all rates are 0, as far as the host knows: one on a device is not looked at."""

@@ -102,9 +102,12 @@ def choose(
     plain: dict[str, str] = {}
     for layer, module, weight, bias, layout in _candidates(model):
         name = names[id(weight)]
-        reason = _reason_to_stay(weight, module, layer, outputs, filter_fn, holders)
-        if reason is not None:
-            plain[name] = reason
+        if _is_embedded(holders[id(weight)]):
+            plain[name] = "tied to an embedding"
+        elif filter_fn is not None and not filter_fn(module, layer):
+            plain[name] = "filter_fn"
+        elif filter_fn is None and layer in outputs:
+            plain[name] = "the output layer"
         is_own = bias is not None and len(holders[id(bias)]) == len(holders[id(weight)])
         out = weight.shape[1] * layout.groups if layout.columns else len(weight)
         own = names[id(bias)] if is_own else None
@@ -181,34 +184,22 @@ def _weights_of(module: nn.Module) -> list[tuple[str, str, Layout]]:
     return []
 
 
-def _reason_to_stay(
-    weight: nn.Parameter,
-    module: nn.Module,
-    layer: str,
-    outputs: set[str],
-    filter_fn: Filter | None,
-    holders: Holders,
-) -> str | None:
-    if _is_embedded(holders[id(weight)]):
-        return "tied to an embedding"
-    if filter_fn is not None:
-        return None if filter_fn(module, layer) else "filter_fn"
-    return "the output layer" if layer in outputs else None
-
-
 def _check_values(
     parameters: dict[str, nn.Parameter], found: dict[str, Unit], plain: dict[str, str]
 ) -> tuple[Unit, ...]:
     """Leave out weights with a zero row, which has no direction, and distances above 1.
 
     lam = b / r moves a bias 1 + lam^2 times as fast as plain training, so it is kept only where
-    |b| <= |r| in every row.
+    |b| <= |r| in every row. Processes that share a model decide alike: each sees its own rows.
     """
     units = [u for name, u in found.items() if name not in plain]
     flags = torch.tensor([_value_flags(u, parameters) for u in units], dtype=torch.int32)
-    flags = _agree(flags, parameters.values())
+    sharded = next((p for p in parameters.values() if hasattr(p, "device_mesh")), None)
+    if sharded is not None:
+        flags = flags.to(sharded.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
     kept = []
-    for unit, (has_zero_row, is_far) in zip(units, flags.tolist(), strict=True):
+    for unit, (has_zero_row, is_far) in zip(units, flags.view(-1, 2).tolist(), strict=True):
         if has_zero_row:
             plain[unit.name] = "a row of zeros has no direction"
         else:
@@ -226,15 +217,6 @@ def _value_flags(unit: Unit, parameters: dict[str, nn.Parameter]) -> tuple[bool,
     r = torch.linalg.vector_norm(unit.layout.to_rows(weight.detach()).float(), dim=1)
     is_far = bias is not None and len(bias) == len(r) and bool((bias.detach().abs() > r).any())
     return bool((r == 0).any()), is_far
-
-
-def _agree(flags: Tensor, parameters: Any) -> Tensor:
-    """Let all processes that share a model decide alike: each sees only its own rows."""
-    sharded = next((p for p in parameters if hasattr(p, "device_mesh")), None)
-    if sharded is not None:
-        flags = flags.to(sharded.device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return flags.view(-1, 2)
 
 
 def _norms_by_graph(model: nn.Module, graph: Graph) -> dict[str, str]:
