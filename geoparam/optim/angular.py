@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,21 +13,10 @@ from geoparam.optim.stage import Member, Part, Stage, local
 
 
 class AngularStage(Stage):
-    """Units whose directions are latitudes. With one input there is none: W = r, of either sign.
+    """Units, in the order of their fan-in, whose directions are latitudes.
 
-    Args:
-        written: what was last written to the weights of each batch, by the names of its units.
+    With one input there is no angle: W = r, of either sign.
     """
-
-    def __init__(
-        self,
-        pairs: Sequence[tuple[Member, dict[str, Any]]],
-        match: bool,
-        max_turn: float | None,
-        written: dict[tuple[str, ...], Tensor],
-    ) -> None:
-        self.written = written
-        super().__init__(sorted(pairs, key=lambda p: p[0].unit.fan_in), match, max_turn)
 
     def _first_scale(self, m: Member) -> Tensor:
         rows = m.weight_rows()
@@ -67,7 +55,7 @@ class AngularStage(Stage):
 
     def _enter_directions(self) -> None:
         if not (self.r.is_cuda and torch.cuda.is_current_stream_capturing()):
-            changed = [b.changed_rows(self.written.get(b.names)) for b in self.batches]
+            changed = [batch.changed_rows() for batch in self.batches]
             is_any = torch.stack([rows.any() for rows in changed]).tolist()
             for batch, rows, some in zip(self.batches, changed, is_any, strict=True):
                 if some:
@@ -87,7 +75,7 @@ class AngularStage(Stage):
                 new = torch.where((batch.r == before)[:, None], batch.weights(), new)
             elif self.max_turn is not None:
                 new = batch.limit(batch.weights() * before.sign()[:, None], new, self.max_turn)
-            self.written[batch.names] = batch.write(new)
+            batch.write(new)
 
 
 class Batch:
@@ -101,14 +89,20 @@ class Batch:
         r: Tensor,
         by_r: Tensor,
     ) -> None:
-        self.members, self.names = members, tuple(m.unit.name for m in members)
+        self.members = members
+        self.written: Tensor | None = None  # what was last written to the weights
         self.stored, self.by_stored, self.r, self.by_r = stored, by_stored, r, by_r
         scales = [m.state["length"] * m.state["metric"].sqrt() for m in members]
         sized = zip(scales, members, strict=True)
         self.scale = torch.cat([scale.expand(m.shape[0], 1) for scale, m in sized])
+        self.views = [m.unit.layout.to_rows(m.own) for m in members]  # or copies, in other layouts
+        pairs = zip(self.views, members, strict=True)
+        self.are_views = all(x.data_ptr() == m.own.data_ptr() for x, m in pairs)
 
     def weights(self) -> Tensor:
-        return torch.cat([m.unit.layout.to_rows(m.own) for m in self.members])
+        if not self.are_views:
+            self.views = [m.unit.layout.to_rows(m.own) for m in self.members]
+        return torch.cat(self.views)
 
     def compute_rows(self) -> Tensor:
         return functional.compute_weight(self.stored / self.scale, self.r, self.r.dtype)
@@ -121,14 +115,14 @@ class Batch:
         torch.div(by_latitude, self.scale, out=self.by_stored)
         self.by_r.copy_(by_r)
 
-    def changed_rows(self, written: Tensor | None) -> Tensor:
+    def changed_rows(self) -> Tensor:
         """Return which rows of the weights are not what was written last.
 
-        Without that, after loading a state, all that is not rounding counts as changed.
+        Before the first step here all that is not rounding counts as changed.
         """
         rows = self.weights()
-        if written is not None:
-            return (rows != written).any(dim=1)
+        if self.written is not None:
+            return (rows != self.written).any(dim=1)
         error = torch.linalg.vector_norm(rows - self.compute_rows(), ord=torch.inf, dim=1)
         return ~(error <= 4 * torch.finfo(rows.dtype).eps * self.r.abs())
 
@@ -143,13 +137,15 @@ class Batch:
         turned = sphere.to_latitude(rows * sign[:, None])
         self.stored[changed] = (turned * self.scale[changed]).to(self.stored.dtype)
 
-    def write(self, rows: Tensor) -> Tensor:
-        """Write rows into the weights, and return them in the weights' type."""
-        rows = rows.to(self.members[0].weight.dtype)
-        parts = rows.split([m.shape[0] for m in self.members])
-        for m, part in zip(self.members, parts, strict=True):
-            m.unit.layout.write(m.own, part)
-        return rows
+    def write(self, rows: Tensor) -> None:
+        """Write rows into the weights."""
+        self.written = rows.to(self.members[0].weight.dtype)
+        parts = self.written.split([m.shape[0] for m in self.members])
+        if self.are_views:
+            torch._foreach_copy_(self.views, parts)
+        else:
+            for m, part in zip(self.members, parts, strict=True):
+                m.unit.layout.write(m.own, part)
 
     def limit(self, old: Tensor, new: Tensor, max_turn: float) -> Tensor:
         """Return the new rows, none of which has turned by more than `max_turn` degrees."""

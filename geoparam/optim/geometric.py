@@ -197,7 +197,6 @@ class GeometricOptimizer(Optimizer):
         self._watched: list[Any] = []
         self._stages: list[Stage] = []
         self._inner: Inner | None = None
-        self._written: dict[tuple[str, ...], Tensor] = {}
 
     def _prepare(self) -> None:
         """Build stages and inner optimizers anew where parameters have changed since."""
@@ -207,11 +206,10 @@ class GeometricOptimizer(Optimizer):
         if is_same and (decays, *_signatures(self._watched)) == self._signature:
             return
         by_name = dict(chain.from_iterable(map(_name_params, self.param_groups)))
-        written = self._written
         self._forget()
         units = [unit for unit in self._choice.units if unit.name in by_name]
         names = [name for u in units for name in (u.name, u.bias) if name in by_name]
-        self._written, self._watched = written, [by_name[name] for name in names]
+        self._watched = [by_name[name] for name in names]
         self._check_model()
         self._seen = list(map(list, params))
         self._signature = decays, *_signatures(self._watched)
@@ -253,12 +251,13 @@ class GeometricOptimizer(Optimizer):
                 bias = m.weight if m.bias is None else m.bias
                 key = m.weight.device, m.weight.dtype, bias.dtype, m.process_group, m.is_sharded
                 batches.setdefault(key, []).append((m, group))
-        for pairs in batches.values():
-            if self._coordinates == "angles":
-                stage: Stage = AngularStage(pairs, self._match, self._max_turn, self._written)
-            else:
-                stage = Stage(pairs, self._match, self._max_turn, self._turn is not None)
-            self._stages.append(stage)
+        make, turns = Stage, self._turn is not None
+        if self._coordinates == "angles":
+            make = AngularStage
+            for pairs in batches.values():
+                pairs.sort(key=lambda pair: pair[0].unit.fan_in)
+        options = self._match, self._max_turn, turns
+        self._stages = [make(pairs, *options) for pairs in batches.values()]
 
     # --- states -------------------------------------------------------------------------------
 
@@ -270,22 +269,23 @@ class GeometricOptimizer(Optimizer):
                 "this is the state of another optimizer. Its moments belong to plain weights, not "
                 "to directions: load the model's weights and let GeometricOptimizer start anew."
             )
-        self._check_fit(saved, state_dict["state"])
+        self._check_groups(saved)
+        ids = chain.from_iterable(group["params"] for group in saved)
+        named = zip(self._all_names(), ids, strict=True)
+        states = {name: state_dict["state"].get(key, {}) for name, key in named}
+        self._check_shapes(states)
         super().load_state_dict({**state_dict, "state": {}})
-        ids = list(chain.from_iterable(group["params"] for group in saved))
-        own = [(group, p) for group in self.param_groups for p in group["params"]]
+        self._choice = self._choice.like(states)
         self.state.clear()
-        keys = dict(zip(self._all_names(), ids, strict=True))
-        self._choice = self._choice.like(state_dict["state"], keys)
-        for key, (group, p) in zip(ids, own, strict=True):
-            if key in state_dict["state"]:
-                on_device = bool(group.get("capturable") or group.get("fused"))
-                self.state[p] = {
-                    k: _move(v, k, p, on_device) for k, v in state_dict["state"][key].items()
-                }
+        for group in self.param_groups:
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            for name, p in _name_params(group):
+                if states[name]:
+                    state = states[name].items()
+                    self.state[p] = {k: _move(v, k, p, on_device) for k, v in state}
         self._forget()
 
-    def _check_fit(self, saved: Sequence[dict[str, Any]], states: dict[Any, dict]) -> None:
+    def _check_groups(self, saved: Sequence[dict[str, Any]]) -> None:
         own = [group["param_names"] for group in self.param_groups]
         names = [group.get("param_names", mine) for group, mine in zip(saved, own, strict=False)]
         pairs: Iterator[Any] = zip_longest(own, names, fillvalue=[])
@@ -299,9 +299,10 @@ class GeometricOptimizer(Optimizer):
         forms = [group["geometry"] for group in self.param_groups]
         if forms != (found := [group["geometry"] for group in saved]):
             raise ValueError(f"the state is for groups {found}; this optimizer has {forms}.")
-        keys = dict(zip(self._all_names(), chain(*(g["params"] for g in saved)), strict=True))
+
+    def _check_shapes(self, states: dict[str, dict[str, Any]]) -> None:
         for unit in self._choice.units:
-            state = states.get(keys.get(unit.name), {})
+            state = states.get(unit.name, {})
             if "r" in state and (len(state["r"]), state["fan_in"]) != (unit.out, unit.fan_in):
                 raise ValueError(
                     f"the state of {unit.name!r} has {len(state['r'])} units of fan-in "
@@ -313,9 +314,9 @@ class GeometricOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
-        built = ("_seen", "_signature", "_watched", "_stages", "_inner", "_written", "_model")
-        hooks = [name for name in self.__dict__ if name.endswith("_hooks")]
-        return {k: v for k, v in self.__dict__.items() if k not in (*built, *hooks)}
+        built = ("_seen", "_signature", "_watched", "_stages", "_inner", "_model")
+        own = {k: v for k, v in self.__dict__.items() if not k.endswith("_hooks")}
+        return {k: v for k, v in own.items() if k not in built}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -60,12 +60,10 @@ class Choice:
     units: tuple[Unit, ...]
     plain: Mapping[str, str]
 
-    def like(self, states: Mapping[Any, Mapping[str, Any]], keys: Mapping[str, Any]) -> "Choice":
-        """Return the choice by which a state was made: values may have changed since."""
-        units = []
-        for u in self.units:
-            state = states.get(keys.get(u.bias or ""), {})
-            units.append(replace(u, has_distance="lam" in state) if state else u)
+    def like(self, states: Mapping[str, Mapping[str, Any]]) -> "Choice":
+        """Return the choice by which states were made: values may have changed since."""
+        found = [(u, states.get(u.bias or "")) for u in self.units]
+        units = [replace(u, has_distance="lam" in state) if state else u for u, state in found]
         return replace(self, units=tuple(units))
 
     def table(self, is_fixed: Callable[[Unit], bool], trained: Collection[str]) -> str:
