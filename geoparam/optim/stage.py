@@ -80,7 +80,7 @@ class Member:
 
     def gradient_rows(self) -> Tensor:
         """Return the weight's gradient as rows in the same order."""
-        g = getattr(self.weight.grad, "_local_tensor", self.weight.grad)
+        g = self.weight.grad._local_tensor if self.is_sharded else self.weight.grad
         if g.dtype != self.dtype:
             g = g.to(self.dtype)
         if self.is_in_place:
@@ -246,8 +246,6 @@ class Stage:
                     "direction", m.state, m, v, g, blocks, g.storage_offset()
                 )
         self.radians = torch.full((len(members),), math.radians(1)).to(self.r)
-        self.layouts = [(m.weight, m.weight.stride(), m.order) for m in members]
-        self.is_plain = not self.copied and not members[0].is_sharded
 
     # --- before and after the step ------------------------------------------------------------
 
@@ -298,19 +296,9 @@ class Stage:
         is_still = not self.by_increment and self._is_still()
         self.before = [w.clone() for w in self.w] if is_still else None
         self.table.enter(
-            self.w, self._gradient_rows(), self.gradients.parts, v,
+            self.w, [m.gradient_rows() for m in self.members], self.gradients.parts, v,
             self.length, self.r, self.by_r, self.peak, self.stretch,
         )  # fmt: skip
-
-    def _gradient_rows(self) -> list[Tensor]:
-        if self.is_plain:
-            g = [
-                x if (x := p.grad).stride() == stride else x.contiguous(memory_format=order)
-                for p, stride, order in self.layouts
-            ]
-            if {x.dtype for x in g} == {self.table.dtype}:
-                return g
-        return [m.gradient_rows() for m in self.members]
 
     def _leave_directions(self) -> None:
         """Write r times the new directions into the weights."""
