@@ -229,20 +229,8 @@ def _rotate(addresses, layer, first, width, c, a, b, layers, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _mix(
-    first,
-    along,
-    across,
-    length,
-    peak,
-    entered,
-    r,  # (rows,), in and out
-    turn,  # (layers,)
-    limit,
-    a,  # (rows,), out
-    b,  # (rows,), out
-    BLOCK: tl.constexpr,
-):
+def _mix(first, along, across, length, peak, entered, r, turn, limit, a, b, BLOCK: tl.constexpr):
+    # turn is (layers,); all others are (rows,): r goes in and out, a and b go out
     begin, end = tl.load(first + tl.program_id(0)), tl.load(first + tl.program_id(0) + 1)
     square = tl.zeros((BLOCK,), dtype=r.dtype.element_ty)
     largest = tl.zeros((BLOCK,), dtype=r.dtype.element_ty)
@@ -303,16 +291,9 @@ def _stretch(value, scale, mean, MATCH: tl.constexpr):
 
 @triton.jit
 def _enter_biases(
-    addresses,  # (2, layers): b, dL/db; 0 where there is none
-    first,
-    r,
-    slope,  # (rows,), in and out
-    lam,  # (rows,), out
-    by_lam,  # (rows,), out
-    layers,
-    MATCH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    addresses, first, r, slope, lam, by_lam, layers, MATCH: tl.constexpr, BLOCK: tl.constexpr
 ):
+    # addresses is (2, layers): b, dL/db, 0 where there is none; slope in and out, lam, by_lam out
     layer = tl.program_id(0)
     begin, end = tl.load(first + layer), tl.load(first + layer + 1)
     b = tl.load(addresses + layer).to(r.dtype)
@@ -331,15 +312,8 @@ def _enter_biases(
 
 
 @triton.jit
-def _leave_biases(
-    addresses,  # (1, layers): b
-    first,
-    r,
-    entered,
-    lam,  # (rows,), in and out
-    MATCH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _leave_biases(addresses, first, r, entered, lam, MATCH: tl.constexpr, BLOCK: tl.constexpr):
+    # addresses is (1, layers): b; lam goes in and out
     layer = tl.program_id(0)
     begin, end = tl.load(first + layer), tl.load(first + layer + 1)
     b = tl.load(addresses + layer).to(r.dtype)

@@ -155,7 +155,7 @@ class Stage:
         pairs: Sequence[tuple[Member, dict[str, Any]]],
         match: bool,
         max_turn: float | None,
-        turns: bool = False,
+        turns: bool,
     ) -> None:
         self.members, self.match, self.max_turn = [m for m, _ in pairs], match, max_turn
         runs = [list(run) for _, run in groupby(pairs, key=lambda pair: id(pair[1]))]
@@ -242,9 +242,11 @@ class Stage:
         blocks = (self.increments.block, self.gradients.block) if self.by_increment else None
         for m, v, g in zip(members, stepped, self.gradients.parts, strict=True):
             if m.unit.fan_in > 1:
-                m.parts["direction"] = Part(
-                    "direction", m.state, m, v, g, blocks, g.storage_offset()
-                )
+                part = Part("direction", m.state, m, v, g, blocks, g.storage_offset())
+                m.parts["direction"] = part
+        # Weights that no optimizer writes to, so that autograd has to be told.
+        pairs = list(zip(self.w, members, strict=True))
+        self.unstepped = [w for w, m in pairs if self.by_increment or m.unit.fan_in == 1]
         self.radians = torch.full((len(members),), math.radians(1)).to(self.r)
 
     # --- before and after the step ------------------------------------------------------------
@@ -310,8 +312,7 @@ class Stage:
             parts = zip(self.w, self.before, self.table.split(self.r == self.entered), strict=True)
             for w, before, is_still in parts:
                 w.copy_(torch.where(is_still.view(-1, *[1] * (w.ndim - 1)), before, w))
-        if self.by_increment:  # else the base has written to them
-            torch.autograd.graph.increment_version(self.w)
+        torch.autograd.graph.increment_version(self.unstepped)
         for i in self.copied:
             self.members[i].unit.layout.write(self.members[i].own, self.w[i])
         for scratch in (self.gradients, self.increments, self.copies):
