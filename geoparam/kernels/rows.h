@@ -82,6 +82,7 @@ static void NAME(leave)(const void *argument, int64_t begin, int64_t end)
         const Chunk chunk = job->chunks[at];
         TYPE *v = OPERAND(0);
         double norm = NAME(distance)(v, v, 0, 0, n);
+        PER_ROW(0) = PER_ROW(1) ? PER_ROW(0) : 0;
         double scale = PER_ROW(0) / (norm ? norm : 1);
         for (int64_t i = 0; i < n; i++)
             v[i] = (TYPE)(scale * v[i]);

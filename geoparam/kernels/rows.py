@@ -2,13 +2,15 @@
 
 A row w of a weight is r u, with |u| = 1 and r of either sign. All rows of a model are numbered one
 after the other, so what belongs to a row (r, the length R at which its direction is stored, ...)
-is one flat tensor. Four functions serve the optimizer:
+is one flat tensor. These functions serve the optimizer:
 
     enter    r = sign(r) |w|,  u = w / r,  slope = <g, u>,  v = R u
              dL/dv = (r / R) (g - slope u)         the gradient for W = r v / |v| at |v| = R
     leave    w = r v / |v|
     measure  d = v - c w,  along = <d, u>,  across = |d - along u|
+    mix      a and b such that a w + b d is w after a turn
     rotate   w = a w + b d
+    enter_biases, leave_biases                     b = r L / R', R' the layer's mean |r|
 
 A zero row has no direction: its gradients are 0 and it stays zero. A matrix is any dense float32
 or float64 tensor whose memory has one row after the other, each with n elements; their order
@@ -18,18 +20,25 @@ This file has the form in plain torch, one matrix after the other; `rows_triton`
 `rows_native` for CPUs with a C compiler.
 """
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from geoparam.kernels.selection import choose_kernels
 
 Matrices = Sequence[Tensor]
+MaybeVectors = Sequence[Tensor | None]
+SHORTEST = 1e-3  # of R: r that is kept from changing its sign falls no further
 
 
 class Rows:
     """The rows of matrices of given shapes, of the type and device of `like`.
+
+    Processes of a `group` share matrices that have `outs` rows in all.
 
     Example:
         >>> w, r = torch.tensor([[3.0, 4.0]]), torch.tensor([1.0])
@@ -39,16 +48,24 @@ class Rows:
         >>> rows.enter([w], [g], [by_v], [w], torch.ones(1), r, slope, peak, stretch)
         >>> r, slope, w  # w is at length 1 until it leaves
         (tensor([5.]), tensor([0.6000]), tensor([[0.6000, 0.8000]]))
-        >>> rows.leave([w], r)
+        >>> rows.leave([w], r, entered=r)
         >>> w
         tensor([[3., 4.]])
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], like: Tensor) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        like: Tensor,
+        outs: Sequence[int] | None = None,
+        group: Any = None,
+    ) -> None:
         self.counts = [count for count, _ in shapes]
         self.widths = [width for _, width in shapes]
-        self.device, self.dtype = like.device, like.dtype
+        self.device, self.dtype, self.group = like.device, like.dtype, group
         self.total = sum(self.counts)
+        self.lengths = torch.tensor(self.counts, device=self.device)
+        self.outs = torch.tensor(outs or self.counts, dtype=like.dtype, device=self.device)
 
     def enter(
         self,
@@ -79,8 +96,9 @@ class Rows:
             if v is not None:
                 _flat(v[i], self.widths[i]).copy_(stretch_[:, None] * x)
 
-    def leave(self, v: Matrices, r: Tensor) -> None:
-        """Bring rows of any length to length r."""
+    def leave(self, v: Matrices, r: Tensor, entered: Tensor) -> None:
+        """Bring rows of any length to length r; a row that entered as zeros stays zero."""
+        r.mul_(entered != 0)
         for x, r_, n in zip(v, self.split(r), self.widths, strict=True):
             x = _flat(x, n)
             x.mul_((r_ / _nonzero(torch.linalg.vector_norm(x, dim=1)))[:, None])
@@ -104,26 +122,157 @@ class Rows:
             d = y - c_[:, None] * x
             x.copy_(a_[:, None] * x + b_[:, None] * d)
 
+    def mix(
+        self,
+        along: Tensor,
+        across: Tensor,
+        length: Tensor,
+        peak: Tensor,
+        entered: Tensor,
+        r: Tensor,
+        turn: Tensor | None,
+        limit: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Return a and b that turn each row by the angle of its increment d, at most by `limit`.
+
+        With `turn`, in radians for each matrix, the angles are scaled so that their root mean
+        square is the turn, but 0 where all increments or all gradients are 0. Without a limit (0)
+        none is above 4 times the turn. r keeps the sign with which it entered: r through 0 would
+        turn a row by pi.
+        """
+        keep_signs(r, entered, length)
+        if turn is None:
+            angle = torch.atan2(across, length + along).clamp(max=limit)
+        else:
+            square, moving = self.layer_sums(across.square(), peak > 0).unbind(dim=1)
+            rms = (square / self.outs.clamp(min=1)).sqrt()
+            speed = torch.where((rms == 0) | (moving == 0), 0, turn / _nonzero(rms))
+            most = turn.new_full(turn.shape, limit) if limit else 4 * turn
+            angle = torch.minimum(across * self.per_row(speed), self.per_row(most))
+        scale = _nonzero(entered)
+        b = torch.where(across > 0, r * angle.sin() / across, 0)
+        return r / scale * angle.cos() - b * along / scale, b
+
+    def enter_biases(
+        self,
+        b: MaybeVectors,
+        by_b: MaybeVectors,
+        r: Tensor,
+        slope: Tensor,
+        lam: Tensor,
+        by_lam: Tensor,
+        match: bool,
+    ) -> None:
+        """Write what stands for the biases b = r lam and its gradient; add lam dL/db to the slope.
+
+        Where |b| <= |r| that is R' lam, so that b moves as fast as a plain one. A boundary farther
+        out than 1 has a plain bias: lam would move it 1 + lam^2 times as fast. Without `match` it
+        is lam everywhere, as in converted layers. A matrix without a bias has None.
+        """
+        value, by_value = self.join(b), self.join(by_b)
+        is_near, _, stretch = self._stretch(value, r, match)
+        torch.mul(stretch, value, out=lam)
+        torch.div(by_value, stretch, out=by_lam)
+        slope.add_(torch.where(is_near, value / _nonzero(r), 0) * by_value)
+
+    def leave_biases(
+        self,
+        b: MaybeVectors,
+        r: Tensor,
+        entered: Tensor,
+        lam: Tensor,
+        match: bool,
+    ) -> None:
+        """Write the biases; the stepped `lam` becomes b / r. `entered` is r before the step."""
+        value = self.join(b)
+        is_near, mean, stretch = self._stretch(value, entered, match)
+        is_still = (lam == stretch * value) & (r == entered)
+        stepped = torch.where(is_near, r * lam / mean, lam)
+        value = torch.where(is_still, value, stepped)
+        pairs = [(x, y) for x, y in zip(b, self.split(value), strict=True) if x is not None]
+        torch._foreach_copy_([x for x, _ in pairs], [y for _, y in pairs])
+        lam.copy_(torch.where(r == 0, 0, value / _nonzero(r)))
+
+    def _stretch(self, value: Tensor, r: Tensor, match: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return where b stands at R' lam = R' b / r, R' for each row, and R' / r, or 1."""
+        if not match:
+            is_near, mean = r != 0, torch.ones_like(r)
+        else:
+            is_near = (r != 0) & (value.abs() <= r.abs())
+            means = self.layer_sums(r.abs())[:, 0] / self.outs.clamp(min=1)
+            mean = self.per_row(torch.where(means == 0, 1, means))
+        return is_near, mean, torch.where(is_near, mean / _nonzero(r), 1)
+
+    def layer_sums(self, *per_row: Tensor) -> Tensor:
+        """Return the sums over the rows of each matrix, in all processes: (matrices, columns)."""
+        columns = torch.stack([x.to(self.dtype) for x in per_row], dim=1)
+        sums = torch.segment_reduce(columns, "sum", lengths=self.lengths, initial=0, unsafe=True)
+        if self.group is not None:
+            dist.all_reduce(sums, group=self.group)
+        return sums
+
+    def per_row(self, per_layer: Tensor) -> Tensor:
+        """Return one number for each matrix as one for each row."""
+        return per_layer.repeat_interleave(self.lengths, output_size=self.total)
+
+    def join(self, vectors: MaybeVectors) -> Tensor:
+        """Return one number for each row from a vector for each matrix; None stands for zeros."""
+        pairs = zip(vectors, self.zeros, strict=True)
+        return torch.cat([zero if x is None else x for x, zero in pairs])
+
+    @functools.cached_property
+    def zeros(self) -> tuple[Tensor, ...]:
+        return self.split(torch.zeros(self.total, dtype=self.dtype, device=self.device))
+
     def split(self, per_row: Tensor) -> tuple[Tensor, ...]:
         """Return the part of a flat tensor that belongs to each matrix."""
         return per_row.split(self.counts)
 
 
-def rows_for(shapes: Sequence[tuple[int, int]], like: Tensor) -> Rows:
+class InPlace(list[Any]):
+    """Matrices that stay where they are, or are parts of a block that may move: so are addresses.
+
+    Asking every tensor for its address takes longer than a kernel runs.
+    """
+
+    def __init__(self, matrices: MaybeVectors, block: Tensor | None = None) -> None:
+        super().__init__(matrices)
+        self.block, self.place = block, -1
+        self.kept: tuple[int, ...] = ()
+
+    def addresses(self) -> tuple[int, ...]:
+        place = 0 if self.block is None else self.block.data_ptr()
+        if place != self.place:
+            self.place, self.kept = place, addresses(list(self))
+        return self.kept
+
+
+def addresses(matrices: MaybeVectors) -> tuple[int, ...]:
+    """Return where the matrices are in memory; 0 for None."""
+    if isinstance(matrices, InPlace):
+        return matrices.addresses()
+    return tuple([0 if x is None else x.data_ptr() for x in matrices])
+
+
+def rows_for(
+    shapes: Sequence[tuple[int, int]], like: Tensor, outs: Sequence[int], group: Any
+) -> Rows:
     """Return the rows in the form that serves their type and device best."""
-    has_rows = any(count for count, _ in shapes)
-    if not has_rows or like.dtype not in (torch.float32, torch.float64):
-        return Rows(shapes, like)
-    kernels = choose_kernels(like)
-    if kernels == "triton":
-        from geoparam.kernels.rows_triton import TritonRows  # needs Triton
+    make: type[Rows] = Rows
+    if any(count for count, _ in shapes) and like.dtype in (torch.float32, torch.float64):
+        kernels = choose_kernels(like)
+        if kernels == "triton":
+            from geoparam.kernels.rows_triton import TritonRows as make  # needs Triton
+        elif kernels == "native":
+            from geoparam.kernels.rows_native import NativeRows as make  # builds on this module
+    return make(shapes, like, outs, group)
 
-        return TritonRows(shapes, like)
-    if kernels == "native":
-        from geoparam.kernels.rows_native import NativeRows  # it builds on this module
 
-        return NativeRows(shapes, like)
-    return Rows(shapes, like)
+def keep_signs(r: Tensor, entered: Tensor, length: Tensor) -> None:
+    """Let r that would change its sign fall to a tenth, or if that is more to SHORTEST R."""
+    least = torch.minimum(entered.abs(), SHORTEST * length)
+    kept = torch.maximum(0.1 * entered.abs(), least).copysign(entered)
+    r.copy_(torch.where(r * entered < 0, kept, r) * (entered != 0))
 
 
 def _flat(matrix: Tensor, n: int) -> Tensor:

@@ -3,12 +3,13 @@
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from geoparam.kernels import loader
-from geoparam.kernels.rows import Rows
+from geoparam.kernels.rows import Rows, addresses
 
 _ELEMENTS_PER_CHUNK = 1 << 14
 _FUNCTIONS = {"enter": 0, "leave": 1, "measure": 2, "rotate": 3}
@@ -29,19 +30,18 @@ class _Job(ctypes.Structure):
 class NativeRows(Rows):
     """Rows on a CPU, served by the C functions."""
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], like: Tensor) -> None:
-        super().__init__(shapes, like)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         chunks = _chunks(self.counts, self.widths)
         self.chunks = torch.tensor(chunks, dtype=torch.int64)
         self.column_counts = torch.tensor(self.widths, dtype=torch.int64)
         self.pointers = ctypes.c_void_p * len(self.counts)
 
     def enter(self, w, g, by_v, v, *per_row) -> None:
-        assert all(x.dtype == self.dtype for x in (*w, *g)), "one type for all"
         self._call("enter", [w, g, by_v, w if v is None else v], per_row, v is not None)
 
-    def leave(self, v, r) -> None:
-        self._call("leave", [v], [r])
+    def leave(self, v, r, entered) -> None:
+        self._call("leave", [v], [r, entered])
 
     def measure(self, w, v, c, r) -> tuple[Tensor, Tensor]:
         along, across = torch.empty_like(r), torch.empty_like(r)
@@ -55,8 +55,8 @@ class NativeRows(Rows):
         self, name: str, operands: list, per_row: Sequence[Tensor], writes_v: bool = False
     ) -> None:
         job = _Job(self.chunks.data_ptr(), self.column_counts.data_ptr())
-        addresses = [self.pointers(*[m.data_ptr() for m in matrices]) for matrices in operands]
-        for i, array in enumerate(addresses):
+        arrays = [self.pointers(*addresses(matrices)) for matrices in operands]
+        for i, array in enumerate(arrays):
             job.operand[i] = ctypes.addressof(array)
         for i, tensor in enumerate(per_row):
             job.per_row[i] = tensor.data_ptr()

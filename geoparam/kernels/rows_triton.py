@@ -6,12 +6,15 @@ in `addresses` (one line per operand, one column per matrix), and its place in t
 the second read comes from the cache. Sums are in the matrices' own type, float32 or float64.
 Products and sums are not fused: v - c w must be 0 where v was written as c w.
 
+What is computed from one number per row and a sum over a layer's rows (biases, the mix of a turn)
+has one program per matrix. Where processes share the rows, the plain form adds up over them.
+
 Addresses of gradients change from step to step, but a training loop soon comes back to the same
 ones: the tables sent to the GPU are kept, the newest few. The host's copy of a table stays with
 it, so that the transfer, or a CUDA graph that repeats it, never reads freed memory.
 """
 
-from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,29 +22,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from geoparam.kernels.rows import Rows
+from geoparam.kernels.rows import SHORTEST, Rows, addresses
 
 _BLOCK = 1024
 _TABLES = 8  # how many address tables are kept
+_SHORTEST_OF_R = tl.constexpr(SHORTEST)
 
 
 class TritonRows(Rows):
     """Rows on a GPU, served by the kernels below."""
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], like: Tensor) -> None:
-        super().__init__(shapes, like)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         numbers, counts = torch.arange(len(self.counts)), torch.tensor(self.counts)
         self.layer = numbers.repeat_interleave(counts).int().to(self.device)
-        self.first = (counts.cumsum(0) - counts).to(self.device)
+        self.first = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(self.device)
         self.width = torch.tensor(self.widths).to(self.device)
-        self.tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def enter(self, w, g, by_v, v, *per_row) -> None:
-        assert all(x.dtype == self.dtype for x in (*w, *g)), "one type for all"
         self._launch(_enter, [w, g, by_v, w if v is None else v], *per_row, WRITES_V=v is not None)
 
-    def leave(self, v, r) -> None:
-        self._launch(_leave, [v], r)
+    def leave(self, v, r, entered) -> None:
+        self._launch(_leave, [v], r, entered)
 
     def measure(self, w, v, c, r) -> tuple[Tensor, Tensor]:
         along, across = torch.empty_like(r), torch.empty_like(r)
@@ -51,6 +54,32 @@ class TritonRows(Rows):
     def rotate(self, w, v, c, a, b) -> None:
         self._launch(_rotate, [w, v], c, a, b)
 
+    def mix(self, along, across, length, peak, entered, r, turn, limit) -> tuple[Tensor, Tensor]:
+        if turn is None or self.group is not None:
+            return super().mix(along, across, length, peak, entered, r, turn, limit)
+        a, b = torch.empty_like(r), torch.empty_like(r)
+        _mix[(len(self.counts),)](
+            self.first, along, across, length, peak, entered, r, turn, limit, a, b,
+            BLOCK=_BLOCK, enable_fp_fusion=False,
+        )  # fmt: skip
+        return a, b
+
+    def enter_biases(self, b, by_b, r, slope, lam, by_lam, match) -> None:
+        if self.group is not None:
+            return super().enter_biases(b, by_b, r, slope, lam, by_lam, match)
+        _enter_biases[(len(self.counts),)](
+            self._table([b, by_b]), self.first, r, slope, lam, by_lam, len(self.counts),
+            MATCH=match, BLOCK=_BLOCK, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def leave_biases(self, b, r, entered, lam, match) -> None:
+        if self.group is not None:
+            return super().leave_biases(b, r, entered, lam, match)
+        _leave_biases[(len(self.counts),)](
+            self._table([b]), self.first, r, entered, lam,
+            MATCH=match, BLOCK=_BLOCK, enable_fp_fusion=False,
+        )  # fmt: skip
+
     def _launch(self, kernel: Any, operands: list, *per_row: Tensor, **options: bool) -> None:
         table = self._table(operands)
         kernel[(self.total,)](
@@ -59,15 +88,15 @@ class TritonRows(Rows):
         )  # fmt: skip
 
     def _table(self, operands: list) -> Tensor:
-        addresses = tuple([matrix.data_ptr() for matrices in operands for matrix in matrices])
-        found = self.tables.pop(addresses, None)
+        places = tuple(map(addresses, operands))
+        found = self.tables.pop(places, None)
         if found is None:
-            host = torch.tensor(addresses)
+            host = torch.tensor(list(chain.from_iterable(places)))
             host = host.pin_memory() if self.device.type == "cuda" else host
             found = host.to(self.device, non_blocking=True), host
             if len(self.tables) == _TABLES and not _is_capturing(self.device):
                 del self.tables[next(iter(self.tables))]
-        self.tables[addresses] = found
+        self.tables[places] = found
         return found[0]
 
 
@@ -143,7 +172,7 @@ def _enter(
 
 
 @triton.jit
-def _leave(addresses, layer, first, width, r, layers, BLOCK: tl.constexpr):
+def _leave(addresses, layer, first, width, r, entered, layers, BLOCK: tl.constexpr):
     row, matrix, offset, n = _own_row(layer, first, width)
     v = _place(addresses, matrix, 0, layers, offset, r)
     column = tl.arange(0, BLOCK)
@@ -152,7 +181,9 @@ def _leave(addresses, layer, first, width, r, layers, BLOCK: tl.constexpr):
         x = tl.load(v + at + column, at + column < n, 0)
         square += x * x
     norm = tl.sqrt(tl.sum(square, 0))
-    scale = tl.load(r + row) / tl.where(norm == 0, 1.0, norm)
+    length = tl.where(tl.load(entered + row) == 0, 0.0, tl.load(r + row))
+    tl.store(r + row, length)
+    scale = length / tl.where(norm == 0, 1.0, norm)
     for at in range(0, n, BLOCK):
         inside = at + column < n
         tl.store(v + at + column, scale * tl.load(v + at + column, inside, 0), inside)
@@ -195,3 +226,109 @@ def _rotate(addresses, layer, first, width, c, a, b, layers, BLOCK: tl.constexpr
         x = tl.load(w + at + column, inside, 0)
         d = tl.load(v + at + column, inside, 0) - shift * x
         tl.store(w + at + column, by_w * x + by_d * d, inside)
+
+
+@triton.jit
+def _mix(first, along, across, length, peak, entered, r, turn, limit, a, b, BLOCK: tl.constexpr):
+    # turn is (layers,); all others are (rows,): r goes in and out, a and b go out
+    begin, end = tl.load(first + tl.program_id(0)), tl.load(first + tl.program_id(0) + 1)
+    square = tl.zeros((BLOCK,), dtype=r.dtype.element_ty)
+    largest = tl.zeros((BLOCK,), dtype=r.dtype.element_ty)
+    for at in range(begin, end, BLOCK):
+        row = at + tl.arange(0, BLOCK)
+        x = tl.load(across + row, row < end, 0)
+        square += x * x
+        largest = tl.maximum(largest, tl.load(peak + row, row < end, 0))
+    count = tl.maximum(end - begin, 1).to(r.dtype.element_ty)
+    rms = tl.sqrt(tl.sum(square, 0) / count)
+    rate = tl.load(turn + tl.program_id(0))
+    is_still = (rms == 0) | ~(tl.max(largest, 0) > 0)
+    speed = tl.where(is_still, 0.0, rate / tl.where(rms == 0, 1.0, rms))
+    most = tl.where(limit > 0, limit, 4 * rate)
+    for at in range(begin, end, BLOCK):
+        row = at + tl.arange(0, BLOCK)
+        inside = row < end
+        before = tl.load(entered + row, inside, 0)
+        scale = tl.load(r + row, inside, 0)
+        # r that would change its sign falls to a tenth, or to a thousandth of R
+        size = tl.abs(before)
+        least = tl.minimum(size, _SHORTEST_OF_R * tl.load(length + row, inside, 0))
+        kept = tl.maximum(0.1 * size, least)
+        scale = tl.where(scale * before < 0, tl.where(before < 0, -kept, kept), scale)
+        scale = tl.where(before == 0, 0.0, scale)
+        x = tl.load(across + row, inside, 0)
+        angle = x * speed
+        angle = tl.where(angle > most, most, angle)  # NaN stays
+        by_d = tl.where(x > 0, scale * tl.sin(angle) / tl.where(x > 0, x, 1.0), 0.0)
+        divisor = tl.where(before == 0, 1.0, before)
+        parallel = tl.load(along + row, inside, 0)
+        tl.store(r + row, scale, inside)
+        tl.store(a + row, scale / divisor * tl.cos(angle) - by_d * parallel / divisor, inside)
+        tl.store(b + row, by_d, inside)
+
+
+@triton.jit
+def _mean(first, r, BLOCK: tl.constexpr):
+    """Return the mean |r| of this program's matrix; 1 where it is 0."""
+    begin, end = tl.load(first + tl.program_id(0)), tl.load(first + tl.program_id(0) + 1)
+    sums = tl.zeros((BLOCK,), dtype=r.dtype.element_ty)
+    for at in range(begin, end, BLOCK):
+        row = at + tl.arange(0, BLOCK)
+        sums += tl.abs(tl.load(r + row, row < end, 0))
+    mean = tl.sum(sums, 0) / tl.maximum(end - begin, 1).to(r.dtype.element_ty)
+    return tl.where(mean == 0, 1.0, mean)
+
+
+@triton.jit
+def _stretch(value, scale, mean, MATCH: tl.constexpr):
+    """Return where a bias stands at R' b / r, b / r there, and R' / r, or 1."""
+    is_near = scale != 0
+    if MATCH:
+        is_near = is_near & (tl.abs(value) <= tl.abs(scale))
+    divisor = tl.where(scale == 0, 1.0, scale)
+    return is_near, tl.where(is_near, value / divisor, 0.0), tl.where(is_near, mean / divisor, 1.0)
+
+
+@triton.jit
+def _enter_biases(
+    addresses, first, r, slope, lam, by_lam, layers, MATCH: tl.constexpr, BLOCK: tl.constexpr
+):
+    # addresses is (2, layers): b, dL/db, 0 where there is none; slope in and out, lam, by_lam out
+    layer = tl.program_id(0)
+    begin, end = tl.load(first + layer), tl.load(first + layer + 1)
+    b = tl.load(addresses + layer).to(r.dtype)
+    by_b = tl.load(addresses + layers + layer).to(r.dtype)
+    end = tl.where(tl.load(addresses + layer) == 0, begin, end)
+    mean = _mean(first, r, BLOCK) if MATCH else 1.0
+    for at in range(begin, end, BLOCK):
+        row = at + tl.arange(0, BLOCK)
+        inside = row < end
+        value = tl.load(b + row - begin, inside, 0)
+        by_value = tl.load(by_b + row - begin, inside, 0)
+        is_near, distance, stretch = _stretch(value, tl.load(r + row, inside, 0), mean, MATCH)
+        tl.store(lam + row, stretch * value, inside)
+        tl.store(by_lam + row, by_value / stretch, inside)
+        tl.store(slope + row, tl.load(slope + row, inside, 0) + distance * by_value, inside)
+
+
+@triton.jit
+def _leave_biases(addresses, first, r, entered, lam, MATCH: tl.constexpr, BLOCK: tl.constexpr):
+    # addresses is (1, layers): b; lam goes in and out
+    layer = tl.program_id(0)
+    begin, end = tl.load(first + layer), tl.load(first + layer + 1)
+    b = tl.load(addresses + layer).to(r.dtype)
+    end = tl.where(tl.load(addresses + layer) == 0, begin, end)
+    mean = _mean(first, entered, BLOCK) if MATCH else 1.0
+    for at in range(begin, end, BLOCK):
+        row = at + tl.arange(0, BLOCK)
+        inside = row < end
+        value = tl.load(b + row - begin, inside, 0)
+        before, scale = tl.load(entered + row, inside, 0), tl.load(r + row, inside, 0)
+        stepped = tl.load(lam + row, inside, 0)
+        is_near, _, stretch = _stretch(value, before, mean, MATCH)
+        is_still = (stepped == stretch * value) & (scale == before)
+        new = tl.where(is_near, scale * stepped / mean, stepped)
+        new = tl.where(is_still, value, new)
+        tl.store(b + row - begin, new, inside)
+        distance = new / tl.where(scale == 0, 1.0, scale)
+        tl.store(lam + row, tl.where(scale == 0, 0.0, distance), inside)

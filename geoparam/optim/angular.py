@@ -3,39 +3,106 @@
 import math
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from geoparam import functional, sphere
-from geoparam.optim.stage import Member, Stage, is_zero, local
+from geoparam.kernels.rows import keep_signs
+from geoparam.optim.stage import Member, Part, Stage, local
 
 
-class Batch:
-    """Layers of equal fan-in: their rows as one matrix, which is one call of the kernel.
+class AngularStage(Stage):
+    """Units, in the order of their fan-in, whose directions are latitudes.
 
     With one input there is no angle: W = r, of either sign.
     """
 
-    def __init__(self, members: Sequence[Member], r: Tensor, by_r: Tensor) -> None:
-        self.members, self.r, self.by_r = members, r, by_r
-        self.sizes = [m.shape[0] for m in members]
-        self.stored = torch.cat([local(m.state["direction"]) for m in members])
-        self.by_stored = torch.zeros_like(self.stored)
-        scales = [m.state["length"] * m.state["metric"].sqrt() for m in members]
-        sized = zip(scales, self.sizes, strict=True)
-        self.scale = torch.cat([scale.expand(size, 1) for scale, size in sized])
-        for m, *parts in zip(
-            members, self.stored.split(self.sizes), self.by_stored.split(self.sizes), strict=True
-        ):
-            m.state["direction"], by = map(m.wrap, parts)
+    def _first_scale(self, m: Member) -> Tensor:
+        rows = m.weight_rows()
+        return rows[:, 0].clone() if m.unit.fan_in == 1 else super()._first_scale(m)
+
+    def _build_directions(self) -> None:
+        if new := [m for m in self.members if "direction" not in m.state]:
+            self._start_angles(new)
+        kept = [local(m.state["direction"]) for m in self.members]
+        values = torch.cat([x.flatten() for x in kept])
+        blocks = values, torch.zeros_like(values)
+        pieces = (block.split([x.numel() for x in kept]) for block in blocks)
+        for m, x, value, grad in zip(self.members, kept, *pieces, strict=True):
+            value, grad, start = value.view_as(x), grad.view_as(x), value.storage_offset()
+            m.state["direction"] = m.wrap(value)
             if m.unit.fan_in > 1:
-                m.stored = nn.Parameter(m.state["direction"], requires_grad=False)
-                m.stored.grad = by
+                part = Part("direction", m.state, m, value, grad, blocks, start)
+                m.parts["direction"] = part
+        self.batches: list[Batch] = []
+        at = start = 0
+        for fan_in, group in groupby(self.members, key=lambda m: m.unit.fan_in):
+            members = list(group)
+            count = sum(m.shape[0] for m in members)
+            rows, place = slice(at, at + count), slice(start, start + count * (fan_in - 1))
+            stored, by_stored = (block[place].view(count, fan_in - 1) for block in blocks)
+            self.batches.append(Batch(members, stored, by_stored, self.r[rows], self.by_r[rows]))
+            at, start = rows.stop, place.stop
+
+    def _start_angles(self, members: Sequence[Member]) -> None:
+        latitudes = [sphere.to_latitude(m.weight_rows()) for m in members]
+        means = self._layer_means([sphere.metric(x) for x in latitudes])
+        for m, latitude, g in zip(members, latitudes, means, strict=True):
+            m.state["metric"] = torch.where(g.isfinite(), g, 1)
+            scale = m.state["length"] * m.state["metric"].sqrt()
+            m.state["direction"] = m.wrap((latitude * scale).to(m.dtype))
+
+    def _enter_directions(self) -> None:
+        if not (self.r.is_cuda and torch.cuda.is_current_stream_capturing()):
+            changed = [batch.changed_rows() for batch in self.batches]
+            is_any = torch.stack([rows.any() for rows in changed]).tolist()
+            for batch, rows, some in zip(self.batches, changed, is_any, strict=True):
+                if some:
+                    batch.take_up(rows)
+        for batch in self.batches:
+            batch.enter()
+
+    def _leave_directions(self) -> None:
+        if self.max_turn is not None:
+            keep_signs(self.r, self.entered, self.length)
+        elif self.has_free:
+            self.r.mul_(self.entered != 0)  # a row of zeros has no direction to grow in
+        counts, is_still = [len(batch.r) for batch in self.batches], self._is_still()
+        for batch, before in zip(self.batches, self.entered.split(counts), strict=True):
+            new = batch.compute_rows()
+            if is_still:  # at rate 0 not even rounding changes a weight
+                new = torch.where((batch.r == before)[:, None], batch.weights(), new)
+            elif self.max_turn is not None:
+                new = batch.limit(batch.weights() * before.sign()[:, None], new, self.max_turn)
+            batch.write(new)
+
+
+class Batch:
+    """Layers of equal fan-in: their rows as one matrix, which is one call of the kernel."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        stored: Tensor,
+        by_stored: Tensor,
+        r: Tensor,
+        by_r: Tensor,
+    ) -> None:
+        self.members = members
+        self.written: Tensor | None = None  # what was last written to the weights
+        self.stored, self.by_stored, self.r, self.by_r = stored, by_stored, r, by_r
+        scales = [m.state["length"] * m.state["metric"].sqrt() for m in members]
+        sized = zip(scales, members, strict=True)
+        self.scale = torch.cat([scale.expand(m.shape[0], 1) for scale, m in sized])
+        self.views = [m.unit.layout.to_rows(m.own) for m in members]  # or copies, in other layouts
+        pairs = zip(self.views, members, strict=True)
+        self.are_views = all(x.data_ptr() == m.own.data_ptr() for x, m in pairs)
 
     def weights(self) -> Tensor:
-        return torch.cat([m.unit.layout.to_rows(m.own) for m in self.members])
+        if not self.are_views:
+            self.views = [m.unit.layout.to_rows(m.own) for m in self.members]
+        return torch.cat(self.views)
 
     def compute_rows(self) -> Tensor:
         return functional.compute_weight(self.stored / self.scale, self.r, self.r.dtype)
@@ -45,36 +112,40 @@ class Batch:
         by_latitude, by_r = functional.compute_gradients(
             g, self.stored / self.scale, self.r, False
         )
-        self.by_stored.copy_(by_latitude / self.scale)
+        torch.div(by_latitude, self.scale, out=self.by_stored)
         self.by_r.copy_(by_r)
 
-    def changed_rows(self, written: Tensor | None) -> Tensor:
+    def changed_rows(self) -> Tensor:
         """Return which rows of the weights are not what was written last.
 
-        Without that, after loading a state, all that is not rounding counts as changed.
+        Before the first step here all that is not rounding counts as changed.
         """
         rows = self.weights()
-        if written is not None:
-            return (rows != written).any(dim=1)
+        if self.written is not None:
+            return (rows != self.written).any(dim=1)
         error = torch.linalg.vector_norm(rows - self.compute_rows(), ord=torch.inf, dim=1)
         return ~(error <= 4 * torch.finfo(rows.dtype).eps * self.r.abs())
 
     def take_up(self, changed: Tensor) -> None:
         """Take these rows from the weights; r keeps its sign."""
-        rows, sign = self.weights()[changed].to(self.r.dtype), self.r[changed].sign()
+        rows = self.weights()[changed].to(self.r.dtype)
         if rows.shape[1] == 1:
             self.r[changed] = rows[:, 0]
             return
-        self.r[changed] = torch.linalg.vector_norm(rows, dim=1) * torch.where(sign < 0, -1, 1)
-        turned = sphere.to_latitude(rows * torch.where(sign < 0, -1, 1)[:, None])
+        sign = torch.where(self.r[changed] < 0, -1, 1)
+        self.r[changed] = torch.linalg.vector_norm(rows, dim=1) * sign
+        turned = sphere.to_latitude(rows * sign[:, None])
         self.stored[changed] = (turned * self.scale[changed]).to(self.stored.dtype)
 
-    def write(self, rows: Tensor) -> Tensor:
-        """Write rows into the weights, and return them in the weights' type."""
-        rows = rows.to(self.members[0].weight.dtype)
-        for m, part in zip(self.members, rows.split(self.sizes), strict=True):
-            m.unit.layout.write(m.own, part)
-        return rows
+    def write(self, rows: Tensor) -> None:
+        """Write rows into the weights."""
+        self.written = rows.to(self.members[0].weight.dtype)
+        parts = self.written.split([m.shape[0] for m in self.members])
+        if self.are_views:
+            torch._foreach_copy_(self.views, parts)
+        else:
+            for m, part in zip(self.members, parts, strict=True):
+                m.unit.layout.write(m.own, part)
 
     def limit(self, old: Tensor, new: Tensor, max_turn: float) -> Tensor:
         """Return the new rows, none of which has turned by more than `max_turn` degrees."""
@@ -89,63 +160,3 @@ class Batch:
         self.stored[far] = (sphere.to_latitude(turned) * self.scale[far]).to(self.stored.dtype)
         new[far] = (self.r[far, None] * turned).to(new.dtype)
         return new
-
-
-class AngularStage(Stage):
-    """Units whose directions are latitudes."""
-
-    def __init__(
-        self,
-        members: Sequence[Member],
-        match: bool,
-        max_turn: float | None,
-        written: dict[tuple[str, ...], Tensor],
-    ) -> None:
-        super().__init__(sorted(members, key=lambda m: m.unit.fan_in), match, max_turn)
-        self.written = written  # what was last written to the weights of each batch
-        if new := [m for m in self.members if "direction" not in m.state]:
-            self._start_angles(new, match)
-        self.batches: dict[tuple[str, ...], Batch] = {}
-        at = 0
-        for _, group in groupby(self.members, key=lambda m: m.unit.fan_in):
-            batch = list(group)
-            rows = slice(at, at := at + sum(m.shape[0] for m in batch))
-            names = tuple(m.unit.name for m in batch)
-            self.batches[names] = Batch(batch, self.r[rows], self.by_r[rows])
-
-    def _first_scale(self, m: Member) -> Tensor:
-        rows = m.weight_rows()
-        return rows[:, 0].clone() if m.unit.fan_in == 1 else super()._first_scale(m)
-
-    def _start_angles(self, members: Sequence[Member], match: bool) -> None:
-        latitudes = [sphere.to_latitude(m.weight_rows()) for m in members]
-        metrics = [sphere.metric(x) for x in latitudes]
-        sums = torch.stack([torch.stack([g.sum(), g.new_tensor(g.numel())]) for g in metrics])
-        sums = self._reduce(sums)
-        means = sums[:, 0] / sums[:, 1] if match else torch.ones_like(sums[:, 0])
-        for m, latitude, g in zip(members, latitudes, means.to(members[0].dtype), strict=True):
-            m.state["metric"] = torch.where(g.isfinite(), g, 1)
-            scale = m.state["length"] * m.state["metric"].sqrt()
-            m.state["direction"] = m.wrap((latitude * scale).to(m.dtype))
-
-    def _enter_directions(self, rates: Sequence[Any]) -> None:
-        self.is_still = all(is_zero(rate) for rate in rates)
-        if not (self.zeros.is_cuda and torch.cuda.is_current_stream_capturing()):
-            changed = [b.changed_rows(self.written.get(n)) for n, b in self.batches.items()]
-            is_any = torch.stack([rows.any() for rows in changed]).tolist()
-            for batch, rows, some in zip(self.batches.values(), changed, is_any, strict=True):
-                if some:
-                    batch.take_up(rows)
-        for batch in self.batches.values():
-            batch.enter()
-
-    def _leave_directions(self, entered: Tensor) -> None:
-        at = 0
-        for names, batch in self.batches.items():
-            before = entered[at : (at := at + len(batch.r))]
-            new, old = batch.compute_rows(), batch.weights()
-            if self.is_still:  # at rate 0 not even rounding changes a weight
-                new = torch.where((batch.r == before)[:, None], old, new)
-            elif self.max_turn is not None:
-                new = batch.limit(old * before.sign()[:, None], new, self.max_turn)
-            self.written[names] = batch.write(new)

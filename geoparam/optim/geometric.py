@@ -1,10 +1,10 @@
 """Geometric parameterization in the optimizer, for a model that stays plain."""
 
-import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, zip_longest
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -14,17 +14,7 @@ from torch.optim import Optimizer
 
 from geoparam.optim.angular import AngularStage
 from geoparam.optim.groups import undecayed_names
-from geoparam.optim.inner import Inner
-from geoparam.optim.intrinsic import IntrinsicStage
-from geoparam.optim.options import (
-    MakeOptimizer,
-    check_maker,
-    check_options,
-    name_of,
-    read_defaults,
-    replace_muon,
-    set_decay,
-)
+from geoparam.optim.inner import Inner, MakeOptimizer, Maker
 from geoparam.optim.stage import Member, Stage, local
 from geoparam.optim.units import Choice, Filter, Unit, choose
 
@@ -101,35 +91,25 @@ class GeometricOptimizer(Optimizer):
     ) -> None:
         decay = base_options.pop("weight_decay", None)
         rates = {"weight_decay": decay, "scale_lr": scale_lr, "scale_decay": scale_decay}
-        check_options(coordinates, turn, max_turn, scale, **rates)
-        check_maker("base", base)
-        check_maker("rest", rest or base)
+        _check_options(coordinates, turn, max_turn, scale, **rates)
         if not lr and (scale_lr is not None or (groups and turn is not None)):
             raise ValueError("lr=0 has no multiple: give an lr above 0, to which others relate.")
-        make_base, is_muon = replace_muon(base)
-        make_rest: MakeOptimizer = rest or (torch.optim.AdamW if is_muon else base)
-        rest_options = base_options if make_rest is base else {}
-        self._base = functools.partial(make_base, lr=lr, **base_options)
-        self._rest = functools.partial(make_rest, lr=lr, **rest_options)
+        self._base = self._rest = Maker("base", base, {"lr": lr, **base_options})
+        if rest is not None and rest is not base:
+            self._rest = Maker("rest", rest, {"lr": lr})
+        elif self._base.is_muon:
+            self._rest = Maker("rest", torch.optim.AdamW, {"lr": lr})
+        self._rest_defaults = self._rest.options(decay or 0.0)
         self._coordinates, self._match, self._scale = coordinates, match, scale
-        self._max_turn, self._turns, self._scale_decay = max_turn, turn is not None, scale_decay
+        self._turn, self._max_turn, self._scale_decay = turn, max_turn, scale_decay
         self._scale_factor: Any = 1.0 if scale_lr is None else scale_lr / lr
         self._choice: Choice = choose(model, filter_fn, example_inputs)
         self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
         self._undecayed = undecayed_names(model)
-        self._title = f"{name_of(base)}; rest {name_of(make_rest)}"
-        self._sizes = (
-            sum(u.out * u.fan_in for u in self._choice.units),
-            sum(p.numel() for p in model.parameters()),
-        )
-        unit_defaults = read_defaults(self._base, "base")
-        self._rest_defaults = read_defaults(self._rest, "rest")
-        set_decay(unit_defaults, 0.0)
-        set_decay(self._rest_defaults, decay or 0.0, needed=bool(decay))
+        self._size = sum(p.numel() for p in model.parameters())
         self._forget()
-        own_groups = self._divide(model, groups, unit_defaults, lr, turn)
-        super().__init__(own_groups, {})
-        self.defaults = unit_defaults
+        super().__init__(self._divide(model, groups, lr), {})
+        self.defaults = self._base.options(0.0)
 
     def is_fixed(self, unit: Unit) -> bool:
         """Whether a unit's r is held."""
@@ -138,12 +118,7 @@ class GeometricOptimizer(Optimizer):
     # --- groups -------------------------------------------------------------------------------
 
     def _divide(
-        self,
-        model: nn.Module,
-        groups: Sequence[Any] | None,
-        unit_defaults: dict[str, Any],
-        lr: float | Tensor,
-        turn: float | None,
+        self, model: nn.Module, groups: Sequence[Any] | None, lr: float | Tensor
     ) -> list[dict[str, Any]]:
         """Divide each group into units and rest: two groups, the rest's after the units'."""
         names = {id(p): name for name, p in model.named_parameters()}
@@ -162,26 +137,24 @@ class GeometricOptimizer(Optimizer):
                 raise ValueError(f"groups hold parameters that the model does not: {strangers}.")
             given.pop("param_names", None)
             rate = given.pop("lr", lr)
-            for role in ("units", "rest"):
-                is_unit = role == "units"
-                members = [p for p in params if (names[id(p)] in are_units) == is_unit]
-                group = {**(unit_defaults if is_unit else self._rest_defaults), **given}
-                group["lr"] = rate
-                if is_unit and turn is not None:  # a group's own rate scales its turn
-                    group["lr"] = turn if rate is lr else rate / lr * turn
-                group |= {"params": members, "param_names": [names[id(p)] for p in members]}
-                group["geometry"] = self._form if is_unit else "rest"
-                if is_unit:
-                    set_decay(group, 0.0)
-                if members or (divided and divided[-1]["geometry"] != "rest"):
-                    divided.append(group)
+            units = {**self._base.options(0.0), **given, "lr": rate, "geometry": self._form}
+            if "weight_decay" in units:
+                units["weight_decay"] = 0.0
+            if self._turn is not None:  # a group's own rate scales its turn
+                units["lr"] = self._turn if rate is lr else rate / lr * self._turn
+            rest = {**self._rest_defaults, **given, "lr": rate, "geometry": "rest"}
+            for group, is_unit in ((units, True), (rest, False)):
+                group["params"] = [p for p in params if (names[id(p)] in are_units) == is_unit]
+                group["param_names"] = [names[id(p)] for p in group["params"]]
+            divided += [units, rest] if units["params"] else [rest] if rest["params"] else []
         return divided
 
     @property
     def _form(self) -> str:
         """What a loaded state must have been made with."""
-        turn, match = ", turn" if self._turns else "", "" if self._match else ", match=False"
-        return f"{self._coordinates}{turn}{match}, {self._title}"
+        turn = "" if self._turn is None else ", turn"
+        match = "" if self._match else ", match=False"
+        return f"{self._coordinates}{turn}{match}, {self._base.name}; rest {self._rest.name}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; those that come after construction are part of the rest."""
@@ -208,59 +181,53 @@ class GeometricOptimizer(Optimizer):
         self._prepare()
         assert self._inner is not None
         self._inner.copy_options()
-        for stage, groups in self._stages:
-            stage.enter([group["lr"] for group in groups])
+        for stage in self._stages:
+            stage.enter()
         try:
             self._inner.step()
         finally:
-            for stage, _ in self._stages:
+            for stage in self._stages:
                 stage.leave()
         return loss
 
     def _forget(self) -> None:
         """Drop what is built at the next step from parameters and states."""
+        self._seen: list[list[Any]] = []
         self._signature: Any = None
         self._watched: list[Any] = []
-        self._stages: list[tuple[Stage, list[dict[str, Any]]]] = []
+        self._stages: list[Stage] = []
         self._inner: Inner | None = None
-        self._written: dict[tuple[str, ...], Tensor] = {}
 
     def _prepare(self) -> None:
         """Build stages and inner optimizers anew where parameters have changed since."""
-        members = [id(p) for group in self.param_groups for p in group["params"]]
-        members += [bool(group.get("weight_decay")) for group in self.param_groups]
-        signature = members, *_signatures(self._watched)
-        if signature == self._signature:
+        decays = [bool(group.get("weight_decay")) for group in self.param_groups]
+        params = [group["params"] for group in self.param_groups]
+        is_same = len(params) == len(self._seen) and all(map(_are_same, params, self._seen))
+        if is_same and (decays, *_signatures(self._watched)) == self._signature:
             return
-        params = dict(chain.from_iterable(map(_name_params, self.param_groups)))
-        written = self._written
+        by_name = dict(chain.from_iterable(map(_name_params, self.param_groups)))
         self._forget()
-        units = [unit for unit in self._choice.units if unit.name in params]
-        names = [name for u in units for name in (u.name, u.bias) if name in params]
-        self._written, self._watched = written, [params[name] for name in names]
+        units = [unit for unit in self._choice.units if unit.name in by_name]
+        names = [name for u in units for name in (u.name, u.bias) if name in by_name]
+        self._watched = [by_name[name] for name in names]
         self._check_model()
-        self._signature = members, *_signatures(self._watched)
+        self._seen = list(map(list, params))
+        self._signature = decays, *_signatures(self._watched)
         active = {}
         for unit in units:
-            weight, bias = params[unit.name], params.get(unit.bias or "")
-            bias = bias if unit.has_distance else None
+            weight, bias = by_name[unit.name], by_name.get(unit.bias or "")
+            if not unit.has_distance or bias is None or bias.grad is None:
+                bias = None
             if weight.grad is not None:
-                bias = None if bias is None or bias.grad is None else bias
-                bias_state = {} if bias is None else self.state[bias]
-                in_place = self._coordinates == "intrinsic"
-                m = Member(unit, weight, bias, self.state[weight], bias_state, in_place)
+                states = self.state[weight], {} if bias is None else self.state[bias]
+                m = Member(unit, weight, bias, states, self._coordinates == "intrinsic")
                 m.is_fixed = self.is_fixed(unit)
                 active[unit.name] = m
         self._build_stages(active)
+        scale = self._scale_factor, self._scale_decay
+        turns, groups = self._turn is not None, self.param_groups
         self._inner = Inner(
-            self._base,
-            self._rest,
-            self._turns,
-            self.param_groups,
-            active,
-            self.state,
-            self._undecayed,
-            (self._scale_factor, self._scale_decay),
+            self._base, self._rest, turns, groups, active, self.state, self._undecayed, scale
         )
 
     def _check_model(self) -> None:
@@ -279,18 +246,18 @@ class GeometricOptimizer(Optimizer):
     def _build_stages(self, active: dict[str, Member]) -> None:
         batches: dict[Any, list[tuple[Member, dict[str, Any]]]] = {}
         for group in self.param_groups:
-            for name in group["param_names"]:
-                if (m := active.get(name)) is not None:
-                    bias = m.weight if m.bias is None else m.bias
-                    key = m.weight.device, m.weight.dtype, bias.dtype, m.process_group
-                    batches.setdefault(key, []).append((m, group))
-        for batch in batches.values():
-            members, groups = zip(*batch, strict=True)
-            if self._coordinates == "angles":
-                stage: Stage = AngularStage(members, self._match, self._max_turn, self._written)
-            else:
-                stage = IntrinsicStage(members, self._match, self._max_turn, self._turns)
-            self._stages.append((stage, list(groups)))
+            found = [active[name] for name in group["param_names"] if name in active]
+            for m in sorted(found, key=lambda m: (m.is_fixed, m.bias is None)):
+                bias = m.weight if m.bias is None else m.bias
+                key = m.weight.device, m.weight.dtype, bias.dtype, m.process_group, m.is_sharded
+                batches.setdefault(key, []).append((m, group))
+        make, turns = Stage, self._turn is not None
+        if self._coordinates == "angles":
+            make = AngularStage
+            for pairs in batches.values():
+                pairs.sort(key=lambda pair: pair[0].unit.fan_in)
+        options = self._match, self._max_turn, turns
+        self._stages = [make(pairs, *options) for pairs in batches.values()]
 
     # --- states -------------------------------------------------------------------------------
 
@@ -302,22 +269,23 @@ class GeometricOptimizer(Optimizer):
                 "this is the state of another optimizer. Its moments belong to plain weights, not "
                 "to directions: load the model's weights and let GeometricOptimizer start anew."
             )
-        self._check_fit(saved, state_dict["state"])
+        self._check_groups(saved)
+        ids = chain.from_iterable(group["params"] for group in saved)
+        named = zip(self._all_names(), ids, strict=True)
+        states = {name: state_dict["state"].get(key, {}) for name, key in named}
+        self._check_shapes(states)
         super().load_state_dict({**state_dict, "state": {}})
-        ids = list(chain.from_iterable(group["params"] for group in saved))
-        own = [(group, p) for group in self.param_groups for p in group["params"]]
+        self._choice = self._choice.like(states)
         self.state.clear()
-        keys = dict(zip(self._all_names(), ids, strict=True))
-        self._choice = self._choice.like(state_dict["state"], keys)
-        for key, (group, p) in zip(ids, own, strict=True):
-            if key in state_dict["state"]:
-                on_device = bool(group.get("capturable") or group.get("fused"))
-                self.state[p] = {
-                    k: _move(v, k, p, on_device) for k, v in state_dict["state"][key].items()
-                }
+        for group in self.param_groups:
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            for name, p in _name_params(group):
+                if states[name]:
+                    state = states[name].items()
+                    self.state[p] = {k: _move(v, k, p, on_device) for k, v in state}
         self._forget()
 
-    def _check_fit(self, saved: Sequence[dict[str, Any]], states: dict[Any, dict]) -> None:
+    def _check_groups(self, saved: Sequence[dict[str, Any]]) -> None:
         own = [group["param_names"] for group in self.param_groups]
         names = [group.get("param_names", mine) for group, mine in zip(saved, own, strict=False)]
         pairs: Iterator[Any] = zip_longest(own, names, fillvalue=[])
@@ -331,9 +299,10 @@ class GeometricOptimizer(Optimizer):
         forms = [group["geometry"] for group in self.param_groups]
         if forms != (found := [group["geometry"] for group in saved]):
             raise ValueError(f"the state is for groups {found}; this optimizer has {forms}.")
-        keys = dict(zip(self._all_names(), chain(*(g["params"] for g in saved)), strict=True))
+
+    def _check_shapes(self, states: dict[str, dict[str, Any]]) -> None:
         for unit in self._choice.units:
-            state = states.get(keys.get(unit.name), {})
+            state = states.get(unit.name, {})
             if "r" in state and (len(state["r"]), state["fan_in"]) != (unit.out, unit.fan_in):
                 raise ValueError(
                     f"the state of {unit.name!r} has {len(state['r'])} units of fan-in "
@@ -345,9 +314,9 @@ class GeometricOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
-        built = ("_signature", "_watched", "_stages", "_inner", "_written", "_model")
-        hooks = [name for name in self.__dict__ if name.endswith("_hooks")]
-        return {k: v for k, v in self.__dict__.items() if k not in (*built, *hooks)}
+        built = ("_seen", "_signature", "_watched", "_stages", "_inner", "_model")
+        own = {k: v for k, v in self.__dict__.items() if not k.endswith("_hooks")}
+        return {k: v for k, v in own.items() if k not in built}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -355,21 +324,52 @@ class GeometricOptimizer(Optimizer):
         self._forget()
 
     def __repr__(self) -> str:
-        units, total = self._sizes
-        form = f"{self._coordinates}, {self._title}"
-        title = f"GeometricOptimizer ({form}): {units:,} of {total:,} parameters are units"
-        return f"{title}\n{self._choice.table(self.is_fixed)}"
+        named = chain.from_iterable(map(_name_params, self.param_groups))
+        trained = {name for name, p in named if p.requires_grad}
+        sizes = [u.out * u.fan_in for u in self._choice.units if u.name in trained]
+        turn = "" if self._turn is None else f", turn {self._turn:g}"
+        turn += "" if self._max_turn is None else f", max_turn {self._max_turn:g}"
+        form = f"{self._coordinates}{turn}, {self._base.name}; rest {self._rest.name}"
+        share = f"{sum(sizes):,} of {self._size:,} parameters are units"
+        table = self._choice.table(self.is_fixed, trained)
+        return f"GeometricOptimizer ({form}): {share}\n{table}"
+
+
+def _check_options(
+    coordinates: str, turn: Any, max_turn: Any, scale: str, **rates: float | None
+) -> None:
+    """Raise where an option makes no sense; rates and decays are 0 or more."""
+    if coordinates not in ("intrinsic", "angles"):
+        raise ValueError(f"coordinates are 'intrinsic' or 'angles'; got {coordinates!r}.")
+    if scale not in ("auto", "free", "fixed"):
+        raise ValueError(f"scale is 'auto', 'free' or 'fixed'; got {scale!r}.")
+    for name, value in (("turn", turn), ("max_turn", max_turn)):
+        if value is not None and not 0 < value <= 180:
+            words = "an angle in degrees, above 0 and at most 180"
+            raise ValueError(f"{name} is {words}; got {value}.")
+    if turn is not None and coordinates == "angles":
+        raise ValueError(
+            "turn needs coordinates='intrinsic': a step along latitudes is no arc of a circle. "
+            "max_turn bounds the turn of angles."
+        )
+    for name, value in rates.items():
+        if value is not None and value < 0:
+            raise ValueError(f"{name} is 0 or more; got {value}.")
 
 
 def _name_params(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     return zip(group["param_names"], group["params"], strict=True)
 
 
-def _signatures(params: Sequence[Any]) -> tuple[list, list, list]:
+def _are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    return len(these) == len(those) and all(map(is_, these, those))
+
+
+def _signatures(params: Sequence[Any]) -> tuple[list, list]:
     """Return what must be as it was for tensors built from these parameters to serve again."""
     own = [p if type(p) is nn.Parameter else local(p) for p in params]
-    has_none = [p.grad is None for p in params]
-    return [p.data_ptr() for p in own], [p.dtype for p in own], has_none
+    layouts = [(p.data_ptr(), p.stride(), p.dtype) for p in own]
+    return layouts, [p.grad is None for p in params]
 
 
 def _move(value: Any, key: str, p: Any, step_on_device: bool) -> Any:

@@ -40,7 +40,8 @@ def param_groups(
 
     since SGD's step is proportional to the gradient, which has a factor R of its own, and an
     adaptive optimizer's is not. In intrinsic coordinates this is exact for rows with |r| = R.
-    `GeometricOptimizer` does the same without having to know the kind.
+    `GeometricOptimizer` does the same without having to know the kind. Matched groups keep it
+    under `kind`: printing SGD with `kind: adam` shows that the rates are for another optimizer.
 
     Args:
         model: any model, converted or not; it is read as it is now.
@@ -81,8 +82,9 @@ def param_groups(
             members["undecayed", lr, 0.0].append(parameter)
         else:
             members["decayed", lr, weight_decay].append(parameter)
+    known = {"kind": kind} if match else {}
     return [
-        {"params": parameters, "lr": rate, "weight_decay": decay, "name": name}
+        {"params": parameters, "lr": rate, "weight_decay": decay, "name": name, **known}
         for (name, rate, decay), parameters in members.items()
     ]
 

@@ -4,18 +4,62 @@ Their parameters stand for the model's, and their states are kept in the outer o
 flat keys such as `direction/exp_avg` in the weight's entry.
 """
 
-from collections.abc import Iterator, MutableMapping, Sequence
-from functools import partial
+import functools
+import inspect
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch import optim as torchs
 from torch.optim import Optimizer
 
-from geoparam.optim.options import OWN_KEYS, MakeOptimizer
-from geoparam.optim.stage import Member
+from geoparam.optim.muon import RowMuon
+from geoparam.optim.stage import Member, Part
 
+MakeOptimizer = Callable[..., Any]
 Group = dict[str, Any]
+# Optimizers that step each number by itself: to them many parameters may be given as one.
+ELEMENTWISE = {
+    torchs.SGD, torchs.Adam, torchs.AdamW, torchs.NAdam, torchs.RAdam, torchs.RMSprop,
+    torchs.Adagrad, torchs.Adadelta, torchs.Adamax, torchs.ASGD, torchs.Rprop,
+}  # fmt: skip
+
+
+class Maker:
+    """A class or callable that makes optimizers, with its options, and what it makes by default.
+
+    torch's Muon is replaced by ours.
+    """
+
+    def __init__(self, role: str, make: Any, options: dict[str, Any]) -> None:
+        if isinstance(make, Optimizer) or not callable(make):
+            raise ValueError(f"{role} is an optimizer's class, as torch.optim.SGD; got {make!r}.")
+        given = make if isinstance(make, functools.partial) else functools.partial(make)
+        self.name = getattr(given.func, "__name__", type(given.func).__name__)
+        self.is_muon = given.func is torchs.Muon
+        func: MakeOptimizer = RowMuon if self.is_muon else given.func
+        self.make = functools.partial(func, *given.args, **{**given.keywords, **options})
+        probe = self.make([nn.Parameter(torch.zeros(1, 1))])
+        if not isinstance(probe, Optimizer):
+            raise ValueError(f"{role} must make a torch optimizer; it made {type(probe)}.")
+        closure = inspect.signature(type(probe).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{self.name} calls its closure several times in a step, so it cannot be "
+                f"the {role}: here each step has one gradient."
+            )
+        self.defaults = {k: v for k, v in probe.param_groups[0].items() if k != "params"}
+        if self.defaults.get("differentiable"):
+            raise ValueError("differentiable=True is not supported: weights are written in place.")
+        self.is_elementwise = type(probe) in ELEMENTWISE
+
+    def options(self, decay: float) -> dict[str, Any]:
+        """Return the default options with this weight decay."""
+        if decay and "weight_decay" not in self.defaults:
+            raise ValueError(f"weight_decay was given, but {self.name} has no such option.")
+        known = {"weight_decay": decay} if "weight_decay" in self.defaults else {}
+        return {**self.defaults, **known}
 
 
 class Inner:
@@ -31,8 +75,8 @@ class Inner:
 
     def __init__(
         self,
-        base: partial[Any],
-        rest: partial[Any],
+        base: Maker,
+        rest: Maker,
         turns: bool,
         groups: Sequence[Group],
         active: dict[str, Member],
@@ -40,8 +84,7 @@ class Inner:
         undecayed: set[str],
         scale: tuple[float, float],
     ) -> None:
-        self._states: dict[Any, MutableMapping[str, Any]] = {}
-        # Parameters by (outer group, factor of its rate, decay; None: the group's own).
+        # What is stepped, by (outer group, factor of its rate, decay; None: the group's own).
         directions: dict[tuple[int, float | None, float | None], list[Any]] = {}
         others: dict[tuple[int, float | None, float | None], list[Any]] = {}
         by_bias = {id(m.bias): m for m in active.values() if m.bias is not None}
@@ -49,21 +92,20 @@ class Inner:
         for at, group in enumerate(groups):
             spared = 0.0 if group.get("weight_decay") else None
             if group["geometry"] != "rest":
-                members = [active[name] for name in group["param_names"] if name in active]
-                directions[at, None if turns else 1.0, None] = self._directions(members)
-                scales = [m.r for m in members if not m.is_fixed]
+                parts = [active[name].parts for name in group["param_names"] if name in active]
+                directions[at, None if turns else 1.0, None] = _pick(parts, "direction")
+                scales = _pick(parts, "r")
                 continue
             others.setdefault((at, scale[0], scale[1] or spared), []).extend(scales)
             scales = []
             for name, p in zip(group["param_names"], group["params"], strict=True):
                 m = by_bias.get(id(p))
                 decay = spared if m is not None or name in undecayed else None
-                others.setdefault((at, 1.0, decay), []).append(p if m is None else m.lam)
-                state = _fit(states[p], p) if m is None else Prefixed(m.bias_state, "lam/")
-                self._states[p if m is None else m.lam] = state
+                others.setdefault((at, 1.0, decay), []).append(p if m is None else m.parts["lam"])
+        self.states = states
         self.optimizers: list[Optimizer] = []
-        self._groups: list[tuple[Group, Group, float | None, float | None]] = []
-        if base.func is rest.func and not turns:
+        self.copied: list[tuple[Group, Group, list[str], float | None, float | None]] = []
+        if base is rest and not turns:
             self._build(base, directions | others, groups)
         else:
             self._build(base, directions, groups)
@@ -75,64 +117,141 @@ class Inner:
 
     def copy_options(self) -> None:
         """Take over what schedules and users have set in the outer groups."""
-        for inner, outer, factor, decay in self._groups:
-            inner.update({key: value for key, value in outer.items() if key not in OWN_KEYS})
+        for inner, outer, keys, factor, decay in self.copied:
+            for key in keys:
+                inner[key] = outer[key]
             if factor != 1.0:
                 inner["lr"] = 1.0 if factor is None else outer["lr"] * factor
             if decay is not None:
                 inner["weight_decay"] = decay
 
-    def _directions(self, members: Sequence[Member]) -> list[Any]:
-        for m in members:
-            self._states[m.stored] = Prefixed(m.state, "direction/")
-            self._states[m.r] = Prefixed(m.state, "r/")
-        return [m.stored for m in members if m.stored is not None]
-
-    def _build(
-        self, make: MakeOptimizer, members: dict[Any, list], groups: Sequence[Group]
-    ) -> None:
-        members = {key: params for key, params in members.items() if params}
-        if not members:
+    def _build(self, maker: Maker, items: dict[Any, list], groups: Sequence[Group]) -> None:
+        items = {key: members for key, members in items.items() if members}
+        if not items:
             return
-        optimizer = make([{"params": params} for params in members.values()])
+        states: dict[Any, dict[str, Any]] = {}
+        for members in items.values():
+            parts = [part for part in members if isinstance(part, Part)]
+            members[:] = [p for p in members if not isinstance(p, Part)]
+            for p in members:
+                states[p] = _fit(self.states[p], p)
+                if "lam" in states[p]:  # a bias that is plain as long as its weight is not stepped
+                    states[p] = PartState([Part("plain", states[p], p, p, p)])
+            for run in _runs(parts, maker.is_elementwise):
+                members.append(_parameter(run))
+                states[members[-1]] = PartState(run)
+        optimizer = maker.make([{"params": members} for members in items.values()])
         made = dict(optimizer.state)  # what a constructor writes is for states that are empty
         optimizer.state.clear()
-        for inner, (at, factor, decay) in zip(optimizer.param_groups, members, strict=True):
-            self._groups.append((inner, groups[at], factor, decay))
+        for inner, (at, factor, decay) in zip(optimizer.param_groups, items, strict=True):
+            keys = [key for key in inner if key != "params" and key in groups[at]]
+            self.copied.append((inner, groups[at], keys, factor, decay))
             for p in inner["params"]:
-                if not len(self._states[p]):
-                    self._states[p].update(made.get(p, {}))
-                optimizer.state[p] = self._states[p]
+                if not states[p]:
+                    for key, value in made.get(p, {}).items():
+                        states[p][key] = value
+                optimizer.state[p] = states[p]
         self.optimizers.append(optimizer)
 
 
-class Prefixed(MutableMapping[str, Any]):
-    """The entries of a state whose keys begin with a prefix, under the rest of their keys."""
+def _pick(parts: Iterable[dict[str, Part]], name: str) -> list[Part]:
+    return [by_name[name] for by_name in parts if name in by_name]
 
-    def __init__(self, state: dict[str, Any], prefix: str) -> None:
-        self.state, self.prefix = state, prefix
 
-    def __getitem__(self, key: str) -> Any:
-        return self.state[self.prefix + key]
+def _runs(parts: Sequence[Part], is_elementwise: bool) -> list[list[Part]]:
+    """Return which parts are stepped as one: neighbours in a block with equal counters."""
+    runs: list[list[Part]] = []
+    if is_elementwise:
+        order = {id(part.blocks): i for i, part in enumerate(parts)}
+        parts = sorted(parts, key=lambda part: (order[id(part.blocks)], part.start))
+    for part in parts:
+        last = runs[-1][-1] if runs else part
+        is_next = last.blocks is part.blocks and last.start + last.value.numel() == part.start
+        is_one = is_elementwise and part.blocks is not None and not part.member.is_sharded
+        if is_one and is_next and last is not part and _counters(last) == _counters(part):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
+def _counters(part: Part) -> dict[str, Any]:
+    """Return the part's state by key, without the numbers that are one for each element."""
+    start = f"{part.name}/"
+    state = {key: value for key, value in part.state.items() if key.startswith(start)}
+    return {
+        key: None if _is_numbers(value) else float(value) if isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def _parameter(run: Sequence[Part]) -> nn.Parameter:
+    """Return the parameter, with its gradient, that stands for these parts."""
+    first, last = run[0], run[-1]
+    if first is last:
+        value, grad = first.member.wrap(first.value), first.member.wrap(first.grad)
+    else:
+        assert first.blocks is not None
+        place = slice(first.start, last.start + last.value.numel())
+        value, grad = (block[place] for block in first.blocks)
+    p = nn.Parameter(value, requires_grad=False)
+    p.grad = grad
+    return p
+
+
+class PartState(dict[str, Any]):
+    """The state of a parameter that stands for parts: what is set here is set in their states."""
+
+    def __init__(self, run: Sequence[Part]) -> None:
+        self.run, start = run, f"{run[0].name}/"
+        for key in [key for key in run[0].state if key.startswith(start)]:
+            self[key.removeprefix(start)] = self._join([part.state[key] for part in run])
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self.state[self.prefix + key] = value
+        if self.get(key, self) is not value:
+            super().__setitem__(key, value)
+            for part, its in zip(self.run, self._divide(value), strict=True):
+                part.state[f"{part.name}/{key}"] = its
 
     def __delitem__(self, key: str) -> None:
-        del self.state[self.prefix + key]
+        super().__delitem__(key)
+        for part in self.run:
+            del part.state[f"{part.name}/{key}"]
 
-    def __iter__(self) -> Iterator[str]:
-        size = len(self.prefix)
-        return iter([key[size:] for key in self.state if key.startswith(self.prefix)])
+    # dict's own would go past the two above
+    update, setdefault = MutableMapping.update, MutableMapping.setdefault
+    pop, clear = MutableMapping.pop, MutableMapping.clear
 
-    def __len__(self) -> int:
-        return sum(key.startswith(self.prefix) for key in self.state)
+    def _join(self, values: Sequence[Any]) -> Any:
+        if not _is_numbers(values[0]):  # a counter is one for these parts, and for no others
+            return values[0].clone() if isinstance(values[0], Tensor) else values[0]
+        if len(values) == 1:
+            return values[0]
+        joined = values[0].new_empty(sum(value.numel() for value in values))
+        for view, value in zip(self._views(joined), values, strict=True):
+            view.copy_(value.reshape(view.shape))
+        return joined
+
+    def _divide(self, value: Any) -> list[Any]:
+        is_one = len(self.run) == 1 or not _is_numbers(value)
+        return [value] * len(self.run) if is_one else self._views(value)
+
+    def _views(self, joined: Tensor) -> list[Tensor]:
+        pieces = joined.split([part.value.numel() for part in self.run])
+        return [
+            piece.as_strided(part.value.shape, part.value.stride(), piece.storage_offset())
+            for piece, part in zip(pieces, self.run, strict=True)
+        ]
 
 
 def _fit(state: dict[str, Any], p: Tensor) -> dict[str, Any]:
     """Bring a state to the type that a parameter has been changed to since (`model.double()`)."""
     for key, value in state.items():
-        is_number = isinstance(value, Tensor) and value.ndim > 0 and value.is_floating_point()
-        if is_number and p.dtype in (torch.float32, torch.float64):
-            state[key] = value.to(p.device, p.dtype)
+        if _is_numbers(value) and value.is_floating_point():
+            if p.dtype in (torch.float32, torch.float64):
+                state[key] = value.to(p.device, p.dtype)
     return state

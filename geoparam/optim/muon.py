@@ -11,32 +11,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+_SMALL = 1 << 22  # elements
 
 
 class RowMuon(Optimizer):
     """torch.optim.Muon, with its options and state, for weights of two or more dimensions."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
-        eps: float = 1e-7,
-        ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
-    ) -> None:
-        if adjust_lr_fn not in (None, "original", "match_rms_adamw", "spectral_unclamped"):
-            raise ValueError(
-                "adjust_lr_fn is None, 'original', 'match_rms_adamw' or 'spectral_unclamped'; "
-                f"got {adjust_lr_fn!r}."
-            )
-        defaults = {name: value for name, value in locals().items() if name in _OPTIONS}
-        super().__init__(params, defaults)
+    def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **options: Any) -> None:
+        given: Any = {"lr": lr, **options}
+        probe = torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))], **given)
+        super().__init__(params, probe.defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -63,34 +50,48 @@ class RowMuon(Optimizer):
             updates = torch._foreach_lerp(gradients, buffers, group["momentum"])
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        for members in _batches(params):
-            wide = [_wide(_whole(updates[i])) for i in members]
-            batch = wide[0].new_zeros(
-                len(wide), len(wide[0]), max(x.shape[1] for x in wide), dtype=torch.bfloat16
-            )
-            for slot, x in zip(batch, wide, strict=True):
-                slot[:, : x.shape[1]].copy_(x)
-            coefficients = [group["ns_coefficients"]] * group["ns_steps"]
-            batch = orthogonalise(batch, coefficients, group["eps"])
-            for slot, x, i in zip(batch, wide, members, strict=True):
-                out, fan_in = params[i].flatten(1).shape
-                rate = group["lr"] * _adjustment(group["adjust_lr_fn"], out, fan_in)
-                update = slot[:, : x.shape[1]]
-                update = (update.mT if out > fan_in else update).reshape(params[i].shape)
-                params[i].sub_(_like(update.to(params[i].dtype) * rate, params[i]))
+        matrices = [_matrix(_whole(x), p) for x, p in zip(updates, params, strict=True)]
+        changes: list[Any] = [None] * len(params)
+        for batch in _batches(matrices):
+            self._orthogonalise(group, matrices, batch, changes)
+        targets = [_target(p) for p in params]
+        changes = [_share(x, target) for x, target in zip(changes, targets, strict=True)]
+        if isinstance(group["lr"], Tensor):
+            torch._foreach_mul_(changes, group["lr"].to(changes[0].device))
+        rate = 1.0 if isinstance(group["lr"], Tensor) else group["lr"]
+        torch._foreach_sub_(targets, changes, alpha=rate)
+
+    def _orthogonalise(
+        self, group: dict[str, Any], matrices: list[Tensor], batch: dict, changes: list[Any]
+    ) -> None:
+        """Write the changes of a batch, whose matrices are laid wide and filled up with zeros."""
+        longest, at = max(map(max, batch)), 0
+        wide = [
+            torch.stack([matrices[i] for i in members]).bfloat16() for members in batch.values()
+        ]
+        wide = [x.mT if x.shape[1] > x.shape[2] else x for x in wide]
+        padded = [nn.functional.pad(x, (0, longest - x.shape[2])) for x in wide]
+        coefficients = [group["ns_coefficients"]] * group["ns_steps"]
+        result = orthogonalise(torch.cat(padded), coefficients, group["eps"])
+        for (out, fan_in), members in batch.items():
+            part = result[at : (at := at + len(members)), :, : max(out, fan_in)]
+            part = (part.mT if out > fan_in else part).to(matrices[members[0]].dtype)
+            factor = _adjustment(group["adjust_lr_fn"], out, fan_in)
+            for i, change in zip(members, (part * factor).unbind(), strict=True):
+                changes[i] = change
 
 
-def _batches(params: list[Tensor]) -> list[list[int]]:
-    """Return which matrices share a batch: those of one shape, and small ones of one short side.
+def _batches(matrices: list[Tensor]) -> list[dict[Any, list[int]]]:
+    """Return which matrices share a batch, by shape: of one shape, or small with one short side.
 
     A small matrix is filled up with columns of zeros, which Newton-Schulz steps leave zero: calls
     cost more than the arithmetic there.
     """
-    found: dict[Any, list[int]] = {}
-    for i, p in enumerate(params):
-        short, long = sorted(p.flatten(1).shape)
-        is_small = short * long <= _SMALL
-        found.setdefault((short, 0 if is_small else long, p.device), []).append(i)
+    found: dict[Any, dict[Any, list[int]]] = {}
+    for i, x in enumerate(matrices):
+        short, long = sorted(x.shape)
+        key = short, 0 if short * long <= _SMALL else long, x.device, x.dtype
+        found.setdefault(key, {}).setdefault(tuple(x.shape), []).append(i)
     return list(found.values())
 
 
@@ -111,29 +112,28 @@ def orthogonalise(
     return x.mT if is_tall else x
 
 
-_SMALL = 1 << 22  # elements
-_OPTIONS = {
-    "lr",
-    "weight_decay",
-    "momentum",
-    "nesterov",
-    "ns_coefficients",
-    "eps",
-    "ns_steps",
-    "adjust_lr_fn",
-}
-
-
 def _adjustment(name: str | None, out: int, fan_in: int) -> float:
     if name == "match_rms_adamw":
         return 0.2 * math.sqrt(max(out, fan_in))
     return math.sqrt(out / fan_in if name == "spectral_unclamped" else max(1, out / fan_in))
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Return a weight as a matrix with the short side first."""
-    x = x.flatten(1)
-    return x.mT if x.shape[0] > x.shape[1] else x
+def _matrix(x: Tensor, p: Any) -> Tensor:
+    """Return a tensor like `p` as (out, fan-in), with columns in the order of p's memory."""
+    if x.ndim == 2:
+        return x
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    is_plain = p.ndim not in formats or p.is_contiguous() or hasattr(p, "placements")
+    if is_plain or not p.is_contiguous(memory_format=formats[p.ndim]):
+        return x.flatten(1)
+    x, fan_in = x.contiguous(memory_format=formats[p.ndim]), x.numel() // len(x)
+    return x.as_strided((len(x), fan_in), (fan_in, 1))
+
+
+def _target(p: Any) -> Any:
+    """Return the parameter as such a matrix where that shares its memory, else as it is."""
+    rows = p if hasattr(p, "placements") else _matrix(p, p)
+    return rows if rows is p or rows.data_ptr() == p.data_ptr() else p
 
 
 def _whole(x: Any) -> Tensor:
@@ -141,12 +141,13 @@ def _whole(x: Any) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def _like(update: Tensor, p: Any) -> Tensor:
-    """Return the update in the shape of `p`, and of a sharded one this process's part."""
-    if not hasattr(p, "placements"):
-        return update
+def _share(change: Tensor, target: Any) -> Tensor:
+    """Return a change in the target's shape, and sharded as it is."""
+    change = change.reshape(target.shape)
+    if not hasattr(target, "placements"):
+        return change
     from torch.distributed.tensor import DTensor, Replicate
 
-    everywhere = [Replicate()] * p.device_mesh.ndim
-    whole = DTensor.from_local(update, p.device_mesh, everywhere, run_check=False)
-    return whole.redistribute(placements=p.placements)
+    everywhere = [Replicate()] * target.device_mesh.ndim
+    whole = DTensor.from_local(change, target.device_mesh, everywhere, run_check=False)
+    return whole.redistribute(placements=target.placements)

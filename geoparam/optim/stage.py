@@ -19,18 +19,19 @@ weights in half precision, are kept in the state; rows that no longer agree with
 last are taken up from the weight.
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from geoparam.kernels.rows import rows_for
+from geoparam.kernels.rows import InPlace, rows_for
 from geoparam.optim.units import Unit
 
 _ROUNDING = 1e-5  # a larger relative change of r is no rounding: somebody wrote to the weight
-_SHORTEST = 1e-3  # of R: r that is kept from changing its sign falls no further
 _MEMORY_ORDERS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -39,28 +40,21 @@ def local(x: Any) -> Tensor:
     return x._local_tensor.detach() if hasattr(x, "_local_tensor") else x.detach()
 
 
-def is_zero(rate: Any) -> bool:
-    """Whether a rate is 0, as far as the host knows: one on a device is not looked at."""
-    return isinstance(rate, int | float) and rate == 0
-
-
 class Member:
-    """One unit's tensors: `stored` is stepped by the base optimizer, `r` and `lam` by the rest.
+    """One unit's tensors. `parts` are what inner optimizers step: direction, r and lam.
 
-    `stored` is (rows, fan-in), or has the weight's own shape where the rows of its memory are in
-    another order (channels_last): so states of the base mean the same in any memory format.
+    A direction is (rows, fan-in), or has the weight's own shape where the rows of its memory are
+    in another order (channels_last): so states of the base mean the same in any memory format.
     """
 
-    stored: Any = None
-    r: Any = None
-    lam: Any = None
-    is_fixed = False  # whether r is held
-
     def __init__(
-        self, unit: Unit, weight: Any, bias: Any, state: dict, bias_state: dict, in_place: bool
+        self, unit: Unit, weight: Any, bias: Any, states: tuple[dict, dict], in_place: bool
     ) -> None:
         self.unit, self.weight, self.bias = unit, weight, bias
-        self.state, self.bias_state = state, bias_state
+        self.state, self.bias_state = states
+        self.parts: dict[str, Part] = {}
+        self.is_fixed = False  # whether r is held
+        self.is_sharded = hasattr(weight, "placements")
         self.dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         self.process_group = _process_group(unit, weight)
         own = local(weight)
@@ -86,16 +80,31 @@ class Member:
 
     def gradient_rows(self) -> Tensor:
         """Return the weight's gradient as rows in the same order."""
-        g = getattr(self.weight.grad, "_local_tensor", self.weight.grad)
+        g = self.weight.grad._local_tensor if self.is_sharded else self.weight.grad
         if g.dtype != self.dtype:
             g = g.to(self.dtype)
         if self.is_in_place:
             return g.contiguous(memory_format=self.order)
         return self.unit.layout.to_rows(g).contiguous()
 
+    def master_rows(self) -> Tensor:
+        """Return r u as rows: the weight itself, or of a half-precision weight its float32 copy.
+
+        Rows of the copy that no longer round to the weight are taken up from it.
+        """
+        rows = self.weight_rows()
+        if self.weight.dtype == self.dtype:
+            return rows
+        if "direction" not in self.state:
+            self.state["direction"] = self.wrap(rows)
+            return rows
+        kept, half = local(self.state["direction"]), self.weight.dtype
+        agrees = (kept.to(half) == rows.to(half)).all(dim=1, keepdim=True)
+        return kept.copy_(torch.where(agrees, kept, rows))
+
     def wrap(self, part: Tensor) -> Tensor:
         """Return this process's rows as what the weight is: a tensor, or a part of a DTensor."""
-        if not hasattr(self.weight, "placements"):
+        if not self.is_sharded:
             return part
         from torch.distributed.tensor import DTensor
 
@@ -104,9 +113,6 @@ class Member:
         return DTensor.from_local(
             part, mesh, placements, run_check=False, shape=size, stride=part.stride()
         )
-
-    def parameter(self, part: Tensor) -> nn.Parameter:
-        return nn.Parameter(self.wrap(part), requires_grad=False)
 
     def _fit_states(self, shape: tuple[int, ...]) -> None:
         """Bring states to the weight's present device, type and layout, if these have changed."""
@@ -120,135 +126,232 @@ class Member:
                     state[key] = value
 
 
+class Part(NamedTuple):
+    """A member's part of what is stepped, with its gradient: of one block, where there is one."""
+
+    name: str  # begins its keys in the state
+    state: dict[str, Any]
+    member: Member
+    value: Tensor
+    grad: Tensor
+    blocks: tuple[Tensor, Tensor] | None = None  # the values of all members, and the gradients
+    start: int = 0  # place in the blocks
+
+
 class Stage:
-    """Units on one device, of one type and in one process group, which are stepped together."""
+    """Units on one device, of one type and in one process group, which are stepped together.
 
-    def __init__(self, members: Sequence[Member], match: bool, max_turn: float | None) -> None:
-        self.members, self.match, self.max_turn = list(members), match, max_turn
-        self.is_bounded = max_turn is not None
-        self.process_group = members[0].process_group
-        self.counts = torch.tensor([m.shape[0] for m in members], device=members[0].weight.device)
-        like = members[0].weight.new_empty(0, dtype=members[0].dtype)
-        self.table = rows_for([m.shape for m in members], like)
-        if new := [m for m in members if "r" not in m.state]:
-            self._start(new, match)
-        self.biased = [m for m in members if m.bias is not None]
-        self.has_free = any(not m.is_fixed for m in members)
-        self.length = self._per_row(torch.stack([m.state["length"] for m in members]))
-        self.zeros = torch.zeros_like(self.length)
-        # One flat tensor each, of which every layer's r, lam and their gradients are parts.
-        self.r = self._flat([m.state["r"] for m in members])
-        self.lam = self._flat([m.bias_state.get("lam") for m in members])
-        self.by_r, self.by_lam = torch.zeros_like(self.r), torch.zeros_like(self.lam)
-        flat = map(self.table.split, (self.r, self.lam, self.by_r, self.by_lam))
-        for m, *parts in zip(members, *flat, strict=True):
-            r, lam, by_r, by_lam = map(m.wrap, parts)
-            m.state["r"], m.r = r, nn.Parameter(r, requires_grad=False)
-            m.r.grad = by_r
-            if m.bias is not None:
-                m.bias_state["lam"], m.lam = lam, nn.Parameter(lam, requires_grad=False)
-                m.lam.grad = by_lam
+    Directions are unit vectors times R. By default the base steps the vectors themselves. With
+    `turn` or `max_turn` it steps an increment d beside them: its part across u, |d - <d, u> u|,
+    becomes the angle of the turn. With `turn` the base starts at 0, not at R u, so that d keeps
+    all its digits however small it is.
 
-    def _start(self, members: Sequence[Member], match: bool) -> None:
+    Args:
+        pairs: the units, each with its parameter group, whose `lr` is the turn where `turns`.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[tuple[Member, dict[str, Any]]],
+        match: bool,
+        max_turn: float | None,
+        turns: bool,
+    ) -> None:
+        self.members, self.match, self.max_turn = [m for m, _ in pairs], match, max_turn
+        runs = [list(run) for _, run in groupby(pairs, key=lambda pair: id(pair[1]))]
+        self.groups, self.group_sizes = [run[0][1] for run in runs], [len(run) for run in runs]
+        self.turns, self.by_increment = turns, turns or max_turn is not None
+        first, shapes = self.members[0], [m.shape for m in self.members]
+        like = local(first.weight).new_empty(0, dtype=first.dtype)
+        outs = [m.unit.out for m in self.members]
+        self.table = rows_for(shapes, like, outs, first.process_group)
+        if new := [m for m in self.members if "r" not in m.state]:
+            self._start(new)
+        self.has_free = any(not m.is_fixed for m in self.members)
+        self.length = self.table.per_row(torch.stack([m.state["length"] for m in self.members]))
+        self._build_scales()
+        self._build_biases()
+        self._build_directions()
+
+    def _start(self, members: Sequence[Member]) -> None:
         """Write the first r, and the length R of the stored directions, into the states."""
-        r = [self._first_scale(m) for m in members]
-        pairs = [torch.stack([x.abs().sum(), x.new_tensor(len(x))]) for x in r]
-        sums = self._reduce(torch.stack(pairs))
-        mean = sums[:, 0] / sums[:, 1] if match else torch.ones_like(sums[:, 0])
-        for m, one, length in zip(members, r, mean, strict=True):
-            m.state.update(r=m.wrap(one), length=length.clone(), fan_in=m.unit.fan_in)
+        scales = [self._first_scale(m) for m in members]
+        for m, r, length in zip(members, scales, self._layer_means(scales), strict=True):
+            m.state.update(r=m.wrap(r), length=length, fan_in=m.unit.fan_in)
 
     def _first_scale(self, m: Member) -> Tensor:
         return torch.linalg.vector_norm(m.weight_rows().flatten(1), dim=1)
 
-    def _reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over the processes that share the units."""
-        if self.process_group is not None:
-            dist.all_reduce(x, group=self.process_group)
-        return x
+    def _layer_means(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return the mean |value| of each layer, in all processes; 1 without `match`."""
+        pairs = [torch.stack([x.abs().sum(), x.new_tensor(x.numel())]) for x in values]
+        sums = torch.stack(pairs)
+        if self.table.group is not None:
+            dist.all_reduce(sums, group=self.table.group)
+        means = sums[:, 0] / sums[:, 1] if self.match else torch.ones_like(sums[:, 0])
+        return [mean.clone() for mean in means.to(self.table.dtype)]
 
-    def _per_row(self, per_layer: Tensor) -> Tensor:
-        """Return one number per layer as one per row."""
-        return per_layer.repeat_interleave(self.counts, output_size=self.table.total)
+    # One flat tensor each for r, lam and their gradients, of which every layer's are parts.
 
-    def _layer_sums(self, per_row: Tensor) -> Tensor:
-        """Return the sum over the rows of each layer, in all processes."""
-        sums = torch.segment_reduce(per_row, "sum", lengths=self.counts, initial=0, unsafe=True)
-        return self._reduce(sums)
+    def _build_scales(self) -> None:
+        self.r = torch.cat([local(m.state["r"]) for m in self.members])
+        self.by_r, self.peak, self.stretch, self.zeros = self.r.new_zeros(4, len(self.r))
+        for m, *part in self._divide(self.r, self.by_r):
+            m.state["r"] = m.wrap(part[0])
+            if not m.is_fixed:
+                m.parts["r"] = Part("r", m.state, m, *part)
 
-    def _flat(self, tensors: Sequence[Any]) -> Tensor:
-        """Return one number per row from a vector for each layer; None stands for zeros."""
-        parts = zip(tensors, self.table.split(self.zeros), strict=True)
-        return torch.cat([zero if x is None else local(x) for x, zero in parts])
+    def _build_biases(self) -> None:
+        members, table = self.members, self.table
+        self.biases = [None if m.bias is None else local(m.bias) for m in members]
+        kept = [m.bias_state.get("lam") for m in members]
+        self.lam = table.join([None if x is None else local(x) for x in kept])
+        self.by_lam = torch.zeros_like(self.lam)
+        for m, *part in self._divide(self.lam, self.by_lam):
+            if m.bias is not None:
+                m.bias_state["lam"] = m.wrap(part[0])
+                m.parts["lam"] = Part("lam", m.bias_state, m, *part)
+        # Biases in half precision are stepped as float32 numbers beside them.
+        self.own_biases = [b for b in self.biases if b is not None]
+        self.has_masters = any(
+            b.dtype != table.dtype or not b.is_contiguous() for b in self.own_biases
+        )
+        self.master = torch.zeros_like(self.lam)
+        pairs = zip(self.biases, table.split(self.master), strict=True)
+        masters = [None if b is None else part for b, part in pairs]
+        self.masters = InPlace(masters if self.has_masters else self.biases)
+
+    def _divide(self, *blocks: Tensor) -> list[Any]:
+        """Return each member with its values, their gradients, the blocks and its place there."""
+        rows = zip(self.members, *map(self.table.split, blocks), strict=True)
+        start = blocks[0].storage_offset()
+        return [(m, x, by, blocks, x.storage_offset() - start) for m, x, by in rows]
+
+    def _build_directions(self) -> None:
+        members = self.members
+        self.w: Any = [m.master_rows() for m in members]
+        self.copied = [i for i, m in enumerate(members) if not m.is_in_place]
+        passing = [i for i in self.copied if "direction" not in members[i].state]
+        self.copies = Scratch([self.w[i] for i in passing])
+        for i, part in zip(passing, self.copies.parts, strict=True):
+            self.w[i] = part
+        self.w = InPlace(self.w, self.copies.block)
+        self.gradients = Scratch(self.w)
+        self.increments = Scratch(self.w if self.by_increment else [])
+        stepped = self.increments.parts if self.by_increment else self.w
+        blocks = (self.increments.block, self.gradients.block) if self.by_increment else None
+        for m, v, g in zip(members, stepped, self.gradients.parts, strict=True):
+            if m.unit.fan_in > 1:
+                part = Part("direction", m.state, m, v, g, blocks, g.storage_offset())
+                m.parts["direction"] = part
+        # Weights that no optimizer writes to, so that autograd has to be told.
+        pairs = list(zip(self.w, members, strict=True))
+        self.unstepped = [w for w, m in pairs if self.by_increment or m.unit.fan_in == 1]
+        self.radians = torch.full((len(members),), math.radians(1)).to(self.r)
 
     # --- before and after the step ------------------------------------------------------------
 
-    def enter(self, rates: Sequence[Any]) -> None:
-        """Give the base and the rest their parameters and gradients; `rates` are the groups'."""
-        before = self.r.clone() if self.biased else self.r
-        self._enter_directions(rates)
-        if self.biased:
-            self._enter_distances(before)
-        if self.has_free:
-            self.entered = self.r.clone()
+    def enter(self) -> None:
+        """Give the base and the rest their parameters and gradients."""
+        before = self.r.clone() if self.has_masters else self.r
+        self._enter_directions()
+        if self.own_biases:
+            self._enter_biases(before)
+        self.entered = self.r.clone() if self.has_free else self.r
 
-    def _enter_distances(self, before: Tensor) -> None:
-        """Give the rest what stands for the biases, and add to dL/dr what b = r lam contributes.
-
-        Where |b| <= |r| that is R' lam, so that b moves as fast as a plain one. A boundary farther
-        out than 1 has a plain bias: lam would move it 1 + lam^2 times as fast. Without `match` it
-        is lam everywhere, as in converted layers.
-        """
-        biases = [m.bias for m in self.members]
-        by_bias = self._flat([None if b is None else b.grad for b in biases]).to(self.r.dtype)
-        self.bias = self._flat(biases)
-        is_ours = (before * self.lam).to(self.bias.dtype) == self.bias
-        is_ours &= (self.r - before).abs() <= _ROUNDING * before.abs()
-        value = torch.where(is_ours, self.r * self.lam, self.bias.to(self.r.dtype))
-        scale = torch.where(self.r == 0, 1, self.r)
-        self.is_near = (self.r != 0) & ((value.abs() <= self.r.abs()) | (not self.match))
-        self.present_length = self._mean_scale() if self.match else self.length
-        stretch = torch.where(self.is_near, self.present_length / scale, 1)
-        self.lam.copy_(stretch * value)
-        self.by_lam.copy_(by_bias / stretch)
-        self.by_r.add_(torch.where(self.is_near, value / scale, 0) * by_bias)
-        self.entered_lam = self.lam.clone()
-
-    def _mean_scale(self) -> Tensor:
-        columns = torch.stack([self.r.abs(), self.zeros + 1], dim=1)
-        sums, counts = self._layer_sums(columns).unbind(dim=1)
-        return self._per_row(torch.where(sums == 0, 1, sums / counts.clamp(min=1)))
+    def _enter_biases(self, before: Tensor) -> None:
+        grads = [None if m.bias is None else m.bias.grad.contiguous() for m in self.members]
+        dtypes = {g.dtype for g in grads if g is not None}
+        if self.members[0].is_sharded or dtypes != {self.r.dtype}:
+            grads = [None if g is None else local(g).to(self.r.dtype) for g in grads]
+        if self.has_masters:
+            kept, values = self.own_biases[0].dtype, self.table.join(self.biases).to(self.r.dtype)
+            is_ours = (before * self.lam).to(kept) == values.to(kept)
+            is_ours &= (self.r - before).abs() <= _ROUNDING * before.abs()
+            self.master.copy_(torch.where(is_ours, self.r * self.lam, values))
+        self.table.enter_biases(
+            self.masters, grads, self.r, self.by_r, self.lam, self.by_lam, self.match
+        )
 
     def leave(self) -> None:
         """Write weights and biases from what the base and the rest have stepped."""
-        entered = self.entered if self.has_free else self.r
-        if self.has_free:
-            self.r.mul_(entered != 0)  # a row of zeros has no direction to grow in
-            if self.is_bounded:  # r through 0 would turn a unit by 180 degrees
-                least = torch.minimum(entered.abs(), _SHORTEST * self.length)
-                kept = torch.maximum(0.1 * entered.abs(), least).copysign(entered)
-                self.r.copy_(torch.where(self.r * entered < 0, kept, self.r))
-        self._leave_directions(entered)
-        if self.biased:
-            self._leave_distances(entered)
+        self._leave_directions()
+        if self.own_biases:
+            self.table.leave_biases(self.masters, self.r, self.entered, self.lam, self.match)
+            if self.has_masters:
+                torch._foreach_copy_(self.own_biases, [b for b in self.masters if b is not None])
+            torch.autograd.graph.increment_version(self.own_biases)
 
-    def _leave_distances(self, entered: Tensor) -> None:
-        """Write the biases, and keep lam = b / r until the next step."""
-        value = torch.where(self.is_near, self.r * self.lam / self.present_length, self.lam)
-        is_still = (self.lam == self.entered_lam) & (self.r == entered)
-        parts = self.table.split(torch.where(is_still, self.bias, value.to(self.bias.dtype)))
-        biased = [i for i, m in enumerate(self.members) if m.bias is not None]
-        own = [local(self.members[i].bias) for i in biased]
-        torch._foreach_copy_(own, [parts[i] for i in biased])
-        self.lam.copy_(torch.where(self.r == 0, 0, value / torch.where(self.r == 0, 1, self.r)))
+    def _is_still(self) -> bool:
+        """Whether all rates are 0, as far as the host knows: one on a device is not looked at."""
+        rates = [group["lr"] for group in self.groups]
+        return all(isinstance(rate, int | float) and rate == 0 for rate in rates)
 
-    def _enter_directions(self, rates: Sequence[Any]) -> None:
-        """Set `stored` and its gradient, r as the weights have it, and by_r = <G, u>."""
-        raise NotImplementedError
+    def _enter_directions(self) -> None:
+        """Give the base v and its gradient; r becomes what the weights have, by_r = <G, u>."""
+        self.gradients.allocate()
+        self.increments.allocate(zero=self.turns)
+        self.copies.allocate()
+        for i in self.copied:
+            self.w[i].copy_(self.members[i].master_rows())
+        v = None if self.turns else self.increments.parts if self.by_increment else self.w
+        is_still = not self.by_increment and self._is_still()
+        self.before = [w.clone() for w in self.w] if is_still else None
+        self.table.enter(
+            self.w, [m.gradient_rows() for m in self.members], self.gradients.parts, v,
+            self.length, self.r, self.by_r, self.peak, self.stretch,
+        )  # fmt: skip
 
-    def _leave_directions(self, entered: Tensor) -> None:
-        """Write r times the new directions into the weights, whose r was `entered`."""
-        raise NotImplementedError
+    def _leave_directions(self) -> None:
+        """Write r times the new directions into the weights."""
+        if self.by_increment:
+            self._turn()
+        else:
+            self.table.leave(self.w, self.r, self.entered)
+        if self.before is not None:  # at rate 0 not even rounding changes a weight
+            parts = zip(self.w, self.before, self.table.split(self.r == self.entered), strict=True)
+            for w, before, is_still in parts:
+                w.copy_(torch.where(is_still.view(-1, *[1] * (w.ndim - 1)), before, w))
+        torch.autograd.graph.increment_version(self.unstepped)
+        for i in self.copied:
+            self.members[i].unit.layout.write(self.members[i].own, self.w[i])
+        for scratch in (self.gradients, self.increments, self.copies):
+            scratch.free()
+
+    def _turn(self) -> None:
+        """Turn each row by the angle of its increment, as `turn` and `max_turn` say."""
+        d, c = self.increments.parts, self.zeros if self.turns else self.stretch
+        along, across = self.table.measure(self.w, d, c, self.entered)
+        turn = None
+        if self.turns:
+            parts = zip(self.radians.split(self.group_sizes), self.groups, strict=True)
+            rates = [part * group["lr"] for part, group in parts]
+            turn = rates[0] if len(rates) == 1 else torch.cat(rates)
+        limit = math.radians(self.max_turn or 0)
+        a, b = self.table.mix(
+            along, across, self.length, self.peak, self.entered, self.r, turn, limit
+        )
+        self.table.rotate(self.w, d, c, a, b)
+
+
+class Scratch:
+    """Memory during a step for tensors like the given ones, which are parts of one block."""
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        sizes = [x.numel() for x in like]
+        self.block = (like[0] if like else torch.empty(0)).new_empty(sum(sizes))
+        self.bytes = self.block.untyped_storage().nbytes()
+        pieces = zip(self.block.split(sizes), like, strict=True)
+        parts = [y.as_strided(x.shape, x.stride(), y.storage_offset()) for y, x in pieces]
+        self.parts = InPlace(parts, self.block)
+
+    def allocate(self, zero: bool = False) -> None:
+        self.block.untyped_storage().resize_(self.bytes)
+        if zero:
+            self.block.zero_()
+
+    def free(self) -> None:
+        self.block.untyped_storage().resize_(0)
 
 
 def _process_group(unit: Unit, weight: Any) -> Any:

@@ -1,6 +1,6 @@
 """Which weights of a model have units as rows, what stays plain, and why."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,25 +60,25 @@ class Choice:
     units: tuple[Unit, ...]
     plain: Mapping[str, str]
 
-    def like(self, states: Mapping[Any, Mapping[str, Any]], keys: Mapping[str, Any]) -> "Choice":
-        """Return the choice by which a state was made: values may have changed since."""
-        units = []
-        for u in self.units:
-            state = states.get(keys.get(u.bias or ""), {})
-            units.append(replace(u, has_distance="lam" in state) if state else u)
+    def like(self, states: Mapping[str, Mapping[str, Any]]) -> "Choice":
+        """Return the choice by which states were made: values may have changed since."""
+        found = [(u, states.get(u.bias or "")) for u in self.units]
+        units = [replace(u, has_distance="lam" in state) if state else u for u, state in found]
         return replace(self, units=tuple(units))
 
-    def table(self, is_fixed: Callable[[Unit], bool]) -> str:
+    def table(self, is_fixed: Callable[[Unit], bool], trained: Collection[str]) -> str:
         """Return a line for each weight."""
         lines = [f"  {'units of':40} {'rows':>6} {'fan-in':>6}  {'bias':5}  scale"]
+        plain = dict(self.plain)
         for u in self.units:
-            scale = (
-                "free" if not is_fixed(u) else f"fixed, {u.norm} follows" if u.norm else "fixed"
-            )
+            if u.name not in trained:
+                plain[u.name] = "frozen, or in no group"
+                continue
+            norm = f", {u.norm} follows" if u.norm else ""
+            scale = f"fixed{norm}" if is_fixed(u) else "free"
             bias = "lam" if u.has_distance else "plain" if u.bias else "-"
             lines.append(f"  {u.name:40} {u.out:6} {u.fan_in:6}  {bias:5}  {scale}")
-        plain = [f"  {name:40} {reason}" for name, reason in self.plain.items()]
-        return "\n".join([*lines, *(["  plain", *plain] if plain else [])])
+        return "\n".join([*lines, "  plain", *(f"  {k:40} {why}" for k, why in plain.items())])
 
 
 def choose(
@@ -100,9 +100,12 @@ def choose(
     plain: dict[str, str] = {}
     for layer, module, weight, bias, layout in _candidates(model):
         name = names[id(weight)]
-        reason = _reason_to_stay(weight, module, layer, outputs, filter_fn, holders)
-        if reason is not None:
-            plain[name] = reason
+        if _is_embedded(holders[id(weight)]):
+            plain[name] = "tied to an embedding"
+        elif filter_fn is not None and not filter_fn(module, layer):
+            plain[name] = "filter_fn"
+        elif filter_fn is None and layer in outputs:
+            plain[name] = "the output layer"
         is_own = bias is not None and len(holders[id(bias)]) == len(holders[id(weight)])
         out = weight.shape[1] * layout.groups if layout.columns else len(weight)
         own = names[id(bias)] if is_own else None
@@ -179,34 +182,22 @@ def _weights_of(module: nn.Module) -> list[tuple[str, str, Layout]]:
     return []
 
 
-def _reason_to_stay(
-    weight: nn.Parameter,
-    module: nn.Module,
-    layer: str,
-    outputs: set[str],
-    filter_fn: Filter | None,
-    holders: Holders,
-) -> str | None:
-    if _is_embedded(holders[id(weight)]):
-        return "tied to an embedding"
-    if filter_fn is not None:
-        return None if filter_fn(module, layer) else "filter_fn"
-    return "the output layer" if layer in outputs else None
-
-
 def _check_values(
     parameters: dict[str, nn.Parameter], found: dict[str, Unit], plain: dict[str, str]
 ) -> tuple[Unit, ...]:
     """Leave out weights with a zero row, which has no direction, and distances above 1.
 
     lam = b / r moves a bias 1 + lam^2 times as fast as plain training, so it is kept only where
-    |b| <= |r| in every row.
+    |b| <= |r| in every row. Processes that share a model decide alike: each sees its own rows.
     """
     units = [u for name, u in found.items() if name not in plain]
     flags = torch.tensor([_value_flags(u, parameters) for u in units], dtype=torch.int32)
-    flags = _agree(flags, parameters.values())
+    sharded = next((p for p in parameters.values() if hasattr(p, "device_mesh")), None)
+    if sharded is not None:
+        flags = flags.to(sharded.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
     kept = []
-    for unit, (has_zero_row, is_far) in zip(units, flags.tolist(), strict=True):
+    for unit, (has_zero_row, is_far) in zip(units, flags.view(-1, 2).tolist(), strict=True):
         if has_zero_row:
             plain[unit.name] = "a row of zeros has no direction"
         else:
@@ -224,15 +215,6 @@ def _value_flags(unit: Unit, parameters: dict[str, nn.Parameter]) -> tuple[bool,
     r = torch.linalg.vector_norm(unit.layout.to_rows(weight.detach()).float(), dim=1)
     is_far = bias is not None and len(bias) == len(r) and bool((bias.detach().abs() > r).any())
     return bool((r == 0).any()), is_far
-
-
-def _agree(flags: Tensor, parameters: Any) -> Tensor:
-    """Let all processes that share a model decide alike: each sees only its own rows."""
-    sharded = next((p for p in parameters if hasattr(p, "device_mesh")), None)
-    if sharded is not None:
-        flags = flags.to(sharded.device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return flags.view(-1, 2)
 
 
 def _norms_by_graph(model: nn.Module, graph: Graph) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Kernels of rows, in C and in Triton, equal the plain form; Muon on rows equals torch's."""
 
+import copy
 import importlib
 import os
 from typing import Any
@@ -35,20 +36,54 @@ def results(rows: Rows, where: str) -> list[Tensor]:
         assert all(map(torch.equal, w, before))
     measured = rows.measure(w, g, c, r)
     rows.rotate(w, g, c, a, b)
-    rows.leave(v, r)
+    entered = r.clone()
+    r.add_(b)  # some change their sign
+    rows.leave(v, r, entered)
+    assert r[1] == 0 and not v[0][1].any()
     return [*by_v, *w, *v, r, *out, *measured]
+
+
+def results_of_flat_functions(rows: Rows, match: bool) -> list[Tensor]:
+    """Return what becomes of biases, some far out, and how rows are turned, per row."""
+    torch.manual_seed(0)
+    r, slope, lam, by_lam, along, stepped = torch.randn(6, rows.total, dtype=rows.dtype)
+    b = [None if i == 1 else torch.randn(s[0], dtype=rows.dtype) for i, s in enumerate(SHAPES)]
+    r[2], b[2][1] = 0, 0
+    before, by_b = copy.deepcopy(b), [x if x is None else torch.randn_like(x) for x in b]
+    lam.zero_(), by_lam.zero_()
+    rows.enter_biases(b, by_b, r, slope, lam, by_lam, match)
+    entered, first = r.clone(), [lam.clone(), by_lam.clone(), slope.clone()]
+    rows.leave_biases(b, r, entered, lam, match)
+    assert all(x is None or torch.equal(x, y) for x, y in zip(b, before, strict=True))  # no step
+    lam.copy_(first[0])
+    lam[::2] += stepped[::2]
+    r += stepped * (r != 0)
+    rows.leave_biases(b, r, entered, lam, match)
+    biases, peak = [x for x in b if x is not None], (torch.arange(rows.total) > 2).to(r)
+    turn, length = torch.rand(len(SHAPES), dtype=rows.dtype), torch.ones_like(r)
+    mixed = []
+    for limit, turns in ((0.0, turn), (0.3, turn), (0.3, None)):
+        scale, across = r.clone(), along.abs() * (along > 0)
+        mixed += [*rows.mix(along, across, length, peak, entered, scale, turns, limit), scale]
+    return [*first, *biases, lam, *mixed]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("where", ["in place", "apart", "nowhere"])
-def test_kernels_compute_what_the_plain_form_does(kernels: Any, dtype: Any, where: str) -> None:
+@pytest.mark.parametrize(
+    "function, way",
+    [(results, "in place"), (results, "apart"), (results, "nowhere"),
+     (results_of_flat_functions, True), (results_of_flat_functions, False)],
+)  # fmt: skip
+def test_kernels_compute_what_the_plain_form_does(
+    kernels: Any, dtype: Any, function: Any, way: Any
+) -> None:
     if kernels == "native":
         build: Any = rows_native.NativeRows if is_available() else pytest.skip("no C")
     else:
         build = importlib.import_module("geoparam.kernels.rows_triton").TritonRows
     plain, fast = (make(SHAPES, torch.empty(0, dtype=dtype)) for make in (Rows, build))
-    torch.testing.assert_close(results(fast, where), results(plain, where), **BOUNDS[dtype])
+    torch.testing.assert_close(function(fast, way), function(plain, way), **BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.5, "ns_steps": 3, "nesterov": False}])

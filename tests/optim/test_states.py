@@ -196,6 +196,29 @@ def test_what_is_frozen_or_has_no_gradient_is_never_written(kind: str) -> None:
             assert torch.equal(p, before[name]) == (name in names), (step, name)
 
 
+class Adam(torch.optim.Adam):
+    """Another class: it gets the r, lam and increment of each layer by themselves."""
+
+
+@pytest.mark.parametrize("options", [{}, {"turn": 2.0}, {"coordinates": "angles"}], ids=str)
+@pytest.mark.parametrize("make", [mlp, cnn])
+def test_all_layers_as_one_parameter_train_as_each_by_itself(make: Any, options: Any) -> None:
+    """Also where one has missed a step, so that its counter differs, and after loading."""
+    models = make(), make()
+    for model, base in zip(models, (torch.optim.Adam, Adam), strict=True):
+        optimizer = build(model, base, lr=1e-2, **options)
+        for step, missing in enumerate(["3.weight", "0.bias", "0.weight", "6.bias"]):
+            backward(model, step)
+            for name, p in model.named_parameters():
+                p.grad = None if name == missing else p.grad
+            optimizer.step()
+        state = through_a_file(optimizer.state_dict())
+        assert [int(state["state"][i]["r/step"]) for i in (0, 1)] == [3, 3]
+        optimizer.load_state_dict(state)
+        train(model, optimizer, first=4)
+    assert_same_weights(*models, 1e-14)
+
+
 def test_an_optimizer_built_before_convert_says_that_it_does_not_train() -> None:
     model, optimizer = start("SGD")
     train(model, optimizer)

@@ -24,6 +24,14 @@ def test_the_table_says_what_is_a_unit_and_what_stays_plain() -> None:
     assert "zeros has no direction" in found["6.weight"] and "output" in found["7.weight"]
 
 
+def test_the_table_names_turn_and_counts_no_frozen_layer() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    title, *lines = str(build(model, turn=2.4, max_turn=9)).splitlines()
+    assert "(intrinsic, turn 2.4, max_turn 9, SGD; rest SGD): 56 of 143 parameters" in title
+    assert lines[2] == "  plain" and "0.weight" in lines[-1] and "frozen" in lines[-1]
+
+
 def test_a_frozen_norm_leaves_r_free_and_only_a_neighbour_fixes_it() -> None:
     frozen = mlp(norm=nn.BatchNorm1d)
     frozen[1].eval().requires_grad_(False)
