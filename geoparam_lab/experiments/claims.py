@@ -11,9 +11,9 @@ Targets of UCI sets are in units of their deviation. A fifth of the training par
 decides which weights are kept. All methods have the same rates.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from geoparam_lab.data import banana_data, uci_data
 from geoparam_lab.experiments import claims_deep, claims_measures
-from geoparam_lab.experiments.claims_measures import Member
+from geoparam_lab.experiments.claims_measures import Member, Sets
 from geoparam_lab.experiments.experiment import Experiment, Layout, Measure
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training.tasks import Progress, Tick, check_names, count_cores, spread
@@ -76,16 +76,11 @@ class Task(NamedTuple):
         return [dict(zip(KEY, key, strict=True)) for key in own]
 
 
-@dataclass(frozen=True)
-class Work:
-    """Does any task of a run."""
-
-    data: dict[str, tuple[np.ndarray, np.ndarray]]
-
-    def __call__(self, task: Task, tick: Tick) -> list[Record]:
-        measure: Any = getattr(claims_deep if task.part == "deep" else claims_measures, task.part)
-        found = measure(task.members, task.dataset, self.data, PARTS[task.part].epochs)
-        return [key | own for key, own in zip(task.keys, found, strict=True)]
+def _measure(data: Sets, task: Task, tick: Tick) -> list[Record]:
+    """Return the records of a task."""
+    measure: Any = getattr(claims_deep if task.part == "deep" else claims_measures, task.part)
+    found = measure(task.members, task.dataset, data, PARTS[task.part].epochs)
+    return [key | own for key, own in zip(task.keys, found, strict=True)]
 
 
 def run(
@@ -118,14 +113,14 @@ def run(
     import geoparam.plots  # noqa: F401  says now that matplotlib is missing
 
     trained = " ".join(PARTS[part].datasets for part in chosen if PARTS[part].epochs)
-    work = Work({name: load(name, data) for name in dict.fromkeys(trained.split())})
-    options: Any = {"key": KEY, "resume": resume, "may_change": ("parts",)}
+    sets = {name: load(name, data) for name in dict.fromkeys(trained.split())}
     config = {"parts": chosen, "seeds": seeds}
+    options: Any = {"key": KEY, "resume": resume, "may_change": ("parts",)}
     folder = Run.create(out, "claims", config, command, **options)
     tasks = [task for part in chosen for task in make_tasks(part, seeds)]
     todo = [task for task in tasks if not all(folder.has_record(**key) for key in task.keys)]
     done = len(tasks) - len(todo)
-    for task, records in spread(work, todo, jobs or count_cores()):
+    for task, records in spread(functools.partial(_measure, sets), todo, jobs or count_cores()):
         _append(folder, records)
         done += 1
         if progress is not None:
@@ -156,15 +151,9 @@ def load(name: str, data: str | Path | None = None) -> tuple[np.ndarray, np.ndar
 def make_tasks(name: str, seeds: int) -> list[Task]:
     """Return the tasks of a part; the networks of one are trained as a stack."""
     part = PARTS[name]
-    grid = itertools.product(
-        part.datasets.split(),
-        part.sizes,
-        part.methods.split(),
-        part.rates,
-        range(min(seeds, part.most)),
-    )
+    members = (part.sizes, part.methods.split(), part.rates, range(min(seeds, part.most)))
     found: dict[tuple, list[Member]] = {}
-    for dataset, size, method, lr, seed in grid:
+    for dataset, size, method, lr, seed in itertools.product(part.datasets.split(), *members):
         own = {"method": method, "size": size} | {part.together: ""}
         cell = (dataset, own["method"], own["size"])
         found.setdefault(cell, []).append(Member(method, size, lr, seed))
@@ -193,65 +182,46 @@ def answers(records: Sequence[Record]) -> list[Record]:
 # --- what it says -------------------------------------------------------------------------------
 
 
-def _layout(part: str, column: str, title: str, **measures: str) -> Layout:
-    """Return tables of some fields by another."""
-    small = ("error", "smallest")
-    shown = tuple(
-        Measure(name, text, None if name in small else 3) for name, text in measures.items()
-    )
+_ERROR = {"test_error": "Test error: root mean square, or share of wrong classes"}
+_OFFSET = "Mean of a layer's input over its size"
+_TABLES: dict[str, tuple[str, str, dict[str, str]]] = {  # column, its title, measures
+    "covariance": ("size", "correlation", {"error": "Largest difference from BN"}),
+    "cost": ("size", "inputs or units", {"ratio": "Time of a layer over SP's"}),
+    "growth": ("dataset", "what is varied", {"exponent": "Exponent with which time grows"}),
+    "shift": ("size", "layer", {
+        "offset": f"{_OFFSET}, with the batch's means",
+        "offset_running": f"{_OFFSET}, with running means",
+        "drift": "Change of that mean in an epoch, with the batch's means",
+    }),
+    "shell": ("dataset", "data set", _ERROR | {
+        "relative": "Median |λ| over median ‖x‖", "on_shell": "Share of units on the shell",
+    }),
+    "products": ("size", "fan-in", _ERROR | {
+        "smallest": "Smallest product times √fan-in",
+        "negligible": "Share of angles with metric below 1e-4",
+        "sparsity": "Share of activations that are 0",
+        "dead": "Share of dead units",
+    }),
+    "deep": ("size", "hidden layers", _ERROR),
+} | {
+    part: ("size", "quantity", {
+        "correlation": f"Rank correlation with the test error, {how}",
+        "p_holm": f"Its p, corrected by Holm for all comparisons, {how}",
+    })
+    for part, how in {
+        "shell: all": "over all networks",
+        "shell: within": "over seeds, within method and rate",
+        "deep: rates": "over rates and seeds, within depth",
+        "deep: seeds": "over seeds, within depth and rate",
+    }.items()
+}  # fmt: skip
+
+
+def _layout(part: str, column: str, title: str, texts: dict[str, str]) -> Layout:
+    digits = dict.fromkeys(("error", "smallest"), None)  # three significant ones
+    shown = tuple(Measure(name, text, digits.get(name, 3)) for name, text in texts.items())
     group = "" if column == "dataset" else "dataset"
     return Layout(shown, column, title, group, {"part": part}, compare=False, details=())
-
-
-_ERROR = "Test error: root mean square, or share of wrong classes"
-_TESTS = {
-    "shell: all": "over all networks",
-    "shell: within": "over seeds, within method and rate",
-    "deep: rates": "over rates and seeds, within depth",
-    "deep: seeds": "over seeds, within depth and rate",
-}
-LAYOUTS = (
-    _layout("covariance", "size", "correlation", error="Largest difference from BN"),
-    _layout("cost", "size", "inputs or units", ratio="Time of a layer over SP's"),
-    _layout("growth", "dataset", "", exponent="Exponent with which time grows"),
-    _layout(
-        "shift",
-        "size",
-        "layer",
-        offset="Mean of a layer's input over its size, with the batch's means",
-        offset_running="Mean of a layer's input over its size, with running means",
-        drift="Change of that mean in an epoch, with the batch's means",
-    ),
-    _layout(
-        "shell",
-        "dataset",
-        "data set",
-        test_error=_ERROR,
-        relative="Median |λ| over median ‖x‖",
-        on_shell="Share of units on the shell",
-    ),
-    _layout(
-        "products",
-        "size",
-        "fan-in",
-        smallest="Smallest product times √fan-in",
-        negligible="Share of angles with metric below 1e-4",
-        sparsity="Share of activations that are 0",
-        dead="Share of dead units",
-        test_error=_ERROR,
-    ),
-    _layout("deep", "size", "hidden layers", test_error=_ERROR),
-    *(
-        _layout(
-            part,
-            "size",
-            "quantity",
-            correlation=f"Rank correlation with the test error, {how}",
-            p_holm=f"Its p, corrected by Holm for all comparisons, {how}",
-        )
-        for part, how in _TESTS.items()
-    ),
-)
 
 
 def _finding(run: Run) -> str:
@@ -271,15 +241,9 @@ EXPERIMENT = Experiment(
     about="Claims of the papers that have no figure or table there, each measured on its own.",
     summary="Claims of the papers that have no figure there, each measured. Fifteen minutes.",
     run=run,
-    layouts=LAYOUTS,
+    layouts=tuple(_layout(part, *table) for part, table in _TABLES.items()),
     finding=_finding,
     choose=lambda records: [{k: v for k, v in r.items() if v is not None} for r in records],
     limits=lambda run: "Small networks, few seeds, at most three rates.",
-    names={
-        "inputs": "over inputs",
-        "units": "over units",
-        "normal": "normal inputs",
-        "relative": "|λ| over ‖x‖",
-        "on_shell": "on the shell",
-    },
+    names={"inputs": "over inputs", "units": "over units", "normal": "normal inputs"},
 )
