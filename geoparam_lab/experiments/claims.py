@@ -229,9 +229,11 @@ def _finding(run: Run) -> str:
     if not deep:
         return ""
     clear = sum(record["p_holm"] < 0.05 for record in deep)
+    fixed = sum(r["p_holm"] < 0.05 for r in deep if r["part"] == "deep: seeds")
     return (
         f"In networks of several layers, {clear} of {len(deep)} rank correlations between what "
-        "regions do in training and the test error are clear after Holm's correction."
+        "regions do in training and the test error are clear after Holm's correction, "
+        f"{fixed} of them between networks with the same rate."
     )
 
 
@@ -244,6 +246,11 @@ EXPERIMENT = Experiment(
     layouts=tuple(_layout(part, *table) for part, table in _TABLES.items()),
     finding=_finding,
     choose=lambda records: [{k: v for k, v in r.items() if v is not None} for r in records],
-    limits=lambda run: "Small networks, few seeds, at most three rates.",
-    names={"inputs": "over inputs", "units": "over units", "normal": "normal inputs"},
+    limits=lambda run: (
+        "Small networks, few seeds, at most three rates: where rates differ, what "
+        "goes with the test error may only go with the rate."
+    ),
+    names={name: name.replace("_", ", ") for name in claims_deep.QUANTITIES}
+    | {"inputs": "over inputs", "units": "over units", "normal": "normal inputs"}
+    | {"relative": "|λ| over ‖x‖", "on_shell": "share on the shell"},
 )

@@ -11,9 +11,11 @@ Four quantities of a network, after a tenth of its training ("early") and at the
                 there, over its median
 
 Does one of them go with the test error? Ranks of both are compared between networks of one data
-set, method and depth that differ in rate and seed, or in the seed alone; depths are pooled. p is
-the share of 9,999 random pairings, within the same groups, that agree or disagree as much, and
-Holm's correction is over all comparisons of the run.
+set, method and depth that differ in rate and seed, or in the seed alone; depths are pooled. Seeds
+have splits of their own, some of which are hard for all networks, so the mean over all networks of
+a split is subtracted from the ranks: else p would count one split many times. p is the share of
+9,999 random pairings, within the same groups, that agree or disagree as much, and Holm's
+correction is over all comparisons of the run.
 """
 
 import itertools
@@ -106,30 +108,37 @@ def correlate(
         for part, quantity in itertools.product(parts, quantities):
             x, y = (np.array([r[field] for r in own], float) for field in (quantity, "test_error"))
             groups = [tuple(record[field] for field in parts[part]) for record in own]
-            correlation, p = rank_correlation(x, y, groups)
+            correlation, p = rank_correlation(x, y, groups, [record["seed"] for record in own])
             key = {"part": part, "method": "all", "size": quantity, "lr": None, "seed": None}
             key |= dict(zip(cells, cell, strict=True))
             found.append(key | {"correlation": correlation, "p": p, "networks": len(own)})
     return adjust(found)
 
 
-def rank_correlation(x: Array, y: Array, groups: Sequence[object]) -> tuple[float, float]:
+def rank_correlation(
+    x: Array, y: Array, groups: Sequence[object], splits: Sequence[object]
+) -> tuple[float, float]:
     """Return the correlation of ranks within groups, and its two-sided p by permutation.
 
-    What is not finite ranks last; 0 and 1 where one of the two does not vary.
+    The mean of a split is subtracted from ranks. What is not finite ranks last; 0 and 1 where one
+    of the two does not vary.
 
     Example:
-        >>> groups = [0, 0, 0, 0, 1, 1, 1, 1]
-        >>> x = np.array([1, 2, 3, 4, 101, 102, 103, 104.0])
-        >>> correlation, p = rank_correlation(x, x % 100, groups)
-        >>> round(correlation, 6), p < 0.01
+        >>> groups, splits = [0, 0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 2] * 3
+        >>> x = np.array([1, 2, 3, 12, 13, 11, 23, 21, 22.0])
+        >>> correlation, p = rank_correlation(x, x % 10, groups, splits)
+        >>> round(correlation, 6), p < 0.02
         (1.0, True)
+        >>> rank_correlation(x, np.array(splits), groups, splits)  # the split decides
+        (0.0, 1.0)
     """
-    labels = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-    at = np.array([labels[group] for group in groups])
-    a, b = (_ranks(np.where(np.isfinite(values), values, np.inf), at) for values in (x, y))
-    size = np.sqrt((a @ a) * (b @ b))
-    if not size > 0:
+    at, split = (_number(labels) for labels in (groups, splits))
+    finite = (np.where(np.isfinite(values), values, np.inf) for values in (x, y))
+    a, b = (_ranks(values, at) for values in finite)
+    same = split[:, None] == split
+    a, centred = (ranks - same @ ranks / same.sum(axis=1) for ranks in (a, b))
+    size = np.sqrt((a @ a) * (centred @ centred))
+    if not size > 1e-9:
         return 0.0, 1.0
     keys = np.random.default_rng(0).random((PERMUTATIONS, len(b))) + at  # mix within groups
     order = np.argsort(at, kind="stable")
@@ -137,6 +146,11 @@ def rank_correlation(x: Array, y: Array, groups: Sequence[object]) -> tuple[floa
     mixed[:, order] = b[np.argsort(keys, axis=1)]
     extreme = (np.abs(mixed @ a) >= abs(a @ b) - 1e-9).sum()
     return float(a @ b / size), float((extreme + 1) / (PERMUTATIONS + 1))
+
+
+def _number(labels: Sequence[object]) -> Array:
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+    return np.array([numbers[label] for label in labels])
 
 
 def _ranks(values: Array, at: Array) -> Array:

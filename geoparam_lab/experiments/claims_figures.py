@@ -91,10 +91,12 @@ def _draw_panels(records: Sequence[Record], drawing: Drawing) -> Figure:
                 start = {"alpha": 0.4, "marker": "", "label": None}
                 _draw_lines(ax, known, drawing.over, f"{measure}_start", **start)
             _draw_lines(ax, known, drawing.over, measure)
-            ax.set(xlabel=drawing.label, ylabel=label, title=f"{drawing.rows} {value}")
+            title = f"rate {value:g}" if drawing.rows == "lr" else value
+            ax.set(xlabel=drawing.label, ylabel=label, title=title)
             ax.set_xscale(drawing.scale)
             if measure == "smallest":
                 ax.set_yscale("symlog", linthresh=1e-6)
+                ax.set_ylim(0, 1)
     plots.legend_beside(axes[0, -1])
     return figure
 

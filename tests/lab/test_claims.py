@@ -126,19 +126,23 @@ def test_deep_networks_have_all_quantities(dataset: str) -> None:
 
 
 def test_ranks_are_compared_within_groups() -> None:
-    random = np.random.RandomState(0)
-    groups = np.repeat(range(4), 10)
-    x = random.randn(40)
+    groups, splits = np.repeat(range(8), 10), np.tile(range(10), 8).tolist()
+    x = np.random.RandomState(0).randn(80)
     opposed = x + 100 * groups, -x + 100 * groups  # pooled they would go together
-    correlation, p = claims_deep.rank_correlation(*opposed, groups.tolist())
+    correlation, p = claims_deep.rank_correlation(*opposed, groups.tolist(), splits)
     assert correlation == pytest.approx(-1) and p == 1 / (claims_deep.PERMUTATIONS + 1)
-    assert claims_deep.rank_correlation(x, np.zeros(40), groups.tolist()) == (0.0, 1.0)
+    assert claims_deep.rank_correlation(x, np.zeros(80), groups.tolist(), splits) == (0.0, 1.0)
 
 
-def test_p_is_uniform_where_nothing_goes_together() -> None:
-    draws = np.random.RandomState(1).randn(100, 2, 16)
-    p = [claims_deep.rank_correlation(x, y, [0] * 8 + [1] * 8)[1] for x, y in draws]
-    assert np.mean(p) == pytest.approx(0.5, abs=0.12) and np.mean(np.array(p) < 0.1) < 0.2
+@pytest.mark.parametrize("hard", [0, 3], ids=["splits alike", "some splits are hard"])
+def test_p_is_not_small_where_nothing_goes_together(hard: float) -> None:
+    """Effects of the split in both quantities, in five splits, would else look like a relation."""
+    random, groups, splits = np.random.RandomState(1), [*range(12)] * 5, np.repeat(range(5), 12)
+    p = []
+    for _ in range(100):
+        x, y = (random.randn(60) + hard * random.randn(5)[splits] for _ in range(2))
+        p.append(claims_deep.rank_correlation(x, y, groups, splits.tolist())[1])
+    assert np.mean(np.array(p) < 0.1) < 0.2 and np.mean(p) > 0.4
 
 
 # --- the run ------------------------------------------------------------------------------------
