@@ -226,14 +226,13 @@ def _layout(part: str, column: str, title: str, texts: dict[str, str]) -> Layout
 
 def _finding(run: Run) -> str:
     deep = [r for r in run.records() if r["part"].startswith("deep: ")]
+    clear = [r["part"] for r in deep if r["p_holm"] < 0.05]
     if not deep:
         return ""
-    clear = sum(record["p_holm"] < 0.05 for record in deep)
-    fixed = sum(r["p_holm"] < 0.05 for r in deep if r["part"] == "deep: seeds")
     return (
-        f"In networks of several layers, {clear} of {len(deep)} rank correlations between what "
-        "regions do in training and the test error are clear after Holm's correction, "
-        f"{fixed} of them between networks with the same rate."
+        f"In networks of several layers, {len(clear)} of {len(deep)} rank correlations between "
+        "what regions do in training and the test error are clear after Holm's correction, "
+        f"{clear.count('deep: seeds')} of them between networks with the same rate."
     )
 
 

@@ -132,7 +132,9 @@ def rank_correlation(
         >>> rank_correlation(x, np.array(splits), groups, splits)  # the split decides
         (0.0, 1.0)
     """
-    at, split = (_number(labels) for labels in (groups, splits))
+    at, split = (
+        np.unique(list(map(str, own)), return_inverse=True)[1] for own in (groups, splits)
+    )
     finite = (np.where(np.isfinite(values), values, np.inf) for values in (x, y))
     a, b = (_ranks(values, at) for values in finite)
     same = split[:, None] == split
@@ -146,11 +148,6 @@ def rank_correlation(
     mixed[:, order] = b[np.argsort(keys, axis=1)]
     extreme = (np.abs(mixed @ a) >= abs(a @ b) - 1e-9).sum()
     return float(a @ b / size), float((extreme + 1) / (PERMUTATIONS + 1))
-
-
-def _number(labels: Sequence[object]) -> Array:
-    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
-    return np.array([numbers[label] for label in labels])
 
 
 def _ranks(values: Array, at: Array) -> Array:
