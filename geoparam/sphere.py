@@ -107,7 +107,7 @@ def metric(latitude: Tensor) -> Tensor:
     """Return the diagonal m_k = P_k^2 of the sphere's metric, (..., n - 1); it has no other entry.
 
     A small step e of the latitudes turns the direction by sqrt(sum_k m_k e_k^2) <= ||e||
-    (Chen & Ge, Theorem 3.7).
+    (Chen & Ge, Theorem 3.7; appendix B of their first version prints sums for the products).
     """
     return products(wide(latitude).cos())[..., :-1].square().to(latitude.dtype)
 

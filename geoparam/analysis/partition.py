@@ -5,6 +5,8 @@ so it has no direction to follow from step to step (the papers leave it open). W
 is the partition that all boundaries make together. A point's activation pattern has one bit for
 each breakpoint t of each unit, at each position: whether its pre-activation z > t. Two points with
 the same pattern are in the same region, on which a piecewise linear network is one affine map.
+A max pool has one bit for each place of each window: whether the input there wins. They belong to
+the layer before the pool.
 
 Bits are packed by eight, one activation at a time, and never unpacked: a network may have 10^7 for
 each point. All results stay on the model's device, without a synchronisation. Different patterns
@@ -24,9 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam.analysis.reading.layer_sites import Layers, Site, find_sites, unwrap
+from geoparam.analysis.reading.pooling import MaxPool, find_pools
 from geoparam.analysis.reading.probe import observe
 from geoparam.conversion.plan import Inputs
-from geoparam.trace import tensors_in
+from geoparam.trace import tensors_in, trace
 
 # Eight bools in memory are the bytes of one integer, 2^8i for the i-th. The product with this,
 # which has 2^(63 - 9i) for each i, has the i-th at bit 63 - i, and no two terms meet: no carry.
@@ -115,11 +118,11 @@ class Changes(NamedTuple):
 class Patterns(Mapping[str, Pattern]):
     """The pattern of each layer, by name, and that of the network: each activation counts once.
 
-    The network's is of the activations that follow layers; one that reads a sum which goes on
-    beside it, as in a pre-activation ResNet, follows none. `slices` sees these too.
+    The network's is of the max pools and the activations that follow layers; one that reads a sum
+    which goes on beside it, as in a pre-activation ResNet, follows none. `slices` sees these too.
 
     Args:
-        parts: The pattern of each activation, by the number of its step.
+        parts: The pattern of each activation and max pool, by the number of its step.
         layers: The steps that show a layer's units. Two layers before one sum share a step.
     """
 
@@ -201,7 +204,7 @@ def _combine(prints: Sequence[Tensor]) -> Tensor:
 
 
 class Collector:
-    """Packs the pre-activations of one run: give it to `observe` as its `pre_activation`.
+    """Packs pre-activations and inputs of max pools: the `pre_activation` of `observe`.
 
     A layer is left out if its activation has no breakpoints, if its input is empty, or if the
     first dimension of the pre-activation is neither the number of examples nor, as with windows
@@ -222,17 +225,19 @@ class Collector:
         step = self._next_step(site)
         if self.examples is None:
             self.examples = len(z)
-        breaks = site.breaks
-        if breaks is None or not z.numel() or len(z) % max(1, self.examples):
+        bits = _find_bits(site, z.detach())
+        if bits is None or len(z) % max(1, self.examples):
             return
         if step not in self._parts:
-            above = breaks.above(z.detach(), site.channel)
-            rows = [side.reshape(self.examples, -1) for side in above]
+            rows = [side.reshape(self.examples, -1) for side in bits]
             self._parts[step] = _join([Pattern(pack(row), row.shape[1]) for row in rows])
         self._layers.setdefault(site.name, {})[step] = None
 
     def _next_step(self, site: Site) -> int:
         """Return the step of a site's next call: they come in the order of the run."""
+        if isinstance(site.activation, MaxPool):
+            assert site.calls[0].activation is not None
+            return site.calls[0].activation
         own = site.own_activation
         steps = (call.layer if own else call.activation for call in site.calls)
         call = self._calls.get(site.name, 0)
@@ -241,8 +246,18 @@ class Collector:
 
     def patterns(self) -> Patterns | None:
         """Return the patterns; None if no layer has breakpoints."""
-        layers = {name: tuple(steps) for name, steps in self._layers.items()}
-        return Patterns(self._parts, layers) if self._parts else None
+        layers = {name: tuple(sorted(steps)) for name, steps in self._layers.items()}
+        parts = {step: self._parts[step] for step in sorted(self._parts)}
+        return Patterns(parts, layers) if parts else None
+
+
+def _find_bits(site: Site, z: Tensor) -> Sequence[Tensor] | Tensor | None:
+    """Return bools in the shape of z for each breakpoint, or a max pool's winners, or None."""
+    if not z.numel():
+        return None
+    if isinstance(site.activation, MaxPool):
+        return [site.activation(z)]
+    return None if site.breaks is None else site.breaks.above(z, site.channel)
 
 
 def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Patterns:
@@ -260,13 +275,15 @@ def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Pattern
         >>> found["0"].packed.tolist(), found.distinct().item()
         ([[128], [0], [128]], 2)
     """
-    collector = Collector(inputs)
-    observe(unwrap(model), inputs, find_sites(model, inputs, layers), pre_activation=collector)
+    collector, sites = Collector(inputs), find_sites(model, inputs, layers)
+    model = unwrap(model)
+    pools = find_pools(trace(model, inputs), sites)
+    observe(model, inputs, sites | pools, pre_activation=collector)
     found = collector.patterns()
     if found is None:
         raise ValueError(
             "a pattern needs an activation with breakpoints (ReLU and its relatives, ReLU6, "
-            "Hardtanh, SReLU) after a layer that is analysed; none ran. Smooth activations "
-            "have no regions: follow their units' directions instead."
+            "Hardtanh, SReLU) or a max pool after a layer that is analysed; none ran. Smooth "
+            "activations have no regions: follow their units' directions instead."
         )
     return found

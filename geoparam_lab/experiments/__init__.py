@@ -1,6 +1,6 @@
 """The experiments, one file each. A new one is a file with its record, and one line below."""
 
-from geoparam_lab.experiments import banana, images, levy, perturbation, uci, width
+from geoparam_lab.experiments import banana, claims, images, levy, perturbation, uci, width
 from geoparam_lab.experiments.experiment import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -11,6 +11,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         perturbation.EXPERIMENT,
         uci.EXPERIMENT,
         width.EXPERIMENT,
+        claims.EXPERIMENT,
         images.IMAGENET32,
         images.IMAGENET,
     )

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import geoparam as gp
 from geoparam.analysis import SReLU
 from geoparam.analysis.partition import Pattern, Patterns, fingerprints, pack, patterns
+from geoparam.analysis.reading.pooling import MaxPool
+from geoparam.trace import trace
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -246,3 +248,76 @@ def test_numbers_stay_on_the_gpu() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert change.points > 0
+
+
+# Max pools
+
+
+POOLS = {
+    "halves": nn.MaxPool2d(2),
+    "overlapping": nn.MaxPool2d(3, 2, padding=1),
+    "uneven": nn.MaxPool2d((2, 3), (1, 2), padding=(0, 1), dilation=(2, 1), ceil_mode=True),
+    "adaptive": nn.AdaptiveMaxPool2d((2, 3)),
+    "function": lambda x: torch.max_pool2d(x, 2, ceil_mode=True),
+}
+
+
+@pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
+def test_a_pool_has_one_winner_in_each_window(pool: Callable) -> None:
+    layer, seen = nn.Conv2d(2, 3, 2, padding=1), torch.randn(4, 2, 5, 7)
+    model = FunctionModel(lambda m, x: pool(m.a(x)), a=layer)
+    node = next(node for node in trace(model, seen).nodes if node.kind == "max")
+    z = layer(seen).detach().requires_grad_()
+    out = pool(z)
+    each, wins = MaxPool(node).windows(z), MaxPool(node)(z)
+    assert torch.equal(each.amax(dim=-1), out) and (wins.sum(dim=-1) == 1).all()
+    # the winner's number is handed through the same windows, and says which input it is
+    numbers = torch.arange(z[0, 0].numel()).view(1, 1, *z.shape[2:]).expand_as(z).double()
+    winner = MaxPool(node).windows(numbers)[wins].view(out.shape)
+    (gradient,) = torch.autograd.grad(out[0, 1, 0, -1], z)
+    assert gradient[0, 1].flatten().argmax() == winner[0, 1, 0, -1]
+    found = patterns(model, seen)
+    assert list(found) == ["a"] and found["a"].bits == wins[0].numel()
+    assert np.array_equal(found["a"].packed.numpy(), rows(wins))
+
+
+def pooled() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 4, 1), nn.MaxPool2d(2, 1),
+        nn.LeakyReLU(), nn.Flatten(), nn.Linear(4, 2),
+    )  # fmt: skip
+
+
+def test_one_pattern_is_one_affine_map() -> None:
+    model = pooled().double()
+    x = (IMAGES[:1] + 0.05 * torch.randn(400, 2, 5, 5)).double().requires_grad_()
+    found = patterns(model, x)
+    maps = [torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in model(x).t()]
+    packed = [bytes(row) for row in found.network.packed.numpy()]
+    of_pattern = {}
+    for row, local in zip(packed, torch.stack(maps, dim=1), strict=True):
+        torch.testing.assert_close(of_pattern.setdefault(row, local), local, rtol=0, atol=1e-12)
+    assert 20 < len(of_pattern) == found.distinct()
+    relu_alone = [tuple(z.tolist()) for z in (model[0](x) > 0).flatten(1)]
+    assert len(set(relu_alone)) < len(of_pattern)  # without the switches maps would be mixed
+
+
+def test_pools_belong_to_the_layer_before_them() -> None:
+    found = patterns(pooled(), IMAGES)
+    relu, first = 3 * 4 * 4, 4 * 3 * 2 * 2
+    assert {name: found[name].bits for name in found} == {"0": relu + first, "3": 4 * 4 + 4}
+    assert found.network.bits == relu + first + 20
+    assert list(patterns(pooled(), IMAGES, layers=["3"])) == ["3"]
+    alone = FunctionModel(lambda m, x: m.a(F.max_pool1d(x, 2)).relu(), a=nn.Linear(2, 3))
+    assert {name: p.bits for name, p in patterns(alone, X).items()} == {"max_pool1d": 4, "a": 3}
+
+
+def test_a_tracker_counts_the_switches() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 1))
+    tracker = gp.BoundaryTracker(model, probe=IMAGES)
+    before = patterns(model, IMAGES)
+    nn.init.normal_(model[0].weight)
+    tracker.step()
+    change = patterns(model, IMAGES).changes(before)
+    assert tracker.history["0"]["pattern_change"][0] == change.network.share > 0
+    assert tracker.history["0"]["regions"][0] == change.network.regions

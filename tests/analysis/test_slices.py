@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 import geoparam as gp
 from geoparam.analysis import SReLU, boundaries, breaks
-from geoparam.analysis.partition import pack
+from geoparam.analysis.partition import pack, patterns
+from geoparam.analysis.reading.pooling import MaxPool
 from geoparam.analysis.slices import slice as module
 from geoparam.analysis.slices.plane import plane_through
 from geoparam.analysis.slices.slice import Slice, slice_regions
+from geoparam.trace import trace
 
 EXTENT = (-2.0, 2.0, -1.5, 2.5)
 MODULES = (nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.ReLU6, nn.Hardtanh, nn.RReLU, SReLU)
@@ -292,6 +294,72 @@ def test_groups_of_regions_give_the_same_as_all_at_once(monkeypatch: pytest.Monk
     assert_agrees_with_sampling(model, parts)
 
 
+# Max pools
+
+
+POOLED = {
+    "after relu": (nn.ReLU(), nn.MaxPool2d(2)),
+    "before relu": (nn.MaxPool2d(2), nn.ReLU()),
+    "overlapping": (nn.LeakyReLU(), nn.MaxPool2d(3, 2, padding=1)),
+    "centred": (nn.ReLU(), gp.InputMeanNorm(2), nn.MaxPool2d(2)),
+    "adaptive": (nn.ReLU(), nn.AdaptiveMaxPool2d((2, 2))),
+}
+
+
+def pooled(*middle: nn.Module) -> nn.Module:
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3, padding=1), *middle, nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Flatten(),
+        nn.Linear(3, 3),
+    )  # fmt: skip
+    for layer in (model[0], model[-4]):
+        nn.init.normal_(layer.bias, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("middle", POOLED.values(), ids=POOLED)
+def test_with_max_pools_polygons_are_the_regions_of_one_affine_map(middle: tuple) -> None:
+    model = pooled(*middle)
+    found = slice_regions(model, plane_through(*torch.randn(3, 1, 4, 4)))
+    assert found.count > 30 and found.patterns.distinct() == found.count
+    a0, a1, b0, b1 = found.plane.extent
+    assert found.areas.sum() == pytest.approx((a1 - a0) * (b1 - b0), rel=1e-9)
+    points = points_in(found.plane.extent)
+    inside = np.stack([depths(polygon, points) for polygon in found.polygons], axis=1)
+    sure = (np.abs(inside) > 1e-9).all(axis=1)
+    assert sure.mean() > 0.99 and ((inside[sure] > 0).sum(axis=1) == 1).all()
+    region, points = inside.argmax(axis=1)[sure], points[sure]
+    exact = copy.deepcopy(model).double().eval()
+    direct = patterns(exact, found.plane.at(points)).network.packed.numpy()
+    assert np.array_equal(found.patterns.network.packed.numpy()[region], direct)
+    for own in np.unique(region):  # autograd's map at one point is that of all points
+        x = found.plane.at(points[region == own]).requires_grad_()
+        local = torch.stack([torch.autograd.grad(exact(x)[:, k].sum(), x)[0] for k in range(3)])
+        assert (local - local[:, :1]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("middle", POOLED.values(), ids=POOLED)
+def test_on_a_pools_segments_two_inputs_are_highest(middle: tuple) -> None:
+    model = pooled(*middle)
+    found = slice_regions(model, plane_through(*torch.randn(3, 1, 4, 4)))
+    (name,) = (name for name in found.segments if "max_pool" in name)
+    ends, units = found.segments[name], found.units[name]
+    along = found.plane.at(ends[:, 0] + 0.37 * (ends[:, 1] - ends[:, 0]))
+    exact = copy.deepcopy(model).double().eval()
+    (node,) = (node for node in trace(exact, along).nodes if node.kind == "max")
+    before = [isinstance(m, nn.MaxPool2d | nn.AdaptiveMaxPool2d) for m in exact].index(True)
+    each = MaxPool(node).windows(exact[:before](along)).flatten(1, -2)
+    best = each[torch.arange(len(units)), torch.from_numpy(units)].sort(dim=1).values.detach()
+    assert len(units) > 5 and (best[:, -1] - best[:, -2]).abs().max() < 1e-10
+
+
+def test_an_input_that_wins_in_no_corner() -> None:
+    rows = linear([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]], [0.0, 0.0, 0.25])
+    found = slice_regions(nn.Sequential(rows, nn.MaxPool1d(3)), torch.zeros(2))
+    assert np.sort(found.areas) == pytest.approx([1.0, 1.5, 1.5])
+    assert sorted(found.segments["max_pool1d"][:, 0, 0]) == pytest.approx([-0.25, 0.25])
+    assert sorted(found.patterns["max_pool1d"].packed.flatten().tolist()) == [32, 64, 128]
+
+
 # Degenerate networks
 
 
@@ -388,10 +456,11 @@ def test_a_layer_with_a_smooth_activation_of_its_own_is_named() -> None:
         slice_regions(model, torch.zeros(2))
 
 
-def test_max_pooling_is_named() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2))
-    with pytest.raises(ValueError, match="max_pool2d"):
-        slice_regions(model, *plane_through(*torch.randn(3, 1, 6, 6)))
+def test_a_max_pool_that_hides_its_windows_is_named() -> None:
+    pool = lambda m, x: torch.max_pool1d(input=m.a(x), kernel_size=2)  # noqa: E731
+    model = FunctionModel(pool, a=nn.Linear(2, 6))
+    with pytest.raises(ValueError, match="max_pool1d"):
+        slice_regions(model, torch.zeros(2))
 
 
 def bent(bend: Callable[[Tensor], Tensor]) -> nn.Module:

@@ -250,6 +250,8 @@ def test_the_tracker_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     whole, parts = (np.load(tmp_path / name / "boundaries.npy") for name in ("whole", "parts"))
     assert list(np.unique(whole["step"])) == [2, 4, 6, 8]
     assert whole.tobytes() == parts.tobytes()  # NaN where there is nothing to measure
+    assert (whole[whole["layer"] == "(network)"]["regions"] > 1).all()
+    assert np.isfinite(whole[whole["layer"] == "conv2"]["dead"]).all()
 
 
 def test_a_tracker_that_comes_later_counts_the_steps_before(

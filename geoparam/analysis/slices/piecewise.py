@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from geoparam.analysis.reading.activations import Activation, Breaks, SReLU, breaks
 from geoparam.analysis.reading.layer_sites import Site, unwrap
 from geoparam.analysis.reading.norms import has_running
+from geoparam.analysis.reading.pooling import MaxPool
 from geoparam.analysis.reading.probe import observe
 from geoparam.analysis.slices.plane import Plane
 from geoparam.base_layer import GmPLayer
@@ -26,7 +27,9 @@ from geoparam.trace import trace
 
 Build = Callable[[Tensor], Any]
 
-AFFINE = "input index layer activation norm sum scale view same average constant output".split()
+AFFINE = (
+    "input index layer activation norm sum scale view same average max constant output".split()
+)
 
 
 class Network:
@@ -37,7 +40,7 @@ class Network:
 
     Attributes:
         graph: The steps of a run.
-        sites: Every activation, one call each, in the order of the run.
+        sites: Every activation and max pool, one call each, in the order of the run.
         size: How many elements a run computes for one point.
     """
 
@@ -58,7 +61,7 @@ class Network:
         return call.layer if call.activation is None else call.activation
 
     def units(self, site: Site) -> int:
-        """Return how many pre-activations of an example there are."""
+        """Return how many pre-activations of an example there are; of a max pool, outputs."""
         return math.prod(self.graph.nodes[self.step(site)].shape[1:])
 
     def breaks(self, site: Site) -> Breaks:
@@ -117,7 +120,10 @@ def in_float64(model: nn.Module) -> nn.Module:
 
 
 def activation_sites(model: nn.Module, graph: Graph) -> dict[str, Site]:
-    """Return every activation of the run, one call each, by the layer whose units it shows."""
+    """Return every activation of the run, one call each, by the layer whose units it shows.
+
+    And every max pool, by the name of its function.
+    """
     modules = dict(model.named_modules())
     layers = {
         call.activation: layer for layer in reversed(graph.layers) for call in graph.calls(layer)
@@ -129,6 +135,8 @@ def activation_sites(model: nn.Module, graph: Graph) -> dict[str, Site]:
         activation: Any = None if layer is None else layer.activation
         if node.kind == "activation":
             activation = module or node
+        elif node.kind == "max" and node.func is not None:
+            activation = MaxPool(node)
         _check_straight(node, step, module, activation)
         if activation is not None:
             name = _free_name(layers.get(step) or node.name or node.op, found)
@@ -153,13 +161,14 @@ def _check_straight(
 ) -> None:
     """Refuse a step that is not affine between known breakpoints."""
     known = breaks(activation)
-    smooth = activation is not None and (known is None or not known.linear)
+    bent = activation is not None and (known is None or not known.linear)
+    smooth = bent and not isinstance(activation, MaxPool)
     norm = node.kind == "norm" and node.op != "batch_norm" and not has_running(module)
-    if smooth or norm or node.kind == "max":
+    if smooth or norm or (node.kind == "max" and activation is None):
         raise ValueError(
             "regions have straight sides where a network is affine between breakpoints that are "
             f"known; got {_describe(node, step)}, which is not. Take ReLU or a relative of it, "
-            "BatchNorm, average pooling; or give the part of the model before that step."
+            "BatchNorm, pooling; or give the part of the model before that step."
         )
 
 

@@ -7,6 +7,8 @@ z(a, b) = z_0 + g^T (a, b) for every unit: value and derivative (by forward mode
 point are all of it. Every breakpoint t gives each unit the line z(a, b) = t. Lines that cross the
 region cut it, and their part in it is a piece of that unit's boundary: straight here, another line
 in the next region, so that a deep unit's boundary bends exactly where it meets an earlier one's.
+A max pool divides a region likewise: input k of a window wins in the convex cell where z_k >= z_j
+for all j of the window. Of inputs that are equal in all of the region the first one wins.
 
 Everything is float64, on a copy of the model. The window is scaled to [-1, 1]^2; there, a line
 closer than 1e-11 to a corner goes through it, and a unit whose z changes by less than 1e-13 of the
@@ -14,12 +16,13 @@ largest z of its layer is constant. No region that is wider is lost, and areas a
 boundary that runs along one of an earlier layer is drawn once, as the earlier one's.
 
 The network must be affine between known breakpoints (ReLU, leaky ReLU, PReLU, ReLU6, Hardtanh,
-SReLU; norms with running statistics; averages, sums, convolutions). Smooth activations, max
-pooling and norms of the example itself are refused by name. Kinks that no step shows (`abs`,
+SReLU; norms with running statistics; averages, sums, convolutions, max pools). Smooth activations
+and norms of the example itself are refused by name. Kinks that no step shows (`abs`,
 `maximum`) are found in the end, where every pre-activation and the output have to be affine over
 points 1 % inside of the corners of each region: nearer to a side, kinks are missed.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,26 +32,33 @@ from torch import Tensor, nn
 
 from geoparam.analysis.partition import Pattern, Patterns
 from geoparam.analysis.reading.layer_sites import Site
+from geoparam.analysis.reading.pooling import MaxPool
 from geoparam.analysis.reading.probe import observe
 from geoparam.analysis.slices.piecewise import Build, Network, explain_bend
 from geoparam.analysis.slices.plane import Extent, Plane, check_plane, unit_window
+from geoparam.analysis.slices.polygons import (
+    ON_LINE,
+    Polygon,
+    area,
+    cell_above,
+    chord,
+    side_on,
+    split,
+)
 from geoparam.trace import tensors_in
 
-ON_LINE = 1e-11  # of half the window
 CONSTANT = 1e-13  # of the largest pre-activation
 BENT = 1e-9  # of the largest value of the step
 ROUNDING = 1e-13  # of the largest value so far: what is left where large numbers cancel
 ELEMENTS = 1 << 21  # of all tensors of one run, which bounds its memory
-
-Polygon = np.ndarray  # corners (k, 2), counter-clockwise
 
 
 @dataclass(frozen=True)
 class Slice:
     """The regions of a network in a window of a plane; `a` and `b` are the plane's coordinates.
 
-    Segments are by layer name. The second call of a layer has the name "layer (2)"; an activation
-    that belongs to no layer has its own.
+    Segments are by layer name. The second call of a layer has the name "layer (2)"; max pools, and
+    activations that belong to no layer, have their own.
     """
 
     plane: Plane
@@ -101,40 +111,41 @@ def slice_regions(
     network = Network(model, unit_plane, inputs or (lambda x: x))
     regions: list[Polygon] = [np.array([[-1.0, -1.0], [1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]])]
     packed: dict[str, np.ndarray] = {}
-    segments, units = {}, {}
+    segments, units, bits = {}, {}, {}
     for name, site in network.sites.items():
         cut = _Cut(network, site, regions, max_regions)
         regions = cut.regions
         packed = {earlier: rows[cut.whole] for earlier, rows in packed.items()}
-        packed[name] = np.concatenate(cut.packed)
+        packed[name], bits[name] = np.concatenate(cut.packed), cut.bits
         segments[name] = middle + half * np.array(cut.ends).reshape(-1, 2, 2)
         units[name] = np.array(cut.lines, dtype=int) % network.units(site)
     _check_affine(network, regions)
-    areas = np.array([_area(region) for region in regions]) * half.prod()
+    areas = np.array([area(region) for region in regions]) * half.prod()
     polygons = [middle + half * region for region in regions]
-    return Slice(plane, polygons, areas, _patterns(network, packed), segments, units)
+    return Slice(plane, polygons, areas, _patterns(network, packed, bits), segments, units)
 
 
-def _patterns(network: Network, packed: dict[str, np.ndarray]) -> Patterns:
-    parts, layers = {}, {}
-    for name, site in network.sites.items():
-        step, bits = network.step(site), network.units(site) * len(network.breaks(site).points)
-        parts[step] = Pattern(torch.from_numpy(packed[name]), bits)
-        layers[name] = (step,)
-    return Patterns(parts, layers)
+def _patterns(network: Network, packed: dict[str, np.ndarray], bits: dict[str, int]) -> Patterns:
+    steps = {name: network.step(site) for name, site in network.sites.items()}
+    parts = {
+        step: Pattern(torch.from_numpy(packed[name]), bits[name]) for name, step in steps.items()
+    }
+    return Patterns(parts, {name: (step,) for name, step in steps.items()})
 
 
 # --- the regions --------------------------------------------------------------------------------
 
 
 class _Cut:
-    """Regions cut along the boundaries of one activation.
+    """Regions cut along the boundaries of one activation, or where a max pool's winners change.
 
     Attributes:
         regions: The pieces.
         whole: The number of the region that each was a part of.
-        packed: The activation's bits in each, each breakpoint in whole bytes of its own.
-        ends, lines: The pieces of the boundaries, (2, 2), and the number of the line of each.
+        packed: The bits of each, each breakpoint in whole bytes of its own.
+        bits: How many bits of a row are in use.
+        ends, lines: The pieces of the boundaries, (2, 2), and the number of the line of each, or
+            of the pool's output.
     """
 
     def __init__(
@@ -143,33 +154,105 @@ class _Cut:
         self.regions: list[Polygon] = []
         self.whole: list[int] = []
         self.packed: list[np.ndarray] = []
+        self.bits = 0
         self.ends: list[np.ndarray] = []
         self.lines: list[int] = []
-        levels = len(network.breaks(site).points)
+        pool = isinstance(site.activation, MaxPool)
+        levels = 1 if pool else len(network.breaks(site).points)
         for group in _groups(network, regions, points=2):
-            for region, normal, offset in zip(group, *_lines(network, site, group), strict=True):
-                self._add(region, normal, offset, levels)
+            found = (_inputs if pool else _lines)(network, site, group)
+            for region, normal, offset in zip(group, *found, strict=True):
+                pieces, sides = (self._cut_at_winners if pool else self._cut)(
+                    region, normal, offset
+                )
+                self._add(pieces, sides.reshape(len(pieces), levels, -1))
                 if len(self.regions) > limit:
                     raise ValueError(
                         "the window has more regions than `max_regions`. Take a smaller window or "
                         "a smaller network, or allow more."
                     )
 
-    def _add(self, region: Polygon, normal: np.ndarray, offset: np.ndarray, levels: int) -> None:
+    def _add(self, pieces: list[Polygon], sides: np.ndarray) -> None:
+        """Add the pieces of one region, with bits (pieces, levels, ...)."""
+        self.bits = sides[0].size
+        self.packed.append(np.packbits(sides, axis=2).reshape(len(pieces), -1))
+        self.whole += [self.whole[-1] + 1 if self.whole else 0] * len(pieces)
+        self.regions += pieces
+
+    def _cut(
+        self, region: Polygon, normal: np.ndarray, offset: np.ndarray
+    ) -> tuple[list[Polygon], np.ndarray]:
         """Cut one region along the lines with normals (L, 2) and offsets (L,)."""
         heights = region @ normal.T + offset
         crosses = (heights.min(axis=0) < -ON_LINE) & (heights.max(axis=0) > ON_LINE)
         pieces = [region]
         for line in crosses.nonzero()[0]:
-            halves = [_split(piece, normal[line], offset[line]) for piece in pieces]
+            halves = [split(piece, normal[line], offset[line]) for piece in pieces]
             pieces = [half for both in halves for half in both]
-            self.ends.append(_chord(region, normal[line], offset[line]))
+            self.ends.append(chord(region, normal[line], offset[line]))
             self.lines.append(line)
         inner = np.stack([piece.mean(axis=0) for piece in pieces])
-        sides = (inner @ normal.T + offset > 0).reshape(len(pieces), levels, -1)
-        self.packed.append(np.packbits(sides, axis=2).reshape(len(pieces), -1))
-        self.whole += [self.whole[-1] + 1 if self.whole else 0] * len(pieces)
-        self.regions += pieces
+        return pieces, inner @ normal.T + offset > 0
+
+    def _cut_at_winners(
+        self, region: Polygon, slope: np.ndarray, value: np.ndarray
+    ) -> tuple[list[Polygon], np.ndarray]:
+        """Cut one region where inputs value + slope^T (a, b), (O, K), win in another order."""
+        rounding = CONSTANT * (np.abs(value).max() + np.abs(slope).max())
+        first = _winners(region.mean(axis=0), slope, value, rounding)
+        lead = np.take_along_axis(value, first[:, None], 1) - value  # of the winner inside
+        rise = np.take_along_axis(slope, first[:, None, None], 1) - slope
+        ahead = np.einsum("okd,pd->pok", rise, region) + lead
+        near = np.maximum(ON_LINE * np.linalg.norm(rise, axis=2), rounding)
+        pieces, places = [region], range(value.shape[1])
+        for output in (ahead.min(axis=0) < -near).any(axis=1).nonzero()[0]:
+            duels = [_duels(slope[output], value[output], k, rounding) for k in places]
+            cells = {k: cell_above(region, *duels[k]) for k in places}
+            winners = [k for k in places if len(cells[k])]
+            parts = [cell_above(piece, *duels[k]) for piece in pieces for k in winners]
+            pieces = [part for part in parts if len(part)]
+            for k, j in itertools.combinations(winners, 2):
+                normal, offset = duels[k]
+                side = side_on(cells[k], normal[j], offset[j])
+                self.ends += side
+                self.lines += [output] * len(side)
+        inner = [_winners(piece.mean(axis=0), slope, value, rounding) for piece in pieces]
+        return pieces, np.stack(inner)[:, :, None] == np.array(places)
+
+
+def _winners(
+    point: np.ndarray, slope: np.ndarray, value: np.ndarray, rounding: float
+) -> np.ndarray:
+    """Return which input of each window wins at a point; the first of those that are equal."""
+    heights = slope @ point + value
+    return (heights >= heights.max(axis=1, keepdims=True) - rounding).argmax(axis=1)
+
+
+def _duels(
+    slope: np.ndarray, value: np.ndarray, k: int, rounding: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return how high input k of a window is above each other: normals (K, 2), offsets (K,)."""
+    rise, lead = slope[k] - slope, value[k] - value
+    length = np.linalg.norm(rise, axis=1)
+    constant = length <= rounding
+    wins = (lead > rounding) | ((lead >= -rounding) & (k <= np.arange(len(value))))
+    length[constant] = 1
+    normal = np.where(constant[:, None], 0, rise / length[:, None])
+    return normal, np.where(constant, np.where(wins, np.inf, -np.inf), lead / length)
+
+
+def _inputs(
+    network: Network, site: Site, regions: Sequence[Polygon]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the inputs of a max pool's windows in each region: slope (P, O, K, 2), value at 0."""
+    assert isinstance(site.activation, MaxPool)
+    points = np.stack([region.mean(axis=0) for region in regions])
+    z, slopes = network.jets(site, points)
+    value, *each = (
+        site.activation.windows(t).flatten(1, -2).numpy() for t in (z, slopes[0], slopes[1])
+    )
+    slope = np.stack(each, axis=3)
+    return slope, value - np.einsum("pokd,pd->pok", slope, points)
 
 
 def _lines(
@@ -210,47 +293,6 @@ def _groups(
     step = max(1, ELEMENTS // (points * max(1, network.size)))
     for start in range(0, len(regions), step):
         yield regions[start : start + step]
-
-
-# --- polygons -----------------------------------------------------------------------------------
-
-
-def _area(polygon: Polygon) -> float:
-    x, y = (polygon - polygon[0]).T  # relative to a corner, against rounding
-    return (x * np.roll(y, -1) - np.roll(x, -1) * y).sum() / 2
-
-
-def _walk(
-    polygon: Polygon, normal: np.ndarray, offset: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return corners, each followed by where the next side meets a line, (2k, 2).
-
-    And the corners' heights above the line, and which sides meet it between their corners.
-    """
-    heights = polygon @ normal + offset
-    heights[np.abs(heights) <= ON_LINE] = 0
-    following = np.roll(heights, -1)
-    crosses = heights * following < 0
-    share = heights / np.where(crosses, heights - following, 1)
-    meets = polygon + share[:, None] * (np.roll(polygon, -1, axis=0) - polygon)
-    return np.stack([polygon, meets], axis=1).reshape(-1, 2), heights, crosses
-
-
-def _split(polygon: Polygon, normal: np.ndarray, offset: float) -> list[Polygon]:
-    """Cut a polygon along a line; return its parts, or itself if the line does not cross it."""
-    walk, heights, crosses = _walk(polygon, normal, offset)
-    if not heights.min() < 0 < heights.max():
-        return [polygon]
-    sides = (heights >= 0, heights <= 0)
-    return [walk[np.stack([side, crosses], axis=1).ravel()] for side in sides]
-
-
-def _chord(polygon: Polygon, normal: np.ndarray, offset: float) -> np.ndarray:
-    """Return both ends of the piece of a line in a polygon, (2, 2)."""
-    walk, heights, crosses = _walk(polygon, normal, offset)
-    found = walk[np.stack([heights == 0, crosses], axis=1).ravel()]
-    # Rounding can put neighbouring corners on the line: the ends are the two furthest apart.
-    return found[[0, np.square(found - found[0]).sum(axis=1).argmax()]]
 
 
 # --- the check at the end -----------------------------------------------------------------------

@@ -66,6 +66,7 @@ class Measurement:
             for name, site in sites.items()
         }
         self._patterns: Patterns | None = None
+        self._pools: Mapping[str, Site] | None = None
         self.unit_types: np.dtype | None = None
 
     @property
@@ -79,7 +80,8 @@ class Measurement:
         self._check_model()
         readings = None
         if self.probe is not None:
-            readings = ProbeReadings(self.model, self.probe, self.sites, self._batch)
+            readings = ProbeReadings(self.model, self.probe, self.sites, self._batch, self._pools)
+            self._pools = readings.pools
             reshard(self.model)
             if not readings.same_steps:
                 warnings.warn(OTHER_STEPS, stacklevel=4)

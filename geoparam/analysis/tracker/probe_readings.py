@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from geoparam.analysis.partition import Collector, Patterns
 from geoparam.analysis.reading.layer_sites import Site
 from geoparam.analysis.reading.norms import Moments, average_moments, has_running, norm_moments
+from geoparam.analysis.reading.pooling import find_pools
 from geoparam.analysis.reading.probe import input_lengths, observe, unseen_moments, use_batch
 from geoparam.conversion.plan import Inputs
+from geoparam.trace import trace
 
 
 class ProbeReadings:
@@ -31,12 +33,20 @@ class ProbeReadings:
         lengths: The median length of a layer's inputs, one element.
         moments: Mean and deviation of norms that are not read by running statistics.
         patterns: The activation patterns; None where all activations are smooth.
+        pools: The max pools, which the readings of the next step take over.
     """
 
     def __init__(
-        self, model: nn.Module, inputs: Inputs, sites: Mapping[str, Site], batch: bool = False
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        sites: Mapping[str, Site],
+        batch: bool = False,
+        pools: Mapping[str, Site] | None = None,
     ) -> None:
         self._batch = batch
+        self.pools = find_pools(trace(model, inputs), sites) if pools is None else pools
+        sites = {**sites, **self.pools}
         self._active: dict[str, list[Tensor]] = {}
         self._above: dict[str, list[Tensor]] = {}
         self._lengths: dict[str, list[Tensor]] = {}

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 import geoparam as gp
 
 Tick = Callable[[int, int, float], None]
 
 BOUNDARIES = "boundaries.npy"
+PROBE = 64  # images on which a tracker sees dead units and regions
 
 
 def make_writer(folder: Path, epochs: int) -> Any:
@@ -25,12 +25,11 @@ def make_writer(folder: Path, epochs: int) -> Any:
 
 
 def make_tracker(
-    model: nn.Module, every: int, size: int, device: torch.device, folder: Path, resume: bool
+    model: nn.Module, every: int, images: Tensor, folder: Path, resume: bool
 ) -> gp.BoundaryTracker:
-    """Return a tracker whose history is a file in the folder."""
+    """Return a tracker whose history is a file in the folder, with images as its probe."""
     folder.mkdir(parents=True, exist_ok=True)
-    images = torch.zeros(2, 3, size, size, device=device)
     file = folder / BOUNDARIES
     return gp.BoundaryTracker(
-        model, every, example_inputs=images, file=file, resume=resume and file.exists()
+        model, every, probe=images, file=file, resume=resume and file.exists()
     )

@@ -51,7 +51,7 @@ class Training:
         tick: callbacks.Tick | None = None,
     ) -> None:
         self.settings, self.accelerator = settings, accelerator
-        self.size, self.classes = source.size, source.classes
+        self.classes = source.classes
         self.identity = {"settings": settings.as_dict(), "images": dict(source.fingerprint)}
         self.is_main = accelerator.is_main_process
         self._prepare(preparation.make_network(settings, source, accelerator))
@@ -273,9 +273,9 @@ class Training:
 
     def follow(self, every: int, folder: Path, state: run_checkpoints.State | None) -> None:
         """Start a tracker, or continue the one of a checkpoint."""
-        self.tracker = callbacks.make_tracker(
-            self.model, every, self.size, self.accelerator.device, folder, state is not None
-        )
+        images, _ = next(self.watched.epoch(0))
+        probe = self._lay_out(images[: callbacks.PROBE])
+        self.tracker = callbacks.make_tracker(self.model, every, probe, folder, state is not None)
         if state is not None:  # the run before may have had no tracker
             done = {"step": self.epoch * self.batches.steps + self.step}
             self.tracker.load_state_dict(state["tracker"] or done)

@@ -1,0 +1,255 @@
+"""Claims of the papers that have no figure or table of their own, each as a small measurement.
+
+    covariance    equation 9 (v1: 6): BN is WN in the norm of the data's covariance
+    cost          remark 3.4: a layer's cost grows as mn, as that of SP
+    shift         remark 3.6: MBN on pre-activations leaves the shift of inputs, IMN removes it
+    shell         section 3.1: boundaries should lie near the shell of the data
+    products      appendix E: sparse activations and vanishing products, over the width
+    deep          the question they leave open: regions in networks of several layers
+
+Targets of UCI sets are in units of their deviation. A fifth of the training part is held out; it
+decides which weights are kept. All methods have the same rates.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from geoparam_lab.data import banana_data, uci_data
+from geoparam_lab.experiments import claims_deep, claims_measures
+from geoparam_lab.experiments.claims_measures import Member, Sets
+from geoparam_lab.experiments.experiment import Experiment, Layout, Measure
+from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.training.tasks import Progress, Tick, check_names, count_cores, spread
+
+KEY = ("part", "dataset", "method", "size", "lr", "seed")
+SEEDS = 5
+
+
+class Part(NamedTuple):
+    """What one claim is measured on: all combinations."""
+
+    methods: str
+    datasets: str
+    sizes: Sequence[float]
+    rates: Sequence[float | None] = (None,)
+    epochs: int = 0
+    together: str = ""  # the field whose values are members of one task, besides rate and seed
+    most: int = 1000  # seeds
+
+
+PARTS = {
+    "covariance": Part("equation-9 epsilon wn", "normal", (0.0, 0.5, 0.9, 0.99)),
+    "cost": Part(
+        "sp wn gmp intrinsic", "inputs units", (64, 256, 1024, 4096), together="method", most=3
+    ),
+    "shift": Part(
+        "wn wn+mbn bn gmp gmp:norm=mbn gmp+imn", "energy", range(1, 7), (0.03,), 60, "size"
+    ),
+    "shell": Part(
+        "sp wn wn+mbn bn ln gmp gmp+bn gmp+ln natural intrinsic",
+        "energy yacht boston", (100,), (0.01, 0.1), 300,
+    ),
+    "products": Part(
+        "sp gmp:init=sphere", "energy", [4**k for k in range(2, 8)], (0.01, 0.1), 20, most=2,
+    ),
+    "deep": Part(
+        "sp wn bn gmp intrinsic", "banana energy yacht", (2, 3, 4, 5), (0.01, 0.03, 0.1), 150
+    ),
+}  # fmt: skip
+
+
+class Task(NamedTuple):
+    """Some networks or layers of one part and data set."""
+
+    part: str
+    dataset: str
+    members: tuple[Member, ...]
+
+    @property
+    def keys(self) -> list[Record]:
+        own = [(self.part, self.dataset, *member) for member in self.members]
+        return [dict(zip(KEY, key, strict=True)) for key in own]
+
+
+def _measure(data: Sets, task: Task, tick: Tick) -> list[Record]:
+    """Return the records of a task."""
+    measure: Any = getattr(claims_deep if task.part == "deep" else claims_measures, task.part)
+    found = measure(task.members, task.dataset, data, PARTS[task.part].epochs)
+    return [key | own for key, own in zip(task.keys, found, strict=True)]
+
+
+def run(
+    out: str | Path,
+    *,
+    parts: Sequence[str] = tuple(PARTS),
+    seeds: int = SEEDS,
+    data: str | Path | None = None,
+    jobs: int | None = None,
+    resume: bool = False,
+    command: str | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Measure the papers' claims that have no table; write records and figures to a folder.
+
+    Args:
+        out: the run's folder.
+        parts: some of covariance, cost, shift, shell, products, deep.
+        seeds: how many initial weights and splits; at most 3 for the cost, 2 for the products.
+        data: folder with the UCI and Banana data, before $GEOPARAM_DATA, the cache, the network.
+        jobs: how many processes of this machine work; by default as many as there are cores.
+        resume: go on with the run in the folder.
+        command: what a user types to do it again.
+        progress: called with a title, how many stacks are done and how many there are.
+    """
+    check_names("parts", parts, tuple(PARTS))
+    if seeds < 1:
+        raise ValueError(f"seeds is at least 1; got {seeds}.")
+    chosen = [part for part in PARTS if part in parts]
+    import geoparam.plots  # noqa: F401  says now that matplotlib is missing
+
+    trained = " ".join(PARTS[part].datasets for part in chosen if PARTS[part].epochs)
+    sets = {name: load(name, data) for name in dict.fromkeys(trained.split())}
+    config = {"parts": chosen, "seeds": seeds}
+    options: Any = {"key": KEY, "resume": resume, "may_change": ("parts",)}
+    folder = Run.create(out, "claims", config, command, **options)
+    tasks = [task for part in chosen for task in make_tasks(part, seeds)]
+    todo = [task for task in tasks if not all(folder.has_record(**key) for key in task.keys)]
+    done = len(tasks) - len(todo)
+    for task, records in spread(functools.partial(_measure, sets), todo, jobs or count_cores()):
+        _append(folder, records)
+        done += 1
+        if progress is not None:
+            progress(f"{task.part}, {task.dataset}", done, len(tasks))
+    _append(folder, answers(folder.records()))
+    from geoparam_lab.experiments import claims_figures  # it imports matplotlib
+
+    claims_figures.draw(folder)
+    return folder
+
+
+def _append(folder: Run, records: Sequence[Record]) -> None:
+    for record in records:
+        if not folder.has_record(**{name: record[name] for name in KEY}):
+            folder.append(record)
+
+
+def load(name: str, data: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Return inputs and targets; regression targets with mean 0 and deviation 1."""
+    if name == "banana":
+        points = banana_data.load(data)
+        x, y = (np.concatenate([points[k], points[k + 2]]) for k in (0, 1))
+        return x, y
+    x, y = uci_data.load(name, data)
+    return x, (y - y.mean()) / y.std()
+
+
+def make_tasks(name: str, seeds: int) -> list[Task]:
+    """Return the tasks of a part; the networks of one are trained as a stack."""
+    part = PARTS[name]
+    members = (part.sizes, part.methods.split(), part.rates, range(min(seeds, part.most)))
+    found: dict[tuple, list[Member]] = {}
+    for dataset, size, method, lr, seed in itertools.product(part.datasets.split(), *members):
+        own = {"method": method, "size": size} | {part.together: ""}
+        cell = (dataset, own["method"], own["size"])
+        found.setdefault(cell, []).append(Member(method, size, lr, seed))
+    return [Task(name, dataset, tuple(members)) for (dataset, *_), members in found.items()]
+
+
+def answers(records: Sequence[Record]) -> list[Record]:
+    """Return how cost grows, and whether what was measured goes with the test error."""
+    of = {part: [r for r in records if r["part"] == part] for part in PARTS}
+    costs: dict[tuple, list[Record]] = {}
+    for record in of["cost"]:
+        costs.setdefault((record["dataset"], record["method"]), []).append(record)
+    found: list[Record] = []
+    for (dataset, method), own in costs.items():
+        sizes, seconds = (np.log([r[name] for r in own]) for name in ("size", "seconds"))
+        answer = dict.fromkeys(KEY) | {"part": "growth", "dataset": dataset, "method": method}
+        found.append(answer | {"exponent": float(np.polyfit(sizes, seconds, 1)[0])})
+    ways: Any = {"shell: all": (), "shell: within": ("method", "lr")}
+    distances = ("relative", "on_shell")
+    found += claims_deep.correlate(of["shell"], ("dataset",), distances, ways)
+    ways = {"deep: rates": ("size",), "deep: seeds": ("size", "lr")}
+    cells = ("dataset", "method")
+    return found + claims_deep.correlate(of["deep"], cells, claims_deep.QUANTITIES, ways)
+
+
+# --- what it says -------------------------------------------------------------------------------
+
+
+_ERROR = {"test_error": "Test error: root mean square, or share of wrong classes"}
+_OFFSET = "Mean of a layer's input over its size"
+_TABLES: dict[str, tuple[str, str, dict[str, str]]] = {  # column, its title, measures
+    "covariance": ("size", "correlation", {"error": "Largest difference from BN"}),
+    "cost": ("size", "inputs or units", {"ratio": "Time of a layer over SP's"}),
+    "growth": ("dataset", "what is varied", {"exponent": "Exponent with which time grows"}),
+    "shift": ("size", "layer", {
+        "offset": f"{_OFFSET}, with the batch's means",
+        "offset_running": f"{_OFFSET}, with running means",
+        "drift": "Change of that mean in an epoch, with the batch's means",
+    }),
+    "shell": ("dataset", "data set", _ERROR | {
+        "relative": "Median |λ| over median ‖x‖", "on_shell": "Share of units on the shell",
+    }),
+    "products": ("size", "fan-in", _ERROR | {
+        "smallest": "Smallest product times √fan-in",
+        "negligible": "Share of angles with metric below 1e-4",
+        "sparsity": "Share of activations that are 0",
+        "dead": "Share of dead units",
+    }),
+    "deep": ("size", "hidden layers", _ERROR),
+} | {
+    part: ("size", "quantity", {
+        "correlation": f"Rank correlation with the test error, {how}",
+        "p_holm": f"Its p, corrected by Holm for all comparisons, {how}",
+    })
+    for part, how in {
+        "shell: all": "over all networks",
+        "shell: within": "over seeds, within method and rate",
+        "deep: rates": "over rates and seeds, within depth",
+        "deep: seeds": "over seeds, within depth and rate",
+    }.items()
+}  # fmt: skip
+
+
+def _layout(part: str, column: str, title: str, texts: dict[str, str]) -> Layout:
+    digits = dict.fromkeys(("error", "smallest"), None)  # three significant ones
+    shown = tuple(Measure(name, text, digits.get(name, 3)) for name, text in texts.items())
+    group = "" if column == "dataset" else "dataset"
+    return Layout(shown, column, title, group, {"part": part}, compare=False, details=())
+
+
+def _finding(run: Run) -> str:
+    deep = [r for r in run.records() if r["part"].startswith("deep: ")]
+    clear = [r["part"] for r in deep if r["p_holm"] < 0.05]
+    if not deep:
+        return ""
+    return (
+        f"In networks of several layers, {len(clear)} of {len(deep)} rank correlations between "
+        "what regions do in training and the test error are clear after Holm's correction, "
+        f"{clear.count('deep: seeds')} of them between networks with the same rate."
+    )
+
+
+EXPERIMENT = Experiment(
+    name="claims",
+    title="Claims without a figure",
+    about="Claims of the papers that have no figure or table there, each measured on its own.",
+    summary="Claims of the papers that have no figure there, each measured. Fifteen minutes.",
+    run=run,
+    layouts=tuple(_layout(part, *table) for part, table in _TABLES.items()),
+    finding=_finding,
+    choose=lambda records: [{k: v for k, v in r.items() if v is not None} for r in records],
+    limits=lambda run: (
+        "Small networks, few seeds, at most three rates: where rates differ, what "
+        "goes with the test error may only go with the rate."
+    ),
+    names={name: name.replace("_", ", ") for name in claims_deep.QUANTITIES}
+    | {"inputs": "over inputs", "units": "over units", "normal": "normal inputs"}
+    | {"relative": "|λ| over ‖x‖", "on_shell": "share on the shell"},
+)

@@ -1,0 +1,183 @@
+"""The claims: what is known of each measurement beforehand, and that the run resumes."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import geoparam as gp
+from geoparam import sphere
+from geoparam_lab.experiments import claims, claims_deep, claims_measures
+from geoparam_lab.experiments.claims_measures import Member
+from geoparam_lab.methods import mlp
+from geoparam_lab.run_folder import Run
+from geoparam_lab.tables import tables
+
+
+def points(name: str = "", data: object = None) -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.RandomState(0).randn(60, 3)
+    y = np.abs(x).sum(1)
+    return x, (y > 2.4).astype(float) if name == "banana" else (y - y.mean()) / y.std()
+
+
+DATA = {name: points(name) for name in ("energy", "banana")}
+
+
+# --- single layers ------------------------------------------------------------------------------
+
+
+def test_bn_is_wn_in_the_norm_of_the_covariance() -> None:
+    members = [Member(m, c, None, 0) for c in (0.5, 0.99) for m in ("equation-9", "epsilon", "wn")]
+    errors = [record["error"] for record in claims_measures.covariance(members, "normal")]
+    assert errors[0] < 1e-13 and errors[3] < 1e-12
+    assert 1e-6 < errors[1] < errors[4] < 0.05 and 0.1 < errors[2] < errors[5]
+
+
+def test_inputs_have_the_correlation() -> None:
+    x = claims_measures.correlated(0.9, 4000, 3, seed=0)
+    assert np.corrcoef(x.T.numpy()) == pytest.approx(np.where(np.eye(3), 1, 0.9), abs=0.02)
+    assert x.mean(dim=0).abs().max() < 1e-14
+
+
+def test_costs_are_ratios_to_sp(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(claims_measures.time, "process_time", lambda: next(ticks))
+    members = [Member(method, 4, None, 0) for method in ("sp", "gmp")]
+    found = claims_measures.cost(members, "inputs")
+    assert found == [{"seconds": 1.0, "ratio": 1.0}] * 2
+
+
+def test_a_natural_step_is_an_intrinsic_one_to_first_order() -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Linear(6, 32, dtype=torch.float64), torch.randn(64, 6, dtype=torch.float64)
+
+    def step(lr: float, **form: Any) -> torch.Tensor:
+        layer = gp.GmPLinear.from_linear(plain, **form)
+        optimizer = torch.optim.SGD(layer.parameters(), lr)
+        (layer(x).relu() - 1).square().sum(dim=1).mean().backward()
+        optimizer.step()
+        return layer.direction.detach()
+
+    latitude = gp.GmPLinear.from_linear(plain).latitude.detach()
+    unbounded = sphere.metric(latitude).amin(dim=1) > 0.01
+
+    def differ(lr: float, **form: Any) -> float:
+        angle = sphere.angle_between(step(lr, **form), step(lr, coordinates="intrinsic"))
+        return float(angle[unbounded].max())
+
+    assert differ(0.02, natural=True) / differ(0.01, natural=True) == pytest.approx(4, rel=0.05)
+    assert differ(0.02) / differ(0.01) == pytest.approx(2, rel=0.05)  # plain angles differ at once
+    assert differ(0.01, natural=True) < 0.05 * differ(0.01)
+
+
+# --- networks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["wn+mbn", "gmp:norm=mbn", "gmp+imn"])
+def test_only_imn_centres_the_inputs_of_layers(method: str) -> None:
+    members = [Member(method, layer, 0.01, 0) for layer in (1, 2, 3)]
+    _, *deeper = claims_measures.shift(members, "energy", DATA, epochs=2)
+    centred = [record["offset"] < 1e-12 and record["drift"] < 1e-12 for record in deeper]
+    assert centred == [method == "gmp+imn"] * 2
+    assert all(record["offset_running"] > 0.05 for record in deeper)  # which lag behind
+
+
+def test_before_training_boundaries_go_through_the_origin() -> None:
+    [found] = claims_measures.shell([Member("gmp", 9, 0.1, 0)], "energy", DATA, epochs=3)
+    assert found["path"][0] == 0 and found["path"][-1] == found["relative"] > 0
+    assert found["epochs"][-1] == 3 and 0 <= found["on_shell"] <= 1
+
+
+def test_products_of_uniform_directions_do_not_vanish() -> None:
+    members = [Member("gmp:init=sphere", 256, 0.1, seed) for seed in (0, 1)]
+    for found in claims_measures.products(members, "energy", DATA, epochs=2):
+        assert 0.05 < found["smallest_start"] < 3 and found["negligible_start"] < 0.01
+        assert found["sparsity_start"] == pytest.approx(0.5, abs=0.2)
+        assert found["smallest_path"][-1] == found["smallest"] < found["smallest_start"]
+
+
+def test_a_network_by_hand() -> None:
+    """One hidden layer on four points: a dead unit, one that is 1 off the middle, a flat point."""
+    model = mlp("sp", (1, 2, 1))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0], [1.0]]))
+        model[0].bias.copy_(torch.tensor([-2.0, -9.0]))
+    x = torch.tensor([[-1.0], [0.0], [2.0], [3.0]], dtype=torch.float64)  # the middle is 1
+    radius = math.sqrt((4 + 1 + 1 + 4) / 4)
+    found = claims_deep.look(model, x)
+    assert found["dead"] == 0.5 and found["flattest"] == 0
+    assert found["distances"] == [pytest.approx(1 / radius)]  # the lower of two medians
+
+
+@pytest.mark.parametrize("dataset", DATA)
+def test_deep_networks_have_all_quantities(dataset: str) -> None:
+    members = [Member("gmp", 2, lr, 0) for lr in (0.0, 0.1)]
+    still, moved = claims_deep.deep(members, dataset, DATA, epochs=10)
+    assert still["changes_late"] == 0 < moved["changes_late"]
+    assert still["distance_early"] == still["distance_late"]
+    assert set(claims_deep.QUANTITIES) <= set(moved) and len(moved["distances_late"]) == 2
+
+
+# --- correlations -------------------------------------------------------------------------------
+
+
+def test_ranks_are_compared_within_groups() -> None:
+    groups, splits = np.repeat(range(8), 10), np.tile(range(10), 8).tolist()
+    x = np.random.RandomState(0).randn(80)
+    opposed = x + 100 * groups, -x + 100 * groups  # pooled they would go together
+    correlation, p = claims_deep.rank_correlation(*opposed, groups.tolist(), splits)
+    assert correlation == pytest.approx(-1) and p == 1 / (claims_deep.PERMUTATIONS + 1)
+    assert claims_deep.rank_correlation(x, np.zeros(80), groups.tolist(), splits) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("hard", [0, 3], ids=["splits alike", "some splits are hard"])
+def test_p_is_not_small_where_nothing_goes_together(hard: float) -> None:
+    """Effects of the split in both quantities, in five splits, would else look like a relation."""
+    random, groups, splits = np.random.RandomState(1), [*range(12)] * 5, np.repeat(range(5), 12)
+    p = []
+    for _ in range(100):
+        x, y = (random.randn(60) + hard * random.randn(5)[splits] for _ in range(2))
+        p.append(claims_deep.rank_correlation(x, y, groups, splits.tolist())[1])
+    assert np.mean(np.array(p) < 0.1) < 0.2 and np.mean(p) > 0.4
+
+
+# --- the run ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    parts = {
+        name: part._replace(
+            epochs=min(part.epochs, 2),
+            methods=" ".join(part.methods.split()[:2]),
+            datasets=part.datasets.split()[0],
+            sizes=part.sizes[:2],
+        )
+        for name, part in claims.PARTS.items()
+    }
+    monkeypatch.setattr(claims, "PARTS", parts)
+    monkeypatch.setattr(claims, "load", points)
+    monkeypatch.setattr(claims_deep, "PERMUTATIONS", 99)
+
+
+def test_a_run_has_records_tables_and_figures_and_goes_on(small: None, tmp_path: Path) -> None:
+    first = claims.run(tmp_path / "run", parts=["shift"], seeds=2, jobs=1)
+    done = claims.run(tmp_path / "run", seeds=2, jobs=1, resume=True)
+    records = done.records()
+    assert len(first.records()) == len(records)
+    assert [record["part"] for record in records[:8]] == ["shift"] * 8
+    assert {r["part"] for r in records} > {"deep", "deep: seeds", "shell: all", "growth"}
+    text = tables.export([Run.open(tmp_path / "run")])
+    assert "| GmP, init sphere, rate 0.1" in text and "| nan" not in text
+    names = {path.stem for path in (tmp_path / "run" / "figures").glob("*.png")}
+    assert names == {"covariance", "cost", "shift", "shell", "products"}
+
+
+def test_unknown_parts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="parts must be of covariance"):
+        claims.run(tmp_path, parts=["levy"])
