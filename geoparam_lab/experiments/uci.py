@@ -256,8 +256,8 @@ def load(name: str, data: str | Path | None = None) -> Table:
 
 
 def _draw_rates(run: Run) -> None:
-    """Draw the validation error over the rate, where matplotlib is installed."""
-    if importlib.util.find_spec("matplotlib") is None:
+    """Draw the validation error over the rate, if there are enough rates and matplotlib."""
+    if len(run.config["lrs"]) < 4 or importlib.util.find_spec("matplotlib") is None:
         return
     measure = Measure("val_rmse", "validation RMSE")
     panels: dict[str, list[Record]] = {}

@@ -17,6 +17,7 @@ import torch
 import geoparam as gp
 from geoparam_lab import methods
 from geoparam_lab.data import splits
+from geoparam_lab.data.synthetic import levy
 from geoparam_lab.experiments import uci
 from geoparam_lab.experiments.uci import Settings
 from geoparam_lab.experiments.uci_tasks import Member, Task, choose, grid_tasks
@@ -182,6 +183,23 @@ def test_cross_validation_chooses_by_the_mean_over_folds(cv: Run) -> None:
         assert r["lr"] == min(own, key=lambda lr: np.mean(own[lr]))
 
 
+def test_another_order_of_the_inputs_changes_nothing_but_angles(tmp_path: Path) -> None:
+    names = ["sp", "intrinsic", "gmp"]
+    options = {"datasets": ["small"], "seeds": 1, "lrs": None, "epochs": 6}
+    both = run(
+        tmp_path / "run", "paper", methods=[*names, *(f"{n}:order=1" for n in names)], **options
+    )
+    errors = {r["method"]: r["test_rmse"] for r in both.records()}
+    changes = [abs(errors[name] - errors[f"{name}:order=1"]) for name in names]
+    assert max(changes[:2]) < 1e-10 < changes[2]
+
+
+def test_levys_copies_are_its_function_summed_over_inputs() -> None:
+    x, y = uci.load("levy4")
+    assert x.shape == (1000, 4)
+    assert np.abs(y - sum(levy(x[:, i]) for i in range(4))).mean() == pytest.approx(0.08, abs=0.01)
+
+
 def test_a_rate_of_cross_validation_is_trained_as_under_heldout(cv: Run, heldout: Run) -> None:
     known = {k[:-1]: r for k, r in by_key(heldout).items() if r["chosen"]}
     found = {k[:-2]: r for k, r in by_key(cv).items() if r["chosen"]}
@@ -198,8 +216,10 @@ def test_a_fold_that_diverges_costs_a_rate_the_choice() -> None:
 
 def test_the_wide_grid_is_the_default_of_cross_validation(tmp_path: Path) -> None:
     options = {"datasets": ["small"], "methods": ["sp"], "seeds": 1, "lrs": None, "epochs": 1}
-    rates = {r["lr"] for r in run(tmp_path / "run", "cv", folds=2, **options).records()}
+    done = run(tmp_path / "run", "cv", folds=2, **options)
+    rates = {r["lr"] for r in done.records()}
     assert rates == {0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0}
+    assert "SP" in (done.folder / "figures" / "rates.txt").read_text()
 
 
 @pytest.mark.parametrize("protocol", ["heldout", "cv"])
