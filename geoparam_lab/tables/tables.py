@@ -33,7 +33,7 @@ from geoparam_lab.tables.estimates import (
 from geoparam_lab.tables.footnotes import explain_differences, explain_results
 from geoparam_lab.tables.formats import EMPTY, OTHER, SAME, Cell, Row, Table, to_csv
 
-FORMATS = ("markdown", "latex", "csv")
+FORMATS = ("markdown", "csv")
 _SEVERAL = "see below"
 
 
@@ -105,7 +105,7 @@ def _belongs(record: Record, measure: Measure) -> bool:
 
 
 def export(runs: Iterable[Run], form: str = "markdown", baseline: str = "") -> str:
-    """Return the tables of some runs as one text: "markdown", "latex" or "csv"."""
+    """Return the tables of some runs as one text, "markdown" or "csv"."""
     if form not in FORMATS:
         raise ValueError(f"a table is written as one of {', '.join(FORMATS)}; got {form!r}.")
     runs = list(runs)
@@ -117,9 +117,7 @@ def export(runs: Iterable[Run], form: str = "markdown", baseline: str = "") -> s
     ]
     if not found:
         raise ValueError("no table can be made: there is no finished piece of work yet.")
-    if form == "csv":
-        return to_csv(found)
-    return "\n".join(getattr(table, form)() for table in found)
+    return to_csv(found) if form == "csv" else "\n".join(table.markdown() for table in found)
 
 
 def _add_name(table: Table, run: Run) -> Table:
