@@ -155,9 +155,3 @@ def test_a_sweep_goes_on_to_the_same_records_and_may_get_more_methods(
     assert sorted(found) == [
         f"vgg6-bn-optimizer=adamw-batch16-lr0.01-seed{seed}" for seed in (0, 1)
     ]
-
-
-def test_a_resumed_sweep_keeps_what_is_kept_back(tmp_path: Path, undrawn: None) -> None:
-    sweep(tmp_path, "run", seeds=1, epochs=1, methods=["sp:lr=0.1"])
-    with pytest.raises(ValueError, match="select=0.25, now 0.5"):
-        sweep(tmp_path, "run", seeds=1, epochs=1, methods=["sp:lr=0.1"], select=0.5, resume=True)

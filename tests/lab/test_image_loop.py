@@ -45,6 +45,7 @@ def test_every_method_trains_a_step(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "chosen",
     [
+        {"optimizer": "sgd"},
         {"method": "gmp+imn", "optimizer": "adamw", "lr": 0.01},
         {"optimizer": "muon", "rest": "sgd", "weight_decay": 0.1},
         {"optimizer": "airbench"},
@@ -84,13 +85,6 @@ def test_rivals_are_for_plain_weights(method: str) -> None:
     model = networks.build("vgg6", method, 2, size=8, widths=(4, 4))
     with pytest.raises(ValueError, match="is for plain weights"):
         preparation.make_optimizer(settings(method, optimizer="muon"), model)
-
-
-def test_learns(tmp_path: Path) -> None:
-    outcome = train(settings("bn", lr=0.1, epochs=12), source(), tmp_path)
-    losses = outcome.curves["train_loss"]
-    assert losses[-1] < 0.7 * losses[0] and outcome.record["train_loss"] == losses[-1]
-    assert outcome.record["outcome"] == "finished"
 
 
 @pytest.mark.parametrize("select", [0.0, 0.25])

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -153,17 +152,6 @@ def test_weights_and_scalars_are_kept_where_asked_for(
 
 
 # --- cut and gone on with -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kept", [0, 3])
-def test_a_sweep_cut_between_runs_goes_on_to_the_same_records(
-    data: Path, tmp_path: Path, finished: Run, kept: int, no_figures: None
-) -> None:
-    shutil.copytree(finished.folder, tmp_path / "run")
-    text = (finished.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(text[:kept]))
-    resumed = run(tmp_path / "run", data, resume=True)
-    assert by_name(resumed) == by_name(finished) and lines(resumed) == len(text)
 
 
 def test_a_sweep_killed_within_a_run_goes_on_to_the_same_records(
