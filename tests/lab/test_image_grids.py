@@ -8,7 +8,7 @@ import pytest
 import tiny_images
 from image_runs import forget_accelerate, without_times  # noqa: F401
 
-from geoparam_lab.experiments import image_figures, images
+from geoparam_lab.experiments import images
 from geoparam_lab.experiments.image_text import choose
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import tables
@@ -97,12 +97,6 @@ def test_runs_stored_before_there_were_options_are_shown_as_ever() -> None:
 # --- a sweep ------------------------------------------------------------------------------------
 
 METHODS = ["bn:lr=0.02,0.1:decay=5e-4", "bn:optimizer=muon:lr=0.02", "sp:lr=0.05"]
-
-
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures take most of the time of a short run."""
-    monkeypatch.setattr(image_figures, "draw", lambda *_: None)
 
 
 def sweep(folder: Path, out: str, **options: Any) -> Run:

@@ -55,12 +55,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures take most of the time of a short run."""
-    monkeypatch.setattr(image_figures, "draw", lambda *_: None)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_images.write_npz(tmp_path_factory.mktemp("npz"), classes=8, train=64, val=32)
@@ -138,7 +132,7 @@ def test_a_diverging_run_is_recorded_and_the_sweep_goes_on(data: Path, tmp_path:
 
 
 def test_weights_and_scalars_are_kept_where_asked_for(
-    data: Path, tmp_path: Path, no_figures: None
+    data: Path, tmp_path: Path, undrawn: None
 ) -> None:
     import torch
 
@@ -155,7 +149,7 @@ def test_weights_and_scalars_are_kept_where_asked_for(
 
 
 def test_a_sweep_killed_within_a_run_goes_on_to_the_same_records(
-    data: Path, tmp_path: Path, finished: Run, no_figures: None
+    data: Path, tmp_path: Path, finished: Run, undrawn: None
 ) -> None:
     """At 2.4 of 4 runs: the third has a checkpoint of its first steps."""
     third = 2 * 2 * 64 + 48
@@ -186,7 +180,7 @@ def test_a_resumed_sweep_keeps_its_settings_and_data(
 
 
 def test_processes_share_a_sweep_and_do_no_run_twice(
-    data: Path, tmp_path: Path, finished: Run, no_figures: None, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, finished: Run, undrawn: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("optuna")
     storage = str(tmp_path / "study.db")
