@@ -156,7 +156,7 @@ def _make_list(block: Block, base: str | None, compared: Sequence[Comparison]) -
         "papers": lambda line: _papers_cell(block, line, column),
         "range": lambda line: _range_cell(block, line, column, digits),
         **differences,
-        "n": lambda line: _count_cell(block, line, column),
+        "n": lambda line: Cell(f"{found.n if (found := block.estimate(line, column)) else 0}"),
         "diverged": lambda line: Cell(f"{block.count_diverged(line, column) or EMPTY}"),
         "rate": lambda line: Cell(EMPTY if said else list_rates(block.records(line, column))),
     }
@@ -300,11 +300,6 @@ def _field_cell(value: Any, digits: int | None) -> Cell:
     if found is None:
         return Cell(EMPTY if value is None else shorten(number(value)))
     return Cell(f"{found.mean:g}" if digits is None else write(found, digits), found)
-
-
-def _count_cell(block: Block, line: Line, column: Any) -> Cell:
-    found = block.estimate(line, column)
-    return Cell(f"{found.n if found else 0}")
 
 
 def _detail_cell(records: Sequence[Record], detail: Measure) -> Cell:
