@@ -54,18 +54,14 @@ def geoparam(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
 # --- demo ---------------------------------------------------------------------------------------
 
 
-def test_demo_prints_every_seed_beside_the_papers_and_writes_a_page(
-    tmp_path: Path, geoparam: Geoparam
-) -> None:
+def test_demo_says_what_was_found_and_writes_a_page(tmp_path: Path, geoparam: Geoparam) -> None:
     out = tmp_path / "new" / "folder"
     status, printed, errors = geoparam(
         "demo", "--out", out, "--epochs", 3, "--seeds", 2, "--jobs", 1
     )
     assert status == 0 and errors == ""  # no bars where there is no terminal
     assert "by 65° under SP" in printed.replace("\n", " ")
-    for record in Run.open(out / "levy").records():
-        if record["lr"] == {"gmp": 0.1}.get(record["method"], 0.01):
-            assert f"{record['test_rmse']:.2f}" in printed
+    assert len(Run.open(out / "levy").records()) == 4 * 2 * 2
     assert "does not show" in printed and "generated" in printed
     assert str(out / "report.html") in printed.replace("\n", "")
     assert "<html" in (out / "report.html").read_text()[:500]
