@@ -103,7 +103,7 @@ def test_every_control_and_picture_has_a_name(page_file: Path) -> None:
 def test_what_files_hold_is_text_and_never_markup(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run", "levy", {EVIL: EVIL, "methods": [EVIL]}, EVIL)
     run.append({"method": EVIL, "seed": 0, "test_rmse": 1.0})
-    arrays = run_folders.levy_slider(5)
+    arrays = run_folders.add_seeds(run_folders.levy_slider(5))
     run.save_curves("slider_levy", **{**arrays, "methods": np.array([EVIL] * 4)})
     run_folders.picture(run.folder / "figures", "a&b", caption=EVIL)
     text = report.make_page([run], command=EVIL)
@@ -136,7 +136,7 @@ def test_the_configuration_of_uci_speaks_of_splits_and_names_the_sets(page_file:
 
 def test_damaged_files_are_left_out_with_a_word(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run", "levy", {}, "geoparam run levy")
-    arrays = run_folders.levy_slider(5)
+    arrays = run_folders.add_seeds(run_folders.levy_slider(5))
     run.save_curves("slider_levy", **{k: v for k, v in arrays.items() if k != "locations"})
     assert "levy cannot be drawn: locations is missing" in report.make_page([run])
     run.save_curves("slider_levy", **{**arrays, "kind": np.array("new")})
@@ -159,12 +159,6 @@ def test_a_run_is_made_again_in_another_folder(tmp_path: Path) -> None:
         "geoparam run levy --seeds 9 --out x-again --resume",
     ]
     assert "resumed 2 times" in run_text.describe_sessions(run)["started"]
-
-
-def test_a_slider_of_one_seed_without_its_axis_still_opens() -> None:
-    found = slider.pack_slider(run_folders.levy_slider(6))
-    assert found["seeds"] == [0] and found["median"] == [0] * 4
-    assert found["arrays"]["prediction"]["shape"] == [1, 4, 6, 101]
 
 
 # --- packing -----------------------------------------------------------------------------------
@@ -195,14 +189,14 @@ def test_bytes_come_back_exactly() -> None:
     ("change", "message"),
     [
         ({"steps": np.zeros(0)}, "steps is missing or empty"),
-        ({"locations": np.zeros((4, 5))}, r"shape \(1, 4, 5\), which is not \(1, 4, 6, U"),
+        ({"locations": np.zeros((4, 5))}, r"shape \(4, 5\), which is not \(2, 4, 6, U"),
         ({"truth": np.zeros(7)}, r"truth has shape \(7,\), which is not \(101"),
-        ({"loss": np.zeros((3, 6))}, r"loss has shape \(1, 3, 6\), which is not \(1, 4, 6"),
+        ({"loss": np.zeros((2, 3, 6))}, r"loss has shape \(2, 3, 6\), which is not \(2, 4, 6"),
     ],
 )
 def test_arrays_that_do_not_fit_are_named(change: dict[str, Array], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        slider.pack_slider({**run_folders.levy_slider(6), **change})
+        slider.pack_slider({**run_folders.add_seeds(run_folders.levy_slider(6)), **change})
 
 
 def test_cells_have_a_minus_and_powers_and_only_lists_may_break(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_readings_are_those_of_the_arrays(look: Look, page: str) -> None:
 
 def one_slider(folder: Path, kind: str, arrays: dict[str, Any]) -> str:
     run = Run.create(folder / "run", kind, {}, f"geoparam run {kind}")
-    run.save_curves(f"slider_{kind}", **arrays)
+    run.save_curves(f"slider_{kind}", **run_folders.add_seeds(arrays))
     return report.make_page([run])
 
 
