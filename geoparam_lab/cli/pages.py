@@ -24,7 +24,7 @@ Baseline = Annotated[
 
 def table(
     runs: Runs,
-    form: Annotated[str, Option("--format", help="markdown, latex or csv.")] = "markdown",
+    form: Annotated[str, Option("--format", help="markdown or csv.")] = "markdown",
     out: Annotated[Path | None, Option(help="File to write; else it is printed.")] = None,
     baseline: Baseline = "",
     force: Force = False,

@@ -43,27 +43,28 @@ def make_application() -> typer.Typer:
 def make_command(experiment: Experiment) -> Callable[..., None]:
     """Return a function that typer makes a command of."""
     parameters = {each.name: each for each in find_options(experiment)}
-    readers = {name: find_reader(each.annotation) for name, each in parameters.items()}
+    found = {name: find_reader(each.annotation) for name, each in parameters.items()}
+    readers = {name: reader for name, reader in found.items() if reader is not None}
 
     def command(out: Path, **given: Any) -> None:
         with explain_errors(out):
-            options = {
-                name: reader.read(given[name])
-                for name, reader in readers.items()
-                if reader and given[name] is not None
-            }
-            run(experiment, out, options)
+            typed = {name: value for name, value in given.items() if value is not None}
+            run(
+                experiment, out, {name: readers[name].read(value) for name, value in typed.items()}
+            )
 
-    folder = Annotated[Path, Option(help="Folder of the run.")]
     texts = read_help(experiment)
-    shown = [inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, annotation=folder)]
-    shown[0] = shown[0].replace(default=Path("runs", experiment.name))
-    for name, each in parameters.items():
-        reader = readers[name]
-        if reader is not None:
-            shown.append(_make_option(each, reader, texts.get(name, "")))
-    command.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in shown}
+    folder = inspect.Parameter(
+        "out",
+        inspect.Parameter.KEYWORD_ONLY,
+        annotation=Annotated[Path, Option(help="Folder of the run.")],
+        default=Path("runs", experiment.name),
+    )
+    options = [
+        _make_option(parameters[name], readers[name], texts.get(name, "")) for name in readers
+    ]
+    command.__signature__ = inspect.Signature([folder, *options])  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in (folder, *options)}
     return command
 
 
@@ -71,12 +72,9 @@ def _make_option(parameter: inspect.Parameter, reader: Reader, text: str) -> ins
     default, name = parameter.default, f"--{parameter.name.replace('_', '-')}"
     if isinstance(default, (list, tuple)):
         default = ",".join(map(str, default)) or None
-    if default is parameter.empty:
-        option = Option(name, help=text, show_default=False)
-        kind = reader.kind
-    else:
-        option = Option(name, help=text)
-        kind = reader.kind if reader.kind is bool else reader.kind | None
+    required = default is parameter.empty
+    option = Option(name, help=text, show_default=not required)
+    kind = reader.kind if required or reader.kind is bool else reader.kind | None
     return parameter.replace(
         kind=parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default
     )

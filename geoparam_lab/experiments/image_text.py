@@ -6,6 +6,7 @@ results are those of another problem: they are shown without the papers' numbers
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from geoparam_lab import methods
 from geoparam_lab.experiments.experiment import Config, options_in_words
 from geoparam_lab.run_folder import Record
+from geoparam_lab.training.images.settings import Settings
 
 IMAGENET = {"classes": 1000, "train": 1_281_167, "val": 50_000}  # ILSVRC 2012
 NETWORKS = {"vgg6": "VGG-6"} | {f"resnet{depth}": f"ResNet-{depth}" for depth in (18, 34, 50)}
@@ -24,22 +26,11 @@ SCHEDULES = {
     "linear": "the rate falls to 0 along a line, a little in every step",
     "cosine": "the rate falls to 0 along half a cosine, a little in every step",
 }
-_USUAL = {
-    "init": "glorot",
-    "imn": "output",
-    "skip": "centred",
-    "optimizer": "sgd",
-    "momentum": 0.9,
-    "nesterov": False,
-    "warmup": 0.0,
-    "recalibrate": 0,
-    "weight_decay": 0.0,
-    "label_smoothing": 0.0,
-    "ema": 0.0,
-    "crop": 0,
-    "angle_lr": None,
-    "widths": None,
-}
+_TOLD = (  # settings that are told where they are not the papers'
+    *("init", "imn", "skip", "optimizer", "momentum", "nesterov", "warmup", "recalibrate"),
+    *("weight_decay", "label_smoothing", "ema", "crop", "angle_lr", "widths"),
+)
+_USUAL = {field.name: field.default for field in fields(Settings)} | {"momentum": 0.9}
 _SHOWN = 8  # failed runs that are named
 
 
@@ -107,7 +98,7 @@ def remark(config: Config, records: Iterable[Record]) -> Iterator[str]:
             f"{config['select']:.0%} of the training images were kept back. By the mean top-1 on "
             "these, over the seeds that all have, the settings were chosen that the table shows."
         )
-    others = [name for name, usual in _USUAL.items() if config.get(name) not in (None, usual)]
+    others = [name for name in _TOLD if config.get(name) not in (None, _USUAL[name])]
     if others:
         said = ", ".join(f"{name.replace('_', ' ')} {_write(config[name])}" for name in others)
         yield f"Not as in the papers: {said}."

@@ -1,7 +1,7 @@
 """Classification of images: VGG-6 on ImageNet32 (table 2, figure 4) and ResNets on ImageNet.
 
 A sweep is a grid: methods x batch sizes x learning rates x seeds, each point one run of
-`imaging.training.train`; a method may have a grid of its own (`imaging.grids`). Without rates,
+`training.images.train`; a method may have a grid of its own (`images.grids`). Without rates,
 every method has the papers' own: 0.1 for geometric units and 0.01 for the others with VGG-6, 0.1
 for all with ResNets.
 
@@ -12,8 +12,8 @@ checkpoints/NAME of the folder, from which the same command with `resume` goes o
 depend on, the images' checksum too, is in config.json, and a resumed sweep must have the same.
 
 **In company.** Under torchrun or accelerate launch all processes train each network together
-(`imaging.crew`). Apart from that, processes or machines that are called with the same `storage`
-take runs in turn (`search`), and each ends with the records and curves of all.
+(`process_group`). Apart from that, processes or machines that are called with the same `storage`
+take runs in turn (`shared_study`), and each ends with the records and curves of all.
 """
 
 import contextlib
@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from geoparam_lab import methods as all_methods
 from geoparam_lab import networks
 from geoparam_lab.data.image_source import Source
-from geoparam_lab.experiments import image_text
+from geoparam_lab.experiments import image_text, papers
 from geoparam_lab.experiments.experiment import TOP1, TOP5, Experiment, Layout
-from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import shared_study
 from geoparam_lab.training.images import grids
@@ -116,34 +115,19 @@ def run(
         command: what a user types to do it again.
         progress: called with a title, how many images are done and how many there are.
         settings: `Settings` of all runs, such as epochs and schedule.
-        schedule: "steps" (v2), "plateau-top1" (v1), "plateau-top5" (the released code), "linear"
-            or "cosine" (to 0, in every step).
-        optimizer: one of sgd, adamw, muon, airbench, rotational, angularmuown, geometric.
-        init: "glorot", as the papers' code, or "sphere", as their text.
-        imn: where IMN stands: "output", as the papers' code, or "input", as their text.
-        angle_lr: learning rate of angles: a number, or fan_in for lr over the fan-in's root.
 
     Returns:
         The sweep's folder; None in all but the leading one of several processes.
     """
-    from geoparam_lab.training.images.preparation import make_accelerator
-    from geoparam_lab.training.images.process_group import Crew
-
     if method:
         methods = [*(methods or ()), *method]
-    counts = {"checkpoint_every": checkpoint_every, "track": track, "size": size}
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be >= 1, or left out; got {value}.")
+    _check_counts(checkpoint_every=checkpoint_every, track=track, size=size)
     config = _check_options(experiment, network, methods, batch_sizes, lrs, seeds, settings)
     source = _load_images(experiment, data, size, workers)
-    crew = Crew(make_accelerator(config["precision"]))
-    _check_fits(tasks(config), source, crew)
     kinds = {"checkpoint_every": checkpoint_every, "tensorboard": tensorboard, "track": track}
-    part = source.hold_out(config["select"]) if config["select"] else source
-    work = _Work(Path(out), source, crew, keep_weights, kinds, part.fingerprint["train"])
-    if not crew.leads:
-        for task in crew.receive():
+    work = _start_work(Path(out), source, config, keep_weights, kinds)
+    if not work.crew.leads:
+        for task in work.crew.receive():
             work.train(task)
         return None
     config |= {"data": {**source.fingerprint, "classes": source.classes, "size": source.size}}
@@ -153,10 +137,10 @@ def run(
         options: Record = {"key": KEY, "resume": resume, "may_change": _MAY_CHANGE}
         folder = Run.create(out, experiment, config, command, **options)
     except BaseException:
-        crew.send(None)
+        work.crew.send(None)
         raise
     _sweep(folder, work, storage, progress)
-    crew.send(None)
+    work.crew.send(None)
     return folder
 
 
@@ -165,7 +149,7 @@ def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress |
     config, experiment = folder.config, folder.info["experiment"]
     todo, draw = tasks(config), _make_drawer(folder)
 
-    def draw_if_due(task: Task) -> None:
+    def finish(task: Task) -> None:
         work.clean(task)
         draw()
 
@@ -176,7 +160,7 @@ def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress |
         progress=progress,
         weight=config["epochs"] * work.images,
         threads=None,
-        finished=draw_if_due,
+        finished=finish,
         arrays=True,
     )
     for task in todo:
@@ -196,16 +180,29 @@ def _make_drawer(folder: Run) -> Callable[..., None]:
     """Return a function that redraws the figures at intervals while a sweep runs."""
     from geoparam_lab.experiments import image_figures
 
-    papers = {name: papers_rate(folder.config["network"], name) for name in all_methods.METHODS}
+    rates = {name: papers_rate(folder.config["network"], name) for name in all_methods.METHODS}
     last = time.monotonic()
 
     def draw(at_once: bool = False) -> None:
         nonlocal last
         if at_once or time.monotonic() - last > DRAW_EVERY:
-            image_figures.draw(folder, papers)
+            image_figures.draw(folder, rates)
             last = time.monotonic()
 
     return draw
+
+
+def _start_work(
+    out: Path, source: Source, config: Record, keep_weights: bool, kinds: Record
+) -> "_Work":
+    """Return what does a sweep's runs, with the processes that were started together."""
+    from geoparam_lab.training.images.preparation import make_accelerator
+    from geoparam_lab.training.images.process_group import Crew
+
+    crew = Crew(make_accelerator(config["precision"]))
+    _check_fits(tasks(config), source, crew)
+    part = source.hold_out(config["select"]) if config["select"] else source
+    return _Work(out, source, crew, keep_weights, kinds, part.fingerprint["train"])
 
 
 @dataclass(frozen=True)
@@ -266,11 +263,14 @@ class _Work:
 # --- what is asked for --------------------------------------------------------------------------
 
 
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be >= 1, or left out; got {value}.")
+
+
 def _load_images(
-    experiment: str,
-    data: str | Path | Source,
-    size: int | None,
-    workers: int | None,
+    experiment: str, data: str | Path | Source, size: int | None, workers: int | None
 ) -> Source:
     """Return the images, checked as far as that is quick."""
     if not isinstance(data, (str, Path)):
@@ -339,34 +339,6 @@ def _check_fits(todo: Sequence[Task], source: Source, crew: "Crew") -> None:
 
 # --- what they say ------------------------------------------------------------------------------
 
-_VGG_TOP1 = """\
-|256|512|1024
-sp|38.31 ± 0.13|36.99 ± 0.11|35.02 ± 0.03
-wn|39.13 ± 0.10|37.92 ± 0.12|36.17 ± 0.03
-wn+mbn|42.22 ± 0.01|40.96 ± 0.02|39.33 ± 0.07
-bn|42.79 ± 0.03|41.90 ± 0.19|41.39 ± 0.02
-gmp|40.76 ± 0.09|41.65 ± 0.09|41.29 ± 0.08
-gmp+imn|43.14 ± 0.05|43.62 ± 0.08|42.70 ± 0.15"""
-_VGG_TOP5 = """\
-|256|512|1024
-sp|62.48 ± 0.14|60.71 ± 0.18|58.14 ± 0.39
-wn|63.28 ± 0.02|61.93 ± 0.09|60.16 ± 0.18
-wn+mbn|66.04 ± 0.07|65.08 ± 0.03|63.32 ± 0.08
-bn|67.17 ± 0.08|66.50 ± 0.25|65.89 ± 0.06
-gmp|65.08 ± 0.08|65.76 ± 0.05|65.49 ± 0.06
-gmp+imn|67.36 ± 0.05|67.76 ± 0.09|66.98 ± 0.18"""
-_RESNET_TOP1 = """\
-|resnet18|resnet50
-wn+mbn|66.57 ± 0.16|72.58 ± 0.16
-bn|66.85 ± 0.05|73.63 ± 0.09
-gmp+imn|67.24 ± 0.21|75.57 ± 0.12"""
-_RESNET_TOP5 = """\
-|resnet18|resnet50
-wn+mbn|86.69 ± 0.11|90.77 ± 0.12
-bn|86.92 ± 0.02|91.11 ± 0.05
-gmp+imn|87.19 ± 0.15|92.68 ± 0.11"""
-_RESNET = "v2, table 3 (ResNet-18) and v1, table 1 (ResNet-50)"
-
 
 def _experiment(name: str, **own: Any) -> Experiment:
     return Experiment(
@@ -390,10 +362,7 @@ IMAGENET32 = _experiment(
     about="A convolutional network learns to tell classes of small images apart.",
     summary="VGG-6 on images of 32 by 32 pixels: table 2, figure 4. Wants a GPU.",
     layouts=(Layout((TOP1, TOP5), "batch_size", "batch size"),),
-    papers={
-        "top1": read_table("v2, table 2", _VGG_TOP1),
-        "top5": read_table("v2, table 2", _VGG_TOP5),
-    },
+    papers=papers.VGG6,
     theirs={"network": "vgg6"},
 )
 IMAGENET = _experiment(
@@ -402,10 +371,7 @@ IMAGENET = _experiment(
     about="A residual network learns to tell classes of images apart.",
     summary="A ResNet on ImageNet: table 3. Wants several GPUs.",
     layouts=(Layout((TOP1, TOP5), "network", "network"),),
-    papers={
-        "top1": read_table(_RESNET, _RESNET_TOP1),
-        "top5": read_table(_RESNET, _RESNET_TOP5),
-    },
+    papers=papers.RESNET,
     rates=dict.fromkeys(all_methods.METHODS, 0.1),
     theirs={"batch_size": 256},
 )

@@ -29,10 +29,6 @@ def pack_slider(arrays: Mapping[str, Array]) -> dict[str, Any]:
     slider = find_slider(kind)
     methods = [str(title) for title in np.ravel(_get(arrays, "methods"))]
     steps = np.ravel(_get(arrays, "steps"))
-    if "seeds" not in arrays:  # runs of version 0.1 have one seed, and no axis for it
-        added = {name: _get(arrays, name)[None] for name, a in slider.axes.items() if "S" in a}
-        first = np.zeros(len(methods), int)
-        arrays = {**arrays, **added, "seeds": np.zeros(1, int), "median": first}
     seeds = [int(seed) for seed in np.ravel(_get(arrays, "seeds"))]
     sizes = {"S": len(seeds), "M": len(methods), "T": len(steps)}
     found = _check_shapes(arrays, slider.axes, sizes)

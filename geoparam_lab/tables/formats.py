@@ -1,7 +1,7 @@
-"""A table of results, and how it is written: Markdown, LaTeX and CSV.
+"""A table of results, and how it is written: Markdown and CSV.
 
-Markdown and LaTeX show what a reader wants to see, rounded. CSV is for programs: one line for each
-cell, with all digits, so that tables of different shapes can be put under each other.
+Markdown shows what a reader wants to see, rounded. CSV is for programs: one line for each cell,
+with all digits, so that tables of different shapes can be put under each other.
 """
 
 import csv
@@ -18,26 +18,6 @@ CSV_COLUMNS = (
     *("mean", "standard_error", "n", "lowest", "highest", "diverged", "agrees"),
 )
 
-_MINUS = re.compile(r"(?<![\w-])-(?=[\d.])")
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    **{character: "\\" + character for character in "&%$#_{}"},
-    "[": "{[}",  # at the start of a row it would belong to the end of the one before
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    "±": r"$\pm$",
-    SAME: r"$\approx$",
-    OTHER: r"$\neq$",
-    "−": "$-$",
-    "–": "--",
-    "×": r"$\times$",
-    "Δ": r"$\Delta$",
-    "φ": r"$\varphi$",
-    "°": r"$^\circ$",
-}
 # A star with space on both sides is only a star: a terminal need not show it with a backslash.
 _MARKDOWN = re.compile(r"([\\|_`\[\]<]|(?<!\s)\*|\*(?=\S))")
 
@@ -96,20 +76,6 @@ class Table:
         notes = " ".join(map(_markdown, self.notes))
         return f"**{_markdown(self.title)}**\n\n{body}\n" + (f"\n{notes}\n" if notes else "")
 
-    def latex(self) -> str:
-        """Return it as a LaTeX table; it needs the package booktabs."""
-        texts = [(self.corner, *self.columns), *(row.texts for row in self.rows)]
-        head, *lines = (" & ".join(map(_latex, line)) for line in texts)
-        body = " \\\\\n    ".join(lines)
-        notes = "".join(f"  {_latex(note)}\\par\n" for note in self.notes)
-        return (
-            "\\begin{table}  % needs \\usepackage{booktabs}\n  \\centering\n"
-            f"  \\caption{{{_latex(self.title)}}}\n"
-            f"  \\begin{{tabular}}{{{'l' * (1 + len(self.columns))}}}\n"
-            f"    \\toprule\n    {head} \\\\\n    \\midrule\n    {body} \\\\\n    \\bottomrule\n"
-            f"  \\end{{tabular}}\n\n  \\footnotesize\n{notes}\\end{{table}}\n"
-        )
-
 
 def to_csv(tables: Iterable[Table]) -> str:
     """Return the cells of several tables as one CSV."""
@@ -134,8 +100,3 @@ def _csv_line(table: Table, row: Row, column: str, cell: Cell) -> list[object]:
 
 def _markdown(text: str) -> str:
     return _MARKDOWN.sub(r"\\\1", " ".join(text.split()))
-
-
-def _latex(text: str) -> str:
-    text = _MINUS.sub("−", " ".join(text.split()))
-    return "".join(_LATEX.get(character, character) for character in text)

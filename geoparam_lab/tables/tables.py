@@ -32,7 +32,7 @@ from geoparam_lab.tables.estimates import (
 from geoparam_lab.tables.footnotes import explain_differences, explain_results
 from geoparam_lab.tables.formats import EMPTY, OTHER, SAME, Cell, Row, Table, to_csv
 
-FORMATS = ("markdown", "latex", "csv")
+FORMATS = ("markdown", "csv")
 _SEVERAL = "see below"
 
 
@@ -104,7 +104,7 @@ def _belongs(record: Record, measure: Measure) -> bool:
 
 
 def export(runs: Iterable[Run], form: str = "markdown", baseline: str = "") -> str:
-    """Return the tables of some runs as one text: "markdown", "latex" or "csv"."""
+    """Return the tables of some runs as one text, "markdown" or "csv"."""
     if form not in FORMATS:
         raise ValueError(f"a table is written as one of {', '.join(FORMATS)}; got {form!r}.")
     runs = list(runs)
@@ -116,9 +116,7 @@ def export(runs: Iterable[Run], form: str = "markdown", baseline: str = "") -> s
     ]
     if not found:
         raise ValueError("no table can be made: there is no finished piece of work yet.")
-    if form == "csv":
-        return to_csv(found)
-    return "\n".join(getattr(table, form)() for table in found)
+    return to_csv(found) if form == "csv" else "\n".join(table.markdown() for table in found)
 
 
 def _add_name(table: Table, run: Run) -> Table:
@@ -157,7 +155,7 @@ def _make_list(block: Block, base: str | None, compared: Sequence[Comparison]) -
         "papers": lambda line: _papers_cell(block, line, column),
         "range": lambda line: _range_cell(block, line, column, digits),
         **differences,
-        "n": lambda line: _count_cell(block, line, column),
+        "n": lambda line: Cell(f"{found.n if (found := block.estimate(line, column)) else 0}"),
         "diverged": lambda line: Cell(f"{block.count_diverged(line, column) or EMPTY}"),
         "rate": lambda line: Cell(EMPTY if said else list_rates(block.records(line, column))),
     }
@@ -297,11 +295,6 @@ def _field_cell(value: Any, digits: int | None) -> Cell:
     if found is None:
         return Cell(EMPTY if value is None else shorten(number(value)))
     return Cell(f"{found.mean:g}" if digits is None else write(found, digits), found)
-
-
-def _count_cell(block: Block, line: Line, column: Any) -> Cell:
-    found = block.estimate(line, column)
-    return Cell(f"{found.n if found else 0}")
 
 
 def _detail_cell(records: Sequence[Record], detail: Measure) -> Cell:

@@ -26,6 +26,7 @@ Grid = Mapping[str, Sequence[Any]]
 
 HEARTBEAT, SILENCE = 30, 120  # seconds between heartbeats; without one a process counts as dead
 PAUSE = 1.0  # seconds between two looks at what other processes have finished
+_TAKEN = ("WAITING", "RUNNING", "COMPLETE")  # states of a trial whose point is not queued again
 OPENINGS = 20  # attempts to open a database whose tables another process is creating
 
 
@@ -66,36 +67,24 @@ def share(
     Returns:
         Every point with its result, whichever process computed it.
     """
-    import optuna
-    from optuna.trial import TrialState
-
     study, points = _open_study(storage, name), list_points(grid)
     while True:
         results = _collect_results(study)
         left = [point for point in points if _hashable(point) not in results]
         if not left:
             return [(point, results[_hashable(point)]) for point in points]
-        _queue_missing(study, left)
-        if study.get_trials(deepcopy=False, states=[TrialState.WAITING]):
+        known = [t.user_attrs.get("point") for t in _trials(study, *_TAKEN)]
+        for point in left:
+            if point not in known:
+                study.enqueue_trial(point, {"point": point})
+        if _trials(study, "WAITING"):
             study.optimize(lambda trial: _compute(study, trial, grid, work), n_trials=1)
             continue
         if waiting is not None:
             waiting(len(left))
         time.sleep(PAUSE)
-        with _ignore_experimental():
+        with _ignore_experimental() as optuna:
             optuna.storages.fail_stale_trials(study)
-
-
-def _queue_missing(study: "optuna.Study", points: Sequence[Point]) -> None:
-    """Queue the points for which no trial waits, runs or is complete."""
-    from optuna.trial import TrialState
-
-    states = (TrialState.WAITING, TrialState.RUNNING, TrialState.COMPLETE)
-    trials = study.get_trials(deepcopy=False, states=states)
-    known = [trial.user_attrs.get("point") for trial in trials]
-    for point in points:
-        if point not in known:
-            study.enqueue_trial(point, {"point": point})
 
 
 def _compute(
@@ -107,8 +96,9 @@ def _compute(
     import optuna
 
     point = trial.user_attrs.get("point")  # None: another process was faster, the queue is empty
-    if point is None or _has_owner(study, trial.number, point):
-        raise optuna.TrialPruned
+    others = [t for t in _trials(study, "RUNNING", "COMPLETE") if t.number < trial.number]
+    if point is None or point in [other.user_attrs.get("point") for other in others]:
+        raise optuna.TrialPruned  # two processes may queue a point at once: the first trial has it
     for name, values in grid.items():
         trial.suggest_categorical(name, list(values))  # recorded as the trial's parameters
     value, result = work(point)
@@ -116,21 +106,16 @@ def _compute(
     return value if math.isfinite(value) else math.inf  # Optuna counts NaN as a failure
 
 
-def _has_owner(study: "optuna.Study", number: int, point: Point) -> bool:
-    """Return whether an earlier trial has this point: two processes may queue it at once."""
-    from optuna.trial import TrialState
-
-    states = (TrialState.RUNNING, TrialState.COMPLETE)
-    trials = study.get_trials(deepcopy=False, states=states)
-    return any(t.number < number and t.user_attrs.get("point") == point for t in trials)
-
-
 def _collect_results(study: "optuna.Study") -> dict[Any, Any]:
+    """Return results by point; of two for one point, the first counts."""
+    done = [trial.user_attrs for trial in _trials(study, "COMPLETE")]
+    return {_hashable(each["point"]): each["result"] for each in reversed(done)}
+
+
+def _trials(study: "optuna.Study", *states: str) -> list["optuna.trial.FrozenTrial"]:
     from optuna.trial import TrialState
 
-    done = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
-    # Of two results for one point, the first counts.
-    return {_hashable(t.user_attrs["point"]): t.user_attrs["result"] for t in reversed(done)}
+    return study.get_trials(deepcopy=False, states=[TrialState[state] for state in states])
 
 
 def _hashable(point: Point) -> tuple[tuple[str, Any], ...]:
@@ -168,9 +153,8 @@ def _import_optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
-        raise ImportError(
-            "a shared search needs Optuna: pip install 'geoparam[experiments]'"
-        ) from error
+        message = "a shared search needs Optuna: pip install 'geoparam[experiments]'"
+        raise ImportError(message) from error
     return optuna
 
 
@@ -179,38 +163,32 @@ def _open_storage(storage: str) -> Any:
     from sqlalchemy.exc import DatabaseError
 
     url = storage if "://" in storage else f"sqlite:///{storage}"
-    is_sqlite = url.startswith("sqlite")
-    options = {"connect_args": {"timeout": 60, "isolation_level": None}} if is_sqlite else {}
     for attempt in itertools.count(1):
         try:
-            opened = _make_storage(url, options)
+            opened = _make_storage(url)
             break
         except DatabaseError:  # another process is creating the tables
             if attempt == OPENINGS:
                 raise
             time.sleep(0.1)
-    if is_sqlite:  # it has no SELECT FOR UPDATE: without this lock two processes take one trial
+    if url.startswith("sqlite"):  # no SELECT FOR UPDATE: without a lock two take one trial
         event.listen(opened.engine, "begin", lambda c: c.exec_driver_sql("BEGIN IMMEDIATE"))
     return opened
 
 
-def _make_storage(url: str, options: Mapping[str, Any]) -> Any:
-    from optuna.storages import RDBStorage
-
-    with _ignore_experimental():
-        return RDBStorage(
-            url,
-            engine_kwargs=dict(options),
-            heartbeat_interval=HEARTBEAT,
-            grace_period=SILENCE,
-        )
+def _make_storage(url: str) -> Any:
+    is_sqlite = url.startswith("sqlite")
+    options = {"connect_args": {"timeout": 60, "isolation_level": None}} if is_sqlite else {}
+    heartbeat = {"heartbeat_interval": HEARTBEAT, "grace_period": SILENCE}
+    with _ignore_experimental() as optuna:
+        return optuna.storages.RDBStorage(url, options, **heartbeat)
 
 
 @contextlib.contextmanager
-def _ignore_experimental() -> Iterator[None]:
-    """Silence Optuna's warning that its heartbeat, of 2021, is experimental."""
+def _ignore_experimental() -> Iterator[Any]:
+    """Give Optuna without its warning that its heartbeat, of 2021, is experimental."""
     import optuna
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        yield
+        yield optuna

@@ -9,8 +9,9 @@ from geoparam_lab.experiments import toys
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Levy, Banana and perturbed units without figures, which take most of a short run's time."""
+    """Runs without figures, which take most of a short run's time."""
     monkeypatch.setattr(toys, "save_figures", lambda *_: None)
+    monkeypatch.setattr("geoparam_lab.experiments.image_figures.draw", lambda *_: None)
 
 
 @pytest.fixture

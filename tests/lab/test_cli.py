@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import tiny_images
@@ -27,29 +27,41 @@ from geoparam_lab.experiments import EXPERIMENTS, levy, perturbation, toys
 from geoparam_lab.run_folder import Run
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
-    """Run ``geoparam ARGUMENTS`` in this process; returns its exit status or message."""
-    monkeypatch.setattr(sys, "argv", ["geoparam", *arguments])
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main()
-    return exit_info.value.code
+class Told(NamedTuple):
+    """How a command ended: its status or message, and what it printed."""
+
+    status: Any
+    out: str
+    err: str
+
+
+Geoparam = Callable[..., Told]
+
+
+@pytest.fixture
+def geoparam(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Geoparam:
+    """Runs ``geoparam WORDS`` in this process."""
+
+    def run(*words: object) -> Told:
+        monkeypatch.setattr(sys, "argv", ["geoparam", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return Told(ended.value.code, *capfd.readouterr())
+
+    return run
 
 
 # --- demo ---------------------------------------------------------------------------------------
 
 
-def test_demo_prints_every_seed_beside_the_papers_and_writes_a_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo_says_what_was_found_and_writes_a_page(tmp_path: Path, geoparam: Geoparam) -> None:
     out = tmp_path / "new" / "folder"
-    short = ("--out", str(out), "--epochs", "3", "--seeds", "2", "--jobs", "1")
-    assert call(monkeypatch, "demo", *short) == 0
-    printed, errors = capsys.readouterr()
-    assert errors == ""  # no bars where there is no terminal
+    status, printed, errors = geoparam(
+        "demo", "--out", out, "--epochs", 3, "--seeds", 2, "--jobs", 1
+    )
+    assert status == 0 and errors == ""  # no bars where there is no terminal
     assert "by 65° under SP" in printed.replace("\n", " ")
-    for record in Run.open(out / "levy").records():
-        if record["lr"] == {"gmp": 0.1}.get(record["method"], 0.01):
-            assert f"{record['test_rmse']:.2f}" in printed
+    assert len(Run.open(out / "levy").records()) == 4 * 2 * 2
     assert "does not show" in printed and "generated" in printed
     assert str(out / "report.html") in printed.replace("\n", "")
     assert "<html" in (out / "report.html").read_text()[:500]
@@ -57,15 +69,15 @@ def test_demo_prints_every_seed_beside_the_papers_and_writes_a_page(
 
 
 def test_demo_needs_neither_file_nor_network_and_goes_on_with_what_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+    tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch, undrawn: None
 ) -> None:
     monkeypatch.setenv("GEOPARAM_DATA", str(tmp_path))  # whatever lies there
     monkeypatch.setattr("geoparam_lab.data.table_files.fetch", None)
-    short = ("--out", str(tmp_path / "demo"), "--epochs", "2", "--seeds", "1", "--jobs", "1")
-    assert call(monkeypatch, "demo", *short) == 0
+    short = ("demo", "--out", tmp_path / "demo", "--epochs", 2, "--seeds", 1, "--jobs", 1)
+    assert geoparam(*short).status == 0
     monkeypatch.setattr(toys, "train", None)
-    assert call(monkeypatch, "demo", *short) == 0
-    assert "--resume" in str(call(monkeypatch, "demo", *short, "--no-resume"))
+    assert geoparam(*short).status == 0
+    assert "--resume" in geoparam(*short, "--no-resume").status
     commands = [Run.open(path).info["command"] for path in (tmp_path / "demo").glob("[lb]*")]
     assert sorted(command.split(" --out")[0] for command in commands) == [
         "geoparam run banana --seeds 1 --epochs 2 --source generated",
@@ -77,42 +89,37 @@ def test_demo_needs_neither_file_nor_network_and_goes_on_with_what_is_there(
 
 
 def test_run_prints_the_table_and_where_everything_is(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    undrawn: None,
+    tmp_path: Path, geoparam: Geoparam, undrawn: None
 ) -> None:
     out = tmp_path / "levy"
-    options = ("--methods", "sp,gmp+imn", "--seeds", "2", "--epochs", "3", "--jobs", "1")
-    assert call(monkeypatch, "run", "levy", "--out", str(out), *options) == 0
-    printed, errors = capsys.readouterr()
+    options = ("--methods", "sp,gmp+imn", "--seeds", 2, "--epochs", 3, "--jobs", 1)
+    status, printed, errors = geoparam("run", "levy", "--out", out, *options)
     assert "GmP+IMN, rate 0.1" in printed and "1.104" in printed and str(out) in printed
-    assert errors == "" and "Records, curves are in" in printed  # figures were left out
+    assert (status, errors) == (0, "") and "Records, curves are in" in printed  # no figures
     run = Run.open(out)
     assert run.info["command"].startswith("geoparam run levy --out")
     assert run.config["lrs"] == [0.01, 0.1] and len(run.records()) == 8
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "message"),
     [
-        (("levy", "--methods", "sp,spp"), "sp, sp+imn, wn, wn+imn, wn+mbn, bn, bn+decay, ln, gmp"),
-        (("banana", "--source", "here"), "auto, KEEL, generated"),
-        (("perturbation", "--methods", "mbn"), "one of sp, wn, bn, ln, gmp, intrinsic; got 'mbn'"),
-        (("uci", "--datasets", "boston,bostn"), "boston, concrete, energy"),
-        (("levy", "--lrs", "0.1,fast"), "numbers between commas; got '0.1,fast'"),
-        (("uci", "--device", "gpu"), "device must be one that torch can use here"),
-        (("width", "--widths", "16.7"), "whole numbers between commas; got '16.7'"),
-        (("imagenet32", "--data", "missing-folder"), "missing-folder"),
-        (("imagenet", "--data", "missing-folder"), "missing-folder"),
+        ("levy --methods sp,spp", "sp, sp+imn, wn, wn+imn, wn+mbn, bn, bn+decay, ln, gmp"),
+        ("banana --source here", "auto, KEEL, generated"),
+        ("perturbation --methods mbn", "one of sp, wn, bn, ln, gmp, intrinsic; got 'mbn'"),
+        ("uci --datasets boston,bostn", "boston, concrete, energy"),
+        ("levy --lrs 0.1,fast", "numbers between commas; got '0.1,fast'"),
+        ("uci --device gpu", "device must be one that torch can use here"),
+        ("width --widths 16.7", "whole numbers between commas; got '16.7'"),
+        ("imagenet32 --data missing-folder", "missing-folder"),
+        ("imagenet --data missing-folder", "missing-folder"),
     ],
 )
 def test_mistakes_are_told_without_a_traceback(
-    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, message: str, tmp_path: Path, geoparam: Geoparam
 ) -> None:
-    told = call(monkeypatch, "run", *arguments, "--out", str(tmp_path / "run"))
-    assert message in str(told)
-    assert not (tmp_path / "run").exists()
+    told = geoparam("run", *command.split(), "--out", tmp_path / "run")
+    assert message in told.status and not (tmp_path / "run").exists()
 
 
 def replace_run(
@@ -158,38 +165,35 @@ def test_options_reach_the_experiment(
     command: str,
     expected: dict[str, Any],
     tmp_path: Path,
+    geoparam: Geoparam,
     monkeypatch: pytest.MonkeyPatch,
     finished: Path,
 ) -> None:
     name = command.split()[0]
     given = replace_run(monkeypatch, name, lambda: Run.open(finished))
-    assert call(monkeypatch, "run", *command.split(), "--out", str(tmp_path)) == 0
+    assert geoparam("run", *command.split(), "--out", tmp_path).status == 0
     given.setdefault("experiment", name)
     assert expected.items() <= given.items() and given["out"] == tmp_path
 
 
-def test_every_option_has_help(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_option_has_help(geoparam: Geoparam) -> None:
     for name, experiment in EXPERIMENTS.items():
         texts = runs.read_help(experiment)
         options = [p.name for p in runs.find_options(experiment) if runs.find_reader(p.annotation)]
         assert all(len(texts[option]) > 10 for option in options), name
-    assert call(monkeypatch, "run", "levy", "--help") == 0
-    assert "sp,wn,bn,gmp" in capsys.readouterr().out
+    assert "sp,wn,bn,gmp" in geoparam("run", "levy", "--help").out
 
 
 def test_ctrl_c_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted() -> Run:
         raise KeyboardInterrupt
 
     replace_run(monkeypatch, "levy", interrupted)
-    out = str(tmp_path / "my run")
-    assert call(monkeypatch, "run", "levy", "--seeds", "3", "--out", out) == 130
-    told = capsys.readouterr().err
-    assert f"geoparam run levy --seeds 3 --out '{out}' --resume" in told
+    out = tmp_path / "my run"
+    status, _, told = geoparam("run", "levy", "--seeds", 3, "--out", out)
+    assert status == 130 and f"geoparam run levy --seeds 3 --out '{out}' --resume" in told
 
 
 INTERRUPTED_IMPORT = """
@@ -240,11 +244,7 @@ SMALL += ("--precision", "fp32")
 
 @pytest.mark.parametrize("kind", ["imagenet32", "imagenet"])
 def test_images_in_both_layouts(
-    kind: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    fresh_accelerate: None,
+    kind: str, tmp_path: Path, geoparam: Geoparam, fresh_accelerate: None
 ) -> None:
     if kind == "imagenet32":
         data = tiny_images.write_npz(tmp_path / "data", classes=6, train=16, val=8)
@@ -254,11 +254,9 @@ def test_images_in_both_layouts(
         data = tiny_images.write_folders(tmp_path / "data", classes=6, per_class=4)
         own = ("--size", "32", "--workers", "0", "--widths", "4")
     out = tmp_path / "run"
-    assert (
-        call(monkeypatch, "run", kind, "--data", str(data), "--out", str(out), *SMALL, *own) == 0
-    )
-    printed, errors = capsys.readouterr()
-    assert errors == "" and "GmP+IMN" in printed and "6 classes" in printed and str(out) in printed
+    status, printed, errors = geoparam("run", kind, "--data", data, "--out", out, *SMALL, *own)
+    assert (status, errors) == (0, "")
+    assert "GmP+IMN" in printed and "6 classes" in printed and str(out) in printed
     [record] = Run.open(out).records()
     assert record["lr"] == 0.1 and record["outcome"] == "finished"
     assert (out / "figures" / "figure4.png").exists()
@@ -266,12 +264,12 @@ def test_images_in_both_layouts(
 
 
 def test_followers_are_silent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     given = replace_run(monkeypatch, "imagenet32", lambda: None)
-    assert call(monkeypatch, "run", "imagenet32", "--data", "npz", "--out", str(tmp_path)) == 0
-    assert capsys.readouterr() == ("", "") and given["progress"] is None
+    assert geoparam("run", "imagenet32", "--data", "npz", "--out", tmp_path) == (0, "", "")
+    assert given["progress"] is None
 
 
 def test_the_package_is_a_command() -> None:
@@ -313,20 +311,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_table_prints_or_writes_in_any_form(
-    finished: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    finished: Path, tmp_path: Path, geoparam: Geoparam
 ) -> None:
-    assert call(monkeypatch, "table", str(finished)) == 0
-    assert "| SP " in capsys.readouterr().out
-    out = tmp_path / "sub" / "table.tex"
-    assert call(monkeypatch, "table", str(finished), "--format", "latex", "--out", str(out)) == 0
-    assert "\\toprule" in out.read_text() and capsys.readouterr().out == ""
-    assert "markdown, latex, csv" in str(
-        call(monkeypatch, "table", str(finished), "--format", "word")
-    )
-    assert "holds no run" in str(call(monkeypatch, "table", str(tmp_path / "nothing")))
+    assert "| SP " in geoparam("table", finished).out
+    out = tmp_path / "sub" / "table.csv"
+    assert geoparam("table", finished, "--format", "csv", "--out", out) == (0, "", "")
+    assert "standard_error" in out.read_text()
+    assert "markdown, csv" in geoparam("table", finished, "--format", "word").status
+    assert "holds no run" in geoparam("table", tmp_path / "nothing").status
 
 
 def test_a_folder_of_runs_stands_for_them(finished: Path) -> None:
@@ -335,91 +327,69 @@ def test_a_folder_of_runs_stands_for_them(finished: Path) -> None:
     assert [run.folder for run in pages.open_runs([finished])] == [finished]
 
 
-def test_report_writes_one_page(
-    finished: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_report_writes_one_page(finished: Path, tmp_path: Path, geoparam: Geoparam) -> None:
     out = tmp_path / "page.html"
-    assert call(monkeypatch, "report", str(finished.parent), "--out", str(out)) == 0
-    assert "Levy regression" in out.read_text() and str(out) in capsys.readouterr().out
+    status, printed, _ = geoparam("report", finished.parent, "--out", out)
+    assert status == 0 and str(out) in printed and "Levy regression" in out.read_text()
 
 
 def test_bench_lists_runs_and_refuses(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert call(monkeypatch, "bench") == 0
-    listed = capfd.readouterr().out
+    listed = geoparam("bench").out
     assert "weight" in listed and "timing" not in listed
-    assert call(monkeypatch, "bench", "stacked", "--splits", "few") == 2
-    assert "invalid int value: 'few'" in capfd.readouterr().err
-    assert "one of conversion" in str(call(monkeypatch, "bench", "fast"))
+    status, _, errors = geoparam("bench", "stacked", "--splits", "few")
+    assert status == 2 and "invalid int value: 'few'" in errors
+    assert "one of conversion" in geoparam("bench", "fast").status
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gp, "__file__", str(tmp_path / "site-packages" / "__init__.py"))
-    told = str(call(monkeypatch, "bench"))
+    told = geoparam("bench").status
     assert "a checkout" in told and "pip install" in told and "python -m" in told
 
 
-def test_help_lists_the_commands(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, "--help") == 0
-    printed = capsys.readouterr().out
-    assert all(f" {name} " in printed for name in "demo run table report fold bench".split())
-    assert call(monkeypatch, "run", "--help") == 0
-    printed = capsys.readouterr().out
-    assert all(
-        f" {name} " in printed for name in "levy banana perturbation uci width imagenet32".split()
-    )
-
-
-def test_version_is_that_of_the_package(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out == f"geoparam {gp.__version__}, torch {torch.__version__}\n"
+def test_help_lists_the_commands_and_version_is_the_packages(geoparam: Geoparam) -> None:
+    commands = "demo run table report fold bench".split()
+    assert all(f" {name} " in geoparam("--help").out for name in commands)
+    assert all(f" {name} " in geoparam("run", "--help").out for name in EXPERIMENTS)
+    said = f"geoparam {gp.__version__}, torch {torch.__version__}\n"
+    assert geoparam("--version") == (0, said, "")
 
 
 # --- fold ---------------------------------------------------------------------------------------
 
 
-def gmp_file(folder: Path) -> Path:
-    """Write the checkpoint of a converted network."""
+@pytest.fixture
+def gmp_file(tmp_path: Path) -> Path:
+    """The checkpoint of a converted network."""
     model = gp.convert_(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
-    torch.save(model.state_dict(), folder / "gmp.pt")
-    return folder / "gmp.pt"
+    torch.save(model.state_dict(), tmp_path / "gmp.pt")
+    return tmp_path / "gmp.pt"
 
 
 def test_fold_writes_a_plain_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gmp_file: Path, tmp_path: Path, geoparam: Geoparam
 ) -> None:
     out = tmp_path / "plain[1].safetensors"
-    arguments = ("fold", str(gmp_file(tmp_path)), "--out", str(out))
-    assert "say --linear" in str(call(monkeypatch, *arguments)) and not out.exists()
-    assert call(monkeypatch, *arguments, "--linear") == 0
+    assert "say --linear" in geoparam("fold", gmp_file, "--out", out).status and not out.exists()
+    status, printed, _ = geoparam("fold", gmp_file, "--out", out, "--linear")
     assert sorted(load_file(out)) == ["0.bias", "0.weight", "2.bias", "2.weight"]
-    printed = capsys.readouterr().out
-    assert "layers folded" in printed and str(out) in printed
+    assert status == 0 and "layers folded" in printed and str(out) in printed
 
 
 EVIL = "\x1b]0;owned\x07\u202e"
 
 
 def test_names_in_files_do_not_steer_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     state = {f"{EVIL}.latitude": torch.zeros(4, 3), f"{EVIL}.r": -torch.ones(4)}
     torch.save(state, "a.pt")
     run = Run.create("run", "levy", {"methods": ["sp"]}, "geoparam run levy", key=("seed",))
     run.append({"method": EVIL, "seed": 0, "lr": 0.1, "test_rmse": 1.0})
-    told = [
-        call(monkeypatch, *command.split())
-        for command in ("fold a.pt --out b.safetensors", "table run")
-        + ("fold a.pt --out b.safetensors --linear", "fold a.pt --out c.safetensors --prefix x")
-    ]
-    shown = "".join([*map(str, told), *capsys.readouterr()])
+    commands = ("fold a.pt --out b.safetensors", "table run")
+    commands += (f"{commands[0]} --linear", "fold a.pt --out c.safetensors --prefix x")
+    shown = "".join(str(part) for command in commands for part in geoparam(*command.split()))
     assert r"\x1b]0;owned\x07\u202e" in shown
     assert not any(character in shown for character in EVIL if not character.isprintable())
 
@@ -427,60 +397,56 @@ def test_names_in_files_do_not_steer_the_terminal(
 @pytest.mark.parametrize("command", ["report", "table"])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "notes.txt"])
 def test_nothing_is_written_over_unasked(
-    command: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path
+    command: str, name: str, tmp_path: Path, geoparam: Geoparam, finished: Path
 ) -> None:
     path = tmp_path / name
     path.write_text("precious")
-    arguments = (command, str(finished), "--out", str(path))
-    assert "--force" in str(call(monkeypatch, *arguments)) and path.read_text() == "precious"
-    assert call(monkeypatch, *arguments, "--force") == 0 and path.read_text() != "precious"
-    again = call(monkeypatch, *arguments)  # a page of ours may be written anew
-    assert again == 0 if command == "report" else "--force" in str(again)
+    arguments = (command, finished, "--out", path)
+    assert "--force" in geoparam(*arguments).status and path.read_text() == "precious"
+    assert geoparam(*arguments, "--force").status == 0 and path.read_text() != "precious"
+    again = geoparam(*arguments).status  # a page of ours may be written anew
+    assert again == 0 if command == "report" else "--force" in again
 
 
-def test_demo_leaves_a_page_that_is_not_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_leaves_a_page_that_is_not_its_own(tmp_path: Path, geoparam: Geoparam) -> None:
     (tmp_path / "report.html").write_text("precious")
-    assert "--force" in str(call(monkeypatch, "demo", "--out", str(tmp_path)))
+    assert "--force" in geoparam("demo", "--out", tmp_path).status
     assert (tmp_path / "report.html").read_text() == "precious"
 
 
-def test_fold_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, out = gmp_file(tmp_path), tmp_path / "plain.safetensors"
-    torch.save(nn.Linear(2, 2), tmp_path / "whole.pt")
+def test_fold_says_why_not(gmp_file: Path, tmp_path: Path, geoparam: Geoparam) -> None:
+    out, whole = tmp_path / "plain.safetensors", tmp_path / "whole.pt"
+    torch.save(nn.Linear(2, 2), whole)
     for arguments, reason in (
-        ((str(tmp_path / "whole.pt"), "--out", str(out)), "export its state_dict"),
-        ((str(file), "--out", str(file)), "NAME.safetensors"),
-        ((str(file), "--out", str(out), "--like", str(file)), "not a plain model"),
-        ((str(file), "--out", str(out), "--arch", "a:b", "--like", str(file)), "give one"),
-        ((str(file), "--out", str(out), "--arch", "torch.nn:Identity"), "Unexpected: 0.weight"),
+        ((whole, "--out", out), "export its state_dict"),
+        ((gmp_file, "--out", gmp_file), "NAME.safetensors"),
+        ((gmp_file, "--out", out, "--like", gmp_file), "not a plain model"),
+        ((gmp_file, "--out", out, "--arch", "a:b", "--like", gmp_file), "give one"),
+        ((gmp_file, "--out", out, "--arch", "torch.nn:Identity"), "Unexpected: 0.weight"),
     ):
-        message = str(call(monkeypatch, "fold", *arguments))
+        message = geoparam("fold", *arguments).status
         assert message.startswith("Nothing written.") and reason in message
     assert not out.exists()
 
 
-@pytest.mark.parametrize(("missing", "advice"), [("torchvision", "'geoparam[vision]'")])
-def test_fold_names_the_missing_library(
-    missing: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == missing]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, missing, None)
-    arguments = (str(gmp_file(tmp_path)), "--out", str(tmp_path / "plain.safetensors"))
-    message = str(call(monkeypatch, "fold", *arguments, "--arch", f"{missing}:resnet18"))
-    assert message.endswith(f"pip install {advice}")
-
-
 # --- what is not installed ----------------------------------------------------------------------
+
+
+def test_fold_names_the_missing_library(
+    gmp_file: Path, tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    arguments = (gmp_file, "--out", tmp_path / "a.safetensors", "--arch", "torchvision:resnet18")
+    assert geoparam("fold", *arguments).status.endswith("pip install 'geoparam[vision]'")
 
 
 @pytest.mark.parametrize(
     ("missing", "extra"), [("typer", "cli"), ("rich", "cli"), ("matplotlib", "plots")]
 )
 def test_missing_extra_is_named(
-    missing: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    missing: str, extra: str, tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = (missing, "geoparam.cli.", "geoparam.plots")
     for name in [name for name in sys.modules if f"{name}.".startswith(gone)]:
@@ -489,15 +455,15 @@ def test_missing_extra_is_named(
     for name in ("demo", "files", "runs", "running"):
         monkeypatch.delattr(cli, name, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
-    message = str(call(monkeypatch, "demo", "--out", str(tmp_path)))
-    assert f"pip install 'geoparam[{extra}]'" in message
+    assert f"pip install 'geoparam[{extra}]'" in geoparam("demo", "--out", tmp_path).status
 
 
 @pytest.mark.parametrize("missing", ["optuna", "xlrd"])
-def test_extras_of_experiments_are_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extras_of_experiments_are_named(
+    missing: str, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken() -> Run:
         raise ModuleNotFoundError(f"No module named '{missing}.part'", name=f"{missing}.part")
 
     replace_run(monkeypatch, "levy", broken)
-    message = str(call(monkeypatch, "run", "levy"))
-    assert message.endswith("pip install 'geoparam[experiments]'")
+    assert geoparam("run", "levy").status.endswith("pip install 'geoparam[experiments]'")

@@ -7,7 +7,7 @@ import pytest
 import tiny_images
 import torch
 import torch.nn.functional as F
-from tiny_images import Epoch, is_same, join
+from tiny_images import join
 from torch import Tensor
 
 from geoparam_lab.data.downsampled import PackedImages
@@ -72,13 +72,6 @@ def test_training_has_every_image_once_and_flips_half(source: PackedImages, fold
     assert 10 < sum(flipped for _, flipped in found) < 30
 
 
-def test_batches_are_floats_with_channels_last(source: PackedImages) -> None:
-    for batches in (source.val(8, device="cpu"), source.train(8, seed=0, device="cpu")):
-        images, labels = next(batches.epoch(0))
-        assert images.dtype == torch.float32 and labels.dtype == torch.int64
-        assert images.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_training_leaves_out_the_incomplete_batch(source: PackedImages) -> None:
     batches = source.train(16, seed=0, device="cpu")
     assert (batches.steps, batches.examples) == (2, 32)
@@ -109,51 +102,6 @@ def test_images_go_to_a_device_once(source: PackedImages) -> None:
 # --- order --------------------------------------------------------------------------------------
 
 
-def test_order_depends_on_seed_and_epoch_alone(source: PackedImages) -> None:
-    def epoch(number: int, seed: int = 0) -> Epoch:
-        return list(source.train(8, seed=seed, device="cpu", crop=2).epoch(number))
-
-    first = epoch(0)
-    torch.manual_seed(17)
-    before = torch.random.get_rng_state()
-    assert is_same(first, epoch(0)) and torch.random.get_rng_state().equal(before)
-    assert not is_same(first, epoch(1)) and not is_same(first, epoch(0, seed=1))
-
-
-@pytest.mark.parametrize("start", [2, 5])
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_an_epoch_can_be_entered_anywhere(source: PackedImages, split: str, start: int) -> None:
-    batches = source.val(3, device="cpu")
-    if split == "train":
-        batches = source.train(8, seed=0, device="cpu", crop=2)
-    assert is_same(list(batches.epoch(3, start)), list(batches.epoch(3))[start:])
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_processes_together_see_the_batches_of_one(source: PackedImages, world: int) -> None:
-    one = list(source.train(8, seed=0, device="cpu", crop=2).epoch(1))
-    shares = [
-        list(source.train(8, seed=0, device="cpu", crop=2, rank=r, world=world).epoch(1))
-        for r in range(world)
-    ]
-    assert all(len(labels) == 8 // world for share in shares for _, labels in share)
-    assert is_same(one, [join(list(parts)) for parts in zip(*shares, strict=True)])
-
-
-@pytest.mark.parametrize(("batch_size", "world"), [(5, 2), (2, 3), (100, 16)])
-def test_validation_shares_may_be_unequal_or_empty(
-    source: PackedImages, batch_size: int, world: int
-) -> None:
-    one = source.val(batch_size, device="cpu")
-    several = [
-        source.val(batch_size, device="cpu", rank=rank, world=world) for rank in range(world)
-    ]
-    assert {batches.steps for batches in several} == {one.steps}
-    shares = [list(batches.epoch(0)) for batches in several]
-    assert is_same(list(one.epoch(0)), [join(list(parts)) for parts in zip(*shares, strict=True)])
-    assert all(images.shape[1:] == (3, 8, 8) for share in shares for images, _ in share)
-
-
 @pytest.mark.gpu
 def test_batches_wait_for_nothing_and_equal_the_cpus(source: PackedImages) -> None:
     expected = list(source.train(8, seed=0, device="cpu", crop=2).epoch(0))
@@ -169,23 +117,6 @@ def test_batches_wait_for_nothing_and_equal_the_cpus(source: PackedImages) -> No
 
 
 # --- what is refused ----------------------------------------------------------------------------
-
-
-def test_what_is_held_out_is_the_same_every_time_and_not_trained_on(
-    source: PackedImages, folder: Path
-) -> None:
-    part = source.hold_out(0.25)
-    assert part is source.hold_out(0.25) and part.mean == source.mean
-    assert part.fingerprint["train"] + part.fingerprint["val"] == source.fingerprint["train"]
-    again = PackedImages.load(folder, source.size).hold_out(0.25)
-    held, trained = part.val(5, device="cpu"), part.train(5, seed=0, device="cpu")
-    assert is_same(list(held.epoch(0)), list(again.val(5, device="cpu").epoch(0)))
-    images = [split.images.flatten(1).unique(dim=0) for split in (part._train, part._val)]
-    assert len(torch.cat(images).unique(dim=0)) == len(source._train.labels)
-    assert trained.shares.images == len(part._train.labels)
-    for share in (0.001, 0.999):
-        with pytest.raises(ValueError, match="is none, or all of them"):
-            source.hold_out(share)
 
 
 def test_impossible_batches_are_refused(source: PackedImages) -> None:

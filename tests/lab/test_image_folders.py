@@ -70,15 +70,6 @@ def test_validation_has_every_image_once_in_order(source: ImageFolders) -> None:
     assert labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
 
 
-def test_what_is_held_out_is_not_trained_on(source: ImageFolders) -> None:
-    part = source.hold_out(0.25)
-    paths = [set(split.paths.tolist()) for split in (part._train, part._val)]
-    whole = set(source._train.paths.tolist())
-    assert paths[0] | paths[1] == whole and not paths[0] & paths[1]
-    assert part.fingerprint["val"] == len(paths[1]) == round(0.25 * len(whole))
-    assert sum(len(labels) for _, labels in part.val(5, device="cpu").epoch(0)) == len(paths[1])
-
-
 def test_validation_takes_the_middle(folder: Path, source: ImageFolders) -> None:
     from PIL import Image
 
@@ -89,12 +80,6 @@ def test_validation_takes_the_middle(folder: Path, source: ImageFolders) -> None
     middle = np.asarray(resized.crop((left, top, left + 32, top + 32))).copy()
     expected = torch.from_numpy(middle).permute(2, 0, 1) / 255 - torch.tensor(MEAN).view(3, 1, 1)
     assert torch.allclose(images[0], expected, atol=1e-6)
-
-
-def test_batches_are_floats_with_channels_last(source: ImageFolders) -> None:
-    for images, labels in (train(source)[0], next(source.val(4, device="cpu").epoch(0))):
-        assert images.dtype == torch.float32 and labels.dtype == torch.int64
-        assert images.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_training_scales_crops_and_flips(tmp_path: Path) -> None:
@@ -152,14 +137,6 @@ def test_workers_change_nothing(folder: Path, source: ImageFolders) -> None:
     assert is_same(list(batches.epoch(1, 2)), train(source, 1)[2:])
 
 
-def test_order_depends_on_seed_and_epoch_alone(source: ImageFolders) -> None:
-    first = train(source)
-    torch.manual_seed(17)
-    before = torch.random.get_rng_state()
-    assert is_same(first, train(source)) and torch.random.get_rng_state().equal(before)
-    assert not is_same(first, train(source, 1)) and not is_same(first, train(source, seed=1))
-
-
 def test_an_epoch_is_entered_without_decoding_what_comes_before(
     source: ImageFolders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,20 +151,6 @@ def test_an_epoch_is_entered_without_decoding_what_comes_before(
     monkeypatch.setattr(image_folders, "_decode", note)
     assert is_same(train(source, 1, start=2), expected[2:])
     assert len(decoded) == 8
-
-
-@pytest.mark.parametrize("world", [2])
-def test_processes_together_see_the_batches_of_one(source: ImageFolders, world: int) -> None:
-    shares = [train(source, rank=rank, world=world) for rank in range(world)]
-    assert is_same(train(source), [join(list(parts)) for parts in zip(*shares, strict=True)])
-
-
-def test_validation_shares_may_be_empty(source: ImageFolders) -> None:
-    shares = [list(source.val(5, device="cpu", rank=r, world=4).epoch(0)) for r in range(4)]
-    assert min(len(labels) for share in shares for _, labels in share) == 0
-    assert all(images.shape[1:] == (3, 32, 32) for share in shares for images, _ in share)
-    one = list(source.val(5, device="cpu").epoch(0))
-    assert is_same(one, [join(list(parts)) for parts in zip(*shares, strict=True)])
 
 
 def test_the_fingerprint_knows_names_and_sizes(harmed: Path, source: ImageFolders) -> None:

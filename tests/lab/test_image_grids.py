@@ -8,7 +8,7 @@ import pytest
 import tiny_images
 from image_runs import forget_accelerate, without_times  # noqa: F401
 
-from geoparam_lab.experiments import image_figures, images
+from geoparam_lab.experiments import images
 from geoparam_lab.experiments.image_text import choose
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import tables
@@ -99,12 +99,6 @@ def test_runs_stored_before_there_were_options_are_shown_as_ever() -> None:
 METHODS = ["bn:lr=0.02,0.1:decay=5e-4", "bn:optimizer=muon:lr=0.02", "sp:lr=0.05"]
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures take most of the time of a short run."""
-    monkeypatch.setattr(image_figures, "draw", lambda *_: None)
-
-
 def sweep(folder: Path, out: str, **options: Any) -> Run:
     data = folder / "data"
     if not data.exists():
@@ -155,9 +149,3 @@ def test_a_sweep_goes_on_to_the_same_records_and_may_get_more_methods(
     assert sorted(found) == [
         f"vgg6-bn-optimizer=adamw-batch16-lr0.01-seed{seed}" for seed in (0, 1)
     ]
-
-
-def test_a_resumed_sweep_keeps_what_is_kept_back(tmp_path: Path, undrawn: None) -> None:
-    sweep(tmp_path, "run", seeds=1, epochs=1, methods=["sp:lr=0.1"])
-    with pytest.raises(ValueError, match="select=0.25, now 0.5"):
-        sweep(tmp_path, "run", seeds=1, epochs=1, methods=["sp:lr=0.1"], select=0.5, resume=True)

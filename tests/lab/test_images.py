@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -54,12 +53,6 @@ if __name__ == "__main__":
     tasks.INTERVAL = callbacks.INTERVAL = 0  # seconds between two words of progress
     run(sys.argv[1], sys.argv[2], progress=progress, **options)
 """
-
-
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures take most of the time of a short run."""
-    monkeypatch.setattr(image_figures, "draw", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +132,7 @@ def test_a_diverging_run_is_recorded_and_the_sweep_goes_on(data: Path, tmp_path:
 
 
 def test_weights_and_scalars_are_kept_where_asked_for(
-    data: Path, tmp_path: Path, no_figures: None
+    data: Path, tmp_path: Path, undrawn: None
 ) -> None:
     import torch
 
@@ -155,19 +148,8 @@ def test_weights_and_scalars_are_kept_where_asked_for(
 # --- cut and gone on with -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept", [0, 3])
-def test_a_sweep_cut_between_runs_goes_on_to_the_same_records(
-    data: Path, tmp_path: Path, finished: Run, kept: int, no_figures: None
-) -> None:
-    shutil.copytree(finished.folder, tmp_path / "run")
-    text = (finished.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(text[:kept]))
-    resumed = run(tmp_path / "run", data, resume=True)
-    assert by_name(resumed) == by_name(finished) and lines(resumed) == len(text)
-
-
 def test_a_sweep_killed_within_a_run_goes_on_to_the_same_records(
-    data: Path, tmp_path: Path, finished: Run, no_figures: None
+    data: Path, tmp_path: Path, finished: Run, undrawn: None
 ) -> None:
     """At 2.4 of 4 runs: the third has a checkpoint of its first steps."""
     third = 2 * 2 * 64 + 48
@@ -198,7 +180,7 @@ def test_a_resumed_sweep_keeps_its_settings_and_data(
 
 
 def test_processes_share_a_sweep_and_do_no_run_twice(
-    data: Path, tmp_path: Path, finished: Run, no_figures: None, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, finished: Run, undrawn: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("optuna")
     storage = str(tmp_path / "study.db")

@@ -4,7 +4,6 @@ import base64
 import html.parser
 import re
 import zlib
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ import pytest
 import run_folders
 
 from geoparam_lab import report
-from geoparam_lab.report import html as elements
 from geoparam_lab.report import run_text, slider
+from geoparam_lab.report.page import unbroken
 from geoparam_lab.run_folder import Run
-from geoparam_lab.tables.formats import Cell, Row, Table
 
 Array = np.ndarray
 
-EVIL = "</script><script>alert('x')</script>\"'&<b onload=y>"
+EVIL = "</script><script>alert('x')</script>\"'&<b onload=y>{{ title }}"
 VOID = ("meta", "link", "img", "input")
 
 
@@ -102,17 +100,10 @@ def test_every_control_and_picture_has_a_name(page_file: Path) -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_the_policy_names_the_checksums_of_style_and_script(page_file: Path) -> None:
-    text = page_file.read_text()
-    assert "default-src 'none'" in text
-    for name in ("page.css", "drawing.js", "panels.js", "page.js"):
-        assert files("geoparam_lab.report").joinpath("template", name).read_text() in text
-
-
 def test_what_files_hold_is_text_and_never_markup(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run", "levy", {EVIL: EVIL, "methods": [EVIL]}, EVIL)
     run.append({"method": EVIL, "seed": 0, "test_rmse": 1.0})
-    arrays = run_folders.levy_slider(5)
+    arrays = run_folders.add_seeds(run_folders.levy_slider(5))
     run.save_curves("slider_levy", **{**arrays, "methods": np.array([EVIL] * 4)})
     run_folders.picture(run.folder / "figures", "a&b", caption=EVIL)
     text = report.make_page([run], command=EVIL)
@@ -120,12 +111,6 @@ def test_what_files_hold_is_text_and_never_markup(tmp_path: Path) -> None:
     assert page.text.count(EVIL) >= 6
     assert "<script>alert" not in text and "</script><script>" not in text
     assert len(page.all("script")) == 2 and not any("onload" in a for _, a in page.tags)
-
-
-def test_placeholders_in_data_stay_as_they_are(tmp_path: Path) -> None:
-    run = Run.create(tmp_path / "@body@", "@script@", {"@title@": "@style@"}, "@script@ x")
-    page = Parsed(report.make_page([run]))
-    assert all(page.text.count(name) for name in ("@body@", "@script@", "@title@", "@style@"))
 
 
 def test_an_empty_run_is_said_to_be_so(tmp_path: Path) -> None:
@@ -151,7 +136,7 @@ def test_the_configuration_of_uci_speaks_of_splits_and_names_the_sets(page_file:
 
 def test_damaged_files_are_left_out_with_a_word(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run", "levy", {}, "geoparam run levy")
-    arrays = run_folders.levy_slider(5)
+    arrays = run_folders.add_seeds(run_folders.levy_slider(5))
     run.save_curves("slider_levy", **{k: v for k, v in arrays.items() if k != "locations"})
     assert "levy cannot be drawn: locations is missing" in report.make_page([run])
     run.save_curves("slider_levy", **{**arrays, "kind": np.array("new")})
@@ -174,25 +159,6 @@ def test_a_run_is_made_again_in_another_folder(tmp_path: Path) -> None:
         "geoparam run levy --seeds 9 --out x-again --resume",
     ]
     assert "resumed 2 times" in run_text.describe_sessions(run)["started"]
-
-
-def test_a_slider_of_one_seed_without_its_axis_still_opens() -> None:
-    found = slider.pack_slider(run_folders.levy_slider(6))
-    assert found["seeds"] == [0] and found["median"] == [0] * 4
-    assert found["arrays"]["prediction"]["shape"] == [1, 4, 6, 101]
-
-
-def test_a_whole_demo_stays_below_five_megabytes(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    levy = run_folders.levy(tmp_path / "levy", frames=100)
-    arrays = run_folders.levy_slider(100, units=100)
-    noise = {name: rng.standard_normal(arrays[name].shape) for name in ("prediction", "locations")}
-    levy.save_curves("slider_levy", **{**arrays, **noise})
-    banana = run_folders.banana(tmp_path / "banana")
-    arrays = run_folders.banana_slider(100, side=100)
-    arrays["score"] ^= rng.integers(0, 8, arrays["score"].shape, dtype=np.uint8)
-    banana.save_curves("slider_banana", **arrays)
-    assert len(report.make_page([levy, banana])) < 3.5e6  # the rest is for figures
 
 
 # --- packing -----------------------------------------------------------------------------------
@@ -223,19 +189,22 @@ def test_bytes_come_back_exactly() -> None:
     ("change", "message"),
     [
         ({"steps": np.zeros(0)}, "steps is missing or empty"),
-        ({"locations": np.zeros((4, 5))}, r"shape \(1, 4, 5\), which is not \(1, 4, 6, U"),
+        ({"locations": np.zeros((4, 5))}, r"shape \(4, 5\), which is not \(2, 4, 6, U"),
         ({"truth": np.zeros(7)}, r"truth has shape \(7,\), which is not \(101"),
-        ({"loss": np.zeros((3, 6))}, r"loss has shape \(1, 3, 6\), which is not \(1, 4, 6"),
+        ({"loss": np.zeros((2, 3, 6))}, r"loss has shape \(2, 3, 6\), which is not \(2, 4, 6"),
     ],
 )
 def test_arrays_that_do_not_fit_are_named(change: dict[str, Array], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        slider.pack_slider({**run_folders.levy_slider(6), **change})
+        slider.pack_slider({**run_folders.add_seeds(run_folders.levy_slider(6)), **change})
 
 
-def test_cells_have_a_minus_and_powers_and_only_lists_may_break() -> None:
-    cells = tuple(map(Cell, ("-1.5e-07 ± 0.2", "0.01 (3), 0.1 (7)")))
-    found = elements.table(Table("T", "method", ("x", "y"), (Row("SP, rate 0.1", cells),)))
-    assert "<td>−1.5·10⁻⁷ ± 0.2</td>" in found
-    assert '<td class="long">0.01\xa0(3), 0.1\xa0(7)</td>' in found
-    assert '<th scope="row">SP, rate\xa00.1</th>' in found
+def test_cells_have_a_minus_and_powers_and_only_lists_may_break(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", "levy", {}, "geoparam run levy")
+    for seed, lr in enumerate((0.01, 0.1, 0.1)):
+        run.append({"method": "sp", "seed": seed, "lr": lr, "test_rmse": 1.5e-7 * seed})
+        run.append({"method": "wn", "seed": seed, "lr": lr, "test_rmse": -2e9})
+    found = report.make_page([run])
+    assert "<td>−2.00·10⁹ ± 0</td>" in found
+    assert '<td class="long">0.01\xa0(1), 0.1\xa0(2)</td>' in found
+    assert unbroken("SP, rate 0.1") == "SP, rate\xa00.1"

@@ -52,10 +52,6 @@ def run(
     return stacked.train(models, data, lr, protocol, **arguments)
 
 
-def member(data: tuple[Tensor, Tensor], index: int) -> tuple[Tensor, Tensor]:
-    return data[0][index : index + 1], data[1][index : index + 1]
-
-
 # --- the reference: one model, plain torch ------------------------------------------------------
 
 
@@ -73,8 +69,7 @@ def train_alone(
     optimizer.register_step_pre_hook(lambda own, *_: decay_(model, own, protocol.decay))
     plateau = keras_plateau(optimizer, protocol.patience)
     order = torch.Generator().manual_seed(seed)
-    losses, metrics, rates, best = [], [], [], copy.deepcopy(model)
-    rows = len(data[0])
+    losses, metrics, rates, rows = [], [], [], len(data[0])
     while len(losses) < protocol.epochs:
         total = 0.0
         for batch in torch.randperm(rows, generator=order).split(protocol.batch_size or rows):
@@ -90,7 +85,9 @@ def train_alone(
         losses.append(total), metrics.append(metric), rates.append(optimizer.param_groups[0]["lr"])
         plateau.step(metric)
         if metric == min(metrics):
-            best = copy.deepcopy(model)
+            best, since = copy.deepcopy(model), len(losses)
+        if len(losses) - since >= protocol.stop_patience:
+            break
     return losses, metrics, rates, best
 
 
@@ -125,9 +122,11 @@ def test_directions_have_the_rate_of_their_fan_in(name: str) -> None:
 def test_a_stack_trains_as_plain_torch_does(
     name: str, options: dict[str, str], batch_size: int | None
 ) -> None:
-    decay = 30 * methods.get(name).decay  # large enough to be seen in 25 epochs
-    protocol = replace(MSE, batch_size=batch_size, stop_patience=100, decay=decay)
-    models, lrs = networks(name, **options), [0.03, 0.01, 0.1]
+    """Each member as if it were alone, though others leave the stack before it."""
+    decay = 30 * methods.get(name).decay  # large enough to be seen in 40 epochs
+    options_of_run = {"epochs": 40, "patience": 2, "stop_patience": 5, "decay": decay}
+    protocol = replace(MSE, batch_size=batch_size, **options_of_run)
+    models, lrs = networks(name, **options), [0.3, 0.01, 0.1]
     before = pack(models)
     result = run(name, protocol, models=models, lr=lrs, seeds=[5, 6, 7])
     assert torch.equal(pack(models), before)  # copies are trained
@@ -137,13 +136,16 @@ def test_a_stack_trains_as_plain_torch_does(
         losses, metrics, rates, best = train_alone(
             model, own, others, lrs[index], protocol, seed=5 + index
         )
-        close(result.losses[:, index], losses)
-        close(result.metrics[:, index], metrics)
-        close(result.rates[:, index], rates)
+        end = result.epochs[index]
+        close(result.losses[:end, index], losses)
+        close(result.metrics[:end, index], metrics)
+        close(result.rates[:end, index], rates)
         expected = best.state_dict()
         for key, found in result.model(index).state_dict().items():
             torch.testing.assert_close(found, expected[key], rtol=1e-10, atol=1e-10)
-    assert (result.rates[-1] < result.rates[0]).any()
+    assert (
+        len(set(result.epochs)) > 1 and (np.nanmin(result.rates, axis=0) < result.rates[0]).any()
+    )
 
 
 def close(found: Any, expected: Any) -> None:
@@ -193,30 +195,6 @@ def _shaken(model: nn.Sequential) -> nn.Sequential:
 # --- members do not know of each other ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "batch_size"), [("bn", 16), ("ln", None), ("gmp+imn", 16)])
-def test_a_member_comes_out_as_if_trained_alone(name: str, batch_size: int | None) -> None:
-    protocol = replace(MSE, batch_size=batch_size, epochs=40, patience=2, stop_patience=6)
-    lrs, data, evaluation = [0.3, 0.01, 0.1], regression(), regression(rows=15, seed=1)
-    together = run(name, protocol, lr=lrs, data=data, evaluation=evaluation)
-    assert len(set(together.epochs)) > 1  # some have left while others went on
-    for index in range(3):
-        alone = run(
-            name,
-            protocol,
-            lr=lrs[index],
-            models=networks(name)[index : index + 1],
-            data=member(data, index),
-            evaluation=member(evaluation, index),
-            seeds=[index],
-        )
-        assert together.epochs[index] == alone.epochs[0]
-        assert together.best_epoch[index] == alone.best_epoch[0]
-        close(together.losses[: alone.epochs[0], index], alone.losses[:, 0])
-        torch.testing.assert_close(
-            pack([together.model(index)]), pack([alone.model(0)]), rtol=1e-10, atol=1e-10
-        )
-
-
 @pytest.mark.parametrize(("name", "broken"), [("bn", "data"), ("gmp", "evaluation")])
 def test_a_member_that_diverges_leaves_the_others_alone(name: str, broken: str) -> None:
     given = {"data": regression(), "evaluation": regression(rows=15, seed=1)}
@@ -237,14 +215,6 @@ def test_a_member_that_diverges_keeps_its_best_weights() -> None:
     assert all(p.isfinite().all() for p in result.model(1).parameters())
 
 
-def test_data_for_all_is_each_members_own() -> None:
-    (x, y), evaluation = regression(), regression(rows=15, seed=1)
-    shared = run("gmp", replace(MSE, batch_size=16), data=(x[0], y[0]), evaluation=evaluation)
-    same = (part[:1].expand(3, *part.shape[1:]).clone() for part in (x, y))
-    repeated = run("gmp", replace(MSE, batch_size=16), data=tuple(same), evaluation=evaluation)
-    np.testing.assert_array_equal(shared.losses, repeated.losses)
-
-
 def test_shared_data_stays_shared_when_members_leave() -> None:
     protocol = Protocol(epochs=30, patience=1, stop_patience=3)
     x, y = (part[0] for part in regression())
@@ -255,18 +225,6 @@ def test_shared_data_stays_shared_when_members_leave() -> None:
 
 
 # --- judging ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["wn+mbn", "bn", "gmp", "intrinsic+imn"])
-def test_the_kept_weights_are_the_best(name: str) -> None:
-    result, (x, y) = run(name), regression(rows=15, seed=1)
-    np.testing.assert_array_equal(result.best_metric, np.nanmin(result.metrics, axis=0))
-    errors = ((result.predict(x) - y.numpy()) ** 2).mean(1)
-    close(errors, result.best_metric)
-    for index in range(3):
-        with torch.no_grad():
-            own = result.model(index)(x[index]).squeeze(-1)
-        close(own, result.predict(x)[index])
 
 
 @pytest.mark.parametrize(("stop", "epochs"), [(None, 7), (4, 5)])
@@ -294,13 +252,6 @@ def test_a_rate_falls_when_the_patience_is_reached(drop: float, higher_is_better
         judge(sign * np.array([value, value]))
         rates.append(judge.rates[0])
     assert rates == pytest.approx([1.0, 1.0, 1.0, 1.0 if drop > 1e-4 else 0.1])
-
-
-def test_anything_better_is_enough_to_go_on() -> None:
-    judge = Judge(np.ones(1), patience=100, stop_patience=2)
-    verdicts = [judge(np.array([value])) for value in (1.0, 1.0 - 1e-12, 2.0, np.nan)]
-    assert [bool(better[0]) for better, _ in verdicts] == [True, True, False, False]
-    assert [bool(stops[0]) for _, stops in verdicts] == [False, False, False, True]
 
 
 def test_higher_can_be_better() -> None:

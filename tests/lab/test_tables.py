@@ -347,14 +347,6 @@ def test_markdown_reads_back() -> None:
         assert parse_markdown(table.markdown()) == grid(table)
 
 
-def test_latex_escapes_what_it_would_trip_over() -> None:
-    text = ODD_TABLE.latex()
-    assert r"\& 50\% \$x\$ \#1 \{y\} \textasciitilde{}z\textasciicircum{}2" in text
-    assert r"$-$1.5 $\pm$ 0.2 * & -- \\" in text and r"\begin{tabular}{lll}" in text
-    plain = re.sub(r"\\[{}]", "", text)
-    assert plain.count("{") == plain.count("}")
-
-
 def test_csv_reads_back_to_the_last_digit(tmp_path: Path) -> None:
     run = run_folders.uci(tmp_path / "run")
     lines = list(csv.DictReader(io.StringIO(tables.export([run], "csv"))))

@@ -47,7 +47,7 @@ class Decay:
         self.factor = factor
 
     def judge(self, top1: float, top5: float) -> Verdict:
-        """Take the validation results of an epoch, as shares."""
+        """Take the validation results of an epoch, as shares: Keras's 1e-4 is one of 10,000."""
         return Verdict(counts=True, stop=False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Decay:
         pass
 
 
-class Plateau:
+class Plateau(Decay):
     """The rate falls to a tenth when the validation result has not become better for a while.
 
     Args:
@@ -68,15 +68,11 @@ class Plateau:
     _ARRAYS = ("rates", "best", "plateau", "wait", "plateau_wait")
 
     def __init__(self, top: int, keeps_best: bool = False) -> None:
+        super().__init__(lambda epoch: float(self._judge.rates[0]))
         self.top, self.keeps_best = top, keeps_best
         self._judge = Judge(np.ones(1), PATIENCE, STOP_PATIENCE, higher_is_better=True)
 
-    def factor(self, epoch: float) -> float:
-        """Return what rates are multiplied by in the coming epoch."""
-        return float(self._judge.rates[0])
-
     def judge(self, top1: float, top5: float) -> Verdict:
-        """Take the validation results of an epoch, as shares: Keras's 1e-4 is one of 10,000."""
         better, stops = self._judge(np.array([top1 if self.top == 1 else top5]))
         return Verdict(bool(better[0]) or not self.keeps_best, bool(stops[0]))
 
@@ -88,25 +84,22 @@ class Plateau:
             setattr(self._judge, name, np.array([state[name]]))
 
 
-def _make_steps(epochs: int, warmup: float) -> Decay:
+def _fall_in_steps(epochs: int, warmup: float) -> Decay:
     ninths = (3, 6, 8)
     return Decay(lambda epoch: 1 / 10 ** sum(9 * int(epoch) >= n * epochs for n in ninths))
 
 
-def _make_curve(epochs: int, warmup: float, curve: Callable[[float], float]) -> Decay:
-    """Return a decay along a curve over [0, 1], which starts after the warmup's share."""
-    start = warmup * epochs
-    return Decay(lambda epoch: curve(max(0.0, epoch - start) / (epochs - start)))
+def _fall_along(curve: Callable[[float], float]) -> Callable[[int, float], Decay]:
+    """Return what makes a decay along a curve over [0, 1], which starts after the warmup."""
+    return lambda epochs, warmup: Decay(
+        lambda epoch: curve(max(0.0, epoch - warmup * epochs) / (epochs - warmup * epochs))
+    )
 
 
-Schedule = Decay | Plateau
-
-SCHEDULES: dict[str, Callable[[int, float], Schedule]] = {  # from epochs and warmup
-    "steps": _make_steps,
+SCHEDULES: dict[str, Callable[[int, float], Decay]] = {  # from epochs and warmup
+    "steps": _fall_in_steps,
     "plateau-top1": lambda epochs, warmup: Plateau(top=1),
     "plateau-top5": lambda epochs, warmup: Plateau(top=5, keeps_best=True),
-    "linear": lambda epochs, warmup: _make_curve(epochs, warmup, lambda share: 1 - share),
-    "cosine": lambda epochs, warmup: _make_curve(
-        epochs, warmup, lambda share: (1 + math.cos(math.pi * share)) / 2
-    ),
+    "linear": _fall_along(lambda share: 1 - share),
+    "cosine": _fall_along(lambda share: (1 + math.cos(math.pi * share)) / 2),
 }
