@@ -18,8 +18,7 @@ import geoparam as gp
 from geoparam import sphere
 from geoparam.analysis.boundary import boundaries
 from geoparam.analysis.perturbation.response import KINDS, Response, perturb, respond, sweep
-from geoparam.analysis.perturbation.steps import make_steps
-from geoparam.analysis.perturbation.stored_parameters import read_stored
+from geoparam.analysis.perturbation.steps import make_steps, read_stored
 
 SIZES = (2, 3, 147, 4608)
 KERNELS = {147: (3, 7)}  # n = channels * kernel^2
