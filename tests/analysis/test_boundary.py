@@ -102,20 +102,6 @@ def test_boundaries_under_every_norm_tell_the_pre_activation(
     check(model, batch_for(model[0], 7), statistics=statistics)
 
 
-def frozen(units: int) -> nn.Module:
-    return pytest.importorskip("torchvision.ops").FrozenBatchNorm2d(units)
-
-
-@pytest.mark.parametrize(
-    "norm",
-    [nn.SyncBatchNorm, frozen, lambda units: nn.InstanceNorm2d(units, track_running_stats=True)],
-    ids=["synchronised", "frozen", "instance"],
-)
-def test_other_norms_with_running_statistics_are_exact(norm: Callable) -> None:
-    model = randomised(nn.Sequential(CONV["sp"](), norm(UNITS), nn.ReLU())).eval()
-    check(model, batch_for(model[0], 3))
-
-
 OUTSIDE = {
     "linear": lambda g: GmPLinear(FAN_IN, UNITS, activation=g),
     "conv": lambda g: GmPConv2d(CHANNELS, UNITS, 3, padding=1, groups=2, activation=g),
@@ -208,6 +194,11 @@ def test_a_constant_unit_has_no_boundary() -> None:
 
 # --- norms whose statistics differ from point to point -------------------------------------------
 
+
+def frozen(units: int) -> nn.Module:
+    return pytest.importorskip("torchvision.ops").FrozenBatchNorm2d(units)
+
+
 VARYING: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "ln": (lambda: nn.Linear(FAN_IN, UNITS), lambda: nn.LayerNorm(UNITS)),
     "ln, gmp": (LINEAR["gmp, r inside"], lambda: nn.LayerNorm(UNITS)),
@@ -215,6 +206,12 @@ VARYING: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "gn": (LINEAR["sp"], lambda: nn.GroupNorm(2, UNITS)),
     "gn over positions": (CONV["sp"], lambda: nn.GroupNorm(2, UNITS)),
     "instance": (CONV["groups"], lambda: nn.InstanceNorm2d(UNITS, affine=True)),
+    "instance with statistics": (
+        CONV["sp"],
+        lambda: nn.InstanceNorm2d(UNITS, track_running_stats=True),
+    ),
+    "synchronised": (CONV["sp"], lambda: nn.SyncBatchNorm(UNITS)),
+    "frozen": (CONV["sp"], lambda: frozen(UNITS)),
     "bn without statistics": (
         CONV["sp"],
         lambda: nn.BatchNorm2d(UNITS, track_running_stats=False),
@@ -234,13 +231,7 @@ def test_an_average_over_one_example_is_exact_for_it(layer: Callable, norm: Call
 
 
 @pytest.mark.parametrize(
-    "norm",
-    [
-        nn.GroupNorm(2, UNITS),
-        nn.RMSNorm(UNITS),
-        nn.LayerNorm(UNITS, bias=False),
-    ],
-    ids=str,
+    "norm", [nn.GroupNorm(2, UNITS), nn.RMSNorm(UNITS), nn.LayerNorm(UNITS, bias=False)], ids=str
 )
 def test_without_beta_the_boundary_is_exact_at_any_deviation(norm: nn.Module) -> None:
     model = randomised(nn.Sequential(LINEAR["gmp, r inside"](), norm, nn.ReLU())).eval()
@@ -273,9 +264,7 @@ def each_alone(norm: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "norm",
-    [nn.GroupNorm(2, UNITS), nn.InstanceNorm1d(UNITS, affine=True)],
-    ids=str,
+    "norm", [nn.GroupNorm(2, UNITS), nn.InstanceNorm1d(UNITS, affine=True)], ids=str
 )
 def test_norms_over_positions_have_the_averages_over_examples(norm: nn.Module) -> None:
     model = randomised(nn.Sequential(nn.Conv1d(2, UNITS, 3), norm, nn.ReLU())).eval()

@@ -13,10 +13,9 @@ from function_model import FunctionModel
 from patches import by_unit
 from torch import Tensor, nn
 
-from geoparam import GmPConv2d, GmPLinear, convert_
+from geoparam import GmPLinear, convert_
 from geoparam.analysis import Boundaries, SReLU, boundaries, layer_boundaries
 from geoparam.analysis.reading.layer_sites import find_sites, unwrap
-from geoparam.analysis.reading.norms import UnknownNorm
 
 D = {"dtype": torch.float64}
 UNITS, FAN_IN = 6, 5
@@ -353,24 +352,6 @@ def test_relu_of_a_transformers_model_is_found() -> None:
 # --- surroundings ---
 
 
-def test_model_and_random_state_are_left_alone() -> None:
-    layer = GmPConv2d(4, 4, 3, input_norm=True)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), layer, nn.ReLU())
-    model.train()
-    model[1].eval()
-    before = copy.deepcopy(model.state_dict())
-    flags = [module.training for module in model.modules()]
-    state = torch.get_rng_state()
-    boundaries(model, torch.randn(2, 3, 8, 8), statistics="batch")
-    state = torch.get_rng_state()
-    boundaries(model, torch.ones(2, 3, 8, 8), statistics="batch")
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert [module.training for module in model.modules()] == flags
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_frozen_and_inference_parameters_are_read() -> None:
     x = torch.randn(4, 3)
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.ReLU()).requires_grad_(False)
@@ -426,9 +407,3 @@ def test_a_tied_layer_is_one_and_tied_weights_are_two() -> None:
     found = boundaries(randomised(two), torch.zeros(1, FAN_IN, **D))
     assert list(found) == ["0", "2"]
     assert torch.equal(found["0"].direction.abs(), found["2"].direction.abs())
-
-
-def test_the_reason_is_told_where_something_is_not_understood() -> None:
-    model = FunctionModel(lambda m, x: F.relu(m.fc(x) * 2), fc=fc())
-    norm = find_sites(model, torch.zeros(1, FAN_IN))["fc"].norm
-    assert isinstance(norm, UnknownNorm) and "mul" in repr(norm)
