@@ -52,16 +52,8 @@ UNDERSTOOD: dict[str, tuple[Callable, Callable, Tensor]] = {
     "sequence": (normed_sequence, lambda m, x: F.relu(normed_sequence(m, x)), SEQUENCE),
     "heads after the norm": (normed, lambda m, x: F.relu(normed(m, x).view(7, 2, 3)), ROWS),
     "called twice": (normed, lambda m, x: F.relu(normed(m, x)) + F.relu(normed(m, -x)), ROWS),
-    "norm shared by two layers": (
-        normed,
-        lambda m, x: F.relu(normed(m, x)) + F.relu(m.norm(m.other(x))),
-        ROWS,
-    ),
-    "tied decoder": (
-        plain,
-        lambda m, x: F.relu(F.linear(F.relu(m.fc(x)), m.fc.weight.t())),
-        ROWS,
-    ),
+    "norm of two": (normed, lambda m, x: F.relu(normed(m, x)) + F.relu(m.norm(m.other(x))), ROWS),
+    "tied decoder": (plain, lambda m, x: F.linear(F.relu(m.fc(x)), m.fc.weight.t()).relu(), ROWS),
     "residual sum": (normed, lambda m, x: F.relu(normed(m, x) + m.other(x)), ROWS),
 }
 
@@ -108,51 +100,43 @@ def relu_of_norm(m: nn.Module, x: Tensor) -> Tensor:
     return F.relu(normed(m, x))
 
 
-NOT_UNDERSTOOD: dict[str, tuple[Callable, nn.Module, Tensor]] = {
-    "constant added": (lambda m, x: F.relu(m.fc(x) + 1), bn(), ROWS),
-    "scaled": (lambda m, x: F.relu(normed(m, x) * -0.5), bn(), ROWS),
-    "norm without module": (lambda m, x: F.relu(F.layer_norm(m.fc(x), (UNITS,))), bn(), ROWS),
-    "foreign layer norm": (relu_of_norm, LayerNorm(), ROWS),
-    "subclass of batch norm": (relu_of_norm, Doubling(UNITS), ROWS),
-    "patched batch norm": (relu_of_norm, patched(), ROWS),
-    "batch norm over as many positions": (relu_of_norm, bn(), SEQUENCE.repeat(1, 2, 1)),
-    "layer norm of heads": (
-        lambda m, x: F.relu(m.norm(m.fc(x).view(-1, 2, 3))),
-        nn.LayerNorm(3),
-        ROWS,
+def case(
+    forward: Callable, norm: nn.Module | None = None, x: Tensor = ROWS
+) -> tuple[Callable, nn.Module, Tensor]:
+    return forward, norm or bn(), x
+
+
+NOT_UNDERSTOOD = {
+    "constant added": case(lambda m, x: F.relu(m.fc(x) + 1)),
+    "scaled": case(lambda m, x: F.relu(normed(m, x) * -0.5)),
+    "norm without module": case(lambda m, x: F.relu(F.layer_norm(m.fc(x), (UNITS,)))),
+    "foreign layer norm": case(relu_of_norm, LayerNorm()),
+    "subclass of batch norm": case(relu_of_norm, Doubling(UNITS)),
+    "patched batch norm": case(relu_of_norm, patched()),
+    "batch norm over as many positions": case(relu_of_norm, x=SEQUENCE.repeat(1, 2, 1)),
+    "layer norm of heads": case(
+        lambda m, x: F.relu(m.norm(m.fc(x).view(-1, 2, 3))), nn.LayerNorm(3)
     ),
-    "group norm over a sequence": (
-        lambda m, x: F.relu(m.norm(m.fc(x).transpose(1, 2))),
-        nn.GroupNorm(2, UNITS),
-        SEQUENCE,
+    "group norm over a sequence": case(
+        lambda m, x: F.relu(m.norm(m.fc(x).transpose(1, 2))), nn.GroupNorm(2, UNITS), SEQUENCE
     ),
-    "units in another order": (lambda m, x: F.relu(m.norm(m.fc(x).flip(1))), bn(), ROWS),
-    "indexed units": (lambda m, x: F.relu(m.norm(m.fc(x)[:, [5, 4, 3, 2, 1, 0]])), bn(), ROWS),
-    "some units": (lambda m, x: F.relu(m.fc(x)[:, :4]), bn(), ROWS),
-    "calls with different norms": (
-        lambda m, x: F.relu(normed(m, x)) + F.relu(m.other(m.fc(x))),
-        bn(),
-        ROWS,
+    "units in another order": case(lambda m, x: F.relu(m.norm(m.fc(x).flip(1)))),
+    "indexed units": case(lambda m, x: F.relu(m.norm(m.fc(x)[:, [5, 4, 3, 2, 1, 0]]))),
+    "some units": case(lambda m, x: F.relu(m.fc(x)[:, :4])),
+    "calls with different norms": case(
+        lambda m, x: F.relu(normed(m, x)) + F.relu(m.other(m.fc(x)))
     ),
-    "calls with different limits": (
-        lambda m, x: m.fc(x).clamp(0, 1) + m.fc(x).clamp(0, 2),
-        bn(),
-        ROWS,
-    ),
-    "two norms": (lambda m, x: F.relu(m.norm(normed(m, x))), bn(), ROWS),
-    "average of points": (lambda m, x: F.relu(m.fc(x).mean(1)), bn(), SEQUENCE),
-    "layer norm of the largest": (
+    "calls with different limits": case(lambda m, x: m.fc(x).clamp(0, 1) + m.fc(x).clamp(0, 2)),
+    "two norms": case(lambda m, x: F.relu(m.norm(normed(m, x)))),
+    "average of points": case(lambda m, x: F.relu(m.fc(x).mean(1)), x=SEQUENCE),
+    "layer norm of the largest": case(
         lambda m, x: F.relu(m.norm(F.max_pool1d(m.fc(x).transpose(1, 2), 3).transpose(1, 2))),
         nn.LayerNorm(UNITS),
         SEQUENCE,
     ),
-    "weight without its bias": (lambda m, x: F.relu(F.linear(x, m.fc.weight)), bn(), ROWS),
-    "per-channel limits elsewhere": (
-        lambda m, x: m.act(m.fc(x)),
-        bn(),
-        SEQUENCE.repeat(1, 2, 1),
-    ),
-    "smooth": (lambda m, x: F.gelu(m.fc(x)), bn(), ROWS),
+    "weight without its bias": case(lambda m, x: F.relu(F.linear(x, m.fc.weight))),
+    "per-channel limits elsewhere": case(lambda m, x: m.act(m.fc(x)), x=SEQUENCE.repeat(1, 2, 1)),
+    "smooth": case(lambda m, x: F.gelu(m.fc(x))),
 }
 
 
