@@ -330,14 +330,6 @@ def test_a_flipped_length_or_gamma_reverses_a_unit(role: str) -> None:
     assert (response.bound == 180).all()
 
 
-def test_figure_one_moves_all_but_r() -> None:
-    assert set(make_steps(make("sp", 3))) == {"direction", "offset"}
-    assert set(make_steps(make("wn", 3))) == {"direction", "length", "offset"}
-    assert set(make_steps(make("gmp", 3))) == {"direction", "offset"}
-    norm = nn.BatchNorm1d(4)
-    assert set(make_steps(make("sp", 3), norm=norm)) == {"direction", "offset", "gamma", "beta"}
-
-
 # --- other layers --------------------------------------------------------------------------------
 
 
