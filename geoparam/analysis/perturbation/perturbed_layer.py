@@ -51,7 +51,7 @@ def layer_state(
     steps: Steps,
     norm: nn.Module | None,
     points: Breaks | None,
-    moments: Moments | None,
+    moments: Moments | None = None,
 ) -> LayerState:
     """Return the state of a layer after given steps, with the norm's moments if they are known."""
     other, other_norm = perturb_layer(layer, steps, norm)

@@ -59,7 +59,6 @@ from geoparam.analysis.reading.layer_sites import (
     has_positions,
     unwrap,
 )
-from geoparam.analysis.reading.norms import Moments
 from geoparam.conversion.plan import Inputs
 
 DELTAS = (1e-4, 1e-3, 1e-2, 1e-1)  # figure 1's
@@ -207,7 +206,6 @@ def respond(
     steps: Steps,
     norm: nn.Module | None = None,
     activation: Activation | None = None,
-    moments: Moments | None = None,
 ) -> Response:
     """Return how the boundaries of one layer's units answer to steps, by role.
 
@@ -220,7 +218,7 @@ def respond(
         [45.0]
     """
     points = breaks(assumed_activation(layer, activation))
-    before, after = (layer_state(layer, each, norm, points, moments) for each in ({}, steps))
+    before, after = (layer_state(layer, each, norm, points) for each in ({}, steps))
     return _compare(before, after)
 
 
