@@ -4,8 +4,7 @@ from torch import Tensor, nn
 
 from geoparam.coordinates import Name
 from geoparam.input_mean_layers import copy_as
-from geoparam.layers import GmPLinear
-from geoparam.parameter_values import Init
+from geoparam.layers import GmPLinear, as_linear
 
 
 class GmPMultiheadAttention(nn.MultiheadAttention):
@@ -32,18 +31,23 @@ class GmPMultiheadAttention(nn.MultiheadAttention):
         *,
         coordinates: Name = "angles",
         natural: bool = False,
-        init: Init | None = None,
     ) -> "GmPMultiheadAttention":
-        """Return attention that computes the same, or starts anew where `init` is given."""
+        """Return attention that computes the same."""
         weight, bias = attention.in_proj_weight, attention.in_proj_bias
         if weight is None:
             raise ValueError(
                 "this attention has separate projections for query, key and value (kdim or vdim "
                 "is given), which share one bias: leave it as it is."
             )
-        in_proj = GmPLinear.from_affine(
-            weight, bias, coordinates=coordinates, natural=natural, init=init
-        )
+        linear = as_linear(weight, bias).train(attention.training)
+        in_proj = GmPLinear.from_linear(linear, coordinates=coordinates, natural=natural)
+        return cls.around(attention, in_proj)
+
+    @classmethod
+    def around(
+        cls, attention: nn.MultiheadAttention, in_proj: GmPLinear
+    ) -> "GmPMultiheadAttention":
+        """Return attention with another input projection."""
         converted = copy_as(cls, attention)
         converted._parameters.update(in_proj_weight=None, in_proj_bias=None)  # keeps their order
         converted.in_proj = in_proj.train(attention.training)

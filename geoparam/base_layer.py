@@ -123,17 +123,6 @@ class GmPLayer(nn.Module):
         if self.lam is not None and lam is not None:
             self.lam.copy_(lam)
 
-    def _assign_affine(
-        self, weight: Tensor, bias: Tensor | None, gain: Tensor | None = None
-    ) -> None:
-        """Take the parameters of gain * w^T x + b, and which of them are frozen."""
-        self._set_affine(weight, bias, gain)
-        for parameter in (self._stored, self.r):
-            if isinstance(parameter, nn.Parameter):
-                parameter.requires_grad_(weight.requires_grad)
-        if self.lam is not None and bias is not None:
-            self.lam.requires_grad_(bias.requires_grad)
-
     def _set_affine(self, weight: Tensor, bias: Tensor | None, gain: Tensor | None = None) -> None:
         """Set u = w / ||w||, r = gain ||w|| and lam = b / r."""
         check_finite(weight, "weight")
@@ -145,10 +134,7 @@ class GmPLayer(nn.Module):
                 f"a row of the weight is longer than the largest {self.r.dtype}, so r cannot hold "
                 "its length. Leave the layer standard, or convert it in a wider type."
             )
-        lam = None
-        if bias is not None:
-            lam = compute_distance(bias, r, self.r.dtype)
-        self._assign(w, r, lam)
+        self._assign(w, r, None if bias is None else compute_distance(bias, r, self.r.dtype))
 
     @property
     def _stored(self) -> Tensor:

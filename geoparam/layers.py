@@ -11,6 +11,7 @@ from geoparam.coordinates import Name
 from geoparam.norm import MOMENTUM
 from geoparam.parameter_values import Init
 
+Layer = TypeVar("Layer", bound=GmPLayer)
 Conv = TypeVar("Conv", bound="_GmPConv")
 PlainConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -99,37 +100,7 @@ class GmPLinear(GmPLayer):
             >>> torch.allclose(GmPLinear.from_linear(linear)(x), linear(x), atol=1e-5)
             True
         """
-        if not isinstance(linear, nn.Linear):
-            raise ValueError(f"from_linear takes an nn.Linear; got {type(linear).__name__}.")
-        layer = cls.from_affine(
-            linear.weight, linear.bias, coordinates=coordinates, natural=natural
-        )
-        return layer.train(linear.training)
-
-    @classmethod
-    def from_affine(
-        cls,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        coordinates: Name = "angles",
-        natural: bool = False,
-        init: Init | None = None,
-    ) -> "GmPLinear":
-        """Return the layer for a weight (out, in) and a bias; with `init`, only of their shape."""
-        layer = cls(
-            weight.shape[1],
-            weight.shape[0],
-            bias is not None,
-            init=init,
-            coordinates=coordinates,
-            natural=natural,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
-        if init is None:
-            layer._assign_affine(weight, bias)
-        return layer
+        return _convert(cls, linear, coordinates, natural)
 
     def to_linear(self) -> nn.Linear:
         """Return the nn.Linear that computes the same in evaluation."""
@@ -215,27 +186,7 @@ class _GmPConv(GmPLayer):
             >>> torch.allclose(GmPConv2d.from_conv(conv)(x), conv(x), atol=1e-5)
             True
         """
-        if not isinstance(conv, cls._plain):
-            raise ValueError(
-                f"{cls.__name__}.from_conv takes an nn.{cls._plain.__name__}; "
-                f"got {type(conv).__name__}."
-            )
-        layer = cls.like(
-            conv,
-            bias=conv.bias is not None,
-            init=None,
-            coordinates=coordinates,
-            natural=natural,
-            device=conv.weight.device,
-            dtype=conv.weight.dtype,
-        )
-        layer._assign_affine(conv.weight, conv.bias)
-        return layer.train(conv.training)
-
-    @classmethod
-    def like(cls: type[Conv], conv: PlainConv, **options: Any) -> Conv:
-        """Return a new layer of the shape of `conv`: its channels, kernel, stride, padding, ..."""
-        return cls(**{name: getattr(conv, name) for name in cls._arguments}, **options)
+        return _convert(cls, conv, coordinates, natural)
 
     def to_conv(self) -> PlainConv:
         """Return the torch.nn convolution that computes the same in evaluation."""
@@ -281,3 +232,38 @@ class GmPConv3d(_GmPConv):
     """A 3-d convolution under geometric parameterization; see `GmPConv2d`."""
 
     _plain, _rank = nn.Conv3d, 3
+
+
+def _convert(kind: type[Layer], plain: Any, coordinates: Name, natural: bool) -> Layer:
+    if not issubclass(type(plain), kind._plain):
+        expected = f"{kind.__name__} is made from an nn.{kind._plain.__name__}"
+        raise ValueError(f"{expected}; got {type(plain).__name__}.")
+    layer = build_like(kind, plain, init=None, coordinates=coordinates, natural=natural)
+    layer._set_affine(plain.weight, plain.bias)
+    freeze_like(layer, plain)
+    return layer.train(plain.training)
+
+
+def build_like(kind: type[Layer], plain: Any, **options: Any) -> Layer:
+    """Return a new layer with the sizes, device and type of a torch.nn layer."""
+    sizes: dict[str, Any] = {name: getattr(plain, name) for name in kind._arguments}
+    place = {"device": plain.weight.device, "dtype": plain.weight.dtype}
+    return kind(**sizes, **{"bias": plain.bias is not None, **place, **options})
+
+
+def freeze_like(layer: GmPLayer, plain: Any) -> None:
+    """Let the parameters learn that learn in a torch.nn layer."""
+    for parameter in (layer._stored, layer.r):
+        if isinstance(parameter, nn.Parameter):
+            parameter.requires_grad_(plain.weight.requires_grad)
+    if layer.lam is not None:
+        own = plain.weight if plain.bias is None else plain.bias
+        layer.lam.requires_grad_(own.requires_grad)
+
+
+def as_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Return the nn.Linear of a weight (out, in) and a bias that another module holds."""
+    linear: Any = nn.Linear(weight.shape[1], len(weight), bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, weight.requires_grad)
+    linear.bias = None if bias is None else nn.Parameter(bias, bias.requires_grad)
+    return linear

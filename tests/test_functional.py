@@ -15,15 +15,6 @@ from torch.utils._pytree import tree_leaves
 from geoparam import GmPConv2d, GmPLinear, functional, sphere
 
 
-@pytest.mark.parametrize("n", [2, 13, 576, 25088])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_round_trip(n: int, dtype: torch.dtype) -> None:
-    w = torch.randn(4, n, dtype=torch.float64)
-    latitude, r = sphere.to_latitude(w).to(dtype), w.norm(dim=1).to(dtype)
-    error = (functional.weight(latitude, r).double() - w).norm(dim=1) / w.norm(dim=1)
-    assert error.max() < kernels.WEIGHT_BOUND[dtype]
-
-
 def test_any_leading_shape_and_strides() -> None:
     latitude, r, g = kernels.random_case(6, 9, torch.float64)
     w = functional.weight(latitude, r)

@@ -48,9 +48,11 @@ def test_any_leading_shape() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-200, 1e-30, 1e200])
-def test_inverse_of_very_short_and_long_vectors(scale: float) -> None:
+def test_very_short_and_long_vectors(scale: float) -> None:
     u = sphere.sample(3, 7)
     torch.testing.assert_close(sphere.to_latitude(u * scale), sphere.to_latitude(u))
+    torch.testing.assert_close(sphere.normalise(u * scale), u)
+    torch.testing.assert_close(sphere.length(u * scale) / scale, torch.ones(3).double())
 
 
 def test_zero_vectors_and_poles_are_finite() -> None:

@@ -176,15 +176,11 @@ def is_batch(statistics: str, inputs: Inputs | None) -> bool:
 
 
 def layer_boundaries(
-    layer: nn.Module,
-    norm: nn.Module | None = None,
-    activation: nn.Module | None = None,
-    moments: Moments | None = None,
+    layer: nn.Module, norm: nn.Module | None = None, activation: nn.Module | None = None
 ) -> Boundaries:
     """Return the boundaries of one layer's units, given the norm and activation after it.
 
-    The activation is ReLU by default. `moments` are the norm's mean and deviation, if it has no
-    running ones.
+    The activation is ReLU by default.
 
     Example:
         >>> layer_boundaries(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU6()).distances.shape
@@ -195,7 +191,7 @@ def layer_boundaries(
             f"{type(layer).__name__} has no units that are rows of its weight: Linear, Conv1d-3d "
             "and their GmP forms do, and subclasses that compute the same."
         )
-    found = read_parts(layer, check_norm(norm, layer), moments)
+    found = read_parts(layer, check_norm(norm, layer))
     return compute_boundaries(found, breaks(assumed_activation(layer, activation)))
 
 

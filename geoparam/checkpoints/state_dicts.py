@@ -155,33 +155,29 @@ class Plain:
 
 def layers_in(state: Mapping[str, Tensor]) -> dict[str, Parts]:
     """Return the entries of every GmP layer, by the layer's name and by their name in it."""
-    names = {key.rpartition(".")[0] for key in state if key.rpartition(".")[2] in OURS}
-    layers = {}
-    for name in (key.rpartition(".")[0] for key in state):
-        if name in names and name not in layers:
-            parts = {p: state[_join(name, p)] for p in OURS if _join(name, p) in state}
-            if _is_weight_norm(name, parts, state):
-                parts = {"theta": state[_join(name, "theta")], "r": parts["r"]}
-            elif len(parts) > 1 or "latitude" in parts:
-                parts |= {
-                    p: state[_join(name, p)] for p in (MEAN, COUNT) if _join(name, p) in state
-                }
-            else:
-                continue
-            _check_parts(name, parts)
-            layers[name] = parts
+    layers: dict[str, Parts] = {}
+    for key, tensor in state.items():
+        name, _, part = key.rpartition(".")
+        if part in OURS:
+            layers.setdefault(name, {})[part] = tensor
+    for name, parts in list(layers.items()):
+        if _is_weight_norm(name, parts, state):
+            layers[name] = parts = {"theta": state[_join(name, "theta")], "r": parts["r"]}
+        elif len(parts) > 1 or "latitude" in parts:
+            parts |= {p: state[_join(name, p)] for p in (MEAN, COUNT) if _join(name, p) in state}
+        else:
+            del layers[name]
+            continue
+        _check_parts(name, parts)
     return layers
 
 
 def _find_centred(state: Mapping[str, Tensor]) -> list[str]:
     """Return the layers with a plain weight and the mean of their input; BatchNorm has others."""
-    names = [key.removesuffix("running_mean").rstrip(".") for key in state if _is_mean(key)]
+    split = [key.rpartition(".") for key in state]
+    names = [name for name, _, part in split if part == "running_mean"]
     keys = {name: _join(name, "weight") for name in names if _join(name, "bias") in state}
     return [name for name, key in keys.items() if key in state and state[key].ndim > 1]
-
-
-def _is_mean(key: str) -> bool:
-    return key.rpartition(".")[2] == "running_mean"
 
 
 def _fold_mean(name: str, state: dict[str, Tensor]) -> None:

@@ -145,7 +145,7 @@ def _replace_all(model: nn.Module, decided: Plan, options: Options) -> nn.Module
     where, modules = find_places(model), dict(model.named_modules())
     for decision in reversed(decided.decisions):  # children before the attention that holds them
         if decision.converted:
-            old = modules.pop(module_name(decision))
+            old = modules.pop(module_name(decision.name))
             norm = modules[decision.norm] if decision.norm else None
             new = build_replacement(old, decision, norm, options)
             if norm is not None:
@@ -164,7 +164,7 @@ def _replace_checked(
     A run shows what no look at the modules can: a forward that reads a layer's weight or a norm's
     statistics, or that reaches an old layer through an object, a global name or a closure.
     """
-    names = [module_name(d) for d in decided.decisions if d.converted]
+    names = [module_name(d.name) for d in decided.decisions if d.converted]
     old, children = _parameters(model, names), [(m, dict(m._modules)) for m in model.modules()]
     before, read_before = run_and_record(model, inputs)
     # Plain weights are written to in place.

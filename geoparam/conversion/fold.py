@@ -94,7 +94,9 @@ def fold_(
             fold: Any = _fold_layer if geometric else _fold_plain_weight
             folded[module], norm = fold(name, module, factors.get(name), restored)
             if slot is not None:
-                folded[slot] = _drop_norm(slot) if norm is None else norm
+                children = list(slot.children())
+                dropped = nn.Sequential(*children) if children else nn.Identity()
+                folded[slot] = dropped if norm is None else norm
         elif isinstance(module, InputMeanNorm):
             folded[module] = _fold_norm(name, module, graph)
     _check_finite(ours, folded)
@@ -143,7 +145,7 @@ def _fold_layer(
     name: str, layer: GmPLayer, factor: Tensor | None, slot: RemovedNorm | None
 ) -> tuple[nn.Module, nn.Module | None]:
     """Return the plain layer, and the norm that goes into the slot of an absorbed one."""
-    scale, activation = _scale_and_activation(name, layer)
+    scale, _ = _split_r(name, layer)
     weight = layer._rows(scale).view(layer.weight_shape)
     bias = None if layer.lam is None else layer.lam if scale is None else scale * layer.lam
     mean = None if layer.input_norm is None else _get_running_mean(name, layer.input_norm)
@@ -161,6 +163,7 @@ def _fold_layer(
     plain: Any = layer.plain(weight, bias)
     if isinstance(layer, GmPLinear) and layer.transposed:
         plain = _as_conv1d(plain)
+    activation = layer.activation and _as_module(name, layer.activation)
     parts = [part for part in (before, plain, activation) if part is not None]
     return (parts[0] if len(parts) == 1 else nn.Sequential(*parts)), norm
 
@@ -182,22 +185,6 @@ def _fold_plain_weight(
     plain.weight = weight
     plain.bias = None if bias is None else nn.Parameter(bias, requires_grad=trains)
     return plain, norm
-
-
-def _drop_norm(slot: RemovedNorm) -> nn.Module:
-    """Return what is in a norm's place if it does not come back."""
-    children = list(slot.children())
-    return nn.Sequential(*children) if children else nn.Identity()
-
-
-def _scale_and_activation(name: str, layer: GmPLayer) -> tuple[Tensor | None, nn.Module | None]:
-    """Return what multiplies the unit vectors, and the activation as a module."""
-    if layer.activation is None:
-        return layer.r, None
-    activation = _as_module(name, layer.activation)
-    if isinstance(activation, HOMOGENEOUS):
-        return layer.r.abs(), activation
-    return None, activation
 
 
 def _as_module(name: str, activation: Callable) -> nn.Module:
@@ -253,45 +240,46 @@ def _find_factors(
     """Return for each layer that must take over an r the factor of each of its input channels."""
     factors: dict[str, Tensor] = {}
     for name, layer in ours.items():
-        if not isinstance(layer, GmPLayer) or (left := _find_outside_factor(name, layer)) is None:
+        outside = _split_r(name, layer)[1] if isinstance(layer, GmPLayer) else None
+        if outside is None:
             continue
-        for receiver, channels in _find_receivers(name, graph).items():
-            module = model.get_submodule(receiver)
-            if not isinstance(module, GmPLayer | nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-                raise ValueError(
-                    _explain_refusal(name, f"{receiver!r} is a {type(module).__name__}")
-                )
-            factor = left[channels.to(left.device)]
+        for receiver, channels in _find_receivers(name, model, graph).items():
+            factor = outside[channels.to(outside.device)]
             factors[receiver] = factors[receiver] * factor if receiver in factors else factor
     return factors
 
 
-def _find_outside_factor(name: str, layer: GmPLayer) -> Tensor | None:
-    """Return the factors that the layer itself cannot hold: signs, or r if g is no ReLU."""
+def _split_r(name: str, layer: GmPLayer) -> tuple[Tensor | None, Tensor | None]:
+    """Return what goes into the layer's weight, and the factors that the next layers take over.
+
+    These are the signs of r, or r itself where the activation is no ReLU; None where all are 1.
+    """
     if layer.activation is None:
-        return None
-    homogeneous = isinstance(_as_module(name, layer.activation), HOMOGENEOUS)
-    left = torch.where(layer.r < 0, -1, 1).to(layer.r.dtype) if homogeneous else layer.r
-    return None if (left == 1).all() else left.detach()
+        return layer.r, None
+    inside, outside = None, layer.r.detach()
+    if isinstance(_as_module(name, layer.activation), HOMOGENEOUS):
+        inside, outside = layer.r.abs(), torch.where(outside < 0, -1, 1).to(outside.dtype)
+    return inside, None if (outside == 1).all() else outside
 
 
-def _find_receivers(name: str, graph: Graph | None) -> dict[str, Tensor]:
-    if graph is None:
-        raise ValueError(
-            _explain_refusal(name, "without example_inputs the next layer is not known")
-        )
+def _find_receivers(name: str, model: nn.Module, graph: Graph | None) -> dict[str, Tensor]:
+    """Return the layers that take over an r, and which element each input channel takes."""
     try:
-        return graph.receivers(name)
+        if graph is None:
+            raise ValueError("without example_inputs the next layer is not known")
+        found = graph.receivers(name)
+        for receiver in found:
+            module = model.get_submodule(receiver)
+            if not isinstance(module, GmPLayer | nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+                raise ValueError(f"{receiver!r} is a {type(module).__name__}")
     except ValueError as error:
-        raise ValueError(_explain_refusal(name, str(error))) from error
-
-
-def _explain_refusal(name: str, reason: str) -> str:
-    return (
-        f"{name!r} has an r outside its activation (negative, or the activation is no ReLU) that "
-        f"must go into the next layer, but {reason}. Pass example_inputs, keep r >= 0 in training "
-        "(layer.r.clamp_(min=0)), or use the layer without activation= and put that after it."
-    )
+        raise ValueError(
+            f"{name!r} has an r outside its activation (negative, or the activation is no ReLU) "
+            f"that must go into the next layer, but {error}. Pass example_inputs, keep r >= 0 in "
+            "training (layer.r.clamp_(min=0)), or use the layer without activation= and put that "
+            "after it."
+        ) from error
+    return found
 
 
 @torch.no_grad()

@@ -107,7 +107,7 @@ def plan(
         if isinstance(module, GmPLayer) or kind_of(module) is None:
             decisions += _list_if_weighted(name, module)
             continue
-        decision = Decision(_weight_name(name, module), type(module).__name__, True)
+        decision = Decision(weight_name(name, module), type(module).__name__, True)
         reason = _reason_to_leave(module, decision.name, outputs, filter_fn)
         tied = ties.get(module)
         if reason is None and tied:
@@ -154,12 +154,13 @@ def _computes_as(module: nn.Module, base: type[nn.Module]) -> bool:
     return inherited and not patched and not more
 
 
-def _weight_name(name: str, module: nn.Module) -> str:
+def weight_name(name: str, module: nn.Module) -> str:
+    """Return a layer's name; attention's is that of its input projection."""
     return f"{name}.in_proj_weight".lstrip(".") if kind_of(module) == "attention" else name
 
 
-def module_name(decision: Decision) -> str:
-    return decision.name.removesuffix("in_proj_weight").removesuffix(".")
+def module_name(weight_name: str) -> str:
+    return weight_name.removesuffix("in_proj_weight").removesuffix(".")
 
 
 def _list_if_weighted(name: str, module: nn.Module) -> list[Decision]:
@@ -303,7 +304,7 @@ def _summarise(decisions: list[Decision], model: nn.Module) -> Plan:
     noted = []
     for decision in decisions:
         if decision.converted:
-            weight, bias = affine_of(modules[module_name(decision)])
+            weight, bias = affine_of(modules[module_name(decision.name)])
             counted += weight.numel() + (0 if bias is None else bias.numel())
             notes = decision.notes + _note_values(weight, bias)
             decision = replace(decision, notes=notes)

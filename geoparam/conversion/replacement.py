@@ -11,11 +11,19 @@ from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Decision, absorb_norm, affine_of, kind_of
 from geoparam.coordinates import Name
 from geoparam.input_mean_layers import adopt
-from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
+from geoparam.layers import (
+    GmPConv1d,
+    GmPConv2d,
+    GmPConv3d,
+    GmPLinear,
+    as_linear,
+    build_like,
+    freeze_like,
+)
 from geoparam.norm import TrackedMean, shift_bias
 from geoparam.parameter_values import Init, draw
 
-_CONVOLUTIONS = {nn.Conv1d: GmPConv1d, nn.Conv2d: GmPConv2d, nn.Conv3d: GmPConv3d}
+LAYERS: tuple[type[GmPLayer], ...] = (GmPLinear, GmPConv1d, GmPConv2d, GmPConv3d)
 
 
 @dataclass(frozen=True)
@@ -28,10 +36,6 @@ class Options:
     weights: Literal["geometric", "plain"]
     momentum: float | None
     means: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
-
-    @property
-    def storage(self) -> dict[str, Any]:
-        return {"coordinates": self.coordinates, "natural": self.natural, "init": self.init}
 
 
 class RemovedNorm(nn.Module):
@@ -64,37 +68,42 @@ def build_replacement(
     """Return the layer that takes the place of `old`, and of the BatchNorm that it absorbs."""
     if options.weights == "plain":
         return _adopt_weight(old, decision, norm, options)
-    if isinstance(old, nn.MultiheadAttention):
-        return GmPMultiheadAttention.from_attention(old, **options.storage)
     weight, bias = affine_of(old)
-    if kind_of(old) == "transposed":
-        layer: Any = GmPLinear.from_affine(weight, bias, **options.storage)
-        layer.transposed = True
-        return layer
-    layer = _build_empty(old, decision, norm is not None, options)
+    kind = kind_of(old)
+    plain: Any = old if kind in ("linear", "conv") else as_linear(weight, bias)
+    layer: Any = _build_empty(plain, decision, norm, options)
+    freeze_like(layer, plain)
+    if norm is not None:  # what takes over from a BatchNorm learns if the norm did
+        layer.r.requires_grad_(layer.r.requires_grad or _learns(norm))
+        layer.lam.requires_grad_(_learns(norm))
     if options.init is None and not weight.is_meta:
         gain = None
         if norm is not None:
             gain, bias = absorb_norm(bias, norm)
         layer._set_affine(weight, bias, gain)
         _start_from_mean(layer, options.means.get(decision.name))
-    _freeze_like(layer, old, norm)
+    if kind == "attention":
+        return GmPMultiheadAttention.around(old, layer)
+    if kind == "transposed":
+        layer.transposed = True
     return layer
 
 
-def _build_empty(old: Any, decision: Decision, absorbs: bool, options: Options) -> GmPLayer:
-    arguments = {
-        **options.storage,
-        "momentum": options.momentum,
-        "bias": old.bias is not None or absorbs,
-        "input_norm": decision.input_norm,
-        "device": old.weight.device,
-        "dtype": old.weight.dtype,
-    }
-    if isinstance(old, nn.Linear):
-        return GmPLinear(old.in_features, old.out_features, **arguments)
-    cls: Any = next(ours for plain, ours in _CONVOLUTIONS.items() if isinstance(old, plain))
-    return cls.like(old, **arguments)
+def _build_empty(
+    plain: Any, decision: Decision, norm: nn.Module | None, options: Options
+) -> GmPLayer:
+    """Return a layer of the sizes of `plain`; one that absorbs a norm has a bias."""
+    kind = next(ours for ours in LAYERS if isinstance(plain, ours._plain))
+    return build_like(
+        kind,
+        plain,
+        bias=plain.bias is not None or norm is not None,
+        input_norm=decision.input_norm,
+        coordinates=options.coordinates,
+        natural=options.natural,
+        init=options.init,
+        momentum=options.momentum,
+    )
 
 
 @torch.no_grad()
@@ -137,18 +146,6 @@ def _adopt_weight(
     if norm is not None:
         new.bias.requires_grad_(_learns(norm))
     return new
-
-
-def _freeze_like(layer: GmPLayer, old: Any, norm: nn.Module | None) -> None:
-    """Parameters stay frozen; what takes over from a BatchNorm learns if the norm did."""
-    learns = old.weight.requires_grad
-    norm_learns = norm is not None and _learns(norm)
-    if isinstance(layer._stored, nn.Parameter):
-        layer._stored.requires_grad_(learns)
-    layer.r.requires_grad_(learns or norm_learns)
-    if layer.lam is not None:
-        own = learns if old.bias is None else old.bias.requires_grad
-        layer.lam.requires_grad_(own if norm is None else norm_learns)
 
 
 def _learns(norm: nn.Module) -> bool:

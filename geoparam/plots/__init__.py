@@ -23,13 +23,10 @@ from geoparam.plots.curves import (
 from geoparam.plots.networks import (
     dead_units,
     layer_heatmap,
-    region_changes,
     region_slice,
     rotation_heatmap,
 )
-from geoparam.plots.planes import decision_regions, plane, trajectories
 from geoparam.plots.style import (
-    COLOURS,
     CYCLE,
     DASHED,
     DOTTED,
@@ -41,10 +38,9 @@ from geoparam.plots.style import (
     new_figure,
     ordered_colours,
 )
-from geoparam.plots.units import perturbation, unit_1d, unit_2d
+from geoparam.plots.units import decision_regions, plane, trajectories, unit_1d, unit_2d
 
 __all__ = [
-    "COLOURS",
     "CYCLE",
     "DASHED",
     "DOTTED",
@@ -63,9 +59,7 @@ __all__ = [
     "new_figure",
     "ordered_colours",
     "over_rates",
-    "perturbation",
     "plane",
-    "region_changes",
     "region_slice",
     "rotation_curves",
     "rotation_heatmap",

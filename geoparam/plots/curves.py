@@ -42,12 +42,11 @@ def fit_1d(
         >>> ax.get_xlabel()
         'x     (ticks: where units switch; 5 of 5 in view)'
     """
-    grid = as_array("grid", grid, ("grid",), "Give the inputs of the curves.")
+    grid = as_array("grid", grid, ("grid",))
     ax = axis_or_new(ax)
 
     def draw(name: str, values: np.ndarray, **line: Any) -> None:
-        advice = "Give one value for each input of the grid."
-        ax.plot(grid, finite(as_array(name, values, grid.shape, advice)), **line)
+        ax.plot(grid, finite(as_array(name, values, grid.shape)), **line)
 
     if initial is not None:
         draw("initial", initial, color=MUTED, linewidth=1.2, linestyle=":", label="at start")
@@ -88,8 +87,7 @@ def location_spectrum(
         >>> [label.get_text() for label in ax.get_yticklabels()]
         ['0', '33', '66', '99']
     """
-    advice = "Give the locations of every unit at every step; one input only."
-    locations = as_array("locations", locations, ("steps", "units"), advice)
+    locations = as_array("locations", locations, ("steps", "units"))
     steps = step_numbers(steps, len(locations))
     chosen = np.unique(np.linspace(0, len(locations) - 1, rows).round().astype(int))
     ax = axis_or_new(ax, size=(6.0, 0.9 + 0.22 * len(chosen)))
@@ -124,7 +122,7 @@ def displacement_curves(
     """
     ax = axis_or_new(ax)
     for values, style in _with_styles(curves):
-        values = as_array("a curve", values, ("steps",), "Give one value a step for each method.")
+        values = as_array("a curve", values, ("steps",))
         at = step_numbers(steps, len(values))
         ax.plot(at, _loggable(values), color=style.colour, linewidth=0.5, alpha=0.25, zorder=1.5)
         centres, medians = _medians(at, values)
@@ -202,8 +200,7 @@ def convergence(
     """
     ax = axis_or_new(ax)
     for values, style in _with_styles(curves):
-        advice = "Give a row for each seed; values[None] for one seed."
-        values = as_array("a curve", values, ("seeds", "epochs"), advice)
+        values = as_array("a curve", values, ("seeds", "epochs"))
         at = step_numbers(epochs, values.shape[1], first=1)
         mean, error = _mean_and_error(values)
         alone = "o" if len(at) == 1 else None  # a line needs two points

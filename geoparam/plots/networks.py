@@ -11,8 +11,6 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.ticker import Formatter, FuncFormatter, MaxNLocator
 
 from geoparam.plots.style import (
-    BLUE,
-    MUTED,
     as_array,
     axis_or_new,
     finite,
@@ -55,7 +53,7 @@ def layer_heatmap(
     steps = step_numbers(steps, records := values.shape[1])
     starts = np.arange(min(records, COLUMNS)) * records // min(records, COLUMNS)
     values, steps = np.fmax.reduceat(values, starts, axis=1), steps[starts]
-    ax = axis_or_new(ax, size=_size(len(layers)))
+    ax = axis_or_new(ax, size=(6.0, max(3.0, 1.0 + ROW * len(layers))))
     if norm is None and np.isnan(values).all():
         norm = Normalize(0, 1)  # nothing to take a range from
     image = ax.imshow(values, aspect="auto", cmap=cmap, norm=norm, interpolation="nearest")
@@ -69,12 +67,7 @@ def layer_heatmap(
 
 
 def _by_layer(values: np.ndarray, layers: Sequence[str]) -> np.ndarray:
-    advice = "Give a row for each of the layers, and a name for each row."
-    return as_array("values", values, (len(layers), "records"), advice)
-
-
-def _size(layers: int) -> tuple[float, float]:
-    return 6.0, max(3.0, 1.0 + ROW * layers)
+    return as_array("values", values, (len(layers), "records"))
 
 
 def _name_layers(ax: Axes, layers: Sequence[str]) -> None:
@@ -112,7 +105,9 @@ def rotation_heatmap(
         >>> ax.images[0].norm.vmin, ax.images[0].norm.vmax
         (0.1, 10.0)
     """
-    positive = _positive(_by_layer(values, layers))
+    values = _by_layer(values, layers)
+    positive = values[np.isfinite(values) & (values > 0)]
+    positive = positive if len(positive) else np.array([1e-3, 1.0])
     low, high = limits or (positive.min(), max(positive.max(), 1.01 * positive.min()))
     if not 0 < low < high:
         raise ValueError(f"limits must be two growing numbers above 0; got {limits}. Raise them")
@@ -120,12 +115,6 @@ def rotation_heatmap(
     return layer_heatmap(
         values, layers=layers, steps=steps, label="rotation (degrees)", norm=norm, ax=ax
     )
-
-
-def _positive(values: np.ndarray) -> np.ndarray:
-    """The values a logarithmic scale can be made from, or any where there are none."""
-    positive = values[np.isfinite(values) & (values > 0)]
-    return positive if len(positive) else np.array([1e-3, 1.0])
 
 
 def dead_units(
@@ -158,37 +147,6 @@ def dead_units(
     )
 
 
-def region_changes(values: np.ndarray, *, layers: Sequence[str], ax: Axes | None = None) -> Axes:
-    """Which share of its activation pattern, 0 to 1, each layer changes in a step.
-
-    Drawn are the median and the range over records, of values (layers, records).
-
-    Example:
-        >>> ax = region_changes(np.array([[0.1, 0.2, 0.3]]), layers=["conv1"])
-        >>> float(ax.lines[0].get_xdata()[0])
-        0.2
-    """
-    values = _by_layer(values, layers)
-    ax = axis_or_new(ax, size=_size(len(layers)))
-    known = [row[np.isfinite(row)] for row in values]
-    rows = np.array([i for i, row in enumerate(known) if len(row)], dtype=int)
-    low, middle, high = (
-        np.array([np.quantile(known[i], (0, 0.5, 1)) for i in rows]).reshape(-1, 3).T
-    )
-    ax.hlines(rows, low, high, color=MUTED, linewidth=1.4)
-    ax.plot(middle, rows, "o", color=BLUE, markersize=4.5)
-    positive = _positive(values)
-    if positive.max() > 100 * positive.min():  # below that, powers of ten are too few ticks
-        ax.set_xscale("symlog", linthresh=positive.min())  # unlike "log" it has a place for 0
-    ax.xaxis.set_major_formatter(PERCENT)
-    ax.set_xlabel(  # no legend: above the axis is the place of a title
-        "part of the activation pattern that changes in a step\n"
-        "(dot: median over steps, line: lowest to highest)"
-    )
-    _name_layers(ax, layers)
-    return ax
-
-
 def region_slice(
     polygons: Sequence[np.ndarray],
     segments: Mapping[str, np.ndarray],
@@ -207,8 +165,7 @@ def region_slice(
         >>> [text.get_text() for text in ax.get_legend().get_texts()]
         ['fc1']
     """
-    advice = "Give the corners of each region in order."
-    corners = [as_array("a polygon", polygon, ("corners", 2), advice) for polygon in polygons]
+    corners = [as_array("a polygon", polygon, ("corners", 2)) for polygon in polygons]
     corners = [polygon for polygon in corners if np.isfinite(polygon).all()]
     if not corners:
         raise ValueError(

@@ -63,7 +63,6 @@ _METHODS = (
     MethodStyle("Intrinsic+MBN", INK, DOTTED),
 )
 METHODS = {style.title.lower(): style for style in _METHODS}
-COLOURS = {style.title: style.colour for style in _METHODS}
 
 
 def method_style(name: str) -> MethodStyle:
@@ -127,23 +126,17 @@ def axis_or_new(ax: Axes | None, size: tuple[float, float] = (6.0, 4.0)) -> Axes
     return new_figure(1, 1, size)[1][0, 0] if ax is None else ax
 
 
-def as_array(
-    name: str, values: ArrayLike, shape: tuple[str | int, ...], advice: str
-) -> np.ndarray:
-    """The values as floats; ValueError with `advice` if they are empty or of another shape.
+def as_array(name: str, values: ArrayLike, shape: tuple[str | int, ...]) -> np.ndarray:
+    """The values as floats; ValueError if they are empty or of another shape.
 
     In `shape` a word stands for an axis of any length.
     """
     array = np.asarray(values, dtype=float)
-    fits = array.ndim == len(shape) and all(
-        isinstance(wanted, str) or wanted == got
-        for wanted, got in zip(shape, array.shape, strict=True)
-    )
-    if not fits or array.size == 0:
-        wanted = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
-        raise ValueError(
-            f"{name} must have shape ({wanted}), none of them 0; got {array.shape}. {advice}"
-        )
+    pairs = zip(shape, array.shape, strict=False)
+    fits = all(isinstance(wanted, str) or wanted == got for wanted, got in pairs)
+    if array.ndim != len(shape) or not fits or array.size == 0:
+        axes = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
+        raise ValueError(f"{name} must have shape ({axes}), none of them 0; got {array.shape}.")
     return array
 
 
@@ -156,7 +149,7 @@ def step_numbers(steps: np.ndarray | None, count: int, first: int = 0) -> np.nda
     """The numbers of the recorded steps, which must grow; first, first + 1, ... if None."""
     if steps is None:
         return np.arange(first, first + count)
-    steps = as_array("steps", steps, (count,), "Give the number of each step recorded.")
+    steps = as_array("steps", steps, (count,))
     if not (np.diff(steps) > 0).all():
         raise ValueError("steps must grow from one to the next; got some that do not. Sort them")
     return steps

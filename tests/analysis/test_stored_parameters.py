@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import geoparam as gp
-from geoparam.analysis.perturbation.stored_parameters import (
+from geoparam.analysis.perturbation.steps import (
     add_steps,
     copy_with,
     direction_rows,

@@ -106,11 +106,6 @@ def test_training_is_bit_identical_with_and_without(name: str, statistics: str |
     )
 
 
-def brute_force_activity(model: nn.Sequential, x: Tensor) -> np.ndarray:
-    with torch.no_grad():
-        return (copy.deepcopy(model).eval()[:-1](x) > 0).double().mean(0).numpy()
-
-
 @pytest.mark.parametrize("name", ["sp", "bn", "gmp outside"])
 def test_dead_units_are_those_that_no_probe_point_activates(name: str) -> None:
     model, probe = network(name), torch.randn(64, 3, dtype=TYPE)
@@ -123,7 +118,7 @@ def test_dead_units_are_those_that_no_probe_point_activates(name: str) -> None:
     tracker = BoundaryTracker(model, probe=probe, keep="full")
     tracker.step()
     history = tracker.history["0"]
-    share = brute_force_activity(model, probe)
+    share = (copy.deepcopy(model).eval()[:-1](probe) > 0).double().mean(0).numpy()
     np.testing.assert_allclose(history["active"][0], share)
     assert history["dead"] == (share == 0).sum() >= 2
     assert history["always_on"] == (share == 1).sum() >= 3
@@ -273,19 +268,12 @@ def test_a_sampled_subset_has_the_numbers_of_its_units() -> None:
 
 def test_without_any_example_the_first_batch_shows_what_follows() -> None:
     model = network("bn")
-    lazy, eager = (
-        BoundaryTracker(model),
-        BoundaryTracker(model, example_inputs=torch.zeros(2, 3).double()),
-    )
+    lazy, eager = BoundaryTracker(model), BoundaryTracker(model, example_inputs=ZEROS)
     train(model, 3, lambda: (lazy.step(), eager.step()))
     assert lazy.history.rows.tobytes() == eager.history.rows.tobytes()
     assert not model._forward_pre_hooks
-
-
-def test_a_model_that_was_never_called_is_an_error_with_advice() -> None:
-    tracker = BoundaryTracker(network("sp"))
     with pytest.raises(ValueError, match="example_inputs"):
-        tracker.step()
+        BoundaryTracker(network("sp")).step()  # it was never called
 
 
 @pytest.mark.parametrize(

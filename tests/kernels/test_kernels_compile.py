@@ -5,6 +5,7 @@ Its interpreter, where their numbers are tested, takes more: Python as it is.
 
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,16 +29,26 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     seen: list[str] = []
 
-    def launch(kernel: Any, grid: tuple, arguments: tuple, options: dict) -> None:
-        compile_for_gpu(kernel, arguments, options)
-        seen.append(kernel.__name__)
+    class Compiler:
+        """Stands for a kernel; a launch compiles it."""
 
-    monkeypatch.setattr(weight_triton, "_launch", launch)
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple) -> Callable[..., None]:
+            return self.compile
+
+        def compile(self, *arguments: Any, num_warps: int, **constants: bool) -> None:
+            compile_for_gpu(self.kernel, (*arguments, *constants.values()), num_warps)
+            seen.append(self.kernel.__name__)
+
+    for name in ("_forward_kernel", "_backward_kernel"):
+        monkeypatch.setattr(weight_triton, name, Compiler(getattr(weight_triton, name)))
     monkeypatch.setattr(selection, "KERNELS", "triton")
     return seen
 
 
-def compile_for_gpu(kernel: Any, arguments: tuple, options: dict) -> None:
+def compile_for_gpu(kernel: Any, arguments: tuple, num_warps: int) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -50,6 +61,7 @@ def compile_for_gpu(kernel: Any, arguments: tuple, options: dict) -> None:
         plain = TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
         signature[parameter.name] = "constexpr" if parameter.name in constants else plain
     source = ASTSource(kernel, signature, constexprs=constants)
+    options = {"num_warps": num_warps}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.metadata.shared <= SHARED
 

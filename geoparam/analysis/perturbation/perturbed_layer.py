@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from geoparam.analysis.boundary import Boundaries, Parts, compute_boundaries, read_parts
-from geoparam.analysis.perturbation.stored_parameters import Steps, add_steps, copy_with
+from geoparam.analysis.perturbation.steps import Steps, add_steps, copy_with
 from geoparam.analysis.reading.activations import Breaks
 from geoparam.analysis.reading.layer_sites import Site
 from geoparam.analysis.reading.norms import Moments, has_running
@@ -51,7 +51,7 @@ def layer_state(
     steps: Steps,
     norm: nn.Module | None,
     points: Breaks | None,
-    moments: Moments | None,
+    moments: Moments | None = None,
 ) -> LayerState:
     """Return the state of a layer after given steps, with the norm's moments if they are known."""
     other, other_norm = perturb_layer(layer, steps, norm)

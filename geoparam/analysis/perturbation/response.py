@@ -1,10 +1,25 @@
 r"""Perturbations of stored parameters: how far boundaries turn and move, and how far they could.
 
-What is perturbed is what an optimizer steps on, by its role (`stored_parameters`), and not the
+What is perturbed is what an optimizer steps on, by its role (`steps`), and not the
 weight computed from it: by default all but r, as in the papers' figure 1, which moves (w, b),
-(v, l, b) and (theta, lam). `steps` has the kinds of step, `bounds` the turns that no step of that
-length exceeds. Turns, moves and bounds are those of the step after rounding to the storage type,
-in float64. The model is not touched: a copy of one layer at a time is perturbed.
+(v, l, b) and (theta, lam). Turns, moves and bounds are those of the step after rounding to the
+storage type, in float64. The model is not touched: a copy of one layer at a time is perturbed.
+
+A bound is the turn that no step of that length exceeds. For a step eps of the stored
+direction, finite or not:
+
+    SP, WN, intrinsic     arcsin(||eps|| / ||w||) while ||eps|| < ||w||, else 180 degrees
+    angles                ||eps||: the path's length, which is at least the angle (Theorem 3.7)
+
+Both are attained by some step of that length (the second by theta_1 alone), so nothing less can
+be promised. Where a sign may flip, of l, of gamma or of an r inside the activation, which takes a
+step as large as they are, the bound is 180 degrees under every parameterization, GmP included.
+Under LayerNorm a unit's direction is w_i - mean(w): there eps is the step of that difference,
+whatever stores w. The same holds for parametrizations that are not known here.
+
+The turn *to first order* is ||eps across w|| / ||w||, and for angles the metric's
+sqrt(sum_i m_i eps_i^2), m_i = sin^2 theta_1 ... sin^2 theta_{i-1}. It is no bound: a long step may
+turn a unit more than the metric where it starts says, but never more than ||eps||.
 """
 
 import math
@@ -16,14 +31,34 @@ import torch
 from torch import Tensor, nn
 
 from geoparam import sphere
-from geoparam.analysis.boundary import Statistics, assumed_activation, displacement, is_batch
-from geoparam.analysis.perturbation.bounds import bound_turn, may_flip
+from geoparam.analysis.boundary import (
+    Statistics,
+    assumed_activation,
+    displacement,
+    groups_of_units,
+    is_batch,
+)
 from geoparam.analysis.perturbation.perturbed_layer import LayerState, layer_state, site_state
-from geoparam.analysis.perturbation.steps import KINDS, MOVED, Kind, check_steps, make_steps
-from geoparam.analysis.perturbation.stored_parameters import Role, Steps
+from geoparam.analysis.perturbation.steps import (
+    KINDS,
+    MOVED,
+    Kind,
+    Role,
+    Steps,
+    check_steps,
+    coordinates,
+    direction_rows,
+    make_steps,
+    read_stored,
+)
 from geoparam.analysis.reading.activations import Activation, breaks
-from geoparam.analysis.reading.layer_sites import Follows, Layers, Site, find_sites, unwrap
-from geoparam.analysis.reading.norms import Moments
+from geoparam.analysis.reading.layer_sites import (
+    Follows,
+    Layers,
+    find_sites,
+    has_positions,
+    unwrap,
+)
 from geoparam.conversion.plan import Inputs
 
 DELTAS = (1e-4, 1e-3, 1e-2, 1e-1)  # figure 1's
@@ -138,26 +173,14 @@ def _responses(
     batch = is_batch(statistics, inputs)
     for name, site in find_sites(model, inputs, layers, follows).items():
         before = site_state(unwrap(model), inputs, site, batch, {})
+        chosen: Any = {"norm": site.norm, "move": move, "generator": generator}
         for kind in kinds:
-            for delta, steps in _scale_steps(site, kind, deltas, move, generator):
-                changed = _compare(before, site_state(unwrap(model), inputs, site, batch, steps))
-                yield name, kind, delta, changed
-
-
-def _scale_steps(
-    site: Site,
-    kind: Kind,
-    deltas: list[float],
-    move: tuple[Role, ...],
-    generator: torch.Generator | None,
-) -> Iterator[tuple[float, Steps]]:
-    if kind == "adversarial":
-        for delta in deltas:
-            yield delta, make_steps(site.layer, kind, delta, norm=site.norm, move=move)
-        return
-    unit = make_steps(site.layer, kind, 1.0, norm=site.norm, move=move, generator=generator)
-    for delta in deltas:
-        yield delta, {role: delta * step for role, step in unit.items()}
+            unit = {} if kind == "adversarial" else make_steps(site.layer, kind, 1.0, **chosen)
+            for delta in deltas:
+                steps = {role: delta * step for role, step in unit.items()}
+                steps = steps or make_steps(site.layer, kind, delta, **chosen)
+                after = site_state(unwrap(model), inputs, site, batch, steps)
+                yield name, kind, delta, _compare(before, after)
 
 
 def _row(layer: str, kind: str, delta: float, response: Response) -> Row:
@@ -183,7 +206,6 @@ def respond(
     steps: Steps,
     norm: nn.Module | None = None,
     activation: Activation | None = None,
-    moments: Moments | None = None,
 ) -> Response:
     """Return how the boundaries of one layer's units answer to steps, by role.
 
@@ -196,7 +218,7 @@ def respond(
         [45.0]
     """
     points = breaks(assumed_activation(layer, activation))
-    before, after = (layer_state(layer, each, norm, points, moments) for each in ({}, steps))
+    before, after = (layer_state(layer, each, norm, points) for each in ({}, steps))
     return _compare(before, after)
 
 
@@ -205,8 +227,8 @@ def _compare(before: LayerState, after: LayerState) -> Response:
     old, new = before.boundaries, after.boundaries
     angle = sphere.angle_between(old.direction, new.direction)
     near, far = 2 * (angle / 2).sin(), 2 * (angle / 2).cos()
-    step, first_order, bound = bound_turn(before, after)
-    bound = torch.where(may_flip(before, after), math.pi, bound)
+    step, first_order, bound = _bound_turn(before, after)
+    bound = torch.where(_may_flip(before, after), math.pi, bound)
     return Response(
         rotation=angle.rad2deg(),
         displacements=displacement(old.distances, new.distances, near, far),
@@ -214,3 +236,44 @@ def _compare(before: LayerState, after: LayerState) -> Response:
         first_order=torch.where(angle.isnan(), torch.nan, first_order).rad2deg(),
         bound=torch.where(angle.isnan(), torch.nan, bound).rad2deg(),
     )
+
+
+# --- bounds -----------------------------------------------------------------------------------
+
+
+def _bound_turn(before: LayerState, after: LayerState) -> tuple[Tensor, Tensor, Tensor]:
+    """Return length, first-order turn and bound of a step of the directions, in radians."""
+    layer, norm, parts, _ = before
+    held, row, other = coordinates(layer), direction_rows(layer), direction_rows(after.layer)
+    mixed = norm is not None and groups_of_units(norm, has_positions(layer), len(parts.rows))
+    if held == "sign" and not mixed:
+        zero = torch.zeros_like(before.boundaries.scale)
+        return zero, zero, zero
+    if held == "latitude" and not mixed:
+        latitude = read_stored(layer)["direction"]
+        step = read_stored(after.layer)["direction"] - latitude
+        size = sphere.length(step)
+        turn = sphere.length(sphere.metric(latitude).sqrt() * step)
+        return size, turn, size.clamp(max=math.pi)
+    if row is None or other is None or mixed:
+        row, other = parts.rows, after.parts.rows
+    step, length, u = other - row, sphere.length(row), sphere.normalise(row)
+    across = step - (step * u).sum(dim=-1, keepdim=True) * u
+    size = sphere.length(step)
+    turn = (size / length).clamp(max=1).asin()
+    return size, sphere.length(across) / length, torch.where(size < length, turn, math.pi)
+
+
+def _may_flip(before: LayerState, after: LayerState) -> Tensor:
+    """Return which units a step of this size could reverse by the sign of l, r or gamma."""
+    flips = torch.zeros_like(before.boundaries.scale, dtype=torch.bool)
+    for old, new in zip(_factors(before), _factors(after), strict=True):
+        flips |= (old != new) & ((new - old).abs() >= old.abs())
+    return flips
+
+
+def _factors(of: LayerState) -> list[Tensor]:
+    """Return r inside, gamma and l, (out,) or one number, whose signs are the unit's too."""
+    length = None if direction_rows(of.layer) is None else read_stored(of.layer).get("length")
+    factors = (of.parts.gain, of.parts.gamma, length)
+    return [each.flatten() for each in factors if isinstance(each, Tensor)]

@@ -50,21 +50,13 @@ class SReLU(nn.Module):
         if not lower <= upper:
             raise ValueError(f"the breakpoints need lower <= upper; got {lower} and {upper}.")
         self.dim = dim
-        self._start = {
-            "lower": lower,
-            "upper": upper,
-            "lower_slope": lower_slope,
-            "upper_slope": upper_slope,
-        }
-        for name in self._start:
-            empty = torch.empty(num_parameters, device=device, dtype=dtype)
-            self.register_parameter(name, nn.Parameter(empty))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set all parameters to their starting values."""
-        for name, value in self._start.items():
-            nn.init.constant_(getattr(self, name), value)
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        start = {"lower": lower, "upper": upper}
+        for name, value in (
+            start | {"lower_slope": lower_slope, "upper_slope": upper_slope}
+        ).items():
+            values = torch.full((num_parameters,), value, **place)
+            self.register_parameter(name, nn.Parameter(values))
 
     def breakpoints(self) -> tuple[Tensor, Tensor]:
         """Return t_l and t_r; where learning has crossed them, t_r is t_l."""
@@ -77,9 +69,6 @@ class SReLU(nn.Module):
         lower, upper, below, above = (_along_channels(t, z, self.dim) for t in parameters)
         bent = below * (z - lower).clamp(max=0) + above * (z - upper).clamp(min=0)
         return z + bent.to(z.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.get_parameter('lower').numel()}"
 
 
 def _along_channels(value: Any, z: Tensor, dim: int) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 from geoparam.analysis.reading.activations import Activation, Breaks, SReLU, breaks
 from geoparam.analysis.reading.norms import UnknownNorm, feature_dim, mixes_units
 from geoparam.base_layer import GmPLayer
-from geoparam.conversion.plan import Inputs, kind_of
+from geoparam.conversion.plan import Inputs, kind_of, module_name, weight_name
 from geoparam.graph import Call, Graph
 from geoparam.input_mean_layers import InputMeanLayer
 from geoparam.trace import OPS, trace
@@ -73,10 +73,10 @@ def find_sites(
     modules = dict(model.named_modules())
     graph = None if inputs is None else trace(model, inputs, kwargs)
     ran = () if graph is None else graph.layers
-    all_names = (_weight_name(name, module) for name, module in modules.items())
+    all_names = (weight_name(name, module) for name, module in modules.items())
     found: dict[str, Site] = {}
     for name in dict.fromkeys((*ran, *all_names)):  # a layer that did not run has directions too
-        module = modules.get(name.removesuffix("in_proj_weight").removesuffix("."))
+        module = modules.get(module_name(name))
         if module is not None and has_units(module, name):
             site = Site(_public(name), module, channel=_channel(module))
             if graph is not None and name in ran:
@@ -277,12 +277,6 @@ def _channel(module: nn.Module) -> int:
     if isinstance(module, GmPLayer):
         return module.channel_dim
     return -1 - len(getattr(module, "kernel_size", ()))
-
-
-def _weight_name(name: str, module: nn.Module) -> str:
-    """Return a layer's name; attention's is that of its input projection."""
-    plain = kind_of(module) == "attention"
-    return f"{name}.in_proj_weight".lstrip(".") if plain else name
 
 
 def _public(name: str) -> str:

@@ -5,7 +5,7 @@ activation may overwrite it; after a residual sum, it is the sum.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ def observe(
     pre_activation: See | None = None,
     layer_input: See | None = None,
     norm_input: See | None = None,
+    training: bool = False,
 ) -> bool:
     """Run `model` and show the inputs of each layer, its norm and its activation, call by call.
 
@@ -38,7 +39,7 @@ def observe(
 
     The functions are called with the site and the tensor: the layer's input, the input of the norm
     after it, and the activation's, units in dimension `site.channel`; not where there is none, or
-    where units are elsewhere.
+    where units are elsewhere. With `training`, norms with running statistics use the batch's.
     """
     watched: dict[int, list[Callable[[Tensor], None]]] = {}
 
@@ -67,6 +68,8 @@ def observe(
             held[step] = tensors[0].clone()
 
     with ExitStack() as stack:
+        if training:
+            stack.enter_context(_use_batch(model))
         for site in sites.values():
             if site.own_activation and site.calls and pre_activation is not None:
                 stack.enter_context(_show_own_activation(site, pre_activation))
@@ -109,17 +112,13 @@ def _show_own_activation(site: Site, see: See) -> Iterator[None]:
 def batch_moments(
     model: nn.Module, inputs: Inputs, sites: Mapping[str, Site], training: bool = False
 ) -> dict[str, Moments]:
-    """Run the model and return the averages of what the norm after each layer sees, by layer.
-
-    With `training`, norms with running statistics use the batch's instead.
-    """
+    """Run the model and return the averages of what the norm after each layer sees, by layer."""
     seen: dict[str, list[Moments]] = {}
 
     def see(site: Site, z: Tensor) -> None:
         seen.setdefault(site.name, []).append(norm_moments(site.norm, z))
 
-    with use_batch(model) if training else nullcontext():
-        observe(model, inputs, sites, norm_input=see)
+    observe(model, inputs, sites, norm_input=see, training=training)
     return {name: average_moments(each) for name, each in seen.items()}
 
 
@@ -130,7 +129,7 @@ def unseen_moments(sites: Mapping[str, Site]) -> dict[str, Moments]:
 
 
 @contextmanager
-def use_batch(model: nn.Module) -> Iterator[None]:
+def _use_batch(model: nn.Module) -> Iterator[None]:
     """Let norms with running statistics use the batch's in a trace, which restores the norms."""
 
     def train_norms(*_: object) -> None:

@@ -5,7 +5,7 @@ collected on the device, layer by layer, and only packed bits of the patterns ar
 """
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from geoparam.analysis.partition import Collector, Patterns
 from geoparam.analysis.reading.layer_sites import Site
 from geoparam.analysis.reading.norms import Moments, average_moments, has_running, norm_moments
 from geoparam.analysis.reading.pooling import find_pools
-from geoparam.analysis.reading.probe import input_lengths, observe, unseen_moments, use_batch
+from geoparam.analysis.reading.probe import input_lengths, observe, unseen_moments
 from geoparam.conversion.plan import Inputs
 from geoparam.trace import trace
 
@@ -44,27 +44,25 @@ class ProbeReadings:
         batch: bool = False,
         pools: Mapping[str, Site] | None = None,
     ) -> None:
-        self._batch = batch
+        self._batch, self._collector = batch, Collector(inputs)
         self.pools = find_pools(trace(model, inputs), sites) if pools is None else pools
         sites = {**sites, **self.pools}
-        self._active: dict[str, list[Tensor]] = {}
-        self._above: dict[str, list[Tensor]] = {}
-        self._lengths: dict[str, list[Tensor]] = {}
-        self._moments: dict[str, list[Moments]] = {}
-        self._collector = Collector(inputs)
-        with use_batch(model) if batch else nullcontext():
-            self.same_steps = observe(
-                model, inputs, sites, self._see_pre_activation, self._see_input, self._see_norm
-            )
+        kinds = ("active", "above", "lengths", "moments")
+        self._seen: dict[str, dict[str, list[Any]]] = {kind: {} for kind in kinds}
+        see = self._see_pre_activation, self._see_input, self._see_norm
+        self.same_steps = observe(model, inputs, sites, *see, training=batch)
         if not self.same_steps:
-            for seen in (self._active, self._above, self._lengths, self._moments):
-                seen.clear()
-        self.active = {name: torch.stack(each).mean(dim=0) for name, each in self._active.items()}
-        self.above = {name: torch.stack(each).mean(dim=0) for name, each in self._above.items()}
-        self.lengths = {name: torch.stack(t).mean(dim=0) for name, t in self._lengths.items()}
-        self.moments = unseen_moments(sites) if batch else {}
-        self.moments |= {name: average_moments(each) for name, each in self._moments.items()}
+            self._seen = dict.fromkeys(kinds, {})
+        self.active, self.above, self.lengths = (
+            {name: torch.stack(each).mean(dim=0) for name, each in self._seen[kind].items()}
+            for kind in kinds[:3]
+        )
+        seen = {name: average_moments(each) for name, each in self._seen["moments"].items()}
+        self.moments = {**(unseen_moments(sites) if batch else {}), **seen}
         self.patterns: Patterns | None = self._collector.patterns() if self.same_steps else None
+
+    def _keep(self, kind: str, site: Site, value: Tensor | Moments) -> None:
+        self._seen[kind].setdefault(site.name, []).append(value)
 
     def _see_pre_activation(self, site: Site, z: Tensor) -> None:
         breaks = site.breaks
@@ -75,17 +73,17 @@ class ProbeReadings:
         between = len(above) > 1 and breaks.opens and breaks.closes
         active = _share(breaks.active(z, site.channel), site.channel) if between else above[0]
         active = active if breaks.opens else 1 - active
-        self._active.setdefault(site.name, []).append(active)
-        self._above.setdefault(site.name, []).append(torch.stack(above))
+        self._keep("active", site, active)
+        self._keep("above", site, torch.stack(above))
 
     def _see_input(self, site: Site, x: Tensor) -> None:
         if x.is_floating_point() and x.numel():
             lengths = input_lengths(site.layer, x).double()
-            self._lengths.setdefault(site.name, []).append(median(lengths.flatten()))
+            self._keep("lengths", site, median(lengths.flatten()))
 
     def _see_norm(self, site: Site, z: Tensor) -> None:
         if site.norm is not None and (self._batch or not has_running(site.norm)):
-            self._moments.setdefault(site.name, []).append(norm_moments(site.norm, z))
+            self._keep("moments", site, norm_moments(site.norm, z))
 
 
 def _share(sides: Tensor, channel: int) -> Tensor:
