@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 NEAR, FAILED = 1.1, 2.0  # times the best median, and times that of all: on the plateau, failed
 
+HIGHEST = 10  # times the lowest median: what figures show
+
 Panels = Mapping[str, Mapping[str, "Tolerance"]]  # by data set, then by method
 
 
@@ -104,6 +106,8 @@ def draw_tolerance(panels: Panels, label: str) -> "Figure":
             ax.plot(one.rates, one.medians, **style.line, label=style.title)
             ax.plot(one.rates[inside], one.medians[inside], "o", color=style.colour, ms=5)
         ax.set(xscale="log", yscale="log", xlabel="learning rate", ylabel=label)
+        best = min(one.medians.min() for one in own.values())
+        ax.set_ylim(0.8 * best, min(ax.get_ylim()[1], HIGHEST * best))
         ax.set_title(title, loc="left")
     plots.legend_beside(axes[0, wide - 1])
     return figure
