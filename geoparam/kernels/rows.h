@@ -46,23 +46,37 @@ static double NAME(distance)(const TYPE *x, const TYPE *y, TYPE c, double s, int
     return sqrt(sum);
 }
 
+/* Return the largest |y|. */
+static TYPE NAME(peak)(const TYPE *y, int64_t n)
+{
+    TYPE peaks[LANES] = {0}, largest = 0;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) {
+            TYPE size = y[i + lane] < 0 ? -y[i + lane] : y[i + lane];
+            peaks[lane] = size > peaks[lane] ? size : peaks[lane];
+        }
+    for (; i < n; i++)
+        largest = y[i] > largest ? y[i] : -y[i] > largest ? -y[i] : largest;
+    for (int lane = 0; lane < LANES; lane++)
+        largest = peaks[lane] > largest ? peaks[lane] : largest;
+    return largest;
+}
+
 static void NAME(enter)(const void *argument, int64_t begin, int64_t end)
 {
     const Job *job = argument;
     EACH_ROW {
         const Chunk chunk = job->chunks[at];
         const TYPE *w = OPERAND(0), *g = OPERAND(1);
-        TYPE *by_v = OPERAND(2), largest = 0;
+        TYPE *by_v = OPERAND(2);
         double norm = NAME(distance)(w, w, 0, 0, n), length = PER_ROW(0);
         double r = PER_ROW(1) < 0 ? -norm : norm, divisor = norm ? r : 1;
         double slope = NAME(product)(w, g, 0, n) / divisor;
         double by_g = r / length, by_w = norm ? slope / length : 0;
         TYPE stretch = (TYPE)(length / divisor);
-        for (int64_t i = 0; i < n; i++) {
-            TYPE size = g[i] < 0 ? -g[i] : g[i];
-            largest = size > largest || size != size ? size : largest;
+        for (int64_t i = 0; i < n; i++)
             by_v[i] = (TYPE)(by_g * g[i] - by_w * w[i]);
-        }
         if (job->writes_v) {
             TYPE *v = OPERAND(3);
             for (int64_t i = 0; i < n; i++)
@@ -70,7 +84,7 @@ static void NAME(enter)(const void *argument, int64_t begin, int64_t end)
         }
         PER_ROW(1) = (TYPE)r;
         PER_ROW(2) = (TYPE)slope;
-        PER_ROW(3) = largest;
+        PER_ROW(3) = NAME(peak)(g, n);
         PER_ROW(4) = stretch;
     }
 }

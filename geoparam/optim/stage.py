@@ -346,12 +346,14 @@ class Scratch:
         self.parts = InPlace(parts, self.block)
 
     def allocate(self, zero: bool = False) -> None:
-        self.block.untyped_storage().resize_(self.bytes)
+        if self.block.untyped_storage().nbytes() != self.bytes:
+            self.block.untyped_storage().resize_(self.bytes)
         if zero:
             self.block.zero_()
 
     def free(self) -> None:
-        self.block.untyped_storage().resize_(0)
+        if not self.block.is_cpu:  # new pages took 40 of 55 ms (ResNet-18, one core)
+            self.block.untyped_storage().resize_(0)
 
 
 def _process_group(unit: Unit, weight: Any) -> Any:
