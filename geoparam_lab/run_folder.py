@@ -85,6 +85,7 @@ class Run:
         key: Sequence[str] = (),
         resume: bool = False,
         may_change: Sequence[str] = (),
+        defaults: Mapping[str, Any] | None = None,
     ) -> "Run":
         """Start a run in a folder, or go on with the one that is there.
 
@@ -96,6 +97,7 @@ class Run:
             key: the fields whose values tell one piece of work from another; by default all.
             resume: go on where there is a run; without it, that is an error.
             may_change: entries of the configuration that say how much is done, not how.
+            defaults: of options that an older run did not have.
         """
         folder = _check_folder(Path(folder))
         wanted = {"experiment": experiment, "config": dict(config), "key": list(key)}
@@ -110,7 +112,8 @@ class Run:
                 f"{folder} already holds a run ({run.info['experiment']}, started "
                 f"{run.info['started']}). Continue it with --resume, or choose another folder"
             )
-        _check_same(folder, run.info, _from_json(_to_json(wanted)), may_change)
+        before = {**run.info, "config": {**(defaults or {}), **run.info["config"]}}
+        _check_same(folder, before, _from_json(_to_json(wanted)), may_change)
         _append(folder / "sessions.jsonl", {**now, "config": wanted["config"]})
         return run
 

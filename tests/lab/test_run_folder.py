@@ -211,6 +211,12 @@ def test_a_resumed_run_may_do_more_where_it_says_so(run: Run) -> None:
     assert all("versions" in session for session in resumed.sessions())
 
 
+def test_an_option_that_an_older_run_did_not_have_was_its_default(run: Run) -> None:
+    create(run.folder, {**CONFIG, "width": 3}, resume=True, defaults={"width": 3, "epochs": 9})
+    with pytest.raises(ValueError, match="width=3, now 4"):
+        create(run.folder, {**CONFIG, "width": 4}, resume=True, defaults={"width": 3})
+
+
 def test_tuples_and_nan_do_not_count_as_differences(tmp_path: Path) -> None:
     config = {"seeds": (0, 1), "limit": math.nan, "range": range(3)}
     create(tmp_path, config)
