@@ -36,7 +36,7 @@ class GmPLayer(nn.Module):
     `weight` and `bias` are what the affine map uses: r u and r lam, or, with an activation, u and
     lam, since r then stays outside. `direction` and `location` have the weight's shape. All four,
     and `theta`, are computed from the parameters. Assigning `weight` or `bias` sets the
-    parameters; writing into them in place raises, as it would be lost.
+    parameters; writing into any of the five in place raises, as it would be lost.
 
     In version 2 of the state `input_norm=True` is the bias form; in version 1 it was the border
     form.
@@ -151,20 +151,21 @@ class GmPLayer(nn.Module):
     def theta(self) -> Tensor:
         """The papers' angles (out, n - 1): pi/2 minus the latitudes."""
         if self._coordinates.name == "latitude":
-            return math.pi / 2 - self._stored
-        return (math.pi / 2 - sphere.to_latitude(self.direction.flatten(1))).to(self.r.dtype)
+            return as_computed(math.pi / 2 - self._stored)
+        latitude = sphere.to_latitude(self._rows(None))
+        return as_computed((math.pi / 2 - latitude).to(self.r.dtype))
 
     @property
     def direction(self) -> Tensor:
         """The unit vectors u, in the weight's shape."""
-        return self._rows(None).view(self.weight_shape)
+        return as_computed(self._rows(None).view(self.weight_shape))
 
     @property
     def location(self) -> Tensor:
         """The boundaries' nearest points to the origin, -lam u, in the weight's shape."""
         u = self._rows(None)
         phi = torch.zeros_like(u) if self.lam is None else -self.lam[:, None] * u
-        return phi.view(self.weight_shape)
+        return as_computed(phi.view(self.weight_shape))
 
     @property
     def weight(self) -> Tensor:

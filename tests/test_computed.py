@@ -39,6 +39,14 @@ def test_writes_in_place_are_refused(write: Callable[[Tensor], object]) -> None:
         write(layer.weight)
 
 
+@pytest.mark.parametrize("coordinates", COORDINATES)
+@pytest.mark.parametrize("name", ["weight", "bias", "direction", "location", "theta"])
+def test_all_that_is_computed_refuses_writes(name: str, coordinates: str) -> None:
+    layer = gp.GmPLinear(6, 5, coordinates=coordinates)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="would be lost"):
+        getattr(layer, name).zero_()
+
+
 def test_reading_gives_plain_tensors_and_gradients() -> None:
     layer, x = gp.GmPLinear(6, 5), torch.randn(3, 6)
     y = F.linear(x, layer.weight, layer.bias)

@@ -66,6 +66,7 @@ def trained(name: str, **options: object) -> nn.Module:
     make, x = MODELS[name]
     model = gp.convert_(make(), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer.register_step_post_hook(gp.retract(model))
     for _ in range(3):
         optimizer.zero_grad()
         model(x).square().mean().backward()
