@@ -198,6 +198,7 @@ def test_ctrl_c_says_how_to_go_on(
 
 INTERRUPTED_IMPORT = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 class Interrupt:
     def find_spec(self, name, *rest):
         if name == sys.argv[1]:
