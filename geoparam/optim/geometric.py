@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from operator import is_
 from typing import Any, Literal
@@ -133,7 +133,7 @@ class GeometricOptimizer(Optimizer):
             params = given.pop("params")
             params = [params] if isinstance(params, Tensor) else params
             params = [p[-1] if isinstance(p, tuple) else p for p in params]
-            if strangers := [tuple(p.shape) for p in params if id(p) not in names]:
+            if strangers := [getattr(p, "shape", p) for p in params if id(p) not in names]:
                 raise ValueError(f"groups hold parameters that the model does not: {strangers}.")
             given.pop("param_names", None)
             rate = given.pop("lr", lr)
@@ -211,6 +211,7 @@ class GeometricOptimizer(Optimizer):
         names = [name for u in units for name in (u.name, u.bias) if name in by_name]
         self._watched = [by_name[name] for name in names]
         self._check_model()
+        self._check_schedule()
         self._seen = list(map(list, params))
         self._signature = decays, *_signatures(self._watched)
         active = {}
@@ -243,6 +244,16 @@ class GeometricOptimizer(Optimizer):
                 stacklevel=4,
             )
 
+    def _check_schedule(self) -> None:
+        """Warn where OneCycleLR was given one peak for degrees and rates alike."""
+        peaks = {group.get("max_lr") for group in self.param_groups}
+        if self._turn is not None and len(self.param_groups) > 1 and len(peaks - {None}) == 1:
+            warnings.warn(
+                f"OneCycleLR has one max_lr, {peaks.pop()}, for the turn in degrees and for the "
+                "rate of all the rest: give it a list, max_lr=[turn, lr].",
+                stacklevel=4,
+            )
+
     def _build_stages(self, active: dict[str, Member]) -> None:
         batches: dict[Any, list[tuple[Member, dict[str, Any]]]] = {}
         for group in self.param_groups:
@@ -263,6 +274,8 @@ class GeometricOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of the same model and settings; tensors keep their types."""
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+            raise ValueError("an optimizer's state dict has entries 'state' and 'param_groups'.")
         saved = state_dict["param_groups"]
         if any("geometry" not in group for group in saved):
             raise ValueError(
@@ -303,10 +316,15 @@ class GeometricOptimizer(Optimizer):
     def _check_shapes(self, states: dict[str, dict[str, Any]]) -> None:
         for unit in self._choice.units:
             state = states.get(unit.name, {})
-            if "r" in state and (len(state["r"]), state["fan_in"]) != (unit.out, unit.fan_in):
+            if not state:
+                continue
+            if any(state.get(key) is None for key in ("r", "length", "fan_in")):
+                raise ValueError(f"the state of {unit.name!r} lacks 'r', 'length' or 'fan_in'.")
+            r, fan_in = state["r"], state["fan_in"]
+            if (len(r), fan_in) != (unit.out, unit.fan_in):
                 raise ValueError(
-                    f"the state of {unit.name!r} has {len(state['r'])} units of fan-in "
-                    f"{state['fan_in']}; the model's has {unit.out} of {unit.fan_in}."
+                    f"the state of {unit.name!r} has {len(r)} units of fan-in {fan_in}; the "
+                    f"model's has {unit.out} of {unit.fan_in}."
                 )
 
     def _all_names(self) -> list[str]:

@@ -98,6 +98,21 @@ def test_a_foreign_state_is_refused(make: Any, layers: Any, options: Any, words:
     assert_same_states(optimizer, before)
 
 
+def test_a_damaged_state_is_refused_in_a_sentence() -> None:
+    model = mlp()
+    optimizer = build(model)
+    train(model, optimizer, 1)
+    state = optimizer.state_dict()
+    for damaged in (None, [], {}, {"state": {}}, {"param_groups": []}):
+        with pytest.raises(ValueError, match="entries 'state' and 'param_groups'"):
+            optimizer.load_state_dict(damaged)
+    for key in ("r", "length", "fan_in"):
+        less = {**state, "state": {**state["state"], 0: {**state["state"][0], key: None}}}
+        with pytest.raises(ValueError, match="lacks 'r', 'length' or 'fan_in'"):
+            optimizer.load_state_dict(less)
+    optimizer.load_state_dict(state)
+
+
 @pm.every_kind
 @pytest.mark.parametrize(
     "write, is_whole",

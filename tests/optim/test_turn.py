@@ -152,3 +152,12 @@ def test_r_crosses_zero_and_the_weight_with_it(fan_in: int, coordinates: str) ->
         model[0].weight.grad = torch.ones_like(model[0].weight)  # along the unit: r alone
         optimizer.step()
     torch.testing.assert_close(rows(model[0]), torch.full((1, fan_in), -0.35).double())
+
+
+def test_one_peak_for_degrees_and_rates_is_warned_of() -> None:
+    model = mlp()
+    optimizer = build(model, turn=2.0, momentum=0.9)
+    lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+    backward(model)
+    with pytest.warns(UserWarning, match="max_lr=\\[turn, lr\\]"):
+        optimizer.step()
