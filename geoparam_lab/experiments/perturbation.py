@@ -144,9 +144,7 @@ def run(
 
     options: Any = {"key": ("method", "delta"), "resume": resume, "may_change": ("methods",)}
     done = Run.create(out, "perturbation", config, command, **options)
-    for record in outcome.records():
-        if not done.has_record(method=record["method"], delta=record["delta"]):
-            done.append(record)
+    done.append_missing(outcome.records())
     toys.save_figures(done, draw(outcome), progress)
     return done
 

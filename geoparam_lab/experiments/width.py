@@ -203,9 +203,7 @@ def run(
     todo = tasks(config)
     count = sum(len(task.members) for task in todo)
     Session(folder, Work(energy, steps), count, jobs or count_cores(), progress).spread(todo)
-    for answer in answers(folder.records(), config):
-        if not folder.has_record(**{name: answer[name] for name in KEY}):
-            folder.append(answer)
+    folder.append_missing(answers(folder.records(), config))
     from geoparam_lab.experiments import width_figures  # it imports matplotlib
 
     width_figures.draw(folder)
