@@ -51,38 +51,34 @@ def cnn() -> nn.Module:
     )  # fmt: skip
 
 
-class Residual(nn.Module):
-    """Sums of results, in place, before activations and beside them."""
-
-    def __init__(self, before: bool) -> None:
-        super().__init__()
-        self.before = before
-        self.enter, self.b, self.c, self.short = (nn.Linear(n, 5) for n in (2, 5, 5, 5))
-        self.leave = nn.Linear(5, 1)
-        self.first, self.second, self.third = (nn.ReLU(inplace=True) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.before:  # "pre-activation": an activation reads the sum, which goes on beside it
-            x = self.enter(x)
-            x = x + self.b(self.first(x.clone()))
-            x = x + self.c(self.second(x.clone()))
-            return self.leave(self.third(x))
-        x = self.first(self.enter(x))
-        y = self.c(self.second(self.b(x)))
-        y += self.short(x)
-        return self.leave(self.third(y))
+def add_before_activation(m: nn.Module, x: Tensor) -> Tensor:
+    """Run a residual network that adds in place, and then activates the sum."""
+    x = m.first(m.enter(x))
+    y = m.c(m.second(m.b(x)))
+    y += m.short(x)
+    return m.leave(m.third(y))
 
 
-class Twice(nn.Module):
+def add_after_activation(m: nn.Module, x: Tensor) -> Tensor:
+    """Run a "pre-activation" network: an activation reads the sum, which also goes on without."""
+    x = m.enter(x)
+    x = x + m.b(m.first(x.clone()))
+    x = x + m.c(m.second(x.clone()))
+    return m.leave(m.third(x))
+
+
+def residual(function: Callable) -> nn.Module:
+    layers = {name: nn.Linear(5, 5) for name in ("b", "c", "short")}
+    activations = {name: nn.ReLU(inplace=True) for name in ("first", "second", "third")}
+    ends = {"enter": nn.Linear(2, 5), "leave": nn.Linear(5, 1)}
+    return FunctionModel(function, **ends, **layers, **activations)
+
+
+def twice() -> nn.Module:
     """One layer and one activation, called again and again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.layer, self.act = nn.Linear(2, 5), nn.Linear(5, 5), nn.LeakyReLU(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.act(self.enter(x))
-        return self.act(self.layer(self.act(self.layer(x))))
+    layers = {"enter": nn.Linear(2, 5), "layer": nn.Linear(5, 5), "act": nn.LeakyReLU(0.2)}
+    call = lambda m, x: m.act(m.layer(m.act(m.layer(m.act(m.enter(x))))))  # noqa: E731
+    return FunctionModel(call, **layers)
 
 
 def outside() -> nn.Module:
@@ -110,9 +106,9 @@ NETWORKS = {  # and the names of their segments
     "hardtanh": (lambda: mlp(2, 6, 5, activation=lambda n: nn.Hardtanh(-0.4, 0.3)), ["0", "2"]),
     "srelu": (lambda: mlp(2, 6, 5, activation=srelu), ["0", "2"]),
     "norm": (with_norm, ["0", "3"]),
-    "residual": (lambda: Residual(before=False), ["enter", "b", "c"]),
-    "pre-activation": (lambda: Residual(before=True), ["first", "second", "c"]),
-    "one layer twice": (Twice, ["enter", "layer", "layer (2)"]),
+    "residual": (lambda: residual(add_before_activation), ["enter", "b", "c"]),
+    "pre-activation": (lambda: residual(add_after_activation), ["first", "second", "c"]),
+    "one layer twice": (twice, ["enter", "layer", "layer (2)"]),
     "gmp": (lambda: gp.convert_(mlp(2, 8, 7)), ["0", "2"]),
     "gmp, r outside": (outside, ["0", "1"]),
 }
