@@ -103,19 +103,11 @@ def _own_row(layer, first, width):
 
 @triton.jit
 def _enter(
-    addresses,  # (4, layers): w, g, dL/dv, v
-    layer,
-    first,
-    width,
-    length,  # (rows,)
-    r,  # (rows,): a sign comes in, sign |w| goes out
-    slope,  # (rows,), out
-    peak,  # (rows,), out
-    stretch,  # (rows,), out
-    layers,
-    writes_v: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    addresses, layer, first, width, length, r, slope, peak, stretch, layers,
+    writes_v: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # addresses is (4, layers): w, g, dL/dv, v. r has a sign and becomes sign |w|; slope, peak and
+    # stretch are written.
     row, matrix, offset, n = _own_row(layer, first, width)
     w = _place(addresses, matrix, 0, layers, offset, r)
     g = _place(addresses, matrix, 1, layers, offset, r)
