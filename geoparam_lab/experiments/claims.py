@@ -107,14 +107,10 @@ def run(
     """Measure the papers' claims that have no table; write records and figures to a folder.
 
     Args:
-        out: the run's folder.
         parts: some of covariance, cost, shift, shell, products, deep.
         seeds: how many initial weights and splits; at most 3 for the cost, 2 for the products.
         data: folder with the UCI and Banana data, before $GEOPARAM_DATA, the cache, the network.
         jobs: how many processes of this machine work; by default as many as there are cores.
-        resume: go on with the run in the folder.
-        command: what a user types to do it again.
-        progress: called with a title, how many records are done and how many there will be.
     """
     check_names("parts", parts, tuple(PARTS))
     if seeds < 1:

@@ -128,7 +128,6 @@ def run(
 
     Args:
         toy: which experiment.
-        out: the run's folder.
         methods: names of `methods.METHODS`.
         seeds: how many initial weights and orders of batches, drawn from 0, 1, ...
         lrs: learning rates, each for every method.
@@ -136,9 +135,6 @@ def run(
         patience: epochs without a better result before the rate falls; twice that to stop.
         init: "glorot", as the papers' code, or "sphere", as their text.
         jobs: how many processes train, by default one a core; numbers do not depend on it.
-        resume: go on with the run in the folder.
-        command: what a user types to do it again.
-        progress: called with a title, what is done and how much there is.
         own: the experiment's own options, about its data.
     """
     import geoparam.plots  # noqa: F401  says now, not after training, that matplotlib is missing

@@ -199,7 +199,6 @@ def run(
     """Train all methods on all splits of all sets; write records and curves to a folder.
 
     Args:
-        out: the run's folder.
         datasets: names of the sets, or of `tables`; levy2, levy4 and levy8 are Levy's function
             summed over so many inputs.
         methods: names of `methods.METHODS`, perhaps with options: "wn+mbn:mbn=before".
@@ -216,9 +215,6 @@ def run(
             command as often as there are cores, each with an --out of its own.
         jobs: how many processes of this machine work; by default as many as there are cores, and
             one with a storage or on a GPU.
-        resume: go on with the run in the folder.
-        command: what a user types to do it again.
-        progress: called with a title, how many networks are trained and how many there are.
         device: where to train, such as "cuda".
         dtype: of the networks.
         tables: inputs and targets of other data sets, by name.
