@@ -1,15 +1,16 @@
 """Means of channels and linear maps of centred rows, with backward passes of their own.
 
-Autograd's backward pass of a mean writes a tensor of the input's size, in which each channel has
-one number. `channel_mean` hands on a view of that number. `centred_linear` adds it inside of the
-matrix product. For rows x, with m = E[x], n rows, and s = dL/dz summed over the rows,
+Autograd's backward pass of a mean writes a tensor of the input's size that is constant in each
+channel. `channel_mean` returns an expanded view of one value per channel instead.
+`centred_linear` adds that value inside of the matrix product. For rows x, with m = E[x], n rows,
+and s = dL/dz summed over the rows,
 
     z = x w^T + (b - w m)
     dL/dx = dL/dz w - (w^T s) / n,    dL/dw = (dL/dz)^T x - s m^T,    dL/db = s.
 
-Both are for large tensors in eager code, where passes over memory decide. Where calls decide,
-autograd's own nodes are faster than ones written in Python; compilers find these passes
-themselves; torch.func and forward mode need ops that torch knows. Second derivatives are those of
+Both are for large tensors in eager code, where passes over memory take the time. For small ones
+autograd's own nodes are faster than ones written in Python. Compilers fuse these passes
+themselves, and torch.func and forward mode need torch's own ops. Second derivatives are those of
 the formulas above.
 """
 
@@ -20,11 +21,11 @@ from torch import Tensor
 
 from geoparam.functional import is_eager
 
-LARGE = 2**22  # elements; below it the calls of a training step cost more than its passes
+LARGE = 2**22  # elements; below it, calls cost more than passes over memory
 
 
 def has_own_backward(x: Tensor, weight: Tensor | None = None) -> bool:
-    """Return whether a mean of `x`, or a map of it, takes the backward pass of this module."""
+    """Return whether a mean of `x`, or a map of it, uses the backward pass of this module."""
     return x.numel() >= LARGE and is_eager(x, weight)
 
 

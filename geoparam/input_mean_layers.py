@@ -1,11 +1,11 @@
-"""Layers with plain weights and input mean normalization: what IMN needs and no more.
+"""Layers with plain weights and input mean normalization (IMN).
 
     z = w^T x + (b - w^T E[x])
 
-The weight is an ordinary Parameter under its ordinary name, so that files, optimizers and tools
-for nn.Linear and nn.Conv2d go on working; `GeometricOptimizer` turns its units by angles. New in
-the state are `running_mean` and `num_batches_tracked`. `convert_(norm="imn", weights="plain")`
-makes these layers of a model's own, with the same Parameters.
+The weight is an ordinary Parameter under its ordinary name, so that checkpoints, optimizers and
+tools for nn.Linear and nn.Conv2d work as before, `GeometricOptimizer` too. The state also has
+`running_mean` and `num_batches_tracked`. `convert_(norm="imn", weights="plain")` replaces a
+model's layers by these, with the same Parameters.
 """
 
 from typing import Any
@@ -46,13 +46,13 @@ class InputMeanLayer(TrackedMean):
         return self._conv_forward(x, self.weight, bias)  # type: ignore[operator]
 
     def _maps_rows(self, x: Tensor) -> bool:
-        """Return whether this training step is one that `centred_linear` can take."""
+        """Return whether `centred_linear` applies: in training, to a large input of rows."""
         if not self.training or self.is_shared or x.numel() <= self.num_features:
             return False  # `mean` refuses one value per channel
         return self._has_rows(x) and has_own_backward(x, self.weight)
 
     def _has_rows(self, x: Tensor) -> bool:
-        """Return whether the values of each position are neighbours in memory, and map alone."""
+        """Return whether each position is a row in memory that is mapped by itself."""
         pointwise = self.kernel_size == self.stride == (1, 1) and self.padding == (0, 0)
         whole = self.groups == 1
         return bool(pointwise and whole and x.is_contiguous(memory_format=torch.channels_last))
@@ -67,10 +67,10 @@ class InputMeanLayer(TrackedMean):
 
     @property
     def base_layer(self) -> nn.Module:
-        """PEFT asks every layer for this before it puts an adapter on it: refused."""
+        """PEFT reads this attribute before it adds an adapter, which is refused here."""
         raise ValueError(
-            "an adapter adds to this layer's weight, and on merging its bias would change by what "
-            "the weight makes of the input's mean. Fold the model first (geoparam.fold_)."
+            "an adapter changes this layer's weight, and the input's mean times that change would "
+            "have to be added to its bias on merging. Fold the model first (geoparam.fold_)."
         )
 
     @torch.no_grad()
@@ -163,7 +163,7 @@ def adopt(layer: nn.Module, momentum: float | None = MOMENTUM, centred: bool = T
 
 
 def release(layer: nn.Module) -> Any:
-    """Return the torch.nn layer of the same Parameters and options, which subtracts no mean."""
+    """Return the torch.nn layer with the same Parameters and options, without the mean."""
     plain = copy_as(getattr(layer, "_plain", type(layer)), layer)
     if isinstance(layer, TrackedMean):
         for name in TRACKING:

@@ -143,6 +143,12 @@ class Run:
             )
         _append(self.folder / "metrics.jsonl", dict(record))
 
+    def append_missing(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Add the records whose keys are not there yet."""
+        for record in records:
+            if not self.has_record(**{name: record[name] for name in self.info["key"]}):
+                self.append(record)
+
     def records(self) -> list[Record]:
         """The records, the first for each key, in the order in which they were finished."""
         path, needed = self.folder / "metrics.jsonl", dict.fromkeys(self.info["key"], object)
@@ -205,6 +211,19 @@ class Run:
         if not name or name.startswith(".") or any(c in name for c in '/\\:*?"<>|\n'):
             raise ValueError(f"a name of {kind} must be that of a file, without folders: {name!r}")
         return self.folder / kind / f"{name}{suffix}"
+
+
+def group_records(records: Iterable[Record], *fields: str) -> dict[tuple[Any, ...], list[Record]]:
+    """Return the records by their values in some fields, in the order in which these occur.
+
+    Example:
+        >>> group_records([{"lr": 0.1, "seed": 0}, {"lr": 0.1, "seed": 1}], "lr")
+        {(0.1,): [{'lr': 0.1, 'seed': 0}, {'lr': 0.1, 'seed': 1}]}
+    """
+    found: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        found.setdefault(tuple(record[field] for field in fields), []).append(record)
+    return found
 
 
 def _check_folder(folder: Path) -> Path:

@@ -1,8 +1,8 @@
-"""Geometry of the rows of many matrices in one call: what the optimizer does around a step.
+"""Geometry of the rows of many matrices in one call, before and after an optimizer's step.
 
 A row w of a weight is r u, with |u| = 1 and r of either sign. All rows of a model are numbered one
-after the other, so what belongs to a row (r, the length R at which its direction is stored, ...)
-is one flat tensor. These functions serve the optimizer:
+after the other, so each quantity of a row (r, the length R at which its direction is stored, ...)
+is one flat tensor.
 
     enter    r = sign(r) |w|,  u = w / r,  slope = <g, u>,  v = R u
              dL/dv = (r / R) (g - slope u)         the gradient for W = r v / |v| at |v| = R
@@ -13,11 +13,11 @@ is one flat tensor. These functions serve the optimizer:
     enter_biases, leave_biases                     b = r L / R', R' the layer's mean |r|
 
 A zero row has no direction: its gradients are 0 and it stays zero. A matrix is any dense float32
-or float64 tensor whose memory has one row after the other, each with n elements; their order
-within a row does not matter, if it is the same in all operands.
+or float64 tensor whose memory has one row after the other, each with n elements. All operands have
+the elements of a row in the same order.
 
-This file has the form in plain torch, one matrix after the other; `rows_triton` is for GPUs and
-`rows_native` for CPUs with a C compiler.
+`Rows` is plain torch, one matrix after the other, and the specification. `rows_triton` is for GPUs
+and `rows_native` for CPUs with a C compiler.
 """
 
 import functools
@@ -32,13 +32,13 @@ from geoparam.kernels.selection import choose_kernels
 
 Matrices = Sequence[Tensor]
 MaybeVectors = Sequence[Tensor | None]
-SHORTEST = 1e-3  # of R: r that is kept from changing its sign falls no further
+SHORTEST = 1e-3  # of R: the least |r| of a row that is kept from changing its sign
 
 
 class Rows:
     """The rows of matrices of given shapes, of the type and device of `like`.
 
-    Processes of a `group` share matrices that have `outs` rows in all.
+    Where the processes of a `group` share the matrices, `outs` are the rows of each in all.
 
     Example:
         >>> w, r = torch.tensor([[3.0, 4.0]]), torch.tensor([1.0])
@@ -60,8 +60,8 @@ class Rows:
         outs: Sequence[int] | None = None,
         group: Any = None,
     ) -> None:
-        self.counts = [count for count, _ in shapes]
-        self.widths = [width for _, width in shapes]
+        self.shapes = shapes
+        self.counts, self.widths = ([shape[i] for shape in shapes] for i in (0, 1))
         self.device, self.dtype, self.group = like.device, like.dtype, group
         self.total = sum(self.counts)
         self.lengths = torch.tensor(self.counts, device=self.device)
@@ -81,46 +81,37 @@ class Rows:
     ) -> None:
         """Write dL/dv to `by_v` and R u to `v`, which may be `w` itself, or None for nowhere.
 
-        Per row `length` is R and r has a sign; written are r = sign |w|, the slope dL/dr = <g, u>,
-        the peak, which is the largest |g|, and the stretch R / r from w to v.
+        `length` is R for each row, and r has its sign. This writes r = sign |w|, the slope
+        dL/dr = <g, u>, the peak, which is the largest |g|, and the stretch R / r from w to v.
         """
-        per_row = [self.split(x) for x in (length, r, slope, peak, stretch)]
-        for i, (length_, r_, slope_, peak_, stretch_) in enumerate(zip(*per_row, strict=True)):
-            x, y, by = (_flat(matrices[i], self.widths[i]) for matrices in (w, g, by_v))
-            r_.copy_(torch.linalg.vector_norm(x, dim=1).copysign(r_))
-            u = x / _nonzero(r_)[:, None]
-            slope_.copy_((y * u).sum(dim=1))
-            peak_.copy_(torch.linalg.vector_norm(y, ord=torch.inf, dim=1))
-            stretch_.copy_(length_ / _nonzero(r_))
-            by.copy_((r_ / length_)[:, None] * (y - slope_[:, None] * u))
-            if v is not None:
-                _flat(v[i], self.widths[i]).copy_(stretch_[:, None] * x)
+        operands, per_row = (w, g, by_v, w if v is None else v), (length, r, slope, peak, stretch)
+        self._run("enter", operands, per_row, writes_v=v is not None)
 
     def leave(self, v: Matrices, r: Tensor, entered: Tensor) -> None:
         """Bring rows of any length to length r; a row that entered as zeros stays zero."""
-        r.mul_(entered != 0)
-        for x, r_, n in zip(v, self.split(r), self.widths, strict=True):
-            x = _flat(x, n)
-            x.mul_((r_ / _nonzero(torch.linalg.vector_norm(x, dim=1)))[:, None])
+        self._run("leave", (v,), (r, entered))
 
     def measure(self, w: Matrices, v: Matrices, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         """Return how far each row of v - c w goes along w / r, and across it."""
         along, across = torch.empty_like(r), torch.empty_like(r)
-        per_row = [self.split(x) for x in (c, r, along, across)]
-        for i, (c_, r_, along_, across_) in enumerate(zip(*per_row, strict=True)):
-            x, y = _flat(w[i], self.widths[i]), _flat(v[i], self.widths[i])
-            d, u = y - c_[:, None] * x, x / _nonzero(r_)[:, None]
-            along_.copy_((d * u).sum(dim=1))
-            across_.copy_(torch.linalg.vector_norm(d - along_[:, None] * u, dim=1))
+        self._run("measure", (w, v), (c, r, along, across))
         return along, across
 
     def rotate(self, w: Matrices, v: Matrices, c: Tensor, a: Tensor, b: Tensor) -> None:
         """Write a w + b (v - c w) to w."""
-        per_row = [self.split(x) for x in (c, a, b)]
-        for i, (c_, a_, b_) in enumerate(zip(*per_row, strict=True)):
-            x, y = _flat(w[i], self.widths[i]), _flat(v[i], self.widths[i])
-            d = y - c_[:, None] * x
-            x.copy_(a_[:, None] * x + b_[:, None] * d)
+        self._run("rotate", (w, v), (c, a, b))
+
+    def _run(
+        self, name: str, operands: Sequence[Matrices], per_row: Sequence[Tensor], **options: bool
+    ) -> None:
+        """Run a function on every matrix; `per_row` are flat tensors. Subclasses have kernels."""
+        matrices = [
+            [x.as_strided(shape, (shape[1], 1)) for x, shape in zip(own, self.shapes, strict=True)]
+            for own in operands
+        ]
+        columns = [x[:, None].split(self.counts) for x in per_row]
+        for each in zip(*matrices, *columns, strict=True):
+            _FUNCTIONS[name](*each, **options)
 
     def mix(
         self,
@@ -135,9 +126,9 @@ class Rows:
     ) -> tuple[Tensor, Tensor]:
         """Return a and b that turn each row by the angle of its increment d, at most by `limit`.
 
-        With `turn`, in radians for each matrix, the angles are scaled so that their root mean
-        square is the turn, but 0 where all increments or all gradients are 0. Without a limit (0)
-        none is above 4 times the turn. r keeps the sign with which it entered: r through 0 would
+        `turn` has an angle in radians for each matrix, or is None. With it, the angles are scaled
+        to this root mean square; they are 0 where all increments or all gradients are 0. A limit
+        of 0 stands for 4 times the turn. r keeps the sign with which it entered: to cross 0 would
         turn a row by pi.
         """
         keep_signs(r, entered, length)
@@ -163,11 +154,11 @@ class Rows:
         by_lam: Tensor,
         match: bool,
     ) -> None:
-        """Write what stands for the biases b = r lam and its gradient; add lam dL/db to the slope.
+        """Write what is stepped for the biases b = r lam, and its gradient, to `lam` and `by_lam`.
 
-        Where |b| <= |r| that is R' lam, so that b moves as fast as a plain one. A boundary farther
-        out than 1 has a plain bias: lam would move it 1 + lam^2 times as fast. Without `match` it
-        is lam everywhere, as in converted layers. A matrix without a bias has None.
+        Where |b| <= |r| that is R' lam, so that b moves as fast as a plain one, and lam dL/db is
+        added to the slope. Elsewhere it is b itself: lam would move it 1 + lam^2 times as fast.
+        Without `match` it is lam everywhere, as in converted layers. No bias is None.
         """
         value, by_value = self.join(b), self.join(by_b)
         is_near, _, stretch = self._stretch(value, r, match)
@@ -183,7 +174,7 @@ class Rows:
         lam: Tensor,
         match: bool,
     ) -> None:
-        """Write the biases; the stepped `lam` becomes b / r. `entered` is r before the step."""
+        """Write the biases from the stepped `lam`, which becomes b / r; `entered` is r before."""
         value = self.join(b)
         is_near, mean, stretch = self._stretch(value, entered, match)
         is_still = (lam == stretch * value) & (r == entered)
@@ -194,7 +185,7 @@ class Rows:
         lam.copy_(torch.where(r == 0, 0, value / _nonzero(r)))
 
     def _stretch(self, value: Tensor, r: Tensor, match: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return where b stands at R' lam = R' b / r, R' for each row, and R' / r, or 1."""
+        """Return which biases are stepped as R' b / r, R' by row, and the factor: R' / r, or 1."""
         if not match:
             is_near, mean = r != 0, torch.ones_like(r)
         else:
@@ -229,26 +220,60 @@ class Rows:
         return per_row.split(self.counts)
 
 
-class InPlace(list[Any]):
-    """Matrices that stay where they are, or are parts of a block that may move: so are addresses.
+def _enter(
+    w: Tensor, g: Tensor, by_v: Tensor, v: Tensor,
+    length: Tensor, r: Tensor, slope: Tensor, peak: Tensor, stretch: Tensor, writes_v: bool,
+) -> None:  # fmt: skip
+    r.copy_(_norm(w).copysign(r))
+    u = w / _nonzero(r)
+    slope.copy_((g * u).sum(dim=1, keepdim=True))
+    peak.copy_(torch.linalg.vector_norm(g, ord=torch.inf, dim=1, keepdim=True))
+    stretch.copy_(length / _nonzero(r))
+    by_v.copy_(r / length * (g - slope * u))
+    if writes_v:
+        v.copy_(stretch * w)
 
-    Asking every tensor for its address takes longer than a kernel runs.
+
+def _leave(v: Tensor, r: Tensor, entered: Tensor) -> None:
+    r.mul_(entered != 0)
+    v.mul_(r / _nonzero(_norm(v)))
+
+
+def _measure(w: Tensor, v: Tensor, c: Tensor, r: Tensor, along: Tensor, across: Tensor) -> None:
+    d, u = v - c * w, w / _nonzero(r)
+    along.copy_((d * u).sum(dim=1, keepdim=True))
+    across.copy_(_norm(d - along * u))
+
+
+def _rotate(w: Tensor, v: Tensor, c: Tensor, a: Tensor, b: Tensor) -> None:
+    w.copy_(a * w + b * (v - c * w))
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "enter": _enter, "leave": _leave, "measure": _measure, "rotate": _rotate,
+}  # fmt: skip
+
+
+class InPlace(list[Any]):
+    """Matrices whose addresses are cached: to ask each tensor takes longer than a kernel runs.
+
+    They keep their memory, or are parts of a `block`, whose memory may move.
     """
 
     def __init__(self, matrices: MaybeVectors, block: Tensor | None = None) -> None:
         super().__init__(matrices)
-        self.block, self.place = block, -1
-        self.kept: tuple[int, ...] = ()
+        self.block, self.block_address = block, -1
+        self.cached: tuple[int, ...] = ()
 
     def addresses(self) -> tuple[int, ...]:
         place = 0 if self.block is None else self.block.data_ptr()
-        if place != self.place:
-            self.place, self.kept = place, addresses(list(self))
-        return self.kept
+        if place != self.block_address:
+            self.block_address, self.cached = place, addresses(list(self))
+        return self.cached
 
 
 def addresses(matrices: MaybeVectors) -> tuple[int, ...]:
-    """Return where the matrices are in memory; 0 for None."""
+    """Return the matrices' addresses in memory; 0 for None."""
     if isinstance(matrices, InPlace):
         return matrices.addresses()
     return tuple([0 if x is None else x.data_ptr() for x in matrices])
@@ -257,7 +282,7 @@ def addresses(matrices: MaybeVectors) -> tuple[int, ...]:
 def rows_for(
     shapes: Sequence[tuple[int, int]], like: Tensor, outs: Sequence[int], group: Any
 ) -> Rows:
-    """Return the rows in the form that serves their type and device best."""
+    """Return the rows in the fastest form for their type and device."""
     make: type[Rows] = Rows
     if any(count for count, _ in shapes) and like.dtype in (torch.float32, torch.float64):
         kernels = choose_kernels(like)
@@ -269,14 +294,14 @@ def rows_for(
 
 
 def keep_signs(r: Tensor, entered: Tensor, length: Tensor) -> None:
-    """Let r that would change its sign fall to a tenth, or if that is more to SHORTEST R."""
+    """Where r has changed its sign, set it to a tenth of what entered, or SHORTEST R if more."""
     least = torch.minimum(entered.abs(), SHORTEST * length)
     kept = torch.maximum(0.1 * entered.abs(), least).copysign(entered)
     r.copy_(torch.where(r * entered < 0, kept, r) * (entered != 0))
 
 
-def _flat(matrix: Tensor, n: int) -> Tensor:
-    return matrix.as_strided((matrix.numel() // n, n), (n, 1))
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=1, keepdim=True)
 
 
 def _nonzero(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from geoparam.kernels import loader
-from geoparam.kernels.rows import Rows, addresses
+from geoparam.kernels.rows import Matrices, Rows, addresses
 
 _ELEMENTS_PER_CHUNK = 1 << 14
 _FUNCTIONS = {"enter": 0, "leave": 1, "measure": 2, "rotate": 3}
@@ -28,7 +28,7 @@ class _Job(ctypes.Structure):
 
 
 class NativeRows(Rows):
-    """Rows on a CPU, served by the C functions."""
+    """Rows on a CPU, by the C functions."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -37,22 +37,8 @@ class NativeRows(Rows):
         self.column_counts = torch.tensor(self.widths, dtype=torch.int64)
         self.pointers = ctypes.c_void_p * len(self.counts)
 
-    def enter(self, w, g, by_v, v, *per_row) -> None:
-        self._call("enter", [w, g, by_v, w if v is None else v], per_row, v is not None)
-
-    def leave(self, v, r, entered) -> None:
-        self._call("leave", [v], [r, entered])
-
-    def measure(self, w, v, c, r) -> tuple[Tensor, Tensor]:
-        along, across = torch.empty_like(r), torch.empty_like(r)
-        self._call("measure", [w, v], [c, r, along, across])
-        return along, across
-
-    def rotate(self, w, v, c, a, b) -> None:
-        self._call("rotate", [w, v], [c, a, b])
-
-    def _call(
-        self, name: str, operands: list, per_row: Sequence[Tensor], writes_v: bool = False
+    def _run(
+        self, name: str, operands: Sequence[Matrices], per_row: Sequence[Tensor], **options: bool
     ) -> None:
         job = _Job(self.chunks.data_ptr(), self.column_counts.data_ptr())
         arrays = [self.pointers(*addresses(matrices)) for matrices in operands]
@@ -60,7 +46,7 @@ class NativeRows(Rows):
             job.operand[i] = ctypes.addressof(array)
         for i, tensor in enumerate(per_row):
             job.per_row[i] = tensor.data_ptr()
-        job.writes_v = writes_v
+        job.writes_v = options.get("writes_v", False)
         threads = min(torch.get_num_threads(), len(self.chunks))
         wide = self.dtype == torch.float64
         _library()(_FUNCTIONS[name], wide, threads, len(self.chunks), ctypes.byref(job))

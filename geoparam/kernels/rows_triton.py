@@ -1,17 +1,17 @@
 """The functions of `rows` as Triton kernels: one launch for all rows of a model.
 
-A program takes one row. It finds its matrix in `layer` (one number per row), the matrix's address
-in `addresses` (one line per operand, one column per matrix), and its place in that matrix from
-`first`. Rows are read in chunks of BLOCK columns, twice: once for the sums, once for the results;
-the second read comes from the cache. Sums are in the matrices' own type, float32 or float64.
-Products and sums are not fused: v - c w must be 0 where v was written as c w.
+A program handles one row. `layer` (rows,) has its matrix, `addresses` (operands, matrices) the
+matrix's address, `first` (matrices + 1,) the matrix's first row and `width` (matrices,) its
+columns. Rows are read twice in chunks of BLOCK columns: once for the sums, once, from the cache,
+for the results. Sums have the matrices' own type, float32 or float64. Products and sums are not
+fused: v - c w must be 0 where v was written as c w.
 
-What is computed from one number per row and a sum over a layer's rows (biases, the mix of a turn)
-has one program per matrix. Where processes share the rows, the plain form adds up over them.
+Functions of one value per row and of sums over a layer's rows (biases, `mix`) have one program per
+matrix. Where processes share the rows, the plain form is used, which sums over them.
 
-Addresses of gradients change from step to step, but a training loop soon comes back to the same
-ones: the tables sent to the GPU are kept, the newest few. The host's copy of a table stays with
-it, so that the transfer, or a CUDA graph that repeats it, never reads freed memory.
+Addresses of gradients change from step to step, but a training loop soon repeats them: the newest
+few tables on the GPU are cached. The host's copy of a table is kept with it, so that the transfer,
+or a CUDA graph that repeats it, never reads freed memory.
 """
 
 from itertools import chain
@@ -25,12 +25,12 @@ from torch import Tensor
 from geoparam.kernels.rows import SHORTEST, Rows, addresses
 
 _BLOCK = 1024
-_TABLES = 8  # how many address tables are kept
+_TABLES = 8  # cached address tables
 _SHORTEST_OF_R = tl.constexpr(SHORTEST)
 
 
 class TritonRows(Rows):
-    """Rows on a GPU, served by the kernels below."""
+    """Rows on a GPU, by the kernels below."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -40,52 +40,29 @@ class TritonRows(Rows):
         self.width = torch.tensor(self.widths).to(self.device)
         self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
 
-    def enter(self, w, g, by_v, v, *per_row) -> None:
-        self._launch(_enter, [w, g, by_v, w if v is None else v], *per_row, WRITES_V=v is not None)
-
-    def leave(self, v, r, entered) -> None:
-        self._launch(_leave, [v], r, entered)
-
-    def measure(self, w, v, c, r) -> tuple[Tensor, Tensor]:
-        along, across = torch.empty_like(r), torch.empty_like(r)
-        self._launch(_measure, [w, v], c, r, along, across)
-        return along, across
-
-    def rotate(self, w, v, c, a, b) -> None:
-        self._launch(_rotate, [w, v], c, a, b)
-
     def mix(self, along, across, length, peak, entered, r, turn, limit) -> tuple[Tensor, Tensor]:
+        inputs = along, across, length, peak, entered, r, turn, limit
         if turn is None or self.group is not None:
-            return super().mix(along, across, length, peak, entered, r, turn, limit)
+            return super().mix(*inputs)
         a, b = torch.empty_like(r), torch.empty_like(r)
-        _mix[(len(self.counts),)](
-            self.first, along, across, length, peak, entered, r, turn, limit, a, b,
-            BLOCK=_BLOCK, enable_fp_fusion=False,
-        )  # fmt: skip
+        _launch(_mix, len(self.counts), self.first, *inputs, a, b)
         return a, b
 
     def enter_biases(self, b, by_b, r, slope, lam, by_lam, match) -> None:
         if self.group is not None:
             return super().enter_biases(b, by_b, r, slope, lam, by_lam, match)
-        _enter_biases[(len(self.counts),)](
-            self._table([b, by_b]), self.first, r, slope, lam, by_lam, len(self.counts),
-            MATCH=match, BLOCK=_BLOCK, enable_fp_fusion=False,
-        )  # fmt: skip
+        known, layers = (self._table([b, by_b]), self.first), len(self.counts)
+        _launch(_enter_biases, layers, *known, r, slope, lam, by_lam, layers, MATCH=match)
 
     def leave_biases(self, b, r, entered, lam, match) -> None:
         if self.group is not None:
             return super().leave_biases(b, r, entered, lam, match)
-        _leave_biases[(len(self.counts),)](
-            self._table([b]), self.first, r, entered, lam,
-            MATCH=match, BLOCK=_BLOCK, enable_fp_fusion=False,
-        )  # fmt: skip
+        known = self._table([b]), self.first
+        _launch(_leave_biases, len(self.counts), *known, r, entered, lam, MATCH=match)
 
-    def _launch(self, kernel: Any, operands: list, *per_row: Tensor, **options: bool) -> None:
-        table = self._table(operands)
-        kernel[(self.total,)](
-            table, self.layer, self.first, self.width, *per_row, len(self.counts),
-            BLOCK=_BLOCK, enable_fp_fusion=False, **options,
-        )  # fmt: skip
+    def _run(self, name, operands, per_row, **options) -> None:
+        known = self._table(operands), self.layer, self.first, self.width
+        _launch(_KERNELS[name], self.total, *known, *per_row, len(self.counts), **options)
 
     def _table(self, operands: list) -> Tensor:
         places = tuple(map(addresses, operands))
@@ -98,6 +75,10 @@ class TritonRows(Rows):
                 del self.tables[next(iter(self.tables))]
         self.tables[places] = found
         return found[0]
+
+
+def _launch(kernel: Any, programs: int, *arguments: Any, **options: bool) -> None:
+    kernel[(programs,)](*arguments, BLOCK=_BLOCK, enable_fp_fusion=False, **options)
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -122,19 +103,11 @@ def _own_row(layer, first, width):
 
 @triton.jit
 def _enter(
-    addresses,  # (4, layers): w, g, dL/dv, v
-    layer,  # (rows,): the matrix of each row
-    first,  # (layers,): its first row
-    width,  # (layers,): its columns
-    length,  # (rows,)
-    r,  # (rows,): a sign comes in, sign |w| goes out
-    slope,  # (rows,), out
-    peak,  # (rows,), out
-    stretch,  # (rows,), out
-    layers,
-    WRITES_V: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    addresses, layer, first, width, length, r, slope, peak, stretch, layers,
+    writes_v: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # addresses is (4, layers): w, g, dL/dv, v. r has a sign and becomes sign |w|; slope, peak and
+    # stretch are written.
     row, matrix, offset, n = _own_row(layer, first, width)
     w = _place(addresses, matrix, 0, layers, offset, r)
     g = _place(addresses, matrix, 1, layers, offset, r)
@@ -163,7 +136,7 @@ def _enter(
         x = tl.load(w + at + column, inside, 0)
         y = tl.load(g + at + column, inside, 0)
         tl.store(by_v + at + column, by_g * y - by_w * x, inside)
-        if WRITES_V:
+        if writes_v:
             tl.store(v + at + column, to_length * x, inside)
     tl.store(r + row, scale)
     tl.store(slope + row, along)
@@ -228,10 +201,19 @@ def _rotate(addresses, layer, first, width, c, a, b, layers, BLOCK: tl.constexpr
         tl.store(w + at + column, by_w * x + by_d * d, inside)
 
 
+_KERNELS = {"enter": _enter, "leave": _leave, "measure": _measure, "rotate": _rotate}
+
+
+@triton.jit
+def _own_rows(first):
+    """Return the first row of this program's matrix, and the row after its last."""
+    return tl.load(first + tl.program_id(0)), tl.load(first + tl.program_id(0) + 1)
+
+
 @triton.jit
 def _mix(first, along, across, length, peak, entered, r, turn, limit, a, b, BLOCK: tl.constexpr):
-    # turn is (layers,); all others are (rows,): r goes in and out, a and b go out
-    begin, end = tl.load(first + tl.program_id(0)), tl.load(first + tl.program_id(0) + 1)
+    # turn is (layers,), all others are (rows,); r is read and written, a and b are written
+    begin, end = _own_rows(first)
     square = tl.zeros((BLOCK,), dtype=r.dtype.element_ty)
     largest = tl.zeros((BLOCK,), dtype=r.dtype.element_ty)
     for at in range(begin, end, BLOCK):
@@ -250,7 +232,7 @@ def _mix(first, along, across, length, peak, entered, r, turn, limit, a, b, BLOC
         inside = row < end
         before = tl.load(entered + row, inside, 0)
         scale = tl.load(r + row, inside, 0)
-        # r that would change its sign falls to a tenth, or to a thousandth of R
+        # as `keep_signs`
         size = tl.abs(before)
         least = tl.minimum(size, _SHORTEST_OF_R * tl.load(length + row, inside, 0))
         kept = tl.maximum(0.1 * size, least)
@@ -270,7 +252,7 @@ def _mix(first, along, across, length, peak, entered, r, turn, limit, a, b, BLOC
 @triton.jit
 def _mean(first, r, BLOCK: tl.constexpr):
     """Return the mean |r| of this program's matrix; 1 where it is 0."""
-    begin, end = tl.load(first + tl.program_id(0)), tl.load(first + tl.program_id(0) + 1)
+    begin, end = _own_rows(first)
     sums = tl.zeros((BLOCK,), dtype=r.dtype.element_ty)
     for at in range(begin, end, BLOCK):
         row = at + tl.arange(0, BLOCK)
@@ -281,7 +263,7 @@ def _mean(first, r, BLOCK: tl.constexpr):
 
 @triton.jit
 def _stretch(value, scale, mean, MATCH: tl.constexpr):
-    """Return where a bias stands at R' b / r, b / r there, and R' / r, or 1."""
+    """Return whether a bias is stepped as R' b / r, b / r where it is, and its factor."""
     is_near = scale != 0
     if MATCH:
         is_near = is_near & (tl.abs(value) <= tl.abs(scale))
@@ -293,9 +275,9 @@ def _stretch(value, scale, mean, MATCH: tl.constexpr):
 def _enter_biases(
     addresses, first, r, slope, lam, by_lam, layers, MATCH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # addresses is (2, layers): b, dL/db, 0 where there is none; slope in and out, lam, by_lam out
+    # addresses is (2, layers): b and dL/db, or 0; slope is read and written, lam, by_lam written
     layer = tl.program_id(0)
-    begin, end = tl.load(first + layer), tl.load(first + layer + 1)
+    begin, end = _own_rows(first)
     b = tl.load(addresses + layer).to(r.dtype)
     by_b = tl.load(addresses + layers + layer).to(r.dtype)
     end = tl.where(tl.load(addresses + layer) == 0, begin, end)
@@ -313,9 +295,9 @@ def _enter_biases(
 
 @triton.jit
 def _leave_biases(addresses, first, r, entered, lam, MATCH: tl.constexpr, BLOCK: tl.constexpr):
-    # addresses is (1, layers): b; lam goes in and out
+    # addresses is (1, layers): b, or 0; lam is read and written
     layer = tl.program_id(0)
-    begin, end = tl.load(first + layer), tl.load(first + layer + 1)
+    begin, end = _own_rows(first)
     b = tl.load(addresses + layer).to(r.dtype)
     end = tl.where(tl.load(addresses + layer) == 0, begin, end)
     mean = _mean(first, entered, BLOCK) if MATCH else 1.0

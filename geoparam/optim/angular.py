@@ -13,7 +13,7 @@ from geoparam.optim.stage import Member, Part, Stage, local
 
 
 class AngularStage(Stage):
-    """Units, in the order of their fan-in, whose directions are latitudes.
+    """Weights, in the order of their fan-in, whose directions are latitudes.
 
     With one input there is no angle: W = r, of either sign.
     """
@@ -59,7 +59,7 @@ class AngularStage(Stage):
             is_any = torch.stack([rows.any() for rows in changed]).tolist()
             for batch, rows, some in zip(self.batches, changed, is_any, strict=True):
                 if some:
-                    batch.take_up(rows)
+                    batch.read(rows)
         for batch in self.batches:
             batch.enter()
 
@@ -71,7 +71,7 @@ class AngularStage(Stage):
         counts, is_still = [len(batch.r) for batch in self.batches], self._is_still()
         for batch, before in zip(self.batches, self.entered.split(counts), strict=True):
             new = batch.compute_rows()
-            if is_still:  # at rate 0 not even rounding changes a weight
+            if is_still:  # at rate 0 weights stay bit for bit
                 new = torch.where((batch.r == before)[:, None], batch.weights(), new)
             elif self.max_turn is not None:
                 new = batch.limit(batch.weights() * before.sign()[:, None], new, self.max_turn)
@@ -79,7 +79,7 @@ class AngularStage(Stage):
 
 
 class Batch:
-    """Layers of equal fan-in: their rows as one matrix, which is one call of the kernel."""
+    """Layers of equal fan-in: their rows are one matrix, so that the kernel is called once."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Batch:
         by_r: Tensor,
     ) -> None:
         self.members = members
-        self.written: Tensor | None = None  # what was last written to the weights
+        self.written: Tensor | None = None  # the rows as last written to the weights
         self.stored, self.by_stored, self.r, self.by_r = stored, by_stored, r, by_r
         scales = [m.state["length"] * m.state["metric"].sqrt() for m in members]
         sized = zip(scales, members, strict=True)
@@ -116,9 +116,9 @@ class Batch:
         self.by_r.copy_(by_r)
 
     def changed_rows(self) -> Tensor:
-        """Return which rows of the weights are not what was written last.
+        """Return which rows of the weights differ from those written last.
 
-        Before the first step here all that is not rounding counts as changed.
+        Before the first write, rows that differ from the state by more than rounding.
         """
         rows = self.weights()
         if self.written is not None:
@@ -126,8 +126,8 @@ class Batch:
         error = torch.linalg.vector_norm(rows - self.compute_rows(), ord=torch.inf, dim=1)
         return ~(error <= 4 * torch.finfo(rows.dtype).eps * self.r.abs())
 
-    def take_up(self, changed: Tensor) -> None:
-        """Take these rows from the weights; r keeps its sign."""
+    def read(self, changed: Tensor) -> None:
+        """Read these rows from the weights; r keeps its sign."""
         rows = self.weights()[changed].to(self.r.dtype)
         if rows.shape[1] == 1:
             self.r[changed] = rows[:, 0]
@@ -148,7 +148,7 @@ class Batch:
                 m.unit.layout.write(m.own, part)
 
     def limit(self, old: Tensor, new: Tensor, max_turn: float) -> Tensor:
-        """Return the new rows, none of which has turned by more than `max_turn` degrees."""
+        """Return the new rows, turned by at most `max_turn` degrees from the old ones."""
         u, v = sphere.normalise(old), sphere.normalise(new * self.r.sign()[:, None])
         limit = math.radians(max_turn)
         far = sphere.angle_between(u, v) > limit

@@ -288,7 +288,7 @@ class GeometricOptimizer(Optimizer):
         states = {name: state_dict["state"].get(key, {}) for name, key in named}
         self._check_shapes(states)
         super().load_state_dict({**state_dict, "state": {}})
-        self._choice = self._choice.like(states)
+        self._choice = self._choice.restore(states)
         self.state.clear()
         for group in self.param_groups:
             on_device = bool(group.get("capturable") or group.get("fused"))

@@ -1,7 +1,7 @@
-"""The torch optimizers inside: the base for directions, the rest for r, lam and all that is plain.
+"""The inner torch optimizers: the base for directions, the rest for r, lam and plain parameters.
 
-Their parameters stand for the model's, and their states are kept in the outer optimizer's, under
-flat keys such as `direction/exp_avg` in the weight's entry.
+They step parameters of their own. Their states are kept in the outer optimizer's, under flat keys
+such as `direction/exp_avg` in the weight's entry.
 """
 
 import functools
@@ -19,7 +19,7 @@ from geoparam.optim.stage import Member, Part
 
 MakeOptimizer = Callable[..., Any]
 Group = dict[str, Any]
-# Optimizers that step each number by itself: to them many parameters may be given as one.
+# Optimizers that step each element by itself, so that many parameters may be one.
 ELEMENTWISE = {
     torchs.SGD, torchs.Adam, torchs.AdamW, torchs.NAdam, torchs.RAdam, torchs.RMSprop,
     torchs.Adagrad, torchs.Adadelta, torchs.Adamax, torchs.ASGD, torchs.Rprop,
@@ -27,9 +27,9 @@ ELEMENTWISE = {
 
 
 class Maker:
-    """A class or callable that makes optimizers, with its options, and what it makes by default.
+    """A class or callable that makes optimizers, with its options and their defaults.
 
-    torch's Muon is replaced by ours.
+    `RowMuon` replaces torch's Muon.
     """
 
     def __init__(self, role: str, make: Any, options: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class Inner:
 
     Args:
         groups: the outer optimizer's; each step copies their options.
-        active: the units that take part, by name.
+        active: the weights with units and a gradient, by name.
         states: the outer optimizer's states, by parameter.
         undecayed: names of parameters that weight decay spares.
         scale: (r's rate over lr, r's decay).
@@ -84,7 +84,7 @@ class Inner:
         undecayed: set[str],
         scale: tuple[float, float],
     ) -> None:
-        # What is stepped, by (outer group, factor of its rate, decay; None: the group's own).
+        # By outer group, factor of its rate (None: rate 1) and decay (None: the group's own).
         directions: dict[tuple[int, float | None, float | None], list[Any]] = {}
         others: dict[tuple[int, float | None, float | None], list[Any]] = {}
         by_bias = {id(m.bias): m for m in active.values() if m.bias is not None}
@@ -116,7 +116,7 @@ class Inner:
             optimizer.step()
 
     def copy_options(self) -> None:
-        """Take over what schedules and users have set in the outer groups."""
+        """Copy the options of the outer groups, which schedules and users may have changed."""
         for inner, outer, keys, factor, decay in self.copied:
             for key in keys:
                 inner[key] = outer[key]
@@ -135,13 +135,13 @@ class Inner:
             members[:] = [p for p in members if not isinstance(p, Part)]
             for p in members:
                 states[p] = _fit(self.states[p], p)
-                if "lam" in states[p]:  # a bias that is plain as long as its weight is not stepped
+                if "lam" in states[p]:  # a bias whose weight is not stepped now
                     states[p] = PartState([Part("plain", states[p], p, p, p)])
             for run in _runs(parts, maker.is_elementwise):
-                members.append(_parameter(run))
+                members.append(_make_parameter(run))
                 states[members[-1]] = PartState(run)
         optimizer = maker.make([{"params": members} for members in items.values()])
-        made = dict(optimizer.state)  # what a constructor writes is for states that are empty
+        made = dict(optimizer.state)  # what the constructor wrote; it is for empty states only
         optimizer.state.clear()
         for inner, (at, factor, decay) in zip(optimizer.param_groups, items, strict=True):
             keys = [key for key in inner if key != "params" and key in groups[at]]
@@ -159,7 +159,7 @@ def _pick(parts: Iterable[dict[str, Part]], name: str) -> list[Part]:
 
 
 def _runs(parts: Sequence[Part], is_elementwise: bool) -> list[list[Part]]:
-    """Return which parts are stepped as one: neighbours in a block with equal counters."""
+    """Return the parts that are stepped as one: neighbours in a block with equal counters."""
     runs: list[list[Part]] = []
     if is_elementwise:
         order = {id(part.blocks): i for i, part in enumerate(parts)}
@@ -176,21 +176,21 @@ def _runs(parts: Sequence[Part], is_elementwise: bool) -> list[list[Part]]:
 
 
 def _counters(part: Part) -> dict[str, Any]:
-    """Return the part's state by key, without the numbers that are one for each element."""
+    """Return the part's state by key; None for entries with a value for each element."""
     start = f"{part.name}/"
     state = {key: value for key, value in part.state.items() if key.startswith(start)}
     return {
-        key: None if _is_numbers(value) else float(value) if isinstance(value, Tensor) else value
+        key: None if _has_elements(value) else float(value) if isinstance(value, Tensor) else value
         for key, value in state.items()
     }
 
 
-def _is_numbers(value: Any) -> bool:
+def _has_elements(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _parameter(run: Sequence[Part]) -> nn.Parameter:
-    """Return the parameter, with its gradient, that stands for these parts."""
+def _make_parameter(run: Sequence[Part]) -> nn.Parameter:
+    """Return one parameter, with its gradient, over these parts."""
     first, last = run[0], run[-1]
     if first is last:
         value, grad = first.member.wrap(first.value), first.member.wrap(first.grad)
@@ -204,7 +204,7 @@ def _parameter(run: Sequence[Part]) -> nn.Parameter:
 
 
 class PartState(dict[str, Any]):
-    """The state of a parameter that stands for parts: what is set here is set in their states."""
+    """The state of a parameter over several parts; every write goes to the parts' states too."""
 
     def __init__(self, run: Sequence[Part]) -> None:
         self.run, start = run, f"{run[0].name}/"
@@ -222,12 +222,12 @@ class PartState(dict[str, Any]):
         for part in self.run:
             del part.state[f"{part.name}/{key}"]
 
-    # dict's own would go past the two above
+    # dict's own would not call the two above
     update, setdefault = MutableMapping.update, MutableMapping.setdefault
     pop, clear = MutableMapping.pop, MutableMapping.clear
 
     def _join(self, values: Sequence[Any]) -> Any:
-        if not _is_numbers(values[0]):  # a counter is one for these parts, and for no others
+        if not _has_elements(values[0]):  # a counter; the base changes it in place
             return values[0].clone() if isinstance(values[0], Tensor) else values[0]
         if len(values) == 1:
             return values[0]
@@ -237,7 +237,7 @@ class PartState(dict[str, Any]):
         return joined
 
     def _divide(self, value: Any) -> list[Any]:
-        is_one = len(self.run) == 1 or not _is_numbers(value)
+        is_one = len(self.run) == 1 or not _has_elements(value)
         return [value] * len(self.run) if is_one else self._views(value)
 
     def _views(self, joined: Tensor) -> list[Tensor]:
@@ -249,9 +249,9 @@ class PartState(dict[str, Any]):
 
 
 def _fit(state: dict[str, Any], p: Tensor) -> dict[str, Any]:
-    """Bring a state to the type that a parameter has been changed to since (`model.double()`)."""
+    """Convert a state to its parameter's type, which may have changed (`model.double()`)."""
     for key, value in state.items():
-        if _is_numbers(value) and value.is_floating_point():
+        if _has_elements(value) and value.is_floating_point():
             if p.dtype in (torch.float32, torch.float64):
                 state[key] = value.to(p.device, p.dtype)
     return state

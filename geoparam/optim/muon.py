@@ -1,9 +1,9 @@
 """Muon on matrices whose rows are units, many matrices in one batch.
 
 The update of torch.optim.Muon: with momentum M <- mu M + (1 - mu) G, the matrix nearest to
-orthogonal of (1 - mu) G + mu M, found by Newton-Schulz steps in bfloat16. torch's own takes one
-matrix after the other, which is 25 launches each; here matrices with an equal short side share
-them. A convolution's weight of any rank is flattened to (out, fan-in).
+orthogonal of (1 - mu) G + mu M, found by Newton-Schulz steps in bfloat16. torch's Muon steps one
+matrix after the other, with 25 kernel launches each; here matrices of equal short side share them.
+A convolution's weight of any rank is flattened to (out, fan-in).
 """
 
 import math
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-_SMALL = 1 << 22  # elements
+_SMALL = 1 << 22  # elements; a smaller matrix may be padded
 
 
 class RowMuon(Optimizer):
@@ -50,12 +50,12 @@ class RowMuon(Optimizer):
             updates = torch._foreach_lerp(gradients, buffers, group["momentum"])
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        matrices = [_matrix(_whole(x), p) for x, p in zip(updates, params, strict=True)]
+        matrices = [_to_matrix(_gather(x), p) for x, p in zip(updates, params, strict=True)]
         changes: list[Any] = [None] * len(params)
         for batch in _batches(matrices):
             self._orthogonalise(group, matrices, batch, changes)
-        targets = [_target(p) for p in params]
-        changes = [_share(x, target) for x, target in zip(changes, targets, strict=True)]
+        targets = [_find_target(p) for p in params]
+        changes = [_shard(x, target) for x, target in zip(changes, targets, strict=True)]
         if isinstance(group["lr"], Tensor):
             torch._foreach_mul_(changes, group["lr"].to(changes[0].device))
         rate = 1.0 if isinstance(group["lr"], Tensor) else group["lr"]
@@ -64,7 +64,7 @@ class RowMuon(Optimizer):
     def _orthogonalise(
         self, group: dict[str, Any], matrices: list[Tensor], batch: dict, changes: list[Any]
     ) -> None:
-        """Write the changes of a batch, whose matrices are laid wide and filled up with zeros."""
+        """Write the changes of a batch; its matrices are transposed to be wide, and padded."""
         longest, at = max(map(max, batch)), 0
         wide = [
             torch.stack([matrices[i] for i in members]).bfloat16() for members in batch.values()
@@ -76,16 +76,16 @@ class RowMuon(Optimizer):
         for (out, fan_in), members in batch.items():
             part = result[at : (at := at + len(members)), :, : max(out, fan_in)]
             part = (part.mT if out > fan_in else part).to(matrices[members[0]].dtype)
-            factor = _adjustment(group["adjust_lr_fn"], out, fan_in)
+            factor = _find_factor(group["adjust_lr_fn"], out, fan_in)
             for i, change in zip(members, (part * factor).unbind(), strict=True):
                 changes[i] = change
 
 
 def _batches(matrices: list[Tensor]) -> list[dict[Any, list[int]]]:
-    """Return which matrices share a batch, by shape: of one shape, or small with one short side.
+    """Return batches of matrices by shape: all of one shape, or small with an equal short side.
 
-    A small matrix is filled up with columns of zeros, which Newton-Schulz steps leave zero: calls
-    cost more than the arithmetic there.
+    Small matrices are padded with columns of zeros, which Newton-Schulz steps leave zero. For them
+    the calls cost more than the arithmetic.
     """
     found: dict[Any, dict[Any, list[int]]] = {}
     for i, x in enumerate(matrices):
@@ -112,13 +112,13 @@ def orthogonalise(
     return x.mT if is_tall else x
 
 
-def _adjustment(name: str | None, out: int, fan_in: int) -> float:
+def _find_factor(name: str | None, out: int, fan_in: int) -> float:
     if name == "match_rms_adamw":
         return 0.2 * math.sqrt(max(out, fan_in))
     return math.sqrt(out / fan_in if name == "spectral_unclamped" else max(1, out / fan_in))
 
 
-def _matrix(x: Tensor, p: Any) -> Tensor:
+def _to_matrix(x: Tensor, p: Any) -> Tensor:
     """Return a tensor like `p` as (out, fan-in), with columns in the order of p's memory."""
     if x.ndim == 2:
         return x
@@ -130,18 +130,18 @@ def _matrix(x: Tensor, p: Any) -> Tensor:
     return x.as_strided((len(x), fan_in), (fan_in, 1))
 
 
-def _target(p: Any) -> Any:
-    """Return the parameter as such a matrix where that shares its memory, else as it is."""
-    rows = p if hasattr(p, "placements") else _matrix(p, p)
+def _find_target(p: Any) -> Any:
+    """Return the parameter as a matrix where that is a view of it, else as it is."""
+    rows = p if hasattr(p, "placements") else _to_matrix(p, p)
     return rows if rows is p or rows.data_ptr() == p.data_ptr() else p
 
 
-def _whole(x: Any) -> Tensor:
+def _gather(x: Any) -> Tensor:
     """Return all rows of a sharded matrix: Newton-Schulz needs them together."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def _share(change: Tensor, target: Any) -> Tensor:
+def _shard(change: Tensor, target: Any) -> Tensor:
     """Return a change in the target's shape, and sharded as it is."""
     change = change.reshape(target.shape)
     if not hasattr(target, "placements"):

@@ -1,6 +1,6 @@
-"""Around the base optimizer's step: from plain gradients to coordinates, and back to weights.
+"""Before the base optimizer's step: gradients by coordinates. After it: weights from these.
 
-A unit's weight is W = r u and its bias b = r lam. The base optimizer does not see W but the stored
+A unit's weight is W = r u and its bias b = r lam. The base optimizer steps not W but the stored
 direction, at a length R that is the layer's mean |r| at the start (R = 1 with match=False):
 
     intrinsic   v,  |v| = R,  W = r v / |v|          dL/dv = (r / R) (G - u <G, u>)
@@ -10,13 +10,12 @@ direction, at a length R that is the layer's mean |r| at the start (R = 1 with m
 
 with g the mean of the sphere's metric and R' the layer's present mean |r|. A step of size s on v
 then moves W by (r / R) s: about s, as in plain training, for SGD and Adam alike. R is the layer's
-mean and not each row's own |r|, since that would undo the protection: a row of tiny r would turn
-as wildly as a plain row does.
+mean and not each row's own |r|: with its own, a row of tiny r would turn as far as a plain one.
 
-Nothing is copied for float32 weights in intrinsic coordinates: W is brought to length R, stepped
-in place, and brought to length r, so that whatever was written to W before is seen. Angles, and
-weights in half precision, are kept in the state; rows that no longer agree with what was written
-last are taken up from the weight.
+Float32 weights in intrinsic coordinates are not copied: W is scaled to length R, stepped in place,
+and scaled to length r. So a step starts from whatever was written to W. Angles, and weights in
+half precision, are kept in the state; rows of the weight that others have changed since the last
+step are read again.
 """
 
 import math
@@ -31,20 +30,20 @@ from torch import Tensor
 from geoparam.kernels.rows import InPlace, rows_for
 from geoparam.optim.units import Unit
 
-_ROUNDING = 1e-5  # a larger relative change of r is no rounding: somebody wrote to the weight
+_ROUNDING = 1e-5  # a larger relative change of r means that others wrote to the weight
 _MEMORY_ORDERS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def local(x: Any) -> Tensor:
-    """Return a tensor without its history, of a DTensor the rows that this process holds."""
+    """Return a tensor without its history; of a DTensor, this process's rows."""
     return x._local_tensor.detach() if hasattr(x, "_local_tensor") else x.detach()
 
 
 class Member:
-    """One unit's tensors. `parts` are what inner optimizers step: direction, r and lam.
+    """The tensors of one weight with units. Inner optimizers step its `parts`: direction, r, lam.
 
-    A direction is (rows, fan-in), or has the weight's own shape where the rows of its memory are
-    in another order (channels_last): so states of the base mean the same in any memory format.
+    A direction is (rows, fan-in). Where the weight's memory has another order (channels_last), it
+    has the weight's own shape, so that the base's states mean the same in any memory format.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Member:
         self.shape = (unit.out if unit.layout.columns else len(own), unit.fan_in)
         order = torch.contiguous_format
         self.order = order if own.is_contiguous() else _MEMORY_ORDERS.get(own.ndim, order)
-        # Whether the weight's own memory is a matrix of rows, so that no copy is needed.
+        # No copy is needed where the weight's own memory is a matrix of rows.
         self.is_in_place = (
             in_place
             and own.is_contiguous(memory_format=self.order)
@@ -88,9 +87,9 @@ class Member:
         return self.unit.layout.to_rows(g).contiguous()
 
     def master_rows(self) -> Tensor:
-        """Return r u as rows: the weight itself, or of a half-precision weight its float32 copy.
+        """Return r u as rows: the weight itself, or the float32 copy of a half-precision weight.
 
-        Rows of the copy that no longer round to the weight are taken up from it.
+        Rows of the copy that do not round to the weight are copied from it again.
         """
         rows = self.weight_rows()
         if self.weight.dtype == self.dtype:
@@ -103,7 +102,7 @@ class Member:
         return kept.copy_(torch.where(agrees, kept, rows))
 
     def wrap(self, part: Tensor) -> Tensor:
-        """Return this process's rows as what the weight is: a tensor, or a part of a DTensor."""
+        """Return this process's rows as a tensor, or as a DTensor where the weight is one."""
         if not self.is_sharded:
             return part
         from torch.distributed.tensor import DTensor
@@ -115,11 +114,11 @@ class Member:
         )
 
     def _fit_states(self, shape: tuple[int, ...]) -> None:
-        """Bring states to the weight's present device, type and layout, if these have changed."""
+        """Move states to the weight's present device, type and layout."""
         for state in (self.state, self.bias_state):
             for key, value in state.items():
-                is_number = isinstance(value, Tensor) and value.is_floating_point()
-                if is_number and (value.ndim or "/" not in key):  # the base's own counters stay
+                is_float = isinstance(value, Tensor) and value.is_floating_point()
+                if is_float and (value.ndim or "/" not in key):  # the base's own counters stay
                     value = value.to(self.weight.device, self.dtype)
                     if key.startswith("direction/") and value.numel() == self.weight.numel():
                         value = value.reshape(self.unit.out, *shape[1:])
@@ -127,27 +126,27 @@ class Member:
 
 
 class Part(NamedTuple):
-    """A member's part of what is stepped, with its gradient: of one block, where there is one."""
+    """A tensor of a member that is stepped, with its gradient."""
 
-    name: str  # begins its keys in the state
+    name: str  # the prefix of its keys in the state
     state: dict[str, Any]
     member: Member
     value: Tensor
     grad: Tensor
-    blocks: tuple[Tensor, Tensor] | None = None  # the values of all members, and the gradients
-    start: int = 0  # place in the blocks
+    blocks: tuple[Tensor, Tensor] | None = None  # of all members' values, and of their gradients
+    start: int = 0  # where in the blocks it begins
 
 
 class Stage:
-    """Units on one device, of one type and in one process group, which are stepped together.
+    """Weights on one device, of one type and in one process group, which are stepped together.
 
     Directions are unit vectors times R. By default the base steps the vectors themselves. With
-    `turn` or `max_turn` it steps an increment d beside them: its part across u, |d - <d, u> u|,
-    becomes the angle of the turn. With `turn` the base starts at 0, not at R u, so that d keeps
-    all its digits however small it is.
+    `turn` or `max_turn` it steps a copy, and the increment d gives the angle of the turn by its
+    part across u, |d - <d, u> u|. With `turn` the copy starts at 0, not at R u, so that a small d
+    keeps all its digits.
 
     Args:
-        pairs: the units, each with its parameter group, whose `lr` is the turn where `turns`.
+        pairs: the weights, each with its parameter group, whose `lr` is the turn where `turns`.
     """
 
     def __init__(
@@ -164,11 +163,11 @@ class Stage:
         first, shapes = self.members[0], [m.shape for m in self.members]
         like = local(first.weight).new_empty(0, dtype=first.dtype)
         outs = [m.unit.out for m in self.members]
-        self.table = rows_for(shapes, like, outs, first.process_group)
+        self.rows = rows_for(shapes, like, outs, first.process_group)
         if new := [m for m in self.members if "r" not in m.state]:
             self._start(new)
         self.has_free = any(not m.is_fixed for m in self.members)
-        self.length = self.table.per_row(torch.stack([m.state["length"] for m in self.members]))
+        self.length = self.rows.per_row(torch.stack([m.state["length"] for m in self.members]))
         self._build_scales()
         self._build_biases()
         self._build_directions()
@@ -186,10 +185,10 @@ class Stage:
         """Return the mean |value| of each layer, in all processes; 1 without `match`."""
         pairs = [torch.stack([x.abs().sum(), x.new_tensor(x.numel())]) for x in values]
         sums = torch.stack(pairs)
-        if self.table.group is not None:
-            dist.all_reduce(sums, group=self.table.group)
+        if self.rows.group is not None:
+            dist.all_reduce(sums, group=self.rows.group)
         means = sums[:, 0] / sums[:, 1] if self.match else torch.ones_like(sums[:, 0])
-        return [mean.clone() for mean in means.to(self.table.dtype)]
+        return [mean.clone() for mean in means.to(self.rows.dtype)]
 
     # One flat tensor each for r, lam and their gradients, of which every layer's are parts.
 
@@ -202,30 +201,30 @@ class Stage:
                 m.parts["r"] = Part("r", m.state, m, *part)
 
     def _build_biases(self) -> None:
-        members, table = self.members, self.table
+        members, rows = self.members, self.rows
         self.biases = [None if m.bias is None else local(m.bias) for m in members]
         kept = [m.bias_state.get("lam") for m in members]
-        self.lam = table.join([None if x is None else local(x) for x in kept])
+        self.lam = rows.join([None if x is None else local(x) for x in kept])
         self.by_lam = torch.zeros_like(self.lam)
         for m, *part in self._divide(self.lam, self.by_lam):
             if m.bias is not None:
                 m.bias_state["lam"] = m.wrap(part[0])
                 m.parts["lam"] = Part("lam", m.bias_state, m, *part)
-        # Biases in half precision are stepped as float32 numbers beside them.
+        # Biases in half precision have float32 copies, which are stepped.
         self.own_biases = [b for b in self.biases if b is not None]
         self.has_masters = any(
-            b.dtype != table.dtype or not b.is_contiguous() for b in self.own_biases
+            b.dtype != rows.dtype or not b.is_contiguous() for b in self.own_biases
         )
         self.master = torch.zeros_like(self.lam)
-        pairs = zip(self.biases, table.split(self.master), strict=True)
+        pairs = zip(self.biases, rows.split(self.master), strict=True)
         masters = [None if b is None else part for b, part in pairs]
         self.masters = InPlace(masters if self.has_masters else self.biases)
 
     def _divide(self, *blocks: Tensor) -> list[Any]:
         """Return each member with its values, their gradients, the blocks and its place there."""
-        rows = zip(self.members, *map(self.table.split, blocks), strict=True)
+        parts = zip(self.members, *map(self.rows.split, blocks), strict=True)
         start = blocks[0].storage_offset()
-        return [(m, x, by, blocks, x.storage_offset() - start) for m, x, by in rows]
+        return [(m, x, by, blocks, x.storage_offset() - start) for m, x, by in parts]
 
     def _build_directions(self) -> None:
         members = self.members
@@ -244,7 +243,7 @@ class Stage:
             if m.unit.fan_in > 1:
                 part = Part("direction", m.state, m, v, g, blocks, g.storage_offset())
                 m.parts["direction"] = part
-        # Weights that no optimizer writes to, so that autograd has to be told.
+        # No optimizer writes to these weights, so autograd's version counters are increased here.
         pairs = list(zip(self.w, members, strict=True))
         self.unstepped = [w for w, m in pairs if self.by_increment or m.unit.fan_in == 1]
         self.radians = torch.full((len(members),), math.radians(1)).to(self.r)
@@ -252,7 +251,7 @@ class Stage:
     # --- before and after the step ------------------------------------------------------------
 
     def enter(self) -> None:
-        """Give the base and the rest their parameters and gradients."""
+        """Write the parameters and gradients that the inner optimizers step."""
         before = self.r.clone() if self.has_masters else self.r
         self._enter_directions()
         if self.own_biases:
@@ -265,30 +264,30 @@ class Stage:
         if self.members[0].is_sharded or dtypes != {self.r.dtype}:
             grads = [None if g is None else local(g).to(self.r.dtype) for g in grads]
         if self.has_masters:
-            kept, values = self.own_biases[0].dtype, self.table.join(self.biases).to(self.r.dtype)
+            kept, values = self.own_biases[0].dtype, self.rows.join(self.biases).to(self.r.dtype)
             is_ours = (before * self.lam).to(kept) == values.to(kept)
             is_ours &= (self.r - before).abs() <= _ROUNDING * before.abs()
             self.master.copy_(torch.where(is_ours, self.r * self.lam, values))
-        self.table.enter_biases(
+        self.rows.enter_biases(
             self.masters, grads, self.r, self.by_r, self.lam, self.by_lam, self.match
         )
 
     def leave(self) -> None:
-        """Write weights and biases from what the base and the rest have stepped."""
+        """Write weights and biases from what the inner optimizers have stepped."""
         self._leave_directions()
         if self.own_biases:
-            self.table.leave_biases(self.masters, self.r, self.entered, self.lam, self.match)
+            self.rows.leave_biases(self.masters, self.r, self.entered, self.lam, self.match)
             if self.has_masters:
                 torch._foreach_copy_(self.own_biases, [b for b in self.masters if b is not None])
             torch.autograd.graph.increment_version(self.own_biases)
 
     def _is_still(self) -> bool:
-        """Whether all rates are 0, as far as the host knows: one on a device is not looked at."""
+        """Whether all rates are 0. A rate in a tensor counts as another: reading it would wait."""
         rates = [group["lr"] for group in self.groups]
         return all(isinstance(rate, int | float) and rate == 0 for rate in rates)
 
     def _enter_directions(self) -> None:
-        """Give the base v and its gradient; r becomes what the weights have, by_r = <G, u>."""
+        """Write v and its gradient for the base, r = |W| with its sign, and by_r = <G, u>."""
         self.gradients.allocate()
         self.increments.allocate(zero=self.turns)
         self.copies.allocate()
@@ -297,7 +296,7 @@ class Stage:
         v = None if self.turns else self.increments.parts if self.by_increment else self.w
         is_still = not self.by_increment and self._is_still()
         self.before = [w.clone() for w in self.w] if is_still else None
-        self.table.enter(
+        self.rows.enter(
             self.w, [m.gradient_rows() for m in self.members], self.gradients.parts, v,
             self.length, self.r, self.by_r, self.peak, self.stretch,
         )  # fmt: skip
@@ -307,9 +306,9 @@ class Stage:
         if self.by_increment:
             self._turn()
         else:
-            self.table.leave(self.w, self.r, self.entered)
-        if self.before is not None:  # at rate 0 not even rounding changes a weight
-            parts = zip(self.w, self.before, self.table.split(self.r == self.entered), strict=True)
+            self.rows.leave(self.w, self.r, self.entered)
+        if self.before is not None:  # at rate 0 weights stay bit for bit
+            parts = zip(self.w, self.before, self.rows.split(self.r == self.entered), strict=True)
             for w, before, is_still in parts:
                 w.copy_(torch.where(is_still.view(-1, *[1] * (w.ndim - 1)), before, w))
         torch.autograd.graph.increment_version(self.unstepped)
@@ -321,21 +320,21 @@ class Stage:
     def _turn(self) -> None:
         """Turn each row by the angle of its increment, as `turn` and `max_turn` say."""
         d, c = self.increments.parts, self.zeros if self.turns else self.stretch
-        along, across = self.table.measure(self.w, d, c, self.entered)
+        along, across = self.rows.measure(self.w, d, c, self.entered)
         turn = None
         if self.turns:
             parts = zip(self.radians.split(self.group_sizes), self.groups, strict=True)
             rates = [part * group["lr"] for part, group in parts]
             turn = rates[0] if len(rates) == 1 else torch.cat(rates)
         limit = math.radians(self.max_turn or 0)
-        a, b = self.table.mix(
+        a, b = self.rows.mix(
             along, across, self.length, self.peak, self.entered, self.r, turn, limit
         )
-        self.table.rotate(self.w, d, c, a, b)
+        self.rows.rotate(self.w, d, c, a, b)
 
 
 class Scratch:
-    """Memory during a step for tensors like the given ones, which are parts of one block."""
+    """Scratch memory for tensors like the given ones, as parts of one block."""
 
     def __init__(self, like: Sequence[Tensor]) -> None:
         sizes = [x.numel() for x in like]

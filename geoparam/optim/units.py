@@ -1,4 +1,4 @@
-"""Which weights of a model have units as rows, what stays plain, and why."""
+"""Finds the weights of a model whose rows are units, and says why others stay plain."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -42,15 +42,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Unit:
-    """A weight whose rows are units: what is known of it besides its values."""
+    """A weight whose rows are units: its name, sizes, layout, bias and norm."""
 
     name: str
     out: int
     fan_in: int
     layout: Layout
     bias: str | None  # its own bias
-    has_distance: bool  # whether that is kept as b = r lam
-    norm: str | None  # the norm behind it, where r has no effect
+    has_distance: bool  # whether the bias is stored as b = r lam
+    norm: str | None  # the norm that reads its output, so that r has no effect
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Choice:
     units: tuple[Unit, ...]
     plain: Mapping[str, str]
 
-    def like(self, states: Mapping[str, Mapping[str, Any]]) -> "Choice":
-        """Return the choice by which states were made: values may have changed since."""
+    def restore(self, states: Mapping[str, Mapping[str, Any]]) -> "Choice":
+        """Return the choice that loaded states were made with, whatever the values are now."""
         found = [(u, states.get(u.bias or "")) for u in self.units]
         units = [replace(u, has_distance="lam" in state) if state else u for u, state in found]
         return replace(self, units=tuple(units))
@@ -90,7 +90,7 @@ def choose(
         >>> choose(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))).plain
         {'2.weight': 'the output layer'}
     """
-    _refuse(model)
+    _check_model(model)
     graph = None if example_inputs is None else trace(model, example_inputs)
     outputs = set(output_layers(model) if graph is None else graph.outputs)
     norms = _norms_by_order(model) if graph is None else _norms_by_graph(model, graph)
@@ -125,7 +125,7 @@ def choose(
     return Choice(units, plain)
 
 
-def _refuse(model: nn.Module) -> None:
+def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"the first argument is the model, an nn.Module; got {type(model)}.")
     for name, module in model.named_modules():
@@ -185,10 +185,11 @@ def _weights_of(module: nn.Module) -> list[tuple[str, str, Layout]]:
 def _check_values(
     parameters: dict[str, nn.Parameter], found: dict[str, Unit], plain: dict[str, str]
 ) -> tuple[Unit, ...]:
-    """Leave out weights with a zero row, which has no direction, and distances above 1.
+    """Return the weights without a zero row, which has no direction.
 
-    lam = b / r moves a bias 1 + lam^2 times as fast as plain training, so it is kept only where
-    |b| <= |r| in every row. Processes that share a model decide alike: each sees its own rows.
+    lam = b / r moves a bias 1 + lam^2 times as fast as plain training, so it is stored only where
+    |b| <= |r| in every row. Processes that share a model combine their flags, since each has some
+    of the rows.
     """
     units = [u for name, u in found.items() if name not in plain]
     flags = torch.tensor([_value_flags(u, parameters) for u in units], dtype=torch.int32)
@@ -218,7 +219,7 @@ def _value_flags(unit: Unit, parameters: dict[str, nn.Parameter]) -> tuple[bool,
 
 
 def _norms_by_graph(model: nn.Module, graph: Graph) -> dict[str, str]:
-    """Return for each layer the norm that reads its bare output, and nothing else does."""
+    """Return for each layer the norm that is the only reader of its output."""
     found = {}
     for layer in graph.layers:
         chain = graph.after(layer)
@@ -229,13 +230,13 @@ def _norms_by_graph(model: nn.Module, graph: Graph) -> dict[str, str]:
 
 
 def _undoes_scale(norm: nn.Module) -> bool:
-    """Whether a norm divides by the scale of what it reads; a frozen one does not."""
+    """Whether a norm divides by the scale of its input; a frozen one does not."""
     is_frozen = not norm.training and not any(p.requires_grad for p in norm.parameters())
     return isinstance(norm, CHANNEL_NORMS) and not is_frozen
 
 
 def _norms_by_order(model: nn.Module) -> dict[str, str]:
-    """Guess the same without running the model: a norm of its width comes next to it in order."""
+    """Guess the same without a run: the norm comes next among the modules, with equal width."""
     found: dict[str, str] = {}
     layer, width = "", 0
     for name, module in model.named_modules():

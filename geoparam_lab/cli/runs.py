@@ -126,7 +126,7 @@ def _read_number_or_word(text: str) -> float | str:
 
 def read_help(experiment: Experiment) -> dict[str, str]:
     """Return the help of each option, from the docstrings' Args."""
-    found: dict[str, str] = {}
+    found = {"resume": "Go on with the run in the folder."}
     function = getattr(experiment.run, "func", experiment.run)
     for source in (experiment.settings, function):
         text = inspect.cleandoc(getattr(source, "__doc__", None) or "").partition("Args:\n")[2]

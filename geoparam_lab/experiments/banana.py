@@ -6,9 +6,9 @@ cross-entropy, Keras's Adam, batches of 128. The rate falls to a tenth after 50 
 better test accuracy, training stops after 100, and the weights with the best one are the result:
 all **judged on the 200 test points themselves**, so that every accuracy is a little too good.
 Under the protocol "heldout" a fifth of the training points judges, and the test points do not.
-Where KEEL's file is neither on a disk nor to be had, a banana-shaped set of our own takes its
-place (`data.synthetic.banana`); records and captions say which it was, and the papers'
-accuracies are of KEEL's.
+Where KEEL's file can be neither read nor downloaded, a generated banana-shaped set replaces it
+(`data.synthetic.banana`). Records and captions say which it was; the papers' accuracies are of
+KEEL's.
 
 All methods are trained at both rates, 0.01 and 0.1: figure 3a-h has two panels a method, and
 figure 3i has 0.1 for all. Locations of all methods are phi = -b w / ||w||^2 of the hidden units
@@ -64,10 +64,7 @@ JUDGED = (
 
 
 def load(
-    earlier: Config,
-    data: str | Path | None = None,
-    source: str = "auto",
-    protocol: str = "paper",
+    earlier: Config, data: str | Path | None = None, source: str = "auto", protocol: str = "paper"
 ) -> tuple[Banana, Record]:
     """Return the points, and which they are; a resumed run keeps its own."""
     check_names("protocol", [protocol], splits.PROTOCOLS)
@@ -94,7 +91,7 @@ def hold_out(data: Banana) -> Banana:
 
 
 def load_points(data: str | Path | None = None, source: str = "auto") -> Banana:
-    """Return KEEL's points from disk or network, or ours; under "auto", ours only without them.
+    """Return KEEL's points from disk or network, or generated ones; "auto" prefers KEEL's.
 
     Example:
         >>> load_points(source="generated").x_train.shape
@@ -166,7 +163,7 @@ def _bytes(logits: Array) -> Array:
 
 
 def limits(data: Banana) -> tuple[float, float, float, float]:
-    """Return lowest and highest first input, then second, in view: those of the data and a margin.
+    """Return the view: lowest and highest first input, then second, with a margin.
 
     Example:
         >>> [round(limit) for limit in limits(load_points(source="generated"))]

@@ -13,74 +13,84 @@ decides which weights are kept. All methods have the same rates.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from geoparam_lab.data import banana_data, uci_data
-from geoparam_lab.experiments import claims_deep, claims_measures
-from geoparam_lab.experiments.claims_measures import Member, Sets
+from geoparam_lab.experiments import claims_measures as measures
+from geoparam_lab.experiments.claims_measures import QUANTITIES, Member, Sets
 from geoparam_lab.experiments.experiment import Experiment, Layout, Measure
-from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.training.tasks import Progress, Tick, check_names, count_cores, spread
+from geoparam_lab.experiments.rank_correlations import correlate
+from geoparam_lab.run_folder import Record, Run, group_records
+from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names, count_cores
 
 KEY = ("part", "dataset", "method", "size", "lr", "seed")
 SEEDS = 5
 
 
 class Part(NamedTuple):
-    """What one claim is measured on: all combinations."""
+    """One claim: its measurement, and the grid of what is measured."""
 
+    measure: Callable[..., list[Record]]
     methods: str
     datasets: str
     sizes: Sequence[float]
     rates: Sequence[float | None] = (None,)
     epochs: int = 0
-    together: str = ""  # the field whose values are members of one task, besides rate and seed
-    most: int = 1000  # seeds
+    stacked: str = ""  # a field whose values share a task, besides rate and seed
+    max_seeds: int = 1000
 
 
 PARTS = {
-    "covariance": Part("equation-9 epsilon wn", "normal", (0.0, 0.5, 0.9, 0.99)),
+    "covariance": Part(
+        measures.measure_covariance, "equation-9 epsilon wn", "normal", (0.0, 0.5, 0.9, 0.99)
+    ),
     "cost": Part(
-        "sp wn gmp intrinsic", "inputs units", (64, 256, 1024, 4096), together="method", most=3
+        measures.measure_cost, "sp wn gmp intrinsic", "inputs units", (64, 256, 1024, 4096),
+        stacked="method", max_seeds=3,
     ),
     "shift": Part(
-        "wn wn+mbn bn gmp gmp:norm=mbn gmp+imn", "energy", range(1, 7), (0.03,), 60, "size"
+        measures.measure_shift, "wn wn+mbn bn gmp gmp:norm=mbn gmp+imn", "energy", range(1, 7),
+        (0.03,), 60, stacked="size",
     ),
     "shell": Part(
-        "sp wn wn+mbn bn ln gmp gmp+bn gmp+ln natural intrinsic",
+        measures.measure_shell, "sp wn wn+mbn bn ln gmp gmp+bn gmp+ln natural intrinsic",
         "energy yacht boston", (100,), (0.01, 0.1), 300,
     ),
     "products": Part(
-        "sp gmp:init=sphere", "energy", [4**k for k in range(2, 8)], (0.01, 0.1), 20, most=2,
+        measures.measure_products, "sp gmp:init=sphere", "energy", [4**k for k in range(2, 8)],
+        (0.01, 0.1), 20, max_seeds=2,
     ),
     "deep": Part(
-        "sp wn bn gmp intrinsic", "banana energy yacht", (2, 3, 4, 5), (0.01, 0.03, 0.1), 150
+        measures.measure_deep, "sp wn bn gmp intrinsic", "banana energy yacht", (2, 3, 4, 5),
+        (0.01, 0.03, 0.1), 150,
     ),
 }  # fmt: skip
 
 
 class Task(NamedTuple):
-    """Some networks or layers of one part and data set."""
+    """Some networks or layers of one part and data set; networks are trained as a stack."""
 
     part: str
     dataset: str
     members: tuple[Member, ...]
 
     @property
-    def keys(self) -> list[Record]:
-        own = [(self.part, self.dataset, *member) for member in self.members]
-        return [dict(zip(KEY, key, strict=True)) for key in own]
+    def keys(self) -> list[tuple[Any, ...]]:
+        return [(self.part, self.dataset, *member) for member in self.members]
+
+    def __str__(self) -> str:
+        return f"{self.part}, {self.dataset}"
 
 
-def _measure(data: Sets, task: Task, tick: Tick) -> list[Record]:
-    """Return the records of a task."""
-    measure: Any = getattr(claims_deep if task.part == "deep" else claims_measures, task.part)
-    found = measure(task.members, task.dataset, data, PARTS[task.part].epochs)
-    return [key | own for key, own in zip(task.keys, found, strict=True)]
+def _measure(data: Sets, task: Task, tick: Tick) -> Done:
+    part = PARTS[task.part]
+    found = part.measure(task.members, task.dataset, data, part.epochs)
+    pairs = zip(task.keys, found, strict=True)
+    return Done([dict(zip(KEY, key, strict=True)) | measured for key, measured in pairs])
 
 
 def run(
@@ -97,45 +107,29 @@ def run(
     """Measure the papers' claims that have no table; write records and figures to a folder.
 
     Args:
-        out: the run's folder.
         parts: some of covariance, cost, shift, shell, products, deep.
         seeds: how many initial weights and splits; at most 3 for the cost, 2 for the products.
         data: folder with the UCI and Banana data, before $GEOPARAM_DATA, the cache, the network.
         jobs: how many processes of this machine work; by default as many as there are cores.
-        resume: go on with the run in the folder.
-        command: what a user types to do it again.
-        progress: called with a title, how many stacks are done and how many there are.
     """
     check_names("parts", parts, tuple(PARTS))
     if seeds < 1:
         raise ValueError(f"seeds is at least 1; got {seeds}.")
-    chosen = [part for part in PARTS if part in parts]
     import geoparam.plots  # noqa: F401  says now that matplotlib is missing
 
+    chosen = [part for part in PARTS if part in parts]
     trained = " ".join(PARTS[part].datasets for part in chosen if PARTS[part].epochs)
     sets = {name: load(name, data) for name in dict.fromkeys(trained.split())}
-    config = {"parts": chosen, "seeds": seeds}
     options: Any = {"key": KEY, "resume": resume, "may_change": ("parts",)}
-    folder = Run.create(out, "claims", config, command, **options)
+    folder = Run.create(out, "claims", {"parts": chosen, "seeds": seeds}, command, **options)
     tasks = [task for part in chosen for task in make_tasks(part, seeds)]
-    todo = [task for task in tasks if not all(folder.has_record(**key) for key in task.keys)]
-    done = len(tasks) - len(todo)
-    for task, records in spread(functools.partial(_measure, sets), todo, jobs or count_cores()):
-        _append(folder, records)
-        done += 1
-        if progress is not None:
-            progress(f"{task.part}, {task.dataset}", done, len(tasks))
-    _append(folder, answers(folder.records()))
+    work, total = functools.partial(_measure, sets), sum(len(task.members) for task in tasks)
+    Session(folder, work, total, jobs or count_cores(), progress).spread(tasks)
+    folder.append_missing(answers(folder.records()))
     from geoparam_lab.experiments import claims_figures  # it imports matplotlib
 
     claims_figures.draw(folder)
     return folder
-
-
-def _append(folder: Run, records: Sequence[Record]) -> None:
-    for record in records:
-        if not folder.has_record(**{name: record[name] for name in KEY}):
-            folder.append(record)
 
 
 def load(name: str, data: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -149,12 +143,12 @@ def load(name: str, data: str | Path | None = None) -> tuple[np.ndarray, np.ndar
 
 
 def make_tasks(name: str, seeds: int) -> list[Task]:
-    """Return the tasks of a part; the networks of one are trained as a stack."""
+    """Return the tasks of a part: one for each data set, method and size that is not stacked."""
     part = PARTS[name]
-    members = (part.sizes, part.methods.split(), part.rates, range(min(seeds, part.most)))
+    grid = (part.sizes, part.methods.split(), part.rates, range(min(seeds, part.max_seeds)))
     found: dict[tuple, list[Member]] = {}
-    for dataset, size, method, lr, seed in itertools.product(part.datasets.split(), *members):
-        own = {"method": method, "size": size} | {part.together: ""}
+    for dataset, size, method, lr, seed in itertools.product(part.datasets.split(), *grid):
+        own = {"method": method, "size": size} | {part.stacked: ""}
         cell = (dataset, own["method"], own["size"])
         found.setdefault(cell, []).append(Member(method, size, lr, seed))
     return [Task(name, dataset, tuple(members)) for (dataset, *_), members in found.items()]
@@ -162,21 +156,16 @@ def make_tasks(name: str, seeds: int) -> list[Task]:
 
 def answers(records: Sequence[Record]) -> list[Record]:
     """Return how cost grows, and whether what was measured goes with the test error."""
-    of = {part: [r for r in records if r["part"] == part] for part in PARTS}
-    costs: dict[tuple, list[Record]] = {}
-    for record in of["cost"]:
-        costs.setdefault((record["dataset"], record["method"]), []).append(record)
+    by_part = {part: [r for r in records if r["part"] == part] for part in PARTS}
     found: list[Record] = []
-    for (dataset, method), own in costs.items():
+    for (dataset, method), own in group_records(by_part["cost"], "dataset", "method").items():
         sizes, seconds = (np.log([r[name] for r in own]) for name in ("size", "seconds"))
         answer = dict.fromkeys(KEY) | {"part": "growth", "dataset": dataset, "method": method}
         found.append(answer | {"exponent": float(np.polyfit(sizes, seconds, 1)[0])})
-    ways: Any = {"shell: all": (), "shell: within": ("method", "lr")}
-    distances = ("relative", "on_shell")
-    found += claims_deep.correlate(of["shell"], ("dataset",), distances, ways)
-    ways = {"deep: rates": ("size",), "deep: seeds": ("size", "lr")}
-    cells = ("dataset", "method")
-    return found + claims_deep.correlate(of["deep"], cells, claims_deep.QUANTITIES, ways)
+    groups: Any = {"shell: all": (), "shell: within": ("method", "lr")}
+    found += correlate(by_part["shell"], ("dataset",), ("relative", "on_shell"), groups)
+    groups = {"deep: rates": ("size",), "deep: seeds": ("size", "lr")}
+    return found + correlate(by_part["deep"], ("dataset", "method"), QUANTITIES, groups)
 
 
 # --- what it says -------------------------------------------------------------------------------
@@ -218,8 +207,8 @@ _TABLES: dict[str, tuple[str, str, dict[str, str]]] = {  # column, its title, me
 
 
 def _layout(part: str, column: str, title: str, texts: dict[str, str]) -> Layout:
-    digits = dict.fromkeys(("error", "smallest"), None)  # three significant ones
-    shown = tuple(Measure(name, text, digits.get(name, 3)) for name, text in texts.items())
+    small = ("error", "smallest")  # with three significant digits
+    shown = tuple(Measure(n, text, None if n in small else 3) for n, text in texts.items())
     group = "" if column == "dataset" else "dataset"
     return Layout(shown, column, title, group, {"part": part}, compare=False, details=())
 
@@ -249,7 +238,7 @@ EXPERIMENT = Experiment(
         "Small networks, few seeds, at most three rates: where rates differ, what "
         "goes with the test error may only go with the rate."
     ),
-    names={name: name.replace("_", ", ") for name in claims_deep.QUANTITIES}
+    names={name: name.replace("_", ", ") for name in QUANTITIES}
     | {"inputs": "over inputs", "units": "over units", "normal": "normal inputs"}
     | {"relative": "|λ| over ‖x‖", "on_shell": "share on the shell"},
 )

@@ -9,8 +9,9 @@ from matplotlib.figure import Figure
 
 from geoparam import plots
 from geoparam_lab import methods
-from geoparam_lab.experiments.claims_measures import correlated
-from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.experiments.claims_measures import draw_correlated
+from geoparam_lab.experiments.width_figures import find_means
+from geoparam_lab.run_folder import Record, Run, group_records
 
 
 class Drawing(NamedTuple):
@@ -69,7 +70,7 @@ def _draw_norms() -> Figure:
     angles = np.linspace(0, 2 * np.pi, 200)
     circle = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     for ax, correlation in zip(axes[0], (0.0, 0.5, 0.9), strict=True):
-        x = correlated(correlation, 400, 2, seed=0).numpy()
+        x = draw_correlated(correlation, 400, 2, seed=0).numpy()
         length = np.sqrt(((circle @ (x.T @ x / len(x))) * circle).sum(axis=1))
         ax.plot(*x.T, ".", color="#bbbbbb", ms=3)
         ax.plot(*(circle / length[:, None]).T, label="BN", **plots.method_style("bn").line)
@@ -80,11 +81,9 @@ def _draw_norms() -> Figure:
 
 
 def _draw_panels(records: Sequence[Record], drawing: Drawing) -> Figure:
-    values = list(dict.fromkeys(record[drawing.rows] for record in records))
-    count = len(drawing.measures)
-    figure, axes = plots.new_figure(len(values), count, size=(4 * count + 1.5, 3 * len(values)))
-    for row, value in zip(axes, values, strict=True):
-        own = [record for record in records if record[drawing.rows] == value]
+    rows, count = group_records(records, drawing.rows), len(drawing.measures)
+    figure, axes = plots.new_figure(len(rows), count, size=(4 * count + 1.5, 3 * len(rows)))
+    for row, ((value,), own) in zip(axes, rows.items(), strict=True):
         for ax, (measure, label) in zip(row, drawing.measures.items(), strict=True):
             known = [record for record in own if measure in record]
             if f"{measure}_start" in known[0]:
@@ -92,8 +91,7 @@ def _draw_panels(records: Sequence[Record], drawing: Drawing) -> Figure:
                 _draw_lines(ax, known, drawing.over, f"{measure}_start", **start)
             _draw_lines(ax, known, drawing.over, measure)
             title = f"rate {value:g}" if drawing.rows == "lr" else value
-            ax.set(xlabel=drawing.label, ylabel=label, title=title)
-            ax.set_xscale(drawing.scale)
+            ax.set(xlabel=drawing.label, ylabel=label, title=title, xscale=drawing.scale)
             if measure == "smallest":
                 ax.set_yscale("symlog", linthresh=1e-6)
                 ax.set_ylim(0, 1)
@@ -105,11 +103,12 @@ def _draw_lines(
     ax: Axes, records: Sequence[Record], over: str, measure: str, **style: Any
 ) -> None:
     """Draw the means of a measure over a field, or of a path over epochs, one line a method."""
-    names = list(dict.fromkeys(record["method"] for record in records))
-    styles = plots.curve_styles(methods.title(name) for name in names)
-    for name, own in zip(names, styles, strict=True):
-        each = [record for record in records if record["method"] == name]
-        at = each[0][over] if over == "epochs" else sorted({record[over] for record in each})
-        parts = [each] if over == "epochs" else [[r for r in each if r[over] == x] for x in at]
-        means = np.concatenate([np.atleast_1d(np.mean([r[measure] for r in p], 0)) for p in parts])
-        ax.plot(at, means, **{**own.line, "label": own.title, "marker": "o", "ms": 3, **style})
+    by_method = group_records(records, "method")
+    styles = plots.curve_styles(methods.title(name) for (name,) in by_method)
+    for own, method_style in zip(by_method.values(), styles, strict=True):
+        if over == "epochs":
+            at, means = own[0][over], np.mean([r[measure] for r in own], axis=0).tolist()
+        else:
+            at, means = find_means(own, over, measure)
+        line = {**method_style.line, "label": method_style.title, "marker": "o", "ms": 3}
+        ax.plot(at, means, **{**line, **style})

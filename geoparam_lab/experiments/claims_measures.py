@@ -1,9 +1,8 @@
-"""What the claims are measured by: single layers, and small networks in training.
+"""The measurements behind the claims: on single layers, and on small networks in training.
 
 Every function takes the members of one task and returns a record for each of them.
 """
 
-import copy
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -20,17 +19,22 @@ from geoparam_lab import methods
 from geoparam_lab.data import splits
 from geoparam_lab.run_folder import Record
 from geoparam_lab.training.stacks import stacked
-from geoparam_lab.training.stacks.packing import unpack_
 from geoparam_lab.training.stacks.snapshots import frame_epochs
 from geoparam_lab.training.stacks.stacked import Protocol
 
 Sets = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 ROWS, FEATURES, UNITS, BATCH_SIZE = 512, 8, 64, 128
-SIDE = 512  # of a timed layer's other side
+SIDE = 512  # inputs of a timed layer when its units vary, and the reverse
 REPEATS = 15  # of a timed step; the fastest counts
-FRAMES = 8
-NEGLIGIBLE = 1e-4  # of the metric
+FRAMES = 8  # about as many moments of a training are measured
+NEGLIGIBLE = 1e-4  # a metric below this counts as vanished
+DEEP_WIDTH = 24
+QUANTITIES = tuple(
+    f"{name}_{moment}"
+    for moment in ("early", "late")
+    for name in ("changes", "dead", "distance", "flattest")
+)
 
 
 class Member(NamedTuple):
@@ -42,10 +46,12 @@ class Member(NamedTuple):
     seed: int
 
 
+Members = Sequence[Member]
+
 # --- single layers ------------------------------------------------------------------------------
 
 
-def correlated(correlation: float, rows: int, features: int, seed: int) -> Tensor:
+def draw_correlated(correlation: float, rows: int, features: int, seed: int) -> Tensor:
     """Return normal inputs, any two of them with this correlation, minus their mean."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, features + 1, generator=generator, dtype=torch.float64)
@@ -54,15 +60,15 @@ def correlated(correlation: float, rows: int, features: int, seed: int) -> Tenso
 
 
 @torch.no_grad()
-def covariance(members: Sequence[Member], dataset: str, *unused: object) -> list[Record]:
-    """Equation 9: BN is WN in the norm of the data's covariance, whose correlation is the size.
+def measure_covariance(members: Members, dataset: str, *unused: object) -> list[Record]:
+    """Equation 9: BN is WN in the norm of the data's covariance. The size is the correlation.
 
-    `error` is the largest difference from BN, over BN's largest value: of equation 9, of the same
-    from BN with the epsilon that it is trained with, and of WN, which has Sigma = I.
+    `error` is the largest difference from BN over BN's largest value. "equation-9" is compared
+    with BN without an epsilon, "epsilon" with BN as it is trained; "wn" has Sigma = I.
     """
     found = []
     for method, correlation, _, seed in members:
-        x = correlated(correlation, ROWS, FEATURES, seed)
+        x = draw_correlated(correlation, ROWS, FEATURES, seed)
         with methods.use_seed(seed):
             w = torch.randn(UNITS, FEATURES, dtype=torch.float64)
             gamma, beta = torch.randn(2, UNITS, dtype=torch.float64)
@@ -74,7 +80,7 @@ def covariance(members: Sequence[Member], dataset: str, *unused: object) -> list
     return found
 
 
-def cost(members: Sequence[Member], dataset: str, *unused: object) -> list[Record]:
+def measure_cost(members: Members, dataset: str, *unused: object) -> list[Record]:
     """Remark 3.4: processor seconds of a layer's forward and backward pass, methods in turn."""
     layers = []
     for method, size, _, seed in members:
@@ -83,7 +89,7 @@ def cost(members: Sequence[Member], dataset: str, *unused: object) -> list[Recor
             block = methods.get(method).linear(n, m, dtype=torch.float32)
             layers.append((block, torch.randn(BATCH_SIZE, n), torch.randn(BATCH_SIZE, m)))
     seconds = np.zeros((REPEATS, len(members)))
-    for repeat in range(-2, REPEATS):  # the first two warm up, and are written over
+    for repeat in range(-2, REPEATS):  # -2 and -1 warm up; their rows are written again
         for i, (block, x, slope) in enumerate(layers):
             start = time.process_time()
             block(x).backward(slope)
@@ -97,7 +103,7 @@ def cost(members: Sequence[Member], dataset: str, *unused: object) -> list[Recor
 
 
 class Trained(NamedTuple):
-    """A network that was trained: its test error, its training inputs, and itself at frames."""
+    """A trained network: its test error, its training inputs, and itself at each frame."""
 
     error: float  # root mean square, or the share of wrong classes; NaN where it diverged
     x: Tensor
@@ -105,7 +111,7 @@ class Trained(NamedTuple):
 
 
 def train(
-    members: Sequence[Member],
+    members: Members,
     data: tuple[np.ndarray, np.ndarray],
     hidden: Sequence[int],
     frames: Sequence[int],
@@ -113,23 +119,17 @@ def train(
     dtype: torch.dtype = torch.float64,
 ) -> list[Trained]:
     """Train a stack of one method up to the last frame, each member on a split of its own."""
-    seeds = [member.seed for member in members]
-    parts = splits.stack(*data, seeds, "heldout")
+    seeds, epochs = [member.seed for member in members], frames[-1]
+    parts, widths = splits.stack(*data, seeds, "heldout"), (data[0].shape[1], *hidden, 1)
     name, *options = members[0].method.split(":")
     chosen = dict(option.split("=") for option in options)
-    widths = (data[0].shape[1], *hidden, 1)
-    models = [methods.mlp(name, widths, seed=seed, dtype=dtype, **chosen) for seed in seeds]
-    protocol = Protocol(
-        loss=stacked.binary_cross_entropy if classify else stacked.absolute_error,
-        metric=stacked.binary_accuracy if classify else stacked.squared_error,
-        higher_is_better=classify,
-        batch_size=BATCH_SIZE,
-        epochs=frames[-1],
-        patience=max(1, frames[-1] // 5),
-        stop_patience=frames[-1],
-    )
+    judged = (stacked.absolute_error, stacked.squared_error)
+    if classify:
+        judged = (stacked.binary_cross_entropy, stacked.binary_accuracy)
+    schedule: Any = {"epochs": epochs, "patience": max(1, epochs // 5), "stop_patience": epochs}
+    protocol = Protocol(*judged, classify, BATCH_SIZE, **schedule)
     result = stacked.train(
-        models,
+        [methods.mlp(name, widths, seed=seed, dtype=dtype, **chosen) for seed in seeds],
         (parts.x_train, parts.y_train),
         [member.lr or 0.0 for member in members],
         protocol,
@@ -141,14 +141,11 @@ def train(
     wrong = (outputs > 0) != (y > 0.5)
     errors = wrong.mean(axis=1) if classify else np.sqrt(((outputs - y) ** 2).mean(axis=1))
     errors = np.where(result.best_epoch < 0, np.nan, errors)
-    found = []
-    for i, error in enumerate(errors.tolist()):
-        states = [result.snapshots[frame][i] for frame in frames]
-        own = [copy.deepcopy(models[i]).eval() for _ in states]
-        for model, state in zip(own, states, strict=True):
-            unpack_(model, state, batches=1)
-        found.append(Trained(error, torch.from_numpy(parts.x_train[i]).to(dtype), own))
-    return found
+    inputs = torch.from_numpy(parts.x_train).to(dtype)
+    return [
+        Trained(error, inputs[i], [result.model(i, frame) for frame in frames])
+        for i, error in enumerate(errors.tolist())
+    ]
 
 
 def find_layers(model: nn.Sequential) -> list[Any]:
@@ -158,7 +155,7 @@ def find_layers(model: nn.Sequential) -> list[Any]:
 
 @torch.no_grad()
 def layer_inputs(model: nn.Sequential, x: Tensor) -> list[Tensor]:
-    """Return what the weights of each layer see; after IMN, what is left of the input."""
+    """Return the input of each layer with weights; with IMN, the centred one."""
     seen, layers = [], find_layers(model)
     for module in model:
         seen += [x] if module in layers else []
@@ -166,12 +163,13 @@ def layer_inputs(model: nn.Sequential, x: Tensor) -> list[Tensor]:
     return seen
 
 
-def shift(members: Sequence[Member], dataset: str, data: Sets, epochs: int) -> list[Record]:
+def measure_shift(members: Members, dataset: str, data: Sets, epochs: int) -> list[Record]:
     """Remark 3.6: the mean of each layer's input beside the input's size, and how it drifts.
 
     The size of a member is the number of the layer, from 1. `offset` is ||E x|| / sqrt(E ||x||^2)
     at the end, `drift` the same ratio of what E x changes by in an epoch, on average. Norms use
-    the mean of all training points, as in training; `_running`: their running mean.
+    the mean of all training points, as in training; for `_running` their running mean, which that
+    pass has moved by one more batch.
     """
     first = [member for member in members if member.size == 1]
     hidden = [UNITS // 2] * (int(max(member.size for member in members)) - 1)
@@ -189,7 +187,7 @@ def shift(members: Sequence[Member], dataset: str, data: Sets, epochs: int) -> l
     return list(found.values())
 
 
-def shell(members: Sequence[Member], dataset: str, data: Sets, epochs: int) -> list[Record]:
+def measure_shell(members: Members, dataset: str, data: Sets, epochs: int) -> list[Record]:
     """Section 3.1: |lam| beside ||x||, over training, and the test error.
 
     `relative` is the median of |lam| over that of ||x||; `on_shell` the share of units whose |lam|
@@ -207,7 +205,7 @@ def shell(members: Sequence[Member], dataset: str, data: Sets, epochs: int) -> l
     return found
 
 
-def products(members: Sequence[Member], dataset: str, data: Sets, epochs: int) -> list[Record]:
+def measure_products(members: Members, dataset: str, data: Sets, epochs: int) -> list[Record]:
     """Appendix E: products of sines and sparsity in a layer whose fan-in is the size.
 
     `smallest` is the smallest product of any unit times sqrt(fan-in), which is of order 1 for
@@ -217,21 +215,69 @@ def products(members: Sequence[Member], dataset: str, data: Sets, epochs: int) -
     frames = frame_epochs(epochs, FRAMES).tolist()
     hidden, found = [int(members[0].size), UNITS // 2], []
     for error, x, models in train(members, data[dataset], hidden, frames, dtype=torch.float32):
-        seen = [_look_at_second(model, x) for model in models]
-        paths = {f"{name}_path": [each[name] for each in seen] for name in seen[0]}
-        start = {f"{name}_start": value for name, value in seen[0].items()}
-        found.append({"test_error": error, "epochs": frames} | seen[-1] | start | paths)
+        path = [_measure_second_layer(model, x) for model in models]
+        paths = {f"{name}_path": [each[name] for each in path] for name in path[0]}
+        start = {f"{name}_start": value for name, value in path[0].items()}
+        found.append({"test_error": error, "epochs": frames} | path[-1] | start | paths)
     return found
 
 
 @torch.no_grad()
-def _look_at_second(model: nn.Sequential, x: Tensor) -> Record:
-    """Return what `products` measures of the second hidden layer, at one moment."""
+def _measure_second_layer(model: nn.Sequential, x: Tensor) -> Record:
+    """Return what `measure_products` records of the second hidden layer, at one frame."""
     zero = (layer_inputs(model, x)[2] == 0).double()
-    found = {"sparsity": float(zero.mean()), "dead": float((zero.amin(dim=0)).mean())}
+    found = {"sparsity": float(zero.mean()), "dead": float(zero.amin(dim=0).mean())}
     layer = find_layers(model)[1]
     if isinstance(layer, gp.GmPLinear):
         metric = sphere.metric(layer.get_parameter("latitude").double())  # products, squared
         found["smallest"] = float(metric.min().sqrt() * math.sqrt(layer.in_features))
         found["negligible"] = float((metric < NEGLIGIBLE).double().mean())
     return found
+
+
+def measure_deep(members: Members, dataset: str, data: Sets, epochs: int) -> list[Record]:
+    """Measure which regions the data are in, in networks with `size` hidden layers.
+
+    Four quantities, after a tenth of the training ("early") and at the end ("late"):
+
+        changes     share of the training points' activation bits that change in a step: those
+                    that differ after an epoch over its steps, a mean over some epochs
+        dead        share of units that are active at no training point
+        distance    how far boundaries are from the mean of their layer's inputs, in radii of
+                    these (root mean square distance from it): median over units, mean over layers
+        flattest    smallest slope ||dy/dx|| at any training point over the median slope
+    """
+    early = max(1, epochs // 10)
+    starts = sorted({0, early, epochs // 2, epochs - 1})  # of the epochs with counted changes
+    frames = sorted({*starts, *(epoch + 1 for epoch in starts)})
+    hidden, found = [DEEP_WIDTH] * int(members[0].size), []
+    for error, x, models in train(members, data[dataset], hidden, frames, dataset == "banana"):
+        at = dict(zip(frames, models, strict=True))
+        bits = {frame: analysis.patterns(model, x) for frame, model in at.items()}
+        record: Record = {"test_error": error}
+        for moment, last in (("early", early + 1), ("late", epochs)):
+            shares = [bits[e + 1].changes(bits[e]).network.share for e in starts if e < last]
+            steps = math.ceil(len(x) / BATCH_SIZE)  # of an epoch
+            own = {"changes": float(np.mean(shares)) / steps} | measure_regions(at[last], x)
+            record |= {f"{name}_{moment}": value for name, value in own.items()}
+        found.append(record)
+    return found
+
+
+def measure_regions(model: nn.Sequential, x: Tensor) -> Record:
+    """Return dead units, distances by layer and the smallest slope of one network."""
+    distances, dead = [], []
+    boundaries = analysis.boundaries(model, x).values()
+    for z, own in list(zip(layer_inputs(model, x), boundaries, strict=True))[:-1]:  # no output
+        mean = z.mean(dim=0)
+        radius = (z - mean).square().sum(dim=1).mean().sqrt()
+        distances.append(float(((own.direction @ mean + own.distance).abs() / radius).nanmedian()))
+        dead.append((z @ own.direction.T + own.distance).amax(dim=0) <= 0)
+    x = x.clone().requires_grad_()
+    slopes = torch.autograd.grad(model(x).sum(), x)[0].norm(dim=1)
+    return {
+        "dead": float(torch.cat(dead).double().mean()),
+        "distance": float(np.mean(distances)),
+        "distances": distances,
+        "flattest": float(slopes.min() / slopes.median().clamp(min=1e-300)),
+    }

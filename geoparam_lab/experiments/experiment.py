@@ -96,8 +96,10 @@ class Experiment:
         title: its heading on the page.
         about: what it is, in a sentence or two, for the page.
         summary: what it is and how long it takes, for the command's help.
-        run: does it. Its arguments are the command's options, and its docstring their help; it
-            takes `out`, `resume`, `command` and `progress` and returns the run's folder.
+        run: does it, and returns the run's folder. Its arguments are the command's options, and
+            its docstring has their help. All take `out`, the folder; `resume`, to go on with the
+            run there; `command`, what a user types to do it again; and `progress`, called with a
+            title, how much is done and how much there is.
         settings: a dataclass whose fields are options too, where `run` takes them by keyword.
         layouts: of its tables.
         papers: what the papers print, by measure.

@@ -131,12 +131,8 @@ def run(
     """Perturb the papers' unit and many others; write records and figures to a folder.
 
     Args:
-        out: the run's folder.
         methods: some of sp, wn, bn, ln, gmp, intrinsic.
         seeds: how many units besides the papers' one, drawn from 0, 1, ...
-        resume: go on with the run in the folder.
-        command: what a user types to do it again.
-        progress: called with a title, what is done and how much there is.
     """
     outcome = perturb(seeds=seeds, methods=list(dict.fromkeys(methods)))
     config = {"methods": [*outcome.lines], "units": seeds}
@@ -144,9 +140,7 @@ def run(
 
     options: Any = {"key": ("method", "delta"), "resume": resume, "may_change": ("methods",)}
     done = Run.create(out, "perturbation", config, command, **options)
-    for record in outcome.records():
-        if not done.has_record(method=record["method"], delta=record["delta"]):
-            done.append(record)
+    done.append_missing(outcome.records())
     toys.save_figures(done, draw(outcome), progress)
     return done
 

@@ -1,12 +1,12 @@
-"""How much a method's result depends on its learning rate: the question that one rate leaves open.
+"""How much a method's result depends on its learning rate.
 
-For every rate the median error over seeds or splits is taken. The plateau is the rates around the
-best one, without a gap, whose medians are at most 10 % above its own. A network fails where its
-error is not finite, or more than twice the median over all methods and rates: one bar for all.
+Each rate has a median error over seeds or splits. The plateau is the rates around the best one,
+without a gap, whose medians are at most 10 % above its own. A network fails where its error is not
+finite, or more than twice the median over all methods and rates.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-NEAR, FAILED = 1.1, 2.0  # times the best median, and times that of all: on the plateau, failed
-
-HIGHEST = 10  # times the lowest median: what figures show
+NEAR = 1.1  # times the best median: the plateau
+FAILED = 2.0  # times the median of all errors: a network with more fails
+HIGHEST = 10  # times the lowest median: the top of a figure
 
 Panels = Mapping[str, Mapping[str, "Tolerance"]]  # by data set, then by method
 
@@ -101,7 +101,8 @@ def draw_tolerance(panels: Panels, label: str) -> "Figure":
     for ax in axes.flat[len(panels) :]:
         ax.axis("off")
     for ax, (title, own) in zip(axes.flat, panels.items(), strict=False):
-        for style, one in zip(_styles(own), own.values(), strict=True):
+        styles = plots.curve_styles([methods.title(name) for name in own])
+        for style, one in zip(styles, own.values(), strict=True):
             inside = np.isin(one.rates, one.plateau)
             ax.plot(one.rates, one.medians, **style.line, label=style.title)
             ax.plot(one.rates[inside], one.medians[inside], "o", color=style.colour, ms=5)
@@ -111,9 +112,3 @@ def draw_tolerance(panels: Panels, label: str) -> "Figure":
         ax.set_title(title, loc="left")
     plots.legend_beside(axes[0, wide - 1])
     return figure
-
-
-def _styles(names: Iterable[str]) -> Sequence:
-    from geoparam import plots
-
-    return plots.curve_styles([methods.title(name) for name in names])

@@ -1,10 +1,10 @@
-"""What Levy and Banana share: seeds and rates in one stack, its records, and figures of them.
+"""What Levy and Banana share: training in stacks of seeds and rates, records and figures.
 
 **Stacks.** All rates and up to twenty seeds of a method train at once (`stacked`), on one thread;
 several stacks in several processes, if asked. Members do not depend on each other, but the size of
-the stack decides in which order torch adds, and thousands of steps amplify a last digit. So that a
-killed run resumes to the numbers it would have had, a stack is the same whatever is
-finished: where any of its records is missing it is trained again, and only those are added.
+the stack decides in which order torch adds, and thousands of steps amplify a last digit. A resumed
+run must give the numbers that it would have had. So a stack has the same members whatever is
+finished: if any record is missing, all are trained again, and the missing records are added.
 """
 
 import functools
@@ -65,8 +65,8 @@ class Problem:
 
     widths: tuple[int, ...]  # of the networks, inputs first
     protocol: Protocol  # loss, metric and schedule
-    data: tuple[Array, Array]  # inputs (N, d) and targets to train on; or one draw after another
-    evaluation: tuple[Array, Array] | None = None  # those that the metric is of, if there is one
+    data: tuple[Array, Array]  # training inputs (N, d) and targets; or (draws, N, d), ...
+    evaluation: tuple[Array, Array] | None = None  # the data of the metric, if there is one
 
     @property
     def steps_per_epoch(self) -> int:
@@ -128,7 +128,6 @@ def run(
 
     Args:
         toy: which experiment.
-        out: the run's folder.
         methods: names of `methods.METHODS`.
         seeds: how many initial weights and orders of batches, drawn from 0, 1, ...
         lrs: learning rates, each for every method.
@@ -136,9 +135,6 @@ def run(
         patience: epochs without a better result before the rate falls; twice that to stop.
         init: "glorot", as the papers' code, or "sphere", as their text.
         jobs: how many processes train, by default one a core; numbers do not depend on it.
-        resume: go on with the run in the folder.
-        command: what a user types to do it again.
-        progress: called with a title, what is done and how much there is.
         own: the experiment's own options, about its data.
     """
     import geoparam.plots  # noqa: F401  says now, not after training, that matplotlib is missing
@@ -244,11 +240,7 @@ def find_stacks(run: Run) -> list[Stack]:
 
 
 def train_missing(
-    run: Run,
-    problem: Problem,
-    describe: Describe,
-    jobs: int | None,
-    progress: Progress | None = None,
+    run: Run, problem: Problem, describe: Describe, jobs: int | None, progress: Progress | None
 ) -> None:
     """Train every stack that lacks a record, and add curves and record of what was missing.
 
@@ -331,11 +323,7 @@ def _to_single(arrays: Arrays) -> Arrays:
         return {k: v.astype("f4") if v.dtype == np.float64 else v for k, v in arrays.items()}
 
 
-def save_figures(
-    run: Run,
-    drawings: Drawings,
-    progress: Progress | None = None,
-) -> None:
+def save_figures(run: Run, drawings: Drawings, progress: Progress | None = None) -> None:
     """Write figures/NAME.png and its caption, one by one."""
     title = f"{run.info['experiment'].capitalize()} figures"
     for count, (name, (draw, caption)) in enumerate(drawings.items(), start=1):

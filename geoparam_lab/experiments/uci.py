@@ -3,9 +3,9 @@
 One hidden layer of 100 units, ten random splits 80 to 20, inputs standardised on the training
 part, targets as they are. The loss is the mean absolute error, the optimizer Keras's Adam, a batch
 1,024 rows (the four small sets are one batch, and the last batch of an epoch may be short), all in
-float64. Once an epoch the squared error on the validation part is judged: the rate falls to a
-tenth after 50 epochs without one better by 1e-4, training stops after 100 without any better one
-or after 5,000 in all, and the best weights are kept. A split's number also seeds its initial
+float64. After each epoch comes the squared error on the validation part. The rate falls to a tenth
+after 50 epochs without one better by 1e-4, training stops after 100 without any better one or
+after 5,000 in all, and the best weights are kept. A split's number also seeds its initial
 weights and the order of its batches, so that methods and rates are compared on the same ones.
 
 **paper**: as the papers' code. The validation part is the test split itself: what is reported is
@@ -24,8 +24,9 @@ as the papers say they did: the lowest mean squared error over the folds, each o
 training that it judges. The network at that rate is then trained as under heldout.
 
 **Stacks.** A task is a stack of up to ten splits of one set, method and rate: a larger one leaves
-the cache (60 networks on Energy took 12 times as long as 10). Processes of this machine take tasks
-in turn (`tasks`), or machines that share a study do (`study`). On a GPU all rates are one stack.
+the cache (60 networks on Energy took 12 times as long as 10). Processes of this machine share the
+tasks (`tasks`), or machines with a common study do (`shared_study`). On a GPU all rates are one
+stack.
 """
 
 import functools
@@ -52,7 +53,7 @@ from geoparam_lab.experiments.rate_tolerance import (
     measure_tolerance,
 )
 from geoparam_lab.experiments.toys import save_figures
-from geoparam_lab.experiments.uci_tasks import Task, add_folds, chosen_tasks, grid_tasks
+from geoparam_lab.experiments.uci_tasks import Task, chosen_tasks, grid_tasks, sum_folds
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import shared_study
 from geoparam_lab.training.stacks import stacked
@@ -77,7 +78,7 @@ _MAY_CHANGE = ("datasets", "methods", "seeds")  # when a run is resumed
 
 @dataclass(frozen=True)
 class Settings:
-    """How all tasks of a run are done."""
+    """The options that all tasks of a run share."""
 
     protocol: str = "paper"
     init: str = "glorot"
@@ -133,7 +134,7 @@ def train(task: Task, table: Table, settings: Settings, tick: Tick | None = None
 
 
 def _errors(task: Task, result: Result, data: parts.Splits, protocol: str) -> list[Record]:
-    """Return the errors of the kept weights; the test part is looked at for chosen rates alone."""
+    """Return the errors of the kept weights; on the test part for chosen rates alone."""
     judged = np.sqrt(result.best_metric)
     if protocol == "paper":
         return [{"test_rmse": float(error)} for error in judged]
@@ -198,7 +199,6 @@ def run(
     """Train all methods on all splits of all sets; write records and curves to a folder.
 
     Args:
-        out: the run's folder.
         datasets: names of the sets, or of `tables`; levy2, levy4 and levy8 are Levy's function
             summed over so many inputs.
         methods: names of `methods.METHODS`, perhaps with options: "wn+mbn:mbn=before".
@@ -215,9 +215,6 @@ def run(
             command as often as there are cores, each with an --out of its own.
         jobs: how many processes of this machine work; by default as many as there are cores, and
             one with a storage or on a GPU.
-        resume: go on with the run in the folder.
-        command: what a user types to do it again.
-        progress: called with a title, how many networks are trained and how many there are.
         device: where to train, such as "cuda".
         dtype: of the networks.
         tables: inputs and targets of other data sets, by name.
@@ -237,7 +234,8 @@ def run(
     chooses = protocol != "paper"
     count += len(loaded) * len(config["methods"]) * seeds if chooses else 0
     jobs = jobs or (count_cores() if alone else 1)
-    session = Session(folder, _Worker(settings, loaded), count, jobs, progress)
+    work = functools.partial(_work, settings, loaded)
+    session = Session(folder, work, count, jobs, progress)
     _do(session, grid, loaded, storage)
     if chooses:
         chosen = {name: chosen_tasks(config, name, folder.records()) for name in loaded}
@@ -261,7 +259,7 @@ def _draw_rates(run: Run) -> None:
         return
     measure = Measure("val_rmse", "validation RMSE")
     panels: dict[str, list[Record]] = {}
-    for (dataset, method, _), own in add_folds(run.records()).items():
+    for (dataset, method, _), own in sum_folds(run.records()).items():
         found = [{"method": method, "lr": lr, "val_rmse": math.sqrt(e)} for lr, e in own.items()]
         panels.setdefault(dataset.capitalize(), []).extend(found)
     tolerances = {name: measure_tolerance(own, measure) for name, own in panels.items()}
@@ -269,15 +267,8 @@ def _draw_rates(run: Run) -> None:
     save_figures(run, {"rates": (draw, describe_tolerance(tolerances))})
 
 
-@dataclass(frozen=True)
-class _Worker:
-    """What a working process is given: it can do any task of the run."""
-
-    settings: Settings
-    tables: Mapping[str, Table]
-
-    def __call__(self, task: Task, tick: Tick) -> Done:
-        return train(task, self.tables[task.dataset], self.settings, tick)
+def _work(settings: Settings, tables: Mapping[str, Table], task: Task, tick: Tick) -> Done:
+    return train(task, tables[task.dataset], settings, tick)
 
 
 def _do(
@@ -293,7 +284,7 @@ def _do(
         session.spread([task for name in sets for task in tasks[name]])
         return
     judged = "test_rmse" if config["protocol"] == "paper" else "val_rmse"
-    shared = config | {"datasets": None, "device": None}  # in these, who shares it may differ
+    shared = config | {"datasets": None, "device": None}  # the processes may differ in these
     for name, own in tasks.items():
         stage = "chosen" if own[0].chosen else "search"
         study = shared_study.name_study(f"uci-{name}-{stage}", shared, tables[name])

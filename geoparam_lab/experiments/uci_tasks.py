@@ -1,4 +1,4 @@
-"""The stacks of a UCI run: which there are, and which rate a search has chosen."""
+"""The stacks of a UCI run, and the learning rates that its search has chosen."""
 
 import itertools
 import math
@@ -26,9 +26,9 @@ class Task:
     dataset: str
     method: str
     members: tuple[Member, ...]
-    chosen: bool = True  # whether their rates are settled, so that they may meet the test part
-    rate: float | None = None  # of all members, where it is one of several that are tried
-    fold: int | None = None  # under "cv": 1, 2, ... judge rates, 0 is the held-out part
+    chosen: bool = True  # whether the search is over, so that the test part may be used
+    rate: float | None = None  # of all members, where the search tries several
+    fold: int | None = None  # under "cv": 1, 2, ... in the search, 0 for the held-out part
 
     @property
     def keys(self) -> list[tuple[Any, ...]]:
@@ -57,7 +57,7 @@ class Task:
 
 
 def grid_tasks(config: Record, dataset: str, together: bool = False) -> list[Task]:
-    """Return the tasks of a data set that need no choice: all under "paper", else the search.
+    """Return the tasks of a data set at given rates: all under "paper", else the search.
 
     With `together`, all rates and splits of a method are one stack.
     """
@@ -89,20 +89,20 @@ def chosen_tasks(config: Record, dataset: str, records: Iterable[Record]) -> lis
 def choose(records: Iterable[Record]) -> dict[tuple[str, str, int], float]:
     """Return the rate with the lowest validation error by data set, method and split.
 
-    With folds it is the lowest squared error over all. Of equal ones it is the lowest rate; one
-    whose error is no number, on any fold, is never better.
+    With folds the errors are sums of squares over them. Of equal ones the lowest rate is chosen. A
+    rate whose error is not finite on some fold is the last choice.
 
     Example:
         >>> one = {"dataset": "yacht", "method": "sp", "split": 0}
         >>> choose([one | {"lr": 0.1, "val_rmse": 0.4}, one | {"lr": 0.3, "val_rmse": math.nan}])
         {('yacht', 'sp', 0): 0.1}
     """
-    errors = add_folds(records)
+    errors = sum_folds(records)
     return {key: min(own, key=lambda lr: (own[lr], lr)) for key, own in errors.items()}
 
 
-def add_folds(records: Iterable[Record]) -> dict[tuple[str, str, int], dict[float, float]]:
-    """Return the squared validation errors of a search, by data set, method and split."""
+def sum_folds(records: Iterable[Record]) -> dict[tuple[str, str, int], dict[float, float]]:
+    """Return a search's squared validation errors by data set, method and split, then by rate."""
     errors: dict[tuple[str, str, int], dict[float, float]] = {}
     for record in records:
         if not record.get("chosen", False):

@@ -174,7 +174,6 @@ def run(
     """Measure and train networks of all widths; write records and figures to a folder.
 
     Args:
-        out: the run's folder.
         widths: numbers of hidden units.
         datasets: "levy", "energy" or both.
         rates: learning rates, for each width and initialisation.
@@ -182,9 +181,6 @@ def run(
         steps: of training.
         data: folder with the Energy data, before $GEOPARAM_DATA, the cache and the network.
         jobs: how many processes of this machine work; by default as many as there are cores.
-        resume: go on with the run in the folder.
-        command: what a user types to do it again.
-        progress: called with a title, how many networks are done and how many there are.
     """
     check_names("datasets", datasets, DATASETS)
     config: Record = {
@@ -203,9 +199,7 @@ def run(
     todo = tasks(config)
     count = sum(len(task.members) for task in todo)
     Session(folder, Work(energy, steps), count, jobs or count_cores(), progress).spread(todo)
-    for answer in answers(folder.records(), config):
-        if not folder.has_record(**{name: answer[name] for name in KEY}):
-            folder.append(answer)
+    folder.append_missing(answers(folder.records(), config))
     from geoparam_lab.experiments import width_figures  # it imports matplotlib
 
     width_figures.draw(folder)

@@ -66,7 +66,7 @@ def _draw_scales(
         for ax, (measure, title) in zip(row, measures.items(), strict=True):
             for variant in VARIANTS:
                 own = _of(records, kind, dataset, variant)
-                ax.plot(*_means(own, "width", measure), **_style(variant), marker="o", ms=3)
+                ax.plot(*find_means(own, "width", measure), **_style(variant), marker="o", ms=3)
             _finish(
                 ax,
                 f"{dataset.capitalize()}: {title}" if len(datasets) > 1 else title,
@@ -86,7 +86,7 @@ def _draw_trained(records: Sequence[Record], config: Record) -> Figure:
             own = _of(records, "trained", dataset, variant)
             ax.sharey(row[0])
             for width, colour in zip(widths, ordered_colours(len(widths)), strict=True):
-                line = _means([r for r in own if r["width"] == width], "lr", "test_rmse")
+                line = find_means([r for r in own if r["width"] == width], "lr", "test_rmse")
                 ax.plot(*line, color=colour, marker="o", ms=3, label=f"{width:,}")
             _finish(
                 ax, f"{dataset.capitalize()}: {variant.title}", "learning rate", config["rates"]
@@ -112,7 +112,9 @@ def _of(records: Sequence[Record], kind: str, dataset: str, variant: Variant) ->
     return [r for r in records if (r["kind"], r["dataset"], r["method"], r["init"]) == wanted]
 
 
-def _means(records: Sequence[Record], over: str, measure: str) -> tuple[list[Any], list[float]]:
+def find_means(
+    records: Sequence[Record], over: str, measure: str
+) -> tuple[list[Any], list[float]]:
     """Return the values of a field, and a measure's mean at each, where there is one."""
     at = sorted({record[over] for record in records if measure in record})
     return at, [float(np.mean([r[measure] for r in records if r[over] == x])) for x in at]

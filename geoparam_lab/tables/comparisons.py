@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from geoparam_lab.data.splits import TEST_SHARE
+from geoparam_lab.experiments.rank_correlations import adjust
 from geoparam_lab.tables.blocks import Block, Line
-from geoparam_lab.tables.estimates import Estimate, adjust, find_p_value, pair
+from geoparam_lab.tables.estimates import Estimate, find_p_value, pair
 
 OVERLAP = TEST_SHARE / (1 - TEST_SHARE)  # of random splits: test points over training points
 LEVEL, LEAST = 0.05, 5  # of tests: the p-value below which a difference is marked, and its n

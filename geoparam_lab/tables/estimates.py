@@ -101,20 +101,6 @@ def find_p_value(difference: Estimate) -> float:
     return 1 - ((angle + inside) * 2 / math.pi if degrees % 2 else inside)
 
 
-def adjust(p_values: Mapping[Any, float]) -> dict[Any, float]:
-    """Return the p-values after Holm's correction for their number.
-
-    Example:
-        >>> adjust({"a": 0.01, "b": 0.04, "c": 0.03})
-        {'a': 0.03, 'c': 0.06, 'b': 0.06}
-    """
-    found, largest = {}, 0.0
-    for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p))
-        found[name] = largest
-    return found
-
-
 def count_decimals(errors: Iterable[float | None], least: int) -> int:
     """Return how many decimals show a digit of the middle error: `least`, or up to two more.
 

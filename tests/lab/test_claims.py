@@ -11,8 +11,10 @@ from torch import nn
 
 import geoparam as gp
 from geoparam import sphere
-from geoparam_lab.experiments import claims, claims_deep, claims_measures
+from geoparam_lab.experiments import claims, rank_correlations
+from geoparam_lab.experiments import claims_measures as measures
 from geoparam_lab.experiments.claims_measures import Member
+from geoparam_lab.experiments.rank_correlations import rank_correlation
 from geoparam_lab.methods import mlp
 from geoparam_lab.run_folder import Run
 from geoparam_lab.tables import tables
@@ -32,22 +34,22 @@ DATA = {name: points(name) for name in ("energy", "banana")}
 
 def test_bn_is_wn_in_the_norm_of_the_covariance() -> None:
     members = [Member(m, c, None, 0) for c in (0.5, 0.99) for m in ("equation-9", "epsilon", "wn")]
-    errors = [record["error"] for record in claims_measures.covariance(members, "normal")]
+    errors = [record["error"] for record in measures.measure_covariance(members, "normal")]
     assert errors[0] < 1e-13 and errors[3] < 1e-12
     assert 1e-6 < errors[1] < errors[4] < 0.05 and 0.1 < errors[2] < errors[5]
 
 
 def test_inputs_have_the_correlation() -> None:
-    x = claims_measures.correlated(0.9, 4000, 3, seed=0)
+    x = measures.draw_correlated(0.9, 4000, 3, seed=0)
     assert np.corrcoef(x.T.numpy()) == pytest.approx(np.where(np.eye(3), 1, 0.9), abs=0.02)
     assert x.mean(dim=0).abs().max() < 1e-14
 
 
 def test_costs_are_ratios_to_sp(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(10**6))
-    monkeypatch.setattr(claims_measures.time, "process_time", lambda: next(ticks))
+    monkeypatch.setattr(measures.time, "process_time", lambda: next(ticks))
     members = [Member(method, 4, None, 0) for method in ("sp", "gmp")]
-    found = claims_measures.cost(members, "inputs")
+    found = measures.measure_cost(members, "inputs")
     assert found == [{"seconds": 1.0, "ratio": 1.0}] * 2
 
 
@@ -80,21 +82,21 @@ def test_a_natural_step_is_an_intrinsic_one_to_first_order() -> None:
 @pytest.mark.parametrize("method", ["wn+mbn", "gmp:norm=mbn", "gmp+imn"])
 def test_only_imn_centres_the_inputs_of_layers(method: str) -> None:
     members = [Member(method, layer, 0.01, 0) for layer in (1, 2, 3)]
-    _, *deeper = claims_measures.shift(members, "energy", DATA, epochs=2)
+    _, *deeper = measures.measure_shift(members, "energy", DATA, epochs=2)
     centred = [record["offset"] < 1e-12 and record["drift"] < 1e-12 for record in deeper]
     assert centred == [method == "gmp+imn"] * 2
     assert all(record["offset_running"] > 0.05 for record in deeper)  # which lag behind
 
 
 def test_before_training_boundaries_go_through_the_origin() -> None:
-    [found] = claims_measures.shell([Member("gmp", 9, 0.1, 0)], "energy", DATA, epochs=3)
+    [found] = measures.measure_shell([Member("gmp", 9, 0.1, 0)], "energy", DATA, epochs=3)
     assert found["path"][0] == 0 and found["path"][-1] == found["relative"] > 0
     assert found["epochs"][-1] == 3 and 0 <= found["on_shell"] <= 1
 
 
 def test_products_of_uniform_directions_do_not_vanish() -> None:
     members = [Member("gmp:init=sphere", 256, 0.1, seed) for seed in (0, 1)]
-    for found in claims_measures.products(members, "energy", DATA, epochs=2):
+    for found in measures.measure_products(members, "energy", DATA, epochs=2):
         assert 0.05 < found["smallest_start"] < 3 and found["negligible_start"] < 0.01
         assert found["sparsity_start"] == pytest.approx(0.5, abs=0.2)
         assert found["smallest_path"][-1] == found["smallest"] < found["smallest_start"]
@@ -108,7 +110,7 @@ def test_a_network_by_hand() -> None:
         model[0].bias.copy_(torch.tensor([-2.0, -9.0]))
     x = torch.tensor([[-1.0], [0.0], [2.0], [3.0]], dtype=torch.float64)  # the middle is 1
     radius = math.sqrt((4 + 1 + 1 + 4) / 4)
-    found = claims_deep.look(model, x)
+    found = measures.measure_regions(model, x)
     assert found["dead"] == 0.5 and found["flattest"] == 0
     assert found["distances"] == [pytest.approx(1 / radius)]  # the lower of two medians
 
@@ -116,10 +118,10 @@ def test_a_network_by_hand() -> None:
 @pytest.mark.parametrize("dataset", DATA)
 def test_deep_networks_have_all_quantities(dataset: str) -> None:
     members = [Member("gmp", 2, lr, 0) for lr in (0.0, 0.1)]
-    still, moved = claims_deep.deep(members, dataset, DATA, epochs=10)
+    still, moved = measures.measure_deep(members, dataset, DATA, epochs=10)
     assert still["changes_late"] == 0 < moved["changes_late"]
     assert still["distance_early"] == still["distance_late"]
-    assert set(claims_deep.QUANTITIES) <= set(moved) and len(moved["distances_late"]) == 2
+    assert set(measures.QUANTITIES) <= set(moved) and len(moved["distances_late"]) == 2
 
 
 # --- correlations -------------------------------------------------------------------------------
@@ -129,9 +131,9 @@ def test_ranks_are_compared_within_groups() -> None:
     groups, splits = np.repeat(range(8), 10), np.tile(range(10), 8).tolist()
     x = np.random.RandomState(0).randn(80)
     opposed = x + 100 * groups, -x + 100 * groups  # pooled they would go together
-    correlation, p = claims_deep.rank_correlation(*opposed, groups.tolist(), splits)
-    assert correlation == pytest.approx(-1) and p == 1 / (claims_deep.PERMUTATIONS + 1)
-    assert claims_deep.rank_correlation(x, np.zeros(80), groups.tolist(), splits) == (0.0, 1.0)
+    correlation, p = rank_correlation(*opposed, groups.tolist(), splits)
+    assert correlation == pytest.approx(-1) and p == 1 / (rank_correlations.PERMUTATIONS + 1)
+    assert rank_correlation(x, np.zeros(80), groups.tolist(), splits) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("hard", [0, 3], ids=["splits alike", "some splits are hard"])
@@ -141,7 +143,7 @@ def test_p_is_not_small_where_nothing_goes_together(hard: float) -> None:
     p = []
     for _ in range(100):
         x, y = (random.randn(60) + hard * random.randn(5)[splits] for _ in range(2))
-        p.append(claims_deep.rank_correlation(x, y, groups, splits.tolist())[1])
+        p.append(rank_correlation(x, y, groups, splits.tolist())[1])
     assert np.mean(np.array(p) < 0.1) < 0.2 and np.mean(p) > 0.4
 
 
@@ -162,7 +164,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(claims, "PARTS", parts)
     monkeypatch.setattr(claims, "load", points)
-    monkeypatch.setattr(claims_deep, "PERMUTATIONS", 99)
+    monkeypatch.setattr(rank_correlations, "PERMUTATIONS", 99)
 
 
 def test_a_run_has_records_tables_and_figures_and_goes_on(small: None, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Max pools: which input of each window wins.
 
-A max pool is piecewise linear: it hands on one input of each window, and its pieces are where the
-winner changes. Of equal inputs the first counts, in the order of the window.
+A max pool is piecewise linear: it returns one input of each window, and its regions end where
+another input wins. Of equal inputs the first in the window's order wins.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ from geoparam.graph import Call, Graph, Node
 
 
 class MaxPool:
-    """The windows of one step of a trace that is a max pool, adaptive ones too.
+    """The windows of one step of a trace that is a max pool, or an adaptive one.
 
-    Windows are products of one range of positions for each pooled dimension. The step itself tells
-    them: along one dimension it is called with an image for each position that is 1 there alone.
+    A window is a product of ranges of positions, one for each pooled dimension. They are found by
+    calling the step on images that are 1 at one position of a dimension and 0 elsewhere.
     """
 
     def __init__(self, node: Node) -> None:
@@ -41,13 +41,13 @@ class MaxPool:
         """
         lead = x.ndim - self.dims
         for d, places in enumerate(self._ranges(x.shape[lead:], x.device)):
-            dim = lead + 2 * d  # the dimensions before are outputs and places by now
+            dim = lead + 2 * d  # each dimension before has become two: outputs and places
             x = x.index_select(dim, places.flatten()).unflatten(dim, places.shape)
         places_last = [lead + 2 * d + 1 for d in range(self.dims)]
         return x.movedim(places_last, list(range(-self.dims, 0))).flatten(-self.dims)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return which input wins in each window, one bool for each of its places."""
+        """Return which input of each window wins, as a bool for each place."""
         each = self.windows(x)
         return each.argmax(dim=-1, keepdim=True) == torch.arange(each.shape[-1], device=x.device)
 
@@ -67,10 +67,10 @@ class MaxPool:
 
 
 def find_pools(graph: Graph, sites: Mapping[str, Site]) -> dict[str, Site]:
-    """Return the max pools of a run as sites of their own, which `observe` shows the inputs of.
+    """Return the max pools of a run as sites, so that `observe` can read their inputs.
 
-    A pool has the name of the layer before it; if there is none, that of its function. Those after
-    layers that are not in `sites` are left out, and calls that name their input by keyword.
+    A pool has the name of the layer before it; if there is none, that of its function. Pools after
+    layers outside of `sites`, and calls that pass their input by keyword, are left out.
     """
     layers = {call.layer: site.name for site in sites.values() for call in site.calls}
     found = {}

@@ -1,7 +1,7 @@
-"""A piecewise linear network in a plane: its activations and their inputs there.
+"""A piecewise linear network in a plane: its activations, and their inputs there.
 
-It has to be affine between known breakpoints. `activation_sites` refuses by name the steps that
-are not; `explain_bend` names possible reasons where only the values show a bend.
+The network must be affine between known breakpoints. `activation_sites` refuses steps that are
+not, by name; `explain_bend` names possible causes where only the values show a bend.
 """
 
 import copy
@@ -46,7 +46,7 @@ class Network:
 
     def __init__(self, model: nn.Module, plane: Plane, build: Build) -> None:
         self.model, self.plane, self.build = in_float64(model), plane, build
-        # Two points: with one, `contiguous` and the like would leave no step.
+        # Two points: with one, `contiguous` and the like are no-ops that the trace does not see.
         self.graph = trace(self.model, self.inputs(np.zeros((2, 2))))
         self.sites = activation_sites(self.model, self.graph)
         self.size = sum(math.prod(node.shape) for node in self.graph.nodes) // 2
@@ -61,7 +61,7 @@ class Network:
         return call.layer if call.activation is None else call.activation
 
     def units(self, site: Site) -> int:
-        """Return how many pre-activations of an example there are; of a max pool, outputs."""
+        """Return the number of pre-activations per example; of a max pool, of its outputs."""
         return math.prod(self.graph.nodes[self.step(site)].shape[1:])
 
     def breaks(self, site: Site) -> Breaks:
@@ -120,9 +120,9 @@ def in_float64(model: nn.Module) -> nn.Module:
 
 
 def activation_sites(model: nn.Module, graph: Graph) -> dict[str, Site]:
-    """Return every activation of the run, one call each, by the layer whose units it shows.
+    """Return every activation of the run, one call each, by the name of its layer.
 
-    And every max pool, by the name of its function.
+    Max pools are among them, by the name of their function.
     """
     modules = dict(model.named_modules())
     layers = {

@@ -1,4 +1,4 @@
-"""A plane through input space and a window in it, where the regions of a network are seen."""
+"""A plane through input space, with a window in which regions are computed."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Plane(NamedTuple):
         return origin + torch.tensordot(coefficients, torch.stack(axes), dims=1)
 
     def coordinates(self, inputs: Tensor) -> np.ndarray:
-        """Return where in the plane inputs are, (N, 2), or are nearest to.
+        """Return the coordinates (N, 2) of inputs, or of their nearest points in the plane.
 
         Example:
             >>> plane = Plane(torch.zeros(3), (torch.eye(3)[0], torch.eye(3)[1]), (-1, 1, -1, 1))
@@ -63,7 +63,7 @@ def plane_through(p: Tensor, q: Tensor, r: Tensor, margin: float = 0.25) -> Plan
 
 
 def check_plane(origin: Tensor, axes: Sequence[Tensor] | None, extent: Extent) -> Plane:
-    """Return the plane in float64; ValueError if there is none with such a window."""
+    """Return the plane in float64; raise ValueError if shapes, axes or extent are wrong."""
     origin = _float64(origin)
     if axes is None:
         if origin.numel() != 2:
@@ -88,7 +88,7 @@ def check_plane(origin: Tensor, axes: Sequence[Tensor] | None, extent: Extent) -
 
 
 def unit_window(plane: Plane) -> tuple[Plane, np.ndarray, np.ndarray]:
-    """Return the same plane with the window [-1, 1]^2, and middle and half of the old one."""
+    """Return the plane with its window scaled to [-1, 1]^2; the old middle and half widths."""
     a0, a1, b0, b1 = plane.extent
     middle, half = np.array([a0 + a1, b0 + b1]) / 2, np.array([a1 - a0, b1 - b0]) / 2
     axes = (plane.axes[0] * half[0], plane.axes[1] * half[1])

@@ -16,9 +16,9 @@ def area(polygon: Polygon) -> float:
 def _walk(
     polygon: Polygon, normal: np.ndarray, offset: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return corners, each followed by where the next side meets a line, (2k, 2).
+    """Return the corners, each followed by the point where its next side meets a line, (2k, 2).
 
-    And the corners' heights above the line, and which sides meet it between their corners.
+    Also return the corners' heights above the line, and which sides cross it.
     """
     heights = polygon @ normal + offset
     heights[np.abs(heights) <= ON_LINE] = 0
@@ -63,5 +63,5 @@ def side_on(polygon: Polygon, normal: np.ndarray, offset: float) -> list[np.ndar
 
 
 def _ends(found: np.ndarray) -> np.ndarray:
-    """Return the two of some points on a line that are furthest apart: rounding can add others."""
+    """Return the two points on a line that are furthest apart; rounding can add others."""
     return found[[0, np.square(found - found[0]).sum(axis=1).argmax()]]

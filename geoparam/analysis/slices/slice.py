@@ -2,24 +2,24 @@ r"""The linear regions of a small network in a plane through input space, exactl
 
 A piecewise linear network divides the window of a plane into convex polygons, on each of which it
 is one affine map. They are found activation by activation, in the order of the run. In a region
-all activations so far have a fixed pattern, so the next pre-activations are affine there,
-z(a, b) = z_0 + g^T (a, b) for every unit: value and derivative (by forward mode) at one inner
-point are all of it. Every breakpoint t gives each unit the line z(a, b) = t. Lines that cross the
-region cut it, and their part in it is a piece of that unit's boundary: straight here, another line
-in the next region, so that a deep unit's boundary bends exactly where it meets an earlier one's.
-A max pool divides a region likewise: input k of a window wins in the convex cell where z_k >= z_j
-for all j of the window. Of inputs that are equal in all of the region the first one wins.
+all activations so far have a fixed pattern, so each unit's next pre-activation is affine there,
+z(a, b) = z_0 + g^T (a, b), known from its value and derivative (by forward mode) at one inner
+point. Every breakpoint t gives each unit the line z(a, b) = t. Lines that cross the region cut it,
+and their part in it is a piece of that unit's boundary. In the next region it is another line: a
+deep unit's boundary bends where it meets an earlier one's. A max pool divides a region likewise:
+input k of a window wins in the convex cell where z_k >= z_j for all j of the window. Of inputs
+that are equal in all of the region the first one wins.
 
-Everything is float64, on a copy of the model. The window is scaled to [-1, 1]^2; there, a line
-closer than 1e-11 to a corner goes through it, and a unit whose z changes by less than 1e-13 of the
-largest z of its layer is constant. No region that is wider is lost, and areas always add up. A
-boundary that runs along one of an earlier layer is drawn once, as the earlier one's.
+All arithmetic is in float64, on a copy of the model. The window is scaled to [-1, 1]^2; there, a
+line closer than 1e-11 to a corner goes through it, and a unit whose z changes by less than 1e-13
+of the largest z of its layer is constant. No region that is wider is lost, and areas always add
+up. A boundary that runs along one of an earlier layer is drawn once, as the earlier one's.
 
 The network must be affine between known breakpoints (ReLU, leaky ReLU, PReLU, ReLU6, Hardtanh,
 SReLU; norms with running statistics; averages, sums, convolutions, max pools). Smooth activations
-and norms of the example itself are refused by name. Kinks that no step shows (`abs`,
-`maximum`) are found in the end, where every pre-activation and the output have to be affine over
-points 1 % inside of the corners of each region: nearer to a side, kinks are missed.
+and norms of the example itself are refused by name. Other kinks (`abs`, `maximum`) are found at
+the end: every pre-activation and the output must be affine over points 1 % inside of the corners
+of each region. Kinks nearer to a side are missed.
 """
 
 import itertools
@@ -49,8 +49,8 @@ from geoparam.trace import tensors_in
 
 CONSTANT = 1e-13  # of the largest pre-activation
 BENT = 1e-9  # of the largest value of the step
-ROUNDING = 1e-13  # of the largest value so far: what is left where large numbers cancel
-ELEMENTS = 1 << 21  # of all tensors of one run, which bounds its memory
+ROUNDING = 1e-13  # of the largest value so far: the error where large values cancel
+ELEMENTS = 1 << 21  # in all tensors of one run, to bound its memory
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Slice:
     areas: np.ndarray
     patterns: Patterns  # of the regions, in the order of `polygons`
     segments: dict[str, np.ndarray]  # both ends of pieces of the units' boundaries, (m, 2, 2)
-    units: dict[str, np.ndarray]  # of each segment, its place in the layer's flattened output
+    units: dict[str, np.ndarray]  # of each segment: an index into the layer's flattened output
 
     @property
     def count(self) -> int:
@@ -142,10 +142,10 @@ class _Cut:
     Attributes:
         regions: The pieces.
         whole: The number of the region that each was a part of.
-        packed: The bits of each, each breakpoint in whole bytes of its own.
+        packed: The bits of each, every breakpoint in whole bytes.
         bits: How many bits of a row are in use.
-        ends, lines: The pieces of the boundaries, (2, 2), and the number of the line of each, or
-            of the pool's output.
+        ends: Both ends of the pieces of the boundaries, (2, 2) each.
+        lines: The number of the line of each, or of the pool's output.
     """
 
     def __init__(
@@ -160,7 +160,8 @@ class _Cut:
         pool = isinstance(site.activation, MaxPool)
         levels = 1 if pool else len(network.breaks(site).points)
         for group in _groups(network, regions, points=2):
-            found = (_inputs if pool else _lines)(network, site, group)
+            points = np.stack([region.mean(axis=0) for region in group])
+            found = (_inputs if pool else _lines)(network, site, points)
             for region, normal, offset in zip(group, *found, strict=True):
                 pieces, sides = (self._cut_at_winners if pool else self._cut)(
                     region, normal, offset
@@ -231,7 +232,7 @@ def _winners(
 def _duels(
     slope: np.ndarray, value: np.ndarray, k: int, rounding: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return how high input k of a window is above each other: normals (K, 2), offsets (K,)."""
+    """Return by how much input k of a window exceeds each: normals (K, 2), offsets (K,)."""
     rise, lead = slope[k] - slope, value[k] - value
     length = np.linalg.norm(rise, axis=1)
     constant = length <= rounding
@@ -241,12 +242,9 @@ def _duels(
     return normal, np.where(constant, np.where(wins, np.inf, -np.inf), lead / length)
 
 
-def _inputs(
-    network: Network, site: Site, regions: Sequence[Polygon]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the inputs of a max pool's windows in each region: slope (P, O, K, 2), value at 0."""
+def _inputs(network: Network, site: Site, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the inputs of a max pool's windows by region: slope (P, O, K, 2), value at (0, 0)."""
     assert isinstance(site.activation, MaxPool)
-    points = np.stack([region.mean(axis=0) for region in regions])
     z, slopes = network.jets(site, points)
     value, *each = (
         site.activation.windows(t).flatten(1, -2).numpy() for t in (z, slopes[0], slopes[1])
@@ -255,15 +253,11 @@ def _inputs(
     return slope, value - np.einsum("pokd,pd->pok", slope, points)
 
 
-def _lines(
-    network: Network, site: Site, regions: Sequence[Polygon]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lines of an activation's breakpoints in each region: normals and offsets.
+def _lines(network: Network, site: Site, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lines of an activation's breakpoints, with one inner point for each region.
 
-    Heights above them are normal (P, L, 2)^T (a, b) + offset (P, L). L counts the units, and these
-    for each breakpoint.
+    Heights above them are normal (P, L, 2)^T (a, b) + offset (P, L), for L = breakpoints x units.
     """
-    points = np.stack([region.mean(axis=0) for region in regions])
     z, slopes = network.jets(site, points)
     value, gradient = z.flatten(1).numpy(), slopes.flatten(2).movedim(0, 2).numpy()
     length = np.linalg.norm(gradient, axis=2)
@@ -289,7 +283,7 @@ def _levels(network: Network, site: Site, z: Tensor) -> np.ndarray:
 def _groups(
     network: Network, regions: Sequence[Polygon], points: int
 ) -> Iterator[Sequence[Polygon]]:
-    """Yield regions, as many at a time as fit in memory with so many points of each."""
+    """Yield regions in groups that fit in memory, with so many points of each."""
     step = max(1, ELEMENTS // (points * max(1, network.size)))
     for start in range(0, len(regions), step):
         yield regions[start : start + step]
@@ -301,9 +295,9 @@ def _groups(
 def _check_affine(network: Network, regions: Sequence[Polygon]) -> None:
     """Refuse a network that is not affine on each of the regions.
 
-    An affine function's value at the mean of points is the mean of its values. Points are just
-    inside each corner, so that a kink parts some of them; weights are random, so that no symmetry
-    hides a product of two coordinates.
+    An affine function's value at a weighted mean of points is that mean of its values. The points
+    are just inside each corner, so that a kink separates some of them. The weights are random, so
+    that no symmetry hides a product of two coordinates.
     """
     random = np.random.default_rng(0)
     for group in _groups(network, regions, points=8):

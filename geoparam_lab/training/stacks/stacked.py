@@ -108,10 +108,13 @@ class Result:
         values = self.metrics[self.best_epoch, np.arange(len(self.best_epoch))]
         return np.where(self.best_epoch < 0, np.nan, values)
 
-    def model(self, member: int) -> nn.Sequential:
-        """Return a member with its best weights: an ordinary module, in evaluation mode."""
+    def model(self, member: int, epoch: int | None = None) -> nn.Sequential:
+        """Return a member with its best weights, or those of a snapshot, in evaluation mode."""
         model = copy.deepcopy(self._models[member])
-        unpack_(model, self.states[member], int(self._batches[member]))
+        if epoch is None:
+            unpack_(model, self.states[member], int(self._batches[member]))
+        else:  # its batches are not counted
+            unpack_(model, self.snapshots[epoch][member], batches=1)
         return model.eval()
 
     @torch.no_grad()
