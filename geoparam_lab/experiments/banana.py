@@ -157,6 +157,11 @@ def describe(
         yield arrays, measures
 
 
+def find_errors(logits: Array, labels: Array) -> Array:
+    """Return each member's share of points on the wrong side."""
+    return ((logits > 0) != (labels > 0.5)).mean(axis=-1)
+
+
 def _bytes(logits: Array) -> Array:
     """Return probabilities times 255, as bytes."""
     return np.round(255 / (1 + np.exp(-np.clip(logits, -50, 50)))).astype(np.uint8)
@@ -349,7 +354,7 @@ class Data:
 
 run = functools.partial(
     toys.run,
-    toys.Toy("banana", load, make_problem, describe, draw, _film, ACCURACY),
+    toys.Toy("banana", load, make_problem, describe, draw, _film, ACCURACY, find_errors),
     epochs=EPOCHS,
     patience=PATIENCE,
 )
@@ -392,4 +397,5 @@ EXPERIMENT = Experiment(
     finding=_finding,
     limits=_limits,
     mismatch=_mismatch,
+    remarks=toys.remark_on_rates,
 )

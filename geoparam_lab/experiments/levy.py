@@ -43,7 +43,7 @@ from geoparam_lab.experiments.experiment import (
     list_in_words,
 )
 from geoparam_lab.experiments.papers import read_table
-from geoparam_lab.experiments.toys import Arrays, Problem
+from geoparam_lab.experiments.toys import Array, Arrays, Problem
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training.stacks.snapshots import Film
 from geoparam_lab.training.stacks.stacked import Protocol, Result
@@ -107,6 +107,11 @@ def describe(
             "units_in_view": int(((units >= low) & (units <= high)).sum()),
         }
         yield arrays, measures
+
+
+def find_errors(predictions: Array, targets: Array) -> Array:
+    """Return the root of the mean squared error of each member."""
+    return np.sqrt(np.mean((predictions - targets) ** 2, axis=-1))
 
 
 # --- figures ------------------------------------------------------------------------------------
@@ -248,7 +253,7 @@ class Data:
 
 run = functools.partial(
     toys.run,
-    toys.Toy("levy", load, make_problem, describe, draw, _film, RMSE),
+    toys.Toy("levy", load, make_problem, describe, draw, _film, RMSE, find_errors),
     epochs=EPOCHS,
     patience=PATIENCE,
 )
@@ -289,4 +294,5 @@ EXPERIMENT = Experiment(
     ),
     finding=_finding,
     limits=_limits,
+    remarks=toys.remark_on_rates,
 )

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from geoparam_lab import methods as methods_table
-from geoparam_lab.experiments.experiment import Measure
+from geoparam_lab.experiments.experiment import Config, Measure
 from geoparam_lab.experiments.rate_tolerance import (
     describe_tolerance,
     draw_tolerance,
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray
 Arrays = dict[str, Array]
+FindErrors = Callable[[Array, Array], Array]
+Choose = Callable[["Problem", str, Sequence["Member"], str], list[Record]]
 Describe = Callable[[Result, Film, Sequence[int]], Iterable[tuple[Arrays, Record]]]
 
 Drawings = dict[str, tuple[Callable[[], "Figure"], str]]
@@ -82,6 +85,18 @@ class Problem:
         index = np.array(seeds) % len(x)
         return x[index], y[index]
 
+    def divide(self, fold: int, folds: int) -> tuple["Problem", "Problem"]:
+        """Return the problem without one of several folds of its points, and with it alone.
+
+        Where there is a metric, the points left out judge the training.
+        """
+        x, y = self.data
+        held = np.arange(x.shape[-2]) % folds == fold
+        left_out = x[..., held, :], y[..., held]
+        judge = left_out if self.evaluation is not None else None
+        part = replace(self, data=(x[..., ~held, :], y[..., ~held]), evaluation=judge)
+        return part, replace(self, data=left_out)
+
 
 @dataclass(frozen=True)
 class Toy:
@@ -97,6 +112,8 @@ class Toy:
         draw: gives the figures, by name, each a function without arguments and a caption.
         film: gives the slider's arrays, or none where there is no slider.
         measure: what is judged.
+        find_errors: gives an error for each row of predictions, from these and the targets; it
+            chooses rates under cross-validation.
     """
 
     name: str
@@ -106,6 +123,7 @@ class Toy:
     draw: Callable[[Run, Any], Drawings]
     film: Callable[[Run, Any], Arrays]
     measure: Measure
+    find_errors: FindErrors
 
 
 def run(
@@ -117,6 +135,7 @@ def run(
     lrs: Sequence[float] = LRS,
     epochs: int,
     patience: int,
+    folds: int = 0,
     init: str = "glorot",
     jobs: int | None = None,
     resume: bool = False,
@@ -133,6 +152,8 @@ def run(
         lrs: learning rates, each for every method.
         epochs: the most there are.
         patience: epochs without a better result before the rate falls; twice that to stop.
+        folds: choose the rate of each method and seed by cross-validation with so many folds of
+            the training points; 0 to show all rates.
         init: "glorot", as the papers' code, or "sphere", as their text.
         jobs: how many processes train, by default one a core; numbers do not depend on it.
         own: the experiment's own options, about its data.
@@ -141,13 +162,20 @@ def run(
 
     if min(epochs, patience) < 1:
         raise ValueError(f"epochs and patience must be >= 1; got {epochs} and {patience}.")
+    if folds < 0 or folds == 1:
+        raise ValueError(f"folds, parts of the training points, are 2 or more, or 0; got {folds}.")
     config = check_options(methods, init, seeds, lrs) | {"epochs": epochs, "patience": patience}
+    config |= {"folds": folds} if folds else {}
     there = resume and Path(out, "config.json").exists()
     data, source = toy.load(Run.open(out).config if there else {}, **own)
-    options: Record = {"resume": resume, "may_change": ("methods", "seeds", "lrs")}
+    may_change = ("methods", "seeds") if folds else ("methods", "seeds", "lrs")
+    options: Record = {"resume": resume, "may_change": may_change}
     done = Run.create(out, toy.name, config | source, command, key=KEY, **options)
     problem = toy.make_problem(data, epochs, patience)
-    train_missing(done, problem, functools.partial(toy.describe, data), jobs, progress)
+    describe = functools.partial(toy.describe, data)
+    choose = functools.partial(choose_rates, folds, toy.find_errors) if folds else None
+    work = functools.partial(_train_stack, problem, init, describe, choose)
+    train_missing(done, work, epochs, jobs, progress)
     save_figures(done, toy.draw(done, data) | _draw_rates(done, toy.measure), progress)
     if arrays := toy.film(done, data):
         done.save_curves(f"slider_{toy.name}", **arrays)
@@ -200,22 +228,35 @@ def train(
         >>> film.predict(x).shape[2], int(film.epochs[-1])
         (20, 30)
     """
-    models = [methods_table.mlp(method, problem.widths, seed=m.seed, init=init) for m in members]
-    rates, seeds = zip(*members, strict=True)
-    own, data = methods_table.get(method), problem.select(seeds)
-    result = stacked.train(
-        models,
-        data,
-        rates,
-        replace(problem.protocol, decay=own.decay, angle_lr=own.angle_lr),
-        problem.evaluation,
-        seeds=seeds,
-        track=True,
-        snapshots=set(frame_epochs(problem.protocol.epochs).tolist()),
-        progress=progress,
-    )
+    models = _make_models(problem, method, members, init)
+    shown = set(frame_epochs(problem.protocol.epochs).tolist())
+    options = {"track": True, "snapshots": shown, "progress": progress}
+    result = _train_models(models, problem, method, members, **options)
     frames = result.snapshots | {len(result.losses): result.states}
+    data = problem.select([member.seed for member in members])
     return result, Film(np.array([*frames]), torch.stack([*frames.values()]), models[0], data)
+
+
+def _make_models(
+    problem: Problem, method: str, members: Sequence[Member], init: str
+) -> list[nn.Sequential]:
+    return [methods_table.mlp(method, problem.widths, seed=m.seed, init=init) for m in members]
+
+
+def _train_models(
+    models: Sequence[nn.Sequential],
+    problem: Problem,
+    method: str,
+    members: Sequence[Member],
+    **options: Any,
+) -> Result:
+    rates, seeds = zip(*members, strict=True)
+    own = methods_table.get(method)
+    protocol = replace(problem.protocol, decay=own.decay, angle_lr=own.angle_lr)
+    judge = problem.evaluation
+    return stacked.train(
+        models, problem.select(seeds), rates, protocol, judge, seeds=seeds, **options
+    )
 
 
 class Stack(NamedTuple):
@@ -240,13 +281,13 @@ def find_stacks(run: Run) -> list[Stack]:
 
 
 def train_missing(
-    run: Run, problem: Problem, describe: Describe, jobs: int | None, progress: Progress | None
+    run: Run, work: tasks.Work, each: int, jobs: int | None, progress: Progress | None
 ) -> None:
     """Train every stack that lacks a record, and add curves and record of what was missing.
 
     Ctrl-C lets the stacks under way finish, so that no work is lost; a second one stops at once.
     """
-    todo, each = find_stacks(run), problem.protocol.epochs
+    todo = find_stacks(run)
     epochs, title = dict.fromkeys(todo, 0), run.info["experiment"].capitalize()
 
     def report(stack: Stack, epoch: int, left: int = 0, remark: str = "") -> None:
@@ -254,7 +295,6 @@ def train_missing(
         if progress is not None:
             progress(title, sum(epochs.values()), each * len(todo))
 
-    work = functools.partial(_train_stack, problem, run.config["init"], describe)
     for stack, outcomes in tasks.spread(
         work, todo, jobs or tasks.count_cores(), report, patient=True
     ):
@@ -265,15 +305,56 @@ def train_missing(
 
 
 def _train_stack(
-    problem: Problem, init: str, describe: Describe, stack: Stack, tick: Tick
+    problem: Problem,
+    init: str,
+    describe: Describe,
+    choose: Choose | None,
+    stack: Stack,
+    tick: Tick,
 ) -> list[tuple[Arrays, Record]]:
     """Train one stack; return arrays and record of each member that has none yet."""
     result, film = train(problem, stack.method, stack.members, init, tick)
     common = [_record(stack.method, stack.members[i], init, result, i) for i in stack.missing]
+    if choose is not None:
+        choices = choose(problem, stack.method, stack.members, init)
+        common = [r | choices[i] for r, i in zip(common, stack.missing, strict=True)]
     own = describe(result, film, stack.missing)
     return [
         (arrays, record | measures) for record, (arrays, measures) in zip(common, own, strict=True)
     ]
+
+
+def choose_rates(
+    folds: int,
+    find_errors: FindErrors,
+    problem: Problem,
+    method: str,
+    members: Sequence[Member],
+    init: str = "glorot",
+) -> list[Record]:
+    """Cross-validate all members; return each one's error and whether its rate was chosen.
+
+    Each seed takes its rate with the lowest mean error over the folds; of equal ones the lowest.
+    """
+    seeds, total = [member.seed for member in members], np.zeros(len(members))
+    for fold in range(folds):
+        part, left_out = problem.divide(fold, folds)
+        result = _train_models(_make_models(part, method, members, init), part, method, members)
+        x, y = left_out.select(seeds)
+        errors = find_errors(result.predict(x), y)
+        total += np.where(np.isfinite(errors), errors, np.inf)
+    found = dict(zip(members, (total / folds).tolist(), strict=True))
+    best = {m.seed: min((e, k.lr) for k, e in found.items() if k.seed == m.seed) for m in members}
+    return [{"cv_error": e, "chosen": best[m.seed] == (e, m.lr)} for m, e in found.items()]
+
+
+def remark_on_rates(config: Config, records: Iterable[Record]) -> Iterable[str]:
+    """Yield how rates were chosen, where cross-validation did."""
+    if config.get("folds"):
+        yield (
+            f"Each seed has the rate that cross-validation with {config['folds']} folds of its "
+            "training points chose."
+        )
 
 
 def name_curves(method: str, member: Member) -> str:
