@@ -10,10 +10,12 @@ Functions of one value per row and of sums over a layer's rows (biases, `mix`) h
 matrix. Where processes share the rows, the plain form is used, which sums over them.
 
 Addresses of gradients change from step to step, but a training loop soon repeats them: the newest
-few tables on the GPU are cached. The host's copy of a table is kept with it, so that the transfer,
-or a CUDA graph that repeats it, never reads freed memory.
+few tables on the GPU are cached. The host's copy of a table is kept with it, so that the transfer
+never reads freed memory. Tables made while a CUDA graph is captured are never dropped: the graph
+repeats their transfer at every replay.
 """
 
+import contextlib
 from itertools import chain
 from typing import Any
 
@@ -39,30 +41,36 @@ class TritonRows(Rows):
         self.first = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(self.device)
         self.width = torch.tensor(self.widths).to(self.device)
         self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.captured: list[tuple[Tensor, Tensor]] = []
 
     def mix(self, along, across, length, peak, entered, r, turn, limit) -> tuple[Tensor, Tensor]:
         inputs = along, across, length, peak, entered, r, turn, limit
         if turn is None or self.group is not None:
             return super().mix(*inputs)
         a, b = torch.empty_like(r), torch.empty_like(r)
-        _launch(_mix, len(self.counts), self.first, *inputs, a, b)
+        self._launch(_mix, len(self.counts), self.first, *inputs, a, b)
         return a, b
 
     def enter_biases(self, b, by_b, r, slope, lam, by_lam, match) -> None:
         if self.group is not None:
             return super().enter_biases(b, by_b, r, slope, lam, by_lam, match)
         known, layers = (self._table([b, by_b]), self.first), len(self.counts)
-        _launch(_enter_biases, layers, *known, r, slope, lam, by_lam, layers, MATCH=match)
+        self._launch(_enter_biases, layers, *known, r, slope, lam, by_lam, layers, MATCH=match)
 
     def leave_biases(self, b, r, entered, lam, match) -> None:
         if self.group is not None:
             return super().leave_biases(b, r, entered, lam, match)
         known = self._table([b]), self.first
-        _launch(_leave_biases, len(self.counts), *known, r, entered, lam, MATCH=match)
+        self._launch(_leave_biases, len(self.counts), *known, r, entered, lam, MATCH=match)
 
     def _run(self, name, operands, per_row, **options) -> None:
         known = self._table(operands), self.layer, self.first, self.width
-        _launch(_KERNELS[name], self.total, *known, *per_row, len(self.counts), **options)
+        self._launch(_KERNELS[name], self.total, *known, *per_row, len(self.counts), **options)
+
+    def _launch(self, kernel: Any, programs: int, *arguments: Any, **options: bool) -> None:
+        on_gpu = self.device.type == "cuda"  # else Triton's interpreter
+        with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
+            kernel[(programs,)](*arguments, BLOCK=_BLOCK, enable_fp_fusion=False, **options)
 
     def _table(self, operands: list) -> Tensor:
         places = tuple(map(addresses, operands))
@@ -71,18 +79,12 @@ class TritonRows(Rows):
             host = torch.tensor(list(chain.from_iterable(places)))
             host = host.pin_memory() if self.device.type == "cuda" else host
             found = host.to(self.device, non_blocking=True), host
-            if len(self.tables) == _TABLES and not _is_capturing(self.device):
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                self.captured.append(found)
+            elif len(self.tables) >= _TABLES:
                 del self.tables[next(iter(self.tables))]
         self.tables[places] = found
         return found[0]
-
-
-def _launch(kernel: Any, programs: int, *arguments: Any, **options: bool) -> None:
-    kernel[(programs,)](*arguments, BLOCK=_BLOCK, enable_fp_fusion=False, **options)
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @triton.jit
