@@ -277,25 +277,25 @@ class GmPLayer(nn.Module):
     def _per_channel(self, x: Tensor) -> Tensor:
         return x.view(-1, *[1] * (-self.channel_dim - 1))
 
-    def _plain_affine(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and bias of the standard layer that does the same in evaluation."""
+    @torch.no_grad()
+    def _to_plain(self) -> Any:
+        """Return the torch.nn layer that computes the same in evaluation."""
         if self.activation is not None:
             raise ValueError(
                 "this layer applies its own activation with r outside of it, so no standard layer "
                 "alone is the same. Fold the model, which gives Sequential(layer, activation)."
             )
-        weight, bias = self._weight(None).detach(), self._bias
-        if self.input_norm is None:
-            return weight, bias if bias is None else bias.detach()
-        if self.input_norm.running_mean is None or self._centres_borders:
-            raise ValueError(
-                "the input's mean cannot go into a bias: it is the batch's own, or zeros are "
-                "padded to the centred input. Use input_norm=True with running statistics."
-            )
-        bias = shift_bias(bias, weight, self.input_norm.running_mean)
-        return weight, bias.detach().to(weight.dtype)
+        weight, bias = self._weight(None), self._bias
+        if self.input_norm is not None:
+            if self.input_norm.running_mean is None or self._centres_borders:
+                raise ValueError(
+                    "the input's mean cannot go into a bias: it is the batch's own, or zeros are "
+                    "padded to the centred input. Use input_norm=True with running statistics."
+                )
+            bias = shift_bias(bias, weight, self.input_norm.running_mean).to(weight.dtype)
+        return self.build_plain(weight, bias)
 
-    def plain(self, weight: Tensor, bias: Tensor | None) -> Any:
+    def build_plain(self, weight: Tensor, bias: Tensor | None) -> Any:
         """Return the torch.nn layer with this weight and bias, frozen and in the mode of self."""
         arguments = {name: getattr(self, name) for name in self._arguments}
         place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}

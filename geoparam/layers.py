@@ -104,7 +104,7 @@ class GmPLinear(GmPLayer):
 
     def to_linear(self) -> nn.Linear:
         """Return the nn.Linear that computes the same in evaluation."""
-        return self.plain(*self._plain_affine())
+        return self._to_plain()
 
     def extra_repr(self) -> str:
         bias = "" if self.lam is not None else ", bias=False"
@@ -190,7 +190,7 @@ class _GmPConv(GmPLayer):
 
     def to_conv(self) -> PlainConv:
         """Return the torch.nn convolution that computes the same in evaluation."""
-        return self.plain(*self._plain_affine())
+        return self._to_plain()
 
     def extra_repr(self) -> str:
         return nn.modules.conv._ConvNd.extra_repr(self) + super().extra_repr()  # type: ignore[arg-type]
@@ -240,25 +240,18 @@ def _convert(kind: type[Layer], plain: Any, coordinates: Name, natural: bool) ->
         raise ValueError(f"{expected}; got {type(plain).__name__}.")
     layer = build_like(kind, plain, init=None, coordinates=coordinates, natural=natural)
     layer._set_affine(plain.weight, plain.bias)
-    freeze_like(layer, plain)
-    return layer.train(plain.training)
+    return layer
 
 
 def build_like(kind: type[Layer], plain: Any, **options: Any) -> Layer:
-    """Return a new layer with the sizes, device and type of a torch.nn layer."""
+    """Return a new layer with the sizes, type, mode and frozen parameters of a torch.nn layer."""
     sizes: dict[str, Any] = {name: getattr(plain, name) for name in kind._arguments}
     place = {"device": plain.weight.device, "dtype": plain.weight.dtype}
-    return kind(**sizes, **{"bias": plain.bias is not None, **place, **options})
-
-
-def freeze_like(layer: GmPLayer, plain: Any) -> None:
-    """Let the parameters learn that learn in a torch.nn layer."""
-    for parameter in (layer._stored, layer.r):
-        if isinstance(parameter, nn.Parameter):
-            parameter.requires_grad_(plain.weight.requires_grad)
-    if layer.lam is not None:
-        own = plain.weight if plain.bias is None else plain.bias
-        layer.lam.requires_grad_(own.requires_grad)
+    layer = kind(**sizes, **{"bias": plain.bias is not None, **place, **options})
+    for name, parameter in layer.named_parameters():
+        own = plain.bias if name == "lam" and plain.bias is not None else plain.weight
+        parameter.requires_grad_(own.requires_grad)
+    return layer.train(plain.training)
 
 
 def as_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

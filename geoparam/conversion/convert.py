@@ -10,7 +10,10 @@ goes into r, and the layer gets input mean normalization instead.
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -202,26 +205,23 @@ def _measure_input_means(
 ) -> dict[str, tuple[Tensor, int]]:
     """Return the mean of each named layer's input per channel, and of how many batches it is."""
     sums: dict[str, Tensor] = {}
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
 
-    def hook(name: str) -> Callable:
-        def add(module: nn.Module, args: tuple) -> None:
-            channel = -1 - len(getattr(module, "kernel_size", ()))
-            x = args[0].detach().double().movedim(channel, 0).flatten(1)
-            sums[name] = sums.get(name, 0) + x.sum(dim=1)
-            counts[name] = counts.get(name, 0) + x.shape[1]
+    def add(name: str, layer: nn.Module, args: tuple) -> None:
+        channel = -1 - len(getattr(layer, "kernel_size", ()))
+        x = args[0].detach().double().movedim(channel, 0).flatten(1)
+        sums[name] = sums.get(name, 0) + x.sum(dim=1)
+        counts[name] += x.shape[1]
 
-        return add
-
-    handles = [model.get_submodule(n).register_forward_pre_hook(hook(n)) for n in names]
-    try:
-        single, seen = isinstance(batches, Tensor | tuple | Mapping), 0
+    seen = 0
+    with ExitStack() as hooks:
+        for name in names:
+            hook = model.get_submodule(name).register_forward_pre_hook(partial(add, name))
+            hooks.callback(hook.remove)
+        single = isinstance(batches, Tensor | tuple | Mapping)
         for batch in [batches] if single else batches:
             trace(model, batch)  # evaluation, no gradients, nothing left behind
             seen += 1
-    finally:
-        for handle in handles:
-            handle.remove()
     for name in names:
         if name not in sums or not sums[name].isfinite().all():
             raise ValueError(

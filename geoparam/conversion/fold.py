@@ -160,7 +160,7 @@ def _fold_layer(
     norm = None
     if slot is not None and bias is not None:
         norm, bias = _restore_norm(slot, bias)
-    plain: Any = layer.plain(weight, bias)
+    plain: Any = layer.build_plain(weight, bias)
     if isinstance(layer, GmPLinear) and layer.transposed:
         plain = _as_conv1d(plain)
     activation = layer.activation and _as_module(name, layer.activation)
