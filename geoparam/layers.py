@@ -5,11 +5,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack  # which torch needs, too
 
-from geoparam.base_layer import Activation, GmPLayer, InputNorm
+from geoparam.base_layer import GmPLayer, UnitOptions
 from geoparam.coordinates import Name
-from geoparam.norm import MOMENTUM
-from geoparam.parameter_values import Init
 
 Layer = TypeVar("Layer", bound=GmPLayer)
 Conv = TypeVar("Conv", bound="_GmPConv")
@@ -60,28 +59,9 @@ class GmPLinear(GmPLayer):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        activation: Activation | None = None,
-        init: Init | None = "sphere",
-        coordinates: Name = "angles",
-        natural: bool = False,
-        input_norm: InputNorm = False,
-        momentum: float | None = MOMENTUM,
+        **options: Unpack[UnitOptions],
     ) -> None:
-        super().__init__(
-            (out_features, in_features),
-            in_channels=in_features,
-            channel_dim=-1,
-            bias=bias,
-            activation=activation,
-            init=init,
-            coordinates=coordinates,
-            natural=natural,
-            input_norm=input_norm,
-            momentum=momentum,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__((out_features, in_features), in_features, bias, device, dtype, **options)
         self.in_features = in_features
         self.out_features = out_features
         self.transposed = False  # whether it stands for transformers' Conv1D, (in, out)
@@ -136,35 +116,17 @@ class _GmPConv(GmPLayer):
         padding_mode: str = "zeros",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        activation: Activation | None = None,
-        init: Init | None = "sphere",
-        coordinates: Name = "angles",
-        natural: bool = False,
-        input_norm: InputNorm = False,
-        momentum: float | None = MOMENTUM,
+        **options: Unpack[UnitOptions],
     ) -> None:
         plain: Any = self._plain  # checks the arguments, and holds them as its forward wants them
-        shape = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
-        conv = plain(*shape, bias=False, padding_mode=padding_mode, device="meta")
+        sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
+        conv = plain(*sizes, bias=False, padding_mode=padding_mode, device="meta")
         if len(conv.kernel_size) != self._rank:
             raise ValueError(
                 f"kernel_size is one number or {self._rank} of them; got {kernel_size}."
             )
-        super().__init__(
-            tuple(conv.weight.shape),
-            in_channels=in_channels,
-            channel_dim=-1 - self._rank,
-            bias=bias,
-            activation=activation,
-            init=init,
-            coordinates=coordinates,
-            natural=natural,
-            input_norm=input_norm,
-            momentum=momentum,
-            device=device,
-            dtype=dtype,
-        )
+        shape = tuple(conv.weight.shape)
+        super().__init__(shape, in_channels, bias, device, dtype, **options)
         for name in (*self._arguments, "output_padding", "_reversed_padding_repeated_twice"):
             setattr(self, name, getattr(conv, name))
 
