@@ -22,16 +22,16 @@ class GmPLinear(GmPLayer):
         in_features: fan-in n of each unit.
         out_features: number of units.
         bias: if False, no lam: every boundary passes through the origin.
-        activation: g; it makes the layer the papers' unit, with r outside of g.
-        init: `"sphere"`, uniform directions with r = 1 and lam = 0 as in the papers' text;
-            `"glorot"`, a Glorot-uniform weight turned into directions and r, as in their code;
-            None leaves the parameters uninitialised.
-        coordinates: `"angles"` stores `latitude` (out, n - 1), `"intrinsic"` stores `unit`
-            (out, n) and wants `retract` as a hook of the optimizer.
+        activation: g, if any; it makes the layer the papers' unit, with r outside of g.
+        init: `"sphere"` (the default), uniform directions with r = 1 and lam = 0 as in the papers'
+            text; `"glorot"`, a Glorot-uniform weight turned into directions and r, as in their
+            code; None leaves the parameters uninitialised.
+        coordinates: `"angles"` (the default) stores `latitude` (out, n - 1), `"intrinsic"` stores
+            `unit` (out, n) and wants `retract` as a hook of the optimizer.
         natural: divide the angles' gradient by the sphere's metric (bounded below by 0.01).
         input_norm: subtract the input's mean over all dimensions but the last (`InputMeanNorm`):
             z = w^T x + (b - w^T E[x]). The forms of `GmPConv2d` are all the same here.
-        momentum: share of a new batch in the running mean, as in `InputMeanNorm`.
+        momentum: share of a new batch in the running mean, 0.1 as in `InputMeanNorm`.
 
     With one input there is no angle: a buffer `sign` holds the directions, drawn at random.
 
