@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from zoo import pretend_pretrained
 
 import geoparam as gp
 
@@ -225,13 +226,7 @@ def random_network(seed: int) -> nn.Module:
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 6), nn.ReLU(),
                          nn.Linear(6, 3))  # fmt: skip
     model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=1 + seed % 2, bias=False), *blocks, head)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.weight, -1.5, 1.5)
-            nn.init.normal_(module.bias)
-            nn.init.normal_(module.running_mean)
-            nn.init.uniform_(module.running_var, 0.3, 2)
-    return model.double()
+    return pretend_pretrained(model).double()
 
 
 @pytest.mark.filterwarnings("ignore:norm='imn' found no BatchNorm")
