@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from function_model import FunctionModel
 from torch import nn
 from zoo import pretend_pretrained
 
@@ -118,28 +119,21 @@ def test_r_of_zero_leaves_the_mean_that_is_subtracted(activation) -> None:  # no
 
 
 def test_one_layer_that_feeds_two() -> None:
-    class Fork(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem = gp.GmPLinear(4, 6, activation=torch.relu, **DOUBLE)
-            self.left, self.right = nn.Linear(6, 2, **DOUBLE), gp.GmPLinear(6, 2, **DOUBLE)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.stem(x)
-            return self.left(x) + self.right(x)
-
+    model = FunctionModel(
+        lambda m, x: m.left(y := m.stem(x)) + m.right(y),
+        stem=gp.GmPLinear(4, 6, activation=torch.relu, **DOUBLE),
+        left=nn.Linear(6, 2, **DOUBLE),
+        right=gp.GmPLinear(6, 2, **DOUBLE),
+    )
     x = torch.randn(3, 4, **DOUBLE)
-    assert_folds(perturb(Fork()), x, example_inputs=x)
+    assert_folds(perturb(model), x, example_inputs=x)
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = gp.GmPLinear(4, 4, activation=torch.relu, **DOUBLE)
-        self.head = nn.Linear(4, 2, **DOUBLE)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x + self.layer(x))
+RESIDUAL = FunctionModel(
+    lambda m, x: m.head(x + m.layer(x)),
+    layer=gp.GmPLinear(4, 4, activation=torch.relu, **DOUBLE),
+    head=nn.Linear(4, 2, **DOUBLE),
+)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +141,7 @@ class Residual(nn.Module):
     [
         (through(nn.MaxPool2d(2), nn.Conv2d(6, 4, 1, **DOUBLE)), (2, 3, 6, 6), "'0'.*max_pool2d"),
         (through(nn.BatchNorm2d(6, **DOUBLE), nn.Conv2d(6, 4, 1, **DOUBLE)), (2, 3, 6, 6), "norm"),
-        (Residual(), (3, 4), "'layer'.*add"),
+        (RESIDUAL, (3, 4), "'layer'.*add"),
         (through(), (2, 3, 6, 6), "'0'.*output"),
     ],
     ids=["max pooling", "batch norm", "residual", "output"],
