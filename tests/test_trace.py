@@ -108,36 +108,27 @@ def test_attention_with_separate_projections_has_four_layers() -> None:
 
 # Ways to write the same thing.
 
-RELUS = {
-    "module": lambda m, x: m.relu(x),
-    "F.relu": lambda m, x: F.relu(x),
-    "F.relu in place": lambda m, x: F.relu(x, inplace=True),
-    "torch.relu_": lambda m, x: torch.relu_(x),
-    "in-place method": lambda m, x: x.relu_(),
-    "overload": lambda m, x: torch.ops.aten.relu.default(x),
+ACTIVATIONS = {
+    "module": (lambda m, x: m.relu(x), "relu"),
+    "F.relu": (lambda m, x: F.relu(x), "relu"),
+    "F.relu in place": (lambda m, x: F.relu(x, inplace=True), "relu"),
+    "torch.relu_": (lambda m, x: torch.relu_(x), "relu"),
+    "in-place method": (lambda m, x: x.relu_(), "relu"),
+    "overload": (lambda m, x: torch.ops.aten.relu.default(x), "relu"),
+    "leaky": (lambda m, x: m.leaky(x), "leaky_relu"),
+    "torch.tanh": (lambda m, x: torch.tanh(x), "tanh"),
+    "with a parameter": (lambda m, x: m.prelu(x), "prelu"),
 }
 
 
-@pytest.mark.parametrize("relu", RELUS.values(), ids=RELUS)
-def test_every_spelling_of_relu_is_relu(relu: Callable) -> None:
-    model = FunctionModel(
-        lambda m, x: m.fc(relu(m, m.conv(x)).mean((2, 3))), conv=conv(), fc=nn.Linear(3, 2)
-    )
-    model.relu = nn.ReLU()
-    graph = trace(model, PIXELS)
-    assert summary(graph, "conv") == (None, "relu", False, False)
+@pytest.mark.parametrize(("function", "op"), ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_every_spelling_of_an_activation_has_one_name(function: Callable, op: str) -> None:
+    modules = {"relu": nn.ReLU(), "leaky": nn.LeakyReLU(0.2), "prelu": nn.PReLU()}
+    layers = {"conv": conv(), "fc": nn.Linear(3, 2)}
+    forward = lambda m, x: m.fc(function(m, m.conv(x)).mean((2, 3)))  # noqa: E731
+    graph = trace(FunctionModel(forward, **layers, **modules), PIXELS)
+    assert summary(graph, "conv") == (None, op, False, False)
     assert graph.layers == ("conv", "fc")
-
-
-@pytest.mark.parametrize(
-    ("function", "op"),
-    [(nn.LeakyReLU(0.2), "leaky_relu"), (torch.tanh, "tanh"), (nn.PReLU(), "prelu")],
-)
-def test_functions_and_modules_have_one_name(function: Callable, op: str) -> None:
-    model = FunctionModel(lambda m, x: function(m.fc(x)), fc=nn.Linear(3, 3))
-    if isinstance(function, nn.Module):
-        model.act = function
-    assert trace(model, torch.zeros(1, 3)).after("fc").activation.op == op
 
 
 SUMS = {
