@@ -254,15 +254,11 @@ def test_an_old_state_under_padding_is_refused_until_input_norm_is_named() -> No
         GmPConv2d(4, 6, 3, padding=1, input_norm=form).load_state_dict(state)
 
 
-def test_a_state_of_today_and_one_that_means_the_same_load() -> None:
+def test_other_states_load_and_one_without_a_version_warns() -> None:
     layer = GmPConv2d(4, 6, 3, padding=1, input_norm=True)
     layer.load_state_dict(layer.state_dict())
     for same in (GmPConv2d(4, 6, 3, input_norm=True), GmPLinear(4, 6, input_norm=True)):
-        same.load_state_dict(old_state(same))
-
-
-def test_a_state_without_a_version_loads_with_a_warning() -> None:
-    layer = GmPConv2d(4, 6, 3, padding=1, input_norm=True)
+        same.load_state_dict(old_state(same))  # without padding the forms are one
     with pytest.warns(UserWarning, match="has no version"):
         layer.load_state_dict(dict(layer.state_dict()))
 
@@ -320,9 +316,7 @@ HALF = torch.float16
         (lambda: GmPLinear(3, 0), "0 units"),
         (lambda: GmPConv2d(0, 3, 3), "fan-in 0"),
         (lambda: GmPConv2d(4, 6, 3, groups=3), "divisible by groups"),
-        (lambda: GmPConv2d(4, 6, 3, groups=0), "groups must be"),
         (lambda: GmPConv2d(4, 6, (3, 3, 3)), "kernel_size is one number or 2"),
-        (lambda: GmPConv2d(4, 6, 3, stride=2, padding="same"), "padding='same' is not supported"),
         (lambda: GmPConv2d(4, 6, 3, padding_mode="mirror"), "padding_mode"),
         (lambda: GmPLinear(3, 2, init="he"), "init is 'sphere'"),
         (lambda: GmPLinear(3, 2, coordinates="polar"), "coordinates are 'angles'"),
@@ -340,7 +334,6 @@ HALF = torch.float16
             lambda: GmPLinear.from_linear(linear_with(60000, 0, HALF)),
             "longer than the largest torch.float16",
         ),
-        (lambda: GmPConv2d(4, 6, 3, input_norm="mean", device="meta"), "input_norm is False"),
         (lambda: GmPLinear.from_linear(linear_with(0, 1)), r"rows \[1\].*zero weight and a bias"),
         (lambda: GmPLinear(3, 2, activation=torch.relu).to_linear(), "r outside"),
     ],

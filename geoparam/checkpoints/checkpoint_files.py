@@ -42,8 +42,6 @@ class Report:
     layers: int
     kept: int
     notes: tuple[str, ...]
-    out: Path
-    size: int
 
 
 def fold_checkpoint(
@@ -78,13 +76,8 @@ def fold_checkpoint(
         _refuse_unknown_shapes(entries)
     folding = fold_entries(entries, plain)
     write(folding.state, out)
-    return Report(
-        layers=len(folding.layers),
-        kept=sum(folding.state.get(key) is x for key, x in entries.items()),
-        notes=(*notes, *more, *folding.notes),
-        out=out,
-        size=out.stat().st_size,
-    )
+    kept = sum(folding.state.get(key) is x for key, x in entries.items())
+    return Report(len(folding.layers), kept, (*notes, *more, *folding.notes))
 
 
 def _refuse_unknown_shapes(entries: Mapping[str, Tensor]) -> None:
