@@ -11,7 +11,7 @@ goes into r, and the layer gets input mean normalization instead.
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from geoparam.conversion.plan import Filter, Inputs, Plan, module_name, plan
 from geoparam.conversion.replacement import Options, RemovedNorm, build_replacement
-from geoparam.conversion.surgery import find_places, replace_module
+from geoparam.conversion.surgery import replace_modules
 from geoparam.conversion.verification import check_reads, check_same_outputs, run_and_record
 from geoparam.coordinates import Name
 from geoparam.norm import MOMENTUM
@@ -99,7 +99,7 @@ def convert_(
         batches = [example_inputs] if calibration is None else calibration
         options.means.update(_measure_input_means(model, absorbing, batches))
     if example_inputs is None:
-        model = _replace_all(model, decided, options)
+        model = replace_modules(model, _build_pairs(model, decided, options))
     else:
         model = _replace_checked(model, decided, options, example_inputs)
     log.info("%s", decided)
@@ -144,19 +144,19 @@ def _find_misuse(model: nn.Module, decided: Plan, pretrained: bool) -> str | Non
     )
 
 
-def _replace_all(model: nn.Module, decided: Plan, options: Options) -> nn.Module:
-    where, modules = find_places(model), dict(model.named_modules())
+def _build_pairs(
+    model: nn.Module, decided: Plan, options: Options
+) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield each module that goes, and the one that takes its place."""
+    modules = dict(model.named_modules())
     for decision in reversed(decided.decisions):  # children before the attention that holds them
         if decision.converted:
             old = modules.pop(module_name(decision.name))
             norm = modules[decision.norm] if decision.norm else None
             new = build_replacement(old, decision, norm, options)
             if norm is not None:
-                replace_module(RemovedNorm(norm, old, new), norm, where)
-            replace_module(new, old, where)
-            model = new if old is model else model
-            where.pop(old, None)  # with its last name, the old layer's memory goes
-    return model
+                yield norm, RemovedNorm(norm, old, new)
+            yield old, new
 
 
 def _replace_checked(
@@ -174,7 +174,7 @@ def _replace_checked(
     changed = [p for own in old.values() for p in own] if options.weights == "plain" else []
     values = [t.detach().clone() for t in changed]
     try:
-        converted = _replace_all(model, decided, options)
+        converted = replace_modules(model, _build_pairs(model, decided, options))
         try:
             after, read = run_and_record(converted, inputs)
         except Exception as error:

@@ -20,7 +20,7 @@ from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs
 from geoparam.conversion.replacement import RemovedNorm
-from geoparam.conversion.surgery import find_places, refuse_wrapped, replace_module
+from geoparam.conversion.surgery import refuse_wrapped, replace_modules
 from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer, release
 from geoparam.layers import GmPLinear
@@ -99,13 +99,11 @@ def fold_(
                 folded[slot] = dropped if restored is None else restored
     _check_finite(ours, folded)
     _scale_plain_layers(model, {n: f for n, f in factors.items() if n not in ours})
-    where = find_places(model)
-    for module in reversed(ours.values()):  # children before the attention that holds them
-        attention = module if isinstance(module, GmPMultiheadAttention) else None
-        new = attention.to_attention() if attention is not None else folded[module]
-        replace_module(new, module, where)
-        model = new if module is model else model
-    return model
+    pairs = (
+        (old, old.to_attention() if isinstance(old, GmPMultiheadAttention) else folded[old])
+        for old in reversed(ours.values())  # children before the attention that holds them
+    )
+    return replace_modules(model, pairs)
 
 
 def _find_ours(model: nn.Module) -> dict[str, nn.Module]:
