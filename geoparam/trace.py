@@ -171,11 +171,9 @@ def output_layers(model: nn.Module) -> tuple[str, ...]:
 
 def _are_beside(layer: nn.Module, last: nn.Module) -> bool:
     """Return whether two layers take the same input, as far as their sizes tell."""
-    inputs, outputs = ("in_features", "in_channels"), ("out_features", "out_channels")
-    for taken, given in zip(inputs, outputs, strict=True):
-        if hasattr(layer, taken) and hasattr(last, taken):
-            width = getattr(last, taken)
-            return getattr(layer, taken) == width != getattr(layer, given)
+    for inputs, outputs in (("in_features", "out_features"), ("in_channels", "out_channels")):
+        if hasattr(layer, inputs) and hasattr(last, inputs):
+            return getattr(layer, inputs) == getattr(last, inputs) != getattr(layer, outputs)
     return False
 
 

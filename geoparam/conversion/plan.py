@@ -107,7 +107,12 @@ def plan(
                 continue
         elif not (reason := _reason_to_leave(module, decision.name, outputs, filter_fn, ties)):
             _refuse_parametrized(module, name)
-            _refuse_held(name, held.get(module))
+            if module in held:
+                raise ValueError(
+                    f"{name!r} is also held by {held[module]}, outside of the registered modules: "
+                    "that would go on with the old layer. Use nn.ModuleList or nn.ModuleDict "
+                    "there, or leave it out with filter_fn."
+                )
             decision = _decide_norm(decision, module, model, graph, init, norm)
             reason = "" if init else _check_values(module, decision, model)
             if weights == "plain":
@@ -242,15 +247,6 @@ def _refuse_parametrized(module: nn.Module, name: str) -> None:
             f"{name!r} has a {key} that is not a parameter (old weight_norm, spectral_norm or "
             "pruning). Remove that first (torch.nn.utils.remove_weight_norm, prune.remove), or "
             "leave it out with filter_fn."
-        )
-
-
-def _refuse_held(name: str, place: str | None) -> None:
-    if place is not None:
-        raise ValueError(
-            f"{name!r} is also held by {place}, outside of the registered modules: that would go "
-            "on with the old layer. Use nn.ModuleList or nn.ModuleDict there, or leave it out "
-            "with filter_fn."
         )
 
 
