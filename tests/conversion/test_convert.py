@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from checkpoint_models import Tied
+from function_model import FunctionModel
 from torch import nn
 from torch.nn.utils import parametrizations, prune, weight_norm
 from zoo import pretend_pretrained
@@ -283,18 +284,12 @@ def test_summary_is_printed_on_request(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_verify_measures_the_largest_relative_difference() -> None:
-    class Two(nn.Module):
-        def __init__(self, shift: float) -> None:
-            super().__init__()
-            self.shift = shift
-
-        def forward(self, x: torch.Tensor) -> dict:
-            return {"a": x, "b": [4 * x + self.shift]}
+    def shifted(shift: float) -> nn.Module:
+        return FunctionModel(lambda m, x: {"a": x, "b": [4 * x + shift]})
 
     x = torch.ones(2)
-    assert gp.verify(Two(0), Two(0.5), x) == pytest.approx(0.125)
-    for inputs in ({"x": x}, (x,), [x]):
-        assert gp.verify(Two(0), Two(0.5), inputs) == pytest.approx(0.125)
+    for inputs in (x, {"x": x}, (x,), [x]):
+        assert gp.verify(shifted(0), shifted(0.5), inputs) == pytest.approx(0.125)
     with pytest.raises(ValueError, match="shapes"):
         gp.verify(nn.Linear(2, 3), nn.Linear(2, 4), x)
 
@@ -309,13 +304,9 @@ def test_verify_sees_nan_and_restores_the_mode() -> None:
 
 
 def test_without_example_inputs_heads_beside_each_other_stay_plain() -> None:
-    class TwoHeads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.hidden = nn.Linear(4, 8), nn.Linear(8, 8)
-            self.classes, self.box = nn.Linear(8, 10), nn.Linear(8, 4)
-
-    decisions = {d.name: d.converted for d in gp.plan(TwoHeads()).decisions}
+    sizes = {"body": (4, 8), "hidden": (8, 8), "classes": (8, 10), "box": (8, 4)}
+    model = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
+    decisions = {d.name: d.converted for d in gp.plan(model).decisions}
     assert decisions == {"body": True, "hidden": True, "classes": False, "box": False}
 
 

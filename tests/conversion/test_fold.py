@@ -1,7 +1,6 @@
 """fold_: plain torch.nn again, with the same function."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -69,14 +68,13 @@ def test_r_moves_through_a_homogeneous_activation(activation) -> None:  # noqa: 
     assert isinstance(folded[0], nn.Sequential)
 
 
-class Step(nn.Module):
-    def __init__(self, function: Callable) -> None:
-        super().__init__()
-        self.forward = function
-
-
 def through(*steps: nn.Module) -> nn.Module:
     return nn.Sequential(gp.GmPConv2d(3, 6, 3, padding=1, activation=torch.relu, **DOUBLE), *steps)
+
+
+PERMUTED = FunctionModel(lambda m, x: x.permute(0, 2, 3, 1).flatten(1))
+MEAN = FunctionModel(lambda m, x: x.mean(dim=(2, 3), dtype=x.dtype) / 3)
+TOKEN = FunctionModel(lambda m, x: x.flatten(2).transpose(1, 2)[:, 0])
 
 
 @pytest.mark.parametrize(
@@ -86,9 +84,9 @@ def through(*steps: nn.Module) -> nn.Module:
         through(nn.AvgPool2d(2), nn.Dropout(), nn.Conv2d(6, 4, 2, **DOUBLE)),
         through(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 2, **DOUBLE)),
         through(nn.Flatten(), nn.Linear(216, 2, **DOUBLE)),
-        through(Step(lambda x: x.permute(0, 2, 3, 1).flatten(1)), nn.Linear(216, 2, **DOUBLE)),
-        through(Step(lambda x: x.mean(dim=(2, 3), dtype=x.dtype) / 3), nn.Linear(6, 2, **DOUBLE)),
-        through(Step(lambda x: x.flatten(2).transpose(1, 2)[:, 0]), nn.Linear(6, 2, **DOUBLE)),
+        through(PERMUTED, nn.Linear(216, 2, **DOUBLE)),
+        through(MEAN, nn.Linear(6, 2, **DOUBLE)),
+        through(TOKEN, nn.Linear(6, 2, **DOUBLE)),
         through(gp.GmPConv2d(6, 4, 3, padding=1, activation=F.elu, **DOUBLE),
                 nn.Conv2d(4, 2, 1, **DOUBLE)),
         through(gp.GmPConv2d(6, 4, 3, padding=1, input_norm="border", **DOUBLE)),

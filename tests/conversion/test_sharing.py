@@ -117,12 +117,10 @@ def test_neighbours_in_one_block_of_memory_are_no_ties() -> None:
 
 @pytest.mark.parametrize("change", [gp.convert_, gp.fold_])
 def test_wrapped_models_are_refused(change: Callable) -> None:
-    class DistributedDataParallel(nn.Module):  # the real one needs processes
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
+    class DistributedDataParallel(nn.Sequential):  # the real one needs processes
+        pass
 
     layer = gp.GmPLinear if change is gp.fold_ else nn.Linear
-    model = DistributedDataParallel(nn.Sequential(layer(4, 4), nn.Linear(4, 2)))
+    model = DistributedDataParallel(layer(4, 4), nn.Linear(4, 2))
     with pytest.raises(ValueError, match="wrapped in DistributedDataParallel.*then wrap it"):
         change(model)
