@@ -9,7 +9,7 @@ directions to `coordinates`, the mean of the input to `norm`, the arithmetic to 
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from geoparam import sphere
 from geoparam.computed import as_computed
 from geoparam.coordinates import Name, Sign, coordinates_for, normalise_
 from geoparam.memory import Memory
-from geoparam.norm import InputMeanNorm, shift_bias
-from geoparam.parameter_values import Init, check_finite, check_init, compute_distance, draw
+from geoparam.norm import MOMENTUM, InputMeanNorm, shift_bias
+from geoparam.parameter_values import Init, check_finite, compute_distance, draw
 from geoparam.step_hooks import watch
 
 Activation = Callable[[Tensor], Tensor]
@@ -28,6 +28,17 @@ InputNorm = bool | Literal["bias", "border"]
 
 _LARGEST_ROUNDING = 0.02  # of a unit vector's length: bfloat16 has three digits
 _BLOCK = 1 << 18  # elements encoded at once: bounds the float64 copies
+
+
+class UnitOptions(TypedDict, total=False):
+    """The options of every GmP layer; `GmPLinear` describes them, and `GmPLayer` has defaults."""
+
+    activation: Activation | None
+    init: Init | None
+    coordinates: Name
+    natural: bool
+    input_norm: InputNorm
+    momentum: float | None
 
 
 class GmPLayer(nn.Module):
@@ -54,33 +65,31 @@ class GmPLayer(nn.Module):
     def __init__(
         self,
         weight_shape: tuple[int, ...],
-        *,
         in_channels: int,
-        channel_dim: int,
         bias: bool,
-        activation: Activation | None,
-        init: Init | None,
-        coordinates: Name,
-        natural: bool,
-        input_norm: InputNorm,
-        momentum: float | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
+        *,
+        activation: Activation | None = None,
+        init: Init | None = "sphere",
+        coordinates: Name = "angles",
+        natural: bool = False,
+        input_norm: InputNorm = False,
+        momentum: float | None = MOMENTUM,
     ) -> None:
         super().__init__()
         _check_options(weight_shape, coordinates, natural, input_norm)
         out, n = weight_shape[0], math.prod(weight_shape[1:])
         self.weight_shape = weight_shape
-        self.channel_dim = channel_dim
+        self.channel_dim = 1 - len(weight_shape)  # -1, or before the positions
         self.coordinates = coordinates
         self.natural = natural
         self.init = init
         self.activation = activation
         self.input_norm_form = input_norm
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.input_norm = (
-            InputMeanNorm(in_channels, momentum, dim=channel_dim, **place) if input_norm else None
-        )
+        norm = {"momentum": momentum, "dim": self.channel_dim, **place}
+        self.input_norm = InputMeanNorm(in_channels, **norm) if input_norm else None
         self._coordinates = coordinates_for(coordinates, n)
         stored = torch.empty(self._coordinates.shape(out, n), **place)
         if isinstance(self._coordinates, Sign):
@@ -102,7 +111,6 @@ class GmPLayer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw new parameters: `init` says how; None leaves them as they are."""
-        check_init(self.init)
         if self.input_norm is not None:
             self.input_norm.reset_parameters()
         if self.init is None or self.r.is_meta:
@@ -233,7 +241,8 @@ class GmPLayer(nn.Module):
         if self.activation is None:
             return z
         z = self.activation(z)
-        return z * self._per_channel(self.r).to(z.dtype)
+        r = self.r.view(-1, *[1] * (-1 - self.channel_dim))
+        return z * r.to(z.dtype)
 
     def _affine(self, x: Tensor) -> Tensor:
         """Return w^T (x - E[x]) + b; without a centred copy of x unless it is the border form."""
@@ -274,28 +283,25 @@ class GmPLayer(nn.Module):
         """Whether zeros are padded to the centred input, so that its mean fits into no bias."""
         return self.input_norm_form == "border" and self._pads_zeros
 
-    def _per_channel(self, x: Tensor) -> Tensor:
-        return x.view(-1, *[1] * (-self.channel_dim - 1))
-
-    def _plain_affine(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and bias of the standard layer that does the same in evaluation."""
+    @torch.no_grad()
+    def _to_plain(self) -> Any:
+        """Return the torch.nn layer that computes the same in evaluation."""
         if self.activation is not None:
             raise ValueError(
                 "this layer applies its own activation with r outside of it, so no standard layer "
                 "alone is the same. Fold the model, which gives Sequential(layer, activation)."
             )
-        weight, bias = self._weight(None).detach(), self._bias
-        if self.input_norm is None:
-            return weight, bias if bias is None else bias.detach()
-        if self.input_norm.running_mean is None or self._centres_borders:
-            raise ValueError(
-                "the input's mean cannot go into a bias: it is the batch's own, or zeros are "
-                "padded to the centred input. Use input_norm=True with running statistics."
-            )
-        bias = shift_bias(bias, weight, self.input_norm.running_mean)
-        return weight, bias.detach().to(weight.dtype)
+        weight, bias = self._weight(None), self._bias
+        if self.input_norm is not None:
+            if self.input_norm.running_mean is None or self._centres_borders:
+                raise ValueError(
+                    "the input's mean cannot go into a bias: it is the batch's own, or zeros are "
+                    "padded to the centred input. Use input_norm=True with running statistics."
+                )
+            bias = shift_bias(bias, weight, self.input_norm.running_mean).to(weight.dtype)
+        return self.build_plain(weight, bias)
 
-    def plain(self, weight: Tensor, bias: Tensor | None) -> Any:
+    def build_plain(self, weight: Tensor, bias: Tensor | None) -> Any:
         """Return the torch.nn layer with this weight and bias, frozen and in the mode of self."""
         arguments = {name: getattr(self, name) for name in self._arguments}
         place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}

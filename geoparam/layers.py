@@ -5,11 +5,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack  # which torch needs, too
 
-from geoparam.base_layer import Activation, GmPLayer, InputNorm
+from geoparam.base_layer import GmPLayer, UnitOptions
 from geoparam.coordinates import Name
-from geoparam.norm import MOMENTUM
-from geoparam.parameter_values import Init
 
 Layer = TypeVar("Layer", bound=GmPLayer)
 Conv = TypeVar("Conv", bound="_GmPConv")
@@ -23,16 +22,16 @@ class GmPLinear(GmPLayer):
         in_features: fan-in n of each unit.
         out_features: number of units.
         bias: if False, no lam: every boundary passes through the origin.
-        activation: g; it makes the layer the papers' unit, with r outside of g.
-        init: `"sphere"`, uniform directions with r = 1 and lam = 0 as in the papers' text;
-            `"glorot"`, a Glorot-uniform weight turned into directions and r, as in their code;
-            None leaves the parameters uninitialised.
-        coordinates: `"angles"` stores `latitude` (out, n - 1), `"intrinsic"` stores `unit`
-            (out, n) and wants `retract` as a hook of the optimizer.
+        activation: g, if any; it makes the layer the papers' unit, with r outside of g.
+        init: `"sphere"` (the default), uniform directions with r = 1 and lam = 0 as in the papers'
+            text; `"glorot"`, a Glorot-uniform weight turned into directions and r, as in their
+            code; None leaves the parameters uninitialised.
+        coordinates: `"angles"` (the default) stores `latitude` (out, n - 1), `"intrinsic"` stores
+            `unit` (out, n) and wants `retract` as a hook of the optimizer.
         natural: divide the angles' gradient by the sphere's metric (bounded below by 0.01).
         input_norm: subtract the input's mean over all dimensions but the last (`InputMeanNorm`):
             z = w^T x + (b - w^T E[x]). The forms of `GmPConv2d` are all the same here.
-        momentum: share of a new batch in the running mean, as in `InputMeanNorm`.
+        momentum: share of a new batch in the running mean, 0.1 as in `InputMeanNorm`.
 
     With one input there is no angle: a buffer `sign` holds the directions, drawn at random.
 
@@ -60,28 +59,9 @@ class GmPLinear(GmPLayer):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        activation: Activation | None = None,
-        init: Init | None = "sphere",
-        coordinates: Name = "angles",
-        natural: bool = False,
-        input_norm: InputNorm = False,
-        momentum: float | None = MOMENTUM,
+        **options: Unpack[UnitOptions],
     ) -> None:
-        super().__init__(
-            (out_features, in_features),
-            in_channels=in_features,
-            channel_dim=-1,
-            bias=bias,
-            activation=activation,
-            init=init,
-            coordinates=coordinates,
-            natural=natural,
-            input_norm=input_norm,
-            momentum=momentum,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__((out_features, in_features), in_features, bias, device, dtype, **options)
         self.in_features = in_features
         self.out_features = out_features
         self.transposed = False  # whether it stands for transformers' Conv1D, (in, out)
@@ -104,7 +84,7 @@ class GmPLinear(GmPLayer):
 
     def to_linear(self) -> nn.Linear:
         """Return the nn.Linear that computes the same in evaluation."""
-        return self.plain(*self._plain_affine())
+        return self._to_plain()
 
     def extra_repr(self) -> str:
         bias = "" if self.lam is not None else ", bias=False"
@@ -136,35 +116,17 @@ class _GmPConv(GmPLayer):
         padding_mode: str = "zeros",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        activation: Activation | None = None,
-        init: Init | None = "sphere",
-        coordinates: Name = "angles",
-        natural: bool = False,
-        input_norm: InputNorm = False,
-        momentum: float | None = MOMENTUM,
+        **options: Unpack[UnitOptions],
     ) -> None:
         plain: Any = self._plain  # checks the arguments, and holds them as its forward wants them
-        shape = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
-        conv = plain(*shape, bias=False, padding_mode=padding_mode, device="meta")
+        sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
+        conv = plain(*sizes, bias=False, padding_mode=padding_mode, device="meta")
         if len(conv.kernel_size) != self._rank:
             raise ValueError(
                 f"kernel_size is one number or {self._rank} of them; got {kernel_size}."
             )
-        super().__init__(
-            tuple(conv.weight.shape),
-            in_channels=in_channels,
-            channel_dim=-1 - self._rank,
-            bias=bias,
-            activation=activation,
-            init=init,
-            coordinates=coordinates,
-            natural=natural,
-            input_norm=input_norm,
-            momentum=momentum,
-            device=device,
-            dtype=dtype,
-        )
+        shape = tuple(conv.weight.shape)
+        super().__init__(shape, in_channels, bias, device, dtype, **options)
         for name in (*self._arguments, "output_padding", "_reversed_padding_repeated_twice"):
             setattr(self, name, getattr(conv, name))
 
@@ -190,7 +152,7 @@ class _GmPConv(GmPLayer):
 
     def to_conv(self) -> PlainConv:
         """Return the torch.nn convolution that computes the same in evaluation."""
-        return self.plain(*self._plain_affine())
+        return self._to_plain()
 
     def extra_repr(self) -> str:
         return nn.modules.conv._ConvNd.extra_repr(self) + super().extra_repr()  # type: ignore[arg-type]
@@ -240,25 +202,18 @@ def _convert(kind: type[Layer], plain: Any, coordinates: Name, natural: bool) ->
         raise ValueError(f"{expected}; got {type(plain).__name__}.")
     layer = build_like(kind, plain, init=None, coordinates=coordinates, natural=natural)
     layer._set_affine(plain.weight, plain.bias)
-    freeze_like(layer, plain)
-    return layer.train(plain.training)
+    return layer
 
 
 def build_like(kind: type[Layer], plain: Any, **options: Any) -> Layer:
-    """Return a new layer with the sizes, device and type of a torch.nn layer."""
+    """Return a new layer with the sizes, type, mode and frozen parameters of a torch.nn layer."""
     sizes: dict[str, Any] = {name: getattr(plain, name) for name in kind._arguments}
     place = {"device": plain.weight.device, "dtype": plain.weight.dtype}
-    return kind(**sizes, **{"bias": plain.bias is not None, **place, **options})
-
-
-def freeze_like(layer: GmPLayer, plain: Any) -> None:
-    """Let the parameters learn that learn in a torch.nn layer."""
-    for parameter in (layer._stored, layer.r):
-        if isinstance(parameter, nn.Parameter):
-            parameter.requires_grad_(plain.weight.requires_grad)
-    if layer.lam is not None:
-        own = plain.weight if plain.bias is None else plain.bias
-        layer.lam.requires_grad_(own.requires_grad)
+    layer = kind(**sizes, **{"bias": plain.bias is not None, **place, **options})
+    for name, parameter in layer.named_parameters():
+        own = plain.bias if name == "lam" and plain.bias is not None else plain.weight
+        parameter.requires_grad_(own.requires_grad)
+    return layer.train(plain.training)
 
 
 def as_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -16,7 +16,8 @@ def draw(out: int, n: int, init: Init, *, device: torch.device, dtype: torch.dty
 
     They are uniform on the unit sphere, in float64, or Glorot-uniform.
     """
-    check_init(init)
+    if init not in ("sphere", "glorot"):
+        raise ValueError(f"init is 'sphere', 'glorot' or None; got {init!r}.")
     if init == "sphere":
         return sphere.sample(out, n, device=device)
     bound = math.sqrt(6 / (n + out))
@@ -40,12 +41,6 @@ def compute_distance(bias: Tensor, r: Tensor, dtype: torch.dtype) -> Tensor:
             "Leave the layer standard."
         )
     return lam
-
-
-def check_init(init: str | None) -> None:
-    """Raise unless `init` names a way to draw, or none."""
-    if init not in ("sphere", "glorot", None):
-        raise ValueError(f"init is 'sphere', 'glorot' or None; got {init!r}.")
 
 
 def check_finite(x: Tensor, name: str) -> None:

@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -102,8 +102,10 @@ def trace(
         raise ValueError("the model has lazy layers without shapes: run it once, then trace it")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise ValueError("what is scripted shows no steps: trace the model before it is scripted")
-    args, kwargs = _copy_tensors(arguments_of(model, inputs, **(kwargs or {})))
+    arguments = arguments_of(model, inputs, **(kwargs or {}))
     with inspection_mode(model):
+        # A model may change what it gets. The same tensor, given twice, stays one.
+        args, kwargs = tree_map_only(Tensor, cache(Tensor.clone), arguments)
         recorder = _Recorder(model, visit)
         for tensor in tensors_in((args, kwargs)):
             kind = "input" if tensor.is_floating_point() else "index"
@@ -140,20 +142,6 @@ def why_not_callable(model: nn.Module, /, *args: Any, **kwargs: Any) -> str:
     return ""
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
-def _copy_tensors(values: tuple) -> tuple:
-    """Return nested arguments with copies of all tensors: models may change what they get."""
-    copies = WeakTensorKeyDictionary()
-
-    def copy_once(tensor: Tensor) -> Tensor:
-        if tensor not in copies:
-            copies[tensor] = tensor.clone()
-        return copies[tensor]
-
-    return tree_map_only(Tensor, copy_once, values)
-
-
 def is_tracing() -> bool:
     """Return whether a trace is under way: what a hook computes in it would count as steps."""
     modes = torch.overrides._get_current_function_mode_stack()
@@ -183,11 +171,9 @@ def output_layers(model: nn.Module) -> tuple[str, ...]:
 
 def _are_beside(layer: nn.Module, last: nn.Module) -> bool:
     """Return whether two layers take the same input, as far as their sizes tell."""
-    inputs, outputs = ("in_features", "in_channels"), ("out_features", "out_channels")
-    for taken, given in zip(inputs, outputs, strict=True):
-        if hasattr(layer, taken) and hasattr(last, taken):
-            width = getattr(last, taken)
-            return getattr(layer, taken) == width != getattr(layer, given)
+    for inputs, outputs in (("in_features", "out_features"), ("in_channels", "out_channels")):
+        if hasattr(layer, inputs) and hasattr(last, inputs):
+            return getattr(layer, inputs) == getattr(last, inputs) != getattr(layer, outputs)
     return False
 
 
@@ -324,31 +310,27 @@ class _Recorder(TorchFunctionMode):
 def inspection_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation, no gradients, no compiling; restores flags, buffers and random state."""
     flags = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    copies = {buffer: buffer.clone() for _, _, buffer in buffers}
+    held = [module._buffers for module in model.modules()]
+    buffers = [(own, name, t) for own in held for name, t in own.items() if t is not None]
     devices = {p.device for p in model.parameters() if p.is_cuda}
-    try:
-        for module, _ in flags:  # not model.eval(), which may be made to do more
-            module.training = False
-        for module, name, buffer in buffers:  # copies: BatchNorm's writes count no version
-            module._buffers[name] = copies[buffer]
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(torch.random.fork_rng(devices))
-            if "torch._dynamo" in sys.modules:  # its import takes a second
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.random.fork_rng(devices))
+        if "torch._dynamo" in sys.modules:  # its import takes a second
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        copy_once = cache(Tensor.clone)  # copies, since BatchNorm's writes count no version
+        try:
+            for module, _ in flags:  # not model.eval(), which may be made to do more
+                module.training = False
+            for own, name, tensor in buffers:
+                own[name] = copy_once(tensor)
             yield
-    finally:
-        for module, training in flags:
-            module.training = training
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer
+        finally:
+            for module, training in flags:
+                module.training = training
+            for own, name, tensor in buffers:
+                own[name] = tensor
 
 
 def _step(module: nn.Module) -> Node:

@@ -181,26 +181,25 @@ def test_meta_layers_can_be_materialised() -> None:
 
 
 @pytest.mark.parametrize("options", CONV_OPTIONS, ids=str)
-def test_border_form_equals_the_module(options: dict, rank: int = 2) -> None:
+def test_border_form_equals_the_module(options: dict) -> None:
     options = {"kernel_size": 3, **options, **DOUBLE}
-    fused = perturb(CONVS[rank][0](4, 8, input_norm="border", **options))
-    plain = CONVS[rank][0](4, 8, **options)
-    plain.load_state_dict(fused.state_dict(), strict=False)
-    check_same_training(fused, nn.Sequential(InputMeanNorm(4, **DOUBLE), plain), image(rank) + 2)
+    fused = perturb(GmPConv2d(4, 8, input_norm="border", **options))
+    pair = nn.Sequential(InputMeanNorm(4, **DOUBLE), GmPConv2d(4, 8, **options))
+    check_same_training(fused, pair, image(2) + 2)
 
 
 @pytest.mark.parametrize("mode", [True, "bias", "border"])
 @pytest.mark.parametrize("shape", [(8, 4), (2, 5, 4)])
-def test_fused_input_norm_of_linear(shape: tuple[int, ...], mode) -> None:  # noqa: ANN001
+def test_fused_input_norm_of_linear(shape: tuple[int, ...], mode: bool | str) -> None:
     fused = perturb(GmPLinear(4, 6, input_norm=mode, activation=torch.tanh, **DOUBLE))
     plain = GmPLinear(4, 6, activation=torch.tanh, **DOUBLE)
-    plain.load_state_dict(fused.state_dict(), strict=False)
-    norm = InputMeanNorm(4, dim=-1, **DOUBLE)
-    check_same_training(fused, nn.Sequential(norm, plain), torch.randn(shape, **DOUBLE) + 2)
+    pair = nn.Sequential(InputMeanNorm(4, dim=-1, **DOUBLE), plain)
+    check_same_training(fused, pair, torch.randn(shape, **DOUBLE) + 2)
 
 
 def check_same_training(fused: nn.Module, pair: nn.Sequential, x: torch.Tensor) -> None:
     """Outputs, gradients and running means agree in training, and outputs in evaluation."""
+    pair[1].load_state_dict(fused.state_dict(), strict=False)
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
     out, expected = fused(a), pair(b)
     torch.testing.assert_close(out, expected)
@@ -254,15 +253,11 @@ def test_an_old_state_under_padding_is_refused_until_input_norm_is_named() -> No
         GmPConv2d(4, 6, 3, padding=1, input_norm=form).load_state_dict(state)
 
 
-def test_a_state_of_today_and_one_that_means_the_same_load() -> None:
+def test_other_states_load_and_one_without_a_version_warns() -> None:
     layer = GmPConv2d(4, 6, 3, padding=1, input_norm=True)
     layer.load_state_dict(layer.state_dict())
     for same in (GmPConv2d(4, 6, 3, input_norm=True), GmPLinear(4, 6, input_norm=True)):
-        same.load_state_dict(old_state(same))
-
-
-def test_a_state_without_a_version_loads_with_a_warning() -> None:
-    layer = GmPConv2d(4, 6, 3, padding=1, input_norm=True)
+        same.load_state_dict(old_state(same))  # without padding the forms are one
     with pytest.warns(UserWarning, match="has no version"):
         layer.load_state_dict(dict(layer.state_dict()))
 
@@ -320,9 +315,7 @@ HALF = torch.float16
         (lambda: GmPLinear(3, 0), "0 units"),
         (lambda: GmPConv2d(0, 3, 3), "fan-in 0"),
         (lambda: GmPConv2d(4, 6, 3, groups=3), "divisible by groups"),
-        (lambda: GmPConv2d(4, 6, 3, groups=0), "groups must be"),
         (lambda: GmPConv2d(4, 6, (3, 3, 3)), "kernel_size is one number or 2"),
-        (lambda: GmPConv2d(4, 6, 3, stride=2, padding="same"), "padding='same' is not supported"),
         (lambda: GmPConv2d(4, 6, 3, padding_mode="mirror"), "padding_mode"),
         (lambda: GmPLinear(3, 2, init="he"), "init is 'sphere'"),
         (lambda: GmPLinear(3, 2, coordinates="polar"), "coordinates are 'angles'"),
@@ -340,7 +333,6 @@ HALF = torch.float16
             lambda: GmPLinear.from_linear(linear_with(60000, 0, HALF)),
             "longer than the largest torch.float16",
         ),
-        (lambda: GmPConv2d(4, 6, 3, input_norm="mean", device="meta"), "input_norm is False"),
         (lambda: GmPLinear.from_linear(linear_with(0, 1)), r"rows \[1\].*zero weight and a bias"),
         (lambda: GmPLinear(3, 2, activation=torch.relu).to_linear(), "r outside"),
     ],

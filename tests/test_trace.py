@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 
 import pytest
 import torch
@@ -31,50 +30,22 @@ def summary(graph: Graph, layer: str) -> tuple:
     return chain.norm and chain.norm.name, activation, "sum" in chain.path, chain.exclusive
 
 
-def count(graph: Graph) -> Counter:
-    """Count the chains by (norm or not, activation, through a sum)."""
-    chains = [summary(graph, layer) for layer in graph.layers]
-    return Counter((norm is not None, activation, added) for norm, activation, added, _ in chains)
-
-
-@pytest.fixture
-def vision() -> ModuleType:
-    return pytest.importorskip("torchvision.models")
-
-
 # Real models. Nothing is computed on the meta device, so that full sizes take no time.
 
 
-def test_resnet_convolutions_before_the_sum_are_told_apart(vision: ModuleType) -> None:
+def test_resnet_convolutions_before_the_sum_are_told_apart() -> None:
+    vision = pytest.importorskip("torchvision.models")
     with torch.device("meta"):
         graph = trace(vision.resnet50(), torch.zeros(1, 3, 64, 64))
-    assert count(graph) == {
-        (True, "relu", False): 33,
-        (True, "relu", True): 20,
-        (False, None, False): 1,
-    }
-    assert all(graph.after(layer).exclusive for layer in graph.layers if layer != "fc")
+    chains = Counter(summary(graph, layer)[1:] for layer in graph.layers)
+    relu, after_sum, last = ("relu", False, True), ("relu", True, True), (None, False, False)
+    assert chains == {relu: 33, after_sum: 20, last: 1}
     assert (graph.first, graph.outputs) == (("conv1",), ("fc",))
     assert summary(graph, "layer2.0.downsample.0") == ("layer2.0.downsample.1", "relu", True, True)
 
 
-def test_mobilenet_has_convolutions_without_activation(vision: ModuleType) -> None:
-    with torch.device("meta"):
-        graph = trace(vision.mobilenet_v3_small(), torch.zeros(1, 3, 64, 64))
-    assert count(graph) == {
-        (True, "hardswish", False): 18,
-        (True, "relu", False): 5,
-        (True, None, False): 5,
-        (True, None, True): 6,
-        (False, "relu", False): 9,
-        (False, "hardsigmoid", False): 9,
-        (False, "hardswish", False): 1,
-        (False, None, False): 1,
-    }
-    assert summary(graph, "features.1.block.2.0") == ("features.1.block.2.1", None, False, True)
-
-
-def test_vit_shows_attention_as_its_projections(vision: ModuleType) -> None:
+def test_vit_shows_attention_as_its_projections() -> None:
+    vision = pytest.importorskip("torchvision.models")
     size = {"image_size": 32, "patch_size": 16, "hidden_dim": 16, "mlp_dim": 32}
     model = vision.VisionTransformer(**size, num_layers=2, num_heads=2)
     graph = trace(model, torch.zeros(1, 3, 32, 32))
@@ -108,36 +79,27 @@ def test_attention_with_separate_projections_has_four_layers() -> None:
 
 # Ways to write the same thing.
 
-RELUS = {
-    "module": lambda m, x: m.relu(x),
-    "F.relu": lambda m, x: F.relu(x),
-    "F.relu in place": lambda m, x: F.relu(x, inplace=True),
-    "torch.relu_": lambda m, x: torch.relu_(x),
-    "in-place method": lambda m, x: x.relu_(),
-    "overload": lambda m, x: torch.ops.aten.relu.default(x),
+ACTIVATIONS = {
+    "module": (lambda m, x: m.relu(x), "relu"),
+    "F.relu": (lambda m, x: F.relu(x), "relu"),
+    "F.relu in place": (lambda m, x: F.relu(x, inplace=True), "relu"),
+    "torch.relu_": (lambda m, x: torch.relu_(x), "relu"),
+    "in-place method": (lambda m, x: x.relu_(), "relu"),
+    "overload": (lambda m, x: torch.ops.aten.relu.default(x), "relu"),
+    "leaky": (lambda m, x: m.leaky(x), "leaky_relu"),
+    "torch.tanh": (lambda m, x: torch.tanh(x), "tanh"),
+    "with a parameter": (lambda m, x: m.prelu(x), "prelu"),
 }
 
 
-@pytest.mark.parametrize("relu", RELUS.values(), ids=RELUS)
-def test_every_spelling_of_relu_is_relu(relu: Callable) -> None:
-    model = FunctionModel(
-        lambda m, x: m.fc(relu(m, m.conv(x)).mean((2, 3))), conv=conv(), fc=nn.Linear(3, 2)
-    )
-    model.relu = nn.ReLU()
-    graph = trace(model, PIXELS)
-    assert summary(graph, "conv") == (None, "relu", False, False)
+@pytest.mark.parametrize(("function", "op"), ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_every_spelling_of_an_activation_has_one_name(function: Callable, op: str) -> None:
+    modules = {"relu": nn.ReLU(), "leaky": nn.LeakyReLU(0.2), "prelu": nn.PReLU()}
+    layers = {"conv": conv(), "fc": nn.Linear(3, 2)}
+    forward = lambda m, x: m.fc(function(m, m.conv(x)).mean((2, 3)))  # noqa: E731
+    graph = trace(FunctionModel(forward, **layers, **modules), PIXELS)
+    assert summary(graph, "conv") == (None, op, False, False)
     assert graph.layers == ("conv", "fc")
-
-
-@pytest.mark.parametrize(
-    ("function", "op"),
-    [(nn.LeakyReLU(0.2), "leaky_relu"), (torch.tanh, "tanh"), (nn.PReLU(), "prelu")],
-)
-def test_functions_and_modules_have_one_name(function: Callable, op: str) -> None:
-    model = FunctionModel(lambda m, x: function(m.fc(x)), fc=nn.Linear(3, 3))
-    if isinstance(function, nn.Module):
-        model.act = function
-    assert trace(model, torch.zeros(1, 3)).after("fc").activation.op == op
 
 
 SUMS = {

@@ -11,12 +11,13 @@ import inspect
 import os
 import pickle
 import re
-import struct
 import sys
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,6 @@ class Report:
     layers: int
     kept: int
     notes: tuple[str, ...]
-    out: Path
-    size: int
 
 
 def fold_checkpoint(
@@ -77,13 +76,8 @@ def fold_checkpoint(
         _refuse_unknown_shapes(entries)
     folding = fold_entries(entries, plain)
     write(folding.state, out)
-    return Report(
-        layers=len(folding.layers),
-        kept=sum(folding.state.get(key) is x for key, x in entries.items()),
-        notes=(*notes, *more, *folding.notes),
-        out=out,
-        size=out.stat().st_size,
-    )
+    kept = sum(folding.state.get(key) is x for key, x in entries.items())
+    return Report(len(folding.layers), kept, (*notes, *more, *folding.notes))
 
 
 def _refuse_unknown_shapes(entries: Mapping[str, Tensor]) -> None:
@@ -162,11 +156,13 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_torch(path: Path) -> tuple[dict[str, Tensor], list[str]]:
-    records = _stored_records(path) if zipfile.is_zipfile(path) else {}
+    entries = _check_archive(path) if zipfile.is_zipfile(path) else []
+    # torch would map the bytes of a compressed entry as they are.
+    can_map = bool(entries) and all(e.compress_type == zipfile.ZIP_STORED for e in entries)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # TorchScript, which then raises
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=bool(records))
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         raise ValueError(
@@ -181,45 +177,25 @@ def _read_torch(path: Path) -> tuple[dict[str, Tensor], list[str]]:
             "damaged, of another format, or TorchScript (export its state_dict in that case)."
         ) from error
     tensors, left = _tensors(loaded, path)
-    _check_sizes(path, tensors, records)
+    stores = [x.untyped_storage() for x in tensors.values()]
+    sizes = {store.data_ptr(): store.nbytes() for store in stores if store.nbytes()}
+    if entries and not Counter(sizes.values()) <= Counter(e.file_size for e in entries):
+        raise ValueError(f"{path} is damaged: an entry is not of the size of its tensor.")
     return tensors, left
 
 
-def _stored_records(path: Path) -> dict[int, int]:
-    """Check an archive, of which torch itself sees no checksum; return its entries' places.
-
-    That is the size of each by where its bytes begin; none if some are compressed, and cannot be
-    mapped: torch would take their bytes for tensors.
-    """
+def _check_archive(path: Path) -> list[zipfile.ZipInfo]:
+    """Return the entries of an archive, if they match their checksums, which torch ignores."""
     try:
-        with open_zip(path) as archive, path.open("rb") as file:
+        with open_zip(path) as archive:
             if damaged := archive.testzip():
                 raise ValueError(f"its entry {damaged} fails its checksum")
-            records = {}
-            for entry in archive.infolist():
-                if entry.compress_type != zipfile.ZIP_STORED:
-                    return {}
-                file.seek(entry.header_offset + 26)
-                names = sum(struct.unpack("<HH", file.read(4)))
-                records[entry.header_offset + 30 + names] = entry.file_size
-            return records
+            return archive.infolist()
     except ValueError as error:
         raise ValueError(
             f"{path} is a damaged archive: {error}. (Or it was saved without checksums, by "
             "torch.serialization.set_crc32_options(False): save it again with them.)"
         ) from error
-
-
-def _check_sizes(path: Path, tensors: dict[str, Tensor], records: dict[int, int]) -> None:
-    """Raise where a mapped tensor goes on past its entry, of which torch does not look."""
-    stores = [x.untyped_storage() for x in tensors.values()]
-    sizes = {store.data_ptr(): store.nbytes() for store in stores if store.nbytes()}
-    first = next(iter(sizes), 0)
-    if records and not any(
-        all(records.get(start + at - first) == size for at, size in sizes.items())
-        for start in records
-    ):
-        raise ValueError(f"{path} is damaged: an entry is not of the size of its tensor.")
 
 
 def _tensors(loaded: Any, path: Path) -> tuple[dict[str, Tensor], list[str]]:
@@ -278,7 +254,7 @@ def build(arch: str) -> nn.Module:
             "--arch is torchvision:NAME, timm:NAME, transformers:FOLDER or package.module:"
             f"function; got {arch!r}."
         )
-    make = _LIBRARIES.get(package, _from_module)(package, name)
+    make = _find_builder(package, name)
     try:
         model = _on_meta(make)
     except (Exception, SystemExit) as error:
@@ -296,44 +272,33 @@ def _on_meta(make: Callable[[], Any]) -> Any:
         return make()
 
 
-def _from_module(package: str, name: str) -> Callable[[], Any]:
+def _find_builder(package: str, name: str) -> Callable[[], Any]:
+    """Return the function that builds a model, which downloads nothing."""
+    if package == "torchvision":
+        models = importlib.import_module("torchvision.models")
+        if name not in models.list_models():
+            raise ValueError(
+                f"torchvision has no model {name!r}: see torchvision.models.list_models."
+            )
+        builder = models.get_model_builder(name)
+        weights = [p for p in inspect.signature(builder).parameters if p.startswith("weights")]
+        return partial(builder, **dict.fromkeys(weights))
+    if package == "timm":
+        return partial(importlib.import_module("timm").create_model, name, pretrained=False)
+    if package == "transformers":
+        transformers = importlib.import_module("transformers")
+        if not (Path(name) / "config.json").is_file():
+            raise ValueError(f"--arch transformers:FOLDER needs a config.json; {name} has none.")
+        config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+        if not config.architectures:
+            raise ValueError(f"{name}/config.json does not name its class under 'architectures'.")
+        return lambda: getattr(transformers, config.architectures[0])(config)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as python -m does, and installed commands do not
     try:
         return getattr(importlib.import_module(package), name)
     except (ModuleNotFoundError, AttributeError, TypeError) as error:
         raise ValueError(f"--arch {package}:{name} is not there: {error}.") from error
-
-
-def _from_torchvision(package: str, name: str) -> Callable[[], Any]:
-    models = importlib.import_module("torchvision.models")
-    if name not in models.list_models():
-        raise ValueError(f"torchvision has no model {name!r}: see torchvision.models.list_models.")
-    builder = models.get_model_builder(name)
-    weights = [p for p in inspect.signature(builder).parameters if p.startswith("weights")]
-    return lambda: builder(**dict.fromkeys(weights))
-
-
-def _from_timm(package: str, name: str) -> Callable[[], Any]:
-    timm = importlib.import_module("timm")
-    return lambda: timm.create_model(name, pretrained=False)
-
-
-def _from_transformers(package: str, name: str) -> Callable[[], Any]:
-    transformers = importlib.import_module("transformers")
-    if not (Path(name) / "config.json").is_file():
-        raise ValueError(f"--arch transformers:FOLDER needs a config.json; {name} has none.")
-    config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
-    if not config.architectures:
-        raise ValueError(f"{name}/config.json does not name its class under 'architectures'.")
-    return lambda: getattr(transformers, config.architectures[0])(config)
-
-
-_LIBRARIES = {
-    "torchvision": _from_torchvision,
-    "timm": _from_timm,
-    "transformers": _from_transformers,
-}
 
 
 # --- writing ----------------------------------------------------------------------------------

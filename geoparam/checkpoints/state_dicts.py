@@ -14,6 +14,7 @@ taken to be inside, as in all that `convert_` makes. `fold_` knows all three, fr
 import functools
 import logging
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ COORDINATES: dict[str, Coordinates] = {c.name: c for c in (Angles(), Intrinsic()
 OURS = (*COORDINATES, "r", "lam")
 MEAN, COUNT = "input_norm.running_mean", "input_norm.num_batches_tracked"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ENTRY = re.compile(rf"(?:(.*)\.)?({'|'.join((*OURS, 'theta', MEAN, COUNT))})")
 
 
 @dataclass(frozen=True)
@@ -90,16 +92,10 @@ def fold_entries(
         )
     plain = None if like is None else Plain.of(like)
     owners = {_join(name, part): name for name, parts in layers.items() for part in parts}
+    folded = {name: _fold_layer(name, parts, state, plain) for name, parts in layers.items()}
     result: dict[str, Tensor] = {}
-    done = set()
-    for key, tensor in state.items():
-        if key not in owners:
-            result[key] = tensor
-        elif (name := owners[key]) not in done:
-            done.add(name)
-            entries = _fold_layer(name, layers[name], state, plain)
-            _refuse_leftovers(name, layers[name], entries, state)
-            result.update(entries)
+    for key, tensor in state.items():  # a folded layer stands where its first entry was
+        result |= folded.pop(owners[key], {}) if key in owners else {key: tensor}
     for name in centred:
         _fold_mean(name, result)
     notes = _collect_notes(layers)
@@ -155,20 +151,16 @@ class Plain:
 
 def layers_in(state: Mapping[str, Tensor]) -> dict[str, Parts]:
     """Return the entries of every GmP layer, by the layer's name and by their name in it."""
-    layers: dict[str, Parts] = {}
+    found: dict[str, Parts] = {}
     for key, tensor in state.items():
-        name, _, part = key.rpartition(".")
-        if part in OURS:
-            layers.setdefault(name, {})[part] = tensor
-    for name, parts in list(layers.items()):
-        if _is_weight_norm(name, parts, state):
-            layers[name] = parts = {"theta": state[_join(name, "theta")], "r": parts["r"]}
-        elif len(parts) > 1 or "latitude" in parts:
-            parts |= {p: state[_join(name, p)] for p in (MEAN, COUNT) if _join(name, p) in state}
-        else:
-            del layers[name]
-            continue
-        _check_parts(name, parts)
+        if entry := ENTRY.fullmatch(key):
+            found.setdefault(entry[1] or "", {})[entry[2]] = tensor
+    layers = {}
+    for name, parts in found.items():
+        ours = [part for part in parts if part in OURS]
+        if _is_weight_norm(name, parts) or len(ours) > 1 or "latitude" in ours:
+            _check_parts(name, parts)
+            layers[name] = parts
     return layers
 
 
@@ -191,13 +183,12 @@ def _fold_mean(name: str, state: dict[str, Tensor]) -> None:
     state[_join(name, "bias")] = _round(_join(name, "bias"), shifted, bias.dtype)
 
 
-def _is_weight_norm(name: str, parts: Parts, state: Mapping[str, Tensor]) -> bool:
+def _is_weight_norm(name: str, parts: Parts) -> bool:
     """Whether this is the CLIP project's layer: r (out, 1) and theta in the weight's shape."""
-    theta = state.get(_join(name, "theta"))
-    if theta is None or theta.ndim < 2 or list(parts) != ["r"]:
+    if parts.keys() != {"theta", "r"}:
         return False
-    rows = (len(theta), *[1] * (theta.ndim - 1))
-    if parts["r"].shape != rows:
+    theta = parts["theta"]
+    if theta.ndim < 2 or parts["r"].shape != (len(theta), *[1] * (theta.ndim - 1)):
         return False
     if math.prod(theta.shape[2:]) != 1:
         raise ValueError(
@@ -228,20 +219,6 @@ def _check_parts(name: str, parts: Parts) -> None:
             )
 
 
-def _refuse_leftovers(
-    name: str, parts: Parts, folded: Collection[str], state: Mapping[str, Tensor]
-) -> None:
-    """Refuse a plain layer's weight or bias beside a GmP layer's entries: one of them is stale."""
-    bias = (
-        () if "theta" in parts else (_bias_key(next(iter(folded))),)
-    )  # theta has a bias of its own
-    if leftovers := [key for key in dict.fromkeys((*folded, *bias)) if key in state]:
-        raise ValueError(
-            f"{', '.join(leftovers)} stands beside {', '.join(parts)} of {name!r}, and a layer is "
-            "either plain or under GmP. Remove what is left over from the checkpoint."
-        )
-
-
 def _fold_layer(
     name: str, parts: Parts, state: Mapping[str, Tensor], plain: Plain | None
 ) -> dict[str, Tensor]:
@@ -253,6 +230,12 @@ def _fold_layer(
     if MEAN in parts:
         _check_mean(name, key, weight, parts[MEAN], plain)
         bias = shift_bias(bias, weight, wide(parts[MEAN]))
+    own = (key,) if "theta" in parts else (key, _bias_key(key))  # theta has a bias of its own
+    if leftovers := [key for key in own if key in state]:
+        raise ValueError(
+            f"{', '.join(leftovers)} stands beside {', '.join(parts)} of {name!r}, and a layer is "
+            "either plain or under GmP. Remove what is left over from the checkpoint."
+        )
     floats = [x.dtype for part, x in parts.items() if part not in (MEAN, COUNT)]
     dtype = functools.reduce(torch.promote_types, floats)
     result = {key: weight} if bias is None else {key: weight, _bias_key(key): bias}

@@ -15,8 +15,6 @@ from typer import Argument, Option
 import geoparam as gp
 from geoparam.storage import printable
 
-Force = Annotated[bool, Option("--force", help="Overwrite the output.")]
-
 
 def fold(
     checkpoint: Annotated[
@@ -42,7 +40,7 @@ def fold(
     prefix: Annotated[
         str, Option(help="Take only entries that begin with this, and remove it.")
     ] = "",
-    force: Force = False,
+    force: Annotated[bool, Option("--force", help="Overwrite the output.")] = False,
 ) -> None:
     """Turn the checkpoint of a converted model into one of the plain model."""
     from geoparam.checkpoints.checkpoint_files import fold_checkpoint
@@ -53,7 +51,7 @@ def fold(
     except (ValueError, OSError) as error:
         sys.exit(printable(f"Nothing written. {error}"))
     shown = Table("layers folded", "entries kept as they are", "size")
-    shown.add_row(f"{report.layers}", f"{report.kept}", decimal(report.size))
+    shown.add_row(f"{report.layers}", f"{report.kept}", decimal(out.stat().st_size))
     console = Console()
     console.print(shown)
     for note in report.notes:

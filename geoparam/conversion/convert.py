@@ -10,7 +10,10 @@ goes into r, and the layer gets input mean normalization instead.
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 
 from geoparam.conversion.plan import Filter, Inputs, Plan, module_name, plan
 from geoparam.conversion.replacement import Options, RemovedNorm, build_replacement
-from geoparam.conversion.surgery import find_places, replace_module
+from geoparam.conversion.surgery import replace_modules
 from geoparam.conversion.verification import check_reads, check_same_outputs, run_and_record
 from geoparam.coordinates import Name
 from geoparam.norm import MOMENTUM
@@ -96,7 +99,7 @@ def convert_(
         batches = [example_inputs] if calibration is None else calibration
         options.means.update(_measure_input_means(model, absorbing, batches))
     if example_inputs is None:
-        model = _replace_all(model, decided, options)
+        model = replace_modules(model, _build_pairs(model, decided, options))
     else:
         model = _replace_checked(model, decided, options, example_inputs)
     log.info("%s", decided)
@@ -141,19 +144,19 @@ def _find_misuse(model: nn.Module, decided: Plan, pretrained: bool) -> str | Non
     )
 
 
-def _replace_all(model: nn.Module, decided: Plan, options: Options) -> nn.Module:
-    where, modules = find_places(model), dict(model.named_modules())
+def _build_pairs(
+    model: nn.Module, decided: Plan, options: Options
+) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield each module that goes, and the one that takes its place."""
+    modules = dict(model.named_modules())
     for decision in reversed(decided.decisions):  # children before the attention that holds them
         if decision.converted:
             old = modules.pop(module_name(decision.name))
             norm = modules[decision.norm] if decision.norm else None
             new = build_replacement(old, decision, norm, options)
             if norm is not None:
-                replace_module(RemovedNorm(norm, old, new), norm, where)
-            replace_module(new, old, where)
-            model = new if old is model else model
-            where.pop(old, None)  # with its last name, the old layer's memory goes
-    return model
+                yield norm, RemovedNorm(norm, old, new)
+            yield old, new
 
 
 def _replace_checked(
@@ -171,7 +174,7 @@ def _replace_checked(
     changed = [p for own in old.values() for p in own] if options.weights == "plain" else []
     values = [t.detach().clone() for t in changed]
     try:
-        converted = _replace_all(model, decided, options)
+        converted = replace_modules(model, _build_pairs(model, decided, options))
         try:
             after, read = run_and_record(converted, inputs)
         except Exception as error:
@@ -202,26 +205,23 @@ def _measure_input_means(
 ) -> dict[str, tuple[Tensor, int]]:
     """Return the mean of each named layer's input per channel, and of how many batches it is."""
     sums: dict[str, Tensor] = {}
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
 
-    def hook(name: str) -> Callable:
-        def add(module: nn.Module, args: tuple) -> None:
-            channel = -1 - len(getattr(module, "kernel_size", ()))
-            x = args[0].detach().double().movedim(channel, 0).flatten(1)
-            sums[name] = sums.get(name, 0) + x.sum(dim=1)
-            counts[name] = counts.get(name, 0) + x.shape[1]
+    def add(name: str, layer: nn.Module, args: tuple) -> None:
+        channel = -1 - len(getattr(layer, "kernel_size", ()))
+        x = args[0].detach().double().movedim(channel, 0).flatten(1)
+        sums[name] = sums.get(name, 0) + x.sum(dim=1)
+        counts[name] += x.shape[1]
 
-        return add
-
-    handles = [model.get_submodule(n).register_forward_pre_hook(hook(n)) for n in names]
-    try:
-        single, seen = isinstance(batches, Tensor | tuple | Mapping), 0
+    seen = 0
+    with ExitStack() as hooks:
+        for name in names:
+            hook = model.get_submodule(name).register_forward_pre_hook(partial(add, name))
+            hooks.callback(hook.remove)
+        single = isinstance(batches, Tensor | tuple | Mapping)
         for batch in [batches] if single else batches:
             trace(model, batch)  # evaluation, no gradients, nothing left behind
             seen += 1
-    finally:
-        for handle in handles:
-            handle.remove()
     for name in names:
         if name not in sums or not sums[name].isfinite().all():
             raise ValueError(

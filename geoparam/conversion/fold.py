@@ -20,7 +20,7 @@ from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs
 from geoparam.conversion.replacement import RemovedNorm
-from geoparam.conversion.surgery import find_places, refuse_wrapped, replace_module
+from geoparam.conversion.surgery import refuse_wrapped, replace_modules
 from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer, release
 from geoparam.layers import GmPLinear
@@ -35,7 +35,7 @@ MODULES: dict[Callable, Callable[[], nn.Module]] = {
     **{F.elu: nn.ELU, F.gelu: nn.GELU, F.silu: nn.SiLU, F.hardswish: nn.Hardswish},
     **{torch.tanh: nn.Tanh, torch.sigmoid: nn.Sigmoid},
 }
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # of 2 to 5 dims
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # by ndim - 2
 
 
 def fold_(
@@ -82,35 +82,28 @@ def fold_(
         )
     refuse_wrapped(model, "fold")
     graph = None if example_inputs is None else trace(model, example_inputs)
-    slots = {id(m.layer): m for m in ours.values() if isinstance(m, RemovedNorm)}
-    _refuse_orphans(ours)
+    slots = _find_slots(ours)
     factors = _find_factors(model, ours, graph)
     folded: dict[nn.Module, nn.Module] = {}
     for name, module in ours.items():
-        if isinstance(module, GmPLayer | InputMeanLayer) or id(module) in slots:
-            slot = slots.get(id(module))
-            geometric = isinstance(module, GmPLayer)
-            restored = slot if (geometric if restore_norm is None else restore_norm) else None
-            fold: Any = _fold_layer if geometric else _fold_plain_weight
-            folded[module], norm = fold(name, module, factors.get(name), restored)
+        if isinstance(module, InputMeanNorm):
+            folded[module] = _fold_norm(name, module, graph)
+        elif not isinstance(module, RemovedNorm | GmPMultiheadAttention):
+            slot = slots.get(module)
+            restores = isinstance(module, GmPLayer) if restore_norm is None else restore_norm
+            norm = slot if restores else None
+            folded[module], restored = _fold_layer(name, module, factors.get(name), norm)
             if slot is not None:
                 children = list(slot.children())
                 dropped = nn.Sequential(*children) if children else nn.Identity()
-                folded[slot] = dropped if norm is None else norm
-        elif isinstance(module, InputMeanNorm):
-            folded[module] = _fold_norm(name, module, graph)
+                folded[slot] = dropped if restored is None else restored
     _check_finite(ours, folded)
     _scale_plain_layers(model, {n: f for n, f in factors.items() if n not in ours})
-    return _replace_all(model, ours, folded)
-
-
-def _refuse_orphans(ours: dict[str, nn.Module]) -> None:
-    for name, module in ours.items():
-        if isinstance(module, RemovedNorm) and all(m is not module.layer for m in ours.values()):
-            raise ValueError(
-                f"{name!r} is the place of a BatchNorm that a layer outside of this model has "
-                "absorbed. Fold the whole model, before it is taken apart."
-            )
+    pairs = (
+        (old, old.to_attention() if isinstance(old, GmPMultiheadAttention) else folded[old])
+        for old in reversed(ours.values())  # children before the attention that holds them
+    )
+    return replace_modules(model, pairs)
 
 
 def _find_ours(model: nn.Module) -> dict[str, nn.Module]:
@@ -125,16 +118,18 @@ def _find_ours(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _replace_all(
-    model: nn.Module, ours: dict[str, nn.Module], folded: dict[nn.Module, nn.Module]
-) -> nn.Module:
-    where = find_places(model)
-    for module in reversed(ours.values()):  # children before the attention that holds them
-        attention = module if isinstance(module, GmPMultiheadAttention) else None
-        new = attention.to_attention() if attention is not None else folded[module]
-        replace_module(new, module, where)
-        model = new if module is model else model
-    return model
+def _find_slots(ours: dict[str, nn.Module]) -> dict[nn.Module, RemovedNorm]:
+    """Return the place of the BatchNorm that each layer has absorbed."""
+    slots = {}
+    for name, module in ours.items():
+        if isinstance(module, RemovedNorm):
+            slots[module.layer] = module
+            if module.layer not in ours.values():
+                raise ValueError(
+                    f"{name!r} is the place of a BatchNorm that a layer outside of this model has "
+                    "absorbed. Fold the whole model, before it is taken apart."
+                )
+    return slots
 
 
 # --- layers -----------------------------------------------------------------------------------
@@ -142,49 +137,43 @@ def _replace_all(
 
 @torch.no_grad()
 def _fold_layer(
-    name: str, layer: GmPLayer, factor: Tensor | None, slot: RemovedNorm | None
+    name: str, layer: Any, factor: Tensor | None, slot: RemovedNorm | None
 ) -> tuple[nn.Module, nn.Module | None]:
     """Return the plain layer, and the norm that goes into the slot of an absorbed one."""
-    scale, _ = _split_r(name, layer)
-    weight = layer._rows(scale).view(layer.weight_shape)
-    bias = None if layer.lam is None else layer.lam if scale is None else scale * layer.lam
-    mean = None if layer.input_norm is None else _get_running_mean(name, layer.input_norm)
-    before = None
-    if mean is not None and layer._centres_borders:
-        before = _build_subtraction(mean, len(layer.weight_shape), factor)
-        log.info("%s: its input mean stays as a BatchNorm, %s.0, before the layer", name, name)
-    elif mean is not None:
-        bias = shift_bias(bias, weight, mean).to(weight.dtype)
+    before = activation = norm = None
+    if isinstance(layer, GmPLayer):
+        scale, _ = _split_r(name, layer)
+        weight = layer._rows(scale).view(layer.weight_shape)
+        bias = None if layer.lam is None else layer.lam if scale is None else scale * layer.lam
+        mean = None if layer.input_norm is None else _get_running_mean(name, layer.input_norm)
+        if mean is not None and layer._centres_borders:
+            before = _build_subtraction(mean, len(layer.weight_shape), factor)
+            log.info("%s: its input mean stays as a BatchNorm, %s.0, before the layer", name, name)
+        elif mean is not None:
+            bias = shift_bias(bias, weight, mean).to(weight.dtype)
+        activation = layer.activation and _as_module(name, layer.activation)
+    else:
+        is_centred = isinstance(layer, InputMeanLayer)
+        weight, bias = layer.fold() if is_centred else (layer.weight, layer.bias)
     if factor is not None and before is None:
         weight = weight * _spread_over_inputs(factor, weight)
-    norm = None
     if slot is not None and bias is not None:
         norm, bias = _restore_norm(slot, bias)
-    plain: Any = layer.plain(weight, bias)
-    if isinstance(layer, GmPLinear) and layer.transposed:
-        plain = _as_conv1d(plain)
-    activation = layer.activation and _as_module(name, layer.activation)
+    plain: Any = _build_plain(layer, weight, bias)
     parts = [part for part in (before, plain, activation) if part is not None]
     return (parts[0] if len(parts) == 1 else nn.Sequential(*parts)), norm
 
 
-@torch.no_grad()
-def _fold_plain_weight(
-    name: str, layer: Any, factor: Tensor | None, slot: RemovedNorm | None
-) -> tuple[nn.Module, nn.Module | None]:
-    """Return the plain layer of one that has a plain weight, and the norm as above."""
-    weight, bias = layer.weight, layer.bias
-    if isinstance(layer, InputMeanLayer):
-        weight, bias = layer.fold()
-    norm, trains = None, layer.bias.requires_grad
-    if slot is not None:
-        norm, bias = _restore_norm(slot, bias)
+def _build_plain(layer: Any, weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """Return the layer that `layer` was made from, with another weight and bias."""
+    if isinstance(layer, GmPLayer):
+        plain = layer.build_plain(weight, bias)
+        return _as_conv1d(plain) if isinstance(layer, GmPLinear) and layer.transposed else plain
     plain = release(layer)
-    if factor is not None:
-        weight = nn.Parameter(weight * _spread_over_inputs(factor, weight), weight.requires_grad)
-    plain.weight = weight
-    plain.bias = None if bias is None else nn.Parameter(bias, requires_grad=trains)
-    return plain, norm
+    if weight is not layer.weight:
+        plain.weight = nn.Parameter(weight, layer.weight.requires_grad)
+    plain.bias = None if bias is None else nn.Parameter(bias, layer.bias.requires_grad)
+    return plain
 
 
 def _as_module(name: str, activation: Callable) -> nn.Module:

@@ -40,6 +40,7 @@ class Decision:
     notes: tuple[str, ...] = ()
     norm: str | None = None
     input_norm: InputNorm = False
+    parameters: int = 0  # converted ones
 
     def __str__(self) -> str:
         what = [f"absorbs {self.norm}"] if self.norm else []
@@ -62,20 +63,16 @@ class Plan:
     """
 
     decisions: tuple[Decision, ...]
-    converted_parameters: int
     parameters: int
     weights: str = "geometric"
-
-    @property
-    def _what(self) -> str:
-        return "under GmP" if self.weights == "geometric" else "with plain weights and IMN"
 
     def __str__(self) -> str:
         chosen = [d for d in self.decisions if d.converted]
         left = [d for d in self.decisions if not d.converted]
+        what = "under GmP" if self.weights == "geometric" else "with plain weights and IMN"
         lines = [
-            f"{len(chosen)} of {len(self.decisions)} layers {self._what}, "
-            f"{self.converted_parameters:,} of {self.parameters:,} parameters"
+            f"{len(chosen)} of {len(self.decisions)} layers {what}, "
+            f"{sum(d.parameters for d in chosen):,} of {self.parameters:,} parameters"
         ]
         for title, group in (("converted:", chosen), ("left:", left)):
             lines += [title, *(f"  {d}" for d in group)] if group else []
@@ -104,24 +101,29 @@ def plan(
     ties, held = ties_and_holders(model)
     decisions = []
     for name, module in model.named_modules():
-        if isinstance(module, GmPLayer) or kind_of(module) is None:
-            decisions += _list_if_weighted(name, module)
-            continue
         decision = Decision(weight_name(name, module), type(module).__name__, True)
-        reason = _reason_to_leave(module, decision.name, outputs, filter_fn)
-        tied = ties.get(module)
-        if reason is None and tied:
-            reason = _explain_tie(decision.name, tied, outputs)
-        if reason is None:
+        if kind_of(module) is None:
+            if not (reason := _explain_unknown(module)):
+                continue
+        elif not (reason := _reason_to_leave(module, decision.name, outputs, filter_fn, ties)):
             _refuse_parametrized(module, name)
-            _refuse_held(name, held.get(module))
+            if module in held:
+                raise ValueError(
+                    f"{name!r} is also held by {held[module]}, outside of the registered modules: "
+                    "that would go on with the old layer. Use nn.ModuleList or nn.ModuleDict "
+                    "there, or leave it out with filter_fn."
+                )
             decision = _decide_norm(decision, module, model, graph, init, norm)
-            reason = None if init else _check_values(module, decision, model)
+            reason = "" if init else _check_values(module, decision, model)
             if weights == "plain":
                 reason = _reason_to_keep_plain(module, decision, init)
-        left = Decision(decision.name, decision.kind, False, (reason or "",))
-        decisions.append(decision if reason is None else left)
-    return replace(_summarise(decisions, model), weights=weights)
+            decision = _add_facts(decision, module)
+        left = Decision(decision.name, decision.kind, False, (reason,))
+        decisions.append(left if reason else decision)
+    if not any(d.converted for d in decisions):
+        listed = "\n".join(f"  {d}" for d in decisions) or "  it has no layers"
+        raise ValueError(f"nothing to convert in this model:\n{listed}")
+    return Plan(tuple(decisions), sum(p.numel() for p in model.parameters()), weights)
 
 
 # --- which layers -----------------------------------------------------------------------------
@@ -163,34 +165,36 @@ def module_name(weight_name: str) -> str:
     return weight_name.removesuffix("in_proj_weight").removesuffix(".")
 
 
-def _list_if_weighted(name: str, module: nn.Module) -> list[Decision]:
-    """Return the decision to leave a module that has matrices of its own, if it has any.
+def _explain_unknown(module: nn.Module) -> str:
+    """Return why a module with matrices of its own is left, "" where it is not worth a line.
 
     Norms and embeddings are not listed.
     """
-    kind = type(module).__name__
     if isinstance(module, GmPLayer):
-        return [Decision(name, kind, False, ("already converted",))]
+        return "already converted"
     own = [p.shape for p in module.parameters(recurse=False)]
     stacked = any(len(shape) > 2 and min(shape) > 1 for shape in own)  # as fused experts are
     has_matrix = any(len(shape) > 1 for shape in own) and next(module.children(), None) is None
-    known = isinstance(module, nn.Embedding | nn.EmbeddingBag) or "norm" in kind.lower()
-    if known or not (has_matrix or stacked):
-        return []
+    is_norm = "norm" in type(module).__name__.lower()
+    if is_norm or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return ""
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
-        reason = "there is no such GmP layer; GeometricOptimizer turns its units"
-    elif isinstance(module, InputMeanLayer):
-        reason = "it has its input's mean already"
-    elif isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-        reason = "it computes something else than its base class"
-    else:
-        reason = "no GmP form of this type"
-    return [Decision(name, kind, False, (reason,))]
+        return "there is no such GmP layer; GeometricOptimizer turns its units"
+    if isinstance(module, InputMeanLayer):
+        return "it has its input's mean already"
+    if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+        return "it computes something else than its base class"
+    return "no GmP form of this type" if has_matrix or stacked else ""
 
 
 def _reason_to_leave(
-    module: nn.Module, name: str, outputs: set[str], filter_fn: Filter | None
-) -> str | None:
+    module: nn.Module,
+    name: str,
+    outputs: set[str],
+    filter_fn: Filter | None,
+    ties: dict[nn.Module, list[str]],
+) -> str:
+    """Return why a layer that has a GmP form stays as it is, "" if it does not."""
     if isinstance(module, nn.MultiheadAttention) and module._parameters["in_proj_weight"] is None:
         return "separate projections of query, key and value share one bias"
     weight = getattr(module, "weight", None)
@@ -198,18 +202,17 @@ def _reason_to_leave(
         return f"its weight is {weight.dtype}"
     if isinstance(weight, Tensor) and weight.numel() == 0:
         return f"its weight is empty, {tuple(weight.shape)}"
-    if filter_fn is not None:
-        return None if filter_fn(module, name) else "filter_fn"
-    return "the output layer" if name in outputs else None
-
-
-def _explain_tie(name: str, others: list[str], outputs: set[str]) -> str:
-    if name in outputs:
-        return f"the output layer, tied to {', '.join(others)}"
-    raise ValueError(
-        f"{name!r} shares memory with {', '.join(others)}: converting it would cut the tie. "
-        "Untie them first, or leave it out with filter_fn."
-    )
+    if filter_fn is not None and not filter_fn(module, name):
+        return "filter_fn"
+    if filter_fn is None and name in outputs:
+        return "the output layer"
+    others = ", ".join(ties.get(module, ()))
+    if others and name not in outputs:
+        raise ValueError(
+            f"{name!r} shares memory with {others}: converting it would cut the tie. Untie them "
+            "first, or leave it out with filter_fn."
+        )
+    return others and f"the output layer, tied to {others}"
 
 
 # --- what cannot be converted -----------------------------------------------------------------
@@ -247,20 +250,11 @@ def _refuse_parametrized(module: nn.Module, name: str) -> None:
         )
 
 
-def _refuse_held(name: str, place: str | None) -> None:
-    if place is not None:
-        raise ValueError(
-            f"{name!r} is also held by {place}, outside of the registered modules: that would go "
-            "on with the old layer. Use nn.ModuleList or nn.ModuleDict there, or leave it out "
-            "with filter_fn."
-        )
-
-
-def _check_values(module: nn.Module, decision: Decision, model: nn.Module) -> str | None:
+def _check_values(module: nn.Module, decision: Decision, model: nn.Module) -> str:
     """Check the values: raise for NaN, return a reason where r or r lam cannot hold them."""
     weight, bias = affine_of(module)
     if weight.is_meta:
-        return None
+        return ""
     for key, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and not tensor.isfinite().all():
             raise ValueError(
@@ -280,10 +274,10 @@ def _check_values(module: nn.Module, decision: Decision, model: nn.Module) -> st
         return f"a row of length {longest:.0f}, beyond the largest {weight.dtype}"
     if bias is not None and (steep := int((bias.abs() > STEEPEST * r).sum())):
         return f"{steep} rows with |bias| > {STEEPEST:.0f} |weight|"
-    return None
+    return ""
 
 
-def _reason_to_keep_plain(module: nn.Module, decision: Decision, init: str | None) -> str | None:
+def _reason_to_keep_plain(module: nn.Module, decision: Decision, init: str | None) -> str:
     """Return why a layer that keeps its weight is left; the numbers were checked before."""
     if kind_of(module) not in ("linear", "conv"):
         return "input means are for nn.Linear and nn.Conv1d/2d/3d"
@@ -291,35 +285,19 @@ def _reason_to_keep_plain(module: nn.Module, decision: Decision, init: str | Non
         return "its weight is not a Parameter but computed (weight_norm)"
     if decision.norm is None and not decision.input_norm and init is None:
         return decision.notes[0] if decision.notes else "no BatchNorm follows it"
-    return None
+    return ""
 
 
-def _summarise(decisions: list[Decision], model: nn.Module) -> Plan:
-    """Add what is worth knowing about converted layers; refuse a plan that converts nothing."""
-    if not any(d.converted for d in decisions):
-        listed = "\n".join(f"  {d}" for d in decisions) or "  it has no layers"
-        raise ValueError(f"nothing to convert in this model:\n{listed}")
-    modules = dict(model.named_modules())
-    counted = 0
-    noted = []
-    for decision in decisions:
-        if decision.converted:
-            weight, bias = affine_of(modules[module_name(decision.name)])
-            counted += weight.numel() + (0 if bias is None else bias.numel())
-            notes = decision.notes + _note_values(weight, bias)
-            decision = replace(decision, notes=notes)
-        noted.append(decision)
-    total = sum(p.numel() for p in model.parameters())
-    return Plan(tuple(noted), counted, total)
-
-
-def _note_values(weight: Tensor, bias: Tensor | None) -> tuple[str, ...]:
-    notes = []
+def _add_facts(decision: Decision, module: nn.Module) -> Decision:
+    """Add a layer's number of parameters, and what is worth knowing about them."""
+    weight, bias = affine_of(module)
+    notes = list(decision.notes)
     if not weight.is_meta and (zero := int((~weight.flatten(1).any(dim=1)).sum())):
         notes.append(f"{zero} zero rows have r = 0")
     if bias is not None and weight.requires_grad and not bias.requires_grad:
         notes.append("its frozen bias moves with r: bias = r * lam, and only lam stays frozen")
-    return tuple(notes)
+    parameters = weight.numel() + (0 if bias is None else bias.numel())
+    return replace(decision, notes=tuple(notes), parameters=parameters)
 
 
 # --- norms --------------------------------------------------------------------------------------
@@ -344,8 +322,7 @@ def _decide_norm(
         form: InputNorm = not first
     else:
         form = "bias" if absorbed and not first else False
-    notes = (note,) if note else ()
-    return Decision(decision.name, decision.kind, True, notes, absorbed, form)
+    return replace(decision, notes=(note,) if note else (), norm=absorbed, input_norm=form)
 
 
 def _norm_to_absorb(chain: Chain, model: nn.Module, init: str | None) -> tuple[str | None, str]:

@@ -11,16 +11,8 @@ from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Decision, absorb_norm, affine_of, kind_of
 from geoparam.coordinates import Name
 from geoparam.input_mean_layers import adopt
-from geoparam.layers import (
-    GmPConv1d,
-    GmPConv2d,
-    GmPConv3d,
-    GmPLinear,
-    as_linear,
-    build_like,
-    freeze_like,
-)
-from geoparam.norm import TrackedMean, shift_bias
+from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, as_linear, build_like
+from geoparam.norm import shift_bias
 from geoparam.parameter_values import Init, draw
 
 LAYERS: tuple[type[GmPLayer], ...] = (GmPLinear, GmPConv1d, GmPConv2d, GmPConv3d)
@@ -62,91 +54,62 @@ class RemovedNorm(nn.Module):
         return x
 
 
+@torch.no_grad()
 def build_replacement(
     old: Any, decision: Decision, norm: nn.Module | None, options: Options
 ) -> nn.Module:
     """Return the layer that takes the place of `old`, and of the BatchNorm that it absorbs."""
-    if options.weights == "plain":
-        return _adopt_weight(old, decision, norm, options)
     weight, bias = affine_of(old)
-    kind = kind_of(old)
-    plain: Any = old if kind in ("linear", "conv") else as_linear(weight, bias)
-    layer: Any = _build_empty(plain, decision, norm, options)
-    freeze_like(layer, plain)
+    mean, batches = options.means.get(decision.name, (None, 0))
+    gain = None
+    if norm is not None and options.init is None and not weight.is_meta:
+        gain, bias = absorb_norm(bias, norm)
+        if mean is not None:  # the layer will subtract w^T m, of m in its own type
+            bias = bias - gain * shift_bias(None, weight, mean.to(weight.dtype))
+    learns = norm is not None and any(p.requires_grad for p in norm.parameters(recurse=False))
+    if options.weights == "plain":
+        new = tracked = adopt(old, options.momentum, centred=bool(decision.input_norm))
+        _set_plain(new, gain, bias, options.init)
+    else:
+        new = _build_geometric(old, decision, norm is not None, options)
+        if options.init is None and not weight.is_meta:
+            new._set_affine(weight, bias, gain)
+        new.r.requires_grad_(new.r.requires_grad or learns)
+        tracked = new.input_norm
     if norm is not None:  # what takes over from a BatchNorm learns if the norm did
-        layer.r.requires_grad_(layer.r.requires_grad or _learns(norm))
-        layer.lam.requires_grad_(_learns(norm))
-    if options.init is None and not weight.is_meta:
-        gain = None
-        if norm is not None:
-            gain, bias = absorb_norm(bias, norm)
-        layer._set_affine(weight, bias, gain)
-        _start_from_mean(layer, options.means.get(decision.name))
-    if kind == "attention":
-        return GmPMultiheadAttention.around(old, layer)
-    if kind == "transposed":
-        layer.transposed = True
-    return layer
+        (new.bias if options.weights == "plain" else new.lam).requires_grad_(learns)
+    if mean is not None:
+        tracked.running_mean.copy_(mean)
+        tracked.num_batches_tracked.fill_(batches)
+    return GmPMultiheadAttention.around(old, new) if kind_of(old) == "attention" else new
 
 
-def _build_empty(
-    plain: Any, decision: Decision, norm: nn.Module | None, options: Options
-) -> GmPLayer:
-    """Return a layer of the sizes of `plain`; one that absorbs a norm has a bias."""
-    kind = next(ours for ours in LAYERS if isinstance(plain, ours._plain))
-    return build_like(
-        kind,
+def _build_geometric(old: Any, decision: Decision, absorbs: bool, options: Options) -> Any:
+    """Return a layer of the sizes of `old`; one that absorbs a norm has a bias."""
+    kind = kind_of(old)
+    plain: Any = old if kind in ("linear", "conv") else as_linear(*affine_of(old))
+    layer: Any = build_like(
+        next(ours for ours in LAYERS if isinstance(plain, ours._plain)),
         plain,
-        bias=plain.bias is not None or norm is not None,
+        bias=plain.bias is not None or absorbs,
         input_norm=decision.input_norm,
         coordinates=options.coordinates,
         natural=options.natural,
         init=options.init,
         momentum=options.momentum,
     )
+    if kind == "transposed":
+        layer.transposed = True
+    return layer
 
 
-@torch.no_grad()
-def _start_from_mean(layer: GmPLayer, calibrated: tuple[Tensor, int] | None) -> None:
-    """Give a layer its running mean, and change lam so that its function stays."""
-    norm = layer.input_norm
-    if norm is None or calibrated is None or layer.lam is None:
-        return
-    shift = _calibrate(norm, layer._weight(None), calibrated)
-    r = layer.r.double()
-    layer.lam.copy_(torch.where(r == 0, 0, layer.lam - shift / torch.where(r == 0, 1, r)))
-
-
-def _calibrate(norm: TrackedMean, weight: Tensor, calibrated: tuple[Tensor, int]) -> Tensor:
-    """Set the running mean m, and return -w^T m for each unit."""
-    assert norm.running_mean is not None and norm.num_batches_tracked is not None
-    norm.running_mean.copy_(calibrated[0])
-    norm.num_batches_tracked.fill_(calibrated[1])
-    return shift_bias(None, weight.detach(), norm.running_mean).double()
-
-
-@torch.no_grad()
-def _adopt_weight(
-    old: Any, decision: Decision, norm: nn.Module | None, options: Options
-) -> nn.Module:
-    """Return a layer with the Parameters of `old` that has absorbed its norm."""
-    new = adopt(old, options.momentum, centred=bool(decision.input_norm))
-    weight, bias = affine_of(old)
-    if options.init is not None:
+def _set_plain(layer: Any, gain: Tensor | None, bias: Tensor | None, init: Init | None) -> None:
+    """Write new values into a plain layer's own Parameters."""
+    weight = layer.weight
+    if init is not None:
         place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
-        rows = draw(len(weight), weight[0].numel(), options.init, **place)
-        weight.copy_(rows.view(weight.shape))
-        new.bias.zero_()
-    elif norm is not None and not weight.is_meta:
-        gain, bias = absorb_norm(bias, norm)
+        weight.copy_(draw(len(weight), weight[0].numel(), init, **place).view(weight.shape))
+        layer.bias.zero_()
+    elif gain is not None and bias is not None:
         weight.copy_(gain.view(-1, *[1] * (weight.ndim - 1)) * weight)
-        if decision.name in options.means:
-            bias = bias - _calibrate(new, weight, options.means[decision.name])
-        new.bias.copy_(bias)
-    if norm is not None:
-        new.bias.requires_grad_(_learns(norm))
-    return new
-
-
-def _learns(norm: nn.Module) -> bool:
-    return any(p.requires_grad for p in norm.parameters(recurse=False))
+        layer.bias.copy_(bias)

@@ -1,29 +1,29 @@
-"""Putting one module in another's place: everywhere it is used, with its hooks and its mode."""
+"""Putting modules in others' places: everywhere they are used, with their hooks and mode."""
+
+from collections import defaultdict
+from collections.abc import Iterable
 
 from torch import nn
 
-Places = dict[nn.Module, list[tuple[nn.Module, str]]]
 
+def replace_modules(model: nn.Module, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> nn.Module:
+    """Put the new of each (old, new) into all places of the old one, and return the model.
 
-def find_places(model: nn.Module) -> Places:
-    """Return for each submodule the parents that hold it, and under which name."""
-    found: Places = {}
+    A pair may be built when it is asked for: the one before is in its place by then.
+    """
+    places = defaultdict(list)
     for parent in model.modules():
         for name, child in parent._modules.items():
-            if child is not None:
-                found.setdefault(child, []).append((parent, name))
-    return found
-
-
-def replace_module(new: nn.Module, old: nn.Module, where: Places) -> nn.Module:
-    """Put `new` into all places of `old`, with its hooks and its mode, and return it."""
-    for key, value in old.__dict__.items():
-        if key.endswith("_hooks") or "_hooks_" in key:
-            new.__dict__[key] = value  # the same dict, so that handles can still remove a hook
-    new.train(old.training)
-    for parent, name in where.get(old, ()):
-        parent._modules[name] = new
-    return new
+            places[child].append((parent, name))
+    for old, new in pairs:
+        for key, value in old.__dict__.items():
+            if key.endswith("_hooks") or "_hooks_" in key:
+                new.__dict__[key] = value  # the same dict, so that handles can still remove a hook
+        new.train(old.training)
+        for parent, name in places.pop(old, ()):  # with the last place, the old memory goes
+            parent._modules[name] = new
+        model = new if old is model else model
+    return model
 
 
 def refuse_wrapped(model: nn.Module, verb: str) -> None:

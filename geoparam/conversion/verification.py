@@ -38,11 +38,10 @@ def _difference(first: list[Tensor], second: list[Tensor]) -> float:
         raise ValueError(f"the models differ in the shapes of their outputs: {shapes}.")
     if not first:
         raise ValueError("the models return no tensors to compare.")
-    pairs = [(x.double(), y.double()) for x, y in zip(first, second, strict=True) if x.numel()]
-    if not pairs:
+    a, b = (torch.cat([t.double().flatten() for t in outputs]) for outputs in (first, second))
+    if not a.numel():
         return 0.0
-    difference = torch.stack([(x - y).abs().max() for x, y in pairs]).max().item()
-    largest = torch.stack([x.abs().max() for x, _ in pairs]).max().item()
+    difference, largest = (a - b).abs().max().item(), a.abs().max().item()
     return difference / largest if largest else difference and float("inf")
 
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from zoo import pretend_pretrained
 
 import geoparam as gp
 
@@ -19,11 +20,7 @@ class TwoConvs(nn.Module):
         self.second = nn.Conv2d(8, 6, 3, padding=1, stride=2, bias=False)
         self.norm2 = nn.BatchNorm2d(6)
         self.head = nn.Linear(6, 2)
-        for norm in (self.norm1, self.norm2):  # as after training
-            nn.init.uniform_(norm.weight, -1.5, 1.5)
-            nn.init.normal_(norm.bias)
-            nn.init.normal_(norm.running_mean)
-            nn.init.uniform_(norm.running_var, 0.5, 2)
+        pretend_pretrained(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm1(self.first(x)).relu()

@@ -1,12 +1,13 @@
 """fold_: plain torch.nn again, with the same function."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from function_model import FunctionModel
 from torch import nn
+from zoo import pretend_pretrained
 
 import geoparam as gp
 
@@ -67,14 +68,13 @@ def test_r_moves_through_a_homogeneous_activation(activation) -> None:  # noqa: 
     assert isinstance(folded[0], nn.Sequential)
 
 
-class Step(nn.Module):
-    def __init__(self, function: Callable) -> None:
-        super().__init__()
-        self.forward = function
-
-
 def through(*steps: nn.Module) -> nn.Module:
     return nn.Sequential(gp.GmPConv2d(3, 6, 3, padding=1, activation=torch.relu, **DOUBLE), *steps)
+
+
+PERMUTED = FunctionModel(lambda m, x: x.permute(0, 2, 3, 1).flatten(1))
+MEAN = FunctionModel(lambda m, x: x.mean(dim=(2, 3), dtype=x.dtype) / 3)
+TOKEN = FunctionModel(lambda m, x: x.flatten(2).transpose(1, 2)[:, 0])
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def through(*steps: nn.Module) -> nn.Module:
         through(nn.AvgPool2d(2), nn.Dropout(), nn.Conv2d(6, 4, 2, **DOUBLE)),
         through(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 2, **DOUBLE)),
         through(nn.Flatten(), nn.Linear(216, 2, **DOUBLE)),
-        through(Step(lambda x: x.permute(0, 2, 3, 1).flatten(1)), nn.Linear(216, 2, **DOUBLE)),
-        through(Step(lambda x: x.mean(dim=(2, 3), dtype=x.dtype) / 3), nn.Linear(6, 2, **DOUBLE)),
-        through(Step(lambda x: x.flatten(2).transpose(1, 2)[:, 0]), nn.Linear(6, 2, **DOUBLE)),
+        through(PERMUTED, nn.Linear(216, 2, **DOUBLE)),
+        through(MEAN, nn.Linear(6, 2, **DOUBLE)),
+        through(TOKEN, nn.Linear(6, 2, **DOUBLE)),
         through(gp.GmPConv2d(6, 4, 3, padding=1, activation=F.elu, **DOUBLE),
                 nn.Conv2d(4, 2, 1, **DOUBLE)),
         through(gp.GmPConv2d(6, 4, 3, padding=1, input_norm="border", **DOUBLE)),
@@ -117,28 +117,21 @@ def test_r_of_zero_leaves_the_mean_that_is_subtracted(activation) -> None:  # no
 
 
 def test_one_layer_that_feeds_two() -> None:
-    class Fork(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem = gp.GmPLinear(4, 6, activation=torch.relu, **DOUBLE)
-            self.left, self.right = nn.Linear(6, 2, **DOUBLE), gp.GmPLinear(6, 2, **DOUBLE)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.stem(x)
-            return self.left(x) + self.right(x)
-
+    model = FunctionModel(
+        lambda m, x: m.left(y := m.stem(x)) + m.right(y),
+        stem=gp.GmPLinear(4, 6, activation=torch.relu, **DOUBLE),
+        left=nn.Linear(6, 2, **DOUBLE),
+        right=gp.GmPLinear(6, 2, **DOUBLE),
+    )
     x = torch.randn(3, 4, **DOUBLE)
-    assert_folds(perturb(Fork()), x, example_inputs=x)
+    assert_folds(perturb(model), x, example_inputs=x)
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = gp.GmPLinear(4, 4, activation=torch.relu, **DOUBLE)
-        self.head = nn.Linear(4, 2, **DOUBLE)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x + self.layer(x))
+RESIDUAL = FunctionModel(
+    lambda m, x: m.head(x + m.layer(x)),
+    layer=gp.GmPLinear(4, 4, activation=torch.relu, **DOUBLE),
+    head=nn.Linear(4, 2, **DOUBLE),
+)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +139,7 @@ class Residual(nn.Module):
     [
         (through(nn.MaxPool2d(2), nn.Conv2d(6, 4, 1, **DOUBLE)), (2, 3, 6, 6), "'0'.*max_pool2d"),
         (through(nn.BatchNorm2d(6, **DOUBLE), nn.Conv2d(6, 4, 1, **DOUBLE)), (2, 3, 6, 6), "norm"),
-        (Residual(), (3, 4), "'layer'.*add"),
+        (RESIDUAL, (3, 4), "'layer'.*add"),
         (through(), (2, 3, 6, 6), "'0'.*output"),
     ],
     ids=["max pooling", "batch norm", "residual", "output"],
@@ -225,13 +218,7 @@ def random_network(seed: int) -> nn.Module:
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 6), nn.ReLU(),
                          nn.Linear(6, 3))  # fmt: skip
     model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=1 + seed % 2, bias=False), *blocks, head)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.weight, -1.5, 1.5)
-            nn.init.normal_(module.bias)
-            nn.init.normal_(module.running_mean)
-            nn.init.uniform_(module.running_var, 0.3, 2)
-    return model.double()
+    return pretend_pretrained(model).double()
 
 
 @pytest.mark.filterwarnings("ignore:norm='imn' found no BatchNorm")

@@ -130,11 +130,36 @@ def random_layer(choose: random.Random) -> nn.Module:
     return layer
 
 
+def scale_past_autograd(near: Tensor) -> Tensor:
+    y = near * 1
+    y.data.mul_(1.5)  # what is written past autograd counts
+    return y
+
+
+def clamp_gradient(near: Tensor) -> Tensor:
+    y = near * 1
+    if y.requires_grad:
+        y.register_hook(lambda g: g.clamp(-0.05, 0.05))
+    return y
+
+
+STEPS: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
+    "layer": lambda layer, near, far: layer(near * 1),
+    "checkpoint": lambda layer, near, far: checkpoint(layer, near * 1, use_reentrant=False),
+    "add": lambda layer, near, far: (near + far) / 2,
+    "product": lambda layer, near, far: near * far.tanh(),
+    "relu_": lambda layer, near, far: (near * 1).relu_(),
+    "scale_": lambda layer, near, far: scale_past_autograd(near),
+    "hook": lambda layer, near, far: clamp_gradient(near),
+    "cat": lambda layer, near, far: torch.cat([near[:, :2], far[:, 2:]], dim=1),
+}
+
+
 class Network(nn.Module):
     def __init__(self, choose: random.Random) -> None:
         super().__init__()
         self.layers = nn.ModuleList(random_layer(choose) for _ in range(choose.randint(2, 5)))
-        kinds = ["layer"] * 6 + ["checkpoint", "add", "product", "relu_", "scale_", "hook", "cat"]
+        kinds = ["layer"] * 5 + list(STEPS)
         self.steps = []
         for made in range(1, choose.randint(5, 10)):
             places = choose.randrange(made), choose.randrange(max(0, made - 2), made)
@@ -143,30 +168,8 @@ class Network(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         values = [x]
         for kind, index, (far, near) in self.steps:
-            values.append(self.step(kind, self.layers[index], values[near], values[far]))
+            values.append(STEPS[kind](self.layers[index], values[near], values[far]))
         return torch.stack(values[1:]).sin().mean(dim=0)
-
-    def step(self, kind: str, layer: Callable, near: Tensor, far: Tensor) -> Tensor:
-        if kind == "layer":
-            return layer(near * 1)
-        if kind == "checkpoint":
-            return checkpoint(layer, near * 1, use_reentrant=False)
-        if kind == "add":
-            return (near + far) / 2
-        if kind == "product":
-            return near * far.tanh()
-        if kind == "relu_":
-            return (near * 1).relu_()
-        if kind == "scale_":
-            y = near * 1
-            y.data.mul_(1.5)  # what is written past autograd counts
-            return y
-        if kind == "hook":
-            y = near * 1
-            if y.requires_grad:
-                y.register_hook(lambda g: g.clamp(-0.05, 0.05))
-            return y
-        return torch.cat([near[:, :2], far[:, 2:]], dim=1)
 
 
 def clamp_past_autograd(module: nn.Module, inputs: tuple, y: Tensor) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from zoo import FAMILIES, Family, pretend_pretrained
 
 import geoparam as gp
@@ -25,10 +26,6 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
 
 
-def args(inputs: Any) -> tuple:
-    return (inputs,) if isinstance(inputs, dict) else inputs
-
-
 def train(model: nn.Module, inputs: Any, steps: int, lr: float = 1e-3) -> None:
     model.train()
     optimizer = torch.optim.SGD(gp.param_groups(model, lr=lr))
@@ -46,14 +43,17 @@ def loss(outputs: Any) -> Tensor:
 
 
 def to_double(inputs: Any) -> Any:
-    cast = lambda t: t.double() if t.is_floating_point() else t  # noqa: E731
-    if isinstance(inputs, dict):
-        return {k: cast(v) if isinstance(v, Tensor) else v for k, v in inputs.items()}
-    return tuple(map(cast, inputs))
+    return tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs)
 
 
-def nothing_of_ours(model: nn.Module) -> bool:
-    return not any(type(m).__module__.startswith("geoparam") for m in model.modules())
+def check_fold(original: nn.Module, model: nn.Module, inputs: Any) -> None:
+    """The folded model computes the same, and what it holds loads into the original."""
+    folded = gp.fold_(copy.deepcopy(model))
+    assert not any(type(m).__module__.startswith("geoparam") for m in folded.modules())
+    assert gp.verify(model, folded, inputs) < 1e-5
+    assert list(folded.state_dict()) == list(original.state_dict())
+    original.load_state_dict(folded.state_dict())
+    assert gp.verify(model, original, inputs) < 1e-5
 
 
 @families
@@ -71,7 +71,7 @@ def test_the_right_layers_are_converted(family: Family) -> None:
 def test_convert_train_fold(family: Family, coordinates: str) -> None:
     original, inputs = pretend_pretrained(family.build()), family.inputs()
     model = gp.convert_(copy.deepcopy(original), coordinates=coordinates)
-    assert gp.verify(original, model, *args(inputs)) < 1e-5
+    assert gp.verify(original, model, inputs) < 1e-5
     train(model, inputs, steps=20)
     unseen = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert not [n for n in unseen if dict(original.named_parameters()).get(n) is None]
@@ -80,29 +80,21 @@ def test_convert_train_fold(family: Family, coordinates: str) -> None:
         for layer in model.modules():
             if isinstance(layer, gp.GmPLinear | gp.GmPConv2d):
                 layer.r[::2] *= -1
-    folded = gp.fold_(copy.deepcopy(model))
-    assert nothing_of_ours(folded)
-    assert gp.verify(model, folded, *args(inputs)) < 1e-5
-    assert list(folded.state_dict()) == list(original.state_dict())
-    original.load_state_dict(folded.state_dict())
-    assert gp.verify(model, original, *args(inputs)) < 1e-5
+    check_fold(original, model, inputs)
+
+
+def count_norms(model: nn.Module) -> int:
+    return sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
 
 
 @parametrize([family for family in FAMILIES if family.norms])
 def test_batchnorm_gives_way_to_imn(family: Family) -> None:
     original, inputs = pretend_pretrained(family.build()), family.inputs()
     model = gp.convert_(copy.deepcopy(original), norm="imn", example_inputs=inputs)
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    before = [m for m in original.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    assert len(before) - len(norms) == family.norms
-    assert gp.verify(original, model, *args(inputs)) < 1e-5
+    assert count_norms(original) - count_norms(model) == family.norms
+    assert gp.verify(original, model, inputs) < 1e-5
     train(model, inputs, steps=20, lr=1e-4)
-    folded = gp.fold_(copy.deepcopy(model))
-    assert nothing_of_ours(folded)
-    assert gp.verify(model, folded, *args(inputs)) < 1e-5
-    assert list(folded.state_dict()) == list(original.state_dict())
-    original.load_state_dict(folded.state_dict())
-    assert gp.verify(model, original, *args(inputs)) < 1e-5
+    check_fold(original, model, inputs)
 
 
 @families
@@ -110,12 +102,12 @@ def test_float64_is_exact(family: Family) -> None:
     original = pretend_pretrained(family.build()).double()
     inputs = to_double(family.inputs())
     model = gp.convert_(copy.deepcopy(original))
-    assert gp.verify(original, model, *args(inputs)) < 1e-10
-    assert gp.verify(original, gp.fold_(model), *args(inputs)) < 1e-10
+    assert gp.verify(original, model, inputs) < 1e-10
+    assert gp.verify(original, gp.fold_(model), inputs) < 1e-10
     if family.norms:
         model = gp.convert_(copy.deepcopy(original), norm="imn", example_inputs=inputs)
-        assert gp.verify(original, model, *args(inputs)) < 1e-10
-        assert gp.verify(original, gp.fold_(model), *args(inputs)) < 1e-10
+        assert gp.verify(original, model, inputs) < 1e-10
+        assert gp.verify(original, gp.fold_(model), inputs) < 1e-10
 
 
 @families
@@ -126,7 +118,7 @@ def test_a_checkpoint_loads_into_a_freshly_converted_model(family: Family) -> No
     trained = gp.convert_(pretend_pretrained(family.build()), **options)
     fresh = gp.convert_(family.build(), **options)
     fresh.load_state_dict(trained.state_dict())
-    assert gp.verify(trained, fresh, *args(inputs)) == 0
+    assert gp.verify(trained, fresh, inputs) == 0
 
 
 @pytest.mark.compile
