@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from geoparam.analysis.boundary import Boundaries, Parts, compute_boundaries, read_parts
+from geoparam.analysis.boundary import Boundaries, Units, compute_boundaries, read_units
 from geoparam.analysis.perturbation.steps import Steps, add_steps, copy_with
 from geoparam.analysis.reading.activations import Breaks
 from geoparam.analysis.reading.layer_sites import Site
@@ -37,11 +37,11 @@ def perturb_layer(
 
 
 class LayerState(NamedTuple):
-    """A layer and its norm with some values, in float64, their parts and boundaries."""
+    """A layer and its norm with some values, in float64, its units and their boundaries."""
 
     layer: nn.Module
     norm: nn.Module | None
-    parts: Parts
+    units: Units
     boundaries: Boundaries
 
 
@@ -55,8 +55,8 @@ def layer_state(
 ) -> LayerState:
     """Return the state of a layer after given steps, with the norm's moments if they are known."""
     other, other_norm = perturb_layer(layer, steps, norm)
-    parts = read_parts(other, other_norm, moments)
-    return LayerState(other, other_norm, parts, compute_boundaries(parts, points))
+    units = read_units(other, other_norm, moments)
+    return LayerState(other, other_norm, units, compute_boundaries(units, points))
 
 
 def site_state(

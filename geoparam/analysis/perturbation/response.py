@@ -243,9 +243,9 @@ def _compare(before: LayerState, after: LayerState) -> Response:
 
 def _bound_turn(before: LayerState, after: LayerState) -> tuple[Tensor, Tensor, Tensor]:
     """Return length, first-order turn and bound of a step of the directions, in radians."""
-    layer, norm, parts, _ = before
+    layer, norm, (rows, *_), _ = before
     held, row, other = coordinates(layer), direction_rows(layer), direction_rows(after.layer)
-    mixed = norm is not None and groups_of_units(norm, has_positions(layer), len(parts.rows))
+    mixed = norm is not None and groups_of_units(norm, has_positions(layer), len(rows))
     if held == "sign" and not mixed:
         zero = torch.zeros_like(before.boundaries.scale)
         return zero, zero, zero
@@ -256,7 +256,7 @@ def _bound_turn(before: LayerState, after: LayerState) -> tuple[Tensor, Tensor, 
         turn = sphere.length(sphere.metric(latitude).sqrt() * step)
         return size, turn, size.clamp(max=math.pi)
     if row is None or other is None or mixed:
-        row, other = parts.rows, after.parts.rows
+        row, other = rows, after.units.rows
     step, length, u = other - row, sphere.length(row), sphere.normalise(row)
     across = step - (step * u).sum(dim=-1, keepdim=True) * u
     size = sphere.length(step)
@@ -274,6 +274,7 @@ def _may_flip(before: LayerState, after: LayerState) -> Tensor:
 
 def _factors(of: LayerState) -> list[Tensor]:
     """Return r inside, gamma and l, (out,) or one number, whose signs are the unit's too."""
-    length = None if direction_rows(of.layer) is None else read_stored(of.layer).get("length")
-    factors = (of.parts.gain, of.parts.gamma, length)
-    return [each.flatten() for each in factors if isinstance(each, Tensor)]
+    factors = [of.units.parts.gain, of.units.parts.gamma]
+    if direction_rows(of.layer) is not None and "length" in (held := read_stored(of.layer)):
+        factors.append(held["length"].flatten())
+    return factors

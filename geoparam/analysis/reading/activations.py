@@ -107,11 +107,6 @@ class Breaks:
         """Return whether pre-activations lie above each point, with a new first dimension."""
         return torch.stack([z > _along_channels(point, z, channel) for point in self.points])
 
-    def tensor(self, like: Tensor) -> Tensor:
-        """Return the points as (K, out), in the type of `like`, a tensor (out,)."""
-        rows = [torch.as_tensor(p, device=like.device).to(like.dtype) for p in self.points]
-        return torch.stack([row.detach().expand(like.shape) for row in rows])
-
 
 FIXED = {
     **dict.fromkeys(("relu", "leaky_relu", "prelu", "rrelu"), Breaks((0.0,))),

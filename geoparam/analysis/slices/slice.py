@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from geoparam.analysis.boundary import spread
 from geoparam.analysis.partition import Pattern, Patterns
 from geoparam.analysis.reading.layer_sites import Site
 from geoparam.analysis.reading.pooling import MaxPool
@@ -276,8 +277,11 @@ def _lines(network: Network, site: Site, points: np.ndarray) -> tuple[np.ndarray
 
 def _levels(network: Network, site: Site, z: Tensor) -> np.ndarray:
     """Return the breakpoints (K, units) of one example's pre-activations."""
-    points = network.breaks(site).tensor(z.movedim(site.channel, -1))
-    return points.movedim(-1, site.channel).flatten(1).numpy()
+    like = z.movedim(site.channel, -1)
+    levels = [
+        spread(point, like).movedim(-1, site.channel) for point in network.breaks(site).points
+    ]
+    return torch.stack(levels).flatten(1).numpy()
 
 
 def _groups(
