@@ -51,7 +51,7 @@ from geoparam.analysis.reading.layer_sites import (
     unwrap,
 )
 from geoparam.analysis.reading.norms import Moments, has_running, is_rms
-from geoparam.analysis.reading.probe import batch_moments, unseen_moments
+from geoparam.analysis.reading.probe import read_moments
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs
 
@@ -147,15 +147,7 @@ def boundaries(
     """
     batch = is_batch(statistics, inputs)
     sites = find_sites(model, inputs, layers, follows)
-    open_sites = {
-        name: site
-        for name, site in sites.items()
-        if site.norm is not None and (batch or not has_running(site.norm))
-    }
-    moments: dict[str, Moments] = {}
-    if open_sites and inputs is not None:
-        seen = batch_moments(unwrap(model), inputs, open_sites, training=batch)
-        moments = {**unseen_moments(open_sites), **seen}
+    moments = {} if inputs is None else read_moments(unwrap(model), inputs, sites, batch)
     return {
         name: compute_boundaries(read_units(site.layer, site.norm, moments.get(name)), site.breaks)
         for name, site in sites.items()

@@ -23,8 +23,8 @@ def shown(model: nn.Module, x: Any, other: Any = None) -> Shown:
     """Return what `observe` shows, in order, as (what, layer, tensor); sites are found on `x`."""
     seen: Shown = []
 
-    def record(what: str) -> Callable[[Site, Tensor], None]:
-        return lambda site, z: seen.append((what, site.name, z))
+    def record(what: str) -> Callable[[Site, Tensor, int], None]:
+        return lambda site, z, _: seen.append((what, site.name, z))
 
     sites = find_sites(model, x)
     calls = {what: record(what) for what in ("pre_activation", "layer_input", "norm_input")}
@@ -191,7 +191,7 @@ def test_the_model_is_left_as_it_was_when_a_callback_fails() -> None:
     model, x = nn.Sequential(layer, nn.BatchNorm1d(4)), torch.ones(2, 3)
     sites = find_sites(model, x)
 
-    def fail(site: Site, z: Tensor) -> None:
+    def fail(site: Site, z: Tensor, step: int) -> None:
         raise KeyError(site.name)
 
     for callback in ("pre_activation", "layer_input"):

@@ -13,8 +13,8 @@ from geoparam.analysis.boundary import Boundaries, Units, compute_boundaries, re
 from geoparam.analysis.perturbation.steps import Steps, add_steps, copy_with
 from geoparam.analysis.reading.activations import Breaks
 from geoparam.analysis.reading.layer_sites import Site
-from geoparam.analysis.reading.norms import Moments, has_running
-from geoparam.analysis.reading.probe import batch_moments
+from geoparam.analysis.reading.norms import Moments, needs_batch
+from geoparam.analysis.reading.probe import read_moments
 from geoparam.conversion.plan import Inputs
 
 
@@ -64,15 +64,14 @@ def site_state(
 ) -> LayerState:
     """Return the state of a site after given steps, with its norm's moments computed again."""
     moments = None
-    runs = any(call.norm is not None for call in site.calls)
-    if inputs is not None and runs and (batch or not has_running(site.norm)):
+    if inputs is not None and needs_batch(site.norm, batch):
         moments = _perturbed_moments(model, inputs, site, steps, batch)
     return layer_state(site.layer, steps, site.norm, site.breaks, moments)
 
 
 @torch.no_grad()
 def _perturbed_moments(
-    model: nn.Module, inputs: Inputs, site: Site, steps: Steps, training: bool
+    model: nn.Module, inputs: Inputs, site: Site, steps: Steps, batch: bool
 ) -> Moments | None:
     """Run the model with the perturbed layer and return what the norm after it sees."""
     watched = _MomentsOf(model)
@@ -84,17 +83,17 @@ def _perturbed_moments(
     }
     before = dict(vars(site.layer))
     try:
-        return torch.func.functional_call(watched, replaced, (inputs, site, training))
+        return torch.func.functional_call(watched, replaced, (inputs, site, batch))
     finally:
         vars(site.layer).update(before)  # the older weight_norm leaves the weight it computed
 
 
 class _MomentsOf(nn.Module):
-    """Runs `batch_moments` as a module, so that `functional_call` can replace parameters."""
+    """Runs `read_moments` as a module, so that `functional_call` can replace parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, inputs: Inputs, site: Site, training: bool) -> Moments | None:
-        return batch_moments(self.model, inputs, {site.name: site}, training).get(site.name)
+    def forward(self, inputs: Inputs, site: Site, batch: bool) -> Moments | None:
+        return read_moments(self.model, inputs, {site.name: site}, batch).get(site.name)

@@ -46,6 +46,11 @@ def has_running(norm: nn.Module | None) -> bool:
     return getattr(norm, "running_mean", None) is not None
 
 
+def needs_batch(norm: nn.Module | None, batch: bool) -> bool:
+    """Return whether a norm is read by a batch's statistics: with `batch`, or having no others."""
+    return norm is not None and (batch or not has_running(norm))
+
+
 def mixes_units(norm: nn.Module) -> bool:
     """Return whether it takes mean or deviation over several units at a point."""
     return isinstance(norm, nn.LayerNorm | nn.GroupNorm) or is_rms(norm)
@@ -94,7 +99,9 @@ class Moments(NamedTuple):
 
 
 def average_moments(moments: Sequence[Moments]) -> Moments:
-    """Return the average over several calls of a layer."""
+    """Return the average over several calls of a layer; NaN if there was none."""
+    if not moments:
+        return Moments(*torch.full((2,), torch.nan))
     return Moments(*(torch.stack(each).mean(dim=0) for each in zip(*moments, strict=True)))
 
 

@@ -78,7 +78,7 @@ class Network:
         values: list[Tensor] = []
         slopes: list[Tensor] = []
 
-        def see(_: Site, z: Tensor) -> None:
+        def see(_: Site, z: Tensor, __: int) -> None:
             value, slope = forward_mode.unpack_dual(z)
             values.append(value)
             slopes.append(torch.zeros_like(value) if slope is None else slope)

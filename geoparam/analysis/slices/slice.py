@@ -341,4 +341,4 @@ def _check_means(
 
     with network.model.register_forward_hook(check_output):
         inputs = network.inputs(np.concatenate([means, points]))
-        observe(network.model, inputs, network.sites, lambda site, z: check(z, network.step(site)))
+        observe(network.model, inputs, network.sites, lambda _, z, step: check(z, step))
