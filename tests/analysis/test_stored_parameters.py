@@ -8,8 +8,8 @@ from torch.nn.utils import parametrizations
 import geoparam as gp
 from geoparam.analysis.perturbation.steps import (
     add_steps,
-    copy_with,
     direction_rows,
+    perturb_layer,
     read_stored,
 )
 
@@ -103,11 +103,10 @@ def test_a_twin_has_the_weight_of_its_own_values_and_leaves_the_layer_alone(
 ) -> None:
     weight, before = layer.weight.detach().clone(), dict(layer.named_parameters())
     step = torch.randn_like(read_stored(layer)["direction"], dtype=torch.float64)
-    values = add_steps(layer, None, {"direction": step})[layer]
-    other = copy_with(layer, values)
+    other, _ = perturb_layer(layer, {"direction": step})
     assert other.weight.dtype == torch.float64
     assert not torch.allclose(other.weight.float(), weight)
-    assert torch.allclose(copy_with(layer, {}).weight.float(), weight, atol=1e-6)
+    assert torch.allclose(perturb_layer(layer, {})[0].weight.float(), weight, atol=1e-6)
     after = dict(layer.named_parameters())
     assert all(after[name] is before[name] for name in before)
     assert torch.equal(layer.weight, weight)

@@ -3,12 +3,13 @@
 They are found in one run of the model, as conversion finds them, or the user gives them.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from geoparam.analysis.reading.activations import Activation, Breaks, SReLU, breaks
 from geoparam.analysis.reading.norms import UnknownNorm, feature_dim, mixes_units
@@ -107,6 +108,18 @@ def unwrap(model: nn.Module) -> nn.Module:
     while isinstance(inner, WRAPPERS) or hasattr(inner, "_orig_mod"):
         inner = inner.module if isinstance(inner, WRAPPERS) else inner._orig_mod
     return inner
+
+
+def copy_in_float64(module: nn.Module) -> nn.Module:
+    """Return a copy of a module that no gradient reaches."""
+    # torch's older weight_norm leaves computed weights on modules, and these cannot be copied.
+    computed = {
+        id(value): value.detach().clone()
+        for part in module.modules()
+        for value in vars(part).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+    return copy.deepcopy(module, computed).double().requires_grad_(False)
 
 
 def has_units(module: nn.Module, name: str = "") -> bool:

@@ -4,7 +4,6 @@ The network must be affine between known breakpoints. `activation_sites` refuses
 not, by name; `explain_bend` names possible causes where only the values show a bend.
 """
 
-import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ import torch.autograd.forward_ad as forward_mode
 from torch import Tensor, nn
 
 from geoparam.analysis.reading.activations import Activation, Breaks, SReLU, breaks
-from geoparam.analysis.reading.layer_sites import Site, unwrap
+from geoparam.analysis.reading.layer_sites import Site, copy_in_float64, unwrap
 from geoparam.analysis.reading.norms import has_running
 from geoparam.analysis.reading.pooling import MaxPool
 from geoparam.analysis.reading.probe import observe
@@ -45,7 +44,8 @@ class Network:
     """
 
     def __init__(self, model: nn.Module, plane: Plane, build: Build) -> None:
-        self.model, self.plane, self.build = in_float64(model), plane, build
+        self.model = copy_in_float64(unwrap(model)).cpu().eval()
+        self.plane, self.build = plane, build
         # Two points: with one, `contiguous` and the like are no-ops that the trace does not see.
         self.graph = trace(self.model, self.inputs(np.zeros((2, 2))))
         self.sites = activation_sites(self.model, self.graph)
@@ -104,19 +104,6 @@ def _check_values(name: str, z: Tensor, points: int) -> None:
         )
     if not z.isfinite().all():
         raise ValueError(f"the pre-activations of {name!r} are not finite in the window.")
-
-
-def in_float64(model: nn.Module) -> nn.Module:
-    """Return a copy of the model for exact arithmetic, in evaluation mode on the CPU."""
-    model = unwrap(model)
-    # torch's older weight_norm leaves computed weights on modules, and these cannot be copied.
-    computed = {
-        id(value): value.detach().clone()
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, Tensor) and not value.is_leaf
-    }
-    return copy.deepcopy(model, computed).to("cpu", torch.float64).eval()
 
 
 def activation_sites(model: nn.Module, graph: Graph) -> dict[str, Site]:
