@@ -8,7 +8,6 @@ from torch.nn.utils import parametrizations
 import geoparam as gp
 from geoparam.analysis.perturbation.steps import (
     add_steps,
-    direction_rows,
     perturb_layer,
     read_stored,
 )
@@ -70,31 +69,6 @@ def test_a_weight_made_from_several_tensors_is_refused() -> None:
     layer = nn.utils.parametrize.register_parametrization(nn.Linear(3, 3), "weight", Product())
     with pytest.raises(ValueError, match="Leave it out by `layers`"):
         read_stored(layer)
-
-
-def test_rows_point_along_the_units() -> None:
-    layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(2, 5)
-    assert torch.equal(direction_rows(layer), layer.weight.t())
-    wn = parametrizations.weight_norm(nn.Linear(3, 4))
-    assert torch.equal(direction_rows(wn), wn.parametrizations.weight.original1)
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        gp.GmPLinear(3, 4),
-        gp.GmPLinear(1, 4),
-        parametrizations.weight_norm(nn.Linear(4, 4), dim=1),
-        parametrizations.orthogonal(nn.Linear(4, 4)),
-    ],
-    ids=["angles", "sign", "lengths of columns", "orthogonal"],
-)
-def test_there_are_no_rows_where_units_do_not_point_along_them(layer: nn.Module) -> None:
-    assert direction_rows(layer) is None
-
-
-def test_lengths_of_one_number_leave_rows_alone() -> None:
-    assert direction_rows(parametrizations.weight_norm(nn.Linear(4, 3), dim=None)) is not None
 
 
 @pytest.mark.parametrize("layer", [WN(nn.Conv2d(3, 2, 3)), gp.GmPLinear(3, 2)], ids=["wn", "gmp"])
