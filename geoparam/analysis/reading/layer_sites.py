@@ -5,7 +5,7 @@ They are found in one run of the model, as conversion finds them, or the user gi
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Site:
     channel: int = -1  # the units' dimension in the layer's output, from the end
     calls: tuple[Call, ...] = ()
     readable: bool = True  # the activation's input has the units where the layer's output has
-    steps: Mapping[int, tuple[str, str | None]] = field(default_factory=dict)  # op and module
+    graph: Graph | None = None  # of the run in which it was found
 
     @property
     def breaks(self) -> Breaks | None:
@@ -79,7 +79,7 @@ def find_sites(
     for name in dict.fromkeys((*ran, *all_names)):  # a layer that did not run has directions too
         module = modules.get(module_name(name))
         if module is not None and has_units(module, name):
-            site = Site(_public(name), module, channel=_channel(module))
+            site = Site(_public(name), module, channel=_channel(module), graph=graph)
             if graph is not None and name in ran:
                 site = _follow(site, graph, name, modules)
             if site.own_activation:  # nothing is between the two
@@ -92,14 +92,12 @@ def find_sites(
             found[name], norm=check_norm(norm, found[name].layer), activation=activation
         )
         found[name] = replace(site, calls=_calls_of_norm(site, graph, modules))
-    if graph is not None:
-        found = {name: replace(site, steps=_steps(site, graph)) for name, site in found.items()}
     return _choose(found, layers)
 
 
 def took_same_steps(sites: Iterable[Site], graph: Graph) -> bool:
     """Return whether a run took the steps in which the sites were found."""
-    return all(site.steps == _steps(site, graph) for site in sites)
+    return all(_describe_steps(site, graph) == _describe_steps(site, site.graph) for site in sites)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -222,7 +220,7 @@ def _activation(
         assert call.activation is not None
         if "getitem" in call.path and not _has_all_units(graph, call, call.activation):
             return None
-        if isinstance(found, SReLU) and found.get_parameter("lower").numel() > 1:
+        if isinstance(found, SReLU) and found.lower.numel() > 1:
             if not _has_units_in(graph, call, call.activation, found.dim % len(step.shape)):
                 return None
     return step if found is None else found
@@ -278,12 +276,12 @@ def _calls_of_norm(
     )
 
 
-def _steps(site: Site, graph: Graph) -> dict[int, tuple[str, str | None]]:
+def _describe_steps(site: Site, graph: Graph | None) -> list[tuple[str, str | None]]:
     """Return function and module name of the steps of a site's calls in a run."""
     calls = ((call.layer, call.norm, call.activation) for call in site.calls)
     steps = [step for call in calls for step in call if step is not None]
-    nodes = {step: graph.nodes[step] for step in steps if step < len(graph.nodes)}
-    return {step: (node.op, node.name) for step, node in nodes.items()}
+    nodes = () if graph is None else graph.nodes
+    return [(nodes[step].op, nodes[step].name) for step in steps if step < len(nodes)]
 
 
 def _channel(module: nn.Module) -> int:

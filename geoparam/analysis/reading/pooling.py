@@ -83,9 +83,8 @@ def find_pools(model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) -> d
         if before is None or before in layers:
             name = node.op if before is None else layers[before]
             calls = (Call(-1, None, step, ()),)
-            seen = {at: (graph.nodes[at].op, graph.nodes[at].name) for at in (-1, step)}
             found[f"{step} {name}"] = Site(
-                name, nn.Identity(), activation=MaxPool(node), calls=calls, steps=seen
+                name, nn.Identity(), activation=MaxPool(node), calls=calls, graph=graph
             )
     return found
 

@@ -6,7 +6,7 @@ not, by name; `explain_bend` names possible causes where only the values show a 
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,6 @@ from geoparam.base_layer import GmPLayer
 from geoparam.graph import Call, Graph, Node
 from geoparam.trace import trace
 
-Build = Callable[[Tensor], Any]
-
 AFFINE = (
     "input index layer activation norm sum scale view same average max constant output".split()
 )
@@ -34,26 +32,19 @@ AFFINE = (
 class Network:
     """A copy of a model in float64, and its pre-activations at points of a plane.
 
-    Args:
-        build: Makes the model's inputs from a batch (N, *shape).
-
     Attributes:
         graph: The steps of a run.
         sites: Every activation and max pool, one call each, in the order of the run.
         size: How many elements a run computes for one point.
     """
 
-    def __init__(self, model: nn.Module, plane: Plane, build: Build) -> None:
+    def __init__(self, model: nn.Module, plane: Plane) -> None:
         self.model = copy_in_float64(unwrap(model)).cpu().eval()
-        self.plane, self.build = plane, build
+        self.plane = plane
         # Two points: with one, `contiguous` and the like are no-ops that the trace does not see.
-        self.graph = trace(self.model, self.inputs(np.zeros((2, 2))))
+        self.graph = trace(self.model, plane.at(np.zeros((2, 2))))
         self.sites = activation_sites(self.model, self.graph)
         self.size = sum(math.prod(node.shape) for node in self.graph.nodes) // 2
-
-    def inputs(self, points: np.ndarray) -> Any:
-        """Return the model's inputs at points (N, 2) of the plane."""
-        return self.build(self.plane.at(points))
 
     def step(self, site: Site) -> int:
         """Return the number of a site's activation in the graph."""
@@ -85,7 +76,7 @@ class Network:
 
         for axis in self.plane.axes:
             with forward_mode.dual_level():
-                observe(self.model, self.build(_make_dual(x, axis)), {site.name: site}, see)
+                observe(self.model, _make_dual(x, axis), {site.name: site}, see)
         _check_values(site.name, values[0], len(points))
         return values[0], torch.stack(slopes)
 
@@ -129,7 +120,8 @@ def activation_sites(model: nn.Module, graph: Graph) -> dict[str, Site]:
             name = _free_name(layers.get(step) or node.name or node.op, found)
             call = Call(-1, None, step, ()) if layer is None else Call(step, None, None, ())
             dim = activation.dim - len(node.shape) if isinstance(activation, SReLU) else -1
-            found[name] = Site(name, layer or nn.Identity(), None, activation, dim, (call,))
+            site = Site(name, layer or nn.Identity(), None, activation, dim, (call,), graph=graph)
+            found[name] = site
     if not found:
         raise ValueError(
             "regions are made by activations with breakpoints, as ReLU; no step of the run is one."

@@ -36,7 +36,7 @@ from geoparam.analysis.partition import Pattern, Patterns
 from geoparam.analysis.reading.layer_sites import Site
 from geoparam.analysis.reading.pooling import MaxPool
 from geoparam.analysis.reading.probe import observe
-from geoparam.analysis.slices.piecewise import Build, Network, explain_bend
+from geoparam.analysis.slices.piecewise import Network, explain_bend
 from geoparam.analysis.slices.plane import Extent, Plane, check_plane, unit_window
 from geoparam.analysis.slices.polygons import (
     ON_LINE,
@@ -82,7 +82,6 @@ def slice_regions(
     axes: Sequence[Tensor] | None = None,
     extent: Extent | None = None,
     *,
-    inputs: Build | None = None,
     max_regions: int = 100_000,
 ) -> Slice:
     """Return the linear regions of `model` in a window of the plane origin + a e_1 + b e_2.
@@ -93,7 +92,6 @@ def slice_regions(
             `plane_through` makes it, without `axes` and `extent`.
         axes: e_1 and e_2, two directions of its shape; of a model with two inputs, its own.
         extent: The window, (lowest a, highest a, lowest b, highest b); (-1, 1, -1, 1) by default.
-        inputs: Makes the model's inputs from a batch (N, *shape), where it takes more than that.
         max_regions: More than these raise ValueError.
 
     Example:
@@ -110,7 +108,7 @@ def slice_regions(
         origin, axes, extent = origin
     plane = check_plane(origin, axes, extent or (-1.0, 1.0, -1.0, 1.0))
     unit_plane, middle, half = unit_window(plane)
-    network = Network(model, unit_plane, inputs or (lambda x: x))
+    network = Network(model, unit_plane)
     regions: list[Polygon] = [np.array([[-1.0, -1.0], [1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]])]
     packed: dict[str, np.ndarray] = {}
     segments, units, bits = {}, {}, {}
@@ -337,5 +335,5 @@ def _check_means(
                 check(output, len(network.graph.nodes) - 1)
 
     with network.model.register_forward_hook(check_output):
-        inputs = network.inputs(np.concatenate([means, points]))
+        inputs = network.plane.at(np.concatenate([means, points]))
         observe(network.model, inputs, network.sites, lambda _, z, step: check(z, step))
