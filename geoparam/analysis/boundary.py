@@ -180,10 +180,10 @@ def layer_boundaries(
             "and their GmP forms do, and subclasses that compute the same."
         )
     units = read_units(layer, check_norm(norm, layer))
-    return compute_boundaries(units, breaks(assumed_activation(layer, activation)))
+    return compute_boundaries(units, breaks(choose_activation(layer, activation)))
 
 
-def assumed_activation(layer: nn.Module, activation: Any = None) -> Any:
+def choose_activation(layer: nn.Module, activation: Any = None) -> Any:
     """Return the activation that is given, or the layer's own, or ReLU."""
     own = getattr(layer, "activation", None) if activation is None else activation
     return nn.ReLU() if own is None else own
@@ -246,7 +246,7 @@ def read_units(
         given = {"offset": bias}
     normalised = isinstance(layer, GmPLayer) and layer.coordinates == "angles"
     if norm is not None:
-        groups = groups_of_units(norm, has_positions(layer), len(rows))
+        groups = count_groups(norm, has_positions(layer), len(rows))
         if groups:
             rows, given = _centre(rows, given, groups)
         given |= _read_norm(norm, len(rows), bool(groups), moments)
@@ -345,7 +345,7 @@ def _per_unit(value: Tensor | None, units: int) -> Tensor | None:
     return value.flatten() if value.numel() == units else value.reshape(units, -1).mean(dim=1)
 
 
-def groups_of_units(norm: nn.Module, positions: bool, units: int) -> int:
+def count_groups(norm: nn.Module, positions: bool, units: int) -> int:
     """Return how many groups of units share a mean at one point, where that is all it is over."""
     if isinstance(norm, nn.LayerNorm):
         return int(tuple(norm.normalized_shape) == (units,))

@@ -148,7 +148,7 @@ def by_cases(z: Tensor, lower: Tensor, upper: Tensor, below: Tensor, above: Tens
     return torch.where((z > lower) & (z < upper), z, outside)
 
 
-def drawn(channels: int, dim: int = 1) -> SReLU:
+def draw_srelu(channels: int, dim: int = 1) -> SReLU:
     """Return an SReLU with values of its own for each channel."""
     module = SReLU(channels, dim=dim, **D)
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_srelu_starts_as_a_leaky_relu() -> None:
 
 @pytest.mark.parametrize(("shape", "dim"), [((2, 4), 1), ((2, 4, 3, 5), 1), ((2, 3, 4), -1)])
 def test_srelu_has_its_channels_in_any_dimension(shape: tuple[int, ...], dim: int) -> None:
-    module, z = drawn(4, dim), torch.randn(shape, **D)
+    module, z = draw_srelu(4, dim), torch.randn(shape, **D)
     parameters = module.lower, module.upper, module.lower_slope, module.upper_slope
     expected = by_cases(z.movedim(dim, -1), *parameters)
     torch.testing.assert_close(module(z).movedim(dim, -1), expected)

@@ -35,10 +35,10 @@ from geoparam.analysis.boundary import (
     Boundaries,
     Statistics,
     Units,
-    assumed_activation,
+    choose_activation,
     compute_boundaries,
+    count_groups,
     displacement,
-    groups_of_units,
     is_batch,
     read_units,
 )
@@ -51,9 +51,9 @@ from geoparam.analysis.perturbation.steps import (
     add_steps,
     check_steps,
     coordinates,
-    direction_rows,
     make_steps,
     perturb_layer,
+    read_direction_rows,
     read_stored,
 )
 from geoparam.analysis.reading.activations import Activation, Breaks, breaks
@@ -225,7 +225,7 @@ def respond(
         >>> respond(layer, {"direction": torch.tensor([[0.0, -2.0]])}).rotation.tolist()
         [45.0]
     """
-    points = breaks(assumed_activation(layer, activation))
+    points = breaks(choose_activation(layer, activation))
     before, after = (_perturb_state(layer, each, norm, points) for each in ({}, steps))
     return _compare(before, after)
 
@@ -317,8 +317,12 @@ def _compare(before: _State, after: _State) -> Response:
 def _bound_turn(before: _State, after: _State) -> tuple[Tensor, Tensor, Tensor]:
     """Return length, first-order turn and bound of a step of the directions, in radians."""
     layer, norm, (rows, *_), _ = before
-    held, row, other = coordinates(layer), direction_rows(layer), direction_rows(after.layer)
-    mixed = norm is not None and groups_of_units(norm, has_positions(layer), len(rows))
+    held, row, other = (
+        coordinates(layer),
+        read_direction_rows(layer),
+        read_direction_rows(after.layer),
+    )
+    mixed = norm is not None and count_groups(norm, has_positions(layer), len(rows))
     if held == "sign" and not mixed:
         zero = torch.zeros_like(before.boundaries.scale)
         return zero, zero, zero
@@ -348,6 +352,6 @@ def _may_flip(before: _State, after: _State) -> Tensor:
 def _factors(of: _State) -> list[Tensor]:
     """Return r inside, gamma and l, (out,) or one number, whose signs are the unit's too."""
     factors = [of.units.parts.gain, of.units.parts.gamma]
-    if direction_rows(of.layer) is not None and "length" in (held := read_stored(of.layer)):
+    if read_direction_rows(of.layer) is not None and "length" in (held := read_stored(of.layer)):
         factors.append(held["length"].flatten())
     return factors

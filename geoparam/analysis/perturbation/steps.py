@@ -185,7 +185,7 @@ def coordinates(layer: nn.Module) -> str:
     return layer._coordinates.name if isinstance(layer, GmPLayer) else "weight"
 
 
-def direction_rows(layer: nn.Module) -> Tensor | None:
+def read_direction_rows(layer: nn.Module) -> Tensor | None:
     """Return the stored vectors (out, n) that units point along; None where there are none.
 
     Angles are no such vectors, and a parametrization may make a row of the weight from several.

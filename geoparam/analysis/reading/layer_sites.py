@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from geoparam.analysis.reading.activations import Activation, Breaks, SReLU, breaks
-from geoparam.analysis.reading.norms import UnknownNorm, feature_dim, mixes_units
+from geoparam.analysis.reading.norms import UnknownNorm, find_feature_dim, mixes_units
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs, kind_of, module_name, weight_name
 from geoparam.graph import Call, Graph
@@ -157,7 +157,7 @@ def check_norm(norm: nn.Module | None, layer: nn.Module) -> nn.Module | None:
     if norm is None or isinstance(norm, UnknownNorm | nn.Identity):
         return norm if isinstance(norm, UnknownNorm) else None
     units, positions = count_units(layer), has_positions(layer)
-    if any(feature_dim(norm, units, rank, positions) is not None for rank in range(2, 6)):
+    if any(find_feature_dim(norm, units, rank, positions) is not None for rank in range(2, 6)):
         return norm
     size = getattr(norm, "num_features", getattr(norm, "num_channels", units))
     if size != units:
@@ -200,7 +200,7 @@ def _norm(
     if norm is None:
         return UnknownNorm(node.op)
     rank = len(node.shape)
-    dim = feature_dim(norm, count_units(site.layer), rank, has_positions(site.layer))
+    dim = find_feature_dim(norm, count_units(site.layer), rank, has_positions(site.layer))
     pooled = "max" in kinds and mixes_units(norm)
     if dim is None or pooled or not _has_units_in(graph, call, call.norm, dim):
         return UnknownNorm(f"{type(norm).__name__} whose features are not the units")

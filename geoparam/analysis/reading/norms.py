@@ -56,7 +56,7 @@ def mixes_units(norm: nn.Module) -> bool:
     return isinstance(norm, nn.LayerNorm | nn.GroupNorm) or is_rms(norm)
 
 
-def feature_dim(norm: Any, units: int, rank: int, positions: bool) -> int | None:
+def find_feature_dim(norm: Any, units: int, rank: int, positions: bool) -> int | None:
     """Return the dimension of an input of `rank` in which `norm` has one feature for each unit.
 
     None where the norm is not understood, or its features are not units. `positions` says whether
@@ -105,7 +105,7 @@ def average_moments(moments: Sequence[Moments]) -> Moments:
     return Moments(*(torch.stack(each).mean(dim=0) for each in zip(*moments, strict=True)))
 
 
-def norm_moments(norm: Any, z: Tensor) -> Moments:
+def compute_moments(norm: Any, z: Tensor) -> Moments:
     """Return mean and deviation that `norm` takes from its input `z`, averaged over the batch.
 
     For BatchNorm and MBN they are the batch's own. GroupNorm and InstanceNorm have some for each

@@ -16,9 +16,9 @@ from geoparam.analysis.reading.layer_sites import Site, took_same_steps
 from geoparam.analysis.reading.norms import (
     Moments,
     average_moments,
+    compute_moments,
     has_running,
     needs_batch,
-    norm_moments,
 )
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs
@@ -120,10 +120,10 @@ def read_moments(
     model: nn.Module, inputs: Inputs, sites: Mapping[str, Site], batch: bool = False
 ) -> dict[str, Moments]:
     """Run the model and return the moments of norms that are read by a batch, by layer."""
-    seen = expected_moments(sites, batch)
+    seen = prepare_moments(sites, batch)
 
     def see(site: Site, z: Tensor, _: int) -> None:
-        seen[site.name].append(norm_moments(site.norm, z))
+        seen[site.name].append(compute_moments(site.norm, z))
 
     if seen:
         read = {name: sites[name] for name in seen}
@@ -131,7 +131,7 @@ def read_moments(
     return average_seen(sites, seen)
 
 
-def expected_moments(sites: Mapping[str, Site], batch: bool) -> dict[str, list[Moments]]:
+def prepare_moments(sites: Mapping[str, Site], batch: bool) -> dict[str, list[Moments]]:
     """Return an empty list for each layer whose norm is read by a batch."""
     return {name: [] for name, site in sites.items() if needs_batch(site.norm, batch)}
 
@@ -164,7 +164,7 @@ def _use_batch(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
+def compute_input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
     """Return the length of a layer's input at each point; of each patch, for a convolution.
 
     If the layer subtracts the mean of its input, it is the length of the difference, with the

@@ -1,6 +1,6 @@
 """A piecewise linear network in a plane: its activations, and their inputs there.
 
-The network must be affine between known breakpoints. `activation_sites` refuses steps that are
+The network must be affine between known breakpoints. `find_activations` refuses steps that are
 not, by name; `explain_bend` names possible causes where only the values show a bend.
 """
 
@@ -43,7 +43,7 @@ class Network:
         self.plane = plane
         # Two points: with one, `contiguous` and the like are no-ops that the trace does not see.
         self.graph = trace(self.model, plane.at(np.zeros((2, 2))))
-        self.sites = activation_sites(self.model, self.graph)
+        self.sites = find_activations(self.model, self.graph)
         self.size = sum(math.prod(node.shape) for node in self.graph.nodes) // 2
 
     def step(self, site: Site) -> int:
@@ -56,11 +56,11 @@ class Network:
         return math.prod(self.graph.nodes[self.step(site)].shape[1:])
 
     def breaks(self, site: Site) -> Breaks:
-        """Return the breakpoints of a site, which `activation_sites` has checked."""
+        """Return the breakpoints of a site, which `find_activations` has checked."""
         assert site.breaks is not None
         return site.breaks
 
-    def jets(self, site: Site, points: np.ndarray) -> tuple[Tensor, Tensor]:
+    def compute_jets(self, site: Site, points: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return the pre-activations at points, (N, ...), and their slopes, (2, N, ...).
 
         Slopes are those of forward mode, one run along each axis of the plane.
@@ -97,7 +97,7 @@ def _check_values(name: str, z: Tensor, points: int) -> None:
         raise ValueError(f"the pre-activations of {name!r} are not finite in the window.")
 
 
-def activation_sites(model: nn.Module, graph: Graph) -> dict[str, Site]:
+def find_activations(model: nn.Module, graph: Graph) -> dict[str, Site]:
     """Return every activation of the run, one call each, by the name of its layer.
 
     Max pools are among them, by the name of their function.

@@ -37,7 +37,7 @@ from geoparam.analysis.reading.layer_sites import Site
 from geoparam.analysis.reading.pooling import MaxPool
 from geoparam.analysis.reading.probe import observe
 from geoparam.analysis.slices.piecewise import Network, explain_bend
-from geoparam.analysis.slices.plane import Extent, Plane, check_plane, unit_window
+from geoparam.analysis.slices.plane import Extent, Plane, check_plane, scale_window
 from geoparam.analysis.slices.polygons import (
     ON_LINE,
     Polygon,
@@ -107,7 +107,7 @@ def slice_regions(
             raise ValueError("a plane has its own axes and extent: give it alone, or its origin.")
         origin, axes, extent = origin
     plane = check_plane(origin, axes, extent or (-1.0, 1.0, -1.0, 1.0))
-    unit_plane, middle, half = unit_window(plane)
+    unit_plane, middle, half = scale_window(plane)
     network = Network(model, unit_plane)
     regions: list[Polygon] = [np.array([[-1.0, -1.0], [1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]])]
     packed: dict[str, np.ndarray] = {}
@@ -241,7 +241,7 @@ def _duels(
 def _inputs(network: Network, site: Site, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the inputs of a max pool's windows by region: slope (P, O, K, 2), value at (0, 0)."""
     assert isinstance(site.activation, MaxPool)
-    z, slopes = network.jets(site, points)
+    z, slopes = network.compute_jets(site, points)
     value, *each = (
         site.activation.windows(t).flatten(1, -2).numpy() for t in (z, slopes[0], slopes[1])
     )
@@ -254,7 +254,7 @@ def _lines(network: Network, site: Site, points: np.ndarray) -> tuple[np.ndarray
 
     Heights above them are normal (P, L, 2)^T (a, b) + offset (P, L), for L = breakpoints x units.
     """
-    z, slopes = network.jets(site, points)
+    z, slopes = network.compute_jets(site, points)
     value, gradient = z.flatten(1).numpy(), slopes.flatten(2).movedim(0, 2).numpy()
     length = np.linalg.norm(gradient, axis=2)
     rounding = CONSTANT * (np.abs(value) + length).max(axis=1, keepdims=True)

@@ -117,8 +117,8 @@ class Measurement:
         distance = measured.distance.abs()
         vectors = torch.stack([measured.rotation, measured.displacement, measured.scale, distance])
         one_segment = torch.zeros_like(self._layer_of)
-        by_layer = segment_quantiles(vectors, self._layer_of, len(self.sites), [*LEVELS.values()])
-        overall = segment_quantiles(vectors, one_segment, 1, [*LEVELS.values()])
+        by_layer = compute_quantiles(vectors, self._layer_of, len(self.sites), [*LEVELS.values()])
+        overall = compute_quantiles(vectors, one_segment, 1, [*LEVELS.values()])
         levels = torch.cat([by_layer, overall], dim=1).double()  # vector, layer, level
         missing = measured.rotation.isnan().double()
         squares = self._layer_sums(measured.rotation.double().nan_to_num(nan=0.0).square())
@@ -234,7 +234,7 @@ class Measurement:
             self._patterns = Patterns(earlier, self._patterns.layers)
 
 
-def segment_quantiles(
+def compute_quantiles(
     values: Tensor, segment: Tensor, count: int, levels: Sequence[float]
 ) -> Tensor:
     """Return quantiles (Q, segments, levels) of values (Q, N), whose columns are in segments (N,).
@@ -243,7 +243,7 @@ def segment_quantiles(
 
     Example:
         >>> values = torch.tensor([[5., 1., 3., torch.nan, 7.]])
-        >>> segment_quantiles(values, torch.tensor([0, 0, 0, 1, 1]), 2, (0.5, 1.0))
+        >>> compute_quantiles(values, torch.tensor([0, 0, 0, 1, 1]), 2, (0.5, 1.0))
         tensor([[[3., 5.],
                  [7., 7.]]])
     """

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from geoparam.analysis.partition import Collector, Patterns
 from geoparam.analysis.reading.layer_sites import Site
-from geoparam.analysis.reading.norms import norm_moments
+from geoparam.analysis.reading.norms import compute_moments
 from geoparam.analysis.reading.probe import (
     average_seen,
-    expected_moments,
-    input_lengths,
+    compute_input_lengths,
     observe,
+    prepare_moments,
 )
 from geoparam.conversion.plan import Inputs
 
@@ -50,12 +50,12 @@ class ProbeReadings:
         self._active: dict[str, list[Tensor]] = defaultdict(list)
         self._above: dict[str, list[Tensor]] = defaultdict(list)
         self._lengths: dict[str, list[Tensor]] = defaultdict(list)
-        self._moments = expected_moments(sites, batch)
+        self._moments = prepare_moments(sites, batch)
         see = self._see_pre_activation, self._see_input, self._see_norm
         self.same_steps = observe(model, inputs, {**sites, **pools}, *see, training=batch)
         shares_and_lengths = self._active, self._above, self._lengths
         if not self.same_steps:
-            self._moments = expected_moments(sites, batch)
+            self._moments = prepare_moments(sites, batch)
             for seen in shares_and_lengths:
                 seen.clear()
         self.active, self.above, self.lengths = (
@@ -79,12 +79,12 @@ class ProbeReadings:
 
     def _see_input(self, site: Site, x: Tensor, _: int) -> None:
         if x.is_floating_point() and x.numel():
-            lengths = input_lengths(site.layer, x).double()
+            lengths = compute_input_lengths(site.layer, x).double()
             self._lengths[site.name].append(median(lengths.flatten()))
 
     def _see_norm(self, site: Site, z: Tensor, _: int) -> None:
         if site.name in self._moments:
-            self._moments[site.name].append(norm_moments(site.norm, z))
+            self._moments[site.name].append(compute_moments(site.norm, z))
 
 
 def _share(sides: Tensor, channel: int) -> Tensor:
