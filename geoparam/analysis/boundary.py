@@ -25,7 +25,8 @@ A unit with zero rows, gamma = 0 or an inside r = 0 is constant and has no bound
 a layer normalises the mean of its own input (IMN), x is the centred input.
 """
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -50,7 +51,7 @@ from geoparam.analysis.reading.layer_sites import (
     unwrap,
 )
 from geoparam.analysis.reading.norms import Moments, has_running, is_rms
-from geoparam.analysis.reading.probe import batch_moments, unseen_moments
+from geoparam.analysis.reading.probe import read_moments
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs
 
@@ -82,34 +83,29 @@ class Boundaries:
 
 
 class Parts(NamedTuple):
-    """What a layer and its norm are made of: `rows` (out, n), the others (out,) or one number."""
+    """What the pre-activations of units are made of, one element for each unit, (out,)."""
+
+    gain: Tensor  # r inside
+    offset: Tensor  # b, or lam
+    outer: Tensor  # r outside
+    gamma: Tensor
+    beta: Tensor
+    mean: Tensor
+    variance: Tensor  # the deviation is sqrt(variance + eps)
+    eps: Tensor
+
+
+Given = dict[str, Tensor | float | None]  # parts by name; None: as if it were not there
+ABSENT = dict.fromkeys(("gain", "outer", "gamma", "variance"), 1.0)
+ABSENT |= dict.fromkeys(("offset", "beta", "mean", "eps"), 0.0)
+
+
+class Units(NamedTuple):
+    """The units of a layer: the weight as rows (out, n), and what is added to it."""
 
     rows: Tensor
-    gain: Tensor | float = 1.0  # r inside
-    offset: Tensor | float = 0.0  # b, or lam
-    outer: Tensor | float = 1.0  # r outside
-    gamma: Tensor | float = 1.0
-    beta: Tensor | float = 0.0
-    mean: Tensor | float = 0.0
-    variance: Tensor | float = 1.0  # the deviation is sqrt(variance + eps)
-    eps: float = 0.0
-    unit: bool = False  # all rows are unit vectors
-
-    def per_unit(self) -> dict[str, Tensor | float]:
-        """Return all but `rows` and `unit`, by name."""
-        return {
-            name: value for name, value in self._asdict().items() if name not in ("rows", "unit")
-        }
-
-
-class PreActivation(NamedTuple):
-    """(gain rows^T x + shift) / deviation + beta, times `outer` after the activation; (out,)."""
-
-    gain: Tensor
-    shift: Tensor
-    deviation: Tensor
-    beta: Tensor
-    outer: Tensor
+    parts: Parts
+    normalised: bool  # all rows are unit vectors
 
 
 def boundaries(
@@ -151,17 +147,9 @@ def boundaries(
     """
     batch = is_batch(statistics, inputs)
     sites = find_sites(model, inputs, layers, follows)
-    open_sites = {
-        name: site
-        for name, site in sites.items()
-        if site.norm is not None and (batch or not has_running(site.norm))
-    }
-    moments: dict[str, Moments] = {}
-    if open_sites and inputs is not None:
-        seen = batch_moments(unwrap(model), inputs, open_sites, training=batch)
-        moments = {**unseen_moments(open_sites), **seen}
+    moments = {} if inputs is None else read_moments(unwrap(model), inputs, sites, batch)
     return {
-        name: compute_boundaries(read_parts(site.layer, site.norm, moments.get(name)), site.breaks)
+        name: compute_boundaries(read_units(site.layer, site.norm, moments.get(name)), site.breaks)
         for name, site in sites.items()
     }
 
@@ -191,52 +179,42 @@ def layer_boundaries(
             f"{type(layer).__name__} has no units that are rows of its weight: Linear, Conv1d-3d "
             "and their GmP forms do, and subclasses that compute the same."
         )
-    found = read_parts(layer, check_norm(norm, layer))
-    return compute_boundaries(found, breaks(assumed_activation(layer, activation)))
+    units = read_units(layer, check_norm(norm, layer))
+    return compute_boundaries(units, breaks(choose_activation(layer, activation)))
 
 
-def assumed_activation(layer: nn.Module, activation: Any = None) -> Any:
+def choose_activation(layer: nn.Module, activation: Any = None) -> Any:
     """Return the activation that is given, or the layer's own, or ReLU."""
     own = getattr(layer, "activation", None) if activation is None else activation
     return nn.ReLU() if own is None else own
 
 
 @torch.no_grad()
-def compute_boundaries(of: Parts, breaks: Breaks | None) -> Boundaries:
-    """Return the boundaries of units made of these parts, in float64."""
-    rows = sphere.wide(gather(of.rows))
-    like = sphere.length(rows)
-    vectors = {
-        name: torch.as_tensor(value, dtype=like.dtype, device=like.device).expand_as(like)
-        for name, value in of.per_unit().items()
-    }
-    pre = combine(vectors)
-    sign, slope = sign_and_slope(pre, like)
-    points = torch.full_like(like, torch.nan)[None] if breaks is None else breaks.tensor(like)
-    return Boundaries(
-        sign[:, None] * sphere.normalise(rows),
-        pre.outer * slope / pre.deviation,
-        offset_at(pre, points) / slope,
-    )
+def compute_boundaries(units: Units, breaks: Breaks | None) -> Boundaries:
+    """Return the boundaries of these units, in float64."""
+    rows = sphere.wide(gather(units.rows))
+    length = sphere.length(rows)
+    points = (torch.nan,) if breaks is None else breaks.points
+    levels = torch.stack([spread(point, length) for point in points])
+    sign, scale, distances = place_boundaries(units.parts, length, levels)
+    return Boundaries(sign[:, None] * sphere.normalise(rows), scale, distances)
 
 
-def combine(vectors: Mapping[str, Tensor]) -> PreActivation:
-    """Return the pre-activation of units from their parts: the formula of this file."""
-    gamma, gain = vectors["gamma"], vectors["gain"]
-    return PreActivation(
-        gain=gamma * gain,
-        shift=gamma * (gain * vectors["offset"] - vectors["mean"]),
-        deviation=(vectors["variance"] + vectors["eps"]).sqrt(),
-        beta=vectors["beta"],
-        outer=vectors["outer"].abs(),
-    )
+def place_boundaries(of: Parts, length: Tensor, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sign of the gain, the scale and, at breakpoints (K, out), the signed distances.
 
-
-def sign_and_slope(pre: PreActivation, length: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sign of gain and |gain| ||rows||; both NaN for a constant unit."""
-    slope = pre.gain.abs() * length
+    This is the formula of this file, for rows of this length. All are NaN for a constant unit. A
+    deviation that is not known does not matter where beta is the breakpoint.
+    """
+    gain = of.gamma * of.gain
+    slope = gain.abs() * length
     slope = torch.where(slope == 0, torch.nan, slope)
-    return torch.where(slope.isnan(), torch.nan, pre.gain.sign()), slope
+    sign = torch.where(slope.isnan(), torch.nan, gain.sign())
+    deviation = (of.variance + of.eps).sqrt()
+    height = of.beta - points
+    offset = of.gamma * (of.gain * of.offset - of.mean)
+    offset = offset + torch.where(height == 0, 0, height * deviation)
+    return sign, of.outer.abs() * slope / deviation, offset / slope
 
 
 def displacement(lam: Tensor, later: Tensor, near: Tensor, far: Tensor) -> Tensor:
@@ -247,36 +225,49 @@ def displacement(lam: Tensor, later: Tensor, near: Tensor, far: Tensor) -> Tenso
     return torch.where(product < 0, other_side, same_side).sqrt()
 
 
-def offset_at(pre: PreActivation, points: Tensor) -> Tensor:
-    """Return shift + (beta - t) deviation at breakpoints t.
-
-    A deviation that is not known does not matter where beta = t.
-    """
-    height = pre.beta - points
-    return pre.shift + torch.where(height == 0, 0, height * pre.deviation)
-
-
 # --- the layer ----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def read_parts(
-    layer: nn.Module, norm: nn.Module | None = None, moments: Moments | None = None
-) -> Parts:
-    """Return what a layer and the norm after it are made of, in their own types."""
+def read_units(
+    layer: nn.Module,
+    norm: nn.Module | None = None,
+    moments: Moments | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Units:
+    """Return the units of a layer and the norm after it, the rows in a type of their own."""
+    given: Given
     if isinstance(layer, GmPLayer):
         r = gather(layer.r)
         rows = layer._rows(None, _at_least_float32(r))
-        plain = Parts(rows, offset=_or(layer.lam, 0.0), unit=layer.coordinates == "angles")
-        plain = plain._replace(gain=r) if layer.activation is None else plain._replace(outer=r)
+        given = {"gain" if layer.activation is None else "outer": r, "offset": layer.lam}
     else:
-        weight, bias = _weight_and_bias(layer)
-        plain = Parts(weight, offset=_or(bias, 0.0))
-    return plain if norm is None else _apply_norm(plain, norm, moments, has_positions(layer))
+        rows, bias = _weight_and_bias(layer)
+        given = {"offset": bias}
+    normalised = isinstance(layer, GmPLayer) and layer.coordinates == "angles"
+    if norm is not None:
+        groups = count_groups(norm, has_positions(layer), len(rows))
+        if groups:
+            rows, given = _centre(rows, given, groups)
+        given |= _read_norm(norm, len(rows), bool(groups), moments)
+        normalised = normalised and not groups
+    like = torch.empty(len(rows), dtype=dtype, device=rows.device)
+    known = {name: value for name, value in given.items() if value is not None}
+    parts = {name: spread(value, like) for name, value in {**ABSENT, **known}.items()}
+    return Units(rows, Parts(**parts), normalised)
 
 
-def _or(value: Tensor | None, default: float) -> Tensor | float:
-    return default if value is None else gather(value)
+def spread(value: Tensor | float, like: Tensor) -> Tensor:
+    """Return a number, or a tensor, in the shape and type of `like`."""
+    if not isinstance(value, Tensor):
+        value = _constant(value, like.dtype, like.device)
+    return gather(value.detach()).to(like).expand_as(like)
+
+
+@functools.cache
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Keep a number on its device, so that a record does not fill a tensor for each layer."""
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def gather(value: Tensor) -> Tensor:
@@ -329,22 +320,19 @@ def _at_least_float32(like: Tensor) -> torch.dtype:
 # --- the norm -----------------------------------------------------------------------------------
 
 
-def _apply_norm(of: Parts, norm: Any, moments: Moments | None, positions: bool) -> Parts:
-    """Add a norm to the parts of a layer; unknown statistics make distances NaN."""
-    units = len(of.rows)
+def _read_norm(norm: Any, units: int, centred: bool, moments: Moments | None) -> Given:
+    """Return the parts that a norm adds; unknown statistics make distances NaN."""
     gamma, beta = (_per_unit(getattr(norm, name, None), units) for name in ("weight", "bias"))
-    of = of._replace(gamma=_or(gamma, 1.0), beta=_or(beta, 0.0))
-    groups = groups_of_units(norm, positions, units)
-    of = _centre(of, groups) if groups else of
+    found: Given = {"gamma": gamma, "beta": beta}
     if moments is not None:
-        mean, deviation = (t.expand(units) for t in moments)
-        return of._replace(mean=0.0 if groups else mean, variance=deviation.square())
+        mean = 0.0 if centred else moments.mean
+        return {**found, "mean": mean, "variance": moments.deviation.square()}
     if has_running(norm):
         variance = getattr(norm, "running_var", None)
         eps = 0.0 if variance is None else norm.eps
-        return of._replace(mean=norm.running_mean, variance=_or(variance, 1.0), eps=eps)
-    unknown = torch.full((units,), torch.nan, device=of.rows.device)
-    return of._replace(mean=0.0 if groups or is_rms(norm) else unknown, variance=unknown)
+        return {**found, "mean": norm.running_mean, "variance": variance, "eps": eps}
+    known = centred or is_rms(norm)
+    return {**found, "mean": 0.0 if known else torch.nan, "variance": torch.nan}
 
 
 def _per_unit(value: Tensor | None, units: int) -> Tensor | None:
@@ -357,26 +345,23 @@ def _per_unit(value: Tensor | None, units: int) -> Tensor | None:
     return value.flatten() if value.numel() == units else value.reshape(units, -1).mean(dim=1)
 
 
-def groups_of_units(norm: nn.Module, positions: bool, units: int) -> int:
+def count_groups(norm: nn.Module, positions: bool, units: int) -> int:
     """Return how many groups of units share a mean at one point, where that is all it is over."""
     if isinstance(norm, nn.LayerNorm):
         return int(tuple(norm.normalized_shape) == (units,))
     return norm.num_groups if isinstance(norm, nn.GroupNorm) and not positions else 0
 
 
-def _centre(of: Parts, groups: int) -> Parts:
+def _centre(rows: Tensor, given: Given, groups: int) -> tuple[Tensor, Given]:
     """Subtract the mean over the units of each group, which is an affine map too."""
-    rows = gather(of.rows)
-    rows = rows.to(_at_least_float32(rows))
-    offset = of.offset
-    if isinstance(offset, Tensor):
-        offset = offset.to(_at_least_float32(offset))
-    if isinstance(of.gain, Tensor):
-        rows, offset = of.gain[:, None] * rows, of.gain * offset
 
     def subtract_mean(t: Tensor) -> Tensor:
+        t = t.to(_at_least_float32(t))
+        if isinstance(gain := given.get("gain"), Tensor):
+            t = gain.view(-1, *[1] * (t.ndim - 1)) * t
         t = t.unflatten(0, (groups, -1))
         return (t - t.mean(dim=1, keepdim=True)).flatten(0, 1)
 
-    offset = subtract_mean(offset) if isinstance(offset, Tensor) else offset
-    return of._replace(rows=subtract_mean(rows), offset=offset, gain=1.0, unit=False)
+    offset = given["offset"]
+    offset = subtract_mean(gather(offset)) if isinstance(offset, Tensor) else offset
+    return subtract_mean(gather(rows)), {**given, "gain": 1.0, "offset": offset}

@@ -29,7 +29,7 @@ from geoparam.analysis.reading.layer_sites import Layers, Site, find_sites, unwr
 from geoparam.analysis.reading.pooling import MaxPool, find_pools
 from geoparam.analysis.reading.probe import observe
 from geoparam.conversion.plan import Inputs
-from geoparam.trace import tensors_in, trace
+from geoparam.trace import tensors_in
 
 # Eight bools in memory are the bytes of one integer, 2^8i for the i-th. The product with this,
 # which has 2^(63 - 9i) for each i, has the i-th at bit 63 - i, and no two terms meet: no carry.
@@ -217,12 +217,10 @@ class Collector:
     def __init__(self, inputs: Inputs) -> None:
         first = next(tensors_in(inputs), None)
         self.examples = None if first is None else len(first)
-        self._calls: dict[str, int] = {}
         self._parts: dict[int, Pattern] = {}
-        self._layers: dict[str, dict[int, None]] = {}
+        self._layers: dict[str, set[int]] = {}
 
-    def __call__(self, site: Site, z: Tensor) -> None:
-        step = self._next_step(site)
+    def __call__(self, site: Site, z: Tensor, step: int) -> None:
         if self.examples is None:
             self.examples = len(z)
         bits = _find_bits(site, z.detach())
@@ -231,18 +229,7 @@ class Collector:
         if step not in self._parts:
             rows = [side.reshape(self.examples, -1) for side in bits]
             self._parts[step] = _join([Pattern(pack(row), row.shape[1]) for row in rows])
-        self._layers.setdefault(site.name, {})[step] = None
-
-    def _next_step(self, site: Site) -> int:
-        """Return the step of a site's next call: they come in the order of the run."""
-        if isinstance(site.activation, MaxPool):
-            assert site.calls[0].activation is not None
-            return site.calls[0].activation
-        own = site.own_activation
-        steps = (call.layer if own else call.activation for call in site.calls)
-        call = self._calls.get(site.name, 0)
-        self._calls[site.name] = call + 1
-        return sorted(step for step in steps if step is not None)[call]
+        self._layers.setdefault(site.name, set()).add(step)
 
     def patterns(self) -> Patterns | None:
         """Return the patterns; None if no layer has breakpoints."""
@@ -277,8 +264,7 @@ def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Pattern
     """
     collector, sites = Collector(inputs), find_sites(model, inputs, layers)
     model = unwrap(model)
-    pools = find_pools(trace(model, inputs), sites)
-    observe(model, inputs, sites | pools, pre_activation=collector)
+    observe(model, inputs, sites | find_pools(model, inputs, sites), pre_activation=collector)
     found = collector.patterns()
     if found is None:
         raise ValueError(

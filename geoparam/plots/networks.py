@@ -176,7 +176,7 @@ def region_slice(
     fills = [FILLS[i % len(FILLS)] for i in range(len(corners))]
     ax.add_collection(PolyCollection(corners, facecolors=fills, edgecolors="none"))
     for i, (name, pieces) in enumerate(segments.items()):
-        ax.add_collection(_layer_lines(pieces, i, len(segments), label=name))
+        ax.add_collection(_draw_layer(pieces, i, len(segments), label=name))
     every = np.concatenate(corners)
     (left, low), (right, high) = every.min(axis=0), every.max(axis=0)
     ax.set(xlim=(left, right), ylim=(low, high), aspect="equal", xlabel="a", ylabel="b")
@@ -186,7 +186,7 @@ def region_slice(
     return ax
 
 
-def _layer_lines(segments: np.ndarray, layer: int, count: int, **line: Any) -> LineCollection:
+def _draw_layer(segments: np.ndarray, layer: int, count: int, **line: Any) -> LineCollection:
     """A layer's segments: dark and thick for the first layer, lighter and thinner for the last."""
     shape = np.shape(segments)
     if len(shape) != 3 or shape[1:] != (2, 2):

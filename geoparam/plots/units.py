@@ -55,8 +55,12 @@ def unit_1d(
     ax.plot(x, r * np.maximum(inside, 0), color=INK, linewidth=2.4, label="unit")
     ax.set(xlim=limits, xlabel="x", ylabel="z")
     if np.isfinite(location):
+        ax.axvline(location, color=BROWN, linewidth=2.0, label="boundary")
+        ax.plot([location], [0], "o", color=INK, markersize=7, zorder=5, label="location φ")
         reach = 0.12 * np.sign(direction) * (limits[1] - limits[0])
-        _mark_point(ax, location, reach, height=0.1 if r < 0 else 0.9)
+        height = 0.1 if r < 0 else 0.9
+        for tip, colour in [(location + reach, ACTIVE), (location - reach, INACTIVE)]:
+            _arrow(ax, (location, height), (tip, height), colour, ax.get_xaxis_transform())
         ax.set_title(f"boundary at φ = {location:.3g}", loc="left")
     else:
         ax.set_title("no boundary", loc="left")
@@ -71,14 +75,6 @@ def _location(direction: np.ndarray, lam: ArrayLike) -> np.ndarray:
     square = np.asarray((direction**2).sum(axis=-1, keepdims=True))
     offset = finite(np.asarray(lam, dtype=float))[..., None]
     return -offset * direction / np.where(square > 0, square, np.nan)
-
-
-def _mark_point(ax: Axes, location: float, reach: float, height: float) -> None:
-    """The boundary of a unit with one input: a line, the point and an arrow to either side."""
-    ax.axvline(location, color=BROWN, linewidth=2.0, label="boundary")
-    ax.plot([location], [0], "o", color=INK, markersize=7, zorder=5, label="location φ")
-    for tip, colour in [(location + reach, ACTIVE), (location - reach, INACTIVE)]:
-        _arrow(ax, (location, height), (tip, height), colour, ax.get_xaxis_transform())
 
 
 def _arrow(ax: Axes, start: Any, tip: Any, colour: str, coordinates: Any) -> None:
@@ -107,13 +103,16 @@ def unit_2d(
     direction = finite(as_array("direction", direction, (2,)))
     location = _location(direction, lam)
     if limits is None:
-        limits = square_view(np.stack([location, [0.8, 0.8]]), margin=2.0)
+        limits = choose_view(np.stack([location, [0.8, 0.8]]), margin=2.0)
     ax = plane(ax, limits)
     ax.grid(visible=False)
     _fill_sides(ax, direction, lam, limits)
     if np.isfinite(location).all():
         towards = direction / np.linalg.norm(direction)
-        _boundary(ax, location, towards, limits, color=BROWN, linewidth=2.4, label="boundary")
+        reach = 1.5 * (limits[1] - limits[0]) + np.linalg.norm(location)
+        along = reach * np.array([-towards[1], towards[0]])
+        ends = np.stack([location - along, location + along], axis=1)
+        ax.plot(*ends, color=BROWN, linewidth=2.4, label="boundary")
         ax.plot(*np.stack([[0, 0], location], axis=1), color=INK, linewidth=1.2, linestyle=":")
         ax.plot(*location, "o", color=INK, markersize=7, zorder=5, label="location φ")
         _arrows(ax, location, towards, 0.08 * (limits[1] - limits[0]))
@@ -136,15 +135,6 @@ def _fill_sides(ax: Axes, direction: np.ndarray, lam: float, limits: tuple[float
             ends = np.stack([location - along, location + along])
             corners = np.concatenate([ends, (ends + 2 * sign * reach * u)[::-1]])
         ax.fill(*corners.T, color=fill, linewidth=0, zorder=0, label=word)
-
-
-def _boundary(
-    ax: Axes, location: np.ndarray, towards: np.ndarray, limits: tuple[float, float], **line: Any
-) -> None:
-    """The line through the location, at right angles to the direction, across the view."""
-    along = np.array([-towards[1], towards[0]])
-    reach = 1.5 * (limits[1] - limits[0]) + np.linalg.norm(location)
-    ax.plot(*np.stack([location - reach * along, location + reach * along], axis=1), **line)
 
 
 def _arrows(ax: Axes, location: np.ndarray, towards: np.ndarray, length: float) -> None:
@@ -173,7 +163,7 @@ def plane(ax: Axes | None, limits: tuple[float, float]) -> Axes:
     return ax
 
 
-def square_view(
+def choose_view(
     points: np.ndarray, share: float = 1.0, margin: float = 1.25
 ) -> tuple[float, float]:
     """Limits of both inputs, around the origin, that hold a share of the finite points, (N, 2)."""
@@ -206,7 +196,7 @@ def trajectories(
     if points is not None:
         points = as_array("points", points, ("points", 2))
         shown = np.concatenate([shown, points])
-    ax = plane(ax, limits := limits or square_view(shown, share=0.95))
+    ax = plane(ax, limits := limits or choose_view(shown, share=0.95))
     if points is not None:
         ax.plot(*points.T, ".", color=MUTED, markersize=2.5, alpha=0.5, label="data")
     for unit, path in enumerate(locations.swapaxes(0, 1)):

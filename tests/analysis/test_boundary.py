@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from boundary_checks import CLOSE, check, pre_activation, randomised, told
+from boundary_checks import CLOSE, check, pre_activation, predict, randomise
 from patches import by_unit, patches, responses
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
@@ -26,7 +26,7 @@ from geoparam import (
     convert_,
 )
 from geoparam.analysis import SReLU, boundaries, layer_boundaries
-from geoparam.analysis.reading.norms import norm_moments
+from geoparam.analysis.reading.norms import compute_moments
 from geoparam.attention import GmPMultiheadAttention
 
 D = {"dtype": torch.float64}
@@ -72,7 +72,7 @@ def units_of(layer: nn.Module) -> int:
 
 def sequence(layer: nn.Module, norm: Callable[[int, int], nn.Module]) -> nn.Sequential:
     rank = len(getattr(layer, "kernel_size", ()))
-    return randomised(nn.Sequential(layer, norm(units_of(layer), rank), nn.ReLU()))
+    return randomise(nn.Sequential(layer, norm(units_of(layer), rank), nn.ReLU()))
 
 
 def batch_for(layer: nn.Module, examples: int = 7) -> Tensor:
@@ -109,7 +109,7 @@ OUTSIDE = {
 
 @pytest.mark.parametrize("make", OUTSIDE.values(), ids=OUTSIDE)
 def test_r_outside_scales_the_output_and_leaves_the_boundary(make: Callable) -> None:
-    layer = randomised(make(nn.ReLU())).eval()
+    layer = randomise(make(nn.ReLU())).eval()
     assert (layer.r < 0).any() and (layer.r > 0).any()
     x = batch_for(layer)
     found = boundaries(layer, x)[""]
@@ -126,7 +126,7 @@ def test_r_outside_scales_the_output_and_leaves_the_boundary(make: Callable) -> 
 def test_x_is_the_centred_input_where_a_layer_normalises_its_mean(
     form: bool | str, padding: int
 ) -> None:
-    layer = randomised(GmPConv2d(CHANNELS, UNITS, 3, padding=padding, input_norm=form)).eval()
+    layer = randomise(GmPConv2d(CHANNELS, UNITS, 3, padding=padding, input_norm=form)).eval()
     model, x = nn.Sequential(layer, nn.ReLU()), batch_for(layer, 3)
     found = boundaries(model, x)["0"]
     z = by_unit(pre_activation(model, x, model[1]), -3).detach()
@@ -135,7 +135,7 @@ def test_x_is_the_centred_input_where_a_layer_normalises_its_mean(
     if form is True and padding:  # zeros are padded to what is not centred
         layer, centred = copy.copy(layer), F.pad(x, [padding] * 4) - mean
         layer.padding = (0, 0)
-    torch.testing.assert_close(told(found, layer, centred), z, **CLOSE)
+    torch.testing.assert_close(predict(found, layer, centred), z, **CLOSE)
 
 
 # --- activations and their breakpoints -----------------------------------------------------------
@@ -178,15 +178,15 @@ def has_boundary(layer: nn.Module, norm: nn.Module | None = None) -> list[bool]:
 
 
 def test_a_constant_unit_has_no_boundary() -> None:
-    plain, norm = randomised(nn.Linear(3, 2)), randomised(nn.BatchNorm1d(2).eval())
+    plain, norm = randomise(nn.Linear(3, 2)), randomise(nn.BatchNorm1d(2).eval())
     plain.weight.data[1] = 0
     assert has_boundary(plain) == [True, False]
     norm.weight.data[0] = 0
     assert has_boundary(plain, norm) == [False, False]
-    inside = randomised(GmPLinear(3, 2))
+    inside = randomise(GmPLinear(3, 2))
     inside.r.data[0] = 0
     assert has_boundary(inside) == [False, True]
-    outside = randomised(GmPLinear(3, 2, activation=torch.relu))
+    outside = randomise(GmPLinear(3, 2, activation=torch.relu))
     outside.r.data[0] = 0  # its boundary is there, and its output is zero on both sides
     assert has_boundary(outside) == [True, True] and layer_boundaries(outside).scale[0] == 0
 
@@ -224,7 +224,7 @@ VARYING: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
 
 @pytest.mark.parametrize(("layer", "norm"), VARYING.values(), ids=VARYING)
 def test_an_average_over_one_example_is_exact_for_it(layer: Callable, norm: Callable) -> None:
-    model = randomised(nn.Sequential(layer(), norm(), nn.ReLU())).eval()
+    model = randomise(nn.Sequential(layer(), norm(), nn.ReLU())).eval()
     whole_batch = isinstance(model[1], nn.modules.batchnorm._BatchNorm | MeanOnlyBatchNorm)
     check(model, batch_for(model[0], 4 if whole_batch else 1))
 
@@ -233,7 +233,7 @@ def test_an_average_over_one_example_is_exact_for_it(layer: Callable, norm: Call
     "norm", [nn.GroupNorm(2, UNITS), nn.RMSNorm(UNITS), nn.LayerNorm(UNITS, bias=False)], ids=str
 )
 def test_without_beta_the_boundary_is_exact_at_any_deviation(norm: nn.Module) -> None:
-    model = randomised(nn.Sequential(LINEAR["gmp, r inside"](), norm, nn.ReLU())).eval()
+    model = randomise(nn.Sequential(LINEAR["gmp, r inside"](), norm, nn.ReLU())).eval()
     if getattr(model[1], "bias", None) is not None:
         nn.init.zeros_(model[1].bias)
     x = torch.randn(50, FAN_IN, **D)
@@ -266,17 +266,17 @@ def each_alone(norm: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
     "norm", [nn.GroupNorm(2, UNITS), nn.InstanceNorm1d(UNITS, affine=True)], ids=str
 )
 def test_norms_over_positions_have_the_averages_over_examples(norm: nn.Module) -> None:
-    model = randomised(nn.Sequential(nn.Conv1d(2, UNITS, 3), norm, nn.ReLU())).eval()
+    model = randomise(nn.Sequential(nn.Conv1d(2, UNITS, 3), norm, nn.ReLU())).eval()
     x = torch.randn(8, 2, 9, **D)
     mean, deviation = each_alone(norm, model[0](x).detach())
-    moments = norm_moments(norm, model[0](x))
+    moments = compute_moments(norm, model[0](x))
     torch.testing.assert_close(moments.mean, mean, **CLOSE)
     torch.testing.assert_close(moments.deviation, deviation, **CLOSE)
     found = boundaries(model, x)["0"]
     gamma, beta = norm.weight.detach(), norm.bias.detach()
     rows, bias = model[0].weight.detach().flatten(1), model[0].bias.detach()
     torch.testing.assert_close(
-        told(found, model[0], x),
+        predict(found, model[0], x),
         gamma * (responses(rows, patches(model[0], x)) + bias - mean) / deviation + beta,
         **CLOSE,
     )
@@ -284,7 +284,7 @@ def test_norms_over_positions_have_the_averages_over_examples(norm: nn.Module) -
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(UNITS), nn.RMSNorm(UNITS)], ids=str)
 def test_the_deviation_of_layer_norm_is_the_average_over_points(norm: nn.Module) -> None:
-    model = randomised(nn.Sequential(nn.Linear(FAN_IN, UNITS), norm, nn.ReLU()))
+    model = randomise(nn.Sequential(nn.Linear(FAN_IN, UNITS), norm, nn.ReLU()))
     x = torch.randn(4, 3, FAN_IN, **D)
     z = model[0](x).detach().flatten(0, 1)
     if isinstance(norm, nn.LayerNorm):
@@ -292,12 +292,12 @@ def test_the_deviation_of_layer_norm_is_the_average_over_points(norm: nn.Module)
     else:
         deviations = [row.square().mean().sqrt() for row in z]
     torch.testing.assert_close(
-        norm_moments(norm, z).deviation, sum(deviations) / len(z), rtol=1e-9, atol=0
+        compute_moments(norm, z).deviation, sum(deviations) / len(z), rtol=1e-9, atol=0
     )
 
 
 def test_layer_norm_over_positions_too_is_an_average() -> None:
-    model = randomised(nn.Sequential(nn.Conv1d(2, UNITS, 3), nn.LayerNorm([UNITS, 7]), nn.ReLU()))
+    model = randomise(nn.Sequential(nn.Conv1d(2, UNITS, 3), nn.LayerNorm([UNITS, 7]), nn.ReLU()))
     gamma, beta = torch.randn(2, UNITS, 1, **D).expand(2, UNITS, 7)
     model[1].weight.data.copy_(gamma), model[1].bias.data.copy_(beta)
     check(model, torch.randn(1, 2, 9, **D))
@@ -306,13 +306,13 @@ def test_layer_norm_over_positions_too_is_an_average() -> None:
 def test_batch_statistics_reach_later_layers_and_means_of_inputs() -> None:
     body = [GmPConv2d(4, 4, 3, input_norm=True), nn.BatchNorm2d(4), nn.ReLU()]
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), *body)
-    model = randomised(model).train()
+    model = randomise(model).train()
     x = torch.randn(5, 2, 8, 8, **D)
     found = boundaries(model, x, statistics="batch")["3"]
     given = model[:3](x)
     z = by_unit(pre_activation(model, x, model[5]), -3)
     centred = given - given.mean(dim=(0, 2, 3), keepdim=True)
-    torch.testing.assert_close(told(found, model[3], centred), z, **CLOSE)
+    torch.testing.assert_close(predict(found, model[3], centred), z, **CLOSE)
 
 
 # --- other ways to hold a weight -----------------------------------------------------------------
@@ -343,7 +343,7 @@ def test_a_weight_that_a_hook_makes_is_the_one_of_the_next_call(make: Callable) 
     buffers = copy.deepcopy(dict(layer.named_buffers()))
     found = layer_boundaries(layer)
     assert all(torch.equal(value, buffers[name]) for name, value in layer.named_buffers())
-    torch.testing.assert_close(told(found, layer, x), layer(x).detach(), **CLOSE)
+    torch.testing.assert_close(predict(found, layer, x), layer(x).detach(), **CLOSE)
     check(model, x)
 
 
@@ -354,23 +354,23 @@ def test_spectral_norm_is_read_without_moving_it() -> None:
     found = boundaries(model, x)["0"]
     assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
     assert all(module.training for module in model.modules())
-    torch.testing.assert_close(told(found, layer, x), layer.eval()(x).detach(), **CLOSE)
+    torch.testing.assert_close(predict(found, layer, x), layer.eval()(x).detach(), **CLOSE)
 
 
 @pytest.mark.parametrize("converted", [False, True])
 def test_a_transposed_weight_has_units_in_its_columns(converted: bool) -> None:
     library = pytest.importorskip("transformers.pytorch_utils")
-    layer = randomised(library.Conv1D(UNITS, FAN_IN))
+    layer = randomise(library.Conv1D(UNITS, FAN_IN))
     model = nn.Sequential(layer, nn.ReLU(), nn.Linear(UNITS, 2, **D)).eval()
     x = torch.randn(4, 3, FAN_IN, **D)
     z = by_unit(pre_activation(model, x, model[1]), -1).detach()
     model = convert_(model) if converted else model
-    torch.testing.assert_close(told(boundaries(model, x)["0"], nn.Identity(), x), z, **CLOSE)
+    torch.testing.assert_close(predict(boundaries(model, x)["0"], nn.Identity(), x), z, **CLOSE)
 
 
 @pytest.mark.parametrize("with_inputs", [False, True])
 def test_attention_has_the_units_of_its_projections(with_inputs: bool) -> None:
-    attention = randomised(nn.MultiheadAttention(8, 2, batch_first=True)).eval()
+    attention = randomise(nn.MultiheadAttention(8, 2, batch_first=True)).eval()
     x = torch.randn(2, 3, 8, **D)
     inputs = (x, x, x) if with_inputs else None
     found = boundaries(attention, inputs)
@@ -398,7 +398,7 @@ def test_attention_with_separate_projections_has_only_its_output() -> None:
 def test_narrow_parameters_are_computed_with_in_wide_numbers(
     make: Callable, norm: nn.Module
 ) -> None:
-    narrow = randomised(nn.Sequential(make(), copy.deepcopy(norm))).bfloat16().eval()
+    narrow = randomise(nn.Sequential(make(), copy.deepcopy(norm))).bfloat16().eval()
     if isinstance(norm, nn.LayerNorm):
         nn.init.zeros_(narrow[1].bias)
     wide = copy.deepcopy(narrow).double()

@@ -56,7 +56,7 @@ def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
         GrowingArray(np.dtype([("step", "i8")]), tmp_path / "a.npy", resume=True)
 
 
-def recorded(path: Path | None = None, units: np.dtype | None = None) -> History:
+def make_history(path: Path | None = None, units: np.dtype | None = None) -> History:
     history = History(["a", "bc"], ["x", "y"], units, path)
     for step in (2, 4, 6):
         values = np.arange(6.0).reshape(3, 2) + 10 * step
@@ -69,7 +69,7 @@ def recorded(path: Path | None = None, units: np.dtype | None = None) -> History
 
 
 def test_a_layer_has_one_value_for_each_record() -> None:
-    history = recorded()
+    history = make_history()
     assert list(history) == ["a", "bc"] and len(history) == 2
     np.testing.assert_array_equal(history["bc"]["step"], [2, 4, 6])
     np.testing.assert_array_equal(history["bc"]["y"], [23, 43, 63])
@@ -81,7 +81,7 @@ def test_a_layer_has_one_value_for_each_record() -> None:
 
 def test_later_records_are_forgotten_in_both_files(tmp_path: Path) -> None:
     units = np.dtype([("step", "f8"), ("a", [("rotation", "f8", (3,))])])
-    history = recorded(tmp_path / "h.npy", units)
+    history = make_history(tmp_path / "h.npy", units)
     history.forget_after(4)
     assert history["a"]["rotation"].tolist() == [[2.0] * 3, [4.0] * 3]
     np.testing.assert_array_equal(np.load(tmp_path / "h.units.npy")["step"], [2, 4])
@@ -90,7 +90,7 @@ def test_later_records_are_forgotten_in_both_files(tmp_path: Path) -> None:
 
 def test_a_record_that_only_one_file_has_is_dropped(tmp_path: Path) -> None:
     units = np.dtype([("step", "f8"), ("a", [("rotation", "f8", (3,))])])
-    recorded(tmp_path / "h.npy", units)
+    make_history(tmp_path / "h.npy", units)
     GrowingArray(units, tmp_path / "h.units.npy", resume=True).append(np.zeros(1, units))
     resumed = History(["a", "bc"], ["x", "y"], units, tmp_path / "h.npy", resume=True)
     assert resumed.steps.tolist() == [2, 4, 6]
@@ -98,7 +98,7 @@ def test_a_record_that_only_one_file_has_is_dropped(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
-    recorded(tmp_path / "h.npy")
+    make_history(tmp_path / "h.npy")
     for layers in (["a"], ["a", "bc", "d"], ["bc", "a"]):  # all with columns of the same types
         with pytest.raises(ValueError, match=r"another model: its layers are a, bc, \(network\)"):
             History(layers, ["x", "y"], None, tmp_path / "h.npy", resume=True)
@@ -106,7 +106,7 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_without_units_is_not_continued_with_them(tmp_path: Path) -> None:
-    recorded(tmp_path / "h.npy")
+    make_history(tmp_path / "h.npy")
     units = np.dtype([("step", "f8"), ("a", [("rotation", "f8", (3,))])])
     with pytest.raises(ValueError, match="3 records and .* 0: it was not made with keep='full'"):
         History(["a", "bc"], ["x", "y"], units, tmp_path / "h.npy", resume=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from boundary_checks import CLOSE, pre_activation, randomised, told
+from boundary_checks import CLOSE, pre_activation, predict, randomise
 from function_model import FunctionModel
 from patches import by_unit
 from torch import Tensor, nn
@@ -63,10 +63,10 @@ def test_what_follows_is_found_as_it_is_written(
     pre: Callable, forward: Callable, x: Tensor
 ) -> None:
     members = {"fc": fc(), "norm": bn(), "other": fc(), "act": nn.ReLU(), "drop": nn.Dropout()}
-    model = randomised(FunctionModel(forward, **members)).eval()
+    model = randomise(FunctionModel(forward, **members)).eval()
     found = boundaries(model, x)["fc"]
     z = pre(model, x).detach().reshape(-1, UNITS)
-    torch.testing.assert_close(told(found, model.fc, x), z, **CLOSE)
+    torch.testing.assert_close(predict(found, model.fc, x), z, **CLOSE)
 
 
 class Half(nn.Linear):
@@ -145,7 +145,7 @@ def test_what_is_not_understood_has_no_distance(
     forward: Callable, norm: nn.Module, x: Tensor
 ) -> None:
     members = {"fc": fc(), "norm": copy.deepcopy(norm), "other": bn(), "act": SReLU(UNITS)}
-    model = randomised(FunctionModel(forward, **members)).eval()
+    model = randomise(FunctionModel(forward, **members)).eval()
     found = boundaries(model, x, statistics="batch")["fc"]
     assert found.distance.isnan().all() and found.location.isnan().all()
     rows = F.normalize(model.fc.weight.detach())
@@ -163,7 +163,7 @@ def test_a_layer_that_computes_something_else_is_left_out() -> None:
 def test_layer_norm_of_channels_is_found_in_both_layouts() -> None:
     norm2d = pytest.importorskip("torchvision.models.convnext").LayerNorm2d(UNITS)
     x = torch.randn(1, 2, 4, 4, **D)
-    first = randomised(nn.Sequential(nn.Conv2d(2, UNITS, 3), norm2d, nn.ReLU()))
+    first = randomise(nn.Sequential(nn.Conv2d(2, UNITS, 3), norm2d, nn.ReLU()))
     last = nn.LayerNorm(UNITS, eps=norm2d.eps, **D)
     last.load_state_dict(norm2d.state_dict())
     second = FunctionModel(
@@ -174,21 +174,21 @@ def test_layer_norm_of_channels_is_found_in_both_layouts() -> None:
     deviation = (first[0](x).var(dim=1, correction=0) + norm2d.eps).sqrt().reshape(-1, 1)
     z = by_unit(pre_activation(first, x, first[2]), -3)
     at_the_average = (z - norm2d.bias) * deviation / deviation.mean() + norm2d.bias
-    torch.testing.assert_close(told(one, first[0], x), at_the_average.detach(), **CLOSE)
+    torch.testing.assert_close(predict(one, first[0], x), at_the_average.detach(), **CLOSE)
 
 
 def test_one_example_without_a_batch_is_normalised_alike() -> None:
-    model = randomised(nn.Sequential(nn.Conv1d(2, UNITS, 3), nn.InstanceNorm1d(UNITS), nn.ReLU()))
+    model = randomise(nn.Sequential(nn.Conv1d(2, UNITS, 3), nn.InstanceNorm1d(UNITS), nn.ReLU()))
     x = torch.randn(1, 2, 9, **D)
     z = by_unit(pre_activation(model, x, model[2]), -2).detach()
-    torch.testing.assert_close(told(boundaries(model, x[0])["0"], model[0], x), z, **CLOSE)
+    torch.testing.assert_close(predict(boundaries(model, x[0])["0"], model[0], x), z, **CLOSE)
 
 
 # --- given instead of found ----------------------------------------------------------------------
 
 
 def test_what_follows_can_be_given() -> None:
-    model = randomised(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU6())).eval()
+    model = randomise(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU6())).eval()
     found = boundaries(model, torch.zeros(1, 3, **D))["0"]
     given = boundaries(model, follows={"0": (model[1], nn.ReLU6())})["0"]
     alone = layer_boundaries(model[0], model[1], nn.ReLU6())
@@ -205,12 +205,12 @@ def test_what_follows_can_be_given() -> None:
 def test_a_given_norm_takes_its_own_steps_statistics() -> None:
     """The trace finds none: what the layer makes is read twice."""
     model = FunctionModel(lambda m, x: (y := m.fc(x)) + F.relu(m.norm(y)), fc=fc(), norm=bn())
-    model = randomised(model).train()
+    model = randomise(model).train()
     assert find_sites(model, ROWS)["fc"].norm is None
     follows = {"fc": (model.norm, torch.relu)}
     found = boundaries(model, ROWS, statistics="batch", follows=follows)["fc"]
     torch.testing.assert_close(
-        told(found, model.fc, ROWS), model.norm(model.fc(ROWS)).detach(), **CLOSE
+        predict(found, model.fc, ROWS), model.norm(model.fc(ROWS)).detach(), **CLOSE
     )
 
 
@@ -268,7 +268,7 @@ def test_what_has_no_units_is_refused(layer: nn.Module) -> None:
 
 def check_model(model: nn.Module, x: Tensor) -> dict[str, Boundaries]:
     """Check every layer with distances: what its norm puts out is what its boundary tells."""
-    model = randomised(model).eval()
+    model = randomise(model).eval()
     given: dict[nn.Module, Tensor] = {}
     made: dict[nn.Module, Tensor] = {}
 
@@ -286,7 +286,7 @@ def check_model(model: nn.Module, x: Tensor) -> dict[str, Boundaries]:
         site = sites[name]
         if one.distance.isfinite().all():
             z = by_unit(made[site.norm or site.layer], site.channel)
-            expected = told(one, site.layer, given[site.layer], site.breaks.points[0])
+            expected = predict(one, site.layer, given[site.layer], site.breaks.points[0])
             if site.norm is not None and site.activation in site.norm.children():
                 expected = site.activation(expected)
             torch.testing.assert_close(expected, z, rtol=1e-8, atol=1e-9 * z.abs().max().item())
@@ -298,7 +298,7 @@ def vision() -> ModuleType:
     return pytest.importorskip("torchvision.models")
 
 
-def counted(found: dict[str, Boundaries]) -> tuple[int, int]:
+def count_known(found: dict[str, Boundaries]) -> tuple[int, int]:
     """Return how many layers have distances, and how many none."""
     known = sum(one.distance.isfinite().all().item() for one in found.values())
     return known, len(found) - known
@@ -309,13 +309,13 @@ def test_every_convolution_of_a_resnet_has_boundaries(vision: ModuleType, conver
     model = vision.resnet.ResNet(vision.resnet.BasicBlock, [1, 1, 1, 1], width_per_group=64)
     x = torch.randn(1, 3, 32, 32, **D)
     model = convert_(model) if converted else model
-    assert counted(check_model(model, x)) == (12, 1)
+    assert count_known(check_model(model, x)) == (12, 1)
 
 
 def test_norms_of_timm_carry_their_activation() -> None:
     timm = pytest.importorskip("timm")
     model = timm.create_model("mobilenetv4_conv_small", num_classes=3)
-    known, _ = counted(check_model(model, torch.randn(1, 3, 32, 32, **D)))
+    known, _ = count_known(check_model(model, torch.randn(1, 3, 32, 32, **D)))
     assert known > 10
 
 
@@ -324,7 +324,7 @@ def test_relu_of_a_transformers_model_is_found() -> None:
     config = library.OPTConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=1, ffn_dim=32, num_attention_heads=2
     )
-    model = randomised(library.OPTModel(config)).eval()
+    model = randomise(library.OPTModel(config)).eval()
     ids = torch.randint(2, 50, (2, 5))
     found = boundaries(model, {"input_ids": ids, "use_cache": False})
     known = [name for name, one in found.items() if one.distance.isfinite().all()]
@@ -388,6 +388,6 @@ def test_a_tied_layer_is_one_and_tied_weights_are_two() -> None:
     assert list(boundaries(nn.Sequential(one, nn.ReLU(), one), torch.zeros(1, FAN_IN))) == ["0"]
     two = nn.Sequential(fc(FAN_IN), nn.ReLU(), fc(FAN_IN), nn.BatchNorm1d(FAN_IN), nn.ReLU())
     two[2].weight = two[0].weight
-    found = boundaries(randomised(two), torch.zeros(1, FAN_IN, **D))
+    found = boundaries(randomise(two), torch.zeros(1, FAN_IN, **D))
     assert list(found) == ["0", "2"]
     assert torch.equal(found["0"].direction.abs(), found["2"].direction.abs())

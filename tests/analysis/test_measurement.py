@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from geoparam.analysis.tracker.measurement import segment_quantiles
+from geoparam.analysis.tracker.measurement import compute_quantiles
 
 LEVELS = (0.0, 0.5, 0.99, 1.0)
 
 
 def quantiles(values: Tensor, counts: Sequence[int], levels: Sequence[float] = LEVELS) -> Tensor:
     segment = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    return segment_quantiles(values, segment, len(counts), levels)
+    return compute_quantiles(values, segment, len(counts), levels)
 
 
 @pytest.mark.parametrize("counts", [[1], [3, 1, 64, 2, 65, 1000]])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import geoparam as gp
 from geoparam.analysis import SReLU
-from geoparam.analysis.partition import Pattern, Patterns, fingerprints, pack, patterns
+from geoparam.analysis.partition import Pattern, fingerprints, pack, patterns
 from geoparam.analysis.reading.pooling import MaxPool
 from geoparam.trace import trace
 
@@ -87,12 +87,6 @@ def test_rows_that_differ_in_any_one_or_two_bits_have_other_fingerprints(width: 
     assert len(fingerprints(packed).unique()) == len(near)
 
 
-def test_fingerprints_are_spread_over_all_bits() -> None:
-    prints = fingerprints(torch.arange(4096).view(torch.uint8).view(4096, 8))
-    bits = np.unpackbits(prints.numpy().view(np.uint8).reshape(4096, 8), axis=1)
-    assert np.abs(bits.mean(axis=0) - 0.5).max() < 0.05
-
-
 # Patterns of models
 
 
@@ -100,66 +94,67 @@ X = torch.linspace(-2, 2, 6 * 4).reshape(6, 4).sin()
 IMAGES = torch.linspace(-3, 3, 3 * 2 * 5 * 5).reshape(3, 2, 5, 5).cos()
 
 
-def test_a_linear_layer_has_one_bit_for_each_unit() -> None:
-    model = nn.Sequential(nn.Linear(4, 11), nn.ReLU(), nn.Linear(11, 2))
-    found = patterns(model, X)
-    assert list(found) == ["0"] and len(found) == 1
-    assert found["0"].bits == 11 and len(found["0"]) == 6
-    assert np.array_equal(found["0"].packed.numpy(), rows(model[0](X) > 0))
+def twice(m: nn.Module, x: Tensor) -> Tensor:
+    return F.relu(m.a(F.relu(m.a(x))))
 
 
-def test_a_convolution_has_one_bit_for_each_unit_and_position() -> None:
-    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten())
-    model[1].running_mean.normal_()
-    found = patterns(model, IMAGES)["0"]
-    before = model.eval()[:2](IMAGES)
-    assert found.bits == 3 * 4 * 4
-    assert np.array_equal(found.packed.numpy(), rows(before > 0))
+def windows(m: nn.Module, x: Tensor) -> Tensor:
+    return F.relu(m.a(x.view(-1, 2))).view(len(x), -1)
 
 
-@pytest.mark.parametrize("function", [torch.relu_, nn.ELU(), lambda z: z.clamp(min=0)])
-def test_functions_and_changes_in_place(function: Callable) -> None:
-    model = FunctionModel(lambda m, x: m.b(function(m.a(x))), a=nn.Linear(4, 9), b=nn.Linear(9, 1))
-    assert np.array_equal(patterns(model, X)["a"].packed.numpy(), rows(model.a(X) > 0))
+# A model whose first layer is "a", its inputs, and the bits of that layer, one tensor for each
+# breakpoint and call.
+Case = tuple[Callable[..., Tensor], dict[str, nn.Module], Tensor, Callable[..., list[Tensor]]]
+SRELU = SReLU(5, lower=-0.1, upper=0.2)
+nn.init.uniform_(SRELU.lower, -0.3, 0.0)
+OUTSIDE = gp.GmPLinear(4, 7, activation=torch.relu)
+nn.init.normal_(OUTSIDE.lam)
+nn.init.constant_(OUTSIDE.r, -1.0)
+NORM = nn.BatchNorm2d(3).eval()
+nn.init.normal_(NORM.running_mean)
+CASES: dict[str, Case] = {
+    "linear": (lambda m, x: F.relu(m.a(x)), {"a": nn.Linear(4, 11)}, X, lambda m, x: [m.a(x) > 0]),
+    "convolution": (
+        lambda m, x: F.relu(m.norm(m.a(x))),
+        {"a": nn.Conv2d(2, 3, 2), "norm": NORM},
+        IMAGES,
+        lambda m, x: [m.norm(m.a(x)) > 0],
+    ),
+    "in place": (
+        lambda m, x: m.b(m.a(x).relu_()),
+        {"a": nn.Linear(4, 9), "b": nn.Linear(9, 1)},
+        X,
+        lambda m, x: [m.a(x) > 0],
+    ),
+    "clamp": (
+        lambda m, x: m.a(x).clamp(min=0), {"a": nn.Linear(4, 9)}, X, lambda m, x: [m.a(x) > 0]
+    ),
+    "two breakpoints": (
+        lambda m, x: m.act(m.a(x)),
+        {"a": nn.Linear(4, 5), "act": SRELU},
+        X,
+        lambda m, x: [m.a(x) > m.act.lower, m.a(x) > m.act.upper],
+    ),
+    "its own activation": (lambda m, x: m.a(x), {"a": OUTSIDE}, X, lambda m, x: [m.a(x) < 0]),
+    "called twice": (
+        twice, {"a": nn.Linear(4, 4)}, X, lambda m, x: [m.a(x) > 0, m.a(m.a(x).relu()) > 0]
+    ),
+    "windows of an example": (
+        windows, {"a": nn.Linear(2, 3)}, X, lambda m, x: [(m.a(x.view(-1, 2)) > 0).view(6, -1)]
+    ),
+}  # fmt: skip
 
 
-def test_two_breakpoints_have_two_bits() -> None:
-    model = nn.Sequential(nn.Linear(4, 5), SReLU(5, lower=-0.1, upper=0.2))
-    nn.init.uniform_(model[1].lower, -0.3, 0.0)
-    z = model[0](X)
-    found = patterns(model, X)["0"]
-    expected = [rows(z > model[1].lower), rows(z > model[1].upper)]
-    assert found.bits == 10
-    assert np.array_equal(found.packed.numpy(), np.concatenate(expected, axis=1))
-
-
-def test_a_layer_with_its_own_activation() -> None:
-    layer = gp.GmPLinear(4, 7, activation=torch.relu)
-    nn.init.normal_(layer.lam)
-    nn.init.constant_(layer.r, -1.0)
-    model = nn.Sequential(layer, nn.Linear(7, 1))
-    assert np.array_equal(patterns(model, X)["0"].packed.numpy(), rows(layer(X) < 0))
-
-
-def test_calls_of_one_layer_are_put_together() -> None:
-    model = FunctionModel(lambda m, x: F.relu(m.a(F.relu(m.a(x)))), a=nn.Linear(4, 4))
-    found = patterns(model, X)["a"]
-    first = model.a(X)
-    second = model.a(first.relu())
-    assert found.bits == 8
-    assert np.array_equal(
-        found.packed.numpy(), np.concatenate([rows(first > 0), rows(second > 0)], 1)
-    )
-
-
-def test_windows_of_an_example_are_part_of_it() -> None:
-    model = FunctionModel(
-        lambda m, x: F.relu(m.a(x.view(-1, 2))).view(len(x), -1), a=nn.Linear(2, 3)
-    )
-    found = patterns(model, X)["a"]
-    bits = (model.a(X.view(-1, 2)) > 0).view(6, -1)
-    assert found.bits == 6
-    assert np.array_equal(found.packed.numpy(), rows(bits))
+@pytest.mark.parametrize(("forward", "members", "x", "bits"), CASES.values(), ids=CASES)
+def test_a_layer_has_one_bit_for_each_breakpoint_of_each_unit_and_position(
+    forward: Callable, members: dict[str, nn.Module], x: Tensor, bits: Callable
+) -> None:
+    model = FunctionModel(forward, **members).eval()
+    found, expected = patterns(model, x), bits(model, x)
+    assert list(found) == ["a"] and len(found["a"]) == len(x)
+    assert found["a"].bits == sum(each[0].numel() for each in expected)
+    packed = np.concatenate([rows(each) for each in expected], axis=1)
+    assert np.array_equal(found["a"].packed.numpy(), packed)
 
 
 def test_what_is_not_told_by_example_is_left_out() -> None:
@@ -218,23 +213,10 @@ def test_changes_are_those_of_the_bits(device: str) -> None:
     assert after.distinct() == network.regions
 
 
-def test_nothing_changes_without_a_step() -> None:
-    model = residual()
-    change = patterns(model, X).changes(patterns(model, X)).network
-    assert (change.share, change.points) == (0, 0)
-
-
 def test_patterns_of_other_layers_are_not_compared() -> None:
     model = residual()
     with pytest.raises(ValueError, match="same layers"):
         patterns(model, X).changes(patterns(model, X, layers=["a"]))
-
-
-def test_patterns_can_be_stored_and_made_again() -> None:
-    found = patterns(residual(), X)
-    stored = {step: part.packed.clone() for step, part in found.parts.items()}
-    parts = {step: Pattern(stored[step], part.bits) for step, part in found.parts.items()}
-    assert found.changes(Patterns(parts, found.layers)).network.points == 0
 
 
 @pytest.mark.gpu

@@ -340,10 +340,12 @@ def test_a_flipped_length_or_gamma_reverses_a_unit(role: str) -> None:
         lambda layer: parametrizations.weight_norm(layer, dim=None),
         lambda layer: parametrizations.weight_norm(layer, dim=1),
         lambda layer: parametrizations.spectral_norm(layer).eval(),
+        lambda layer: parametrizations.spectral_norm(layer).eval().float(),
+        lambda layer: pytest.importorskip("transformers.pytorch_utils").Conv1D(3, 4),
         lambda layer: gp.GmPLinear(1, 4, dtype=torch.float64),
         lambda layer: nn.MultiheadAttention(4, 2, dtype=torch.float64),
     ],
-    ids=["one length", "lengths of columns", "spectral norm", "one input", "attention"],
+    ids="dim=None dim=1 spectral float32 transposed one-input attention".split(),
 )
 def test_bounds_hold_for_less_common_layers(
     wrap: Callable[[nn.Module], nn.Module], delta: float

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from geoparam.analysis.slices.plane import Plane, check_plane, plane_through, unit_window
+from geoparam.analysis.slices.plane import Plane, check_plane, plane_through
 
 SHAPE = (2, 3, 3)
 
@@ -23,14 +23,6 @@ def test_coordinates_in_axes_that_are_not_orthonormal() -> None:
     plane = Plane(torch.randn(SHAPE), (torch.randn(SHAPE), 5 * torch.randn(SHAPE)), (0, 1, 0, 1))
     points = torch.randn(7, 2, dtype=torch.float64)
     assert torch.allclose(torch.from_numpy(plane.coordinates(plane.at(points))), points)
-
-
-def test_the_unit_window_is_the_same_window() -> None:
-    plane = Plane(torch.randn(3), (torch.randn(3), torch.randn(3)), (-1.0, 5.0, 2.0, 2.5))
-    unit, middle, half = unit_window(plane)
-    points = torch.rand(5, 2, dtype=torch.float64) * 2 - 1
-    assert torch.allclose(unit.at(points), plane.at(middle + half * points.numpy()))
-    assert unit.extent == (-1, 1, -1, 1)
 
 
 def test_three_inputs_on_a_line_are_refused() -> None:

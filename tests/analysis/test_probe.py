@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, InputMeanNorm
 from geoparam.analysis.reading.layer_sites import Site, find_sites
-from geoparam.analysis.reading.probe import input_lengths, observe
+from geoparam.analysis.reading.probe import compute_input_lengths, observe
 
 D = {"dtype": torch.float64}
 Shown = list[tuple[str, str, Tensor]]
 
 
-def shown(model: nn.Module, x: Any, other: Any = None) -> Shown:
+def observe_all(model: nn.Module, x: Any, other: Any = None) -> Shown:
     """Return what `observe` shows, in order, as (what, layer, tensor); sites are found on `x`."""
     seen: Shown = []
 
-    def record(what: str) -> Callable[[Site, Tensor], None]:
-        return lambda site, z: seen.append((what, site.name, z))
+    def record(what: str) -> Callable[[Site, Tensor, int], None]:
+        return lambda site, z, _: seen.append((what, site.name, z))
 
     sites = find_sites(model, x)
     calls = {what: record(what) for what in ("pre_activation", "layer_input", "norm_input")}
@@ -38,7 +38,7 @@ def only(seen: Shown, what: str) -> dict[str, Tensor]:
     return dict(found)
 
 
-def hooked(model: nn.Module, x: Tensor, names: dict[str, str]) -> dict[str, Tensor]:
+def read_inputs(model: nn.Module, x: Tensor, names: dict[str, str]) -> dict[str, Tensor]:
     """Return what the modules named by the values are given, by the keys, in evaluation."""
     seen: dict[str, Tensor] = {}
     handles = [
@@ -73,19 +73,19 @@ def test_what_is_shown_is_what_hooks_see() -> None:
         nn.Linear(6, 2),
     )  # fmt: skip
     x = torch.randn(2, 3, 8, 8)
-    seen = shown(model, x)
+    seen = observe_all(model, x)
     layers = {name: name for name in ("0", "4", "7", "10")}
-    assert same(only(seen, "layer_input"), hooked(model, x, layers))
-    expected = hooked(model, x, {"0": "2", "4": "5", "7": "9"})
+    assert same(only(seen, "layer_input"), read_inputs(model, x, layers))
+    expected = read_inputs(model, x, {"0": "2", "4": "5", "7": "9"})
     assert same(only(seen, "pre_activation"), expected)
-    assert same(only(seen, "norm_input"), hooked(model, x, {"0": "1", "7": "8"}))
+    assert same(only(seen, "norm_input"), read_inputs(model, x, {"0": "1", "7": "8"}))
 
 
 @pytest.mark.parametrize("relu", [F.relu, Tensor.relu_, lambda z: z.clamp_(min=0)])
 def test_pre_activations_are_seen_before_they_are_overwritten(relu: Callable) -> None:
     model = FunctionModel(lambda m, x: m.b(relu(m.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
     x = torch.randn(5, 3)
-    found = only(shown(model, x), "pre_activation")
+    found = only(observe_all(model, x), "pre_activation")
     assert same(found, {"a": model.a(x)}) and (found["a"] < 0).any()
 
 
@@ -104,7 +104,7 @@ def test_calls_that_leave_no_step_are_not_shown() -> None:
     model = FunctionModel(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2), **modules)
     model.register_buffer("flag", torch.tensor(1.0))
     x = torch.randn(5, 3)
-    seen = shown(model, x)
+    seen = observe_all(model, x)
     kinds = [(what, name) for what, name, _ in seen]
     assert kinds == [
         ("layer_input", "a"),
@@ -126,7 +126,7 @@ def test_an_activation_inside_of_a_layer_is_seen(activation: Any, input_norm: bo
         layer.input_norm.running_mean.normal_()
     model, x = nn.Sequential(layer, nn.BatchNorm2d(4), nn.ReLU()), torch.randn(2, 3, 5, 5)
     before = dict(vars(layer))
-    seen = shown(model, x)
+    seen = observe_all(model, x)
     plain = copy.deepcopy(layer).eval()
     plain.activation = nn.Identity() if isinstance(activation, nn.Module) else lambda z: z
     expected = plain(x) / layer.r[:, None, None]
@@ -138,7 +138,7 @@ def test_an_activation_inside_of_a_layer_is_seen(activation: Any, input_norm: bo
 def test_a_layer_called_twice_is_shown_twice() -> None:
     model = FunctionModel(lambda m, x: F.relu(m.fc(F.relu(m.fc(x)))), fc=nn.Linear(3, 3))
     x = torch.randn(5, 3)
-    seen = shown(model, x)
+    seen = observe_all(model, x)
     first = model.fc(x)
     second = model.fc(F.relu(first))
     expected = [x, first, F.relu(first), second]
@@ -151,7 +151,7 @@ def test_what_the_activation_gets_after_a_sum_is_shown_for_each_layer_of_it() ->
         lambda m, x: F.relu(m.a(x) + m.b(x)), a=nn.Linear(3, 4), b=nn.Linear(3, 4)
     )
     x = torch.randn(5, 3)
-    found = only(shown(model, x), "pre_activation")
+    found = only(observe_all(model, x), "pre_activation")
     assert same(found, {"a": model.a(x) + model.b(x), "b": model.a(x) + model.b(x)})
 
 
@@ -170,19 +170,19 @@ READABLE: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 def test_units_are_shown_only_where_the_layer_has_put_them(move: Callable, readable: bool) -> None:
     model = FunctionModel(lambda m, x: F.relu(move(m.fc(x))), fc=nn.Linear(5, 4))
     x = torch.randn(2, 3, 5)
-    found = only(shown(model, x), "pre_activation")
+    found = only(observe_all(model, x), "pre_activation")
     assert same(found, {"fc": move(model.fc(x))} if readable else {})
 
 
 def test_one_unit_is_not_found_in_a_sum_with_many() -> None:
     model = FunctionModel(lambda m, x: F.relu(m.one(x) + m.many(x)), one=nn.Linear(3, 1))
     model.many = nn.Linear(3, 4)
-    assert list(only(shown(model, torch.randn(5, 3)), "pre_activation")) == ["many"]
+    assert list(only(observe_all(model, torch.randn(5, 3)), "pre_activation")) == ["many"]
 
 
 def test_attention_shows_the_query() -> None:
     attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(3, 2, 8)
-    found = only(shown(attention, (x, x, x)), "layer_input")
+    found = only(observe_all(attention, (x, x, x)), "layer_input")
     assert torch.equal(found["in_proj_weight"], x.transpose(0, 1))
 
 
@@ -191,7 +191,7 @@ def test_the_model_is_left_as_it_was_when_a_callback_fails() -> None:
     model, x = nn.Sequential(layer, nn.BatchNorm1d(4)), torch.ones(2, 3)
     sites = find_sites(model, x)
 
-    def fail(site: Site, z: Tensor) -> None:
+    def fail(site: Site, z: Tensor, step: int) -> None:
         raise KeyError(site.name)
 
     for callback in ("pre_activation", "layer_input"):
@@ -223,15 +223,15 @@ def lengths_by_hand(layer: nn.Module, x: Tensor) -> Tensor:
 def test_lengths_are_those_of_the_patches(rank: int, ours: bool, options: dict) -> None:
     layer = CONVS[rank][ours](4, 8, **{"kernel_size": 3, **options}, **D)
     x = torch.randn(2, 4, *[9, 8, 7][:rank], **D)
-    found = input_lengths(layer, x)
+    found = compute_input_lengths(layer, x)
     assert found.shape == (2, layer.groups, *layer(x).shape[2:])
     torch.testing.assert_close(found.movedim(1, 0).flatten(1), lengths_by_hand(layer, x))
-    torch.testing.assert_close(input_lengths(layer, x[0]), found[0])
+    torch.testing.assert_close(compute_input_lengths(layer, x[0]), found[0])
 
 
 def test_lengths_of_a_linear_layers_input_are_those_of_its_rows() -> None:
     layer, x = GmPLinear(5, 4, **D), torch.randn(2, 3, 5, **D)
-    torch.testing.assert_close(input_lengths(layer, x), x.norm(dim=-1))
+    torch.testing.assert_close(compute_input_lengths(layer, x), x.norm(dim=-1))
 
 
 @pytest.mark.parametrize("padding", [0, 1])
@@ -246,20 +246,20 @@ def test_lengths_are_of_what_is_left_without_the_mean(form: bool | str, padding:
         seen = F.pad(x - mean, [padding] * 4)
     bare = nn.Conv2d(4, 6, 3)
     expected = lengths_by_hand(bare, seen).flatten()
-    torch.testing.assert_close(input_lengths(layer.eval(), x).flatten(), expected)
-    torch.testing.assert_close(input_lengths(layer.train(), x).flatten(), expected)
+    torch.testing.assert_close(compute_input_lengths(layer.eval(), x).flatten(), expected)
+    torch.testing.assert_close(compute_input_lengths(layer.train(), x).flatten(), expected)
     assert layer.input_norm.num_batches_tracked == 0
 
 
 def test_lengths_without_running_statistics_take_the_batchs_mean() -> None:
     layer, x = GmPLinear(5, 4, input_norm=True, **D), torch.randn(9, 5, **D) + 3
     layer.input_norm = InputMeanNorm(5, track_running_stats=False, dim=-1)
-    torch.testing.assert_close(input_lengths(layer, x), (x - x.mean(0)).norm(dim=1))
+    torch.testing.assert_close(compute_input_lengths(layer, x), (x - x.mean(0)).norm(dim=1))
 
 
 def test_lengths_of_narrow_numbers_are_computed_in_wide_ones() -> None:
     layer, x = nn.Conv2d(64, 4, 3).half(), 300 * torch.randn(1, 64, 4, 4).half()
-    found = input_lengths(layer, x)
+    found = compute_input_lengths(layer, x)
     assert found.dtype == torch.float32 and found.isfinite().all()
     torch.testing.assert_close(
         found.flatten(), lengths_by_hand(layer, x.double()).flatten().float()

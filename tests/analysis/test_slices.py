@@ -101,16 +101,6 @@ def test_functions_are_activations_too() -> None:
     assert_agrees_with_sampling(modules, found)
 
 
-def test_a_model_that_takes_more_than_a_tensor() -> None:
-    inner = mlp(2, 6, 5)
-    model = FunctionModel(lambda m, points, shift: {"out": m.inner(points + shift)}, inner=inner)
-    inputs = lambda x: {"points": x, "shift": 0.25}  # noqa: E731
-    found = cut(model, inputs=inputs)
-    expected = slice_regions(inner, torch.full((2,), 0.25), extent=found.plane.extent)
-    assert found.count == expected.count
-    assert found.polygons[3] == pytest.approx(expected.polygons[3])
-
-
 def test_the_model_is_left_alone() -> None:
     model = with_norm()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

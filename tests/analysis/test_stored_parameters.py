@@ -8,8 +8,7 @@ from torch.nn.utils import parametrizations
 import geoparam as gp
 from geoparam.analysis.perturbation.steps import (
     add_steps,
-    copy_with,
-    direction_rows,
+    perturb_layer,
     read_stored,
 )
 
@@ -72,42 +71,16 @@ def test_a_weight_made_from_several_tensors_is_refused() -> None:
         read_stored(layer)
 
 
-def test_rows_point_along_the_units() -> None:
-    layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(2, 5)
-    assert torch.equal(direction_rows(layer), layer.weight.t())
-    wn = parametrizations.weight_norm(nn.Linear(3, 4))
-    assert torch.equal(direction_rows(wn), wn.parametrizations.weight.original1)
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        gp.GmPLinear(3, 4),
-        gp.GmPLinear(1, 4),
-        parametrizations.weight_norm(nn.Linear(4, 4), dim=1),
-        parametrizations.orthogonal(nn.Linear(4, 4)),
-    ],
-    ids=["angles", "sign", "lengths of columns", "orthogonal"],
-)
-def test_there_are_no_rows_where_units_do_not_point_along_them(layer: nn.Module) -> None:
-    assert direction_rows(layer) is None
-
-
-def test_lengths_of_one_number_leave_rows_alone() -> None:
-    assert direction_rows(parametrizations.weight_norm(nn.Linear(4, 3), dim=None)) is not None
-
-
 @pytest.mark.parametrize("layer", [WN(nn.Conv2d(3, 2, 3)), gp.GmPLinear(3, 2)], ids=["wn", "gmp"])
 def test_a_twin_has_the_weight_of_its_own_values_and_leaves_the_layer_alone(
     layer: nn.Module,
 ) -> None:
     weight, before = layer.weight.detach().clone(), dict(layer.named_parameters())
     step = torch.randn_like(read_stored(layer)["direction"], dtype=torch.float64)
-    values = add_steps(layer, None, {"direction": step})[layer]
-    other = copy_with(layer, values)
+    other, _ = perturb_layer(layer, {"direction": step})
     assert other.weight.dtype == torch.float64
     assert not torch.allclose(other.weight.float(), weight)
-    assert torch.allclose(copy_with(layer, {}).weight.float(), weight, atol=1e-6)
+    assert torch.allclose(perturb_layer(layer, {})[0].weight.float(), weight, atol=1e-6)
     after = dict(layer.named_parameters())
     assert all(after[name] is before[name] for name in before)
     assert torch.equal(layer.weight, weight)

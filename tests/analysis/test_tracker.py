@@ -15,49 +15,23 @@ from tracked_networks import NETWORKS, TYPE, ZEROS, gmp, linear, network, train
 
 import geoparam as gp
 from geoparam import BoundaryTracker
-from geoparam.analysis import SReLU, boundaries
-
-
-def directions_and_distances(model: nn.Sequential) -> tuple[np.ndarray, np.ndarray]:
-    """Compute them from the model's function alone: slopes of the pre-activation at two points."""
-    parts = list(model[:-2]) if not hasattr(model[0], "lam") or model[0].activation is None else []
-    if not parts:  # r outside: the pre-activation is inside of the layer
-        layer = model[0]
-        u, lam = layer.direction.detach().numpy(), layer.lam.detach().numpy().copy()
-        return u, lam[None]
-    before = copy.deepcopy(nn.Sequential(*parts)).eval()
-    if isinstance(before[0], gp.GmPLayer) and before[0].input_norm is not None:
-        before[0].input_norm = None  # x is the centred input
-    ends = {nn.Hardtanh: (-0.5, 2.0)}.get(type(model[-2]), (0.0, 0.0))
-    ends = [torch.full((8,), end, dtype=TYPE) for end in ends]
-    if isinstance(model[-2], SReLU):
-        ends = [t.detach() for t in model[-2].breakpoints()]
-    if isinstance(before[-1], nn.LayerNorm):  # its deviation scales s alone; here beta = 0
-        gamma, before = before[-1].weight.detach(), before[:-1]
-        z = lambda x: gamma * (before(x) - before(x).mean(dim=-1, keepdim=True))  # noqa: E731
-    else:
-        z = before
-    zero, eye = torch.zeros(1, 3, dtype=TYPE), torch.eye(3, dtype=TYPE)
-    with torch.no_grad():
-        offset = z(zero)[0]
-        slopes = (z(eye) - offset).T
-    length = slopes.norm(dim=1)
-    distances = torch.stack([(offset - end) / length for end in ends])
-    return (slopes / length[:, None]).numpy(), distances.numpy()
+from geoparam.analysis import boundaries
 
 
 @pytest.mark.filterwarnings("ignore:the unit vectors of")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_rotation_and_displacement_are_those_of_plain_geometry(name: str) -> None:
+    """What they are at one moment is compared with the model's own forward in test_boundary."""
     model = network(name)
     tracker = BoundaryTracker(model, keep="full", example_inputs=ZEROS)
-    seen = [directions_and_distances(model)]
+    seen: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def after() -> None:
-        tracker.step()
-        seen.append(directions_and_distances(model))
+    def read_boundaries() -> None:
+        found = boundaries(model, ZEROS)["0"]
+        seen.append((found.direction.numpy(), found.distances.numpy()))
 
-    train(model, 6, after)
+    read_boundaries()
+    train(model, 6, lambda: (tracker.step(), read_boundaries()))
     history = tracker.history["0"]
     for record, ((u, lam), (v, mu)) in enumerate(zip(seen[1:], seen, strict=False)):
         turn = np.degrees(np.arccos(np.clip((u * v).sum(1), -1, 1)))
@@ -84,6 +58,8 @@ def test_the_summary_is_that_of_the_units() -> None:
         np.testing.assert_allclose(history[f"{quantity}_median"], np.median(values, 1))
         np.testing.assert_allclose(history[f"{quantity}_p99"], np.percentile(values, 99, 1))
     np.testing.assert_allclose(history["scale_min"], history["scale"].min(1))
+    rms = np.sqrt(np.square(history["rotation"]).mean(1))
+    np.testing.assert_allclose(history["rotation_rms"], rms)
     np.testing.assert_array_equal(history["dead"], (history["active"] == 0).sum(1))
     np.testing.assert_array_equal(history["always_on"], (history["active"] == 1).sum(1))
     ratio = history["distance_median"] / history["input_length_median"]

@@ -12,7 +12,7 @@ from geoparam.base_layer import GmPLayer
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
-def randomised(model: nn.Module) -> nn.Module:
+def randomise(model: nn.Module) -> nn.Module:
     """Draw every parameter and statistic, of both signs where there is one, and return it."""
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -34,7 +34,7 @@ def pre_activation(model: nn.Module, x: Tensor, activation: nn.Module) -> Tensor
     return seen[0]
 
 
-def told(found: Boundaries, layer: nn.Module, x: Tensor, point: float = 0.0) -> Tensor:
+def predict(found: Boundaries, layer: nn.Module, x: Tensor, point: float = 0.0) -> Tensor:
     """Return the pre-activation (points, units) that the first boundary tells of inputs `x`."""
     lam = responses(found.direction, patches(layer, x)) + found.distance
     return point + found.scale * lam
@@ -45,5 +45,5 @@ def check(model: nn.Sequential, x: Tensor, **options: Any) -> Boundaries:
     layer, activation = model[0], model[-1]
     found = boundaries(model, x, **options)["0"]
     z = by_unit(pre_activation(model, x, activation), -1 - len(getattr(layer, "kernel_size", ())))
-    torch.testing.assert_close(told(found, layer, x), z.detach(), **CLOSE)
+    torch.testing.assert_close(predict(found, layer, x), z.detach(), **CLOSE)
     return found

@@ -32,33 +32,41 @@ from torch import Tensor, nn
 
 from geoparam import sphere
 from geoparam.analysis.boundary import (
+    Boundaries,
     Statistics,
-    assumed_activation,
+    Units,
+    choose_activation,
+    compute_boundaries,
+    count_groups,
     displacement,
-    groups_of_units,
     is_batch,
+    read_units,
 )
-from geoparam.analysis.perturbation.perturbed_layer import LayerState, layer_state, site_state
 from geoparam.analysis.perturbation.steps import (
     KINDS,
     MOVED,
     Kind,
     Role,
     Steps,
+    add_steps,
     check_steps,
     coordinates,
-    direction_rows,
     make_steps,
+    perturb_layer,
+    read_direction_rows,
     read_stored,
 )
-from geoparam.analysis.reading.activations import Activation, breaks
+from geoparam.analysis.reading.activations import Activation, Breaks, breaks
 from geoparam.analysis.reading.layer_sites import (
     Follows,
     Layers,
+    Site,
     find_sites,
     has_positions,
     unwrap,
 )
+from geoparam.analysis.reading.norms import Moments, needs_batch
+from geoparam.analysis.reading.probe import read_moments
 from geoparam.conversion.plan import Inputs
 
 DELTAS = (1e-4, 1e-3, 1e-2, 1e-1)  # figure 1's
@@ -172,14 +180,14 @@ def _responses(
     check_steps(kinds, deltas, move)
     batch = is_batch(statistics, inputs)
     for name, site in find_sites(model, inputs, layers, follows).items():
-        before = site_state(unwrap(model), inputs, site, batch, {})
+        before = _perturb_site(unwrap(model), inputs, site, batch, {})
         chosen: Any = {"norm": site.norm, "move": move, "generator": generator}
         for kind in kinds:
             unit = {} if kind == "adversarial" else make_steps(site.layer, kind, 1.0, **chosen)
             for delta in deltas:
                 steps = {role: delta * step for role, step in unit.items()}
                 steps = steps or make_steps(site.layer, kind, delta, **chosen)
-                after = site_state(unwrap(model), inputs, site, batch, steps)
+                after = _perturb_site(unwrap(model), inputs, site, batch, steps)
                 yield name, kind, delta, _compare(before, after)
 
 
@@ -217,13 +225,81 @@ def respond(
         >>> respond(layer, {"direction": torch.tensor([[0.0, -2.0]])}).rotation.tolist()
         [45.0]
     """
-    points = breaks(assumed_activation(layer, activation))
-    before, after = (layer_state(layer, each, norm, points) for each in ({}, steps))
+    points = breaks(choose_activation(layer, activation))
+    before, after = (_perturb_state(layer, each, norm, points) for each in ({}, steps))
     return _compare(before, after)
 
 
+# --- perturbed layers -------------------------------------------------------------------------
+
+
+class _State(NamedTuple):
+    """A layer and its norm with some values, in float64, its units and their boundaries."""
+
+    layer: nn.Module
+    norm: nn.Module | None
+    units: Units
+    boundaries: Boundaries
+
+
+def _perturb_state(
+    layer: nn.Module,
+    steps: Steps,
+    norm: nn.Module | None,
+    points: Breaks | None,
+    moments: Moments | None = None,
+) -> _State:
+    """Return a layer after given steps, with the norm's moments if they are known."""
+    other, other_norm = perturb_layer(layer, steps, norm)
+    units = read_units(other, other_norm, moments)
+    return _State(other, other_norm, units, compute_boundaries(units, points))
+
+
+def _perturb_site(
+    model: nn.Module, inputs: Inputs | None, site: Site, batch: bool, steps: Steps
+) -> _State:
+    """Return the layer of a site after given steps, with its norm's moments computed again."""
+    moments = None
+    if inputs is not None and needs_batch(site.norm, batch):
+        moments = _perturb_moments(model, inputs, site, batch, steps)
+    return _perturb_state(site.layer, steps, site.norm, site.breaks, moments)
+
+
 @torch.no_grad()
-def _compare(before: LayerState, after: LayerState) -> Response:
+def _perturb_moments(
+    model: nn.Module, inputs: Inputs, site: Site, batch: bool, steps: Steps
+) -> Moments | None:
+    """Run the model with the perturbed layer and return what the norm after it sees."""
+    run = _MomentsOf(model)
+    values = add_steps(site.layer, site.norm, steps)
+    replaced = {
+        f"{path}.{name}": tensor
+        for path, module in run.named_modules()
+        for name, tensor in values.get(module, {}).items()
+    }
+    before = dict(vars(site.layer))
+    try:
+        return torch.func.functional_call(run, replaced, (inputs, site, batch))
+    finally:
+        vars(site.layer).update(before)  # the older weight_norm leaves the weight it computed
+
+
+class _MomentsOf(nn.Module):
+    """Runs `read_moments` as a module, so that `functional_call` can replace parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Inputs, site: Site, batch: bool) -> Moments | None:
+        return read_moments(self.model, inputs, {site.name: site}, batch).get(site.name)
+
+
+# --- bounds -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _compare(before: _State, after: _State) -> Response:
     old, new = before.boundaries, after.boundaries
     angle = sphere.angle_between(old.direction, new.direction)
     near, far = 2 * (angle / 2).sin(), 2 * (angle / 2).cos()
@@ -238,14 +314,15 @@ def _compare(before: LayerState, after: LayerState) -> Response:
     )
 
 
-# --- bounds -----------------------------------------------------------------------------------
-
-
-def _bound_turn(before: LayerState, after: LayerState) -> tuple[Tensor, Tensor, Tensor]:
+def _bound_turn(before: _State, after: _State) -> tuple[Tensor, Tensor, Tensor]:
     """Return length, first-order turn and bound of a step of the directions, in radians."""
-    layer, norm, parts, _ = before
-    held, row, other = coordinates(layer), direction_rows(layer), direction_rows(after.layer)
-    mixed = norm is not None and groups_of_units(norm, has_positions(layer), len(parts.rows))
+    layer, norm, (rows, *_), _ = before
+    held, row, other = (
+        coordinates(layer),
+        read_direction_rows(layer),
+        read_direction_rows(after.layer),
+    )
+    mixed = norm is not None and count_groups(norm, has_positions(layer), len(rows))
     if held == "sign" and not mixed:
         zero = torch.zeros_like(before.boundaries.scale)
         return zero, zero, zero
@@ -256,7 +333,7 @@ def _bound_turn(before: LayerState, after: LayerState) -> tuple[Tensor, Tensor, 
         turn = sphere.length(sphere.metric(latitude).sqrt() * step)
         return size, turn, size.clamp(max=math.pi)
     if row is None or other is None or mixed:
-        row, other = parts.rows, after.parts.rows
+        row, other = rows, after.units.rows
     step, length, u = other - row, sphere.length(row), sphere.normalise(row)
     across = step - (step * u).sum(dim=-1, keepdim=True) * u
     size = sphere.length(step)
@@ -264,7 +341,7 @@ def _bound_turn(before: LayerState, after: LayerState) -> tuple[Tensor, Tensor, 
     return size, sphere.length(across) / length, torch.where(size < length, turn, math.pi)
 
 
-def _may_flip(before: LayerState, after: LayerState) -> Tensor:
+def _may_flip(before: _State, after: _State) -> Tensor:
     """Return which units a step of this size could reverse by the sign of l, r or gamma."""
     flips = torch.zeros_like(before.boundaries.scale, dtype=torch.bool)
     for old, new in zip(_factors(before), _factors(after), strict=True):
@@ -272,8 +349,9 @@ def _may_flip(before: LayerState, after: LayerState) -> Tensor:
     return flips
 
 
-def _factors(of: LayerState) -> list[Tensor]:
+def _factors(of: _State) -> list[Tensor]:
     """Return r inside, gamma and l, (out,) or one number, whose signs are the unit's too."""
-    length = None if direction_rows(of.layer) is None else read_stored(of.layer).get("length")
-    factors = (of.parts.gain, of.parts.gamma, length)
-    return [each.flatten() for each in factors if isinstance(each, Tensor)]
+    factors = [of.units.parts.gain, of.units.parts.gamma]
+    if read_direction_rows(of.layer) is not None and "length" in (held := read_stored(of.layer)):
+        factors.append(held["length"].flatten())
+    return factors

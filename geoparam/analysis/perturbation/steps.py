@@ -32,7 +32,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from geoparam import sphere
 from geoparam.analysis.boundary import gather
-from geoparam.analysis.reading.layer_sites import is_transposed
+from geoparam.analysis.reading.layer_sites import copy_in_float64, is_transposed
 from geoparam.base_layer import GmPLayer
 
 Role = Literal["direction", "length", "scale", "offset", "gamma", "beta"]
@@ -69,6 +69,31 @@ def make_steps(
         return {role: delta * _noise(tensor, generator) for role, tensor in held.items()}
     signs = {"direction": -1} if coordinates(layer) == "latitude" else {}
     return {role: torch.full_like(t, signs.get(role, 1) * delta) for role, t in held.items()}
+
+
+def perturb_layer(
+    layer: nn.Module, steps: Steps, norm: nn.Module | None = None
+) -> tuple[nn.Module, nn.Module | None]:
+    """Return copies of a layer and the norm after it with steps added, in float64.
+
+    Read them, with `layer_boundaries` for example; do not train them.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> _ = nn.init.constant_(layer.bias, 0.5)
+        >>> other, _ = perturb_layer(layer, {"offset": torch.ones(1)})
+        >>> other.bias.item()
+        1.5
+    """
+    values = add_steps(layer, norm, steps)
+
+    def copy_with_steps(module: nn.Module) -> nn.Module:
+        other = copy_in_float64(module)
+        for name, value in values[module].items():
+            other.get_parameter(name).copy_(value)
+        return other
+
+    return copy_with_steps(layer), None if norm is None else copy_with_steps(norm)
 
 
 def check_steps(kinds: Iterable[str], deltas: Iterable[float], move: Iterable[str]) -> None:
@@ -155,30 +180,12 @@ def add_steps(
     }
 
 
-def copy_with(module: nn.Module, values: Mapping[str, Tensor], prefix: str = "") -> nn.Module:
-    """Return the module with float64 copies of its parameters, those in `values` replaced.
-
-    It shares everything else with the module, also hooks: read it, do not run it.
-    """
-    other = object.__new__(type(module))
-    other.__dict__.update(module.__dict__)
-    other.__dict__["_parameters"] = {
-        name: p if p is None else sphere.wide(gather(values.get(prefix + name, p.detach())))
-        for name, p in module._parameters.items()
-    }
-    other.__dict__["_modules"] = {
-        name: child if child is None else copy_with(child, values, f"{prefix}{name}.")
-        for name, child in module._modules.items()
-    }
-    return other
-
-
 def coordinates(layer: nn.Module) -> str:
     """Return how a layer stores directions: "latitude", "unit" or "sign"; "weight" if not GmP."""
     return layer._coordinates.name if isinstance(layer, GmPLayer) else "weight"
 
 
-def direction_rows(layer: nn.Module) -> Tensor | None:
+def read_direction_rows(layer: nn.Module) -> Tensor | None:
     """Return the stored vectors (out, n) that units point along; None where there are none.
 
     Angles are no such vectors, and a parametrization may make a row of the weight from several.

@@ -4,7 +4,7 @@ ReLU and its relatives have one; ReLU6, Hardtanh, Hardswish and SReLU have two. 
 (GELU, SiLU, tanh) have none, and the papers leave them open: their units have directions only.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,22 +50,19 @@ class SReLU(nn.Module):
         if not lower <= upper:
             raise ValueError(f"the breakpoints need lower <= upper; got {lower} and {upper}.")
         self.dim = dim
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        start = {"lower": lower, "upper": upper}
-        for name, value in (
-            start | {"lower_slope": lower_slope, "upper_slope": upper_slope}
-        ).items():
-            values = torch.full((num_parameters,), value, **place)
-            self.register_parameter(name, nn.Parameter(values))
+
+        def fill(value: float) -> nn.Parameter:
+            return nn.Parameter(torch.full((num_parameters,), value, device=device, dtype=dtype))
+
+        self.lower, self.upper = fill(lower), fill(upper)
+        self.lower_slope, self.upper_slope = fill(lower_slope), fill(upper_slope)
 
     def breakpoints(self) -> tuple[Tensor, Tensor]:
         """Return t_l and t_r; where learning has crossed them, t_r is t_l."""
-        lower = self.get_parameter("lower")
-        return lower, torch.maximum(lower, self.get_parameter("upper"))
+        return self.lower, torch.maximum(self.lower, self.upper)
 
     def forward(self, z: Tensor) -> Tensor:
-        slopes = [self.get_parameter(name) - 1 for name in ("lower_slope", "upper_slope")]
-        parameters = (*self.breakpoints(), *slopes)
+        parameters = (*self.breakpoints(), self.lower_slope - 1, self.upper_slope - 1)
         lower, upper, below, above = (_along_channels(t, z, self.dim) for t in parameters)
         bent = below * (z - lower).clamp(max=0) + above * (z - upper).clamp(min=0)
         return z + bent.to(z.dtype)
@@ -107,11 +104,6 @@ class Breaks:
         """Return whether pre-activations lie above each point, with a new first dimension."""
         return torch.stack([z > _along_channels(point, z, channel) for point in self.points])
 
-    def tensor(self, like: Tensor) -> Tensor:
-        """Return the points as (K, out), in the type of `like`, a tensor (out,)."""
-        rows = [torch.as_tensor(p, device=like.device).to(like.dtype) for p in self.points]
-        return torch.stack([row.detach().expand(like.shape) for row in rows])
-
 
 FIXED = {
     **dict.fromkeys(("relu", "leaky_relu", "prelu", "rrelu"), Breaks((0.0,))),
@@ -137,7 +129,7 @@ def breaks(activation: Activation | None) -> Breaks | None:
     if isinstance(activation, SReLU):
         return Breaks(tuple(point.detach() for point in activation.breakpoints()))
     if name in ("hardtanh", "clamp", "clamp_min", "clip", "threshold"):
-        return _limits(name, _arguments(activation, name))
+        return _limits(activation, name)
     return FIXED.get(name)
 
 
@@ -151,24 +143,16 @@ def _name(activation: Activation) -> str:
     return getattr(activation, "__name__", "").strip("_")
 
 
-def _arguments(activation: Activation, name: str) -> Mapping[str, Any]:
-    """Return the arguments of an activation with limits, by name."""
+def _limits(activation: Activation, name: str) -> Breaks | None:
+    """Return the breakpoints of an activation that has them as arguments."""
+    names = {"hardtanh": ("min_val", "max_val"), "threshold": ("threshold",)}
+    by_place = names.get(name, ("min", "max"))
+    given: dict[str, Any] = {"min_val": -1.0, "max_val": 1.0}
     if isinstance(activation, nn.Module):
-        return vars(activation)
-    if not isinstance(activation, Node):
-        return {}
-    names = {"hardtanh": ("min_val", "max_val"), "threshold": ("threshold", "value")}
-    by_place = zip(names.get(name, ("min", "max")), activation.args, strict=False)
-    return {**dict(by_place), **activation.kwargs}
-
-
-def _limits(name: str, given: Mapping[str, Any]) -> Breaks | None:
-    if name == "threshold":
-        return Breaks((float(given["threshold"]),)) if "threshold" in given else None
-    if name == "hardtanh":
-        limits = (given.get("min_val", -1.0), given.get("max_val", 1.0))
-    else:
-        limits = (given.get("min"), given.get("max"))
+        given |= vars(activation)
+    elif isinstance(activation, Node):
+        given |= dict(zip(by_place, activation.args, strict=False)) | activation.kwargs
+    limits = [given.get(each) for each in by_place]
     points = tuple(float(limit) for limit in limits if limit is not None)
-    opens, closes = (limit is not None for limit in limits)
-    return Breaks(points, opens, closes) if points else None
+    closes = name != "threshold" and limits[-1] is not None
+    return Breaks(points, limits[0] is not None, closes) if points else None

@@ -3,15 +3,16 @@
 They are found in one run of the model, as conversion finds them, or the user gives them.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from geoparam.analysis.reading.activations import Activation, Breaks, SReLU, breaks
-from geoparam.analysis.reading.norms import UnknownNorm, feature_dim, mixes_units
+from geoparam.analysis.reading.norms import UnknownNorm, find_feature_dim, mixes_units
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs, kind_of, module_name, weight_name
 from geoparam.graph import Call, Graph
@@ -42,7 +43,7 @@ class Site:
     channel: int = -1  # the units' dimension in the layer's output, from the end
     calls: tuple[Call, ...] = ()
     readable: bool = True  # the activation's input has the units where the layer's output has
-    steps: Mapping[int, tuple[str, str | None]] = field(default_factory=dict)  # op and module
+    graph: Graph | None = None  # of the run in which it was found
 
     @property
     def breaks(self) -> Breaks | None:
@@ -78,7 +79,7 @@ def find_sites(
     for name in dict.fromkeys((*ran, *all_names)):  # a layer that did not run has directions too
         module = modules.get(module_name(name))
         if module is not None and has_units(module, name):
-            site = Site(_public(name), module, channel=_channel(module))
+            site = Site(_public(name), module, channel=_channel(module), graph=graph)
             if graph is not None and name in ran:
                 site = _follow(site, graph, name, modules)
             if site.own_activation:  # nothing is between the two
@@ -91,14 +92,12 @@ def find_sites(
             found[name], norm=check_norm(norm, found[name].layer), activation=activation
         )
         found[name] = replace(site, calls=_calls_of_norm(site, graph, modules))
-    if graph is not None:
-        found = {name: replace(site, steps=_steps(site, graph)) for name, site in found.items()}
     return _choose(found, layers)
 
 
 def took_same_steps(sites: Iterable[Site], graph: Graph) -> bool:
     """Return whether a run took the steps in which the sites were found."""
-    return all(site.steps == _steps(site, graph) for site in sites)
+    return all(_describe_steps(site, graph) == _describe_steps(site, site.graph) for site in sites)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -107,6 +106,18 @@ def unwrap(model: nn.Module) -> nn.Module:
     while isinstance(inner, WRAPPERS) or hasattr(inner, "_orig_mod"):
         inner = inner.module if isinstance(inner, WRAPPERS) else inner._orig_mod
     return inner
+
+
+def copy_in_float64(module: nn.Module) -> nn.Module:
+    """Return a copy of a module that no gradient reaches."""
+    # torch's older weight_norm leaves computed weights on modules, and these cannot be copied.
+    computed = {
+        id(value): value.detach().clone()
+        for part in module.modules()
+        for value in vars(part).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+    return copy.deepcopy(module, computed).double().requires_grad_(False)
 
 
 def has_units(module: nn.Module, name: str = "") -> bool:
@@ -146,7 +157,7 @@ def check_norm(norm: nn.Module | None, layer: nn.Module) -> nn.Module | None:
     if norm is None or isinstance(norm, UnknownNorm | nn.Identity):
         return norm if isinstance(norm, UnknownNorm) else None
     units, positions = count_units(layer), has_positions(layer)
-    if any(feature_dim(norm, units, rank, positions) is not None for rank in range(2, 6)):
+    if any(find_feature_dim(norm, units, rank, positions) is not None for rank in range(2, 6)):
         return norm
     size = getattr(norm, "num_features", getattr(norm, "num_channels", units))
     if size != units:
@@ -189,7 +200,7 @@ def _norm(
     if norm is None:
         return UnknownNorm(node.op)
     rank = len(node.shape)
-    dim = feature_dim(norm, count_units(site.layer), rank, has_positions(site.layer))
+    dim = find_feature_dim(norm, count_units(site.layer), rank, has_positions(site.layer))
     pooled = "max" in kinds and mixes_units(norm)
     if dim is None or pooled or not _has_units_in(graph, call, call.norm, dim):
         return UnknownNorm(f"{type(norm).__name__} whose features are not the units")
@@ -209,7 +220,7 @@ def _activation(
         assert call.activation is not None
         if "getitem" in call.path and not _has_all_units(graph, call, call.activation):
             return None
-        if isinstance(found, SReLU) and found.get_parameter("lower").numel() > 1:
+        if isinstance(found, SReLU) and found.lower.numel() > 1:
             if not _has_units_in(graph, call, call.activation, found.dim % len(step.shape)):
                 return None
     return step if found is None else found
@@ -265,12 +276,12 @@ def _calls_of_norm(
     )
 
 
-def _steps(site: Site, graph: Graph) -> dict[int, tuple[str, str | None]]:
+def _describe_steps(site: Site, graph: Graph | None) -> list[tuple[str, str | None]]:
     """Return function and module name of the steps of a site's calls in a run."""
     calls = ((call.layer, call.norm, call.activation) for call in site.calls)
     steps = [step for call in calls for step in call if step is not None]
-    nodes = {step: graph.nodes[step] for step in steps if step < len(graph.nodes)}
-    return {step: (node.op, node.name) for step, node in nodes.items()}
+    nodes = () if graph is None else graph.nodes
+    return [(nodes[step].op, nodes[step].name) for step in steps if step < len(nodes)]
 
 
 def _channel(module: nn.Module) -> int:

@@ -46,12 +46,17 @@ def has_running(norm: nn.Module | None) -> bool:
     return getattr(norm, "running_mean", None) is not None
 
 
+def needs_batch(norm: nn.Module | None, batch: bool) -> bool:
+    """Return whether a norm is read by a batch's statistics: with `batch`, or having no others."""
+    return norm is not None and (batch or not has_running(norm))
+
+
 def mixes_units(norm: nn.Module) -> bool:
     """Return whether it takes mean or deviation over several units at a point."""
     return isinstance(norm, nn.LayerNorm | nn.GroupNorm) or is_rms(norm)
 
 
-def feature_dim(norm: Any, units: int, rank: int, positions: bool) -> int | None:
+def find_feature_dim(norm: Any, units: int, rank: int, positions: bool) -> int | None:
     """Return the dimension of an input of `rank` in which `norm` has one feature for each unit.
 
     None where the norm is not understood, or its features are not units. `positions` says whether
@@ -94,11 +99,13 @@ class Moments(NamedTuple):
 
 
 def average_moments(moments: Sequence[Moments]) -> Moments:
-    """Return the average over several calls of a layer."""
+    """Return the average over several calls of a layer; NaN if there was none."""
+    if not moments:
+        return Moments(*torch.full((2,), torch.nan))
     return Moments(*(torch.stack(each).mean(dim=0) for each in zip(*moments, strict=True)))
 
 
-def norm_moments(norm: Any, z: Tensor) -> Moments:
+def compute_moments(norm: Any, z: Tensor) -> Moments:
     """Return mean and deviation that `norm` takes from its input `z`, averaged over the batch.
 
     For BatchNorm and MBN they are the batch's own. GroupNorm and InstanceNorm have some for each

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam.analysis.reading.layer_sites import Site
+from geoparam.conversion.plan import Inputs
 from geoparam.graph import Call, Graph, Node
+from geoparam.trace import trace
 
 
 class MaxPool:
@@ -33,7 +35,6 @@ class MaxPool:
         Where a window reaches outside, or is smaller than others, its first inputs are repeated.
 
         Example:
-            >>> from geoparam.trace import trace
             >>> x = torch.arange(4.0).view(1, 1, 4)
             >>> node = trace(nn.MaxPool1d(3, 2, padding=1), x).nodes[1]
             >>> MaxPool(node).windows(x).tolist()
@@ -66,12 +67,13 @@ class MaxPool:
         return torch.stack([F.pad(row, (0, size - len(row)), value=int(row[0])) for row in rows])
 
 
-def find_pools(graph: Graph, sites: Mapping[str, Site]) -> dict[str, Site]:
-    """Return the max pools of a run as sites, so that `observe` can read their inputs.
+def find_pools(model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) -> dict[str, Site]:
+    """Run the model and return its max pools as sites, so that `observe` can read their inputs.
 
     A pool has the name of the layer before it; if there is none, that of its function. Pools after
     layers outside of `sites`, and calls that pass their input by keyword, are left out.
     """
+    graph = trace(model, inputs)
     layers = {call.layer: site.name for site in sites.values() for call in site.calls}
     found = {}
     for step, node in enumerate(graph.nodes):
@@ -81,9 +83,8 @@ def find_pools(graph: Graph, sites: Mapping[str, Site]) -> dict[str, Site]:
         if before is None or before in layers:
             name = node.op if before is None else layers[before]
             calls = (Call(-1, None, step, ()),)
-            seen = {at: (graph.nodes[at].op, graph.nodes[at].name) for at in (-1, step)}
             found[f"{step} {name}"] = Site(
-                name, nn.Identity(), activation=MaxPool(node), calls=calls, steps=seen
+                name, nn.Identity(), activation=MaxPool(node), calls=calls, graph=graph
             )
     return found
 

@@ -4,9 +4,8 @@ The run is in evaluation mode and leaves the model as it was. A pre-activation i
 activation may overwrite it; after a residual sum, it is the sum.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam.analysis.reading.layer_sites import Site, took_same_steps
-from geoparam.analysis.reading.norms import Moments, average_moments, has_running, norm_moments
+from geoparam.analysis.reading.norms import (
+    Moments,
+    average_moments,
+    compute_moments,
+    has_running,
+    needs_batch,
+)
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs
 from geoparam.norm import TrackedMean
 from geoparam.trace import trace
 
-See = Callable[[Site, Tensor], None]
+See = Callable[[Site, Tensor, int], None]
 
 
 def observe(
@@ -37,15 +42,16 @@ def observe(
     Return whether the run took the steps in which the sites were found. If a branch or a router
     decided otherwise, the tensors may have been of other layers and are of no use.
 
-    The functions are called with the site and the tensor: the layer's input, the input of the norm
-    after it, and the activation's, units in dimension `site.channel`; not where there is none, or
-    where units are elsewhere. With `training`, norms with running statistics use the batch's.
+    The functions are called with the site, the tensor and the number of its step: the layer's
+    input, the input of the norm after it, and the activation's, units in dimension `site.channel`;
+    not where there is none, or where units are elsewhere. With `training`, norms with running
+    statistics use the batch's.
     """
-    watched: dict[int, list[Callable[[Tensor], None]]] = {}
+    watched: dict[int, list[tuple[See, Site]]] = {}
 
     def watch(step: int | None, see: See | None, site: Site) -> None:
         if step is not None and see is not None:
-            watched.setdefault(step, []).append(partial(see, site))
+            watched.setdefault(step, []).append((see, site))
 
     for site in sites.values():
         for call in site.calls:
@@ -57,8 +63,8 @@ def observe(
 
     def show() -> None:
         for step, tensor in held.items():
-            for see in watched[step]:
-                see(tensor)
+            for see, site in watched[step]:
+                see(site, tensor, step)
         held.clear()
 
     def visit(step: int, tensors: list[Tensor]) -> None:
@@ -92,13 +98,14 @@ def _no_autocast_cache() -> Iterator[None]:
 
 @contextmanager
 def _show_own_activation(site: Site, see: See) -> Iterator[None]:
-    """Show the input of an activation that the layer itself applies, which leaves no step."""
+    """Show the input of an activation that the layer itself applies, in the layer's step."""
     attributes, activation = vars(site.layer), site.activation
     assert callable(activation)
     held = "activation" in attributes  # a function; a module is in _modules, behind attributes
+    steps = (call.layer for call in site.calls)
 
     def show_and_activate(z: Tensor) -> Tensor:
-        see(site, z.clone())  # the activation may overwrite z
+        see(site, z.clone(), next(steps, -1))  # the activation may overwrite z
         return activation(z)
 
     attributes["activation"] = show_and_activate
@@ -109,23 +116,39 @@ def _show_own_activation(site: Site, see: See) -> Iterator[None]:
         attributes.update({"activation": activation} if held else {})
 
 
-def batch_moments(
-    model: nn.Module, inputs: Inputs, sites: Mapping[str, Site], training: bool = False
+def read_moments(
+    model: nn.Module, inputs: Inputs, sites: Mapping[str, Site], batch: bool = False
 ) -> dict[str, Moments]:
-    """Run the model and return the averages of what the norm after each layer sees, by layer."""
-    seen: dict[str, list[Moments]] = {}
+    """Run the model and return the moments of norms that are read by a batch, by layer."""
+    seen = prepare_moments(sites, batch)
 
-    def see(site: Site, z: Tensor) -> None:
-        seen.setdefault(site.name, []).append(norm_moments(site.norm, z))
+    def see(site: Site, z: Tensor, _: int) -> None:
+        seen[site.name].append(compute_moments(site.norm, z))
 
-    observe(model, inputs, sites, norm_input=see, training=training)
-    return {name: average_moments(each) for name, each in seen.items()}
+    if seen:
+        read = {name: sites[name] for name in seen}
+        observe(model, inputs, read, norm_input=see, training=batch)
+    return average_seen(sites, seen)
 
 
-def unseen_moments(sites: Mapping[str, Site]) -> dict[str, Moments]:
-    """Return NaN for the norms with running statistics: if no batch shows them, none are used."""
-    unknown = Moments(*torch.full((2,), torch.nan))
-    return {name: unknown for name, site in sites.items() if has_running(site.norm)}
+def prepare_moments(sites: Mapping[str, Site], batch: bool) -> dict[str, list[Moments]]:
+    """Return an empty list for each layer whose norm is read by a batch."""
+    return {name: [] for name, site in sites.items() if needs_batch(site.norm, batch)}
+
+
+def average_seen(
+    sites: Mapping[str, Site], seen: Mapping[str, Sequence[Moments]]
+) -> dict[str, Moments]:
+    """Return the moments of each layer's norm, averaged over its calls.
+
+    Running statistics do not replace those of a batch: norms that have them, and did not run, get
+    NaN. The other norms that did not run are left out.
+    """
+    return {
+        name: average_moments(each)
+        for name, each in seen.items()
+        if each or has_running(sites[name].norm)
+    }
 
 
 @contextmanager
@@ -141,7 +164,7 @@ def _use_batch(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
+def compute_input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
     """Return the length of a layer's input at each point; of each patch, for a convolution.
 
     If the layer subtracts the mean of its input, it is the length of the difference, with the

@@ -1,13 +1,12 @@
 """A piecewise linear network in a plane: its activations, and their inputs there.
 
-The network must be affine between known breakpoints. `activation_sites` refuses steps that are
+The network must be affine between known breakpoints. `find_activations` refuses steps that are
 not, by name; `explain_bend` names possible causes where only the values show a bend.
 """
 
-import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch.autograd.forward_ad as forward_mode
 from torch import Tensor, nn
 
 from geoparam.analysis.reading.activations import Activation, Breaks, SReLU, breaks
-from geoparam.analysis.reading.layer_sites import Site, unwrap
+from geoparam.analysis.reading.layer_sites import Site, copy_in_float64, unwrap
 from geoparam.analysis.reading.norms import has_running
 from geoparam.analysis.reading.pooling import MaxPool
 from geoparam.analysis.reading.probe import observe
@@ -24,8 +23,6 @@ from geoparam.analysis.slices.plane import Plane
 from geoparam.base_layer import GmPLayer
 from geoparam.graph import Call, Graph, Node
 from geoparam.trace import trace
-
-Build = Callable[[Tensor], Any]
 
 AFFINE = (
     "input index layer activation norm sum scale view same average max constant output".split()
@@ -35,25 +32,19 @@ AFFINE = (
 class Network:
     """A copy of a model in float64, and its pre-activations at points of a plane.
 
-    Args:
-        build: Makes the model's inputs from a batch (N, *shape).
-
     Attributes:
         graph: The steps of a run.
         sites: Every activation and max pool, one call each, in the order of the run.
         size: How many elements a run computes for one point.
     """
 
-    def __init__(self, model: nn.Module, plane: Plane, build: Build) -> None:
-        self.model, self.plane, self.build = in_float64(model), plane, build
+    def __init__(self, model: nn.Module, plane: Plane) -> None:
+        self.model = copy_in_float64(unwrap(model)).cpu().eval()
+        self.plane = plane
         # Two points: with one, `contiguous` and the like are no-ops that the trace does not see.
-        self.graph = trace(self.model, self.inputs(np.zeros((2, 2))))
-        self.sites = activation_sites(self.model, self.graph)
+        self.graph = trace(self.model, plane.at(np.zeros((2, 2))))
+        self.sites = find_activations(self.model, self.graph)
         self.size = sum(math.prod(node.shape) for node in self.graph.nodes) // 2
-
-    def inputs(self, points: np.ndarray) -> Any:
-        """Return the model's inputs at points (N, 2) of the plane."""
-        return self.build(self.plane.at(points))
 
     def step(self, site: Site) -> int:
         """Return the number of a site's activation in the graph."""
@@ -65,11 +56,11 @@ class Network:
         return math.prod(self.graph.nodes[self.step(site)].shape[1:])
 
     def breaks(self, site: Site) -> Breaks:
-        """Return the breakpoints of a site, which `activation_sites` has checked."""
+        """Return the breakpoints of a site, which `find_activations` has checked."""
         assert site.breaks is not None
         return site.breaks
 
-    def jets(self, site: Site, points: np.ndarray) -> tuple[Tensor, Tensor]:
+    def compute_jets(self, site: Site, points: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return the pre-activations at points, (N, ...), and their slopes, (2, N, ...).
 
         Slopes are those of forward mode, one run along each axis of the plane.
@@ -78,14 +69,14 @@ class Network:
         values: list[Tensor] = []
         slopes: list[Tensor] = []
 
-        def see(_: Site, z: Tensor) -> None:
+        def see(_: Site, z: Tensor, __: int) -> None:
             value, slope = forward_mode.unpack_dual(z)
             values.append(value)
             slopes.append(torch.zeros_like(value) if slope is None else slope)
 
         for axis in self.plane.axes:
             with forward_mode.dual_level():
-                observe(self.model, self.build(_make_dual(x, axis)), {site.name: site}, see)
+                observe(self.model, _make_dual(x, axis), {site.name: site}, see)
         _check_values(site.name, values[0], len(points))
         return values[0], torch.stack(slopes)
 
@@ -106,20 +97,7 @@ def _check_values(name: str, z: Tensor, points: int) -> None:
         raise ValueError(f"the pre-activations of {name!r} are not finite in the window.")
 
 
-def in_float64(model: nn.Module) -> nn.Module:
-    """Return a copy of the model for exact arithmetic, in evaluation mode on the CPU."""
-    model = unwrap(model)
-    # torch's older weight_norm leaves computed weights on modules, and these cannot be copied.
-    computed = {
-        id(value): value.detach().clone()
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, Tensor) and not value.is_leaf
-    }
-    return copy.deepcopy(model, computed).to("cpu", torch.float64).eval()
-
-
-def activation_sites(model: nn.Module, graph: Graph) -> dict[str, Site]:
+def find_activations(model: nn.Module, graph: Graph) -> dict[str, Site]:
     """Return every activation of the run, one call each, by the name of its layer.
 
     Max pools are among them, by the name of their function.
@@ -142,7 +120,8 @@ def activation_sites(model: nn.Module, graph: Graph) -> dict[str, Site]:
             name = _free_name(layers.get(step) or node.name or node.op, found)
             call = Call(-1, None, step, ()) if layer is None else Call(step, None, None, ())
             dim = activation.dim - len(node.shape) if isinstance(activation, SReLU) else -1
-            found[name] = Site(name, layer or nn.Identity(), None, activation, dim, (call,))
+            site = Site(name, layer or nn.Identity(), None, activation, dim, (call,), graph=graph)
+            found[name] = site
     if not found:
         raise ValueError(
             "regions are made by activations with breakpoints, as ReLU; no step of the run is one."

@@ -87,7 +87,7 @@ def check_plane(origin: Tensor, axes: Sequence[Tensor] | None, extent: Extent) -
     return Plane(origin, (first, second), extent)
 
 
-def unit_window(plane: Plane) -> tuple[Plane, np.ndarray, np.ndarray]:
+def scale_window(plane: Plane) -> tuple[Plane, np.ndarray, np.ndarray]:
     """Return the plane with its window scaled to [-1, 1]^2; the old middle and half widths."""
     a0, a1, b0, b1 = plane.extent
     middle, half = np.array([a0 + a1, b0 + b1]) / 2, np.array([a1 - a0, b1 - b0]) / 2

@@ -25,17 +25,19 @@ of each region. Kinks nearer to a side are missed.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from geoparam.analysis.boundary import spread
 from geoparam.analysis.partition import Pattern, Patterns
 from geoparam.analysis.reading.layer_sites import Site
 from geoparam.analysis.reading.pooling import MaxPool
 from geoparam.analysis.reading.probe import observe
-from geoparam.analysis.slices.piecewise import Build, Network, explain_bend
-from geoparam.analysis.slices.plane import Extent, Plane, check_plane, unit_window
+from geoparam.analysis.slices.piecewise import Network, explain_bend
+from geoparam.analysis.slices.plane import Extent, Plane, check_plane, scale_window
 from geoparam.analysis.slices.polygons import (
     ON_LINE,
     Polygon,
@@ -80,7 +82,6 @@ def slice_regions(
     axes: Sequence[Tensor] | None = None,
     extent: Extent | None = None,
     *,
-    inputs: Build | None = None,
     max_regions: int = 100_000,
 ) -> Slice:
     """Return the linear regions of `model` in a window of the plane origin + a e_1 + b e_2.
@@ -91,7 +92,6 @@ def slice_regions(
             `plane_through` makes it, without `axes` and `extent`.
         axes: e_1 and e_2, two directions of its shape; of a model with two inputs, its own.
         extent: The window, (lowest a, highest a, lowest b, highest b); (-1, 1, -1, 1) by default.
-        inputs: Makes the model's inputs from a batch (N, *shape), where it takes more than that.
         max_regions: More than these raise ValueError.
 
     Example:
@@ -107,18 +107,21 @@ def slice_regions(
             raise ValueError("a plane has its own axes and extent: give it alone, or its origin.")
         origin, axes, extent = origin
     plane = check_plane(origin, axes, extent or (-1.0, 1.0, -1.0, 1.0))
-    unit_plane, middle, half = unit_window(plane)
-    network = Network(model, unit_plane, inputs or (lambda x: x))
+    unit_plane, middle, half = scale_window(plane)
+    network = Network(model, unit_plane)
     regions: list[Polygon] = [np.array([[-1.0, -1.0], [1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]])]
     packed: dict[str, np.ndarray] = {}
     segments, units, bits = {}, {}, {}
     for name, site in network.sites.items():
-        cut = _Cut(network, site, regions, max_regions)
-        regions = cut.regions
-        packed = {earlier: rows[cut.whole] for earlier, rows in packed.items()}
-        packed[name], bits[name] = np.concatenate(cut.packed), cut.bits
-        segments[name] = middle + half * np.array(cut.ends).reshape(-1, 2, 2)
-        units[name] = np.array(cut.lines, dtype=int) % network.units(site)
+        cuts = _cut_regions(network, site, regions, max_regions)
+        whole = np.repeat(np.arange(len(cuts)), [len(cut.polygons) for cut in cuts])
+        regions = [piece for cut in cuts for piece in cut.polygons]
+        packed = {earlier: rows[whole] for earlier, rows in packed.items()}
+        packed[name], bits[name] = np.concatenate([cut.packed for cut in cuts]), cuts[0].bits
+        ends = np.array([end for cut in cuts for end in cut.ends]).reshape(-1, 2, 2)
+        segments[name] = middle + half * ends
+        lines = np.array([line for cut in cuts for line in cut.lines], dtype=int)
+        units[name] = lines % network.units(site)
     _check_affine(network, regions)
     areas = np.array([area(region) for region in regions]) * half.prod()
     polygons = [middle + half * region for region in regions]
@@ -136,89 +139,82 @@ def _patterns(network: Network, packed: dict[str, np.ndarray], bits: dict[str, i
 # --- the regions --------------------------------------------------------------------------------
 
 
-class _Cut:
-    """Regions cut along the boundaries of one activation, or where a max pool's winners change.
+class _Cut(NamedTuple):
+    """One region cut along the boundaries of an activation, or where a pool's winners change."""
 
-    Attributes:
-        regions: The pieces.
-        whole: The number of the region that each was a part of.
-        packed: The bits of each, every breakpoint in whole bytes.
-        bits: How many bits of a row are in use.
-        ends: Both ends of the pieces of the boundaries, (2, 2) each.
-        lines: The number of the line of each, or of the pool's output.
-    """
+    polygons: list[Polygon]  # the pieces
+    packed: np.ndarray  # the bits of each piece, every breakpoint in whole bytes
+    bits: int  # how many bits of a row are in use
+    ends: list[np.ndarray]  # both ends of the pieces of the boundaries, (2, 2) each
+    lines: list[int]  # the number of the line of each, or of the pool's output
 
-    def __init__(
-        self, network: Network, site: Site, regions: Sequence[Polygon], limit: int
-    ) -> None:
-        self.regions: list[Polygon] = []
-        self.whole: list[int] = []
-        self.packed: list[np.ndarray] = []
-        self.bits = 0
-        self.ends: list[np.ndarray] = []
-        self.lines: list[int] = []
-        pool = isinstance(site.activation, MaxPool)
-        levels = 1 if pool else len(network.breaks(site).points)
-        for group in _groups(network, regions, points=2):
-            points = np.stack([region.mean(axis=0) for region in group])
-            found = (_inputs if pool else _lines)(network, site, points)
-            for region, normal, offset in zip(group, *found, strict=True):
-                pieces, sides = (self._cut_at_winners if pool else self._cut)(
-                    region, normal, offset
+
+def _cut_regions(
+    network: Network, site: Site, regions: Sequence[Polygon], limit: int
+) -> list[_Cut]:
+    """Cut every region; raise ValueError if there are more than `limit` pieces."""
+    pool = isinstance(site.activation, MaxPool)
+    levels = 1 if pool else len(network.breaks(site).points)
+    find, cut = (_inputs, _cut_at_winners) if pool else (_lines, _cut_along_lines)
+    found: list[_Cut] = []
+    count = 0
+    for group in _groups(network, regions, points=2):
+        points = np.stack([region.mean(axis=0) for region in group])
+        for region, normal, offset in zip(group, *find(network, site, points), strict=True):
+            pieces, sides, ends, lines = cut(region, normal, offset)
+            sides = sides.reshape(len(pieces), levels, -1)
+            packed = np.packbits(sides, axis=2).reshape(len(pieces), -1)
+            found.append(_Cut(pieces, packed, sides[0].size, ends, lines))
+            count += len(pieces)
+            if count > limit:
+                raise ValueError(
+                    "the window has more regions than `max_regions`. Take a smaller window or "
+                    "a smaller network, or allow more."
                 )
-                self._add(pieces, sides.reshape(len(pieces), levels, -1))
-                if len(self.regions) > limit:
-                    raise ValueError(
-                        "the window has more regions than `max_regions`. Take a smaller window or "
-                        "a smaller network, or allow more."
-                    )
+    return found
 
-    def _add(self, pieces: list[Polygon], sides: np.ndarray) -> None:
-        """Add the pieces of one region, with bits (pieces, levels, ...)."""
-        self.bits = sides[0].size
-        self.packed.append(np.packbits(sides, axis=2).reshape(len(pieces), -1))
-        self.whole += [self.whole[-1] + 1 if self.whole else 0] * len(pieces)
-        self.regions += pieces
 
-    def _cut(
-        self, region: Polygon, normal: np.ndarray, offset: np.ndarray
-    ) -> tuple[list[Polygon], np.ndarray]:
-        """Cut one region along the lines with normals (L, 2) and offsets (L,)."""
-        heights = region @ normal.T + offset
-        crosses = (heights.min(axis=0) < -ON_LINE) & (heights.max(axis=0) > ON_LINE)
-        pieces = [region]
-        for line in crosses.nonzero()[0]:
-            halves = [split(piece, normal[line], offset[line]) for piece in pieces]
-            pieces = [half for both in halves for half in both]
-            self.ends.append(chord(region, normal[line], offset[line]))
-            self.lines.append(line)
-        inner = np.stack([piece.mean(axis=0) for piece in pieces])
-        return pieces, inner @ normal.T + offset > 0
+Pieces = tuple[list[Polygon], np.ndarray, list[np.ndarray], list[int]]  # with sides, ends, lines
 
-    def _cut_at_winners(
-        self, region: Polygon, slope: np.ndarray, value: np.ndarray
-    ) -> tuple[list[Polygon], np.ndarray]:
-        """Cut one region where inputs value + slope^T (a, b), (O, K), win in another order."""
-        rounding = CONSTANT * (np.abs(value).max() + np.abs(slope).max())
-        first = _winners(region.mean(axis=0), slope, value, rounding)
-        lead = np.take_along_axis(value, first[:, None], 1) - value  # of the winner inside
-        rise = np.take_along_axis(slope, first[:, None, None], 1) - slope
-        ahead = np.einsum("okd,pd->pok", rise, region) + lead
-        near = np.maximum(ON_LINE * np.linalg.norm(rise, axis=2), rounding)
-        pieces, places = [region], range(value.shape[1])
-        for output in (ahead.min(axis=0) < -near).any(axis=1).nonzero()[0]:
-            duels = [_duels(slope[output], value[output], k, rounding) for k in places]
-            cells = {k: cell_above(region, *duels[k]) for k in places}
-            winners = [k for k in places if len(cells[k])]
-            parts = [cell_above(piece, *duels[k]) for piece in pieces for k in winners]
-            pieces = [part for part in parts if len(part)]
-            for k, j in itertools.combinations(winners, 2):
-                normal, offset = duels[k]
-                side = side_on(cells[k], normal[j], offset[j])
-                self.ends += side
-                self.lines += [output] * len(side)
-        inner = [_winners(piece.mean(axis=0), slope, value, rounding) for piece in pieces]
-        return pieces, np.stack(inner)[:, :, None] == np.array(places)
+
+def _cut_along_lines(region: Polygon, normal: np.ndarray, offset: np.ndarray) -> Pieces:
+    """Cut one region along the lines with normals (L, 2) and offsets (L,)."""
+    heights = region @ normal.T + offset
+    crosses = (heights.min(axis=0) < -ON_LINE) & (heights.max(axis=0) > ON_LINE)
+    lines = crosses.nonzero()[0].tolist()
+    pieces = [region]
+    for line in lines:
+        halves = [split(piece, normal[line], offset[line]) for piece in pieces]
+        pieces = [half for both in halves for half in both]
+    ends = [chord(region, normal[line], offset[line]) for line in lines]
+    inner = np.stack([piece.mean(axis=0) for piece in pieces])
+    return pieces, inner @ normal.T + offset > 0, ends, lines
+
+
+def _cut_at_winners(region: Polygon, slope: np.ndarray, value: np.ndarray) -> Pieces:
+    """Cut one region where inputs value + slope^T (a, b), (O, K), win in another order."""
+    rounding = CONSTANT * (np.abs(value).max() + np.abs(slope).max())
+    first = _winners(region.mean(axis=0), slope, value, rounding)
+    lead = np.take_along_axis(value, first[:, None], 1) - value  # of the winner inside
+    rise = np.take_along_axis(slope, first[:, None, None], 1) - slope
+    ahead = np.einsum("okd,pd->pok", rise, region) + lead
+    near = np.maximum(ON_LINE * np.linalg.norm(rise, axis=2), rounding)
+    pieces, places = [region], range(value.shape[1])
+    ends: list[np.ndarray] = []
+    outputs: list[int] = []
+    for output in (ahead.min(axis=0) < -near).any(axis=1).nonzero()[0]:
+        duels = [_duels(slope[output], value[output], k, rounding) for k in places]
+        cells = {k: cell_above(region, *duels[k]) for k in places}
+        winners = [k for k in places if len(cells[k])]
+        parts = [cell_above(piece, *duels[k]) for piece in pieces for k in winners]
+        pieces = [part for part in parts if len(part)]
+        for k, j in itertools.combinations(winners, 2):
+            normal, offset = duels[k]
+            side = side_on(cells[k], normal[j], offset[j])
+            ends += side
+            outputs += [output] * len(side)
+    inner = [_winners(piece.mean(axis=0), slope, value, rounding) for piece in pieces]
+    return pieces, np.stack(inner)[:, :, None] == np.array(places), ends, outputs
 
 
 def _winners(
@@ -245,7 +241,7 @@ def _duels(
 def _inputs(network: Network, site: Site, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the inputs of a max pool's windows by region: slope (P, O, K, 2), value at (0, 0)."""
     assert isinstance(site.activation, MaxPool)
-    z, slopes = network.jets(site, points)
+    z, slopes = network.compute_jets(site, points)
     value, *each = (
         site.activation.windows(t).flatten(1, -2).numpy() for t in (z, slopes[0], slopes[1])
     )
@@ -258,7 +254,7 @@ def _lines(network: Network, site: Site, points: np.ndarray) -> tuple[np.ndarray
 
     Heights above them are normal (P, L, 2)^T (a, b) + offset (P, L), for L = breakpoints x units.
     """
-    z, slopes = network.jets(site, points)
+    z, slopes = network.compute_jets(site, points)
     value, gradient = z.flatten(1).numpy(), slopes.flatten(2).movedim(0, 2).numpy()
     length = np.linalg.norm(gradient, axis=2)
     rounding = CONSTANT * (np.abs(value) + length).max(axis=1, keepdims=True)
@@ -276,8 +272,11 @@ def _lines(network: Network, site: Site, points: np.ndarray) -> tuple[np.ndarray
 
 def _levels(network: Network, site: Site, z: Tensor) -> np.ndarray:
     """Return the breakpoints (K, units) of one example's pre-activations."""
-    points = network.breaks(site).tensor(z.movedim(site.channel, -1))
-    return points.movedim(-1, site.channel).flatten(1).numpy()
+    like = z.movedim(site.channel, -1)
+    levels = [
+        spread(point, like).movedim(-1, site.channel) for point in network.breaks(site).points
+    ]
+    return torch.stack(levels).flatten(1).numpy()
 
 
 def _groups(
@@ -336,5 +335,5 @@ def _check_means(
                 check(output, len(network.graph.nodes) - 1)
 
     with network.model.register_forward_hook(check_output):
-        inputs = network.inputs(np.concatenate([means, points]))
-        observe(network.model, inputs, network.sites, lambda site, z: check(z, network.step(site)))
+        inputs = network.plane.at(np.concatenate([means, points]))
+        observe(network.model, inputs, network.sites, lambda _, z, step: check(z, step))

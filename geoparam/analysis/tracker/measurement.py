@@ -12,6 +12,7 @@ from geoparam.analysis.boundary import gather
 from geoparam.analysis.partition import Pattern, Patterns
 from geoparam.analysis.reading.layer_sites import Site, count_units
 from geoparam.analysis.reading.norms import Moments
+from geoparam.analysis.reading.pooling import find_pools
 from geoparam.analysis.tracker.history import column
 from geoparam.analysis.tracker.motion import Measured, Motion
 from geoparam.analysis.tracker.probe_readings import ProbeReadings, median
@@ -20,13 +21,12 @@ from geoparam.conversion.plan import Inputs
 
 LEVELS = {"min": 0.0, "median": 0.5, "p99": 0.99, "max": 1.0}
 PER_UNIT = ("rotation", "displacement", "scale", "distance")
-MOTION = """rotation_max rotation_median rotation_p99 displacement_max displacement_median
-    displacement_p99 scale_min scale_median scale_max distance_median distance_p99
-    distance_max""".split()
-ANGLES = ("rotation_rms", "units", "undefined", "smallest_product", "negligible_metric")
-UNITS = "input_length_median relative_distance_median dead always_on separated_median".split()
 REGIONS = ("pattern_change", "points_changed", "regions")
-QUANTITIES = (*MOTION, *ANGLES, *UNITS, *REGIONS)
+QUANTITIES = """rotation_max rotation_median rotation_p99 displacement_max displacement_median
+    displacement_p99 scale_min scale_median scale_max distance_median distance_p99 distance_max
+    rotation_rms units undefined smallest_product negligible_metric input_length_median
+    relative_distance_median dead always_on separated_median""".split()
+QUANTITIES += REGIONS
 OTHER_STEPS = (
     "on the probe the model takes other steps than when the tracker was built, so the probe's "
     "quantities are NaN in this record: a branch or a router decided otherwise, or example_inputs "
@@ -65,8 +65,8 @@ class Measurement:
             name: [module for module in _modules_of([site]) if module in inside]
             for name, site in sites.items()
         }
+        self._pools = {} if probe is None else find_pools(model, probe, sites)
         self._patterns: Patterns | None = None
-        self._pools: Mapping[str, Site] | None = None
         self.unit_types: np.dtype | None = None
 
     @property
@@ -80,8 +80,7 @@ class Measurement:
         self._check_model()
         readings = None
         if self.probe is not None:
-            readings = ProbeReadings(self.model, self.probe, self.sites, self._batch, self._pools)
-            self._pools = readings.pools
+            readings = ProbeReadings(self.model, self.probe, self.sites, self._pools, self._batch)
             reshard(self.model)
             if not readings.same_steps:
                 warnings.warn(OTHER_STEPS, stacklevel=4)
@@ -117,25 +116,21 @@ class Measurement:
         measured = self._motion.measure(moments)
         distance = measured.distance.abs()
         vectors = torch.stack([measured.rotation, measured.displacement, measured.scale, distance])
-        by_layer = segment_quantiles(vectors, self._layer_of, len(self.sites), [*LEVELS.values()])
-        overall = segment_quantiles(
-            vectors, torch.zeros_like(self._layer_of), 1, [*LEVELS.values()]
-        )
+        one_segment = torch.zeros_like(self._layer_of)
+        by_layer = compute_quantiles(vectors, self._layer_of, len(self.sites), [*LEVELS.values()])
+        overall = compute_quantiles(vectors, one_segment, 1, [*LEVELS.values()])
         levels = torch.cat([by_layer, overall], dim=1).double()  # vector, layer, level
-        named = {
-            f"{name}_{level}": levels[row, :, k]
-            for row, name in enumerate(PER_UNIT)
-            for k, level in enumerate(LEVELS)
-        }
         missing = measured.rotation.isnan().double()
-        undefined = self._layer_sums(missing)
         squares = self._layer_sums(measured.rotation.double().nan_to_num(nan=0.0).square())
-        defined = self._layer_sums(1 - missing)
         return measured, {
-            **{name: named[name] for name in MOTION},
-            "rotation_rms": (squares / defined).sqrt(),
+            **{
+                f"{name}_{level}": levels[row, :, k]
+                for row, name in enumerate(PER_UNIT)
+                for k, level in enumerate(LEVELS)
+            },
+            "rotation_rms": (squares / self._layer_sums(1 - missing)).sqrt(),
             "units": self._sizes,
-            "undefined": undefined,
+            "undefined": self._layer_sums(missing),
             "smallest_product": _with_network(measured.smallest_product.double()),
             "negligible_metric": _with_network(measured.negligible_metric.double()),
         }
@@ -239,7 +234,7 @@ class Measurement:
             self._patterns = Patterns(earlier, self._patterns.layers)
 
 
-def segment_quantiles(
+def compute_quantiles(
     values: Tensor, segment: Tensor, count: int, levels: Sequence[float]
 ) -> Tensor:
     """Return quantiles (Q, segments, levels) of values (Q, N), whose columns are in segments (N,).
@@ -248,7 +243,7 @@ def segment_quantiles(
 
     Example:
         >>> values = torch.tensor([[5., 1., 3., torch.nan, 7.]])
-        >>> segment_quantiles(values, torch.tensor([0, 0, 0, 1, 1]), 2, (0.5, 1.0))
+        >>> compute_quantiles(values, torch.tensor([0, 0, 0, 1, 1]), 2, (0.5, 1.0))
         tensor([[[3., 5.],
                  [7., 7.]]])
     """

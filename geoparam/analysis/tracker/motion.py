@@ -22,12 +22,12 @@ from torch import Tensor
 
 from geoparam.analysis.boundary import (
     Parts,
-    combine,
+    Units,
     displacement,
     gather,
-    offset_at,
-    read_parts,
-    sign_and_slope,
+    place_boundaries,
+    read_units,
+    spread,
 )
 from geoparam.analysis.reading.layer_sites import Site, count_units
 from geoparam.analysis.reading.norms import Moments
@@ -68,60 +68,42 @@ class Motion:
         }
         self.reference: dict[str, Tensor] = {}  # the directions, without signs
         self.before: Tensor | None = None  # signs and distances at both ends, (3, total)
-        self._constants: dict[float, Tensor] = {}
 
     @torch.no_grad()
     def measure(self, moments: Mapping[str, Moments] | None = None) -> Measured:
         """Measure now; the next call compares with this one."""
-        columns: dict[str, list[Tensor]] = {}
+        columns: list[list[Tensor]] = []  # of each layer: turns, breakpoints, parts
         angular: list[Tensor] = []
         with torch.autocast(self.device.type, enabled=False):
-            for (name, site), count in zip(self.sites.items(), self.counts, strict=True):
-                found = read_parts(site.layer, site.norm, (moments or {}).get(name))
-                u, lengths = self._compare_directions(name, found)
-                vectors = self._vectors(site, found, count)
-                vectors |= {key: self._cast(gather(length)) for key, length in lengths.items()}
-                for key, vector in vectors.items():
-                    columns.setdefault(key, []).append(vector)
-                angular.append(self._cast(_angle_metric(site, u, self._constant(torch.nan, 2))))
-        return self._compare(
-            {key: torch.cat(column) for key, column in columns.items()}, torch.stack(angular)
-        )
+            for name, site in self.sites.items():
+                units = read_units(
+                    site.layer, site.norm, (moments or {}).get(name), dtype=self.dtype
+                )
+                u, turns = self._compare_directions(name, units)
+                ends = (torch.nan,) if site.breaks is None else site.breaks.points
+                levels = [spread(end, units.parts.gain) for end in (ends[0], ends[-1])]
+                rest = [self.pick(name, vector) for vector in (*levels, *units.parts)]
+                columns.append([self._cast(vector) for vector in (*turns, *rest)])
+                angular.append(self._cast(_angle_metric(site, u)))
+        length, apart, together, low, high, *parts = map(torch.cat, zip(*columns, strict=True))
+        located = place_boundaries(Parts(*parts), length, torch.stack([low, high]))
+        return self._compare(apart, together, located, torch.stack(angular))
 
     def pick(self, name: str, value: Tensor) -> Tensor:
         """Return the elements of the units of a layer that are followed, from those of all."""
         chosen = self.chosen[name]
         return value if chosen is None else value[chosen.to(value.device)]
 
-    def _vectors(self, site: Site, found: Parts, count: int) -> dict[str, Tensor]:
-        """Return the parts of a layer and its breakpoints with one element for each unit."""
-        breaks = site.breaks
-        ends = (torch.nan,) if breaks is None else breaks.points
-        given = {**found.per_unit(), "low": ends[0], "high": ends[-1]}
-        return {
-            name: self.pick(site.name, self._cast(value.detach()).expand(len(found.rows)))
-            if isinstance(value, Tensor)
-            else self._constant(value, count)
-            for name, value in given.items()
-        }
-
-    def _constant(self, value: float, count: int) -> Tensor:
-        if value not in self._constants:
-            size = (max(2, *self.counts),)
-            full = torch.full(size, value, dtype=self.dtype, device=self.device)
-            self._constants[value] = full
-        return self._constants[value][:count]
-
     def _cast(self, value: Tensor) -> Tensor:
         return value.to(self.device, self.dtype)
 
-    def _compare_directions(self, name: str, found: Parts) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a layer's directions, and the lengths from which their turns follow."""
-        rows = found.rows.detach()
+    def _compare_directions(self, name: str, units: Units) -> tuple[Tensor, list[Tensor]]:
+        """Return a layer's directions u, and the lengths of its rows, of u - u' and of u + u'."""
+        rows = units.rows.detach()
         rows = rows if self.chosen[name] is None else self.pick(name, gather(rows))
         u = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        length = self._constant(1.0, len(u))
-        if not found.unit:
+        length = spread(1.0, units.parts.gain[: len(u)])
+        if not units.normalised:
             length = torch.linalg.vector_norm(u, dim=1)
             u = u / length[:, None]
         if name not in self.reference:
@@ -129,24 +111,24 @@ class Motion:
         before = self.reference[name]
         apart, together = (torch.linalg.vector_norm(t, dim=1) for t in (u - before, u + before))
         before.copy_(u)
-        return u, {"length": length, "apart": apart, "together": together}
+        return u, [gather(each) for each in (length, apart, together)]
 
-    def _compare(self, v: Mapping[str, Tensor], angular: Tensor) -> Measured:
-        pre = combine(v)
-        sign, slope = sign_and_slope(pre, v["length"])
-        low, high = (offset_at(pre, v[end]) / slope for end in ("low", "high"))
-        now = torch.stack([sign, low, high])
+    def _compare(
+        self, apart: Tensor, together: Tensor, located: tuple[Tensor, ...], angular: Tensor
+    ) -> Measured:
+        sign, scale, distances = located
+        now = torch.cat([sign[None], distances])
         before = now if self.before is None else self.before.clone()
         self.before = now if self.before is None else self.before.copy_(now)
         flipped = before[0] != sign
-        near = torch.where(flipped, v["together"], v["apart"])
-        far = torch.where(flipped, v["apart"], v["together"])
+        near = torch.where(flipped, together, apart)
+        far = torch.where(flipped, apart, together)
         turn = 2 * torch.atan2(near, far)
         return Measured(
             rotation=torch.where((before[0] * sign).isnan(), torch.nan, turn.rad2deg()),
-            displacement=displacement(before[1:], now[1:], near, far).amax(dim=0),
-            scale=pre.outer * slope / pre.deviation,
-            distance=low,
+            displacement=displacement(before[1:], distances, near, far).amax(dim=0),
+            scale=scale,
+            distance=distances[0],
             smallest_product=angular[:, 0],
             negligible_metric=angular[:, 1],
         )
@@ -156,7 +138,7 @@ def _space_evenly(size: int, count: int, device: torch.device) -> Tensor:
     return torch.linspace(0, size - 1, count, device=device).round().long()
 
 
-def _angle_metric(site: Site, u: Tensor, unknown: Tensor) -> Tensor:
+def _angle_metric(site: Site, u: Tensor) -> Tensor:
     """Return the smallest product of cosines and the share of angles with negligible metric.
 
     Angle k has the metric P_k^2 with P_k = prod_{j<k} cos a_j = ||u_{k..n}||; P falls with k.
@@ -164,7 +146,7 @@ def _angle_metric(site: Site, u: Tensor, unknown: Tensor) -> Tensor:
     layer = site.layer
     angles = isinstance(layer, GmPLayer) and layer.coordinates == "angles" and layer.fan_in > 1
     if not angles:
-        return unknown
+        return spread(torch.nan, torch.empty(2, device=u.device))
     smallest = torch.linalg.vector_norm(u[:, -2:], dim=1).amin()
     some = u[:: -(-len(u) // SAMPLED)]
     used_up = some[:, :-2].square().cumsum(1) > 1 - NEGLIGIBLE  # P_1 = 1 is never small

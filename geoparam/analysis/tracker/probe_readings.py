@@ -4,19 +4,22 @@ One run of the model shows every layer's input and pre-activation (`probe.observ
 collected on the device, layer by layer, and only packed bits of the patterns are kept.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from geoparam.analysis.partition import Collector, Patterns
 from geoparam.analysis.reading.layer_sites import Site
-from geoparam.analysis.reading.norms import Moments, average_moments, has_running, norm_moments
-from geoparam.analysis.reading.pooling import find_pools
-from geoparam.analysis.reading.probe import input_lengths, observe, unseen_moments
+from geoparam.analysis.reading.norms import compute_moments
+from geoparam.analysis.reading.probe import (
+    average_seen,
+    compute_input_lengths,
+    observe,
+    prepare_moments,
+)
 from geoparam.conversion.plan import Inputs
-from geoparam.trace import trace
 
 
 class ProbeReadings:
@@ -33,7 +36,6 @@ class ProbeReadings:
         lengths: The median length of a layer's inputs, one element.
         moments: Mean and deviation of norms that are not read by running statistics.
         patterns: The activation patterns; None where all activations are smooth.
-        pools: The max pools, which the readings of the next step take over.
     """
 
     def __init__(
@@ -41,49 +43,48 @@ class ProbeReadings:
         model: nn.Module,
         inputs: Inputs,
         sites: Mapping[str, Site],
+        pools: Mapping[str, Site],
         batch: bool = False,
-        pools: Mapping[str, Site] | None = None,
     ) -> None:
-        self._batch, self._collector = batch, Collector(inputs)
-        self.pools = find_pools(trace(model, inputs), sites) if pools is None else pools
-        sites = {**sites, **self.pools}
-        kinds = ("active", "above", "lengths", "moments")
-        self._seen: dict[str, dict[str, list[Any]]] = {kind: {} for kind in kinds}
+        self._collector = Collector(inputs)
+        self._active: dict[str, list[Tensor]] = defaultdict(list)
+        self._above: dict[str, list[Tensor]] = defaultdict(list)
+        self._lengths: dict[str, list[Tensor]] = defaultdict(list)
+        self._moments = prepare_moments(sites, batch)
         see = self._see_pre_activation, self._see_input, self._see_norm
-        self.same_steps = observe(model, inputs, sites, *see, training=batch)
+        self.same_steps = observe(model, inputs, {**sites, **pools}, *see, training=batch)
+        shares_and_lengths = self._active, self._above, self._lengths
         if not self.same_steps:
-            self._seen = dict.fromkeys(kinds, {})
+            self._moments = prepare_moments(sites, batch)
+            for seen in shares_and_lengths:
+                seen.clear()
         self.active, self.above, self.lengths = (
-            {name: torch.stack(each).mean(dim=0) for name, each in self._seen[kind].items()}
-            for kind in kinds[:3]
+            {name: torch.stack(each).mean(dim=0) for name, each in seen.items()}
+            for seen in shares_and_lengths
         )
-        seen = {name: average_moments(each) for name, each in self._seen["moments"].items()}
-        self.moments = {**(unseen_moments(sites) if batch else {}), **seen}
+        self.moments = average_seen(sites, self._moments)
         self.patterns: Patterns | None = self._collector.patterns() if self.same_steps else None
 
-    def _keep(self, kind: str, site: Site, value: Tensor | Moments) -> None:
-        self._seen[kind].setdefault(site.name, []).append(value)
-
-    def _see_pre_activation(self, site: Site, z: Tensor) -> None:
+    def _see_pre_activation(self, site: Site, z: Tensor, step: int) -> None:
         breaks = site.breaks
-        self._collector(site, z)
+        self._collector(site, z, step)
         if breaks is None or not z.numel():
             return
         above = [_share(side, site.channel) for side in breaks.above(z, site.channel)]
         between = len(above) > 1 and breaks.opens and breaks.closes
         active = _share(breaks.active(z, site.channel), site.channel) if between else above[0]
         active = active if breaks.opens else 1 - active
-        self._keep("active", site, active)
-        self._keep("above", site, torch.stack(above))
+        self._active[site.name].append(active)
+        self._above[site.name].append(torch.stack(above))
 
-    def _see_input(self, site: Site, x: Tensor) -> None:
+    def _see_input(self, site: Site, x: Tensor, _: int) -> None:
         if x.is_floating_point() and x.numel():
-            lengths = input_lengths(site.layer, x).double()
-            self._keep("lengths", site, median(lengths.flatten()))
+            lengths = compute_input_lengths(site.layer, x).double()
+            self._lengths[site.name].append(median(lengths.flatten()))
 
-    def _see_norm(self, site: Site, z: Tensor) -> None:
-        if site.norm is not None and (self._batch or not has_running(site.norm)):
-            self._keep("moments", site, norm_moments(site.norm, z))
+    def _see_norm(self, site: Site, z: Tensor, _: int) -> None:
+        if site.name in self._moments:
+            self._moments[site.name].append(compute_moments(site.norm, z))
 
 
 def _share(sides: Tensor, channel: int) -> Tensor:

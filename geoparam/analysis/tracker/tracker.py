@@ -36,6 +36,9 @@ class _Pending(NamedTuple):
     units: Tensor | None
     arrived: torch.cuda.Event | None
 
+    def has_arrived(self) -> bool:
+        return self.arrived is None or self.arrived.query()
+
 
 class _FirstBatch:
     """The hook that shows a tracker the first batch; in a copy of the model it does nothing."""
@@ -150,7 +153,6 @@ class BoundaryTracker:
         sharded = any(hasattr(parameter, "full_tensor") for parameter in self.model.parameters())
         self._takes_part = self._first or sharded
         self._hook: Any = None
-        self._waiting = True
         known = example_inputs if example_inputs is not None else probe
         if not self._takes_part:
             return
@@ -167,10 +169,13 @@ class BoundaryTracker:
     def step(self) -> None:
         """Count one optimizer step, and record if it is time to."""
         self._steps += 1
-        if not self._waiting:
+        if self._measurement is not None:
             self._unhook()  # not from inside of the hook: torch is iterating over them
         if self._takes_part and self.schedule(self._steps):
-            self._record(self._require_measurement())
+            values, units = self._require_measurement().measure()
+            self._measured_at = self._steps
+            if self._first:
+                self._pending.append(_start_copy(self._steps, values, units))
         self._collect(wait=False)
 
     @property
@@ -212,8 +217,8 @@ class BoundaryTracker:
     # --- the beginning ------------------------------------------------------------------------
 
     def _see_first_batch(self, args: tuple, kwargs: dict) -> None:
-        if self._waiting and not torch.compiler.is_compiling() and not is_tracing():
-            self._waiting = False  # the trace in `_begin` calls the model too
+        hidden = torch.compiler.is_compiling() or is_tracing()  # `_begin` traces the model itself
+        if self._measurement is None and not hidden:
             self._begin(args, kwargs)
 
     def _unhook(self) -> None:
@@ -256,15 +261,9 @@ class BoundaryTracker:
 
     # --- records ------------------------------------------------------------------------------
 
-    def _record(self, measurement: Measurement) -> None:
-        values, units = measurement.measure()
-        self._measured_at = self._steps
-        if self._first:
-            self._pending.append(_start_copy(self._steps, values, units))
-
     def _collect(self, wait: bool) -> None:
         """Put the records that have arrived into the history; `wait` for all."""
-        while self._pending and (wait or _has_arrived(self._pending[0])):
+        while self._pending and (wait or self._pending[0].has_arrived()):
             step, values, units, arrived = self._pending.pop(0)
             if arrived is not None:
                 arrived.synchronize()
@@ -283,19 +282,10 @@ class BoundaryTracker:
 
 
 def _start_copy(step: int, values: Tensor, units: Tensor | None) -> _Pending:
-    """Start copying a record to the host, without waiting for it."""
-    if not values.is_cuda:
-        return _Pending(step, values.cpu(), units if units is None else units.cpu(), None)
-
-    def copy(t: Tensor) -> Tensor:
-        host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-        return host.copy_(t, non_blocking=True)
-
-    on_host = copy(values), None if units is None else copy(units)
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(values.device))
-    return _Pending(step, *on_host, arrived)
-
-
-def _has_arrived(record: _Pending) -> bool:
-    return record.arrived is None or record.arrived.query()
+    """Start copying a record to the host, to pinned memory, without waiting for it."""
+    values, device = values.to("cpu", non_blocking=True), values.device
+    units = None if units is None else units.to("cpu", non_blocking=True)
+    arrived = torch.cuda.Event() if device.type == "cuda" else None
+    if arrived is not None:
+        arrived.record(torch.cuda.current_stream(device))
+    return _Pending(step, values, units, arrived)
