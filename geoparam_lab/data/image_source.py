@@ -39,11 +39,6 @@ class Shares:
     drop_last: bool = True
 
     def __post_init__(self) -> None:
-        if self.drop_last and self.batch_size % self.world:
-            raise ValueError(
-                f"the batch size is that of all {self.world} processes together, who share it "
-                f"equally in training; got {self.batch_size}. Use a multiple of {self.world}."
-            )
         if self.steps == 0:
             raise ValueError(
                 f"no batch of {self.batch_size} can be taken from {self.images} images. Use a "

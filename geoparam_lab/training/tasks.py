@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.session import count_cores as count_cores
 from geoparam_lab.training import shared_study
 
 Key = tuple[Any, ...]
@@ -208,12 +209,6 @@ def spread(
                     break
     if interrupts:
         raise KeyboardInterrupt
-
-
-def count_cores() -> int:
-    """Return how many cores this process may use."""
-    allowed = getattr(os, "sched_getaffinity", None)
-    return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
 @contextlib.contextmanager
