@@ -181,11 +181,10 @@ class Run:
     def save_curves(self, name: str, **arrays: Any) -> Path:
         """Write arrays to curves/NAME.npz, whole or not at all."""
         path = self._path("curves", name, ".npz")
+        for key, array in arrays.items():
+            arrays[key] = array.detach().cpu() if isinstance(array, torch.Tensor) else array
         with replacing(path) as unfinished:
-            np.savez_compressed(
-                unfinished,
-                **{k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in arrays.items()},
-            )
+            np.savez_compressed(unfinished, **arrays)
         return path
 
     def curves(self, name: str) -> dict[str, np.ndarray]:
