@@ -58,7 +58,7 @@ def _write(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Group:
+class Results:
     """The results of one row in one column, and what the papers print for them."""
 
     measure: Measure
@@ -134,18 +134,18 @@ class Block:
         return sorted(found, key=lambda value: (isinstance(value, str), value))
 
     @cached_property
-    def groups(self) -> dict[tuple[Line, Any], Group]:
+    def results(self) -> dict[tuple[Line, Any], Results]:
         """The results by row and column."""
         found = {}
         for line, column in itertools.product(self.cells, self.columns):
             records = self.cells[line].get(column, ())
             printed = self._find_printed(line, column, records)
-            found[line, column] = Group(self.measure, records, printed)
+            found[line, column] = Results(self.measure, records, printed)
         return found
 
-    def list_groups(self, column: Any) -> list[Group]:
-        """The results in a column, one group for each row."""
-        return [self.groups[line, column] for line in self.cells]
+    def list_results(self, column: Any) -> list[Results]:
+        """The results in a column, row by row."""
+        return [self.results[line, column] for line in self.cells]
 
     @property
     def all_records(self) -> list[Record]:
@@ -162,7 +162,7 @@ class Block:
     @property
     def counts(self) -> Counter[int]:
         """How many cells have how many results."""
-        return Counter(group.estimate.n for group in self.groups.values() if group.estimate)
+        return Counter(each.estimate.n for each in self.results.values() if each.estimate)
 
     @property
     def usual_n(self) -> int:

@@ -52,7 +52,7 @@ def _judge(block: Block, comparison: Comparison) -> Comparison:
     found = {}
     for line, base in comparison.pairs.items():
         for column in block.columns:
-            own, theirs = (block.groups[row, column].values for row in (line, base))
+            own, theirs = (block.results[row, column].values for row in (line, base))
             if difference := pair(own, theirs, overlap):
                 found[line, column] = difference
     p_values = {place: find_p_value(each) for place, each in found.items() if each.n >= LEAST}

@@ -21,14 +21,14 @@ def explain_results(block: Block) -> Iterator[str]:
     yield from _explain_papers(block)
     if block.rates_chosen_by:
         yield f"The learning rate was chosen for each split, by {block.rates_chosen_by}."
-    if any(group.diverged for group in block.groups.values()):
+    if any(each.diverged for each in block.results.values()):
         yield "Diverged runs are counted; those that left a finite result are in the mean."
     yield from _explain_protocol(block, counts)
 
 
 def _explain_papers(block: Block) -> Iterator[str]:
     source = block.experiment.source(block.measure.name)
-    shown = [group.printed for group in block.groups.values() if group.printed]
+    shown = [each.printed for each in block.results.values() if each.printed]
     if not shown:
         if mismatch := block.experiment.mismatch(block.config):
             yield f"{mismatch}: the papers' numbers are not shown here."
@@ -39,7 +39,7 @@ def _explain_papers(block: Block) -> Iterator[str]:
     yield from block.layout.notes
     if len(block.columns) == 1:  # where there are more, the papers' rows have their rates
         yield from _explain_rates(block)
-    judged = [group.agrees for group in block.groups.values() if group.agrees is not None]
+    judged = [each.agrees for each in block.results.values() if each.agrees is not None]
     if judged:
         yield (
             f"{SAME} at most two combined standard errors apart, rounding allowed for "
@@ -59,7 +59,7 @@ def _explain_rates(block: Block) -> Iterator[str]:
     for line in block.cells:
         theirs = block.experiment.rates.get(line.method)
         others = block.rates(line) - {theirs}
-        if theirs is not None and others and block.groups[line, column].printed:
+        if theirs is not None and others and block.results[line, column].printed:
             found.append(f"{Line(line.method).label} {theirs:g}")
     if found:
         yield f"The papers' numbers are of other rates: {', '.join(found)}."

@@ -18,7 +18,7 @@ from typing import Any
 from geoparam_lab import experiments
 from geoparam_lab.experiments.experiment import Layout, Measure, options_in_words
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.tables.blocks import Block, Group, Line, arrange, group_records, in_brackets
+from geoparam_lab.tables.blocks import Block, Line, Results, arrange, group_records, in_brackets
 from geoparam_lab.tables.comparisons import Comparison, compare
 from geoparam_lab.tables.estimates import (
     Estimate,
@@ -131,22 +131,22 @@ def _make_block_tables(block: Block, baseline: str) -> list[Table]:
 def _make_list(block: Block, compared: Sequence[Comparison]) -> Table:
     """Return the table of an experiment with one column: its columns are what is known of it."""
     [column] = block.columns
-    groups = block.list_groups(column)
-    digits = _count_digits(groups)
+    column_results = block.list_results(column)
+    digits = _count_digits(column_results)
     named = {
-        block.measure.title: [_cell(group, digits) for group in groups],
-        "papers": [_papers_cell(group) for group in groups],
-        "range": [_range_cell(group, digits) for group in groups],
+        block.measure.title: [_cell(each, digits) for each in column_results],
+        "papers": [_papers_cell(each) for each in column_results],
+        "range": [_range_cell(each, digits) for each in column_results],
     }
     for comparison in compared:
         title = _difference_title("difference", comparison)
         named[title] = _difference_cells(block, comparison, column)
-    named["n"] = [Cell(f"{group.estimate.n if group.estimate else 0}") for group in groups]
-    named["diverged"] = [Cell(f"{group.diverged or EMPTY}") for group in groups]
+    named["n"] = [Cell(f"{each.estimate.n if each.estimate else 0}") for each in column_results]
+    named["diverged"] = [Cell(f"{each.diverged or EMPTY}") for each in column_results]
     if not _has_rate_in_labels(block):
-        named["rate"] = [Cell(list_rates(group.records)) for group in groups]
+        named["rate"] = [Cell(list_rates(each.records)) for each in column_results]
     for detail in (*_find_times(block.all_records), *block.layout.details):
-        named[detail.title] = [_detail_cell(group.records, detail) for group in groups]
+        named[detail.title] = [_detail_cell(each.records, detail) for each in column_results]
     notes = [*explain_results(block), *(explain_differences(block, compared) if compared else ())]
     if any(record.keys() & {"largest_move", "largest_rotation"} for record in block.all_records):
         notes.append("Largest: of any unit of any seed in one update.")
@@ -174,10 +174,10 @@ def _make_matrix(block: Block) -> Table:
     said = said and all(cell.text == EMPTY for cell in papers["rate"])
     named = {"rate": [Cell(EMPTY if said else rate) for rate in ours]}
     for column in block.columns:
-        groups, name = block.list_groups(column), block.heading(column)
-        digits = _count_digits(groups)
-        named[name] = [_cell(group, digits, usual) for group in groups]
-        papers[name] = [_papers_cell(group) for group in groups]
+        column_results, name = block.list_results(column), block.heading(column)
+        digits = _count_digits(column_results)
+        named[name] = [_cell(each, digits, usual) for each in column_results]
+        papers[name] = [_papers_cell(each) for each in column_results]
     return _assemble(block.title, block, named, explain_results(block), papers)
 
 
@@ -194,7 +194,7 @@ def _make_difference_table(block: Block, comparison: Comparison) -> Table:
 def _make_rate_table(block: Block) -> Table:
     named = {
         block.heading(column): [
-            Cell(list_rates(group.records)) for group in block.list_groups(column)
+            Cell(list_rates(each.records)) for each in block.list_results(column)
         ]
         for column in block.columns
     }
@@ -223,20 +223,20 @@ def _assemble(
 # --- cells -------------------------------------------------------------------------------------
 
 
-def _cell(group: Group, digits: int | None, usual: int = 0) -> Cell:
+def _cell(results: Results, digits: int | None, usual: int = 0) -> Cell:
     """Return a mean with its error; what differs from the `usual` number of results is said."""
-    found, diverged = group.estimate, group.diverged
+    found, diverged = results.estimate, results.diverged
     if found is None:
         return Cell(f"{diverged} diverged" if diverged else EMPTY, diverged=diverged)
     remarks = [f"n = {found.n}"] * (usual not in (0, found.n))
     remarks += [f"{diverged} diverged"] * (usual > 0 and diverged > 0)
     text = write(found, digits) + (f" ({', '.join(remarks)})" if remarks else "")
-    return Cell(text, found, diverged, group.agrees)
+    return Cell(text, found, diverged, results.agrees)
 
 
-def _papers_cell(group: Group) -> Cell:
-    papers, ours, verdict = group.printed, group.estimate, group.agrees
-    if papers is None or not group.records:
+def _papers_cell(results: Results) -> Cell:
+    papers, ours, verdict = results.printed, results.estimate, results.agrees
+    if papers is None or not results.records:
         return Cell()
     mark = "" if verdict is None else f"{SAME if verdict else OTHER} "
     theirs = Estimate(papers.value, papers.error, 0, papers.value, papers.value)
@@ -248,13 +248,13 @@ def _papers_cell(group: Group) -> Cell:
 
 
 def _papers_rate_cell(block: Block, line: Line) -> Cell:
-    shown = any(block.groups[line, column].printed for column in block.columns)
+    shown = any(block.results[line, column].printed for column in block.columns)
     rate = block.experiment.rates.get(line.method) if shown else None
     return Cell(EMPTY if rate is None else f"{rate:g}")
 
 
-def _range_cell(group: Group, digits: int | None) -> Cell:
-    found = group.estimate
+def _range_cell(results: Results, digits: int | None) -> Cell:
+    found = results.estimate
     if found is None or found.error is None:
         return Cell()
     low, high = (write(Estimate(x, None, 1, x, x), digits) for x in (found.low, found.high))
@@ -263,7 +263,7 @@ def _range_cell(group: Group, digits: int | None) -> Cell:
 
 def _difference_cells(block: Block, comparison: Comparison, column: Any) -> list[Cell]:
     """Return the paired differences to the baseline in a column, for the rows that have one."""
-    digits, cells = _count_digits(block.list_groups(column)), []
+    digits, cells = _count_digits(block.list_results(column)), []
     for line in block.cells:
         found = comparison.differences.get((line, column))
         mark = comparison.marks.get((line, column), "")
@@ -323,9 +323,9 @@ def _difference_title(word: str, comparison: Comparison, how: str = "") -> str:
     return f"{word} to {Line(baseline).label}{how}{rates}"
 
 
-def _count_digits(groups: Sequence[Group]) -> int | None:
-    least = groups[0].measure.digits
-    errors = (group.estimate.error for group in groups if group.estimate)
+def _count_digits(column_results: Sequence[Results]) -> int | None:
+    least = column_results[0].measure.digits
+    errors = (each.estimate.error for each in column_results if each.estimate)
     return None if least is None else count_decimals(errors, least)
 
 
