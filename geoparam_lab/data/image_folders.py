@@ -113,7 +113,8 @@ class FolderBatches(Batches):
             generator=torch.Generator(),  # else it draws from torch's own at each epoch
         )
 
-    def _load(self, number: int, steps: range) -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        steps = range(start, self.steps)
         self._sampler.batches = _list_places(self.shares, self.seed, number, steps)
         return map(self._finish, self._loader)
 
