@@ -181,8 +181,10 @@ class Run:
     def save_curves(self, name: str, **arrays: Any) -> Path:
         """Write arrays to curves/NAME.npz, whole or not at all."""
         path = self._path("curves", name, ".npz")
+        for key, array in arrays.items():
+            arrays[key] = array.detach().cpu() if isinstance(array, torch.Tensor) else array
         with replacing(path) as unfinished:
-            np.savez_compressed(unfinished, **{k: _to_array(v) for k, v in arrays.items()})
+            np.savez_compressed(unfinished, **arrays)
         return path
 
     def curves(self, name: str) -> dict[str, np.ndarray]:
@@ -369,7 +371,3 @@ def _decode(
             got = repr(record[name])[:40] if name in record else "missing"
             raise ValueError(f"{where} is damaged: its {name!r} is {got}. {advice}")
     return record
-
-
-def _to_array(value: Any) -> Any:
-    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)

@@ -85,12 +85,17 @@ def _git(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, env=environment, **options).stdout
 
 
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    allowed = getattr(os, "sched_getaffinity", None)
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
+
+
 def _describe_hardware() -> dict[str, Any]:
     """Return the processor, the cores and threads that this process may use, and the GPUs."""
-    allowed = getattr(os, "sched_getaffinity", None)
     return {
         "cpu": _name_processor(),
-        "cores": len(allowed(0)) if allowed else os.cpu_count(),
+        "cores": count_cores(),
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }

@@ -21,30 +21,12 @@ Jobs = Annotated[
 ]
 
 
-class Bar:
-    """One bar for work of several kinds, one after the other.
-
-    It is called with a title, how much is done and how much there is; when these start again from
-    0, so does the estimate of the time left.
-    """
-
-    def __init__(self, bars: Progress) -> None:
-        self.bars = bars
-        self.task = bars.add_task("", total=None)
-        self.done, self.total = 0, 0
-
-    def __call__(self, title: str, done: int, total: int) -> None:
-        if total != self.total or done < self.done:
-            self.bars.reset(self.task, total=total)
-        self.bars.update(self.task, completed=done, description=title)
-        self.done, self.total = done, total
-
-
 @contextlib.contextmanager
 def progress(leads: bool = True) -> Iterator[tasks.Progress | None]:
     """Show a bar on standard error while the block runs; None where none can be drawn.
 
-    Of several processes, only the one that leads draws it.
+    Of several processes, only the one that leads draws it. Work of several kinds may come one
+    after the other: when the numbers start again from 0, so does the estimate of the time left.
     """
     console = Console(stderr=True)
     if not leads or not console.is_terminal or console.is_dumb_terminal:
@@ -58,7 +40,15 @@ def progress(leads: bool = True) -> Iterator[tasks.Progress | None]:
         TextColumn("{task.description}", table_column=Column(overflow="ellipsis", no_wrap=True)),
     )
     with Progress(*columns, console=console, transient=True) as bars:
-        yield Bar(bars)
+        bar = bars.add_task("", total=None)
+
+        def show(title: str, done: int, total: int) -> None:
+            [now] = bars.tasks
+            if total != now.total or done < now.completed:
+                bars.reset(bar, total=total)
+            bars.update(bar, completed=done, description=title)
+
+        yield show
 
 
 @contextlib.contextmanager

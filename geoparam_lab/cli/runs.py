@@ -42,29 +42,23 @@ def make_application() -> typer.Typer:
 
 def make_command(experiment: Experiment) -> Callable[..., None]:
     """Return a function that typer makes a command of."""
-    parameters = {each.name: each for each in find_options(experiment)}
-    found = {name: find_reader(each.annotation) for name, each in parameters.items()}
-    readers = {name: reader for name, reader in found.items() if reader is not None}
+    options = {each[0].name: each for each in find_options(experiment)}
+    texts = read_help(experiment)
 
     def command(out: Path, **given: Any) -> None:
         with explain_errors(out):
             typed = {name: value for name, value in given.items() if value is not None}
-            run(
-                experiment, out, {name: readers[name].read(value) for name, value in typed.items()}
-            )
+            run(experiment, out, {name: options[name][1].read(typed[name]) for name in typed})
 
-    texts = read_help(experiment)
     folder = inspect.Parameter(
         "out",
         inspect.Parameter.KEYWORD_ONLY,
         annotation=Annotated[Path, Option(help="Folder of the run.")],
         default=Path("runs", experiment.name),
     )
-    options = [
-        _make_option(parameters[name], readers[name], texts.get(name, "")) for name in readers
-    ]
-    command.__signature__ = inspect.Signature([folder, *options])  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in (folder, *options)}
+    signature = [folder, *(_make_option(*options[name], texts.get(name, "")) for name in options)]
+    command.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in signature}
     return command
 
 
@@ -80,18 +74,20 @@ def _make_option(parameter: inspect.Parameter, reader: Reader, text: str) -> ins
     )
 
 
-def find_options(experiment: Experiment) -> Iterator[inspect.Parameter]:
-    """Yield the arguments of an experiment's `run`, and the fields of its settings."""
+def find_options(experiment: Experiment) -> Iterator[tuple[inspect.Parameter, Reader]]:
+    """Yield the arguments of an experiment's `run` and the fields of its settings as options."""
     assert experiment.run is not None
     own = inspect.signature(experiment.run).parameters
-    for name, parameter in own.items():
-        if name not in _INTERNAL and parameter.kind is not parameter.VAR_KEYWORD:
-            yield parameter
+    found = [each for name, each in own.items() if name not in _INTERNAL]
     if experiment.settings is not None:
         hints = typing.get_type_hints(experiment.settings)
         for name, parameter in inspect.signature(experiment.settings).parameters.items():
-            if name not in own and parameter.default not in (parameter.empty, True):
-                yield parameter.replace(annotation=hints[name])
+            if name not in own and parameter.default is not parameter.empty:
+                found.append(parameter.replace(annotation=hints[name]))
+    for parameter in found:
+        reader = find_reader(parameter.annotation)
+        if reader is not None and parameter.kind is not parameter.VAR_KEYWORD:
+            yield parameter, reader
 
 
 def find_reader(annotation: Any) -> Reader | None:

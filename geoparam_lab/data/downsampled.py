@@ -64,7 +64,8 @@ class PackedBatches(Batches):
         super().__init__(shares)
         self.split, self.mean, self.seed, self.crop = split, mean, seed, crop
 
-    def _load(self, number: int, steps: range) -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        steps = range(start, self.steps)
         if self.seed is None:
             return map(self._take, steps)
         drawn = self._draw(torch.Generator().manual_seed(mix_seed(self.seed, number)))

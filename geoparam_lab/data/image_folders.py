@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from geoparam_lab.data.image_source import Batches, Device, Shares, Source, mix_seed
+from geoparam_lab.session import count_cores
 
 MEAN = (0.485, 0.456, 0.406)
 
@@ -58,7 +59,10 @@ class ImageFolders(Source):
         if size < 8:
             raise ValueError(f"size is that of the crops, at least 8; got {size}.")
         self._augment, self._crop_middle = _make_transforms(size)
-        self.workers = _count_workers() if workers is None else workers
+        if workers is None:  # torchrun says how many processes share the cores
+            own = count_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            workers = max(1, min(_MOST_WORKERS, own))
+        self.workers = workers
         train, classes = _list_images(Path(folder, "train"))
         val, val_classes = _list_images(Path(folder, "val"))
         if only := sorted(set(classes) ^ set(val_classes)):
@@ -101,15 +105,16 @@ class FolderBatches(Batches):
         self._mean = torch.tensor(MEAN, device=device)
         self._loader = DataLoader(
             images,
-            batch_sampler=self._sampler,
+            batch_size=None,  # the dataset makes whole batches
+            sampler=self._sampler,
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=device.type == "cuda",
-            collate_fn=_identity,
             generator=torch.Generator(),  # else it draws from torch's own at each epoch
         )
 
-    def _load(self, number: int, steps: range) -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        steps = range(start, self.steps)
         self._sampler.batches = _list_places(self.shares, self.seed, number, steps)
         return map(self._finish, self._loader)
 
@@ -167,34 +172,25 @@ class _Images(Dataset[Batch | str]):
     ) -> None:
         self.listing, self.transform, self.size, self.seed = listing, transform, size, seed
 
-    def __getitems__(self, places: Sequence[Place]) -> Batch | str:
+    def __getitem__(self, places: Sequence[Place]) -> Batch | str:
         images = torch.empty(len(places), 3, self.size, self.size, dtype=torch.uint8)
         shifts = torch.zeros(len(places), 3)
-        for index, place in enumerate(places):
-            path = os.fsdecode(self.listing.paths[place[-1]])
+        for index, (epoch, place, number) in enumerate(places):
+            path = os.fsdecode(self.listing.paths[number])
             try:
                 picture = _decode(path)
             except Exception as error:  # Pillow raises anything for a damaged file
                 advice = "Get it anew, or remove it from its folder."
                 return f"{path} cannot be decoded ({error}). {advice}"
-            self._make(picture, place, images[index], shifts[index])
+            if self.seed is None:
+                images[index] = self.transform(picture)
+                continue
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(mix_seed(self.seed, epoch, place))
+                images[index] = self.transform(picture)
+                shifts[index] = _draw_colour_shift()
         labels = self.listing.labels[[image for *_, image in places]]
         return images, shifts, torch.from_numpy(labels)
-
-    def _make(self, picture: Any, place: Place, image: Tensor, shift: Tensor) -> None:
-        """Fill in the image of one place and the shift of its colours."""
-        if self.seed is None:
-            image.copy_(self.transform(picture))
-            return
-        epoch, position, _ = place
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(mix_seed(self.seed, epoch, position))
-            image.copy_(self.transform(picture))
-            shift.copy_(_draw_colour_shift())
-
-
-def _identity(batch: Any) -> Any:
-    return batch
 
 
 def _decode(path: str) -> Any:
@@ -212,13 +208,8 @@ def _draw_colour_shift() -> Tensor:
 
 def _make_transforms(size: int) -> tuple[Callable[[Any], Tensor], Callable[[Any], Tensor]]:
     """Return the transforms of a training and of a validation image."""
-    try:
-        from torchvision.transforms import v2
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "images in folders are read with torchvision: pip install 'geoparam[vision]'",
-            name="torchvision",
-        ) from error
+    from torchvision.transforms import v2
+
     shortest, longest, middle = (round(length * size / 224) for length in (256, 480, 368))
     augment = [
         v2.RandomShortestSize(range(shortest, longest + 1)),
@@ -230,13 +221,6 @@ def _make_transforms(size: int) -> tuple[Callable[[Any], Tensor], Callable[[Any]
         v2.Compose([*augment, v2.PILToTensor()]),
         v2.Compose([*crop_middle, v2.PILToTensor()]),
     )
-
-
-def _count_workers() -> int:
-    """Return this process's part of the cores; torchrun says how many processes share them."""
-    allowed = getattr(os, "sched_getaffinity", None)
-    cores = len(allowed(0)) if allowed else os.cpu_count() or 1
-    return max(1, min(_MOST_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 # --- files --------------------------------------------------------------------------------------

@@ -39,11 +39,6 @@ class Shares:
     drop_last: bool = True
 
     def __post_init__(self) -> None:
-        if self.drop_last and self.batch_size % self.world:
-            raise ValueError(
-                f"the batch size is that of all {self.world} processes together, who share it "
-                f"equally in training; got {self.batch_size}. Use a multiple of {self.world}."
-            )
         if self.steps == 0:
             raise ValueError(
                 f"no batch of {self.batch_size} can be taken from {self.images} images. Use a "
@@ -75,15 +70,12 @@ class Batches(abc.ABC):
         self.shares, self.steps = shares, shares.steps
         self.examples = min(shares.steps * shares.batch_size, shares.images)
 
+    @abc.abstractmethod
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this process's images and labels of an epoch, from batch `start` on.
 
         Images are float32 (b, 3, H, W), channels last in memory, labels int64, on the device.
         """
-        return self._load(number, range(start, self.steps))
-
-    @abc.abstractmethod
-    def _load(self, number: int, steps: range) -> Iterator[tuple[Tensor, Tensor]]: ...
 
 
 class Source(abc.ABC):

@@ -21,7 +21,7 @@ import functools
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -135,7 +135,7 @@ def run(
         if storage is not None:
             shared_study.check_storage(storage)
         options: Record = {"key": KEY, "resume": resume, "may_change": _MAY_CHANGE}
-        options["defaults"] = {field.name: field.default for field in fields(Settings)}
+        options["defaults"] = grids.COMMON
         folder = Run.create(out, experiment, config, command, **options)
     except BaseException:
         work.crew.send(None)

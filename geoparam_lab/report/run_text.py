@@ -25,7 +25,7 @@ LABELS = {
     "dtype": "number type",
     "skip": "skip connections",
     "imn": "IMN at a block's",
-    "ema": "decay of averaged weights",
+    "ema": "decay of averaged weights",  # in older runs
     "crop": "shift of images in pixels",
     "angle_lr": "learning rate of angles",
     "accumulate": "parts of a batch",

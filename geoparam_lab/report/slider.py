@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from geoparam.plots import CYCLE, MethodStyle, curve_styles
+from geoparam.plots import CYCLE, curve_styles
 from geoparam_lab import experiments
 from geoparam_lab.experiments.experiment import Slider
 
@@ -39,7 +39,8 @@ def pack_slider(arrays: Mapping[str, Array]) -> dict[str, Any]:
         "seeds": seeds,
         "median": _check_shapes(arrays, {"median": "M"}, sizes)["median"].tolist(),
         "colours": [style.colour for style in styles],
-        "dashes": [[2 * part for part in _pattern(style)] for style in styles],
+        # in widths of the line; none for a solid line
+        "dashes": [[] if isinstance(s.dash, str) else [2 * n for n in s.dash[1]] for s in styles],
         "units": list(CYCLE),
         "steps": [float(step) for step in steps],
         "arrays": {name: pack(array) for name, array in found.items()},
@@ -79,11 +80,6 @@ def _round(array: Array) -> Array:
     return (bits & np.uint32(0xFFFFF800)).view("<f4")
 
 
-def _pattern(style: MethodStyle) -> tuple[float, ...]:
-    """Return lengths of dashes and gaps, in widths of the line; none for a solid line."""
-    return () if isinstance(style.dash, str) else style.dash[1]
-
-
 def _get(arrays: Mapping[str, Array], name: str) -> Array:
     if name not in arrays or np.size(arrays[name]) == 0:
         raise ValueError(f"{name} is missing or empty.")
@@ -101,12 +97,7 @@ def _check_shapes(
         if len(axes) != array.ndim or any(
             e not in (None, got) for e, got in zip(expected, array.shape, strict=True)
         ):
-            raise ValueError(
-                f"{name} has shape {array.shape}, which is not ({_write_axes(axes, sizes)})."
-            )
+            said = ", ".join(str(sizes.get(axis, axis)) for axis in axes)
+            raise ValueError(f"{name} has shape {array.shape}, which is not ({said}).")
         sizes.update(zip(axes, array.shape, strict=True))
     return found
-
-
-def _write_axes(axes: str, sizes: Mapping[str, int]) -> str:
-    return ", ".join(str(sizes.get(axis, axis)) for axis in axes)

@@ -8,8 +8,9 @@ split is not a variant: there is one result for each split, whatever its rate.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from geoparam_lab import methods
@@ -57,6 +58,40 @@ def _write(value: Any) -> str:
 
 
 @dataclass(frozen=True)
+class Results:
+    """The results of one row in one column, and what the papers print for them."""
+
+    measure: Measure
+    records: Sequence[Record]
+    printed: Printed | None
+
+    @property
+    def values(self) -> dict[Any, float]:
+        """The results by seed or split; NaN where there is none."""
+        return {sample(record): number(record.get(self.measure.name)) for record in self.records}
+
+    @cached_property
+    def estimate(self) -> Estimate | None:
+        """The mean of the results."""
+        return estimate(number(record.get(self.measure.name)) for record in self.records)
+
+    @property
+    def diverged(self) -> int:
+        """How many runs diverged, or left a result that is not finite."""
+        name = self.measure.name
+        return sum(
+            record.get("outcome") == "diverged"
+            or (name in record and not math.isfinite(number(record[name])))
+            for record in self.records
+        )
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether the mean agrees with the papers' number; None where that cannot be said."""
+        return agrees(self.estimate, self.printed)
+
+
+@dataclass(frozen=True)
 class Block:
     """The records of one table, sorted into rows and columns."""
 
@@ -88,78 +123,62 @@ class Block:
         return name_value(self.experiment, column)
 
     @property
-    def compare(self) -> bool:
-        """Whether the papers' numbers are of the same protocol and of the same data."""
-        return self.group in ("", "paper") and not self.experiment.mismatch(self.config)
+    def rates_chosen_by(self) -> str:
+        """What chose the learning rate of each split; empty where rates are given."""
+        return {"heldout": "the validation part", "cv": "cross-validation"}.get(self.group, "")
 
-    @property
+    @cached_property
     def columns(self) -> list[Any]:
         """The values of the field that makes the columns, in order."""
         found = {column for cells in self.cells.values() for column in cells}
         return sorted(found, key=lambda value: (isinstance(value, str), value))
 
-    def records(self, line: Line, column: Any) -> Sequence[Record]:
-        """The records in a cell."""
-        return self.cells[line].get(column, ())
+    @cached_property
+    def results(self) -> dict[tuple[Line, Any], Results]:
+        """The results by row and column."""
+        found = {}
+        for line, column in itertools.product(self.cells, self.columns):
+            records = self.cells[line].get(column, ())
+            printed = self._find_printed(line, column, records)
+            found[line, column] = Results(self.measure, records, printed)
+        return found
 
-    def all_records(self) -> Iterator[Record]:
+    def list_results(self, column: Any) -> list[Results]:
+        """The results in a column, row by row."""
+        return [self.results[line, column] for line in self.cells]
+
+    @property
+    def all_records(self) -> list[Record]:
         """The records in all cells."""
-        for cells in self.cells.values():
-            yield from itertools.chain.from_iterable(cells.values())
+        return [r for cells in self.cells.values() for records in cells.values() for r in records]
 
     @property
     def samples(self) -> str:
         """What means are over: "splits", "seeds" or, where there is one result, nothing."""
-        if any("split" in record for record in self.all_records()):
+        if any("split" in record for record in self.all_records):
             return "splits"
-        return "seeds" if any(sample(record) != "" for record in self.all_records()) else ""
+        return "seeds" if any(sample(record) != "" for record in self.all_records) else ""
 
     @property
-    def estimates(self) -> list[Estimate]:
-        """The means of all cells that have one."""
-        places = itertools.product(self.cells, self.columns)
-        return [found for place in places if (found := self.estimate(*place))]
+    def counts(self) -> Counter[int]:
+        """How many cells have how many results."""
+        return Counter(each.estimate.n for each in self.results.values() if each.estimate)
 
     @property
     def usual_n(self) -> int:
         """How many results most cells have."""
-        counts = Counter(each.n for each in self.estimates)
-        return counts.most_common(1)[0][0] if counts else 0
+        return max(self.counts, key=self.counts.__getitem__, default=0)
 
-    def values(self, line: Line, column: Any) -> dict[Any, float]:
-        """The results in a cell, by seed or split."""
-        return {sample(record): self.value(record) for record in self.records(line, column)}
-
-    def value(self, record: Record) -> float:
-        """The result in a record; NaN where there is none."""
-        return number(record.get(self.measure.name))
-
-    def estimate(self, line: Line, column: Any) -> Estimate | None:
-        """The mean in a cell."""
-        return estimate(map(self.value, self.records(line, column)))
-
-    def count_diverged(self, line: Line, column: Any) -> int:
-        """How many runs in a cell diverged, or left a result that is not finite."""
-        name = self.measure.name
-        return sum(
-            record.get("outcome") == "diverged"
-            or (name in record and not math.isfinite(self.value(record)))
-            for record in self.records(line, column)
-        )
-
-    def find_printed(self, line: Line, column: Any) -> Printed | None:
-        """The papers' number for a cell, in the row of their variant, or else in the first."""
+    def _find_printed(self, line: Line, column: Any, records: Sequence[Record]) -> Printed | None:
+        """Return the papers' number for a cell, in the row of their variant, or in the first."""
         rows = [other for other in self.cells if other.method == line.method]
-        if not self.compare or line != next(filter(self.is_the_papers, rows), rows[0]):
+        is_same = self.group in ("", "paper") and not self.experiment.mismatch(self.config)
+        if not is_same or line != next(filter(self.is_the_papers, rows), rows[0]):
             return None
-        for record in self.records(line, column):
-            if any(record.get(k, v) != v for k, v in self.experiment.theirs.items()):
-                return None
+        theirs = self.experiment.theirs.items()
+        if any(record.get(k, v) != v for record in records for k, v in theirs):
+            return None
         return self.experiment.find_printed(self.measure.name, line.method, column)
-
-    def agrees(self, line: Line, column: Any) -> bool | None:
-        """Whether a cell agrees with the papers' number; None where that cannot be said."""
-        return agrees(self.estimate(line, column), self.find_printed(line, column))
 
     def is_the_papers(self, line: Line) -> bool:
         """Whether a row's variant, if it has one, is what the papers have."""

@@ -29,43 +29,49 @@ class Comparison(NamedTuple):
     tested: int = 0  # how many of the differences were tested
 
 
-def compare(block: Block, baseline: str) -> list[Comparison]:
-    """Return the comparisons with a method that a table's results allow, the papers' own first."""
+def compare(block: Block, wanted: str) -> list[Comparison]:
+    """Return the comparisons that a table's results allow, the papers' own first.
+
+    They are with the wanted method, or else with BN.
+    """
+    methods = {line.method for line in block.cells}
+    baseline = wanted if wanted in methods else "bn"
     rows = [line for line in block.cells if line.method == baseline]
-    if not rows:
+    others = [line for line in block.cells if line.method != baseline]
+    if not (block.layout.compare and block.samples and rows and others):
         return []
     if not any("lr" in dict(row.variant) for row in rows):
-        return [_judge(block, _compare_only_rate(block, rows))]
-    both = (_compare_papers_rates(block, rows), _compare_same_rates(block, rows))
+        return [_judge(block, _compare_only_rate(block, rows, others))]
+    both = (_compare_papers_rates(block, rows), _compare_same_rates(block, rows, others))
     return [_judge(block, each) for each in both if each.pairs]
 
 
 def _judge(block: Block, comparison: Comparison) -> Comparison:
     """Add the differences, each with its mark."""
     overlap = OVERLAP if block.samples == "splits" else 0.0
-    found = {
-        (line, column): difference
-        for line, base in comparison.pairs.items()
-        for column in block.columns
-        if (difference := pair(block.values(line, column), block.values(base, column), overlap))
-    }
+    found = {}
+    for line, base in comparison.pairs.items():
+        for column in block.columns:
+            own, theirs = (block.results[row, column].values for row in (line, base))
+            if difference := pair(own, theirs, overlap):
+                found[line, column] = difference
     p_values = {place: find_p_value(each) for place, each in found.items() if each.n >= LEAST}
     holm = adjust(p_values)
     marks = {p: " **" if holm[p] < LEVEL else " *" for p in holm if p_values[p] < LEVEL}
     return comparison._replace(differences=found, marks=marks, tested=len(holm))
 
 
-def _compare_only_rate(block: Block, rows: list[Line]) -> Comparison:
+def _compare_only_rate(block: Block, rows: list[Line], others: list[Line]) -> Comparison:
     """Compare with a baseline that has one rate, or one for each split, and say which it is."""
-    pairs = {line: _find_alike(line, rows) or rows[0] for line in _list_others(block, rows)}
-    found = {line: block.rates(line) for line in (*rows, *pairs)}
-    if block.group in ("heldout", "cv"):
-        how = "the validation part" if block.group == "heldout" else "cross-validation"
+    pairs = {line: _find_alike(line, rows) for line in others}
+    found = {line: block.rates(line) for line in (*rows, *others)}
+    if block.rates_chosen_by:
+        how = block.rates_chosen_by
         note = f"Chosen rates: each method at the rate that {how} chose on the split."
         return Comparison("chosen rates", pairs, note)
     if not any(found.values()):
         return Comparison("", pairs)
-    if _has_papers(block) and all(_is_theirs(block, line) for line in found):
+    if all(_is_theirs(block, line) for line in found):
         return Comparison("papers' rates", pairs, _papers_note(block, list(found)))
     if len(set(map(frozenset, found.values()))) == 1 and len(found[rows[0]]) == 1:
         return Comparison("same rate", pairs, f"Same rate: all at {min(found[rows[0]]):g}.")
@@ -73,36 +79,30 @@ def _compare_only_rate(block: Block, rows: list[Line]) -> Comparison:
 
 
 def _compare_papers_rates(block: Block, rows: list[Line]) -> Comparison:
-    theirs = [line for line in block.cells if _has_papers(block) and _is_theirs(block, line)]
+    theirs = [line for line in block.cells if _is_theirs(block, line)]
     base = next((line for line in theirs if line in rows), None)
     pairs = {line: base for line in theirs if base and line not in rows}
     return Comparison("papers' rates", pairs, _papers_note(block, theirs))
 
 
-def _compare_same_rates(block: Block, rows: list[Line]) -> Comparison:
+def _compare_same_rates(block: Block, rows: list[Line], others: list[Line]) -> Comparison:
     pairs = {}
-    for line in _list_others(block, rows):
+    for line in others:
         equal = [row for row in rows if block.rates(row) == block.rates(line)]
         if equal:
-            pairs[line] = _find_alike(line, equal) or equal[0]
+            pairs[line] = _find_alike(line, equal)
     return Comparison("same rate", pairs, "Same rate: both at the rate of the row.")
 
 
-def _list_others(block: Block, rows: list[Line]) -> list[Line]:
-    return [line for line in block.cells if line not in rows]
-
-
-def _find_alike(line: Line, rows: list[Line]) -> Line | None:
-    """Return the row that differs from a line in nothing but its method."""
-    return next((row for row in rows if row.variant == line.variant), None)
-
-
-def _has_papers(block: Block) -> bool:
-    source = block.experiment.source(block.measure.name)
-    return bool(source) and block.group in ("", "paper")
+def _find_alike(line: Line, rows: list[Line]) -> Line:
+    """Return the row that differs from a line in nothing but its method, or else the first."""
+    return next((row for row in rows if row.variant == line.variant), rows[0])
 
 
 def _is_theirs(block: Block, line: Line) -> bool:
+    """Return whether the papers have numbers of this row's variant, at its rate."""
+    if not block.experiment.source(block.measure.name) or block.group not in ("", "paper"):
+        return False
     rate = block.experiment.rates.get(line.method)
     return block.is_the_papers(line) and block.rates(line) == {rate}
 

@@ -59,9 +59,7 @@ def agrees(ours: Estimate | None, papers: Printed | None) -> bool | None:
         >>> agrees(ours, Printed("3.057 ± 0.144")), agrees(ours, Printed("9.0 ± 0.1"))
         (True, False)
     """
-    if ours is None or papers is None or ours.error is None or ours.n < 3:
-        return None
-    if papers.error is None:
+    if ours is None or ours.error is None or ours.n < 3 or papers is None or papers.error is None:
         return None
     combined = math.hypot(ours.error, papers.error)
     return abs(ours.mean - papers.value) <= 2 * combined + papers.rounding

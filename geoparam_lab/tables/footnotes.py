@@ -10,27 +10,25 @@ from geoparam_lab.tables.formats import OTHER, SAME
 
 def explain_results(block: Block) -> Iterator[str]:
     """Yield what a reader must know of a table of results."""
-    counts = sorted({each.n for each in block.estimates})
+    counts = sorted(block.counts)
     better = f" {block.measure.better.capitalize()} is better." * bool(block.measure.better)
     if counts and counts[-1] > 1:
         few = "" if len(counts) == 1 else " where a cell says nothing else"
         yield f"Mean ± standard error over {block.samples}, n = {block.usual_n}{few}.{better}"
     elif better:
         yield f"One seed, which may be an accident.{better}"
-    yield from block.experiment.remarks(block.config, block.all_records())
+    yield from block.experiment.remarks(block.config, block.all_records)
     yield from _explain_papers(block)
-    if block.group in ("heldout", "cv"):
-        how = "the validation part" if block.group == "heldout" else "cross-validation"
-        yield f"The learning rate was chosen for each split, by {how}."
-    if any(block.count_diverged(line, column) for line in block.cells for column in block.columns):
+    if block.rates_chosen_by:
+        yield f"The learning rate was chosen for each split, by {block.rates_chosen_by}."
+    if any(each.diverged for each in block.results.values()):
         yield "Diverged runs are counted; those that left a finite result are in the mean."
     yield from _explain_protocol(block, counts)
 
 
 def _explain_papers(block: Block) -> Iterator[str]:
     source = block.experiment.source(block.measure.name)
-    places = [(line, column) for line in block.cells for column in block.columns]
-    shown = [papers for place in places if (papers := block.find_printed(*place))]
+    shown = [each.printed for each in block.results.values() if each.printed]
     if not shown:
         if mismatch := block.experiment.mismatch(block.config):
             yield f"{mismatch}: the papers' numbers are not shown here."
@@ -41,13 +39,13 @@ def _explain_papers(block: Block) -> Iterator[str]:
     yield from block.layout.notes
     if len(block.columns) == 1:  # where there are more, the papers' rows have their rates
         yield from _explain_rates(block)
-    judged = [verdict for place in places if (verdict := block.agrees(*place)) is not None]
+    judged = [each.agrees for each in block.results.values() if each.agrees is not None]
     if judged:
         yield (
             f"{SAME} at most two combined standard errors apart, rounding allowed for "
             f"({sum(judged)} of {len(judged)}); {OTHER} further."
         )
-    if len(block.columns) == 1 and any(papers.error is None for papers in shown):
+    if len(block.columns) == 1 and any(printed.error is None for printed in shown):
         yield (
             "The papers' numbers are of one seed each. In our range: between our lowest and "
             "highest seed, which says nothing of the mean."
@@ -58,9 +56,10 @@ def _explain_rates(block: Block) -> Iterator[str]:
     """Yield at which rates the papers trained, where their numbers stand beside other rates."""
     [column] = block.columns
     found = []
-    for line in filter(lambda line: block.find_printed(line, column), block.cells):
+    for line in block.cells:
         theirs = block.experiment.rates.get(line.method)
-        if theirs is not None and block.rates(line) - {theirs}:
+        others = block.rates(line) - {theirs}
+        if theirs is not None and others and block.results[line, column].printed:
             found.append(f"{Line(line.method).label} {theirs:g}")
     if found:
         yield f"The papers' numbers are of other rates: {', '.join(found)}."

@@ -8,18 +8,17 @@ Nothing is left out. A run that diverged is counted, and what it left behind tha
 the mean, since dropping it would favour the method. A cell says how many results are in it.
 """
 
-import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from geoparam_lab import experiments
 from geoparam_lab.experiments.experiment import Layout, Measure, options_in_words
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.tables.blocks import Block, Line, arrange, group_records, in_brackets
+from geoparam_lab.tables.blocks import Block, Line, Results, arrange, group_records, in_brackets
 from geoparam_lab.tables.comparisons import Comparison, compare
 from geoparam_lab.tables.estimates import (
     Estimate,
@@ -75,7 +74,10 @@ def from_records(
                 title = layout.title + in_brackets(experiment, group)
                 found += _make_field_table(part, layout, title)
             for measure in _find_measures(part, layout):
-                cells = arrange([r for r in part if _belongs(r, measure)], layout)
+                with_result = [
+                    r for r in part if measure.name in r or r.get("outcome") == "diverged"
+                ]
+                cells = arrange(with_result, layout)
                 block = Block(experiment, measure, layout, cells, config or {}, group)
                 found += _make_block_tables(block, baseline or experiment.baseline)
     return found
@@ -98,75 +100,57 @@ def _find_times(records: Iterable[Record]) -> list[Measure]:
     return found
 
 
-def _belongs(record: Record, measure: Measure) -> bool:
-    """Return whether a record has a result to show, or should have had one."""
-    return measure.name in record or record.get("outcome") == "diverged"
-
-
 def export(runs: Iterable[Run], form: str = "markdown", baseline: str = "") -> str:
     """Return the tables of some runs as one text, "markdown" or "csv"."""
     if form not in FORMATS:
         raise ValueError(f"a table is written as one of {', '.join(FORMATS)}; got {form!r}.")
-    runs = list(runs)
+    runs, found = list(runs), []
     alike = Counter(run.info["experiment"] for run in runs)
-    found = [
-        table if alike[run.info["experiment"]] == 1 else _add_name(table, run)
-        for run in runs
-        for table in make_tables(run, baseline)
-    ]
+    for run in runs:
+        name = f"{run.folder.resolve().name}: " * (alike[run.info["experiment"]] > 1)
+        found += [replace(t, title=name + t.title) for t in make_tables(run, baseline)]
     if not found:
         raise ValueError("no table can be made: there is no finished piece of work yet.")
     return to_csv(found) if form == "csv" else "\n".join(table.markdown() for table in found)
-
-
-def _add_name(table: Table, run: Run) -> Table:
-    """Return a table whose title begins with its run's folder."""
-    return replace(table, title=f"{run.folder.resolve().name}: {table.title}")
 
 
 # --- kinds of table ----------------------------------------------------------------------------
 
 
 def _make_block_tables(block: Block, baseline: str) -> list[Table]:
-    base = _find_baseline(block, baseline) if block.layout.compare else None
-    compared = compare(block, base) if base else []
+    compared = compare(block, baseline)
     if len(block.columns) == 1:
-        return [_make_list(block, base, compared)]
+        return [_make_list(block, compared)]
     found = [_make_matrix(block)]
-    found += [_make_difference_table(block, base, comparison) for comparison in compared]
+    found += [_make_difference_table(block, comparison) for comparison in compared]
     if any(_find_common_rate(block, line) == _SEVERAL for line in block.cells):
         found.append(_make_rate_table(block))
     return found
 
 
-def _make_list(block: Block, base: str | None, compared: Sequence[Comparison]) -> Table:
+def _make_list(block: Block, compared: Sequence[Comparison]) -> Table:
     """Return the table of an experiment with one column: its columns are what is known of it."""
     [column] = block.columns
-    digits = _count_digits(block, column)
-    said = _has_rate_in_labels(block)
-    differences = {
-        _difference_title("difference", base, comparison): functools.partial(
-            _difference_cell, comparison, column, digits
-        )
-        for comparison in compared
+    column_results = block.list_results(column)
+    digits = _count_digits(column_results)
+    named = {
+        block.measure.title: [_cell(each, digits) for each in column_results],
+        "papers": [_papers_cell(each) for each in column_results],
+        "range": [_range_cell(each, digits) for each in column_results],
     }
-    kinds: dict[str, Callable[[Line], Cell]] = {
-        block.measure.title: lambda line: _cell(block, line, column, digits),
-        "papers": lambda line: _papers_cell(block, line, column),
-        "range": lambda line: _range_cell(block, line, column, digits),
-        **differences,
-        "n": lambda line: Cell(f"{found.n if (found := block.estimate(line, column)) else 0}"),
-        "diverged": lambda line: Cell(f"{block.count_diverged(line, column) or EMPTY}"),
-        "rate": lambda line: Cell(EMPTY if said else list_rates(block.records(line, column))),
-    }
-    named = {name: [kind(line) for line in block.cells] for name, kind in kinds.items()}
-    for detail in (*_find_times(block.all_records()), *block.layout.details):
-        cells = [_detail_cell(block.records(line, column), detail) for line in block.cells]
-        named[detail.title] = cells
+    for comparison in compared:
+        title = _difference_title("difference", comparison)
+        named[title] = _difference_cells(block, comparison, column)
+    named["n"] = [Cell(f"{each.estimate.n if each.estimate else 0}") for each in column_results]
+    named["diverged"] = [Cell(f"{each.diverged or EMPTY}") for each in column_results]
+    if not _has_rate_in_labels(block):
+        named["rate"] = [Cell(list_rates(each.records)) for each in column_results]
+    for detail in (*_find_times(block.all_records), *block.layout.details):
+        named[detail.title] = [_detail_cell(each.records, detail) for each in column_results]
     notes = [*explain_results(block), *(explain_differences(block, compared) if compared else ())]
-    if any(record.keys() & {"largest_move", "largest_rotation"} for record in block.all_records()):
+    if any(record.keys() & {"largest_move", "largest_rotation"} for record in block.all_records):
         notes.append("Largest: of any unit of any seed in one update.")
-    return _assemble(block.title, block, named, {}, notes)
+    return _assemble(block.title, block, named, notes)
 
 
 def _make_field_table(records: Sequence[Record], layout: Layout, title: str) -> list[Table]:
@@ -190,49 +174,48 @@ def _make_matrix(block: Block) -> Table:
     said = said and all(cell.text == EMPTY for cell in papers["rate"])
     named = {"rate": [Cell(EMPTY if said else rate) for rate in ours]}
     for column in block.columns:
-        digits, name = _count_digits(block, column), block.heading(column)
-        named[name] = [_cell(block, line, column, digits, usual) for line in block.cells]
-        papers[name] = [_papers_cell(block, line, column) for line in block.cells]
-    return _assemble(block.title, block, named, papers, list(explain_results(block)))
+        column_results, name = block.list_results(column), block.heading(column)
+        digits = _count_digits(column_results)
+        named[name] = [_cell(each, digits, usual) for each in column_results]
+        papers[name] = [_papers_cell(each) for each in column_results]
+    return _assemble(block.title, block, named, explain_results(block), papers)
 
 
-def _make_difference_table(block: Block, base: str | None, comparison: Comparison) -> Table:
-    named = {}
-    for column in block.columns:
-        digits = _count_digits(block, column)
-        named[block.heading(column)] = [
-            _difference_cell(comparison, column, digits, line) for line in block.cells
-        ]
+def _make_difference_table(block: Block, comparison: Comparison) -> Table:
+    named = {
+        block.heading(column): _difference_cells(block, comparison, column)
+        for column in block.columns
+    }
     same = f" on the same {block.samples[:-1]}"
-    title = f"{_difference_title('Difference', base, comparison, same)}: {block.title}"
-    return _assemble(title, block, named, {}, list(explain_differences(block, [comparison])))
+    title = f"{_difference_title('Difference', comparison, same)}: {block.title}"
+    return _assemble(title, block, named, explain_differences(block, [comparison]))
 
 
 def _make_rate_table(block: Block) -> Table:
     named = {
         block.heading(column): [
-            Cell(list_rates(block.records(line, column))) for line in block.cells
+            Cell(list_rates(each.records)) for each in block.list_results(column)
         ]
         for column in block.columns
     }
     notes = [f"How many {block.samples} have a rate is in brackets, where not all have the same."]
-    return _assemble(f"Learning rates{block.place}", block, named, {}, notes)
+    return _assemble(f"Learning rates{block.place}", block, named, notes)
 
 
 def _assemble(
     title: str,
     block: Block,
     named: Mapping[str, Sequence[Cell]],
-    papers: Mapping[str, Sequence[Cell]],
-    notes: Sequence[str],
+    notes: Iterable[str],
+    papers: Mapping[str, Sequence[Cell]] | None = None,
 ) -> Table:
     """Put cells, by column and row, into a table without the columns and rows that are empty."""
     kept = [name for name, cells in named.items() if any(cell.text != EMPTY for cell in cells)]
-    blank = [Cell("")] * len(block.cells)
     rows = []
     for i, line in enumerate(block.cells):
         rows.append(Row(line.label, tuple(named[name][i] for name in kept)))
-        rows.append(Row(line.label, tuple(papers.get(n, blank)[i] for n in kept), papers=True))
+        if papers:
+            rows.append(Row(line.label, tuple(papers[name][i] for name in kept), papers=True))
     rows = [row for row in rows if any(cell.text not in ("", EMPTY) for cell in row.cells)]
     return Table(title, "method", tuple(kept), tuple(rows), tuple(notes))
 
@@ -240,22 +223,20 @@ def _assemble(
 # --- cells -------------------------------------------------------------------------------------
 
 
-def _cell(block: Block, line: Line, column: Any, digits: int | None, usual: int = 0) -> Cell:
+def _cell(results: Results, digits: int | None, usual: int = 0) -> Cell:
     """Return a mean with its error; what differs from the `usual` number of results is said."""
-    found, diverged = block.estimate(line, column), block.count_diverged(line, column)
+    found, diverged = results.estimate, results.diverged
     if found is None:
         return Cell(f"{diverged} diverged" if diverged else EMPTY, diverged=diverged)
-    verdict = block.agrees(line, column)
     remarks = [f"n = {found.n}"] * (usual not in (0, found.n))
     remarks += [f"{diverged} diverged"] * (usual > 0 and diverged > 0)
     text = write(found, digits) + (f" ({', '.join(remarks)})" if remarks else "")
-    return Cell(text, found, diverged, verdict)
+    return Cell(text, found, diverged, results.agrees)
 
 
-def _papers_cell(block: Block, line: Line, column: Any) -> Cell:
-    papers, verdict = block.find_printed(line, column), block.agrees(line, column)
-    ours = block.estimate(line, column)
-    if papers is None or not block.records(line, column):
+def _papers_cell(results: Results) -> Cell:
+    papers, ours, verdict = results.printed, results.estimate, results.agrees
+    if papers is None or not results.records:
         return Cell()
     mark = "" if verdict is None else f"{SAME if verdict else OTHER} "
     theirs = Estimate(papers.value, papers.error, 0, papers.value, papers.value)
@@ -267,25 +248,27 @@ def _papers_cell(block: Block, line: Line, column: Any) -> Cell:
 
 
 def _papers_rate_cell(block: Block, line: Line) -> Cell:
-    shown = any(block.find_printed(line, column) for column in block.columns)
+    shown = any(block.results[line, column].printed for column in block.columns)
     rate = block.experiment.rates.get(line.method) if shown else None
     return Cell(EMPTY if rate is None else f"{rate:g}")
 
 
-def _range_cell(block: Block, line: Line, column: Any, digits: int | None) -> Cell:
-    found = block.estimate(line, column)
+def _range_cell(results: Results, digits: int | None) -> Cell:
+    found = results.estimate
     if found is None or found.error is None:
         return Cell()
     low, high = (write(Estimate(x, None, 1, x, x), digits) for x in (found.low, found.high))
     return Cell(f"{low} to {high}")
 
 
-def _difference_cell(comparison: Comparison, column: Any, digits: int | None, line: Line) -> Cell:
-    """Return the paired difference to the baseline's row for this one, where there is one."""
-    found = comparison.differences.get((line, column))
-    if found is None:
-        return Cell()
-    return Cell(write(found, digits) + comparison.marks.get((line, column), ""), found)
+def _difference_cells(block: Block, comparison: Comparison, column: Any) -> list[Cell]:
+    """Return the paired differences to the baseline in a column, for the rows that have one."""
+    digits, cells = _count_digits(block.list_results(column)), []
+    for line in block.cells:
+        found = comparison.differences.get((line, column))
+        mark = comparison.marks.get((line, column), "")
+        cells.append(Cell(write(found, digits) + mark, found) if found else Cell())
+    return cells
 
 
 def _field_cell(value: Any, digits: int | None) -> Cell:
@@ -334,24 +317,16 @@ def list_rates(records: Iterable[Record]) -> str:
 # --- what cells and notes share ----------------------------------------------------------------
 
 
-def _find_baseline(block: Block, wanted: str) -> str | None:
-    """Return the method that was asked for, or else BN; None without it, or without seeds."""
-    methods = {line.method for line in block.cells}
-    for method in (wanted, "bn"):
-        if method in methods and len(methods) > 1 and block.samples:
-            return method
-    return None
-
-
-def _difference_title(word: str, base: str | None, comparison: Comparison, how: str = "") -> str:
+def _difference_title(word: str, comparison: Comparison, how: str = "") -> str:
+    [baseline] = {line.method for line in comparison.pairs.values()}
     rates = f", {comparison.rates}" if comparison.rates else ""
-    return f"{word} to {Line(base or '').label}{how}{rates}"
+    return f"{word} to {Line(baseline).label}{how}{rates}"
 
 
-def _count_digits(block: Block, column: Any) -> int | None:
-    found = [block.estimate(line, column) for line in block.cells]
-    least = block.measure.digits
-    return None if least is None else count_decimals((each.error for each in found if each), least)
+def _count_digits(column_results: Sequence[Results]) -> int | None:
+    least = column_results[0].measure.digits
+    errors = (each.estimate.error for each in column_results if each.estimate)
+    return None if least is None else count_decimals(errors, least)
 
 
 def _has_rate_in_labels(block: Block) -> bool:

@@ -69,7 +69,9 @@ def share(
     """
     study, points = _open_study(storage, name), list_points(grid)
     while True:
-        results = _collect_results(study)
+        # Of two results for one point the first counts.
+        done = [trial.user_attrs for trial in _trials(study, "COMPLETE")]
+        results = {_hashable(each["point"]): each["result"] for each in reversed(done)}
         left = [point for point in points if _hashable(point) not in results]
         if not left:
             return [(point, results[_hashable(point)]) for point in points]
@@ -106,12 +108,6 @@ def _compute(
     return value if math.isfinite(value) else math.inf  # Optuna counts NaN as a failure
 
 
-def _collect_results(study: "optuna.Study") -> dict[Any, Any]:
-    """Return results by point; of two for one point, the first counts."""
-    done = [trial.user_attrs for trial in _trials(study, "COMPLETE")]
-    return {_hashable(each["point"]): each["result"] for each in reversed(done)}
-
-
 def _trials(study: "optuna.Study", *states: str) -> list["optuna.trial.FrozenTrial"]:
     from optuna.trial import TrialState
 
@@ -127,7 +123,7 @@ def _hashable(point: Point) -> tuple[tuple[str, Any], ...]:
 
 def check_storage(storage: str) -> None:
     """Raise ValueError where a storage cannot be opened: before a run has a folder."""
-    _import_optuna()
+    import optuna  # noqa: F401 - first, so that an error names the missing extra
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
@@ -141,7 +137,8 @@ def check_storage(storage: str) -> None:
 
 
 def _open_study(storage: str, name: str) -> "optuna.Study":
-    optuna = _import_optuna()
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     sampler = optuna.samplers.RandomSampler(seed=0)  # unused: every trial comes from the queue
     return optuna.create_study(
@@ -149,39 +146,27 @@ def _open_study(storage: str, name: str) -> "optuna.Study":
     )
 
 
-def _import_optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        message = "a shared search needs Optuna: pip install 'geoparam[experiments]'"
-        raise ImportError(message) from error
-    return optuna
-
-
 def _open_storage(storage: str) -> Any:
     from sqlalchemy import event
     from sqlalchemy.exc import DatabaseError
 
     url = storage if "://" in storage else f"sqlite:///{storage}"
+    is_sqlite = url.startswith("sqlite")
+    options = {"connect_args": {"timeout": 60, "isolation_level": None}} if is_sqlite else {}
     for attempt in itertools.count(1):
         try:
-            opened = _make_storage(url)
+            with _ignore_experimental() as optuna:
+                opened = optuna.storages.RDBStorage(
+                    url, options, heartbeat_interval=HEARTBEAT, grace_period=SILENCE
+                )
             break
         except DatabaseError:  # another process is creating the tables
             if attempt == OPENINGS:
                 raise
             time.sleep(0.1)
-    if url.startswith("sqlite"):  # no SELECT FOR UPDATE: without a lock two take one trial
+    if is_sqlite:  # no SELECT FOR UPDATE: without a lock two take one trial
         event.listen(opened.engine, "begin", lambda c: c.exec_driver_sql("BEGIN IMMEDIATE"))
     return opened
-
-
-def _make_storage(url: str) -> Any:
-    is_sqlite = url.startswith("sqlite")
-    options = {"connect_args": {"timeout": 60, "isolation_level": None}} if is_sqlite else {}
-    heartbeat = {"heartbeat_interval": HEARTBEAT, "grace_period": SILENCE}
-    with _ignore_experimental() as optuna:
-        return optuna.storages.RDBStorage(url, options, **heartbeat)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.session import count_cores as count_cores
 from geoparam_lab.training import shared_study
 
 Key = tuple[Any, ...]
@@ -109,24 +110,21 @@ class Session:
 
         def work(at: shared_study.Point) -> tuple[float, Any]:
             done = {task.name: self._do(task) for point, task in tasks if point == at}
-            records = [record for each in done.values() for record in each.records]
-            arrays = {
-                name: {key: np.asarray(array).tolist() for key, array in each.arrays.items()}
-                for name, each in done.items()
-                if self.arrays
-            }
-            mean = float(np.mean([record[value] for record in records]))
-            return mean, {"records": records, "arrays": arrays}
+            values = [record[value] for each in done.values() for record in each.records]
+            return float(np.mean(values)), {name: pack(each) for name, each in done.items()}
+
+        def pack(done: Done) -> dict[str, Any]:
+            arrays = {name: np.asarray(array).tolist() for name, array in done.arrays.items()}
+            return {"records": done.records, "arrays": arrays if self.arrays else {}}
 
         def show_waiting(left: int) -> None:
             self._show(f"others work on the last {left} points of {study}")
 
         for at, result in shared_study.share(work, grid, storage, study, show_waiting):
             for task in (task for point, task in tasks if point == at):
-                records = [r for r in result["records"] if self._key(r) in set(task.keys)]
-                arrays = {k: np.array(v) for k, v in result["arrays"].get(task.name, {}).items()}
                 if not self._is_done(task):
-                    self._keep(task, Done(records, arrays))
+                    records, arrays = result[task.name]["records"], result[task.name]["arrays"]
+                    self._keep(task, Done(records, {k: np.array(v) for k, v in arrays.items()}))
 
     def _do(self, task: Any) -> Done:
         """Return a task's result, from the folder if it is there."""
@@ -208,12 +206,6 @@ def spread(
                     break
     if interrupts:
         raise KeyboardInterrupt
-
-
-def count_cores() -> int:
-    """Return how many cores this process may use."""
-    allowed = getattr(os, "sched_getaffinity", None)
-    return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
 @contextlib.contextmanager

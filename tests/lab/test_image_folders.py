@@ -1,7 +1,6 @@
 """Images in folders: what batches hold, in which order, and an error for each harm."""
 
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,9 +213,3 @@ def test_a_crop_and_a_tiny_size_are_refused(folder: Path, source: ImageFolders) 
         source.train(8, seed=0, device="cpu", crop=4)
     with pytest.raises(ValueError, match="at least 8; got 4"):
         ImageFolders(folder, size=4)
-
-
-def test_a_missing_torchvision_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchvision.transforms", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'geoparam\[vision\]'"):
-        ImageFolders(folder)

@@ -154,7 +154,7 @@ def test_a_step_does_not_wait_for_the_device(method: str) -> None:
             Reads.count += function is torch.ops.aten._local_scalar_dense.default
             return function(*args, **(kwargs or {}))
 
-    training = Training(settings(method, ema=0.5), source(), preparation.make_accelerator("fp32"))
+    training = Training(settings(method), source(), preparation.make_accelerator("fp32"))
     batches = list(training.batches.epoch(0))
     with Reads():
         for batch in batches:
@@ -225,13 +225,10 @@ def test_what_is_kept_back_is_never_trained_on_and_validation_is_looked_at_once(
     assert "epochs_to_99.9" not in record
 
 
-@pytest.mark.parametrize("ema", [0.0, 0.5])
-def test_running_statistics_are_recomputed_before_the_last_evaluation(
-    ema: float, tmp_path: Path
-) -> None:
+def test_running_statistics_are_recomputed_before_the_last_evaluation(tmp_path: Path) -> None:
     images = source()
     for name, count in {"without": 0, "with": 4}.items():
-        train(settings("bn", recalibrate=count, ema=ema, epochs=2), images, tmp_path / name)
+        train(settings("bn", recalibrate=count, epochs=2), images, tmp_path / name)
     before, after = weights(tmp_path / "without"), weights(tmp_path / "with")
     model = networks.build("vgg6", "bn", images.classes, size=8, widths=settings().widths)
     model.load_state_dict(before)
@@ -257,41 +254,6 @@ def test_the_released_code_reports_its_best_weights(
     found = weights(tmp_path)
     assert all(torch.equal(found[name], value) for name, value in state["best_weights"].items())
     assert any(not torch.equal(found[name], value) for name, value in state["model"].items())
-
-
-def test_the_average_is_what_is_evaluated(tmp_path: Path) -> None:
-    images = source()
-    train(settings("intrinsic+imn", epochs=1, ema=0.9), images, tmp_path)
-    training = Training(settings("intrinsic+imn"), images, preparation.make_accelerator("fp32"))
-    expected = {name: value.clone() for name, value in training.model.state_dict().items()}
-    for batch in training.batches.epoch(0):
-        training.train_on(*batch)
-        for name, value in training.model.state_dict().items():
-            if value.is_floating_point():
-                expected[name] += 0.1 * (value - expected[name])
-    for name, value in weights(tmp_path).items():
-        if value.is_floating_point():
-            torch.testing.assert_close(value, expected[name], msg=name)
-
-
-def test_processes_evaluate_the_main_ones_average_of_running_means(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Each process averages running means of its own where norms are not synchronised. What a
-    # checkpoint has are the main one's: a resumed run would else evaluate something else.
-    training = Training(settings("bn", ema=0.5), source(), preparation.make_accelerator("fp32"))
-    for batch in training.batches.epoch(0):
-        training.train_on(*batch)
-    with training._evaluation_mode():
-        expected = [buffer.clone() for buffer in training.model.buffers()]
-    live, sent = [buffer.clone() for buffer in training.model.buffers()], []
-    monkeypatch.setattr(type(training.accelerator), "num_processes", 2)
-    monkeypatch.setattr(
-        "accelerate.utils.broadcast", lambda tensors: sent.extend(t.clone() for t in tensors)
-    )
-    training.evaluate(training.watched)
-    assert len(sent) == len(expected) and all(map(torch.equal, sent, expected))
-    assert all(map(torch.equal, training.model.buffers(), live))
 
 
 # --- divergence ---------------------------------------------------------------------------------
@@ -371,7 +333,6 @@ def test_leaves_random_numbers_and_switches_as_they_were(tmp_path: Path) -> None
         ({"momentum": 1.0}, "momentum is from 0 to below 1"),
         ({"lr": float("inf")}, "lr is above 0 and finite"),
         ({"widths": (4, 0)}, "widths are numbers of channels from 1 on"),
-        ({"accumulate": 3}, "equal parts"),
         ({"optimizer": "lion"}, "optimizer is one of sgd, adamw, muon"),
         ({"turn": 2.4}, "turn is not for optimizer 'sgd'"),
         ({"optimizer": "muon", "base": "sgd"}, "base is not for optimizer 'muon'"),

@@ -223,11 +223,6 @@ def test_tuples_and_nan_do_not_count_as_differences(tmp_path: Path) -> None:
     create(tmp_path, config, resume=True)
 
 
-def test_opening_no_run_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="holds no run.*config.json.*--out"):
-        Run.open(tmp_path)
-
-
 @pytest.mark.parametrize("file", ["config.json", "metrics.jsonl", "sessions.jsonl"])
 @pytest.mark.parametrize(
     "content", [b"[1]", b"{}", b'{"\xe9": 1}', b'{"a":' * 100_000 + b"1" + b"}" * 100_000]

@@ -82,21 +82,6 @@ def test_a_ten_thousandth_keeps_training_alive_but_lets_the_rate_fall() -> None:
     assert schedule.factor(20) == pytest.approx(1e-3)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("at", [3, 8])
-def test_goes_on_from_its_state(name: str, at: int) -> None:
-    values = [0.1, 0.3, 0.2, 0.2, 0.3, 0.3, 0.3, 0.2, 0.1, 0.1, 0.1, 0.1]
-    whole = SCHEDULES[name](12, 0.1)
-    first, second = SCHEDULES[name](12, 0.1), SCHEDULES[name](12, 0.1)
-    for value in values[:at]:
-        assert first.judge(value, value) == whole.judge(value, value)
-    second.load_state_dict(first.state_dict())
-    for epoch, value in enumerate(values[at:], start=at):
-        assert second.factor(epoch) == whole.factor(epoch)
-        assert second.judge(value, value) == whole.judge(value, value)
-    assert second.state_dict() == whole.state_dict()
-
-
 def test_only_the_released_code_keeps_the_best_weights() -> None:
     keeping = [name for name in SCHEDULES if SCHEDULES[name](9, 0.1).keeps_best]
     assert keeping == ["plateau-top5"]

@@ -208,12 +208,8 @@ def test_heldout_shows_chosen_rates_and_neither_trials_nor_papers() -> None:
 
 
 def test_two_rates_of_one_seed_are_two_rows_and_the_papers_stand_at_theirs() -> None:
-    records = [
-        {"method": method, "seed": seed, "lr": lr, "test_rmse": 1.0 + seed}
-        for method in ("sp", "gmp")
-        for seed in range(3)
-        for lr in (0.1, 0.01)
-    ]
+    values = {"sp": [1.0, 2.0, 3.0], "gmp": [1.0, 2.0, 3.0]}
+    records = [*levy(values, lr=0.1), *levy(values, lr=0.01)]
     table = only(tables.from_records(records, "levy"))
     labels = ["SP, rate 0.01", "SP, rate 0.1", "GmP, rate 0.01", "GmP, rate 0.1"]
     assert [row.label for row in table.rows] == labels
@@ -362,14 +358,10 @@ def test_csv_reads_back_to_the_last_digit(tmp_path: Path) -> None:
 
 
 def test_numbers_of_the_papers_beside_another_rate_say_so() -> None:
-    records = [
-        {"method": method, "seed": seed, "lr": 0.1, "test_rmse": 1.0 + seed}
-        for method in ("sp", "gmp")
-        for seed in range(2)
-    ]
+    records = levy({"sp": [1.0, 2.0], "gmp": [1.0, 2.0]}, lr=0.1)
     said = "The papers' numbers are of other rates: SP 0.01."
     assert said in only(tables.from_records(records, "levy")).notes
-    theirs = [record | {"lr": 0.01 if record["method"] == "sp" else 0.1} for record in records]
+    theirs = [*levy({"sp": [1.0, 2.0]}), *levy({"gmp": [1.0, 2.0]}, lr=0.1)]
     assert said not in only(tables.from_records(theirs, "levy")).notes
 
 
@@ -388,13 +380,9 @@ def test_two_runs_of_one_experiment_are_told_apart(tmp_path: Path) -> None:
 
 
 def two_rates() -> list[Record]:
-    rng = np.random.default_rng(3)
-    return [
-        {"method": m, "seed": s, "lr": lr, "test_rmse": float(rng.standard_normal())}
-        for m in ("sp", "wn", "gmp")
-        for lr in (0.01, 0.1)
-        for s in range(6)
-    ]
+    draws = np.random.default_rng(3).standard_normal((2, 3, 6)).tolist()
+    low, high = (dict(zip(("sp", "wn", "gmp"), each, strict=True)) for each in draws)
+    return [*levy(low, lr=0.01), *levy(high, lr=0.1)]
 
 
 @pytest.mark.parametrize(("rates", "base"), [("papers' rates", 0.01), ("same rate", 0.1)])
@@ -450,10 +438,5 @@ def test_one_rate_a_split_is_one_comparison_which_the_title_names(
 
 
 def test_rates_that_are_neither_the_papers_nor_equal_are_each_methods_own() -> None:
-    rates = {"sp": 0.01, "gmp": 0.3}
-    records = [
-        {"method": method, "seed": seed, "lr": lr, "test_rmse": 1.0}
-        for method, lr in rates.items()
-        for seed in range(3)
-    ]
+    records = [*levy({"sp": [1.0] * 3}), *levy({"gmp": [1.0] * 3}, lr=0.3)]
     assert "difference to SP, own rates" in only(tables.from_records(records, "levy")).columns

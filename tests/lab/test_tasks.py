@@ -112,13 +112,6 @@ def test_a_task_with_missing_records_is_done_whole_and_written_once(run: Run) ->
     assert len((run.folder / "metrics.jsonl").read_text().splitlines()) == 6
 
 
-def test_progress_counts_what_is_under_way(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "INTERVAL", 0)
-    seen: list[Any] = []
-    session(run, progress=lambda *step: seen.append(step[1])).spread(TASKS)
-    assert seen == [2, 2, 5, 5, 6, 6]
-
-
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_task_has_one_thread_unless_they_are_left(jobs: int) -> None:
     before = torch.get_num_threads()

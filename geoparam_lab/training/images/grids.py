@@ -18,7 +18,7 @@ from geoparam_lab.training import shared_study
 from geoparam_lab.training.images.settings import Settings
 
 WORDS = ("optimizer", "base", "rest", "coordinates", "schedule", "init", "imn", "mbn", "skip")
-NUMBERS = ("lr", "decay", "turn", "rest_lr", "momentum", "warmup", "label_smoothing", "ema")
+NUMBERS = ("lr", "decay", "turn", "rest_lr", "momentum", "warmup", "label_smoothing")
 _FIELDS = {"decay": "weight_decay"}  # where an option is not called as in Settings
 
 _VARIED = ("network", "method", "lr", "batch_size", "seed")

@@ -8,7 +8,6 @@ epoch and step alone, so a resumed run repeats the same steps, and on one device
 mode (on a CPU always) the same bits.
 """
 
-import contextlib
 import itertools
 import math
 import time
@@ -24,7 +23,6 @@ from torch.nn import functional as F
 import geoparam as gp
 from geoparam_lab.data.image_source import Batches, Source
 from geoparam_lab.training.images import callbacks, preparation, run_checkpoints
-from geoparam_lab.training.images.averaging import Average
 from geoparam_lab.training.images.metrics import Result, Sums, average, find_epoch
 from geoparam_lab.training.images.schedules import SCHEDULES
 from geoparam_lab.training.images.settings import Outcome, Settings
@@ -75,7 +73,6 @@ class Training:
         self.best_epoch = -1
         self.best_weights: run_checkpoints.State | None = None
         self.seconds = 0.0  # of training
-        self._since = 0.0
         self.outcome: str | None = None
         self.tracker: gp.BoundaryTracker | None = None
         self._tick = tick if self.is_main else None
@@ -96,7 +93,6 @@ class Training:
         self.model = accelerator.unwrap_model(self.run, keep_fp32_wrapper=True)
         if settings.compile:
             self.run.compile()
-        self.average = Average(self.model, settings.ema) if settings.ema else None
         self.model.train()
 
     # --- steps --------------------------------------------------------------------------------
@@ -107,9 +103,11 @@ class Training:
         It ends early, with an outcome, when the loss is no longer finite.
         """
         first, begin = self.step, time.perf_counter()
-        self._lap()
+        start = begin
         for batch in self.batches.epoch(self.epoch, self.step):
-            self._set_rates()
+            factor = self._factor(self.step)
+            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+                group["lr"] = rate * factor
             self.train_on(*batch)
             self.step += 1
             if self._tick is not None:
@@ -118,40 +116,27 @@ class Training:
             if self.step % LOOK_EVERY == 0 and not self._is_finite():
                 self.outcome = DIVERGED
                 return
-            self.seconds += self._lap()
+            self.seconds += time.perf_counter() - start
             yield self.step
-            self._lap()  # a checkpoint is no training
+            start = time.perf_counter()  # a checkpoint is no training
         if not self._is_finite():  # waits for the device
             self.outcome = DIVERGED
-        self.seconds += self._lap()
-
-    def _lap(self) -> float:
-        """Return the seconds since the last call."""
-        before, self._since = self._since, time.perf_counter()
-        return self._since - before
+        self.seconds += time.perf_counter() - start
 
     def train_on(self, images: Tensor, labels: Tensor) -> None:
         """Make one step of the optimizer."""
         parts = self.settings.accumulate
         for x, y in zip(images.chunk(parts), labels.chunk(parts), strict=True):
             with self.accelerator.accumulate(self.run):
-                logits = self.run(self._lay_out(x))
+                logits = self.run(x)
                 loss = F.cross_entropy(logits, y, label_smoothing=self.settings.label_smoothing)
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients:
                     self.optimizer.step()
                     self.optimizer.zero_grad()
             self.sums.add(loss.detach() * len(y), logits, y)
-        if self.average is not None:
-            self.average.update()
         if self.tracker is not None:
             self.tracker.step()
-
-    def _lay_out(self, images: Tensor) -> Tensor:
-        last = self.settings.channels_last
-        return images.contiguous(
-            memory_format=torch.channels_last if last else torch.contiguous_format
-        )
 
     def _factor(self, step: int) -> float:
         """Return what rates are multiplied by in a step of this epoch."""
@@ -159,11 +144,6 @@ class Training:
         rise = max(settings.warmup * settings.epochs * steps, 1)
         warmth = min((self.epoch * steps + step + 1) / rise, 1.0)
         return warmth * self.schedule.factor(self.epoch + step / steps)
-
-    def _set_rates(self) -> None:
-        factor = self._factor(self.step)
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
 
     def _is_finite(self) -> bool:
         return bool(np.isfinite(self.sums.over_processes(self.accelerator)[0]))
@@ -184,7 +164,8 @@ class Training:
         verdict = self.schedule.judge(evaluated.top1, evaluated.top5)
         if verdict.counts:
             self.best_epoch = self.epoch
-            self.best_weights = self.weights() if self.schedule.keeps_best else None
+            if self.schedule.keeps_best:
+                self.best_weights = run_checkpoints.get_weights(self.model)
         self.epoch, self.step, self.sums = self.epoch + 1, 0, Sums(self.accelerator.device)
         if verdict.stop or self.epoch >= self.settings.epochs:
             self._finish()
@@ -196,23 +177,15 @@ class Training:
         """Evaluate once more where statistics are recomputed, or images were kept unseen."""
         has_statistics = any(n.endswith("running_mean") for n, _ in self.model.named_buffers())
         if self.settings.recalibrate and has_statistics:
-            self._recalibrate()
+            epochs = map(self.batches.epoch, itertools.count(self.epoch))
+            batches = itertools.chain.from_iterable(epochs)
+            some = itertools.islice(batches, self.settings.recalibrate)
+            gp.recalibrate_(self.model, (images for images, _ in some))
             curves = list(self.curves.values())[len(MEASURES) :]
             for curve, value in zip(curves, _percent(self.evaluate(self.watched)), strict=False):
                 curve[-1] = value
         if self.unseen is not None:
             self.final = list(_percent(self.evaluate(self.unseen)))
-
-    def _recalibrate(self) -> None:
-        """Recompute running statistics on training images, of the average if there is one."""
-        epochs = map(self.batches.epoch, itertools.count(self.epoch))
-        batches = itertools.islice(
-            itertools.chain.from_iterable(epochs), self.settings.recalibrate
-        )
-        with self._evaluation_mode():
-            gp.recalibrate_(self.model, (self._lay_out(images) for images, _ in batches))
-            if self.average is not None:
-                self.average.restart()
 
     def _has_diverged(self, trained: Result, evaluated: Result) -> bool:
         finite = np.isfinite(trained.loss) and np.isfinite(evaluated.loss)
@@ -236,46 +209,41 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Result:
-        """Return the result on some images, of the average if there is one."""
+        """Return the result on some images, with the main process's running means in all."""
         sums = Sums(self.accelerator.device)
-        self.model.eval()
-        with self._evaluation_mode():
-            self._share_buffers()  # those of the average too: each process has its own
-            for images, labels in batches.epoch(0):
-                logits = self.model(self._lay_out(images))
-                sums.add(F.cross_entropy(logits, labels, reduction="sum"), logits, labels)
-        self.model.train()
-        return average(sums.over_processes(self.accelerator))
-
-    def _share_buffers(self) -> None:
-        """Broadcast the main process's running means: without sync each has its own."""
-        if self.accelerator.num_processes > 1:
+        if self.accelerator.num_processes > 1:  # on CPUs BatchNorm is not synchronised
             from accelerate.utils import broadcast
 
             broadcast(list(self.model.buffers()))
-
-    def _evaluation_mode(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which the model has the weights that are evaluated."""
-        return contextlib.nullcontext() if self.average is None else self.average.in_place()
-
-    def weights(self) -> run_checkpoints.State:
-        """Return the weights that are evaluated."""
-        with self._evaluation_mode():
-            return run_checkpoints.get_weights(self.model)
+        self.model.eval()
+        for images, labels in batches.epoch(0):
+            logits = self.model(images)
+            sums.add(F.cross_entropy(logits, labels, reduction="sum"), logits, labels)
+        self.model.train()
+        return average(sums.over_processes(self.accelerator))
 
     def reported_weights(self) -> run_checkpoints.State | None:
         """Return the weights that the results are of; None after divergence."""
         if self.outcome == DIVERGED:
             return None
-        return self.best_weights if self.schedule.keeps_best else self.weights()
+        if self.schedule.keeps_best:
+            return self.best_weights
+        return run_checkpoints.get_weights(self.model)
 
     # --- results ------------------------------------------------------------------------------
 
     def follow(self, every: int, folder: Path, state: run_checkpoints.State | None) -> None:
-        """Start a tracker, or continue the one of a checkpoint."""
+        """Start a tracker that writes to the folder, or continue the one of a checkpoint."""
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / callbacks.BOUNDARIES
         images, _ = next(self.watched.epoch(0))
-        probe = self._lay_out(images[: callbacks.PROBE])
-        self.tracker = callbacks.make_tracker(self.model, every, probe, folder, state is not None)
+        self.tracker = gp.BoundaryTracker(
+            self.model,
+            every,
+            probe=images[: callbacks.PROBE],
+            file=file,
+            resume=state is not None and file.exists(),
+        )
         if state is not None:  # the run before may have had no tracker
             done = {"step": self.epoch * self.batches.steps + self.step}
             self.tracker.load_state_dict(state["tracker"] or done)
@@ -325,7 +293,6 @@ class Training:
             **self.identity,
             **{name: getattr(self, name) for name in _PLAIN},
             "curves": {name: list(curve) for name, curve in self.curves.items()},
-            "average": self.weights() if self.average is not None else None,
             "model": run_checkpoints.get_weights(self.model),
             "optimizer": run_checkpoints.get_moments(self.model, self.optimizer),
             "schedule": self.schedule.state_dict(),
@@ -340,9 +307,6 @@ class Training:
             setattr(self, name, state[name])
         self.curves = {name: list(state["curves"][name]) for name in self.curves}
         run_checkpoints.load_moments(self.model, self.optimizer, state["optimizer"])
-        if self.average is not None:
-            run_checkpoints.load_weights(self.model, state["average"])
-            self.average.restart()
         run_checkpoints.load_weights(self.model, state["model"])
         self.schedule.load_state_dict(state["schedule"])
         self.sums.load(state["sums"] if self.is_main else [0.0] * 4)

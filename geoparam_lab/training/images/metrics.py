@@ -21,12 +21,11 @@ class Result(NamedTuple):
 
 
 class Sums:
-    """Sums over the images of this process."""
+    """Sums over the images of this process: loss, top-1 and top-5 hits, and how many they are."""
 
     def __init__(self, device: torch.device) -> None:
         precise = torch.float32 if device.type == "mps" else torch.float64
-        self._values = torch.zeros(3, dtype=precise, device=device)
-        self._count = 0  # known without reading from the device
+        self.totals = torch.zeros(4, dtype=precise, device=device)
 
     @torch.no_grad()
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
@@ -34,13 +33,8 @@ class Sums:
         guesses = logits.topk(min(TOP, logits.shape[1])).indices
         right = guesses == labels.unsqueeze(1)
         hits = torch.stack([right[:, 0].sum(), right.sum()])
-        self._values += torch.cat([loss.detach().reshape(1), hits])
-        self._count += len(labels)
-
-    @property
-    def totals(self) -> Tensor:
-        """Sums of loss, top-1 and top-5, and the number of images."""
-        return torch.cat([self._values, self._values.new_full((1,), self._count)])
+        self.totals[:3] += torch.cat([loss.detach().reshape(1), hits])
+        self.totals[3] += len(labels)
 
     def over_processes(self, accelerator: "Accelerator") -> list[float]:
         """Return the totals of all processes; a collective call."""
@@ -49,8 +43,7 @@ class Sums:
 
     def load(self, totals: list[float]) -> None:
         """Continue from these totals."""
-        self._values.copy_(torch.tensor(totals[:3], dtype=self._values.dtype))
-        self._count = int(totals[3])
+        self.totals.copy_(torch.tensor(totals, dtype=self.totals.dtype))
 
 
 def average(totals: list[float]) -> Result:

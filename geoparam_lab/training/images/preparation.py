@@ -22,11 +22,8 @@ if TYPE_CHECKING:
 
 def make_accelerator(precision: str = "bf16") -> "Accelerator":
     """Return an Accelerator; Accelerate has one precision for the life of a process."""
-    try:
-        from accelerate import Accelerator
-    except ModuleNotFoundError as error:
-        message = "training on images needs accelerate: pip install 'geoparam[experiments]'"
-        raise ModuleNotFoundError(message, name="accelerate") from error
+    from accelerate import Accelerator
+
     # Without cpu=True, each of torchrun's processes on CPUs would believe to be the only one.
     no_gpu = not torch.accelerator.is_available()
     return Accelerator(cpu=no_gpu, mixed_precision=PRECISIONS[precision])
@@ -60,19 +57,14 @@ def make_network(settings: Settings, source: Source, accelerator: "Accelerator")
         seed=settings.seed,
         **settings.network_options,
     )
-    if settings.synchronise and accelerator.num_processes > 1:
-        model = _synchronise(model, accelerator.device)
-    last = settings.channels_last and not accelerator.is_fsdp2  # FSDP2 takes no such parameters
-    layout = torch.channels_last if last else torch.contiguous_format
+    if accelerator.num_processes > 1:
+        if any(isinstance(module, gp.InputMeanNorm) for module in model.modules()):
+            gp.synchronise_means_(model)
+        if accelerator.device.type == "cuda":  # torch has no other SyncBatchNorm
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    # FSDP2 takes no parameters in channels_last.
+    layout = torch.contiguous_format if accelerator.is_fsdp2 else torch.channels_last
     return model.to(accelerator.device, memory_format=layout)  # type: ignore[call-overload]
-
-
-def _synchronise(model: nn.Module, device: torch.device) -> nn.Module:
-    if any(isinstance(module, gp.InputMeanNorm) for module in model.modules()):
-        gp.synchronise_means_(model)
-    if device.type == "cuda":  # torch has no other SyncBatchNorm
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return model
 
 
 def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:

@@ -12,7 +12,6 @@ import re
 import shutil
 import warnings
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 State = dict[str, Any]
 
 WEIGHTS = "weights.pt"
+KEPT = 2  # checkpoints of a run that stay
 _NAME = re.compile(r"checkpoint-\d{5}-\d{8}\.pt")
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -42,10 +42,10 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class Store:
-    """The checkpoints in a folder, of which the last `keep` stay."""
+    """The checkpoints in a folder, of which the last ones stay."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     @property
     def files(self) -> list[Path]:
@@ -57,7 +57,7 @@ class Store:
         name = f"checkpoint-{state['epoch']:05d}-{state['step']:08d}.pt"
         with replacing(self.folder / name) as unfinished:
             torch.save(state, unfinished)
-        for path in self.files[: -self.keep]:
+        for path in self.files[:-KEPT]:
             path.unlink()
 
     def write_weights(self, weights: State) -> None:
@@ -65,15 +65,12 @@ class Store:
         with replacing(self.folder / WEIGHTS) as unfinished:
             torch.save(weights, unfinished)
 
-    def read_newest(self, fits: Callable[[State], bool] = bool) -> State | None:
-        """Return the newest state that can be read and fits; warn of others, and remove them."""
+    def read_newest(self) -> State | None:
+        """Return the newest state that can be read; warn of others, and remove them."""
         for path in reversed(self.files):
             content = path.read_bytes()  # an error of the disk is no damage of the file
             try:
-                state = _read(content)
-                if not fits(state):
-                    raise ValueError("its tensors have other shapes than the network's")
-                return state
+                return _read(content)
             except Exception as error:  # whatever torch raises for a damaged file
                 before = "the one before" if path != self.files[0] else "none: the run starts anew"
                 warnings.warn(

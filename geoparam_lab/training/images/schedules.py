@@ -65,8 +65,6 @@ class Plateau(Decay):
         keeps_best: whether the best weights are kept and reported, and not the last.
     """
 
-    _ARRAYS = ("rates", "best", "plateau", "wait", "plateau_wait")
-
     def __init__(self, top: int, keeps_best: bool = False) -> None:
         super().__init__(lambda epoch: float(self._judge.rates[0]))
         self.top, self.keeps_best = top, keeps_best
@@ -77,10 +75,10 @@ class Plateau(Decay):
         return Verdict(bool(better[0]) or not self.keeps_best, bool(stops[0]))
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self._judge, name)[0].item() for name in self._ARRAYS}
+        return {name: getattr(self._judge, name)[0].item() for name in Judge.ARRAYS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in self._ARRAYS:
+        for name in Judge.ARRAYS:
             setattr(self._judge, name, np.array([state[name]]))
 
 

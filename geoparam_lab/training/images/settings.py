@@ -50,13 +50,10 @@ class Settings:
         rest: "sgd" or "adamw", for what is no unit; by default as the optimizer has it.
         rest_lr: None for `lr`, or for 1e-3 with a rival's AdamW.
         label_smoothing: of the training loss.
-        ema: decay of a moving average of the state, which is evaluated; 0 for none.
         accumulate: parts in which a batch goes through the network, one after the other.
         precision: "fp32", or "bf16" for autocast.
         compile: use torch.compile.
-        channels_last: the layout of images and kernels in memory.
         deterministic: the same run gives the same bits on a GPU too.
-        synchronise: norms take the means of the joint batch of all processes.
         init: "glorot", as the papers' code, or "sphere", as their text.
         imn: where IMN is: "output", as in the papers' code, or "input", as in their text.
         mbn: where MBN's offset is: "after" the mean, or "before" it, as the papers' code, where it
@@ -93,13 +90,10 @@ class Settings:
     rest: str | None = None
     rest_lr: float | None = None
     label_smoothing: float = 0.0
-    ema: float = 0.0
     accumulate: int = 1
     precision: str = "bf16"
     compile: bool = False
-    channels_last: bool = True
     deterministic: bool = False
-    synchronise: bool = True
     init: str = "glorot"
     imn: str = "output"
     mbn: str = "after"
@@ -122,18 +116,13 @@ class Settings:
         _check_name("rest", self.rest or "sgd", BASES[:2])
         for name in ("batch_size", "epochs", "accumulate"):
             _check(getattr(self, name) >= 1, f"{name} is at least 1; got {getattr(self, name)}.")
-        for name in ("momentum", "label_smoothing", "ema", "warmup", "select"):
+        for name in ("momentum", "label_smoothing", "warmup", "select"):
             value = getattr(self, name)
             _check(0 <= (value or 0) < 1, f"{name} is from 0 to below 1; got {value}.")
         _check(
             0 < self.lr < math.inf and 0 <= self.weight_decay < math.inf and self.crop >= 0,
             "lr is above 0 and finite, weight_decay and crop are not below; got "
             f"lr={self.lr}, weight_decay={self.weight_decay}, crop={self.crop}.",
-        )
-        _check(
-            self.batch_size % self.accumulate == 0,
-            "accumulate divides a batch into equal parts; got "
-            f"{self.accumulate} for batch_size {self.batch_size}.",
         )
         self._check_combinations()
 

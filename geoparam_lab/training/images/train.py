@@ -1,8 +1,7 @@
 """Train one network on images, so that a kill at any point costs minutes and changes nothing."""
 
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from geoparam_lab.data.image_source import Source
 from geoparam_lab.training.images import callbacks, preparation, run_checkpoints
@@ -20,7 +19,6 @@ def train(
     *,
     accelerator: "Accelerator | None" = None,
     checkpoint_every: int | None = None,
-    keep: int = 2,
     tensorboard: bool = False,
     track: int | None = None,
     tick: callbacks.Tick | None = None,
@@ -36,16 +34,13 @@ def train(
             tracker's. Checkpoints of other settings or other images in it are an error.
         accelerator: for several runs in one process; made here if None.
         checkpoint_every: steps between two checkpoints; there is always one after an epoch.
-        keep: how many of the last checkpoints stay.
         tensorboard: whether the curves are written for TensorBoard too.
         track: steps between two records of a `BoundaryTracker`; None for no tracker.
         tick: called after every step with epoch, step and images per second of the epoch.
     """
-    if checkpoint_every is not None and checkpoint_every < 1:
-        raise ValueError(f"checkpoint_every is 1 or more; got {checkpoint_every}.")
     accelerator = accelerator or preparation.make_accelerator(settings.precision)
     preparation.check(settings, accelerator)
-    store = run_checkpoints.Store(Path(folder), keep)
+    store = run_checkpoints.Store(Path(folder))
     with preparation.prepare_torch(settings, accelerator.device):
         try:
             training = Training(settings, source, accelerator, tick)
@@ -61,22 +56,13 @@ def _resume(training: Training, store: run_checkpoints.Store, track: int | None)
     state = None
     if training.is_main:
         store.remove_unfinished()
-        state = store.read_newest(partial(_has_our_shapes, training))
+        state = store.read_newest()
     state = run_checkpoints.broadcast(state, training.accelerator)
     if state is not None:
         _check_same_run(training, state, store.folder)
         training.load_state_dict(state)
     if track is not None:
         training.follow(track, store.folder, state)
-
-
-def _has_our_shapes(training: Training, state: run_checkpoints.State) -> bool:
-    """Return whether the weights in a checkpoint of this run have the network's shapes."""
-    if any(state[what] != ours for what, ours in training.identity.items()):
-        return True  # of another run: `_check_same_run` refuses it, and it is not removed
-    ours = {name: x.shape for name, x in training.model.state_dict().items()}
-    every = (state[what] for what in ("model", "average", "best_weights"))
-    return all({n: x.shape for n, x in weights.items()} == ours for weights in every if weights)
 
 
 def _check_same_run(training: Training, state: run_checkpoints.State, folder: Path) -> None:
@@ -90,6 +76,13 @@ def _check_same_run(training: Training, state: run_checkpoints.State, folder: Pa
                 f"the checkpoints in {folder} are of a run with other {what}: {had}; got {have}. "
                 "Use another folder, or remove them."
             )
+
+
+def _make_writer(folder: Path, epochs: int) -> Any:
+    """Return a TensorBoard writer that continues after so many epochs, and hides later ones."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=epochs + 1)
 
 
 def _finish(
@@ -106,7 +99,7 @@ def _finish(
             store.write(state)
 
     writes = tensorboard and training.is_main and training.outcome is None
-    writer = callbacks.make_writer(store.folder, training.epoch) if writes else None
+    writer = _make_writer(store.folder, training.epoch) if writes else None
     while training.outcome is None:
         for step in training.steps():
             if checkpoint_every and step % checkpoint_every == 0 and step < training.batches.steps:

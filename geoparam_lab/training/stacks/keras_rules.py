@@ -55,6 +55,8 @@ class Judge:
     `stop_patience` a member stops.
     """
 
+    ARRAYS = ("rates", "best", "plateau", "wait", "plateau_wait")  # its state, each (S,)
+
     def __init__(
         self,
         rates: Array,
@@ -84,5 +86,5 @@ class Judge:
 
     def keep_only(self, index: Array) -> None:
         """Go on with these members only."""
-        for name in ("rates", "best", "plateau", "wait", "plateau_wait"):
+        for name in self.ARRAYS:
             setattr(self, name, getattr(self, name)[index])

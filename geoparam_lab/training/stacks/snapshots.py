@@ -79,22 +79,10 @@ def frame_epochs(epochs: int, count: int = FRAMES) -> Array:
     return np.unique(np.append(0, np.geomspace(1, epochs, count).round().astype(int)))
 
 
-def align(films: Sequence[Array]) -> tuple[Array, list[Array]]:
-    """Return the epochs of the longest film, and for each film its frame at each of them.
-
-    `films` are the epochs of each film's frames, (T,), the last being its end.
-
-    Example:
-        >>> steps, frames = align([np.array([0, 1, 4, 9]), np.array([0, 1, 2])])
-        >>> steps.tolist(), [index.tolist() for index in frames]
-        ([0, 1, 4, 9], [[0, 1, 2, 3], [0, 1, 2, 2]])
-    """
-    steps = max(films, key=lambda epochs: epochs[-1])
-    return steps, [np.searchsorted(epochs, steps, side="right") - 1 for epochs in films]
-
-
 def together(films: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict[str, Array]:
-    """Return some arrays of several films on one time axis, each (M, T, ...), and its "steps".
+    """Return some arrays of several films, each (M, T, ...), at the "steps" of the longest one.
+
+    A film has "steps", the epochs of its frames, and shows its last frame after its end.
 
     Example:
         >>> long = {"steps": np.array([0, 1, 4]), "loss": np.array([3, 2, 1])}
@@ -102,7 +90,8 @@ def together(films: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict
         >>> together([long, short], ["loss"])["loss"].tolist()
         [[3, 2, 1], [3, 2, 2]]
     """
-    steps, frames = align([film["steps"] for film in films])
+    steps = max((film["steps"] for film in films), key=lambda epochs: epochs[-1])
+    frames = [np.searchsorted(film["steps"], steps, side="right") - 1 for film in films]
     pairs = list(zip(films, frames, strict=True))
     return {"steps": steps} | {name: np.stack([f[name][i] for f, i in pairs]) for name in names}
 
