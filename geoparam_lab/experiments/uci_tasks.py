@@ -56,20 +56,12 @@ class Task:
         return f"{self.dataset}, {all_methods.title(self.method)}, {rate}{fold}"
 
 
-def grid_tasks(config: Record, dataset: str, together: bool = False) -> list[Task]:
-    """Return the tasks of a data set at given rates: all under "paper", else the search.
-
-    With `together`, all rates and splits of a method are one stack.
-    """
+def grid_tasks(config: Record, dataset: str) -> list[Task]:
+    """Return the tasks of a data set at given rates: all under "paper", else the search."""
     final, splits, found = config["protocol"] == "paper", range(config["seeds"]), []
     folds = range(1, config["folds"] + 1) if config.get("folds") else [None]
     for method, fold in itertools.product(config["methods"], folds):
-        rates = config["lrs"] or [all_methods.get(method).lr]
-        if together:
-            members = tuple(Member(split, lr) for lr in rates for split in splits)
-            found.append(Task(dataset, method, members, final, fold=fold))
-            continue
-        for lr in rates:
+        for lr in config["lrs"] or [all_methods.get(method).lr]:
             stacks = _split([Member(split, lr) for split in splits])
             own = lr if config["lrs"] else None
             found += [Task(dataset, method, stack, final, own, fold) for stack in stacks]

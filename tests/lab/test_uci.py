@@ -19,7 +19,6 @@ from geoparam_lab import methods
 from geoparam_lab.data import splits
 from geoparam_lab.data.synthetic import levy
 from geoparam_lab.experiments import uci
-from geoparam_lab.experiments.uci import Settings
 from geoparam_lab.experiments.uci_tasks import Member, Task, choose, grid_tasks
 from geoparam_lab.run_folder import Record, Run
 
@@ -129,7 +128,7 @@ def test_a_protocol_is_that_of_one_network_in_plain_torch(
     monkeypatch.setattr(uci, "BATCH_SIZE", 16)
     monkeypatch.setattr(uci, "PATIENCE", 4)
     task = Task("small", method, tuple(Member(split, 0.1) for split in range(3)))
-    records = uci.train(task, table(), Settings(protocol, epochs=40)).records
+    records = uci.train(task, table(), {"protocol": protocol, "epochs": 40}).records
     parts = [torch.from_numpy(part) for part in splits._parts(*table(), 1, protocol)]
     model = methods.mlp(method, (3, 100, 1), seed=1)
     judged, epoch, best = keras_training(model, parts[:4], 0.1, seed=1, epochs=40)
@@ -313,22 +312,9 @@ def test_a_run_that_diverges_is_recorded(tmp_path: Path) -> None:
     json.dumps(records)
 
 
-def test_all_rates_are_one_stack_where_that_is_asked_for() -> None:
+def test_a_stack_has_ten_networks_at_most() -> None:
     config = {"protocol": "heldout", "methods": ["sp"], "seeds": 12, "lrs": [0.01, 0.1]}
-    [task] = grid_tasks(config, "small", together=True)
-    apart = grid_tasks(config, "small")
-    assert [len(one.members) for one in apart] == [10, 2, 10, 2]
-    assert sorted(task.keys) == sorted(key for one in apart for key in one.keys)
-
-
-@pytest.mark.gpu
-def test_a_gpu_finds_what_the_cpu_does(tmp_path: Path) -> None:
-    found, expected = (
-        by_key(run(tmp_path / device, "paper", device=device)) for device in ("cuda", "cpu")
-    )
-    assert found.keys() == expected.keys()
-    for key, record in expected.items():
-        assert math.isclose(found[key]["test_rmse"], record["test_rmse"], rel_tol=1e-6)
+    assert [len(task.members) for task in grid_tasks(config, "small")] == [10, 2, 10, 2]
 
 
 @pytest.mark.parametrize(
@@ -337,12 +323,10 @@ def test_a_gpu_finds_what_the_cpu_does(tmp_path: Path) -> None:
         ({"datasets": ["bostn"]}, "datasets must be of boston, .*, small, large; got 'bostn'"),
         ({"methods": ["gpm"]}, "methods must be of sp, .*got 'gpm'"),
         ({"protocol": "test"}, "protocol must be of paper, heldout, cv; got 'test'"),
-        ({"init": "he"}, "init='he' draws weights"),
         ({"folds": 1}, "folds, parts of the training part, must be >= 2; got 1"),
         ({"seeds": 0}, "seeds, the number of splits, and epochs must be >= 1; got 0"),
         ({"lrs": []}, "lrs must be learning rates above 0 and finite, or left out"),
         ({"lrs": [math.nan, 0.1]}, "finite"),
-        ({"device": "nonsense"}, "device must be one that torch can use here.*got 'nonsense'"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_written(
