@@ -63,17 +63,29 @@ JUDGED = (
 )
 
 
-def load(
-    earlier: Config, data: str | Path | None = None, source: str = "auto", protocol: str = "paper"
-) -> tuple[Banana, Record]:
+@dataclass(frozen=True)
+class Options:
+    """Options about the data.
+
+    Args:
+        data: folder with KEEL's file, before $GEOPARAM_DATA and the cache.
+        source: "KEEL", "generated", or "auto" for the first where it can be had.
+        protocol: "paper", where the test points judge training, or "heldout".
+    """
+
+    data: Path | None = None
+    source: str = "auto"
+    protocol: str = "paper"
+
+
+def load(options: Options, earlier: Config) -> tuple[Banana, Record]:
     """Return the points, and which they are; a resumed run keeps its own."""
-    check_names("protocol", [protocol], splits.PROTOCOLS)
-    if source == "auto":
-        source = earlier.get("source", source)
-    found = load_points(data, source)
-    if protocol == "paper":
+    check_names("protocol", [options.protocol], splits.PROTOCOLS)
+    source = earlier.get("source", "auto") if options.source == "auto" else options.source
+    found = load_points(options.data, source)
+    if options.protocol == "paper":
         return found, {"source": found.source}
-    return hold_out(found), {"source": found.source, "protocol": protocol}
+    return hold_out(found), {"source": found.source, "protocol": options.protocol}
 
 
 def hold_out(data: Banana) -> Banana:
@@ -130,9 +142,10 @@ def describe(
 ) -> Iterator[tuple[Arrays, Record]]:
     """Yield the arrays and measures of some members."""
     assert result.motion is not None
-    side = len(grid(data)[0])
-    outputs = film.predict(np.concatenate([mesh(data), data.x_test]))
-    logits, tests = np.split(outputs, [side * side], axis=2)
+    across, up = np.meshgrid(*grid(data))  # row by row of the second input
+    mesh = np.stack([across.ravel(), up.ravel()], axis=1)
+    outputs = film.predict(np.concatenate([mesh, data.x_test]))
+    logits, tests = np.split(outputs, [len(mesh)], axis=2)
     right = (tests > 0) == (data.y_test > 0.5)
     directions, distances = film.boundaries(data.x_train)
     per_epoch = make_problem(data).steps_per_epoch
@@ -143,8 +156,8 @@ def describe(
             "loss": result.losses[:end, i],
             "rotation": result.motion.rotation[: per_epoch * end, i],
             "steps": steps,
-            "score": _bytes(logits[i, frames].reshape(-1, side, side)),
-            "logits": logits[i, -1].reshape(side, side),
+            "score": _bytes(logits[i, frames].reshape(-1, SIDE, SIDE)),
+            "logits": logits[i, -1].reshape(SIDE, SIDE),
             "direction": directions[i, frames],
             "distance": distances[i, frames],
             "frame_accuracy": right[i, frames].mean(-1),
@@ -180,12 +193,6 @@ def grid(data: Banana) -> tuple[Array, Array]:
     return np.linspace(left, right, SIDE), np.linspace(bottom, top, SIDE)
 
 
-def mesh(data: Banana) -> Array:
-    """Return the grid's points (SIDE * SIDE, 2), row by row of the second input."""
-    across, up = np.meshgrid(*grid(data))
-    return np.stack([across.ravel(), up.ravel()], axis=1)
-
-
 # --- figures ------------------------------------------------------------------------------------
 
 
@@ -217,16 +224,15 @@ def draw(run: Run, data: Banana) -> toys.Drawings:
     }  # fmt: skip
 
 
-def _describe_seed(run: Run, seed: int = 0) -> str:
-    """Return what one seed gave under each method at the papers' rate."""
-    own = {n: toy_figures.records_of(run, n) for n in run.config["methods"]}
+def _describe_seed(run: Run) -> str:
+    """Return what seed 0 gave under each method at the papers' rate."""
     said = [
         f"{methods.title(name)} {record['test_accuracy']:.3f}"
-        for name, records in own.items()
-        for record in records
-        if record["seed"] == seed
+        for name in run.config["methods"]
+        for record in toy_figures.records_of(run, name)
+        if record["seed"] == 0
     ]
-    return f"Seed {seed} alone would say: {list_in_words(said)}." if said else ""
+    return f"Seed 0 alone would say: {list_in_words(said)}." if said else ""
 
 
 def _draw_paths(run: Run, data: Banana) -> "Figure":
@@ -283,18 +289,12 @@ def _draw_decisions(run: Run, data: Banana) -> "Figure":
 
 
 def _film(run: Run, data: Banana) -> Arrays:
-    """Return the slider's arrays: several seeds, the papers' rates."""
-    names = ("score", "direction", "distance", "frame_accuracy")
-    found, films = toy_figures.film_seeds(run, "test_accuracy", names)
-    found["accuracy"] = found.pop("frame_accuracy")
+    """Return the slider's arrays."""
+    frames = {name: name for name in ("score", "direction", "distance")}
+    frames["accuracy"] = "frame_accuracy"
     per_epoch = make_problem(data).steps_per_epoch
-    found["rotation"] = toy_figures.largest_moves(films, "rotation", found["steps"], per_epoch)
-    return found | {
-        "kind": np.array("banana"),
-        "x": data.x_train,
-        "y": data.y_train,
-        "limits": np.array(limits(data)),
-    }
+    found = toy_figures.film_seeds(run, "test_accuracy", frames, "rotation", per_epoch)
+    return found | {"x": data.x_train, "y": data.y_train, "limits": np.array(limits(data))}
 
 
 # --- what it says -------------------------------------------------------------------------------
@@ -332,24 +332,9 @@ def _mismatch(config: Config) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class Data:
-    """Options about the data.
-
-    Args:
-        data: folder with KEEL's file, before $GEOPARAM_DATA and the cache.
-        source: "KEEL", "generated", or "auto" for the first where it can be had.
-        protocol: "paper", where the test points judge training, or "heldout".
-    """
-
-    data: Path | None = None
-    source: str = "auto"
-    protocol: str = "paper"
-
-
 run = functools.partial(
     toys.run,
-    toys.Toy("banana", load, make_problem, describe, draw, _film, ACCURACY),
+    toys.Toy("banana", Options, load, make_problem, describe, draw, _film, ACCURACY),
     epochs=EPOCHS,
     patience=PATIENCE,
 )
@@ -360,7 +345,7 @@ EXPERIMENT = Experiment(
     "plane apart. Each unit switches on along a line, and training turns and shifts it.",
     summary="Banana classification in the plane: figure 3. About a minute on one core.",
     run=run,
-    settings=Data,
+    settings=Options,
     layouts=(Layout((ACCURACY,), details=(*DETAILS, *toys.TURNS, LARGEST_MOVE, LARGEST_TURN)),),
     papers={
         "test_accuracy": read_table(

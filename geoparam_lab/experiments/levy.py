@@ -59,8 +59,22 @@ LOWEST = -20  # the power of 2 at which figure 2c begins: smaller moves are afte
 GOOD = 0.8  # the test RMSE that separates GmP's two groups of seeds
 
 
-def load(earlier: Config, data_seed: int = 0, draws: int = 0) -> tuple[Regression, Record]:
-    """Return the 50 points of a seed; 0 gives the papers'. With draws, one after the other."""
+@dataclass(frozen=True)
+class Options:
+    """Options about the data.
+
+    Args:
+        data_seed: of the 50 points; 0 gives the papers'.
+        draws: draws of the points, one for each seed in turn; 0 for one that all train on.
+    """
+
+    data_seed: int = 0
+    draws: int = 0
+
+
+def load(options: Options, earlier: Config) -> tuple[Regression, Record]:
+    """Return the 50 points of a seed, with draws one after the other, and which they are."""
+    data_seed, draws = options.data_seed, options.draws
     data = levy_regression(data_seed)
     if draws == 0:
         return data, {"data_seed": data_seed}
@@ -188,15 +202,11 @@ def _draw_fits(run: Run, data: Regression) -> "Figure":
 
 
 def _film(run: Run, data: Regression) -> Arrays:
-    """Return the slider's arrays: several seeds, the papers' rates; none for several draws."""
+    """Return the slider's arrays; none for several draws."""
     if data.x_train.ndim > 2:
         return {}
-    names = ("prediction", "locations", "frame_loss")
-    found, films = toy_figures.film_seeds(run, "test_rmse", names)
-    found["loss"] = found.pop("frame_loss")
-    found["moves"] = toy_figures.largest_moves(films, "moves", found["steps"])
-    return found | {
-        "kind": np.array("levy"),
+    frames = {"prediction": "prediction", "locations": "locations", "loss": "frame_loss"}
+    return toy_figures.film_seeds(run, "test_rmse", frames, "moves") | {
         "grid": data.x_test[:, 0],
         "truth": data.y_test,
         "x": data.x_train[:, 0],
@@ -233,22 +243,9 @@ def _limits(run: Run) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Data:
-    """Options about the data.
-
-    Args:
-        data_seed: of the 50 points; 0 gives the papers'.
-        draws: draws of the points, one for each seed in turn; 0 for one that all train on.
-    """
-
-    data_seed: int = 0
-    draws: int = 0
-
-
 run = functools.partial(
     toys.run,
-    toys.Toy("levy", load, make_problem, describe, draw, _film, RMSE),
+    toys.Toy("levy", Options, load, make_problem, describe, draw, _film, RMSE),
     epochs=EPOCHS,
     patience=PATIENCE,
 )
@@ -261,7 +258,7 @@ EXPERIMENT = Experiment(
     "parameter.",
     summary="Levy regression in one dimension: figure 2. About two minutes on one core.",
     run=run,
-    settings=Data,
+    settings=Options,
     layouts=(Layout((RMSE,), details=(*DETAILS, IN_VIEW, *toys.MOVES, LARGEST_MOVE)),),
     mismatch=lambda config: "The papers trained on one draw of points" * bool(config.get("draws")),
     papers={

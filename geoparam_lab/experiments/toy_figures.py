@@ -5,7 +5,7 @@ result; the slider offers other seeds as well.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from geoparam_lab import methods
 from geoparam_lab.experiments import papers
 from geoparam_lab.experiments.experiment import Experiment
-from geoparam_lab.experiments.toys import Array, Arrays, Member, name_curves
+from geoparam_lab.experiments.toys import Array, Arrays, Member
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training.stacks import snapshots
 
@@ -72,15 +72,18 @@ def show_median(run: Run, measure: str, lr: float | None = None) -> dict[str, Ar
     for method in run.config["methods"]:
         rate = lr or papers_lr(method, run.config["lrs"])
         seed = median_seed(records_of(run, method, rate), measure)
-        found[method] = run.curves(name_curves(method, Member(rate, seed)))
+        found[method] = run.curves(Member(method, rate, seed).name)
     return found
 
 
-def film_seeds(run: Run, measure: str, names: Sequence[str]) -> tuple[Arrays, list[list[Arrays]]]:
-    """Return what the slider shows of several seeds, and the arrays by seed and method.
+def film_seeds(
+    run: Run, measure: str, frames: Mapping[str, str], motion: str, per_epoch: int = 1
+) -> Arrays:
+    """Return what the slider shows of training: several seeds, each method at the papers' rate.
 
-    The result has `names` as (S, M, T, ...) on one time axis, the `steps` of its frames, the
-    methods' titles, the seeds, and for each method the place of its median seed among them.
+    The result has the arrays of `frames`, by their names in the curves, as (S, M, T, ...) on one
+    time axis; `motion`, the largest of any update since the frame before; the `steps` of its
+    frames, the methods' titles, the seeds, and the place of each method's median seed among them.
     """
     config = run.config
     own = {method: records_of(run, method) for method in config["methods"]}
@@ -88,30 +91,23 @@ def film_seeds(run: Run, measure: str, names: Sequence[str]) -> tuple[Arrays, li
     others = [seed for seed in range(config["seeds"]) if seed not in medians]
     seeds = sorted({*medians, *others[: max(0, SHOWN - len(set(medians)))]})
     films = [
-        [run.curves(name_curves(m, Member(papers_lr(m, config["lrs"]), seed))) for m in own]
+        run.curves(Member(method, papers_lr(method, config["lrs"]), seed).name)
         for seed in seeds
+        for method in own
     ]
-    together = snapshots.together([film for each in films for film in each], names)
-    found = {n: together[n].reshape(len(seeds), len(own), *together[n].shape[1:]) for n in names}
-    found |= {
-        "steps": together["steps"],
+    together = snapshots.together(films, [*frames.values()])
+    steps = together["steps"]
+    found = {name: together[kept] for name, kept in frames.items()}
+    found[motion] = np.array(
+        [snapshots.largest_since(film[motion], steps, per_epoch) for film in films]
+    )
+    shape = (len(seeds), len(own))
+    return {name: array.reshape(*shape, *array.shape[1:]) for name, array in found.items()} | {
+        "steps": steps,
         "methods": np.array([methods.title(name) for name in own]),
         "seeds": np.array(seeds),
         "median": np.array([seeds.index(seed) for seed in medians]),
     }
-    return found, films
-
-
-def largest_moves(
-    films: Sequence[Sequence[Arrays]], name: str, steps: Array, per_epoch: int = 1
-) -> Array:
-    """Return the largest value of any update since the frame before, (S, M, T)."""
-    return np.array(
-        [
-            [snapshots.largest_since(film[name], steps, per_epoch) for film in each]
-            for each in films
-        ]
-    )
 
 
 # --- drawing ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ finished: if any record is missing, all are trained again, and the missing recor
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from geoparam_lab import methods as methods_table
-from geoparam_lab.experiments.experiment import Measure
+from geoparam_lab.experiments.experiment import Config, Measure
 from geoparam_lab.experiments.rate_tolerance import (
     describe_tolerance,
     draw_tolerance,
@@ -42,7 +43,6 @@ Drawings = dict[str, tuple[Callable[[], "Figure"], str]]
 
 COMPARED = ("sp", "wn", "bn", "gmp")  # by the papers
 LRS = (0.01, 0.1)  # in the papers 0.1 is GmP's, 0.01 that of the others
-KEY = ("method", "lr", "seed")
 BLOCK = 20  # seeds in a stack
 QUANTILES = (50, 90, 99, 100)  # in percent, of what units turn and move in an update
 WORDS = {50: "median", 90: "90 %", 99: "99 %", 100: "largest"}
@@ -53,10 +53,21 @@ MOVES = tuple(Measure(f"move_{q}", f"move: {w}", 3 if q < 100 else None) for q, 
 
 
 class Member(NamedTuple):
-    """One network of a stack."""
+    """One network of a stack: the fields that tell its record apart.
 
+    Example:
+        >>> Member("gmp", 0.1, 3).name
+        'gmp-lr0.1-seed3'
+    """
+
+    method: str
     lr: float
     seed: int
+
+    @property
+    def name(self) -> str:
+        """The name under which its arrays are kept."""
+        return f"{self.method}-lr{self.lr:g}-seed{self.seed}".replace(":", "-")
 
 
 @dataclass(frozen=True)
@@ -89,8 +100,9 @@ class Toy:
 
     Args:
         name: of the experiment.
-        load: gives the data, and their part of the configuration, from the experiment's own
-            options; a resumed run's configuration comes first.
+        options: a dataclass of the experiment's own options, about its data.
+        load: gives the data, and their part of the configuration, from these options and the
+            configuration of the run that is resumed.
         make_problem: what to train for, from data, epochs and patience.
         describe: gives the arrays and the measures of some members of a stack, one after the
             other, from the data; a function of a module, so that processes can be given it.
@@ -100,7 +112,8 @@ class Toy:
     """
 
     name: str
-    load: Callable[..., tuple[Any, Record]]
+    options: Callable[..., Any]
+    load: Callable[[Any, Config], tuple[Any, Record]]
     make_problem: Callable[[Any, int, int], Problem]
     describe: Callable[[Any, Result, Film, Sequence[int]], Iterable[tuple[Arrays, Record]]]
     draw: Callable[[Run, Any], Drawings]
@@ -117,7 +130,6 @@ def run(
     lrs: Sequence[float] = LRS,
     epochs: int,
     patience: int,
-    init: str = "glorot",
     jobs: int | None = None,
     resume: bool = False,
     command: str | None = None,
@@ -133,24 +145,21 @@ def run(
         lrs: learning rates, each for every method.
         epochs: the most there are.
         patience: epochs without a better result before the rate falls; twice that to stop.
-        init: "glorot", as the papers' code, or "sphere", as their text.
         jobs: how many processes train, by default one a core; numbers do not depend on it.
         own: the experiment's own options, about its data.
     """
     import geoparam.plots  # noqa: F401  says now, not after training, that matplotlib is missing
 
-    if min(epochs, patience) < 1:
-        raise ValueError(f"epochs and patience must be >= 1; got {epochs} and {patience}.")
-    config = check_options(methods, init, seeds, lrs) | {"epochs": epochs, "patience": patience}
+    config = _check_options(methods, seeds, lrs, epochs, patience)
     there = resume and Path(out, "config.json").exists()
-    data, source = toy.load(Run.open(out).config if there else {}, **own)
+    data, source = toy.load(toy.options(**own), Run.open(out).config if there else {})
     options: Record = {"resume": resume, "may_change": ("methods", "seeds", "lrs")}
-    done = Run.create(out, toy.name, config | source, command, key=KEY, **options)
+    done = Run.create(out, toy.name, config | source, command, key=Member._fields, **options)
     problem = toy.make_problem(data, epochs, patience)
     train_missing(done, problem, functools.partial(toy.describe, data), jobs, progress)
     save_figures(done, toy.draw(done, data) | _draw_rates(done, toy.measure), progress)
     if arrays := toy.film(done, data):
-        done.save_curves(f"slider_{toy.name}", **arrays)
+        done.save_curves(f"slider_{toy.name}", kind=toy.name, **arrays)
     return done
 
 
@@ -163,21 +172,27 @@ def _draw_rates(run: Run, measure: Measure) -> Drawings:
     return {"rates": (lambda: draw_tolerance(found, label), describe_tolerance(found))}
 
 
-def check_options(names: Sequence[str], init: str, seeds: int, lrs: Sequence[float]) -> Record:
+def _check_options(
+    names: Sequence[str], seeds: int, lrs: Sequence[float], epochs: int, patience: int
+) -> Record:
     """Return this part of a run's configuration; raise ValueError where some of it is wrong."""
     plain = [*map(methods_table.without_options, names)]
     tasks.check_names("methods", plain, tuple(methods_table.METHODS))
-    if any(int(methods_table.get(name, init=init).order) for name in names):
+    if any(int(methods_table.get(name).order) for name in names):
         raise ValueError("another order of the inputs is an option of uci; leave it out here.")
     if seeds < 1:
         raise ValueError(f"seeds is how many initial weights to train from, >= 1; got {seeds}.")
     if not lrs or not all(0 < lr < math.inf for lr in lrs):
         raise ValueError(f"lrs are learning rates above 0 and finite; got {list(lrs)}.")
+    if min(epochs, patience) < 1:
+        raise ValueError(f"epochs and patience must be >= 1; got {epochs} and {patience}.")
     return {
         "methods": list(dict.fromkeys(names)),
         "seeds": seeds,
         "lrs": sorted({float(lr) for lr in lrs}),
-        "init": init,
+        "init": "glorot",  # once an option
+        "epochs": epochs,
+        "patience": patience,
     }
 
 
@@ -185,23 +200,19 @@ def check_options(names: Sequence[str], init: str, seeds: int, lrs: Sequence[flo
 
 
 def train(
-    problem: Problem,
-    method: str,
-    members: Sequence[Member],
-    init: str = "glorot",
-    progress: Tick | None = None,
+    problem: Problem, members: Sequence[Member], progress: Tick | None = None
 ) -> tuple[Result, Film]:
-    """Train a method's members in one stack, and keep its state at some epochs.
+    """Train members of one method in one stack, and keep its state at some epochs.
 
     Example:
         >>> x = np.linspace(-1, 1, 20)[:, None]
         >>> problem = Problem((1, 8, 1), Protocol(epochs=30), (x, np.abs(x[:, 0])))
-        >>> result, film = train(problem, "gmp", [Member(0.1, seed) for seed in range(3)])
+        >>> result, film = train(problem, [Member("gmp", 0.1, seed) for seed in range(3)])
         >>> film.predict(x).shape[2], int(film.epochs[-1])
         (20, 30)
     """
-    models = [methods_table.mlp(method, problem.widths, seed=m.seed, init=init) for m in members]
-    rates, seeds = zip(*members, strict=True)
+    (method, *_), rates, seeds = zip(*members, strict=True)
+    models = [methods_table.mlp(method, problem.widths, seed=seed) for seed in seeds]
     own, data = methods_table.get(method), problem.select(seeds)
     result = stacked.train(
         models,
@@ -219,9 +230,8 @@ def train(
 
 
 class Stack(NamedTuple):
-    """A piece of work: a method's members, and the numbers of those that have no record yet."""
+    """A piece of work: members of one method, and the numbers of those without a record."""
 
-    method: str
     members: tuple[Member, ...]
     missing: tuple[int, ...]
 
@@ -229,13 +239,12 @@ class Stack(NamedTuple):
 def find_stacks(run: Run) -> list[Stack]:
     """Return the stacks of a run in which a record is missing."""
     config, found = run.config, []
-    for method in config["methods"]:
-        for first in range(0, config["seeds"], BLOCK):
-            block = range(first, min(first + BLOCK, config["seeds"]))
-            members = tuple(Member(lr, seed) for lr in config["lrs"] for seed in block)
-            done = [run.has_record(method=method, lr=lr, seed=seed) for lr, seed in members]
-            missing = tuple(i for i, finished in enumerate(done) if not finished)
-            found += [Stack(method, members, missing)] * bool(missing)
+    for method, first in itertools.product(config["methods"], range(0, config["seeds"], BLOCK)):
+        block = range(first, min(first + BLOCK, config["seeds"]))
+        members = tuple(Member(method, lr, seed) for lr in config["lrs"] for seed in block)
+        done = [run.has_record(**member._asdict()) for member in members]
+        if not all(done):
+            found.append(Stack(members, tuple(i for i, each in enumerate(done) if not each)))
     return found
 
 
@@ -254,39 +263,28 @@ def train_missing(
         if progress is not None:
             progress(title, sum(epochs.values()), each * len(todo))
 
-    work = functools.partial(_train_stack, problem, run.config["init"], describe)
+    work = functools.partial(_train_stack, problem, describe)
     for stack, outcomes in tasks.spread(
         work, todo, jobs or tasks.count_cores(), report, patient=True
     ):
-        for (arrays, record), i in zip(outcomes, stack.missing, strict=True):
-            run.save_curves(name_curves(stack.method, stack.members[i]), **_to_single(arrays))
+        for i, (arrays, record) in zip(stack.missing, outcomes, strict=True):
+            run.save_curves(stack.members[i].name, **_to_single(arrays))
             run.append(record)
         report(stack, each)
 
 
 def _train_stack(
-    problem: Problem, init: str, describe: Describe, stack: Stack, tick: Tick
+    problem: Problem, describe: Describe, stack: Stack, tick: Tick
 ) -> list[tuple[Arrays, Record]]:
     """Train one stack; return arrays and record of each member that has none yet."""
-    result, film = train(problem, stack.method, stack.members, init, tick)
-    common = [_record(stack.method, stack.members[i], init, result, i) for i in stack.missing]
-    own = describe(result, film, stack.missing)
+    result, film = train(problem, stack.members, tick)
+    own = zip(stack.missing, describe(result, film, stack.missing), strict=True)
     return [
-        (arrays, record | measures) for record, (arrays, measures) in zip(common, own, strict=True)
+        (arrays, _record(stack.members[i], result, i) | measures) for i, (arrays, measures) in own
     ]
 
 
-def name_curves(method: str, member: Member) -> str:
-    """Return the name under which a member's arrays are kept.
-
-    Example:
-        >>> name_curves("gmp", Member(0.1, 3))
-        'gmp-lr0.1-seed3'
-    """
-    return f"{method}-lr{member.lr:g}-seed{member.seed}".replace(":", "-")
-
-
-def _record(method: str, member: Member, init: str, result: Result, i: int) -> Record:
+def _record(member: Member, result: Result, i: int) -> Record:
     """Return what the records of both experiments have in common.
 
     Quantiles are over the updates before the first cut of the rate, of the largest turn or move of
@@ -295,16 +293,15 @@ def _record(method: str, member: Member, init: str, result: Result, i: int) -> R
     motion, running = result.motion, result.running_motion
     assert motion is not None and running is not None
     lower = np.flatnonzero(result.rates[:, i] < result.rates[0, i])
-    first = int(lower[0]) if len(lower) else int(result.epochs[i])
-    steps = first * (len(motion.rotation) // len(result.rates))
+    first = int(lower[0]) if len(lower) else None  # the first epoch with a lower rate
+    epochs = int(result.epochs[i])
+    steps = (epochs if first is None else first) * (len(motion.rotation) // len(result.rates))
     return {
-        "method": method,
-        "lr": member.lr,
-        "seed": member.seed,
-        "init": init,
-        "epochs": int(result.epochs[i]),
+        **member._asdict(),
+        "init": methods_table.get(member.method).init,
+        "epochs": epochs,
         "best_epoch": int(result.best_epoch[i]),
-        "first_cut": int(lower[0]) if len(lower) else None,  # the first epoch with a lower rate
+        "first_cut": first,
         "outcome": "diverged" if result.outcomes[i] == "diverged" else "finished",
         "largest_move": float(np.nanmax(running.displacement[:, i])),
         "largest_rotation": float(np.nanmax(running.rotation[:, i])),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from run_folders import lines
+from run_folders import curves_of, lines
 from torch import nn
 from torch_rules import keras_adam, keras_plateau, train_on_levy
 
@@ -79,7 +79,7 @@ def test_plateau_counts_as_keras(drop: float, reduced: bool) -> None:
 def trained(method: str, lr: float, epochs: int, patience: int = 40, seeds: int = 2) -> Any:
     problem = experiment.make_problem(levy_regression(), epochs, patience)
     with tasks.limit_threads(1):
-        return toys.train(problem, method, [Member(lr, seed) for seed in range(seeds)])
+        return toys.train(problem, [Member(method, lr, seed) for seed in range(seeds)])
 
 
 @pytest.mark.parametrize("method", ["sp", "gmp"])
@@ -150,9 +150,7 @@ def test_a_run_has_a_record_for_each_method_rate_and_seed(finished: Run) -> None
 def test_records_are_of_the_best_weights_in_the_curves(finished: Run) -> None:
     data = levy_regression()
     for record in finished.records():
-        curves = finished.curves(
-            toys.name_curves(record["method"], Member(record["lr"], record["seed"]))
-        )
+        curves = curves_of(finished, record)
         errors = curves["prediction"][-1] - data.y_test
         assert record["test_rmse"] == pytest.approx(np.sqrt(np.mean(errors**2)), rel=1e-5)
         assert record["train_mae"] == pytest.approx(curves["loss"].min(), rel=1e-5)
@@ -169,15 +167,9 @@ def test_records_are_of_the_best_weights_in_the_curves(finished: Run) -> None:
 def test_with_draws_each_seed_has_its_own_points(finished: Run, tmp_path: Path) -> None:
     wanted = SHORT | {"methods": ["sp"], "lrs": [0.003, 0.01, 0.03, 0.1], "seeds": 3, "draws": 2}
     run = experiment.run(tmp_path / "run", **wanted)
-    losses = {
-        (r["lr"], r["seed"]): run.curves(toys.name_curves("sp", Member(r["lr"], r["seed"])))[
-            "loss"
-        ]
-        for r in run.records()
-    }
-    known = finished.curves(toys.name_curves("sp", Member(0.01, 0)))["loss"]
+    losses = {(r["lr"], r["seed"]): curves_of(run, r)["loss"] for r in run.records()}
+    known = finished.curves("sp-lr0.01-seed0")["loss"]
     np.testing.assert_allclose(losses[0.01, 0], known, rtol=1e-5)  # draw 0 is the papers'
-    start = methods.mlp("sp", (1, 100, 1), seed=2)
     data = [levy_regression(seed) for seed in (0, 1)]
     for seed, points in ((1, data[1]), (2, data[0])):
         start = methods.mlp("sp", (1, 100, 1), seed=seed)
@@ -271,7 +263,7 @@ def test_several_processes_give_the_same_numbers(tmp_path: Path, undrawn: None) 
     ("options", "match"),
     [
         ({"methods": []}, "got none"),
-        ({"methods": ["gmp"], "init": "he"}, "Use 'glorot' or 'sphere'"),
+        ({"methods": ["gmp:init=he"]}, "Use 'glorot' or 'sphere'"),
         ({"seeds": 0}, ">= 1; got 0"),
         ({"lrs": [0.1, float("inf")]}, "above 0 and finite"),
     ],
