@@ -106,9 +106,8 @@ def resnet(
         parts = _Parts(methods.get("bn") if is_plain else builder)
         model = ResNet(parts, *_DEPTHS[depth], classes, small=small, width=width)
         if is_plain:
-            images = torch.zeros(2, 3, 32, 32)
-            layers: dict[str, Any] = {"init": builder.init, **_form(builder)}
-            gp.convert_(model, norm="imn", example_inputs=images, **layers)
+            layers: dict[str, Any] = {"init": builder.init, **builder.form}
+            gp.convert_(model, norm="imn", example_inputs=torch.zeros(2, 3, 32, 32), **layers)
             methods.use_papers_means_(model)
     return model
 
@@ -123,11 +122,8 @@ class _Parts:
         self.method = method
 
     def conv(self, inputs: int, units: int, kernel: int, stride: int = 1) -> nn.Module:
-        method, padding = self.method, kernel // 2
-        if not method.is_geometric:
-            return method.conv2d(inputs, units, kernel, stride=stride, padding=padding)[0]
-        options: dict[str, Any] = {"bias": method.has_offset, "init": method.init}
-        return gp.GmPConv2d(inputs, units, kernel, stride, padding, **options, **_form(method))
+        options = {"stride": stride, "padding": kernel // 2}
+        return self.method.make_layer(nn.Conv2d, inputs, units, kernel, **options)
 
     def norm(self, units: int) -> nn.Module:
         """Return the norm of pre-activations, with torchvision's constants."""
@@ -221,12 +217,6 @@ class ResNet(nn.Module):
         for part in self.children():
             x = part(x)
         return x
-
-
-def _form(method: Method) -> dict[str, Any]:
-    """Return how a GmP layer of this method holds its directions."""
-    coordinates = "intrinsic" if method.layer == "intrinsic" else "angles"
-    return {"coordinates": coordinates, "natural": method.layer == "natural"}
 
 
 def _check_resnet(depth: int, method: Method, skip: str) -> None:

@@ -21,6 +21,7 @@ from geoparam_lab import methods
 from geoparam_lab.experiments import image_text
 from geoparam_lab.experiments.experiment import options_in_words
 from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.training.images.grids import papers_rate
 
 Array = np.ndarray
 
@@ -49,16 +50,12 @@ _BEST = {
 }
 
 
-def draw(run: Run, papers: Mapping[str, float]) -> None:
-    """Draw all figures of a sweep, as far as it is done.
-
-    Args:
-        run: its folder; a record has its curves under its `name`.
-        papers: the papers' learning rate of each method.
-    """
+def draw(run: Run) -> None:
+    """Draw all figures of a sweep, as far as it is done."""
     records = sorted(run.records(), key=_order)
     if not records:
         return
+    papers = {name: papers_rate(run.config["network"], name) for name in methods.METHODS}
     measure = next(name for name in _VALUES if any(name in record for record in records))
     best = image_text.choose(records, measure)
     theirs = [r for r in records if image_text.setting(r) == (papers.get(r["method"]), "")]

@@ -13,7 +13,7 @@ import numpy as np
 
 from geoparam_lab import methods
 from geoparam_lab.experiments.experiment import Config, options_in_words
-from geoparam_lab.run_folder import Record
+from geoparam_lab.run_folder import Record, group_records
 from geoparam_lab.training.images.settings import Settings
 
 IMAGENET = {"classes": 1000, "train": 1_281_167, "val": 50_000}  # ILSVRC 2012
@@ -139,22 +139,21 @@ def choose(records: Iterable[Record], measure: str) -> list[Record]:
     other; of equal ones, that of the lowest rate. How many `tries` there were is added.
 
     Example:
-        >>> records = [{"method": "bn", "lr": lr, "seed": seed, "select_top1": 40 + 9 * lr - seed}
+        >>> one = {"method": "bn", "network": "vgg6", "batch_size": 256}
+        >>> records = [one | {"lr": lr, "seed": seed, "select_top1": 40 + 9 * lr - seed}
         ...            for seed in (0, 1) for lr in (0.1, 0.2)]
         >>> [(each["lr"], each["seed"], each["tries"]) for each in choose(records, "select_top1")]
         [(0.2, 0, 2), (0.2, 1, 2)]
     """
-    found: dict[Any, dict[Any, dict[Any, Record]]] = {}
-    for record in records:
-        place = record["method"], str(record.get("network")), str(record.get("batch_size"))
-        own = found.setdefault(place, {}).setdefault(setting(record), {})
-        own[str(record.get("seed"))] = record
     chosen: list[Record] = []
-    for settings in found.values():
+    for own in group_records(records, "method", "network", "batch_size").values():
+        settings: dict[tuple[float, str], dict[int, Record]] = {}
+        for record in own:
+            settings.setdefault(setting(record), {})[record["seed"]] = record
         seeds = set.intersection(*map(set, settings.values()))
         values = {
-            at: _mean([_read_number(own[seed], measure) for seed in seeds])
-            for at, own in sorted(settings.items())
+            at: _mean([some[seed].get(measure, math.nan) for seed in seeds])
+            for at, some in sorted(settings.items())
         }
         best = max(values, key=lambda at: values[at])
         chosen += [record | {"tries": len(settings)} for record in settings[best].values()]
@@ -163,12 +162,7 @@ def choose(records: Iterable[Record], measure: str) -> list[Record]:
 
 def setting(record: Record) -> tuple[float, str]:
     """Return a record's rate, and its other tuned options."""
-    return _read_number(record, "lr"), str(record.get("tuned", ""))
-
-
-def _read_number(record: Record, name: str) -> float:
-    value = record.get(name)
-    return value if isinstance(value, (int, float)) else math.nan
+    return record["lr"], record.get("tuned", "")
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -20,7 +20,7 @@ import contextlib
 import functools
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,7 +34,7 @@ from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import shared_study
 from geoparam_lab.training.images import grids
 from geoparam_lab.training.images.callbacks import BOUNDARIES
-from geoparam_lab.training.images.grids import Task, papers_rate, tasks
+from geoparam_lab.training.images.grids import Task, tasks
 from geoparam_lab.training.images.run_checkpoints import WEIGHTS
 from geoparam_lab.training.images.settings import Settings
 from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names
@@ -92,7 +92,6 @@ def run(
     """Train a network under some methods; write records, curves and figure 4 to a folder.
 
     Args:
-        out: the sweep's folder.
         experiment: "imagenet32", images in npz files, or "imagenet", a folder of JPEG files.
         data: the folder with the images (train_data_batch_*.npz and val_data.npz, or
             train/CLASS/*.JPEG and val/CLASS/*.JPEG), or these themselves.
@@ -111,9 +110,6 @@ def run(
         track: follow the units' boundaries, every so many steps.
         storage: share the runs: the URL of a database or the path of a file. Start the same
             command on each GPU, each with an --out of its own.
-        resume: go on with the sweep in the folder.
-        command: what a user types to do it again.
-        progress: called with a title, how many images are done and how many there are.
         settings: `Settings` of all runs, such as epochs and schedule.
 
     Returns:
@@ -124,35 +120,41 @@ def run(
     _check_counts(checkpoint_every=checkpoint_every, track=track, size=size)
     config = _check_options(experiment, network, methods, batch_sizes, lrs, seeds, settings)
     source = _load_images(experiment, data, size, workers)
-    kinds = {"checkpoint_every": checkpoint_every, "tensorboard": tensorboard, "track": track}
-    work = _start_work(Path(out), source, config, keep_weights, kinds)
-    if not work.crew.leads:
-        for task in work.crew.receive():
+    crew = _gather_crew(config, source)
+    part = source.hold_out(config["select"]) if config["select"] else source
+    options = {"checkpoint_every": checkpoint_every, "tensorboard": tensorboard, "track": track}
+    work = _Work(Path(out), source, crew, keep_weights, options, part.fingerprint["train"])
+    if not crew.leads:
+        for task in crew.receive():
             work.train(task)
         return None
     config |= {"data": {**source.fingerprint, "classes": source.classes, "size": source.size}}
     try:
         if storage is not None:
             shared_study.check_storage(storage)
-        options: Record = {"key": KEY, "resume": resume, "may_change": _MAY_CHANGE}
-        options["defaults"] = {field.name: field.default for field in fields(Settings)}
-        folder = Run.create(out, experiment, config, command, **options)
+        known: Record = {"key": KEY, "resume": resume, "may_change": _MAY_CHANGE}
+        known["defaults"] = {field.name: field.default for field in fields(Settings)}
+        folder = Run.create(out, experiment, config, command, **known)
     except BaseException:
-        work.crew.send(None)
+        crew.send(None)
         raise
     _sweep(folder, work, storage, progress)
-    work.crew.send(None)
+    crew.send(None)
     return folder
 
 
 def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress | None) -> None:
-    """Do all runs that are not done."""
-    config, experiment = folder.config, folder.info["experiment"]
-    todo, draw = tasks(config), _make_drawer(folder)
+    """Do all runs that are not done, and redraw the figures now and then."""
+    from geoparam_lab.experiments import image_figures
+
+    config, todo, drawn = folder.config, tasks(folder.config), time.monotonic()
 
     def finish(task: Task) -> None:
+        nonlocal drawn
         work.clean(task)
-        draw()
+        if time.monotonic() - drawn > DRAW_EVERY:
+            image_figures.draw(folder)
+            drawn = time.monotonic()
 
     session = Session(
         folder,
@@ -170,40 +172,11 @@ def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress |
     if storage is None:
         session.spread(todo)
     else:
-        study = shared_study.name_study(experiment, config, [])
+        study = shared_study.name_study(folder.info["experiment"], config, [])
         session.share([({"run": task.name}, task) for task in todo], "val_loss", storage, study)
-    draw(at_once=True)
+    image_figures.draw(folder)
     with contextlib.suppress(OSError):  # there may be others, or none
         (work.out / "checkpoints").rmdir()
-
-
-def _make_drawer(folder: Run) -> Callable[..., None]:
-    """Return a function that redraws the figures at intervals while a sweep runs."""
-    from geoparam_lab.experiments import image_figures
-
-    rates = {name: papers_rate(folder.config["network"], name) for name in all_methods.METHODS}
-    last = time.monotonic()
-
-    def draw(at_once: bool = False) -> None:
-        nonlocal last
-        if at_once or time.monotonic() - last > DRAW_EVERY:
-            image_figures.draw(folder, rates)
-            last = time.monotonic()
-
-    return draw
-
-
-def _start_work(
-    out: Path, source: Source, config: Record, keep_weights: bool, kinds: Record
-) -> "_Work":
-    """Return what does a sweep's runs, with the processes that were started together."""
-    from geoparam_lab.training.images.preparation import make_accelerator
-    from geoparam_lab.training.images.process_group import Crew
-
-    crew = Crew(make_accelerator(config["precision"]))
-    _check_fits(tasks(config), source, crew)
-    part = source.hold_out(config["select"]) if config["select"] else source
-    return _Work(out, source, crew, keep_weights, kinds, part.fingerprint["train"])
 
 
 @dataclass(frozen=True)
@@ -214,8 +187,8 @@ class _Work:
     source: Source
     crew: "Crew"
     keep_weights: bool
-    kinds: Record
-    images: int
+    options: Record  # of `train.train`
+    images: int  # that are trained on
 
     def __call__(self, task: Task, tick: Tick) -> Done:
         self.crew.send(task)
@@ -238,7 +211,7 @@ class _Work:
             self.folder(task),
             accelerator=self.crew.accelerator,
             tick=report,
-            **self.kinds,
+            **self.options,
         )
         named = {"name": task.name, "method": task.method, "tuned": task.tuned}
         record = outcome.record | named | {"processes": self.crew.size}
@@ -323,10 +296,15 @@ def _check_options(
     return config
 
 
-def _check_fits(todo: Sequence[Task], source: Source, crew: "Crew") -> None:
-    """Raise ValueError where a run could not begin: hours later, it would end the sweep."""
-    from geoparam_lab.training.images import preparation
+def _gather_crew(config: Record, source: Source) -> "Crew":
+    """Return the processes that were started together.
 
+    Raises ValueError where a run could not begin: hours later, it would end the sweep.
+    """
+    from geoparam_lab.training.images import preparation
+    from geoparam_lab.training.images.process_group import Crew
+
+    crew, todo = Crew(preparation.make_accelerator(config["precision"])), tasks(config)
     place: Record = {"device": crew.accelerator.device, "world": crew.size}
     for one in (task.settings for task in todo):
         preparation.check(one, crew.accelerator)
@@ -336,6 +314,7 @@ def _check_fits(todo: Sequence[Task], source: Source, crew: "Crew") -> None:
         options = {"size": source.size, "seed": 0, **one.network_options}
         model = networks.build(one.network, one.method, source.classes, **options)
         preparation.make_optimizer(one, model)
+    return crew
 
 
 # --- what they say ------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ def test_what_is_not_as_in_the_papers_is_said() -> None:
 
 def test_the_best_rate_has_the_highest_mean_and_no_divergence() -> None:
     def some(lr: float, *top1: float) -> list[Record]:
-        one = {"method": "bn", "batch_size": 8, "lr": lr}
+        one = {"method": "bn", "network": "vgg6", "batch_size": 8, "lr": lr}
         return [one | {"seed": seed, "top1": value} for seed, value in enumerate(top1)]
 
     good, better, partly = some(0.1, 40, 41), some(0.3, 39, 43), some(1.0, 90, math.nan)
@@ -293,7 +293,7 @@ def sweep(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         options = {"lrs": [0.01, 0.1, 3.0], "batch_sizes": [8, 16, 32], "epochs": 30}
         folder = tmp_path_factory.mktemp("sweep") / "imagenet32"
         done = run(folder, data, methods=["sp", "bn", "gmp+imn"], **options)
-    draw(done, {"sp": 0.01, "bn": 0.01, "gmp+imn": 0.1})
+    draw(done)
     return done
 
 
@@ -314,7 +314,7 @@ def test_figure_4_shows_the_mean_of_the_chosen_runs(
 ) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr(Run, "figure", lambda run, name, figure, caption: drawn.append(figure))
-    image_figures.draw(sweep, dict.fromkeys(("sp", "bn", "gmp+imn"), 0.1))
+    image_figures.draw(sweep)
     assert [len(figure.axes) for figure in drawn] == [6, 6, 3]
     ax = drawn[0].axes[3]  # validation, batch 8
     lines = {line.get_label(): line.get_ydata() for line in ax.get_lines()}

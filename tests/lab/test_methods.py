@@ -251,12 +251,12 @@ def test_another_order_of_the_inputs_is_the_same_function_of_them(name: str) -> 
     [
         ("batchnorm", {}, "a method is one of sp, sp.imn, wn, .* got 'batchnorm'"),
         ("gmp", {"init": "he"}, "GmP has directions and scales"),
-        ("sp", {"init": "xavier"}, "init is 'glorot', 'sphere' or 'he'; got 'xavier'"),
-        ("gmp+imn", {"imn": "both"}, "imn is 'output' or 'input'; got 'both'"),
+        ("sp", {"init": "xavier"}, "init is one of glorot, sphere, he; got 'xavier'"),
+        ("gmp+imn", {"imn": "both"}, "imn is one of output, input; got 'both'"),
         ("sp+imn", {"imn": "input"}, "imn='input' is a form of geometric layers; got SP.IMN"),
         ("gmp:order=x", {}, "order is a seed, from 0 on; got 'x'"),
-        ("gmp:angle_lr=2", {}, "angle_lr is 'fan_in', or left out; got '2'"),
-        ("wn+mbn", {"mbn": "none"}, "mbn is 'after' or 'before'; got 'none'"),
+        ("gmp:angle_lr=2", {}, "angle_lr is one of None, fan_in; got '2'"),
+        ("wn+mbn", {"mbn": "none"}, "mbn is one of after, before; got 'none'"),
         ("wn+mbn:decay=1", {}, "a method's options are init, imn, mbn, angle_lr, order"),
     ],
 )
