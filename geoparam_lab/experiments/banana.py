@@ -36,6 +36,7 @@ from geoparam_lab.experiments.experiment import (
     LARGEST_MOVE,
     LARGEST_TURN,
     Config,
+    Drawings,
     Experiment,
     Layout,
     Slider,
@@ -175,16 +176,10 @@ def _bytes(logits: Array) -> Array:
     return np.round(255 / (1 + np.exp(-np.clip(logits, -50, 50)))).astype(np.uint8)
 
 
-def limits(data: Banana) -> tuple[float, float, float, float]:
-    """Return the view: lowest and highest first input, then second, with a margin.
-
-    Example:
-        >>> [round(limit) for limit in limits(load_points(source="generated"))]
-        [-3, 3, -3, 3]
-    """
+def limits(data: Banana) -> Array:
+    """Return the view: lowest and highest first input, then second, with a margin."""
     x = np.concatenate([data.x_train, data.x_test])
-    low, high = x.min(axis=0) - 0.4, x.max(axis=0) + 0.4
-    return float(low[0]), float(high[0]), float(low[1]), float(high[1])
+    return np.stack([x.min(axis=0) - 0.4, x.max(axis=0) + 0.4], axis=1).ravel()
 
 
 def grid(data: Banana) -> tuple[Array, Array]:
@@ -196,7 +191,7 @@ def grid(data: Banana) -> tuple[Array, Array]:
 # --- figures ------------------------------------------------------------------------------------
 
 
-def draw(run: Run, data: Banana) -> toys.Drawings:
+def draw(run: Run, data: Banana) -> Drawings:
     """Return all figures of a run, from what is in its folder."""
     config = run.config
     names = list_in_words(methods.title(name) for name in config["methods"])
@@ -294,7 +289,7 @@ def _film(run: Run, data: Banana) -> Arrays:
     frames["accuracy"] = "frame_accuracy"
     per_epoch = make_problem(data).steps_per_epoch
     found = toy_figures.film_seeds(run, "test_accuracy", frames, "rotation", per_epoch)
-    return found | {"x": data.x_train, "y": data.y_train, "limits": np.array(limits(data))}
+    return found | {"x": data.x_train, "y": data.y_train, "limits": limits(data)}
 
 
 # --- what it says -------------------------------------------------------------------------------

@@ -114,11 +114,9 @@ def _write(value: Any) -> str:
 
 
 def _name_run(record: Record) -> str:
-    known = {"batch_size": "batch", "lr": "rate", "seed": "seed"}
-    fields = [f"{word} {record[name]:g}" for name, word in known.items() if name in record]
-    fields += [options_in_words(record["tuned"])] if record.get("tuned") else []
-    epoch = f" in epoch {record['epochs'] + 1}" if "epochs" in record else ""
-    return f"{methods.title(record['method'])} ({', '.join(fields)}){epoch}"
+    tuned = f", {options_in_words(record['tuned'])}" if record.get("tuned") else ""
+    fields = f"batch {record['batch_size']}, rate {record['lr']:g}, seed {record['seed']}{tuned}"
+    return f"{methods.title(record['method'])} ({fields}) in epoch {record['epochs'] + 1}"
 
 
 # --- settings -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from geoparam_lab import methods as all_methods
 from geoparam_lab import networks
@@ -45,20 +45,9 @@ KEY = ("name",)
 DRAW_EVERY = 60  # seconds between two drawings of a sweep's figures
 
 
-class Defaults(NamedTuple):
-    """What the papers have, and a sweep where nothing else is asked for."""
-
-    network: str
-    methods: tuple[str, ...]
-    batch_sizes: tuple[int, ...]
-    size: int  # of the images
-
-
-DEFAULTS = {
-    "imagenet32": Defaults(
-        "vgg6", ("sp", "wn", "wn+mbn", "bn", "gmp", "gmp+imn"), (256, 512, 1024), 32
-    ),
-    "imagenet": Defaults("resnet18", ("wn+mbn", "bn", "gmp+imn"), (256,), 224),
+PAPERS_METHODS = {
+    "imagenet32": ("sp", "wn", "wn+mbn", "bn", "gmp", "gmp+imn"),
+    "imagenet": ("wn+mbn", "bn", "gmp+imn"),
 }
 _MAY_CHANGE = ("methods", "batch_sizes", "lrs", "seeds")  # when a sweep is resumed
 
@@ -71,13 +60,13 @@ def run(
     experiment: str = "imagenet32",
     *,
     data: str | Path | Source,
-    network: str | None = None,
+    network: str = "vgg6",
     methods: Sequence[str] | None = None,
     method: list[str] | None = None,
-    batch_sizes: Sequence[int] | None = None,
+    batch_sizes: Sequence[int] = (256, 512, 1024),
     lrs: Sequence[float] | None = None,
     seeds: int = 3,
-    size: int | None = None,
+    size: int = 32,
     workers: int | None = None,
     checkpoint_every: int | None = None,
     keep_weights: bool = False,
@@ -95,14 +84,14 @@ def run(
         experiment: "imagenet32", images in npz files, or "imagenet", a folder of JPEG files.
         data: the folder with the images (train_data_batch_*.npz and val_data.npz, or
             train/CLASS/*.JPEG and val/CLASS/*.JPEG), or these themselves.
-        network: one of vgg6, resnet18, resnet34, resnet50; by default the papers'.
+        network: one of vgg6, resnet18, resnet34, resnet50.
         methods: names of methods, each perhaps with options; by default the papers'.
         method: one more method with options of its own, as in bn:decay=5e-4:lr=0.4,0.8; may be
             given again.
-        batch_sizes: over all processes; by default the papers'.
+        batch_sizes: over all processes.
         lrs: learning rates for every method that has none of its own; by default the papers'.
         seeds: how many, from 0 on.
-        size: of the images: 32 or 64 in npz files, 224 for JPEG files where nothing else is said.
+        size: of the images: 32 or 64 in npz files.
         workers: processes that decode JPEG files; by default as many as there are cores.
         checkpoint_every: steps between two checkpoints; there is one after every epoch anyway.
         keep_weights: keep each run's weights, the best ones where its schedule does, in weights/.
@@ -244,12 +233,11 @@ def _check_counts(**counts: int | None) -> None:
 
 
 def _load_images(
-    experiment: str, data: str | Path | Source, size: int | None, workers: int | None
+    experiment: str, data: str | Path | Source, size: int, workers: int | None
 ) -> Source:
     """Return the images, checked as far as that is quick."""
     if not isinstance(data, (str, Path)):
         return data
-    size = size or DEFAULTS[experiment].size
     if experiment == "imagenet32":
         from geoparam_lab.data.downsampled import PackedImages
 
@@ -261,23 +249,22 @@ def _load_images(
 
 def _check_options(
     experiment: str,
-    network: str | None,
+    network: str,
     names: Sequence[str] | None,
-    batch_sizes: Sequence[int] | None,
+    batch_sizes: Sequence[int],
     lrs: Sequence[float] | None,
     seeds: int,
     settings: Record,
 ) -> Record:
     """Return the configuration, if all of it exists."""
-    check_names("experiment", [experiment], tuple(DEFAULTS))
-    usual = DEFAULTS[experiment]
-    network, names = network or usual.network, list(names if names is not None else usual.methods)
+    check_names("experiment", [experiment], tuple(PAPERS_METHODS))
     check_names("network", [network], networks.NETWORKS)
+    names = PAPERS_METHODS[experiment] if names is None else names
     plain = list(map(all_methods.without_options, names))
     check_names("methods", plain, tuple(all_methods.METHODS))
-    sizes = list(batch_sizes if batch_sizes is not None else usual.batch_sizes)
-    if seeds < 1 or not sizes:
-        raise ValueError(f"seeds must be >= 1 and batch_sizes some; got {seeds} and {sizes}.")
+    if seeds < 1 or not batch_sizes:
+        got = f"{seeds} and {list(batch_sizes)}"
+        raise ValueError(f"seeds must be >= 1 and batch_sizes some; got {got}.")
     if lrs is not None and not lrs:
         raise ValueError("lrs must be learning rates above 0, or left out; got none.")
     unknown = [name for name in settings if name not in grids.COMMON]
@@ -286,7 +273,7 @@ def _check_options(
     config: Record = {
         "network": network,
         "methods": list(dict.fromkeys(names)),
-        "batch_sizes": sorted(set(sizes)),
+        "batch_sizes": sorted(set(batch_sizes)),
         "lrs": lrs and sorted({float(lr) for lr in lrs}),
         "seeds": seeds,
     }
@@ -323,7 +310,6 @@ def _gather_crew(config: Record, source: Source) -> "Crew":
 def _experiment(name: str, **own: Any) -> Experiment:
     return Experiment(
         name=name,
-        run=functools.partial(run, experiment=name),
         settings=Settings,
         epochs=90,
         baseline="bn",
@@ -341,6 +327,7 @@ IMAGENET32 = _experiment(
     title="VGG-6 on ImageNet32",
     about="A convolutional network learns to tell classes of small images apart.",
     summary="VGG-6 on images of 32 by 32 pixels: table 2, figure 4. Wants a GPU.",
+    run=run,
     layouts=(Layout((TOP1, TOP5), "batch_size", "batch size"),),
     papers=papers.VGG6,
     theirs={"network": "vgg6"},
@@ -350,6 +337,9 @@ IMAGENET = _experiment(
     title="ResNet on ImageNet",
     about="A residual network learns to tell classes of images apart.",
     summary="A ResNet on ImageNet: table 3. Wants several GPUs.",
+    run=functools.partial(
+        run, experiment="imagenet", network="resnet18", batch_sizes=(256,), size=224
+    ),
     layouts=(Layout((TOP1, TOP5), "network", "network"),),
     papers=papers.RESNET,
     rates=dict.fromkeys(all_methods.METHODS, 0.1),

@@ -36,6 +36,7 @@ from geoparam_lab.experiments.experiment import (
     LARGEST_MOVE,
     RMSE,
     Config,
+    Drawings,
     Experiment,
     Layout,
     Measure,
@@ -64,25 +65,22 @@ class Options:
     """Options about the data.
 
     Args:
-        data_seed: of the 50 points; 0 gives the papers'.
         draws: draws of the points, one for each seed in turn; 0 for one that all train on.
     """
 
-    data_seed: int = 0
     draws: int = 0
 
 
 def load(options: Options, earlier: Config) -> tuple[Regression, Record]:
-    """Return the 50 points of a seed, with draws one after the other, and which they are."""
-    data_seed, draws = options.data_seed, options.draws
-    data = levy_regression(data_seed)
-    if draws == 0:
-        return data, {"data_seed": data_seed}
+    """Return the papers' 50 points, or several draws of 50, and which they are."""
+    data, draws = levy_regression(), options.draws
     if draws < 0:
         raise ValueError(f"draws is how many draws of the points there are, >= 0; got {draws}.")
-    every = [levy_regression(data_seed + draw) for draw in range(draws)]
+    if draws == 0:
+        return data, {"data_seed": 0}
+    every = [levy_regression(seed) for seed in range(draws)]
     x, y = (np.stack(parts) for parts in zip(*(d[:2] for d in every), strict=True))
-    return data._replace(x_train=x, y_train=y), {"data_seed": data_seed, "draws": draws}
+    return data._replace(x_train=x, y_train=y), {"data_seed": 0, "draws": draws}
 
 
 def make_problem(data: Regression, epochs: int = EPOCHS, patience: int = PATIENCE) -> Problem:
@@ -126,12 +124,12 @@ def describe(
 # --- figures ------------------------------------------------------------------------------------
 
 
-def draw(run: Run, data: Regression) -> toys.Drawings:
+def draw(run: Run, data: Regression) -> Drawings:
     """Return all figures of a run, from what is in its folder."""
     names = list_in_words(methods.title(name) for name in run.config["methods"])
     rates = list_in_words(f"{rate:g}" for rate in run.config["lrs"])
     label, one = "test RMSE (lower is better)", data.x_train.ndim == 2
-    fits: toys.Drawings = {
+    fits: Drawings = {
         "figure2d-g": (lambda: _draw_fits(run, data), "Figure 2d-g. Above: the network before and "
             "after training, the 50 training points and the true function, each method at the "
             "papers' rate, from the seed with its median test RMSE. Below: where the units "

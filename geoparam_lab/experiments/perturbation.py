@@ -41,7 +41,13 @@ from torch.nn.utils.parametrizations import weight_norm
 import geoparam as gp
 from geoparam.analysis import DELTAS, layer_boundaries, make_steps, perturb_layer, respond
 from geoparam_lab.experiments import toys
-from geoparam_lab.experiments.experiment import Experiment, Layout, Measure, list_in_words
+from geoparam_lab.experiments.experiment import (
+    Drawings,
+    Experiment,
+    Layout,
+    Measure,
+    list_in_words,
+)
 from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.methods import TITLES
 from geoparam_lab.run_folder import Run
@@ -197,7 +203,7 @@ def _spread(name: str, values: Array) -> dict[str, float]:
 # --- figures ------------------------------------------------------------------------------------
 
 
-def draw(turns: Mapping[str, Turns]) -> toys.Drawings:
+def draw(turns: Mapping[str, Turns]) -> Drawings:
     """Return all figures of a run."""
     names = list_in_words(TITLES[method] for method in turns)
     count = next(iter(turns.values())).rotations.shape[1]

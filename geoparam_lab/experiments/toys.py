@@ -13,18 +13,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from geoparam_lab import methods as methods_table
-from geoparam_lab.experiments.experiment import Config, Measure
-from geoparam_lab.experiments.rate_tolerance import (
-    describe_tolerance,
-    draw_tolerance,
-    measure_tolerance,
-)
+from geoparam_lab.experiments.experiment import Config, Drawings, Measure
+from geoparam_lab.experiments.rate_tolerance import draw_rates
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import tasks
 from geoparam_lab.training.stacks import stacked
@@ -32,20 +28,14 @@ from geoparam_lab.training.stacks.snapshots import Film, frame_epochs
 from geoparam_lab.training.stacks.stacked import Protocol, Result
 from geoparam_lab.training.tasks import Progress, Tick
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 Array = np.ndarray
 Arrays = dict[str, Array]
 Describe = Callable[[Result, Film, Sequence[int]], Iterable[tuple[Arrays, Record]]]
 
-Drawings = dict[str, tuple[Callable[[], "Figure"], str]]
-
 COMPARED = ("sp", "wn", "bn", "gmp")  # by the papers
 LRS = (0.01, 0.1)  # in the papers 0.1 is GmP's, 0.01 that of the others
 BLOCK = 20  # seeds in a stack
-QUANTILES = (50, 90, 99, 100)  # in percent, of what units turn and move in an update
-WORDS = {50: "median", 90: "90 %", 99: "99 %", 100: "largest"}
+WORDS = {50: "median", 90: "90 %", 99: "99 %", 100: "largest"}  # quantiles in percent
 TURNS = tuple(
     Measure(f"turn_{q}", f"turn: {w} (°)", 2 if q < 100 else None) for q, w in WORDS.items()
 )
@@ -157,19 +147,11 @@ def run(
     done = Run.create(out, toy.name, config | source, command, key=Member._fields, **options)
     problem = toy.make_problem(data, epochs, patience)
     train_missing(done, problem, functools.partial(toy.describe, data), jobs, progress)
-    save_figures(done, toy.draw(done, data) | _draw_rates(done, toy.measure), progress)
+    rates = draw_rates(done, {toy.name.capitalize(): done.records()}, toy.measure)
+    save_figures(done, toy.draw(done, data) | rates, progress)
     if arrays := toy.film(done, data):
         done.save_curves(f"slider_{toy.name}", kind=toy.name, **arrays)
     return done
-
-
-def _draw_rates(run: Run, measure: Measure) -> Drawings:
-    """Return the figure over rates, where there are enough of them."""
-    if len(run.config["lrs"]) < 4:
-        return {}
-    found = {run.info["experiment"].capitalize(): measure_tolerance(run.records(), measure)}
-    label = "median test error" if measure.better == "higher" else f"median {measure.title}"
-    return {"rates": (lambda: draw_tolerance(found, label), describe_tolerance(found))}
 
 
 def _check_options(
@@ -311,7 +293,7 @@ def _record(member: Member, result: Result, i: int) -> Record:
 
 
 def _find_quantiles(name: str, values: Array) -> Record:
-    return {f"{name}_{q}": float(np.nanquantile(values, q / 100)) for q in QUANTILES}
+    return {f"{name}_{q}": float(np.nanquantile(values, q / 100)) for q in WORDS}
 
 
 def _to_single(arrays: Arrays) -> Arrays:

@@ -43,11 +43,7 @@ from geoparam_lab.data import uci_data as data_sets
 from geoparam_lab.data.synthetic import levy
 from geoparam_lab.experiments.experiment import RMSE, Experiment, Layout, Measure
 from geoparam_lab.experiments.papers import read_table
-from geoparam_lab.experiments.rate_tolerance import (
-    describe_tolerance,
-    draw_tolerance,
-    measure_tolerance,
-)
+from geoparam_lab.experiments.rate_tolerance import draw_rates
 from geoparam_lab.experiments.toys import save_figures
 from geoparam_lab.experiments.uci_tasks import Task, chosen_tasks, grid_tasks, sum_folds
 from geoparam_lab.run_folder import Record, Run
@@ -216,17 +212,14 @@ def load(name: str, data: str | Path | None = None) -> Table:
 
 
 def _draw_rates(run: Run) -> None:
-    """Draw the validation error over the rate, if there are enough rates and matplotlib."""
-    if len(run.config["lrs"]) < 4 or importlib.util.find_spec("matplotlib") is None:
+    """Draw the validation error over the rate, if there is matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
         return
-    measure = Measure("val_rmse", "validation RMSE")
     panels: dict[str, list[Record]] = {}
     for (dataset, method, _), own in sum_folds(run.records()).items():
         found = [{"method": method, "lr": lr, "val_rmse": math.sqrt(e)} for lr, e in own.items()]
         panels.setdefault(dataset.capitalize(), []).extend(found)
-    tolerances = {name: measure_tolerance(own, measure) for name, own in panels.items()}
-    draw = functools.partial(draw_tolerance, tolerances, "median validation RMSE")
-    save_figures(run, {"rates": (draw, describe_tolerance(tolerances))})
+    save_figures(run, draw_rates(run, panels, Measure("val_rmse", "validation RMSE")))
 
 
 def _work(config: Record, tables: Mapping[str, Table], task: Task, tick: Tick) -> Done:

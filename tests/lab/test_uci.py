@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch_rules import keras_adam, keras_plateau
 
 import geoparam as gp
 from geoparam_lab import methods
 from geoparam_lab.data import splits
 from geoparam_lab.data.synthetic import levy
 from geoparam_lab.experiments import uci
+from geoparam_lab.experiments.measurements import select_records
 from geoparam_lab.experiments.uci_tasks import Member, Task, choose, grid_tasks
-from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.run_folder import Record, Run, group_records
 
 SCRIPT = """
 import json, os, signal, sys
@@ -87,29 +89,22 @@ def keras_training(
 ) -> tuple[float, int, torch.nn.Sequential]:
     """Lowest squared error on the validation part, its epoch and the model: one network alone."""
     x, y, x_val, y_val = data
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    optimizer = keras_adam(model, lr)
     optimizer.register_step_post_hook(gp.retract(model))
-    order, steps, best, kept = torch.Generator().manual_seed(seed), 0, [], copy.deepcopy(model)
-    wait, plateau = 0, math.inf
+    plateau = keras_plateau(optimizer, uci.PATIENCE)
+    order, errors, kept = torch.Generator().manual_seed(seed), [], copy.deepcopy(model)
     for _ in range(epochs):
         for batch in torch.randperm(len(x), generator=order).split(uci.BATCH_SIZE):
-            steps += 1
-            for group in optimizer.param_groups:
-                group["eps"] = 1e-7 / math.sqrt(1 - 0.999**steps)
             optimizer.zero_grad()
             (model.train()(x[batch]).squeeze(-1) - y[batch]).abs().mean().backward()
             optimizer.step()
         with torch.no_grad():
-            best.append((model.eval()(x_val).squeeze(-1) - y_val).square().mean().item())
-        kept = copy.deepcopy(model) if best[-1] == min(best) else kept
-        wait, plateau = (0, best[-1]) if best[-1] < plateau - 1e-4 else (wait + 1, plateau)
-        if wait == uci.PATIENCE:
-            wait = 0
-            for group in optimizer.param_groups:
-                group["lr"] *= 0.1
-        if len(best) - 1 - int(np.argmin(best)) == 2 * uci.PATIENCE:
+            errors.append((model.eval()(x_val).squeeze(-1) - y_val).square().mean().item())
+        kept = copy.deepcopy(model) if errors[-1] == min(errors) else kept
+        plateau.step(errors[-1])
+        if len(errors) - 1 - int(np.argmin(errors)) == 2 * uci.PATIENCE:
             break
-    return min(best), int(np.argmin(best)), kept
+    return min(errors), int(np.argmin(errors)), kept
 
 
 @pytest.mark.parametrize(
@@ -148,15 +143,14 @@ def test_the_papers_rates_are_the_default(tmp_path: Path) -> None:
 
 
 def test_each_split_has_the_rate_with_its_lowest_validation_error(heldout: Run) -> None:
-    records = heldout.records()
-    searched = [record for record in records if not record["chosen"]]
-    chosen = [record for record in records if record["chosen"]]
-    assert len(searched) == 2 * 2 * 3 * 2 and len(chosen) == 2 * 2 * 3
-    for record in chosen:
-        same = ("dataset", "method", "split")
-        own = [r for r in searched if all(r[name] == record[name] for name in same)]
-        assert record["lr"] == min(own, key=lambda r: r["val_rmse"])["lr"]
-    assert len({record["lr"] for record in chosen}) == 2
+    by_split = group_records(heldout.records(), "dataset", "method", "split").values()
+    assert len(by_split) == 2 * 2 * 3
+    chosen = []
+    for *searched, record in by_split:
+        assert [r["chosen"] for r in (*searched, record)] == [False, False, True]
+        assert record["lr"] == min(searched, key=lambda r: r["val_rmse"])["lr"]
+        chosen.append(record["lr"])
+    assert set(chosen) == {0.01, 0.1}
 
 
 @pytest.mark.parametrize("protocol", ["heldout", "cv"])
@@ -169,17 +163,14 @@ def test_only_chosen_rates_meet_the_test_part(
 
 
 def test_cross_validation_chooses_by_the_mean_over_folds(cv: Run) -> None:
-    errors: dict[tuple[Any, ...], dict[float, list[float]]] = {}
-    for r in cv.records():
-        if not r["chosen"]:
-            own = errors.setdefault((r["method"], r["split"]), {})
-            own.setdefault(r["lr"], []).append(r["val_rmse"] ** 2)
-    assert {len(each) for own in errors.values() for each in own.values()} == {3}
-    chosen = [r for r in cv.records() if r["chosen"]]
-    assert len(chosen) == 2 * 3 == len(errors) and {r["fold"] for r in chosen} == {0}
-    for r in chosen:
-        own = errors[r["method"], r["split"]]
-        assert r["lr"] == min(own, key=lambda lr: np.mean(own[lr]))
+    by_rate = group_records(cv.records(), "chosen", "method", "split", "lr")
+    chosen = [key[1:] for key in by_rate if key[0]]
+    assert len(chosen) == 2 * 3 and {r["fold"] for r in cv.records() if r["chosen"]} == {0}
+    for method, split, lr in chosen:
+        folds = {rate: by_rate[False, method, split, rate] for rate in OPTIONS["lrs"]}
+        assert {len(own) for own in folds.values()} == {3}
+        errors = {rate: np.mean([r["val_rmse"] ** 2 for r in own]) for rate, own in folds.items()}
+        assert lr == min(errors, key=lambda rate: errors[rate])
 
 
 def test_another_order_of_the_inputs_changes_nothing_but_angles(tmp_path: Path) -> None:
@@ -297,8 +288,8 @@ def test_curves_are_of_reported_networks_and_small(heldout: Run) -> None:
     curves = heldout.curves("small-gmp")
     assert curves["split"].tolist() == [0, 1, 2] and curves["epoch"].tolist() == [*range(1, 13)]
     assert curves["val_rmse"].shape == (3, 12) and curves["val_rmse"].dtype == np.float32
-    chosen = [r for r in heldout.records() if r["chosen"] and r["dataset"] == "small"]
-    own = {r["split"]: r for r in chosen if r["method"] == "gmp"}
+    same = {"dataset": "small", "method": "gmp", "chosen": True}
+    own = {r["split"]: r for r in select_records(heldout.records(), **same)}
     for split, values in enumerate(curves["val_rmse"]):
         assert math.isclose(values.min(), own[split]["val_rmse"], rel_tol=1e-6)
         assert math.isclose(curves["lr"][split], own[split]["lr"])
