@@ -116,7 +116,7 @@ class Method:
         """The papers' learning rate."""
         return 0.1 if self.is_geometric else 0.01
 
-    def permutation(self, features: int) -> Tensor:
+    def draw_order(self, features: int) -> Tensor:
         """Return the order of the inputs."""
         generator = torch.Generator().manual_seed(int(self.order))
         order = natural = torch.arange(features)
@@ -254,7 +254,7 @@ def mlp(
         ]
         output = method.output(hidden[-1], outputs, dtype=dtype)
     if int(method.order):
-        _permute_(blocks[0][0], method.permutation(widths[0]))
+        _permute_(blocks[0][0], method.draw_order(widths[0]))
     return nn.Sequential(*(module for block in blocks for module in block), output)
 
 

@@ -143,7 +143,7 @@ def describe(
 ) -> Iterator[tuple[Arrays, Record]]:
     """Yield the arrays and measures of some members."""
     assert result.motion is not None
-    across, up = np.meshgrid(*grid(data))  # row by row of the second input
+    across, up = np.meshgrid(*make_grid(data))  # row by row of the second input
     mesh = np.stack([across.ravel(), up.ravel()], axis=1)
     outputs = film.predict(np.concatenate([mesh, data.x_test]))
     logits, tests = np.split(outputs, [len(mesh)], axis=2)
@@ -176,15 +176,15 @@ def _bytes(logits: Array) -> Array:
     return np.round(255 / (1 + np.exp(-np.clip(logits, -50, 50)))).astype(np.uint8)
 
 
-def limits(data: Banana) -> Array:
+def find_limits(data: Banana) -> Array:
     """Return the view: lowest and highest first input, then second, with a margin."""
     x = np.concatenate([data.x_train, data.x_test])
     return np.stack([x.min(axis=0) - 0.4, x.max(axis=0) + 0.4], axis=1).ravel()
 
 
-def grid(data: Banana) -> tuple[Array, Array]:
+def make_grid(data: Banana) -> tuple[Array, Array]:
     """Return the values of the first and of the second input at which scores are drawn."""
-    left, right, bottom, top = limits(data)
+    left, right, bottom, top = find_limits(data)
     return np.linspace(left, right, SIDE), np.linspace(bottom, top, SIDE)
 
 
@@ -224,7 +224,7 @@ def _describe_seed(run: Run) -> str:
     said = [
         f"{methods.title(name)} {record['test_accuracy']:.3f}"
         for name in run.config["methods"]
-        for record in toy_figures.records_of(run, name)
+        for record in toy_figures.find_records(run, name)
         if record["seed"] == 0
     ]
     return f"Seed 0 alone would say: {list_in_words(said)}." if said else ""
@@ -237,7 +237,7 @@ def _draw_paths(run: Run, data: Banana) -> "Figure":
     figure, columns, corner = toy_figures.new_columns(len(names), len(rates), size=(3.3, 3.5))
     for row, lr in zip(columns.T, rates, strict=True):
         for ax, (name, curves) in zip(
-            row, toy_figures.show_median(run, "test_accuracy", lr).items(), strict=True
+            row, toy_figures.load_medians(run, "test_accuracy", lr).items(), strict=True
         ):
             plots.trajectories(
                 -curves["distance"][..., None] * curves["direction"],
@@ -253,7 +253,7 @@ def _draw_paths(run: Run, data: Banana) -> "Figure":
 def _draw_rotations(run: Run) -> "Figure":
     from geoparam import plots
 
-    shown = toy_figures.show_median(run, "test_accuracy", max(run.config["lrs"]))
+    shown = toy_figures.load_medians(run, "test_accuracy", max(run.config["lrs"]))
     turns = {name: curves["rotation"] for name, curves in shown.items()}
     figure, axes = plots.new_figure(1, 1, size=(7.0, 4.2))
     plots.rotation_curves(turns, ax=axes[0, 0])
@@ -263,12 +263,12 @@ def _draw_rotations(run: Run) -> "Figure":
 def _draw_decisions(run: Run, data: Banana) -> "Figure":
     from geoparam import plots
 
-    shown = toy_figures.show_median(run, "test_accuracy")
+    shown = toy_figures.load_medians(run, "test_accuracy")
     figure, columns, corner = toy_figures.new_columns(len(shown), 1, size=(3.6, 3.8))
     for ax, (name, curves) in zip(columns[:, 0], shown.items(), strict=True):
         plots.decision_regions(
             curves["logits"],
-            grid=grid(data),
+            grid=make_grid(data),
             points=data.x_test,
             labels=data.y_test,
             locations=-curves["distance"][-1][:, None] * curves["direction"][-1],
@@ -277,7 +277,7 @@ def _draw_decisions(run: Run, data: Banana) -> "Figure":
             ax=ax,
         )
         accuracy = curves["frame_accuracy"][-1]
-        rate = toy_figures.papers_lr(name, run.config["lrs"])
+        rate = toy_figures.find_papers_lr(name, run.config["lrs"])
         title = f"{methods.title(name)}, rate {rate:g}: test accuracy {accuracy:.3f}"
         ax.set_title(title, loc="left")
     return figure
@@ -289,7 +289,7 @@ def _film(run: Run, data: Banana) -> Arrays:
     frames["accuracy"] = "frame_accuracy"
     per_epoch = make_problem(data).steps_per_epoch
     found = toy_figures.film_seeds(run, "test_accuracy", frames, "rotation", per_epoch)
-    return found | {"x": data.x_train, "y": data.y_train, "limits": limits(data)}
+    return found | {"x": data.x_train, "y": data.y_train, "limits": find_limits(data)}
 
 
 # --- what it says -------------------------------------------------------------------------------

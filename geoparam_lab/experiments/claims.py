@@ -107,7 +107,7 @@ def run(
     folder = Run.create(out, "claims", {"parts": chosen, "seeds": seeds}, command, **options)
     tasks = [task for part in chosen for task in make_tasks(part, seeds)]
     measure_missing(folder, tasks, functools.partial(_measure, sets), jobs, progress)
-    folder.append_missing(answers(folder.records()))
+    folder.append_missing(find_answers(folder.records()))
     from geoparam_lab.experiments import claims_figures  # it imports matplotlib
 
     claims_figures.draw(folder)
@@ -136,7 +136,7 @@ def make_tasks(name: str, seeds: int) -> list[Task]:
     return [Task(f"{name}, {cell[0]}", tuple(members)) for cell, members in found.items()]
 
 
-def answers(records: Sequence[Record]) -> list[Record]:
+def find_answers(records: Sequence[Record]) -> list[Record]:
     """Return how cost grows, and whether what was measured goes with the test error."""
     by_part = {part: select_records(records, part=part) for part in PARTS}
     found: list[Record] = []

@@ -157,7 +157,7 @@ def find_layers(model: nn.Sequential) -> list[Any]:
 
 
 @torch.no_grad()
-def layer_inputs(model: nn.Sequential, x: Tensor) -> list[Tensor]:
+def collect_inputs(model: nn.Sequential, x: Tensor) -> list[Tensor]:
     """Return the input of each layer with weights; with IMN, the centred one."""
     seen, layers = [], find_layers(model)
     for module in model:
@@ -180,7 +180,7 @@ def measure_shift(members: Members, data: Sets, epochs: int) -> list[Record]:
     found: dict[Member, Record] = {member: {} for member in members}
     for member, (_, x, models) in zip(first, networks, strict=True):
         for end, training in (("", True), ("_running", False)):
-            inputs = [layer_inputs(model.train(training), x) for model in models]
+            inputs = [collect_inputs(model.train(training), x) for model in models]
             for layer, seen in enumerate(zip(*inputs, strict=True), start=1):
                 means = torch.stack([x.mean(dim=0) for x in seen])
                 sizes = torch.stack([x.square().sum(dim=1).mean().sqrt() for x in seen])
@@ -228,7 +228,7 @@ def measure_products(members: Members, data: Sets, epochs: int) -> list[Record]:
 @torch.no_grad()
 def _measure_second_layer(model: nn.Sequential, x: Tensor) -> Record:
     """Return what `measure_products` records of the second hidden layer, at one frame."""
-    zero = (layer_inputs(model, x)[2] == 0).double()
+    zero = (collect_inputs(model, x)[2] == 0).double()
     found = {"sparsity": float(zero.mean()), "dead": float(zero.amin(dim=0).mean())}
     layer = find_layers(model)[1]
     if isinstance(layer, gp.GmPLinear):
@@ -271,7 +271,7 @@ def measure_regions(model: nn.Sequential, x: Tensor) -> Record:
     """Return dead units, distances by layer and the smallest slope of one network."""
     distances, dead = [], []
     boundaries = analysis.boundaries(model, x).values()
-    for z, own in list(zip(layer_inputs(model, x), boundaries, strict=True))[:-1]:  # no output
+    for z, own in list(zip(collect_inputs(model, x), boundaries, strict=True))[:-1]:  # no output
         mean = z.mean(dim=0)
         radius = (z - mean).square().sum(dim=1).mean().sqrt()
         distances.append(float(((own.direction @ mean + own.distance).abs() / radius).nanmedian()))

@@ -58,7 +58,7 @@ def draw(run: Run) -> None:
     papers = {name: papers_rate(run.config["network"], name) for name in methods.METHODS}
     measure = next(name for name in _VALUES if any(name in record for record in records))
     best = image_text.choose(records, measure)
-    theirs = [r for r in records if image_text.setting(r) == (papers.get(r["method"]), "")]
+    theirs = [r for r in records if image_text.read_setting(r) == (papers.get(r["method"]), "")]
     is_theirs = _settings(best) == _settings(theirs)
     _draw_convergence(run, "figure4", best, _THEIRS if is_theirs else _BEST[measure])
     if not is_theirs and _settings(best).keys() == _settings(theirs).keys():
@@ -72,7 +72,7 @@ def draw(run: Run) -> None:
 
 def _settings(records: Sequence[Record]) -> dict[tuple[str, int], tuple[float, str]]:
     """Return the settings of some records by method and batch size."""
-    return {(r["method"], r["batch_size"]): image_text.setting(r) for r in records}
+    return {(r["method"], r["batch_size"]): image_text.read_setting(r) for r in records}
 
 
 def _group_results(
@@ -182,7 +182,7 @@ def _rates_in_words(settings: Mapping[tuple[str, int], tuple[float, str]]) -> st
 
 
 def _describe_data(run: Run) -> str:
-    return f"{image_text.network_title(run.config)}; {image_text.describe_images(run.config)}."
+    return f"{image_text.name_network(run.config)}; {image_text.describe_images(run.config)}."
 
 
 def _order(record: Record) -> tuple[Any, ...]:

@@ -34,7 +34,7 @@ _USUAL = {field.name: field.default for field in fields(Settings)} | {"momentum"
 _SHOWN = 8  # failed runs that are named
 
 
-def network_title(config: Config) -> str:
+def name_network(config: Config) -> str:
     """Return what a network is called."""
     name = str(config.get("network", "network"))
     return NETWORKS.get(name, name)
@@ -53,8 +53,8 @@ def make_title(experiment: str, config: Config) -> str:
     if "network" not in config:
         return ""
     if explain_mismatch(experiment, config):
-        return f"{network_title(config)} on images of {config['data']['classes']:,} classes"
-    return f"{network_title(config)} on ImageNet{experiment.removeprefix('imagenet')}"
+        return f"{name_network(config)} on images of {config['data']['classes']:,} classes"
+    return f"{name_network(config)} on ImageNet{experiment.removeprefix('imagenet')}"
 
 
 def describe_images(config: Config) -> str:
@@ -90,7 +90,7 @@ def explain_mismatch(experiment: str, config: Config) -> str:
 def remark(config: Config, records: Iterable[Record]) -> Iterator[str]:
     """Yield what a reader must know of a table of a sweep over images."""
     if said := describe_images(config):
-        yield f"{network_title(config)}; {said}."
+        yield f"{name_network(config)}; {said}."
     if schedule := SCHEDULES.get(str(config.get("schedule"))):
         yield f"Schedule: {schedule}."
     if isinstance(config.get("select"), float) and config["select"] > 0:
@@ -147,7 +147,7 @@ def choose(records: Iterable[Record], measure: str) -> list[Record]:
     for own in group_records(records, "method", "network", "batch_size").values():
         settings: dict[tuple[float, str], dict[int, Record]] = {}
         for record in own:
-            settings.setdefault(setting(record), {})[record["seed"]] = record
+            settings.setdefault(read_setting(record), {})[record["seed"]] = record
         seeds = set.intersection(*map(set, settings.values()))
         values = {
             at: _mean([some[seed].get(measure, math.nan) for seed in seeds])
@@ -158,7 +158,7 @@ def choose(records: Iterable[Record], measure: str) -> list[Record]:
     return chosen
 
 
-def setting(record: Record) -> tuple[float, str]:
+def read_setting(record: Record) -> tuple[float, str]:
     """Return a record's rate, and its other tuned options."""
     return record["lr"], record.get("tuned", "")
 

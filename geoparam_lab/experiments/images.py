@@ -21,7 +21,7 @@ import functools
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,9 +121,8 @@ def run(
     try:
         if storage is not None:
             shared_study.check_storage(storage)
-        known: Record = {"key": KEY, "resume": resume, "may_change": _MAY_CHANGE}
-        known["defaults"] = {field.name: field.default for field in fields(Settings)}
-        folder = Run.create(out, experiment, config, command, **known)
+        known: Record = {"key": KEY, "may_change": _MAY_CHANGE, "defaults": grids.COMMON}
+        folder = Run.create(out, experiment, config, command, resume=resume, **known)
     except BaseException:
         crew.send(None)
         raise

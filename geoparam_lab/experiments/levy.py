@@ -155,7 +155,7 @@ def _draw_moves(run: Run) -> "Figure":
     rates = run.config["lrs"]
     figure, axes = plots.new_figure(1, len(rates), size=(1.5 + 4.6 * len(rates), 4.2))
     for ax, lr in zip(axes[0], rates, strict=True):
-        shown = toy_figures.show_median(run, "test_rmse", lr)
+        shown = toy_figures.load_medians(run, "test_rmse", lr)
         moves = {name: curves["moves"] for name, curves in shown.items()}
         plots.displacement_curves(moves, ax=ax, legend=ax is axes[0, -1])
         ax.axhline(1, color="black", linewidth=0.8, linestyle=":")
@@ -168,7 +168,7 @@ def _draw_moves(run: Run) -> "Figure":
 def _draw_fits(run: Run, data: Regression) -> "Figure":
     from geoparam import plots
 
-    shown = toy_figures.show_median(run, "test_rmse")
+    shown = toy_figures.load_medians(run, "test_rmse")
     figure, columns, _ = toy_figures.new_columns(len(shown), 2, size=(4.1, 3.6))
     grid = data.x_test[:, 0]
     for (above, below), (name, curves) in zip(columns, shown.items(), strict=True):
@@ -185,7 +185,7 @@ def _draw_fits(run: Run, data: Regression) -> "Figure":
         )
         above.sharey(columns[0, 0])
         rmse = np.sqrt(np.mean((curves["prediction"][-1] - data.y_test) ** 2))
-        rate = toy_figures.papers_lr(name, run.config["lrs"])
+        rate = toy_figures.find_papers_lr(name, run.config["lrs"])
         title = f"{methods.title(name)}, rate {rate:g}: test RMSE {rmse:.3f}"
         above.set_title(title, loc="left")
         plots.location_spectrum(
@@ -230,7 +230,7 @@ def _finding(run: Run) -> str:
 def _limits(run: Run) -> str:
     if run.config["epochs"] < EPOCHS:
         return "Levy: training was cut short here, so that its errors say little."
-    own = [record["test_rmse"] for record in toy_figures.records_of(run, "gmp")]
+    own = [record["test_rmse"] for record in toy_figures.find_records(run, "gmp")]
     return (
         f"Levy: GmP fits well in {sum(error < GOOD for error in own)} of {len(own)} seeds (test "
         "RMSE below 0.8), and little or no better than SP in the others, where the papers' "

@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 SHOWN = 5  # seeds that the slider offers, or more where methods have more medians
 
 
-def papers_lr(method: str, lrs: Sequence[float]) -> float:
+def find_papers_lr(method: str, lrs: Sequence[float]) -> float:
     """Return the papers' rate of a method, or where that was not run the nearest one that was.
 
     Example:
-        >>> papers_lr("gmp", (0.01, 0.1)), papers_lr("gmp", (0.01, 0.03))
+        >>> find_papers_lr("gmp", (0.01, 0.1)), find_papers_lr("gmp", (0.01, 0.03))
         (0.1, 0.03)
     """
     return min(lrs, key=lambda lr: abs(np.log(lr / methods.get(method).lr)))
 
 
-def records_of(run: Run, method: str, lr: float | None = None) -> list[Record]:
+def find_records(run: Run, method: str, lr: float | None = None) -> list[Record]:
     """Return a method's records at a rate, or else at the papers'."""
-    lr = lr or papers_lr(method, run.config["lrs"])
+    lr = lr or find_papers_lr(method, run.config["lrs"])
     return [r for r in run.records() if r["method"] == method and r["lr"] == lr]
 
 
@@ -46,7 +46,7 @@ def compare_gmp_with_sp(
     """Return GmP's median result and largest motion, then SP's; None where one is missing."""
     found = []
     for method in ("gmp", "sp"):
-        own = records_of(run, method, lr)
+        own = find_records(run, method, lr)
         results = [r[measure] for r in own if math.isfinite(r[measure])]
         if not results:
             return None
@@ -54,11 +54,12 @@ def compare_gmp_with_sp(
     return found
 
 
-def median_seed(records: Iterable[Record], measure: str) -> int:
+def find_median_seed(records: Iterable[Record], measure: str) -> int:
     """Return the seed with the median result; of two in the middle, the one with the lower value.
 
     Example:
-        >>> median_seed([{"seed": s, "rmse": x} for s, x in enumerate((0.4, 1.2, 1.1))], "rmse")
+        >>> records = [{"seed": s, "rmse": x} for s, x in enumerate((0.4, 1.2, 1.1))]
+        >>> find_median_seed(records, "rmse")
         2
     """
     order = sorted((not math.isfinite(r[measure]), r[measure], r["seed"]) for r in records)
@@ -66,12 +67,12 @@ def median_seed(records: Iterable[Record], measure: str) -> int:
     return int(order[(finite - 1) // 2][2])
 
 
-def show_median(run: Run, measure: str, lr: float | None = None) -> dict[str, Arrays]:
+def load_medians(run: Run, measure: str, lr: float | None = None) -> dict[str, Arrays]:
     """Return each method's arrays of its median seed, at a rate or else at the papers' own."""
     found = {}
     for method in run.config["methods"]:
-        rate = lr or papers_lr(method, run.config["lrs"])
-        seed = median_seed(records_of(run, method, rate), measure)
+        rate = lr or find_papers_lr(method, run.config["lrs"])
+        seed = find_median_seed(find_records(run, method, rate), measure)
         found[method] = run.curves(Member(method, rate, seed).name)
     return found
 
@@ -86,12 +87,12 @@ def film_seeds(
     frames, the methods' titles, the seeds, and the place of each method's median seed among them.
     """
     config = run.config
-    own = {method: records_of(run, method) for method in config["methods"]}
-    medians = [median_seed(records, measure) for records in own.values()]
+    own = {method: find_records(run, method) for method in config["methods"]}
+    medians = [find_median_seed(records, measure) for records in own.values()]
     others = [seed for seed in range(config["seeds"]) if seed not in medians]
     seeds = sorted({*medians, *others[: max(0, SHOWN - len(set(medians)))]})
     films = [
-        run.curves(Member(method, papers_lr(method, config["lrs"]), seed).name)
+        run.curves(Member(method, find_papers_lr(method, config["lrs"]), seed).name)
         for seed in seeds
         for method in own
     ]
@@ -148,7 +149,7 @@ def draw_seeds(run: Run, measure: str, label: str, printed: Experiment | None = 
     figure, axes = plots.new_figure(1, 1, size=(wide, 4.2))
     ax = axes[0, 0]
     for x, (method, lr) in enumerate(columns):
-        values = [r[measure] for r in records_of(run, method, lr) if np.isfinite(r[measure])]
+        values = [r[measure] for r in find_records(run, method, lr) if np.isfinite(r[measure])]
         _draw_seed_column(ax, x, values, method, lr)
         known = printed.find_printed(measure, method) if printed else None
         if known and lr == papers.RATES.get(method):

@@ -172,7 +172,7 @@ def _check_options(
         "methods": list(dict.fromkeys(names)),
         "seeds": seeds,
         "lrs": sorted({float(lr) for lr in lrs}),
-        "init": "glorot",  # once an option
+        "init": "glorot",  # an option of earlier runs
         "epochs": epochs,
         "patience": patience,
     }

@@ -45,7 +45,7 @@ from geoparam_lab.experiments.experiment import RMSE, Experiment, Layout, Measur
 from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.experiments.rate_tolerance import draw_rates
 from geoparam_lab.experiments.toys import save_figures
-from geoparam_lab.experiments.uci_tasks import Task, chosen_tasks, grid_tasks, sum_folds
+from geoparam_lab.experiments.uci_tasks import Task, list_chosen_tasks, list_grid_tasks, sum_folds
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import shared_study
 from geoparam_lab.training.stacks import stacked
@@ -65,7 +65,7 @@ WIDE_RATES = (*RATES, 1.0, 3.0)  # of "cv": SP and WN often chose the edge of th
 FOLDS = 5
 UNITS, BATCH_SIZE, EPOCHS, PATIENCE = 100, 1024, 5000, 50
 POINTS = 120  # of a learning curve that are kept
-_FIXED = {"init": "glorot", "device": "cpu", "dtype": "float64"}  # once options; runs tell them
+_FIXED = {"init": "glorot", "device": "cpu", "dtype": "float64"}  # options of earlier runs
 _MAY_CHANGE = ("datasets", "methods", "seeds")  # when a run is resumed
 
 
@@ -78,7 +78,7 @@ def train(task: Task, table: Table, config: Record, tick: Tick | None = None) ->
     protocol = "paper" if config["protocol"] == "paper" else "heldout"
     fold = (task.fold - 1, config["folds"]) if task.fold else None
     x, y = table
-    order = method.permutation(x.shape[1]).numpy()
+    order = method.draw_order(x.shape[1]).numpy()
     data = parts.stack(x[:, order], y, seeds, protocol, fold)
     widths = (data.x_train.shape[-1], UNITS, 1)
     result = stacked.train(
@@ -188,7 +188,7 @@ def run(
         shared_study.check_storage(storage)
     options: Record = {"key": find_key(protocol), "resume": resume, "may_change": _MAY_CHANGE}
     folder = Run.create(out, "uci", config, command, **options)
-    grid = {name: grid_tasks(config, name) for name in loaded}
+    grid = {name: list_grid_tasks(config, name) for name in loaded}
     count = sum(len(task.members) for own in grid.values() for task in own)
     chooses = protocol != "paper"
     count += len(loaded) * len(config["methods"]) * seeds if chooses else 0
@@ -196,7 +196,7 @@ def run(
     session = Session(folder, functools.partial(_work, config, loaded), count, jobs, progress)
     _do(session, grid, loaded, storage)
     if chooses:
-        chosen = {name: chosen_tasks(config, name, folder.records()) for name in loaded}
+        chosen = {name: list_chosen_tasks(config, name, folder.records()) for name in loaded}
         _do(session, chosen, loaded, storage)
         _draw_rates(folder)
     return folder

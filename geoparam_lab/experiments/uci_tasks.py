@@ -56,7 +56,7 @@ class Task:
         return f"{self.dataset}, {all_methods.title(self.method)}, {rate}{fold}"
 
 
-def grid_tasks(config: Record, dataset: str) -> list[Task]:
+def list_grid_tasks(config: Record, dataset: str) -> list[Task]:
     """Return the tasks of a data set at given rates: all under "paper", else the search."""
     final, splits, found = config["protocol"] == "paper", range(config["seeds"]), []
     folds = range(1, config["folds"] + 1) if config.get("folds") else [None]
@@ -68,9 +68,9 @@ def grid_tasks(config: Record, dataset: str) -> list[Task]:
     return found
 
 
-def chosen_tasks(config: Record, dataset: str, records: Iterable[Record]) -> list[Task]:
+def list_chosen_tasks(config: Record, dataset: str, records: Iterable[Record]) -> list[Task]:
     """Return the tasks of a data set that train each split at the rate chosen for it."""
-    chosen, found = choose(r for r in records if r["dataset"] == dataset), []
+    chosen, found = choose_rates(r for r in records if r["dataset"] == dataset), []
     for method in config["methods"]:
         members = [Member(s, chosen[dataset, method, s]) for s in range(config["seeds"])]
         fold = 0 if config.get("folds") else None
@@ -78,7 +78,7 @@ def chosen_tasks(config: Record, dataset: str, records: Iterable[Record]) -> lis
     return found
 
 
-def choose(records: Iterable[Record]) -> dict[tuple[str, str, int], float]:
+def choose_rates(records: Iterable[Record]) -> dict[tuple[str, str, int], float]:
     """Return the rate with the lowest validation error by data set, method and split.
 
     With folds the errors are sums of squares over them. Of equal ones the lowest rate is chosen. A
@@ -86,7 +86,8 @@ def choose(records: Iterable[Record]) -> dict[tuple[str, str, int], float]:
 
     Example:
         >>> one = {"dataset": "yacht", "method": "sp", "split": 0}
-        >>> choose([one | {"lr": 0.1, "val_rmse": 0.4}, one | {"lr": 0.3, "val_rmse": math.nan}])
+        >>> errors = {0.1: 0.4, 0.3: math.nan}
+        >>> choose_rates(one | {"lr": lr, "val_rmse": error} for lr, error in errors.items())
         {('yacht', 'sp', 0): 0.1}
     """
     errors = sum_folds(records)

@@ -88,7 +88,10 @@ class Measurer:
             return self._train(members, tick)
         if kind == "start":
             return [self._start(member) for member in members]
-        return [width_scales.measure_fan_in(*member[2:5], member.seed) for member in members]
+        return [
+            width_scales.measure_fan_in(member.method, member.init, member.width, member.seed)
+            for member in members
+        ]
 
     def _start(self, member: Member) -> Record:
         data = self._data(member.dataset, [member.seed])
@@ -178,7 +181,7 @@ def run(
     energy = data_sets.load("energy", data) if "energy" in datasets else None
     folder = Run.create(out, "width", config, command, key=Member._fields, resume=resume)
     measure_missing(folder, make_tasks(config), Measurer(energy, steps), jobs, progress)
-    folder.append_missing(answers(folder.records(), config))
+    folder.append_missing(find_answers(folder.records(), config))
     from geoparam_lab.experiments import width_figures  # it imports matplotlib
 
     width_figures.draw(folder)
@@ -211,7 +214,7 @@ def _make_task(
 # --- what comes out -----------------------------------------------------------------------------
 
 
-def answers(records: Sequence[Record], config: Record) -> list[Record]:
+def find_answers(records: Sequence[Record], config: Record) -> list[Record]:
     """Return a record for each data set and variant that says how things depend on the width.
 
     `exponent_X` is the slope of log X over log width: 0 where X does not depend on it.
@@ -222,20 +225,22 @@ def answers(records: Sequence[Record], config: Record) -> list[Record]:
     found = []
     for dataset, variant in itertools.product((*config["datasets"], "normal"), VARIANTS):
         own = select_records(records, dataset=dataset, **variant._asdict())
-        answer = exponents([r for r in own if r["kind"] in ("start", "fan_in")])
+        answer = find_exponents([r for r in own if r["kind"] in ("start", "fan_in")])
         if dataset != "normal":
             errors = _errors(select_records(own, kind="trained"), config)
-            answer |= one_rate(errors, config["rates"], methods.LEARNING_RATES[variant.method])
-        key = Member("answer", dataset, *variant, None, None, None)  # type: ignore[arg-type]
-        found.append(key._asdict() | answer)
+            answer |= compare_rates(
+                errors, config["rates"], methods.LEARNING_RATES[variant.method]
+            )
+        key = {"kind": "answer", "dataset": dataset, **variant._asdict()}
+        found.append(dict.fromkeys(Member._fields) | key | answer)
     return found
 
 
-def exponents(records: Sequence[Record]) -> Record:
+def find_exponents(records: Sequence[Record]) -> Record:
     """Return the slope of each measure's logarithm over that of the width.
 
     Example:
-        >>> exponents([{"width": w, "seed": 0, "output": 3 / w} for w in (16, 64)])
+        >>> find_exponents([{"width": w, "seed": 0, "output": 3 / w} for w in (16, 64)])
         {'exponent_output': -1.0}
     """
     widths = np.array([record["width"] for record in records])
@@ -257,11 +262,11 @@ def _errors(records: Iterable[Record], config: Record) -> Array:
     return sums / config["seeds"]
 
 
-def one_rate(errors: Array, rates: Sequence[float], papers: float) -> Record:
+def compare_rates(errors: Array, rates: Sequence[float], papers: float) -> Record:
     """Return which rates are best for errors (widths, rates), and what one for all would cost.
 
     Example:
-        >>> one_rate(np.array([[1.0, 2.0], [3.0, 2.0]]), rates=(0.01, 0.1), papers=0.1)
+        >>> compare_rates(np.array([[1.0, 2.0], [3.0, 2.0]]), rates=(0.01, 0.1), papers=0.1)
         {'best_rates': [0.01, 0.1], 'one_rate': 0.01, 'one_rate_factor': 1.5, 'papers_rate': 0.1, \
 'papers_rate_factor': 2.0}
     """

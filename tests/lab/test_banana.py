@@ -10,7 +10,6 @@ import torch
 from run_folders import curves_of, lines
 
 from geoparam.analysis import boundaries
-from geoparam_lab import methods
 from geoparam_lab.data import banana_data as points
 from geoparam_lab.data import table_files
 from geoparam_lab.experiments import banana as experiment
@@ -149,7 +148,7 @@ def test_scores_are_rows_of_the_second_input(finished: Run) -> None:
     """The score at a grid point is that of the network there, first input along the columns."""
     data = experiment.load_points(source="generated")
     result, _ = train(data, *(Member("gmp", lr, seed) for lr in (0.01, 0.1) for seed in (0, 1)))
-    across, up = experiment.grid(data)
+    across, up = experiment.make_grid(data)
     expected = result.predict(np.array([[across[7], up[40]]]))[2, 0]
     curves = finished.curves("gmp-lr0.1-seed0")
     assert curves["logits"][40, 7] == pytest.approx(expected, rel=1e-5)
@@ -194,11 +193,3 @@ def test_a_resumed_run_keeps_its_points(
     monkeypatch.setattr(points, "load", None)  # would be KEEL's now
     again = experiment.run(tmp_path / "run", **SHORT | {"source": "auto"}, resume=True)
     assert again.config["source"] == "generated" and lines(again) == lines(finished)
-
-
-@pytest.mark.parametrize("method", ["ln", "gmp+imn", "intrinsic"])
-def test_other_methods_can_be_asked_for(method: str, tmp_path: Path, undrawn: None) -> None:
-    wanted = SHORT | {"methods": [method], "epochs": 3, "lrs": [0.1]}
-    [first, second] = experiment.run(tmp_path / "run", **wanted).records()
-    assert first["method"] == second["method"] == method
-    assert methods.TITLES[method] in Run.open(tmp_path / "run").curves("slider_banana")["methods"]

@@ -226,7 +226,7 @@ def test_everything_is_of_the_type_asked_for(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["sp", "wn", "bn", "gmp", "gmp+mbn", "intrinsic"])
 def test_another_order_of_the_inputs_is_the_same_function_of_them(name: str) -> None:
     x = torch.randn(20, 6, dtype=torch.float64)
-    order = methods.get(f"{name}:order=3").permutation(6)
+    order = methods.get(f"{name}:order=3").draw_order(6)
     assert sorted(order.tolist()) == [*range(6)] != order.tolist()
     found = methods.mlp(f"{name}:order=3", (6, 30, 2), seed=7)(x[:, order])
     torch.testing.assert_close(found, methods.mlp(name, (6, 30, 2), seed=7)(x))

@@ -21,7 +21,7 @@ from geoparam_lab.data import splits
 from geoparam_lab.data.synthetic import levy
 from geoparam_lab.experiments import uci
 from geoparam_lab.experiments.measurements import select_records
-from geoparam_lab.experiments.uci_tasks import Member, Task, choose, grid_tasks
+from geoparam_lab.experiments.uci_tasks import Member, Task, choose_rates, list_grid_tasks
 from geoparam_lab.run_folder import Record, Run, group_records
 
 SCRIPT = """
@@ -201,7 +201,7 @@ def test_a_fold_that_diverges_costs_a_rate_the_choice() -> None:
     one = {"dataset": "small", "method": "sp", "split": 0}
     errors = {0.1: (0.5, 0.5, 0.5), 0.3: (0.1, 0.1, math.nan)}
     records = [one | {"lr": lr, "val_rmse": e} for lr, es in errors.items() for e in es]
-    assert choose(records) == {("small", "sp", 0): 0.1}
+    assert choose_rates(records) == {("small", "sp", 0): 0.1}
 
 
 def test_the_wide_grid_is_the_default_of_cross_validation(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_run_that_diverges_is_recorded(tmp_path: Path) -> None:
 
 def test_a_stack_has_ten_networks_at_most() -> None:
     config = {"protocol": "heldout", "methods": ["sp"], "seeds": 12, "lrs": [0.01, 0.1]}
-    assert [len(task.members) for task in grid_tasks(config, "small")] == [10, 2, 10, 2]
+    assert [len(task.members) for task in list_grid_tasks(config, "small")] == [10, 2, 10, 2]
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_a_trained_network_is_that_of_a_plain_stack() -> None:
 
 def test_an_error_without_a_number_is_never_the_best() -> None:
     errors = np.array([[1.0, math.inf], [2.0, 1.0]])
-    found = width.one_rate(errors, (0.01, 0.1), papers=0.3)
+    found = width.compare_rates(errors, (0.01, 0.1), papers=0.3)
     assert found["best_rates"] == [0.01, 0.1] and found["one_rate"] == 0.01
     assert "papers_rate" not in found
 
