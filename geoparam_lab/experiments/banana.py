@@ -21,7 +21,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from geoparam_lab import methods
 from geoparam_lab.data import banana_data as points
 from geoparam_lab.data import splits, table_files
 from geoparam_lab.data.banana_data import Banana
-from geoparam_lab.experiments import toy_figures, toys
+from geoparam_lab.experiments import toys
 from geoparam_lab.experiments.experiment import (
     ACCURACY,
     DETAILS,
@@ -49,9 +48,6 @@ from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.snapshots import Film
 from geoparam_lab.training.stacks.stacked import Protocol, Result
 from geoparam_lab.training.tasks import check_names
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 UNITS = 10
 EPOCHS = 5_000
@@ -193,25 +189,32 @@ def make_grid(data: Banana) -> tuple[Array, Array]:
 
 def draw(run: Run, data: Banana) -> Drawings:
     """Return all figures of a run, from what is in its folder."""
+    from geoparam_lab.experiments.toy_figures import (  # it imports matplotlib
+        draw_decisions,
+        draw_paths,
+        draw_rotations,
+        draw_seeds,
+    )
+
     config = run.config
     names = list_in_words(methods.title(name) for name in config["methods"])
     rates = list_in_words(f"{rate:g}" for rate in config["lrs"])
     points = "KEEL's points" if data.source == "KEEL" else "generated points, not KEEL's"
-    label = "test accuracy (higher is better)"
+    label, grid = "test accuracy (higher is better)", make_grid(data)
     printed = EXPERIMENT if data.source == "KEEL" else None  # the papers' accuracies are of KEEL's
     return {
-        "figure3a-h": (lambda: _draw_paths(run, data), "Figure 3a-h. Where the units' locations "
+        "figure3a-h": (lambda: draw_paths(run, data), "Figure 3a-h. Where the units' locations "
             f"go in training, one colour a unit, for {names} at the rates {rates}, each from its "
             f"median seed, on {points}. Frames are an epoch apart at first and farther later."),
-        "figure3i": (lambda: _draw_rotations(run), "Figure 3i. Largest turn of any unit in one "
+        "figure3i": (lambda: draw_rotations(run), "Figure 3i. Largest turn of any unit in one "
             f"update, all methods at the rate {max(config['lrs']):g}, each from its median seed, "
             f"on {points}. Thin lines are single updates, bold ones their running median."),
-        "figure3j-m": (lambda: _draw_decisions(run, data), "Figure 3j-m. What the trained "
+        "figure3j-m": (lambda: draw_decisions(run, data, grid), "Figure 3j-m. What the trained "
             "networks decide, and the locations of their units, each method at the papers' rate, "
             f"from the seed with its median test accuracy, on {points} (the 200 test points are "
             "drawn). WN's locations are those of its hidden units; the papers' notebook drew them "
             "with another layer's bias."),
-        "seeds": (lambda: toy_figures.draw_seeds(run, "test_accuracy", label, printed), "Test "
+        "seeds": (lambda: draw_seeds(run, "test_accuracy", label, printed), "Test "
             f"accuracy of every seed: {config['seeds']} at each rate, filled where the rate is "
             f"the papers' for the method, on {points}. The papers show one seed, and training "
             f"is judged on {'held-out' if data.x_val is not None else 'the test'} points. "
@@ -224,63 +227,10 @@ def _describe_seed(run: Run) -> str:
     said = [
         f"{methods.title(name)} {record['test_accuracy']:.3f}"
         for name in run.config["methods"]
-        for record in toy_figures.find_records(run, name)
+        for record in toys.find_records(run, name)
         if record["seed"] == 0
     ]
     return f"Seed 0 alone would say: {list_in_words(said)}." if said else ""
-
-
-def _draw_paths(run: Run, data: Banana) -> "Figure":
-    from geoparam import plots
-
-    names, rates = run.config["methods"], run.config["lrs"]
-    figure, columns, corner = toy_figures.new_columns(len(names), len(rates), size=(3.3, 3.5))
-    for row, lr in zip(columns.T, rates, strict=True):
-        for ax, (name, curves) in zip(
-            row, toy_figures.load_medians(run, "test_accuracy", lr).items(), strict=True
-        ):
-            plots.trajectories(
-                -curves["distance"][..., None] * curves["direction"],
-                points=data.x_train,
-                limits=(-4.0, 4.0),
-                legend=ax is corner,
-                ax=ax,
-            )
-            ax.set_title(f"{methods.title(name)}, rate {lr:g}", loc="left")
-    return figure
-
-
-def _draw_rotations(run: Run) -> "Figure":
-    from geoparam import plots
-
-    shown = toy_figures.load_medians(run, "test_accuracy", max(run.config["lrs"]))
-    turns = {name: curves["rotation"] for name, curves in shown.items()}
-    figure, axes = plots.new_figure(1, 1, size=(7.0, 4.2))
-    plots.rotation_curves(turns, ax=axes[0, 0])
-    return figure
-
-
-def _draw_decisions(run: Run, data: Banana) -> "Figure":
-    from geoparam import plots
-
-    shown = toy_figures.load_medians(run, "test_accuracy")
-    figure, columns, corner = toy_figures.new_columns(len(shown), 1, size=(3.6, 3.8))
-    for ax, (name, curves) in zip(columns[:, 0], shown.items(), strict=True):
-        plots.decision_regions(
-            curves["logits"],
-            grid=make_grid(data),
-            points=data.x_test,
-            labels=data.y_test,
-            locations=-curves["distance"][-1][:, None] * curves["direction"][-1],
-            level=0.0,
-            legend=ax is corner,
-            ax=ax,
-        )
-        accuracy = curves["frame_accuracy"][-1]
-        rate = toy_figures.find_papers_lr(name, run.config["lrs"])
-        title = f"{methods.title(name)}, rate {rate:g}: test accuracy {accuracy:.3f}"
-        ax.set_title(title, loc="left")
-    return figure
 
 
 def _film(run: Run, data: Banana) -> Arrays:
@@ -288,7 +238,7 @@ def _film(run: Run, data: Banana) -> Arrays:
     frames = {name: name for name in ("score", "direction", "distance")}
     frames["accuracy"] = "frame_accuracy"
     per_epoch = make_problem(data).steps_per_epoch
-    found = toy_figures.film_seeds(run, "test_accuracy", frames, "rotation", per_epoch)
+    found = toys.film_seeds(run, "test_accuracy", frames, "rotation", per_epoch)
     return found | {"x": data.x_train, "y": data.y_train, "limits": find_limits(data)}
 
 
@@ -297,7 +247,7 @@ def _film(run: Run, data: Banana) -> Arrays:
 
 def _finding(run: Run) -> str:
     lr = max(run.config["lrs"])
-    found = toy_figures.compare_gmp_with_sp(run, "test_accuracy", "largest_rotation", lr)
+    found = toys.compare_gmp_with_sp(run, "test_accuracy", "largest_rotation", lr)
     if found is None:
         return ""
     (gmp, turn), (sp, far) = found

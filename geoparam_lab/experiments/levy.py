@@ -24,13 +24,12 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from geoparam_lab import methods
 from geoparam_lab.data.synthetic import Regression, levy_regression
-from geoparam_lab.experiments import toy_figures, toys
+from geoparam_lab.experiments import toys
 from geoparam_lab.experiments.experiment import (
     DETAILS,
     LARGEST_MOVE,
@@ -49,14 +48,10 @@ from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training.stacks.snapshots import Film
 from geoparam_lab.training.stacks.stacked import Protocol, Result
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 UNITS = 100
 EPOCHS = 10_000
 PATIENCE = 500
 IN_VIEW = Measure("units_in_view", "units in view (of 100)", 0)
-LOWEST = -20  # the power of 2 at which figure 2c begins: smaller moves are after training
 GOOD = 0.8  # the test RMSE that separates GmP's two groups of seeds
 
 
@@ -126,22 +121,24 @@ def describe(
 
 def draw(run: Run, data: Regression) -> Drawings:
     """Return all figures of a run, from what is in its folder."""
+    from geoparam_lab.experiments.toy_figures import draw_fits, draw_moves, draw_seeds
+
     names = list_in_words(methods.title(name) for name in run.config["methods"])
     rates = list_in_words(f"{rate:g}" for rate in run.config["lrs"])
     label, one = "test RMSE (lower is better)", data.x_train.ndim == 2
     fits: Drawings = {
-        "figure2d-g": (lambda: _draw_fits(run, data), "Figure 2d-g. Above: the network before and "
+        "figure2d-g": (lambda: draw_fits(run, data), "Figure 2d-g. Above: the network before and "
             "after training, the 50 training points and the true function, each method at the "
             "papers' rate, from the seed with its median test RMSE. Below: where the units "
             "switch, from the start at the bottom to the end."),
     }  # fmt: skip
     return (fits if one else {}) | {
-        "figure2c": (lambda: _draw_moves(run), "Figure 2c. Largest move of a unit's boundary in "
+        "figure2c": (lambda: draw_moves(run), "Figure 2c. Largest move of a unit's boundary in "
             f"one update, for {names} at the rates {rates}, each from its median seed. Thin lines "
             "are single updates, bold ones their running median; the dotted line is 1, below "
             "which GmP is to stay. BN is read by the batch's statistics, as it trains. The papers "
             "do not say at which rate theirs was drawn."),
-        "seeds": (lambda: toy_figures.draw_seeds(run, "test_rmse", label, EXPERIMENT), "Test RMSE "
+        "seeds": (lambda: draw_seeds(run, "test_rmse", label, EXPERIMENT), "Test RMSE "
             f"of every seed: {run.config['seeds']} initial weights at each rate, filled where the "
             "rate is the papers' for the method. The papers show one seed. Where points of one "
             "method form two groups, one seed tells little."
@@ -149,62 +146,12 @@ def draw(run: Run, data: Regression) -> Drawings:
     }  # fmt: skip
 
 
-def _draw_moves(run: Run) -> "Figure":
-    from geoparam import plots
-
-    rates = run.config["lrs"]
-    figure, axes = plots.new_figure(1, len(rates), size=(1.5 + 4.6 * len(rates), 4.2))
-    for ax, lr in zip(axes[0], rates, strict=True):
-        shown = toy_figures.load_medians(run, "test_rmse", lr)
-        moves = {name: curves["moves"] for name, curves in shown.items()}
-        plots.displacement_curves(moves, ax=ax, legend=ax is axes[0, -1])
-        ax.axhline(1, color="black", linewidth=0.8, linestyle=":")
-        ax.sharey(axes[0, 0])
-        ax.set_ylim(bottom=2.0**LOWEST)
-        ax.set_title(f"rate {lr:g}", loc="left")
-    return figure
-
-
-def _draw_fits(run: Run, data: Regression) -> "Figure":
-    from geoparam import plots
-
-    shown = toy_figures.load_medians(run, "test_rmse")
-    figure, columns, _ = toy_figures.new_columns(len(shown), 2, size=(4.1, 3.6))
-    grid = data.x_test[:, 0]
-    for (above, below), (name, curves) in zip(columns, shown.items(), strict=True):
-        colour = plots.method_style(methods.without_options(name)).colour
-        plots.fit_1d(
-            above,
-            points=(data.x_train[:, 0], data.y_train),
-            grid=grid,
-            truth=data.y_test,
-            prediction=curves["prediction"][-1],
-            units=curves["locations"][-1],
-            initial=curves["prediction"][0],
-            colour=colour,
-        )
-        above.sharey(columns[0, 0])
-        rmse = np.sqrt(np.mean((curves["prediction"][-1] - data.y_test) ** 2))
-        rate = toy_figures.find_papers_lr(name, run.config["lrs"])
-        title = f"{methods.title(name)}, rate {rate:g}: test RMSE {rmse:.3f}"
-        above.set_title(title, loc="left")
-        plots.location_spectrum(
-            curves["locations"],
-            limits=(grid.min(), grid.max()),
-            steps=curves["steps"],
-            colour=colour,
-            ax=below,
-        )
-    columns[0, 0].legend(frameon=False)
-    return figure
-
-
 def _film(run: Run, data: Regression) -> Arrays:
     """Return the slider's arrays; none for several draws."""
     if data.x_train.ndim > 2:
         return {}
     frames = {"prediction": "prediction", "locations": "locations", "loss": "frame_loss"}
-    return toy_figures.film_seeds(run, "test_rmse", frames, "moves") | {
+    return toys.film_seeds(run, "test_rmse", frames, "moves") | {
         "grid": data.x_test[:, 0],
         "truth": data.y_test,
         "x": data.x_train[:, 0],
@@ -216,7 +163,7 @@ def _film(run: Run, data: Regression) -> Arrays:
 
 
 def _finding(run: Run) -> str:
-    found = toy_figures.compare_gmp_with_sp(run, "test_rmse", "largest_move")
+    found = toys.compare_gmp_with_sp(run, "test_rmse", "largest_move")
     if found is None:
         return ""
     (gmp, move), (sp, far) = found
@@ -230,7 +177,7 @@ def _finding(run: Run) -> str:
 def _limits(run: Run) -> str:
     if run.config["epochs"] < EPOCHS:
         return "Levy: training was cut short here, so that its errors say little."
-    own = [record["test_rmse"] for record in toy_figures.find_records(run, "gmp")]
+    own = [record["test_rmse"] for record in toys.find_records(run, "gmp")]
     return (
         f"Levy: GmP fits well in {sum(error < GOOD for error in own)} of {len(own)} seeds (test "
         "RMSE below 0.8), and little or no better than SP in the others, where the papers' "
