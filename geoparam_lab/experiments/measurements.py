@@ -9,7 +9,7 @@ import numpy as np
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training.tasks import Done, Progress, Session, Tick, count_cores
 
-Measure = Callable[[Sequence[Any], Tick], Iterable[Record]]
+Meter = Callable[[Sequence[Any], Tick], Iterable[Record]]  # measures some members
 
 
 class Task(NamedTuple):
@@ -23,7 +23,7 @@ class Task(NamedTuple):
 
 
 def measure_missing(
-    run: Run, tasks: Sequence[Task], measure: Measure, jobs: int | None, progress: Progress | None
+    run: Run, tasks: Sequence[Task], measure: Meter, jobs: int | None, progress: Progress | None
 ) -> None:
     """Do the tasks that are not done; `measure` gives the results of each of a task's keys."""
     total = sum(len(task.keys) for task in tasks)
@@ -31,7 +31,7 @@ def measure_missing(
     Session(run, work, total, jobs or count_cores(), progress).spread(tasks)
 
 
-def _work(measure: Measure, task: Task, tick: Tick) -> Done:
+def _work(measure: Meter, task: Task, tick: Tick) -> Done:
     found = zip(task.keys, measure(task.keys, tick), strict=True)
     return Done([key._asdict() | own for key, own in found])
 

@@ -98,11 +98,7 @@ def train(task: Task, table: Table, config: Record, tick: Tick | None = None) ->
         seeds=seeds,
         progress=tick,
     )
-    judged = np.sqrt(result.best_metric)
-    errors = {"test_rmse" if protocol == "paper" else "val_rmse": judged}
-    if protocol != "paper" and task.chosen:  # nothing else ever meets the test targets
-        test = np.sqrt(((result.predict(data.x_test) - data.y_test) ** 2).mean(1))
-        errors["test_rmse"] = np.where(np.isfinite(judged), test, np.nan)
+    errors = _errors(task, result, data, protocol)
     key = find_key(config["protocol"])
     records = [
         {
@@ -122,6 +118,17 @@ def train(task: Task, table: Table, config: Record, tick: Tick | None = None) ->
 def find_key(protocol: str) -> tuple[str, ...]:
     """Return the fields that tell records apart."""
     return (*KEY, "fold") if protocol == "cv" else KEY
+
+
+def _errors(task: Task, result: Result, data: parts.Splits, protocol: str) -> dict[str, Array]:
+    """Return the errors of the kept weights; on the test part for chosen rates alone."""
+    judged = np.sqrt(result.best_metric)
+    if protocol == "paper":
+        return {"test_rmse": judged}
+    if not task.chosen:
+        return {"val_rmse": judged}
+    test = np.sqrt(((result.predict(data.x_test) - data.y_test) ** 2).mean(1))
+    return {"val_rmse": judged, "test_rmse": np.where(np.isfinite(judged), test, np.nan)}
 
 
 def _curves(task: Task, result: Result, judged: str) -> dict[str, Array]:
