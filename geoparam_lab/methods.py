@@ -57,6 +57,12 @@ _GEOMETRIC: dict[str, dict[str, Any]] = {
     "intrinsic": {"coordinates": "intrinsic"},
 }
 _GEOMETRIC_TYPES = {nn.Linear: gp.GmPLinear, nn.Conv2d: gp.GmPConv2d}
+_WORDS = {  # options, and what they may be
+    "init": ("glorot", "sphere", "he"),
+    "imn": ("output", "input"),
+    "mbn": ("after", "before"),
+    "angle_lr": (None, "fan_in"),
+}
 
 
 @dataclass(frozen=True)
@@ -82,34 +88,35 @@ class Method:
     order: int | str = 0  # of the inputs; 0 as they are, others are drawn from it
 
     def __post_init__(self) -> None:
-        if self.init not in ("glorot", "sphere", "he"):
-            raise ValueError(f"init is 'glorot', 'sphere' or 'he'; got {self.init!r}.")
+        for option, known in _WORDS.items():
+            if getattr(self, option) not in known:
+                words = ", ".join(map(str, known))
+                raise ValueError(f"{option} is one of {words}; got {getattr(self, option)!r}.")
+        if not str(self.order).isdecimal():
+            raise ValueError(f"order is a seed, from 0 on; got {self.order!r}.")
         if self.init == "he" and self.is_geometric:
             raise ValueError(
                 f"init='he' draws weights, and {self.title} has directions and scales instead. "
                 "Use 'glorot' or 'sphere'."
             )
-        if self.imn not in ("output", "input"):
-            raise ValueError(f"imn is 'output' or 'input'; got {self.imn!r}.")
         if self.imn == "input" and self.norm == "imn" and not self.is_geometric:
             raise ValueError(f"imn='input' is a form of geometric layers; got {self.title}.")
-        if self.mbn not in ("after", "before"):
-            raise ValueError(f"mbn is 'after' or 'before'; got {self.mbn!r}.")
-        if self.angle_lr not in (None, "fan_in"):
-            raise ValueError(f"angle_lr is 'fan_in', or left out; got {self.angle_lr!r}.")
-        if not str(self.order).isdecimal():
-            raise ValueError(f"order is a seed, from 0 on; got {self.order!r}.")
 
     @property
     def is_geometric(self) -> bool:
         return self.layer in _GEOMETRIC
 
     @property
+    def form(self) -> dict[str, Any]:
+        """How a geometric layer holds its directions."""
+        return _GEOMETRIC[self.layer]
+
+    @property
     def lr(self) -> float:
         """The papers' learning rate."""
         return 0.1 if self.is_geometric else 0.01
 
-    def permutation(self, features: int) -> Tensor:
+    def draw_order(self, features: int) -> Tensor:
         """Return the order of the inputs."""
         generator = torch.Generator().manual_seed(int(self.order))
         order = natural = torch.arange(features)
@@ -122,37 +129,36 @@ class Method:
         """Whether hidden layers have an offset: it would cancel before a BN or an MBN."""
         return self.norm not in ("bn", "mbn")
 
-    def mean_norm(self, units: int, **place: Any) -> gp.InputMeanNorm:
+    def mean_norm(self, units: int) -> gp.InputMeanNorm:
         """Return MBN, which without an offset is IMN of the pre-activation."""
         kind = gp.MeanOnlyBatchNorm if self.mbn == "after" else gp.InputMeanNorm
-        return use_papers_means_(kind(units, **place))
+        return use_papers_means_(kind(units))
+
+    def make_layer(self, kind: type[Plain], *sizes: int, **options: Any) -> Any:
+        """Return a hidden layer alone, of torch.nn's `kind` or the geometric one in its place."""
+        options["bias"] = self.has_offset
+        if not self.is_geometric:
+            return _make_plain(kind, sizes, options, self.init, self.layer == "weight_norm")
+        layer = _GEOMETRIC_TYPES[kind](*sizes, **options, **self.form, init=self.init)
+        return use_papers_means_(layer)
 
     def linear(
         self, in_features: int, out_features: int, *, first: bool = False, **place: Any
     ) -> nn.Sequential:
         """Return a hidden block of `out_features` units; `place` is device and dtype."""
-        shape = {"in_features": in_features, "out_features": out_features}
-        return _make_block(self, nn.Linear, shape, first, place)
+        block = _make_block(self, nn.Linear, (in_features, out_features), first, place)
+        return block.to(**place)
 
     def conv2d(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        *,
-        first: bool = False,
-        stride: int = 1,
-        padding: int = 0,
+        self, inputs: int, units: int, kernel: int, *, first: bool = False, **shape: int
     ) -> nn.Sequential:
-        """Return a hidden block of `out_channels` units."""
-        shape = {"in_channels": in_channels, "out_channels": out_channels}
-        shape |= {"kernel_size": kernel_size, "stride": stride, "padding": padding}
-        return _make_block(self, nn.Conv2d, shape, first, {})
+        """Return a hidden block of as many units; `shape` is stride and padding."""
+        return _make_block(self, nn.Conv2d, (inputs, units, kernel), first, shape)
 
     def output(self, in_features: int, out_features: int, **place: Any) -> nn.Linear:
         """Return the output layer: linear, weight-normalised where the hidden layers are."""
-        shape = {"in_features": in_features, "out_features": out_features}
-        return _make_plain(nn.Linear, {**shape, **place}, "glorot", self.layer == "weight_norm")
+        sizes = (in_features, out_features)
+        return _make_plain(nn.Linear, sizes, place, "glorot", self.layer == "weight_norm")
 
 
 METHODS: dict[str, Method] = {
@@ -248,7 +254,7 @@ def mlp(
         ]
         output = method.output(hidden[-1], outputs, dtype=dtype)
     if int(method.order):
-        _permute_(blocks[0][0], method.permutation(widths[0]))
+        _permute_(blocks[0][0], method.draw_order(widths[0]))
     return nn.Sequential(*(module for block in blocks for module in block), output)
 
 
@@ -278,50 +284,37 @@ def use_papers_means_(module: Model) -> Model:
 
 
 def _make_block(
-    method: Method, kind: type[Plain], shape: dict[str, Any], first: bool, place: dict[str, Any]
+    method: Method, kind: type[Plain], sizes: Sequence[int], first: bool, options: dict[str, Any]
 ) -> nn.Sequential:
     """Return layer, norm and ReLU, or IMN last; in the papers' unit the layer has the ReLU."""
     is_unit = method.is_geometric and method.norm in (None, "imn")
-    arguments = {**shape, "bias": method.has_offset, **place}
-    if method.is_geometric:
-        layer: nn.Module = _GEOMETRIC_TYPES[kind](
-            **arguments,
-            **_GEOMETRIC[method.layer],
-            init=method.init,
-            activation=torch.relu if is_unit else None,
-            input_norm=method.norm == "imn" and method.imn == "input" and not first,
-        )
-        use_papers_means_(layer)
-    else:
-        layer = _make_plain(kind, arguments, method.init, method.layer == "weight_norm")
-    norm = _make_norm(method, kind, list(shape.values())[1], place)
+    if is_unit:
+        centre = method.norm == "imn" and method.imn == "input" and not first
+        options = {**options, "activation": torch.relu, "input_norm": centre}
+    layer, norm = method.make_layer(kind, *sizes, **options), _make_norm(method, kind, sizes[1])
     relu: list[nn.Module] = [] if is_unit else [nn.ReLU()]
     return nn.Sequential(layer, *(relu + norm if method.norm == "imn" else norm + relu))
 
 
-def _make_norm(
-    method: Method, kind: type[Plain], units: int, place: dict[str, Any]
-) -> list[nn.Module]:
+def _make_norm(method: Method, kind: type[Plain], units: int) -> list[nn.Module]:
     """Return what follows the layer, or in the case of IMN its ReLU: one norm or none."""
     is_linear = kind is nn.Linear
     if method.norm == "bn":
-        batch_norm = nn.BatchNorm1d if is_linear else nn.BatchNorm2d
-        return [batch_norm(units, EPSILON, MOMENTUM, **place)]
-    if method.norm == "ln":
-        if is_linear:
-            return [nn.LayerNorm(units, EPSILON, **place)]
-        return [nn.GroupNorm(1, units, EPSILON, **place)]  # over channels and positions
+        return [(nn.BatchNorm1d if is_linear else nn.BatchNorm2d)(units, EPSILON, MOMENTUM)]
+    if method.norm == "ln":  # of images, over channels and positions
+        return [nn.LayerNorm(units, EPSILON) if is_linear else nn.GroupNorm(1, units, EPSILON)]
     if method.norm == "mbn":
-        return [method.mean_norm(units, **place)]
+        return [method.mean_norm(units)]
     if method.norm == "imn" and method.imn == "output":
-        return [use_papers_means_(gp.InputMeanNorm(units, **place))]
+        return [use_papers_means_(gp.InputMeanNorm(units))]
     return []
 
 
-def _make_plain(kind: type[Plain], arguments: dict[str, Any], init: str, normalise: bool) -> Any:
+def _make_plain(
+    kind: type[Plain], sizes: Sequence[int], options: dict[str, Any], init: str, normalise: bool
+) -> Any:
     """Return a layer of torch.nn with a drawn weight and a bias of 0, under WN if `normalise`."""
-    known = {name: value for name, value in arguments.items() if value is not None}
-    layer = skip_init(kind, **known)  # its own draw would set the methods' random numbers apart
+    layer = skip_init(kind, *sizes, **options)  # its own draw would set the methods apart
     _draw(layer.weight, init, normalise)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)

@@ -103,12 +103,11 @@ def resnet(
     _check_resnet(depth, builder, skip)
     is_plain = builder.norm == "imn" and skip == "plain"
     with methods.use_seed(seed):
-        parts = _Parts(methods.get("bn") if is_plain else builder)
-        model = ResNet(parts, *_DEPTHS[depth], classes, small=small, width=width)
+        first = methods.get("bn") if is_plain else builder  # plain skips: converted below
+        model = ResNet(first, *_DEPTHS[depth], classes, small=small, width=width)
         if is_plain:
-            images = torch.zeros(2, 3, 32, 32)
-            layers: dict[str, Any] = {"init": builder.init, **_form(builder)}
-            gp.convert_(model, norm="imn", example_inputs=images, **layers)
+            layers: dict[str, Any] = {"init": builder.init, **builder.form}
+            gp.convert_(model, norm="imn", example_inputs=torch.zeros(2, 3, 32, 32), **layers)
             methods.use_papers_means_(model)
     return model
 
@@ -116,35 +115,27 @@ def resnet(
 # --- residual networks --------------------------------------------------------------------------
 
 
-class _Parts:
-    """The parts of a residual network under one method."""
+def _make_conv(method: Method, inputs: int, units: int, kernel: int, stride: int = 1) -> nn.Module:
+    shape = {"stride": stride, "padding": kernel // 2}
+    layer: nn.Module = method.make_layer(nn.Conv2d, inputs, units, kernel, **shape)
+    return layer
 
-    def __init__(self, method: Method) -> None:
-        self.method = method
 
-    def conv(self, inputs: int, units: int, kernel: int, stride: int = 1) -> nn.Module:
-        method, padding = self.method, kernel // 2
-        if not method.is_geometric:
-            return method.conv2d(inputs, units, kernel, stride=stride, padding=padding)[0]
-        options: dict[str, Any] = {"bias": method.has_offset, "init": method.init}
-        return gp.GmPConv2d(inputs, units, kernel, stride, padding, **options, **_form(method))
+def _make_norm(method: Method, units: int) -> nn.Module:
+    """Return the norm of pre-activations, with torchvision's constants."""
+    if method.norm == "bn":
+        return nn.BatchNorm2d(units)
+    if method.norm == "ln":
+        return nn.GroupNorm(1, units)
+    return method.mean_norm(units) if method.norm == "mbn" else nn.Identity()
 
-    def norm(self, units: int) -> nn.Module:
-        """Return the norm of pre-activations, with torchvision's constants."""
-        if self.method.norm == "bn":
-            return nn.BatchNorm2d(units)
-        if self.method.norm == "ln":
-            return nn.GroupNorm(1, units)
-        if self.method.norm == "mbn":
-            return self.method.mean_norm(units)
-        return nn.Identity()
 
-    def activation(self, units: int) -> nn.Module:
-        """Return ReLU, and IMN after it: the input of both a convolution and a skip."""
-        relu = nn.ReLU(inplace=True)
-        if self.method.norm != "imn":
-            return relu
-        return nn.Sequential(relu, methods.use_papers_means_(gp.InputMeanNorm(units)))
+def _make_activation(method: Method, units: int) -> nn.Module:
+    """Return ReLU, and IMN after it: the input of both a convolution and a skip."""
+    relu = nn.ReLU(inplace=True)
+    if method.norm != "imn":
+        return relu
+    return nn.Sequential(relu, methods.use_papers_means_(gp.InputMeanNorm(units)))
 
 
 class Block(nn.Module):
@@ -155,7 +146,7 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        parts: _Parts,
+        method: Method,
         kernels: Sequence[int],
         inputs: int,
         width: int,
@@ -167,14 +158,14 @@ class Block(nn.Module):
         for n, kernel in enumerate(kernels, start=1):
             out = units if n == self.count else width
             own = stride if n == kernels.index(3) + 1 else 1
-            self.add_module(f"conv{n}", parts.conv(channels, out, kernel, own))
-            self.add_module(f"bn{n}", parts.norm(out))
-            self.add_module(f"activation{n}", parts.activation(out))
+            self.add_module(f"conv{n}", _make_conv(method, channels, out, kernel, own))
+            self.add_module(f"bn{n}", _make_norm(method, out))
+            self.add_module(f"activation{n}", _make_activation(method, out))
             channels = out
         self.downsample = None
         if stride != 1 or inputs != units:
-            convolution = parts.conv(inputs, units, 1, stride)
-            self.downsample = nn.Sequential(convolution, parts.norm(units))
+            convolution = _make_conv(method, inputs, units, 1, stride)
+            self.downsample = nn.Sequential(convolution, _make_norm(method, units))
 
     def forward(self, x: Tensor) -> Tensor:
         out = x
@@ -191,7 +182,7 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        parts: _Parts,
+        method: Method,
         kernels: Sequence[int],
         expansion: int,
         counts: Sequence[int],
@@ -201,32 +192,28 @@ class ResNet(nn.Module):
         width: int,
     ) -> None:
         super().__init__()
-        self.conv1 = parts.conv(3, width, 3, 1) if small else parts.conv(3, width, 7, 2)
-        self.bn1 = parts.norm(width)
-        self.activation = parts.activation(width)
+        self.conv1 = (
+            _make_conv(method, 3, width, 3, 1) if small else _make_conv(method, 3, width, 7, 2)
+        )
+        self.bn1 = _make_norm(method, width)
+        self.activation = _make_activation(method, width)
         self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, 2, padding=1)
         inputs = width
         for number, count in enumerate(counts):
             units, blocks = width * 2**number, []
             for index in range(count):
                 stride = 2 if number > 0 and index == 0 else 1
-                blocks.append(Block(parts, kernels, inputs, units, expansion, stride))
+                blocks.append(Block(method, kernels, inputs, units, expansion, stride))
                 inputs = units * expansion
             self.add_module(f"layer{number + 1}", nn.Sequential(*blocks))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
-        self.fc = parts.method.output(inputs, classes)
+        self.fc = method.output(inputs, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         for part in self.children():
             x = part(x)
         return x
-
-
-def _form(method: Method) -> dict[str, Any]:
-    """Return how a GmP layer of this method holds its directions."""
-    coordinates = "intrinsic" if method.layer == "intrinsic" else "angles"
-    return {"coordinates": coordinates, "natural": method.layer == "natural"}
 
 
 def _check_resnet(depth: int, method: Method, skip: str) -> None:

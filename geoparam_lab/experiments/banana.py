@@ -21,7 +21,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,13 +28,14 @@ from geoparam_lab import methods
 from geoparam_lab.data import banana_data as points
 from geoparam_lab.data import splits, table_files
 from geoparam_lab.data.banana_data import Banana
-from geoparam_lab.experiments import toy_figures, toys
+from geoparam_lab.experiments import toys
 from geoparam_lab.experiments.experiment import (
     ACCURACY,
     DETAILS,
     LARGEST_MOVE,
     LARGEST_TURN,
     Config,
+    Drawings,
     Experiment,
     Layout,
     Slider,
@@ -49,9 +49,6 @@ from geoparam_lab.training.stacks.snapshots import Film
 from geoparam_lab.training.stacks.stacked import Protocol, Result
 from geoparam_lab.training.tasks import check_names
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 UNITS = 10
 EPOCHS = 5_000
 PATIENCE = 50
@@ -63,17 +60,29 @@ JUDGED = (
 )
 
 
-def load(
-    earlier: Config, data: str | Path | None = None, source: str = "auto", protocol: str = "paper"
-) -> tuple[Banana, Record]:
+@dataclass(frozen=True)
+class Options:
+    """Options about the data.
+
+    Args:
+        data: folder with KEEL's file, before $GEOPARAM_DATA and the cache.
+        source: "KEEL", "generated", or "auto" for the first where it can be had.
+        protocol: "paper", where the test points judge training, or "heldout".
+    """
+
+    data: Path | None = None
+    source: str = "auto"
+    protocol: str = "paper"
+
+
+def load(options: Options, earlier: Config) -> tuple[Banana, Record]:
     """Return the points, and which they are; a resumed run keeps its own."""
-    check_names("protocol", [protocol], splits.PROTOCOLS)
-    if source == "auto":
-        source = earlier.get("source", source)
-    found = load_points(data, source)
-    if protocol == "paper":
+    check_names("protocol", [options.protocol], splits.PROTOCOLS)
+    source = earlier.get("source", "auto") if options.source == "auto" else options.source
+    found = load_points(options.data, source)
+    if options.protocol == "paper":
         return found, {"source": found.source}
-    return hold_out(found), {"source": found.source, "protocol": protocol}
+    return hold_out(found), {"source": found.source, "protocol": options.protocol}
 
 
 def hold_out(data: Banana) -> Banana:
@@ -130,9 +139,10 @@ def describe(
 ) -> Iterator[tuple[Arrays, Record]]:
     """Yield the arrays and measures of some members."""
     assert result.motion is not None
-    side = len(grid(data)[0])
-    outputs = film.predict(np.concatenate([mesh(data), data.x_test]))
-    logits, tests = np.split(outputs, [side * side], axis=2)
+    across, up = np.meshgrid(*make_grid(data))  # row by row of the second input
+    mesh = np.stack([across.ravel(), up.ravel()], axis=1)
+    outputs = film.predict(np.concatenate([mesh, data.x_test]))
+    logits, tests = np.split(outputs, [len(mesh)], axis=2)
     right = (tests > 0) == (data.y_test > 0.5)
     directions, distances = film.boundaries(data.x_train)
     per_epoch = make_problem(data).steps_per_epoch
@@ -143,8 +153,8 @@ def describe(
             "loss": result.losses[:end, i],
             "rotation": result.motion.rotation[: per_epoch * end, i],
             "steps": steps,
-            "score": _bytes(logits[i, frames].reshape(-1, side, side)),
-            "logits": logits[i, -1].reshape(side, side),
+            "score": _bytes(logits[i, frames].reshape(-1, SIDE, SIDE)),
+            "logits": logits[i, -1].reshape(SIDE, SIDE),
             "direction": directions[i, frames],
             "distance": distances[i, frames],
             "frame_accuracy": right[i, frames].mean(-1),
@@ -167,54 +177,49 @@ def _bytes(logits: Array) -> Array:
     return np.round(255 / (1 + np.exp(-np.clip(logits, -50, 50)))).astype(np.uint8)
 
 
-def limits(data: Banana) -> tuple[float, float, float, float]:
-    """Return the view: lowest and highest first input, then second, with a margin.
-
-    Example:
-        >>> [round(limit) for limit in limits(load_points(source="generated"))]
-        [-3, 3, -3, 3]
-    """
+def find_limits(data: Banana) -> Array:
+    """Return the view: lowest and highest first input, then second, with a margin."""
     x = np.concatenate([data.x_train, data.x_test])
-    low, high = x.min(axis=0) - 0.4, x.max(axis=0) + 0.4
-    return float(low[0]), float(high[0]), float(low[1]), float(high[1])
+    return np.stack([x.min(axis=0) - 0.4, x.max(axis=0) + 0.4], axis=1).ravel()
 
 
-def grid(data: Banana) -> tuple[Array, Array]:
+def make_grid(data: Banana) -> tuple[Array, Array]:
     """Return the values of the first and of the second input at which scores are drawn."""
-    left, right, bottom, top = limits(data)
+    left, right, bottom, top = find_limits(data)
     return np.linspace(left, right, SIDE), np.linspace(bottom, top, SIDE)
-
-
-def mesh(data: Banana) -> Array:
-    """Return the grid's points (SIDE * SIDE, 2), row by row of the second input."""
-    across, up = np.meshgrid(*grid(data))
-    return np.stack([across.ravel(), up.ravel()], axis=1)
 
 
 # --- figures ------------------------------------------------------------------------------------
 
 
-def draw(run: Run, data: Banana) -> toys.Drawings:
+def draw(run: Run, data: Banana) -> Drawings:
     """Return all figures of a run, from what is in its folder."""
+    from geoparam_lab.experiments.toy_figures import (  # it imports matplotlib
+        draw_decisions,
+        draw_paths,
+        draw_rotations,
+        draw_seeds,
+    )
+
     config = run.config
     names = list_in_words(methods.title(name) for name in config["methods"])
     rates = list_in_words(f"{rate:g}" for rate in config["lrs"])
     points = "KEEL's points" if data.source == "KEEL" else "generated points, not KEEL's"
-    label = "test accuracy (higher is better)"
+    label, grid = "test accuracy (higher is better)", make_grid(data)
     printed = EXPERIMENT if data.source == "KEEL" else None  # the papers' accuracies are of KEEL's
     return {
-        "figure3a-h": (lambda: _draw_paths(run, data), "Figure 3a-h. Where the units' locations "
+        "figure3a-h": (lambda: draw_paths(run, data), "Figure 3a-h. Where the units' locations "
             f"go in training, one colour a unit, for {names} at the rates {rates}, each from its "
             f"median seed, on {points}. Frames are an epoch apart at first and farther later."),
-        "figure3i": (lambda: _draw_rotations(run), "Figure 3i. Largest turn of any unit in one "
+        "figure3i": (lambda: draw_rotations(run), "Figure 3i. Largest turn of any unit in one "
             f"update, all methods at the rate {max(config['lrs']):g}, each from its median seed, "
             f"on {points}. Thin lines are single updates, bold ones their running median."),
-        "figure3j-m": (lambda: _draw_decisions(run, data), "Figure 3j-m. What the trained "
+        "figure3j-m": (lambda: draw_decisions(run, data, grid), "Figure 3j-m. What the trained "
             "networks decide, and the locations of their units, each method at the papers' rate, "
             f"from the seed with its median test accuracy, on {points} (the 200 test points are "
             "drawn). WN's locations are those of its hidden units; the papers' notebook drew them "
             "with another layer's bias."),
-        "seeds": (lambda: toy_figures.draw_seeds(run, "test_accuracy", label, printed), "Test "
+        "seeds": (lambda: draw_seeds(run, "test_accuracy", label, printed), "Test "
             f"accuracy of every seed: {config['seeds']} at each rate, filled where the rate is "
             f"the papers' for the method, on {points}. The papers show one seed, and training "
             f"is judged on {'held-out' if data.x_val is not None else 'the test'} points. "
@@ -222,84 +227,24 @@ def draw(run: Run, data: Banana) -> toys.Drawings:
     }  # fmt: skip
 
 
-def _describe_seed(run: Run, seed: int = 0) -> str:
-    """Return what one seed gave under each method at the papers' rate."""
-    own = {n: toy_figures.records_of(run, n) for n in run.config["methods"]}
+def _describe_seed(run: Run) -> str:
+    """Return what seed 0 gave under each method at the papers' rate."""
     said = [
         f"{methods.title(name)} {record['test_accuracy']:.3f}"
-        for name, records in own.items()
-        for record in records
-        if record["seed"] == seed
+        for name in run.config["methods"]
+        for record in toys.find_records(run, name)
+        if record["seed"] == 0
     ]
-    return f"Seed {seed} alone would say: {list_in_words(said)}." if said else ""
-
-
-def _draw_paths(run: Run, data: Banana) -> "Figure":
-    from geoparam import plots
-
-    names, rates = run.config["methods"], run.config["lrs"]
-    figure, columns, corner = toy_figures.new_columns(len(names), len(rates), size=(3.3, 3.5))
-    for row, lr in zip(columns.T, rates, strict=True):
-        for ax, (name, curves) in zip(
-            row, toy_figures.show_median(run, "test_accuracy", lr).items(), strict=True
-        ):
-            plots.trajectories(
-                -curves["distance"][..., None] * curves["direction"],
-                points=data.x_train,
-                limits=(-4.0, 4.0),
-                legend=ax is corner,
-                ax=ax,
-            )
-            ax.set_title(f"{methods.title(name)}, rate {lr:g}", loc="left")
-    return figure
-
-
-def _draw_rotations(run: Run) -> "Figure":
-    from geoparam import plots
-
-    shown = toy_figures.show_median(run, "test_accuracy", max(run.config["lrs"]))
-    turns = {name: curves["rotation"] for name, curves in shown.items()}
-    figure, axes = plots.new_figure(1, 1, size=(7.0, 4.2))
-    plots.rotation_curves(turns, ax=axes[0, 0])
-    return figure
-
-
-def _draw_decisions(run: Run, data: Banana) -> "Figure":
-    from geoparam import plots
-
-    shown = toy_figures.show_median(run, "test_accuracy")
-    figure, columns, corner = toy_figures.new_columns(len(shown), 1, size=(3.6, 3.8))
-    for ax, (name, curves) in zip(columns[:, 0], shown.items(), strict=True):
-        plots.decision_regions(
-            curves["logits"],
-            grid=grid(data),
-            points=data.x_test,
-            labels=data.y_test,
-            locations=-curves["distance"][-1][:, None] * curves["direction"][-1],
-            level=0.0,
-            legend=ax is corner,
-            ax=ax,
-        )
-        accuracy = curves["frame_accuracy"][-1]
-        rate = toy_figures.papers_lr(name, run.config["lrs"])
-        title = f"{methods.title(name)}, rate {rate:g}: test accuracy {accuracy:.3f}"
-        ax.set_title(title, loc="left")
-    return figure
+    return f"Seed 0 alone would say: {list_in_words(said)}." if said else ""
 
 
 def _film(run: Run, data: Banana) -> Arrays:
-    """Return the slider's arrays: several seeds, the papers' rates."""
-    names = ("score", "direction", "distance", "frame_accuracy")
-    found, films = toy_figures.film_seeds(run, "test_accuracy", names)
-    found["accuracy"] = found.pop("frame_accuracy")
+    """Return the slider's arrays."""
+    frames = {name: name for name in ("score", "direction", "distance")}
+    frames["accuracy"] = "frame_accuracy"
     per_epoch = make_problem(data).steps_per_epoch
-    found["rotation"] = toy_figures.largest_moves(films, "rotation", found["steps"], per_epoch)
-    return found | {
-        "kind": np.array("banana"),
-        "x": data.x_train,
-        "y": data.y_train,
-        "limits": np.array(limits(data)),
-    }
+    found = toys.film_seeds(run, "test_accuracy", frames, "rotation", per_epoch)
+    return found | {"x": data.x_train, "y": data.y_train, "limits": find_limits(data)}
 
 
 # --- what it says -------------------------------------------------------------------------------
@@ -307,7 +252,7 @@ def _film(run: Run, data: Banana) -> Arrays:
 
 def _finding(run: Run) -> str:
     lr = max(run.config["lrs"])
-    found = toy_figures.compare_gmp_with_sp(run, "test_accuracy", "largest_rotation", lr)
+    found = toys.compare_gmp_with_sp(run, "test_accuracy", "largest_rotation", lr)
     if found is None:
         return ""
     (gmp, turn), (sp, far) = found
@@ -337,24 +282,9 @@ def _mismatch(config: Config) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class Data:
-    """Options about the data.
-
-    Args:
-        data: folder with KEEL's file, before $GEOPARAM_DATA and the cache.
-        source: "KEEL", "generated", or "auto" for the first where it can be had.
-        protocol: "paper", where the test points judge training, or "heldout".
-    """
-
-    data: Path | None = None
-    source: str = "auto"
-    protocol: str = "paper"
-
-
 run = functools.partial(
     toys.run,
-    toys.Toy("banana", load, make_problem, describe, draw, _film, ACCURACY, find_errors),
+    toys.Toy("banana", Options, load, make_problem, describe, draw, _film, ACCURACY, find_errors),
     epochs=EPOCHS,
     patience=PATIENCE,
 )
@@ -365,7 +295,7 @@ EXPERIMENT = Experiment(
     "plane apart. Each unit switches on along a line, and training turns and shifts it.",
     summary="Banana classification in the plane: figure 3. About a minute on one core.",
     run=run,
-    settings=Data,
+    settings=Options,
     layouts=(Layout((ACCURACY,), details=(*DETAILS, *toys.TURNS, LARGEST_MOVE, LARGEST_TURN)),),
     papers={
         "test_accuracy": read_table(

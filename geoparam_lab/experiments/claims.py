@@ -23,11 +23,11 @@ from geoparam_lab.data import banana_data, uci_data
 from geoparam_lab.experiments import claims_measures as measures
 from geoparam_lab.experiments.claims_measures import QUANTITIES, Member, Sets
 from geoparam_lab.experiments.experiment import Experiment, Layout, Measure
+from geoparam_lab.experiments.measurements import Task, measure_missing, select_records
 from geoparam_lab.experiments.rank_correlations import correlate
 from geoparam_lab.run_folder import Record, Run, group_records
-from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names, count_cores
+from geoparam_lab.training.tasks import Progress, Tick, check_names
 
-KEY = ("part", "dataset", "method", "size", "lr", "seed")
 SEEDS = 5
 
 
@@ -71,26 +71,9 @@ PARTS = {
 }  # fmt: skip
 
 
-class Task(NamedTuple):
-    """Some networks or layers of one part and data set; networks are trained as a stack."""
-
-    part: str
-    dataset: str
-    members: tuple[Member, ...]
-
-    @property
-    def keys(self) -> list[tuple[Any, ...]]:
-        return [(self.part, self.dataset, *member) for member in self.members]
-
-    def __str__(self) -> str:
-        return f"{self.part}, {self.dataset}"
-
-
-def _measure(data: Sets, task: Task, tick: Tick) -> Done:
-    part = PARTS[task.part]
-    found = part.measure(task.members, task.dataset, data, part.epochs)
-    pairs = zip(task.keys, found, strict=True)
-    return Done([dict(zip(KEY, key, strict=True)) | measured for key, measured in pairs])
+def _measure(data: Sets, members: Sequence[Member], tick: Tick) -> list[Record]:
+    part = PARTS[members[0].part]
+    return part.measure(members, data, part.epochs)
 
 
 def run(
@@ -120,12 +103,11 @@ def run(
     chosen = [part for part in PARTS if part in parts]
     trained = " ".join(PARTS[part].datasets for part in chosen if PARTS[part].epochs)
     sets = {name: load(name, data) for name in dict.fromkeys(trained.split())}
-    options: Any = {"key": KEY, "resume": resume, "may_change": ("parts",)}
+    options: Any = {"key": Member._fields, "resume": resume, "may_change": ("parts",)}
     folder = Run.create(out, "claims", {"parts": chosen, "seeds": seeds}, command, **options)
     tasks = [task for part in chosen for task in make_tasks(part, seeds)]
-    work, total = functools.partial(_measure, sets), sum(len(task.members) for task in tasks)
-    Session(folder, work, total, jobs or count_cores(), progress).spread(tasks)
-    folder.append_missing(answers(folder.records()))
+    measure_missing(folder, tasks, functools.partial(_measure, sets), jobs, progress)
+    folder.append_missing(find_answers(folder.records()))
     from geoparam_lab.experiments import claims_figures  # it imports matplotlib
 
     claims_figures.draw(folder)
@@ -150,18 +132,19 @@ def make_tasks(name: str, seeds: int) -> list[Task]:
     for dataset, size, method, lr, seed in itertools.product(part.datasets.split(), *grid):
         own = {"method": method, "size": size} | {part.stacked: ""}
         cell = (dataset, own["method"], own["size"])
-        found.setdefault(cell, []).append(Member(method, size, lr, seed))
-    return [Task(name, dataset, tuple(members)) for (dataset, *_), members in found.items()]
+        found.setdefault(cell, []).append(Member(name, dataset, method, size, lr, seed))
+    return [Task(f"{name}, {cell[0]}", tuple(members)) for cell, members in found.items()]
 
 
-def answers(records: Sequence[Record]) -> list[Record]:
+def find_answers(records: Sequence[Record]) -> list[Record]:
     """Return how cost grows, and whether what was measured goes with the test error."""
-    by_part = {part: [r for r in records if r["part"] == part] for part in PARTS}
+    by_part = {part: select_records(records, part=part) for part in PARTS}
     found: list[Record] = []
     for (dataset, method), own in group_records(by_part["cost"], "dataset", "method").items():
         sizes, seconds = (np.log([r[name] for r in own]) for name in ("size", "seconds"))
-        answer = dict.fromkeys(KEY) | {"part": "growth", "dataset": dataset, "method": method}
-        found.append(answer | {"exponent": float(np.polyfit(sizes, seconds, 1)[0])})
+        key = {"part": "growth", "dataset": dataset, "method": method}
+        exponent = float(np.polyfit(sizes, seconds, 1)[0])
+        found.append(dict.fromkeys(Member._fields) | key | {"exponent": exponent})
     groups: Any = {"shell: all": (), "shell: within": ("method", "lr")}
     found += correlate(by_part["shell"], ("dataset",), ("relative", "on_shell"), groups)
     groups = {"deep: rates": ("size",), "deep: seeds": ("size", "lr")}

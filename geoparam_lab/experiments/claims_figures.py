@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from geoparam import plots
 from geoparam_lab import methods
 from geoparam_lab.experiments.claims_measures import draw_correlated
-from geoparam_lab.experiments.width_figures import find_means
+from geoparam_lab.experiments.measurements import find_means, select_records
 from geoparam_lab.run_folder import Record, Run, group_records
 
 
@@ -60,8 +60,7 @@ def draw(run: Run) -> None:
     records = run.records()
     run.figure("covariance", _draw_norms(), COVARIANCE)
     for part, drawing in DRAWINGS.items():
-        own = [record for record in records if record["part"] == part]
-        if own:
+        if own := select_records(records, part=part):
             run.figure(part, _draw_panels(own, drawing), drawing.caption)
 
 

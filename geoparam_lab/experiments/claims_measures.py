@@ -1,6 +1,7 @@
 """The measurements behind the claims: on single layers, and on small networks in training.
 
-Every function takes the members of one task and returns a record for each of them.
+Every function takes the members of one task, which are of one part and data set, the data and how
+many epochs to train, and returns a record for each member.
 """
 
 import math
@@ -38,9 +39,11 @@ QUANTITIES = tuple(
 
 
 class Member(NamedTuple):
-    """A network, or a layer; "gmp:norm=mbn" is a method with another norm."""
+    """A network, or a layer: the fields that tell its record apart."""
 
-    method: str
+    part: str
+    dataset: str
+    method: str  # perhaps with options: "gmp:norm=mbn" has another norm
     size: float
     lr: float | None
     seed: int
@@ -60,14 +63,14 @@ def draw_correlated(correlation: float, rows: int, features: int, seed: int) -> 
 
 
 @torch.no_grad()
-def measure_covariance(members: Members, dataset: str, *unused: object) -> list[Record]:
+def measure_covariance(members: Members, *unused: object) -> list[Record]:
     """Equation 9: BN is WN in the norm of the data's covariance. The size is the correlation.
 
     `error` is the largest difference from BN over BN's largest value. "equation-9" is compared
     with BN without an epsilon, "epsilon" with BN as it is trained; "wn" has Sigma = I.
     """
     found = []
-    for method, correlation, _, seed in members:
+    for _, _, method, correlation, _, seed in members:
         x = draw_correlated(correlation, ROWS, FEATURES, seed)
         with methods.use_seed(seed):
             w = torch.randn(UNITS, FEATURES, dtype=torch.float64)
@@ -80,10 +83,10 @@ def measure_covariance(members: Members, dataset: str, *unused: object) -> list[
     return found
 
 
-def measure_cost(members: Members, dataset: str, *unused: object) -> list[Record]:
+def measure_cost(members: Members, *unused: object) -> list[Record]:
     """Remark 3.4: processor seconds of a layer's forward and backward pass, methods in turn."""
     layers = []
-    for method, size, _, seed in members:
+    for _, dataset, method, size, _, seed in members:
         n, m = (int(size), SIDE) if dataset == "inputs" else (SIDE, int(size))
         with methods.use_seed(seed):
             block = methods.get(method).linear(n, m, dtype=torch.float32)
@@ -112,16 +115,16 @@ class Trained(NamedTuple):
 
 def train(
     members: Members,
-    data: tuple[np.ndarray, np.ndarray],
+    sets: Sets,
     hidden: Sequence[int],
     frames: Sequence[int],
-    classify: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> list[Trained]:
     """Train a stack of one method up to the last frame, each member on a split of its own."""
-    seeds, epochs = [member.seed for member in members], frames[-1]
-    parts, widths = splits.stack(*data, seeds, "heldout"), (data[0].shape[1], *hidden, 1)
-    name, *options = members[0].method.split(":")
+    seeds, epochs, first = [member.seed for member in members], frames[-1], members[0]
+    parts = splits.stack(*sets[first.dataset], seeds, "heldout")
+    widths, classify = (parts.x_train.shape[2], *hidden, 1), first.dataset == "banana"
+    name, *options = first.method.split(":")
     chosen = dict(option.split("=") for option in options)
     judged = (stacked.absolute_error, stacked.squared_error)
     if classify:
@@ -154,7 +157,7 @@ def find_layers(model: nn.Sequential) -> list[Any]:
 
 
 @torch.no_grad()
-def layer_inputs(model: nn.Sequential, x: Tensor) -> list[Tensor]:
+def collect_inputs(model: nn.Sequential, x: Tensor) -> list[Tensor]:
     """Return the input of each layer with weights; with IMN, the centred one."""
     seen, layers = [], find_layers(model)
     for module in model:
@@ -163,7 +166,7 @@ def layer_inputs(model: nn.Sequential, x: Tensor) -> list[Tensor]:
     return seen
 
 
-def measure_shift(members: Members, dataset: str, data: Sets, epochs: int) -> list[Record]:
+def measure_shift(members: Members, data: Sets, epochs: int) -> list[Record]:
     """Remark 3.6: the mean of each layer's input beside the input's size, and how it drifts.
 
     The size of a member is the number of the layer, from 1. `offset` is ||E x|| / sqrt(E ||x||^2)
@@ -173,28 +176,28 @@ def measure_shift(members: Members, dataset: str, data: Sets, epochs: int) -> li
     """
     first = [member for member in members if member.size == 1]
     hidden = [UNITS // 2] * (int(max(member.size for member in members)) - 1)
-    networks = train(first, data[dataset], hidden, range(epochs + 1))
-    found: dict[tuple, Record] = {member: {} for member in members}
-    for (method, _, lr, seed), (_, x, models) in zip(first, networks, strict=True):
+    networks = train(first, data, hidden, range(epochs + 1))
+    found: dict[Member, Record] = {member: {} for member in members}
+    for member, (_, x, models) in zip(first, networks, strict=True):
         for end, training in (("", True), ("_running", False)):
-            inputs = [layer_inputs(model.train(training), x) for model in models]
+            inputs = [collect_inputs(model.train(training), x) for model in models]
             for layer, seen in enumerate(zip(*inputs, strict=True), start=1):
                 means = torch.stack([x.mean(dim=0) for x in seen])
                 sizes = torch.stack([x.square().sum(dim=1).mean().sqrt() for x in seen])
-                own = found[method, layer, lr, seed]
+                own = found[member._replace(size=layer)]
                 own[f"offset{end}"] = float(means[-1].norm() / sizes[-1])
                 own[f"drift{end}"] = float((means.diff(dim=0).norm(dim=1) / sizes[1:]).mean())
     return list(found.values())
 
 
-def measure_shell(members: Members, dataset: str, data: Sets, epochs: int) -> list[Record]:
+def measure_shell(members: Members, data: Sets, epochs: int) -> list[Record]:
     """Section 3.1: |lam| beside ||x||, over training, and the test error.
 
     `relative` is the median of |lam| over that of ||x||; `on_shell` the share of units whose |lam|
     is among the middle nine tenths of ||x||.
     """
     frames, found = frame_epochs(epochs, FRAMES).tolist(), []
-    for error, x, models in train(members, data[dataset], [int(members[0].size)], frames):
+    for error, x, models in train(members, data, [int(members[0].size)], frames):
         distances = [analysis.boundaries(model, x)["0"].distance.abs() for model in models]
         lengths = x.norm(dim=1)
         low, high = lengths.quantile(0.05), lengths.quantile(0.95)
@@ -205,7 +208,7 @@ def measure_shell(members: Members, dataset: str, data: Sets, epochs: int) -> li
     return found
 
 
-def measure_products(members: Members, dataset: str, data: Sets, epochs: int) -> list[Record]:
+def measure_products(members: Members, data: Sets, epochs: int) -> list[Record]:
     """Appendix E: products of sines and sparsity in a layer whose fan-in is the size.
 
     `smallest` is the smallest product of any unit times sqrt(fan-in), which is of order 1 for
@@ -214,7 +217,7 @@ def measure_products(members: Members, dataset: str, data: Sets, epochs: int) ->
     """
     frames = frame_epochs(epochs, FRAMES).tolist()
     hidden, found = [int(members[0].size), UNITS // 2], []
-    for error, x, models in train(members, data[dataset], hidden, frames, dtype=torch.float32):
+    for error, x, models in train(members, data, hidden, frames, torch.float32):
         path = [_measure_second_layer(model, x) for model in models]
         paths = {f"{name}_path": [each[name] for each in path] for name in path[0]}
         start = {f"{name}_start": value for name, value in path[0].items()}
@@ -225,7 +228,7 @@ def measure_products(members: Members, dataset: str, data: Sets, epochs: int) ->
 @torch.no_grad()
 def _measure_second_layer(model: nn.Sequential, x: Tensor) -> Record:
     """Return what `measure_products` records of the second hidden layer, at one frame."""
-    zero = (layer_inputs(model, x)[2] == 0).double()
+    zero = (collect_inputs(model, x)[2] == 0).double()
     found = {"sparsity": float(zero.mean()), "dead": float(zero.amin(dim=0).mean())}
     layer = find_layers(model)[1]
     if isinstance(layer, gp.GmPLinear):
@@ -235,7 +238,7 @@ def _measure_second_layer(model: nn.Sequential, x: Tensor) -> Record:
     return found
 
 
-def measure_deep(members: Members, dataset: str, data: Sets, epochs: int) -> list[Record]:
+def measure_deep(members: Members, data: Sets, epochs: int) -> list[Record]:
     """Measure which regions the data are in, in networks with `size` hidden layers.
 
     Four quantities, after a tenth of the training ("early") and at the end ("late"):
@@ -251,7 +254,7 @@ def measure_deep(members: Members, dataset: str, data: Sets, epochs: int) -> lis
     starts = sorted({0, early, epochs // 2, epochs - 1})  # of the epochs with counted changes
     frames = sorted({*starts, *(epoch + 1 for epoch in starts)})
     hidden, found = [DEEP_WIDTH] * int(members[0].size), []
-    for error, x, models in train(members, data[dataset], hidden, frames, dataset == "banana"):
+    for error, x, models in train(members, data, hidden, frames):
         at = dict(zip(frames, models, strict=True))
         bits = {frame: analysis.patterns(model, x) for frame, model in at.items()}
         record: Record = {"test_error": error}
@@ -268,7 +271,7 @@ def measure_regions(model: nn.Sequential, x: Tensor) -> Record:
     """Return dead units, distances by layer and the smallest slope of one network."""
     distances, dead = [], []
     boundaries = analysis.boundaries(model, x).values()
-    for z, own in list(zip(layer_inputs(model, x), boundaries, strict=True))[:-1]:  # no output
+    for z, own in list(zip(collect_inputs(model, x), boundaries, strict=True))[:-1]:  # no output
         mean = z.mean(dim=0)
         radius = (z - mean).square().sum(dim=1).mean().sqrt()
         distances.append(float(((own.direction @ mean + own.distance).abs() / radius).nanmedian()))

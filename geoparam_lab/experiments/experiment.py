@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from geoparam_lab.experiments import papers
 from geoparam_lab.experiments.papers import PaperTable, Printed
 from geoparam_lab.run_folder import Record, Run
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Config = Mapping[str, Any]
+Drawings = dict[str, tuple[Callable[[], "Figure"], str]]  # by name: what draws it, a caption
 
 
 @dataclass(frozen=True)

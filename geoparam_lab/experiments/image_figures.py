@@ -21,6 +21,7 @@ from geoparam_lab import methods
 from geoparam_lab.experiments import image_text
 from geoparam_lab.experiments.experiment import options_in_words
 from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.training.images.grids import papers_rate
 
 Array = np.ndarray
 
@@ -49,19 +50,15 @@ _BEST = {
 }
 
 
-def draw(run: Run, papers: Mapping[str, float]) -> None:
-    """Draw all figures of a sweep, as far as it is done.
-
-    Args:
-        run: its folder; a record has its curves under its `name`.
-        papers: the papers' learning rate of each method.
-    """
+def draw(run: Run) -> None:
+    """Draw all figures of a sweep, as far as it is done."""
     records = sorted(run.records(), key=_order)
     if not records:
         return
+    papers = {name: papers_rate(run.config["network"], name) for name in methods.METHODS}
     measure = next(name for name in _VALUES if any(name in record for record in records))
     best = image_text.choose(records, measure)
-    theirs = [r for r in records if image_text.setting(r) == (papers.get(r["method"]), "")]
+    theirs = [r for r in records if image_text.read_setting(r) == (papers.get(r["method"]), "")]
     is_theirs = _settings(best) == _settings(theirs)
     _draw_convergence(run, "figure4", best, _THEIRS if is_theirs else _BEST[measure])
     if not is_theirs and _settings(best).keys() == _settings(theirs).keys():
@@ -75,7 +72,7 @@ def draw(run: Run, papers: Mapping[str, float]) -> None:
 
 def _settings(records: Sequence[Record]) -> dict[tuple[str, int], tuple[float, str]]:
     """Return the settings of some records by method and batch size."""
-    return {(r["method"], r["batch_size"]): image_text.setting(r) for r in records}
+    return {(r["method"], r["batch_size"]): image_text.read_setting(r) for r in records}
 
 
 def _group_results(
@@ -185,7 +182,7 @@ def _rates_in_words(settings: Mapping[tuple[str, int], tuple[float, str]]) -> st
 
 
 def _describe_data(run: Run) -> str:
-    return f"{image_text.network_title(run.config)}; {image_text.describe_images(run.config)}."
+    return f"{image_text.name_network(run.config)}; {image_text.describe_images(run.config)}."
 
 
 def _order(record: Record) -> tuple[Any, ...]:

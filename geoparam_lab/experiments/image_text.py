@@ -13,7 +13,7 @@ import numpy as np
 
 from geoparam_lab import methods
 from geoparam_lab.experiments.experiment import Config, options_in_words
-from geoparam_lab.run_folder import Record
+from geoparam_lab.run_folder import Record, group_records
 from geoparam_lab.training.images.settings import Settings
 
 IMAGENET = {"classes": 1000, "train": 1_281_167, "val": 50_000}  # ILSVRC 2012
@@ -34,7 +34,7 @@ _USUAL = {field.name: field.default for field in fields(Settings)} | {"momentum"
 _SHOWN = 8  # failed runs that are named
 
 
-def network_title(config: Config) -> str:
+def name_network(config: Config) -> str:
     """Return what a network is called."""
     name = str(config.get("network", "network"))
     return NETWORKS.get(name, name)
@@ -53,8 +53,8 @@ def make_title(experiment: str, config: Config) -> str:
     if "network" not in config:
         return ""
     if explain_mismatch(experiment, config):
-        return f"{network_title(config)} on images of {config['data']['classes']:,} classes"
-    return f"{network_title(config)} on ImageNet{experiment.removeprefix('imagenet')}"
+        return f"{name_network(config)} on images of {config['data']['classes']:,} classes"
+    return f"{name_network(config)} on ImageNet{experiment.removeprefix('imagenet')}"
 
 
 def describe_images(config: Config) -> str:
@@ -90,7 +90,7 @@ def explain_mismatch(experiment: str, config: Config) -> str:
 def remark(config: Config, records: Iterable[Record]) -> Iterator[str]:
     """Yield what a reader must know of a table of a sweep over images."""
     if said := describe_images(config):
-        yield f"{network_title(config)}; {said}."
+        yield f"{name_network(config)}; {said}."
     if schedule := SCHEDULES.get(str(config.get("schedule"))):
         yield f"Schedule: {schedule}."
     if isinstance(config.get("select"), float) and config["select"] > 0:
@@ -114,11 +114,9 @@ def _write(value: Any) -> str:
 
 
 def _name_run(record: Record) -> str:
-    known = {"batch_size": "batch", "lr": "rate", "seed": "seed"}
-    fields = [f"{word} {record[name]:g}" for name, word in known.items() if name in record]
-    fields += [options_in_words(record["tuned"])] if record.get("tuned") else []
-    epoch = f" in epoch {record['epochs'] + 1}" if "epochs" in record else ""
-    return f"{methods.title(record['method'])} ({', '.join(fields)}){epoch}"
+    tuned = f", {options_in_words(record['tuned'])}" if record.get("tuned") else ""
+    fields = f"batch {record['batch_size']}, rate {record['lr']:g}, seed {record['seed']}{tuned}"
+    return f"{methods.title(record['method'])} ({fields}) in epoch {record['epochs'] + 1}"
 
 
 # --- settings -----------------------------------------------------------------------------------
@@ -139,36 +137,30 @@ def choose(records: Iterable[Record], measure: str) -> list[Record]:
     other; of equal ones, that of the lowest rate. How many `tries` there were is added.
 
     Example:
-        >>> records = [{"method": "bn", "lr": lr, "seed": seed, "select_top1": 40 + 9 * lr - seed}
+        >>> one = {"method": "bn", "network": "vgg6", "batch_size": 256}
+        >>> records = [one | {"lr": lr, "seed": seed, "select_top1": 40 + 9 * lr - seed}
         ...            for seed in (0, 1) for lr in (0.1, 0.2)]
         >>> [(each["lr"], each["seed"], each["tries"]) for each in choose(records, "select_top1")]
         [(0.2, 0, 2), (0.2, 1, 2)]
     """
-    found: dict[Any, dict[Any, dict[Any, Record]]] = {}
-    for record in records:
-        place = record["method"], str(record.get("network")), str(record.get("batch_size"))
-        own = found.setdefault(place, {}).setdefault(setting(record), {})
-        own[str(record.get("seed"))] = record
     chosen: list[Record] = []
-    for settings in found.values():
+    for own in group_records(records, "method", "network", "batch_size").values():
+        settings: dict[tuple[float, str], dict[int, Record]] = {}
+        for record in own:
+            settings.setdefault(read_setting(record), {})[record["seed"]] = record
         seeds = set.intersection(*map(set, settings.values()))
         values = {
-            at: _mean([_read_number(own[seed], measure) for seed in seeds])
-            for at, own in sorted(settings.items())
+            at: _mean([some[seed].get(measure, math.nan) for seed in seeds])
+            for at, some in sorted(settings.items())
         }
         best = max(values, key=lambda at: values[at])
         chosen += [record | {"tries": len(settings)} for record in settings[best].values()]
     return chosen
 
 
-def setting(record: Record) -> tuple[float, str]:
+def read_setting(record: Record) -> tuple[float, str]:
     """Return a record's rate, and its other tuned options."""
-    return _read_number(record, "lr"), str(record.get("tuned", ""))
-
-
-def _read_number(record: Record, name: str) -> float:
-    value = record.get(name)
-    return value if isinstance(value, (int, float)) else math.nan
+    return record["lr"], record.get("tuned", "")
 
 
 def _mean(values: Sequence[float]) -> float:

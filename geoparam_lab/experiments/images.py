@@ -20,10 +20,10 @@ import contextlib
 import functools
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from geoparam_lab import methods as all_methods
 from geoparam_lab import networks
@@ -34,7 +34,7 @@ from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import shared_study
 from geoparam_lab.training.images import grids
 from geoparam_lab.training.images.callbacks import BOUNDARIES
-from geoparam_lab.training.images.grids import Task, papers_rate, tasks
+from geoparam_lab.training.images.grids import Task, tasks
 from geoparam_lab.training.images.run_checkpoints import WEIGHTS
 from geoparam_lab.training.images.settings import Settings
 from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names
@@ -45,20 +45,9 @@ KEY = ("name",)
 DRAW_EVERY = 60  # seconds between two drawings of a sweep's figures
 
 
-class Defaults(NamedTuple):
-    """What the papers have, and a sweep where nothing else is asked for."""
-
-    network: str
-    methods: tuple[str, ...]
-    batch_sizes: tuple[int, ...]
-    size: int  # of the images
-
-
-DEFAULTS = {
-    "imagenet32": Defaults(
-        "vgg6", ("sp", "wn", "wn+mbn", "bn", "gmp", "gmp+imn"), (256, 512, 1024), 32
-    ),
-    "imagenet": Defaults("resnet18", ("wn+mbn", "bn", "gmp+imn"), (256,), 224),
+PAPERS_METHODS = {
+    "imagenet32": ("sp", "wn", "wn+mbn", "bn", "gmp", "gmp+imn"),
+    "imagenet": ("wn+mbn", "bn", "gmp+imn"),
 }
 _MAY_CHANGE = ("methods", "batch_sizes", "lrs", "seeds")  # when a sweep is resumed
 
@@ -71,13 +60,13 @@ def run(
     experiment: str = "imagenet32",
     *,
     data: str | Path | Source,
-    network: str | None = None,
+    network: str = "vgg6",
     methods: Sequence[str] | None = None,
     method: list[str] | None = None,
-    batch_sizes: Sequence[int] | None = None,
+    batch_sizes: Sequence[int] = (256, 512, 1024),
     lrs: Sequence[float] | None = None,
     seeds: int = 3,
-    size: int | None = None,
+    size: int = 32,
     workers: int | None = None,
     checkpoint_every: int | None = None,
     keep_weights: bool = False,
@@ -92,18 +81,17 @@ def run(
     """Train a network under some methods; write records, curves and figure 4 to a folder.
 
     Args:
-        out: the sweep's folder.
         experiment: "imagenet32", images in npz files, or "imagenet", a folder of JPEG files.
         data: the folder with the images (train_data_batch_*.npz and val_data.npz, or
             train/CLASS/*.JPEG and val/CLASS/*.JPEG), or these themselves.
-        network: one of vgg6, resnet18, resnet34, resnet50; by default the papers'.
+        network: one of vgg6, resnet18, resnet34, resnet50.
         methods: names of methods, each perhaps with options; by default the papers'.
         method: one more method with options of its own, as in bn:decay=5e-4:lr=0.4,0.8; may be
             given again.
-        batch_sizes: over all processes; by default the papers'.
+        batch_sizes: over all processes.
         lrs: learning rates for every method that has none of its own; by default the papers'.
         seeds: how many, from 0 on.
-        size: of the images: 32 or 64 in npz files, 224 for JPEG files where nothing else is said.
+        size: of the images: 32 or 64 in npz files.
         workers: processes that decode JPEG files; by default as many as there are cores.
         checkpoint_every: steps between two checkpoints; there is one after every epoch anyway.
         keep_weights: keep each run's weights, the best ones where its schedule does, in weights/.
@@ -111,9 +99,6 @@ def run(
         track: follow the units' boundaries, every so many steps.
         storage: share the runs: the URL of a database or the path of a file. Start the same
             command on each GPU, each with an --out of its own.
-        resume: go on with the sweep in the folder.
-        command: what a user types to do it again.
-        progress: called with a title, how many images are done and how many there are.
         settings: `Settings` of all runs, such as epochs and schedule.
 
     Returns:
@@ -124,35 +109,40 @@ def run(
     _check_counts(checkpoint_every=checkpoint_every, track=track, size=size)
     config = _check_options(experiment, network, methods, batch_sizes, lrs, seeds, settings)
     source = _load_images(experiment, data, size, workers)
-    kinds = {"checkpoint_every": checkpoint_every, "tensorboard": tensorboard, "track": track}
-    work = _start_work(Path(out), source, config, keep_weights, kinds)
-    if not work.crew.leads:
-        for task in work.crew.receive():
+    crew = _gather_crew(config, source)
+    part = source.hold_out(config["select"]) if config["select"] else source
+    options = {"checkpoint_every": checkpoint_every, "tensorboard": tensorboard, "track": track}
+    work = _Work(Path(out), source, crew, keep_weights, options, part.fingerprint["train"])
+    if not crew.leads:
+        for task in crew.receive():
             work.train(task)
         return None
     config |= {"data": {**source.fingerprint, "classes": source.classes, "size": source.size}}
     try:
         if storage is not None:
             shared_study.check_storage(storage)
-        options: Record = {"key": KEY, "resume": resume, "may_change": _MAY_CHANGE}
-        options["defaults"] = grids.COMMON
-        folder = Run.create(out, experiment, config, command, **options)
+        known: Record = {"key": KEY, "may_change": _MAY_CHANGE, "defaults": grids.COMMON}
+        folder = Run.create(out, experiment, config, command, resume=resume, **known)
     except BaseException:
-        work.crew.send(None)
+        crew.send(None)
         raise
     _sweep(folder, work, storage, progress)
-    work.crew.send(None)
+    crew.send(None)
     return folder
 
 
 def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress | None) -> None:
-    """Do all runs that are not done."""
-    config, experiment = folder.config, folder.info["experiment"]
-    todo, draw = tasks(config), _make_drawer(folder)
+    """Do all runs that are not done, and redraw the figures now and then."""
+    from geoparam_lab.experiments import image_figures
+
+    config, todo, drawn = folder.config, tasks(folder.config), time.monotonic()
 
     def finish(task: Task) -> None:
+        nonlocal drawn
         work.clean(task)
-        draw()
+        if time.monotonic() - drawn > DRAW_EVERY:
+            image_figures.draw(folder)
+            drawn = time.monotonic()
 
     session = Session(
         folder,
@@ -170,40 +160,11 @@ def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress |
     if storage is None:
         session.spread(todo)
     else:
-        study = shared_study.name_study(experiment, config, [])
+        study = shared_study.name_study(folder.info["experiment"], config, [])
         session.share([({"run": task.name}, task) for task in todo], "val_loss", storage, study)
-    draw(at_once=True)
+    image_figures.draw(folder)
     with contextlib.suppress(OSError):  # there may be others, or none
         (work.out / "checkpoints").rmdir()
-
-
-def _make_drawer(folder: Run) -> Callable[..., None]:
-    """Return a function that redraws the figures at intervals while a sweep runs."""
-    from geoparam_lab.experiments import image_figures
-
-    rates = {name: papers_rate(folder.config["network"], name) for name in all_methods.METHODS}
-    last = time.monotonic()
-
-    def draw(at_once: bool = False) -> None:
-        nonlocal last
-        if at_once or time.monotonic() - last > DRAW_EVERY:
-            image_figures.draw(folder, rates)
-            last = time.monotonic()
-
-    return draw
-
-
-def _start_work(
-    out: Path, source: Source, config: Record, keep_weights: bool, kinds: Record
-) -> "_Work":
-    """Return what does a sweep's runs, with the processes that were started together."""
-    from geoparam_lab.training.images.preparation import make_accelerator
-    from geoparam_lab.training.images.process_group import Crew
-
-    crew = Crew(make_accelerator(config["precision"]))
-    _check_fits(tasks(config), source, crew)
-    part = source.hold_out(config["select"]) if config["select"] else source
-    return _Work(out, source, crew, keep_weights, kinds, part.fingerprint["train"])
 
 
 @dataclass(frozen=True)
@@ -214,8 +175,8 @@ class _Work:
     source: Source
     crew: "Crew"
     keep_weights: bool
-    kinds: Record
-    images: int
+    options: Record  # of `train.train`
+    images: int  # that are trained on
 
     def __call__(self, task: Task, tick: Tick) -> Done:
         self.crew.send(task)
@@ -238,7 +199,7 @@ class _Work:
             self.folder(task),
             accelerator=self.crew.accelerator,
             tick=report,
-            **self.kinds,
+            **self.options,
         )
         named = {"name": task.name, "method": task.method, "tuned": task.tuned}
         record = outcome.record | named | {"processes": self.crew.size}
@@ -271,12 +232,11 @@ def _check_counts(**counts: int | None) -> None:
 
 
 def _load_images(
-    experiment: str, data: str | Path | Source, size: int | None, workers: int | None
+    experiment: str, data: str | Path | Source, size: int, workers: int | None
 ) -> Source:
     """Return the images, checked as far as that is quick."""
     if not isinstance(data, (str, Path)):
         return data
-    size = size or DEFAULTS[experiment].size
     if experiment == "imagenet32":
         from geoparam_lab.data.downsampled import PackedImages
 
@@ -288,23 +248,22 @@ def _load_images(
 
 def _check_options(
     experiment: str,
-    network: str | None,
+    network: str,
     names: Sequence[str] | None,
-    batch_sizes: Sequence[int] | None,
+    batch_sizes: Sequence[int],
     lrs: Sequence[float] | None,
     seeds: int,
     settings: Record,
 ) -> Record:
     """Return the configuration, if all of it exists."""
-    check_names("experiment", [experiment], tuple(DEFAULTS))
-    usual = DEFAULTS[experiment]
-    network, names = network or usual.network, list(names if names is not None else usual.methods)
+    check_names("experiment", [experiment], tuple(PAPERS_METHODS))
     check_names("network", [network], networks.NETWORKS)
+    names = PAPERS_METHODS[experiment] if names is None else names
     plain = list(map(all_methods.without_options, names))
     check_names("methods", plain, tuple(all_methods.METHODS))
-    sizes = list(batch_sizes if batch_sizes is not None else usual.batch_sizes)
-    if seeds < 1 or not sizes:
-        raise ValueError(f"seeds must be >= 1 and batch_sizes some; got {seeds} and {sizes}.")
+    if seeds < 1 or not batch_sizes:
+        got = f"{seeds} and {list(batch_sizes)}"
+        raise ValueError(f"seeds must be >= 1 and batch_sizes some; got {got}.")
     if lrs is not None and not lrs:
         raise ValueError("lrs must be learning rates above 0, or left out; got none.")
     unknown = [name for name in settings if name not in grids.COMMON]
@@ -313,7 +272,7 @@ def _check_options(
     config: Record = {
         "network": network,
         "methods": list(dict.fromkeys(names)),
-        "batch_sizes": sorted(set(sizes)),
+        "batch_sizes": sorted(set(batch_sizes)),
         "lrs": lrs and sorted({float(lr) for lr in lrs}),
         "seeds": seeds,
     }
@@ -323,10 +282,15 @@ def _check_options(
     return config
 
 
-def _check_fits(todo: Sequence[Task], source: Source, crew: "Crew") -> None:
-    """Raise ValueError where a run could not begin: hours later, it would end the sweep."""
-    from geoparam_lab.training.images import preparation
+def _gather_crew(config: Record, source: Source) -> "Crew":
+    """Return the processes that were started together.
 
+    Raises ValueError where a run could not begin: hours later, it would end the sweep.
+    """
+    from geoparam_lab.training.images import preparation
+    from geoparam_lab.training.images.process_group import Crew
+
+    crew, todo = Crew(preparation.make_accelerator(config["precision"])), tasks(config)
     place: Record = {"device": crew.accelerator.device, "world": crew.size}
     for one in (task.settings for task in todo):
         preparation.check(one, crew.accelerator)
@@ -336,6 +300,7 @@ def _check_fits(todo: Sequence[Task], source: Source, crew: "Crew") -> None:
         options = {"size": source.size, "seed": 0, **one.network_options}
         model = networks.build(one.network, one.method, source.classes, **options)
         preparation.make_optimizer(one, model)
+    return crew
 
 
 # --- what they say ------------------------------------------------------------------------------
@@ -344,7 +309,6 @@ def _check_fits(todo: Sequence[Task], source: Source, crew: "Crew") -> None:
 def _experiment(name: str, **own: Any) -> Experiment:
     return Experiment(
         name=name,
-        run=functools.partial(run, experiment=name),
         settings=Settings,
         epochs=90,
         baseline="bn",
@@ -362,6 +326,7 @@ IMAGENET32 = _experiment(
     title="VGG-6 on ImageNet32",
     about="A convolutional network learns to tell classes of small images apart.",
     summary="VGG-6 on images of 32 by 32 pixels: table 2, figure 4. Wants a GPU.",
+    run=run,
     layouts=(Layout((TOP1, TOP5), "batch_size", "batch size"),),
     papers=papers.VGG6,
     theirs={"network": "vgg6"},
@@ -371,6 +336,9 @@ IMAGENET = _experiment(
     title="ResNet on ImageNet",
     about="A residual network learns to tell classes of images apart.",
     summary="A ResNet on ImageNet: table 3. Wants several GPUs.",
+    run=functools.partial(
+        run, experiment="imagenet", network="resnet18", batch_sizes=(256,), size=224
+    ),
     layouts=(Layout((TOP1, TOP5), "network", "network"),),
     papers=papers.RESNET,
     rates=dict.fromkeys(all_methods.METHODS, 0.1),

@@ -24,18 +24,18 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from geoparam_lab import methods
 from geoparam_lab.data.synthetic import Regression, levy_regression
-from geoparam_lab.experiments import toy_figures, toys
+from geoparam_lab.experiments import toys
 from geoparam_lab.experiments.experiment import (
     DETAILS,
     LARGEST_MOVE,
     RMSE,
     Config,
+    Drawings,
     Experiment,
     Layout,
     Measure,
@@ -48,27 +48,34 @@ from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training.stacks.snapshots import Film
 from geoparam_lab.training.stacks.stacked import Protocol, Result
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 UNITS = 100
 EPOCHS = 10_000
 PATIENCE = 500
 IN_VIEW = Measure("units_in_view", "units in view (of 100)", 0)
-LOWEST = -20  # the power of 2 at which figure 2c begins: smaller moves are after training
 GOOD = 0.8  # the test RMSE that separates GmP's two groups of seeds
 
 
-def load(earlier: Config, data_seed: int = 0, draws: int = 0) -> tuple[Regression, Record]:
-    """Return the 50 points of a seed; 0 gives the papers'. With draws, one after the other."""
-    data = levy_regression(data_seed)
-    if draws == 0:
-        return data, {"data_seed": data_seed}
+@dataclass(frozen=True)
+class Options:
+    """Options about the data.
+
+    Args:
+        draws: draws of the points, one for each seed in turn; 0 for one that all train on.
+    """
+
+    draws: int = 0
+
+
+def load(options: Options, earlier: Config) -> tuple[Regression, Record]:
+    """Return the papers' 50 points, or several draws of 50, and which they are."""
+    data, draws = levy_regression(), options.draws
     if draws < 0:
         raise ValueError(f"draws is how many draws of the points there are, >= 0; got {draws}.")
-    every = [levy_regression(data_seed + draw) for draw in range(draws)]
+    if draws == 0:
+        return data, {"data_seed": 0}
+    every = [levy_regression(seed) for seed in range(draws)]
     x, y = (np.stack(parts) for parts in zip(*(d[:2] for d in every), strict=True))
-    return data._replace(x_train=x, y_train=y), {"data_seed": data_seed, "draws": draws}
+    return data._replace(x_train=x, y_train=y), {"data_seed": 0, "draws": draws}
 
 
 def make_problem(data: Regression, epochs: int = EPOCHS, patience: int = PATIENCE) -> Problem:
@@ -117,24 +124,26 @@ def find_errors(predictions: Array, targets: Array) -> Array:
 # --- figures ------------------------------------------------------------------------------------
 
 
-def draw(run: Run, data: Regression) -> toys.Drawings:
+def draw(run: Run, data: Regression) -> Drawings:
     """Return all figures of a run, from what is in its folder."""
+    from geoparam_lab.experiments.toy_figures import draw_fits, draw_moves, draw_seeds
+
     names = list_in_words(methods.title(name) for name in run.config["methods"])
     rates = list_in_words(f"{rate:g}" for rate in run.config["lrs"])
     label, one = "test RMSE (lower is better)", data.x_train.ndim == 2
-    fits: toys.Drawings = {
-        "figure2d-g": (lambda: _draw_fits(run, data), "Figure 2d-g. Above: the network before and "
+    fits: Drawings = {
+        "figure2d-g": (lambda: draw_fits(run, data), "Figure 2d-g. Above: the network before and "
             "after training, the 50 training points and the true function, each method at the "
             "papers' rate, from the seed with its median test RMSE. Below: where the units "
             "switch, from the start at the bottom to the end."),
     }  # fmt: skip
     return (fits if one else {}) | {
-        "figure2c": (lambda: _draw_moves(run), "Figure 2c. Largest move of a unit's boundary in "
+        "figure2c": (lambda: draw_moves(run), "Figure 2c. Largest move of a unit's boundary in "
             f"one update, for {names} at the rates {rates}, each from its median seed. Thin lines "
             "are single updates, bold ones their running median; the dotted line is 1, below "
             "which GmP is to stay. BN is read by the batch's statistics, as it trains. The papers "
             "do not say at which rate theirs was drawn."),
-        "seeds": (lambda: toy_figures.draw_seeds(run, "test_rmse", label, EXPERIMENT), "Test RMSE "
+        "seeds": (lambda: draw_seeds(run, "test_rmse", label, EXPERIMENT), "Test RMSE "
             f"of every seed: {run.config['seeds']} initial weights at each rate, filled where the "
             "rate is the papers' for the method. The papers show one seed. Where points of one "
             "method form two groups, one seed tells little."
@@ -142,66 +151,12 @@ def draw(run: Run, data: Regression) -> toys.Drawings:
     }  # fmt: skip
 
 
-def _draw_moves(run: Run) -> "Figure":
-    from geoparam import plots
-
-    rates = run.config["lrs"]
-    figure, axes = plots.new_figure(1, len(rates), size=(1.5 + 4.6 * len(rates), 4.2))
-    for ax, lr in zip(axes[0], rates, strict=True):
-        shown = toy_figures.show_median(run, "test_rmse", lr)
-        moves = {name: curves["moves"] for name, curves in shown.items()}
-        plots.displacement_curves(moves, ax=ax, legend=ax is axes[0, -1])
-        ax.axhline(1, color="black", linewidth=0.8, linestyle=":")
-        ax.sharey(axes[0, 0])
-        ax.set_ylim(bottom=2.0**LOWEST)
-        ax.set_title(f"rate {lr:g}", loc="left")
-    return figure
-
-
-def _draw_fits(run: Run, data: Regression) -> "Figure":
-    from geoparam import plots
-
-    shown = toy_figures.show_median(run, "test_rmse")
-    figure, columns, _ = toy_figures.new_columns(len(shown), 2, size=(4.1, 3.6))
-    grid = data.x_test[:, 0]
-    for (above, below), (name, curves) in zip(columns, shown.items(), strict=True):
-        colour = plots.method_style(methods.without_options(name)).colour
-        plots.fit_1d(
-            above,
-            points=(data.x_train[:, 0], data.y_train),
-            grid=grid,
-            truth=data.y_test,
-            prediction=curves["prediction"][-1],
-            units=curves["locations"][-1],
-            initial=curves["prediction"][0],
-            colour=colour,
-        )
-        above.sharey(columns[0, 0])
-        rmse = np.sqrt(np.mean((curves["prediction"][-1] - data.y_test) ** 2))
-        rate = toy_figures.papers_lr(name, run.config["lrs"])
-        title = f"{methods.title(name)}, rate {rate:g}: test RMSE {rmse:.3f}"
-        above.set_title(title, loc="left")
-        plots.location_spectrum(
-            curves["locations"],
-            limits=(grid.min(), grid.max()),
-            steps=curves["steps"],
-            colour=colour,
-            ax=below,
-        )
-    columns[0, 0].legend(frameon=False)
-    return figure
-
-
 def _film(run: Run, data: Regression) -> Arrays:
-    """Return the slider's arrays: several seeds, the papers' rates; none for several draws."""
+    """Return the slider's arrays; none for several draws."""
     if data.x_train.ndim > 2:
         return {}
-    names = ("prediction", "locations", "frame_loss")
-    found, films = toy_figures.film_seeds(run, "test_rmse", names)
-    found["loss"] = found.pop("frame_loss")
-    found["moves"] = toy_figures.largest_moves(films, "moves", found["steps"])
-    return found | {
-        "kind": np.array("levy"),
+    frames = {"prediction": "prediction", "locations": "locations", "loss": "frame_loss"}
+    return toys.film_seeds(run, "test_rmse", frames, "moves") | {
         "grid": data.x_test[:, 0],
         "truth": data.y_test,
         "x": data.x_train[:, 0],
@@ -213,7 +168,7 @@ def _film(run: Run, data: Regression) -> Arrays:
 
 
 def _finding(run: Run) -> str:
-    found = toy_figures.compare_gmp_with_sp(run, "test_rmse", "largest_move")
+    found = toys.compare_gmp_with_sp(run, "test_rmse", "largest_move")
     if found is None:
         return ""
     (gmp, move), (sp, far) = found
@@ -227,33 +182,20 @@ def _finding(run: Run) -> str:
 def _limits(run: Run) -> str:
     if run.config["epochs"] < EPOCHS:
         return "Levy: training was cut short here, so that its errors say little."
-    own = [record["test_rmse"] for record in toy_figures.records_of(run, "gmp")]
+    own = [record["test_rmse"] for record in toys.find_records(run, "gmp")]
     return (
         f"Levy: GmP fits well in {sum(error < GOOD for error in own)} of {len(own)} seeds (test "
         "RMSE below 0.8), and little or no better than SP in the others, where the papers' "
         "schedule cuts its rate too early. Of GmP's 20 seeds in our runs, 13 ended at 0.39-0.55, "
         "six at 1.06-1.24 and one at 0.92; all six had their rate cut before epoch 2,000, all "
-        "others after 4,000. All this is one draw of 50 points; over twenty draws the medians were "
-        "1.19 (SP) and 0.84 (GmP), and GmP was lower on 15."
+        "others after 4,000. All this is one draw of 50 points; over twenty draws the medians "
+        "were 1.19 (SP) and 0.84 (GmP), and GmP was lower on 15."
     )
-
-
-@dataclass(frozen=True)
-class Data:
-    """Options about the data.
-
-    Args:
-        data_seed: of the 50 points; 0 gives the papers'.
-        draws: draws of the points, one for each seed in turn; 0 for one that all train on.
-    """
-
-    data_seed: int = 0
-    draws: int = 0
 
 
 run = functools.partial(
     toys.run,
-    toys.Toy("levy", load, make_problem, describe, draw, _film, RMSE, find_errors),
+    toys.Toy("levy", Options, load, make_problem, describe, draw, _film, RMSE, find_errors),
     epochs=EPOCHS,
     patience=PATIENCE,
 )
@@ -266,7 +208,7 @@ EXPERIMENT = Experiment(
     "parameter.",
     summary="Levy regression in one dimension: figure 2. About two minutes on one core.",
     run=run,
-    settings=Data,
+    settings=Options,
     layouts=(Layout((RMSE,), details=(*DETAILS, IN_VIEW, *toys.MOVES, LARGEST_MOVE)),),
     mismatch=lambda config: "The papers trained on one draw of points" * bool(config.get("draws")),
     papers={

@@ -28,7 +28,7 @@ SP and WN turn alike, by an angle that depends on delta / ||w||: once delta is m
 ||w|| they point to (1, 1), wherever they pointed before.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,16 +39,15 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
-from geoparam.analysis import (
-    DELTAS,
-    Response,
-    layer_boundaries,
-    make_steps,
-    perturb_layer,
-    respond,
-)
+from geoparam.analysis import DELTAS, layer_boundaries, make_steps, perturb_layer, respond
 from geoparam_lab.experiments import toys
-from geoparam_lab.experiments.experiment import Experiment, Layout, Measure, list_in_words
+from geoparam_lab.experiments.experiment import (
+    Drawings,
+    Experiment,
+    Layout,
+    Measure,
+    list_in_words,
+)
 from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.methods import TITLES
 from geoparam_lab.run_folder import Run
@@ -71,13 +70,15 @@ DRAWN_ROTATIONS = (4.1, 12.2, 18.3, 23.7)  # what the papers' picture shows of t
 
 
 @dataclass(frozen=True)
-class Lines:
-    """One unit under one method, before and after each perturbation, ready to be drawn."""
+class Turns:
+    """What the perturbations do under one method: to the papers' unit, and to many others."""
 
-    directions: Array  # unit vectors, the unperturbed one first, (1 + deltas, 2)
-    lams: Array  # signed distances of the boundary likewise, (1 + deltas,)
-    rotations: Array  # angles to the unperturbed boundary in degrees, (deltas,)
-    displacements: Array  # ||delta phi||, (deltas,)
+    directions: Array  # unit vectors of the papers' unit, the unperturbed one first, (1 + D, 2)
+    lams: Array  # signed distances of its boundary likewise, (1 + D,)
+    rotation: Array  # angles between these and the unperturbed one in degrees, (D,)
+    rotations: Array  # of the other units, (D, units)
+    displacements: Array  # ||delta phi|| of them likewise
+    bounds: Array  # what no perturbation of the same length turns them beyond
 
     @property
     def drawn_rotations(self) -> Array:
@@ -87,36 +88,8 @@ class Lines:
 
     @property
     def locations(self) -> Array:
-        """phi, the boundaries' nearest points to the origin, (1 + deltas, 2)."""
+        """phi, the nearest points of its boundaries to the origin, (1 + D, 2)."""
         return -self.lams[:, None] * self.directions
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the experiment gives: the papers' unit in detail, and how many others turn."""
-
-    seed: int  # of the one unit
-    deltas: Array  # sizes of the perturbations, (deltas,)
-    lines: dict[str, Lines]  # of that unit, by method
-    rotations: dict[str, Array]  # of many units in degrees, by method, (deltas, units)
-    displacements: dict[str, Array]  # ||delta phi|| of them likewise
-    bounds: dict[str, Array]  # what no perturbation of the same length turns them beyond
-
-    def records(self) -> list[dict[str, Any]]:
-        """One record for each method and delta: the unit's turn, and those of others."""
-        return [
-            {
-                "method": method,
-                "delta": float(delta),
-                "rotation": float(lines.rotations[i]),
-                **(_reference(method, lines, i, delta) if self.seed == SEED else {}),
-                **_spread("rotation", self.rotations[method][i]),
-                **_spread("displacement", self.displacements[method][i]),
-                "bound_max": float(self.bounds[method][i].max()),
-            }
-            for method, lines in self.lines.items()
-            for i, delta in enumerate(self.deltas)
-        ]
 
 
 def run(
@@ -134,42 +107,42 @@ def run(
         methods: some of sp, wn, bn, ln, gmp, intrinsic.
         seeds: how many units besides the papers' one, drawn from 0, 1, ...
     """
-    outcome = perturb(seeds=seeds, methods=list(dict.fromkeys(methods)))
-    config = {"methods": [*outcome.lines], "units": seeds}
+    if seeds < 1:
+        raise ValueError(f"seeds is the number of units of the distribution, >= 1; got {seeds}.")
+    turns = {method: perturb(method, seeds) for method in methods}
     import geoparam.plots  # noqa: F401  says now that matplotlib is missing
 
+    config = {"methods": [*turns], "units": seeds}
     options: Any = {"key": ("method", "delta"), "resume": resume, "may_change": ("methods",)}
     done = Run.create(out, "perturbation", config, command, **options)
-    done.append_missing(outcome.records())
-    toys.save_figures(done, draw(outcome), progress)
+    done.append_missing(make_records(turns))
+    toys.save_figures(done, draw(turns), progress)
     return done
 
 
-def perturb(
-    seed: int = SEED,
-    seeds: int = 1000,
-    deltas: Sequence[float] = DELTAS,
-    methods: Sequence[str] = METHODS,
-) -> Outcome:
-    """Perturb the unit of `seed`, and those of the seeds 0, 1, ..., in the stored parameters.
+def perturb(method: str, seeds: int = 1000) -> Turns:
+    """Perturb the papers' unit, and those of the seeds 0, 1, ..., in the stored parameters.
 
     Example:
-        >>> outcome = perturb(seeds=100)
-        >>> outcome.lines["gmp"].rotations.round(4).tolist()  # delta, in degrees
+        >>> perturb("gmp").rotation.round(4).tolist()  # DELTAS, in degrees
         [0.0057, 0.0573, 0.573, 5.7296]
-        >>> outcome.lines["sp"].rotations.round(1).tolist()
+        >>> perturb("sp").rotation.round(1).tolist()
         [4.1, 29.1, 59.6, 65.0]
     """
-    if seeds < 1:
-        raise ValueError(f"seeds is the number of units of the distribution, >= 1; got {seeds}.")
-    answers = {method: _respond(build(method, range(seeds)), deltas) for method in methods}
-    return Outcome(
-        seed=seed,
-        deltas=np.array(deltas, dtype=float),
-        lines={method: _lines(build(method, [seed]), deltas) for method in methods},
-        rotations=_stack(answers, "rotation"),
-        displacements=_stack(answers, "displacement"),
-        bounds=_stack(answers, "bound"),
+    unit, units = build(method, [SEED]), build(method, range(seeds))
+    perturbed = [perturb_layer(unit, make_steps(unit, "constant", d))[0] for d in DELTAS]
+    places = [layer_boundaries(layer) for layer in (unit, *perturbed)]
+    own, answers = (
+        [respond(layer, make_steps(layer, "constant", d)) for d in DELTAS]
+        for layer in (unit, units)
+    )
+    return Turns(
+        directions=np.concatenate([place.direction for place in places]),
+        lams=np.concatenate([place.distance for place in places]),
+        rotation=np.concatenate([answer.rotation for answer in own]),
+        rotations=np.stack([answer.rotation for answer in answers]),
+        displacements=np.stack([answer.displacement for answer in answers]),
+        bounds=np.stack([answer.bound for answer in answers]),
     )
 
 
@@ -193,40 +166,29 @@ def build(method: str, seeds: Iterable[int]) -> nn.Module:
     return gp.GmPLinear.from_linear(linear, coordinates="intrinsic")
 
 
-def _respond(layer: nn.Module, deltas: Sequence[float]) -> list[Response]:
-    return [respond(layer, make_steps(layer, "constant", delta)) for delta in deltas]
+def make_records(turns: Mapping[str, Turns]) -> list[dict[str, Any]]:
+    """Return a record for each method and delta: the unit's turn, and those of others."""
+    return [
+        {
+            "method": method,
+            "delta": delta,
+            "rotation": float(own.rotation[i]),
+            **(_reference(own, i) if method in ("sp", "wn") else {}),
+            **_spread("rotation", own.rotations[i]),
+            **_spread("displacement", own.displacements[i]),
+            "bound_max": float(own.bounds[i].max()),
+        }
+        for method, own in turns.items()
+        for i, delta in enumerate(DELTAS)
+    ]
 
 
-def _stack(answers: dict[str, list[Response]], name: str) -> dict[str, Array]:
-    """Return one quantity of all responses as (deltas, units), by method."""
+def _reference(turns: Turns, i: int) -> dict[str, float]:
+    """Return what is known of the papers' unit, and how it was drawn."""
     return {
-        method: np.stack([getattr(response, name).numpy() for response in each])
-        for method, each in answers.items()
-    }
-
-
-def _lines(layer: nn.Module, deltas: Sequence[float]) -> Lines:
-    """Follow the one unit of a layer."""
-    others = [perturb_layer(layer, make_steps(layer, "constant", delta))[0] for delta in deltas]
-    found = [layer_boundaries(each) for each in (layer, *others)]
-    answers = _respond(layer, deltas)
-    return Lines(
-        directions=torch.cat([each.direction for each in found]).numpy(),
-        lams=torch.cat([each.distance for each in found]).numpy(),
-        rotations=torch.cat([each.rotation for each in answers]).numpy(),
-        displacements=torch.cat([each.displacement for each in answers]).numpy(),
-    )
-
-
-def _reference(method: str, lines: Lines, i: int, delta: float) -> dict[str, float]:
-    """Return what is known of the papers' unit, and how it was drawn, where it is known."""
-    if method not in ("sp", "wn") or delta not in DELTAS:
-        return {}
-    known = DELTAS.index(delta)
-    return {
-        "reference": TRUE_ROTATIONS[known],
-        "drawn": float(lines.drawn_rotations[i]),
-        "reference_drawn": DRAWN_ROTATIONS[known],
+        "reference": TRUE_ROTATIONS[i],
+        "drawn": float(turns.drawn_rotations[i]),
+        "reference_drawn": DRAWN_ROTATIONS[i],
     }
 
 
@@ -241,17 +203,17 @@ def _spread(name: str, values: Array) -> dict[str, float]:
 # --- figures ------------------------------------------------------------------------------------
 
 
-def draw(outcome: Outcome) -> toys.Drawings:
+def draw(turns: Mapping[str, Turns]) -> Drawings:
     """Return all figures of a run."""
-    names = list_in_words(TITLES[method] for method in outcome.lines)
-    count = next(iter(outcome.rotations.values())).shape[1]
+    names = list_in_words(TITLES[method] for method in turns)
+    count = next(iter(turns.values())).rotations.shape[1]
     return {
-        "figure1": (lambda: _draw_panels(outcome), "Figure 1. (a) A unit over two inputs: its "
+        "figure1": (lambda: _draw_panels(turns), "Figure 1. (a) A unit over two inputs: its "
             "boundary, its location φ, its direction u and its two sides, active where u points. "
             f"(b)-(e) The papers' unit under {names}, before and after every stored parameter is "
             "moved by δ; dotted lines end at φ. SP, WN and BN turn alike, LN nearly so, and the "
             "papers' own picture shows smaller turns of them, because it loses a sign."),
-        "figure1-units": (lambda: _draw_units(outcome), f"How far {count:,} units drawn like the "
+        "figure1-units": (lambda: _draw_units(turns), f"How far {count:,} units drawn like the "
             "papers' turn when every stored parameter is moved by δ: solid the median unit, "
             "dotted the one that turns most. Under GmP every unit turns by δ radians, whatever "
             "its weight; under SP, WN and BN, which lie on each other, the smallest weights turn "
@@ -264,7 +226,7 @@ def draw(outcome: Outcome) -> toys.Drawings:
     }  # fmt: skip
 
 
-def _draw_panels(outcome: Outcome) -> "Figure":
+def _draw_panels(turns: Mapping[str, Turns]) -> "Figure":
     from geoparam import plots
 
     figure, axes = plots.new_figure(2, 3, size=(12.0, 7.6))
@@ -273,39 +235,39 @@ def _draw_panels(outcome: Outcome) -> "Figure":
     first.set_title("(a) a unit", loc="left")
     for word, place in (("active", (1.3, 1.6)), ("inactive", (-0.8, -0.8))):
         first.text(*place, word, ha="center", va="center")
-    before = next(iter(outcome.lines.values()))
-    for i, (letter, ax) in enumerate(zip("bcde", panels, strict=False)):
+    before = next(iter(turns.values()))
+    for i, (letter, ax, delta) in enumerate(zip("bcde", panels, DELTAS, strict=False)):
         plots.plane(ax, VIEW)
         _draw_line(ax, before, 0, color="#cccccc", linewidth=11, label="before")
-        for method, lines in outcome.lines.items():
+        for method, own in turns.items():
             style = plots.method_style(method)
             line = {"color": style.colour, "linewidth": WIDTHS[method], "label": style.title}
-            _draw_line(ax, lines, i + 1, **line)
-        ax.set_title(f"({letter}) δ = {outcome.deltas[i]:g}", loc="left")
+            _draw_line(ax, own, i + 1, **line)
+        ax.set_title(f"({letter}) δ = {delta:g}", loc="left")
     panels[-1].axis("off")
     panels[-1].legend(*panels[0].get_legend_handles_labels(), loc="center left", frameon=False)
     return figure
 
 
-def _draw_line(ax: "Axes", lines: Lines, i: int, **style: Any) -> None:
+def _draw_line(ax: "Axes", turns: Turns, i: int, **style: Any) -> None:
     """Draw one boundary, and the way from the origin to its location."""
-    phi, (across, up) = lines.locations[i], lines.directions[i]
+    phi, (across, up) = turns.locations[i], turns.directions[i]
     ax.axline(phi, phi + np.array([-up, across]), **style)
     colour = style["color"]
     ax.plot(*np.stack([[0, 0], phi], axis=1), color=colour, linewidth=1.4, linestyle=":")
     ax.plot(*phi, "o", color=colour, markersize=5, mec="black", mew=0.6, zorder=5)
 
 
-def _draw_units(outcome: Outcome) -> "Figure":
+def _draw_units(turns: Mapping[str, Turns]) -> "Figure":
     from geoparam import plots
 
     figure, axes = plots.new_figure(1, 1, size=(7.0, 4.2))
     ax = axes[0, 0]
-    for method, turns in outcome.rotations.items():
+    for method, own in turns.items():
         style = plots.method_style(method)
         line = {"color": style.colour, "linewidth": WIDTHS[method], "marker": "o"}
-        ax.plot(outcome.deltas, np.median(turns, axis=1), **line, label=style.title)
-        ax.plot(outcome.deltas, turns.max(axis=1), ":", color=style.colour, linewidth=1.6)
+        ax.plot(DELTAS, np.median(own.rotations, axis=1), **line, label=style.title)
+        ax.plot(DELTAS, own.rotations.max(axis=1), ":", color=style.colour, linewidth=1.6)
     ax.set(xscale="log", yscale="log", xlabel="δ", ylabel="turn of a unit (degrees)")
     plots.legend_beside(ax)
     return figure

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from geoparam_lab import methods
-from geoparam_lab.experiments.experiment import Measure, list_in_words
-from geoparam_lab.run_folder import Record
+from geoparam_lab.experiments.experiment import Drawings, Measure, list_in_words
+from geoparam_lab.run_folder import Record, Run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+FEWEST = 4  # rates of a figure over them
 NEAR = 1.1  # times the best median: the plateau
 FAILED = 2.0  # times the median of all errors: a network with more fails
 HIGHEST = 10  # times the lowest median: the top of a figure
@@ -89,6 +89,18 @@ def describe_tolerance(panels: Panels) -> str:
         f"{over}, and in brackets the share of networks that fail over all rates (an error that "
         f"is not finite, or more than twice the median of all): {list_in_words(said)}."
     )
+
+
+def draw_rates(run: Run, records: Mapping[str, Iterable[Record]], measure: Measure) -> Drawings:
+    """Return the figure of a run over its rates, where there are enough of them.
+
+    `records` has those of each panel, by its title.
+    """
+    if len(run.config["lrs"]) < FEWEST:
+        return {}
+    panels = {title: measure_tolerance(own, measure) for title, own in records.items()}
+    label = "median test error" if measure.better == "higher" else f"median {measure.title}"
+    return {"rates": (lambda: draw_tolerance(panels, label), describe_tolerance(panels))}
 
 
 def draw_tolerance(panels: Panels, label: str) -> "Figure":

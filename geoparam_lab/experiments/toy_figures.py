@@ -1,125 +1,22 @@
-"""Which seeds of Levy and Banana are shown, and figures of them.
-
-One seed may be lucky. Figures and the slider show each method at the seed with its median test
-result; the slider offers other seeds as well.
-"""
-
-import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+"""Figures of Levy and Banana: each method at the seed with its median test result."""
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+from geoparam import plots
 from geoparam_lab import methods
+from geoparam_lab.data.banana_data import Banana
+from geoparam_lab.data.synthetic import Regression
 from geoparam_lab.experiments import papers
 from geoparam_lab.experiments.experiment import Experiment
-from geoparam_lab.experiments.toys import Array, Arrays, Member, name_curves
-from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.training.stacks import snapshots
+from geoparam_lab.experiments.toys import Array, find_papers_lr, find_records, load_medians
+from geoparam_lab.run_folder import Run
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-SHOWN = 5  # seeds that the slider offers, or more where methods have more medians
+LOWEST = -20  # the power of 2 at which figure 2c begins: smaller moves are after training
 
 
-def papers_lr(method: str, lrs: Sequence[float]) -> float:
-    """Return the papers' rate of a method, or where that was not run the nearest one that was.
-
-    Example:
-        >>> papers_lr("gmp", (0.01, 0.1)), papers_lr("gmp", (0.01, 0.03))
-        (0.1, 0.03)
-    """
-    return min(lrs, key=lambda lr: abs(np.log(lr / methods.get(method).lr)))
-
-
-def records_of(run: Run, method: str, lr: float | None = None) -> list[Record]:
-    """Return a method's records at a rate, or else at the papers'."""
-    lr = lr or papers_lr(method, run.config["lrs"])
-    return [r for r in run.records() if r["method"] == method and r["lr"] == lr]
-
-
-def compare_gmp_with_sp(
-    run: Run, measure: str, motion: str, lr: float | None = None
-) -> list[tuple[float, float]] | None:
-    """Return GmP's median result and largest motion, then SP's; None where one is missing."""
-    found = []
-    for method in ("gmp", "sp"):
-        own = records_of(run, method, lr)
-        results = [r[measure] for r in own if math.isfinite(r[measure])]
-        if not results:
-            return None
-        found.append((float(np.median(results)), max(r[motion] for r in own)))
-    return found
-
-
-def median_seed(records: Iterable[Record], measure: str) -> int:
-    """Return the seed with the median result; of two in the middle, the one with the lower value.
-
-    Example:
-        >>> median_seed([{"seed": s, "rmse": x} for s, x in enumerate((0.4, 1.2, 1.1))], "rmse")
-        2
-    """
-    order = sorted((not math.isfinite(r[measure]), r[measure], r["seed"]) for r in records)
-    finite = sum(not infinite for infinite, _, _ in order) or 1
-    return int(order[(finite - 1) // 2][2])
-
-
-def show_median(run: Run, measure: str, lr: float | None = None) -> dict[str, Arrays]:
-    """Return each method's arrays of its median seed, at a rate or else at the papers' own."""
-    found = {}
-    for method in run.config["methods"]:
-        rate = lr or papers_lr(method, run.config["lrs"])
-        seed = median_seed(records_of(run, method, rate), measure)
-        found[method] = run.curves(name_curves(method, Member(rate, seed)))
-    return found
-
-
-def film_seeds(run: Run, measure: str, names: Sequence[str]) -> tuple[Arrays, list[list[Arrays]]]:
-    """Return what the slider shows of several seeds, and the arrays by seed and method.
-
-    The result has `names` as (S, M, T, ...) on one time axis, the `steps` of its frames, the
-    methods' titles, the seeds, and for each method the place of its median seed among them.
-    """
-    config = run.config
-    own = {method: records_of(run, method) for method in config["methods"]}
-    medians = [median_seed(records, measure) for records in own.values()]
-    others = [seed for seed in range(config["seeds"]) if seed not in medians]
-    seeds = sorted({*medians, *others[: max(0, SHOWN - len(set(medians)))]})
-    films = [
-        [run.curves(name_curves(m, Member(papers_lr(m, config["lrs"]), seed))) for m in own]
-        for seed in seeds
-    ]
-    together = snapshots.together([film for each in films for film in each], names)
-    found = {n: together[n].reshape(len(seeds), len(own), *together[n].shape[1:]) for n in names}
-    found |= {
-        "steps": together["steps"],
-        "methods": np.array([methods.title(name) for name in own]),
-        "seeds": np.array(seeds),
-        "median": np.array([seeds.index(seed) for seed in medians]),
-    }
-    return found, films
-
-
-def largest_moves(
-    films: Sequence[Sequence[Arrays]], name: str, steps: Array, per_epoch: int = 1
-) -> Array:
-    """Return the largest value of any update since the frame before, (S, M, T)."""
-    return np.array(
-        [
-            [snapshots.largest_since(film[name], steps, per_epoch) for film in each]
-            for each in films
-        ]
-    )
-
-
-# --- drawing ------------------------------------------------------------------------------------
-
-
-def new_columns(
-    count: int, deep: int, size: tuple[float, float]
-) -> tuple["Figure", Array, "Axes"]:
+def new_columns(count: int, deep: int, size: tuple[float, float]) -> tuple[Figure, Array, Axes]:
     """Return a figure, a column of `deep` axes for each of `count` methods, and the upper right.
 
     Five columns are beside each other at most, the others below; `size` is that of a panel.
@@ -129,8 +26,6 @@ def new_columns(
         >>> columns.shape, len(figure.axes), corner is columns[4, 0]
         ((7, 2), 20, True)
     """
-    from geoparam import plots
-
     wide = min(count, 5)
     bands = -(-count // wide)
     inches = (1.0 + size[0] * wide, size[1] * deep * bands)
@@ -141,18 +36,16 @@ def new_columns(
     return figure, columns[:count], axes[0, -1]
 
 
-def draw_seeds(run: Run, measure: str, label: str, printed: Experiment | None = None) -> "Figure":
+def draw_seeds(run: Run, measure: str, label: str, printed: Experiment | None = None) -> Figure:
     """Draw a point for every seed, method and rate, and the one seed that an experiment's papers
     print, where it is given."""
-    from geoparam import plots
-
     config = run.config
     columns = [(method, lr) for method in config["methods"] for lr in config["lrs"]]
     wide = max(1.6 + 0.95 * len(columns), 7.0)  # words need that much, however few the columns
     figure, axes = plots.new_figure(1, 1, size=(wide, 4.2))
     ax = axes[0, 0]
     for x, (method, lr) in enumerate(columns):
-        values = [r[measure] for r in records_of(run, method, lr) if np.isfinite(r[measure])]
+        values = [r[measure] for r in find_records(run, method, lr) if np.isfinite(r[measure])]
         _draw_seed_column(ax, x, values, method, lr)
         known = printed.find_printed(measure, method) if printed else None
         if known and lr == papers.RATES.get(method):
@@ -169,10 +62,8 @@ def draw_seeds(run: Run, measure: str, label: str, printed: Experiment | None = 
     return figure
 
 
-def _draw_seed_column(ax: "Axes", x: int, values: list[float], method: str, lr: float) -> None:
+def _draw_seed_column(ax: Axes, x: int, values: list[float], method: str, lr: float) -> None:
     """One method at one rate: filled where the rate is the papers' for it."""
-    from geoparam import plots
-
     colour = plots.method_style(methods.without_options(method)).colour
     order = np.argsort(np.argsort(values))
     middle = (min(len(values), 5) - 1) / 2
@@ -181,3 +72,107 @@ def _draw_seed_column(ax: "Axes", x: int, values: list[float], method: str, lr: 
     ax.plot(beside, values, "o", color=colour, mfc=colour if filled else "none", ms=5, alpha=0.75)
     if values:
         ax.plot([x], [np.median(values)], "_", color="black", ms=26, mew=2, zorder=3)
+
+
+# --- Levy ----------------------------------------------------------------------------------------
+
+
+def draw_moves(run: Run) -> Figure:
+    """Draw figure 2c: the largest move of a unit in each update, a panel for each rate."""
+    rates = run.config["lrs"]
+    figure, axes = plots.new_figure(1, len(rates), size=(1.5 + 4.6 * len(rates), 4.2))
+    for ax, lr in zip(axes[0], rates, strict=True):
+        shown = load_medians(run, "test_rmse", lr)
+        moves = {name: curves["moves"] for name, curves in shown.items()}
+        plots.displacement_curves(moves, ax=ax, legend=ax is axes[0, -1])
+        ax.axhline(1, color="black", linewidth=0.8, linestyle=":")
+        ax.sharey(axes[0, 0])
+        ax.set_ylim(bottom=2.0**LOWEST)
+        ax.set_title(f"rate {lr:g}", loc="left")
+    return figure
+
+
+def draw_fits(run: Run, data: Regression) -> Figure:
+    """Draw figure 2d-g: the fits, and below each where its units switch."""
+    shown = load_medians(run, "test_rmse")
+    figure, columns, _ = new_columns(len(shown), 2, size=(4.1, 3.6))
+    grid = data.x_test[:, 0]
+    for (above, below), (name, curves) in zip(columns, shown.items(), strict=True):
+        colour = plots.method_style(methods.without_options(name)).colour
+        plots.fit_1d(
+            above,
+            points=(data.x_train[:, 0], data.y_train),
+            grid=grid,
+            truth=data.y_test,
+            prediction=curves["prediction"][-1],
+            units=curves["locations"][-1],
+            initial=curves["prediction"][0],
+            colour=colour,
+        )
+        above.sharey(columns[0, 0])
+        rmse = np.sqrt(np.mean((curves["prediction"][-1] - data.y_test) ** 2))
+        rate = find_papers_lr(name, run.config["lrs"])
+        title = f"{methods.title(name)}, rate {rate:g}: test RMSE {rmse:.3f}"
+        above.set_title(title, loc="left")
+        plots.location_spectrum(
+            curves["locations"],
+            limits=(grid.min(), grid.max()),
+            steps=curves["steps"],
+            colour=colour,
+            ax=below,
+        )
+    columns[0, 0].legend(frameon=False)
+    return figure
+
+
+# --- Banana --------------------------------------------------------------------------------------
+
+
+def draw_paths(run: Run, data: Banana) -> Figure:
+    """Draw figure 3a-h: where the units' locations go, a row for each rate."""
+    names, rates = run.config["methods"], run.config["lrs"]
+    figure, columns, corner = new_columns(len(names), len(rates), size=(3.3, 3.5))
+    for row, lr in zip(columns.T, rates, strict=True):
+        for ax, (name, curves) in zip(
+            row, load_medians(run, "test_accuracy", lr).items(), strict=True
+        ):
+            plots.trajectories(
+                -curves["distance"][..., None] * curves["direction"],
+                points=data.x_train,
+                limits=(-4.0, 4.0),
+                legend=ax is corner,
+                ax=ax,
+            )
+            ax.set_title(f"{methods.title(name)}, rate {lr:g}", loc="left")
+    return figure
+
+
+def draw_rotations(run: Run) -> Figure:
+    """Draw figure 3i: the largest turn of a unit in each update, at the highest rate."""
+    shown = load_medians(run, "test_accuracy", max(run.config["lrs"]))
+    turns = {name: curves["rotation"] for name, curves in shown.items()}
+    figure, axes = plots.new_figure(1, 1, size=(7.0, 4.2))
+    plots.rotation_curves(turns, ax=axes[0, 0])
+    return figure
+
+
+def draw_decisions(run: Run, data: Banana, grid: tuple[Array, Array]) -> Figure:
+    """Draw figure 3j-m: what the networks decide on a grid, and their units' locations."""
+    shown = load_medians(run, "test_accuracy")
+    figure, columns, corner = new_columns(len(shown), 1, size=(3.6, 3.8))
+    for ax, (name, curves) in zip(columns[:, 0], shown.items(), strict=True):
+        plots.decision_regions(
+            curves["logits"],
+            grid=grid,
+            points=data.x_test,
+            labels=data.y_test,
+            locations=-curves["distance"][-1][:, None] * curves["direction"][-1],
+            level=0.0,
+            legend=ax is corner,
+            ax=ax,
+        )
+        accuracy = curves["frame_accuracy"][-1]
+        rate = find_papers_lr(name, run.config["lrs"])
+        title = f"{methods.title(name)}, rate {rate:g}: test accuracy {accuracy:.3f}"
+        ax.set_title(title, loc="left")
+    return figure

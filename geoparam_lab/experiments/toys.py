@@ -1,4 +1,4 @@
-"""What Levy and Banana share: training in stacks of seeds and rates, records and figures.
+"""What Levy and Banana share: training in stacks of seeds and rates, and which seeds are shown.
 
 **Stacks.** All rates and up to twenty seeds of a method train at once (`stacked`), on one thread;
 several stacks in several processes, if asked. Members do not depend on each other, but the size of
@@ -8,47 +8,38 @@ finished: if any record is missing, all are trained again, and the missing recor
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from geoparam_lab import methods as methods_table
-from geoparam_lab.experiments.experiment import Config, Measure
-from geoparam_lab.experiments.rate_tolerance import (
-    describe_tolerance,
-    draw_tolerance,
-    measure_tolerance,
-)
+from geoparam_lab.experiments.experiment import Config, Drawings, Measure
+from geoparam_lab.experiments.rate_tolerance import draw_rates
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import tasks
-from geoparam_lab.training.stacks import stacked
+from geoparam_lab.training.stacks import snapshots, stacked
 from geoparam_lab.training.stacks.snapshots import Film, frame_epochs
 from geoparam_lab.training.stacks.stacked import Protocol, Result
 from geoparam_lab.training.tasks import Progress, Tick
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 Array = np.ndarray
 Arrays = dict[str, Array]
+Choose = Callable[["Problem", Sequence["Member"]], Sequence[Record]]
 FindErrors = Callable[[Array, Array], Array]
-Choose = Callable[["Problem", str, Sequence["Member"], str], list[Record]]
 Describe = Callable[[Result, Film, Sequence[int]], Iterable[tuple[Arrays, Record]]]
-
-Drawings = dict[str, tuple[Callable[[], "Figure"], str]]
 
 COMPARED = ("sp", "wn", "bn", "gmp")  # by the papers
 LRS = (0.01, 0.1)  # in the papers 0.1 is GmP's, 0.01 that of the others
-KEY = ("method", "lr", "seed")
 BLOCK = 20  # seeds in a stack
-QUANTILES = (50, 90, 99, 100)  # in percent, of what units turn and move in an update
-WORDS = {50: "median", 90: "90 %", 99: "99 %", 100: "largest"}
+SHOWN = 5  # seeds that the slider offers, or more where methods have more medians
+WORDS = {50: "median", 90: "90 %", 99: "99 %", 100: "largest"}  # quantiles in percent
 TURNS = tuple(
     Measure(f"turn_{q}", f"turn: {w} (°)", 2 if q < 100 else None) for q, w in WORDS.items()
 )
@@ -56,10 +47,21 @@ MOVES = tuple(Measure(f"move_{q}", f"move: {w}", 3 if q < 100 else None) for q, 
 
 
 class Member(NamedTuple):
-    """One network of a stack."""
+    """One network of a stack: the fields that tell its record apart.
 
+    Example:
+        >>> Member("gmp", 0.1, 3).name
+        'gmp-lr0.1-seed3'
+    """
+
+    method: str
     lr: float
     seed: int
+
+    @property
+    def name(self) -> str:
+        """The name under which its arrays are kept."""
+        return f"{self.method}-lr{self.lr:g}-seed{self.seed}".replace(":", "-")
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,9 @@ class Toy:
 
     Args:
         name: of the experiment.
-        load: gives the data, and their part of the configuration, from the experiment's own
-            options; a resumed run's configuration comes first.
+        options: a dataclass of the experiment's own options, about its data.
+        load: gives the data, and their part of the configuration, from these options and the
+            configuration of the run that is resumed.
         make_problem: what to train for, from data, epochs and patience.
         describe: gives the arrays and the measures of some members of a stack, one after the
             other, from the data; a function of a module, so that processes can be given it.
@@ -117,7 +120,8 @@ class Toy:
     """
 
     name: str
-    load: Callable[..., tuple[Any, Record]]
+    options: Callable[..., Any]
+    load: Callable[[Any, Config], tuple[Any, Record]]
     make_problem: Callable[[Any, int, int], Problem]
     describe: Callable[[Any, Result, Film, Sequence[int]], Iterable[tuple[Arrays, Record]]]
     draw: Callable[[Run, Any], Drawings]
@@ -136,7 +140,6 @@ def run(
     epochs: int,
     patience: int,
     folds: int = 0,
-    init: str = "glorot",
     jobs: int | None = None,
     resume: bool = False,
     command: str | None = None,
@@ -154,58 +157,53 @@ def run(
         patience: epochs without a better result before the rate falls; twice that to stop.
         folds: choose the rate of each method and seed by cross-validation with so many folds of
             the training points; 0 to show all rates.
-        init: "glorot", as the papers' code, or "sphere", as their text.
         jobs: how many processes train, by default one a core; numbers do not depend on it.
         own: the experiment's own options, about its data.
     """
     import geoparam.plots  # noqa: F401  says now, not after training, that matplotlib is missing
 
-    if min(epochs, patience) < 1:
-        raise ValueError(f"epochs and patience must be >= 1; got {epochs} and {patience}.")
-    if folds < 0 or folds == 1:
-        raise ValueError(f"folds, parts of the training points, are 2 or more, or 0; got {folds}.")
-    config = check_options(methods, init, seeds, lrs) | {"epochs": epochs, "patience": patience}
-    config |= {"folds": folds} if folds else {}
+    config = _check_options(methods, seeds, lrs, epochs, patience, folds)
     there = resume and Path(out, "config.json").exists()
-    data, source = toy.load(Run.open(out).config if there else {}, **own)
+    data, source = toy.load(toy.options(**own), Run.open(out).config if there else {})
     may_change = ("methods", "seeds") if folds else ("methods", "seeds", "lrs")
     options: Record = {"resume": resume, "may_change": may_change}
-    done = Run.create(out, toy.name, config | source, command, key=KEY, **options)
+    done = Run.create(out, toy.name, config | source, command, key=Member._fields, **options)
     problem = toy.make_problem(data, epochs, patience)
     describe = functools.partial(toy.describe, data)
     choose = functools.partial(choose_rates, folds, toy.find_errors) if folds else None
-    work = functools.partial(_train_stack, problem, init, describe, choose)
+    work = functools.partial(_train_stack, problem, describe, choose)
     train_missing(done, work, epochs, jobs, progress)
-    save_figures(done, toy.draw(done, data) | _draw_rates(done, toy.measure), progress)
+    rates = draw_rates(done, {toy.name.capitalize(): done.records()}, toy.measure)
+    save_figures(done, toy.draw(done, data) | rates, progress)
     if arrays := toy.film(done, data):
-        done.save_curves(f"slider_{toy.name}", **arrays)
+        done.save_curves(f"slider_{toy.name}", kind=toy.name, **arrays)
     return done
 
 
-def _draw_rates(run: Run, measure: Measure) -> Drawings:
-    """Return the figure over rates, where there are enough of them."""
-    if len(run.config["lrs"]) < 4:
-        return {}
-    found = {run.info["experiment"].capitalize(): measure_tolerance(run.records(), measure)}
-    label = "median test error" if measure.better == "higher" else f"median {measure.title}"
-    return {"rates": (lambda: draw_tolerance(found, label), describe_tolerance(found))}
-
-
-def check_options(names: Sequence[str], init: str, seeds: int, lrs: Sequence[float]) -> Record:
+def _check_options(
+    names: Sequence[str], seeds: int, lrs: Sequence[float], epochs: int, patience: int, folds: int
+) -> Record:
     """Return this part of a run's configuration; raise ValueError where some of it is wrong."""
     plain = [*map(methods_table.without_options, names)]
     tasks.check_names("methods", plain, tuple(methods_table.METHODS))
-    if any(int(methods_table.get(name, init=init).order) for name in names):
+    if any(int(methods_table.get(name).order) for name in names):
         raise ValueError("another order of the inputs is an option of uci; leave it out here.")
     if seeds < 1:
         raise ValueError(f"seeds is how many initial weights to train from, >= 1; got {seeds}.")
     if not lrs or not all(0 < lr < math.inf for lr in lrs):
         raise ValueError(f"lrs are learning rates above 0 and finite; got {list(lrs)}.")
+    if min(epochs, patience) < 1:
+        raise ValueError(f"epochs and patience must be >= 1; got {epochs} and {patience}.")
+    if folds < 0 or folds == 1:
+        raise ValueError(f"folds, parts of the training points, are 2 or more, or 0; got {folds}.")
     return {
         "methods": list(dict.fromkeys(names)),
         "seeds": seeds,
         "lrs": sorted({float(lr) for lr in lrs}),
-        "init": init,
+        "init": "glorot",  # an option of earlier runs
+        "epochs": epochs,
+        "patience": patience,
+        **({"folds": folds} if folds else {}),
     }
 
 
@@ -213,56 +211,42 @@ def check_options(names: Sequence[str], init: str, seeds: int, lrs: Sequence[flo
 
 
 def train(
-    problem: Problem,
-    method: str,
-    members: Sequence[Member],
-    init: str = "glorot",
-    progress: Tick | None = None,
+    problem: Problem, members: Sequence[Member], progress: Tick | None = None
 ) -> tuple[Result, Film]:
-    """Train a method's members in one stack, and keep its state at some epochs.
+    """Train members of one method in one stack, and keep its state at some epochs.
 
     Example:
         >>> x = np.linspace(-1, 1, 20)[:, None]
         >>> problem = Problem((1, 8, 1), Protocol(epochs=30), (x, np.abs(x[:, 0])))
-        >>> result, film = train(problem, "gmp", [Member(0.1, seed) for seed in range(3)])
+        >>> result, film = train(problem, [Member("gmp", 0.1, seed) for seed in range(3)])
         >>> film.predict(x).shape[2], int(film.epochs[-1])
         (20, 30)
     """
-    models = _make_models(problem, method, members, init)
-    shown = set(frame_epochs(problem.protocol.epochs).tolist())
-    options = {"track": True, "snapshots": shown, "progress": progress}
-    result = _train_models(models, problem, method, members, **options)
+    models, shown = _make_models(problem, members), frame_epochs(problem.protocol.epochs)
+    options = {"track": True, "snapshots": set(shown.tolist()), "progress": progress}
+    result = _train_models(models, problem, members, **options)
     frames = result.snapshots | {len(result.losses): result.states}
     data = problem.select([member.seed for member in members])
     return result, Film(np.array([*frames]), torch.stack([*frames.values()]), models[0], data)
 
 
-def _make_models(
-    problem: Problem, method: str, members: Sequence[Member], init: str
-) -> list[nn.Sequential]:
-    return [methods_table.mlp(method, problem.widths, seed=m.seed, init=init) for m in members]
+def _make_models(problem: Problem, members: Sequence[Member]) -> list[nn.Sequential]:
+    return [methods_table.mlp(m.method, problem.widths, seed=m.seed) for m in members]
 
 
 def _train_models(
-    models: Sequence[nn.Sequential],
-    problem: Problem,
-    method: str,
-    members: Sequence[Member],
-    **options: Any,
+    models: Sequence[nn.Sequential], problem: Problem, members: Sequence[Member], **options: Any
 ) -> Result:
-    rates, seeds = zip(*members, strict=True)
+    (method, *_), rates, seeds = zip(*members, strict=True)
     own = methods_table.get(method)
     protocol = replace(problem.protocol, decay=own.decay, angle_lr=own.angle_lr)
-    judge = problem.evaluation
-    return stacked.train(
-        models, problem.select(seeds), rates, protocol, judge, seeds=seeds, **options
-    )
+    data, judge = problem.select(seeds), problem.evaluation
+    return stacked.train(models, data, rates, protocol, judge, seeds=seeds, **options)
 
 
 class Stack(NamedTuple):
-    """A piece of work: a method's members, and the numbers of those that have no record yet."""
+    """A piece of work: members of one method, and the numbers of those without a record."""
 
-    method: str
     members: tuple[Member, ...]
     missing: tuple[int, ...]
 
@@ -270,13 +254,12 @@ class Stack(NamedTuple):
 def find_stacks(run: Run) -> list[Stack]:
     """Return the stacks of a run in which a record is missing."""
     config, found = run.config, []
-    for method in config["methods"]:
-        for first in range(0, config["seeds"], BLOCK):
-            block = range(first, min(first + BLOCK, config["seeds"]))
-            members = tuple(Member(lr, seed) for lr in config["lrs"] for seed in block)
-            done = [run.has_record(method=method, lr=lr, seed=seed) for lr, seed in members]
-            missing = tuple(i for i, finished in enumerate(done) if not finished)
-            found += [Stack(method, members, missing)] * bool(missing)
+    for method, first in itertools.product(config["methods"], range(0, config["seeds"], BLOCK)):
+        block = range(first, min(first + BLOCK, config["seeds"]))
+        members = tuple(Member(method, lr, seed) for lr in config["lrs"] for seed in block)
+        done = [run.has_record(**member._asdict()) for member in members]
+        if not all(done):
+            found.append(Stack(members, tuple(i for i, each in enumerate(done) if not each)))
     return found
 
 
@@ -285,6 +268,7 @@ def train_missing(
 ) -> None:
     """Train every stack that lacks a record, and add curves and record of what was missing.
 
+    Each stack has at most `each` epochs, for the progress bar.
     Ctrl-C lets the stacks under way finish, so that no work is lost; a second one stops at once.
     """
     todo = find_stacks(run)
@@ -298,39 +282,27 @@ def train_missing(
     for stack, outcomes in tasks.spread(
         work, todo, jobs or tasks.count_cores(), report, patient=True
     ):
-        for (arrays, record), i in zip(outcomes, stack.missing, strict=True):
-            run.save_curves(name_curves(stack.method, stack.members[i]), **_to_single(arrays))
+        for i, (arrays, record) in zip(stack.missing, outcomes, strict=True):
+            run.save_curves(stack.members[i].name, **_to_single(arrays))
             run.append(record)
         report(stack, each)
 
 
 def _train_stack(
-    problem: Problem,
-    init: str,
-    describe: Describe,
-    choose: Choose | None,
-    stack: Stack,
-    tick: Tick,
+    problem: Problem, describe: Describe, choose: Choose | None, stack: Stack, tick: Tick
 ) -> list[tuple[Arrays, Record]]:
     """Train one stack; return arrays and record of each member that has none yet."""
-    result, film = train(problem, stack.method, stack.members, init, tick)
-    common = [_record(stack.method, stack.members[i], init, result, i) for i in stack.missing]
-    if choose is not None:
-        choices = choose(problem, stack.method, stack.members, init)
-        common = [r | choices[i] for r, i in zip(common, stack.missing, strict=True)]
-    own = describe(result, film, stack.missing)
+    result, film = train(problem, stack.members, tick)
+    chosen = [{}] * len(stack.members) if choose is None else choose(problem, stack.members)
+    own = zip(stack.missing, describe(result, film, stack.missing), strict=True)
     return [
-        (arrays, record | measures) for record, (arrays, measures) in zip(common, own, strict=True)
+        (arrays, _record(stack.members[i], result, i) | chosen[i] | measures)
+        for i, (arrays, measures) in own
     ]
 
 
 def choose_rates(
-    folds: int,
-    find_errors: FindErrors,
-    problem: Problem,
-    method: str,
-    members: Sequence[Member],
-    init: str = "glorot",
+    folds: int, find_errors: FindErrors, problem: Problem, members: Sequence[Member]
 ) -> list[Record]:
     """Cross-validate all members; return each one's error and whether its rate was chosen.
 
@@ -339,7 +311,7 @@ def choose_rates(
     seeds, total = [member.seed for member in members], np.zeros(len(members))
     for fold in range(folds):
         part, left_out = problem.divide(fold, folds)
-        result = _train_models(_make_models(part, method, members, init), part, method, members)
+        result = _train_models(_make_models(part, members), part, members)
         x, y = left_out.select(seeds)
         errors = find_errors(result.predict(x), y)
         total += np.where(np.isfinite(errors), errors, np.inf)
@@ -357,17 +329,7 @@ def remark_on_rates(config: Config, records: Iterable[Record]) -> Iterable[str]:
         )
 
 
-def name_curves(method: str, member: Member) -> str:
-    """Return the name under which a member's arrays are kept.
-
-    Example:
-        >>> name_curves("gmp", Member(0.1, 3))
-        'gmp-lr0.1-seed3'
-    """
-    return f"{method}-lr{member.lr:g}-seed{member.seed}".replace(":", "-")
-
-
-def _record(method: str, member: Member, init: str, result: Result, i: int) -> Record:
+def _record(member: Member, result: Result, i: int) -> Record:
     """Return what the records of both experiments have in common.
 
     Quantiles are over the updates before the first cut of the rate, of the largest turn or move of
@@ -376,16 +338,15 @@ def _record(method: str, member: Member, init: str, result: Result, i: int) -> R
     motion, running = result.motion, result.running_motion
     assert motion is not None and running is not None
     lower = np.flatnonzero(result.rates[:, i] < result.rates[0, i])
-    first = int(lower[0]) if len(lower) else int(result.epochs[i])
-    steps = first * (len(motion.rotation) // len(result.rates))
+    first = int(lower[0]) if len(lower) else None  # the first epoch with a lower rate
+    epochs = int(result.epochs[i])
+    steps = (epochs if first is None else first) * (len(motion.rotation) // len(result.rates))
     return {
-        "method": method,
-        "lr": member.lr,
-        "seed": member.seed,
-        "init": init,
-        "epochs": int(result.epochs[i]),
+        **member._asdict(),
+        "init": methods_table.get(member.method).init,
+        "epochs": epochs,
         "best_epoch": int(result.best_epoch[i]),
-        "first_cut": int(lower[0]) if len(lower) else None,  # the first epoch with a lower rate
+        "first_cut": first,
         "outcome": "diverged" if result.outcomes[i] == "diverged" else "finished",
         "largest_move": float(np.nanmax(running.displacement[:, i])),
         "largest_rotation": float(np.nanmax(running.rotation[:, i])),
@@ -395,13 +356,103 @@ def _record(method: str, member: Member, init: str, result: Result, i: int) -> R
 
 
 def _find_quantiles(name: str, values: Array) -> Record:
-    return {f"{name}_{q}": float(np.nanquantile(values, q / 100)) for q in QUANTILES}
+    return {f"{name}_{q}": float(np.nanquantile(values, q / 100)) for q in WORDS}
 
 
 def _to_single(arrays: Arrays) -> Arrays:
     """Return the arrays in single precision, which is enough to draw them."""
     with np.errstate(over="ignore"):  # what diverged
         return {k: v.astype("f4") if v.dtype == np.float64 else v for k, v in arrays.items()}
+
+
+# --- which seeds are shown: each method's median, since one seed may be lucky -------------------
+
+
+def find_papers_lr(method: str, lrs: Sequence[float]) -> float:
+    """Return the papers' rate of a method, or where that was not run the nearest one that was.
+
+    Example:
+        >>> find_papers_lr("gmp", (0.01, 0.1)), find_papers_lr("gmp", (0.01, 0.03))
+        (0.1, 0.03)
+    """
+    return min(lrs, key=lambda lr: abs(np.log(lr / methods_table.get(method).lr)))
+
+
+def find_records(run: Run, method: str, lr: float | None = None) -> list[Record]:
+    """Return a method's records at a rate, or else at the papers'."""
+    lr = lr or find_papers_lr(method, run.config["lrs"])
+    return [r for r in run.records() if r["method"] == method and r["lr"] == lr]
+
+
+def compare_gmp_with_sp(
+    run: Run, measure: str, motion: str, lr: float | None = None
+) -> list[tuple[float, float]] | None:
+    """Return GmP's median result and largest motion, then SP's; None where one is missing."""
+    found = []
+    for method in ("gmp", "sp"):
+        own = find_records(run, method, lr)
+        results = [r[measure] for r in own if math.isfinite(r[measure])]
+        if not results:
+            return None
+        found.append((float(np.median(results)), max(r[motion] for r in own)))
+    return found
+
+
+def find_median_seed(records: Iterable[Record], measure: str) -> int:
+    """Return the seed with the median result; of two in the middle, the one with the lower value.
+
+    Example:
+        >>> records = [{"seed": s, "rmse": x} for s, x in enumerate((0.4, 1.2, 1.1))]
+        >>> find_median_seed(records, "rmse")
+        2
+    """
+    order = sorted((not math.isfinite(r[measure]), r[measure], r["seed"]) for r in records)
+    finite = sum(not infinite for infinite, _, _ in order) or 1
+    return int(order[(finite - 1) // 2][2])
+
+
+def load_medians(run: Run, measure: str, lr: float | None = None) -> dict[str, Arrays]:
+    """Return each method's arrays of its median seed, at a rate or else at the papers' own."""
+    found = {}
+    for method in run.config["methods"]:
+        rate = lr or find_papers_lr(method, run.config["lrs"])
+        seed = find_median_seed(find_records(run, method, rate), measure)
+        found[method] = run.curves(Member(method, rate, seed).name)
+    return found
+
+
+def film_seeds(
+    run: Run, measure: str, frames: Mapping[str, str], motion: str, per_epoch: int = 1
+) -> Arrays:
+    """Return what the slider shows of training: several seeds, each method at the papers' rate.
+
+    The result has the arrays of `frames`, by their names in the curves, as (S, M, T, ...) on one
+    time axis; `motion`, the largest of any update since the frame before; the `steps` of its
+    frames, the methods' titles, the seeds, and the place of each method's median seed among them.
+    """
+    config = run.config
+    own = {method: find_records(run, method) for method in config["methods"]}
+    medians = [find_median_seed(records, measure) for records in own.values()]
+    others = [seed for seed in range(config["seeds"]) if seed not in medians]
+    seeds = sorted({*medians, *others[: max(0, SHOWN - len(set(medians)))]})
+    films = [
+        run.curves(Member(method, find_papers_lr(method, config["lrs"]), seed).name)
+        for seed in seeds
+        for method in own
+    ]
+    together = snapshots.together(films, [*frames.values()])
+    steps = together["steps"]
+    found = {name: together[kept] for name, kept in frames.items()}
+    found[motion] = np.array(
+        [snapshots.largest_since(film[motion], steps, per_epoch) for film in films]
+    )
+    shape = (len(seeds), len(own))
+    return {name: array.reshape(*shape, *array.shape[1:]) for name, array in found.items()} | {
+        "steps": steps,
+        "methods": np.array([methods_table.title(name) for name in own]),
+        "seeds": np.array(seeds),
+        "median": np.array([seeds.index(seed) for seed in medians]),
+    }
 
 
 def save_figures(run: Run, drawings: Drawings, progress: Progress | None = None) -> None:

@@ -25,8 +25,7 @@ training that it judges. The network at that rate is then trained as under heldo
 
 **Stacks.** A task is a stack of up to ten splits of one set, method and rate: a larger one leaves
 the cache (60 networks on Energy took 12 times as long as 10). Processes of this machine share the
-tasks (`tasks`), or machines with a common study do (`shared_study`). On a GPU all rates are one
-stack.
+tasks (`tasks`), or machines with a common study do (`shared_study`).
 """
 
 import functools
@@ -34,12 +33,9 @@ import importlib.util
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
 from geoparam_lab import methods as all_methods
 from geoparam_lab.data import splits as parts
@@ -47,13 +43,9 @@ from geoparam_lab.data import uci_data as data_sets
 from geoparam_lab.data.synthetic import levy
 from geoparam_lab.experiments.experiment import RMSE, Experiment, Layout, Measure
 from geoparam_lab.experiments.papers import read_table
-from geoparam_lab.experiments.rate_tolerance import (
-    describe_tolerance,
-    draw_tolerance,
-    measure_tolerance,
-)
+from geoparam_lab.experiments.rate_tolerance import draw_rates
 from geoparam_lab.experiments.toys import save_figures
-from geoparam_lab.experiments.uci_tasks import Task, chosen_tasks, grid_tasks, sum_folds
+from geoparam_lab.experiments.uci_tasks import Task, list_chosen_tasks, list_grid_tasks, sum_folds
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import shared_study
 from geoparam_lab.training.stacks import stacked
@@ -73,96 +65,77 @@ WIDE_RATES = (*RATES, 1.0, 3.0)  # of "cv": SP and WN often chose the edge of th
 FOLDS = 5
 UNITS, BATCH_SIZE, EPOCHS, PATIENCE = 100, 1024, 5000, 50
 POINTS = 120  # of a learning curve that are kept
+_FIXED = {"init": "glorot", "device": "cpu", "dtype": "float64"}  # options of earlier runs
 _MAY_CHANGE = ("datasets", "methods", "seeds")  # when a run is resumed
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The options that all tasks of a run share."""
-
-    protocol: str = "paper"
-    init: str = "glorot"
-    epochs: int = EPOCHS
-    device: str = "cpu"
-    dtype: torch.dtype = torch.float64
-    folds: int = FOLDS  # under "cv"
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """The fields that tell records apart."""
-        return (*KEY, "fold") if self.protocol == "cv" else KEY
-
-    def training(self, method: str) -> Protocol:
-        """Return loss, metric and schedule."""
-        return Protocol(
-            stacked.absolute_error,
-            stacked.squared_error,
-            batch_size=BATCH_SIZE,
-            epochs=self.epochs,
-            patience=PATIENCE,
-            decay=all_methods.get(method).decay,
-            angle_lr=all_methods.get(method).angle_lr,
-        )
 
 
 # --- one stack ----------------------------------------------------------------------------------
 
 
-def train(task: Task, table: Table, settings: Settings, tick: Tick | None = None) -> Done:
+def train(task: Task, table: Table, config: Record, tick: Tick | None = None) -> Done:
     """Train a task's networks on a table: inputs (points, features) and targets (points,)."""
-    seeds = [member.split for member in task.members]
-    protocol = "paper" if settings.protocol == "paper" else "heldout"
-    fold = (task.fold - 1, settings.folds) if task.fold else None
+    method, seeds = all_methods.get(task.method), [member.split for member in task.members]
+    protocol = "paper" if config["protocol"] == "paper" else "heldout"
+    fold = (task.fold - 1, config["folds"]) if task.fold else None
     x, y = table
-    order = all_methods.get(task.method).permutation(x.shape[1]).numpy()
+    order = method.draw_order(x.shape[1]).numpy()
     data = parts.stack(x[:, order], y, seeds, protocol, fold)
     widths = (data.x_train.shape[-1], UNITS, 1)
-    options: dict[str, Any] = {"init": settings.init, "dtype": settings.dtype}
     result = stacked.train(
-        [all_methods.mlp(task.method, widths, seed=seed, **options) for seed in seeds],
+        [all_methods.mlp(task.method, widths, seed=seed) for seed in seeds],
         (data.x_train, data.y_train),
         [member.lr for member in task.members],
-        settings.training(task.method),
+        Protocol(
+            stacked.absolute_error,
+            stacked.squared_error,
+            batch_size=BATCH_SIZE,
+            epochs=config["epochs"],
+            patience=PATIENCE,
+            decay=method.decay,
+            angle_lr=method.angle_lr,
+        ),
         (data.x_val, data.y_val),
         seeds=seeds,
-        device=settings.device,
         progress=tick,
     )
-    errors = _errors(task, result, data, settings.protocol)
-    records = [_record(task, result, settings, i) | errors[i] for i in range(len(seeds))]
-    return Done(records, _curves(task, result, settings.protocol) if task.chosen else {})
+    errors = _errors(task, result, data, protocol)
+    key = find_key(config["protocol"])
+    records = [
+        {
+            **dict(zip(key, task.keys[i], strict=True)),
+            "protocol": config["protocol"],
+            "init": method.init,
+            "epochs": int(result.epochs[i]),
+            "best_epoch": int(result.best_epoch[i]),
+            "outcome": "diverged" if result.outcomes[i] == "diverged" else "finished",
+            **{name: float(own[i]) for name, own in errors.items()},
+        }
+        for i in range(len(seeds))
+    ]
+    return Done(records, _curves(task, result, next(iter(errors))) if task.chosen else {})
 
 
-def _errors(task: Task, result: Result, data: parts.Splits, protocol: str) -> list[Record]:
+def find_key(protocol: str) -> tuple[str, ...]:
+    """Return the fields that tell records apart."""
+    return (*KEY, "fold") if protocol == "cv" else KEY
+
+
+def _errors(task: Task, result: Result, data: parts.Splits, protocol: str) -> dict[str, Array]:
     """Return the errors of the kept weights; on the test part for chosen rates alone."""
     judged = np.sqrt(result.best_metric)
     if protocol == "paper":
-        return [{"test_rmse": float(error)} for error in judged]
-    errors: list[Record] = [{"val_rmse": float(error)} for error in judged]
-    if task.chosen:
-        test = np.sqrt(((result.predict(data.x_test) - data.y_test) ** 2).mean(1))
-        test[~np.isfinite(judged)] = np.nan
-        errors = [e | {"test_rmse": float(rmse)} for e, rmse in zip(errors, test, strict=True)]
-    return errors
+        return {"test_rmse": judged}
+    if not task.chosen:
+        return {"val_rmse": judged}
+    test = np.sqrt(((result.predict(data.x_test) - data.y_test) ** 2).mean(1))
+    return {"val_rmse": judged, "test_rmse": np.where(np.isfinite(judged), test, np.nan)}
 
 
-def _record(task: Task, result: Result, settings: Settings, i: int) -> Record:
-    return {
-        **dict(zip(settings.key, task.keys[i], strict=True)),
-        "protocol": settings.protocol,
-        "init": settings.init,
-        "epochs": int(result.epochs[i]),
-        "best_epoch": int(result.best_epoch[i]),
-        "outcome": "diverged" if result.outcomes[i] == "diverged" else "finished",
-    }
-
-
-def _curves(task: Task, result: Result, protocol: str) -> dict[str, Array]:
+def _curves(task: Task, result: Result, judged: str) -> dict[str, Array]:
     """Return training loss, judged error and rate at some epochs, denser at the start."""
     at = np.arange(1, len(result.losses) + 1)
     if len(at) > POINTS:
         at = np.unique(np.geomspace(1, len(at), POINTS).round().astype(int))
-    judged = "test_rmse" if protocol == "paper" else "val_rmse"
     curves = {"train_mae": result.losses, judged: np.sqrt(result.metrics), "rate": result.rates}
     return {
         "split": np.array([member.split for member in task.members]),
@@ -183,7 +156,6 @@ def run(
     protocol: str = "paper",
     seeds: int = 10,
     data: str | Path | None = None,
-    init: str = "glorot",
     lrs: Sequence[float] | None = None,
     epochs: int = EPOCHS,
     folds: int = FOLDS,
@@ -192,8 +164,6 @@ def run(
     resume: bool = False,
     command: str | None = None,
     progress: Progress | None = None,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float64,
     tables: Mapping[str, Table] | None = None,
 ) -> Run:
     """Train all methods on all splits of all sets; write records and curves to a folder.
@@ -206,7 +176,6 @@ def run(
             rates are chosen by cross-validation.
         seeds: how many random splits.
         data: folder with the data, before $GEOPARAM_DATA, the cache and the network.
-        init: "glorot", as the papers' code, or "sphere", as their text.
         lrs: learning rates for every method; by default the papers' own under "paper", and the
             papers' grid under "heldout", and up to 3.0 under "cv".
         epochs: the most there are.
@@ -214,31 +183,27 @@ def run(
         storage: share the work: the URL of a database or the path of a file. Start the same
             command as often as there are cores, each with an --out of its own.
         jobs: how many processes of this machine work; by default as many as there are cores, and
-            one with a storage or on a GPU.
-        device: where to train, such as "cuda".
-        dtype: of the networks.
+            one with a storage.
         tables: inputs and targets of other data sets, by name.
     """
-    settings = Settings(protocol, init, epochs, str(device), dtype, folds)
     known = (*NAMES, *COPIES, *(tables or {}))
-    config = _check_options(settings, datasets, methods, seeds, lrs, known)
+    check_names("datasets", datasets, known)
+    config = _check_options(methods, protocol, seeds, lrs, epochs, folds)
+    config["datasets"] = list(dict.fromkeys(datasets))
     loaded = {name: (tables or {}).get(name) or load(name, data) for name in config["datasets"]}
     if storage is not None:
         shared_study.check_storage(storage)
-    options: Record = {"key": settings.key, "resume": resume, "may_change": _MAY_CHANGE}
+    options: Record = {"key": find_key(protocol), "resume": resume, "may_change": _MAY_CHANGE}
     folder = Run.create(out, "uci", config, command, **options)
-    alone = torch.device(device).type == "cpu" and storage is None
-    together = not alone and storage is None
-    grid = {name: grid_tasks(config, name, together) for name in loaded}
+    grid = {name: list_grid_tasks(config, name) for name in loaded}
     count = sum(len(task.members) for own in grid.values() for task in own)
     chooses = protocol != "paper"
     count += len(loaded) * len(config["methods"]) * seeds if chooses else 0
-    jobs = jobs or (count_cores() if alone else 1)
-    work = functools.partial(_work, settings, loaded)
-    session = Session(folder, work, count, jobs, progress)
+    jobs = jobs or (count_cores() if storage is None else 1)
+    session = Session(folder, functools.partial(_work, config, loaded), count, jobs, progress)
     _do(session, grid, loaded, storage)
     if chooses:
-        chosen = {name: chosen_tasks(config, name, folder.records()) for name in loaded}
+        chosen = {name: list_chosen_tasks(config, name, folder.records()) for name in loaded}
         _do(session, chosen, loaded, storage)
         _draw_rates(folder)
     return folder
@@ -254,21 +219,18 @@ def load(name: str, data: str | Path | None = None) -> Table:
 
 
 def _draw_rates(run: Run) -> None:
-    """Draw the validation error over the rate, if there are enough rates and matplotlib."""
-    if len(run.config["lrs"]) < 4 or importlib.util.find_spec("matplotlib") is None:
+    """Draw the validation error over the rate, if there is matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
         return
-    measure = Measure("val_rmse", "validation RMSE")
     panels: dict[str, list[Record]] = {}
     for (dataset, method, _), own in sum_folds(run.records()).items():
         found = [{"method": method, "lr": lr, "val_rmse": math.sqrt(e)} for lr, e in own.items()]
         panels.setdefault(dataset.capitalize(), []).extend(found)
-    tolerances = {name: measure_tolerance(own, measure) for name, own in panels.items()}
-    draw = functools.partial(draw_tolerance, tolerances, "median validation RMSE")
-    save_figures(run, {"rates": (draw, describe_tolerance(tolerances))})
+    save_figures(run, draw_rates(run, panels, Measure("val_rmse", "validation RMSE")))
 
 
-def _work(settings: Settings, tables: Mapping[str, Table], task: Task, tick: Tick) -> Done:
-    return train(task, tables[task.dataset], settings, tick)
+def _work(config: Record, tables: Mapping[str, Table], task: Task, tick: Tick) -> Done:
+    return train(task, tables[task.dataset], config, tick)
 
 
 def _do(
@@ -284,7 +246,7 @@ def _do(
         session.spread([task for name in sets for task in tasks[name]])
         return
     judged = "test_rmse" if config["protocol"] == "paper" else "val_rmse"
-    shared = config | {"datasets": None, "device": None}  # the processes may differ in these
+    shared = config | {"datasets": None}  # the processes may differ in these
     for name, own in tasks.items():
         stage = "chosen" if own[0].chosen else "search"
         study = shared_study.name_study(f"uci-{name}-{stage}", shared, tables[name])
@@ -292,51 +254,36 @@ def _do(
 
 
 def _check_options(
-    settings: Settings,
-    datasets: Sequence[str],
     names: Sequence[str],
+    protocol: str,
     seeds: int,
     lrs: Sequence[float] | None,
-    known: Sequence[str],
+    epochs: int,
+    folds: int,
 ) -> Record:
-    """Return the configuration, if all of it exists."""
-    check_names("datasets", datasets, known)
+    """Return this part of the configuration, if all of it exists."""
     check_names("methods", [*map(all_methods.without_options, names)], tuple(all_methods.METHODS))
-    check_names("protocol", [settings.protocol], PROTOCOLS)
+    check_names("protocol", [protocol], PROTOCOLS)
     for name in names:
-        all_methods.get(name, init=settings.init)
-    if settings.folds < 2:
-        raise ValueError(f"folds, parts of the training part, must be >= 2; got {settings.folds}.")
-    if min(seeds, settings.epochs) < 1:
-        got = f"{seeds} and {settings.epochs}"
+        all_methods.get(name)
+    if folds < 2:
+        raise ValueError(f"folds, parts of the training part, must be >= 2; got {folds}.")
+    if min(seeds, epochs) < 1:
+        got = f"{seeds} and {epochs}"
         raise ValueError(f"seeds, the number of splits, and epochs must be >= 1; got {got}.")
     if lrs is not None and (not lrs or not all(0 < lr < math.inf for lr in lrs)):
         rule = "lrs must be learning rates above 0 and finite, or left out"
         raise ValueError(f"{rule}; got {list(lrs)}.")
-    grid = lrs or {"heldout": RATES, "cv": WIDE_RATES}.get(settings.protocol)
+    grid = lrs or {"heldout": RATES, "cv": WIDE_RATES}.get(protocol)
     return {
-        **({"folds": settings.folds} if settings.protocol == "cv" else {}),
-        "datasets": list(dict.fromkeys(datasets)),
+        **({"folds": folds} if protocol == "cv" else {}),
         "methods": list(dict.fromkeys(names)),
-        "protocol": settings.protocol,
+        "protocol": protocol,
         "seeds": seeds,
         "lrs": grid and sorted({float(lr) for lr in grid}),
-        "init": settings.init,
-        "epochs": settings.epochs,
-        "device": _find_device(settings.device),
-        "dtype": str(settings.dtype).removeprefix("torch."),
+        "epochs": epochs,
+        **_FIXED,
     }
-
-
-def _find_device(device: str) -> str:
-    """Return the type of a device, if torch can put a tensor there."""
-    try:
-        return torch.empty(0, device=device).device.type
-    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
-        reason = f"{error}".partition("\n")[0]
-        raise ValueError(
-            f"device must be one that torch can use here, such as cpu; got {device!r}: {reason}"
-        ) from error
 
 
 # --- what it says -------------------------------------------------------------------------------

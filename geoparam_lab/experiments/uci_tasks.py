@@ -56,29 +56,21 @@ class Task:
         return f"{self.dataset}, {all_methods.title(self.method)}, {rate}{fold}"
 
 
-def grid_tasks(config: Record, dataset: str, together: bool = False) -> list[Task]:
-    """Return the tasks of a data set at given rates: all under "paper", else the search.
-
-    With `together`, all rates and splits of a method are one stack.
-    """
+def list_grid_tasks(config: Record, dataset: str) -> list[Task]:
+    """Return the tasks of a data set at given rates: all under "paper", else the search."""
     final, splits, found = config["protocol"] == "paper", range(config["seeds"]), []
     folds = range(1, config["folds"] + 1) if config.get("folds") else [None]
     for method, fold in itertools.product(config["methods"], folds):
-        rates = config["lrs"] or [all_methods.get(method).lr]
-        if together:
-            members = tuple(Member(split, lr) for lr in rates for split in splits)
-            found.append(Task(dataset, method, members, final, fold=fold))
-            continue
-        for lr in rates:
+        for lr in config["lrs"] or [all_methods.get(method).lr]:
             stacks = _split([Member(split, lr) for split in splits])
             own = lr if config["lrs"] else None
             found += [Task(dataset, method, stack, final, own, fold) for stack in stacks]
     return found
 
 
-def chosen_tasks(config: Record, dataset: str, records: Iterable[Record]) -> list[Task]:
+def list_chosen_tasks(config: Record, dataset: str, records: Iterable[Record]) -> list[Task]:
     """Return the tasks of a data set that train each split at the rate chosen for it."""
-    chosen, found = choose(r for r in records if r["dataset"] == dataset), []
+    chosen, found = choose_rates(r for r in records if r["dataset"] == dataset), []
     for method in config["methods"]:
         members = [Member(s, chosen[dataset, method, s]) for s in range(config["seeds"])]
         fold = 0 if config.get("folds") else None
@@ -86,7 +78,7 @@ def chosen_tasks(config: Record, dataset: str, records: Iterable[Record]) -> lis
     return found
 
 
-def choose(records: Iterable[Record]) -> dict[tuple[str, str, int], float]:
+def choose_rates(records: Iterable[Record]) -> dict[tuple[str, str, int], float]:
     """Return the rate with the lowest validation error by data set, method and split.
 
     With folds the errors are sums of squares over them. Of equal ones the lowest rate is chosen. A
@@ -94,7 +86,8 @@ def choose(records: Iterable[Record]) -> dict[tuple[str, str, int], float]:
 
     Example:
         >>> one = {"dataset": "yacht", "method": "sp", "split": 0}
-        >>> choose([one | {"lr": 0.1, "val_rmse": 0.4}, one | {"lr": 0.3, "val_rmse": math.nan}])
+        >>> errors = {0.1: 0.4, 0.3: math.nan}
+        >>> choose_rates(one | {"lr": lr, "val_rmse": error} for lr, error in errors.items())
         {('yacht', 'sp', 0): 0.1}
     """
     errors = sum_folds(records)

@@ -24,11 +24,12 @@ after a tenth of all epochs without a better training loss, nothing stops early,
 met once. In float32: this is no table of the papers, and there is much to compute.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,11 +41,12 @@ from geoparam_lab.data import uci_data as data_sets
 from geoparam_lab.data.synthetic import levy_regression
 from geoparam_lab.experiments import width_scales
 from geoparam_lab.experiments.experiment import RMSE, Experiment, Layout, Measure
+from geoparam_lab.experiments.measurements import Task, measure_missing, select_records
 from geoparam_lab.experiments.width_scales import VARIANTS, Variant
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.stacked import Protocol
-from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names, count_cores
+from geoparam_lab.training.tasks import Progress, Tick, check_names
 
 Array = np.ndarray
 
@@ -54,69 +56,57 @@ RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
 SEEDS, STEPS, BATCH_SIZE = 3, 1000, 128
 BEFORE = 20  # seeds of what is measured before training
 IN_CACHE = 2**21  # activations of a stack and batch: 8 MB
-KEY = ("kind", "dataset", "method", "init", "width", "lr", "seed")
 
 
-@dataclass(frozen=True)
-class Task:
-    """Some networks of one kind of question, data set, variant and width."""
+class Member(NamedTuple):
+    """A network, or for the fan-in a layer: the fields that tell its record apart."""
 
     kind: str  # "start", "fan_in" or "trained"
     dataset: str  # "levy", "energy" or, for the fan-in, "normal"
-    variant: Variant  # how they begin
+    method: str
+    init: str
     width: int  # of the hidden layer; for the fan-in, of the inputs
-    members: tuple[tuple[float | None, int], ...]  # rate, None before training, and seed of each
+    lr: float | None  # None before training
+    seed: int
 
-    @property
-    def keys(self) -> list[tuple[Any, ...]]:
-        return [(self.kind, self.dataset, *self.variant, self.width, *m) for m in self.members]
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}-{self.dataset}-{'-'.join(self.variant)}-width{self.width}"
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.dataset}, {self.variant.title}, width {self.width:,}"
+    def build(self, inputs: int, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+        """Return the network."""
+        widths = (inputs, self.width, 1)
+        return methods.mlp(self.method, widths, seed=self.seed, init=self.init, dtype=dtype)
 
 
 @dataclass(frozen=True)
-class Work:
-    """Does any task of a run."""
+class Measurer:
+    """Measures the members of any task of a run."""
 
     energy: tuple[Array, Array] | None  # the whole set, where it is asked for
     steps: int = STEPS  # of training
 
-    def __call__(self, task: Task, tick: Tick) -> Done:
-        measures = {"start": self._start, "fan_in": self._fan_in, "trained": self._train}
-        found = zip(task.keys, measures[task.kind](task, tick), strict=True)
-        return Done([dict(zip(KEY, key, strict=True)) | measure for key, measure in found])
-
-    def _start(self, task: Task, tick: Tick) -> list[Record]:
-        found = []
-        for done, (_, seed) in enumerate(task.members):
-            data = self._data(task.dataset, [seed])
-            x, y = torch.from_numpy(data.x_train[0]), torch.from_numpy(data.y_train[0])
-            found.append(
-                width_scales.measure_start(_network(task, seed, data, torch.float64), x, y)
-            )
-            tick(0, len(task.members) - done - 1)
-        return found
-
-    def _fan_in(self, task: Task, tick: Tick) -> list[Record]:
+    def __call__(self, members: Sequence[Member], tick: Tick) -> list[Record]:
+        kind = members[0].kind
+        if kind == "trained":
+            return self._train(members, tick)
+        if kind == "start":
+            return [self._start(member) for member in members]
         return [
-            width_scales.measure_fan_in(*task.variant, task.width, seed)
-            for _, seed in task.members
+            width_scales.measure_fan_in(member.method, member.init, member.width, member.seed)
+            for member in members
         ]
 
-    def _train(self, task: Task, tick: Tick) -> list[Record]:
-        rates, seeds = zip(*task.members, strict=True)
-        data = self._data(task.dataset, seeds)
-        batches = math.ceil(data.x_train.shape[1] / BATCH_SIZE)
-        epochs = math.ceil(self.steps / batches)
+    def _start(self, member: Member) -> Record:
+        data = self._data(member.dataset, [member.seed])
+        x, y = torch.from_numpy(data.x_train[0]), torch.from_numpy(data.y_train[0])
+        return width_scales.measure_start(member.build(x.shape[-1]), x, y)
+
+    def _train(self, members: Sequence[Member], tick: Tick) -> list[Record]:
+        seeds = [member.seed for member in members]
+        data = self._data(members[0].dataset, seeds)
+        _, rows, inputs = data.x_train.shape
+        epochs = math.ceil(self.steps / math.ceil(rows / BATCH_SIZE))
         result = stacked.train(
-            [_network(task, seed, data, torch.float32) for seed in seeds],
+            [member.build(inputs, torch.float32) for member in members],
             (data.x_train, data.y_train),
-            rates,
+            [member.lr or 0.0 for member in members],
             Protocol(
                 batch_size=BATCH_SIZE,
                 epochs=epochs,
@@ -146,12 +136,6 @@ class Work:
         levy = levy_regression()
         x, y, x_test, y_test = (np.stack([part] * len(seeds)) for part in levy)
         return parts.Splits(x, y, x_test, y_test, x_test, y_test)
-
-
-def _network(task: Task, seed: int, data: parts.Splits, dtype: torch.dtype) -> nn.Sequential:
-    widths = (data.x_train.shape[-1], task.width, 1)
-    method, init = task.variant
-    return methods.mlp(method, widths, seed=seed, init=init, dtype=dtype)
 
 
 # --- a run --------------------------------------------------------------------------------------
@@ -195,38 +179,42 @@ def run(
         rule = "widths, rates, seeds and steps must be above 0 and finite"
         raise ValueError(f"{rule}; got {config}.")
     energy = data_sets.load("energy", data) if "energy" in datasets else None
-    folder = Run.create(out, "width", config, command, key=KEY, resume=resume)
-    todo = tasks(config)
-    count = sum(len(task.members) for task in todo)
-    Session(folder, Work(energy, steps), count, jobs or count_cores(), progress).spread(todo)
-    folder.append_missing(answers(folder.records(), config))
+    folder = Run.create(out, "width", config, command, key=Member._fields, resume=resume)
+    measure_missing(folder, make_tasks(config), Measurer(energy, steps), jobs, progress)
+    folder.append_missing(find_answers(folder.records(), config))
     from geoparam_lab.experiments import width_figures  # it imports matplotlib
 
     width_figures.draw(folder)
     return folder
 
 
-def tasks(config: Record) -> list[Task]:
+def make_tasks(config: Record) -> list[Task]:
     """Return all tasks of a run, the long ones first."""
-    seeds = range(config["seeds"])
-    before = tuple((None, seed) for seed in range(BEFORE))
-    members = [(rate, seed) for rate in config["rates"] for seed in seeds]
+    before = [(None, seed) for seed in range(BEFORE)]
+    trained = [(rate, seed) for rate in config["rates"] for seed in range(config["seeds"])]
     found = []
-    for width in sorted(config["widths"], reverse=True):
+    for width, variant in itertools.product(sorted(config["widths"], reverse=True), VARIANTS):
         size = max(1, IN_CACHE // (BATCH_SIZE * width))
-        stacks = [tuple(members[i : i + size]) for i in range(0, len(members), size)]
-        for variant in VARIANTS:
-            for dataset in config["datasets"]:
-                found += [Task("trained", dataset, variant, width, stack) for stack in stacks]
-                found.append(Task("start", dataset, variant, width, before))
-            found.append(Task("fan_in", "normal", variant, width, before))
+        stacks = [trained[i : i + size] for i in range(0, len(trained), size)]
+        for dataset in config["datasets"]:
+            found += [_make_task("trained", dataset, variant, width, stack) for stack in stacks]
+            found.append(_make_task("start", dataset, variant, width, before))
+        found.append(_make_task("fan_in", "normal", variant, width, before))
     return found
+
+
+def _make_task(
+    kind: str, dataset: str, variant: Variant, width: int, own: Sequence[tuple[float | None, int]]
+) -> Task:
+    """Return the task of members with their own rates and seeds."""
+    title = f"{kind} {dataset}, {variant.title}, width {width:,}"
+    return Task(title, tuple(Member(kind, dataset, *variant, width, *pair) for pair in own))
 
 
 # --- what comes out -----------------------------------------------------------------------------
 
 
-def answers(records: Iterable[Record], config: Record) -> list[Record]:
+def find_answers(records: Sequence[Record], config: Record) -> list[Record]:
     """Return a record for each data set and variant that says how things depend on the width.
 
     `exponent_X` is the slope of log X over log width: 0 where X does not depend on it.
@@ -235,33 +223,31 @@ def answers(records: Iterable[Record], config: Record) -> list[Record]:
     factor, `one_rate_factor`; `papers_rate` and `papers_rate_factor` are the papers' choice.
     """
     found = []
-    known = list(records)
-    for dataset in (*config["datasets"], "normal"):
-        for variant in VARIANTS:
-            wanted = (dataset, *variant)
-            own = [r for r in known if (r["dataset"], r["method"], r["init"]) == wanted]
-            key = dict.fromkeys(KEY) | variant._asdict()
-            answer = exponents([r for r in own if r["kind"] in ("start", "fan_in")])
-            if dataset != "normal":
-                errors = _errors(own, config)
-                answer |= one_rate(errors, config["rates"], methods.LEARNING_RATES[variant.method])
-            found.append(key | {"kind": "answer", "dataset": dataset} | answer)
+    for dataset, variant in itertools.product((*config["datasets"], "normal"), VARIANTS):
+        own = select_records(records, dataset=dataset, **variant._asdict())
+        answer = find_exponents([r for r in own if r["kind"] in ("start", "fan_in")])
+        if dataset != "normal":
+            errors = _errors(select_records(own, kind="trained"), config)
+            answer |= compare_rates(
+                errors, config["rates"], methods.LEARNING_RATES[variant.method]
+            )
+        key = {"kind": "answer", "dataset": dataset, **variant._asdict()}
+        found.append(dict.fromkeys(Member._fields) | key | answer)
     return found
 
 
-def exponents(records: Sequence[Record]) -> Record:
+def find_exponents(records: Sequence[Record]) -> Record:
     """Return the slope of each measure's logarithm over that of the width.
 
     Example:
-        >>> exponents([{"width": w, "seed": 0, "output": 3 / w} for w in (16, 64)])
+        >>> find_exponents([{"width": w, "seed": 0, "output": 3 / w} for w in (16, 64)])
         {'exponent_output': -1.0}
     """
     widths = np.array([record["width"] for record in records])
-    measures = [name for name in records[0] if name not in KEY]
     if len(set(widths)) < 2:
         return {}
     found = {}
-    for name in measures:
+    for name in (name for name in records[0] if name not in Member._fields):
         slope = np.polyfit(np.log(widths), np.log([record[name] for record in records]), 1)[0]
         found[f"exponent_{name}"] = round(float(slope), 4)
     return found
@@ -271,18 +257,16 @@ def _errors(records: Iterable[Record], config: Record) -> Array:
     """Return mean test errors (widths, rates); infinite where a network has none."""
     sums = np.zeros((len(config["widths"]), len(config["rates"])))
     for record in records:
-        if record["kind"] == "trained":
-            at = config["widths"].index(record["width"]), config["rates"].index(record["lr"])
-            error = record["test_rmse"]
-            sums[at] += error if math.isfinite(error) else math.inf
+        at = config["widths"].index(record["width"]), config["rates"].index(record["lr"])
+        sums[at] += record["test_rmse"] if math.isfinite(record["test_rmse"]) else math.inf
     return sums / config["seeds"]
 
 
-def one_rate(errors: Array, rates: Sequence[float], papers: float) -> Record:
+def compare_rates(errors: Array, rates: Sequence[float], papers: float) -> Record:
     """Return which rates are best for errors (widths, rates), and what one for all would cost.
 
     Example:
-        >>> one_rate(np.array([[1.0, 2.0], [3.0, 2.0]]), rates=(0.01, 0.1), papers=0.1)
+        >>> compare_rates(np.array([[1.0, 2.0], [3.0, 2.0]]), rates=(0.01, 0.1), papers=0.1)
         {'best_rates': [0.01, 0.1], 'one_rate': 0.01, 'one_rate_factor': 1.5, 'papers_rate': 0.1, \
 'papers_rate_factor': 2.0}
     """

@@ -1,17 +1,16 @@
 """Figures of the width experiment, each with a caption beside it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from geoparam import plots
 from geoparam.plots import DASHED, DOTTED, SOLID, legend_beside, ordered_colours
+from geoparam_lab.experiments.measurements import find_means, select_records
 from geoparam_lab.experiments.width_scales import VARIANTS, Variant
-from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.run_folder import Record, Run, group_records
 
 _DASHES = {  # solid where the initialisation knows the fan-in alone
     Variant("gmp", "sphere"): SOLID,
@@ -44,35 +43,33 @@ _TRAINED_CAPTION = """Test error after a fixed number of steps over the learning
 
 def draw(run: Run) -> None:
     """Draw all figures of a run."""
-    records, config = run.records(), run.config
-    figure = _draw_scales(records, config, "start", config["datasets"], _STARTS, "width")
+    config, by_kind = run.config, group_records(run.records(), "kind")
+    start, fan_in, trained = (by_kind[kind,] for kind in ("start", "fan_in", "trained"))
+    figure = _draw_scales(start, config["datasets"], _STARTS, "width", config["widths"])
     run.figure("start", figure, _START_CAPTION)
-    figure = _draw_scales(records, config, "fan_in", ["normal"], _FAN_INS, "inputs")
+    figure = _draw_scales(fan_in, ["normal"], _FAN_INS, "inputs", config["widths"])
     run.figure("fan-in", figure, _FAN_IN_CAPTION)
-    run.figure("trained", _draw_trained(records, config), _TRAINED_CAPTION)
+    run.figure("trained", _draw_trained(trained, config), _TRAINED_CAPTION)
 
 
 def _draw_scales(
     records: Sequence[Record],
-    config: Record,
-    kind: str,
     datasets: Sequence[str],
     measures: Mapping[str, str],
     label: str,
+    widths: Sequence[int],
 ) -> Figure:
     size = (3.2 * len(measures) + 1.8, 3.1 * len(datasets))
     figure, axes = plots.new_figure(len(datasets), len(measures), size=size)
     for row, dataset in zip(axes, datasets, strict=True):
         for ax, (measure, title) in zip(row, measures.items(), strict=True):
             for variant in VARIANTS:
-                own = _of(records, kind, dataset, variant)
-                ax.plot(*find_means(own, "width", measure), **_style(variant), marker="o", ms=3)
-            _finish(
-                ax,
-                f"{dataset.capitalize()}: {title}" if len(datasets) > 1 else title,
-                label,
-                config["widths"],
-            )
+                own = select_records(records, dataset=dataset, **variant._asdict())
+                colour = plots.method_style(variant.method).colour
+                line = {"color": colour, "linestyle": _DASHES[variant], "label": variant.title}
+                ax.plot(*find_means(own, "width", measure), **line, marker="o", ms=3)
+            title = f"{dataset.capitalize()}: {title}" if len(datasets) > 1 else title
+            _finish(ax, title, label, widths)
     legend_beside(axes[0, -1])
     return figure
 
@@ -83,14 +80,13 @@ def _draw_trained(records: Sequence[Record], config: Record) -> Figure:
     figure, axes = plots.new_figure(len(datasets), len(VARIANTS), size=size)
     for row, dataset in zip(axes, datasets, strict=True):
         for ax, variant in zip(row, VARIANTS, strict=True):
-            own = _of(records, "trained", dataset, variant)
             ax.sharey(row[0])
             for width, colour in zip(widths, ordered_colours(len(widths)), strict=True):
-                line = find_means([r for r in own if r["width"] == width], "lr", "test_rmse")
+                fields = {"dataset": dataset, "width": width, **variant._asdict()}
+                line = find_means(select_records(records, **fields), "lr", "test_rmse")
                 ax.plot(*line, color=colour, marker="o", ms=3, label=f"{width:,}")
-            _finish(
-                ax, f"{dataset.capitalize()}: {variant.title}", "learning rate", config["rates"]
-            )
+            title = f"{dataset.capitalize()}: {variant.title}"
+            _finish(ax, title, "learning rate", config["rates"])
         row[0].set_ylabel("test RMSE")
     legend_beside(axes[0, -1], title="width")
     return figure
@@ -105,21 +101,3 @@ def _finish(ax: Axes, title: str, label: str, ticks: Sequence[float]) -> None:
     ax.yaxis.set_minor_formatter("{x:g}")
     ax.tick_params(which="both", labelsize=8)
     ax.set_title(title, fontsize=9)
-
-
-def _of(records: Sequence[Record], kind: str, dataset: str, variant: Variant) -> list[Record]:
-    wanted = (kind, dataset, *variant)
-    return [r for r in records if (r["kind"], r["dataset"], r["method"], r["init"]) == wanted]
-
-
-def find_means(
-    records: Sequence[Record], over: str, measure: str
-) -> tuple[list[Any], list[float]]:
-    """Return the values of a field, and a measure's mean at each, where there is one."""
-    at = sorted({record[over] for record in records if measure in record})
-    return at, [float(np.mean([r[measure] for r in records if r[over] == x])) for x in at]
-
-
-def _style(variant: Variant) -> dict[str, Any]:
-    colour = plots.method_style(variant.method).colour
-    return {"color": colour, "linestyle": _DASHES[variant], "label": variant.title}

@@ -163,6 +163,11 @@ def lines(run: Run) -> list[Record]:
     return sorted(map(json.loads, text), key=lambda r: (r["method"], r["lr"], r["seed"]))
 
 
+def curves_of(run: Run, record: Record) -> dict[str, Array]:
+    """The arrays of a network of Levy or Banana."""
+    return run.curves(f"{record['method']}-lr{record['lr']:g}-seed{record['seed']}")
+
+
 def demo(base: Path) -> list[Path]:
     """Runs of all kinds, one with a figure."""
     levy(base / "levy")

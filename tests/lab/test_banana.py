@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from run_folders import lines
+from run_folders import curves_of, lines
 
 from geoparam.analysis import boundaries
-from geoparam_lab import methods
 from geoparam_lab.data import banana_data as points
 from geoparam_lab.data import table_files
 from geoparam_lab.experiments import banana as experiment
@@ -59,12 +58,16 @@ def test_a_damaged_file_is_not_replaced(nowhere: None, tmp_path: Path) -> None:
 # --- the protocol -------------------------------------------------------------------------------
 
 
+def train(data: points.Banana, *members: Member) -> Any:
+    problem = experiment.make_problem(data, SHORT["epochs"], SHORT["patience"])
+    with tasks.limit_threads(1):
+        return toys.train(problem, members)
+
+
 @pytest.fixture(scope="module")
 def stack() -> Any:
     data = experiment.load_points(source="generated")
-    with tasks.limit_threads(1):
-        members = [Member(0.1, 0), Member(0.1, 1)]
-        return data, *toys.train(experiment.make_problem(data, 25, 4), "wn", members)
+    return data, *train(data, Member("wn", 0.1, 0), Member("wn", 0.1, 1))
 
 
 def test_the_network_and_its_schedule_are_the_papers() -> None:
@@ -118,8 +121,7 @@ def test_gmp_turns_by_no_more_than_adams_step(finished: Run) -> None:
 
 def test_records_are_of_the_best_weights_in_the_curves(finished: Run) -> None:
     for record in finished.records():
-        member = Member(record["lr"], record["seed"])
-        curves = finished.curves(toys.name_curves(record["method"], member))
+        curves = curves_of(finished, record)
         assert curves["frame_accuracy"][-1] == pytest.approx(record["test_accuracy"])
         assert curves["rotation"].max() == pytest.approx(record["largest_rotation"], rel=1e-5)
         assert curves["steps"][-1] == record["epochs"] == len(curves["loss"])
@@ -145,12 +147,10 @@ def test_the_slider_has_every_method_on_one_time_axis(finished: Run) -> None:
 def test_scores_are_rows_of_the_second_input(finished: Run) -> None:
     """The score at a grid point is that of the network there, first input along the columns."""
     data = experiment.load_points(source="generated")
-    with tasks.limit_threads(1):
-        members = [Member(lr, seed) for lr in (0.01, 0.1) for seed in (0, 1)]
-        result, _ = toys.train(experiment.make_problem(data, 25, 4), "gmp", members)
-    across, up = experiment.grid(data)
+    result, _ = train(data, *(Member("gmp", lr, seed) for lr in (0.01, 0.1) for seed in (0, 1)))
+    across, up = experiment.make_grid(data)
     expected = result.predict(np.array([[across[7], up[40]]]))[2, 0]
-    curves = finished.curves(toys.name_curves("gmp", Member(0.1, 0)))
+    curves = finished.curves("gmp-lr0.1-seed0")
     assert curves["logits"][40, 7] == pytest.approx(expected, rel=1e-5)
 
 
@@ -167,9 +167,7 @@ def test_under_heldout_other_points_judge_than_the_test_ones(
     wanted = SHORT | {"methods": ["gmp"], "lrs": [0.1], "protocol": "heldout"}
     run = experiment.run(tmp_path / "run", **wanted)
     data = experiment.hold_out(experiment.load_points(source="generated"))
-    with tasks.limit_threads(1):
-        members = [Member(0.1, 0), Member(0.1, 1)]
-        result, _ = toys.train(experiment.make_problem(data, 25, 4), "gmp", members)
+    result, _ = train(data, Member("gmp", 0.1, 0), Member("gmp", 0.1, 1))
     right = (result.predict(data.x_test) > 0) == (data.y_test > 0.5)
     val = (result.predict(data.x_val) > 0) == (data.y_val > 0.5)
     for record in run.records():
@@ -181,8 +179,7 @@ def test_under_heldout_other_points_judge_than_the_test_ones(
 
 def test_turns_are_told_as_quantiles_before_the_first_cut(finished: Run) -> None:
     for record in finished.records():
-        member = Member(record["lr"], record["seed"])
-        turns = finished.curves(toys.name_curves(record["method"], member))["rotation"]
+        turns = curves_of(finished, record)["rotation"]
         end = None if record["first_cut"] is None else 7 * record["first_cut"]
         expected = np.quantile(turns[:end].astype(float), [0.5, 0.9, 0.99, 1])
         found = [record[f"turn_{q}"] for q in (50, 90, 99, 100)]
@@ -196,11 +193,3 @@ def test_a_resumed_run_keeps_its_points(
     monkeypatch.setattr(points, "load", None)  # would be KEEL's now
     again = experiment.run(tmp_path / "run", **SHORT | {"source": "auto"}, resume=True)
     assert again.config["source"] == "generated" and lines(again) == lines(finished)
-
-
-@pytest.mark.parametrize("method", ["ln", "gmp+imn", "intrinsic"])
-def test_other_methods_can_be_asked_for(method: str, tmp_path: Path, undrawn: None) -> None:
-    wanted = SHORT | {"methods": [method], "epochs": 3, "lrs": [0.1]}
-    [first, second] = experiment.run(tmp_path / "run", **wanted).records()
-    assert first["method"] == second["method"] == method
-    assert methods.TITLES[method] in Run.open(tmp_path / "run").curves("slider_banana")["methods"]

@@ -1,5 +1,6 @@
 """The claims: what is known of each measurement beforehand, and that the run resumes."""
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ import geoparam as gp
 from geoparam import sphere
 from geoparam_lab.experiments import claims, rank_correlations
 from geoparam_lab.experiments import claims_measures as measures
-from geoparam_lab.experiments.claims_measures import Member
 from geoparam_lab.experiments.rank_correlations import rank_correlation
 from geoparam_lab.methods import mlp
 from geoparam_lab.run_folder import Run
@@ -27,6 +27,7 @@ def points(name: str = "", data: object = None) -> tuple[np.ndarray, np.ndarray]
 
 
 DATA = {name: points(name) for name in ("energy", "banana")}
+Member = functools.partial(measures.Member, "part", "energy")
 
 
 # --- single layers ------------------------------------------------------------------------------
@@ -34,7 +35,7 @@ DATA = {name: points(name) for name in ("energy", "banana")}
 
 def test_bn_is_wn_in_the_norm_of_the_covariance() -> None:
     members = [Member(m, c, None, 0) for c in (0.5, 0.99) for m in ("equation-9", "epsilon", "wn")]
-    errors = [record["error"] for record in measures.measure_covariance(members, "normal")]
+    errors = [record["error"] for record in measures.measure_covariance(members)]
     assert errors[0] < 1e-13 and errors[3] < 1e-12
     assert 1e-6 < errors[1] < errors[4] < 0.05 and 0.1 < errors[2] < errors[5]
 
@@ -49,7 +50,7 @@ def test_costs_are_ratios_to_sp(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(10**6))
     monkeypatch.setattr(measures.time, "process_time", lambda: next(ticks))
     members = [Member(method, 4, None, 0) for method in ("sp", "gmp")]
-    found = measures.measure_cost(members, "inputs")
+    found = measures.measure_cost(members)
     assert found == [{"seconds": 1.0, "ratio": 1.0}] * 2
 
 
@@ -82,21 +83,21 @@ def test_a_natural_step_is_an_intrinsic_one_to_first_order() -> None:
 @pytest.mark.parametrize("method", ["wn+mbn", "gmp:norm=mbn", "gmp+imn"])
 def test_only_imn_centres_the_inputs_of_layers(method: str) -> None:
     members = [Member(method, layer, 0.01, 0) for layer in (1, 2, 3)]
-    _, *deeper = measures.measure_shift(members, "energy", DATA, epochs=2)
+    _, *deeper = measures.measure_shift(members, DATA, epochs=2)
     centred = [record["offset"] < 1e-12 and record["drift"] < 1e-12 for record in deeper]
     assert centred == [method == "gmp+imn"] * 2
     assert all(record["offset_running"] > 0.05 for record in deeper)  # which lag behind
 
 
 def test_before_training_boundaries_go_through_the_origin() -> None:
-    [found] = measures.measure_shell([Member("gmp", 9, 0.1, 0)], "energy", DATA, epochs=3)
+    [found] = measures.measure_shell([Member("gmp", 9, 0.1, 0)], DATA, epochs=3)
     assert found["path"][0] == 0 and found["path"][-1] == found["relative"] > 0
     assert found["epochs"][-1] == 3 and 0 <= found["on_shell"] <= 1
 
 
 def test_products_of_uniform_directions_do_not_vanish() -> None:
     members = [Member("gmp:init=sphere", 256, 0.1, seed) for seed in (0, 1)]
-    for found in measures.measure_products(members, "energy", DATA, epochs=2):
+    for found in measures.measure_products(members, DATA, epochs=2):
         assert 0.05 < found["smallest_start"] < 3 and found["negligible_start"] < 0.01
         assert found["sparsity_start"] == pytest.approx(0.5, abs=0.2)
         assert found["smallest_path"][-1] == found["smallest"] < found["smallest_start"]
@@ -117,8 +118,8 @@ def test_a_network_by_hand() -> None:
 
 @pytest.mark.parametrize("dataset", DATA)
 def test_deep_networks_have_all_quantities(dataset: str) -> None:
-    members = [Member("gmp", 2, lr, 0) for lr in (0.0, 0.1)]
-    still, moved = measures.measure_deep(members, dataset, DATA, epochs=10)
+    members = [Member("gmp", 2, lr, 0)._replace(dataset=dataset) for lr in (0.0, 0.1)]
+    still, moved = measures.measure_deep(members, DATA, epochs=10)
     assert still["changes_late"] == 0 < moved["changes_late"]
     assert still["distance_early"] == still["distance_late"]
     assert set(measures.QUANTITIES) <= set(moved) and len(moved["distances_late"]) == 2

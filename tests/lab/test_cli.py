@@ -109,7 +109,6 @@ def test_run_prints_the_table_and_where_everything_is(
         ("perturbation --methods mbn", "one of sp, wn, bn, ln, gmp, intrinsic; got 'mbn'"),
         ("uci --datasets boston,bostn", "boston, concrete, energy"),
         ("levy --lrs 0.1,fast", "numbers between commas; got '0.1,fast'"),
-        ("uci --device gpu", "device must be one that torch can use here"),
         ("width --widths 16.7", "whole numbers between commas; got '16.7'"),
         ("imagenet32 --data missing-folder", "missing-folder"),
         ("imagenet --data missing-folder", "missing-folder"),

@@ -79,7 +79,7 @@ def test_mistaken_options_are_named(text: str, said: str) -> None:
 
 def test_more_seeds_of_the_best_setting_do_not_change_the_choice() -> None:
     def some(lr: float, tuned: str, *values: float) -> list[Record]:
-        one = {"method": "bn", "batch_size": 8, "lr": lr, "tuned": tuned}
+        one = {"method": "bn", "network": "vgg6", "batch_size": 8, "lr": lr, "tuned": tuned}
         return [one | {"seed": seed, "select_top1": v} for seed, v in enumerate(values)]
 
     tried = some(0.1, "", 40) + some(0.1, "decay=0.1", 43, 30, 31) + some(0.2, "", 42)

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from run_folders import lines
+from run_folders import curves_of, lines
 from torch import nn
 from torch_rules import keras_adam, keras_plateau, train_on_levy
 
 from geoparam_lab import methods
 from geoparam_lab.data.synthetic import levy, levy_regression
 from geoparam_lab.experiments import levy as experiment
-from geoparam_lab.experiments import toy_figures, toys
+from geoparam_lab.experiments import toys
 from geoparam_lab.experiments.toys import Member
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training import tasks
@@ -76,16 +76,16 @@ def test_plateau_counts_as_keras(drop: float, reduced: bool) -> None:
 # --- the protocol -------------------------------------------------------------------------------
 
 
-def trained(method: str, lr: float, epochs: int, patience: int = 40, seeds: int = 2) -> Any:
+def train(method: str, lr: float, epochs: int, patience: int = 40, seeds: int = 2) -> Any:
     problem = experiment.make_problem(levy_regression(), epochs, patience)
     with tasks.limit_threads(1):
-        return toys.train(problem, method, [Member(lr, seed) for seed in range(seeds)])
+        return toys.train(problem, [Member(method, lr, seed) for seed in range(seeds)])
 
 
 @pytest.mark.parametrize("method", ["sp", "gmp"])
 def test_a_stack_is_trained_as_one_network_is_by_torch(method: str) -> None:
     data, lr = levy_regression(), methods.LEARNING_RATES[method]
-    result, film = trained(method, lr, epochs=300, patience=8)
+    result, film = train(method, lr, epochs=300, patience=8)
     for i in range(2):
         alone = train_on_levy(methods.mlp(method, (1, 100, 1), seed=i), data, lr, 300, 8)
         close = {"rtol": 1e-8, "atol": 1e-8}
@@ -102,13 +102,13 @@ def test_a_stack_is_trained_as_one_network_is_by_torch(method: str) -> None:
 
 
 def test_training_stops_1000_epochs_after_the_best() -> None:
-    result, film = trained("sp", lr=1e-30, epochs=1500, patience=experiment.PATIENCE)
+    result, film = train("sp", lr=1e-30, epochs=1500, patience=experiment.PATIENCE)
     assert result.best_epoch.tolist() == [0, 0]
     assert film.epochs[-1] == 1001 and (result.epochs == 1001).all()
 
 
 def test_gmp_learns_with_small_moves_and_keeps_its_signs() -> None:
-    result, film = trained("gmp", lr=0.1, epochs=300, patience=500)
+    result, film = train("gmp", lr=0.1, epochs=300, patience=500)
     assert (result.losses[-50:].mean(axis=0) < 0.3 * result.losses[0]).all()
     assert result.motion.displacement.max() < 1
     direction, _ = film.boundaries(levy_regression().x_train)
@@ -118,7 +118,7 @@ def test_gmp_learns_with_small_moves_and_keeps_its_signs() -> None:
 
 def test_the_film_begins_before_training_and_ends_with_the_best_weights() -> None:
     data = levy_regression()
-    result, film = trained("bn", lr=0.1, epochs=60, patience=5)
+    result, film = train("bn", lr=0.1, epochs=60, patience=5)
     with torch.no_grad():
         start = methods.mlp("bn", (1, 100, 1), seed=1).eval()(torch.from_numpy(data.x_test))
     shown = film.predict(data.x_test)[1]
@@ -150,9 +150,7 @@ def test_a_run_has_a_record_for_each_method_rate_and_seed(finished: Run) -> None
 def test_records_are_of_the_best_weights_in_the_curves(finished: Run) -> None:
     data = levy_regression()
     for record in finished.records():
-        curves = finished.curves(
-            toys.name_curves(record["method"], Member(record["lr"], record["seed"]))
-        )
+        curves = curves_of(finished, record)
         errors = curves["prediction"][-1] - data.y_test
         assert record["test_rmse"] == pytest.approx(np.sqrt(np.mean(errors**2)), rel=1e-5)
         assert record["train_mae"] == pytest.approx(curves["loss"].min(), rel=1e-5)
@@ -169,15 +167,9 @@ def test_records_are_of_the_best_weights_in_the_curves(finished: Run) -> None:
 def test_with_draws_each_seed_has_its_own_points(finished: Run, tmp_path: Path) -> None:
     wanted = SHORT | {"methods": ["sp"], "lrs": [0.003, 0.01, 0.03, 0.1], "seeds": 3, "draws": 2}
     run = experiment.run(tmp_path / "run", **wanted)
-    losses = {
-        (r["lr"], r["seed"]): run.curves(toys.name_curves("sp", Member(r["lr"], r["seed"])))[
-            "loss"
-        ]
-        for r in run.records()
-    }
-    known = finished.curves(toys.name_curves("sp", Member(0.01, 0)))["loss"]
+    losses = {(r["lr"], r["seed"]): curves_of(run, r)["loss"] for r in run.records()}
+    known = finished.curves("sp-lr0.01-seed0")["loss"]
     np.testing.assert_allclose(losses[0.01, 0], known, rtol=1e-5)  # draw 0 is the papers'
-    start = methods.mlp("sp", (1, 100, 1), seed=2)
     data = [levy_regression(seed) for seed in (0, 1)]
     for seed, points in ((1, data[1]), (2, data[0])):
         start = methods.mlp("sp", (1, 100, 1), seed=seed)
@@ -205,14 +197,14 @@ def test_the_slider_has_every_method_on_one_time_axis(finished: Run) -> None:
 def test_the_slider_and_the_figures_begin_with_each_methods_median_seed(tmp_path: Path) -> None:
     options: dict[str, Any] = {"methods": ["sp", "gmp"], "lrs": [0.1], "epochs": 3, "jobs": 1}
     run = experiment.run(tmp_path / "run", **options, seeds=7)
-    slider, shown = run.curves("slider_levy"), toy_figures.show_median(run, "test_rmse")
-    assert len(slider["seeds"]) == toy_figures.SHOWN
+    slider, shown = run.curves("slider_levy"), toys.load_medians(run, "test_rmse")
+    assert len(slider["seeds"]) == toys.SHOWN
     for m, method in enumerate(["sp", "gmp"]):
-        own = toy_figures.records_of(run, method)
+        own = toys.find_records(run, method)
         middle = np.median([record["test_rmse"] for record in own])
         [seed] = [record["seed"] for record in own if record["test_rmse"] == middle]
         place = slider["median"][m]
-        assert slider["seeds"][place] == seed == toy_figures.median_seed(own, "test_rmse")
+        assert slider["seeds"][place] == seed == toys.find_median_seed(own, "test_rmse")
         np.testing.assert_array_equal(
             slider["prediction"][place, m, -1], shown[method]["prediction"][-1]
         )
@@ -220,7 +212,7 @@ def test_the_slider_and_the_figures_begin_with_each_methods_median_seed(tmp_path
 
 def test_what_was_found_and_what_not_is_said_from_the_records(finished: Run) -> None:
     said = experiment.EXPERIMENT.finding(finished)
-    results = [record["test_rmse"] for record in toy_figures.records_of(finished, "gmp")]
+    results = [record["test_rmse"] for record in toys.find_records(finished, "gmp")]
     assert f"the median test RMSE is {np.median(results):.2f} under GmP" in said
     assert "cut short" in experiment.EXPERIMENT.limits(finished)
 
@@ -271,7 +263,7 @@ def test_several_processes_give_the_same_numbers(tmp_path: Path, undrawn: None) 
     ("options", "match"),
     [
         ({"methods": []}, "got none"),
-        ({"methods": ["gmp"], "init": "he"}, "Use 'glorot' or 'sphere'"),
+        ({"methods": ["gmp:init=he"]}, "Use 'glorot' or 'sphere'"),
         ({"seeds": 0}, ">= 1; got 0"),
         ({"lrs": [0.1, float("inf")]}, "above 0 and finite"),
     ],

@@ -119,16 +119,13 @@ def test_bottlenecks_with_imn_train_a_step(name: str, skip: str) -> None:
     assert after < before
 
 
-def test_small_images_get_a_small_stem() -> None:
-    model = networks.build("resnet18", "bn", 3, size=64, width=4)
-    assert model.conv1.kernel_size == (3, 3) and model.conv1.stride == (1, 1)
-    assert isinstance(model.maxpool, nn.Identity)
-
-
-def test_large_images_get_imagenets_stem() -> None:
-    model = networks.build("resnet18", "gmp+imn", 3, size=224, width=4)
-    assert model.conv1.kernel_size == (7, 7) and model.conv1.stride == (2, 2)
-    assert isinstance(model.maxpool, nn.MaxPool2d)
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "pool"), [(64, 3, 1, nn.Identity), (224, 7, 2, nn.MaxPool2d)]
+)
+def test_the_stem_fits_the_images(size: int, kernel: int, stride: int, pool: type) -> None:
+    model = networks.build("resnet18", "gmp+imn", 3, size=size, width=4)
+    assert model.conv1.kernel_size == (kernel, kernel) and model.conv1.stride == (stride, stride)
+    assert isinstance(model.maxpool, pool)
 
 
 def test_weight_normalised_resnet_has_it_everywhere_and_mbn_where_bn_was() -> None:
@@ -136,12 +133,9 @@ def test_weight_normalised_resnet_has_it_everywhere_and_mbn_where_bn_was() -> No
     layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     assert len(layers) == 21 and all(map(parametrize.is_parametrized, layers))
     norms = {n for n, m in model.named_modules() if isinstance(m, gp.MeanOnlyBatchNorm)}
-    batch_norms = {
-        name
-        for name, m in networks.resnet(18, "bn", 3, width=4).named_modules()
-        if isinstance(m, nn.BatchNorm2d)
-    }
-    assert norms == batch_norms and len(norms) == 20
+    with_bn = networks.resnet(18, "bn", 3, width=4)
+    assert norms == {n for n, m in with_bn.named_modules() if isinstance(m, nn.BatchNorm2d)}
+    assert len(norms) == 20
 
 
 def by_hand(model: nn.Module, x: Tensor) -> Tensor:
@@ -208,19 +202,20 @@ def test_the_form_of_directions_goes_into_every_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("depth", "options", "message"),
     [
-        ({"skip": "both"}, "skip is 'centred' or 'plain'; got 'both'"),
-        ({"imn": "input"}, "is skip='plain'; got imn='input'"),
+        (18, {"skip": "both"}, "skip is 'centred' or 'plain'; got 'both'"),
+        (18, {"imn": "input"}, "is skip='plain'; got imn='input'"),
+        (20, {}, "one of 18, 34, 50; got 20"),
     ],
 )
-def test_unknown_options_of_a_resnet_are_refused(options: dict[str, str], message: str) -> None:
+def test_unknown_options_of_a_resnet_are_refused(
+    depth: int, options: dict[str, str], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        networks.resnet(18, "gmp+imn", 3, **options)
+        networks.resnet(depth, "gmp+imn", 3, **options)
 
 
-def test_an_unknown_network_or_depth_is_refused() -> None:
+def test_an_unknown_network_is_refused() -> None:
     with pytest.raises(ValueError, match="vgg6, resnet18, resnet34, resnet50; got 'vgg16'"):
         networks.build("vgg16", "bn", 3, size=32)
-    with pytest.raises(ValueError, match="one of 18, 34, 50; got 20"):
-        networks.resnet(20, "bn", 3)

@@ -37,17 +37,17 @@ def test_where_a_metric_stops_training_the_points_left_out_judge() -> None:
 
 
 def test_each_seed_takes_the_rate_with_the_lowest_error_over_the_folds() -> None:
-    members = [Member(lr, seed) for lr in (1e-9, 0.1) for seed in range(2)]
-    found = toys.choose_rates(3, levy.find_errors, regression(), "gmp", members)
+    members = [Member("gmp", lr, seed) for lr in (1e-9, 0.1) for seed in range(2)]
+    found = toys.choose_rates(3, levy.find_errors, regression(), members)
     assert [each["chosen"] for each in found] == [False, False, True, True]
     still, learned = found[0]["cv_error"], found[2]["cv_error"]
     assert learned < still / 2
 
 
 def test_a_rate_that_diverges_is_not_chosen() -> None:
-    members = [Member(lr, 0) for lr in (0.1, 1e300)]
+    members = [Member("sp", lr, 0) for lr in (0.1, 1e300)]
     with np.errstate(all="ignore"):
-        found = toys.choose_rates(2, levy.find_errors, regression(), "sp", members)
+        found = toys.choose_rates(2, levy.find_errors, regression(), members)
     assert [each["chosen"] for each in found] == [True, False]
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from geoparam_lab.data import splits
 from geoparam_lab.experiments import width
-from geoparam_lab.experiments.width import Task, Variant, Work
+from geoparam_lab.experiments.measurements import select_records
+from geoparam_lab.experiments.width import Measurer, Member
 from geoparam_lab.methods import mlp
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training.stacks import stacked
@@ -43,9 +44,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def answer(run: Run, dataset: str, method: str, init: str) -> dict[str, Any]:
-    wanted = ("answer", dataset, method, init)
-    fields = ("kind", "dataset", "method", "init")
-    [found] = [r for r in run.records() if tuple(r[name] for name in fields) == wanted]
+    fields = {"kind": "answer", "dataset": dataset, "method": method, "init": init}
+    [found] = select_records(run.records(), **fields)
     return found
 
 
@@ -72,9 +72,9 @@ def test_activations_depend_on_the_width_as_the_formula_says(
 
 def test_the_codes_initialisation_starts_as_sp_with_glorot(finished: Run) -> None:
     def starts(method: str) -> list[tuple[float, float]]:
-        own = [r for r in finished.records() if r["kind"] == "start" and r["method"] == method]
+        own = select_records(finished.records(), kind="start", method=method, init="glorot")
         own.sort(key=lambda r: (r["dataset"], r["width"], r["seed"]))
-        return [(r["activation"], r["output"]) for r in own if r["init"] == "glorot"]
+        return [(r["activation"], r["output"]) for r in own]
 
     np.testing.assert_allclose(starts("gmp"), starts("sp"))
 
@@ -98,8 +98,8 @@ def test_figures_have_captions(finished: Run) -> None:
 
 
 def test_a_trained_network_is_that_of_a_plain_stack() -> None:
-    task = Task("trained", "energy", Variant("sp", "he"), 16, ((0.1, 0), (0.1, 1)))
-    records = Work(energy(), steps=30)(task, lambda epoch, left: None).records
+    members = [Member("trained", "energy", "sp", "he", 16, 0.1, seed) for seed in (0, 1)]
+    records = Measurer(energy(), steps=30)(members, lambda epoch, left: None)
     data = splits.stack(*energy(), range(2))
     models = [mlp("sp", (8, 16, 1), seed=s, init="he", dtype=width.torch.float32) for s in (0, 1)]
     protocol = stacked.Protocol(epochs=30, patience=3, stop_patience=30)
@@ -111,7 +111,7 @@ def test_a_trained_network_is_that_of_a_plain_stack() -> None:
 
 def test_an_error_without_a_number_is_never_the_best() -> None:
     errors = np.array([[1.0, math.inf], [2.0, 1.0]])
-    found = width.one_rate(errors, (0.01, 0.1), papers=0.3)
+    found = width.compare_rates(errors, (0.01, 0.1), papers=0.3)
     assert found["best_rates"] == [0.01, 0.1] and found["one_rate"] == 0.01
     assert "papers_rate" not in found
 

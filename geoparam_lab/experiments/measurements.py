@@ -1,0 +1,54 @@
+"""What the width and the claims share: tasks whose members are the keys of their records."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.training.tasks import Done, Progress, Session, Tick, count_cores
+
+Meter = Callable[[Sequence[Any], Tick], Iterable[Record]]  # measures some members
+
+
+class Task(NamedTuple):
+    """Networks or layers that are measured together; each is the key of its record."""
+
+    title: str
+    keys: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return self.title
+
+
+def measure_missing(
+    run: Run, tasks: Sequence[Task], measure: Meter, jobs: int | None, progress: Progress | None
+) -> None:
+    """Do the tasks that are not done; `measure` gives the results of each of a task's keys."""
+    total = sum(len(task.keys) for task in tasks)
+    work = functools.partial(_work, measure)
+    Session(run, work, total, jobs or count_cores(), progress).spread(tasks)
+
+
+def _work(measure: Meter, task: Task, tick: Tick) -> Done:
+    found = zip(task.keys, measure(task.keys, tick), strict=True)
+    return Done([key._asdict() | own for key, own in found])
+
+
+def select_records(records: Iterable[Record], **fields: Any) -> list[Record]:
+    """Return the records that have these values.
+
+    Example:
+        >>> select_records([{"lr": 0.1, "seed": 0}, {"lr": 0.3, "seed": 0}], lr=0.3)
+        [{'lr': 0.3, 'seed': 0}]
+    """
+    return [r for r in records if all(r[name] == value for name, value in fields.items())]
+
+
+def find_means(
+    records: Sequence[Record], over: str, measure: str
+) -> tuple[list[Any], list[float]]:
+    """Return the values of a field, and a measure's mean at each, where there is one."""
+    at = sorted({record[over] for record in records if measure in record})
+    return at, [float(np.mean([r[measure] for r in records if r[over] == x])) for x in at]
