@@ -145,7 +145,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[], nn.Module], list]] = {
     "prelu": (lambda: nn.PReLU(UNITS), [0]),
     "relu6": (nn.ReLU6, [0, 6]),
     "hardswish": (nn.Hardswish, [-3, 3]),
-    "hardtanh": (lambda: nn.Hardtanh(-0.5, 2.0), [-0.5, 2.0]),
+    "hardtanh": (lambda: nn.Hardtanh(-0.4, 2.1), [-0.4, 2.1]),  # no float32 numbers
     "srelu of each unit": (lambda: SReLU(UNITS), [[0, 1, 2, 3, 4, 5], [1, 3, 2, 4, 5, 6]]),
 }
 
