@@ -100,20 +100,16 @@ class GeometricOptimizer(Optimizer):
         elif self._base.is_muon:
             self._rest = Maker("rest", torch.optim.AdamW, {"lr": lr})
         self._rest_defaults = self._rest.options(decay or 0.0)
-        self._coordinates, self._match, self._scale = coordinates, match, scale
-        self._turn, self._max_turn, self._scale_decay = turn, max_turn, scale_decay
+        self._coordinates, self._match, self._scale_decay = coordinates, match, scale_decay
+        self._turn, self._max_turn = turn, max_turn
         self._scale_factor: Any = 1.0 if scale_lr is None else scale_lr / lr
-        self._choice: Choice = choose(model, filter_fn, example_inputs)
+        self._choice: Choice = choose(model, filter_fn, example_inputs, scale)
         self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
         self._undecayed = undecayed_names(model)
         self._size = sum(p.numel() for p in model.parameters())
         self._forget()
         super().__init__(self._divide(model, groups, lr), {})
         self.defaults = self._base.options(0.0)
-
-    def is_fixed(self, unit: Unit) -> bool:
-        """Whether a unit's r is held."""
-        return self._scale == "fixed" or (self._scale == "auto" and unit.norm is not None)
 
     # --- groups -------------------------------------------------------------------------------
 
@@ -272,8 +268,7 @@ class GeometricOptimizer(Optimizer):
             if not unit.has_distance or bias is None or bias.grad is None:
                 bias = None
             states = self.state[weight], {} if bias is None else self.state[bias]
-            is_fixed = self.is_fixed(unit)
-            m = Member(unit, weight, bias, states, in_place=not is_angular, is_fixed=is_fixed)
+            m = Member(unit, weight, bias, states, in_place=not is_angular)
             fan_in = unit.fan_in if is_angular else None
             key = groups[id(weight)], groups.get(id(bias)), fan_in, *m.stage_key()
             members[key].append(m)
@@ -362,7 +357,7 @@ class GeometricOptimizer(Optimizer):
         turn += "" if self._max_turn is None else f", max_turn {self._max_turn:g}"
         form = f"{self._coordinates}{turn}, {self._base.name}; rest {self._rest.name}"
         share = f"{sum(sizes):,} of {self._size:,} parameters are units"
-        table = self._choice.table(self.is_fixed, trained)
+        table = self._choice.table(trained)
         return f"GeometricOptimizer ({form}): {share}\n{table}"
 
 

@@ -28,7 +28,6 @@ from torch import Tensor
 from geoparam.kernels.rows import rows_for
 from geoparam.optim.units import Unit
 
-_ROUNDING = 1e-5  # a larger relative change of r means that others wrote to the weight
 _MEMORY_ORDERS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -51,18 +50,10 @@ class Member:
     """
 
     def __init__(
-        self,
-        unit: Unit,
-        weight: Any,
-        bias: Any,
-        states: tuple[dict, dict],
-        *,
-        in_place: bool,
-        is_fixed: bool,
+        self, unit: Unit, weight: Any, bias: Any, states: tuple[dict, dict], *, in_place: bool
     ) -> None:
         self.unit, self.weight, self.bias = unit, weight, bias
         self.state, self.bias_state = states
-        self.is_fixed = is_fixed  # whether r is held
         self.is_sharded = hasattr(weight, "placements")
         self.dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         self.is_half = weight.dtype != self.dtype
@@ -85,7 +76,7 @@ class Member:
         counters = [_read_counters(state, not self.is_sharded) for state in states]
         return (
             self.weight.device, self.weight.dtype, bias_type, self.process_group, self.is_sharded,
-            self.is_in_place, self.is_fixed, self.unit.fan_in == 1, *counters,
+            self.is_in_place, self.unit.is_fixed, self.unit.fan_in == 1, *counters,
         )  # fmt: skip
 
     def weight_rows(self) -> Tensor:
@@ -225,7 +216,7 @@ class Stage:
         self.by_r, self.peak, self.stretch, self.zeros = self.r.new_zeros(4, len(self.r))
         for m, own in zip(members, split(self.r), strict=True):
             m.state["r"] = m.wrap(own)
-        if not self.first.is_fixed:
+        if not self.first.unit.is_fixed:
             states, whole = [m.state for m in members], (self.r, self.by_r)
             self._add_block("r", states, split(self.r), split(self.by_r), whole)
 
@@ -234,7 +225,7 @@ class Stage:
         if not self.biases:
             return
         states, split = [m.bias_state for m in self.members], self.rows.split
-        self.lam, self.by_lam, self.master = self.r.new_zeros(3, len(self.r))
+        self.lam, self.by_lam = self.r.new_zeros(2, len(self.r))
         for m, state, own in zip(self.members, states, split(self.lam), strict=True):
             own.copy_(local(state.get("lam", own)))
             state["lam"] = m.wrap(own)
@@ -244,6 +235,7 @@ class Stage:
         self.has_masters = any(
             b.dtype != self.r.dtype or not b.is_contiguous() for b in self.biases
         )
+        self.master = self.r * self.lam
         self.masters = split(self.master) if self.has_masters else self.biases
 
     def _build_directions(self) -> None:
@@ -266,19 +258,17 @@ class Stage:
 
     def enter(self) -> None:
         """Write the parameters and gradients that the inner optimizers step."""
-        before = self.r.clone() if self.biases and self.has_masters else self.r
         self._enter_directions()
         if self.biases:
-            self._enter_biases(before)
-        self.entered = self.r if self.first.is_fixed else self.r.clone()
+            self._enter_biases()
+        self.entered = self.r if self.first.unit.is_fixed else self.r.clone()
 
-    def _enter_biases(self, before: Tensor) -> None:
+    def _enter_biases(self) -> None:
         grads = [_gradient(m.bias, self.r.dtype).contiguous() for m in self.members]
         if self.has_masters:
-            kept, values = self.biases[0].dtype, torch.cat(self.biases).to(self.r.dtype)
-            is_ours = (before * self.lam).to(kept) == values.to(kept)
-            is_ours &= (self.r - before).abs() <= _ROUNDING * before.abs()
-            self.master.copy_(torch.where(is_ours, self.r * self.lam, values))
+            values = torch.cat(self.biases)
+            agrees = self.master.to(values.dtype) == values
+            self.master.copy_(torch.where(agrees, self.master, values.to(self.r.dtype)))
         self.rows.enter_biases(
             self.masters, grads, self.r, self.by_r, self.lam, self.by_lam, self.match
         )
@@ -290,6 +280,7 @@ class Stage:
             self.rows.leave_biases(self.masters, self.r, self.entered, self.lam, self.match)
             if self.has_masters:
                 torch._foreach_copy_(self.biases, self.masters)
+                torch.mul(self.r, self.lam, out=self.master)  # as a resumed run computes it
             torch.autograd.graph.increment_version(self.biases)
 
     def _enter_directions(self) -> None:
