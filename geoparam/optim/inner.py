@@ -105,16 +105,12 @@ class Inner:
             scales = []
             for name, p in zip(group["param_names"], group["params"], strict=True):
                 if id(p) in distances:  # all of a stage are stepped where its first one is
-                    pairs = self._make_pairs(distances[id(p)], rest)
-                    others[at, 1.0, spared] += pairs
+                    others[at, 1.0, spared] += self._make_pairs(distances[id(p)], rest)
                 else:
                     decay = spared if name in undecayed else None
                     others[at, 1.0, decay].append((p, self._find_state(p, states[p])))
-        if base is rest and not turns:
-            self._build(base, directions | others, groups)
-        else:
-            self._build(base, directions, groups)
-            self._build(rest, others, groups)
+        self._build(base, directions, groups)
+        self._build(rest, others, groups)
 
     def step(self) -> None:
         self._copy_options()
