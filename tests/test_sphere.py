@@ -48,15 +48,6 @@ def test_one_coordinate_has_no_angle() -> None:
     assert sphere.to_unit(torch.empty(2, 0)).tolist() == [[1.0], [1.0]]
 
 
-def test_scan_solves_the_recurrence() -> None:
-    for n in (1, 2, 3, 8, 21):
-        a, b = torch.randn(2, 3, n, dtype=torch.float64)
-        y = [b[:, 0]]
-        for k in range(1, n):
-            y.append(a[:, k] * y[-1] + b[:, k])
-        torch.testing.assert_close(sphere.scan(a, b), torch.stack(y, dim=-1))
-
-
 @pytest.mark.parametrize("n", [2, 100])
 def test_metric_is_diagonal_and_equals_finite_differences(n: int) -> None:
     latitude = torch.randn(n - 1, dtype=torch.float64)

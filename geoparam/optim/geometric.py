@@ -227,7 +227,7 @@ class GeometricOptimizer(Optimizer):
         self._check_model()
         self._check_schedule()
         self._signature = self._sign()
-        self._build_stages({unit.name: unit for unit in units}, by_name)
+        self._stages = self._build_stages(units, by_name)
         scale = self._scale_factor, self._scale_decay
         turns, groups = self._turn is not None, self.param_groups
         self._inner = Inner(
@@ -257,12 +257,12 @@ class GeometricOptimizer(Optimizer):
                 stacklevel=4,
             )
 
-    def _build_stages(self, units: dict[str, Unit], by_name: dict[str, Any]) -> None:
+    def _build_stages(self, units: Sequence[Unit], by_name: dict[str, Any]) -> list[Stage]:
         """Put weights that have a gradient and are stepped alike into a stage each."""
         is_angular, members = self._coordinates == "angles", defaultdict[Any, list[Member]](list)
         groups = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        for name, unit in units.items():
-            weight, bias = by_name[name], by_name.get(unit.bias or "")
+        for unit in units:
+            weight, bias = by_name[unit.name], by_name.get(unit.bias or "")
             if weight.grad is None:
                 continue
             if not unit.has_distance or bias is None or bias.grad is None:
@@ -273,7 +273,7 @@ class GeometricOptimizer(Optimizer):
             key = groups[id(weight)], groups.get(id(bias)), fan_in, *m.stage_key()
             members[key].append(m)
         make, options = AngularStage if is_angular else Stage, (self._match, self._max_turn)
-        self._stages = [
+        return [
             make(found, self.param_groups[key[0]], *options, self._turn is not None)
             for key, found in members.items()
         ]
