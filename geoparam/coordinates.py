@@ -5,7 +5,7 @@ The three objects share one vocabulary: `name` of the stored tensor, `shape` of 
 given. A zero row has no direction; it gets the last axis.
 """
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,20 +17,6 @@ __all__ = ["Coordinates", "coordinates_for"]
 Name = Literal["angles", "intrinsic"]
 
 _SHORTEST = 1e-12  # a vector that was set to 0 stays finite
-
-
-class Coordinates(Protocol):
-    """What a layer asks of its coordinates."""
-
-    name: str
-
-    def shape(self, out: int, n: int) -> tuple[int, ...]: ...
-
-    def encode(self, rows: Tensor) -> Tensor: ...
-
-    def decode(
-        self, stored: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
-    ) -> Tensor: ...
 
 
 class Angles:
@@ -93,6 +79,9 @@ class Sign:
     ) -> Tensor:
         row = (stored if r is None else stored * r).unsqueeze(-1)
         return row if dtype is None else row.to(dtype)
+
+
+Coordinates = Angles | Intrinsic | Sign
 
 
 def normalise_(unit: Tensor) -> None:

@@ -87,32 +87,10 @@ def test_torch_func(transform, batched: bool) -> None:  # noqa: ANN001
         torch.testing.assert_close(found, expected)
 
 
-def test_forward_mode_is_not_silently_zero() -> None:
-    latitude, r, step = kernels.random_case(3, 6, torch.float64)
-    tangents = (torch.randn_like(latitude), torch.randn_like(r))
-    _, found = jvp(functional.weight, (latitude, r), tangents)
-    _, expected = jvp(reference, (latitude, r), tangents)
-    torch.testing.assert_close(found, expected)
-    assert found.abs().max() > 0
-
-
 def test_the_bare_op_refuses_forward_mode() -> None:
     latitude, r, _ = kernels.random_case(2, 4, torch.float64)
     with pytest.raises(RuntimeError, match="forward-mode"):
         jvp(lambda a: torch.ops.geoparam.weight(a, r), (latitude,), (latitude,))
-
-
-def test_third_derivatives() -> None:
-    latitude = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-    r = torch.randn(2, dtype=torch.float64)
-
-    def third(weight):  # noqa: ANN001, ANN202
-        value = loss(weight)(latitude, r)
-        for _ in range(3):
-            value = torch.autograd.grad(value.sum(), latitude, create_graph=True)[0].sin()
-        return value
-
-    torch.testing.assert_close(third(functional.weight), third(reference))
 
 
 def test_natural_is_refused_where_a_function_is_differentiated() -> None:

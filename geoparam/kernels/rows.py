@@ -20,7 +20,6 @@ the elements of a row in the same order.
 and `rows_native` for CPUs with a C compiler.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,8 +29,7 @@ from torch import Tensor
 
 from geoparam.kernels.selection import choose_kernels
 
-Matrices = Sequence[Tensor]
-MaybeVectors = Sequence[Tensor | None]
+Matrices = list[Tensor] | tuple[Tensor, ...]
 SHORTEST = 1e-3  # of R: the least |r| of a row that is kept from changing its sign
 
 
@@ -146,8 +144,8 @@ class Rows:
 
     def enter_biases(
         self,
-        b: MaybeVectors,
-        by_b: MaybeVectors,
+        b: Matrices,
+        by_b: Matrices,
         r: Tensor,
         slope: Tensor,
         lam: Tensor,
@@ -158,9 +156,9 @@ class Rows:
 
         Where |b| <= |r| that is R' lam, so that b moves as fast as a plain one, and lam dL/db is
         added to the slope. Elsewhere it is b itself: lam would move it 1 + lam^2 times as fast.
-        Without `match` it is lam everywhere, as in converted layers. No bias is None.
+        Without `match` it is lam everywhere, as in converted layers.
         """
-        value, by_value = self.join(b), self.join(by_b)
+        value, by_value = torch.cat(b), torch.cat(by_b)
         is_near, _, stretch = self._stretch(value, r, match)
         torch.mul(stretch, value, out=lam)
         torch.div(by_value, stretch, out=by_lam)
@@ -168,20 +166,19 @@ class Rows:
 
     def leave_biases(
         self,
-        b: MaybeVectors,
+        b: Matrices,
         r: Tensor,
         entered: Tensor,
         lam: Tensor,
         match: bool,
     ) -> None:
         """Write the biases from the stepped `lam`, which becomes b / r; `entered` is r before."""
-        value = self.join(b)
+        value = torch.cat(b)
         is_near, mean, stretch = self._stretch(value, entered, match)
         is_still = (lam == stretch * value) & (r == entered)
         stepped = torch.where(is_near, r * lam / mean, lam)
         value = torch.where(is_still, value, stepped)
-        pairs = [(x, y) for x, y in zip(b, self.split(value), strict=True) if x is not None]
-        torch._foreach_copy_([x for x, _ in pairs], [y for _, y in pairs])
+        torch._foreach_copy_(b, self.split(value))
         lam.copy_(torch.where(r == 0, 0, value / _nonzero(r)))
 
     def _stretch(self, value: Tensor, r: Tensor, match: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,7 +187,7 @@ class Rows:
             is_near, mean = r != 0, torch.ones_like(r)
         else:
             is_near = (r != 0) & (value.abs() <= r.abs())
-            means = self.layer_sums(r.abs())[:, 0] / self.outs.clamp(min=1)
+            means = self.layer_means(r.abs())
             mean = self.per_row(torch.where(means == 0, 1, means))
         return is_near, mean, torch.where(is_near, mean / _nonzero(r), 1)
 
@@ -202,18 +199,13 @@ class Rows:
             dist.all_reduce(sums, group=self.group)
         return sums
 
+    def layer_means(self, per_row: Tensor) -> Tensor:
+        """Return the mean over the rows of each matrix, in all processes."""
+        return self.layer_sums(per_row)[:, 0] / self.outs.clamp(min=1)
+
     def per_row(self, per_layer: Tensor) -> Tensor:
         """Return one number for each matrix as one for each row."""
         return per_layer.repeat_interleave(self.lengths, output_size=self.total)
-
-    def join(self, vectors: MaybeVectors) -> Tensor:
-        """Return one number for each row from a vector for each matrix; None stands for zeros."""
-        pairs = zip(vectors, self.zeros, strict=True)
-        return torch.cat([zero if x is None else x for x, zero in pairs])
-
-    @functools.cached_property
-    def zeros(self) -> tuple[Tensor, ...]:
-        return self.split(torch.zeros(self.total, dtype=self.dtype, device=self.device))
 
     def split(self, per_row: Tensor) -> tuple[Tensor, ...]:
         """Return the part of a flat tensor that belongs to each matrix."""
@@ -254,29 +246,9 @@ _FUNCTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class InPlace(list[Any]):
-    """Matrices whose addresses are cached: to ask each tensor takes longer than a kernel runs.
-
-    They keep their memory, or are parts of a `block`, whose memory may move.
-    """
-
-    def __init__(self, matrices: MaybeVectors, block: Tensor | None = None) -> None:
-        super().__init__(matrices)
-        self.block, self.block_address = block, -1
-        self.cached: tuple[int, ...] = ()
-
-    def addresses(self) -> tuple[int, ...]:
-        place = 0 if self.block is None else self.block.data_ptr()
-        if place != self.block_address:
-            self.block_address, self.cached = place, addresses(list(self))
-        return self.cached
-
-
-def addresses(matrices: MaybeVectors) -> tuple[int, ...]:
-    """Return the matrices' addresses in memory; 0 for None."""
-    if isinstance(matrices, InPlace):
-        return matrices.addresses()
-    return tuple([0 if x is None else x.data_ptr() for x in matrices])
+def addresses(matrices: Matrices) -> tuple[int, ...]:
+    """Return the matrices' addresses in memory."""
+    return tuple([x.data_ptr() for x in matrices])
 
 
 def rows_for(

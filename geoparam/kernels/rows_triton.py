@@ -277,12 +277,11 @@ def _stretch(value, scale, mean, MATCH: tl.constexpr):
 def _enter_biases(
     addresses, first, r, slope, lam, by_lam, layers, MATCH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # addresses is (2, layers): b and dL/db, or 0; slope is read and written, lam, by_lam written
+    # addresses is (2, layers): b and dL/db; slope is read and written, lam and by_lam are written
     layer = tl.program_id(0)
     begin, end = _own_rows(first)
     b = tl.load(addresses + layer).to(r.dtype)
     by_b = tl.load(addresses + layers + layer).to(r.dtype)
-    end = tl.where(tl.load(addresses + layer) == 0, begin, end)
     mean = _mean(first, r, BLOCK) if MATCH else 1.0
     for at in range(begin, end, BLOCK):
         row = at + tl.arange(0, BLOCK)
@@ -297,11 +296,10 @@ def _enter_biases(
 
 @triton.jit
 def _leave_biases(addresses, first, r, entered, lam, MATCH: tl.constexpr, BLOCK: tl.constexpr):
-    # addresses is (1, layers): b, or 0; lam is read and written
+    # addresses is (1, layers): b; lam is read and written
     layer = tl.program_id(0)
     begin, end = _own_rows(first)
     b = tl.load(addresses + layer).to(r.dtype)
-    end = tl.where(tl.load(addresses + layer) == 0, begin, end)
     mean = _mean(first, entered, BLOCK) if MATCH else 1.0
     for at in range(begin, end, BLOCK):
         row = at + tl.arange(0, BLOCK)

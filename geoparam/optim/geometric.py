@@ -2,9 +2,9 @@
 
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
-from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -100,20 +100,16 @@ class GeometricOptimizer(Optimizer):
         elif self._base.is_muon:
             self._rest = Maker("rest", torch.optim.AdamW, {"lr": lr})
         self._rest_defaults = self._rest.options(decay or 0.0)
-        self._coordinates, self._match, self._scale = coordinates, match, scale
-        self._turn, self._max_turn, self._scale_decay = turn, max_turn, scale_decay
+        self._coordinates, self._match, self._scale_decay = coordinates, match, scale_decay
+        self._turn, self._max_turn = turn, max_turn
         self._scale_factor: Any = 1.0 if scale_lr is None else scale_lr / lr
-        self._choice: Choice = choose(model, filter_fn, example_inputs)
+        self._choice: Choice = choose(model, filter_fn, example_inputs, scale)
         self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
         self._undecayed = undecayed_names(model)
         self._size = sum(p.numel() for p in model.parameters())
         self._forget()
         super().__init__(self._divide(model, groups, lr), {})
         self.defaults = self._base.options(0.0)
-
-    def is_fixed(self, unit: Unit) -> bool:
-        """Whether a unit's r is held."""
-        return self._scale == "fixed" or (self._scale == "auto" and unit.norm is not None)
 
     # --- groups -------------------------------------------------------------------------------
 
@@ -180,7 +176,7 @@ class GeometricOptimizer(Optimizer):
                 loss = closure()
         self._prepare()
         assert self._inner is not None
-        self._inner.copy_options()
+        kept = self._copy_still_weights()
         for stage in self._stages:
             stage.enter()
         try:
@@ -188,22 +184,40 @@ class GeometricOptimizer(Optimizer):
         finally:
             for stage in self._stages:
                 stage.leave()
+            for own, before in kept:
+                own.copy_(before)
         return loss
+
+    def _copy_still_weights(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters and copies of them where all rates are 0.
+
+        torch.distributed.checkpoint takes such a step first; weights stay bit for bit. A rate in a
+        tensor counts as another: reading it would wait.
+        """
+        rates = [group["lr"] for group in self.param_groups]
+        if any(isinstance(rate, Tensor) or rate for rate in rates):
+            return []
+        owns = [local(p) for group in self.param_groups for p in group["params"]]
+        return [(own, own.clone()) for own in owns]
 
     def _forget(self) -> None:
         """Drop what is built at the next step from parameters and states."""
-        self._seen: list[list[Any]] = []
         self._signature: Any = None
         self._watched: list[Any] = []
         self._stages: list[Stage] = []
         self._inner: Inner | None = None
 
+    def _sign(self) -> Any:
+        """Return what must be as it was for what the last step built to serve again."""
+        ids = [id(p) for group in self.param_groups for p in group["params"]]
+        decays = [bool(group.get("weight_decay")) for group in self.param_groups]
+        owns = [getattr(p, "_local_tensor", p) for p in self._watched]
+        layouts = [(x.data_ptr(), x.stride(), x.dtype) for x in owns]
+        return ids, decays, layouts, [p.grad is None for p in self._watched]
+
     def _prepare(self) -> None:
         """Build stages and inner optimizers anew where parameters have changed since."""
-        decays = [bool(group.get("weight_decay")) for group in self.param_groups]
-        params = [group["params"] for group in self.param_groups]
-        is_same = len(params) == len(self._seen) and all(map(_are_same, params, self._seen))
-        if is_same and (decays, *_signatures(self._watched)) == self._signature:
+        if self._signature == self._sign():
             return
         by_name = dict(chain.from_iterable(map(_name_params, self.param_groups)))
         self._forget()
@@ -212,23 +226,12 @@ class GeometricOptimizer(Optimizer):
         self._watched = [by_name[name] for name in names]
         self._check_model()
         self._check_schedule()
-        self._seen = list(map(list, params))
-        self._signature = decays, *_signatures(self._watched)
-        active = {}
-        for unit in units:
-            weight, bias = by_name[unit.name], by_name.get(unit.bias or "")
-            if not unit.has_distance or bias is None or bias.grad is None:
-                bias = None
-            if weight.grad is not None:
-                states = self.state[weight], {} if bias is None else self.state[bias]
-                m = Member(unit, weight, bias, states, self._coordinates == "intrinsic")
-                m.is_fixed = self.is_fixed(unit)
-                active[unit.name] = m
-        self._build_stages(active)
+        self._signature = self._sign()
+        self._stages = self._build_stages(units, by_name)
         scale = self._scale_factor, self._scale_decay
         turns, groups = self._turn is not None, self.param_groups
         self._inner = Inner(
-            self._base, self._rest, turns, groups, active, self.state, self._undecayed, scale
+            self._base, self._rest, turns, groups, self._stages, self.state, self._undecayed, scale
         )
 
     def _check_model(self) -> None:
@@ -254,21 +257,26 @@ class GeometricOptimizer(Optimizer):
                 stacklevel=4,
             )
 
-    def _build_stages(self, active: dict[str, Member]) -> None:
-        batches: dict[Any, list[tuple[Member, dict[str, Any]]]] = {}
-        for group in self.param_groups:
-            found = [active[name] for name in group["param_names"] if name in active]
-            for m in sorted(found, key=lambda m: (m.is_fixed, m.bias is None)):
-                bias = m.weight if m.bias is None else m.bias
-                key = m.weight.device, m.weight.dtype, bias.dtype, m.process_group, m.is_sharded
-                batches.setdefault(key, []).append((m, group))
-        make, turns = Stage, self._turn is not None
-        if self._coordinates == "angles":
-            make = AngularStage
-            for pairs in batches.values():
-                pairs.sort(key=lambda pair: pair[0].unit.fan_in)
-        options = self._match, self._max_turn, turns
-        self._stages = [make(pairs, *options) for pairs in batches.values()]
+    def _build_stages(self, units: Sequence[Unit], by_name: dict[str, Any]) -> list[Stage]:
+        """Put weights that have a gradient and are stepped alike into a stage each."""
+        is_angular, members = self._coordinates == "angles", defaultdict[Any, list[Member]](list)
+        groups = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        for unit in units:
+            weight, bias = by_name[unit.name], by_name.get(unit.bias or "")
+            if weight.grad is None:
+                continue
+            if not unit.has_distance or bias is None or bias.grad is None:
+                bias = None
+            states = self.state[weight], {} if bias is None else self.state[bias]
+            m = Member(unit, weight, bias, states, in_place=not is_angular)
+            fan_in = unit.fan_in if is_angular else None
+            key = groups[id(weight)], groups.get(id(bias)), fan_in, *m.stage_key()
+            members[key].append(m)
+        make, options = AngularStage if is_angular else Stage, (self._match, self._max_turn)
+        return [
+            make(found, self.param_groups[key[0]], *options, self._turn is not None)
+            for key, found in members.items()
+        ]
 
     # --- states -------------------------------------------------------------------------------
 
@@ -332,7 +340,7 @@ class GeometricOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
-        built = ("_seen", "_signature", "_watched", "_stages", "_inner", "_model")
+        built = ("_signature", "_watched", "_stages", "_inner", "_model")
         own = {k: v for k, v in self.__dict__.items() if not k.endswith("_hooks")}
         return {k: v for k, v in own.items() if k not in built}
 
@@ -349,7 +357,7 @@ class GeometricOptimizer(Optimizer):
         turn += "" if self._max_turn is None else f", max_turn {self._max_turn:g}"
         form = f"{self._coordinates}{turn}, {self._base.name}; rest {self._rest.name}"
         share = f"{sum(sizes):,} of {self._size:,} parameters are units"
-        table = self._choice.table(self.is_fixed, trained)
+        table = self._choice.table(trained)
         return f"GeometricOptimizer ({form}): {share}\n{table}"
 
 
@@ -377,17 +385,6 @@ def _check_options(
 
 def _name_params(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     return zip(group["param_names"], group["params"], strict=True)
-
-
-def _are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
-    return len(these) == len(those) and all(map(is_, these, those))
-
-
-def _signatures(params: Sequence[Any]) -> tuple[list, list]:
-    """Return what must be as it was for tensors built from these parameters to serve again."""
-    own = [p if type(p) is nn.Parameter else local(p) for p in params]
-    layouts = [(p.data_ptr(), p.stride(), p.dtype) for p in own]
-    return layouts, [p.grad is None for p in params]
 
 
 def _move(value: Any, key: str, p: Any, step_on_device: bool) -> Any:

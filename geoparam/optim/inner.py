@@ -6,7 +6,8 @@ such as `direction/exp_avg` in the weight's entry.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch import optim as torchs
 from torch.optim import Optimizer
 
 from geoparam.optim.muon import RowMuon
-from geoparam.optim.stage import Member, Part
+from geoparam.optim.stage import Block, Stage
 
 MakeOptimizer = Callable[..., Any]
 Group = dict[str, Any]
+Pair = tuple[nn.Parameter, dict[str, Any]]  # a parameter and its state
 # Optimizers that step each element by itself, so that many parameters may be one.
 ELEMENTWISE = {
     torchs.SGD, torchs.Adam, torchs.AdamW, torchs.NAdam, torchs.RAdam, torchs.RMSprop,
@@ -63,11 +65,11 @@ class Maker:
 
 
 class Inner:
-    """The base and the rest over the parameters of active units and all others.
+    """The base and the rest over the parameters of stages and all others.
 
     Args:
         groups: the outer optimizer's; each step copies their options.
-        active: the weights with units and a gradient, by name.
+        stages: the weights with units and a gradient.
         states: the outer optimizer's states, by parameter.
         undecayed: names of parameters that weight decay spares.
         scale: (r's rate over lr, r's decay).
@@ -79,43 +81,45 @@ class Inner:
         rest: Maker,
         turns: bool,
         groups: Sequence[Group],
-        active: dict[str, Member],
+        stages: Sequence[Stage],
         states: MutableMapping[Any, Any],
         undecayed: set[str],
         scale: tuple[float, float],
     ) -> None:
-        # By outer group, factor of its rate (None: rate 1) and decay (None: the group's own).
-        directions: dict[tuple[int, float | None, float | None], list[Any]] = {}
-        others: dict[tuple[int, float | None, float | None], list[Any]] = {}
-        by_bias = {id(m.bias): m for m in active.values() if m.bias is not None}
-        scales: list[Any] = []
+        self.optimizers: list[Optimizer] = []
+        self.slots: list[Slot] = []
+        self.copied: list[tuple[Group, Group, list[str], float | None, float | None]] = []
+        distances: dict[int, Block | None] = {id(m.bias): None for s in stages for m in s.members}
+        distances |= {id(stage.first.bias): stage.blocks.get("lam") for stage in stages}
+        directions, others = defaultdict[Any, list[Pair]](list), defaultdict[Any, list[Pair]](list)
+        scales: list[Pair] = []
         for at, group in enumerate(groups):
             spared = 0.0 if group.get("weight_decay") else None
             if group["geometry"] != "rest":
-                parts = [active[name].parts for name in group["param_names"] if name in active]
-                directions[at, None if turns else 1.0, None] = _pick(parts, "direction")
-                scales = _pick(parts, "r")
+                for blocks in [stage.blocks for stage in stages if stage.group is group]:
+                    key = at, None if turns else 1.0, None
+                    directions[key] += self._make_pairs(blocks.get("direction"), base)
+                    scales += self._make_pairs(blocks.get("r"), rest)
                 continue
-            others.setdefault((at, scale[0], scale[1] or spared), []).extend(scales)
+            others[at, scale[0], scale[1] or spared] += scales
             scales = []
             for name, p in zip(group["param_names"], group["params"], strict=True):
-                m = by_bias.get(id(p))
-                decay = spared if m is not None or name in undecayed else None
-                others.setdefault((at, 1.0, decay), []).append(p if m is None else m.parts["lam"])
-        self.states = states
-        self.optimizers: list[Optimizer] = []
-        self.copied: list[tuple[Group, Group, list[str], float | None, float | None]] = []
-        if base is rest and not turns:
-            self._build(base, directions | others, groups)
-        else:
-            self._build(base, directions, groups)
-            self._build(rest, others, groups)
+                if id(p) in distances:  # all of a stage are stepped where its first one is
+                    others[at, 1.0, spared] += self._make_pairs(distances[id(p)], rest)
+                else:
+                    decay = spared if name in undecayed else None
+                    others[at, 1.0, decay].append((p, self._find_state(p, states[p])))
+        self._build(base, directions, groups)
+        self._build(rest, others, groups)
 
     def step(self) -> None:
+        self._copy_options()
         for optimizer in self.optimizers:
             optimizer.step()
+        for slot in self.slots:
+            slot.publish()
 
-    def copy_options(self) -> None:
+    def _copy_options(self) -> None:
         """Copy the options of the outer groups, which schedules and users may have changed."""
         for inner, outer, keys, factor, decay in self.copied:
             for key in keys:
@@ -125,106 +129,84 @@ class Inner:
             if decay is not None:
                 inner["weight_decay"] = decay
 
-    def _build(self, maker: Maker, items: dict[Any, list], groups: Sequence[Group]) -> None:
-        items = {key: members for key, members in items.items() if members}
+    def _make_pairs(self, block: Block | None, maker: Maker) -> list[Pair]:
+        """Return parameters with their states: one for all tensors of a block, or one for each."""
+        if block is None:
+            return []
+        name, states, values, grads, whole = block
+        if whole is not None and maker.is_elementwise and len(states) > 1:
+            slots = [Slot(name, states, values, _make_parameter(*whole))]
+        else:
+            parts = zip(states, values, grads, strict=True)
+            slots = [Slot(name, [state], [x], _make_parameter(x, g)) for state, x, g in parts]
+        self.slots += slots
+        return [(slot.parameter, slot.state) for slot in slots]
+
+    def _find_state(self, p: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a plain parameter's state, in its present type (`model.double()`)."""
+        for key, value in state.items():
+            is_wide = p.dtype in (torch.float32, torch.float64)
+            if is_wide and _has_elements(value) and value.is_floating_point():
+                state[key] = value.to(p.device, p.dtype)
+        if "lam" in state:  # a bias whose weight is not stepped now
+            self.slots.append(Slot("plain", [state], [p], p))
+            return self.slots[-1].state
+        return state
+
+    def _build(
+        self, maker: Maker, items: Mapping[Any, list[Pair]], groups: Sequence[Group]
+    ) -> None:
+        """Make an optimizer; items are by outer group, factor of its rate and decay.
+
+        A factor of None means the rate 1, and a decay of None the group's own.
+        """
+        items = {key: pairs for key, pairs in items.items() if pairs}
         if not items:
             return
-        states: dict[Any, dict[str, Any]] = {}
-        for members in items.values():
-            parts = [part for part in members if isinstance(part, Part)]
-            members[:] = [p for p in members if not isinstance(p, Part)]
-            for p in members:
-                states[p] = _fit(self.states[p], p)
-                if "lam" in states[p]:  # a bias whose weight is not stepped now
-                    states[p] = PartState([Part("plain", states[p], p, p, p)])
-            for run in _runs(parts, maker.is_elementwise):
-                members.append(_make_parameter(run))
-                states[members[-1]] = PartState(run)
-        optimizer = maker.make([{"params": members} for members in items.values()])
+        optimizer = maker.make([{"params": [p for p, _ in pairs]} for pairs in items.values()])
         made = dict(optimizer.state)  # what the constructor wrote; it is for empty states only
         optimizer.state.clear()
-        for inner, (at, factor, decay) in zip(optimizer.param_groups, items, strict=True):
+        inner_groups = zip(optimizer.param_groups, items.items(), strict=True)
+        for inner, ((at, factor, decay), pairs) in inner_groups:
             keys = [key for key in inner if key != "params" and key in groups[at]]
             self.copied.append((inner, groups[at], keys, factor, decay))
-            for p in inner["params"]:
-                if not states[p]:
-                    for key, value in made.get(p, {}).items():
-                        states[p][key] = value
-                optimizer.state[p] = states[p]
+            for p, state in pairs:
+                if not state:
+                    state.update(made.get(p, {}))
+                optimizer.state[p] = state
         self.optimizers.append(optimizer)
 
 
-def _pick(parts: Iterable[dict[str, Part]], name: str) -> list[Part]:
-    return [by_name[name] for by_name in parts if name in by_name]
+class Slot:
+    """A parameter of an inner optimizer, which stands for tensors of one or more weights.
 
+    Its state is a dict of its own. `publish` writes the entries into the outer optimizer's states
+    under flat keys, such as `direction/exp_avg`: each weight's are parts of the slot's tensors.
+    """
 
-def _runs(parts: Sequence[Part], is_elementwise: bool) -> list[list[Part]]:
-    """Return the parts that are stepped as one: neighbours in a block with equal counters."""
-    runs: list[list[Part]] = []
-    if is_elementwise:
-        order = {id(part.blocks): i for i, part in enumerate(parts)}
-        parts = sorted(parts, key=lambda part: (order[id(part.blocks)], part.start))
-    for part in parts:
-        last = runs[-1][-1] if runs else part
-        is_next = last.blocks is part.blocks and last.start + last.value.numel() == part.start
-        is_one = is_elementwise and part.blocks is not None and not part.member.is_sharded
-        if is_one and is_next and last is not part and _counters(last) == _counters(part):
-            runs[-1].append(part)
-        else:
-            runs.append([part])
-    return runs
+    def __init__(
+        self,
+        name: str,
+        states: Sequence[dict[str, Any]],
+        parts: Sequence[Tensor],
+        parameter: nn.Parameter,
+    ) -> None:
+        self.prefix, self.states, self.parts, self.parameter = f"{name}/", states, parts, parameter
+        self.state = {
+            key.removeprefix(self.prefix): self._join([state[key] for state in states])
+            for key in states[0]
+            if key.startswith(self.prefix)
+        }
+        self.published: dict[str, Any] = {}
+        self.publish()
 
-
-def _counters(part: Part) -> dict[str, Any]:
-    """Return the part's state by key; None for entries with a value for each element."""
-    start = f"{part.name}/"
-    state = {key: value for key, value in part.state.items() if key.startswith(start)}
-    return {
-        key: None if _has_elements(value) else float(value) if isinstance(value, Tensor) else value
-        for key, value in state.items()
-    }
-
-
-def _has_elements(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0
-
-
-def _make_parameter(run: Sequence[Part]) -> nn.Parameter:
-    """Return one parameter, with its gradient, over these parts."""
-    first, last = run[0], run[-1]
-    if first is last:
-        value, grad = first.member.wrap(first.value), first.member.wrap(first.grad)
-    else:
-        assert first.blocks is not None
-        place = slice(first.start, last.start + last.value.numel())
-        value, grad = (block[place] for block in first.blocks)
-    p = nn.Parameter(value, requires_grad=False)
-    p.grad = grad
-    return p
-
-
-class PartState(dict[str, Any]):
-    """The state of a parameter over several parts; every write goes to the parts' states too."""
-
-    def __init__(self, run: Sequence[Part]) -> None:
-        self.run, start = run, f"{run[0].name}/"
-        for key in [key for key in run[0].state if key.startswith(start)]:
-            self[key.removeprefix(start)] = self._join([part.state[key] for part in run])
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if self.get(key, self) is not value:
-            super().__setitem__(key, value)
-            for part, its in zip(self.run, self._divide(value), strict=True):
-                part.state[f"{part.name}/{key}"] = its
-
-    def __delitem__(self, key: str) -> None:
-        super().__delitem__(key)
-        for part in self.run:
-            del part.state[f"{part.name}/{key}"]
-
-    # dict's own would not call the two above
-    update, setdefault = MutableMapping.update, MutableMapping.setdefault
-    pop, clear = MutableMapping.pop, MutableMapping.clear
+    def publish(self) -> None:
+        """Write entries that are new or have been replaced."""
+        for key, value in self.state.items():
+            if self.published.get(key, self) is not value:
+                self.published[key] = value
+                for state, own in zip(self.states, self._divide(value), strict=True):
+                    state[self.prefix + key] = own
 
     def _join(self, values: Sequence[Any]) -> Any:
         if not _has_elements(values[0]):  # a counter; the base changes it in place
@@ -232,26 +214,25 @@ class PartState(dict[str, Any]):
         if len(values) == 1:
             return values[0]
         joined = values[0].new_empty(sum(value.numel() for value in values))
-        for view, value in zip(self._views(joined), values, strict=True):
+        for view, value in zip(self._divide(joined), values, strict=True):
             view.copy_(value.reshape(view.shape))
         return joined
 
     def _divide(self, value: Any) -> list[Any]:
-        is_one = len(self.run) == 1 or not _has_elements(value)
-        return [value] * len(self.run) if is_one else self._views(value)
-
-    def _views(self, joined: Tensor) -> list[Tensor]:
-        pieces = joined.split([part.value.numel() for part in self.run])
+        if len(self.parts) == 1 or not _has_elements(value):
+            return [value] * len(self.parts)
+        pieces = value.split([part.numel() for part in self.parts])
         return [
-            piece.as_strided(part.value.shape, part.value.stride(), piece.storage_offset())
-            for piece, part in zip(pieces, self.run, strict=True)
+            piece.as_strided(part.shape, part.stride(), piece.storage_offset())
+            for piece, part in zip(pieces, self.parts, strict=True)
         ]
 
 
-def _fit(state: dict[str, Any], p: Tensor) -> dict[str, Any]:
-    """Convert a state to its parameter's type, which may have changed (`model.double()`)."""
-    for key, value in state.items():
-        if _has_elements(value) and value.is_floating_point():
-            if p.dtype in (torch.float32, torch.float64):
-                state[key] = value.to(p.device, p.dtype)
-    return state
+def _make_parameter(value: Tensor, grad: Tensor) -> nn.Parameter:
+    p = nn.Parameter(value, requires_grad=False)
+    p.grad = grad
+    return p
+
+
+def _has_elements(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0

@@ -20,17 +20,14 @@ step are read again.
 
 import math
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from geoparam.kernels.rows import InPlace, rows_for
+from geoparam.kernels.rows import rows_for
 from geoparam.optim.units import Unit
 
-_ROUNDING = 1e-5  # a larger relative change of r means that others wrote to the weight
 _MEMORY_ORDERS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -39,37 +36,48 @@ def local(x: Any) -> Tensor:
     return x._local_tensor.detach() if hasattr(x, "_local_tensor") else x.detach()
 
 
+def _gradient(p: Any, dtype: torch.dtype) -> Tensor:
+    """Return a parameter's gradient, this process's rows of it, in a type."""
+    g = getattr(p.grad, "_local_tensor", p.grad)
+    return g if g.dtype == dtype else g.to(dtype)
+
+
 class Member:
-    """The tensors of one weight with units. Inner optimizers step its `parts`: direction, r, lam.
+    """One weight with units, its bias where that is stored as a distance, and their states.
 
     A direction is (rows, fan-in). Where the weight's memory has another order (channels_last), it
     has the weight's own shape, so that the base's states mean the same in any memory format.
     """
 
     def __init__(
-        self, unit: Unit, weight: Any, bias: Any, states: tuple[dict, dict], in_place: bool
+        self, unit: Unit, weight: Any, bias: Any, states: tuple[dict, dict], *, in_place: bool
     ) -> None:
         self.unit, self.weight, self.bias = unit, weight, bias
         self.state, self.bias_state = states
-        self.parts: dict[str, Part] = {}
-        self.is_fixed = False  # whether r is held
         self.is_sharded = hasattr(weight, "placements")
         self.dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self.is_half = weight.dtype != self.dtype
         self.process_group = _process_group(unit, weight)
         own = local(weight)
         self.shape = (unit.out if unit.layout.columns else len(own), unit.fan_in)
         order = torch.contiguous_format
         self.order = order if own.is_contiguous() else _MEMORY_ORDERS.get(own.ndim, order)
         # No copy is needed where the weight's own memory is a matrix of rows.
-        self.is_in_place = (
-            in_place
-            and own.is_contiguous(memory_format=self.order)
-            and not unit.layout.columns
-            and weight.dtype == self.dtype
-        )
+        is_matrix = own.is_contiguous(memory_format=self.order) and not unit.layout.columns
+        self.is_in_place = in_place and is_matrix and not self.is_half
         is_flat = not self.is_in_place or self.order == torch.contiguous_format
         self.own = own.view(self.shape) if self.is_in_place and is_flat else own
         self._fit_states(self.shape if is_flat else tuple(own.shape))
+
+    def stage_key(self) -> tuple[Any, ...]:
+        """Return what weights have in common that are stepped together."""
+        bias_type = None if self.bias is None else self.bias.dtype
+        states = self.state, self.bias_state
+        counters = [_read_counters(state, not self.is_sharded) for state in states]
+        return (
+            self.weight.device, self.weight.dtype, bias_type, self.process_group, self.is_sharded,
+            self.is_in_place, self.unit.is_fixed, self.unit.fan_in == 1, *counters,
+        )  # fmt: skip
 
     def weight_rows(self) -> Tensor:
         """Return the weight as rows: its own memory where it is in place, else a copy."""
@@ -79,27 +87,19 @@ class Member:
 
     def gradient_rows(self) -> Tensor:
         """Return the weight's gradient as rows in the same order."""
-        g = self.weight.grad._local_tensor if self.is_sharded else self.weight.grad
-        if g.dtype != self.dtype:
-            g = g.to(self.dtype)
+        g = _gradient(self.weight, self.dtype)
         if self.is_in_place:
             return g.contiguous(memory_format=self.order)
         return self.unit.layout.to_rows(g).contiguous()
 
-    def master_rows(self) -> Tensor:
-        """Return r u as rows: the weight itself, or the float32 copy of a half-precision weight.
-
-        Rows of the copy that do not round to the weight are copied from it again.
-        """
-        rows = self.weight_rows()
-        if self.weight.dtype == self.dtype:
-            return rows
-        if "direction" not in self.state:
-            self.state["direction"] = self.wrap(rows)
-            return rows
-        kept, half = local(self.state["direction"]), self.weight.dtype
-        agrees = (kept.to(half) == rows.to(half)).all(dim=1, keepdim=True)
-        return kept.copy_(torch.where(agrees, kept, rows))
+    def read_weight(self, rows: Tensor) -> None:
+        """Copy the weight into `rows`; of a float32 copy, the rows that do not round to it."""
+        new = self.weight_rows()
+        if self.is_half:
+            half = self.weight.dtype
+            agrees = (rows.to(half) == new.to(half)).all(dim=1, keepdim=True)
+            new = torch.where(agrees, rows, new)
+        rows.copy_(new)
 
     def wrap(self, part: Tensor) -> Tensor:
         """Return this process's rows as a tensor, or as a DTensor where the weight is one."""
@@ -125,20 +125,28 @@ class Member:
                     state[key] = value
 
 
-class Part(NamedTuple):
-    """A tensor of a member that is stepped, with its gradient."""
+def _read_counters(state: dict[str, Any], reads_values: bool) -> tuple[Any, ...]:
+    """Return a state's keys, with the values of the inner optimizers' counters."""
 
-    name: str  # the prefix of its keys in the state
-    state: dict[str, Any]
-    member: Member
-    value: Tensor
-    grad: Tensor
-    blocks: tuple[Tensor, Tensor] | None = None  # of all members' values, and of their gradients
-    start: int = 0  # where in the blocks it begins
+    def read(key: str, value: Any) -> Any:
+        is_counter = "/" in key and not (isinstance(value, Tensor) and value.ndim)
+        return float(value) if is_counter and reads_values else None
+
+    return tuple((key, read(key, state[key])) for key in sorted(state))
+
+
+class Block(NamedTuple):
+    """Tensors of one kind, one for each weight of a stage, that an inner optimizer steps."""
+
+    name: str  # the prefix of its keys in the states
+    states: Sequence[dict[str, Any]]
+    values: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    whole: tuple[Tensor, Tensor] | None  # flat tensors that values and grads are the parts of
 
 
 class Stage:
-    """Weights on one device, of one type and in one process group, which are stepped together.
+    """Weights that are stepped together, in one parameter group: see `Member.stage_key`.
 
     Directions are unit vectors times R. By default the base steps the vectors themselves. With
     `turn` or `max_turn` it steps a copy, and the increment d gives the angle of the turn by its
@@ -146,128 +154,121 @@ class Stage:
     keeps all its digits.
 
     Args:
-        pairs: the weights, each with its parameter group, whose `lr` is the turn where `turns`.
+        group: the parameter group, whose `lr` is the turn where `turns`.
     """
 
     def __init__(
         self,
-        pairs: Sequence[tuple[Member, dict[str, Any]]],
+        members: Sequence[Member],
+        group: dict[str, Any],
         match: bool,
         max_turn: float | None,
         turns: bool,
     ) -> None:
-        self.members, self.match, self.max_turn = [m for m, _ in pairs], match, max_turn
-        runs = [list(run) for _, run in groupby(pairs, key=lambda pair: id(pair[1]))]
-        self.groups, self.group_sizes = [run[0][1] for run in runs], [len(run) for run in runs]
+        self.members, self.group, self.match, self.max_turn = members, group, match, max_turn
         self.turns, self.by_increment = turns, turns or max_turn is not None
-        first, shapes = self.members[0], [m.shape for m in self.members]
+        self.first = first = members[0]
         like = local(first.weight).new_empty(0, dtype=first.dtype)
-        outs = [m.unit.out for m in self.members]
+        shapes, outs = [m.shape for m in members], [m.unit.out for m in members]
         self.rows = rows_for(shapes, like, outs, first.process_group)
-        if new := [m for m in self.members if "r" not in m.state]:
-            self._start(new)
-        self.has_free = any(not m.is_fixed for m in self.members)
-        self.length = self.rows.per_row(torch.stack([m.state["length"] for m in self.members]))
+        self.blocks: dict[str, Block] = {}
+        if "r" not in first.state:
+            self._start()
+        self.length = self.rows.per_row(torch.stack([m.state["length"] for m in members]))
         self._build_scales()
         self._build_biases()
         self._build_directions()
 
-    def _start(self, members: Sequence[Member]) -> None:
+    def _start(self) -> None:
         """Write the first r, and the length R of the stored directions, into the states."""
-        scales = [self._first_scale(m) for m in members]
-        for m, r, length in zip(members, scales, self._layer_means(scales), strict=True):
-            m.state.update(r=m.wrap(r), length=length, fan_in=m.unit.fan_in)
+        r = torch.cat([self._first_scale(m) for m in self.members])
+        parts = zip(self.members, self.rows.split(r), self._layer_means(r.abs()), strict=True)
+        for m, own, length in parts:
+            m.state.update(r=m.wrap(own), length=length.clone(), fan_in=m.unit.fan_in)
 
     def _first_scale(self, m: Member) -> Tensor:
         return torch.linalg.vector_norm(m.weight_rows().flatten(1), dim=1)
 
-    def _layer_means(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the mean |value| of each layer, in all processes; 1 without `match`."""
-        pairs = [torch.stack([x.abs().sum(), x.new_tensor(x.numel())]) for x in values]
-        sums = torch.stack(pairs)
-        if self.rows.group is not None:
-            dist.all_reduce(sums, group=self.rows.group)
-        means = sums[:, 0] / sums[:, 1] if self.match else torch.ones_like(sums[:, 0])
-        return [mean.clone() for mean in means.to(self.rows.dtype)]
+    def _layer_means(self, per_row: Tensor) -> Tensor:
+        """Return the mean of each layer; 1 without `match`."""
+        means = self.rows.layer_means(per_row)
+        return means if self.match else torch.ones_like(means)
+
+    def _add_block(
+        self,
+        name: str,
+        states: Sequence[dict[str, Any]],
+        values: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        whole: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        if self.first.is_sharded:
+            values = [m.wrap(x) for m, x in zip(self.members, values, strict=True)]
+            grads = [m.wrap(x) for m, x in zip(self.members, grads, strict=True)]
+            whole = None
+        self.blocks[name] = Block(name, states, values, grads, whole)
 
     # One flat tensor each for r, lam and their gradients, of which every layer's are parts.
 
     def _build_scales(self) -> None:
-        self.r = torch.cat([local(m.state["r"]) for m in self.members])
+        members, split = self.members, self.rows.split
+        self.r = torch.cat([local(m.state["r"]) for m in members])
         self.by_r, self.peak, self.stretch, self.zeros = self.r.new_zeros(4, len(self.r))
-        for m, *part in self._divide(self.r, self.by_r):
-            m.state["r"] = m.wrap(part[0])
-            if not m.is_fixed:
-                m.parts["r"] = Part("r", m.state, m, *part)
+        for m, own in zip(members, split(self.r), strict=True):
+            m.state["r"] = m.wrap(own)
+        if not self.first.unit.is_fixed:
+            states, whole = [m.state for m in members], (self.r, self.by_r)
+            self._add_block("r", states, split(self.r), split(self.by_r), whole)
 
     def _build_biases(self) -> None:
-        members, rows = self.members, self.rows
-        self.biases = [None if m.bias is None else local(m.bias) for m in members]
-        kept = [m.bias_state.get("lam") for m in members]
-        self.lam = rows.join([None if x is None else local(x) for x in kept])
-        self.by_lam = torch.zeros_like(self.lam)
-        for m, *part in self._divide(self.lam, self.by_lam):
-            if m.bias is not None:
-                m.bias_state["lam"] = m.wrap(part[0])
-                m.parts["lam"] = Part("lam", m.bias_state, m, *part)
+        self.biases = [local(m.bias) for m in self.members if m.bias is not None]
+        if not self.biases:
+            return
+        states, split = [m.bias_state for m in self.members], self.rows.split
+        self.lam, self.by_lam = self.r.new_zeros(2, len(self.r))
+        for m, state, own in zip(self.members, states, split(self.lam), strict=True):
+            own.copy_(local(state.get("lam", own)))
+            state["lam"] = m.wrap(own)
+        whole = self.lam, self.by_lam
+        self._add_block("lam", states, split(self.lam), split(self.by_lam), whole)
         # Biases in half precision have float32 copies, which are stepped.
-        self.own_biases = [b for b in self.biases if b is not None]
         self.has_masters = any(
-            b.dtype != rows.dtype or not b.is_contiguous() for b in self.own_biases
+            b.dtype != self.r.dtype or not b.is_contiguous() for b in self.biases
         )
-        self.master = torch.zeros_like(self.lam)
-        pairs = zip(self.biases, rows.split(self.master), strict=True)
-        masters = [None if b is None else part for b, part in pairs]
-        self.masters = InPlace(masters if self.has_masters else self.biases)
-
-    def _divide(self, *blocks: Tensor) -> list[Any]:
-        """Return each member with its values, their gradients, the blocks and its place there."""
-        parts = zip(self.members, *map(self.rows.split, blocks), strict=True)
-        start = blocks[0].storage_offset()
-        return [(m, x, by, blocks, x.storage_offset() - start) for m, x, by in parts]
+        self.master = self.r * self.lam
+        self.masters = split(self.master) if self.has_masters else self.biases
 
     def _build_directions(self) -> None:
+        """Divide scratch memory among gradients, increments and copies of the weights."""
         members = self.members
-        self.w: Any = [m.master_rows() for m in members]
-        self.copied = [i for i, m in enumerate(members) if not m.is_in_place]
-        passing = [i for i in self.copied if "direction" not in members[i].state]
-        self.copies = Scratch([self.w[i] for i in passing])
-        for i, part in zip(passing, self.copies.parts, strict=True):
-            self.w[i] = part
-        self.w = InPlace(self.w, self.copies.block)
-        self.gradients = Scratch(self.w)
-        self.increments = Scratch(self.w if self.by_increment else [])
-        stepped = self.increments.parts if self.by_increment else self.w
-        blocks = (self.increments.block, self.gradients.block) if self.by_increment else None
-        for m, v, g in zip(members, stepped, self.gradients.parts, strict=True):
-            if m.unit.fan_in > 1:
-                part = Part("direction", m.state, m, v, g, blocks, g.storage_offset())
-                m.parts["direction"] = part
-        # No optimizer writes to these weights, so autograd's version counters are increased here.
-        pairs = list(zip(self.w, members, strict=True))
-        self.unstepped = [w for w, m in pairs if self.by_increment or m.unit.fan_in == 1]
+        for m in members if self.first.is_half else ():
+            m.state.setdefault("direction", m.wrap(m.weight_rows()))
+        kept = [local(m.state["direction"]) if m.is_half else m.weight_rows() for m in members]
+        is_copied = not self.first.is_in_place and not self.first.is_half
+        self.scratch, parts = _carve(kept, 1 + self.by_increment + is_copied)
+        self.w = parts[-1] if is_copied else kept
+        self.gradients, self.increments = parts[0], parts[1] if self.by_increment else []
+        if self.first.unit.fan_in > 1:
+            whole = (self.scratch[1], self.scratch[0]) if self.by_increment else None
+            values, states = self.increments or self.w, [m.state for m in members]
+            self._add_block("direction", states, values, self.gradients, whole)
         self.radians = torch.full((len(members),), math.radians(1)).to(self.r)
 
     # --- before and after the step ------------------------------------------------------------
 
     def enter(self) -> None:
         """Write the parameters and gradients that the inner optimizers step."""
-        before = self.r.clone() if self.has_masters else self.r
         self._enter_directions()
-        if self.own_biases:
-            self._enter_biases(before)
-        self.entered = self.r.clone() if self.has_free else self.r
+        if self.biases:
+            self._enter_biases()
+        self.entered = self.r if self.first.unit.is_fixed else self.r.clone()
 
-    def _enter_biases(self, before: Tensor) -> None:
-        grads = [None if m.bias is None else m.bias.grad.contiguous() for m in self.members]
-        dtypes = {g.dtype for g in grads if g is not None}
-        if self.members[0].is_sharded or dtypes != {self.r.dtype}:
-            grads = [None if g is None else local(g).to(self.r.dtype) for g in grads]
+    def _enter_biases(self) -> None:
+        grads = [_gradient(m.bias, self.r.dtype).contiguous() for m in self.members]
         if self.has_masters:
-            kept, values = self.own_biases[0].dtype, self.rows.join(self.biases).to(self.r.dtype)
-            is_ours = (before * self.lam).to(kept) == values.to(kept)
-            is_ours &= (self.r - before).abs() <= _ROUNDING * before.abs()
-            self.master.copy_(torch.where(is_ours, self.r * self.lam, values))
+            values = torch.cat(self.biases)
+            agrees = self.master.to(values.dtype) == values
+            self.master.copy_(torch.where(agrees, self.master, values.to(self.r.dtype)))
         self.rows.enter_biases(
             self.masters, grads, self.r, self.by_r, self.lam, self.by_lam, self.match
         )
@@ -275,29 +276,26 @@ class Stage:
     def leave(self) -> None:
         """Write weights and biases from what the inner optimizers have stepped."""
         self._leave_directions()
-        if self.own_biases:
+        if self.biases:
             self.rows.leave_biases(self.masters, self.r, self.entered, self.lam, self.match)
             if self.has_masters:
-                torch._foreach_copy_(self.own_biases, [b for b in self.masters if b is not None])
-            torch.autograd.graph.increment_version(self.own_biases)
-
-    def _is_still(self) -> bool:
-        """Whether all rates are 0. A rate in a tensor counts as another: reading it would wait."""
-        rates = [group["lr"] for group in self.groups]
-        return all(isinstance(rate, int | float) and rate == 0 for rate in rates)
+                torch._foreach_copy_(self.biases, self.masters)
+                torch.mul(self.r, self.lam, out=self.master)  # as a resumed run computes it
+            torch.autograd.graph.increment_version(self.biases)
 
     def _enter_directions(self) -> None:
         """Write v and its gradient for the base, r = |W| with its sign, and by_r = <G, u>."""
-        self.gradients.allocate()
-        self.increments.allocate(zero=self.turns)
-        self.copies.allocate()
-        for i in self.copied:
-            self.w[i].copy_(self.members[i].master_rows())
-        v = None if self.turns else self.increments.parts if self.by_increment else self.w
-        is_still = not self.by_increment and self._is_still()
-        self.before = [w.clone() for w in self.w] if is_still else None
+        storage = self.scratch.untyped_storage()
+        if storage.nbytes() != self.scratch.nbytes:
+            storage.resize_(self.scratch.nbytes)
+        if self.turns:
+            self.scratch[1].zero_()
+        if not self.first.is_in_place:
+            for m, w in zip(self.members, self.w, strict=True):
+                m.read_weight(w)
+        v = None if self.turns else self.increments or self.w
         self.rows.enter(
-            self.w, [m.gradient_rows() for m in self.members], self.gradients.parts, v,
+            self.w, [m.gradient_rows() for m in self.members], self.gradients, v,
             self.length, self.r, self.by_r, self.peak, self.stretch,
         )  # fmt: skip
 
@@ -307,25 +305,18 @@ class Stage:
             self._turn()
         else:
             self.rows.leave(self.w, self.r, self.entered)
-        if self.before is not None:  # at rate 0 weights stay bit for bit
-            parts = zip(self.w, self.before, self.rows.split(self.r == self.entered), strict=True)
-            for w, before, is_still in parts:
-                w.copy_(torch.where(is_still.view(-1, *[1] * (w.ndim - 1)), before, w))
-        torch.autograd.graph.increment_version(self.unstepped)
-        for i in self.copied:
-            self.members[i].unit.layout.write(self.members[i].own, self.w[i])
-        for scratch in (self.gradients, self.increments, self.copies):
-            scratch.free()
+        torch.autograd.graph.increment_version(self.w)  # kernels do not
+        if not self.first.is_in_place:
+            for m, w in zip(self.members, self.w, strict=True):
+                m.unit.layout.write(m.own, w)
+        if not self.scratch.is_cpu:  # new pages took 40 of 55 ms (ResNet-18, one core)
+            self.scratch.untyped_storage().resize_(0)
 
     def _turn(self) -> None:
         """Turn each row by the angle of its increment, as `turn` and `max_turn` say."""
-        d, c = self.increments.parts, self.zeros if self.turns else self.stretch
+        d, c = self.increments, self.zeros if self.turns else self.stretch
         along, across = self.rows.measure(self.w, d, c, self.entered)
-        turn = None
-        if self.turns:
-            parts = zip(self.radians.split(self.group_sizes), self.groups, strict=True)
-            rates = [part * group["lr"] for part, group in parts]
-            turn = rates[0] if len(rates) == 1 else torch.cat(rates)
+        turn = self.radians * self.group["lr"] if self.turns else None
         limit = math.radians(self.max_turn or 0)
         a, b = self.rows.mix(
             along, across, self.length, self.peak, self.entered, self.r, turn, limit
@@ -333,26 +324,18 @@ class Stage:
         self.rows.rotate(self.w, d, c, a, b)
 
 
-class Scratch:
-    """Scratch memory for tensors like the given ones, as parts of one block."""
-
-    def __init__(self, like: Sequence[Tensor]) -> None:
-        sizes = [x.numel() for x in like]
-        self.block = (like[0] if like else torch.empty(0)).new_empty(sum(sizes))
-        self.bytes = self.block.untyped_storage().nbytes()
-        pieces = zip(self.block.split(sizes), like, strict=True)
-        parts = [y.as_strided(x.shape, x.stride(), y.storage_offset()) for y, x in pieces]
-        self.parts = InPlace(parts, self.block)
-
-    def allocate(self, zero: bool = False) -> None:
-        if self.block.untyped_storage().nbytes() != self.bytes:
-            self.block.untyped_storage().resize_(self.bytes)
-        if zero:
-            self.block.zero_()
-
-    def free(self) -> None:
-        if not self.block.is_cpu:  # new pages took 40 of 55 ms (ResNet-18, one core)
-            self.block.untyped_storage().resize_(0)
+def _carve(like: Sequence[Tensor], copies: int) -> tuple[Tensor, list[list[Tensor]]]:
+    """Return memory (copies, elements) and, of each copy, the parts with the given layouts."""
+    sizes = [x.numel() for x in like]
+    memory = like[0].new_empty(copies, sum(sizes))
+    parts = [
+        [
+            piece.as_strided(x.shape, x.stride(), piece.storage_offset())
+            for piece, x in zip(row.split(sizes), like, strict=True)
+        ]
+        for row in memory
+    ]
+    return memory, parts
 
 
 def _process_group(unit: Unit, weight: Any) -> Any:

@@ -51,6 +51,7 @@ class Unit:
     bias: str | None  # its own bias
     has_distance: bool  # whether the bias is stored as b = r lam
     norm: str | None  # the norm that reads its output, so that r has no effect
+    is_fixed: bool  # whether r is held
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Choice:
         units = [replace(u, has_distance="lam" in state) if state else u for u, state in found]
         return replace(self, units=tuple(units))
 
-    def table(self, is_fixed: Callable[[Unit], bool], trained: Collection[str]) -> str:
+    def table(self, trained: Collection[str]) -> str:
         """Return a line for each weight."""
         lines = [f"  {'units of':40} {'rows':>6} {'fan-in':>6}  {'bias':5}  scale"]
         plain = dict(self.plain)
@@ -75,16 +76,19 @@ class Choice:
                 plain[u.name] = "frozen, or in no group"
                 continue
             norm = f", {u.norm} follows" if u.norm else ""
-            scale = f"fixed{norm}" if is_fixed(u) else "free"
+            scale = f"fixed{norm}" if u.is_fixed else "free"
             bias = "lam" if u.has_distance else "plain" if u.bias else "-"
             lines.append(f"  {u.name:40} {u.out:6} {u.fan_in:6}  {bias:5}  {scale}")
         return "\n".join([*lines, "  plain", *(f"  {k:40} {why}" for k, why in plain.items())])
 
 
 def choose(
-    model: nn.Module, filter_fn: Filter | None = None, example_inputs: Any = None
+    model: nn.Module,
+    filter_fn: Filter | None = None,
+    example_inputs: Any = None,
+    scale: str = "auto",
 ) -> Choice:
-    """Find the units of a model.
+    """Find the units of a model; arguments are as in `GeometricOptimizer`.
 
     Example:
         >>> choose(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))).plain
@@ -108,8 +112,9 @@ def choose(
             plain[name] = "the output layer"
         is_own = bias is not None and len(holders[id(bias)]) == len(holders[id(weight)])
         out = weight.shape[1] * layout.groups if layout.columns else len(weight)
-        own = names[id(bias)] if is_own else None
-        unit = Unit(name, out, weight.numel() // out, layout, own, is_own, norms.get(layer))
+        own, norm = names[id(bias)] if is_own else None, norms.get(layer)
+        is_fixed = scale == "fixed" or (scale == "auto" and norm is not None)
+        unit = Unit(name, out, weight.numel() // out, layout, own, is_own, norm, is_fixed)
         found.setdefault(name, unit)
     units = _check_values(dict(model.named_parameters()), found, plain)
     if not units:

@@ -5,6 +5,7 @@ in `make test-compile`, which compiles anew.
 """
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -75,17 +76,11 @@ def test_compiled_forward_mode() -> None:
 
 
 @slow
-def test_compiled_ensemble() -> None:
+@pytest.mark.parametrize("transform", [lambda function: function, torch.func.grad])
+def test_compiled_ensembles_and_per_sample_gradients(transform: Any) -> None:
     latitude, r = torch.randn(4, 3, 5), torch.randn(4, 3)
-    call = torch.vmap(lambda a, s: functional.weight(a, s).square().sum())
-    torch.testing.assert_close(torch.compile(call, fullgraph=True)(latitude, r), call(latitude, r))
-
-
-@slow
-def test_compiled_per_sample_gradient() -> None:
-    latitude, r = torch.randn(4, 3, 5), torch.randn(3)
-    call = torch.vmap(torch.func.grad(lambda a: functional.weight(a, r).sin().sum()))
-    torch.testing.assert_close(torch.compile(call)(latitude), call(latitude))
+    call = torch.vmap(transform(lambda a, s: functional.weight(a, s).sin().sum()))
+    torch.testing.assert_close(torch.compile(call)(latitude, r), call(latitude, r))
 
 
 def test_export_keeps_the_op() -> None:

@@ -84,28 +84,6 @@ def test_a_first_matched_step_of_sgd_moves_the_weight_as_a_plain_step() -> None:
     assert (moved - expected).norm() < 1e-4 * expected.norm()
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad"])
-def test_any_optimizer_takes_them(optimizer: str) -> None:
-    model = nn.Sequential(GmPLinear(6, 4, activation=torch.relu), nn.Linear(4, 1))
-    groups = param_groups(model, lr=0.01, weight_decay=0.1, angle_lr="fan_in")
-    steps = getattr(torch.optim, optimizer)(groups)
-    before = [p.clone() for p in model.parameters()]
-    model(torch.randn(8, 6)).sum().backward()
-    steps.step()
-    assert not any(map(torch.equal, before, model.parameters()))
-
-
-def test_decay_alone_turns_no_unit() -> None:
-    model = nn.Sequential(GmPLinear(6, 4), nn.Linear(4, 1))
-    steps = torch.optim.AdamW(param_groups(model, lr=0.1, weight_decay=0.5))
-    direction, head = model[0].direction.clone(), model[1].weight.clone()
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    steps.step()
-    assert torch.equal(model[0].direction, direction)
-    assert not torch.equal(model[1].weight, head)
-
-
 @pytest.mark.parametrize("name", ["NormFreeLinear", "NormalizedAttention"])
 def test_norm_in_a_name_makes_no_norm(name: str) -> None:
     model = type(name, (nn.Linear,), {})(3, 4)

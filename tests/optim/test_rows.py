@@ -47,25 +47,25 @@ def results_of_flat_functions(rows: Rows, match: bool) -> list[Tensor]:
     """Return what becomes of biases, some far out, and how rows are turned, per row."""
     torch.manual_seed(0)
     r, slope, lam, by_lam, along, stepped = torch.randn(6, rows.total, dtype=rows.dtype)
-    b = [None if i == 1 else torch.randn(s[0], dtype=rows.dtype) for i, s in enumerate(SHAPES)]
+    b, by_b = ([torch.randn(s[0], dtype=rows.dtype) for s in SHAPES] for _ in range(2))
     r[2], b[2][1] = 0, 0
-    before, by_b = copy.deepcopy(b), [x if x is None else torch.randn_like(x) for x in b]
+    before = copy.deepcopy(b)
     lam.zero_(), by_lam.zero_()
     rows.enter_biases(b, by_b, r, slope, lam, by_lam, match)
     entered, first = r.clone(), [lam.clone(), by_lam.clone(), slope.clone()]
     rows.leave_biases(b, r, entered, lam, match)
-    assert all(x is None or torch.equal(x, y) for x, y in zip(b, before, strict=True))  # no step
+    assert all(map(torch.equal, b, before))  # no step
     lam.copy_(first[0])
     lam[::2] += stepped[::2]
     r += stepped * (r != 0)
     rows.leave_biases(b, r, entered, lam, match)
-    biases, peak = [x for x in b if x is not None], (torch.arange(rows.total) > 2).to(r)
+    peak = (torch.arange(rows.total) > 2).to(r)
     turn, length = torch.rand(len(SHAPES), dtype=rows.dtype), torch.ones_like(r)
     mixed = []
     for limit, turns in ((0.0, turn), (0.3, turn), (0.3, None)):
         scale, across = r.clone(), along.abs() * (along > 0)
         mixed += [*rows.mix(along, across, length, peak, entered, scale, turns, limit), scale]
-    return [*first, *biases, lam, *mixed]
+    return [*first, *b, lam, *mixed]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
