@@ -2,18 +2,19 @@
 
 The update of torch.optim.Muon: with momentum M <- mu M + (1 - mu) G, the matrix nearest to
 orthogonal of (1 - mu) G + mu M, found by Newton-Schulz steps in bfloat16. torch's Muon steps one
-matrix after the other, with 25 kernel launches each; here matrices of one shape share them.
+matrix after the other, with 25 kernel launches each; here matrices of equal short side share them.
 A convolution's weight of any rank is flattened to (out, fan-in).
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+_SMALL = 1 << 22  # elements; a smaller matrix may be padded
 
 
 class RowMuon(Optimizer):
@@ -49,27 +50,49 @@ class RowMuon(Optimizer):
             updates = torch._foreach_lerp(gradients, buffers, group["momentum"])
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        changes = self._orthogonalise(group, [_gather(x).flatten(1) for x in updates])
-        changes = [_shard(x, p) for x, p in zip(changes, params, strict=True)]
+        matrices = [_to_matrix(_gather(x), p) for x, p in zip(updates, params, strict=True)]
+        changes: list[Any] = [None] * len(params)
+        for batch in _batches(matrices):
+            self._orthogonalise(group, matrices, batch, changes)
+        targets = [_find_target(p) for p in params]
+        changes = [_shard(x, target) for x, target in zip(changes, targets, strict=True)]
         if isinstance(group["lr"], Tensor):
             torch._foreach_mul_(changes, group["lr"].to(changes[0].device))
         rate = 1.0 if isinstance(group["lr"], Tensor) else group["lr"]
-        torch._foreach_sub_(params, changes, alpha=rate)
+        torch._foreach_sub_(targets, changes, alpha=rate)
 
-    def _orthogonalise(self, group: dict[str, Any], matrices: list[Tensor]) -> list[Tensor]:
-        """Return the changes of these matrices at rate 1; those of one shape are a batch."""
-        batches: dict[Any, list[int]] = defaultdict(list)
-        for i, x in enumerate(matrices):
-            batches[x.shape, x.device, x.dtype].append(i)
-        changes = list(matrices)
+    def _orthogonalise(
+        self, group: dict[str, Any], matrices: list[Tensor], batch: dict, changes: list[Any]
+    ) -> None:
+        """Write the changes of a batch; its matrices are transposed to be wide, and padded."""
+        longest, at = max(map(max, batch)), 0
+        wide = [
+            torch.stack([matrices[i] for i in members]).bfloat16() for members in batch.values()
+        ]
+        wide = [x.mT if x.shape[1] > x.shape[2] else x for x in wide]
+        padded = [nn.functional.pad(x, (0, longest - x.shape[2])) for x in wide]
         coefficients = [group["ns_coefficients"]] * group["ns_steps"]
-        for (shape, _, dtype), members in batches.items():
-            batch = torch.stack([matrices[i] for i in members])
-            result = orthogonalise(batch, coefficients, group["eps"]).to(dtype)
-            factor = _find_factor(group["adjust_lr_fn"], *shape)
-            for i, change in zip(members, (result * factor).unbind(), strict=True):
+        result = orthogonalise(torch.cat(padded), coefficients, group["eps"])
+        for (out, fan_in), members in batch.items():
+            part = result[at : (at := at + len(members)), :, : max(out, fan_in)]
+            part = (part.mT if out > fan_in else part).to(matrices[members[0]].dtype)
+            factor = _find_factor(group["adjust_lr_fn"], out, fan_in)
+            for i, change in zip(members, (part * factor).unbind(), strict=True):
                 changes[i] = change
-        return changes
+
+
+def _batches(matrices: list[Tensor]) -> list[dict[Any, list[int]]]:
+    """Return batches of matrices by shape: all of one shape, or small with an equal short side.
+
+    Small matrices are padded with columns of zeros, which Newton-Schulz steps leave zero. For them
+    the calls cost more than the arithmetic.
+    """
+    found: dict[Any, dict[Any, list[int]]] = {}
+    for i, x in enumerate(matrices):
+        short, long = sorted(x.shape)
+        key = short, 0 if short * long <= _SMALL else long, x.device, x.dtype
+        found.setdefault(key, {}).setdefault(tuple(x.shape), []).append(i)
+    return list(found.values())
 
 
 def orthogonalise(
@@ -95,18 +118,36 @@ def _find_factor(name: str | None, out: int, fan_in: int) -> float:
     return math.sqrt(out / fan_in if name == "spectral_unclamped" else max(1, out / fan_in))
 
 
+def _to_matrix(x: Tensor, p: Any) -> Tensor:
+    """Return a tensor like `p` as (out, fan-in), with columns in the order of p's memory."""
+    if x.ndim == 2:
+        return x
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    is_plain = p.ndim not in formats or p.is_contiguous() or hasattr(p, "placements")
+    if is_plain or not p.is_contiguous(memory_format=formats[p.ndim]):
+        return x.flatten(1)
+    x, fan_in = x.contiguous(memory_format=formats[p.ndim]), x.numel() // len(x)
+    return x.as_strided((len(x), fan_in), (fan_in, 1))
+
+
+def _find_target(p: Any) -> Any:
+    """Return the parameter as a matrix where that is a view of it, else as it is."""
+    rows = p if hasattr(p, "placements") else _to_matrix(p, p)
+    return rows if rows is p or rows.data_ptr() == p.data_ptr() else p
+
+
 def _gather(x: Any) -> Tensor:
     """Return all rows of a sharded matrix: Newton-Schulz needs them together."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def _shard(change: Tensor, p: Any) -> Tensor:
-    """Return a change in the parameter's shape, and sharded as it is."""
-    change = change.reshape(p.shape)
-    if not hasattr(p, "placements"):
+def _shard(change: Tensor, target: Any) -> Tensor:
+    """Return a change in the target's shape, and sharded as it is."""
+    change = change.reshape(target.shape)
+    if not hasattr(target, "placements"):
         return change
     from torch.distributed.tensor import DTensor, Replicate
 
-    everywhere = [Replicate()] * p.device_mesh.ndim
-    whole = DTensor.from_local(change, p.device_mesh, everywhere, run_check=False)
-    return whole.redistribute(placements=p.placements)
+    everywhere = [Replicate()] * target.device_mesh.ndim
+    whole = DTensor.from_local(change, target.device_mesh, everywhere, run_check=False)
+    return whole.redistribute(placements=target.placements)
