@@ -9,7 +9,7 @@ directions to `coordinates`, the mean of the input to `norm`, the arithmetic to 
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from geoparam import sphere
 from geoparam.computed import as_computed
 from geoparam.coordinates import Name, Sign, coordinates_for, normalise_
 from geoparam.memory import Memory
-from geoparam.norm import MOMENTUM, InputMeanNorm, shift_bias
+from geoparam.norm import InputMeanNorm, shift_bias
 from geoparam.parameter_values import Init, check_finite, compute_distance, draw
 from geoparam.step_hooks import watch
 
@@ -28,17 +28,6 @@ InputNorm = bool | Literal["bias", "border"]
 
 _LARGEST_ROUNDING = 0.02  # of a unit vector's length: bfloat16 has three digits
 _BLOCK = 1 << 18  # elements encoded at once: bounds the float64 copies
-
-
-class UnitOptions(TypedDict, total=False):
-    """The options of every GmP layer; `GmPLinear` describes them, and `GmPLayer` has defaults."""
-
-    activation: Activation | None
-    init: Init | None
-    coordinates: Name
-    natural: bool
-    input_norm: InputNorm
-    momentum: float | None
 
 
 class GmPLayer(nn.Module):
@@ -70,12 +59,12 @@ class GmPLayer(nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         *,
-        activation: Activation | None = None,
-        init: Init | None = "sphere",
-        coordinates: Name = "angles",
-        natural: bool = False,
-        input_norm: InputNorm = False,
-        momentum: float | None = MOMENTUM,
+        activation: Activation | None,
+        init: Init | None,
+        coordinates: Name,
+        natural: bool,
+        input_norm: InputNorm,
+        momentum: float | None,
     ) -> None:
         super().__init__()
         _check_options(weight_shape, coordinates, natural, input_norm)

@@ -5,10 +5,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from typing_extensions import Unpack  # which torch needs, too
 
-from geoparam.base_layer import GmPLayer, UnitOptions
+from geoparam.base_layer import Activation, GmPLayer, InputNorm
 from geoparam.coordinates import Name
+from geoparam.norm import MOMENTUM
+from geoparam.parameter_values import Init
 
 Layer = TypeVar("Layer", bound=GmPLayer)
 Conv = TypeVar("Conv", bound="_GmPConv")
@@ -22,16 +23,16 @@ class GmPLinear(GmPLayer):
         in_features: fan-in n of each unit.
         out_features: number of units.
         bias: if False, no lam: every boundary passes through the origin.
-        activation: g, if any; it makes the layer the papers' unit, with r outside of g.
-        init: `"sphere"` (the default), uniform directions with r = 1 and lam = 0 as in the papers'
-            text; `"glorot"`, a Glorot-uniform weight turned into directions and r, as in their
-            code; None leaves the parameters uninitialised.
-        coordinates: `"angles"` (the default) stores `latitude` (out, n - 1), `"intrinsic"` stores
-            `unit` (out, n) and wants `retract` as a hook of the optimizer.
+        activation: g; it makes the layer the papers' unit, with r outside of g.
+        init: `"sphere"`, uniform directions with r = 1 and lam = 0 as in the papers' text;
+            `"glorot"`, a Glorot-uniform weight turned into directions and r, as in their code;
+            None leaves the parameters uninitialised.
+        coordinates: `"angles"` stores `latitude` (out, n - 1), `"intrinsic"` stores `unit`
+            (out, n) and wants `retract` as a hook of the optimizer.
         natural: divide the angles' gradient by the sphere's metric (bounded below by 0.01).
         input_norm: subtract the input's mean over all dimensions but the last (`InputMeanNorm`):
             z = w^T x + (b - w^T E[x]). The forms of `GmPConv2d` are all the same here.
-        momentum: share of a new batch in the running mean, 0.1 as in `InputMeanNorm`.
+        momentum: share of a new batch in the running mean, as in `InputMeanNorm`.
 
     With one input there is no angle: a buffer `sign` holds the directions, drawn at random.
 
@@ -59,9 +60,27 @@ class GmPLinear(GmPLayer):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **options: Unpack[UnitOptions],
+        *,
+        activation: Activation | None = None,
+        init: Init | None = "sphere",
+        coordinates: Name = "angles",
+        natural: bool = False,
+        input_norm: InputNorm = False,
+        momentum: float | None = MOMENTUM,
     ) -> None:
-        super().__init__((out_features, in_features), in_features, bias, device, dtype, **options)
+        super().__init__(
+            (out_features, in_features),
+            in_features,
+            bias,
+            device,
+            dtype,
+            activation=activation,
+            init=init,
+            coordinates=coordinates,
+            natural=natural,
+            input_norm=input_norm,
+            momentum=momentum,
+        )
         self.in_features = in_features
         self.out_features = out_features
         self.transposed = False  # whether it stands for transformers' Conv1D, (in, out)
@@ -116,7 +135,13 @@ class _GmPConv(GmPLayer):
         padding_mode: str = "zeros",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **options: Unpack[UnitOptions],
+        *,
+        activation: Activation | None = None,
+        init: Init | None = "sphere",
+        coordinates: Name = "angles",
+        natural: bool = False,
+        input_norm: InputNorm = False,
+        momentum: float | None = MOMENTUM,
     ) -> None:
         plain: Any = self._plain  # checks the arguments, and holds them as its forward wants them
         sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
@@ -125,8 +150,19 @@ class _GmPConv(GmPLayer):
             raise ValueError(
                 f"kernel_size is one number or {self._rank} of them; got {kernel_size}."
             )
-        shape = tuple(conv.weight.shape)
-        super().__init__(shape, in_channels, bias, device, dtype, **options)
+        super().__init__(
+            tuple(conv.weight.shape),
+            in_channels,
+            bias,
+            device,
+            dtype,
+            activation=activation,
+            init=init,
+            coordinates=coordinates,
+            natural=natural,
+            input_norm=input_norm,
+            momentum=momentum,
+        )
         for name in (*self._arguments, "output_padding", "_reversed_padding_repeated_twice"):
             setattr(self, name, getattr(conv, name))
 

@@ -12,6 +12,7 @@ import re
 import shutil
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,12 +66,15 @@ class Store:
         with replacing(self.folder / WEIGHTS) as unfinished:
             torch.save(weights, unfinished)
 
-    def read_newest(self) -> State | None:
-        """Return the newest state that can be read; warn of others, and remove them."""
+    def read_newest(self, fits: Callable[[State], bool] = bool) -> State | None:
+        """Return the newest state that can be read and fits; warn of others, and remove them."""
         for path in reversed(self.files):
             content = path.read_bytes()  # an error of the disk is no damage of the file
             try:
-                return _read(content)
+                state = _read(content)
+                if not fits(state):
+                    raise ValueError("its tensors have other shapes than the network's")
+                return state
             except Exception as error:  # whatever torch raises for a damaged file
                 before = "the one before" if path != self.files[0] else "none: the run starts anew"
                 warnings.warn(

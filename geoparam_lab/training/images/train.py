@@ -1,5 +1,6 @@
 """Train one network on images, so that a kill at any point costs minutes and changes nothing."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,13 +57,22 @@ def _resume(training: Training, store: run_checkpoints.Store, track: int | None)
     state = None
     if training.is_main:
         store.remove_unfinished()
-        state = store.read_newest()
+        state = store.read_newest(partial(_has_our_shapes, training))
     state = run_checkpoints.broadcast(state, training.accelerator)
     if state is not None:
         _check_same_run(training, state, store.folder)
         training.load_state_dict(state)
     if track is not None:
         training.follow(track, store.folder, state)
+
+
+def _has_our_shapes(training: Training, state: run_checkpoints.State) -> bool:
+    """Return whether the weights in a checkpoint of this run have the network's shapes."""
+    if any(state[what] != ours for what, ours in training.identity.items()):
+        return True  # of another run: `_check_same_run` refuses it, and it is not removed
+    ours = {name: x.shape for name, x in training.model.state_dict().items()}
+    every = (state[what] for what in ("model", "best_weights"))
+    return all({n: x.shape for n, x in weights.items()} == ours for weights in every if weights)
 
 
 def _check_same_run(training: Training, state: run_checkpoints.State, folder: Path) -> None:
