@@ -139,13 +139,25 @@ def test_random_numbers_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
 
 
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def reshape(path: Path) -> None:
+    """Give one weight another shape, in a file that is otherwise whole."""
+    state = torch.load(path, weights_only=True)
+    name = next(name for name, value in state["model"].items() if value.ndim > 1)
+    state["model"][name] = torch.zeros(3, 5)
+    torch.save(state, path)
+
+
+@pytest.mark.parametrize("damage", [truncate, reshape])
 def test_a_damaged_checkpoint_costs_one_and_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = train(settings(), source(), tmp_path / "whole")
     interrupt(settings(), tmp_path / "parts", monkeypatch)
-    newest = run_checkpoints.Store(tmp_path / "parts").files[-1]
-    newest.write_bytes(newest.read_bytes()[:-100])
+    damage(run_checkpoints.Store(tmp_path / "parts").files[-1])
     with pytest.warns(UserWarning, match="damaged.*The run goes on from the one before"):
         outcome = train(settings(), source(), tmp_path / "parts")
     assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
