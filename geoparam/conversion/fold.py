@@ -9,6 +9,7 @@ g is ReLU-like and r >= 0, or else as a factor into the layers that read the res
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer, release
 from geoparam.layers import GmPLinear
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean, shift_bias
+from geoparam.step_hooks import note_replaced
 from geoparam.trace import trace
 
 log = logging.getLogger("geoparam")
@@ -91,6 +93,8 @@ def fold_(
             slot = slots.get(id(module))
             geometric = isinstance(module, GmPLayer)
             restored = slot if (geometric if restore_norm is None else restore_norm) else None
+            if restored is not None and restored.norm.running_mean is None:
+                restored = None  # it would go by the batch in evaluation too
             fold: Any = _fold_layer if geometric else _fold_plain_weight
             folded[module], norm = fold(name, module, factors.get(name), restored)
             if slot is not None:
@@ -101,7 +105,10 @@ def fold_(
             folded[module] = _fold_norm(name, module, graph)
     _check_finite(ours, folded)
     _scale_plain_layers(model, {n: f for n, f in factors.items() if n not in ours})
-    return _replace_all(model, ours, folded)
+    parameters = [weakref.ref(p) for p in model.parameters()]
+    model = _replace_all(model, ours, folded)
+    note_replaced(parameters, model)
+    return model
 
 
 def _refuse_orphans(ours: dict[str, nn.Module]) -> None:

@@ -79,7 +79,8 @@ def model_and_optimizer(momentum: float) -> tuple[nn.Module, torch.optim.Optimiz
         nn.Flatten(),
         nn.Linear(16, 2),
     )
-    optimizer = torch.optim.SGD(gp.param_groups(model, lr=0.1), momentum=momentum)
+    groups = gp.param_groups(model, lr=0.1, kind="sgd")
+    optimizer = torch.optim.SGD(groups, momentum=momentum)
     optimizer.register_step_post_hook(gp.retract(model))
     return model, optimizer
 
