@@ -1,23 +1,30 @@
 """Look at optimizers that step geometric layers, and keep unit vectors on the sphere.
 
 Every torch optimizer shows itself to `_inspect` before a step; only the first two of a set of
-groups are looked at. A layer registers itself when it is made, copied or unpickled. Out of sight:
-optimizers that are not torch.optim's, compiled steps, and flattened or stacked parameters.
+groups are looked at, and the first after a conversion. A layer registers itself when it is made,
+copied or unpickled. Out of sight: optimizers that are not torch.optim's, compiled steps, and
+flattened or stacked parameters.
 """
 
 import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+_PROPORTIONAL = optim.SGD, optim.ASGD
+_ADAPTIVE = optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop
 
 _layers: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
 _seen: WeakKeyDictionary[Optimizer, tuple[list, list]] = WeakKeyDictionary()
+_replaced: Any = WeakIdKeyDictionary()  # parameters that have left their model
+_suspects: WeakSet[Optimizer] = WeakSet()  # not looked at since some did
 
 
 def watch(layer: nn.Module) -> None:
@@ -26,17 +33,28 @@ def watch(layer: nn.Module) -> None:
     _layers[layer] = None
 
 
+def note_replaced(before: "list[ref[nn.Parameter]]", model: nn.Module) -> None:
+    """Have optimizers looked at that step parameters which `model` had before, and has no more."""
+    _register()
+    own = {id(p) for p in model.parameters()}
+    _replaced.update({p: None for r in before if (p := r()) is not None and id(p) not in own})
+    _suspects.update(_seen)
+
+
 @functools.cache
 def _register() -> None:
     register_optimizer_step_pre_hook(_inspect)
 
 
 def _inspect(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    """Warn, once, where directions are decayed or a first step was not followed by `retract`."""
+    """Warn, once, of parameters that left their model, wrong groups and forgotten `retract`."""
     if torch.compiler.is_compiling():
         return
     form = [(len(g["params"]), bool(g.get("weight_decay"))) for g in optimizer.param_groups]
     known, drifting = _seen.get(optimizer, (None, []))
+    if form != known or optimizer in _suspects:
+        _suspects.discard(optimizer)
+        _warn_of_replaced(optimizer)
     if form != known:
         _seen[optimizer] = form, _check_groups(optimizer)
     elif drifting:
@@ -50,8 +68,22 @@ def _inspect(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
             )
 
 
+def _warn_of_replaced(optimizer: Optimizer) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    found = [p for p in params if p.requires_grad and p in _replaced]
+    for p in found:
+        del _replaced[p]
+    if found and "geometry" not in optimizer.param_groups[0]:  # GeometricOptimizer says it itself
+        warnings.warn(
+            f"{len(found)} parameters of this optimizer have left the model, so it does not train "
+            "what replaced them. convert_ and fold_ make new parameters: build the optimizer "
+            "afterwards.",
+            stacklevel=4,
+        )
+
+
 def _check_groups(optimizer: Optimizer) -> list[Any]:
-    """Warn of decayed directions; return the layers whose unit vectors this optimizer steps."""
+    """Warn of groups that suit no GmP layer; return the layers whose unit vectors are stepped."""
     decay = {id(p): g.get("weight_decay") for g in optimizer.param_groups for p in g["params"]}
     layers = [layer for ref in _layers.keyrefs() if (layer := ref()) is not None]
     stepped = [x for x in layers if id(x._stored) in decay and x._stored.requires_grad]
@@ -60,6 +92,15 @@ def _check_groups(optimizer: Optimizer) -> list[Any]:
             f"weight decay acts on the directions of {found} GmP layers: it turns units towards "
             "one axis, or lets their unit vectors shrink, and no decay of a plain weight does. "
             "Build the optimizer from geoparam.param_groups(model, lr=..., weight_decay=...).",
+            stacklevel=4,
+        )
+    kinds = {group.get("kind") for group in optimizer.param_groups}
+    wrong, right = ("adam", "sgd") if isinstance(optimizer, _PROPORTIONAL) else ("sgd", "adam")
+    if stepped and wrong in kinds and isinstance(optimizer, (*_PROPORTIONAL, *_ADAPTIVE)):
+        warnings.warn(
+            f"the rates of {len(stepped)} GmP layers are matched to the plain model's for another "
+            f"kind of optimizer than {type(optimizer).__name__}. Build it from "
+            f"geoparam.param_groups(model, lr=..., kind={right!r}).",
             stacklevel=4,
         )
     drifting = [layer for layer in stepped if layer._coordinates.name == "unit"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import geoparam as gp
 from geoparam.computed import Computed
@@ -126,6 +127,14 @@ def test_what_cannot_be_assigned(name: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         setattr(layer, name, value)
     assert all(torch.equal(v, before[k]) for k, v in layer.state_dict().items())
+
+
+def test_pruning_is_refused_in_a_sentence_and_the_layer_stays_as_it_was() -> None:
+    layer, x = gp.GmPLinear(4, 3), torch.randn(2, 4)
+    before, names = layer(x), set(layer.state_dict())
+    with pytest.raises(ValueError, match="pruning masks a weight that is a parameter.*fold_"):
+        prune.l1_unstructured(layer, "weight", 0.5)
+    assert torch.equal(layer(x), before) and set(layer.state_dict()) == names
 
 
 def test_peft_refuses_to_merge_into_a_converted_layer() -> None:

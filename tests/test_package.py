@@ -2,8 +2,10 @@
 
 import importlib.metadata
 import importlib.resources
+import inspect
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -23,6 +25,15 @@ def test_depends_on_torch_and_numpy_alone() -> None:
 
 def test_ships_its_types() -> None:
     assert importlib.resources.files("geoparam").joinpath("py.typed").is_file()
+
+
+@pytest.mark.parametrize("name", geoparam.__all__)
+def test_string_options_are_literals(name: str) -> None:
+    public = getattr(geoparam, name)
+    hints = typing.get_type_hints(public.__init__ if inspect.isclass(public) else public)
+    options = inspect.signature(public).parameters.values()
+    loose = [o.name for o in options if isinstance(o.default, str) and hints[o.name] is str]
+    assert loose == []
 
 
 @pytest.fixture(scope="module")

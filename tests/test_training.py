@@ -11,6 +11,8 @@ from torch import nn
 
 import geoparam as gp
 
+COORDINATES = ["angles", "intrinsic"]
+
 
 def network() -> nn.Module:
     return nn.Sequential(
@@ -26,15 +28,36 @@ def network() -> nn.Module:
     )
 
 
-X, Y = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
+DRAW = torch.Generator().manual_seed(0)
+Y = torch.arange(8) % 4
+X = torch.randn(8, 3, 8, 8, generator=DRAW) + 2 * torch.randn(4, 3, 1, 1, generator=DRAW)[Y]
 
 
-def converted() -> nn.Module:
-    return gp.convert_(network(), norm="imn", pretrained=True, example_inputs=X)
+def converted(coordinates: str = "angles") -> nn.Module:
+    return gp.convert_(
+        network(), norm="imn", pretrained=True, example_inputs=X, coordinates=coordinates
+    )
 
 
-def groups(model: nn.Module) -> list[dict]:
-    return gp.param_groups(model, lr=0.05, weight_decay=0.1)
+def groups(model: nn.Module, kind: str = "adam") -> list[dict]:
+    return gp.param_groups(model, lr=0.05, weight_decay=0.1, kind=kind)
+
+
+@pytest.mark.parametrize("coordinates", COORDINATES)
+def test_plain_loop_learns(coordinates: str) -> None:
+    torch.manual_seed(0)
+    model = converted(coordinates)
+    optimizer = torch.optim.SGD(groups(model, "sgd"), momentum=0.9)
+    optimizer.register_step_post_hook(gp.retract(model))
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(X), Y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert gp.verify(model, gp.fold_(copy.deepcopy(model)), X) < 1e-5
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, times: int = 1) -> list[str]:
@@ -44,7 +67,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, times: int = 1) -> 
         for _ in range(times):
             model(X).sum().backward()
             optimizer.step()
-    return [str(w.message) for w in caught if "GmP layers" in str(w.message)]
+    said = [str(w.message) for w in caught]
+    return [text for text in said if "GmP layers" in text or "have left the model" in text]
 
 
 COPIES = {
@@ -55,7 +79,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
+@pytest.mark.parametrize("coordinates", COORDINATES)
 def test_decayed_directions_are_noticed_once(coordinates: str, copied: Any) -> None:
     model = copied(gp.convert_(network(), coordinates=coordinates))
     wrong = torch.optim.AdamW(model.parameters())
@@ -71,14 +95,42 @@ def test_decayed_directions_are_noticed_once(coordinates: str, copied: Any) -> N
 
 def test_a_forgotten_retraction_is_noticed_once() -> None:
     model = gp.convert_(network(), coordinates="intrinsic")
-    optimizer = torch.optim.SGD(groups(model))
+    optimizer = torch.optim.SGD(groups(model, "sgd"))
     assert step(model, optimizer) == []  # whoever calls it by hand does so after the step
     (said,) = step(model, optimizer, 3)
     assert "the unit vectors of 2 GmP layers" in said and "geoparam.retract(model)" in said
-    by_hand = torch.optim.SGD(groups(model))
+    by_hand = torch.optim.SGD(groups(model, "sgd"))
     for _ in range(3):
         assert step(model, by_hand) == []
         gp.retract(model)()
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_rates_for_another_kind_of_optimizer_are_noticed_once(make: Any) -> None:
+    model = gp.convert_(network())
+    right, wrong = ("sgd", "adam") if make is torch.optim.SGD else ("adam", "sgd")
+    assert step(model, make(groups(model, right)), 3) == []
+    assert step(model, make(gp.param_groups(model, lr=0.05, match=None)), 3) == []
+    (said,) = step(model, make(groups(model, wrong)), 3)
+    assert f"another kind of optimizer than {make.__name__}" in said and f"{right!r})" in said
+    assert step(network(), make(groups(network(), wrong)), 3) == []
+
+
+def test_an_optimizer_of_parameters_that_were_replaced_is_noticed_once() -> None:
+    model = network()
+    stepping = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert step(model, stepping) == []
+    gp.convert_(model, filter_fn=lambda module, name: name == "0")
+    (said,) = step(model, stepping, 3)
+    assert "2 parameters of this optimizer have left the model" in said
+    assert "build the optimizer afterwards" in said
+    after = torch.optim.SGD(groups(model, "sgd"))
+    assert step(model, after, 3) == []
+    gp.fold_(model)
+    assert "3 parameters of this optimizer have left" in step(model, after, 3)[0]
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    gp.convert_(model, norm="imn", weights="plain", init="glorot", example_inputs=X)
+    assert "4 parameters" in step(model, plain)[0]  # of the BatchNorms; weights are the same
 
 
 def test_plain_models_and_frozen_directions_are_let_alone() -> None:

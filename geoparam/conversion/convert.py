@@ -10,6 +10,7 @@ goes into r, and the layer gets input mean normalization instead.
 
 import logging
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from geoparam.conversion.verification import check_reads, check_same_outputs, ru
 from geoparam.coordinates import Name
 from geoparam.norm import MOMENTUM
 from geoparam.parameter_values import Init
+from geoparam.step_hooks import note_replaced
 from geoparam.trace import trace
 
 log = logging.getLogger("geoparam")
@@ -92,16 +94,26 @@ def convert_(
     )
     if norm == "imn" and init is None and (advice := _find_misuse(model, decided, pretrained)):
         warnings.warn(advice, stacklevel=2)
+    if norm == "imn" and init is not None and (changed := _find_new_keys(model, decided)):
+        warnings.warn(
+            f"{len(changed)} layers, {changed[0]!r} first, will not fold to the keys they have, "
+            "so that the original will not load the folded model: the mean of a layer's input "
+            "folds into its own bias, or into a BatchNorm after it that has running statistics. "
+            "Give these layers a bias, or leave them out with filter_fn.",
+            stacklevel=2,
+        )
     options = Options(coordinates or "angles", natural, init, weights, momentum)
     absorbing = [d.name for d in decided.decisions if d.norm and d.input_norm]
     if absorbing and init is None:
         # A list of example_inputs is one call's arguments; a calibration list is of batches.
         batches = [example_inputs] if calibration is None else calibration
         options.means.update(_measure_input_means(model, absorbing, batches))
+    parameters = [weakref.ref(p) for p in model.parameters()]
     if example_inputs is None:
         model = replace_modules(model, _build_pairs(model, decided, options))
     else:
         model = _replace_checked(model, decided, options, example_inputs)
+    note_replaced(parameters, model)
     log.info("%s", decided)
     if verbose:
         print(decided)
@@ -142,6 +154,19 @@ def _find_misuse(model: nn.Module, decided: Plan, pretrained: bool) -> str | Non
         "never seen a batch: without their deviations it would start badly scaled. To train from "
         "scratch pass init='glorot'; if the function is worth keeping, pretrained=True."
     )
+
+
+def _find_new_keys(model: nn.Module, decided: Plan) -> list[str]:
+    """Return the layers that will not fold to the keys they have, nor will a norm after them."""
+    found = []
+    for d in decided.decisions:
+        if d.norm:
+            has_keys = model.get_submodule(d.norm).running_mean is not None
+        else:
+            gets_bias = d.converted and (d.input_norm or decided.weights == "plain")
+            has_keys = not gets_bias or model.get_submodule(d.name).bias is not None
+        found += [] if has_keys else [d.name]
+    return found
 
 
 def _build_pairs(

@@ -9,6 +9,7 @@ g is ReLU-like and r >= 0, or else as a factor into the layers that read the res
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer, release
 from geoparam.layers import GmPLinear
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean, shift_bias
+from geoparam.step_hooks import note_replaced
 from geoparam.trace import trace
 
 log = logging.getLogger("geoparam")
@@ -91,6 +93,8 @@ def fold_(
         elif not isinstance(module, RemovedNorm | GmPMultiheadAttention):
             slot = slots.get(module)
             restores = isinstance(module, GmPLayer) if restore_norm is None else restore_norm
+            if slot is not None and slot.norm.running_mean is None:
+                restores = False  # it would go by the batch in evaluation too
             norm = slot if restores else None
             folded[module], restored = _fold_layer(name, module, factors.get(name), norm)
             if slot is not None:
@@ -103,7 +107,10 @@ def fold_(
         (old, old.to_attention() if isinstance(old, GmPMultiheadAttention) else folded[old])
         for old in reversed(ours.values())  # children before the attention that holds them
     )
-    return replace_modules(model, pairs)
+    parameters = [weakref.ref(p) for p in model.parameters()]
+    model = replace_modules(model, pairs)
+    note_replaced(parameters, model)
+    return model
 
 
 def _find_ours(model: nn.Module) -> dict[str, nn.Module]:

@@ -58,6 +58,29 @@ def test_from_scratch_the_form_is_the_same_and_folds_to_the_originals_keys() -> 
     assert set(folded.state_dict()) == set(TwoConvs().state_dict())
 
 
+WITHOUT_BIAS = {
+    "no norm": nn.Identity,
+    "another norm": lambda: nn.GroupNorm(2, 8),
+    "no statistics": lambda: nn.BatchNorm2d(8, track_running_stats=False),
+}
+
+
+@pytest.mark.parametrize("weights", ["geometric", "plain"])
+@pytest.mark.parametrize("norm", WITHOUT_BIAS.values(), ids=WITHOUT_BIAS)
+def test_from_scratch_other_keys_are_said_at_conversion(norm, weights: str) -> None:  # noqa: ANN001
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, bias=False), norm(), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 2))
+    options = {"norm": "imn", "init": "glorot", "weights": weights, "example_inputs": X}
+    original = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="1 layers, '2' first, will not fold to the keys"):
+        gp.convert_(model, **options)
+    model(X)
+    folded = gp.fold_(copy.deepcopy(model), restore_norm=True)
+    assert gp.verify(model, folded, X) < 1e-5
+    assert set(folded.state_dict()) != set(original.state_dict())
+    gp.convert_(original, lambda module, name: name == "0", **options)  # nothing is said
+
+
 def test_a_norm_that_others_use_stays() -> None:
     class Shared(TwoConvs):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -230,7 +230,7 @@ def test_random_networks_survive_the_round_trip(seed: int, norm: str | None) -> 
     options = {"norm": norm, "example_inputs": x} if norm else {}
     model = gp.convert_(copy.deepcopy(original), **options)
     assert gp.verify(original, model, x) < 1e-10
-    optimizer = torch.optim.SGD(gp.param_groups(model, lr=1e-3))
+    optimizer = torch.optim.SGD(gp.param_groups(model, lr=1e-3, kind="sgd"))
     for _ in range(3):
         optimizer.zero_grad()
         model(x).square().mean().backward()

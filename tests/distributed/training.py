@@ -58,8 +58,8 @@ def assert_same_state(model: nn.Module, reference: nn.Module, tolerance: float =
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    groups = gp.param_groups(model, lr=0.05, weight_decay=0.1)
-    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    groups = gp.param_groups(model, lr=0.03, weight_decay=0.1, kind="sgd")
+    optimizer = torch.optim.SGD(groups, lr=0.03, momentum=0.9)
     optimizer.register_step_post_hook(gp.retract(model))
     return optimizer
 

@@ -25,7 +25,7 @@ def kinds(model: nn.Module) -> list[str]:
 def step(model: nn.Module) -> tuple[float, float]:
     """The loss of one batch before and after a small step on it."""
     x, y = images(), torch.arange(6) % 3
-    optimizer = torch.optim.SGD(gp.param_groups(model, lr=1e-3), lr=1e-3)
+    optimizer = torch.optim.SGD(gp.param_groups(model, lr=1e-3, kind="sgd"), lr=1e-3)
     optimizer.register_step_post_hook(gp.retract(model))
     losses = []
     for _ in range(2):

@@ -28,7 +28,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 def train(model: nn.Module, inputs: Any, steps: int, lr: float = 1e-3) -> None:
     model.train()
-    optimizer = torch.optim.SGD(gp.param_groups(model, lr=lr))
+    optimizer = torch.optim.SGD(gp.param_groups(model, lr=lr, kind="sgd"))
     optimizer.register_step_post_hook(gp.retract(model))
     for _ in range(steps):
         optimizer.zero_grad()

@@ -7,7 +7,7 @@ small asynchronous copy to the host, which only reading the history waits for.
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -121,7 +121,7 @@ class BoundaryTracker:
         every: int = 1,
         layers: Layers = None,
         probe: Inputs | None = None,
-        keep: str = "summary",
+        keep: Literal["summary", "full"] = "summary",
         *,
         schedule: Callable[[int], bool] | None = None,
         example_inputs: Inputs | None = None,
