@@ -28,7 +28,7 @@ from geoparam_lab import methods
 from geoparam_lab.data import banana_data as points
 from geoparam_lab.data import splits, table_files
 from geoparam_lab.data.banana_data import Banana
-from geoparam_lab.experiments import toys
+from geoparam_lab.experiments import toy_seeds, toys
 from geoparam_lab.experiments.experiment import (
     ACCURACY,
     DETAILS,
@@ -232,7 +232,7 @@ def _describe_seed(run: Run) -> str:
     said = [
         f"{methods.title(name)} {record['test_accuracy']:.3f}"
         for name in run.config["methods"]
-        for record in toys.find_records(run, name)
+        for record in toy_seeds.find_records(run, name)
         if record["seed"] == 0
     ]
     return f"Seed 0 alone would say: {list_in_words(said)}." if said else ""
@@ -243,7 +243,7 @@ def _film(run: Run, data: Banana) -> Arrays:
     frames = {name: name for name in ("score", "direction", "distance")}
     frames["accuracy"] = "frame_accuracy"
     per_epoch = make_problem(data).steps_per_epoch
-    found = toys.film_seeds(run, "test_accuracy", frames, "rotation", per_epoch)
+    found = toy_seeds.film_seeds(run, "test_accuracy", frames, "rotation", per_epoch)
     return found | {"x": data.x_train, "y": data.y_train, "limits": find_limits(data)}
 
 
@@ -252,7 +252,7 @@ def _film(run: Run, data: Banana) -> Arrays:
 
 def _finding(run: Run) -> str:
     lr = max(run.config["lrs"])
-    found = toys.compare_gmp_with_sp(run, "test_accuracy", "largest_rotation", lr)
+    found = toy_seeds.compare_gmp_with_sp(run, "test_accuracy", "largest_rotation", lr)
     if found is None:
         return ""
     (gmp, turn), (sp, far) = found

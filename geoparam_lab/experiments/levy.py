@@ -29,7 +29,7 @@ import numpy as np
 
 from geoparam_lab import methods
 from geoparam_lab.data.synthetic import Regression, levy_regression
-from geoparam_lab.experiments import toys
+from geoparam_lab.experiments import toy_seeds, toys
 from geoparam_lab.experiments.experiment import (
     DETAILS,
     LARGEST_MOVE,
@@ -156,7 +156,7 @@ def _film(run: Run, data: Regression) -> Arrays:
     if data.x_train.ndim > 2:
         return {}
     frames = {"prediction": "prediction", "locations": "locations", "loss": "frame_loss"}
-    return toys.film_seeds(run, "test_rmse", frames, "moves") | {
+    return toy_seeds.film_seeds(run, "test_rmse", frames, "moves") | {
         "grid": data.x_test[:, 0],
         "truth": data.y_test,
         "x": data.x_train[:, 0],
@@ -168,7 +168,7 @@ def _film(run: Run, data: Regression) -> Arrays:
 
 
 def _finding(run: Run) -> str:
-    found = toys.compare_gmp_with_sp(run, "test_rmse", "largest_move")
+    found = toy_seeds.compare_gmp_with_sp(run, "test_rmse", "largest_move")
     if found is None:
         return ""
     (gmp, move), (sp, far) = found
@@ -182,7 +182,7 @@ def _finding(run: Run) -> str:
 def _limits(run: Run) -> str:
     if run.config["epochs"] < EPOCHS:
         return "Levy: training was cut short here, so that its errors say little."
-    own = [record["test_rmse"] for record in toys.find_records(run, "gmp")]
+    own = [record["test_rmse"] for record in toy_seeds.find_records(run, "gmp")]
     return (
         f"Levy: GmP fits well in {sum(error < GOOD for error in own)} of {len(own)} seeds (test "
         "RMSE below 0.8), and little or no better than SP in the others, where the papers' "

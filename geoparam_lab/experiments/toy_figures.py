@@ -10,7 +10,8 @@ from geoparam_lab.data.banana_data import Banana
 from geoparam_lab.data.synthetic import Regression
 from geoparam_lab.experiments import papers
 from geoparam_lab.experiments.experiment import Experiment
-from geoparam_lab.experiments.toys import Array, find_papers_lr, find_records, load_medians
+from geoparam_lab.experiments.toy_seeds import find_papers_lr, find_records, load_medians
+from geoparam_lab.experiments.toys import Array
 from geoparam_lab.run_folder import Run
 
 LOWEST = -20  # the power of 2 at which figure 2c begins: smaller moves are after training
