@@ -19,13 +19,16 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled"),
 ]
 SHARED = 227 << 10  # bytes that a program may have there
-TYPES = {torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16"}
+TYPES = {
+    **{torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16"},
+    **{torch.int64: "*i64", torch.int32: "*i32", int: "i32", float: "fp32"},
+}
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let a launch compile its kernel for an H100, and no more; record which."""
-    from geoparam.kernels import weight_triton
+    from geoparam.kernels import rows_triton, weight_triton
 
     seen: list[str] = []
 
@@ -38,31 +41,39 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def __getitem__(self, grid: tuple) -> Callable[..., None]:
             return self.compile
 
-        def compile(self, *arguments: Any, num_warps: int, **constants: bool) -> None:
-            compile_for_gpu(self.kernel, (*arguments, *constants.values()), num_warps)
+        def compile(self, *arguments: Any, **named: Any) -> None:
+            compile_for_gpu(self.kernel, arguments, named)
             seen.append(self.kernel.__name__)
 
-    for name in ("_forward_kernel", "_backward_kernel"):
-        monkeypatch.setattr(weight_triton, name, Compiler(getattr(weight_triton, name)))
+    for module, names in (
+        (weight_triton, ("_forward_kernel", "_backward_kernel")),
+        (rows_triton, ("_mix", "_enter_biases", "_leave_biases")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, Compiler(getattr(module, name)))
+    own = {name: Compiler(kernel) for name, kernel in rows_triton._KERNELS.items()}
+    monkeypatch.setattr(rows_triton, "_KERNELS", own)
     monkeypatch.setattr(selection, "KERNELS", "triton")
     return seen
 
 
-def compile_for_gpu(kernel: Any, arguments: tuple, num_warps: int) -> None:
+def compile_for_gpu(kernel: Any, arguments: tuple, named: dict[str, Any]) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    names = [parameter.name for parameter in kernel.params]
+    values = dict(zip(names, arguments, strict=False)) | named
     signature, constants = {}, {}
-    for parameter, value in zip(kernel.params, arguments, strict=True):
+    for parameter in kernel.params:
+        value = values.pop(parameter.name)
         # Triton takes a 1 for a constant, too
         if parameter.is_constexpr or (type(value) is int and value == 1):
-            constants[parameter.name] = value
-        plain = TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
-        signature[parameter.name] = "constexpr" if parameter.name in constants else plain
+            constants[parameter.name], signature[parameter.name] = value, "constexpr"
+        else:
+            signature[parameter.name] = TYPES[getattr(value, "dtype", type(value))]
     source = ASTSource(kernel, signature, constexprs=constants)
-    options = {"num_warps": num_warps}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=values)
     assert compiled.metadata.shared <= SHARED
 
 
@@ -73,3 +84,24 @@ def test_weights(launches: list[str], n: int, dtype: torch.dtype) -> None:
     weight = functional.compute_weight(latitude, r, torch.bfloat16)
     functional.compute_gradients(weight, latitude, r, True)
     assert launches == ["_forward_kernel", "_backward_kernel"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_rows(launches: list[str], layers: int, dtype: torch.dtype) -> None:
+    from geoparam.kernels.rows_triton import TritonRows
+
+    w = [torch.zeros(4, 5, dtype=dtype) for _ in range(layers)]
+    b = [torch.zeros(4, dtype=dtype) for _ in range(layers)]
+    rows = TritonRows([tuple(x.shape) for x in w], w[0], None, None)
+    x, turn = torch.zeros(4 * layers, dtype=dtype), torch.zeros(layers, dtype=dtype)
+    for v in (w, None):
+        rows.enter(w, w, w, v, x, x, x, x, x)
+    rows.leave(w, x, x)
+    rows.measure(w, w, x, x)
+    rows.rotate(w, w, x, x, x)
+    rows.mix(x, x, x, x, x, x, turn, 0.1)
+    for match in (True, False):
+        rows.enter_biases(b, b, x, x, x, x, match)
+        rows.leave_biases(b, x, x, x, match)
+    assert len(launches) == 10
