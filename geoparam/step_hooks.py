@@ -36,8 +36,11 @@ def watch(layer: nn.Module) -> None:
 def note_replaced(before: "list[ref[nn.Parameter]]", model: nn.Module) -> None:
     """Have optimizers looked at that step parameters which `model` had before, and has no more."""
     _register()
-    own = {id(p) for p in model.parameters()}
-    _replaced.update({p: None for r in before if (p := r()) is not None and id(p) not in own})
+    known = [p for r in before if (p := r()) is not None]
+    own, known_ids = {id(p) for p in model.parameters()}, {id(p) for p in known}
+    if own <= known_ids:  # some went, but none came that an optimizer could miss
+        return
+    _replaced.update({p: None for p in known if id(p) not in own})
     _suspects.update(_seen)
 
 
@@ -72,7 +75,7 @@ def _warn_of_replaced(optimizer: Optimizer) -> None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     found = [p for p in params if p.requires_grad and p in _replaced]
     for p in found:
-        del _replaced[p]
+        _replaced.pop(p, None)  # torch allows a parameter twice in a group
     if found and "geometry" not in optimizer.param_groups[0]:  # GeometricOptimizer says it itself
         warnings.warn(
             f"{len(found)} parameters of this optimizer have left the model, so it does not train "

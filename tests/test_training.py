@@ -128,9 +128,25 @@ def test_an_optimizer_of_parameters_that_were_replaced_is_noticed_once() -> None
     assert step(model, after, 3) == []
     gp.fold_(model)
     assert "3 parameters of this optimizer have left" in step(model, after, 3)[0]
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:1 layers")  # that do not fold to their keys
+@pytest.mark.parametrize("bias", [False, True])
+def test_plain_weights_are_noticed_where_a_bias_is_new(bias: bool) -> None:
+    model = network()
+    model[0].bias = model[0].bias if bias else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gp.convert_(model, norm="imn", weights="plain", init="glorot", example_inputs=X)
-    assert "4 parameters" in step(model, plain)[0]  # of the BatchNorms; weights are the same
+    said = step(model, optimizer)
+    assert said == [] if bias else "4 parameters" in said[0]  # of the BatchNorms
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains")
+def test_a_replaced_parameter_may_be_twice_in_a_group() -> None:
+    model = network()
+    optimizer = torch.optim.SGD([*model.parameters(), model[0].weight], lr=0.1)
+    gp.convert_(model)
+    assert "have left the model" in step(model, optimizer)[0]
 
 
 def test_plain_models_and_frozen_directions_are_let_alone() -> None:

@@ -4,7 +4,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 from typing import Any, Literal
 
 import torch
@@ -189,16 +189,19 @@ class GeometricOptimizer(Optimizer):
         return loss
 
     def _copy_still_weights(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the parameters and copies of them where all rates are 0.
+        """Return the weights, and copies of them, that no rate moves: they stay bit for bit.
 
-        torch.distributed.checkpoint takes such a step first; weights stay bit for bit. A rate in a
-        tensor counts as another: reading it would wait.
+        torch.distributed.checkpoint takes a first step with rates of 0. A rate in a tensor counts
+        as another: reading it would wait.
         """
-        rates = [group["lr"] for group in self.param_groups]
-        if any(isinstance(rate, Tensor) or rate for rate in rates):
-            return []
-        owns = [local(p) for group in self.param_groups for p in group["params"]]
-        return [(own, own.clone()) for own in owns]
+        fixed = {unit.name for unit in self._choice.units if unit.is_fixed}
+        still = []
+        for units, rest in pairwise(self.param_groups):  # the rest's group has the rate of r
+            are_zero = [not isinstance(g["lr"], Tensor) and g["lr"] == 0 for g in (units, rest)]
+            if units["geometry"] != "rest" and are_zero[0]:
+                named = _name_params(units)
+                still += [local(p) for name, p in named if are_zero[1] or name in fixed]
+        return [(own, own.clone()) for own in still]
 
     def _forget(self) -> None:
         """Drop what is built at the next step from parameters and states."""

@@ -109,8 +109,11 @@ class Inner:
                 else:
                     decay = spared if name in undecayed else None
                     others[at, 1.0, decay].append((p, self._find_state(p, states[p])))
-        self._build(base, directions, groups)
-        self._build(rest, others, groups)
+        if base is rest and not turns:  # as one, for those that look at all parameters (a norm)
+            self._build(base, directions | others, groups)
+        else:
+            self._build(base, directions, groups)
+            self._build(rest, others, groups)
 
     def step(self) -> None:
         self._copy_options()

@@ -129,8 +129,8 @@ def _read_counters(state: dict[str, Any], reads_values: bool) -> tuple[Any, ...]
     """Return a state's keys, with the values of the inner optimizers' counters."""
 
     def read(key: str, value: Any) -> Any:
-        is_counter = "/" in key and not (isinstance(value, Tensor) and value.ndim)
-        return float(value) if is_counter and reads_values else None
+        is_number = isinstance(value, Tensor | int | float) and not getattr(value, "ndim", 0)
+        return float(value) if "/" in key and is_number and reads_values else None
 
     return tuple((key, read(key, state[key])) for key in sorted(state))
 

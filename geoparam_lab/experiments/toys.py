@@ -164,10 +164,12 @@ def run(
     config = _check_options(methods, seeds, lrs, epochs, patience, folds)
     there = resume and Path(out, "config.json").exists()
     data, source = toy.load(toy.options(**own), Run.open(out).config if there else {})
+    problem = toy.make_problem(data, epochs, patience)
+    if folds > (points := problem.data[0].shape[-2]):
+        raise ValueError(f"{points} training points cannot be divided into {folds} folds.")
     may_change = ("methods", "seeds") if folds else ("methods", "seeds", "lrs")
     options: Record = {"resume": resume, "may_change": may_change}
     done = Run.create(out, toy.name, config | source, command, key=Member._fields, **options)
-    problem = toy.make_problem(data, epochs, patience)
     describe = functools.partial(toy.describe, data)
     choose = functools.partial(choose_rates, folds, toy.find_errors) if folds else None
     work = functools.partial(_train_stack, problem, describe, choose)

@@ -68,7 +68,8 @@ def test_tables_show_the_chosen_rates(tmp_path: Path, undrawn: None) -> None:
     assert any("cross-validation with 2 folds" in note for note in table.notes)
 
 
-def test_one_fold_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="2 or more"):
-        levy.run(tmp_path / "run", folds=1)
+@pytest.mark.parametrize(("folds", "words"), [(1, "2 or more"), (999, "cannot be divided")])
+def test_one_fold_and_empty_folds_are_refused(tmp_path: Path, folds: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        levy.run(tmp_path / "run", folds=folds)
     assert not (tmp_path / "run").exists()

@@ -10,7 +10,20 @@ from torch import Tensor, nn
 
 import geoparam as gp
 
+
+class ClippedSGD(torch.optim.SGD):
+    """Looks at all parameters together: the norm of their gradient is at most 0.1."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.register_step_pre_hook(self._clip)
+
+    def _clip(self, *_: Any) -> None:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+
+
 SGD = {"base": torch.optim.SGD, "lr": 0.02, "momentum": 0.9}
+CLIPPED = {"base": ClippedSGD, "lr": 0.1, "momentum": 0.9}
 ADAM = {"base": torch.optim.Adam, "lr": 1e-3}
 
 
@@ -50,7 +63,7 @@ def largest_difference(one: tuple[Any, Any], other: tuple[Any, Any], steps: int)
     return max(found)
 
 
-@pytest.mark.parametrize("options", [SGD, ADAM], ids=["SGD", "Adam"])
+@pytest.mark.parametrize("options", [SGD, CLIPPED, ADAM], ids=["SGD", "clipped", "Adam"])
 @both_coordinates
 @pytest.mark.parametrize("make", [mlp, cnn, bert, gpt2])
 def test_trains_as_the_converted_model(make: Any, coordinates: str, options: Any) -> None:

@@ -234,6 +234,43 @@ def test_all_layers_as_one_parameter_train_as_each_by_itself(make: Any, options:
     assert_same_weights(*models, 1e-14)
 
 
+@pytest.mark.parametrize("scale", ["fixed", "free"])
+@pm.every_kind
+def test_units_at_rate_0_stay_bit_for_bit(kind: str, scale: str) -> None:
+    """Where r is free, the rest's rate is 0 too: it is that of r."""
+    options = dict(pm.KINDS[kind])
+    model = mlp(options.pop("dtype", torch.float64))
+    optimizer = build(model, scale=scale, **options)
+    train(model, optimizer)
+    before = copy.deepcopy(model.state_dict())
+    for group in optimizer.param_groups[: 1 if scale == "fixed" else None]:
+        group["lr"] = 0.0
+    train(model, optimizer, first=3)
+    assert all(torch.equal(model[i].weight, before[f"{i}.weight"]) for i in (0, 3))
+    assert torch.equal(model[6].weight, before["6.weight"]) == (scale == "free")
+
+
+class Noting(torch.optim.SGD):
+    """Has more than numbers in its states."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p].update(note="stepped", buffer=None, sizes=[p.numel()])
+
+
+@pm.both_coordinates
+def test_a_base_may_keep_anything_in_its_states(coordinates: str) -> None:
+    models = mlp(), mlp()
+    for model, base in zip(models, (torch.optim.SGD, Noting), strict=True):
+        optimizer = build(model, base, coordinates=coordinates, momentum=0.9)
+        for step in range(3):
+            backward(model, step)
+            model[0].weight.grad = None if step == 1 else model[0].weight.grad
+            optimizer.step()
+    assert_same_weights(*models, 1e-14)
+
+
 def test_an_optimizer_built_before_convert_says_that_it_does_not_train() -> None:
     model, optimizer = start("SGD")
     train(model, optimizer)
