@@ -11,8 +11,8 @@ matrix. Where processes share the rows, the plain form is used, which sums over 
 
 Addresses of gradients change from step to step, but a training loop soon repeats them: the newest
 few tables on the GPU are cached. The host's copy of a table is kept with it, so that the transfer
-never reads freed memory. Tables made while a CUDA graph is captured are never dropped: the graph
-repeats their transfer at every replay.
+never reads freed memory. Tables that a CUDA graph uses are never dropped: every replay reads them,
+and repeats the transfer of those that were made while it was captured.
 """
 
 import contextlib
@@ -79,10 +79,11 @@ class TritonRows(Rows):
             host = torch.tensor(list(chain.from_iterable(places)))
             host = host.pin_memory() if self.device.type == "cuda" else host
             found = host.to(self.device, non_blocking=True), host
-            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                self.captured.append(found)
-            elif len(self.tables) >= _TABLES:
-                del self.tables[next(iter(self.tables))]
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.captured.append(found)  # and out of the cache: it is filled at the first replay
+            return found[0]
+        if len(self.tables) == _TABLES:
+            del self.tables[next(iter(self.tables))]
         self.tables[places] = found
         return found[0]
 

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 State = dict[str, Any]
 
 WEIGHTS = "weights.pt"
-KEPT = 2  # checkpoints of a run that stay
 _NAME = re.compile(r"checkpoint-\d{5}-\d{8}\.pt")
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -43,10 +42,10 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class Store:
-    """The checkpoints in a folder, of which the last ones stay."""
+    """The checkpoints in a folder, of which the last `keep` stay."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder, self.keep = folder, keep
 
     @property
     def files(self) -> list[Path]:
@@ -58,7 +57,7 @@ class Store:
         name = f"checkpoint-{state['epoch']:05d}-{state['step']:08d}.pt"
         with replacing(self.folder / name) as unfinished:
             torch.save(state, unfinished)
-        for path in self.files[:-KEPT]:
+        for path in self.files[: -self.keep]:
             path.unlink()
 
     def write_weights(self, weights: State) -> None:

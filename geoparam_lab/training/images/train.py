@@ -20,6 +20,7 @@ def train(
     *,
     accelerator: "Accelerator | None" = None,
     checkpoint_every: int | None = None,
+    keep: int = 2,
     tensorboard: bool = False,
     track: int | None = None,
     tick: callbacks.Tick | None = None,
@@ -35,13 +36,14 @@ def train(
             tracker's. Checkpoints of other settings or other images in it are an error.
         accelerator: for several runs in one process; made here if None.
         checkpoint_every: steps between two checkpoints; there is always one after an epoch.
+        keep: how many of the last checkpoints stay.
         tensorboard: whether the curves are written for TensorBoard too.
         track: steps between two records of a `BoundaryTracker`; None for no tracker.
         tick: called after every step with epoch, step and images per second of the epoch.
     """
     accelerator = accelerator or preparation.make_accelerator(settings.precision)
     preparation.check(settings, accelerator)
-    store = run_checkpoints.Store(Path(folder))
+    store = run_checkpoints.Store(Path(folder), keep)
     with preparation.prepare_torch(settings, accelerator.device):
         try:
             training = Training(settings, source, accelerator, tick)
