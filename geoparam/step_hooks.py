@@ -1,9 +1,9 @@
-"""Look at optimizers that step geometric layers, and keep unit vectors on the sphere.
+"""Hooks around an optimizer's step: checks of its groups, and unit vectors kept on the sphere.
 
-Every torch optimizer shows itself to `_inspect` before a step; only the first two of a set of
-groups are looked at, and the first after a conversion. A layer registers itself when it is made,
-copied or unpickled. Out of sight: optimizers that are not torch.optim's, compiled steps, and
-flattened or stacked parameters.
+A global pre-step hook, `_inspect`, checks each torch optimizer before its first two steps, after
+its groups have changed, and after a conversion. A layer registers itself when it is made, copied
+or unpickled. Not checked: optimizers that are not torch.optim's, compiled steps, and flattened or
+stacked parameters.
 """
 
 import functools
@@ -24,17 +24,17 @@ _ADAPTIVE = optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, opt
 _layers: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
 _seen: WeakKeyDictionary[Optimizer, tuple[list, list]] = WeakKeyDictionary()
 _replaced: Any = WeakIdKeyDictionary()  # parameters that have left their model
-_suspects: WeakSet[Optimizer] = WeakSet()  # not looked at since some did
+_suspects: WeakSet[Optimizer] = WeakSet()  # to be checked again, since a model was converted
 
 
 def watch(layer: nn.Module) -> None:
-    """Have each optimizer that steps the directions of this GmP layer looked at."""
+    """Check each optimizer that steps the directions of this GmP layer."""
     _register()
     _layers[layer] = None
 
 
 def note_replaced(before: "list[ref[nn.Parameter]]", model: nn.Module) -> None:
-    """Have optimizers looked at that step parameters which `model` had before, and has no more."""
+    """Check optimizers again, for parameters that `model` had before and no longer has."""
     _register()
     known = [p for r in before if (p := r()) is not None]
     own, known_ids = {id(p) for p in model.parameters()}, {id(p) for p in known}

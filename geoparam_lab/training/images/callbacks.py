@@ -1,4 +1,4 @@
-"""What looks on while a network trains: neither a tick nor the tracker changes a number."""
+"""What is called while a network trains. Neither a tick nor the tracker changes a number."""
 
 from collections.abc import Callable
 
