@@ -94,14 +94,8 @@ def convert_(
     )
     if norm == "imn" and init is None and (advice := _find_misuse(model, decided, pretrained)):
         warnings.warn(advice, stacklevel=2)
-    if norm == "imn" and init is not None and (changed := _find_new_keys(model, decided)):
-        warnings.warn(
-            f"{len(changed)} layers, {changed[0]!r} first, will not fold to the keys they have, "
-            "so that the original will not load the folded model: the mean of a layer's input "
-            "folds into its own bias, or into a BatchNorm after it that has running statistics. "
-            "Give these layers a bias, or leave them out with filter_fn.",
-            stacklevel=2,
-        )
+    if norm == "imn" and init is not None and (advice := _find_new_keys(model, decided)):
+        warnings.warn(advice, stacklevel=2)
     options = Options(coordinates or "angles", natural, init, weights, momentum)
     absorbing = [d.name for d in decided.decisions if d.norm and d.input_norm]
     if absorbing and init is None:
@@ -156,8 +150,8 @@ def _find_misuse(model: nn.Module, decided: Plan, pretrained: bool) -> str | Non
     )
 
 
-def _find_new_keys(model: nn.Module, decided: Plan) -> list[str]:
-    """Return the layers that will not fold to the keys they have, nor will a norm after them."""
+def _find_new_keys(model: nn.Module, decided: Plan) -> str | None:
+    """Say which layers will not fold to the keys they have, nor will a norm after them."""
     found = []
     for d in decided.decisions:
         if d.norm:
@@ -166,7 +160,14 @@ def _find_new_keys(model: nn.Module, decided: Plan) -> list[str]:
             gets_bias = d.converted and (d.input_norm or decided.weights == "plain")
             has_keys = not gets_bias or model.get_submodule(d.name).bias is not None
         found += [] if has_keys else [d.name]
-    return found
+    if not found:
+        return None
+    return (
+        f"{len(found)} layers, {found[0]!r} first, will not fold to the keys they have, so that "
+        "the original will not load the folded model: the mean of a layer's input folds into its "
+        "own bias, or into a BatchNorm after it that has running statistics. Give these layers a "
+        "bias, or leave them out with filter_fn."
+    )
 
 
 def _build_pairs(

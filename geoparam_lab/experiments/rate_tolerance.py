@@ -109,7 +109,9 @@ def draw_tolerance(panels: Panels, label: str) -> "Figure":
 
     wide = min(len(panels), 4)
     deep = -(-len(panels) // wide)
-    figure, axes = plots.new_figure(deep, wide, size=(2.0 + 3.6 * wide, 3.6 * deep))
+    lines = max(len(own) for own in panels.values())  # of the legend
+    size = 2.0 + 3.6 * wide, max(3.6 * deep, 0.6 + 0.3 * lines)
+    figure, axes = plots.new_figure(deep, wide, size=size)
     for ax in axes.flat[len(panels) :]:
         ax.axis("off")
     for ax, (title, own) in zip(axes.flat, panels.items(), strict=False):
