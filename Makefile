@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
-INTERPRETER := TRITON_INTERPRET=1 $(PYTEST) tests/kernels/test_weight.py tests/optim/test_rows.py
+INTERPRETER := TRITON_INTERPRET=1 $(PYTEST) tests/kernels tests/optim/test_rows.py
 
 .PHONY: demo test test-all test-compile test-interpreter test-models test-runs lint clean
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from geoparam import sphere
+from geoparam.centred_map import shift_bias
 from geoparam.computed import as_computed
 from geoparam.coordinates import Name, Sign, coordinates_for, normalise_
 from geoparam.memory import Memory
-from geoparam.norm import InputMeanNorm, shift_bias
+from geoparam.norm import InputMeanNorm
 from geoparam.parameter_values import Init, check_finite, compute_distance, draw
 from geoparam.step_hooks import watch
 

@@ -1,27 +1,43 @@
-"""Means of channels and linear maps of centred rows, with backward passes of their own.
+"""Linear maps and convolutions of an input whose channels' means are subtracted.
 
-Autograd's backward pass of a mean writes a tensor of the input's size that is constant in each
-channel. `channel_mean` returns an expanded view of one value per channel instead.
-`centred_linear` adds that value inside of the matrix product. For rows x, with m = E[x], n rows,
-and s = dL/dz summed over the rows,
+In a layer this needs no centred input: a mean m that is the same at every position changes each
+unit by one number. With w_summed, w added up over its kernel,
 
-    z = x w^T + (b - w m)
-    dL/dx = dL/dz w - (w^T s) / n,    dL/dw = (dL/dz)^T x - s m^T,    dL/db = s.
+    z = conv(x, w) + (b - w_summed m),
 
-Both are for large tensors in eager code, where passes over memory take the time. For small ones
-autograd's own nodes are faster than ones written in Python. Compilers fuse these passes
-themselves, and torch.func and forward mode need torch's own ops. Second derivatives are those of
-the formulas above.
+which is `shift_bias`. `map_centred` is the whole map with a backward pass of its own. For n
+positions and s = dL/dz summed over them,
+
+    dL/dx = (the convolution's) - (w_summed^T s) / n
+    dL/dw = (the convolution's) - s m^T
+    dL/db = s.
+
+It is for large tensors in eager code, where passes over memory take the time: autograd's backward
+pass of a mean writes a tensor of the input's size, and torch adds one value per channel at a third
+of the memory's speed. Linear layers and 1x1 convolutions add it inside of the matrix product, the
+others with a kernel (`channels_triton`). For small tensors autograd's own nodes are faster than
+ones written in Python. Compilers fuse these passes themselves; torch.func and forward mode need
+torch's own ops. Second derivatives are those of the formulas above.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from geoparam.functional import is_eager
+from geoparam.kernels.selection import choose_kernels
 
 LARGE = 2**22  # elements; below it, calls cost more than passes over memory
+
+
+class Geometry(NamedTuple):
+    """What a convolution has besides its weight."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
 
 
 def has_own_backward(x: Tensor, weight: Tensor | None = None) -> bool:
@@ -46,25 +62,48 @@ def channel_mean(x: Tensor, dims: list[int]) -> Tensor:
     return x.mean(dim=dims, dtype=working_type(x))
 
 
-def centred_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, dim: int = -1
-) -> tuple[Tensor, Tensor]:
-    """Return z = (x - m) w^T + b and the mean m of each channel; `dim` is the channels' dimension.
+def shift_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
+    """Return b - w^T m for each unit: the bias of a layer whose input has its mean subtracted.
 
-    It is -1, or 1 for images in channels_last, whose positions are rows in memory.
+    The mean (channels,) is the same at every position of the kernel of `weight`
+    (out, channels of its group, ...).
+
+    Example:
+        >>> shift_bias(torch.ones(1), torch.ones(1, 2, 3, 3), torch.tensor([1., 2.]))
+        tensor([-26.])
+    """
+    if torch.is_autocast_enabled(weight.device.type):
+        with torch.autocast(weight.device.type, enabled=False):
+            return shift_bias(bias, weight, mean)
+    wide, width = working_type(mean), weight.shape[1]
+    mean, bias = cast(mean, wide), None if bias is None else cast(bias, wide)
+    summed = _sum_kernel(weight, wide)
+    groups = mean.numel() // width
+    if groups == 1:
+        return -summed.mv(mean) if bias is None else torch.addmv(bias, summed, mean, alpha=-1)
+    shift = (summed.view(groups, -1, width) * mean.view(groups, 1, width)).sum(2).flatten()
+    return -shift if bias is None else bias - shift
+
+
+def map_centred(
+    x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return w^T (x - m) + b and the mean m of each channel; see `has_own_backward`.
+
+    Without a geometry, x has its channels last. With one, x is a batch of images in channels_last.
 
     Example:
         >>> x, weight = torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.ones(1, 2)
-        >>> z, mean = centred_linear(x, weight, torch.ones(1))
+        >>> z, mean = map_centred(x, weight, torch.ones(1))
         >>> z.tolist(), mean.tolist()
         ([[-2.0], [4.0]], [2.0, 4.0])
     """
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
-        return _Linear.apply(x, weight, bias, dim)
+        return _Map.apply(x, weight, bias, geometry)
     dtype = torch.get_autocast_dtype(kind)
     with torch.autocast(kind, enabled=False):
-        return _Linear.apply(x.to(dtype), weight.to(dtype), bias, dim)
+        return _Map.apply(x.to(dtype), weight.to(dtype), bias, geometry)
 
 
 class _Mean(torch.autograd.Function):
@@ -75,56 +114,131 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return an expanded view of one value per channel."""
         shape = [1 if dim in ctx.dims else size for dim, size in enumerate(ctx.shape)]
         grad = grad / (ctx.shape.numel() // grad.numel())
         return grad.to(ctx.dtype).view(shape).expand(ctx.shape), None
 
 
-class _Linear(torch.autograd.Function):
+class _Map(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dim: int
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any
     ) -> tuple[Tensor, Tensor]:
-        rows = _to_rows(x, dim)
-        mean = rows.mean(dim=0, dtype=working_type(x))
-        shift = weight.to(mean.dtype).mv(mean)
-        shift = shift.neg() if bias is None else bias - shift
+        rows = _to_rows(x, geometry)
+        mean = _sum_rows(rows) / len(rows)
+        shift = shift_bias(bias, weight, mean)
         ctx.save_for_backward(x, weight, mean)
-        ctx.dim, ctx.bias_type = dim, None if bias is None else bias.dtype
-        ctx.set_materialize_grads(False)
-        z = _make_empty(x, len(weight), dim)
-        torch.addmm(shift.to(x.dtype), rows, weight.t(), out=_to_rows(z, dim))
+        ctx.geometry, ctx.bias_type = geometry, None if bias is None else bias.dtype
+        if _is_product(weight, geometry):
+            z = _make_empty(x, len(weight), geometry)
+            factors = rows, weight.flatten(1).t()
+            torch.addmm(shift.to(x.dtype), *factors, out=_to_rows(z, geometry))
+        elif _has_kernel(x):
+            z = _add_row(torch.convolution(x, weight, None, *_arguments(geometry)), shift)
+        else:
+            z = torch.convolution(x, weight, shift.to(x.dtype), *_arguments(geometry))
         return z, mean
 
     @staticmethod
-    def backward(
-        ctx: Any, grad: Tensor | None, grad_mean: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, grad_mean: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean = ctx.saved_tensors
-        rows = _to_rows(x, ctx.dim)
-        grad = rows.new_zeros(len(rows), len(weight)) if grad is None else _to_rows(grad, ctx.dim)
-        sums = grad.sum(dim=0, dtype=mean.dtype)
+        geometry, (of_x, of_weight, *_) = ctx.geometry, ctx.needs_input_grad
+        if geometry is not None:
+            grad = grad.contiguous(memory_format=torch.channels_last)
+        rows, by_rows = _to_rows(x, geometry), _to_rows(grad, geometry)
         grad_x = grad_weight = None
         with torch.autocast(x.device.type, enabled=False):  # backward() may be called inside of it
-            if ctx.needs_input_grad[0]:
-                shift = weight.to(mean.dtype).t().mv(sums).neg()
-                shift = shift if grad_mean is None else shift + grad_mean
-                grad_x = torch.addmm((shift / len(rows)).to(x.dtype), grad, weight)
-                grad_x = grad_x.view(x.movedim(ctx.dim, -1).shape).movedim(-1, ctx.dim)
-            if ctx.needs_input_grad[1]:
-                product = grad.t().mm(rows)
-                grad_weight = (product - torch.outer(sums, mean)).to(weight.dtype)
+            sums = _sum_rows(by_rows)
+            by_group = len(mean) // weight.shape[1], -1, weight.shape[1]  # groups, units, inputs
+            summed = _sum_kernel(weight, mean.dtype).view(by_group)
+            s, m = sums.view(by_group[0], -1, 1), mean.view(by_group[0], 1, -1)
+            shift = (grad_mean - (summed.mT @ s).flatten()) / len(rows)
+            if _is_product(weight, geometry):
+                if of_x:
+                    grad_x = torch.addmm(shift.to(x.dtype), by_rows, weight.flatten(1))
+                    grad_x = _from_rows(grad_x, x, geometry)
+                if of_weight:
+                    grad_weight = by_rows.t().mm(rows).view(weight.shape)
+            else:
+                wanted = of_x, of_weight, False
+                grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
+                    grad, x, weight, None, *_arguments(geometry), wanted
+                )
+                grad_x = _add_row(grad_x, shift) if of_x else None
+            if of_weight:
+                outer = (s * m).view(*weight.shape[:2], *[1] * (weight.ndim - 2))
+                grad_weight = (grad_weight - outer).to(weight.dtype)
         grad_bias = None if ctx.bias_type is None else sums.to(ctx.bias_type)
         return grad_x, grad_weight, grad_bias, None
 
 
-def _to_rows(x: Tensor, dim: int) -> Tensor:
-    return x.movedim(dim, -1).reshape(-1, x.shape[dim])
+# --- helpers ------------------------------------------------------------------------------------
 
 
-def _make_empty(x: Tensor, channels: int, dim: int) -> Tensor:
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x.to(dtype); half of the calls of a small layer would be such that change nothing."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _is_product(weight: Tensor, geometry: Geometry | None) -> bool:
+    """Return whether each position is mapped by itself, so that all are one matrix product."""
+    pointwise = Geometry((1, 1), (0, 0), (1, 1), 1)
+    return geometry is None or (geometry == pointwise and weight.shape[2:].numel() == 1)
+
+
+def _arguments(geometry: Geometry) -> tuple[Any, ...]:
+    """Return the arguments of torch.convolution after the bias."""
+    return *geometry[:3], False, (0, 0), geometry.groups
+
+
+def _sum_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight (out, channels of its group) added up over its kernel."""
+    if weight.shape[2:].numel() == 1:
+        return cast(weight.flatten(1), dtype)
+    return weight.flatten(2).sum(2, dtype=dtype)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Return whether Triton's kernels serve; they have no gradient of their own."""
+    return (
+        x.dtype != torch.float64 and not torch.is_grad_enabled() and choose_kernels(x) == "triton"
+    )
+
+
+def _sum_rows(rows: Tensor) -> Tensor:
+    if _has_kernel(rows):
+        from geoparam.kernels import channels_triton  # needs Triton
+
+        return channels_triton.sum_rows(rows)
+    return rows.sum(dim=0, dtype=working_type(rows))
+
+
+def _add_row(images: Tensor, row: Tensor) -> Tensor:
+    """Return images plus one value per channel; in place where a kernel does it."""
+    if _has_kernel(images) and images.is_contiguous(memory_format=torch.channels_last):
+        from geoparam.kernels import channels_triton
+
+        channels_triton.add_row_(images.permute(0, 2, 3, 1).flatten(0, 2), row)
+        return images
+    return images + row.to(images.dtype).view(-1, 1, 1)
+
+
+def _to_rows(x: Tensor, geometry: Geometry | None) -> Tensor:
+    rows = x if geometry is None else x.permute(0, 2, 3, 1)
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def _from_rows(rows: Tensor, like: Tensor, geometry: Geometry | None) -> Tensor:
+    if geometry is None:
+        return rows.view(like.shape)
+    return rows.view(like.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
+
+
+def _make_empty(x: Tensor, channels: int, geometry: Geometry | None) -> Tensor:
     """Return a new tensor for z. It is no view: an in-place ReLU on a view would copy it."""
-    shape = list(x.shape)
-    shape[dim] = channels
-    layout = torch.channels_last if dim == 1 else torch.contiguous_format
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
+    if geometry is None:
+        return x.new_empty(*x.shape[:-1], channels)
+    batch, _, *size = x.shape
+    layout: Any = {"memory_format": torch.channels_last}
+    return torch.empty(batch, channels, *size, dtype=x.dtype, device=x.device, **layout)

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam.centred_map import centred_linear, has_own_backward
-from geoparam.norm import MOMENTUM, TRACKING, TrackedMean, shift_bias
+from geoparam.centred_map import Geometry, has_own_backward, map_centred, shift_bias
+from geoparam.norm import MOMENTUM, TRACKING, TrackedMean
 
 
 class InputMeanLayer(TrackedMean):
@@ -36,8 +36,11 @@ class InputMeanLayer(TrackedMean):
         self._start_tracking(channels, momentum, True, -1 - len(size), True, *place)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._maps_rows(x):
-            return self._map_rows(x)
+        if self.training and not self.is_shared and self._is_in_rows(x):
+            self._check_channels(x)
+            z, mean = map_centred(x, self.weight, self.bias, self._geometry)
+            self._track(mean.detach())
+            return z
         bias = shift_bias(self.bias, self.weight, self.mean(x))
         return self._map(x, bias.to(self.weight.dtype))
 
@@ -45,25 +48,22 @@ class InputMeanLayer(TrackedMean):
         """Return w^T x + bias; convolutions pad as torch's do."""
         return self._conv_forward(x, self.weight, bias)  # type: ignore[operator]
 
-    def _maps_rows(self, x: Tensor) -> bool:
-        """Return whether `centred_linear` applies: in training, to a large input of rows."""
-        if not self.training or self.is_shared or x.numel() <= self.num_features:
-            return False  # `mean` refuses one value per channel
-        return self._has_rows(x) and has_own_backward(x, self.weight)
+    def _is_in_rows(self, x: Tensor) -> bool:
+        """Return whether `map_centred` serves: a large input with its channels last in memory."""
+        own_mean = type(self).mean is not TrackedMean.mean
+        if own_mean or x.numel() <= self.num_features or not has_own_backward(x, self.weight):
+            return False
+        if self._geometry is None:
+            return True
+        is_last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+        return is_last and self.padding_mode == "zeros" and not isinstance(self.padding, str)
 
-    def _has_rows(self, x: Tensor) -> bool:
-        """Return whether each position is a row in memory that is mapped by itself."""
-        pointwise = self.kernel_size == self.stride == (1, 1) and self.padding == (0, 0)
-        whole = self.groups == 1
-        return bool(pointwise and whole and x.is_contiguous(memory_format=torch.channels_last))
-
-    def _map_rows(self, x: Tensor) -> Tensor:
-        """Return w^T (x - E[x]) + b, and track the mean."""
-        self._check_channels(x)
-        dim = -1 if self.dim == -1 else 1
-        z, mean = centred_linear(x, self.weight.flatten(1), self.bias, dim)
-        self._track(mean.detach())
-        return z
+    @property
+    def _geometry(self) -> Geometry | None:
+        layer: Any = self
+        if not hasattr(self, "kernel_size"):
+            return None
+        return Geometry(layer.stride, layer.padding, layer.dilation, layer.groups)
 
     @property
     def base_layer(self) -> nn.Module:
@@ -102,9 +102,6 @@ class InputMeanLinear(InputMeanLayer, nn.Linear):
     """
 
     _plain = nn.Linear
-
-    def _has_rows(self, x: Tensor) -> bool:
-        return True
 
     def _map(self, x: Tensor, bias: Tensor) -> Tensor:
         return F.linear(x, self.weight, bias)

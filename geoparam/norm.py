@@ -1,13 +1,8 @@
 """Normalization by the mean alone: of a layer's input (IMN) or of its pre-activation (MBN).
 
 Both subtract a mean per channel, over the batch and all positions, and keep a running average of
-it for evaluation. Neither divides by a deviation. In a layer IMN needs no centred input: a mean m
-that is the same at every position changes each unit by one number, so
-
-    z = conv(x, w, b - w_summed m),    w_summed: w added up over its kernel,
-
-which is `shift_bias`. The mean's gradient flows. Mean and product are float32 or better, with
-autocast off.
+it for evaluation. Neither divides by a deviation. In a layer IMN needs no centred input
+(`centred_map`). The mean's gradient flows; it is float32 or better.
 
 With several processes each takes the mean of its own batch, as BatchNorm does, or, after
 `synchronise_means_`, that of the joint batch.
@@ -19,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from geoparam.centred_map import channel_mean, working_type
+from geoparam.centred_map import cast, channel_mean, working_type
 
 MOMENTUM = 0.1  # as torch's BatchNorm has it
 TRACKING = (  # the attributes that `TrackedMean` adds to a module
@@ -116,7 +111,7 @@ class TrackedMean(nn.Module):
         running, count = self.running_mean, self.num_batches_tracked
         assert running is not None and count is not None
         count.add_(batches)
-        mean = _cast(mean, running.dtype)
+        mean = cast(mean, running.dtype)
         if self.momentum is not None and not self.corrected:
             running.lerp_(mean, self.momentum)
         else:
@@ -243,35 +238,6 @@ class MeanOnlyBatchNorm(InputMeanNorm):
         return super().extra_repr() + ("" if self.bias is not None else ", bias=False")
 
 
-# --- in a layer ---------------------------------------------------------------------------------
-
-
-def shift_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
-    """Return b - w^T m for each unit: the bias of a layer whose input has its mean subtracted.
-
-    The mean (channels,) is the same at every position of the kernel of `weight`
-    (out, channels of its group, ...).
-
-    Example:
-        >>> shift_bias(torch.ones(1), torch.ones(1, 2, 3, 3), torch.tensor([1., 2.]))
-        tensor([-26.])
-    """
-    if torch.is_autocast_enabled(weight.device.type):
-        with torch.autocast(weight.device.type, enabled=False):
-            return shift_bias(bias, weight, mean)
-    (out, width), wide = weight.shape[:2], working_type(mean)
-    mean, bias = _cast(mean, wide), None if bias is None else _cast(bias, wide)
-    if weight.numel() > out * width:
-        summed = weight.flatten(2).sum(2, dtype=wide)
-    else:
-        summed = _cast(weight.flatten(1), wide)
-    groups = mean.numel() // width
-    if groups == 1:
-        return -summed.mv(mean) if bias is None else torch.addmv(bias, summed, mean, alpha=-1)
-    shift = (summed.view(groups, -1, width) * mean.view(groups, 1, width)).sum(2).flatten()
-    return -shift if bias is None else bias - shift
-
-
 class _SumOverProcesses(torch.autograd.Function):
     """An all-reduce with a gradient; torch.distributed.nn's refuses to be compiled."""
 
@@ -285,8 +251,3 @@ class _SumOverProcesses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _SumOverProcesses.apply(grad, ctx.group), None
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x.to(dtype); half of the calls of a small layer would be such that change nothing."""
-    return x if x.dtype == dtype else x.to(dtype)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import geoparam as gp
 from geoparam import centred_map
-from geoparam.centred_map import centred_linear, channel_mean
+from geoparam.centred_map import Geometry, channel_mean, map_centred, shift_bias
 from geoparam.checkpoints import fold_state_dict
 from geoparam.input_mean_layers import adopt
 
@@ -21,6 +21,7 @@ LAYERS = {
     "grouped": (nn.Conv2d(4, 6, 3, groups=2, **DOUBLE), (2, 4, 7, 6)),
     "depthwise": (nn.Conv2d(4, 4, 3, groups=4, bias=False, **DOUBLE), (2, 4, 7, 6)),
     "strided": (nn.Conv2d(4, 6, 3, stride=2, **DOUBLE), (2, 4, 7, 6)),
+    "same": (nn.Conv2d(4, 6, 1, padding="same", **DOUBLE), (2, 4, 7, 6)),
     "1x1": (nn.Conv2d(4, 6, 1, **DOUBLE), (2, 4, 7, 6)),
     "1x1, no bias": (nn.Conv2d(4, 6, 1, bias=False, **DOUBLE), (2, 4, 7, 6)),
     "reflect": (nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect", **DOUBLE), (2, 4, 7, 6)),
@@ -53,22 +54,45 @@ def test_training_is_that_of_a_centred_input(
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_linear_map_of_centred_rows_and_its_two_derivatives(
-    bias: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("x_shape", "w_shape", "geometry"),
+    [
+        ((5, 4), (3, 4), None),
+        ((2, 4, 3, 3), (3, 4, 1, 1), Geometry((1, 1), (0, 0), (1, 1), 1)),
+        ((2, 4, 3, 4), (2, 2, 3, 2), Geometry((1, 2), (1, 0), (1, 1), 2)),
+    ],
+)
+def test_centred_maps_and_their_two_derivatives(
+    x_shape: tuple, w_shape: tuple, geometry: Geometry | None, bias: bool
 ) -> None:
     x, w, b = (
-        torch.randn(shape, **DOUBLE, requires_grad=True) for shape in [(5, 4), (3, 4), (3,)]
+        torch.randn(shape, **DOUBLE, requires_grad=True)
+        for shape in (x_shape, w_shape, w_shape[:1])
     )
     inputs = (x, w, b if bias else None)
 
-    def formula(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor]:
-        return F.linear(x - x.mean(0), w, b), x.mean(0)
+    def found(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor]:
+        if geometry is not None:
+            x = x.contiguous(memory_format=torch.channels_last)
+        return map_centred(x, w, b, geometry)
 
-    for found, expected in zip(centred_linear(*inputs), formula(*inputs), strict=True):
-        torch.testing.assert_close(found, expected)
-    assert torch.autograd.gradcheck(centred_linear, inputs)
-    assert torch.autograd.gradgradcheck(centred_linear, inputs)
+    def formula(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor]:
+        if geometry is None:
+            return F.linear(x - x.mean(0), w, b), x.mean(0)
+        mean = x.mean((0, 2, 3))
+        return F.conv2d(x, w, shift_bias(b, w, mean), *geometry), mean
+
+    for one, other in zip(found(*inputs), formula(*inputs), strict=True):
+        torch.testing.assert_close(one, other)
+    assert torch.autograd.gradcheck(found, inputs)
+    assert torch.autograd.gradgradcheck(found, inputs)
+
+
+def test_the_mean_of_a_large_tensor_and_its_two_derivatives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(centred_map, "LARGE", 0)
+    x = torch.randn(5, 4, **DOUBLE, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: channel_mean(x**2, [0]), (x,))
 
 
@@ -76,7 +100,7 @@ def test_an_in_place_relu_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(centred_map, "LARGE", 0)
     x = torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last)
     z = gp.InputMeanConv2d(4, 6, 1)(x)
-    assert type(z.grad_fn).__name__ == "_LinearBackward" and not z._is_view()
+    assert type(z.grad_fn).__name__ == "_MapBackward" and not z._is_view()
     assert "Relu" in type(z.relu_().grad_fn).__name__  # CopySlices on a view
     assert z.is_contiguous(memory_format=torch.channels_last)
 

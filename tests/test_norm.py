@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from geoparam import GmPConv2d, GmPLinear, InputMeanNorm, MeanOnlyBatchNorm, recalibrate_
-from geoparam.norm import shift_bias
+from geoparam.centred_map import shift_bias
 
 SHAPES = [(6, 3), (6, 3, 5), (4, 3, 5, 2), (2, 3, 4, 5, 2)]
 

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from geoparam.centred_map import shift_bias
 from geoparam.conversion.plan import CONVOLUTIONS, kind_of
 from geoparam.coordinates import Angles, Coordinates, Intrinsic, Sign
-from geoparam.norm import shift_bias
 from geoparam.sphere import wide
 from geoparam.storage import list_few
 

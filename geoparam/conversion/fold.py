@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
+from geoparam.centred_map import shift_bias
 from geoparam.conversion.plan import Inputs
 from geoparam.conversion.replacement import RemovedNorm
 from geoparam.conversion.surgery import refuse_wrapped, replace_modules
 from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer, release
 from geoparam.layers import GmPLinear
-from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean, shift_bias
+from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean
 from geoparam.step_hooks import note_replaced
 from geoparam.trace import trace
 

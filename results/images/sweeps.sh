@@ -14,21 +14,23 @@ run() { # NAME OPTIONS...
   python3 -m geoparam run imagenet32 --data "$data" --out "$out/$name" --resume "$@"
 }
 
-# Each method has four tries; 10 % of the training images choose.
+# 10 % of the training images choose among a method's tries.
 fair=(--batch-sizes 1024 --epochs "${EPOCHS:-9}" --schedule linear --warmup 0.1 --nesterov
   --select 0.1 --recalibrate 80 --time-to 40,45)
-optimizers=(
-  --method bn:decay=5e-4,1e-3:lr=0.4,0.8
-  --method bn:optimizer=geometric:base=muon:turn=1.8,2.6:lr=1e-3,3e-3
-  --method bn:optimizer=muon:decay=0.1,0.2:lr=0.05,0.1
-  --method bn:optimizer=angularmuown:lr=0.02,0.05:rest_lr=1e-3,3e-3
-  --method bn:optimizer=airbench:lr=0.12,0.24:rest_lr=1e-3,3e-3
+optimizers=( # four tries each
   --method bn:optimizer=geometric:base=muon:rest=sgd:turn=1.8,2.6:lr=0.05,0.1
   --method bn:optimizer=geometric:base=sgd:lr=0.2,0.4,0.8,1.6
   --method bn:optimizer=adamw:decay=0.1,0.5:lr=1e-3,3e-3
   --method bn:optimizer=geometric:base=adamw:turn=1.2,2.4:lr=1e-3,3e-3
   --method bn:optimizer=rotational:decay=5e-4,2e-3:lr=0.4,0.8
   --method bn:optimizer=geometric:coordinates=angles:lr=0.2,0.4,0.8,1.6
+)
+finalists=( # SGD and the best four, whose best tries of four were at the edge: nine each
+  --method bn:decay=1e-3,5e-4,2e-3:lr=0.8,0.4,1.6
+  --method bn:optimizer=geometric:base=muon:turn=2.6,1.8,3.6:lr=1e-3,3e-3,1e-2
+  --method bn:optimizer=muon:decay=0.2,0.1,0.4:lr=0.1,0.05,0.2
+  --method bn:optimizer=airbench:lr=0.24,0.12,0.48:rest_lr=3e-3,1e-3,1e-2
+  --method bn:optimizer=angularmuown:lr=0.05,0.02,0.1:rest_lr=1e-3,3e-3,1e-2
 )
 plain=(
   --method bn:decay=5e-4,1e-3:lr=0.4,0.8 --method wn+mbn:decay=0,5e-4:lr=0.1,0.4
@@ -44,7 +46,8 @@ sweep() { # NAME OPTIONS...: a fair sweep; its network is the name's first word
 
 for part in "$@"; do
   case $part in
-    vgg6-optimizers | resnet18-optimizers) sweep "$part" --seeds 1 "${optimizers[@]}" ;;
+    vgg6-optimizers | resnet18-optimizers)
+      sweep "$part" --seeds 1 "${finalists[@]}" "${optimizers[@]}" ;;
     vgg6-fair) # IMN in the bias form
       sweep "$part" --seeds 1 "${plain[@]}" --method gmp+imn:imn=input:decay=0,5e-4:lr=0.2,0.4 \
         --method intrinsic+imn:imn=input:decay=0,5e-4:lr=0.2,0.4 ;;

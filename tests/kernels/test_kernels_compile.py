@@ -28,7 +28,7 @@ TYPES = {
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let a launch compile its kernel for an H100, and no more; record which."""
-    from geoparam.kernels import rows_triton, weight_triton
+    from geoparam.kernels import channels_triton, rows_triton, weight_triton
 
     seen: list[str] = []
 
@@ -46,6 +46,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             seen.append(self.kernel.__name__)
 
     for module, names in (
+        (channels_triton, ("_sum_rows", "_add_row")),
         (weight_triton, ("_forward_kernel", "_backward_kernel")),
         (rows_triton, ("_mix", "_enter_biases", "_leave_biases")),
     ):
@@ -84,6 +85,16 @@ def test_weights(launches: list[str], n: int, dtype: torch.dtype) -> None:
     weight = functional.compute_weight(latitude, r, torch.bfloat16)
     functional.compute_gradients(weight, latitude, r, True)
     assert launches == ["_forward_kernel", "_backward_kernel"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [1, 3, 64, 2048])
+def test_channels(launches: list[str], channels: int, dtype: torch.dtype) -> None:
+    from geoparam.kernels import channels_triton
+
+    x = torch.zeros(1000, channels, dtype=dtype)
+    channels_triton.add_row_(x, channels_triton.sum_rows(x))
+    assert launches == ["_sum_rows", "_add_row"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

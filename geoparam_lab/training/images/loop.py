@@ -180,7 +180,8 @@ class Training:
             epochs = map(self.batches.epoch, itertools.count(self.epoch))
             batches = itertools.chain.from_iterable(epochs)
             some = itertools.islice(batches, self.settings.recalibrate)
-            gp.recalibrate_(self.model, (images for images, _ in some))
+            with torch.compiler.set_stance("force_eager"):  # else all is compiled once more
+                gp.recalibrate_(self.model, (images for images, _ in some))
             curves = list(self.curves.values())[len(MEASURES) :]
             for curve, value in zip(curves, _percent(self.evaluate(self.watched)), strict=False):
                 curve[-1] = value

@@ -1,0 +1,48 @@
+"""Sums over rows and additions of a row by Triton equal torch's, alone and in a layer.
+
+They run on a GPU, or in Triton's interpreter with TRITON_INTERPRET=1 (`make test-interpreter`).
+"""
+
+import os
+
+import pytest
+import torch
+
+import geoparam as gp
+from geoparam import centred_map
+from geoparam.kernels import selection
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = pytest.mark.interpreter if INTERPRETED else pytest.mark.gpu
+SHAPES = [(1, 1), (3, 5), (2500, 7), (200, 64), (100, 300), (2049, 128)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    channels_triton = pytest.importorskip("geoparam.kernels.channels_triton")
+    x, row = torch.randn(shape, device=DEVICE).to(dtype), torch.randn(shape[1], device=DEVICE)
+    sums = channels_triton.sum_rows(x)
+    torch.testing.assert_close(sums, x.double().sum(0).float(), atol=1e-3, rtol=1e-5)
+    expected = (x.float() + row).to(dtype)
+    channels_triton.add_row_(x, row)
+    torch.testing.assert_close(x, expected)
+
+
+@pytest.mark.parametrize(("kernel", "stride", "groups"), [(1, 1, 1), (3, 1, 1), (3, 2, 2)])
+def test_a_layer(kernel: int, stride: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.backends.cudnn.allow_tf32 = False
+    monkeypatch.setattr(centred_map, "LARGE", 0)
+    options = {"stride": stride, "padding": kernel // 2, "groups": groups}
+    layer = gp.InputMeanConv2d(6, 4, kernel, **options).to(DEVICE)
+    x = (torch.randn(3, 6, 5, 7, device=DEVICE) + 1).to(memory_format=torch.channels_last)
+
+    def train(kernels: str) -> list[torch.Tensor]:
+        monkeypatch.setattr(selection, "KERNELS", kernels)
+        inputs = x.clone().requires_grad_()
+        z = layer(inputs)
+        return [z, *torch.autograd.grad(z.square().sum(), [inputs, *layer.parameters()])]
+
+    for found, expected in zip(train("triton"), train("torch"), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
