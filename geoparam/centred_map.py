@@ -20,9 +20,12 @@ ones written in Python. Compilers fuse these passes themselves; torch.func and f
 torch's own ops. Second derivatives are those of the formulas above.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from geoparam.functional import is_eager
@@ -32,12 +35,14 @@ LARGE = 2**22  # elements; below it, calls cost more than passes over memory
 
 
 class Geometry(NamedTuple):
-    """What a convolution has besides its weight."""
+    """What a convolution without groups has besides its weight."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
-    groups: int
+
+
+_POINTWISE = Geometry((1, 1), (0, 0), (1, 1))
 
 
 def has_own_backward(x: Tensor, weight: Tensor | None = None) -> bool:
@@ -91,6 +96,7 @@ def map_centred(
     """Return w^T (x - m) + b and the mean m of each channel; see `has_own_backward`.
 
     Without a geometry, x has its channels last. With one, x is a batch of images in channels_last.
+    No gradient flows through the returned mean.
 
     Example:
         >>> x, weight = torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.ones(1, 2)
@@ -101,9 +107,9 @@ def map_centred(
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
         return _Map.apply(x, weight, bias, geometry)
-    dtype = torch.get_autocast_dtype(kind)
-    with torch.autocast(kind, enabled=False):
-        return _Map.apply(x.to(dtype), weight.to(dtype), bias, geometry)
+    x = cast(x, torch.get_autocast_dtype(kind))
+    with _without_autocast(kind):
+        return _Map.apply(x, weight, bias, geometry)
 
 
 class _Mean(torch.autograd.Function):
@@ -121,59 +127,75 @@ class _Mean(torch.autograd.Function):
 
 
 class _Map(torch.autograd.Function):
+    """Where Python is the limit, every call of torch counts: there is none to spare here."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any
     ) -> tuple[Tensor, Tensor]:
         rows = _to_rows(x, geometry)
-        mean = _sum_rows(rows) / len(rows)
-        shift = shift_bias(bias, weight, mean)
-        ctx.save_for_backward(x, weight, mean)
+        mean, w, summed = ctx.kept = _prepare(rows, weight)
+        ctx.save_for_backward(x, weight)
         ctx.geometry, ctx.bias_type = geometry, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(mean)
+        bias = mean.new_zeros(1) if bias is None else cast(bias, mean.dtype)
+        shift = torch.addmv(bias, summed, mean, alpha=-1)
         if _is_product(weight, geometry):
             z = _make_empty(x, len(weight), geometry)
-            factors = rows, weight.flatten(1).t()
-            torch.addmm(shift.to(x.dtype), *factors, out=_to_rows(z, geometry))
+            out = _to_rows(z, geometry)
+            torch.addmm(cast(shift, x.dtype), rows, w.flatten(1).t(), out=out)
         elif _has_kernel(x):
-            z = _add_row(torch.convolution(x, weight, None, *_arguments(geometry)), shift)
+            z = _add_row(F.conv2d(x, w, None, *geometry), shift, 1.0)
         else:
-            z = torch.convolution(x, weight, shift.to(x.dtype), *_arguments(geometry))
+            z = F.conv2d(x, w, cast(shift, x.dtype), *geometry)
         return z, mean
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_mean: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        kind = grad.device.type
+        if torch.is_autocast_enabled(kind):  # backward() was called inside of it
+            with _without_autocast(kind):
+                return _Map.backward(ctx, grad, _)
+        x, weight = ctx.saved_tensors
         geometry, (of_x, of_weight, *_) = ctx.geometry, ctx.needs_input_grad
-        if geometry is not None:
-            grad = grad.contiguous(memory_format=torch.channels_last)
+        grad = grad if geometry is None else grad.contiguous(memory_format=torch.channels_last)
         rows, by_rows = _to_rows(x, geometry), _to_rows(grad, geometry)
-        grad_x = grad_weight = None
-        with torch.autocast(x.device.type, enabled=False):  # backward() may be called inside of it
-            sums = _sum_rows(by_rows)
-            by_group = len(mean) // weight.shape[1], -1, weight.shape[1]  # groups, units, inputs
-            summed = _sum_kernel(weight, mean.dtype).view(by_group)
-            s, m = sums.view(by_group[0], -1, 1), mean.view(by_group[0], 1, -1)
-            shift = (grad_mean - (summed.mT @ s).flatten()) / len(rows)
-            if _is_product(weight, geometry):
-                if of_x:
-                    grad_x = torch.addmm(shift.to(x.dtype), by_rows, weight.flatten(1))
-                    grad_x = _from_rows(grad_x, x, geometry)
-                if of_weight:
-                    grad_weight = by_rows.t().mm(rows).view(weight.shape)
-            else:
-                wanted = of_x, of_weight, False
-                grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-                    grad, x, weight, None, *_arguments(geometry), wanted
-                )
-                grad_x = _add_row(grad_x, shift) if of_x else None
+        # What is kept has no graph; second derivatives need one.
+        mean, w, summed = _prepare(rows, weight) if torch.is_grad_enabled() else ctx.kept
+        sums, by_mean = _sum_rows(by_rows), -1 / len(rows)
+        grad_x: Any = None
+        grad_weight: Any = None
+        if _is_product(weight, geometry):
+            if of_x:
+                shift = cast(summed.t().mv(sums) * by_mean, x.dtype)
+                grad_x = _from_rows(torch.addmm(shift, by_rows, w.flatten(1)), x, geometry)
             if of_weight:
-                outer = (s * m).view(*weight.shape[:2], *[1] * (weight.ndim - 2))
-                grad_weight = (grad_weight - outer).to(weight.dtype)
-        grad_bias = None if ctx.bias_type is None else sums.to(ctx.bias_type)
+                grad_weight = by_rows.t().mm(rows).view(weight.shape)
+        else:
+            options = *geometry, False, (0, 0), 1, (of_x, of_weight, False)
+            grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
+                grad, x, w, None, *options
+            )
+            grad_x = _add_row(grad_x, summed.t().mv(sums), by_mean) if of_x else None
+        if of_weight:
+            ones = [1] * (weight.ndim - 2)
+            s, m = sums.view(-1, 1, *ones), mean.view(1, -1, *ones)
+            grad_weight = cast(torch.addcmul(grad_weight, s, m, value=-1), weight.dtype)
+        grad_bias = None if ctx.bias_type is None else cast(sums, ctx.bias_type)
         return grad_x, grad_weight, grad_bias, None
 
 
 # --- helpers ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _without_autocast(kind: str) -> Iterator[None]:
+    """Turn autocast off and on again; torch.autocast(enabled=False) takes five times as long."""
+    torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(kind, True)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -181,15 +203,15 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def _prepare(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean row, and the weight in the rows' type and added up over its kernel."""
+    mean = _sum_rows(rows) / len(rows)
+    return mean, cast(weight, rows.dtype), _sum_kernel(weight, mean.dtype)
+
+
 def _is_product(weight: Tensor, geometry: Geometry | None) -> bool:
     """Return whether each position is mapped by itself, so that all are one matrix product."""
-    pointwise = Geometry((1, 1), (0, 0), (1, 1), 1)
-    return geometry is None or (geometry == pointwise and weight.shape[2:].numel() == 1)
-
-
-def _arguments(geometry: Geometry) -> tuple[Any, ...]:
-    """Return the arguments of torch.convolution after the bias."""
-    return *geometry[:3], False, (0, 0), geometry.groups
+    return geometry is None or (geometry == _POINTWISE and weight.shape[2:].numel() == 1)
 
 
 def _sum_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -201,9 +223,8 @@ def _sum_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _has_kernel(x: Tensor) -> bool:
     """Return whether Triton's kernels serve; they have no gradient of their own."""
-    return (
-        x.dtype != torch.float64 and not torch.is_grad_enabled() and choose_kernels(x) == "triton"
-    )
+    wanted = x.dtype != torch.float64 and not torch.is_grad_enabled()
+    return wanted and choose_kernels(x) == "triton"
 
 
 def _sum_rows(rows: Tensor) -> Tensor:
@@ -214,14 +235,14 @@ def _sum_rows(rows: Tensor) -> Tensor:
     return rows.sum(dim=0, dtype=working_type(rows))
 
 
-def _add_row(images: Tensor, row: Tensor) -> Tensor:
-    """Return images plus one value per channel; in place where a kernel does it."""
+def _add_row(images: Tensor, row: Tensor, factor: float) -> Tensor:
+    """Return images plus factor times one value per channel; in place where a kernel does it."""
     if _has_kernel(images) and images.is_contiguous(memory_format=torch.channels_last):
         from geoparam.kernels import channels_triton
 
-        channels_triton.add_row_(images.permute(0, 2, 3, 1).flatten(0, 2), row)
+        channels_triton.add_row_(images.permute(0, 2, 3, 1).flatten(0, 2), row, factor)
         return images
-    return images + row.to(images.dtype).view(-1, 1, 1)
+    return images + (row * factor).to(images.dtype).view(-1, 1, 1)
 
 
 def _to_rows(x: Tensor, geometry: Geometry | None) -> Tensor:

@@ -39,7 +39,7 @@ class InputMeanLayer(TrackedMean):
         if self.training and not self.is_shared and self._is_in_rows(x):
             self._check_channels(x)
             z, mean = map_centred(x, self.weight, self.bias, self._geometry)
-            self._track(mean.detach())
+            self._track(mean)
             return z
         bias = shift_bias(self.bias, self.weight, self.mean(x))
         return self._map(x, bias.to(self.weight.dtype))
@@ -53,17 +53,19 @@ class InputMeanLayer(TrackedMean):
         own_mean = type(self).mean is not TrackedMean.mean
         if own_mean or x.numel() <= self.num_features or not has_own_backward(x, self.weight):
             return False
+        layer: Any = self
         if self._geometry is None:
             return True
-        is_last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
-        return is_last and self.padding_mode == "zeros" and not isinstance(self.padding, str)
+        if layer.groups > 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+            return False
+        return x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
 
     @property
     def _geometry(self) -> Geometry | None:
         layer: Any = self
         if not hasattr(self, "kernel_size"):
             return None
-        return Geometry(layer.stride, layer.padding, layer.dilation, layer.groups)
+        return Geometry(layer.stride, layer.padding, layer.dilation)
 
     @property
     def base_layer(self) -> nn.Module:

@@ -9,6 +9,7 @@ the same numbers every time.
 """
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -16,38 +17,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 4096  # elements
+_TILE = 2048  # elements: eight for each thread, which it loads at once
 _PROGRAMS = 1024  # that share a sum: some for each of a GPU's hundred processors
 
 
 def sum_rows(x: Tensor) -> Tensor:
     """Return the sum of the rows of a contiguous matrix, in float32."""
-    (rows, columns), (tall, wide) = x.shape, _tile(x)
-    strips = triton.cdiv(columns, wide)
-    parts = max(1, min(triton.cdiv(rows, tall), _PROGRAMS // strips))
-    each = triton.cdiv(triton.cdiv(rows, parts), tall) * tall
-    parts = triton.cdiv(rows, each)
+    rows, columns = x.shape
+    tall, wide, strips = _tile(columns)
+    parts = max(1, min(-(-rows // tall), _PROGRAMS // strips))
+    each = -(-rows // (parts * tall)) * tall
+    parts = -(-rows // each)
     sums = x.new_empty(parts, columns, dtype=torch.float32)
-    _launch(_sum_rows, (parts, strips), x, sums, rows, columns, each)
-    return sums.sum(dim=0)
+    _launch(_sum_rows, (parts, strips), x, sums, rows, columns, each, tall, wide)
+    return sums.sum(dim=0) if parts > 1 else sums[0]
 
 
-def add_row_(x: Tensor, row: Tensor) -> None:
-    """Add a row of float32 to all rows of a contiguous matrix."""
-    (rows, columns), (tall, wide) = x.shape, _tile(x)
-    grid = triton.cdiv(rows, tall), triton.cdiv(columns, wide)
-    _launch(_add_row, grid, x, row, rows, columns)
+def add_row_(x: Tensor, row: Tensor, factor: float = 1.0) -> None:
+    """Add factor times a row of float32 to all rows of a contiguous matrix."""
+    rows, columns = x.shape
+    tall, wide, strips = _tile(columns)
+    _launch(_add_row, (-(-rows // tall), strips), x, row, factor, rows, columns, tall, wide)
 
 
-def _tile(x: Tensor) -> tuple[int, int]:
-    wide = min(triton.next_power_of_2(x.shape[1]), 128)
-    return _TILE // wide, wide
+@functools.cache
+def _tile(columns: int) -> tuple[int, int, int]:
+    """Return a tile's rows and columns, and how many tiles have all columns."""
+    wide = min(triton.next_power_of_2(columns), 128)
+    return _TILE // wide, wide, -(-columns // wide)
 
 
 def _launch(kernel: Any, grid: tuple[int, int], x: Tensor, *arguments: Any) -> None:
-    tall, wide = _tile(x)
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
-        kernel[grid](x, *arguments, ROWS=tall, COLUMNS=wide, num_warps=4)
+        kernel[grid](x, *arguments, num_warps=8)
 
 
 @triton.jit
@@ -66,11 +68,11 @@ def _sum_rows(x, sums, rows, columns, each, ROWS: tl.constexpr, COLUMNS: tl.cons
 
 
 @triton.jit
-def _add_row(x, row, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _add_row(x, row, factor, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (line < rows)[:, None] & (column < columns)[None, :]
     at = x + line[:, None] * columns + column[None, :]
     change = tl.load(row + column, column < columns, 0).to(tl.float32)
-    total = tl.load(at, inside, 0).to(tl.float32) + change[None, :]
+    total = tl.load(at, inside, 0).to(tl.float32) + factor * change[None, :]
     tl.store(at, total.to(x.dtype.element_ty), inside)

@@ -25,8 +25,8 @@ def test_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, row = torch.randn(shape, device=DEVICE).to(dtype), torch.randn(shape[1], device=DEVICE)
     sums = channels_triton.sum_rows(x)
     torch.testing.assert_close(sums, x.double().sum(0).float(), atol=1e-3, rtol=1e-5)
-    expected = (x.float() + row).to(dtype)
-    channels_triton.add_row_(x, row)
+    expected = (x.float() - 0.5 * row).to(dtype)
+    channels_triton.add_row_(x, row, -0.5)
     torch.testing.assert_close(x, expected)
 
 
