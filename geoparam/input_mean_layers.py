@@ -53,6 +53,8 @@ class InputMeanLayer(TrackedMean):
         own_mean = type(self).mean is not TrackedMean.mean
         if own_mean or x.numel() <= self.num_features or not has_own_backward(x, self.weight):
             return False
+        if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            return False  # torch refuses it
         layer: Any = self
         if self._geometry is None:
             return True

@@ -121,6 +121,15 @@ def test_the_gradient_inside_and_outside_of_autocast_is_the_same(
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("large", [0, 2**22])
+def test_another_type_than_the_weights_is_refused_by_torch(
+    large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(centred_map, "LARGE", large)
+    with pytest.raises(RuntimeError, match="dtype|type"):
+        gp.InputMeanLinear(4, 6)(torch.randn(5, 4, dtype=torch.float64))
+
+
 def test_zeros_are_padded_to_the_input_as_it_is() -> None:
     layer = adopt(nn.Conv2d(4, 6, 3, padding=1, **DOUBLE))
     x = torch.randn(2, 4, 7, 6, **DOUBLE) + 3
