@@ -18,7 +18,7 @@ them is wrong.
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,10 +134,8 @@ def make_problem(data: Banana, epochs: int = EPOCHS, patience: int = PATIENCE) -
     return Problem((2, UNITS, 1), protocol, (data.x_train, data.y_train), judged)
 
 
-def describe(
-    data: Banana, result: Result, film: Film, those: Sequence[int]
-) -> Iterator[tuple[Arrays, Record]]:
-    """Yield the arrays and measures of some members."""
+def describe(data: Banana, result: Result, film: Film) -> Iterator[tuple[Arrays, Record]]:
+    """Yield the arrays and measures of each member."""
     assert result.motion is not None
     across, up = np.meshgrid(*make_grid(data))  # row by row of the second input
     mesh = np.stack([across.ravel(), up.ravel()], axis=1)
@@ -146,8 +144,7 @@ def describe(
     right = (tests > 0) == (data.y_test > 0.5)
     directions, distances = film.boundaries(data.x_train)
     per_epoch = make_problem(data).steps_per_epoch
-    for i in those:
-        end = int(result.epochs[i])
+    for i, end in enumerate(result.epochs.tolist()):
         steps, frames = film.until(end)
         arrays = {
             "loss": result.losses[:end, i],
@@ -309,16 +306,6 @@ EXPERIMENT = Experiment(
         "thick line is where its decision changes. A unit is off on one side of its thin line and "
         "on where the teeth point; the star is its location φ, the line's nearest point to the "
         "origin (+).",
-        {
-            "x": "N2",
-            "y": "N",
-            "limits": "4",
-            "score": "SMTHW",
-            "direction": "SMTU2",
-            "distance": "SMTU",
-            "accuracy": "SMT",
-            "rotation": "SMT",
-        },
         {
             "accuracy": "Test accuracy",
             "rotation": "Largest turn of a unit since the frame before (°)",

@@ -82,12 +82,10 @@ class Slider:
 
     Args:
         text: what a reader sees in it.
-        axes: the arrays' axes: S seeds, M methods, T frames, then any; digits are lengths.
-        strips: the arrays (S, M, T) that are drawn as curves below, with their titles.
+        strips: arrays (seeds, methods, frames) that are drawn as curves below, with their titles.
     """
 
     text: str
-    axes: Mapping[str, str]
     strips: Mapping[str, str]
 
 

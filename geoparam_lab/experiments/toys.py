@@ -27,13 +27,13 @@ from geoparam_lab.training import tasks
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.snapshots import Film, frame_epochs
 from geoparam_lab.training.stacks.stacked import Protocol, Result
-from geoparam_lab.training.tasks import Progress, Tick
+from geoparam_lab.training.tasks import Done, Progress, Session, Tick
 
 Array = np.ndarray
 Arrays = dict[str, Array]
 Choose = Callable[["Problem", Sequence["Member"]], Sequence[Record]]
 FindErrors = Callable[[Array, Array], Array]
-Describe = Callable[[Result, Film, Sequence[int]], Iterable[tuple[Arrays, Record]]]
+Describe = Callable[[Result, Film], Iterable[tuple[Arrays, Record]]]
 
 COMPARED = ("sp", "wn", "bn", "gmp")  # by the papers
 LRS = (0.01, 0.1)  # in the papers 0.1 is GmP's, 0.01 that of the others
@@ -109,7 +109,7 @@ class Toy:
         load: gives the data, and their part of the configuration, from these options and the
             configuration of the run that is resumed.
         make_problem: what to train for, from data, epochs and patience.
-        describe: gives the arrays and the measures of some members of a stack, one after the
+        describe: gives the arrays and the measures of all members of a stack, one after the
             other, from the data; a function of a module, so that processes can be given it.
         draw: gives the figures, by name, each a function without arguments and a caption.
         film: gives the slider's arrays, or none where there is no slider.
@@ -122,7 +122,7 @@ class Toy:
     options: Callable[..., Any]
     load: Callable[[Any, Config], tuple[Any, Record]]
     make_problem: Callable[[Any, int, int], Problem]
-    describe: Callable[[Any, Result, Film, Sequence[int]], Iterable[tuple[Arrays, Record]]]
+    describe: Callable[[Any, Result, Film], Iterable[tuple[Arrays, Record]]]
     draw: Callable[[Run, Any], Drawings]
     film: Callable[[Run, Any], Arrays]
     measure: Measure
@@ -173,7 +173,10 @@ def run(
     describe = functools.partial(toy.describe, data)
     choose = functools.partial(choose_rates, folds, toy.find_errors) if folds else None
     work = functools.partial(_train_stack, problem, describe, choose)
-    train_missing(done, work, epochs, jobs, progress)
+    stacks = list_stacks(done.config)
+    count = sum(len(stack.keys) for stack in stacks)
+    session = Session(done, work, count, jobs or tasks.count_cores(), progress)
+    session.spread(stacks, patient=True)  # after Ctrl-C, so that no work is lost
     rates = draw_rates(done, {toy.name.capitalize(): done.records()}, toy.measure)
     save_figures(done, toy.draw(done, data) | rates, progress)
     if arrays := toy.film(done, data):
@@ -246,60 +249,36 @@ def _train_models(
 
 
 class Stack(NamedTuple):
-    """A piece of work: members of one method, and the numbers of those without a record."""
+    """A task: members of one method."""
 
-    members: tuple[Member, ...]
-    missing: tuple[int, ...]
+    keys: tuple[Member, ...]
 
-
-def find_stacks(run: Run) -> list[Stack]:
-    """Return the stacks of a run in which a record is missing."""
-    config, found = run.config, []
-    for method, first in itertools.product(config["methods"], range(0, config["seeds"], BLOCK)):
-        block = range(first, min(first + BLOCK, config["seeds"]))
-        members = tuple(Member(method, lr, seed) for lr in config["lrs"] for seed in block)
-        done = [run.has_record(**member._asdict()) for member in members]
-        if not all(done):
-            found.append(Stack(members, tuple(i for i, each in enumerate(done) if not each)))
-    return found
+    def __str__(self) -> str:
+        return methods_table.title(self.keys[0].method)
 
 
-def train_missing(
-    run: Run, work: tasks.Work, each: int, jobs: int | None, progress: Progress | None
-) -> None:
-    """Train every stack that lacks a record, and add curves and record of what was missing.
-
-    Each stack has at most `each` epochs, for the progress bar.
-    Ctrl-C lets the stacks under way finish, so that no work is lost; a second one stops at once.
-    """
-    todo = find_stacks(run)
-    epochs, title = dict.fromkeys(todo, 0), run.info["experiment"].capitalize()
-
-    def report(stack: Stack, epoch: int, left: int = 0, remark: str = "") -> None:
-        epochs[stack] = epoch
-        if progress is not None:
-            progress(title, sum(epochs.values()), each * len(todo))
-
-    for stack, outcomes in tasks.spread(
-        work, todo, jobs or tasks.count_cores(), report, patient=True
-    ):
-        for i, (arrays, record) in zip(stack.missing, outcomes, strict=True):
-            run.save_curves(stack.members[i].name, **_to_single(arrays))
-            run.append(record)
-        report(stack, each)
+def list_stacks(config: Config) -> list[Stack]:
+    """Return the stacks of a run."""
+    firsts = range(0, config["seeds"], BLOCK)
+    blocks = [range(first, min(first + BLOCK, config["seeds"])) for first in firsts]
+    return [
+        Stack(tuple(Member(method, lr, seed) for lr in config["lrs"] for seed in block))
+        for method, block in itertools.product(config["methods"], blocks)
+    ]
 
 
 def _train_stack(
     problem: Problem, describe: Describe, choose: Choose | None, stack: Stack, tick: Tick
-) -> list[tuple[Arrays, Record]]:
-    """Train one stack; return arrays and record of each member that has none yet."""
-    result, film = train(problem, stack.members, tick)
-    chosen = [{}] * len(stack.members) if choose is None else choose(problem, stack.members)
-    own = zip(stack.missing, describe(result, film, stack.missing), strict=True)
-    return [
-        (arrays, _record(stack.members[i], result, i) | chosen[i] | measures)
-        for i, (arrays, measures) in own
-    ]
+) -> Done:
+    """Train one stack; return arrays and record of each member."""
+    members = stack.keys
+    result, film = train(problem, members, tick)
+    chosen = [{}] * len(members) if choose is None else choose(problem, members)
+    records, curves = [], {}
+    for i, (arrays, measures) in enumerate(describe(result, film)):
+        records.append(_record(members[i], result, i) | chosen[i] | measures)
+        curves[members[i].name] = _to_single(arrays)
+    return Done(records, curves)
 
 
 def choose_rates(

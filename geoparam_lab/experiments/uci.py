@@ -112,7 +112,8 @@ def train(task: Task, table: Table, config: Record, tick: Tick | None = None) ->
         }
         for i in range(len(seeds))
     ]
-    return Done(records, _curves(task, result, next(iter(errors))) if task.chosen else {})
+    curves = {task.name: _curves(task, result, next(iter(errors)))} if task.chosen else {}
+    return Done(records, curves)
 
 
 def find_key(protocol: str) -> tuple[str, ...]:
