@@ -2,13 +2,11 @@
 
 The papers' text starts GmP from uniform directions, lam = 0 and r = 1, whatever the layer's size;
 their code from Glorot-uniform weights, turned into angles and r = ||w||. Beside these two, SP with
-Glorot's and with He's initialisation. (Output layers are Glorot's throughout.) Three questions:
+Glorot's and with He's initialisation. (Output layers are Glorot's throughout.) Two questions:
 
     start     the Levy and Energy networks before training, for widths 16 ... 16384: how large are
               hidden activations, outputs and gradients, and how far does one step of Adam at rate
               0.01 move the outputs? (Its first step is rate x sign of the gradient.)
-    fan_in    the other side of a layer's size: 64 units with so many standard normal inputs; also
-              how far that step turns a unit
     trained   test error after a fixed number of steps, for each width and rate: does one rate
               serve all widths?
 
@@ -59,13 +57,13 @@ IN_CACHE = 2**21  # activations of a stack and batch: 8 MB
 
 
 class Member(NamedTuple):
-    """A network, or for the fan-in a layer: the fields that tell its record apart."""
+    """A network: the fields that tell its record apart."""
 
-    kind: str  # "start", "fan_in" or "trained"
-    dataset: str  # "levy", "energy" or, for the fan-in, "normal"
+    kind: str  # "start" or "trained"
+    dataset: str  # "levy" or "energy"
     method: str
     init: str
-    width: int  # of the hidden layer; for the fan-in, of the inputs
+    width: int  # of the hidden layer
     lr: float | None  # None before training
     seed: int
 
@@ -83,20 +81,11 @@ class Measurer:
     steps: int = STEPS  # of training
 
     def __call__(self, members: Sequence[Member], tick: Tick) -> list[Record]:
-        kind = members[0].kind
-        if kind == "trained":
+        if members[0].kind == "trained":
             return self._train(members, tick)
-        if kind == "start":
-            return [self._start(member) for member in members]
-        return [
-            width_scales.measure_fan_in(member.method, member.init, member.width, member.seed)
-            for member in members
-        ]
-
-    def _start(self, member: Member) -> Record:
-        data = self._data(member.dataset, [member.seed])
-        x, y = torch.from_numpy(data.x_train[0]), torch.from_numpy(data.y_train[0])
-        return width_scales.measure_start(member.build(x.shape[-1]), x, y)
+        data = self._data(members[0].dataset, [member.seed for member in members])
+        each = zip(members, *map(torch.from_numpy, (data.x_train, data.y_train)), strict=True)
+        return [width_scales.measure_start(m.build(x.shape[-1]), x, y) for m, x, y in each]
 
     def _train(self, members: Sequence[Member], tick: Tick) -> list[Record]:
         seeds = [member.seed for member in members]
@@ -199,7 +188,6 @@ def make_tasks(config: Record) -> list[Task]:
         for dataset in config["datasets"]:
             found += [_make_task("trained", dataset, variant, width, stack) for stack in stacks]
             found.append(_make_task("start", dataset, variant, width, before))
-        found.append(_make_task("fan_in", "normal", variant, width, before))
     return found
 
 
@@ -223,14 +211,11 @@ def find_answers(records: Sequence[Record], config: Record) -> list[Record]:
     factor, `one_rate_factor`; `papers_rate` and `papers_rate_factor` are the papers' choice.
     """
     found = []
-    for dataset, variant in itertools.product((*config["datasets"], "normal"), VARIANTS):
+    for dataset, variant in itertools.product(config["datasets"], VARIANTS):
         own = select_records(records, dataset=dataset, **variant._asdict())
-        answer = find_exponents([r for r in own if r["kind"] in ("start", "fan_in")])
-        if dataset != "normal":
-            errors = _errors(select_records(own, kind="trained"), config)
-            answer |= compare_rates(
-                errors, config["rates"], methods.LEARNING_RATES[variant.method]
-            )
+        answer = find_exponents(select_records(own, kind="start"))
+        errors = _errors(select_records(own, kind="trained"), config)
+        answer |= compare_rates(errors, config["rates"], methods.LEARNING_RATES[variant.method])
         key = {"kind": "answer", "dataset": dataset, **variant._asdict()}
         found.append(dict.fromkeys(Member._fields) | key | answer)
     return found
@@ -291,7 +276,6 @@ _EXPONENTS = Layout(
         Measure("exponent_activation", "activations"),
         Measure("exponent_output", "outputs"),
         Measure("exponent_output_change", "change of outputs in a step"),
-        Measure("exponent_turn", "turn of a unit in a step"),
         Measure("exponent_gradient_direction", "gradient of directions"),
         Measure("exponent_gradient_offset", "gradient of offsets"),
         Measure("exponent_gradient_scale", "gradient of scales"),
@@ -299,8 +283,7 @@ _EXPONENTS = Layout(
     ),
     title="Exponent with which things grow with the width, before training",
     notes=(
-        "0: does not depend on the width; 0.5: grows with its square root; -0.5: shrinks with it. "
-        "With normal inputs, read their number for the width.",
+        "0: does not depend on the width; 0.5: grows with its square root; -0.5: shrinks with it.",
         "GmP's scales r begin at 1 with init sphere, the papers' text, and at the norms of "
         "weights with init Glorot, the papers' code.",
     ),
@@ -333,5 +316,4 @@ EXPERIMENT = Experiment(
         _ONE_RATE,
         Layout((RMSE,), "width", "width", "dataset", where={"kind": "trained"}, compare=False),
     ),
-    names={"normal": "normal inputs, over their number"},
 )
