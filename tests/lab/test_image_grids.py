@@ -90,7 +90,7 @@ def test_more_seeds_of_the_best_setting_do_not_change_the_choice() -> None:
 
 
 def test_runs_stored_before_there_were_options_are_shown_as_ever() -> None:
-    said = tables.export([Run.open(STORED)], baseline="bn")
+    said = tables.export([Run.open(STORED)])
     assert "| GmP+IMN, rate 0.3 | 44.48 " in said and "settings tried" not in said
 
 
