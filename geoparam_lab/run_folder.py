@@ -214,12 +214,7 @@ class Run:
 
 
 def group_records(records: Iterable[Record], *fields: str) -> dict[tuple[Any, ...], list[Record]]:
-    """Return the records by their values in some fields, in the order in which these occur.
-
-    Example:
-        >>> group_records([{"lr": 0.1, "seed": 0}, {"lr": 0.1, "seed": 1}], "lr")
-        {(0.1,): [{'lr': 0.1, 'seed': 0}, {'lr': 0.1, 'seed': 1}]}
-    """
+    """Return the records by their values in some fields, in the order in which these occur."""
     found: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
         found.setdefault(tuple(record[field] for field in fields), []).append(record)

@@ -86,13 +86,7 @@ def load(options: Options, earlier: Config) -> tuple[Banana, Record]:
 
 
 def hold_out(data: Banana) -> Banana:
-    """Return the points with a fifth of the training part held out, standardised without it.
-
-    Example:
-        >>> held = hold_out(load_points(source="generated"))
-        >>> held.x_train.shape, held.x_val.shape, held.x_test.shape
-        ((640, 2), (160, 2), (200, 2))
-    """
+    """Return the points with a fifth of the training part held out, standardised without it."""
     fit, held = splits.split(len(data.x_train), seed=0)
     x, y = data.x_train, data.y_train
     x_train, x_val, x_test = splits.standardise(x[fit], x[held], data.x_test)
@@ -100,12 +94,7 @@ def hold_out(data: Banana) -> Banana:
 
 
 def load_points(data: str | Path | None = None, source: str = "auto") -> Banana:
-    """Return KEEL's points from disk or network, or generated ones; "auto" prefers KEEL's.
-
-    Example:
-        >>> load_points(source="generated").x_train.shape
-        (800, 2)
-    """
+    """Return KEEL's points from disk or network, or generated ones; "auto" prefers KEEL's."""
     if source not in SOURCES:
         raise ValueError(f"source is one of {', '.join(SOURCES)}; got {source!r}.")
     table_files.find(points.KEEL, data)  # a folder that does not exist is an error in any case

@@ -7,7 +7,6 @@ back for that, or else on the validation images.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -44,7 +43,9 @@ _BEST = {
 
 def draw(run: Run) -> None:
     """Draw the figure of a sweep, as far as it is done."""
-    records = sorted(run.records(), key=_order)
+    order = ("method", "batch_size", "lr", "seed")
+    records = run.records()
+    records.sort(key=lambda r: (methods.rank(r["method"]), *(r[name] for name in order)))
     if not records:
         return
     papers = {name: papers_rate(run.config["network"], name) for name in methods.METHODS}
@@ -138,8 +139,3 @@ def _rates_in_words(settings: Mapping[tuple[str, int], tuple[float, str]]) -> st
         words = next(iter(own.values())) if alike else " and ".join(each)
         said.append(f"{methods.title(method)} {words}")
     return ", ".join(said)
-
-
-def _order(record: Record) -> tuple[Any, ...]:
-    method = record["method"]
-    return methods.rank(method), method, record["batch_size"], record["lr"], record["seed"]

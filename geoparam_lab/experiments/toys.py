@@ -46,12 +46,7 @@ MOVES = tuple(Measure(f"move_{q}", f"move: {w}", 3 if q < 100 else None) for q, 
 
 
 class Member(NamedTuple):
-    """One network of a stack: the fields that tell its record apart.
-
-    Example:
-        >>> Member("gmp", 0.1, 3).name
-        'gmp-lr0.1-seed3'
-    """
+    """One network of a stack: the fields that tell its record apart."""
 
     method: str
     lr: float
@@ -101,32 +96,18 @@ class Problem:
 
 @dataclass(frozen=True)
 class Toy:
-    """What Levy and Banana have of their own; they share `run`.
-
-    Args:
-        name: of the experiment.
-        options: a dataclass of the experiment's own options, about its data.
-        load: gives the data, and their part of the configuration, from these options and the
-            configuration of the run that is resumed.
-        make_problem: what to train for, from data, epochs and patience.
-        describe: gives the arrays and the measures of all members of a stack, one after the
-            other, from the data; a function of a module, so that processes can be given it.
-        draw: gives the figures, by name, each a function without arguments and a caption.
-        film: gives the slider's arrays, or none where there is no slider.
-        measure: what is judged.
-        find_errors: gives an error for each row of predictions, from these and the targets; it
-            chooses rates under cross-validation.
-    """
+    """What Levy and Banana have of their own; they share `run`."""
 
     name: str
-    options: Callable[..., Any]
-    load: Callable[[Any, Config], tuple[Any, Record]]
-    make_problem: Callable[[Any, int, int], Problem]
+    options: Callable[..., Any]  # a dataclass of its own options, about its data
+    load: Callable[[Any, Config], tuple[Any, Record]]  # from these and a resumed configuration
+    make_problem: Callable[[Any, int, int], Problem]  # from data, epochs and patience
+    # Arrays and measures of each member of a stack; picklable, for other processes.
     describe: Callable[[Any, Result, Film], Iterable[tuple[Arrays, Record]]]
     draw: Callable[[Run, Any], Drawings]
-    film: Callable[[Run, Any], Arrays]
-    measure: Measure
-    find_errors: FindErrors
+    film: Callable[[Run, Any], Arrays]  # the slider's arrays, or none
+    measure: Measure  # what is judged
+    find_errors: FindErrors  # of each row of predictions; chooses rates under cross-validation
 
 
 def run(
@@ -217,15 +198,7 @@ def _check_options(
 def train(
     problem: Problem, members: Sequence[Member], progress: Tick | None = None
 ) -> tuple[Result, Film]:
-    """Train members of one method in one stack, and keep its state at some epochs.
-
-    Example:
-        >>> x = np.linspace(-1, 1, 20)[:, None]
-        >>> problem = Problem((1, 8, 1), Protocol(epochs=30), (x, np.abs(x[:, 0])))
-        >>> result, film = train(problem, [Member("gmp", 0.1, seed) for seed in range(3)])
-        >>> film.predict(x).shape[2], int(film.epochs[-1])
-        (20, 30)
-    """
+    """Train members of one method in one stack, and keep its state at some epochs."""
     models, shown = _make_models(problem, members), frame_epochs(problem.protocol.epochs)
     options = {"track": True, "snapshots": set(shown.tolist()), "progress": progress}
     result = _train_models(models, problem, members, **options)

@@ -52,8 +52,9 @@ def make_page(runs: Iterable[Run | str | Path], command: str = "") -> str:
     opened = [run if isinstance(run, Run) else Run.open(run) for run in runs]
     if not opened:
         raise ValueError("a report is of one run or more; got none. Name their folders.")
+    titles = list(dict.fromkeys(map(run_text.make_title, opened)))
     return _load_template().render(
-        title=_make_title(opened),
+        title=", ".join(titles) if len(titles) <= 3 else "Experiments with geometric units",
         findings=_say_each(opened, lambda run: run_text.find_experiment(run).finding(run)),
         limits=_say_each(opened, lambda run: run_text.find_experiment(run).limits(run)),
         runs=[_describe(run, number) for number, run in enumerate(opened)],
@@ -104,11 +105,6 @@ def unbroken(text: str) -> str:
 
 
 # --- what the page says of a run -----------------------------------------------------------------
-
-
-def _make_title(runs: Sequence[Run]) -> str:
-    found = list(dict.fromkeys(run_text.make_title(run) for run in runs))
-    return ", ".join(found) if len(found) <= 3 else "Experiments with geometric units"
 
 
 def _say_each(runs: Sequence[Run], what: Callable[[Run], str]) -> list[str]:

@@ -225,14 +225,7 @@ def group_records(records: Sequence[Record], name: str) -> dict[Any, list[Record
 
 
 def arrange(records: Sequence[Record], layout: Layout) -> Cells:
-    """Sort records into rows, methods in their usual order, and columns.
-
-    Example:
-        >>> layout = Layout(column="dataset")
-        >>> records = [{"method": m, "dataset": "yacht"} for m in ("gmp", "sp")]
-        >>> {line.label: list(cells) for line, cells in arrange(records, layout).items()}
-        {'SP': ['yacht'], 'GmP': ['yacht']}
-    """
+    """Sort records into rows, methods in their usual order, and columns."""
     names = [name for name in _VARIANTS if name != layout.column]
     varied = {name: _find_varied(records, name, layout.column) for name in names}
     varied["lr"] = varied["tuned"] = varied["lr"] | varied["tuned"]  # these are one setting

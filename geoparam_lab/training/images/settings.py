@@ -65,11 +65,6 @@ class Settings:
         select: share of the training images kept back for choosing settings.
         recalibrate: training batches that recompute running statistics at the end.
         time_to: top-1 in percent; epochs and seconds to each are recorded.
-
-    Example:
-        >>> settings = Settings("vgg6", "gmp+imn", lr=0.1, batch_size=1024, seed=0)
-        >>> settings.epochs, settings.schedule
-        (90, 'steps')
     """
 
     network: str
