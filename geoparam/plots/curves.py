@@ -159,8 +159,6 @@ def rotation_curves(
 
 
 def _with_styles(curves: Mapping[str, Any]) -> list[tuple[Any, MethodStyle]]:
-    if not curves:
-        raise ValueError("curves must name at least one method; got none. Give {name: values}")
     return list(zip(curves.values(), curve_styles(curves), strict=True))
 
 

@@ -10,12 +10,10 @@ Glorot's and with He's initialisation. (Output layers are Glorot's throughout.) 
     trained   test error after a fixed number of steps, for each width and rate: does one rate
               serve all widths?
 
-**What to expect.** Directions have entries of size 1 / sqrt(n) for n inputs, so uniform directions
-with r = 1 are SP with variance 1 / n, and He's are the same up to sqrt(2): both know the fan-in
-only, and keep activations as they are whatever the width. Glorot's variance 2 / (n + units) lets
-them fall as 1 / sqrt(units). Gradients of hidden parameters fall with the output weights, as
-1 / sqrt(units), under all; under the code's form those of directions and offsets fall with r as
-well. A step of Adam does not see that: it moves outputs the more, the more units there are.
+**What to expect.** Uniform directions with r = 1 are SP with variance 1 / n, and He's are the same
+up to sqrt(2): both know the fan-in n only, and keep activations whatever the width. Glorot's
+variance 2 / (n + units) lets them fall as 1 / sqrt(units). Gradients of hidden parameters fall
+with the output weights, as 1 / sqrt(units), under all.
 
 Steps are of 128 rows of Energy, split by seed, or all 50 points of Levy; the rate falls to a tenth
 after a tenth of all epochs without a better training loss, nothing stops early, the test part is

@@ -164,24 +164,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a run.
-
-    `record` has settings, `top1`, `top5`, `train_top1`, `train_top5` in percent, `train_loss` and
-    `val_loss`, of the best epoch where the schedule keeps the best weights and of the last one
-    elsewhere (with `select` also `select_top1`, `select_top5`, `select_loss`); `epochs` completed;
-    `best_epoch` (from 0), whose results these are; `images_per_second`; `epochs_to_A` and
-    `seconds_to_A` for each accuracy A of `time_to` that was reached for good; and `outcome`:
-
-        "finished", "stopped early"
-        "collapsed"    it ended at chance: top-1 of 100 / classes and a loss of log(classes)
-        "diverged"     the loss was not finite or huge; results are NaN and best_epoch is -1
-
-    `curves` has for each completed epoch losses and accuracies of training and validation images,
-    and `lr` of its last step.
-    """
+    """The results of a run, of the best epoch where the schedule keeps the best weights and of the
+    last one elsewhere; docs/experiments.md ("What is written") has the fields."""
 
     record: dict[str, Any]
-    curves: Mapping[str, np.ndarray] = field(default_factory=dict)
+    curves: Mapping[str, np.ndarray] = field(default_factory=dict)  # by epoch
 
 
 def _check_name(what: str, name: str, known: Any) -> None:
