@@ -314,4 +314,5 @@ EXPERIMENT = Experiment(
         _ONE_RATE,
         Layout((RMSE,), "width", "width", "dataset", where={"kind": "trained"}, compare=False),
     ),
+    names={"normal": "normal inputs, over their number"},  # of an earlier run
 )
