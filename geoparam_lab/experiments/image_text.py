@@ -28,7 +28,7 @@ SCHEDULES = {
 }
 _TOLD = (  # settings that are told where they are not the papers'
     *("init", "imn", "skip", "optimizer", "momentum", "nesterov", "warmup", "recalibrate"),
-    *("weight_decay", "label_smoothing", "crop", "angle_lr", "widths"),
+    *("weight_decay", "label_smoothing", "crop", "widths"),
 )
 _USUAL = {field.name: field.default for field in fields(Settings)} | {"momentum": 0.9}
 _SHOWN = 8  # failed runs that are named

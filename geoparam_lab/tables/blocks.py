@@ -216,14 +216,6 @@ def make_sortable(value: Any) -> Any:
     return "" if value is None else str(value)
 
 
-def group_records(records: Sequence[Record], name: str) -> dict[Any, list[Record]]:
-    """Return the records by the value of a field, in order of appearance."""
-    found: dict[Any, list[Record]] = {}
-    for record in records:
-        found.setdefault(make_sortable(record.get(name)), []).append(record)
-    return found
-
-
 def arrange(records: Sequence[Record], layout: Layout) -> Cells:
     """Sort records into rows, methods in their usual order, and columns."""
     names = [name for name in _VARIANTS if name != layout.column]

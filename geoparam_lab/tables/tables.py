@@ -18,7 +18,7 @@ from typing import Any
 from geoparam_lab import experiments
 from geoparam_lab.experiments.experiment import Layout, Measure, options_in_words
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.tables.blocks import Block, Line, Results, arrange, group_records, in_brackets
+from geoparam_lab.tables.blocks import Block, Line, Results, arrange, in_brackets, make_sortable
 from geoparam_lab.tables.comparisons import Comparison, compare
 from geoparam_lab.tables.estimates import (
     Estimate,
@@ -66,7 +66,10 @@ def from_records(
     found: list[Table] = []
     for layout in experiment.layouts:
         own = [r for r in shown if all(r.get(k) == v for k, v in layout.where.items())]
-        for group, part in group_records(own, layout.group).items():
+        by_group: dict[Any, list[Record]] = {}
+        for record in own:
+            by_group.setdefault(make_sortable(record.get(layout.group)), []).append(record)
+        for group, part in by_group.items():
             if layout.fields:
                 title = layout.title + in_brackets(experiment, group)
                 found += _make_field_table(part, layout, title)

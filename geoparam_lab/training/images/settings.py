@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from geoparam.optim import AngleRate
 from geoparam_lab import methods
 from geoparam_lab.training.images.schedules import SCHEDULES
 
@@ -60,7 +59,6 @@ class Settings:
             has no effect.
         skip: a ResNet's skip connections: "centred", as the authors', or "plain".
         crop: pixels by which an image of 32 or 64 is shifted at most.
-        angle_lr: rate of directions in place of `lr`; "fan_in" for lr / sqrt(n).
         widths: VGG-6's channels, or a ResNet's first stage's.
         select: share of the training images kept back for choosing settings.
         recalibrate: training batches that recompute running statistics at the end.
@@ -94,7 +92,6 @@ class Settings:
     mbn: str = "after"
     skip: str = "centred"
     crop: int = 0
-    angle_lr: AngleRate = None
     widths: tuple[int, ...] | None = None
     select: float = 0.0
     recalibrate: int = 0
