@@ -170,8 +170,8 @@ def region_slice(
     colours = ordered_colours(len(segments))  # dark and thick for the first layer
     for i, (name, pieces) in enumerate(segments.items()):
         width = 2.4 - 1.2 * i / max(1, len(segments) - 1)
-        line = {"colors": [colours[i]], "linewidths": width, "label": name}
-        ax.add_collection(LineCollection(list(pieces), **line))
+        lines = LineCollection(list(pieces), colors=[colours[i]], linewidths=width, label=name)
+        ax.add_collection(lines)
     every = np.concatenate(corners)
     (left, low), (right, high) = every.min(axis=0), every.max(axis=0)
     ax.set(xlim=(left, right), ylim=(low, high), aspect="equal", xlabel="a", ylabel="b")

@@ -100,7 +100,7 @@ def load_points(data: str | Path | None = None, source: str = "auto") -> Banana:
     table_files.find(points.KEEL, data)  # a folder that does not exist is an error in any case
     try:
         if source != "generated":
-            return points.load(data, download=True)
+            return points.load(data)
     except FileNotFoundError:
         if source == "KEEL":
             raise
