@@ -166,13 +166,7 @@ def _write_to_cache(table: Table, numbers: np.ndarray) -> None:
 
 
 def parse(content: bytes, files: Sequence[str] = (), deepest: int = DEEPEST) -> np.ndarray:
-    """Return the table of numbers in a file's bytes, whatever its format.
-
-    Arguments:
-        content: the whole file.
-        files: names to look for in a zip archive.
-        deepest: how many archives may be within one another.
-    """
+    """Return the table of numbers in a file's bytes; in a zip archive, in one of these files."""
     if content.startswith(b"PK\x03\x04"):
         return _parse_zip(content, files, deepest)
     if content.startswith(b"\xd0\xcf\x11\xe0"):

@@ -75,10 +75,7 @@ def load(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs (points, features) and targets (points,), raw, in float64.
 
-    Arguments:
-        name: one of ``NAMES``.
-        data: folder with the files, before $GEOPARAM_DATA, the cache and the network.
-        download: whether a set that is on no disk may be downloaded.
+    The folder `data` comes before $GEOPARAM_DATA, the cache and the network.
     """
     if name not in NAMES:
         raise ValueError(f"name must be one of {', '.join(NAMES)}; got {name!r}")

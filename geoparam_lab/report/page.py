@@ -43,12 +43,7 @@ def write(runs: Iterable[Run | str | Path], out: str | Path, command: str = "") 
 
 
 def make_page(runs: Iterable[Run | str | Path], command: str = "") -> str:
-    """Return the page of some runs, as HTML.
-
-    Args:
-        runs: the runs or their folders.
-        command: what was typed to make the page, to be shown in it.
-    """
+    """Return the page of some runs, or of their folders, as HTML; it shows the command."""
     opened = [run if isinstance(run, Run) else Run.open(run) for run in runs]
     if not opened:
         raise ValueError("a report is of one run or more; got none. Name their folders.")
