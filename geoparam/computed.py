@@ -42,7 +42,8 @@ those parameters.
         in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
         if name in _WRITES or in_place:
             written = args[0] if args else kwargs.get("tensor")  # nn.init has it by name
-        if any(isinstance(t, Computed) for t in _as_list(written)):
+        several = written if isinstance(written, list | tuple) else [written]
+        if any(isinstance(t, Computed) for t in several):
             raise RuntimeError(
                 "this tensor is computed from r, lam and the direction, so what "
                 f"{name} writes into it would be lost. Assign to it (layer.weight = ..., "
@@ -62,10 +63,6 @@ def as_computed(x: Tensor) -> Tensor:
     if not plain or torch._C._are_functorch_transforms_active():
         return x
     return x.as_subclass(Computed)
-
-
-def _as_list(written: Any) -> list:
-    return list(written) if isinstance(written, list | tuple) else [written]
 
 
 def _is_part_of(result: Any, args: tuple) -> bool:

@@ -67,15 +67,7 @@ _WORDS = {  # options, and what they may be
 
 @dataclass(frozen=True)
 class Method:
-    """How weights are held and what is normalised.
-
-    Example:
-        >>> METHODS["gmp+imn"].conv2d(3, 128, 3)  # doctest: +ELLIPSIS
-        Sequential(
-          (0): GmPConv2d(3, 128, kernel_size=(3, 3), stride=(1, 1), ..., activation=relu)
-          (1): InputMeanNorm(128, momentum=0.01, corrected=False)
-        )
-    """
+    """How weights are held and what is normalised."""
 
     title: str  # in tables and figures
     layer: Literal["plain", "weight_norm", "angles", "natural", "intrinsic"] = "plain"
@@ -124,11 +116,6 @@ class Method:
             order = torch.randperm(features, generator=generator)
         return order
 
-    @property
-    def has_offset(self) -> bool:
-        """Whether hidden layers have an offset: it would cancel before a BN or an MBN."""
-        return self.norm not in ("bn", "mbn")
-
     def mean_norm(self, units: int) -> gp.InputMeanNorm:
         """Return MBN, which without an offset is IMN of the pre-activation."""
         kind = gp.MeanOnlyBatchNorm if self.mbn == "after" else gp.InputMeanNorm
@@ -136,7 +123,7 @@ class Method:
 
     def make_layer(self, kind: type[Plain], *sizes: int, **options: Any) -> Any:
         """Return a hidden layer alone, of torch.nn's `kind` or the geometric one in its place."""
-        options["bias"] = self.has_offset
+        options["bias"] = self.norm not in ("bn", "mbn")  # before which it would cancel
         if not self.is_geometric:
             return _make_plain(kind, sizes, options, self.init, self.layer == "weight_norm")
         layer = _GEOMETRIC_TYPES[kind](*sizes, **options, **self.form, init=self.init)
@@ -209,12 +196,7 @@ def title(name: str) -> str:
 
 
 def get(name: str, **options: str) -> Method:
-    """Return the method of this name, with options other than its defaults.
-
-    Example:
-        >>> get("wn+mbn:mbn=before").mbn
-        'before'
-    """
+    """Return the method of this name, with options other than its defaults."""
     plain, *own = name.split(":")
     if plain not in METHODS:
         raise ValueError(f"a method is one of {', '.join(METHODS)}; got {name!r}.")

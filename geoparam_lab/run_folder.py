@@ -159,11 +159,9 @@ class Run:
         return [dict(record) for record in self._first.values()]
 
     def has_record(self, **fields: Any) -> bool:
-        """Whether some record has these values."""
-        records, wanted = self.records(), _from_json(_to_json(fields))  # reads what is new
-        if set(fields) == set(self.info["key"]):
-            return _key_of(wanted, self.info["key"]) in self._first
-        return any(_key_of(record, fields) == _key_of(wanted, fields) for record in records)
+        """Whether there is a record of this key."""
+        self.records()  # reads what is new
+        return _key_of(_from_json(_to_json(fields)), self.info["key"]) in self._first
 
     @property
     def config(self) -> Record:
@@ -216,12 +214,7 @@ class Run:
 
 
 def group_records(records: Iterable[Record], *fields: str) -> dict[tuple[Any, ...], list[Record]]:
-    """Return the records by their values in some fields, in the order in which these occur.
-
-    Example:
-        >>> group_records([{"lr": 0.1, "seed": 0}, {"lr": 0.1, "seed": 1}], "lr")
-        {(0.1,): [{'lr': 0.1, 'seed': 0}, {'lr': 0.1, 'seed': 1}]}
-    """
+    """Return the records by their values in some fields, in the order in which these occur."""
     found: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
         found.setdefault(tuple(record[field] for field in fields), []).append(record)

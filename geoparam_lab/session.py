@@ -21,12 +21,7 @@ import geoparam as gp
 
 
 def describe_session(command: str | None = None) -> dict[str, Any]:
-    """Return what a run's folder keeps of the process that works on it.
-
-    Example:
-        >>> sorted(describe_session("geoparam demo"))
-        ['command', 'commit', 'hardware', 'started', 'versions']
-    """
+    """Return what a run's folder keeps of the process that works on it."""
     return {
         "command": command or write_command(sys.argv),
         "versions": {

@@ -123,18 +123,11 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         ),
         "0 or 1; got",
     ),
-    "no method": (lambda: plots.rotation_curves({}), "at least one method; got none"),
     "seeds forgotten": (lambda: plots.convergence({"bn": X}, label=""), r"got \(9,\)"),
-    "steps out of order": (lambda: plots.displacement_curves({"sp": X}, steps=-X), "must grow"),
     "a name too many": (
         lambda: plots.dead_units(np.ones((5, 4)), layers=LAYERS),
         r"\(6, records\).*got \(5, 4\)",
     ),
-    "logarithm of 0": (
-        lambda: plots.rotation_heatmap(GAPS, layers=LAYERS, limits=(0, 1)),
-        r"above 0; got \(0, 1\)",
-    ),
-    "no region": (lambda: plots.region_slice([], {}), "finite corners; got 0"),
     "unknown method": (lambda: plots.method_style("sgd"), "one of sp, .*got 'sgd'"),
 }
 

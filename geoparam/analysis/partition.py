@@ -37,12 +37,7 @@ GATHER = 0x8040201008040201 - (1 << 64)
 
 
 def pack(bits: Tensor) -> Tensor:
-    """Return bools (N, B) as bytes (N, ceil(B / 8)): those of `numpy.packbits(bits, axis=1)`.
-
-    Example:
-        >>> pack(torch.tensor([[True, False, False, False, False, False, False, True, True]]))
-        tensor([[129, 128]], dtype=torch.uint8)
-    """
+    """Return bools (N, B) as bytes (N, ceil(B / 8)): those of `numpy.packbits(bits, axis=1)`."""
     return ((_view_as(bits, torch.int64) * GATHER) >> 56).to(torch.uint8)
 
 

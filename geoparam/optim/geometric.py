@@ -295,7 +295,8 @@ class GeometricOptimizer(Optimizer):
             )
         self._check_groups(saved)
         ids = chain.from_iterable(group["params"] for group in saved)
-        named = zip(self._all_names(), ids, strict=True)
+        names = chain.from_iterable(group["param_names"] for group in self.param_groups)
+        named = zip(names, ids, strict=True)
         states = {name: state_dict["state"].get(key, {}) for name, key in named}
         self._check_shapes(states)
         super().load_state_dict({**state_dict, "state": {}})
@@ -337,9 +338,6 @@ class GeometricOptimizer(Optimizer):
                     f"the state of {unit.name!r} has {len(r)} units of fan-in {fan_in}; the "
                     f"model's has {unit.out} of {unit.fan_in}."
                 )
-
-    def _all_names(self) -> list[str]:
-        return [name for group in self.param_groups for name in group["param_names"]]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""

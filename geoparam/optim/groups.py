@@ -74,7 +74,8 @@ def param_groups(
     for parameter, owner, name in _unique_parameters(model):
         if isinstance(owner, GmPLayer) and name in ("latitude", "unit"):
             rate = lr * _speed(owner, name, kind) if match else lr
-            rate = _angle_rate(lr, angle_lr, owner.fan_in, rate)
+            if angle_lr is not None:
+                rate = lr / math.sqrt(owner.fan_in) if angle_lr == "fan_in" else float(angle_lr)
             members["directions", rate, 0.0].append(parameter)
         elif isinstance(owner, GmPLayer) and name == "lam" and match:
             members["undecayed", lr * _speed(owner, name, kind), 0.0].append(parameter)
@@ -120,12 +121,6 @@ def _speed(layer: GmPLayer, name: str, kind: Kind) -> float:
         g = float(sphere.metric(latitude).mean())
     speed = 1 / (length * math.sqrt(g)) if length and g else 1.0
     return speed if kind == "adam" else speed**2
-
-
-def _angle_rate(lr: float, angle_lr: AngleRate, fan_in: int, matched: float) -> float:
-    if angle_lr is None:
-        return matched
-    return lr / math.sqrt(fan_in) if angle_lr == "fan_in" else float(angle_lr)
 
 
 def _is_undecayed(parameter: nn.Parameter, owner: nn.Module, name: str) -> bool:

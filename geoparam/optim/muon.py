@@ -50,7 +50,9 @@ class RowMuon(Optimizer):
             updates = torch._foreach_lerp(gradients, buffers, group["momentum"])
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        matrices = [_to_matrix(_gather(x), p) for x, p in zip(updates, params, strict=True)]
+        # Newton-Schulz needs all rows of a sharded matrix together.
+        whole = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in updates]
+        matrices = [_to_matrix(x, p) for x, p in zip(whole, params, strict=True)]
         changes: list[Any] = [None] * len(params)
         for batch in _batches(matrices):
             self._orthogonalise(group, matrices, batch, changes)
@@ -134,11 +136,6 @@ def _find_target(p: Any) -> Any:
     """Return the parameter as a matrix where that is a view of it, else as it is."""
     rows = p if hasattr(p, "placements") else _to_matrix(p, p)
     return rows if rows is p or rows.data_ptr() == p.data_ptr() else p
-
-
-def _gather(x: Any) -> Tensor:
-    """Return all rows of a sharded matrix: Newton-Schulz needs them together."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def _shard(change: Tensor, target: Any) -> Tensor:

@@ -17,7 +17,6 @@ from geoparam.plots.curves import (
     displacement_curves,
     fit_1d,
     location_spectrum,
-    over_rates,
     rotation_curves,
 )
 from geoparam.plots.networks import (
@@ -58,7 +57,6 @@ __all__ = [
     "method_style",
     "new_figure",
     "ordered_colours",
-    "over_rates",
     "plane",
     "region_slice",
     "rotation_curves",

@@ -1,6 +1,6 @@
 """Curves over inputs and over training: fits, spectra, stability, convergence."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -159,8 +159,6 @@ def rotation_curves(
 
 
 def _with_styles(curves: Mapping[str, Any]) -> list[tuple[Any, MethodStyle]]:
-    if not curves:
-        raise ValueError("curves must name at least one method; got none. Give {name: values}")
     return list(zip(curves.values(), curve_styles(curves), strict=True))
 
 
@@ -220,39 +218,3 @@ def _mean_and_error(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     squares = np.where(known, values - mean, 0.0) ** 2
     variance = squares.sum(axis=0) / np.where(count > 1, count - 1, np.nan)
     return mean, np.sqrt(variance / np.where(count, count, np.nan))
-
-
-def over_rates(
-    results: Mapping[str, Mapping[float, Sequence[float]]],
-    *,
-    label: str,
-    legend: bool = True,
-    ax: Axes | None = None,
-) -> Axes:
-    """Results over the learning rate: mean over seeds, its standard error as a bar.
-
-    A rate at which some seed has no finite result has a cross at the bottom of the axis.
-
-    Example:
-        >>> ax = over_rates({"bn": {0.1: [42.7, 42.9], 1.0: [np.nan]}}, label="top-1 (%)")
-        >>> [text.get_text() for text in ax.get_xticklabels()]
-        ['0.1', '1']
-    """
-    ax = axis_or_new(ax)
-    bottom = blended_transform_factory(ax.transData, ax.transAxes)
-    height = 0.03  # of the crosses, as a share of the axis: one method's above the other's
-    for own, style in _with_styles(results):
-        rates = sorted(own)
-        known = [_mean_and_error(np.array(own[rate], dtype=float)[:, None]) for rate in rates]
-        mean, error = (np.concatenate(values) for values in zip(*known, strict=True))
-        ax.errorbar(rates, mean, error, **style.line, marker="o", ms=4, label=style.title)
-        lost = [rate for rate in rates if not np.isfinite(own[rate]).all()]
-        ax.plot(lost, [height] * len(lost), "x", color=style.colour, ms=6, transform=bottom)
-        height += 0.04 if lost else 0.0
-    ticks = sorted({rate for own in results.values() for rate in own})
-    ax.set(xscale="log", xlabel="learning rate", ylabel=label)
-    ax.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
-    ax.minorticks_off()
-    if legend:
-        legend_beside(ax)
-    return ax

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -109,8 +108,6 @@ def rotation_heatmap(
     positive = values[np.isfinite(values) & (values > 0)]
     positive = positive if len(positive) else np.array([1e-3, 1.0])
     low, high = limits or (positive.min(), max(positive.max(), 1.01 * positive.min()))
-    if not 0 < low < high:
-        raise ValueError(f"limits must be two growing numbers above 0; got {limits}. Raise them")
     norm = LogNorm(low, high, clip=True)  # clip: 0 has no logarithm, but is not unknown
     return layer_heatmap(
         values, layers=layers, steps=steps, label="rotation (degrees)", norm=norm, ax=ax
@@ -167,16 +164,14 @@ def region_slice(
     """
     corners = [as_array("a polygon", polygon, ("corners", 2)) for polygon in polygons]
     corners = [polygon for polygon in corners if np.isfinite(polygon).all()]
-    if not corners:
-        raise ValueError(
-            f"polygons must hold a region with finite corners; got {len(polygons)} without. "
-            "Bound the slice"
-        )
     ax = axis_or_new(ax, size=(6.0, 5.0))
     fills = [FILLS[i % len(FILLS)] for i in range(len(corners))]
     ax.add_collection(PolyCollection(corners, facecolors=fills, edgecolors="none"))
+    colours = ordered_colours(len(segments))  # dark and thick for the first layer
     for i, (name, pieces) in enumerate(segments.items()):
-        ax.add_collection(_draw_layer(pieces, i, len(segments), label=name))
+        width = 2.4 - 1.2 * i / max(1, len(segments) - 1)
+        lines = LineCollection(list(pieces), colors=[colours[i]], linewidths=width, label=name)
+        ax.add_collection(lines)
     every = np.concatenate(corners)
     (left, low), (right, high) = every.min(axis=0), every.max(axis=0)
     ax.set(xlim=(left, right), ylim=(low, high), aspect="equal", xlabel="a", ylabel="b")
@@ -184,16 +179,3 @@ def region_slice(
     if legend and segments:
         legend_beside(ax, title="layer")
     return ax
-
-
-def _draw_layer(segments: np.ndarray, layer: int, count: int, **line: Any) -> LineCollection:
-    """A layer's segments: dark and thick for the first layer, lighter and thinner for the last."""
-    shape = np.shape(segments)
-    if len(shape) != 3 or shape[1:] != (2, 2):
-        raise ValueError(
-            f"segments must have shape (segments, 2, 2) for each layer; got {shape}. "
-            "Give start and end of each segment, and an empty (0, 2, 2) for a layer without"
-        )
-    width = 2.4 - 1.2 * layer / max(1, count - 1)
-    colour = ordered_colours(count)[layer]
-    return LineCollection(list(segments), colors=[colour], linewidths=width, **line)

@@ -253,10 +253,6 @@ def decision_regions(
     """
     across, up = (as_array("grid", side, ("values",)) for side in grid)
     scores = finite(as_array("scores", scores, (len(up), len(across))))
-    if min(scores.shape) < 2:
-        raise ValueError(
-            f"scores must fill a grid; got {scores.shape}. Give 2 values a side or more"
-        )
     points = as_array("points", points, ("points", 2))
     labels = as_array("labels", labels, (len(points),))
     if not np.isin(labels, (0, 1)).all():

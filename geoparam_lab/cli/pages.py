@@ -9,16 +9,11 @@ from typer import Argument, Option
 
 from geoparam.storage import printable, refuse_overwrite, replacing
 from geoparam_lab.cli.running import Force, explain_errors
-from geoparam_lab.methods import METHODS, without_options
 from geoparam_lab.run_folder import Run
 from geoparam_lab.session import write_command
-from geoparam_lab.training.tasks import check_names
 
 Runs = Annotated[
     list[Path], Argument(help="Folders of runs, or folders of such folders, as demo makes.")
-]
-Baseline = Annotated[
-    str, Option(help="The method that others are compared with; by default sp, or bn for images.")
 ]
 
 
@@ -26,17 +21,15 @@ def table(
     runs: Runs,
     form: Annotated[str, Option("--format", help="markdown or csv.")] = "markdown",
     out: Annotated[Path | None, Option(help="File to write; else it is printed.")] = None,
-    baseline: Baseline = "",
     force: Force = False,
 ) -> None:
     """Print the tables of some runs, beside the papers' numbers."""
     from geoparam_lab.tables import tables
 
     with explain_errors():
-        _check_baseline(baseline)
         if out is not None:
             refuse_overwrite(out, force)
-        text = tables.export(open_runs(runs), form, baseline)
+        text = tables.export(open_runs(runs), form)
         if out is None:
             print(printable(text))
         else:
@@ -47,22 +40,15 @@ def table(
 def report(
     runs: Runs,
     out: Annotated[Path, Option(help="The HTML file to write.")] = Path("report.html"),
-    baseline: Baseline = "",
     force: Force = False,
 ) -> None:
     """Put some runs on one page: tables, figures and sliders, in one file."""
     from geoparam_lab import report as pages
 
     with explain_errors():
-        _check_baseline(baseline)
         refuse_overwrite(out, force, pages.MARK)
-        path = pages.write(open_runs(runs), out, baseline, write_command(sys.argv))
+        path = pages.write(open_runs(runs), out, write_command(sys.argv))
         print(f"The page is {path}")
-
-
-def _check_baseline(name: str) -> None:
-    if name:
-        check_names("baseline", [without_options(name)], tuple(METHODS))
 
 
 def open_runs(folders: Iterable[Path]) -> list[Run]:

@@ -102,8 +102,6 @@ def find_reader(annotation: Any) -> Reader | None:
     kinds = kinds or [annotation]
     if Path in kinds:
         return Reader(Path, lambda value: value)
-    if len(kinds) > 1 and float in kinds:
-        return Reader(str, _read_number_or_word)
     kind = kinds[0]
     if kind in _PLAIN or kind == list[str]:
         return Reader(kind, lambda value: value)
@@ -111,13 +109,6 @@ def find_reader(annotation: Any) -> Reader | None:
         item = get_args(kind)[0]
         return Reader(str, lambda text: read_list(text, item))
     return None
-
-
-def _read_number_or_word(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def read_help(experiment: Experiment) -> dict[str, str]:

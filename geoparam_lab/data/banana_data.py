@@ -41,17 +41,12 @@ class Banana(NamedTuple):
     y_val: np.ndarray | None = None
 
 
-def load(data: str | Path | None = None, download: bool = False) -> Banana:
-    """Return 800 training and 200 test points, standardised on the training part.
+def load(data: str | Path | None = None) -> Banana:
+    """Return 800 training and 200 test points of KEEL's, standardised on the training part.
 
-    Arguments:
-        data: folder with KEEL's file, before $GEOPARAM_DATA and the cache.
-        download: get the file where it is on no disk; an error where that fails. Without it,
-            points are generated instead, at once.
+    The file is in a folder, in $GEOPARAM_DATA or in the cache, or else downloaded.
     """
-    if not download and table_files.find(KEEL, data) is None:
-        return generate()
-    table = table_files.load(KEEL, data, download)
+    table = table_files.load(KEEL, data)
     chosen = table[np.random.RandomState(0).choice(len(table), POINTS, replace=False)]
     return _divide(chosen[:, :2], (chosen[:, 2] + 1) / 2, "KEEL")
 

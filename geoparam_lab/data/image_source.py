@@ -59,16 +59,11 @@ class Shares:
 
 
 class Batches(abc.ABC):
-    """One split, as one process sees it.
-
-    Attributes:
-        steps: batches in an epoch, the same for every process.
-        examples: images in an epoch, over all processes.
-    """
+    """One split, as one process sees it."""
 
     def __init__(self, shares: Shares) -> None:
-        self.shares, self.steps = shares, shares.steps
-        self.examples = min(shares.steps * shares.batch_size, shares.images)
+        self.shares, self.steps = shares, shares.steps  # of an epoch, the same for every process
+        self.examples = min(self.steps * shares.batch_size, shares.images)  # over all processes
 
     @abc.abstractmethod
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:

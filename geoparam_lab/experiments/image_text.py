@@ -28,7 +28,7 @@ SCHEDULES = {
 }
 _TOLD = (  # settings that are told where they are not the papers'
     *("init", "imn", "skip", "optimizer", "momentum", "nesterov", "warmup", "recalibrate"),
-    *("weight_decay", "label_smoothing", "crop", "angle_lr", "widths"),
+    *("weight_decay", "label_smoothing", "crop", "widths"),
 )
 _USUAL = {field.name: field.default for field in fields(Settings)} | {"momentum": 0.9}
 _SHOWN = 8  # failed runs that are named
@@ -135,13 +135,6 @@ def choose(records: Iterable[Record], measure: str) -> list[Record]:
     A setting's value is the mean of a measure over the seeds that all settings have, so that more
     seeds of the best one do not change the choice. One that diverged counts only where there is no
     other; of equal ones, that of the lowest rate. How many `tries` there were is added.
-
-    Example:
-        >>> one = {"method": "bn", "network": "vgg6", "batch_size": 256}
-        >>> records = [one | {"lr": lr, "seed": seed, "select_top1": 40 + 9 * lr - seed}
-        ...            for seed in (0, 1) for lr in (0.1, 0.2)]
-        >>> [(each["lr"], each["seed"], each["tries"]) for each in choose(records, "select_top1")]
-        [(0.2, 0, 2), (0.2, 1, 2)]
     """
     chosen: list[Record] = []
     for own in group_records(records, "method", "network", "batch_size").values():

@@ -203,7 +203,7 @@ class _Work:
         )
         named = {"name": task.name, "method": task.method, "tuned": task.tuned}
         record = outcome.record | named | {"processes": self.crew.size}
-        return Done([record], outcome.curves)
+        return Done([record], {task.name: outcome.curves})
 
     def folder(self, task: Task) -> Path:
         return self.out / "checkpoints" / task.name

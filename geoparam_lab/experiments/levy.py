@@ -22,7 +22,7 @@ with `draws` each seed trains on its own.
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,10 +84,8 @@ def make_problem(data: Regression, epochs: int = EPOCHS, patience: int = PATIENC
     return Problem((1, UNITS, 1), protocol, (data.x_train, data.y_train))
 
 
-def describe(
-    data: Regression, result: Result, film: Film, those: Sequence[int]
-) -> Iterator[tuple[Arrays, Record]]:
-    """Yield the arrays and measures of some members."""
+def describe(data: Regression, result: Result, film: Film) -> Iterator[tuple[Arrays, Record]]:
+    """Yield the arrays and measures of each member."""
     assert result.motion is not None and film.data is not None
     x, y = film.data
     tests = np.broadcast_to(data.x_test, (*x.shape[:-2], *data.x_test.shape))
@@ -96,8 +94,7 @@ def describe(
     directions, distances = film.boundaries(x)
     locations = -distances * directions[..., 0]
     low, high = data.x_test.min(), data.x_test.max()
-    for i in those:
-        end = int(result.epochs[i])
+    for i, end in enumerate(result.epochs.tolist()):
         steps, frames = film.until(end)
         arrays = {
             "loss": result.losses[:end, i],
@@ -222,16 +219,6 @@ EXPERIMENT = Experiment(
         "Dots are the training data, the dashed line is the true function and the solid one the "
         "network. Each tick at the bottom is a point where a unit switches. Frames are closer at "
         "first, when most happens.",
-        {
-            "grid": "G",
-            "truth": "G",
-            "x": "N",
-            "y": "N",
-            "prediction": "SMTG",
-            "locations": "SMTU",
-            "loss": "SMT",
-            "moves": "SMT",
-        },
         {"loss": "Training loss", "moves": "Largest move of a unit since the frame before"},
     ),
     finding=_finding,

@@ -37,12 +37,7 @@ def _work(measure: Meter, task: Task, tick: Tick) -> Done:
 
 
 def select_records(records: Iterable[Record], **fields: Any) -> list[Record]:
-    """Return the records that have these values.
-
-    Example:
-        >>> select_records([{"lr": 0.1, "seed": 0}, {"lr": 0.3, "seed": 0}], lr=0.3)
-        [{'lr': 0.3, 'seed': 0}]
-    """
+    """Return the records that have these values."""
     return [r for r in records if all(r[name] == value for name, value in fields.items())]
 
 

@@ -52,24 +52,15 @@ class Printed:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One measure in one of the papers' tables or figures.
+    """One measure in one of the papers' tables or figures."""
 
-    Args:
-        source: where it is printed.
-        values: by column (data set, batch size, network; "" where there is one) and method.
-    """
-
-    source: str
+    source: str  # where it is printed
+    # By column (data set, batch size, network; "" where there is one) and method.
     values: Mapping[str, Mapping[str, Printed]]
 
 
 def read_table(source: str, text: str) -> PaperTable:
-    """Read a table whose first row names the columns, and whose others begin with a method.
-
-    Example:
-        >>> read_table("table 1", "|yacht\\nsp|0.639 ± 0.063").values["yacht"]["sp"].value
-        0.639
-    """
+    """Read a table whose first row names the columns, and whose others begin with a method."""
     (_, *columns), *rows = (
         [cell.strip() for cell in line.split("|")] for line in text.split("\n")
     )

@@ -63,10 +63,8 @@ SEED = 1  # the papers'
 METHODS = ("sp", "wn", "bn", "ln", "gmp", "intrinsic")
 OTHERS = 99  # units that LN takes its mean over, besides the one
 SIZE = 0.001
-TRUE_ROTATIONS = (4.1, 29.1, 59.6, 65.0)  # of the papers' unit under SP and WN, at DELTAS
 VIEW = (-2.0, 2.0)
 WIDTHS = {"sp": 7.0, "wn": 4.5, "bn": 2.0, "ln": 1.6, "gmp": 4.5, "intrinsic": 1.6}  # none hidden
-DRAWN_ROTATIONS = (4.1, 12.2, 18.3, 23.7)  # what the papers' picture shows of them
 
 
 @dataclass(frozen=True)
@@ -79,12 +77,6 @@ class Turns:
     rotations: Array  # of the other units, (D, units)
     displacements: Array  # ||delta phi|| of them likewise
     bounds: Array  # what no perturbation of the same length turns them beyond
-
-    @property
-    def drawn_rotations(self) -> Array:
-        """The turns that the papers' notebook shows of SP and WN, without the sign of w_2."""
-        theta = np.degrees(np.arccos(self.directions[:, 0]))
-        return np.abs(theta[1:] - theta[0])
 
     @property
     def locations(self) -> Array:
@@ -173,7 +165,6 @@ def make_records(turns: Mapping[str, Turns]) -> list[dict[str, Any]]:
             "method": method,
             "delta": delta,
             "rotation": float(own.rotation[i]),
-            **(_reference(own, i) if method in ("sp", "wn") else {}),
             **_spread("rotation", own.rotations[i]),
             **_spread("displacement", own.displacements[i]),
             "bound_max": float(own.bounds[i].max()),
@@ -181,15 +172,6 @@ def make_records(turns: Mapping[str, Turns]) -> list[dict[str, Any]]:
         for method, own in turns.items()
         for i, delta in enumerate(DELTAS)
     ]
-
-
-def _reference(turns: Turns, i: int) -> dict[str, float]:
-    """Return what is known of the papers' unit, and how it was drawn."""
-    return {
-        "reference": TRUE_ROTATIONS[i],
-        "drawn": float(turns.drawn_rotations[i]),
-        "reference_drawn": DRAWN_ROTATIONS[i],
-    }
 
 
 def _spread(name: str, values: Array) -> dict[str, float]:
@@ -206,18 +188,12 @@ def _spread(name: str, values: Array) -> dict[str, float]:
 def draw(turns: Mapping[str, Turns]) -> Drawings:
     """Return all figures of a run."""
     names = list_in_words(TITLES[method] for method in turns)
-    count = next(iter(turns.values())).rotations.shape[1]
     return {
         "figure1": (lambda: _draw_panels(turns), "Figure 1. (a) A unit over two inputs: its "
             "boundary, its location φ, its direction u and its two sides, active where u points. "
             f"(b)-(e) The papers' unit under {names}, before and after every stored parameter is "
             "moved by δ; dotted lines end at φ. SP, WN and BN turn alike, LN nearly so, and the "
             "papers' own picture shows smaller turns of them, because it loses a sign."),
-        "figure1-units": (lambda: _draw_units(turns), f"How far {count:,} units drawn like the "
-            "papers' turn when every stored parameter is moved by δ: solid the median unit, "
-            "dotted the one that turns most. Under GmP every unit turns by δ radians, whatever "
-            "its weight; under SP, WN and BN, which lie on each other, the smallest weights turn "
-            "furthest."),
         "figure2a-b": (lambda: _draw_1d(((1, -1, 1), (-1, -1, 1))), "Figure 2a-b. A unit over one "
             "input: its boundary is a point φ, and its direction a sign."),
         "figure5": (lambda: _draw_1d(((1, -1, 1), (1, 1, 1), (-1, 1, 2), (-1, -1, -1))),
@@ -256,21 +232,6 @@ def _draw_line(ax: "Axes", turns: Turns, i: int, **style: Any) -> None:
     colour = style["color"]
     ax.plot(*np.stack([[0, 0], phi], axis=1), color=colour, linewidth=1.4, linestyle=":")
     ax.plot(*phi, "o", color=colour, markersize=5, mec="black", mew=0.6, zorder=5)
-
-
-def _draw_units(turns: Mapping[str, Turns]) -> "Figure":
-    from geoparam import plots
-
-    figure, axes = plots.new_figure(1, 1, size=(7.0, 4.2))
-    ax = axes[0, 0]
-    for method, own in turns.items():
-        style = plots.method_style(method)
-        line = {"color": style.colour, "linewidth": WIDTHS[method], "marker": "o"}
-        ax.plot(DELTAS, np.median(own.rotations, axis=1), **line, label=style.title)
-        ax.plot(DELTAS, own.rotations.max(axis=1), ":", color=style.colour, linewidth=1.6)
-    ax.set(xscale="log", yscale="log", xlabel="δ", ylabel="turn of a unit (degrees)")
-    plots.legend_beside(ax)
-    return figure
 
 
 def _draw_1d(units: Sequence[tuple[float, float, float]]) -> "Figure":

@@ -37,12 +37,7 @@ class Tolerance:
 
     @property
     def plateau(self) -> np.ndarray:
-        """The rates around the best one that are nearly as good.
-
-        Example:
-            >>> Tolerance(np.array([0.1, 0.3, 1.0]), np.array([2.0, 1.0, 1.05]), 0.0).plateau
-            array([0.3, 1. ])
-        """
+        """The rates around the best one that are nearly as good."""
         near = self.medians <= NEAR * self.medians.min()
         low = high = int(np.argmin(self.medians))
         while low > 0 and near[low - 1]:

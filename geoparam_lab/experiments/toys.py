@@ -27,13 +27,13 @@ from geoparam_lab.training import tasks
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.snapshots import Film, frame_epochs
 from geoparam_lab.training.stacks.stacked import Protocol, Result
-from geoparam_lab.training.tasks import Progress, Tick
+from geoparam_lab.training.tasks import Done, Progress, Session, Tick
 
 Array = np.ndarray
 Arrays = dict[str, Array]
 Choose = Callable[["Problem", Sequence["Member"]], Sequence[Record]]
 FindErrors = Callable[[Array, Array], Array]
-Describe = Callable[[Result, Film, Sequence[int]], Iterable[tuple[Arrays, Record]]]
+Describe = Callable[[Result, Film], Iterable[tuple[Arrays, Record]]]
 
 COMPARED = ("sp", "wn", "bn", "gmp")  # by the papers
 LRS = (0.01, 0.1)  # in the papers 0.1 is GmP's, 0.01 that of the others
@@ -46,12 +46,7 @@ MOVES = tuple(Measure(f"move_{q}", f"move: {w}", 3 if q < 100 else None) for q, 
 
 
 class Member(NamedTuple):
-    """One network of a stack: the fields that tell its record apart.
-
-    Example:
-        >>> Member("gmp", 0.1, 3).name
-        'gmp-lr0.1-seed3'
-    """
+    """One network of a stack: the fields that tell its record apart."""
 
     method: str
     lr: float
@@ -101,32 +96,18 @@ class Problem:
 
 @dataclass(frozen=True)
 class Toy:
-    """What Levy and Banana have of their own; they share `run`.
-
-    Args:
-        name: of the experiment.
-        options: a dataclass of the experiment's own options, about its data.
-        load: gives the data, and their part of the configuration, from these options and the
-            configuration of the run that is resumed.
-        make_problem: what to train for, from data, epochs and patience.
-        describe: gives the arrays and the measures of some members of a stack, one after the
-            other, from the data; a function of a module, so that processes can be given it.
-        draw: gives the figures, by name, each a function without arguments and a caption.
-        film: gives the slider's arrays, or none where there is no slider.
-        measure: what is judged.
-        find_errors: gives an error for each row of predictions, from these and the targets; it
-            chooses rates under cross-validation.
-    """
+    """What Levy and Banana have of their own; they share `run`."""
 
     name: str
-    options: Callable[..., Any]
-    load: Callable[[Any, Config], tuple[Any, Record]]
-    make_problem: Callable[[Any, int, int], Problem]
-    describe: Callable[[Any, Result, Film, Sequence[int]], Iterable[tuple[Arrays, Record]]]
+    options: Callable[..., Any]  # a dataclass of its own options, about its data
+    load: Callable[[Any, Config], tuple[Any, Record]]  # from these and a resumed configuration
+    make_problem: Callable[[Any, int, int], Problem]  # from data, epochs and patience
+    # Arrays and measures of each member of a stack; picklable, for other processes.
+    describe: Callable[[Any, Result, Film], Iterable[tuple[Arrays, Record]]]
     draw: Callable[[Run, Any], Drawings]
-    film: Callable[[Run, Any], Arrays]
-    measure: Measure
-    find_errors: FindErrors
+    film: Callable[[Run, Any], Arrays]  # the slider's arrays, or none
+    measure: Measure  # what is judged
+    find_errors: FindErrors  # of each row of predictions; chooses rates under cross-validation
 
 
 def run(
@@ -173,7 +154,10 @@ def run(
     describe = functools.partial(toy.describe, data)
     choose = functools.partial(choose_rates, folds, toy.find_errors) if folds else None
     work = functools.partial(_train_stack, problem, describe, choose)
-    train_missing(done, work, epochs, jobs, progress)
+    stacks = list_stacks(done.config)
+    count = sum(len(stack.keys) for stack in stacks)
+    session = Session(done, work, count, jobs or tasks.count_cores(), progress)
+    session.spread(stacks, patient=True)  # after Ctrl-C, so that no work is lost
     rates = draw_rates(done, {toy.name.capitalize(): done.records()}, toy.measure)
     save_figures(done, toy.draw(done, data) | rates, progress)
     if arrays := toy.film(done, data):
@@ -214,15 +198,7 @@ def _check_options(
 def train(
     problem: Problem, members: Sequence[Member], progress: Tick | None = None
 ) -> tuple[Result, Film]:
-    """Train members of one method in one stack, and keep its state at some epochs.
-
-    Example:
-        >>> x = np.linspace(-1, 1, 20)[:, None]
-        >>> problem = Problem((1, 8, 1), Protocol(epochs=30), (x, np.abs(x[:, 0])))
-        >>> result, film = train(problem, [Member("gmp", 0.1, seed) for seed in range(3)])
-        >>> film.predict(x).shape[2], int(film.epochs[-1])
-        (20, 30)
-    """
+    """Train members of one method in one stack, and keep its state at some epochs."""
     models, shown = _make_models(problem, members), frame_epochs(problem.protocol.epochs)
     options = {"track": True, "snapshots": set(shown.tolist()), "progress": progress}
     result = _train_models(models, problem, members, **options)
@@ -246,60 +222,36 @@ def _train_models(
 
 
 class Stack(NamedTuple):
-    """A piece of work: members of one method, and the numbers of those without a record."""
+    """A task: members of one method."""
 
-    members: tuple[Member, ...]
-    missing: tuple[int, ...]
+    keys: tuple[Member, ...]
 
-
-def find_stacks(run: Run) -> list[Stack]:
-    """Return the stacks of a run in which a record is missing."""
-    config, found = run.config, []
-    for method, first in itertools.product(config["methods"], range(0, config["seeds"], BLOCK)):
-        block = range(first, min(first + BLOCK, config["seeds"]))
-        members = tuple(Member(method, lr, seed) for lr in config["lrs"] for seed in block)
-        done = [run.has_record(**member._asdict()) for member in members]
-        if not all(done):
-            found.append(Stack(members, tuple(i for i, each in enumerate(done) if not each)))
-    return found
+    def __str__(self) -> str:
+        return methods_table.title(self.keys[0].method)
 
 
-def train_missing(
-    run: Run, work: tasks.Work, each: int, jobs: int | None, progress: Progress | None
-) -> None:
-    """Train every stack that lacks a record, and add curves and record of what was missing.
-
-    Each stack has at most `each` epochs, for the progress bar.
-    Ctrl-C lets the stacks under way finish, so that no work is lost; a second one stops at once.
-    """
-    todo = find_stacks(run)
-    epochs, title = dict.fromkeys(todo, 0), run.info["experiment"].capitalize()
-
-    def report(stack: Stack, epoch: int, left: int = 0, remark: str = "") -> None:
-        epochs[stack] = epoch
-        if progress is not None:
-            progress(title, sum(epochs.values()), each * len(todo))
-
-    for stack, outcomes in tasks.spread(
-        work, todo, jobs or tasks.count_cores(), report, patient=True
-    ):
-        for i, (arrays, record) in zip(stack.missing, outcomes, strict=True):
-            run.save_curves(stack.members[i].name, **_to_single(arrays))
-            run.append(record)
-        report(stack, each)
+def list_stacks(config: Config) -> list[Stack]:
+    """Return the stacks of a run."""
+    firsts = range(0, config["seeds"], BLOCK)
+    blocks = [range(first, min(first + BLOCK, config["seeds"])) for first in firsts]
+    return [
+        Stack(tuple(Member(method, lr, seed) for lr in config["lrs"] for seed in block))
+        for method, block in itertools.product(config["methods"], blocks)
+    ]
 
 
 def _train_stack(
     problem: Problem, describe: Describe, choose: Choose | None, stack: Stack, tick: Tick
-) -> list[tuple[Arrays, Record]]:
-    """Train one stack; return arrays and record of each member that has none yet."""
-    result, film = train(problem, stack.members, tick)
-    chosen = [{}] * len(stack.members) if choose is None else choose(problem, stack.members)
-    own = zip(stack.missing, describe(result, film, stack.missing), strict=True)
-    return [
-        (arrays, _record(stack.members[i], result, i) | chosen[i] | measures)
-        for i, (arrays, measures) in own
-    ]
+) -> Done:
+    """Train one stack; return arrays and record of each member."""
+    members = stack.keys
+    result, film = train(problem, members, tick)
+    chosen = [{}] * len(members) if choose is None else choose(problem, members)
+    records, curves = [], {}
+    for i, (arrays, measures) in enumerate(describe(result, film)):
+        records.append(_record(members[i], result, i) | chosen[i] | measures)
+        curves[members[i].name] = _to_single(arrays)
+    return Done(records, curves)
 
 
 def choose_rates(

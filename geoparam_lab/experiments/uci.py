@@ -12,16 +12,13 @@ weights and the order of its batches, so that methods and rates are compared on 
 the lowest test error of the whole training. Rates are fixed, 0.1 for GmP and 0.01 for the others.
 
 **heldout**: the validation part is a fifth of the training part. Every method picks its rate from
-a grid by the validation error, *for each split alone*. Choosing one rate by the mean over splits
-would look less noisy, but a split's test points are training and validation points of the others:
-the choice would have seen them. So a split is one whole repetition of what a user does, and the
-standard errors cover the luck of the choice. Then each split is trained once more at its rate, and
-the result of that, and nothing else ever, meets the test targets. (It is the network that won: in
-results/runs/uci-heldout all 350 have its validation error, to 2e-15.)
+a grid by the validation error, *for each split alone*: one rate by the mean over splits would have
+seen test points, which are training points of other splits. Then each split is trained once more
+at its rate, and the result of that, and nothing else ever, meets the test targets.
 
 **cv**: as heldout, but a split's rate is chosen by k-fold cross-validation on its training part,
 as the papers say they did: the lowest mean squared error over the folds, each of which stops the
-training that it judges. The network at that rate is then trained as under heldout.
+training that it judges.
 
 **Stacks.** A task is a stack of up to ten splits of one set, method and rate: a larger one leaves
 the cache (60 networks on Energy took 12 times as long as 10). Processes of this machine share the
@@ -112,7 +109,8 @@ def train(task: Task, table: Table, config: Record, tick: Tick | None = None) ->
         }
         for i in range(len(seeds))
     ]
-    return Done(records, _curves(task, result, next(iter(errors))) if task.chosen else {})
+    curves = {task.name: _curves(task, result, next(iter(errors)))} if task.chosen else {}
+    return Done(records, curves)
 
 
 def find_key(protocol: str) -> tuple[str, ...]:

@@ -83,12 +83,6 @@ def choose_rates(records: Iterable[Record]) -> dict[tuple[str, str, int], float]
 
     With folds the errors are sums of squares over them. Of equal ones the lowest rate is chosen. A
     rate whose error is not finite on some fold is the last choice.
-
-    Example:
-        >>> one = {"dataset": "yacht", "method": "sp", "split": 0}
-        >>> errors = {0.1: 0.4, 0.3: math.nan}
-        >>> choose_rates(one | {"lr": lr, "val_rmse": error} for lr, error in errors.items())
-        {('yacht', 'sp', 0): 0.1}
     """
     errors = sum_folds(records)
     return {key: min(own, key=lambda lr: (own[lr], lr)) for key, own in errors.items()}

@@ -2,22 +2,18 @@
 
 The papers' text starts GmP from uniform directions, lam = 0 and r = 1, whatever the layer's size;
 their code from Glorot-uniform weights, turned into angles and r = ||w||. Beside these two, SP with
-Glorot's and with He's initialisation. (Output layers are Glorot's throughout.) Three questions:
+Glorot's and with He's initialisation. (Output layers are Glorot's throughout.) Two questions:
 
     start     the Levy and Energy networks before training, for widths 16 ... 16384: how large are
               hidden activations, outputs and gradients, and how far does one step of Adam at rate
               0.01 move the outputs? (Its first step is rate x sign of the gradient.)
-    fan_in    the other side of a layer's size: 64 units with so many standard normal inputs; also
-              how far that step turns a unit
     trained   test error after a fixed number of steps, for each width and rate: does one rate
               serve all widths?
 
-**What to expect.** Directions have entries of size 1 / sqrt(n) for n inputs, so uniform directions
-with r = 1 are SP with variance 1 / n, and He's are the same up to sqrt(2): both know the fan-in
-only, and keep activations as they are whatever the width. Glorot's variance 2 / (n + units) lets
-them fall as 1 / sqrt(units). Gradients of hidden parameters fall with the output weights, as
-1 / sqrt(units), under all; under the code's form those of directions and offsets fall with r as
-well. A step of Adam does not see that: it moves outputs the more, the more units there are.
+**What to expect.** Uniform directions with r = 1 are SP with variance 1 / n, and He's are the same
+up to sqrt(2): both know the fan-in n only, and keep activations whatever the width. Glorot's
+variance 2 / (n + units) lets them fall as 1 / sqrt(units). Gradients of hidden parameters fall
+with the output weights, as 1 / sqrt(units), under all.
 
 Steps are of 128 rows of Energy, split by seed, or all 50 points of Levy; the rate falls to a tenth
 after a tenth of all epochs without a better training loss, nothing stops early, the test part is
@@ -59,13 +55,13 @@ IN_CACHE = 2**21  # activations of a stack and batch: 8 MB
 
 
 class Member(NamedTuple):
-    """A network, or for the fan-in a layer: the fields that tell its record apart."""
+    """A network: the fields that tell its record apart."""
 
-    kind: str  # "start", "fan_in" or "trained"
-    dataset: str  # "levy", "energy" or, for the fan-in, "normal"
+    kind: str  # "start" or "trained"
+    dataset: str  # "levy" or "energy"
     method: str
     init: str
-    width: int  # of the hidden layer; for the fan-in, of the inputs
+    width: int  # of the hidden layer
     lr: float | None  # None before training
     seed: int
 
@@ -83,20 +79,11 @@ class Measurer:
     steps: int = STEPS  # of training
 
     def __call__(self, members: Sequence[Member], tick: Tick) -> list[Record]:
-        kind = members[0].kind
-        if kind == "trained":
+        if members[0].kind == "trained":
             return self._train(members, tick)
-        if kind == "start":
-            return [self._start(member) for member in members]
-        return [
-            width_scales.measure_fan_in(member.method, member.init, member.width, member.seed)
-            for member in members
-        ]
-
-    def _start(self, member: Member) -> Record:
-        data = self._data(member.dataset, [member.seed])
-        x, y = torch.from_numpy(data.x_train[0]), torch.from_numpy(data.y_train[0])
-        return width_scales.measure_start(member.build(x.shape[-1]), x, y)
+        data = self._data(members[0].dataset, [member.seed for member in members])
+        each = zip(members, *map(torch.from_numpy, (data.x_train, data.y_train)), strict=True)
+        return [width_scales.measure_start(m.build(x.shape[-1]), x, y) for m, x, y in each]
 
     def _train(self, members: Sequence[Member], tick: Tick) -> list[Record]:
         seeds = [member.seed for member in members]
@@ -199,7 +186,6 @@ def make_tasks(config: Record) -> list[Task]:
         for dataset in config["datasets"]:
             found += [_make_task("trained", dataset, variant, width, stack) for stack in stacks]
             found.append(_make_task("start", dataset, variant, width, before))
-        found.append(_make_task("fan_in", "normal", variant, width, before))
     return found
 
 
@@ -223,14 +209,11 @@ def find_answers(records: Sequence[Record], config: Record) -> list[Record]:
     factor, `one_rate_factor`; `papers_rate` and `papers_rate_factor` are the papers' choice.
     """
     found = []
-    for dataset, variant in itertools.product((*config["datasets"], "normal"), VARIANTS):
+    for dataset, variant in itertools.product(config["datasets"], VARIANTS):
         own = select_records(records, dataset=dataset, **variant._asdict())
-        answer = find_exponents([r for r in own if r["kind"] in ("start", "fan_in")])
-        if dataset != "normal":
-            errors = _errors(select_records(own, kind="trained"), config)
-            answer |= compare_rates(
-                errors, config["rates"], methods.LEARNING_RATES[variant.method]
-            )
+        answer = find_exponents(select_records(own, kind="start"))
+        errors = _errors(select_records(own, kind="trained"), config)
+        answer |= compare_rates(errors, config["rates"], methods.LEARNING_RATES[variant.method])
         key = {"kind": "answer", "dataset": dataset, **variant._asdict()}
         found.append(dict.fromkeys(Member._fields) | key | answer)
     return found
@@ -291,7 +274,6 @@ _EXPONENTS = Layout(
         Measure("exponent_activation", "activations"),
         Measure("exponent_output", "outputs"),
         Measure("exponent_output_change", "change of outputs in a step"),
-        Measure("exponent_turn", "turn of a unit in a step"),
         Measure("exponent_gradient_direction", "gradient of directions"),
         Measure("exponent_gradient_offset", "gradient of offsets"),
         Measure("exponent_gradient_scale", "gradient of scales"),
@@ -299,8 +281,7 @@ _EXPONENTS = Layout(
     ),
     title="Exponent with which things grow with the width, before training",
     notes=(
-        "0: does not depend on the width; 0.5: grows with its square root; -0.5: shrinks with it. "
-        "With normal inputs, read their number for the width.",
+        "0: does not depend on the width; 0.5: grows with its square root; -0.5: shrinks with it.",
         "GmP's scales r begin at 1 with init sphere, the papers' text, and at the norms of "
         "weights with init Glorot, the papers' code.",
     ),
@@ -333,5 +314,5 @@ EXPERIMENT = Experiment(
         _ONE_RATE,
         Layout((RMSE,), "width", "width", "dataset", where={"kind": "trained"}, compare=False),
     ),
-    names={"normal": "normal inputs, over their number"},
+    names={"normal": "normal inputs, over their number"},  # of an earlier run
 )

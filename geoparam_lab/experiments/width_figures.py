@@ -1,6 +1,6 @@
 """Figures of the width experiment, each with a caption beside it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -25,17 +25,9 @@ _STARTS = {
     "gradient_output": "gradient of output weights",
     "output_change": "change of outputs in a step",
 }
-_FAN_INS = {
-    "activation": "activations",
-    "gradient_direction": "gradient of directions",
-    "turn": "turn of a unit in a step (degrees)",
-}
 _START_CAPTION = """Networks before training, over the width of their hidden layer: root mean
     squares, mean over seeds. The step is Adam's first, at rate 0.01. Flat lines do not depend on
     the width: activations and outputs under the text's initialisation and under He's."""
-_FAN_IN_CAPTION = """A layer of 64 units with standard normal inputs, over their number. On the
-    right the median turn of a unit in Adam's first step at rate 0.01: it grows with the root of
-    the fan-in, for angles as for weights of He's size."""
 _TRAINED_CAPTION = """Test error after a fixed number of steps over the learning rate, one line a
     width, mean over seeds. Where the lowest points lie above each other, one rate serves all
     widths."""
@@ -44,32 +36,22 @@ _TRAINED_CAPTION = """Test error after a fixed number of steps over the learning
 def draw(run: Run) -> None:
     """Draw all figures of a run."""
     config, by_kind = run.config, group_records(run.records(), "kind")
-    start, fan_in, trained = (by_kind[kind,] for kind in ("start", "fan_in", "trained"))
-    figure = _draw_scales(start, config["datasets"], _STARTS, "width", config["widths"])
-    run.figure("start", figure, _START_CAPTION)
-    figure = _draw_scales(fan_in, ["normal"], _FAN_INS, "inputs", config["widths"])
-    run.figure("fan-in", figure, _FAN_IN_CAPTION)
-    run.figure("trained", _draw_trained(trained, config), _TRAINED_CAPTION)
+    run.figure("start", _draw_scales(by_kind["start",], config), _START_CAPTION)
+    run.figure("trained", _draw_trained(by_kind["trained",], config), _TRAINED_CAPTION)
 
 
-def _draw_scales(
-    records: Sequence[Record],
-    datasets: Sequence[str],
-    measures: Mapping[str, str],
-    label: str,
-    widths: Sequence[int],
-) -> Figure:
-    size = (3.2 * len(measures) + 1.8, 3.1 * len(datasets))
-    figure, axes = plots.new_figure(len(datasets), len(measures), size=size)
+def _draw_scales(records: Sequence[Record], config: Record) -> Figure:
+    datasets = config["datasets"]
+    size = (3.2 * len(_STARTS) + 1.8, 3.1 * len(datasets))
+    figure, axes = plots.new_figure(len(datasets), len(_STARTS), size=size)
     for row, dataset in zip(axes, datasets, strict=True):
-        for ax, (measure, title) in zip(row, measures.items(), strict=True):
+        for ax, (measure, title) in zip(row, _STARTS.items(), strict=True):
             for variant in VARIANTS:
                 own = select_records(records, dataset=dataset, **variant._asdict())
                 colour = plots.method_style(variant.method).colour
                 line = {"color": colour, "linestyle": _DASHES[variant], "label": variant.title}
                 ax.plot(*find_means(own, "width", measure), **line, marker="o", ms=3)
-            title = f"{dataset.capitalize()}: {title}" if len(datasets) > 1 else title
-            _finish(ax, title, label, widths)
+            _finish(ax, f"{dataset.capitalize()}: {title}", "width", config["widths"])
     legend_beside(axes[0, -1])
     return figure
 

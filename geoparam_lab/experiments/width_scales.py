@@ -4,21 +4,16 @@ Sizes are root mean squares. A step is Adam's first: every parameter moves by th
 sign of its gradient, however small that is.
 """
 
-import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-import geoparam as gp
-from geoparam import sphere
-from geoparam_lab import methods
 from geoparam_lab.run_folder import Record
 from geoparam_lab.training.stacks import stacked
 
 STEP = 0.01  # rate of the step
-UNITS, ROWS = 64, 256  # of the layer whose fan-in is varied
 
 
 class Variant(NamedTuple):
@@ -71,33 +66,6 @@ def adam_step_(parameters: Iterable[nn.Parameter], rate: float = STEP) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.sub_(rate * parameter.grad.sign())
-
-
-def measure_fan_in(method: str, init: str, inputs: int, seed: int) -> Record:
-    """Return the same for one layer of so many inputs, and its units' median turn in a step.
-
-    The loss is a random linear function of its outputs, so that their gradients are of one size.
-    """
-    generator = torch.Generator().manual_seed(seed + 1000)  # or the inputs would be the weights
-    x, slope = (
-        torch.randn(ROWS, size, generator=generator, dtype=torch.float64)
-        for size in (inputs, UNITS)
-    )
-    layer = methods.mlp(method, (inputs, UNITS, 1), seed=seed, init=init)[:-1]
-    before = _directions(layer[0])
-    hidden = layer(x)
-    (hidden * slope).mean().backward()
-    parameter = next(p for p in layer[0].parameters() if p.ndim == 2)
-    found = {"activation": _rms(hidden), "gradient_direction": _rms(parameter.grad)}
-    adam_step_(layer.parameters())
-    turns = sphere.angle_between(before, _directions(layer[0]))
-    return found | {"turn": math.degrees(turns.median().item())}
-
-
-def _directions(layer: nn.Module) -> Tensor:
-    assert isinstance(layer, (gp.GmPLinear, nn.Linear))
-    weight = layer.direction if isinstance(layer, gp.GmPLinear) else layer.weight
-    return weight.detach().clone()
 
 
 def _rms(values: Tensor | None) -> float:

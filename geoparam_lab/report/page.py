@@ -34,32 +34,25 @@ _POWER = re.compile(r"(?<=\d)e([+-]\d+)")
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def write(
-    runs: Iterable[Run | str | Path], out: str | Path, baseline: str = "", command: str = ""
-) -> Path:
+def write(runs: Iterable[Run | str | Path], out: str | Path, command: str = "") -> Path:
     """Write the page of some runs to a file, whole or not at all, and return its path."""
-    text = make_page(runs, baseline, command)
+    text = make_page(runs, command)
     with replacing(Path(out)) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
     return Path(out)
 
 
-def make_page(runs: Iterable[Run | str | Path], baseline: str = "", command: str = "") -> str:
-    """Return the page of some runs, as HTML.
-
-    Args:
-        runs: the runs or their folders.
-        baseline: the method that others are compared with; by default each experiment's.
-        command: what was typed to make the page, to be shown in it.
-    """
+def make_page(runs: Iterable[Run | str | Path], command: str = "") -> str:
+    """Return the page of some runs, or of their folders, as HTML; it shows the command."""
     opened = [run if isinstance(run, Run) else Run.open(run) for run in runs]
     if not opened:
         raise ValueError("a report is of one run or more; got none. Name their folders.")
+    titles = list(dict.fromkeys(map(run_text.make_title, opened)))
     return _load_template().render(
-        title=_make_title(opened),
+        title=", ".join(titles) if len(titles) <= 3 else "Experiments with geometric units",
         findings=_say_each(opened, lambda run: run_text.find_experiment(run).finding(run)),
         limits=_say_each(opened, lambda run: run_text.find_experiment(run).limits(run)),
-        runs=[_describe(run, number, baseline) for number, run in enumerate(opened)],
+        runs=[_describe(run, number) for number, run in enumerate(opened)],
         command=command,
         papers=papers.WHICH,
         version=gp.__version__,
@@ -109,24 +102,19 @@ def unbroken(text: str) -> str:
 # --- what the page says of a run -----------------------------------------------------------------
 
 
-def _make_title(runs: Sequence[Run]) -> str:
-    found = list(dict.fromkeys(run_text.make_title(run) for run in runs))
-    return ", ".join(found) if len(found) <= 3 else "Experiments with geometric units"
-
-
 def _say_each(runs: Sequence[Run], what: Callable[[Run], str]) -> list[str]:
     return [text for run in runs if (text := run_text.say(what, run))]
 
 
-def _describe(run: Run, number: int, baseline: str) -> dict[str, Any]:
-    # By stem: "figure1" comes before "figure1-units", but "figure1.png" would come after.
+def _describe(run: Run, number: int) -> dict[str, Any]:
+    # By stem: "figure1" comes before "figure1-a", but "figure1.png" would come after.
     pictures = sorted((run.folder / "figures").glob("*.png"), key=lambda path: path.stem)
     return {
         "number": number,
         "heading": run_text.make_heading(run),
         "about": run_text.describe(run),
         "slider": _find_slider(run),
-        "tables": tables.make_tables(run, baseline),
+        "tables": tables.make_tables(run),
         "figures": list(map(_read_figure, pictures)),
         "commands": run_text.list_commands(run),
         "settings": run_text.describe_config(run.config, run_text.find_experiment(run)),
@@ -136,12 +124,11 @@ def _describe(run: Run, number: int, baseline: str) -> dict[str, Any]:
 
 def _find_slider(run: Run) -> dict[str, Any] | None:
     """Return a slider's text and numbers, or why it cannot be drawn; None without a slider."""
-    curve = f"slider_{run.info['experiment']}"
-    if curve not in run.curve_names():
+    curve, shown = f"slider_{run.info['experiment']}", run_text.find_experiment(run).slider
+    if shown is None or curve not in run.curve_names():
         return None
     try:
-        film = slider.pack_slider(run.curves(curve))
-        return {"film": film, "shown": slider.find_slider(film["kind"]), "error": None}
+        return {"film": slider.pack_slider(run.curves(curve)), "shown": shown, "error": None}
     except (ValueError, OSError, KeyError, EOFError) as error:
         return {"curve": curve, "error": str(error)}
 

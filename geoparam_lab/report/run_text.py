@@ -11,29 +11,6 @@ from geoparam_lab.experiments.image_text import NETWORKS, describe_images
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables.blocks import INITS, name_value
 
-LABELS = {
-    "lr": "learning rate",
-    "lrs": "learning rates",
-    "rates": "learning rates",
-    "epochs": "epochs at most",
-    "init": "initialisation",
-    "datasets": "data sets",
-    "hidden": "hidden units",
-    "patience": "patience (epochs)",
-    "steps": "steps of training",
-    "data_seed": "seed of the data",
-    "dtype": "number type",
-    "skip": "skip connections",
-    "imn": "IMN at a block's",
-    "ema": "decay of averaged weights",  # in older runs
-    "crop": "shift of images in pixels",
-    "angle_lr": "learning rate of angles",
-    "accumulate": "parts of a batch",
-}
-_NONE = dict.fromkeys(("lr", "lrs", "rates", "widths"), "the papers' own") | {
-    "angle_lr": "that of the others"
-}
-
 
 def find_experiment(run: Run) -> Experiment:
     """Return the record of a run's experiment."""
@@ -72,18 +49,14 @@ def describe_config(config: Mapping[str, Any], experiment: Experiment) -> dict[s
     Example:
         >>> config = {"methods": ["sp", "gmp"], "lrs": None, "epochs": 5000}
         >>> describe_config(config, Experiment("levy"))
-        {'methods': 'SP, GmP', 'learning rates': "the papers' own", 'epochs at most': '5,000'}
+        {'methods': 'SP, GmP', 'lrs': 'not given', 'epochs': '5,000'}
     """
-    labels = LABELS | ({"seeds": "splits"} if experiment.name == "uci" else {})
-    return {
-        labels.get(key, key.replace("_", " ")): _write(value, key, experiment)
-        for key, value in config.items()
-    }
+    return {key.replace("_", " "): _write(value, key, experiment) for key, value in config.items()}
 
 
 def _write(value: Any, key: str, experiment: Experiment) -> str:
     if value is None:
-        return _NONE.get(key, "none")
+        return "not given"
     if said := describe_images({"data": value}):
         return f"{said}, checksum {value.get('checksum', 'not known')}"
     if isinstance(value, bool):

@@ -216,23 +216,8 @@ def make_sortable(value: Any) -> Any:
     return "" if value is None else str(value)
 
 
-def group_records(records: Sequence[Record], name: str) -> dict[Any, list[Record]]:
-    """Return the records by the value of a field, in order of appearance."""
-    found: dict[Any, list[Record]] = {}
-    for record in records:
-        found.setdefault(make_sortable(record.get(name)), []).append(record)
-    return found
-
-
 def arrange(records: Sequence[Record], layout: Layout) -> Cells:
-    """Sort records into rows, methods in their usual order, and columns.
-
-    Example:
-        >>> layout = Layout(column="dataset")
-        >>> records = [{"method": m, "dataset": "yacht"} for m in ("gmp", "sp")]
-        >>> {line.label: list(cells) for line, cells in arrange(records, layout).items()}
-        {'SP': ['yacht'], 'GmP': ['yacht']}
-    """
+    """Sort records into rows, methods in their usual order, and columns."""
     names = [name for name in _VARIANTS if name != layout.column]
     varied = {name: _find_varied(records, name, layout.column) for name in names}
     varied["lr"] = varied["tuned"] = varied["lr"] | varied["tuned"]  # these are one setting

@@ -29,13 +29,13 @@ class Comparison(NamedTuple):
     tested: int = 0  # how many of the differences were tested
 
 
-def compare(block: Block, wanted: str) -> list[Comparison]:
+def compare(block: Block) -> list[Comparison]:
     """Return the comparisons that a table's results allow, the papers' own first.
 
-    They are with the wanted method, or else with BN.
+    They are with the experiment's baseline, or else with BN.
     """
     methods = {line.method for line in block.cells}
-    baseline = wanted if wanted in methods else "bn"
+    baseline = block.experiment.baseline if block.experiment.baseline in methods else "bn"
     rows = [line for line in block.cells if line.method == baseline]
     others = [line for line in block.cells if line.method != baseline]
     if not (block.layout.compare and block.samples and rows and others):

@@ -38,12 +38,7 @@ def number(value: Any) -> float:
 
 
 def estimate(values: Iterable[float]) -> Estimate | None:
-    """Return the mean of the values that are finite, or None where none is.
-
-    Example:
-        >>> estimate([1.0, 3.0, float("nan")])
-        Estimate(mean=2.0, error=1.0, n=2, low=1.0, high=3.0)
-    """
+    """Return the mean of the values that are finite, or None where none is."""
     x = np.array([value for value in values if math.isfinite(value)], dtype=float)
     if not len(x):
         return None
@@ -52,13 +47,7 @@ def estimate(values: Iterable[float]) -> Estimate | None:
 
 
 def agrees(ours: Estimate | None, papers: Printed | None) -> bool | None:
-    """Return whether ours and the papers' agree as said above; None where nothing can be said.
-
-    Example:
-        >>> ours = Estimate(2.97, 0.24, 10, 2.0, 4.0)
-        >>> agrees(ours, Printed("3.057 ± 0.144")), agrees(ours, Printed("9.0 ± 0.1"))
-        (True, False)
-    """
+    """Return whether ours and the papers' agree as said above; None where nothing can be said."""
     if ours is None or ours.error is None or ours.n < 3 or papers is None or papers.error is None:
         return None
     combined = math.hypot(ours.error, papers.error)
@@ -82,10 +71,6 @@ def find_p_value(difference: Estimate) -> float:
     """Return the two-sided p-value of Student's t, with n - 1 degrees of freedom.
 
     The sums are those of Abramowitz and Stegun, 26.7.3 and 26.7.4.
-
-    Example:
-        >>> round(find_p_value(Estimate(2.262, 1.0, 10, 0.0, 9.0)), 3)
-        0.05
     """
     degrees, error = difference.n - 1, difference.error
     if error is None or (error == 0 and difference.mean == 0):

@@ -18,7 +18,7 @@ from typing import Any
 from geoparam_lab import experiments
 from geoparam_lab.experiments.experiment import Layout, Measure, options_in_words
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.tables.blocks import Block, Line, Results, arrange, group_records, in_brackets
+from geoparam_lab.tables.blocks import Block, Line, Results, arrange, in_brackets, make_sortable
 from geoparam_lab.tables.comparisons import Comparison, compare
 from geoparam_lab.tables.estimates import (
     Estimate,
@@ -35,16 +35,15 @@ FORMATS = ("markdown", "csv")
 _SEVERAL = "see below"
 
 
-def make_tables(run: Run, baseline: str = "") -> list[Table]:
-    """Return the tables of a run, finished or not; others are compared with the baseline."""
-    return from_records(run.records(), run.info["experiment"], run.config, baseline)
+def make_tables(run: Run) -> list[Table]:
+    """Return the tables of a run, finished or not."""
+    return from_records(run.records(), run.info["experiment"], run.config)
 
 
 def from_records(
     records: Iterable[Record],
     name: str,
     config: Mapping[str, Any] | None = None,
-    baseline: str = "",
 ) -> list[Table]:
     """Return the tables of some records.
 
@@ -52,8 +51,6 @@ def from_records(
         records: one for each method and seed or split, and what else the experiment varies.
         name: of the experiment, which decides what is in rows and columns.
         config: of the run, to say where it is not the papers'.
-        baseline: the method that others are compared with on the same seeds or splits; by default
-            the experiment's.
 
     Example:
         >>> records = [{"method": method, "seed": seed, "test_rmse": rmse + seed / 10}
@@ -69,7 +66,10 @@ def from_records(
     found: list[Table] = []
     for layout in experiment.layouts:
         own = [r for r in shown if all(r.get(k) == v for k, v in layout.where.items())]
-        for group, part in group_records(own, layout.group).items():
+        by_group: dict[Any, list[Record]] = {}
+        for record in own:
+            by_group.setdefault(make_sortable(record.get(layout.group)), []).append(record)
+        for group, part in by_group.items():
             if layout.fields:
                 title = layout.title + in_brackets(experiment, group)
                 found += _make_field_table(part, layout, title)
@@ -79,7 +79,7 @@ def from_records(
                 ]
                 cells = arrange(with_result, layout)
                 block = Block(experiment, measure, layout, cells, config or {}, group)
-                found += _make_block_tables(block, baseline or experiment.baseline)
+                found += _make_block_tables(block)
     return found
 
 
@@ -100,7 +100,7 @@ def _find_times(records: Iterable[Record]) -> list[Measure]:
     return found
 
 
-def export(runs: Iterable[Run], form: str = "markdown", baseline: str = "") -> str:
+def export(runs: Iterable[Run], form: str = "markdown") -> str:
     """Return the tables of some runs as one text, "markdown" or "csv"."""
     if form not in FORMATS:
         raise ValueError(f"a table is written as one of {', '.join(FORMATS)}; got {form!r}.")
@@ -108,7 +108,7 @@ def export(runs: Iterable[Run], form: str = "markdown", baseline: str = "") -> s
     alike = Counter(run.info["experiment"] for run in runs)
     for run in runs:
         name = f"{run.folder.resolve().name}: " * (alike[run.info["experiment"]] > 1)
-        found += [replace(t, title=name + t.title) for t in make_tables(run, baseline)]
+        found += [replace(t, title=name + t.title) for t in make_tables(run)]
     if not found:
         raise ValueError("no table can be made: there is no finished piece of work yet.")
     return to_csv(found) if form == "csv" else "\n".join(table.markdown() for table in found)
@@ -117,8 +117,8 @@ def export(runs: Iterable[Run], form: str = "markdown", baseline: str = "") -> s
 # --- kinds of table ----------------------------------------------------------------------------
 
 
-def _make_block_tables(block: Block, baseline: str) -> list[Table]:
-    compared = compare(block, baseline)
+def _make_block_tables(block: Block) -> list[Table]:
+    compared = compare(block)
     if len(block.columns) == 1:
         return [_make_list(block, compared)]
     found = [_make_matrix(block)]

@@ -31,12 +31,7 @@ OPENINGS = 20  # attempts to open a database whose tables another process is cre
 
 
 def list_points(grid: Grid) -> list[Point]:
-    """Return all combinations of a grid's values.
-
-    Example:
-        >>> list_points({"method": ["sp", "gmp"], "lr": [0.1]})
-        [{'method': 'sp', 'lr': 0.1}, {'method': 'gmp', 'lr': 0.1}]
-    """
+    """Return all combinations of a grid's values."""
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 

@@ -40,10 +40,10 @@ INTERVAL = 0.3  # seconds between two reports of a task
 
 @dataclass(frozen=True)
 class Done:
-    """The result of a task: a record for each of its keys, and arrays by name."""
+    """The result of a task: a record for each of its keys, and arrays by file and name."""
 
     records: list[Record]
-    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    curves: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
 
 
 Work = Callable[[Any, Tick], Any]
@@ -53,8 +53,8 @@ Report = Callable[[Any, int, int, str], None]
 class Session:
     """The work that one call does for a run, and its progress.
 
-    A task is hashable, has the `keys` of its records and the `name` of its arrays, and its text is
-    its title.
+    A task is hashable and has the `keys` of its records; its text is its title. One that is shared
+    has the `name` of its arrays.
 
     Args:
         run: the folder.
@@ -88,10 +88,11 @@ class Session:
         self.keys = {self._key(record) for record in run.records()}
         self.open: dict[Any, int] = {}  # what is left of each task that has begun
 
-    def spread(self, tasks: Iterable[Any]) -> None:
-        """Do the tasks that are not done, in this order."""
+    def spread(self, tasks: Iterable[Any], patient: bool = False) -> None:
+        """Do the tasks that are not done, in this order; if patient, as `spread` is."""
         todo = [task for task in tasks if not self._is_done(task)]
-        for task, done in spread(self.work, todo, self.jobs, self._report, self.threads):
+        options = (self.jobs, self._report, self.threads, patient)
+        for task, done in spread(self.work, todo, *options):
             self._keep(task, done)
 
     def share(
@@ -111,11 +112,12 @@ class Session:
         def work(at: shared_study.Point) -> tuple[float, Any]:
             done = {task.name: self._do(task) for point, task in tasks if point == at}
             values = [record[value] for each in done.values() for record in each.records]
-            return float(np.mean(values)), {name: pack(each) for name, each in done.items()}
+            return float(np.mean(values)), {name: pack(name, each) for name, each in done.items()}
 
-        def pack(done: Done) -> dict[str, Any]:
-            arrays = {name: np.asarray(array).tolist() for name, array in done.arrays.items()}
-            return {"records": done.records, "arrays": arrays if self.arrays else {}}
+        def pack(name: str, done: Done) -> dict[str, Any]:
+            curves = done.curves.get(name, {}) if self.arrays else {}
+            arrays = {key: np.asarray(array).tolist() for key, array in curves.items()}
+            return {"records": done.records, "arrays": arrays}
 
         def show_waiting(left: int) -> None:
             self._show(f"others work on the last {left} points of {study}")
@@ -123,22 +125,23 @@ class Session:
         for at, result in shared_study.share(work, grid, storage, study, show_waiting):
             for task in (task for point, task in tasks if point == at):
                 if not self._is_done(task):
-                    records, arrays = result[task.name]["records"], result[task.name]["arrays"]
-                    self._keep(task, Done(records, {k: np.array(v) for k, v in arrays.items()}))
+                    own = result[task.name]
+                    curves = {key: np.array(values) for key, values in own["arrays"].items()}
+                    self._keep(task, Done(own["records"], {task.name: curves} if curves else {}))
 
     def _do(self, task: Any) -> Done:
         """Return a task's result, from the folder if it is there."""
         if self._is_done(task):
             records = [record for record in self.run.records() if self._key(record) in task.keys]
             has_arrays = self.arrays and task.name in self.run.curve_names()
-            return Done(records, self.run.curves(task.name) if has_arrays else {})
+            return Done(records, {task.name: self.run.curves(task.name)} if has_arrays else {})
         [(_, done)] = spread(self.work, [task], 1, self._report, self.threads)
         self._keep(task, done)
         return done
 
     def _keep(self, task: Any, done: Done) -> None:
-        if done.arrays:
-            self.run.save_curves(task.name, **done.arrays)
+        for name, arrays in done.curves.items():
+            self.run.save_curves(name, **arrays)
         for record in done.records:
             if self._key(record) not in self.keys:
                 self.run.append(record)

@@ -27,7 +27,6 @@ from geoparam import (
 )
 from geoparam.analysis import SReLU, boundaries, layer_boundaries
 from geoparam.analysis.reading.norms import compute_moments
-from geoparam.attention import GmPMultiheadAttention
 
 D = {"dtype": torch.float64}
 UNITS, FAN_IN, CHANNELS = 6, 5, 4
@@ -379,7 +378,7 @@ def test_attention_has_the_units_of_its_projections(with_inputs: bool) -> None:
     torch.testing.assert_close(found["in_proj_weight"].direction, F.normalize(rows), **CLOSE)
     torch.testing.assert_close(found["in_proj_weight"].scale, rows.norm(dim=1), **CLOSE)
     assert found["in_proj_weight"].distance.isnan().all()
-    converted = GmPMultiheadAttention.from_attention(attention)
+    converted = convert_(attention)
     other = boundaries(nn.ModuleDict({"a": converted}) if not with_inputs else converted, inputs)
     name = "in_proj" if with_inputs else "a.in_proj"
     torch.testing.assert_close(other[name].direction, F.normalize(rows), **CLOSE)

@@ -125,11 +125,7 @@ def test_bn_on_whitened_data_answers_as_weight_normalization_does(kind: str) -> 
         wn.parametrizations.weight.original1.copy_(linear.weight)
         wn.bias.copy_(norm.bias)
     models = nn.Sequential(linear, norm, nn.ReLU()), nn.Sequential(wn, nn.ReLU())
-    moves = ("direction", "gamma", "beta"), ("direction", "length", "offset")
-    one, two = (
-        perturb(model, whitened, kind, 0.02, move=move, statistics="batch")["0"]
-        for model, move in zip(models, moves, strict=True)
-    )
+    one, two = (perturb(m, whitened, kind, 0.02, statistics="batch")["0"] for m in models)
     for name in ("rotation", "displacements", "first_order", "bound", "step"):
         assert torch.allclose(getattr(one, name), getattr(two, name)), name
 
@@ -280,9 +276,8 @@ def test_no_unit_of_a_network_turns_by_more_than_its_bound(
     name: str, delta: float, statistics: str
 ) -> None:
     model, x = network(name), torch.randn(8, 5, dtype=torch.float64)
-    move = ("direction", "length", "scale", "offset", "gamma", "beta")
     for kind in KINDS:
-        for response in perturb(model, x, kind, delta, move=move, statistics=statistics).values():
+        for response in perturb(model, x, kind, delta, statistics=statistics).values():
             assert_bounded(response)
 
 
@@ -308,7 +303,7 @@ def test_an_adversary_of_the_same_strength_turns_gmp_by_the_length_of_the_weight
 
 def test_an_offset_alone_moves_a_gmp_boundary_by_itself() -> None:
     layer = make("gmp", 9)
-    response = respond(layer, make_steps(layer, "constant", 0.25, move=["offset"]))
+    response = respond(layer, {"offset": torch.full((4,), 0.25).double()})
     assert torch.allclose(response.displacement, torch.tensor(0.25).double())
     assert (response.rotation == 0).all() and (response.bound == 0).all()
 
@@ -439,7 +434,6 @@ def test_a_whole_resnet_is_swept() -> None:
     [
         ({"kind": "uniform"}, "a kind is one of constant, gaussian, adversarial; got 'uniform'"),
         ({"kind": "adversarial", "delta": 0.0}, "needs delta > 0"),
-        ({"move": ["weight"]}, "`move` names roles: direction, .*; got 'weight'"),
         ({"statistics": "batch"}, "needs the batch"),
         ({"statistics": "moving"}, "got 'moving'"),
     ],

@@ -87,11 +87,11 @@ def _toy(folder: Path, experiment: str, seeds: int, measure: str, centre: dict[s
 
 def add_seeds(arrays: dict[str, Array], seeds: tuple[int, ...] = (0, 3)) -> dict[str, Array]:
     """Give a slider several seeds: the methods' films in another order under the second one."""
-    axes = EXPERIMENTS[str(arrays["kind"])].slider.axes  # type: ignore[union-attr]
+    shared = ("kind", "methods", "steps", "grid", "truth", "x", "y", "limits")
     several = {
-        name: np.stack([np.roll(arrays[name], i, axis=0) for i in range(len(seeds))])
-        for name, letters in axes.items()
-        if "S" in letters
+        name: np.stack([np.roll(array, i, axis=0) for i in range(len(seeds))])
+        for name, array in arrays.items()
+        if name not in shared
     }
     median = np.array([0, 1, 0, 0])
     return {**arrays, **several, "seeds": np.array(seeds), "median": median}

@@ -33,11 +33,8 @@ def check(data: banana_data.Banana) -> None:
     np.testing.assert_allclose(data.x_train.std(axis=0), 1, rtol=1e-12)
 
 
-def test_without_a_file_points_are_generated_and_nothing_is_downloaded(
-    nowhere: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(table_files, "fetch", None)
-    data = banana_data.load()
+def test_generated_points_say_so() -> None:
+    data = banana_data.generate()
     check(data)
     assert data.source == "generated"
 
@@ -50,7 +47,7 @@ def test_a_download_that_fails_is_not_replaced_by_generated_points(
 
     monkeypatch.setattr(table_files, "fetch", fail)
     with pytest.raises(FileNotFoundError, match=r"(?s)banana.zip: no network.*--data"):
-        banana_data.load(download=True)
+        banana_data.load()
 
 
 def test_the_file_gives_the_papers_points(keel: np.ndarray) -> None:

@@ -154,11 +154,9 @@ def replace_run(
             | {"widths": [8, 8], "select": 0.1},
         ),
         (
-            "imagenet --data jpeg --lrs 0.1,0.3 --angle-lr fan_in --nesterov --accumulate 2",
-            {"experiment": "imagenet", "lrs": [0.1, 0.3], "angle_lr": "fan_in", "nesterov": True}
-            | {"accumulate": 2},
+            "imagenet --data jpeg --lrs 0.1,0.3 --nesterov --accumulate 2",
+            {"experiment": "imagenet", "lrs": [0.1, 0.3], "nesterov": True} | {"accumulate": 2},
         ),
-        ("imagenet --data jpeg --angle-lr 0.1", {"angle_lr": 0.1}),
     ],
 )
 def test_options_reach_the_experiment(

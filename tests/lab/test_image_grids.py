@@ -90,7 +90,7 @@ def test_more_seeds_of_the_best_setting_do_not_change_the_choice() -> None:
 
 
 def test_runs_stored_before_there_were_options_are_shown_as_ever() -> None:
-    said = tables.export([Run.open(STORED)], baseline="bn")
+    said = tables.export([Run.open(STORED)])
     assert "| GmP+IMN, rate 0.3 | 44.48 " in said and "settings tried" not in said
 
 
@@ -114,7 +114,7 @@ def test_the_table_has_a_row_for_each_method_at_its_chosen_setting(tmp_path: Pat
     done = sweep(tmp_path, "run")
     records = done.records()
     assert len(records) == 8 and len({record["name"] for record in records}) == 8
-    [top1, top5] = tables.make_tables(done, "bn")
+    [top1, top5] = tables.make_tables(done)
     rows = {row.label: dict(zip(top1.columns, row.cells, strict=True)) for row in top1.rows}
     assert list(rows) == ["SP", "BN", "BN, optimizer muon"]
     chosen = [r for r in choose(records, "select_top1") if r["method"] == "bn"]

@@ -34,7 +34,7 @@ pytest.importorskip("accelerate")
 RUNS: dict[str, dict[str, Any]] = {
     "angles": {"method": "gmp+imn"},
     "weight norm": {"method": "wn+mbn", "weight_decay": 0.01},
-    "own rate": {"method": "intrinsic+imn", "angle_lr": 0.05},
+    "unit vectors": {"method": "intrinsic+imn"},
     "no momentum": {"method": "intrinsic", "momentum": 0.0},
     "autocast": {"method": "natural+imn", "precision": "bf16", "accumulate": 2, "crop": 1},
     "plateau": {"method": "bn", "schedule": "plateau-top1", "epochs": 8},

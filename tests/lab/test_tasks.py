@@ -43,7 +43,7 @@ class Batch:
 def squares(task: Batch, tick: tasks.Tick) -> Done:
     tick(1, 0)
     records = [{"number": number, "square": number**2} for number in task.numbers]
-    return Done(records, {"numbers": np.array(task.numbers)})
+    return Done(records, {task.name: {"numbers": np.array(task.numbers)}})
 
 
 def threads(task: int, tick: tasks.Tick) -> int:

@@ -96,7 +96,8 @@ def test_unknown_names_are_refused() -> None:
 
 @pytest.mark.parametrize("table", uci_data.TABLES.values(), ids=uci_data.NAMES)
 def test_sources_are_pinned_or_the_archive_itself(table: table_files.Table) -> None:
-    archive, mirror = table.urls
+    archive, *mirrors = table.urls
     assert archive.startswith("https://archive.ics.uci.edu/")
-    assert re.search(r"^https://raw.githubusercontent.com/[^/]+/[^/]+/[0-9a-f]{40}/", mirror)
+    pinned = r"^https://raw.githubusercontent.com/[^/]+/[^/]+/[0-9a-f]{40}/"
+    assert all(re.search(pinned, mirror) for mirror in mirrors)
     assert (table.rows, table.columns) == (POINTS[table.name], FEATURES[table.name] + 1)

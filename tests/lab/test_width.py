@@ -52,8 +52,7 @@ def answer(run: Run, dataset: str, method: str, init: str) -> dict[str, Any]:
 def test_every_network_has_a_record(finished: Run) -> None:
     kinds = [record["kind"] for record in finished.records()]
     assert kinds.count("trained") == 2 * 4 * 3 * 2 * 2  # sets, variants, widths, rates, seeds
-    assert kinds.count("start") == 2 * 4 * 3 * 8 and kinds.count("fan_in") == 4 * 3 * 8
-    assert kinds.count("answer") == 3 * 4
+    assert kinds.count("start") == 2 * 4 * 3 * 8 and kinds.count("answer") == 2 * 4
     assert all("test_rmse" in r for r in finished.records() if r["kind"] == "trained")
 
 
@@ -93,7 +92,7 @@ def test_a_killed_run_resumes_to_the_same_records(tmp_path: Path, finished: Run)
 def test_figures_have_captions(finished: Run) -> None:
     folder = finished.folder / "figures"
     names = {path.stem for path in folder.glob("*.png")}
-    assert names == {"start", "fan-in", "trained"}
+    assert names == {"start", "trained"}
     assert names == {path.stem for path in folder.glob("*.txt") if path.read_text().strip()}
 
 

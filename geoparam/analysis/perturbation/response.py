@@ -1,7 +1,7 @@
 r"""Perturbations of stored parameters: how far boundaries turn and move, and how far they could.
 
 What is perturbed is what an optimizer steps on, by its role (`steps`), and not the
-weight computed from it: by default all but r, as in the papers' figure 1, which moves (w, b),
+weight computed from it: all but r, as in the papers' figure 1, which moves (w, b),
 (v, l, b) and (theta, lam). Turns, moves and bounds are those of the step after rounding to the
 storage type, in float64. The model is not touched: a copy of one layer at a time is perturbed.
 
@@ -44,9 +44,7 @@ from geoparam.analysis.boundary import (
 )
 from geoparam.analysis.perturbation.steps import (
     KINDS,
-    MOVED,
     Kind,
-    Role,
     Steps,
     add_steps,
     check_steps,
@@ -108,7 +106,6 @@ def perturb(
     kind: Kind = "constant",
     delta: float = 1e-3,
     *,
-    move: Iterable[Role] = MOVED,
     layers: Layers = None,
     statistics: Statistics = "running",
     follows: Follows | None = None,
@@ -124,8 +121,6 @@ def perturb(
         inputs: A batch as the model takes it.
         kind: "constant", "gaussian" or "adversarial".
         delta: The size of the perturbation; what it means depends on `kind`.
-        move: The roles that are perturbed: "direction", "length", "scale", "offset", "gamma" and
-            "beta", where a layer and the norm after it have them.
         layers: Names, or a function of module and name; all by default.
         statistics: "running", where BatchNorm's stay as they are, or those of the batch `inputs`,
             which move with the perturbed weight, as in training. Norms without running statistics
@@ -139,7 +134,7 @@ def perturb(
         >>> perturb(model, torch.zeros(1, 2), "adversarial", 0.5)["0"].rotation.tolist()
         [180.0]
     """
-    each = _responses(model, inputs, [kind], [delta], move, layers, statistics, follows, generator)
+    each = _responses(model, inputs, [kind], [delta], layers, statistics, follows, generator)
     return {name: response for name, _, _, response in each}
 
 
@@ -169,19 +164,18 @@ def _responses(
     inputs: Inputs | None,
     kinds: Iterable[Kind],
     deltas: Iterable[float],
-    move: Iterable[Role] = MOVED,
     layers: Layers = None,
     statistics: Statistics = "running",
     follows: Follows | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[tuple[str, Kind, float, Response]]:
     """Yield layer by layer, so that only one layer has copies at a time."""
-    kinds, deltas, move = list(kinds), list(deltas), tuple(move)
-    check_steps(kinds, deltas, move)
+    kinds, deltas = list(kinds), list(deltas)
+    check_steps(kinds, deltas)
     batch = is_batch(statistics, inputs)
     for name, site in find_sites(model, inputs, layers, follows).items():
         before = _perturb_site(unwrap(model), inputs, site, batch, {})
-        chosen: Any = {"norm": site.norm, "move": move, "generator": generator}
+        chosen: Any = {"norm": site.norm, "generator": generator}
         for kind in kinds:
             unit = {} if kind == "adversarial" else make_steps(site.layer, kind, 1.0, **chosen)
             for delta in deltas:

@@ -35,12 +35,11 @@ from geoparam.analysis.boundary import gather
 from geoparam.analysis.reading.layer_sites import copy_in_float64, is_transposed
 from geoparam.base_layer import GmPLayer
 
-Role = Literal["direction", "length", "scale", "offset", "gamma", "beta"]
 Kind = Literal["constant", "gaussian", "adversarial"]
 Steps = Mapping[str, Tensor]  # what is added, by role
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-MOVED: tuple[Role, ...] = ("direction", "length", "offset", "gamma", "beta")
+MOVED = ("direction", "length", "offset", "gamma", "beta")  # all but r, as in figure 1
 
 
 @torch.no_grad()
@@ -50,7 +49,6 @@ def make_steps(
     delta: float = 1e-3,
     *,
     norm: nn.Module | None = None,
-    move: Iterable[Role] = MOVED,
     generator: torch.Generator | None = None,
 ) -> dict[str, Tensor]:
     """Return a perturbation of one layer and the norm after it: float64 steps by role.
@@ -60,9 +58,8 @@ def make_steps(
         >>> {role: step.tolist() for role, step in make_steps(GmPLinear(2, 1), delta=0.5).items()}
         {'direction': [[-0.5]], 'offset': [0.5]}
     """
-    move = tuple(move)
-    check_steps([kind], [delta], move)
-    held = {role: sphere.wide(t) for role, t in read_stored(layer, norm).items() if role in move}
+    check_steps([kind], [delta])
+    held = {role: sphere.wide(t) for role, t in read_stored(layer, norm).items() if role in MOVED}
     if kind == "adversarial":
         return {"direction": _reversal(layer, delta)} if "direction" in held else {}
     if kind == "gaussian":
@@ -96,14 +93,11 @@ def perturb_layer(
     return copy_with_steps(layer), None if norm is None else copy_with_steps(norm)
 
 
-def check_steps(kinds: Iterable[str], deltas: Iterable[float], move: Iterable[str]) -> None:
-    """Refuse kinds, sizes and roles that do not exist."""
+def check_steps(kinds: Iterable[str], deltas: Iterable[float]) -> None:
+    """Refuse kinds and sizes that do not exist."""
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise ValueError(f"a kind is one of {', '.join(KINDS)}; got {unknown[0]!r}.")
-    strange = [role for role in move if role not in get_args(Role)]
-    if strange:
-        raise ValueError(f"`move` names roles: {', '.join(get_args(Role))}; got {strange[0]!r}.")
     if "adversarial" in kinds and min(deltas, default=1) <= 0:
         raise ValueError("the adversarial -(1 + delta) w needs delta > 0; at 0 nothing is left.")
 

@@ -79,19 +79,12 @@ def _along_channels(value: Any, z: Tensor, dim: int) -> Any:
 
 @dataclass(frozen=True)
 class Breaks:
-    """An activation's breakpoints, in rising order, and where a unit counts as active.
+    """An activation's breakpoints, in rising order, and where a unit counts as active."""
 
-    Attributes:
-        points: Numbers, or tensors with one number for each unit.
-        opens, closes: Whether a unit becomes active at the first point, and whether it stops at
-            the last one (ReLU6, Hardtanh).
-        linear: Whether the pieces are straight, so that the network is piecewise linear.
-    """
-
-    points: tuple[float | Tensor, ...]
-    opens: bool = True
-    closes: bool = False
-    linear: bool = True
+    points: tuple[float | Tensor, ...]  # numbers, or tensors with one number for each unit
+    opens: bool = True  # whether a unit becomes active at the first point
+    closes: bool = False  # whether it stops at the last one (ReLU6, Hardtanh)
+    linear: bool = True  # whether the pieces are straight: the network is piecewise linear
 
     def active(self, z: Tensor, channel: int) -> Tensor:
         """Return where units are active, for pre-activations with channels in that dimension."""

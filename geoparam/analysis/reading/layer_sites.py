@@ -79,7 +79,9 @@ def find_sites(
     for name in dict.fromkeys((*ran, *all_names)):  # a layer that did not run has directions too
         module = modules.get(module_name(name))
         if module is not None and has_units(module, name):
-            site = Site(_public(name), module, channel=_channel(module), graph=graph)
+            public = ".".join(part for part in name.split(".") if part not in INNER)
+            channel = -1 - len(getattr(module, "kernel_size", ()))
+            site = Site(public, module, channel=channel, graph=graph)
             if graph is not None and name in ran:
                 site = _follow(site, graph, name, modules)
             if site.own_activation:  # nothing is between the two
@@ -282,16 +284,6 @@ def _describe_steps(site: Site, graph: Graph | None) -> list[tuple[str, str | No
     steps = [step for call in calls for step in call if step is not None]
     nodes = () if graph is None else graph.nodes
     return [(nodes[step].op, nodes[step].name) for step in steps if step < len(nodes)]
-
-
-def _channel(module: nn.Module) -> int:
-    if isinstance(module, GmPLayer):
-        return module.channel_dim
-    return -1 - len(getattr(module, "kernel_size", ()))
-
-
-def _public(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in INNER)
 
 
 def _choose(found: dict[str, Site], layers: Layers) -> dict[str, Site]:

@@ -33,12 +33,6 @@ class MaxPool:
         """Return the inputs (..., *sizes) of every window, (..., *outputs, K).
 
         Where a window reaches outside, or is smaller than others, its first inputs are repeated.
-
-        Example:
-            >>> x = torch.arange(4.0).view(1, 1, 4)
-            >>> node = trace(nn.MaxPool1d(3, 2, padding=1), x).nodes[1]
-            >>> MaxPool(node).windows(x).tolist()
-            [[[[0.0, 1.0, 0.0], [1.0, 2.0, 3.0]]]]
         """
         lead = x.ndim - self.dims
         for d, places in enumerate(self._ranges(x.shape[lead:], x.device)):

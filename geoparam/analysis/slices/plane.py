@@ -25,13 +25,7 @@ class Plane(NamedTuple):
         return origin + torch.tensordot(coefficients, torch.stack(axes), dims=1)
 
     def coordinates(self, inputs: Tensor) -> np.ndarray:
-        """Return the coordinates (N, 2) of inputs, or of their nearest points in the plane.
-
-        Example:
-            >>> plane = Plane(torch.zeros(3), (torch.eye(3)[0], torch.eye(3)[1]), (-1, 1, -1, 1))
-            >>> plane.coordinates(torch.tensor([[2., 3., 4.]]))
-            array([[2., 3.]])
-        """
+        """Return the coordinates (N, 2) of inputs, or of their nearest points in the plane."""
         axes = torch.stack([_float64(axis).flatten() for axis in self.axes])
         offsets = (_float64(inputs) - _float64(self.origin)).flatten(1)
         return (offsets @ torch.linalg.pinv(axes)).numpy()

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from geoparam.analysis.boundary import gather
 from geoparam.analysis.partition import Pattern, Patterns
 from geoparam.analysis.reading.layer_sites import Site, count_units
 from geoparam.analysis.reading.norms import Moments
@@ -32,7 +31,6 @@ OTHER_STEPS = (
     "quantities are NaN in this record: a branch or a router decided otherwise, or example_inputs "
     "lead elsewhere than the probe does."
 )
-DRAWABLE = 3  # inputs up to which the locations of all units are kept with keep="full"
 
 
 class Measurement:
@@ -183,7 +181,6 @@ class Measurement:
         for index, (name, site) in enumerate(self.sites.items()):
             stretch = slice(ends[index], ends[index + 1])
             found = {key: getattr(measured, key)[stretch] for key in PER_UNIT}
-            found |= self._locations(name, found["distance"], stretch)
             if readings is not None and _has_activity(site):
                 unknown = torch.full_like(found["scale"], torch.nan)
                 active = readings.active.get(name)
@@ -193,14 +190,6 @@ class Measurement:
         if self.unit_types is None:
             self.unit_types = np.dtype(types)
         return torch.cat(values)
-
-    def _locations(self, name: str, distance: Tensor, stretch: slice) -> dict[str, Tensor]:
-        """Return the locations of a layer with so few inputs that they can be drawn."""
-        u, before = self._motion.reference[name], self._motion.before
-        if u.shape[1] > DRAWABLE or before is None:
-            return {}
-        u = gather(u).to(distance.device, torch.float64)
-        return {"location": -(distance * before[0, stretch])[:, None] * u}
 
     def unit_row(self, step: int, values: np.ndarray) -> np.ndarray:
         """Return the values of all units as one row of `unit_types`."""

@@ -63,7 +63,9 @@ class Motion:
         double = any(parameter.dtype == torch.float64 for parameter in some)
         self.dtype = torch.float64 if double else torch.float32
         self.chosen = {
-            name: None if count == size else _space_evenly(size, count, self.device)
+            name: None
+            if count == size
+            else torch.linspace(0, size - 1, count, device=self.device).round().long()
             for name, size, count in zip(self.sites, sizes, self.counts, strict=True)
         }
         self.reference: dict[str, Tensor] = {}  # the directions, without signs
@@ -132,10 +134,6 @@ class Motion:
             smallest_product=angular[:, 0],
             negligible_metric=angular[:, 1],
         )
-
-
-def _space_evenly(size: int, count: int, device: torch.device) -> Tensor:
-    return torch.linspace(0, size - 1, count, device=device).round().long()
 
 
 def _angle_metric(site: Site, u: Tensor) -> Tensor:

@@ -75,8 +75,8 @@ class BoundaryTracker:
       phi is always that of the layer and its norm alone.
 
     `keep="full"` adds `rotation`, `displacement`, `scale`, `distance` (signed) and `active` of
-    each unit, and `location` for layers of up to 3 inputs. Layers with a smooth activation, or
-    none, have rotation and scale only; the rest is NaN.
+    each unit. Layers with a smooth activation, or none, have rotation and scale only; the rest is
+    NaN.
 
     What follows a layer is found in a run on `example_inputs`, or on the probe; with neither, on
     the first batch that the model is called with. Build the tracker after the model is on its

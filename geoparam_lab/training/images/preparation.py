@@ -74,9 +74,7 @@ def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimize
     elif settings.optimizer in _RIVALS:
         optimizer = _make_rival(settings, model)
     else:
-        groups = gp.param_groups(
-            model, settings.lr, settings.weight_decay, settings.angle_lr, match=None
-        )
+        groups = gp.param_groups(model, settings.lr, settings.weight_decay, match=None)
         make = _torch_optimizer(settings.optimizer, settings, settings.momentum)
         optimizer = make(groups, lr=settings.lr)
     optimizer.register_step_post_hook(gp.retract(model))

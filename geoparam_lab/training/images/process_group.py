@@ -18,17 +18,12 @@ PATIENCE = timedelta(days=365)
 
 
 class Crew:
-    """This process and those that were started with it.
-
-    Attributes:
-        size: how many there are.
-        leads: whether this is the main process.
-    """
+    """This process and those that were started with it."""
 
     def __init__(self, accelerator: "Accelerator") -> None:
         self.accelerator = accelerator
         self.size: int = accelerator.num_processes
-        self.leads: bool = accelerator.is_main_process
+        self.leads: bool = accelerator.is_main_process  # whether this is the main one
         self._group: Any = None
         if self.size > 1:
             self._group = dist.new_group(backend="gloo", timeout=PATIENCE)

@@ -36,9 +36,7 @@ class Verdict(NamedTuple):
 class Decay:
     """The rate is a function of the epoch, and the last weights are reported.
 
-    Args:
-        factor: takes the epochs so far, 0.5 being within the first, to what rates are multiplied
-            by.
+    `factor` takes the epochs so far, 0.5 being within the first, to a factor of all rates.
     """
 
     keeps_best = False
@@ -58,11 +56,9 @@ class Decay:
 
 
 class Plateau(Decay):
-    """The rate falls to a tenth when the validation result has not become better for a while.
+    """The rate falls to a tenth when the validation top-1 or top-5 was not better for a while.
 
-    Args:
-        top: 1 or 5, which result is judged.
-        keeps_best: whether the best weights are kept and reported, and not the last.
+    With `keeps_best` the best weights are kept and reported, not the last.
     """
 
     def __init__(self, top: int, keeps_best: bool = False) -> None:

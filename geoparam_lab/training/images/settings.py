@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from geoparam.optim import AngleRate
 from geoparam_lab import methods
 from geoparam_lab.training.images.schedules import SCHEDULES
 
@@ -60,16 +59,10 @@ class Settings:
             has no effect.
         skip: a ResNet's skip connections: "centred", as the authors', or "plain".
         crop: pixels by which an image of 32 or 64 is shifted at most.
-        angle_lr: rate of directions in place of `lr`; "fan_in" for lr / sqrt(n).
         widths: VGG-6's channels, or a ResNet's first stage's.
         select: share of the training images kept back for choosing settings.
         recalibrate: training batches that recompute running statistics at the end.
         time_to: top-1 in percent; epochs and seconds to each are recorded.
-
-    Example:
-        >>> settings = Settings("vgg6", "gmp+imn", lr=0.1, batch_size=1024, seed=0)
-        >>> settings.epochs, settings.schedule
-        (90, 'steps')
     """
 
     network: str
@@ -99,7 +92,6 @@ class Settings:
     mbn: str = "after"
     skip: str = "centred"
     crop: int = 0
-    angle_lr: AngleRate = None
     widths: tuple[int, ...] | None = None
     select: float = 0.0
     recalibrate: int = 0
@@ -169,24 +161,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a run.
-
-    `record` has settings, `top1`, `top5`, `train_top1`, `train_top5` in percent, `train_loss` and
-    `val_loss`, of the best epoch where the schedule keeps the best weights and of the last one
-    elsewhere (with `select` also `select_top1`, `select_top5`, `select_loss`); `epochs` completed;
-    `best_epoch` (from 0), whose results these are; `images_per_second`; `epochs_to_A` and
-    `seconds_to_A` for each accuracy A of `time_to` that was reached for good; and `outcome`:
-
-        "finished", "stopped early"
-        "collapsed"    it ended at chance: top-1 of 100 / classes and a loss of log(classes)
-        "diverged"     the loss was not finite or huge; results are NaN and best_epoch is -1
-
-    `curves` has for each completed epoch losses and accuracies of training and validation images,
-    and `lr` of its last step.
-    """
+    """The results of a run, of the best epoch where the schedule keeps the best weights and of the
+    last one elsewhere; docs/experiments.md ("What is written") has the fields."""
 
     record: dict[str, Any]
-    curves: Mapping[str, np.ndarray] = field(default_factory=dict)
+    curves: Mapping[str, np.ndarray] = field(default_factory=dict)  # by epoch
 
 
 def _check_name(what: str, name: str, known: Any) -> None:

@@ -90,13 +90,6 @@ def _check_same_run(training: Training, state: run_checkpoints.State, folder: Pa
             )
 
 
-def _make_writer(folder: Path, epochs: int) -> Any:
-    """Return a TensorBoard writer that continues after so many epochs, and hides later ones."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=epochs + 1)
-
-
 def _finish(
     training: Training,
     store: run_checkpoints.Store,
@@ -110,8 +103,12 @@ def _finish(
         if training.is_main:
             store.write(state)
 
-    writes = tensorboard and training.is_main and training.outcome is None
-    writer = _make_writer(store.folder, training.epoch) if writes else None
+    writer: Any = None
+    if tensorboard and training.is_main and training.outcome is None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = str(store.folder / "tensorboard")
+        writer = SummaryWriter(folder, purge_step=training.epoch + 1)  # hides later ones
     while training.outcome is None:
         for step in training.steps():
             if checkpoint_every and step % checkpoint_every == 0 and step < training.batches.steps:

@@ -41,11 +41,8 @@ def forward(
 ) -> Tensor:
     """Return the outputs (S, N, outputs) of a stack for inputs (S, N, d).
 
-    Args:
-        modules: one member, of which only the kinds and options of its modules count.
-        tensors: for each module its parameters and buffers by name, with the members first.
-        x: each member's inputs.
-        training: whether norms take the batch's statistics, and track them in the buffers.
+    `modules` are those of one member, of which only kinds and options count, `tensors` each one's
+    parameters and buffers by name. In training norms track their statistics in the buffers.
     """
     signal = Signal(x)
     for module, own in zip(modules, tensors, strict=True):

@@ -29,13 +29,7 @@ class Film:
     data: tuple[Array, Array] | None = None  # inputs and targets that they were trained on
 
     def until(self, end: int) -> tuple[Array, Array]:
-        """Return the epochs of a member's frames, and which they are: all before its end, and it.
-
-        Example:
-            >>> film = Film(np.array([0, 1, 4, 9]), torch.zeros(4, 1, 2), nn.Sequential())
-            >>> film.until(3)[0].tolist(), film.until(3)[1].tolist()
-            ([0, 1, 3], [0, 1, 3])
-        """
+        """Return the epochs of a member's frames, all before its end and it, and their numbers."""
         frames = np.append(np.flatnonzero(self.epochs < end), len(self.epochs) - 1)
         return np.append(self.epochs[frames[:-1]], end), frames
 

@@ -23,15 +23,10 @@ BLOCK = 64  # records that are measured at once
 
 @dataclass(frozen=True)
 class Motion:
-    """The largest motion of any unit since the record before; NaN where a member had stopped.
+    """The largest motion of any unit since the record before; NaN where a member had stopped."""
 
-    Args:
-        rotation: in degrees, (records, S).
-        displacement: |phi - phi before|, (records, S).
-    """
-
-    rotation: Array
-    displacement: Array
+    rotation: Array  # in degrees, (records, S)
+    displacement: Array  # |phi - phi before|, (records, S)
 
 
 class Recorder:
