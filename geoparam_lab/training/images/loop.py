@@ -92,7 +92,7 @@ class Training:
         self.optimizer: torch.optim.Optimizer = prepared.optimizer
         self.model = accelerator.unwrap_model(self.run, keep_fp32_wrapper=True)
         if settings.compile:
-            torch.compiler.reset()  # after eight variants, some per network, torch compiles no more
+            torch.compiler.reset()  # torch compiles eight variants and no more, some per network
             self.run.compile()
         self.model.train()
 
