@@ -270,20 +270,6 @@ def pooled() -> nn.Sequential:
     )  # fmt: skip
 
 
-def test_one_pattern_is_one_affine_map() -> None:
-    model = pooled().double()
-    x = (IMAGES[:1] + 0.05 * torch.randn(400, 2, 5, 5)).double().requires_grad_()
-    found = patterns(model, x)
-    maps = [torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in model(x).t()]
-    packed = [bytes(row) for row in found.network.packed.numpy()]
-    of_pattern = {}
-    for row, local in zip(packed, torch.stack(maps, dim=1), strict=True):
-        torch.testing.assert_close(of_pattern.setdefault(row, local), local, rtol=0, atol=1e-12)
-    assert 20 < len(of_pattern) == found.distinct()
-    relu_alone = [tuple(z.tolist()) for z in (model[0](x) > 0).flatten(1)]
-    assert len(set(relu_alone)) < len(of_pattern)  # without the switches maps would be mixed
-
-
 def test_pools_belong_to_the_layer_before_them() -> None:
     found = patterns(pooled(), IMAGES)
     relu, first = 3 * 4 * 4, 4 * 3 * 2 * 2

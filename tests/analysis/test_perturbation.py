@@ -18,7 +18,7 @@ import geoparam as gp
 from geoparam import sphere
 from geoparam.analysis.boundary import boundaries
 from geoparam.analysis.perturbation.response import KINDS, Response, perturb, respond, sweep
-from geoparam.analysis.perturbation.steps import make_steps, read_stored
+from geoparam.analysis.perturbation.steps import add_steps, make_steps, read_stored
 
 SIZES = (2, 3, 147, 4608)
 METHODS = ("sp", "wn", "gmp", "intrinsic")
@@ -431,6 +431,13 @@ def test_a_whole_resnet_is_swept() -> None:
     assert all(row.rotation_max < 120 for row in geometric if row.layer != "fc")
 
 
+def test_a_step_is_rounded_to_what_the_parameter_can_hold() -> None:
+    layer = nn.Linear(1, 1)
+    nn.init.ones_(layer.weight)
+    tiny = {"direction": torch.full((1, 1), 1e-9, dtype=torch.float64)}
+    assert add_steps(layer, None, tiny)[layer]["weight"].item() == 1.0
+
+
 # --- mistakes ------------------------------------------------------------------------------------
 
 
@@ -447,3 +454,21 @@ def test_a_whole_resnet_is_swept() -> None:
 def test_mistakes_are_told(options: dict, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         perturb(nn.Linear(3, 2), **options)
+
+
+def test_steps_of_roles_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"roles direction, offset; got steps of \['length'\]"):
+        respond(nn.Linear(3, 2), {"length": torch.ones(2)})
+
+
+def test_a_weight_made_from_several_tensors_is_refused() -> None:
+    class Product(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return a @ b
+
+        def right_inverse(self, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return w, torch.eye(w.shape[1])
+
+    layer = nn.utils.parametrize.register_parametrization(nn.Linear(3, 3), "weight", Product())
+    with pytest.raises(ValueError, match="Leave it out by `layers`"):
+        perturb(layer)

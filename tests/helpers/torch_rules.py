@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import l1_loss
 
+import geoparam as gp
 from geoparam_lab.data.synthetic import Regression
+from geoparam_lab.training.stacks.stacked import Protocol
 
 
 def keras_adam(model: nn.Module, lr: float, epsilon: float = 1e-7) -> torch.optim.Adam:
@@ -40,6 +42,50 @@ def keras_plateau(
     return torch.optim.lr_scheduler.ReduceLROnPlateau(
         optimizer, factor=0.1, patience=patience - 1, threshold=1e-4, threshold_mode="abs", eps=0
     )
+
+
+def train_alone(
+    model: nn.Sequential,
+    data: tuple[Tensor, Tensor],
+    evaluation: tuple[Tensor, Tensor],
+    lr: float,
+    protocol: Protocol,
+    seed: int,
+) -> tuple[list[float], list[float], list[float], nn.Sequential]:
+    """Train one model as Keras would: losses, metrics and rates of each epoch, the best model."""
+    optimizer = keras_adam(model, lr)
+    optimizer.register_step_post_hook(gp.retract(model))
+    optimizer.register_step_pre_hook(lambda own, *_: _decay_(model, own, protocol.decay))
+    plateau = keras_plateau(optimizer, protocol.patience)
+    order = torch.Generator().manual_seed(seed)
+    losses, metrics, rates, rows = [], [], [], len(data[0])
+    while len(losses) < protocol.epochs:
+        total = 0.0
+        for batch in torch.randperm(rows, generator=order).split(protocol.batch_size or rows):
+            x, y = (part[batch] for part in data)
+            loss = protocol.loss(model.train()(x).T, y[None]).squeeze(0)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(batch) / rows
+        x, y = evaluation
+        with torch.no_grad():
+            metric = protocol.metric(model.eval()(x).T, y[None]).item()
+        losses.append(total), metrics.append(metric), rates.append(optimizer.param_groups[0]["lr"])
+        plateau.step(metric)
+        if metric == min(metrics):
+            best, since = copy.deepcopy(model), len(losses)
+        if len(losses) - since >= protocol.stop_patience:
+            break
+    return losses, metrics, rates, best
+
+
+@torch.no_grad()
+def _decay_(model: nn.Module, optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """AdamW's decay, of weights alone."""
+    for layer in model:
+        if type(layer) is nn.Linear:
+            layer.weight.sub_(optimizer.param_groups[0]["lr"] * decay * layer.weight)
 
 
 @dataclass(frozen=True)

@@ -49,12 +49,6 @@ def test_asking_for_keel_never_gives_generated_points(nowhere: None) -> None:
         experiment.load_points(source="KEEL")
 
 
-def test_a_damaged_file_is_not_replaced(nowhere: None, tmp_path: Path) -> None:
-    (tmp_path / "banana.csv").write_text("At1,At2,Class\n1,2,-1\n")
-    with pytest.raises(ValueError, match="cannot be used"):
-        experiment.load_points(tmp_path)
-
-
 # --- the protocol -------------------------------------------------------------------------------
 
 

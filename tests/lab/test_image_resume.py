@@ -179,7 +179,7 @@ if sys.argv[2] == "step":
     Training.train_on = kill_at(5, Training.train_on, kill)
 elif sys.argv[2] == "write":
     torch.save = save_half(5, kill)
-train(settings("gmp+imn"), source(), Path(sys.argv[1]), checkpoint_every=2)
+train(settings("gmp+imn"), source(), Path(sys.argv[1]), checkpoint_every=2, track=2)
 for name in ("tensorboard", "optuna", "rich", "matplotlib"):
     assert name not in sys.modules, name
 """
@@ -189,7 +189,7 @@ for name in ("tensorboard", "optuna", "rich", "matplotlib"):
 def test_goes_on_after_a_kill(point: str, tmp_path: Path) -> None:
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the child: sums may depend on it
-    expected = train(settings("gmp+imn"), source(), tmp_path / "whole")
+    expected = train(settings("gmp+imn"), source(), tmp_path / "whole", track=2)
     torch.set_num_threads(torch_threads)
     folder = tmp_path / "parts"
     for kill, code in ((point, -signal.SIGKILL), ("never", 0)):
@@ -205,6 +205,8 @@ def test_goes_on_after_a_kill(point: str, tmp_path: Path) -> None:
         assert bool(left) == (kill == "write")
     outcome = train(settings("gmp+imn"), source(), folder)  # it is finished
     assert_same_run(outcome, expected, folder, tmp_path / "whole")
+    whole, parts = (np.load(path / "boundaries.npy") for path in (tmp_path / "whole", folder))
+    assert whole.tobytes() == parts.tobytes()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from run_folders import curves_of, lines
 from torch import nn
-from torch_rules import keras_adam, keras_plateau, train_on_levy
+from torch_rules import keras_adam, train_on_levy
 
 from geoparam_lab import methods
 from geoparam_lab.data.synthetic import levy, levy_regression
@@ -59,18 +59,6 @@ def test_keras_adam_is_keras_formula() -> None:
         weight.grad = grad
         optimizer.step()
         torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize(("drop", "reduced"), [(0.0, True), (9e-5, True), (1.1e-4, False)])
-def test_plateau_counts_as_keras(drop: float, reduced: bool) -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    plateau = keras_plateau(optimizer, patience=3)
-    plateau.step(1.0)
-    rates = []
-    for _ in range(3):
-        plateau.step(1.0 - drop)
-        rates.append(optimizer.param_groups[0]["lr"])
-    assert rates == pytest.approx([1.0, 1.0, 0.1 if reduced else 1.0])
 
 
 # --- the protocol -------------------------------------------------------------------------------

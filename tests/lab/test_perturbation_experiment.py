@@ -118,25 +118,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(tmp_path_factory.mktemp("perturbation") / "run", seeds=50)
 
 
-def test_bn_on_whitened_data_turns_as_wn(turns: dict[str, Turns]) -> None:
-    """Against batch norm itself: 4 points with mean 0 and covariance I, and a unit after it."""
-    x = torch.tensor([[1.0, 1], [1, -1], [-1, 1], [-1, -1]], dtype=torch.float64)
-    w, b = papers_unit()
-    linear = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
-    norm = torch.nn.BatchNorm1d(1, eps=1e-30, dtype=torch.float64)
-    for i, delta in enumerate((0.0, *DELTAS)):
-        with torch.no_grad():
-            linear.weight.copy_(torch.from_numpy(w + delta))
-            norm.weight.fill_(np.linalg.norm(w) + delta)
-            norm.bias.fill_(b + delta)
-            z = norm(linear(x)).squeeze(1)
-        slope = torch.linalg.lstsq(torch.cat([x, torch.ones(4, 1)], dim=1), z).solution.numpy()
-        length = np.linalg.norm(slope[:2])
-        lines = turns["bn"]
-        np.testing.assert_allclose(lines.directions[i], slope[:2] / length, atol=1e-9)
-        assert lines.lams[i] == pytest.approx(slope[2] / length, rel=1e-9)
-
-
 def test_ln_turns_as_layer_norm_itself_does(turns: dict[str, Turns]) -> None:
     """The unit's sign in a layer of 100 changes where the line says."""
     units = torch.from_numpy(0.001 * np.random.RandomState(1).randn(100, 3))

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch_rules import keras_adam, keras_plateau
+from torch_rules import train_alone
 
-import geoparam as gp
 from geoparam.analysis import boundaries
 from geoparam_lab import methods
-from geoparam_lab.training.stacks import batched, stacked
+from geoparam_lab.training.stacks import batched, stack_motion, stacked
 from geoparam_lab.training.stacks.keras_rules import Judge
 from geoparam_lab.training.stacks.packing import pack, unpack_, views
 from geoparam_lab.training.stacks.stacked import Protocol, Result
@@ -52,51 +51,7 @@ def run(
     return stacked.train(models, data, lr, protocol, **arguments)
 
 
-# --- the reference: one model, plain torch ------------------------------------------------------
-
-
-def train_alone(
-    model: nn.Sequential,
-    data: tuple[Tensor, Tensor],
-    evaluation: tuple[Tensor, Tensor],
-    lr: float,
-    protocol: Protocol,
-    seed: int,
-) -> tuple[list[float], list[float], list[float], nn.Sequential]:
-    """Return losses, metrics and rates of each epoch, and the best model."""
-    optimizer = keras_adam(model, lr)
-    optimizer.register_step_post_hook(gp.retract(model))
-    optimizer.register_step_pre_hook(lambda own, *_: decay_(model, own, protocol.decay))
-    plateau = keras_plateau(optimizer, protocol.patience)
-    order = torch.Generator().manual_seed(seed)
-    losses, metrics, rates, rows = [], [], [], len(data[0])
-    while len(losses) < protocol.epochs:
-        total = 0.0
-        for batch in torch.randperm(rows, generator=order).split(protocol.batch_size or rows):
-            x, y = (part[batch] for part in data)
-            loss = protocol.loss(model.train()(x).T, y[None]).squeeze(0)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            total += loss.item() * len(batch) / rows
-        x, y = evaluation
-        with torch.no_grad():
-            metric = protocol.metric(model.eval()(x).T, y[None]).item()
-        losses.append(total), metrics.append(metric), rates.append(optimizer.param_groups[0]["lr"])
-        plateau.step(metric)
-        if metric == min(metrics):
-            best, since = copy.deepcopy(model), len(losses)
-        if len(losses) - since >= protocol.stop_patience:
-            break
-    return losses, metrics, rates, best
-
-
-@torch.no_grad()
-def decay_(model: nn.Module, optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """AdamW's decay, of weights alone."""
-    for layer in model:
-        if type(layer) is nn.Linear:
-            layer.weight.sub_(optimizer.param_groups[0]["lr"] * decay * layer.weight)
+# --- a stack and one model in plain torch --------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gmp", "intrinsic", "sp"])
@@ -316,7 +271,10 @@ def test_boundaries_are_those_of_the_model(
 
 @pytest.mark.parametrize("kind", ["running", "batch"])
 @pytest.mark.parametrize("name", ["sp", "bn", "wn+mbn", "ln", "gmp", "intrinsic+imn"])
-def test_motion_is_the_largest_over_units(name: str, kind: str) -> None:
+def test_motion_is_the_largest_over_units(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack_motion, "BLOCK", 5)  # records that are measured at once
     protocol, (x, _) = replace(MSE, epochs=12, stop_patience=3), regression()
     result = run(name, protocol, lr=[0.0, 0.1, 0.1], track=True, snapshots=range(13))
     assert run(name, protocol).motion is None

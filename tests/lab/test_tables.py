@@ -132,25 +132,6 @@ def test_the_papers_tables_are_whole_and_say_where_they_come_from() -> None:
     assert len(EXPERIMENTS["uci"].papers["test_rmse"].values) == 7
 
 
-@pytest.mark.parametrize(
-    ("place", "text"),
-    [
-        (("levy", "test_rmse", "gmp"), "0.496"),
-        (("banana", "test_accuracy", "bn"), "0.875"),
-        (("uci", "test_rmse", "wn", "energy"), "2.093 ± 0.789"),
-        (("uci", "test_rmse", "gmp", "yacht"), "0.584 ± 0.046"),
-        (("imagenet32", "top5", "sp", 1024), "58.14 ± 0.39"),
-        (("imagenet", "top1", "gmp+imn", "resnet50"), "75.57 ± 0.12"),
-        (("perturbation", "rotation", "sp", 0.001), "12.2"),
-        (("levy", "loss", "sp"), ""),
-        (("uci", "test_rmse", "ln", "yacht"), ""),
-    ],
-)
-def test_printed_numbers(place: tuple[Any, ...], text: str) -> None:
-    experiment, *where = place
-    assert EXPERIMENTS[experiment].find_printed(*where) == (Printed(text) if text else None)
-
-
 # --- rows and columns --------------------------------------------------------------------------
 
 
