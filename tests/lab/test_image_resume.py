@@ -2,12 +2,12 @@
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -163,29 +163,24 @@ def test_a_damaged_checkpoint_costs_one_and_changes_nothing(
     assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
 
 
-CHILD = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from image_runs import kill_at, save_half, settings, source
-from geoparam_lab.training.images.loop import Training
-from geoparam_lab.training.images.train import train
+def train_until(folder: Path, point: str) -> None:
+    """Train in a process that is killed at a step or in the middle of writing, or never."""
 
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-torch.set_num_threads(1)
-if sys.argv[2] == "step":
-    Training.train_on = kill_at(5, Training.train_on, kill)
-elif sys.argv[2] == "write":
-    torch.save = save_half(5, kill)
-train(settings("gmp+imn"), source(), Path(sys.argv[1]), checkpoint_every=2, track=2)
-for name in ("tensorboard", "optuna", "rich", "matplotlib"):
-    assert name not in sys.modules, name
-"""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    torch.set_num_threads(1)
+    if point == "step":
+        Training.train_on = kill_at(5, Training.train_on, kill)
+    elif point == "write":
+        torch.save = save_half(5, kill)
+    train(settings("gmp+imn"), source(), folder, checkpoint_every=2, track=2)
+    for name in ("tensorboard", "optuna", "rich", "matplotlib"):
+        assert name not in sys.modules, name
 
 
-@pytest.mark.parametrize("point", ["step", pytest.param("write", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("point", ["step", "write"])
 def test_goes_on_after_a_kill(point: str, tmp_path: Path) -> None:
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the child: sums may depend on it
@@ -193,14 +188,7 @@ def test_goes_on_after_a_kill(point: str, tmp_path: Path) -> None:
     torch.set_num_threads(torch_threads)
     folder = tmp_path / "parts"
     for kill, code in ((point, -signal.SIGKILL), ("never", 0)):
-        child = subprocess.run(
-            [sys.executable, "-c", CHILD, str(folder), kill],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "helpers")},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert child.returncode == code, child.stderr
+        assert forked.end(forked.start(train_until, folder, kill)) == code
         left = [path.name for path in folder.glob(".unfinished-*")]
         assert bool(left) == (kill == "write")
     outcome = train(settings("gmp+imn"), source(), folder)  # it is finished

@@ -20,6 +20,17 @@ def parametrize(chosen: list[Family]) -> pytest.MarkDecorator:
 
 
 families = parametrize(FAMILIES)
+# Each family has both coordinates in `make test-models`, and one of them in `make test`.
+WITH_COORDINATES = [
+    pytest.param(
+        family,
+        coordinates,
+        id=f"{family.name}-{coordinates}",
+        marks=[pytest.mark.slow] if family.slow or number % 2 != turn else [],
+    )
+    for number, family in enumerate(FAMILIES)
+    for turn, coordinates in enumerate(("angles", "intrinsic"))
+]
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -66,13 +77,12 @@ def test_the_right_layers_are_converted(family: Family) -> None:
     assert left.issuperset(family.left)
 
 
-@families
-@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
+@pytest.mark.parametrize(("family", "coordinates"), WITH_COORDINATES)
 def test_convert_train_fold(family: Family, coordinates: str) -> None:
     original, inputs = pretend_pretrained(family.build()), family.inputs()
     model = gp.convert_(copy.deepcopy(original), coordinates=coordinates)
     assert gp.verify(original, model, inputs) < 1e-5
-    train(model, inputs, steps=20)
+    train(model, inputs, steps=3)
     unseen = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert not [n for n in unseen if dict(original.named_parameters()).get(n) is None]
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
@@ -93,7 +103,7 @@ def test_batchnorm_gives_way_to_imn(family: Family) -> None:
     model = gp.convert_(copy.deepcopy(original), norm="imn", example_inputs=inputs)
     assert count_norms(original) - count_norms(model) == family.norms
     assert gp.verify(original, model, inputs) < 1e-5
-    train(model, inputs, steps=20, lr=1e-4)
+    train(model, inputs, steps=3, lr=1e-4)
     check_fold(original, model, inputs)
 
 
