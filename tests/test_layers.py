@@ -82,18 +82,6 @@ def test_float32_conversion_keeps_weights_to_a_millionth(n: int) -> None:
     assert (error / linear.weight.norm(dim=1)).max() < 1e-6
 
 
-def test_conversion_keeps_type_device_mode_and_frozen_parameters() -> None:
-    linear = nn.Linear(4, 3, dtype=torch.bfloat16).eval()
-    linear.weight.requires_grad_(False)
-    layer = GmPLinear.from_linear(linear)
-    assert layer.latitude.dtype == layer.r.dtype == torch.bfloat16
-    assert not layer.training
-    assert not layer.latitude.requires_grad and not layer.r.requires_grad
-    assert layer.lam.requires_grad
-    back = layer.to_linear()
-    assert not back.weight.requires_grad and back.bias.requires_grad and not back.training
-
-
 # --- the unit ------------------------------------------------------------------------------------
 
 

@@ -43,23 +43,6 @@ def groups(model: nn.Module, kind: str = "adam") -> list[dict]:
     return gp.param_groups(model, lr=0.05, weight_decay=0.1, kind=kind)
 
 
-@pytest.mark.parametrize("coordinates", COORDINATES)
-def test_plain_loop_learns(coordinates: str) -> None:
-    torch.manual_seed(0)
-    model = converted(coordinates)
-    optimizer = torch.optim.SGD(groups(model, "sgd"), momentum=0.9)
-    optimizer.register_step_post_hook(gp.retract(model))
-    losses = []
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(X), Y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-    assert gp.verify(model, gp.fold_(copy.deepcopy(model)), X) < 1e-5
-
-
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, times: int = 1) -> list[str]:
     """Return what is said of the optimizer."""
     with warnings.catch_warnings(record=True) as caught:

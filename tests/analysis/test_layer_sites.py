@@ -319,20 +319,6 @@ def test_norms_of_timm_carry_their_activation() -> None:
     assert known > 10
 
 
-def test_relu_of_a_transformers_model_is_found() -> None:
-    library = pytest.importorskip("transformers")
-    config = library.OPTConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=1, ffn_dim=32, num_attention_heads=2
-    )
-    model = randomise(library.OPTModel(config)).eval()
-    ids = torch.randint(2, 50, (2, 5))
-    found = boundaries(model, {"input_ids": ids, "use_cache": False})
-    known = [name for name, one in found.items() if one.distance.isfinite().all()]
-    assert known == ["decoder.layers.0.fc1"]
-    layer = model.get_submodule(known[0])
-    torch.testing.assert_close(found[known[0]].location, layer_boundaries(layer).location)
-
-
 # --- surroundings ---
 
 

@@ -65,19 +65,6 @@ def test_one_layers_segments_lie_on_its_boundaries(activation: Callable) -> None
     assert len(units) > 5 and off.max() < 1e-6  # the model is float32
 
 
-def test_lines_in_general_position_make_the_regions_of_the_formula() -> None:
-    model = mlp(2, 20)
-    found = cut(model)
-    ends = found.segments["0"]
-    (p, q), n = np.moveaxis(ends, 1, 0), len(ends)
-    crossings = 0
-    for i in range(n):
-        for j in range(i):
-            place = np.linalg.solve(np.stack([q[i] - p[i], p[j] - q[j]], axis=1), p[j] - p[i])
-            crossings += bool(((place > 0) & (place < 1)).all())
-    assert found.count == 1 + n + crossings
-
-
 def test_deep_boundaries_are_where_the_unit_changes_sign() -> None:
     model = mlp(2, 8, 7)
     found = cut(model)

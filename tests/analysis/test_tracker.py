@@ -1,11 +1,13 @@
 """The tracker's numbers are those of plain geometry, and training is as if it were not there."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from function_model import FunctionModel
 from torch import Tensor, nn
 from tracked_networks import NETWORKS, TYPE, ZEROS, gmp, linear, network, train
 
@@ -97,6 +99,27 @@ def test_dead_units_are_those_that_no_probe_point_activates(name: str) -> None:
     assert history["always_on"] == (share == 1).sum() >= 3
     separated = np.median(np.minimum(share, 1 - share))
     np.testing.assert_allclose(history["separated_median"], separated)
+
+
+@pytest.mark.parametrize(
+    ("move", "is_readable"),
+    [
+        (lambda z: z, True),
+        (lambda z: z.flatten(0, 1), True),
+        (lambda z: z.transpose(1, 2), False),
+        (lambda z: z[:, :, :3].transpose(1, 2), False),
+        (lambda z: z.flatten(1), False),
+        (lambda z: z[..., [1, 0, 3, 2]], False),
+        (lambda z: z[..., :1] + torch.zeros(4, dtype=TYPE), False),
+    ],
+)
+def test_dead_units_are_counted_where_the_layers_units_still_stand(
+    move: Callable, is_readable: bool
+) -> None:
+    model = FunctionModel(lambda m, x: torch.relu(move(m.fc(x))), fc=linear(5, 4))
+    tracker = BoundaryTracker(model, probe=torch.randn(2, 3, 5, dtype=TYPE))
+    tracker.step()
+    assert np.isfinite(tracker.history["fc"]["dead"]).all() == is_readable
 
 
 def test_pattern_changes_are_those_of_the_signs() -> None:

@@ -93,9 +93,6 @@ def test_an_altered_file_is_an_error_and_not_replaced(tmp_path: Path, nowhere: N
         banana_data.load(tmp_path)
 
 
-# --- the generator ----------------------------------------------------------------------------
-
-
 def bayes_rule(x: np.ndarray, noise: float) -> np.ndarray:
     """The likelier class, by the densities of the generator's three parts."""
     angle = np.linspace(0, np.pi, 361)

@@ -14,7 +14,6 @@ from geoparam_lab.experiments.perturbation import (
     METHODS,
     TRUE_ROTATIONS,
     Turns,
-    build,
     perturb,
     run,
 )
@@ -76,27 +75,6 @@ def test_the_papers_seed_gives_the_turns_that_are_known(
     assert np.allclose(turns[method].drawn_rotations, DRAWN_ROTATIONS, atol=0.05)
 
 
-def test_gmp_turns_every_unit_by_delta(turns: dict[str, Turns]) -> None:
-    expected = np.degrees(DELTAS)[:, None]
-    assert np.allclose(turns["gmp"].rotations, expected, rtol=1e-6)
-    assert np.allclose(turns["gmp"].bounds, expected, rtol=1e-6)
-
-
-def test_intrinsic_units_turn_by_at_most_the_arcsine_of_the_step(turns: dict[str, Turns]) -> None:
-    expected = np.degrees(np.arcsin(np.sqrt(2) * np.array(DELTAS)))
-    assert np.allclose(turns["intrinsic"].bounds, expected[:, None])
-    assert (turns["intrinsic"].rotations <= turns["intrinsic"].bounds + 1e-9).all()
-    assert np.allclose(turns["intrinsic"].rotations.max(axis=1), expected, rtol=0.01)
-
-
-def test_sp_and_wn_turn_alike_and_lose_their_directions(turns: dict[str, Turns]) -> None:
-    assert np.allclose(turns["sp"].rotations, turns["wn"].rotations)
-    assert (np.median(turns["sp"].rotations[1:], axis=1) > 30).all()
-    layer = build("sp", range(200))
-    lost = torch.nn.functional.normalize(layer.weight.detach() + 0.1, dim=1)
-    assert (lost @ torch.full((2,), 0.5**0.5).double() > 0.99).all()
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -108,9 +86,6 @@ def test_mistakes_are_told(options: dict, match: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=match):
         run(tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
-
-
-# --- a run --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import json
 import math
-import signal
 import subprocess
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -143,22 +142,6 @@ def test_a_damaged_line_in_the_middle_is_named(run: Run) -> None:
     (run.folder / "metrics.jsonl").write_text('{"method": "sp", "seed": 0}\n{"meth\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is damaged.*Remove that line"):
         run.records()
-
-
-def test_a_killed_run_resumes_without_repeating_or_losing_work(tmp_path: Path) -> None:
-    ours, theirs = forked.CONTEXT.Pipe()
-    first = forked.start(write, tmp_path / "run", 1, 10**9, theirs)
-    assert [ours.recv() for _ in range(15)] == list(range(15))
-    first.kill()
-    assert forked.end(first) == -signal.SIGKILL
-    finished = len(Run.open(tmp_path / "run").records())
-    pieces = finished + 40
-    assert finished >= 15
-    assert forked.end(forked.start(write, tmp_path / "run", 2, pieces, theirs)) == 0
-    records = Run.open(tmp_path / "run").records()
-    assert [record["seed"] for record in records] == list(range(pieces))
-    assert [record["process"] for record in records] == [1] * finished + [2] * 40
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == pieces
 
 
 def test_processes_that_share_a_folder_do_not_mix_their_lines(tmp_path: Path) -> None:
