@@ -44,22 +44,6 @@ def test_resnet_convolutions_before_the_sum_are_told_apart() -> None:
     assert summary(graph, "layer2.0.downsample.0") == ("layer2.0.downsample.1", "relu", True, True)
 
 
-def test_vit_shows_attention_as_its_projections() -> None:
-    vision = pytest.importorskip("torchvision.models")
-    size = {"image_size": 32, "patch_size": 16, "hidden_dim": 16, "mlp_dim": 32}
-    model = vision.VisionTransformer(**size, num_layers=2, num_heads=2)
-    graph = trace(model, torch.zeros(1, 3, 32, 32))
-    block = "encoder.layers.encoder_layer_1."
-    assert {"in_proj_weight", "out_proj"} == {
-        name.removeprefix(block + "self_attention.")
-        for name in graph.layers
-        if name.startswith(block + "self_attention")
-    }
-    assert "sum" in graph.after(block + "self_attention.out_proj").path
-    assert summary(graph, block + "mlp.0") == (None, "gelu", False, False)
-    assert (graph.first, graph.outputs) == (("conv_proj",), ("heads.head",))
-
-
 def test_transformer_layer_is_seen_in_spite_of_its_fast_path() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     graph = trace(layer.eval(), torch.zeros(2, 5, 8))

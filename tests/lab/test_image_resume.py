@@ -139,17 +139,43 @@ def test_random_numbers_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
 
 
-def test_a_checkpoint_that_does_not_fit_costs_one_and_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = train(settings(), source(), tmp_path / "whole")
-    interrupt(settings(), tmp_path / "parts", monkeypatch)
-    path = run_checkpoints.Store(tmp_path / "parts").files[-1]
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path: Path) -> None:
+    content = path.read_bytes()
+    middle = len(content) // 2  # within the numbers
+    path.write_bytes(content[:middle] + bytes([content[middle] ^ 0xFF]) + content[middle + 1 :])
+
+
+def reshape(path: Path) -> None:
+    """Give one weight another shape, in a file that is otherwise whole."""
     state = torch.load(path, weights_only=True)
     name = next(name for name, value in state["model"].items() if value.ndim > 1)
     state["model"][name] = torch.zeros(3, 5)
     torch.save(state, path)
-    with pytest.warns(UserWarning, match="damaged.*The run goes on from the one before"):
+
+
+@pytest.mark.parametrize(
+    ("damage", "files", "said"),
+    [(flip, 1, "from the one before"), (reshape, 1, "from the one before")]
+    + [(truncate, 2, "starts anew")],
+)
+def test_damaged_checkpoints_cost_time_and_change_nothing(
+    damage: Callable[[Path], None],
+    files: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = train(settings(), source(), tmp_path / "whole")
+    interrupt(settings(), tmp_path / "parts", monkeypatch)
+    kept = run_checkpoints.Store(tmp_path / "parts").files
+    assert len(kept) == 2  # the last ones
+    for path in kept[-files:]:
+        damage(path)
+    with pytest.warns(UserWarning, match=f"damaged.*{said}"):
         outcome = train(settings(), source(), tmp_path / "parts")
     assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
 

@@ -303,20 +303,6 @@ def test_figure_4_is_drawn_with_its_caption(sweep: Run) -> None:
     assert "VGG-6; 8 classes, 64 training and 32 validation images" in caption
 
 
-def test_figure_4_shows_the_mean_of_the_chosen_runs(
-    sweep: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(Run, "figure", lambda run, name, figure, caption: drawn.append(figure))
-    image_figures.draw(sweep)
-    assert [len(figure.axes) for figure in drawn] == [6, 6, 3]
-    ax = drawn[0].axes[3]  # validation, batch 8
-    lines = {line.get_label(): line.get_ydata() for line in ax.get_lines()}
-    chosen = [r for r in sweep.records() if (r["method"], r["batch_size"]) == ("gmp+imn", 8)]
-    curves = [sweep.curves(r["name"])["val_top5"] for r in chosen if r["lr"] == 3.0]
-    np.testing.assert_allclose(lines["GmP+IMN"], np.mean(curves, axis=0))
-
-
 @pytest.fixture(scope="module")
 def page_file(sweep: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report.write([sweep], tmp_path_factory.mktemp("page") / "report.html", baseline="bn")

@@ -169,15 +169,6 @@ def test_a_member_that_diverges_keeps_its_best_weights() -> None:
     assert all(p.isfinite().all() for p in result.model(1).parameters())
 
 
-def test_shared_data_stays_shared_when_members_leave() -> None:
-    protocol = Protocol(epochs=30, patience=1, stop_patience=3)
-    x, y = (part[0] for part in regression())
-    result = run("sp", protocol, data=(x, y), lr=[0.0, 0.01, 0.02])
-    assert result.epochs[0] == 4
-    alone = run("sp", protocol, data=(x, y), size=1, models=networks("sp")[1:2], lr=0.01)
-    close(result.losses[: alone.epochs[0], 1], alone.losses[:, 0])
-
-
 # --- judging ------------------------------------------------------------------------------------
 
 
@@ -206,23 +197,6 @@ def test_a_rate_falls_when_the_patience_is_reached(drop: float, higher_is_better
         judge(sign * np.array([value, value]))
         rates.append(judge.rates[0])
     assert rates == pytest.approx([1.0, 1.0, 1.0, 1.0 if drop > 1e-4 else 0.1])
-
-
-def test_higher_can_be_better() -> None:
-    x, y = regression()
-    protocol = Protocol(
-        loss=stacked.binary_cross_entropy,
-        metric=stacked.binary_accuracy,
-        higher_is_better=True,
-        batch_size=16,
-        epochs=30,
-    )
-    classes = (y > y.mean()).double()
-    result = run("gmp", protocol, data=(x, classes), evaluation=(x, classes), lr=0.1)
-    accuracy = ((result.predict(x) > 0) == classes.bool().numpy()).mean(1)
-    close(result.best_metric, accuracy)
-    np.testing.assert_array_equal(result.best_metric, result.metrics.max(0))
-    assert result.best_metric.min() > 0.9
 
 
 def test_any_loss_and_several_outputs() -> None:

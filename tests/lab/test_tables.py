@@ -162,22 +162,6 @@ def test_the_published_table_comes_out_of_records_like_it() -> None:
     assert any(f"({sum(map(bool, judged))} of 28)" in note for note in matrix.notes)
 
 
-def test_differences_are_of_the_same_split() -> None:
-    records = run_folders.uci_records()
-    _, table = tables.from_records(records, "uci", baseline="wn")
-    own, base = (
-        np.array(
-            [r["test_rmse"] for r in records if (r["method"], r["dataset"]) == (method, "wine")]
-        )
-        for method in ("gmp", "wn")
-    )
-    found = cell(table, "GmP", "Wine").estimate
-    assert found is not None and found.mean == pytest.approx((own - base).mean())
-    assert found.error == pytest.approx((own - base).std(ddof=1) * np.sqrt(1 / 10 + 0.2 / 0.8))
-    assert any("Nadeau and Bengio" in note for note in table.notes)
-    assert "WN" not in [row.label for row in table.rows] and "WN" in table.title
-
-
 def test_heldout_shows_chosen_rates_and_neither_trials_nor_papers() -> None:
     matrix, _, rates = tables.from_records(run_folders.uci_records("heldout"), "uci")
     assert not any(row.papers for row in matrix.rows)

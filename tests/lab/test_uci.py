@@ -162,13 +162,6 @@ def test_levys_copies_are_its_function_summed_over_inputs() -> None:
     assert np.abs(y - sum(levy(x[:, i]) for i in range(4))).mean() == pytest.approx(0.08, abs=0.01)
 
 
-def test_a_rate_of_cross_validation_is_trained_as_under_heldout(cv: Run, heldout: Run) -> None:
-    known = {k[:-1]: r for k, r in by_key(heldout).items() if r["chosen"]}
-    found = {k[:-2]: r for k, r in by_key(cv).items() if r["chosen"]}
-    both = known.keys() & found.keys()
-    assert both and all(known[k]["test_rmse"] == found[k]["test_rmse"] for k in both)
-
-
 def test_a_fold_that_diverges_costs_a_rate_the_choice() -> None:
     one = {"dataset": "small", "method": "sp", "split": 0}
     errors = {0.1: (0.5, 0.5, 0.5), 0.3: (0.1, 0.1, math.nan)}
