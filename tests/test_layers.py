@@ -261,9 +261,6 @@ def test_an_empty_batch_passes() -> None:
         assert all(b.isfinite().all() for b in layer.buffers())
 
 
-# --- precision -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("coordinates", COORDINATES)
 @pytest.mark.parametrize("norm", [False, True, "border"])
 def test_autocast_follows_float32(coordinates: str, norm) -> None:  # noqa: ANN001
@@ -280,9 +277,6 @@ def test_autocast_follows_float32(coordinates: str, norm) -> None:  # noqa: ANN0
     assert all(
         p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in layer.parameters()
     )
-
-
-# --- bad input -----------------------------------------------------------------------------------
 
 
 def linear_with(row: float, bias: float, dtype: torch.dtype = torch.float32) -> nn.Linear:

@@ -94,9 +94,6 @@ def legend(ax: Axes) -> list[str]:
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
-# --- every figure ---
-
-
 @pytest.mark.parametrize("name", FIGURES)
 def test_is_drawn_on_the_given_axis_or_in_a_figure_of_its_own(name: str) -> None:
     given = new_axis()

@@ -115,19 +115,3 @@ def test_evaluation_sees_every_write() -> None:
     fresh.load_state_dict(net.state_dict())
     with torch.no_grad():
         assert torch.equal(net(X), fresh(X))
-
-
-def test_parameters_may_be_swapped_after_evaluation() -> None:
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        net = model()
-        with torch.no_grad():
-            net(X)
-        assert net.double()(X.double()).dtype == torch.float64
-        fresh = model().double()
-        fresh(X.double())
-        fresh.load_state_dict(net.state_dict())
-        assert torch.equal(fresh(X.double()), net(X.double()))
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)

@@ -204,24 +204,6 @@ def test_autocast_with_a_grad_scaler(dtype: torch.dtype) -> None:
     assert not any(map(torch.equal, before, model.parameters()))
 
 
-def test_lbfgs_and_second_order_penalties() -> None:
-    model = gp.convert_(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
-    x = torch.randn(6, 3, requires_grad=True)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        out = model(x)
-        slope = torch.autograd.grad(out.sum(), x, create_graph=True)[0]
-        loss = out.square().mean() + (slope.norm(dim=1) - 1).square().mean()
-        loss.backward()
-        return loss
-
-    first = closure().item()
-    optimizer.step(closure)
-    assert closure().item() < first
-
-
 def test_onnx_of_a_folded_model(tmp_path) -> None:  # noqa: ANN001
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

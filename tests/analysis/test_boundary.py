@@ -376,9 +376,6 @@ def test_attention_with_separate_projections_has_only_its_output() -> None:
     assert list(boundaries(attention)) == ["out_proj"]
 
 
-# --- types ---
-
-
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(UNITS), nn.LayerNorm(UNITS)], ids=str)
 @pytest.mark.parametrize("make", [LINEAR["sp"], LINEAR["gmp, r inside"]])
 def test_narrow_parameters_are_computed_with_in_wide_numbers(

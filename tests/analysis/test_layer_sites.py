@@ -263,9 +263,6 @@ def test_what_has_no_units_is_refused(layer: nn.Module) -> None:
         boundaries(nn.Sequential(layer))
 
 
-# --- whole models --------------------------------------------------------------------------------
-
-
 def check_model(model: nn.Module, x: Tensor) -> dict[str, Boundaries]:
     """Check every layer with distances: what its norm puts out is what its boundary tells."""
     model = randomise(model).eval()

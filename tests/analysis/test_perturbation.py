@@ -22,7 +22,6 @@ from geoparam.analysis.perturbation.steps import add_steps, make_steps, read_sto
 
 SIZES = (2, 3, 147, 4608)
 METHODS = ("sp", "wn", "gmp", "intrinsic")
-OLD = pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 
 
 def make(
@@ -132,9 +131,6 @@ def test_bn_on_whitened_data_answers_as_weight_normalization_does(kind: str) -> 
     )
     for name in ("rotation", "displacements", "first_order", "bound", "step"):
         assert torch.allclose(getattr(one, name), getattr(two, name)), name
-
-
-# --- second computations in numpy ----------------------------------------------------------------
 
 
 def spherical(theta: np.ndarray) -> np.ndarray:
@@ -401,16 +397,6 @@ def test_the_model_is_afterwards_what_it_was(name: str) -> None:
     sweep(model, x, deltas=[0.1], statistics="batch", generator=generator)
     assert fingerprint(model) == before
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@OLD
-def test_the_older_weight_norm_keeps_its_weight_too() -> None:
-    layer = nn.utils.weight_norm(make("sp", 5, out=6))
-    model, x = nn.Sequential(layer, nn.BatchNorm1d(6).double(), nn.ReLU()), torch.randn(8, 5)
-    weight = layer.weight.clone()
-    response = perturb(model, x.double(), "constant", 0.1, statistics="batch")["0"]
-    assert torch.equal(layer.weight, weight)
-    assert torch.isfinite(response.displacement).all()
 
 
 def test_sizes_of_a_sweep_scale_one_draw_of_noise() -> None:

@@ -96,13 +96,6 @@ def test_the_model_is_left_alone() -> None:
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm")
-def test_torchs_older_weight_norm() -> None:
-    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 6)), nn.ReLU())
-    model(torch.zeros(1, 2))
-    assert cut(model).count > 3
-
-
 def test_groups_of_regions_give_the_same_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp(2, 8, 8)
     whole = cut(model)

@@ -52,9 +52,6 @@ def geoparam(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
     return run
 
 
-# --- demo ---------------------------------------------------------------------------------------
-
-
 def test_demo_needs_neither_file_nor_network_and_goes_on_with_what_is_there(
     tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch, undrawn: None
 ) -> None:
@@ -278,9 +275,6 @@ def test_the_package_is_a_command(
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module("geoparam", run_name="__main__")
     assert "Usage: geoparam run imagenet" in capsys.readouterr().out
-
-
-# --- the bar ------------------------------------------------------------------------------------
 
 
 def test_a_terminal_shows_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:

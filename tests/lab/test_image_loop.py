@@ -352,13 +352,6 @@ def test_another_precision_than_accelerates_is_refused(tmp_path: Path) -> None:
         train(settings(precision="bf16"), source(), tmp_path, accelerator=accelerator)
 
 
-def test_one_accelerator_serves_many_runs(tmp_path: Path) -> None:
-    accelerator = preparation.make_accelerator("fp32")
-    for method in ("sp", "bn"):
-        train(settings(method, epochs=1), source(), tmp_path / method, accelerator=accelerator)
-    assert accelerator._models == []
-
-
 @pytest.mark.compile
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 1e-2)])
 def test_compiled_training_is_close(precision: str, tolerance: float, tmp_path: Path) -> None:

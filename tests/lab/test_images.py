@@ -139,9 +139,6 @@ def test_weights_and_scalars_are_kept_where_asked_for(
     assert (done.folder / "boundaries" / f"{name}.npy").exists()
 
 
-# --- cut and gone on with -----------------------------------------------------------------------
-
-
 def test_a_sweep_killed_within_a_run_goes_on_to_the_same_records(
     data: Path, tmp_path: Path, finished: Run, undrawn: None
 ) -> None:
@@ -168,9 +165,6 @@ def test_a_resumed_sweep_keeps_its_settings_and_data(
     other = tiny_images.write_npz(tmp_path / "other", classes=8, train=64, val=32, seed=1)
     with pytest.raises(ValueError, match="data=.*checksum.*now"):
         run(finished.folder, other, resume=True)
-
-
-# --- in company ---------------------------------------------------------------------------------
 
 
 def test_processes_share_a_sweep_and_do_no_run_twice(
@@ -314,9 +308,6 @@ def test_the_page_says_what_the_data_were_and_has_the_figures(page_file: Path) -
     assert "8 classes, 64 training and 32 validation images of 32 by 32 pixels" in text
     assert "Figure 4. Top-5 accuracy over epochs" in text and text.count("<img") == 3
     assert "Diverged: BN (batch 8, rate 3, seed 0) in epoch 2" in text
-
-
-# --- progress and mistakes ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

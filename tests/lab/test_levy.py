@@ -9,7 +9,7 @@ import pytest
 import torch
 from run_folders import curves_of, lines
 from torch import nn
-from torch_rules import keras_adam, train_on_levy
+from torch_rules import keras_adam, train_alone
 
 from geoparam_lab import methods
 from geoparam_lab.data.synthetic import levy, levy_regression
@@ -18,6 +18,7 @@ from geoparam_lab.experiments import toy_seeds, toys
 from geoparam_lab.experiments.toys import Member
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training import tasks
+from geoparam_lab.training.stacks.stacked import Protocol
 
 SHORT: dict[str, Any] = {"seeds": 2, "epochs": 40, "patience": 10, "jobs": 1}
 
@@ -42,9 +43,6 @@ def test_test_grid_has_step_a_tenth_and_no_noise() -> None:
     data = levy_regression()
     np.testing.assert_allclose(data.x_test[:, 0], np.arange(-100, 101) / 10)
     np.testing.assert_array_equal(data.y_test, levy(data.x_test[:, 0]))
-
-
-# --- Keras's rules by torch's own means, which stacks are tested against ------------------------
 
 
 def test_keras_adam_is_keras_formula() -> None:
@@ -73,19 +71,30 @@ def train(method: str, lr: float, epochs: int, patience: int = 40, seeds: int = 
 @pytest.mark.parametrize("method", ["sp", "gmp"])
 def test_a_stack_is_trained_as_one_network_is_by_torch(method: str) -> None:
     data, lr = levy_regression(), methods.LEARNING_RATES[method]
-    result, film = train(method, lr, epochs=300, patience=8)
+    result, film = train(method, lr, epochs=150, patience=8)
+    rules = Protocol(epochs=150, patience=8, stop_patience=16)
+    points = torch.from_numpy(data.x_train), torch.from_numpy(data.y_train)
+    close = {"rtol": 1e-8, "atol": 1e-8}
     for i in range(2):
-        alone = train_on_levy(methods.mlp(method, (1, 100, 1), seed=i), data, lr, 300, 8)
-        close = {"rtol": 1e-8, "atol": 1e-8}
-        np.testing.assert_allclose(result.losses[: len(alone.losses), i], alone.losses, **close)
-        assert result.best_epoch[i] == alone.best_epoch
-        assert result.epochs[i] == len(alone.losses) and np.nanmin(result.rates[:, i]) < lr
-        np.testing.assert_allclose(film.predict(data.x_test)[i, -1], alone.predict(data.x_test))
+        seen: list[np.ndarray] = []
+
+        def place(model: nn.Sequential, seen: list[np.ndarray] = seen) -> None:
+            seen.append((-model[0].bias / model[0].weight.squeeze(-1)).detach().numpy())
+
+        model = methods.mlp(method, (1, 100, 1), seed=i)
+        losses, _, _, best = train_alone(model, points, None, lr, rules, watch=place)
+        locations, end = np.stack(seen), len(losses)
+        np.testing.assert_allclose(result.losses[:end, i], losses, **close)
+        assert result.best_epoch[i] == np.argmin(losses) and result.epochs[i] == end
+        assert np.nanmin(result.rates[:, i]) < lr
+        with torch.no_grad():
+            fit = best(torch.from_numpy(data.x_test)).squeeze(-1)
+        np.testing.assert_allclose(film.predict(data.x_test)[i, -1], fit)
         direction, distance = film.boundaries(data.x_train)
-        steps, frames = film.until(len(alone.losses))
+        steps, frames = film.until(end)
         found = -(distance * direction[..., 0])[i, frames[:-1]]
-        np.testing.assert_allclose(found, alone.locations[steps[:-1]], **close)
-        moves = np.abs(np.diff(alone.locations, axis=0)).max(axis=1)
+        np.testing.assert_allclose(found, locations[steps[:-1]], **close)
+        moves = np.abs(np.diff(locations, axis=0)).max(axis=1)
         np.testing.assert_allclose(result.motion.displacement[: len(moves), i], moves, **close)
 
 

@@ -99,9 +99,6 @@ def test_norms_have_keras_momentum_and_epsilon(name: str, kind: str) -> None:
     assert getattr(norm, "eps", 1e-3) == 1e-3
 
 
-# --- WN -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["sp", "wn", "wn+mbn", "gmp"])
 def test_the_output_layer_is_weight_normalised_under_wn_alone(name: str) -> None:
     output = methods.mlp(name, (3, 8, 2))[-1]
@@ -113,9 +110,6 @@ def test_mbns_offset_comes_after_it_or_units_have_none() -> None:
     (layer, norm, _), before = block("wn+mbn", "linear"), block("wn+mbn:mbn=before", "linear")
     assert layer.bias is None and norm.bias is not None
     assert before[0].bias is None and not list(before[1].parameters())
-
-
-# --- IMN ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("+imn")])
@@ -206,9 +200,6 @@ def test_another_order_of_the_inputs_is_the_same_function_of_them(name: str) -> 
     assert sorted(order.tolist()) == [*range(6)] != order.tolist()
     found = methods.mlp(f"{name}:order=3", (6, 30, 2), seed=7)(x[:, order])
     torch.testing.assert_close(found, methods.mlp(name, (6, 30, 2), seed=7)(x))
-
-
-# --- what is refused ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -230,12 +230,6 @@ def test_a_folder_with_files_of_others_is_not_adopted(tmp_path: Path) -> None:
         create(tmp_path, resume=True)
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("")
-    with pytest.raises(NotADirectoryError, match="is a file"):
-        create(tmp_path / "run")
-
-
 def test_curves_come_back_as_they_were(run: Run) -> None:
     loss = torch.linspace(1, 0, 5, dtype=torch.float64, requires_grad=True)
     run.save_curves("energy-gmp+imn-0.1", loss=loss, units=np.eye(2, dtype=np.float32))

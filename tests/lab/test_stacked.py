@@ -51,9 +51,6 @@ def run(
     return stacked.train(models, data, lr, protocol, **arguments)
 
 
-# --- a stack and one model in plain torch --------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["gmp", "intrinsic", "sp"])
 def test_directions_have_the_rate_of_their_fan_in(name: str) -> None:
     protocol = replace(MSE, epochs=1, angle_lr="fan_in")
@@ -105,9 +102,6 @@ def close(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
 
 
-# --- the forward pass ---------------------------------------------------------------------------
-
-
 @each_variant
 @pytest.mark.parametrize(
     ("widths", "training"), [((1, 5, 2), True), ((3, 6, 5, 1), False), ((2, 4, 7, 3), True)]
@@ -144,9 +138,6 @@ def _shaken(model: nn.Sequential) -> nn.Sequential:
             elif tensor.is_floating_point() and "sign" not in key:
                 tensor.add_(0.3 * torch.randn_like(tensor))
     return model
-
-
-# --- members do not know of each other ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "broken"), [("bn", "data"), ("gmp", "evaluation")])
@@ -273,9 +264,6 @@ def test_a_unit_without_a_boundary_does_not_move() -> None:
     assert not motion.displacement[0].any() and not motion.rotation[0].any()
 
 
-# --- states on the way --------------------------------------------------------------------------
-
-
 def test_snapshots_are_the_states_after_so_many_epochs() -> None:
     models, (x, y) = networks("bn"), regression(rows=15, seed=1)
     result = run("bn", replace(MSE, stop_patience=100), models=models, snapshots=[0, 1, 7, 25, 99])
@@ -294,9 +282,6 @@ def test_a_snapshot_has_the_best_weights_of_who_has_stopped() -> None:
     assert result.epochs.tolist()[::2] == [5, 5] and result.epochs[1] > 9
     assert torch.equal(result.snapshots[9][::2], result.states[::2])
     assert not torch.equal(result.snapshots[9][1], result.states[1])
-
-
-# --- types and devices --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["bn", "gmp+ln", "natural"])
@@ -320,9 +305,6 @@ def test_a_gpu_trains_as_a_cpu_does(name: str, batch_size: int | None) -> None:
     close(there.best_metric, here.best_metric)
     np.testing.assert_allclose(there.motion.rotation, here.motion.rotation, rtol=1e-6, atol=1e-6)
     close(there.model(2)(regression()[0][2]).detach(), here.model(2)(regression()[0][2]).detach())
-
-
-# --- what is refused ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from geoparam_lab.experiments import EXPERIMENTS
 from geoparam_lab.experiments.papers import Printed
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import estimates, tables
-from geoparam_lab.tables.estimates import Estimate, estimate, pair
+from geoparam_lab.tables.estimates import Estimate, estimate
 from geoparam_lab.tables.formats import Cell, Row, Table
 
 ODD = r"a|b*c_d`e`\f & 50% $x$ #1 {y} ~z^2 <p> [l]"
@@ -41,23 +41,6 @@ def cell(table: Table, row: str, column: str, papers: bool = False) -> Cell:
 
 
 # --- numbers -----------------------------------------------------------------------------------
-
-
-def test_an_estimate_is_numpys_mean_and_standard_error_of_what_is_finite() -> None:
-    values = np.random.default_rng(0).standard_normal(7)
-    found = estimate([*values, math.nan, math.inf])
-    assert found is not None and found.n == 7
-    assert found.mean == pytest.approx(values.mean(), rel=1e-14)
-    assert found.error == pytest.approx(np.sqrt(values.var(ddof=1) / 7), rel=1e-14)
-    assert (found.low, found.high) == (values.min(), values.max())
-
-
-def test_paired_differences_use_the_splits_that_both_have() -> None:
-    values, baseline = {0: 1.0, 1: 3.0, 2: 2.5, 9: 100.0}, {0: 0.5, 1: 1.0, 2: 2.0, 3: -50.0}
-    differences = np.array([0.5, 2.0, 0.5])
-    found = pair(values, baseline)
-    assert found is not None and found.n == 3 and found.mean == pytest.approx(1.0)
-    assert found.error == pytest.approx(differences.std(ddof=1) / np.sqrt(3))
 
 
 @pytest.mark.parametrize("n", [2, 3, 6, 10, 20, 21])
@@ -119,9 +102,6 @@ def test_few_seeds_decide_nothing(n: int) -> None:
     assert estimates.agrees(estimate([1.0, 1.1][:n]), Printed("9.0 ± 0.1")) is None
     assert estimates.agrees(None, Printed("9.0 ± 0.1")) is None
     assert estimates.agrees(Estimate(1.0, 0.1, 9, 0, 2), None) is None
-
-
-# --- the papers' numbers -----------------------------------------------------------------------
 
 
 def test_the_papers_tables_are_whole_and_say_where_they_come_from() -> None:

@@ -1,4 +1,4 @@
-"""FSDP2 (fully_shard): sharded parameters train, are saved and are read as whole ones are."""
+"""DDP and FSDP2 train to what one process does; shards are saved and read as whole tensors."""
 
 import warnings
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
 from training import EQUAL, assert_same_state, network, sgd, synchronised, train, whole
 
 import geoparam as gp
@@ -43,37 +44,42 @@ def assert_same_output(model: nn.Module, reference: nn.Module) -> None:
     reference.train()
 
 
-def trains_to_the_same(kind: str, coordinates: str, sizes: tuple[int, int]) -> None:
-    reference, model = network(kind, coordinates), sharded(network(kind, coordinates))
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+def trains_to_the_same(
+    way: str, kind: str, coordinates: str, sizes: tuple[int, int], compiled: bool = False
+) -> None:
+    reference, model = network(kind, coordinates), network(kind, coordinates)
+    model = sharded(model) if way == "FSDP2" else synchronised(model)
+    run: Any = model if way == "FSDP2" else DistributedDataParallel(model)
     optimizer = sgd(model)  # before the first forward, which leaves some parameters whole
+    assert (way == "FSDP2") == all(isinstance(p, DTensor) for p in model.parameters())
     assert_same_output(model, reference)
-    train(model, sizes, optimizer=optimizer)
+    train(model, sizes, run=torch.compile(run) if compiled else run, optimizer=optimizer)
     train(reference, batch=sum(sizes))
     assert_same_state(model, reference)
     assert_same_output(model, reference)
 
 
 @pytest.mark.parametrize(
-    ("kind", "coordinates", "sizes"),
-    [("plain", "intrinsic", EQUAL), ("absorbed", "angles", (5, 2)), ("anew", "intrinsic", (5, 2))],
+    ("way", "kind", "coordinates", "sizes"),
+    [
+        ("DDP", "plain", "angles", EQUAL),
+        ("DDP", "absorbed", "intrinsic", EQUAL),
+        ("DDP", "anew", "angles", (5, 2)),
+        ("FSDP2", "plain", "intrinsic", EQUAL),
+        ("FSDP2", "absorbed", "angles", (5, 2)),
+        ("FSDP2", "anew", "intrinsic", (5, 2)),
+    ],
 )
 def test_trains_to_the_same(
-    processes: Processes, kind: str, coordinates: str, sizes: tuple[int, int]
+    processes: Processes, way: str, kind: str, coordinates: str, sizes: tuple[int, int]
 ) -> None:
-    processes.run(trains_to_the_same, kind, coordinates, sizes)
-
-
-def trains_to_the_same_compiled() -> None:
-    reference, model = network("absorbed"), sharded(network("absorbed"))
-    train(model, EQUAL, run=torch.compile(model))
-    train(reference)
-    assert_same_state(model, reference)
+    processes.run(trains_to_the_same, way, kind, coordinates, sizes)
 
 
 @pytest.mark.compile
-def test_trains_to_the_same_compiled(processes: Processes) -> None:
-    processes.run(trains_to_the_same_compiled, timeout=300)
+@pytest.mark.parametrize("way", ["DDP", "FSDP2"])
+def test_trains_to_the_same_compiled(processes: Processes, way: str) -> None:
+    processes.run(trains_to_the_same, way, "absorbed", "angles", EQUAL, True, timeout=300)
 
 
 def trains_in_bfloat16(coordinates: str) -> None:
