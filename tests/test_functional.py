@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 
 import kernels
 import pytest
@@ -152,14 +151,6 @@ def test_shapes_and_types_are_checked() -> None:
         functional.weight(torch.zeros(3, 4), torch.ones(4))
     with pytest.raises(ValueError, match="floating"):
         functional.weight(torch.zeros(3, 4, dtype=torch.long))
-
-
-def test_traced_code_computes_the_weight_anew() -> None:
-    latitude, r, _ = kernels.random_case(3, 8, torch.float32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit is deprecated
-        traced = torch.jit.trace(functional.weight, (latitude, r))
-    assert torch.equal(traced(2 * latitude, r), functional.weight(2 * latitude, r))
 
 
 def test_saved_tensors_are_guarded_against_changes() -> None:

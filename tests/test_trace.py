@@ -161,21 +161,6 @@ def test_norm_counts_channels_where_the_linear_layer_has_them(
     assert trace(model, torch.zeros(shape)).after("0").exclusive == exclusive
 
 
-def test_norm_with_an_activation_inside_is_looked_into() -> None:
-    class NormAct(nn.BatchNorm2d):
-        def __init__(self) -> None:
-            super().__init__(3)
-            self.act = nn.SiLU()
-
-        def forward(self, x: Tensor) -> Tensor:
-            args = (self.running_mean, self.running_var, self.weight, self.bias)
-            return self.act(F.batch_norm(x, *args))
-
-    graph = trace(nn.Sequential(conv(), NormAct()), PIXELS)
-    assert summary(graph, "0") == ("1", "silu", False, True)
-    assert graph.after("0").activation.name == "1.act"
-
-
 # First, last, unused, shared, functional.
 
 

@@ -32,8 +32,6 @@ from geoparam.attention import GmPMultiheadAttention
 D = {"dtype": torch.float64}
 UNITS, FAN_IN, CHANNELS = 6, 5, 4
 
-# --- what is exact: every parameterization under every norm with fixed statistics ----------------
-
 LINEAR: dict[str, Callable[[], nn.Module]] = {
     "sp": lambda: nn.Linear(FAN_IN, UNITS),
     "sp without bias": lambda: nn.Linear(FAN_IN, UNITS, bias=False),
@@ -138,8 +136,6 @@ def test_x_is_the_centred_input_where_a_layer_normalises_its_mean(
     torch.testing.assert_close(predict(found, layer, centred), z, **CLOSE)
 
 
-# --- activations and their breakpoints -----------------------------------------------------------
-
 ACTIVATIONS: dict[str, tuple[Callable[[], nn.Module], list]] = {
     "relu": (nn.ReLU, [0]),
     "prelu": (lambda: nn.PReLU(UNITS), [0]),
@@ -189,9 +185,6 @@ def test_a_constant_unit_has_no_boundary() -> None:
     outside = randomise(GmPLinear(3, 2, activation=torch.relu))
     outside.r.data[0] = 0  # its boundary is there, and its output is zero on both sides
     assert has_boundary(outside) == [True, True] and layer_boundaries(outside).scale[0] == 0
-
-
-# --- norms whose statistics differ from point to point -------------------------------------------
 
 
 def frozen(units: int) -> nn.Module:
@@ -301,9 +294,6 @@ def test_batch_statistics_reach_later_layers_and_means_of_inputs() -> None:
     torch.testing.assert_close(predict(found, model[3], centred), z, **CLOSE)
 
 
-# --- other ways to hold a weight -----------------------------------------------------------------
-
-
 def old(function: Callable, *args: Any, **kwargs: Any) -> nn.Module:
     return function(nn.Linear(FAN_IN, UNITS), *args, **kwargs)
 
@@ -369,11 +359,6 @@ def test_attention_has_the_units_of_its_projections(with_inputs: bool) -> None:
     other = boundaries(nn.ModuleDict({"a": converted}) if not with_inputs else converted, inputs)
     name = "in_proj" if with_inputs else "a.in_proj"
     torch.testing.assert_close(other[name].direction, F.normalize(rows), **CLOSE)
-
-
-def test_attention_with_separate_projections_has_only_its_output() -> None:
-    attention = nn.MultiheadAttention(8, 2, kdim=4, vdim=6)
-    assert list(boundaries(attention)) == ["out_proj"]
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(UNITS), nn.LayerNorm(UNITS)], ids=str)

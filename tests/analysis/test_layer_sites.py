@@ -184,9 +184,6 @@ def test_one_example_without_a_batch_is_normalised_alike() -> None:
     torch.testing.assert_close(predict(boundaries(model, x[0])["0"], model[0], x), z, **CLOSE)
 
 
-# --- given instead of found ----------------------------------------------------------------------
-
-
 def test_what_follows_can_be_given() -> None:
     model = randomise(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU6())).eval()
     found = boundaries(model, torch.zeros(1, 3, **D))["0"]
@@ -314,9 +311,6 @@ def test_norms_of_timm_carry_their_activation() -> None:
     model = timm.create_model("mobilenetv4_conv_small", num_classes=3)
     known, _ = count_known(check_model(model, torch.randn(1, 3, 32, 32, **D)))
     assert known > 10
-
-
-# --- surroundings ---
 
 
 def test_frozen_and_inference_parameters_are_read() -> None:

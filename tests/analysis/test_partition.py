@@ -34,9 +34,6 @@ def pattern(bits: Tensor) -> Pattern:
     return Pattern(pack(bits), bits.shape[1])
 
 
-# Bits
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", [1, 8, 9, 1000])
 def test_packed_bits_are_those_of_numpy(bits: int, device: str) -> None:
@@ -69,9 +66,6 @@ def test_only_patterns_of_one_shape_are_compared() -> None:
 def test_distinct_rows_are_counted_as_by_a_set(bits: int, device: str) -> None:
     given = random_bits(40, bits, device)[torch.randint(40, (300,))]
     assert pattern(given).distinct() == len({tuple(row) for row in given.tolist()})
-
-
-# Patterns of models
 
 
 X = torch.linspace(-2, 2, 6 * 4).reshape(6, 4).sin()
@@ -194,9 +188,6 @@ def test_chosen_layers_alone() -> None:
     assert list(found) == ["b"] and found.network.bits == 4
 
 
-# Changes
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_changes_are_those_of_the_bits(device: str) -> None:
     model, x = residual().to(device), torch.randn(50, 4, device=device).round()
@@ -231,9 +222,6 @@ def test_numbers_stay_on_the_gpu() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert change.points > 0
-
-
-# Max pools
 
 
 POOLS = {

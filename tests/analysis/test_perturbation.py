@@ -65,9 +65,6 @@ def network(name: str) -> nn.Module:
 NETWORKS = [m + norm for m in METHODS for norm in ("", "+bn", "+ln")] + ["wn+mbn"]
 
 
-# --- propositions 2.3 to 2.5 ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n", [2, 4608])
 @pytest.mark.parametrize("method", ["sp", "wn"])
 @pytest.mark.parametrize("norm", [None, nn.BatchNorm1d(4)], ids=["", "bn"])
@@ -211,9 +208,6 @@ def test_a_perturbed_layer_is_the_layer_with_perturbed_parameters(
     assert torch.allclose(response.displacement, move, atol=1e-9)
 
 
-# --- bounds --------------------------------------------------------------------------------------
-
-
 def assert_bounded(response: Response) -> None:
     """In degrees; what rounding adds to an angle of 180 degrees is below 1e-5."""
     assert torch.isfinite(response.rotation).all()
@@ -299,9 +293,6 @@ def test_an_adversary_of_the_same_strength_turns_gmp_by_the_length_of_the_weight
     assert torch.allclose(response.bound, turn.rad2deg(), rtol=1e-7)
 
 
-# --- roles that are moved ------------------------------------------------------------------------
-
-
 def test_an_offset_alone_moves_a_gmp_boundary_by_itself() -> None:
     layer = make("gmp", 9)
     response = respond(layer, make_steps(layer, "constant", 0.25, move=["offset"]))
@@ -324,9 +315,6 @@ def test_a_flipped_length_or_gamma_reverses_a_unit(role: str) -> None:
     response = respond(layer, {role: -2 * value}, norm)
     assert torch.allclose(response.rotation, torch.tensor(180.0).double())
     assert (response.bound == 180).all()
-
-
-# --- other layers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("delta", [0.01, 3.0])
@@ -376,9 +364,6 @@ def test_units_without_a_boundary_are_nan_and_left_out_of_summaries() -> None:
     assert math.isclose(row.rotation_max, 180) and row.bound_max == 180
 
 
-# --- whole models --------------------------------------------------------------------------------
-
-
 def fingerprint(model: nn.Module) -> list[tuple]:
     """Names, identities, versions and bytes of all tensors; flags of all modules."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -422,9 +407,6 @@ def test_a_step_is_rounded_to_what_the_parameter_can_hold() -> None:
     nn.init.ones_(layer.weight)
     tiny = {"direction": torch.full((1, 1), 1e-9, dtype=torch.float64)}
     assert add_steps(layer, None, tiny)[layer]["weight"].item() == 1.0
-
-
-# --- mistakes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

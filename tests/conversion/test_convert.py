@@ -97,9 +97,6 @@ def test_frozen_parameters_mode_dtype_and_hooks_stay() -> None:
     assert calls == ["hidden"]
 
 
-# --- what cannot be converted -----------------------------------------------------------------
-
-
 def tie(model: Net) -> None:
     model.other = nn.Linear(8, 6)
     model.other.weight = model.hidden.weight
@@ -267,9 +264,6 @@ def test_rows_too_long_for_their_type_are_left() -> None:
         model[0].weight.fill_(60_000)
     gp.convert_(model)
     assert type(model[0]) is nn.Linear and isinstance(model[1], gp.GmPLinear)
-
-
-# --- summary and proof ------------------------------------------------------------------------
 
 
 def test_summary_is_printed_on_request(capsys: pytest.CaptureFixture) -> None:

@@ -91,11 +91,6 @@ def test_crops_are_windows_of_the_image_padded_by_reflection(
     assert moved.float().mean() > 0.5
 
 
-def test_images_go_to_a_device_once(source: PackedImages) -> None:
-    one, other = source.train(4, seed=0, device="cpu"), source.train(8, seed=1, device="cpu")
-    assert one.split is other.split
-
-
 @pytest.mark.gpu
 def test_batches_wait_for_nothing_and_equal_the_cpus(source: PackedImages) -> None:
     expected = list(source.train(8, seed=0, device="cpu", crop=2).epoch(0))

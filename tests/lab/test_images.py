@@ -100,9 +100,6 @@ def pretend_to_train(settings: Settings, *_: Any, tick: Any = None, **__: Any) -
     return Outcome(record, {"train_top5": rise + 5, "val_top5": rise})
 
 
-# --- what is run --------------------------------------------------------------------------------
-
-
 def test_every_run_of_the_grid_has_a_record_and_curves(finished: Run) -> None:
     assert set(by_name(finished)) == {
         f"vgg6-{method}-batch16-lr0.1-seed{seed}"
@@ -208,9 +205,6 @@ def test_processes_that_train_together_do_what_one_does(
 
 ARGUMENTS = ("--methods", "bn,gmp+imn", "--batch-sizes", "16", "--lrs", "0.1", "--seeds", "2")
 ARGUMENTS += ("--epochs", "2", "--precision", "fp32", "--widths", "4,4,4,4,4,4")
-
-
-# --- tables, figures, page ----------------------------------------------------------------------
 
 
 def records(**changes: Any) -> list[Record]:

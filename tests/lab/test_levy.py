@@ -22,8 +22,6 @@ from geoparam_lab.training.stacks.stacked import Protocol
 
 SHORT: dict[str, Any] = {"seeds": 2, "epochs": 40, "patience": 10, "jobs": 1}
 
-# --- the data -----------------------------------------------------------------------------------
-
 
 def test_levy_values() -> None:
     # w = 0, 1, 2 and 1.25, by hand
@@ -57,9 +55,6 @@ def test_keras_adam_is_keras_formula() -> None:
         weight.grad = grad
         optimizer.step()
         torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=0)
-
-
-# --- the protocol -------------------------------------------------------------------------------
 
 
 def train(method: str, lr: float, epochs: int, patience: int = 40, seeds: int = 2) -> Any:
@@ -104,15 +99,6 @@ def test_training_stops_1000_epochs_after_the_best() -> None:
     assert film.epochs[-1] == 1001 and (result.epochs == 1001).all()
 
 
-def test_gmp_learns_with_small_moves_and_keeps_its_signs() -> None:
-    result, film = train("gmp", lr=0.1, epochs=300, patience=500)
-    assert (result.losses[-50:].mean(axis=0) < 0.3 * result.losses[0]).all()
-    assert result.motion.displacement.max() < 1
-    direction, _ = film.boundaries(levy_regression().x_train)
-    assert np.unique(direction).tolist() == [-1.0, 1.0]
-    assert (direction == direction[:, :1]).all()
-
-
 def test_the_film_begins_before_training_and_ends_with_the_best_weights() -> None:
     data = levy_regression()
     result, film = train("bn", lr=0.1, epochs=60, patience=5)
@@ -121,9 +107,6 @@ def test_the_film_begins_before_training_and_ends_with_the_best_weights() -> Non
     shown = film.predict(data.x_test)[1]
     np.testing.assert_allclose(shown[0], start.squeeze(-1), atol=1e-12)
     np.testing.assert_allclose(shown[-1], result.predict(data.x_test)[1], atol=1e-12)
-
-
-# --- a run --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

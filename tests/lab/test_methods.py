@@ -35,9 +35,6 @@ def block(name: str, kind: str, **options: str) -> nn.Sequential:
         return getattr(methods.get(name, **options), kind)(*KINDS[kind][0])
 
 
-# --- the table ----------------------------------------------------------------------------------
-
-
 def test_the_table_has_every_method_and_no_other() -> None:
     assert list(methods.METHODS) == NAMES
 
@@ -128,9 +125,6 @@ def test_imn_at_the_input_is_in_hidden_layers_but_the_first() -> None:
     model = methods.mlp("gmp+imn", (3, 8, 8, 2), imn="input")
     assert kinds_of(model) == "GmPLinear GmPLinear Linear".split()
     assert model[0].input_norm is None and isinstance(model[1].input_norm, gp.InputMeanNorm)
-
-
-# --- initialisation -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -75,13 +75,6 @@ def test_singular_values_come_close_to_one(
     assert middle.min() > bounds[0] - rounding and middle.max() < bounds[1] + rounding
 
 
-def test_matrices_of_a_stack_do_not_mix() -> None:
-    x = torch.randn(3, 5, 9)
-    alone = torch.cat([polar(matrix[None], MUON) for matrix in x])
-    torch.testing.assert_close(polar(x, MUON).float(), alone.float(), atol=0.02, rtol=0.02)
-    assert not polar(torch.zeros(1, 2, 3), MUON).any()
-
-
 def test_airbench_steps_from_filters_of_fixed_length() -> None:
     model = network()
     by = optimizer(rival_optimizers.Airbench, model, lr=0.0)

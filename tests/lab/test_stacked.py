@@ -160,9 +160,6 @@ def test_a_member_that_diverges_keeps_its_best_weights() -> None:
     assert all(p.isfinite().all() for p in result.model(1).parameters())
 
 
-# --- judging ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("stop", "epochs"), [(None, 7), (4, 5)])
 def test_a_member_stops_after_its_patience(stop: int | None, epochs: int) -> None:
     left = []
@@ -202,9 +199,6 @@ def test_any_loss_and_several_outputs() -> None:
     result = run("gmp", Protocol(cross_entropy, epochs=100), models=models, data=(x, classes))
     assert result.predict(x).shape == (3, 40, 3)
     assert ((result.predict(x).argmax(-1) == classes.numpy()).mean(1) > 0.9).all()
-
-
-# --- motion of boundaries -----------------------------------------------------------------------
 
 
 @torch.no_grad()

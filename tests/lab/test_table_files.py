@@ -322,12 +322,6 @@ def test_the_second_source_serves_where_the_first_fails(elsewhere: Path, address
     assert Handler.asked == ["/nothing", "/breaks", "/altered", "/csv"]
 
 
-def test_no_server_is_explained(elsewhere: Path, address: str) -> None:
-    table = dataclasses.replace(TABLE, urls=("http://127.0.0.1:9/toy",))
-    with pytest.raises(FileNotFoundError, match=r"(?s)127.0.0.1:9/toy: .*refused"):
-        table_files.load(table)
-
-
 def test_a_cache_that_cannot_be_written_does_not_matter(elsewhere: Path, address: str) -> None:
     (elsewhere / "cache").write_text("a file, not a folder")
     np.testing.assert_array_equal(table_files.load(at(address, "/csv")), NUMBERS)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import run_folders
 
-from geoparam_lab.experiments import EXPERIMENTS
 from geoparam_lab.experiments.papers import Printed
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import estimates, tables
@@ -38,9 +37,6 @@ def only(found: list[Table]) -> Table:
 def cell(table: Table, row: str, column: str, papers: bool = False) -> Cell:
     [line] = [line for line in table.rows if line.label == row and line.papers == papers]
     return line.cells[table.columns.index(column)]
-
-
-# --- numbers -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [2, 3, 6, 10, 20, 21])
@@ -102,17 +98,6 @@ def test_few_seeds_decide_nothing(n: int) -> None:
     assert estimates.agrees(estimate([1.0, 1.1][:n]), Printed("9.0 ± 0.1")) is None
     assert estimates.agrees(None, Printed("9.0 ± 0.1")) is None
     assert estimates.agrees(Estimate(1.0, 0.1, 9, 0, 2), None) is None
-
-
-def test_the_papers_tables_are_whole_and_say_where_they_come_from() -> None:
-    for experiment in EXPERIMENTS.values():
-        for measure, table in experiment.papers.items():
-            methods = {tuple(column) for column in table.values.values()}
-            assert len(methods) == 1 and table.source == experiment.source(measure) != ""
-    assert len(EXPERIMENTS["uci"].papers["test_rmse"].values) == 7
-
-
-# --- rows and columns --------------------------------------------------------------------------
 
 
 def test_one_column_shows_ours_beside_the_papers() -> None:
@@ -189,9 +174,6 @@ def test_the_perturbation_has_its_own_tables_with_the_picture_beside() -> None:
     assert not any("Not all" in note for note in table.notes)  # seeds are of another thing here
 
 
-# --- unfinished, diverged, odd -----------------------------------------------------------------
-
-
 def test_a_partial_run_says_how_many_results_a_cell_has() -> None:
     records = [r for r in run_folders.uci_records() if r["method"] != "bn" or r["split"] < 4]
     matrix = tables.from_records(records, "uci", {"seeds": 10})[0]
@@ -263,9 +245,6 @@ def test_nothing_finished_makes_no_table_and_says_so(tmp_path: Path) -> None:
         tables.export([run])
 
 
-# --- forms -------------------------------------------------------------------------------------
-
-
 def grid(table: Table) -> list[list[str]]:
     rows = [(table.corner, *table.columns), *(row.texts for row in table.rows)]
     return [list(row) for row in rows]
@@ -314,9 +293,6 @@ def test_two_runs_of_one_experiment_are_told_apart(tmp_path: Path) -> None:
     assert {line["table"].partition(":")[0] for line in lines} == {"here", "there"}
     alone = tables.export(runs[:1])
     assert "here:" not in alone
-
-
-# --- differences to a baseline ------------------------------------------------------------------
 
 
 def two_rates() -> list[Record]:

@@ -20,7 +20,7 @@ from geoparam_lab.data import splits
 from geoparam_lab.data.synthetic import levy
 from geoparam_lab.experiments import uci
 from geoparam_lab.experiments.measurements import select_records
-from geoparam_lab.experiments.uci_tasks import Member, Task, choose_rates, list_grid_tasks
+from geoparam_lab.experiments.uci_tasks import Member, Task, choose_rates
 from geoparam_lab.run_folder import Record, Run, group_records
 from geoparam_lab.training.stacks.stacked import Protocol, squared_error
 
@@ -72,9 +72,6 @@ def heldout(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def cv(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(tmp_path_factory.mktemp("uci") / "cv", "cv", datasets=["small"], folds=3)
-
-
-# --- protocols ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -193,9 +190,6 @@ def test_test_targets_change_nothing_but_the_test_error(tmp_path: Path, protocol
         np.testing.assert_equal(one.curves(name), two.curves(name))
 
 
-# --- kills and company --------------------------------------------------------------------------
-
-
 def test_a_killed_run_resumes_to_the_same_records(tmp_path: Path, heldout: Run) -> None:
     killed = forked.start(run_until, tmp_path / "run", 19, {})
     assert forked.end(killed) == -signal.SIGKILL
@@ -250,9 +244,6 @@ def test_processes_that_share_a_study_end_with_all_records(tmp_path: Path, heldo
     assert trained[0] | trained[1] == {"small-sp", "small-gmp"} and not trained[2]
 
 
-# --- what is written ----------------------------------------------------------------------------
-
-
 def test_curves_are_of_reported_networks_and_small(heldout: Run) -> None:
     assert heldout.curve_names() == ["large-gmp", "large-sp", "small-gmp", "small-sp"]
     curves = heldout.curves("small-gmp")
@@ -271,11 +262,6 @@ def test_a_run_that_diverges_is_recorded(tmp_path: Path) -> None:
     assert outcomes == {(0.01, "finished"), (1e160, "diverged")}
     assert all(r["lr"] == 0.01 and r["test_rmse"] < 10 for r in records if r["chosen"])
     json.dumps(records)
-
-
-def test_a_stack_has_ten_networks_at_most() -> None:
-    config = {"protocol": "heldout", "methods": ["sp"], "seeds": 12, "lrs": [0.01, 0.1]}
-    assert [len(task.members) for task in list_grid_tasks(config, "small")] == [10, 2, 10, 2]
 
 
 @pytest.mark.parametrize(

@@ -34,14 +34,6 @@ def test_sizes_are_those_of_the_network(method: str, init: str) -> None:
     assert math.isclose(sizes["output_change"], change)
 
 
-def test_groups_cover_the_hidden_layer() -> None:
-    model = methods.mlp("gmp", (8, 32, 1))
-    found = width_scales.group_parameters(model)
-    assert found["direction"] is model[0].latitude and found["offset"] is model[0].lam
-    assert found["scale"] is model[0].r and found["output"] is model[-1].weight
-    assert "direction" not in width_scales.group_parameters(methods.mlp("gmp", (1, 32, 1)))
-
-
 def test_a_step_turns_by_the_rate_times_the_root_of_the_metric() -> None:
     """All angles move by 0.01; the sum of the metric is about n / 2."""
     turn = width_scales.measure_fan_in("gmp", "sphere", 1024, seed=0)["turn"]
