@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from itertools import combinations
 
-import matplotlib
 import numpy as np
 import pytest
 from matplotlib import pyplot
@@ -393,8 +392,3 @@ def test_slice_draws_regions_and_the_boundaries_of_each_layer() -> None:
     assert not np.array_equal(drawn["fc1"].get_color(), drawn["fc2"].get_color())
     assert legend(ax) == ["fc1", "fc2"]
     assert (ax.get_xlim(), ax.get_ylim()) == ((0, 2), (0, 2))
-
-
-def test_colours_with_an_order_grow_lighter() -> None:
-    lightness = [lab(matplotlib.colors.to_hex(c), np.eye(3))[0] for c in style.ordered_colours(6)]
-    assert lightness == sorted(lightness)

@@ -43,11 +43,6 @@ def test_packed_bits_are_those_of_numpy(bits: int, device: str) -> None:
     assert np.array_equal(packed.cpu().numpy(), rows(given.cpu()))
 
 
-def test_packing_takes_no_points() -> None:
-    assert pack(random_bits(0, 9)).shape == (0, 2)
-    assert pattern(random_bits(0, 9)).distinct() == 0
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", [3, 777])
 def test_hamming_counts_the_bits_that_differ(bits: int, device: str) -> None:

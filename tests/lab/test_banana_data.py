@@ -42,17 +42,6 @@ def test_without_a_file_points_are_generated_and_nothing_is_downloaded(
     assert data.source == "generated"
 
 
-def test_a_download_that_fails_is_not_replaced_by_generated_points(
-    nowhere: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(url: str) -> bytes:
-        raise OSError("no network")
-
-    monkeypatch.setattr(table_files, "fetch", fail)
-    with pytest.raises(FileNotFoundError, match=r"(?s)banana.zip: no network.*--data"):
-        banana_data.load(download=True)
-
-
 def test_the_file_gives_the_papers_points(keel: np.ndarray) -> None:
     np.random.seed(0)
     chosen = keel[np.random.choice(5300, size=1000, replace=False)]
