@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+import warnings
 
 import kernels
 import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from geoparam import GmPConv2d, GmPLinear, functional, sphere
@@ -151,6 +153,36 @@ def test_shapes_and_types_are_checked() -> None:
         functional.weight(torch.zeros(3, 4), torch.ones(4))
     with pytest.raises(ValueError, match="floating"):
         functional.weight(torch.zeros(3, 4, dtype=torch.long))
+
+
+class Recorder(TorchDispatchMode):
+    """Note the names of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_see_the_ops() -> None:
+    latitude, r, g = kernels.random_case(3, 8, torch.float32)
+    latitude.requires_grad_()
+    with Recorder() as recorder:
+        w = functional.weight(latitude, r)
+        torch.autograd.grad(w, latitude, g)
+    assert "geoparam.weight.default" in recorder.names
+    assert "geoparam.weight_backward.default" in recorder.names
+
+
+def test_traced_code_computes_the_weight_anew() -> None:
+    latitude, r, _ = kernels.random_case(3, 8, torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        traced = torch.jit.trace(functional.weight, (latitude, r))
+    assert torch.equal(traced(2 * latitude, r), functional.weight(2 * latitude, r))
 
 
 def test_saved_tensors_are_guarded_against_changes() -> None:

@@ -44,9 +44,6 @@ def perturb(layer: GmPLayer) -> GmPLayer:
     return layer
 
 
-# --- against torch.nn ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("coordinates", COORDINATES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 3, 20])
@@ -80,9 +77,6 @@ def test_float32_conversion_keeps_weights_to_a_millionth(n: int) -> None:
     linear = nn.Linear(n, 8)
     error = (GmPLinear.from_linear(linear).weight - linear.weight).norm(dim=1)
     assert (error / linear.weight.norm(dim=1)).max() < 1e-6
-
-
-# --- the unit ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("coordinates", COORDINATES)
@@ -136,9 +130,6 @@ def test_zero_rows_and_zero_scales_stay_finite(activation) -> None:  # noqa: ANN
         assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
-# --- initialisation ------------------------------------------------------------------------------
-
-
 def test_sphere_initialisation_is_uniform_and_width_independent() -> None:
     layer = GmPLinear(3, 20000)
     u = layer.direction.detach()
@@ -163,9 +154,6 @@ def test_meta_layers_can_be_materialised() -> None:
     layer.reset_parameters()
     assert not layer.input_norm.running_mean.any()
     torch.testing.assert_close(layer.direction.norm(dim=1), torch.ones(4))
-
-
-# --- input mean normalization --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", CONV_OPTIONS, ids=str)

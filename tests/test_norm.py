@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from geoparam import GmPConv2d, GmPLinear, InputMeanNorm, MeanOnlyBatchNorm, recalibrate_
+from geoparam.norm import shift_bias
 
 SHAPES = [(6, 3), (6, 3, 5), (4, 3, 5, 2), (2, 3, 4, 5, 2)]
 
@@ -53,6 +54,15 @@ def test_one_value_per_channel_is_refused_in_training_as_batchnorm_does(form: bo
     for x in (torch.randn(1, 8), torch.randn(8)):
         with pytest.raises(ValueError, match="more than 1 value per channel"):
             layer.train()(x)
+
+
+def test_the_product_is_float32_under_autocast() -> None:
+    w, mean = torch.randn(5, 64), 100 * torch.rand(64)
+    expected = shift_bias(None, w, mean)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(shift_bias(None, w, mean), expected)
+    narrow = shift_bias(None, w.bfloat16(), mean.bfloat16())
+    assert narrow.dtype == torch.float32
 
 
 def test_evaluation_uses_the_running_mean() -> None:

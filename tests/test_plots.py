@@ -142,9 +142,6 @@ def test_what_cannot_be_drawn_is_refused_with_rule_and_finding(name: str) -> Non
         call()
 
 
-# --- styles of methods ---
-
-
 def test_key_and_title_name_the_same_style_and_no_two_are_alike() -> None:
     styles = {key: plots.method_style(key) for key in METHODS.split()}
     for key, found in styles.items():
@@ -186,9 +183,6 @@ def test_curves_that_are_no_methods_are_told_apart() -> None:
     found = style.curve_styles(["sp", "first", "second", "third"])
     assert [s.title for s in found] == ["SP", "first", "second", "third"]
     assert len({(s.colour, s.dash) for s in found}) == 4
-
-
-# --- units ---
 
 
 @pytest.mark.parametrize("direction", [1.0, -3.0])
@@ -240,9 +234,6 @@ def test_unit_without_boundary_is_on_one_side_everywhere(lam: float) -> None:
     assert "boundary" not in legend(ax)
 
 
-# --- planes ---
-
-
 def test_trajectories_are_the_locations_from_start_to_end() -> None:
     locations = np.random.default_rng(0).normal(size=(20, 3, 2)).cumsum(axis=0)
     ax = plots.trajectories(locations)
@@ -269,9 +260,6 @@ def test_decision_is_drawn_at_the_level_and_stars_at_the_locations() -> None:
     np.testing.assert_array_equal(stars[0], [0.5, 0.5])
     assert "1 of 4 locations in view" in ax.get_xlabel()
     assert legend(ax) == ["decision", "class 0", "class 1", "location φ"]
-
-
-# --- curves ---
 
 
 def test_fit_has_a_tick_at_each_unit_in_view() -> None:
@@ -327,9 +315,6 @@ def test_convergence_is_mean_and_standard_error_over_seeds() -> None:
         at = corners[corners[:, 0] == epoch, 1]
         assert (at.min(), at.max()) == pytest.approx((low, high))
     assert ax.get_ylabel() == "top-5 accuracy (%)"
-
-
-# --- networks ---
 
 
 def test_heat_map_holds_the_values_and_every_jump() -> None:

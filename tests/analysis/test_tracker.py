@@ -122,6 +122,15 @@ def test_dead_units_are_counted_where_the_layers_units_still_stand(
     assert np.isfinite(tracker.history["fc"]["dead"]).all() == is_readable
 
 
+def test_one_unit_is_not_counted_in_a_sum_with_many() -> None:
+    members = {"one": linear(3, 1), "many": linear(3, 4)}
+    model = FunctionModel(lambda m, x: torch.relu(m.one(x) + m.many(x)), **members)
+    tracker = BoundaryTracker(model, probe=torch.randn(5, 3, dtype=TYPE))
+    tracker.step()
+    dead = [tracker.history[name]["dead"].item() for name in members]
+    assert np.isnan(dead).tolist() == [True, False]
+
+
 def test_pattern_changes_are_those_of_the_signs() -> None:
     model, probe = network("sp"), torch.randn(40, 3, dtype=TYPE)
     signs = [model[0](probe) > 0]

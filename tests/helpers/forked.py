@@ -20,6 +20,6 @@ def start(function: Callable[..., None], *arguments: Any, daemon: bool = True) -
 
 
 def end(process: BaseProcess) -> int | None:
-    """Wait for a process, and return how it ended."""
-    process.join()
+    """Wait for a process, and return how it ended; None if it still runs after five minutes."""
+    process.join(300)
     return process.exitcode

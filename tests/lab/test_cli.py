@@ -78,9 +78,6 @@ def test_demo_needs_neither_file_nor_network_and_goes_on_with_what_is_there(
     ]
 
 
-# --- run ----------------------------------------------------------------------------------------
-
-
 def test_run_prints_the_table_and_where_everything_is(
     tmp_path: Path, geoparam: Geoparam, undrawn: None
 ) -> None:
@@ -232,8 +229,6 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_numbers(tmp_path: Path) 
     assert records[0] == records[1]
 
 
-# --- images -------------------------------------------------------------------------------------
-
 SMALL = ("--methods", "gmp+imn", "--batch-sizes", "8", "--seeds", "1", "--epochs", "1")
 SMALL += ("--precision", "fp32")
 
@@ -290,9 +285,6 @@ def test_a_terminal_shows_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPat
     assert all(text in screen.getvalue() for text in ("time left", "Levy figures", "25%"))
 
 
-# --- table, report and bench --------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two small runs in one folder, as demo makes them; the path of the first."""
@@ -345,9 +337,6 @@ def test_help_lists_the_commands_and_version_is_the_packages(geoparam: Geoparam)
     assert all(f" {name} " in geoparam("run", "--help").out for name in EXPERIMENTS)
     said = f"geoparam {gp.__version__}, torch {torch.__version__}\n"
     assert geoparam("--version") == (0, said, "")
-
-
-# --- fold ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -419,9 +408,6 @@ def test_fold_says_why_not(gmp_file: Path, tmp_path: Path, geoparam: Geoparam) -
         message = geoparam("fold", *arguments).status
         assert message.startswith("Nothing written.") and reason in message
     assert not out.exists()
-
-
-# --- what is not installed ----------------------------------------------------------------------
 
 
 def test_fold_names_the_missing_library(
