@@ -9,7 +9,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["geoparam_lab.experiments", "torch.distributed.fsdp"])
+CONTEXT.set_forkserver_preload(
+    ["geoparam_lab.experiments", "torch.distributed.fsdp", "accelerate"]
+)
 
 
 def start(function: Callable[..., None], *arguments: Any, daemon: bool = True) -> BaseProcess:

@@ -73,8 +73,8 @@ def test_directions_have_the_rate_of_their_fan_in(name: str) -> None:
 def test_a_stack_trains_as_plain_torch_does(name: str, options: dict[str, str]) -> None:
     """Each member as if it were alone, though others leave the stack before it."""
     batch_size = None if IDS.index("-".join((name, *options.values()))) % 2 else 16
-    decay = 30 * methods.get(name).decay  # large enough to be seen in 40 epochs
-    options_of_run = {"epochs": 40, "patience": 2, "stop_patience": 5, "decay": decay}
+    decay = 30 * methods.get(name).decay  # large enough to be seen in 25 epochs
+    options_of_run = {"epochs": 25, "patience": 2, "stop_patience": 5, "decay": decay}
     protocol = replace(MSE, batch_size=batch_size, **options_of_run)
     models, lrs = networks(name, **options), [0.3, 0.01, 0.1]
     before = pack(models)

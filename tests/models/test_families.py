@@ -1,6 +1,7 @@
 """convert_, train and fold_ on the model families people bring."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ def parametrize(chosen: list[Family]) -> pytest.MarkDecorator:
 
 
 families = parametrize(FAMILIES)
+quick_families = parametrize([replace(f, slow=f.slow or f.name == "resnet18") for f in FAMILIES])
 # Each family has both coordinates in `make test-models`, and one of them in `make test`.
 WITH_COORDINATES = [
     pytest.param(
@@ -67,7 +69,7 @@ def check_fold(original: nn.Module, model: nn.Module, inputs: Any) -> None:
     assert gp.verify(model, original, inputs) < 1e-5
 
 
-@families
+@quick_families
 def test_the_right_layers_are_converted(family: Family) -> None:
     plan = gp.plan(family.build())
     converted = {d.name for d in plan.decisions if d.converted}
@@ -107,7 +109,7 @@ def test_batchnorm_gives_way_to_imn(family: Family) -> None:
     check_fold(original, model, inputs)
 
 
-@families
+@quick_families
 def test_float64_is_exact(family: Family) -> None:
     original = pretend_pretrained(family.build()).double()
     inputs = to_double(family.inputs())
@@ -120,7 +122,7 @@ def test_float64_is_exact(family: Family) -> None:
         assert gp.verify(original, gp.fold_(model), inputs) < 1e-10
 
 
-@families
+@quick_families
 def test_a_checkpoint_loads_into_a_freshly_converted_model(family: Family) -> None:
     inputs = family.inputs()
     options = {"norm": "imn", "pretrained": True, "example_inputs": inputs}
