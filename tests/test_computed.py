@@ -70,9 +70,6 @@ def test_pickles_and_compiled_code_have_plain_tensors() -> None:
     torch.testing.assert_close(compiled(x), F.linear(x, w))
 
 
-# --- assignment ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("wrap", [nn.Parameter, lambda t: t])
 @pytest.mark.parametrize("coordinates", COORDINATES)
 def test_assigning_sets_weight_or_bias_and_leaves_the_other(wrap: Callable, coordinates) -> None:  # noqa: ANN001

@@ -23,9 +23,6 @@ def test_any_leading_shape_and_strides() -> None:
     assert torch.equal(stacked.view(6, 9), w)
 
 
-# --- storage in half precision ------------------------------------------------------------------
-
-
 def row_error(found: Tensor, w: Tensor) -> Tensor:
     return ((found.double() - w).norm(dim=1) / w.norm(dim=1)).pow(2).mean().sqrt()
 
@@ -48,9 +45,6 @@ def test_bf16_row_error_stays_below_one_percent(n: int, kind: str) -> None:
     found = functional.weight(sphere.to_latitude(w).bfloat16(), w.norm(dim=1).float())
     error = (found.double() - w).norm(dim=1) / w.norm(dim=1)
     assert error.max() < 0.008
-
-
-# --- autograd and torch.func --------------------------------------------------------------------
 
 
 def loss(weight):  # noqa: ANN001, ANN201
@@ -126,9 +120,6 @@ def test_natural_gradient_is_the_tangent_step() -> None:
     torch.testing.assert_close(moved, -tangent, atol=1e-5, rtol=1e-5)
 
 
-# --- in modules ---------------------------------------------------------------------------------
-
-
 def test_functional_call_and_ensembles() -> None:
     layers = [GmPLinear(5, 3, dtype=torch.float64) for _ in range(4)]
     x = torch.randn(7, 5, dtype=torch.float64)
@@ -162,9 +153,6 @@ def test_shapes_and_types_are_checked() -> None:
         functional.weight(torch.zeros(3, 4), torch.ones(4))
     with pytest.raises(ValueError, match="floating"):
         functional.weight(torch.zeros(3, 4, dtype=torch.long))
-
-
-# --- modes and tracers --------------------------------------------------------------------------
 
 
 class Recorder(TorchDispatchMode):

@@ -60,9 +60,6 @@ def assert_same(
             np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-6, err_msg=quantity)
 
 
-# --- Lightning ----------------------------------------------------------------------------------
-
-
 def lightning_run(
     folder: Path, epochs: int = 1, accumulate: int = 1, resume: Path | None = None, **options: Any
 ) -> gp.BoundaryTracker | None:
@@ -114,9 +111,6 @@ def test_lightning_goes_on_from_a_checkpoint(tmp_path: Path, every: int) -> None
     lightning_run(tmp_path, epochs=1, **options)
     found = lightning_run(tmp_path, epochs=2, resume=tmp_path / "last.ckpt", **options)
     assert_same(found, by_hand(epochs=2, every=every))
-
-
-# --- transformers -------------------------------------------------------------------------------
 
 
 class WithLoss(nn.Module):
@@ -175,9 +169,6 @@ def test_transformers_goes_on_from_a_checkpoint(tmp_path: Path, every: int) -> N
     transformers_run(tmp_path, epochs=1, **options)
     found = transformers_run(tmp_path, epochs=2, resume=True, **options)
     assert_same(found, by_hand(epochs=2, every=every), prefix="net.")
-
-
-# --- Accelerate ---------------------------------------------------------------------------------
 
 
 def test_accelerate_checkpoints_the_tracker_itself(tmp_path: Path) -> None:

@@ -44,9 +44,6 @@ def perturb(layer: GmPLayer) -> GmPLayer:
     return layer
 
 
-# --- against torch.nn ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("coordinates", COORDINATES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 3, 20])
@@ -80,21 +77,6 @@ def test_float32_conversion_keeps_weights_to_a_millionth(n: int) -> None:
     linear = nn.Linear(n, 8)
     error = (GmPLinear.from_linear(linear).weight - linear.weight).norm(dim=1)
     assert (error / linear.weight.norm(dim=1)).max() < 1e-6
-
-
-def test_conversion_keeps_type_device_mode_and_frozen_parameters() -> None:
-    linear = nn.Linear(4, 3, dtype=torch.bfloat16).eval()
-    linear.weight.requires_grad_(False)
-    layer = GmPLinear.from_linear(linear)
-    assert layer.latitude.dtype == layer.r.dtype == torch.bfloat16
-    assert not layer.training
-    assert not layer.latitude.requires_grad and not layer.r.requires_grad
-    assert layer.lam.requires_grad
-    back = layer.to_linear()
-    assert not back.weight.requires_grad and back.bias.requires_grad and not back.training
-
-
-# --- the unit ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("coordinates", COORDINATES)
@@ -148,9 +130,6 @@ def test_zero_rows_and_zero_scales_stay_finite(activation) -> None:  # noqa: ANN
         assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
-# --- initialisation ------------------------------------------------------------------------------
-
-
 def test_sphere_initialisation_is_uniform_and_width_independent() -> None:
     layer = GmPLinear(3, 20000)
     u = layer.direction.detach()
@@ -175,9 +154,6 @@ def test_meta_layers_can_be_materialised() -> None:
     layer.reset_parameters()
     assert not layer.input_norm.running_mean.any()
     torch.testing.assert_close(layer.direction.norm(dim=1), torch.ones(4))
-
-
-# --- input mean normalization --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", CONV_OPTIONS, ids=str)
@@ -273,9 +249,6 @@ def test_an_empty_batch_passes() -> None:
         assert all(b.isfinite().all() for b in layer.buffers())
 
 
-# --- precision -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("coordinates", COORDINATES)
 @pytest.mark.parametrize("norm", [False, True, "border"])
 def test_autocast_follows_float32(coordinates: str, norm) -> None:  # noqa: ANN001
@@ -292,9 +265,6 @@ def test_autocast_follows_float32(coordinates: str, norm) -> None:  # noqa: ANN0
     assert all(
         p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in layer.parameters()
     )
-
-
-# --- bad input -----------------------------------------------------------------------------------
 
 
 def linear_with(row: float, bias: float, dtype: torch.dtype = torch.float32) -> nn.Linear:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from geoparam import GmPConv2d, GmPLinear, InputMeanNorm, MeanOnlyBatchNorm, recalibrate_
@@ -55,18 +54,6 @@ def test_one_value_per_channel_is_refused_in_training_as_batchnorm_does(form: bo
     for x in (torch.randn(1, 8), torch.randn(8)):
         with pytest.raises(ValueError, match="more than 1 value per channel"):
             layer.train()(x)
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("kernel", [1, 3])
-def test_the_bias_takes_the_mean_in(kernel: int, groups: int) -> None:
-    double = {"dtype": torch.float64}
-    w, b = torch.randn(8, 4 // groups, kernel, kernel, **double), torch.randn(8, **double)
-    x, mean = torch.randn(2, 4, 6, 6, **double), torch.randn(4, **double)
-    expected = F.conv2d(x - mean.view(4, 1, 1), w, b, groups=groups)
-    found = F.conv2d(x, w, shift_bias(b, w, mean), groups=groups)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(shift_bias(None, w, mean), shift_bias(b, w, mean) - b)
 
 
 def test_the_product_is_float32_under_autocast() -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from itertools import combinations
 
-import matplotlib
 import numpy as np
 import pytest
 from matplotlib import pyplot
@@ -94,9 +93,6 @@ def legend(ax: Axes) -> list[str]:
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
-# --- every figure ---
-
-
 @pytest.mark.parametrize("name", FIGURES)
 def test_is_drawn_on_the_given_axis_or_in_a_figure_of_its_own(name: str) -> None:
     given = new_axis()
@@ -137,9 +133,6 @@ def test_what_cannot_be_drawn_is_refused_with_rule_and_finding(name: str) -> Non
     call, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         call()
-
-
-# --- styles of methods ---
 
 
 def test_key_and_title_name_the_same_style_and_no_two_are_alike() -> None:
@@ -183,9 +176,6 @@ def test_curves_that_are_no_methods_are_told_apart() -> None:
     found = style.curve_styles(["sp", "first", "second", "third"])
     assert [s.title for s in found] == ["SP", "first", "second", "third"]
     assert len({(s.colour, s.dash) for s in found}) == 4
-
-
-# --- units ---
 
 
 @pytest.mark.parametrize("direction", [1.0, -3.0])
@@ -237,9 +227,6 @@ def test_unit_without_boundary_is_on_one_side_everywhere(lam: float) -> None:
     assert "boundary" not in legend(ax)
 
 
-# --- planes ---
-
-
 def test_trajectories_are_the_locations_from_start_to_end() -> None:
     locations = np.random.default_rng(0).normal(size=(20, 3, 2)).cumsum(axis=0)
     ax = plots.trajectories(locations)
@@ -266,9 +253,6 @@ def test_decision_is_drawn_at_the_level_and_stars_at_the_locations() -> None:
     np.testing.assert_array_equal(stars[0], [0.5, 0.5])
     assert "1 of 4 locations in view" in ax.get_xlabel()
     assert legend(ax) == ["decision", "class 0", "class 1", "location φ"]
-
-
-# --- curves ---
 
 
 def test_fit_has_a_tick_at_each_unit_in_view() -> None:
@@ -324,9 +308,6 @@ def test_convergence_is_mean_and_standard_error_over_seeds() -> None:
         at = corners[corners[:, 0] == epoch, 1]
         assert (at.min(), at.max()) == pytest.approx((low, high))
     assert ax.get_ylabel() == "top-5 accuracy (%)"
-
-
-# --- networks ---
 
 
 def test_heat_map_holds_the_values_and_every_jump() -> None:
@@ -389,8 +370,3 @@ def test_slice_draws_regions_and_the_boundaries_of_each_layer() -> None:
     assert not np.array_equal(drawn["fc1"].get_color(), drawn["fc2"].get_color())
     assert legend(ax) == ["fc1", "fc2"]
     assert (ax.get_xlim(), ax.get_ylim()) == ((0, 2), (0, 2))
-
-
-def test_colours_with_an_order_grow_lighter() -> None:
-    lightness = [lab(matplotlib.colors.to_hex(c), np.eye(3))[0] for c in style.ordered_colours(6)]
-    assert lightness == sorted(lightness)

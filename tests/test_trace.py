@@ -44,22 +44,6 @@ def test_resnet_convolutions_before_the_sum_are_told_apart() -> None:
     assert summary(graph, "layer2.0.downsample.0") == ("layer2.0.downsample.1", "relu", True, True)
 
 
-def test_vit_shows_attention_as_its_projections() -> None:
-    vision = pytest.importorskip("torchvision.models")
-    size = {"image_size": 32, "patch_size": 16, "hidden_dim": 16, "mlp_dim": 32}
-    model = vision.VisionTransformer(**size, num_layers=2, num_heads=2)
-    graph = trace(model, torch.zeros(1, 3, 32, 32))
-    block = "encoder.layers.encoder_layer_1."
-    assert {"in_proj_weight", "out_proj"} == {
-        name.removeprefix(block + "self_attention.")
-        for name in graph.layers
-        if name.startswith(block + "self_attention")
-    }
-    assert "sum" in graph.after(block + "self_attention.out_proj").path
-    assert summary(graph, block + "mlp.0") == (None, "gelu", False, False)
-    assert (graph.first, graph.outputs) == (("conv_proj",), ("heads.head",))
-
-
 def test_transformer_layer_is_seen_in_spite_of_its_fast_path() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     graph = trace(layer.eval(), torch.zeros(2, 5, 8))
@@ -175,21 +159,6 @@ def test_norm_counts_channels_where_the_linear_layer_has_them(
 ) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
     assert trace(model, torch.zeros(shape)).after("0").exclusive == exclusive
-
-
-def test_norm_with_an_activation_inside_is_looked_into() -> None:
-    class NormAct(nn.BatchNorm2d):
-        def __init__(self) -> None:
-            super().__init__(3)
-            self.act = nn.SiLU()
-
-        def forward(self, x: Tensor) -> Tensor:
-            args = (self.running_mean, self.running_var, self.weight, self.bias)
-            return self.act(F.batch_norm(x, *args))
-
-    graph = trace(nn.Sequential(conv(), NormAct()), PIXELS)
-    assert summary(graph, "0") == ("1", "silu", False, True)
-    assert graph.after("0").activation.name == "1.act"
 
 
 # First, last, unused, shared, functional.

@@ -139,9 +139,6 @@ def test_points_of_each_unit_are_along_its_channel() -> None:
     assert points.above(z.transpose(1, 2), -1)[1].tolist() == [[[False, False], [True, False]]]
 
 
-# --- SReLU ---------------------------------------------------------------------------------------
-
-
 def by_cases(z: Tensor, lower: Tensor, upper: Tensor, below: Tensor, above: Tensor) -> Tensor:
     """The definition of Jin et al., equation 1."""
     outside = torch.where(z >= upper, upper + above * (z - upper), lower + below * (z - lower))

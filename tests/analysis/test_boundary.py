@@ -31,8 +31,6 @@ from geoparam.analysis.reading.norms import compute_moments
 D = {"dtype": torch.float64}
 UNITS, FAN_IN, CHANNELS = 6, 5, 4
 
-# --- what is exact: every parameterization under every norm with fixed statistics ----------------
-
 LINEAR: dict[str, Callable[[], nn.Module]] = {
     "sp": lambda: nn.Linear(FAN_IN, UNITS),
     "sp without bias": lambda: nn.Linear(FAN_IN, UNITS, bias=False),
@@ -137,8 +135,6 @@ def test_x_is_the_centred_input_where_a_layer_normalises_its_mean(
     torch.testing.assert_close(predict(found, layer, centred), z, **CLOSE)
 
 
-# --- activations and their breakpoints -----------------------------------------------------------
-
 ACTIVATIONS: dict[str, tuple[Callable[[], nn.Module], list]] = {
     "relu": (nn.ReLU, [0]),
     "prelu": (lambda: nn.PReLU(UNITS), [0]),
@@ -188,9 +184,6 @@ def test_a_constant_unit_has_no_boundary() -> None:
     outside = randomise(GmPLinear(3, 2, activation=torch.relu))
     outside.r.data[0] = 0  # its boundary is there, and its output is zero on both sides
     assert has_boundary(outside) == [True, True] and layer_boundaries(outside).scale[0] == 0
-
-
-# --- norms whose statistics differ from point to point -------------------------------------------
 
 
 def frozen(units: int) -> nn.Module:
@@ -281,20 +274,6 @@ def test_norms_over_positions_have_the_averages_over_examples(norm: nn.Module) -
     )
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm(UNITS), nn.RMSNorm(UNITS)], ids=str)
-def test_the_deviation_of_layer_norm_is_the_average_over_points(norm: nn.Module) -> None:
-    model = randomise(nn.Sequential(nn.Linear(FAN_IN, UNITS), norm, nn.ReLU()))
-    x = torch.randn(4, 3, FAN_IN, **D)
-    z = model[0](x).detach().flatten(0, 1)
-    if isinstance(norm, nn.LayerNorm):
-        deviations = [(row.var(correction=0) + norm.eps).sqrt() for row in z]
-    else:
-        deviations = [row.square().mean().sqrt() for row in z]
-    torch.testing.assert_close(
-        compute_moments(norm, z).deviation, sum(deviations) / len(z), rtol=1e-9, atol=0
-    )
-
-
 def test_layer_norm_over_positions_too_is_an_average() -> None:
     model = randomise(nn.Sequential(nn.Conv1d(2, UNITS, 3), nn.LayerNorm([UNITS, 7]), nn.ReLU()))
     gamma, beta = torch.randn(2, UNITS, 1, **D).expand(2, UNITS, 7)
@@ -312,9 +291,6 @@ def test_batch_statistics_reach_later_layers_and_means_of_inputs() -> None:
     z = by_unit(pre_activation(model, x, model[5]), -3)
     centred = given - given.mean(dim=(0, 2, 3), keepdim=True)
     torch.testing.assert_close(predict(found, model[3], centred), z, **CLOSE)
-
-
-# --- other ways to hold a weight -----------------------------------------------------------------
 
 
 def old(function: Callable, *args: Any, **kwargs: Any) -> nn.Module:
@@ -382,14 +358,6 @@ def test_attention_has_the_units_of_its_projections(with_inputs: bool) -> None:
     other = boundaries(nn.ModuleDict({"a": converted}) if not with_inputs else converted, inputs)
     name = "in_proj" if with_inputs else "a.in_proj"
     torch.testing.assert_close(other[name].direction, F.normalize(rows), **CLOSE)
-
-
-def test_attention_with_separate_projections_has_only_its_output() -> None:
-    attention = nn.MultiheadAttention(8, 2, kdim=4, vdim=6)
-    assert list(boundaries(attention)) == ["out_proj"]
-
-
-# --- types ---
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(UNITS), nn.LayerNorm(UNITS)], ids=str)

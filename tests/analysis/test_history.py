@@ -36,24 +36,10 @@ def test_what_a_killed_append_left_is_not_read_and_is_written_over(
     np.testing.assert_array_equal(np.load(path), rows(1, 2, 3))
 
 
-def test_an_array_is_shortened_in_the_file_too(tmp_path: Path) -> None:
-    array = GrowingArray(TYPE, tmp_path / "a.npy")
-    array.append(rows(1, 2, 3))
-    array.truncate(1)
-    array.append(rows(9))
-    np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), rows(1, 9))
-
-
 def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     GrowingArray(TYPE, tmp_path / "a.npy").append(rows(1))
     with pytest.raises(FileExistsError, match="resume=True"):
         GrowingArray(TYPE, tmp_path / "a.npy")
-
-
-def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
-    GrowingArray(TYPE, tmp_path / "a.npy")
-    with pytest.raises(ValueError, match="another model"):
-        GrowingArray(np.dtype([("step", "i8")]), tmp_path / "a.npy", resume=True)
 
 
 def make_history(path: Path | None = None, units: np.dtype | None = None) -> History:

@@ -184,9 +184,6 @@ def test_one_example_without_a_batch_is_normalised_alike() -> None:
     torch.testing.assert_close(predict(boundaries(model, x[0])["0"], model[0], x), z, **CLOSE)
 
 
-# --- given instead of found ----------------------------------------------------------------------
-
-
 def test_what_follows_can_be_given() -> None:
     model = randomise(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU6())).eval()
     found = boundaries(model, torch.zeros(1, 3, **D))["0"]
@@ -263,9 +260,6 @@ def test_what_has_no_units_is_refused(layer: nn.Module) -> None:
         boundaries(nn.Sequential(layer))
 
 
-# --- whole models --------------------------------------------------------------------------------
-
-
 def check_model(model: nn.Module, x: Tensor) -> dict[str, Boundaries]:
     """Check every layer with distances: what its norm puts out is what its boundary tells."""
     model = randomise(model).eval()
@@ -317,23 +311,6 @@ def test_norms_of_timm_carry_their_activation() -> None:
     model = timm.create_model("mobilenetv4_conv_small", num_classes=3)
     known, _ = count_known(check_model(model, torch.randn(1, 3, 32, 32, **D)))
     assert known > 10
-
-
-def test_relu_of_a_transformers_model_is_found() -> None:
-    library = pytest.importorskip("transformers")
-    config = library.OPTConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=1, ffn_dim=32, num_attention_heads=2
-    )
-    model = randomise(library.OPTModel(config)).eval()
-    ids = torch.randint(2, 50, (2, 5))
-    found = boundaries(model, {"input_ids": ids, "use_cache": False})
-    known = [name for name, one in found.items() if one.distance.isfinite().all()]
-    assert known == ["decoder.layers.0.fc1"]
-    layer = model.get_submodule(known[0])
-    torch.testing.assert_close(found[known[0]].location, layer_boundaries(layer).location)
-
-
-# --- surroundings ---
 
 
 def test_frozen_and_inference_parameters_are_read() -> None:

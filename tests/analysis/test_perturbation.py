@@ -18,11 +18,10 @@ import geoparam as gp
 from geoparam import sphere
 from geoparam.analysis.boundary import boundaries
 from geoparam.analysis.perturbation.response import KINDS, Response, perturb, respond, sweep
-from geoparam.analysis.perturbation.steps import make_steps, read_stored
+from geoparam.analysis.perturbation.steps import add_steps, make_steps, read_stored
 
 SIZES = (2, 3, 147, 4608)
 METHODS = ("sp", "wn", "gmp", "intrinsic")
-OLD = pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 
 
 def make(
@@ -64,9 +63,6 @@ def network(name: str) -> nn.Module:
 
 
 NETWORKS = [m + norm for m in METHODS for norm in ("", "+bn", "+ln")] + ["wn+mbn"]
-
-
-# --- propositions 2.3 to 2.5 ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [2, 4608])
@@ -128,9 +124,6 @@ def test_bn_on_whitened_data_answers_as_weight_normalization_does(kind: str) -> 
     one, two = (perturb(m, whitened, kind, 0.02, statistics="batch")["0"] for m in models)
     for name in ("rotation", "displacements", "first_order", "bound", "step"):
         assert torch.allclose(getattr(one, name), getattr(two, name)), name
-
-
-# --- second computations in numpy ----------------------------------------------------------------
 
 
 def spherical(theta: np.ndarray) -> np.ndarray:
@@ -209,9 +202,6 @@ def test_a_perturbed_layer_is_the_layer_with_perturbed_parameters(
     move = (old.location - new.location).norm(dim=1)
     assert torch.allclose(response.rotation, turn, atol=1e-9)
     assert torch.allclose(response.displacement, move, atol=1e-9)
-
-
-# --- bounds --------------------------------------------------------------------------------------
 
 
 def assert_bounded(response: Response) -> None:
@@ -298,9 +288,6 @@ def test_an_adversary_of_the_same_strength_turns_gmp_by_the_length_of_the_weight
     assert torch.allclose(response.bound, turn.rad2deg(), rtol=1e-7)
 
 
-# --- roles that are moved ------------------------------------------------------------------------
-
-
 def test_an_offset_alone_moves_a_gmp_boundary_by_itself() -> None:
     layer = make("gmp", 9)
     response = respond(layer, {"offset": torch.full((4,), 0.25).double()})
@@ -323,9 +310,6 @@ def test_a_flipped_length_or_gamma_reverses_a_unit(role: str) -> None:
     response = respond(layer, {role: -2 * value}, norm)
     assert torch.allclose(response.rotation, torch.tensor(180.0).double())
     assert (response.bound == 180).all()
-
-
-# --- other layers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("delta", [0.01, 3.0])
@@ -375,9 +359,6 @@ def test_units_without_a_boundary_are_nan_and_left_out_of_summaries() -> None:
     assert math.isclose(row.rotation_max, 180) and row.bound_max == 180
 
 
-# --- whole models --------------------------------------------------------------------------------
-
-
 def fingerprint(model: nn.Module) -> list[tuple]:
     """Names, identities, versions and bytes of all tensors; flags of all modules."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -398,16 +379,6 @@ def test_the_model_is_afterwards_what_it_was(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@OLD
-def test_the_older_weight_norm_keeps_its_weight_too() -> None:
-    layer = nn.utils.weight_norm(make("sp", 5, out=6))
-    model, x = nn.Sequential(layer, nn.BatchNorm1d(6).double(), nn.ReLU()), torch.randn(8, 5)
-    weight = layer.weight.clone()
-    response = perturb(model, x.double(), "constant", 0.1, statistics="batch")["0"]
-    assert torch.equal(layer.weight, weight)
-    assert torch.isfinite(response.displacement).all()
-
-
 def test_sizes_of_a_sweep_scale_one_draw_of_noise() -> None:
     layer = make("gmp", 9)
     one, two = sweep(layer, kinds=["gaussian"], deltas=[1e-6, 2e-6])
@@ -416,17 +387,21 @@ def test_sizes_of_a_sweep_scale_one_draw_of_noise() -> None:
 
 
 def test_a_whole_resnet_is_swept() -> None:
-    torchvision = pytest.importorskip("torchvision")
-    model, x = torchvision.models.resnet18(), torch.zeros(1, 3, 32, 32)
+    vision = pytest.importorskip("torchvision.models.resnet")
+    model, x = vision.ResNet(vision.BasicBlock, [1, 1, 1, 1]), torch.zeros(1, 3, 32, 32)
     rows = sweep(model, x, ["constant", "adversarial"], [0.01])
-    assert len(rows) == 2 * 21
+    assert len(rows) == 2 * 13
     assert all(0 < row.rotation_median <= row.rotation_max <= row.bound_max for row in rows)
     assert all(row.rotation_max > 179.99 for row in rows if row.kind == "adversarial")
     geometric = sweep(gp.convert_(model), x, ["adversarial"], [0.01])
     assert all(row.rotation_max < 120 for row in geometric if row.layer != "fc")
 
 
-# --- mistakes ------------------------------------------------------------------------------------
+def test_a_step_is_rounded_to_what_the_parameter_can_hold() -> None:
+    layer = nn.Linear(1, 1)
+    nn.init.ones_(layer.weight)
+    tiny = {"direction": torch.full((1, 1), 1e-9, dtype=torch.float64)}
+    assert add_steps(layer, None, tiny)[layer]["weight"].item() == 1.0
 
 
 @pytest.mark.parametrize(
@@ -441,3 +416,21 @@ def test_a_whole_resnet_is_swept() -> None:
 def test_mistakes_are_told(options: dict, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         perturb(nn.Linear(3, 2), **options)
+
+
+def test_steps_of_roles_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"roles direction, offset; got steps of \['length'\]"):
+        respond(nn.Linear(3, 2), {"length": torch.ones(2)})
+
+
+def test_a_weight_made_from_several_tensors_is_refused() -> None:
+    class Product(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return a @ b
+
+        def right_inverse(self, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return w, torch.eye(w.shape[1])
+
+    layer = nn.utils.parametrize.register_parametrization(nn.Linear(3, 3), "weight", Product())
+    with pytest.raises(ValueError, match="Leave it out by `layers`"):
+        perturb(layer)

@@ -25,7 +25,7 @@ from geoparam.analysis import boundaries
 from geoparam.analysis.partition import patterns
 from geoparam.analysis.reading.pooling import MaxPool
 from geoparam.analysis.slices import slice as module
-from geoparam.analysis.slices.plane import plane_through
+from geoparam.analysis.slices.plane import Plane, check_plane, plane_through
 from geoparam.analysis.slices.slice import slice_regions
 from geoparam.trace import trace
 
@@ -48,9 +48,6 @@ def test_a_plane_through_three_images(make: Callable) -> None:
     assert_fills_its_window(found)
 
 
-# Boundaries
-
-
 @pytest.mark.parametrize(
     "activation", [lambda n: nn.ReLU(), lambda n: nn.Hardtanh(-0.5, 1.0)], ids=["one", "two"]
 )
@@ -63,19 +60,6 @@ def test_one_layers_segments_lie_on_its_boundaries(activation: Callable) -> None
     along = np.einsum("mvd,md->mv", found.segments["0"], direction[units])
     off = np.abs(along[None] + distances[:, units, None]).max(axis=2).min(axis=0)
     assert len(units) > 5 and off.max() < 1e-6  # the model is float32
-
-
-def test_lines_in_general_position_make_the_regions_of_the_formula() -> None:
-    model = mlp(2, 20)
-    found = cut(model)
-    ends = found.segments["0"]
-    (p, q), n = np.moveaxis(ends, 1, 0), len(ends)
-    crossings = 0
-    for i in range(n):
-        for j in range(i):
-            place = np.linalg.solve(np.stack([q[i] - p[i], p[j] - q[j]], axis=1), p[j] - p[i])
-            crossings += bool(((place > 0) & (place < 1)).all())
-    assert found.count == 1 + n + crossings
 
 
 def test_deep_boundaries_are_where_the_unit_changes_sign() -> None:
@@ -109,13 +93,6 @@ def test_the_model_is_left_alone() -> None:
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm")
-def test_torchs_older_weight_norm() -> None:
-    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 6)), nn.ReLU())
-    model(torch.zeros(1, 2))
-    assert cut(model).count > 3
-
-
 def test_groups_of_regions_give_the_same_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp(2, 8, 8)
     whole = cut(model)
@@ -124,9 +101,6 @@ def test_groups_of_regions_give_the_same_as_all_at_once(monkeypatch: pytest.Monk
     assert np.sort(parts.areas) == pytest.approx(np.sort(whole.areas))
     assert len(parts.segments["2"]) == len(whole.segments["2"])
     assert_agrees_with_sampling(model, parts)
-
-
-# Max pools
 
 
 POOLED = {
@@ -158,9 +132,10 @@ def test_with_max_pools_polygons_are_the_regions_of_one_affine_map(middle: tuple
     exact = copy.deepcopy(model).double().eval()
     direct = patterns(exact, found.plane.at(points)).network.packed.numpy()
     assert np.array_equal(found.patterns.network.packed.numpy()[region], direct)
+    x = found.plane.at(points).requires_grad_()
+    maps = torch.stack([torch.autograd.grad(exact(x)[:, k].sum(), x)[0] for k in range(3)])
     for own in np.unique(region):  # autograd's map at one point is that of all points
-        x = found.plane.at(points[region == own]).requires_grad_()
-        local = torch.stack([torch.autograd.grad(exact(x)[:, k].sum(), x)[0] for k in range(3)])
+        local = maps[:, region == own]
         assert (local - local[:, :1]).abs().max() < 1e-12
 
 
@@ -185,9 +160,6 @@ def test_an_input_that_wins_in_no_corner() -> None:
     assert np.sort(found.areas) == pytest.approx([1.0, 1.5, 1.5])
     assert sorted(found.segments["max_pool1d"][:, 0, 0]) == pytest.approx([-0.25, 0.25])
     assert sorted(found.patterns["max_pool1d"].packed.flatten().tolist()) == [32, 64, 128]
-
-
-# Degenerate networks
 
 
 def linear(weight: list, bias: list) -> nn.Linear:
@@ -258,9 +230,6 @@ def test_windows_that_are_thin_or_far_away(extent: tuple) -> None:
     assert_fills_its_window(found)
 
 
-# What is refused
-
-
 def bent(bend: Callable[[Tensor], Tensor]) -> nn.Module:
     function = lambda m, x: F.relu(m.b(bend(F.relu(m.a(x)))))  # noqa: E731
     return FunctionModel(function, a=nn.Linear(2, 6), b=nn.Linear(6, 4))
@@ -320,3 +289,47 @@ def test_a_plane_can_be_given_whole() -> None:
     for more in ({"axes": plane.axes}, {"extent": plane.extent}):
         with pytest.raises(ValueError, match="has its own axes"):
             slice_regions(model, plane, **more)
+
+
+def test_the_plane_through_three_inputs_holds_them_in_its_window() -> None:
+    p, q, r = torch.randn(3, 2, 3, 3)
+    plane = plane_through(p, q, r)
+    points = plane.coordinates(torch.stack([p, q, r]))
+    assert torch.allclose(plane.at(points), torch.stack([p, q, r]).double())
+    a0, a1, b0, b1 = plane.extent
+    assert ((points >= [a0, b0]) & (points <= [a1, b1])).all()
+    gram = torch.stack(plane.axes).flatten(1) @ torch.stack(plane.axes).flatten(1).T
+    assert torch.allclose(gram, torch.eye(2, dtype=torch.float64))
+
+
+def test_coordinates_in_axes_that_are_not_orthonormal() -> None:
+    plane = Plane(
+        torch.randn(2, 3, 3), (torch.randn(2, 3, 3), 5 * torch.randn(2, 3, 3)), (0, 1, 0, 1)
+    )
+    points = torch.randn(7, 2, dtype=torch.float64)
+    assert torch.allclose(torch.from_numpy(plane.coordinates(plane.at(points))), points)
+
+
+def test_three_inputs_on_a_line_are_refused() -> None:
+    p, q = torch.randn(2, 5)
+    with pytest.raises(ValueError, match="one line"):
+        plane_through(p, q, p + 3 * (q - p))
+    with pytest.raises(ValueError, match="one line"):
+        plane_through(p, p, q)
+
+
+@pytest.mark.parametrize(
+    ("origin", "axes", "extent", "message"),
+    [
+        (torch.zeros(3), None, (-1, 1, -1, 1), "needs `axes`"),
+        (torch.zeros(3), torch.eye(2), (-1, 1, -1, 1), "shape of one input"),
+        (torch.zeros(2), torch.ones(2, 2), (-1, 1, -1, 1), "two different directions"),
+        (torch.full((2,), torch.nan), None, (-1, 1, -1, 1), "finite"),
+        (torch.zeros(2), None, (1, -1, -1, 1), "a0 < a1"),
+    ],
+)
+def test_what_is_no_window_is_refused(
+    origin: Tensor, axes: Tensor | None, extent: tuple, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_plane(origin, axes, extent)

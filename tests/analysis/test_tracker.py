@@ -1,15 +1,13 @@
 """The tracker's numbers are those of plain geometry, and training is as if it were not there."""
 
 import copy
-import os
-import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from function_model import FunctionModel
 from torch import Tensor, nn
 from tracked_networks import NETWORKS, TYPE, ZEROS, gmp, linear, network, train
 
@@ -46,15 +44,16 @@ def test_the_summary_is_that_of_the_units() -> None:
     model = network("two breakpoints")
     tracker = BoundaryTracker(model, keep="full", probe=torch.randn(32, 3, dtype=TYPE))
     train(model, 4, tracker.step)
-    history = tracker.history["0"]
-    for quantity, values in (
-        ("rotation", history["rotation"]),
-        ("displacement", history["displacement"]),
-        ("distance", np.abs(history["distance"])),
+    history, last = tracker.history["0"], tracker.history["2"]
+    for its, quantity, values in (
+        (history, "rotation", history["rotation"]),
+        (history, "displacement", history["displacement"]),
+        (history, "distance", np.abs(history["distance"])),
+        (last, "rotation", last["rotation"]),
     ):
-        np.testing.assert_allclose(history[f"{quantity}_max"], values.max(1))
-        np.testing.assert_allclose(history[f"{quantity}_median"], np.median(values, 1))
-        np.testing.assert_allclose(history[f"{quantity}_p99"], np.percentile(values, 99, 1))
+        np.testing.assert_allclose(its[f"{quantity}_max"], values.max(1))
+        np.testing.assert_allclose(its[f"{quantity}_median"], np.median(values, 1))
+        np.testing.assert_allclose(its[f"{quantity}_p99"], np.percentile(values, 99, 1))
     np.testing.assert_allclose(history["scale_min"], history["scale"].min(1))
     rms = np.sqrt(np.square(history["rotation"]).mean(1))
     np.testing.assert_allclose(history["rotation_rms"], rms)
@@ -98,6 +97,36 @@ def test_dead_units_are_those_that_no_probe_point_activates(name: str) -> None:
     assert history["always_on"] == (share == 1).sum() >= 3
     separated = np.median(np.minimum(share, 1 - share))
     np.testing.assert_allclose(history["separated_median"], separated)
+
+
+@pytest.mark.parametrize(
+    ("move", "is_readable"),
+    [
+        (lambda z: z, True),
+        (lambda z: z.flatten(0, 1), True),
+        (lambda z: z.transpose(1, 2), False),
+        (lambda z: z[:, :, :3].transpose(1, 2), False),
+        (lambda z: z.flatten(1), False),
+        (lambda z: z[..., [1, 0, 3, 2]], False),
+        (lambda z: z[..., :1] + torch.zeros(4, dtype=TYPE), False),
+    ],
+)
+def test_dead_units_are_counted_where_the_layers_units_still_stand(
+    move: Callable, is_readable: bool
+) -> None:
+    model = FunctionModel(lambda m, x: torch.relu(move(m.fc(x))), fc=linear(5, 4))
+    tracker = BoundaryTracker(model, probe=torch.randn(2, 3, 5, dtype=TYPE))
+    tracker.step()
+    assert np.isfinite(tracker.history["fc"]["dead"]).all() == is_readable
+
+
+def test_one_unit_is_not_counted_in_a_sum_with_many() -> None:
+    members = {"one": linear(3, 1), "many": linear(3, 4)}
+    model = FunctionModel(lambda m, x: torch.relu(m.one(x) + m.many(x)), **members)
+    tracker = BoundaryTracker(model, probe=torch.randn(5, 3, dtype=TYPE))
+    tracker.step()
+    dead = [tracker.history[name]["dead"].item() for name in members]
+    assert np.isnan(dead).tolist() == [True, False]
 
 
 def test_pattern_changes_are_those_of_the_signs() -> None:
@@ -144,6 +173,7 @@ def test_a_unit_without_a_boundary_is_counted_and_left_out() -> None:
     assert history["undefined"] == 2
     assert np.isnan(history["rotation"][0]).nonzero()[0].tolist() == [0, 5]
     assert np.isfinite(history["rotation_max"]) and history["rotation_max"] > 0
+    np.testing.assert_allclose(history["rotation_median"], np.nanmedian(history["rotation"]))
 
 
 @pytest.mark.parametrize("turn", ["gamma", "row", "r"])
@@ -340,29 +370,3 @@ def test_a_compiled_model_that_hides_its_batches_is_an_error_with_advice() -> No
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with pytest.raises(ValueError, match="example_inputs"):
         train(compiled, 1, tracker.step)
-
-
-KILLED = Path(__file__).parents[1] / "helpers" / "tracked_resnet.py"
-
-
-def run_resnet(folder: Path, *options: str) -> subprocess.CompletedProcess:
-    path = os.pathsep.join(filter(None, sys.path))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [sys.executable, str(KILLED), str(folder), *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.slow
-def test_a_killed_and_resumed_resnet_has_the_history_of_an_uninterrupted_one(
-    tmp_path: Path,
-) -> None:
-    pytest.importorskip("torchvision")
-    assert run_resnet(tmp_path / "whole").returncode == 0
-    killed = run_resnet(tmp_path / "parts", "--kill-at", "3")
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert len(np.load(tmp_path / "parts" / "history.npy")) > 0
-    resumed = run_resnet(tmp_path / "parts", "--resume")
-    assert resumed.returncode == 0, resumed.stderr
-    whole, parts = (np.load(tmp_path / run / "history.npy") for run in ("whole", "parts"))
-    assert sorted(set(whole["step"])) == [1, 2, 3, 4, 5]
-    assert whole.tobytes() == parts.tobytes()  # NaN for NaN

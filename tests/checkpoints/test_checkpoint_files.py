@@ -203,12 +203,6 @@ def test_a_flipped_bit_fails_its_checksum(tmp_path: Path, out: Path) -> None:
         fold_checkpoint(file, out, linear=True)
 
 
-def test_a_file_without_entries_is_refused(tmp_path: Path, out: Path) -> None:
-    files.save_file({}, tmp_path / "empty.safetensors")
-    with pytest.raises(ValueError, match="empty.safetensors holds no tensors"):
-        fold_checkpoint(tmp_path / "empty.safetensors", out)
-
-
 def test_nothing_is_overwritten_unasked(tmp_path: Path, out: Path) -> None:
     file = save(trained("mlp"), tmp_path / "gmp.safetensors")
     out.write_text("precious")

@@ -97,9 +97,6 @@ def test_frozen_parameters_mode_dtype_and_hooks_stay() -> None:
     assert calls == ["hidden"]
 
 
-# --- what cannot be converted -----------------------------------------------------------------
-
-
 def tie(model: Net) -> None:
     model.other = nn.Linear(8, 6)
     model.other.weight = model.hidden.weight
@@ -166,20 +163,19 @@ def test_other_layers_are_listed() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * 2
 
-    model = nn.Sequential(
-        nn.Linear(4, 4),
-        Odd(4, 4),
-        nn.Bilinear(2, 2, 4),
-        nn.ConvTranspose1d(4, 4, 1),
-        nn.Linear(4, 2),
-    )
+    experts = nn.Sequential(nn.SiLU())
+    experts.up = nn.Parameter(torch.randn(4, 16, 8))
+    others = Odd(4, 4), nn.Bilinear(2, 2, 4), nn.ConvTranspose1d(4, 4, 1), experts
+    model = nn.Sequential(nn.Linear(4, 4), *others, nn.Linear(4, 2))
+    model.class_token = nn.Parameter(torch.zeros(1, 1, 8))
     text = str(gp.plan(model))
     assert "1: Odd (it computes something else than its base class)" in text
     assert "2: Bilinear (no GmP form of this type)" in text
     assert (
         "3: ConvTranspose1d (there is no such GmP layer; GeometricOptimizer" in text
-        and "4: Linear (the output layer)" in text
+        and "5: Linear (the output layer)" in text
     )
+    assert "4: Sequential (no GmP form of this type)" in text and "class_token" not in text
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -270,9 +266,6 @@ def test_rows_too_long_for_their_type_are_left() -> None:
     assert type(model[0]) is nn.Linear and isinstance(model[1], gp.GmPLinear)
 
 
-# --- summary and proof ------------------------------------------------------------------------
-
-
 def test_summary_is_printed_on_request(capsys: pytest.CaptureFixture) -> None:
     model = net()
     total = sum(p.numel() for p in model.parameters())
@@ -308,19 +301,3 @@ def test_without_example_inputs_heads_beside_each_other_stay_plain() -> None:
     model = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
     decisions = {d.name: d.converted for d in gp.plan(model).decisions}
     assert decisions == {"body": True, "hidden": True, "classes": False, "box": False}
-
-
-def test_fused_experts_are_listed_as_left() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Parameter(torch.randn(4, 16, 8))
-            self.activation = nn.SiLU()
-
-    class Model(nn.Sequential):
-        def __init__(self) -> None:
-            super().__init__(nn.Linear(8, 8), Experts(), nn.Linear(8, 2))
-            self.class_token = nn.Parameter(torch.zeros(1, 1, 8))
-
-    text = str(gp.plan(Model()))
-    assert "left:\n  1: Experts (no GmP form of this type)" in text and "Model" not in text

@@ -190,9 +190,6 @@ def test_unknown_activations_and_plain_models_are_refused() -> None:
         gp.fold_(gp.GmPLinear(2, 2, activation=lambda x: x.relu()))
 
 
-# --- a property: no silent difference on random networks ----------------------------------------
-
-
 class Block(nn.Module):
     """A random step: convolution, norm, activation, pooling, with or without a skip."""
 

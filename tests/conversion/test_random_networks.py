@@ -30,9 +30,6 @@ DOUBLE = {"dtype": torch.float64}
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-# --- the formulas -------------------------------------------------------------------------------
-
-
 class Formula(nn.Module):
     """What a layer of ours computes, written out."""
 
@@ -96,9 +93,6 @@ def written_out(layer: nn.Module) -> nn.Module:
     if isinstance(layer, gp.InputMeanNorm):
         return NormFormula(layer)
     return Formula(layer)
-
-
-# --- random networks ----------------------------------------------------------------------------
 
 
 def random_layer(choose: random.Random) -> nn.Module:

@@ -4,7 +4,6 @@ A function that fails or does not end in time fails the test with the process's 
 processes are then thrown away and the next test gets new ones.
 """
 
-import multiprocessing
 import tempfile
 import time
 import traceback
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import CONTEXT
 
 
 class Processes:
@@ -48,12 +48,11 @@ class Processes:
                     raise AssertionError(f"process {rank} of {self.count}:\n{error}")
 
     def _start(self) -> list[tuple[BaseProcess, Connection]]:
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         meeting_point = str(Path(self._folder.name) / "store")  # a file needs no free port
         for rank in range(self.count):
-            ours, theirs = context.Pipe()
-            process = context.Process(
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
                 target=_work, args=(rank, self.count, meeting_point, theirs), daemon=True
             )
             process.start()

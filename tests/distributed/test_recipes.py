@@ -19,7 +19,9 @@ SCRIPTS = {
 LEAVE = "\nimport os\n\nos._exit(0)\n"
 
 
-@pytest.mark.parametrize("title", SCRIPTS)
+@pytest.mark.parametrize(
+    "title", ["Accelerate", *(pytest.param(t, marks=pytest.mark.slow) for t in ("DDP", "FSDP2"))]
+)
 def test_script_runs(title: str, tmp_path: Path) -> None:
     if title == "Accelerate":
         pytest.importorskip("accelerate")

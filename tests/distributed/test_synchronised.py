@@ -91,10 +91,6 @@ def only_training_communicates() -> None:
         assert training.get_total_counts() == 1 and evaluation.get_total_counts() == 0
 
 
-def test_only_training_communicates(processes: Processes) -> None:
-    processes.run(only_training_communicates)
-
-
 def a_group_of_one_is_local() -> None:
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     x = torch.randn(4, 3) + dist.get_rank()
@@ -103,8 +99,9 @@ def a_group_of_one_is_local() -> None:
         assert torch.equal(norm(x), InputMeanNorm(3)(x))
 
 
-def test_a_group_of_one_process_is_local(processes: Processes) -> None:
-    processes.run(a_group_of_one_is_local)
+@pytest.mark.parametrize("function", [only_training_communicates, a_group_of_one_is_local])
+def test_communication(processes: Processes, function: Callable[[], None]) -> None:
+    processes.run(function)
 
 
 def compiles_to_the_same() -> None:

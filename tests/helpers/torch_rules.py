@@ -2,14 +2,15 @@
 
 import copy
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import numpy as np
 import torch
-from torch import nn
-from torch.nn.functional import l1_loss
+from torch import Tensor, nn
 
-from geoparam_lab.data.synthetic import Regression
+import geoparam as gp
+from geoparam_lab.training.stacks.stacked import Protocol
+
+Pair = tuple[Tensor, Tensor]
 
 
 def keras_adam(model: nn.Module, lr: float, epsilon: float = 1e-7) -> torch.optim.Adam:
@@ -42,37 +43,55 @@ def keras_plateau(
     )
 
 
-@dataclass(frozen=True)
-class Alone:
-    """One network's training: losses (epochs,), locations (epochs, units), best weights."""
+def train_alone(
+    model: nn.Sequential,
+    data: Pair,
+    evaluation: Pair | None,
+    lr: float,
+    protocol: Protocol,
+    seed: int = 0,
+    watch: Callable[[nn.Sequential], None] = lambda model: None,
+) -> tuple[list[float], list[float], list[float], nn.Sequential]:
+    """Train one model as Keras would: losses, metrics and rates of each epoch, the best model.
 
-    losses: np.ndarray
-    locations: np.ndarray
-    best_epoch: int
-    model: nn.Sequential
-
-    @torch.no_grad()
-    def predict(self, x: np.ndarray) -> np.ndarray:
-        return self.model(torch.from_numpy(x)).squeeze(-1).numpy()
-
-
-def train_on_levy(
-    model: nn.Sequential, data: Regression, lr: float, epochs: int, patience: int
-) -> Alone:
-    """Train on all points at once, judged by the training loss; SP or GmP with one input."""
-    x, y = torch.from_numpy(data.x_train), torch.from_numpy(data.y_train)
+    Without `evaluation` the loss is the metric, that of the weights before the epoch's step.
+    """
     optimizer = keras_adam(model, lr)
-    plateau = keras_plateau(optimizer, patience)
-    losses: list[float] = []
-    locations, best_epoch, best = [], 0, model
-    while len(losses) < epochs and len(losses) <= best_epoch + 2 * patience:
-        loss = l1_loss(model(x).squeeze(-1), y)
-        losses.append(loss.item())
-        locations.append((-model[0].bias / model[0].weight.squeeze(-1)).detach())
-        if losses[-1] <= min(losses):
-            best_epoch, best = len(losses) - 1, copy.deepcopy(model)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        plateau.step(losses[-1])
-    return Alone(np.array(losses), torch.stack(locations).numpy(), best_epoch, best)
+    optimizer.register_step_post_hook(gp.retract(model))
+    optimizer.register_step_pre_hook(lambda own, *_: _decay_(model, own, protocol.decay))
+    plateau = keras_plateau(optimizer, protocol.patience)
+    order = torch.Generator().manual_seed(seed)
+    losses, metrics, rates, rows = [], [], [], len(data[0])
+    while len(losses) < protocol.epochs:
+        watch(model)
+        total, judged = 0.0, copy.deepcopy(model) if evaluation is None else model
+        shuffled = torch.randperm(rows, generator=order)
+        for batch in (shuffled if protocol.batch_size else torch.arange(rows)).split(
+            protocol.batch_size or rows
+        ):
+            x, y = (part[batch] for part in data)
+            loss = protocol.loss(model.train()(x).T, y[None]).squeeze(0)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(batch) / rows
+        metric = total
+        if evaluation is not None:
+            with torch.no_grad():
+                output = model.eval()(evaluation[0]).T
+            metric = protocol.metric(output, evaluation[1][None]).item()
+        losses.append(total), metrics.append(metric), rates.append(optimizer.param_groups[0]["lr"])
+        plateau.step(metric)
+        if metric == min(metrics):
+            best, since = copy.deepcopy(judged), len(losses)
+        if len(losses) - since >= protocol.stop_patience:
+            break
+    return losses, metrics, rates, best
+
+
+@torch.no_grad()
+def _decay_(model: nn.Module, optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """AdamW's decay, of weights alone."""
+    for layer in model:
+        if type(layer) is nn.Linear:
+            layer.weight.sub_(optimizer.param_groups[0]["lr"] * decay * layer.weight)

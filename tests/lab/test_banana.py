@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from run_folders import curves_of, lines
 
-from geoparam.analysis import boundaries
 from geoparam_lab.data import banana_data as points
 from geoparam_lab.data import table_files
 from geoparam_lab.experiments import banana as experiment
@@ -35,9 +33,6 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_files, "fetch", fail)
 
 
-# --- which points -------------------------------------------------------------------------------
-
-
 def test_without_file_and_network_points_are_generated(nowhere: None, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for data in (None, tmp_path / "data"):
@@ -49,25 +44,10 @@ def test_asking_for_keel_never_gives_generated_points(nowhere: None) -> None:
         experiment.load_points(source="KEEL")
 
 
-def test_a_damaged_file_is_not_replaced(nowhere: None, tmp_path: Path) -> None:
-    (tmp_path / "banana.csv").write_text("At1,At2,Class\n1,2,-1\n")
-    with pytest.raises(ValueError, match="cannot be used"):
-        experiment.load_points(tmp_path)
-
-
-# --- the protocol -------------------------------------------------------------------------------
-
-
 def train(data: points.Banana, *members: Member) -> Any:
     problem = experiment.make_problem(data, SHORT["epochs"], SHORT["patience"])
     with tasks.limit_threads(1):
         return toys.train(problem, members)
-
-
-@pytest.fixture(scope="module")
-def stack() -> Any:
-    data = experiment.load_points(source="generated")
-    return data, *train(data, Member("wn", 0.1, 0), Member("wn", 0.1, 1))
 
 
 def test_the_network_and_its_schedule_are_the_papers() -> None:
@@ -76,25 +56,6 @@ def test_the_network_and_its_schedule_are_the_papers() -> None:
     assert problem.protocol.batch_size == 128 and problem.protocol.epochs == 5000
     assert problem.protocol.patience == 50 and problem.protocol.stop_patience is None
     assert problem.protocol.higher_is_better
-
-
-def test_locations_of_wn_are_those_of_its_hidden_units(stack: Any) -> None:
-    data, result, film = stack
-    direction, distance = film.boundaries(data.x_train)
-    for i in range(2):
-        expected = boundaries(result.model(i), torch.from_numpy(data.x_train))["0"]
-        found = -distance[i, -1][:, None] * direction[i, -1]
-        np.testing.assert_allclose(found, expected.location, atol=1e-10)
-
-
-def test_accuracy_is_that_of_the_best_weights_on_the_test_points(stack: Any) -> None:
-    data, result, film = stack
-    shown = (film.predict(data.x_test)[:, -1] > 0) == (data.y_test > 0.5)
-    np.testing.assert_allclose(shown.mean(-1), result.best_metric)
-    np.testing.assert_allclose(result.metrics.max(0), result.best_metric)
-
-
-# --- a run --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -129,21 +90,6 @@ def test_records_are_of_the_best_weights_in_the_curves(finished: Run) -> None:
         assert ((curves["score"][-1] > 127) == (curves["logits"] > 0)).mean() > 0.99
 
 
-def test_the_slider_has_every_method_on_one_time_axis(finished: Run) -> None:
-    slider = finished.curves("slider_banana")
-    count = len(slider["steps"])
-    assert slider["kind"] == "banana" and slider["methods"].tolist() == ["SP", "WN", "BN", "GmP"]
-    assert slider["x"].shape == (800, 2) and set(slider["y"].tolist()) == {0, 1}
-    left, right, bottom, top = slider["limits"]
-    assert (slider["x"] > [left, bottom]).all() and (slider["x"] < [right, top]).all()
-    assert slider["score"].shape == (2, 4, count, 60, 60) and slider["score"].dtype == np.uint8
-    assert slider["direction"].shape == (2, 4, count, 10, 2)
-    assert slider["distance"].shape == (2, 4, count, 10)
-    assert slider["accuracy"].shape == slider["rotation"].shape == (2, 4, count)
-    np.testing.assert_allclose(np.linalg.norm(slider["direction"], axis=-1), 1, rtol=1e-5)
-    assert np.isfinite(slider["rotation"]).all() and slider["rotation"].max() <= 180
-
-
 def test_scores_are_rows_of_the_second_input(finished: Run) -> None:
     """The score at a grid point is that of the network there, first input along the columns."""
     data = experiment.load_points(source="generated")
@@ -175,15 +121,6 @@ def test_under_heldout_other_points_judge_than_the_test_ones(
         assert record["val_accuracy"] == pytest.approx(val[record["seed"]].mean())
     assert run.config["protocol"] == "heldout"
     np.testing.assert_allclose(data.x_train.mean(0), 0, atol=1e-12)
-
-
-def test_turns_are_told_as_quantiles_before_the_first_cut(finished: Run) -> None:
-    for record in finished.records():
-        turns = curves_of(finished, record)["rotation"]
-        end = None if record["first_cut"] is None else 7 * record["first_cut"]
-        expected = np.quantile(turns[:end].astype(float), [0.5, 0.9, 0.99, 1])
-        found = [record[f"turn_{q}"] for q in (50, 90, 99, 100)]
-        np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
 def test_a_resumed_run_keeps_its_points(

@@ -90,9 +90,6 @@ def test_an_altered_file_is_an_error_and_not_replaced(tmp_path: Path, nowhere: N
         banana_data.load(tmp_path)
 
 
-# --- the generator ----------------------------------------------------------------------------
-
-
 def bayes_rule(x: np.ndarray, noise: float) -> np.ndarray:
     """The likelier class, by the densities of the generator's three parts."""
     angle = np.linspace(0, np.pi, 361)
@@ -108,13 +105,3 @@ def bayes_rule(x: np.ndarray, noise: float) -> np.ndarray:
 def test_the_best_rule_is_right_for_nine_of_ten() -> None:
     x, y = synthetic.banana(seed=3, points=4000)
     assert (bayes_rule(x, noise=0.34) == y).mean() == pytest.approx(0.9, abs=0.015)
-
-
-def test_no_line_does_much_better_than_the_larger_class() -> None:
-    x, y = synthetic.banana(seed=3, points=2000)
-    best = max(y.mean(), 1 - y.mean())
-    for angle in np.linspace(0, np.pi, 24, endpoint=False):
-        ordered = y[np.argsort(x @ [np.cos(angle), np.sin(angle)])]
-        right = np.cumsum(ordered) + np.cumsum(1 - ordered[::-1])[::-1] - (1 - ordered)
-        best = max(best, right.max() / len(y), 1 - right.min() / len(y))
-    assert best < 0.72

@@ -30,9 +30,6 @@ DATA = {name: points(name) for name in ("energy", "banana")}
 Member = functools.partial(measures.Member, "part", "energy")
 
 
-# --- single layers ------------------------------------------------------------------------------
-
-
 def test_bn_is_wn_in_the_norm_of_the_covariance() -> None:
     members = [Member(m, c, None, 0) for c in (0.5, 0.99) for m in ("equation-9", "epsilon", "wn")]
     errors = [record["error"] for record in measures.measure_covariance(members)]
@@ -75,9 +72,6 @@ def test_a_natural_step_is_an_intrinsic_one_to_first_order() -> None:
     assert differ(0.02, natural=True) / differ(0.01, natural=True) == pytest.approx(4, rel=0.05)
     assert differ(0.02) / differ(0.01) == pytest.approx(2, rel=0.05)  # plain angles differ at once
     assert differ(0.01, natural=True) < 0.05 * differ(0.01)
-
-
-# --- networks -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["wn+mbn", "gmp:norm=mbn", "gmp+imn"])
@@ -125,9 +119,6 @@ def test_deep_networks_have_all_quantities(dataset: str) -> None:
     assert set(measures.QUANTITIES) <= set(moved) and len(moved["distances_late"]) == 2
 
 
-# --- correlations -------------------------------------------------------------------------------
-
-
 def test_ranks_are_compared_within_groups() -> None:
     groups, splits = np.repeat(range(8), 10), np.tile(range(10), 8).tolist()
     x = np.random.RandomState(0).randn(80)
@@ -138,17 +129,17 @@ def test_ranks_are_compared_within_groups() -> None:
 
 
 @pytest.mark.parametrize("hard", [0, 3], ids=["splits alike", "some splits are hard"])
-def test_p_is_not_small_where_nothing_goes_together(hard: float) -> None:
+def test_p_is_not_small_where_nothing_goes_together(
+    hard: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Effects of the split in both quantities, in five splits, would else look like a relation."""
+    monkeypatch.setattr(rank_correlations, "PERMUTATIONS", 199)
     random, groups, splits = np.random.RandomState(1), [*range(12)] * 5, np.repeat(range(5), 12)
     p = []
     for _ in range(100):
         x, y = (random.randn(60) + hard * random.randn(5)[splits] for _ in range(2))
         p.append(rank_correlation(x, y, groups, splits.tolist())[1])
     assert np.mean(np.array(p) < 0.1) < 0.2 and np.mean(p) > 0.4
-
-
-# --- the run ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -42,9 +42,6 @@ def pixels(images: Tensor, source: PackedImages) -> Tensor:
     return scaled.round().to(torch.uint8)
 
 
-# --- what batches hold --------------------------------------------------------------------------
-
-
 def test_the_mean_is_that_of_the_training_images(source: PackedImages, folder: Path) -> None:
     images, _ = training_contents(folder)
     assert source.mean == pytest.approx((images.double() / 255).mean(dim=(0, 2, 3)).tolist())
@@ -94,14 +91,6 @@ def test_crops_are_windows_of_the_image_padded_by_reflection(
     assert moved.float().mean() > 0.5
 
 
-def test_images_go_to_a_device_once(source: PackedImages) -> None:
-    one, other = source.train(4, seed=0, device="cpu"), source.train(8, seed=1, device="cpu")
-    assert one.split is other.split
-
-
-# --- order --------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 def test_batches_wait_for_nothing_and_equal_the_cpus(source: PackedImages) -> None:
     expected = list(source.train(8, seed=0, device="cpu", crop=2).epoch(0))
@@ -114,9 +103,6 @@ def test_batches_wait_for_nothing_and_equal_the_cpus(source: PackedImages) -> No
     for (images, labels), (theirs, their_labels) in zip(batches, expected, strict=True):
         assert torch.allclose(images.cpu(), theirs, atol=1e-6)
         assert labels.cpu().equal(their_labels)
-
-
-# --- what is refused ----------------------------------------------------------------------------
 
 
 def test_impossible_batches_are_refused(source: PackedImages) -> None:

@@ -46,9 +46,6 @@ def write_flat(folder: Path, colour: tuple[int, int, int]) -> Path:
     return folder
 
 
-# --- what batches hold --------------------------------------------------------------------------
-
-
 def test_a_source_says_what_it_holds(source: ImageFolders) -> None:
     assert (source.classes, source.size) == (3, 32)
     assert source.fingerprint["train"] == 24 and source.fingerprint["val"] == 12
@@ -126,9 +123,6 @@ def test_other_modes_become_rgb(tmp_path: Path, mode: str) -> None:
     assert torch.allclose(images[0].mean(dim=(1, 2)), 120 / 255 - torch.tensor(MEAN), atol=0.01)
 
 
-# --- order --------------------------------------------------------------------------------------
-
-
 def test_workers_change_nothing(folder: Path, source: ImageFolders) -> None:
     batches = ImageFolders(folder, size=32, workers=2).train(8, seed=0, device="cpu")
     next(batches.epoch(5))  # an epoch that is given up
@@ -162,9 +156,6 @@ def test_the_fingerprint_knows_names_and_sizes(harmed: Path, source: ImageFolder
     longer = fingerprint()
     path.rename(path.with_name("33.JPEG"))
     assert len({str(f) for f in (source.fingerprint, longer, fingerprint())}) == 3
-
-
-# --- what is refused ----------------------------------------------------------------------------
 
 
 def remove_images(folder: Path) -> None:

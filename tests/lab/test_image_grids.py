@@ -24,9 +24,6 @@ def runs(*methods: str, **changes: Any) -> list[Any]:
     return tasks({**CONFIG, "methods": list(methods), **changes})
 
 
-# --- grids --------------------------------------------------------------------------------------
-
-
 def test_a_method_has_the_product_of_its_options() -> None:
     found = list_points("bn:decay=0,1e-3:lr=0.1,0.2,0.4:optimizer=muon:rest=sgd,adamw")
     settings = [tuple(settings.values()) for _, _, settings in found]
@@ -74,9 +71,6 @@ def test_mistaken_options_are_named(text: str, said: str) -> None:
         runs(text)
 
 
-# --- choosing -----------------------------------------------------------------------------------
-
-
 def test_more_seeds_of_the_best_setting_do_not_change_the_choice() -> None:
     def some(lr: float, tuned: str, *values: float) -> list[Record]:
         one = {"method": "bn", "network": "vgg6", "batch_size": 8, "lr": lr, "tuned": tuned}
@@ -94,8 +88,6 @@ def test_runs_stored_before_there_were_options_are_shown_as_ever() -> None:
     assert "| GmP+IMN, rate 0.3 | 44.48 " in said and "settings tried" not in said
 
 
-# --- a sweep ------------------------------------------------------------------------------------
-
 METHODS = ["bn:lr=0.02,0.1:decay=5e-4", "bn:optimizer=muon:lr=0.02", "sp:lr=0.05"]
 
 
@@ -110,11 +102,15 @@ def sweep(folder: Path, out: str, **options: Any) -> Run:
     return done
 
 
-def test_the_table_has_a_row_for_each_method_at_its_chosen_setting(tmp_path: Path) -> None:
-    done = sweep(tmp_path, "run")
-    records = done.records()
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return sweep(tmp_path_factory.mktemp("grids"), "whole")
+
+
+def test_the_table_has_a_row_for_each_method_at_its_chosen_setting(whole: Run) -> None:
+    records = whole.records()
     assert len(records) == 8 and len({record["name"] for record in records}) == 8
-    [top1, top5] = tables.make_tables(done)
+    [top1, top5] = tables.make_tables(whole)
     rows = {row.label: dict(zip(top1.columns, row.cells, strict=True)) for row in top1.rows}
     assert list(rows) == ["SP", "BN", "BN, optimizer muon"]
     chosen = [r for r in choose(records, "select_top1") if r["method"] == "bn"]
@@ -123,7 +119,7 @@ def test_the_table_has_a_row_for_each_method_at_its_chosen_setting(tmp_path: Pat
     kept_back = sum(record["select_top1"] for record in chosen) / 2
     assert rows["BN"]["top-1 on images kept back (%)"].text == f"{kept_back:.2f}"
     assert rows["BN"]["Epochs to 0 % top-1"].text == "1.0"
-    caption = (done.folder / "figures" / "figure4.txt").read_text()
+    caption = (whole.folder / "figures" / "figure4.txt").read_text()
     assert "highest top-1 on the images kept back" in caption
     assert f"BN {chosen[0]['lr']:g}, decay 0.0005" in caption
 
@@ -135,9 +131,8 @@ def test_several_batch_sizes_have_tables_of_times(tmp_path: Path, undrawn: None)
 
 
 def test_a_sweep_goes_on_to_the_same_records_and_may_get_more_methods(
-    tmp_path: Path, undrawn: None
+    whole: Run, tmp_path: Path, undrawn: None
 ) -> None:
-    whole = sweep(tmp_path, "whole")
     shutil.copytree(whole.folder, tmp_path / "cut")
     lines = (whole.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "cut" / "metrics.jsonl").write_text("".join(lines[:3]))

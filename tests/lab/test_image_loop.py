@@ -40,9 +40,6 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[float]]]:
     return seen
 
 
-# --- steps --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", [name for name in methods.METHODS if name != "bn+decay"])
 def test_every_method_trains_a_step(method: str, tmp_path: Path) -> None:
     chosen, images = settings(method, epochs=1, lr=0.05), source(BATCH)
@@ -164,9 +161,6 @@ def test_a_step_does_not_wait_for_the_device(method: str) -> None:
         assert Reads.count == 1  # it would have been noticed
 
 
-# --- results ------------------------------------------------------------------------------------
-
-
 def test_results_are_those_of_the_weights(tmp_path: Path) -> None:
     chosen, images = settings("gmp+imn", epochs=2), source()
     outcome = train(chosen, images, tmp_path)
@@ -256,9 +250,6 @@ def test_the_released_code_reports_its_best_weights(
     assert any(not torch.equal(found[name], value) for name, value in state["model"].items())
 
 
-# --- divergence ---------------------------------------------------------------------------------
-
-
 def assert_diverged(outcome: Outcome, epochs: int) -> None:
     record = outcome.record
     assert record["outcome"] == "diverged" and record["epochs"] == epochs
@@ -303,18 +294,6 @@ def test_a_validation_loss_that_is_not_finite_is_divergence(
     assert_diverged(train(settings("sp"), source(), tmp_path), 0)
 
 
-def test_ticks_tell_where_it_is(tmp_path: Path) -> None:
-    told: list[tuple[int, int, float]] = []
-    train(settings(epochs=2), source(), tmp_path, tick=lambda *now: told.append(now))
-    assert [(epoch, step) for epoch, step, _ in told] == [
-        (epoch, step) for epoch in (0, 1) for step in (1, 2, 3)
-    ]
-    assert all(speed > 0 for _, _, speed in told)
-
-
-# --- surroundings and mistakes ------------------------------------------------------------------
-
-
 def test_leaves_random_numbers_and_switches_as_they_were(tmp_path: Path) -> None:
     random = torch.get_rng_state()
     train(settings(epochs=1, deterministic=True), source(), tmp_path)
@@ -350,13 +329,6 @@ def test_another_precision_than_accelerates_is_refused(tmp_path: Path) -> None:
     accelerator = preparation.make_accelerator("fp32")
     with pytest.raises(ValueError, match="precision 'bf16' needs"):
         train(settings(precision="bf16"), source(), tmp_path, accelerator=accelerator)
-
-
-def test_one_accelerator_serves_many_runs(tmp_path: Path) -> None:
-    accelerator = preparation.make_accelerator("fp32")
-    for method in ("sp", "bn"):
-        train(settings(method, epochs=1), source(), tmp_path / method, accelerator=accelerator)
-    assert accelerator._models == []
 
 
 @pytest.mark.compile

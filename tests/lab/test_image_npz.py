@@ -68,9 +68,6 @@ def test_the_fingerprint_knows_every_number(folder: Path, file: str, name: str) 
     assert PackedImages.load(folder, size=8).fingerprint != before
 
 
-# --- files that cannot be used ------------------------------------------------------------------
-
-
 def flip(content: bytes) -> bytes:
     return content[:600] + bytes([content[600] ^ 255]) + content[601:]  # zip has a checksum of it
 

@@ -2,12 +2,12 @@
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -37,7 +37,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "unit vectors": {"method": "intrinsic+imn"},
     "no momentum": {"method": "intrinsic", "momentum": 0.0},
     "autocast": {"method": "natural+imn", "precision": "bf16", "accumulate": 2, "crop": 1},
-    "plateau": {"method": "bn", "schedule": "plateau-top1", "epochs": 8},
+    "plateau": {"method": "bn", "schedule": "plateau-top1", "epochs": 6},
     "kept back": {
         "method": "gmp+imn",
         "schedule": "linear",
@@ -57,7 +57,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "nesterov": True,
     },
     "turn": {"method": "bn", "optimizer": "geometric", "base": "muon", "turn": 2.0, "lr": 1e-3},
-    "best weights": {"method": "gmp+imn", "schedule": "plateau-top5", "epochs": 8},
+    "best weights": {"method": "gmp+imn", "schedule": "plateau-top5", "epochs": 6},
 }
 
 
@@ -104,7 +104,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], t
     return get
 
 
-CASES = [(name, "mid-epoch") for name in RUNS]
+SLOW = ("weight norm", "own rate", "no momentum", "angular")
+CASES: list[Any] = [
+    pytest.param(name, "mid-epoch", marks=[pytest.mark.slow] if name in SLOW else [])
+    for name in RUNS
+]
 CASES += [("best weights", point) for point in POINTS if point != "mid-epoch"]
 
 
@@ -143,6 +147,12 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def flip(path: Path) -> None:
+    content = path.read_bytes()
+    middle = len(content) // 2  # within the numbers
+    path.write_bytes(content[:middle] + bytes([content[middle] ^ 0xFF]) + content[middle + 1 :])
+
+
 def reshape(path: Path) -> None:
     """Give one weight another shape, in a file that is otherwise whole."""
     state = torch.load(path, weights_only=True)
@@ -151,60 +161,62 @@ def reshape(path: Path) -> None:
     torch.save(state, path)
 
 
-@pytest.mark.parametrize("damage", [truncate, reshape])
-def test_a_damaged_checkpoint_costs_one_and_changes_nothing(
-    damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("damage", "files", "said"),
+    [(flip, 1, "from the one before"), (reshape, 1, "from the one before")]
+    + [(truncate, 2, "starts anew")],
+)
+def test_damaged_checkpoints_cost_time_and_change_nothing(
+    damage: Callable[[Path], None],
+    files: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = train(settings(), source(), tmp_path / "whole")
     interrupt(settings(), tmp_path / "parts", monkeypatch)
-    damage(run_checkpoints.Store(tmp_path / "parts").files[-1])
-    with pytest.warns(UserWarning, match="damaged.*The run goes on from the one before"):
+    kept = run_checkpoints.Store(tmp_path / "parts").files
+    assert len(kept) == 2  # the last ones
+    for path in kept[-files:]:
+        damage(path)
+    with pytest.warns(UserWarning, match="damaged") as warned:
         outcome = train(settings(), source(), tmp_path / "parts")
+    assert said in str(warned[-1].message)
     assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
 
 
-CHILD = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from image_runs import kill_at, save_half, settings, source
-from geoparam_lab.training.images.loop import Training
-from geoparam_lab.training.images.train import train
+def train_until(folder: Path, point: str) -> None:
+    """Train in a process that is killed at a step or in the middle of writing, or never."""
 
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-torch.set_num_threads(1)
-if sys.argv[2] == "step":
-    Training.train_on = kill_at(5, Training.train_on, kill)
-elif sys.argv[2] == "write":
-    torch.save = save_half(5, kill)
-train(settings("gmp+imn"), source(), Path(sys.argv[1]), checkpoint_every=2)
-for name in ("tensorboard", "optuna", "rich", "matplotlib"):
-    assert name not in sys.modules, name
-"""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    torch.set_num_threads(1)
+    if point == "step":
+        Training.train_on = kill_at(5, Training.train_on, kill)
+    elif point == "write":
+        torch.save = save_half(5, kill)
+    train(settings("gmp+imn"), source(), folder, checkpoint_every=2, track=2)
+    for name in ("tensorboard", "optuna", "rich", "matplotlib"):
+        assert name not in sys.modules, name
 
 
 @pytest.mark.parametrize("point", ["step", pytest.param("write", marks=pytest.mark.slow)])
 def test_goes_on_after_a_kill(point: str, tmp_path: Path) -> None:
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the child: sums may depend on it
-    expected = train(settings("gmp+imn"), source(), tmp_path / "whole")
+    expected = train(settings("gmp+imn"), source(), tmp_path / "whole", track=2)
     torch.set_num_threads(torch_threads)
     folder = tmp_path / "parts"
     for kill, code in ((point, -signal.SIGKILL), ("never", 0)):
-        child = subprocess.run(
-            [sys.executable, "-c", CHILD, str(folder), kill],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "helpers")},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert child.returncode == code, child.stderr
+        assert forked.end(forked.start(train_until, folder, kill)) == code
         left = [path.name for path in folder.glob(".unfinished-*")]
         assert bool(left) == (kill == "write")
     outcome = train(settings("gmp+imn"), source(), folder)  # it is finished
     assert_same_run(outcome, expected, folder, tmp_path / "whole")
+    whole, parts = (np.load(path / "boundaries.npy") for path in (tmp_path / "whole", folder))
+    assert whole.tobytes() == parts.tobytes()
 
 
 @pytest.mark.parametrize(

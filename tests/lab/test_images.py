@@ -1,6 +1,5 @@
 """Sweeps over images: nothing lost, nothing done twice, nothing compared that should not be."""
 
-import json
 import math
 import os
 import signal
@@ -9,16 +8,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import tiny_images
+import torch
 from image_runs import without_times
 
 from geoparam_lab import report
 from geoparam_lab.experiments import image_figures, image_text, images
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import tables
-from geoparam_lab.training.images import train
+from geoparam_lab.training import tasks
+from geoparam_lab.training.images import callbacks, train
 from geoparam_lab.training.images.settings import Outcome, Settings
 
 pytest.importorskip("accelerate")
@@ -35,24 +37,6 @@ OPTIONS: dict[str, Any] = {
 }
 IMAGENET = {"classes": 1000, "train": 1_281_167, "val": 50_000, "size": 32}
 TINY_IMAGENET = {"classes": 200, "train": 100_000, "val": 10_000, "size": 32}
-SCRIPT = """
-import json, os, signal, sys
-from geoparam_lab.experiments import image_figures
-from geoparam_lab.training import tasks
-from geoparam_lab.training.images import callbacks, train as training
-from test_images import run
-if __name__ == "__main__":
-    stop, options, train = int(sys.argv[3]), json.loads(sys.argv[4]), training.train
-    def said(settings, *arguments, **others):
-        print(settings.method, settings.seed, flush=True)
-        return train(settings, *arguments, **others)
-    def progress(title, done, total):
-        if done >= stop:
-            os.kill(os.getpid(), signal.SIGKILL)
-    training.train, image_figures.draw = said, lambda *_: None
-    tasks.INTERVAL = callbacks.INTERVAL = 0  # seconds between two words of progress
-    run(sys.argv[1], sys.argv[2], progress=progress, **options)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +64,25 @@ def lines(run: Run) -> int:
     return len((run.folder / "metrics.jsonl").read_text().splitlines())
 
 
-def start(out: Path, data: Path, stop: int = 10**9, **options: Any) -> "subprocess.Popen[str]":
-    """Run in a process of its own, which says what it trains, and kills itself at `stop`."""
-    command = [sys.executable, "-c", SCRIPT, str(out), str(data), str(stop), json.dumps(options)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True, env=environment
-    )
+def run_and_say(
+    out: Path, data: Path, said: Path, stop: int = 10**9, options: dict[str, Any] | None = None
+) -> None:
+    """Run, write into a file what is trained, and be killed at `stop`."""
+    work = train.train
+
+    def say(settings: Settings, *arguments: Any, **others: Any) -> Outcome:
+        with said.open("a") as file:
+            file.write(f"{settings.method} {settings.seed}\n")
+        return work(settings, *arguments, **others)
+
+    def progress(title: str, done: int, total: int) -> None:
+        if done >= stop:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.set_num_threads(1)
+    train.train, image_figures.draw = say, lambda *_: None
+    tasks.INTERVAL = callbacks.INTERVAL = 0  # seconds between two words of progress
+    run(out, data, progress=progress, **(options or {}))
 
 
 def pretend_to_train(settings: Settings, *_: Any, tick: Any = None, **__: Any) -> Outcome:
@@ -102,9 +98,6 @@ def pretend_to_train(settings: Settings, *_: Any, tick: Any = None, **__: Any) -
     if tick is not None:
         tick(0, 1, 1234.5)
     return Outcome(record, {"train_top5": rise + 5, "val_top5": rise})
-
-
-# --- what is run --------------------------------------------------------------------------------
 
 
 def test_every_run_of_the_grid_has_a_record_and_curves(finished: Run) -> None:
@@ -134,8 +127,6 @@ def test_a_diverging_run_is_recorded_and_the_sweep_goes_on(data: Path, tmp_path:
 def test_weights_and_scalars_are_kept_where_asked_for(
     data: Path, tmp_path: Path, undrawn: None
 ) -> None:
-    import torch
-
     options = {"keep_weights": True, "tensorboard": True, "track": 2}
     done = run(tmp_path / "run", data, seeds=1, methods=["gmp+imn"], **options)
     [name] = done.curve_names()
@@ -145,17 +136,14 @@ def test_weights_and_scalars_are_kept_where_asked_for(
     assert (done.folder / "boundaries" / f"{name}.npy").exists()
 
 
-# --- cut and gone on with -----------------------------------------------------------------------
-
-
 def test_a_sweep_killed_within_a_run_goes_on_to_the_same_records(
     data: Path, tmp_path: Path, finished: Run, undrawn: None
 ) -> None:
     """At 2.4 of 4 runs: the third has a checkpoint of its first steps."""
     third = 2 * 2 * 64 + 48
-    killed = start(tmp_path / "run", data, third, checkpoint_every=1)
-    said, _ = killed.communicate()
-    assert killed.returncode == -signal.SIGKILL and len(said.splitlines()) == 3
+    said, often = tmp_path / "said", {"checkpoint_every": 1}
+    killed = forked.start(run_and_say, tmp_path / "run", data, said, third, often)
+    assert forked.end(killed) == -signal.SIGKILL and len(said.read_text().splitlines()) == 3
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
     resumed = run(tmp_path / "run", data, resume=True)
     assert by_name(resumed) == by_name(finished) and lines(resumed) == 4
@@ -176,18 +164,15 @@ def test_a_resumed_sweep_keeps_its_settings_and_data(
         run(finished.folder, other, resume=True)
 
 
-# --- in company ---------------------------------------------------------------------------------
-
-
 def test_processes_share_a_sweep_and_do_no_run_twice(
     data: Path, tmp_path: Path, finished: Run, undrawn: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("optuna")
     storage = str(tmp_path / "study.db")
-    both = [start(tmp_path / name, data, storage=storage) for name in "ab"]
-    said = [process.communicate()[0].splitlines() for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    assert sorted(said[0] + said[1]) == ["bn 0", "bn 1", "gmp+imn 0", "gmp+imn 1"]
+    said, shared = tmp_path / "said", {"storage": storage}
+    both = [forked.start(run_and_say, tmp_path / name, data, said, 10**9, shared) for name in "ab"]
+    assert [forked.end(process) for process in both] == [0, 0]
+    assert sorted(said.read_text().splitlines()) == ["bn 0", "bn 1", "gmp+imn 0", "gmp+imn 1"]
     monkeypatch.setattr(train, "train", None)
     late = run(tmp_path / "late", data, storage=storage)
     for done in (Run.open(tmp_path / "a"), Run.open(tmp_path / "b"), late):
@@ -220,9 +205,6 @@ def test_processes_that_train_together_do_what_one_does(
 
 ARGUMENTS = ("--methods", "bn,gmp+imn", "--batch-sizes", "16", "--lrs", "0.1", "--seeds", "2")
 ARGUMENTS += ("--epochs", "2", "--precision", "fp32", "--widths", "4,4,4,4,4,4")
-
-
-# --- tables, figures, page ----------------------------------------------------------------------
 
 
 def records(**changes: Any) -> list[Record]:
@@ -330,9 +312,6 @@ def test_the_page_says_what_the_data_were_and_has_the_figures(page_file: Path) -
     assert "8 classes, 64 training and 32 validation images of 32 by 32 pixels" in text
     assert "Figure 4. Top-5 accuracy over epochs" in text and text.count("<img") == 1
     assert "Diverged: BN (batch 8, rate 3, seed 0) in epoch 2" in text
-
-
-# --- progress and mistakes ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,6 @@ def block(name: str, kind: str, **options: str) -> nn.Sequential:
         return getattr(methods.get(name, **options), kind)(*KINDS[kind][0])
 
 
-# --- the table ----------------------------------------------------------------------------------
-
-
 def test_the_table_has_every_method_and_no_other() -> None:
     assert list(methods.METHODS) == NAMES
 
@@ -81,15 +78,6 @@ def test_every_parameter_of_a_block_gets_a_gradient(name: str, kind: str) -> Non
     assert all(p.grad is not None and p.grad.any() for p in made.parameters())
 
 
-@pytest.mark.parametrize("name", ["gmp", "natural", "intrinsic"])
-def test_a_geometric_block_is_the_papers_unit_with_r_outside(name: str) -> None:
-    layer, x = block(name, "linear")[0], torch.randn(5, 6)
-    nn.init.normal_(layer.r), nn.init.normal_(layer.lam)
-    expected = layer.r * torch.relu(x @ layer.direction.T + layer.lam)
-    torch.testing.assert_close(layer(x), expected)
-    assert (layer(x) < 0).any()
-
-
 @pytest.mark.parametrize(
     ("name", "has_bias"), [("bn", False), ("gmp+bn", False), ("ln", True), ("gmp+ln", True)]
 )
@@ -108,9 +96,6 @@ def test_norms_have_keras_momentum_and_epsilon(name: str, kind: str) -> None:
     assert getattr(norm, "eps", 1e-3) == 1e-3
 
 
-# --- WN -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["sp", "wn", "wn+mbn", "gmp"])
 def test_the_output_layer_is_weight_normalised_under_wn_alone(name: str) -> None:
     output = methods.mlp(name, (3, 8, 2))[-1]
@@ -118,20 +103,10 @@ def test_the_output_layer_is_weight_normalised_under_wn_alone(name: str) -> None
     assert isinstance(output, nn.Linear) and output.bias is not None
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_wn_starts_at_the_length_of_v(kind: str) -> None:
-    layer = block("wn", kind)[0]
-    length, v = layer.parametrizations.weight.original0, layer.parametrizations.weight.original1
-    torch.testing.assert_close(length.flatten(), v.flatten(1).norm(dim=1))
-
-
 def test_mbns_offset_comes_after_it_or_units_have_none() -> None:
     (layer, norm, _), before = block("wn+mbn", "linear"), block("wn+mbn:mbn=before", "linear")
     assert layer.bias is None and norm.bias is not None
     assert before[0].bias is None and not list(before[1].parameters())
-
-
-# --- IMN ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("+imn")])
@@ -150,9 +125,6 @@ def test_imn_at_the_input_is_in_hidden_layers_but_the_first() -> None:
     model = methods.mlp("gmp+imn", (3, 8, 8, 2), imn="input")
     assert kinds_of(model) == "GmPLinear GmPLinear Linear".split()
     assert model[0].input_norm is None and isinstance(model[1].input_norm, gp.InputMeanNorm)
-
-
-# --- initialisation -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -175,14 +147,6 @@ def test_from_one_seed_methods_without_a_norm_start_as_one_function(
     expected = methods.mlp("sp", (inputs, 30, 20, 2), seed=7)(x)
     found = methods.mlp(name, (inputs, 30, 20, 2), seed=7)(x)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["gmp+bn", "natural", "intrinsic+imn"])
-def test_sphere_starts_with_unit_scales(name: str, kind: str) -> None:
-    layer = block(name, kind, init="sphere")[0]
-    assert (layer.r == 1).all() and not (layer.lam is not None and layer.lam.any())
-    torch.testing.assert_close(layer.direction.flatten(1).norm(dim=1), torch.ones(40))
 
 
 @pytest.mark.parametrize("name", ["sp", "wn"])
@@ -230,9 +194,6 @@ def test_another_order_of_the_inputs_is_the_same_function_of_them(name: str) -> 
     assert sorted(order.tolist()) == [*range(6)] != order.tolist()
     found = methods.mlp(f"{name}:order=3", (6, 30, 2), seed=7)(x[:, order])
     torch.testing.assert_close(found, methods.mlp(name, (6, 30, 2), seed=7)(x))
-
-
-# --- what is refused ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -38,15 +38,6 @@ def step(model: nn.Module) -> tuple[float, float]:
     return losses[0], losses[1]
 
 
-# --- VGG-6 --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_vgg6_trains_a_step_under_every_method(name: str) -> None:
-    before, after = step(networks.vgg6(name, 3, widths=WIDTHS))
-    assert after < before
-
-
 def test_vgg6_has_the_papers_shape() -> None:
     model = networks.vgg6("sp", 1000)
     convs = [module for module in model if isinstance(module, nn.Conv2d)]
@@ -92,10 +83,7 @@ def test_networks_follow_from_their_seed(network: str) -> None:
     assert torch.random.get_rng_state().equal(before)
 
 
-# --- ResNets ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("depth", [18, 34, 50])
+@pytest.mark.parametrize("depth", [18, pytest.param(34, marks=pytest.mark.slow), 50])
 def test_resnet_with_bn_is_torchvisions(depth: int) -> None:
     models = pytest.importorskip("torchvision.models")
     ours = networks.resnet(depth, "bn", 10)
@@ -167,7 +155,10 @@ def test_centred_skips_have_the_papers_structure(name: str) -> None:
         assert all(layer.activation is None for layer in layers) and type(model.fc) is nn.Linear
 
 
-@pytest.mark.parametrize("name", GEOMETRIC)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n != "gmp+imn" else []) for n in GEOMETRIC],
+)
 def test_plain_skips_are_what_convert_makes(name: str) -> None:
     torchvision = pytest.importorskip("torchvision")
     ours = networks.resnet(18, name, 3, skip="plain")
@@ -196,9 +187,6 @@ def test_the_form_of_directions_goes_into_every_layer() -> None:
             model = networks.resnet(18, name, 3, skip=skip, width=4)
             layers = [m for m in model.modules() if isinstance(m, gp.GmPConv2d)]
             assert len(layers) == 20 and all(form in layer.extra_repr() for layer in layers)
-
-
-# --- what is refused ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from geoparam.analysis import DELTAS
 from geoparam_lab.experiments.perturbation import (
     METHODS,
     Turns,
-    build,
     perturb,
     run,
 )
@@ -75,27 +74,6 @@ def test_the_papers_seed_gives_the_turns_that_are_known(
     assert np.allclose(np.abs(theta[1:] - theta[0]), (4.1, 12.2, 18.3, 23.7), atol=0.05)
 
 
-def test_gmp_turns_every_unit_by_delta(turns: dict[str, Turns]) -> None:
-    expected = np.degrees(DELTAS)[:, None]
-    assert np.allclose(turns["gmp"].rotations, expected, rtol=1e-6)
-    assert np.allclose(turns["gmp"].bounds, expected, rtol=1e-6)
-
-
-def test_intrinsic_units_turn_by_at_most_the_arcsine_of_the_step(turns: dict[str, Turns]) -> None:
-    expected = np.degrees(np.arcsin(np.sqrt(2) * np.array(DELTAS)))
-    assert np.allclose(turns["intrinsic"].bounds, expected[:, None])
-    assert (turns["intrinsic"].rotations <= turns["intrinsic"].bounds + 1e-9).all()
-    assert np.allclose(turns["intrinsic"].rotations.max(axis=1), expected, rtol=0.01)
-
-
-def test_sp_and_wn_turn_alike_and_lose_their_directions(turns: dict[str, Turns]) -> None:
-    assert np.allclose(turns["sp"].rotations, turns["wn"].rotations)
-    assert (np.median(turns["sp"].rotations[1:], axis=1) > 30).all()
-    layer = build("sp", range(200))
-    lost = torch.nn.functional.normalize(layer.weight.detach() + 0.1, dim=1)
-    assert (lost @ torch.full((2,), 0.5**0.5).double() > 0.99).all()
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -109,31 +87,9 @@ def test_mistakes_are_told(options: dict, match: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-# --- a run --------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(tmp_path_factory.mktemp("perturbation") / "run", seeds=50)
-
-
-def test_bn_on_whitened_data_turns_as_wn(turns: dict[str, Turns]) -> None:
-    """Against batch norm itself: 4 points with mean 0 and covariance I, and a unit after it."""
-    x = torch.tensor([[1.0, 1], [1, -1], [-1, 1], [-1, -1]], dtype=torch.float64)
-    w, b = papers_unit()
-    linear = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
-    norm = torch.nn.BatchNorm1d(1, eps=1e-30, dtype=torch.float64)
-    for i, delta in enumerate((0.0, *DELTAS)):
-        with torch.no_grad():
-            linear.weight.copy_(torch.from_numpy(w + delta))
-            norm.weight.fill_(np.linalg.norm(w) + delta)
-            norm.bias.fill_(b + delta)
-            z = norm(linear(x)).squeeze(1)
-        slope = torch.linalg.lstsq(torch.cat([x, torch.ones(4, 1)], dim=1), z).solution.numpy()
-        length = np.linalg.norm(slope[:2])
-        lines = turns["bn"]
-        np.testing.assert_allclose(lines.directions[i], slope[:2] / length, atol=1e-9)
-        assert lines.lams[i] == pytest.approx(slope[2] / length, rel=1e-9)
 
 
 def test_ln_turns_as_layer_norm_itself_does(turns: dict[str, Turns]) -> None:

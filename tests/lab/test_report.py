@@ -54,9 +54,6 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report.write(run_folders.demo(base), base / "report.html", command="geoparam report *")
 
 
-# --- in Python ---------------------------------------------------------------------------------
-
-
 def test_the_page_holds_what_was_promised(page_file: Path) -> None:
     page = Parsed(page_file.read_text())
     for text in (
@@ -157,9 +154,6 @@ def test_a_run_is_made_again_in_another_folder(tmp_path: Path) -> None:
         "geoparam run levy --seeds 9 --out x-again --resume",
     ]
     assert "resumed 2 times" in run_text.describe_sessions(run)["started"]
-
-
-# --- packing -----------------------------------------------------------------------------------
 
 
 def unpack(packed: dict[str, Any]) -> Array:

@@ -37,8 +37,7 @@ def look(tmp_path: Path) -> Look:
     return find
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 500])
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (500, True)])
 def test_the_page_opens_and_fits(look: Look, page: str, width: int, dark: bool) -> None:
     script = """return [document.documentElement.scrollWidth,
         document.images[0].naturalWidth, all("[data-slider]")[0].getBoundingClientRect().top,
@@ -87,19 +86,21 @@ def test_a_seed_can_be_chosen_and_the_first_choice_is_each_methods_median(
     assert redrawn == [True, False, *[True] * 4]
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["levy", "banana"])
-def test_the_slider_moves_through_training(look: Look, page: str, number: int) -> None:
-    script = f"""const input = all("#slider-{number} input")[0], seen = [];
-        for (const frame of [0, 1, 12, 23]) {{
-          await set(input, frame);
-          seen.push([texts("#slider-{number} output")[0], ...drawn("#slider-{number} canvas")]);
-        }}
-        return [seen, input.getAttribute("aria-valuetext")]"""
-    seen, spoken = look(page, script)
-    epochs = [text for text, *_ in seen]
-    assert epochs[:2] == ["0", "1"] and epochs[3] == f"{run_folders.epochs(24)[-1]:,.0f}"
-    assert all(len(set(drawings)) == 4 for drawings in zip(*seen, strict=True))  # each canvas
-    assert spoken == f"epoch {epochs[3]}"
+def test_the_sliders_move_through_training(look: Look, page: str) -> None:
+    script = """const move = async (id) => {
+          const input = all(`${id} input`)[0], seen = [];
+          for (const frame of [0, 1, 12, 23]) {
+            await set(input, frame);
+            seen.push([texts(`${id} output`)[0], ...drawn(`${id} canvas`)]);
+          }
+          return [seen, input.getAttribute("aria-valuetext")];
+        };
+        return [await move("#slider-0"), await move("#slider-1")]"""
+    for seen, spoken in look(page, script):
+        epochs = [text for text, *_ in seen]
+        assert epochs[:2] == ["0", "1"] and epochs[3] == f"{run_folders.epochs(24)[-1]:,.0f}"
+        assert all(len(set(pictures)) == 4 for pictures in zip(*seen, strict=True))  # each canvas
+        assert spoken == f"epoch {epochs[3]}"
 
 
 def test_play_moves_on_and_pause_stops_and_copy_takes_the_command(look: Look, page: str) -> None:

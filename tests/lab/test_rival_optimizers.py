@@ -52,9 +52,6 @@ def flat(weights: list[nn.Parameter]) -> list[Tensor]:
     return [weight.detach().flatten(1).clone() for weight in weights]
 
 
-# --- polar --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("coefficients", "least", "bounds"),
     [(MUON, 0.003, (0.68, 1.20)), (MUON[:3], 0.03, (0.68, 1.20)), (EXPRESS, 0.001, (0.86, 1.13))],
@@ -76,16 +73,6 @@ def test_singular_values_come_close_to_one(
     middle = found.diagonal(dim1=1, dim2=2)[:, kept]
     rounding = 0.02  # bfloat16's, over the iterations
     assert middle.min() > bounds[0] - rounding and middle.max() < bounds[1] + rounding
-
-
-def test_matrices_of_a_stack_do_not_mix() -> None:
-    x = torch.randn(3, 5, 9)
-    alone = torch.cat([polar(matrix[None], MUON) for matrix in x])
-    torch.testing.assert_close(polar(x, MUON).float(), alone.float(), atol=0.02, rtol=0.02)
-    assert not polar(torch.zeros(1, 2, 3), MUON).any()
-
-
-# --- the rules ----------------------------------------------------------------------------------
 
 
 def test_airbench_steps_from_filters_of_fixed_length() -> None:
@@ -145,9 +132,6 @@ def test_angular_muown_learns_lengths_by_adam_and_takes_up_zero_rows() -> None:
         known = start.norm(dim=1) > 0
         torch.testing.assert_close(change[known].abs(), torch.full_like(change[known], 0.04))
     assert model[4].weight[0].norm().item() == pytest.approx(math.sqrt(0.33), abs=0.05)
-
-
-# --- all of them --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", OPTIONS)

@@ -2,12 +2,12 @@
 
 import json
 import math
-import signal
 import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -18,17 +18,6 @@ from geoparam_lab.run_folder import Run
 
 CONFIG = {"epochs": 5, "methods": ["sp", "gmp"], "lr": 0.1}
 COMMAND = "geoparam run uci --out 'my runs'"
-
-WRITER = """
-import sys
-from geoparam_lab.run_folder import Run
-folder, process, pieces = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-run = Run.create(folder, "sweep", {}, "sweep", key=("seed",), resume=True)
-for seed in range(pieces):
-    if not run.has_record(seed=seed):
-        run.append({"seed": seed, "process": process, "padding": "x" * 20_000})
-        print(seed, flush=True)
-"""
 
 
 def create(folder: Path, config: dict[str, Any] = CONFIG, **options: Any) -> Run:
@@ -41,9 +30,12 @@ def run(tmp_path: Path) -> Run:
     return create(tmp_path / "run")
 
 
-def writer(folder: Path, process: int, pieces: int) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", WRITER, str(folder), str(process), str(pieces)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def write(folder: Path, process: int, pieces: int, said: Connection) -> None:
+    run = Run.create(folder, "sweep", {}, "sweep", key=("seed",), resume=True)
+    for seed in range(pieces):
+        if not run.has_record(seed=seed):
+            run.append({"seed": seed, "process": process, "padding": "x" * 20_000})
+            said.send(seed)
 
 
 def test_config_says_what_was_run_and_with_what(run: Run) -> None:
@@ -148,31 +140,10 @@ def test_a_damaged_line_in_the_middle_is_named(run: Run) -> None:
         run.records()
 
 
-def test_a_killed_run_resumes_without_repeating_or_losing_work(tmp_path: Path) -> None:
-    folder, pieces = tmp_path / "run", 40
-    first = writer(folder, 1, 10**9)
-    assert first.stdout is not None
-    reported = [int(first.stdout.readline()) for _ in range(15)]
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
-    finished = len(Run.open(folder).records())
-    assert reported == list(range(15)) and finished >= 15
-    pieces += finished
-    second = writer(folder, 2, pieces)
-    output, _ = second.communicate()
-    assert second.returncode == 0
-    assert list(map(int, output.split())) == list(range(finished, pieces))
-    records = Run.open(folder).records()
-    assert [record["seed"] for record in records] == list(range(pieces))
-    assert [record["process"] for record in records] == [1] * finished + [2] * (pieces - finished)
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == pieces
-
-
 def test_processes_that_share_a_folder_do_not_mix_their_lines(tmp_path: Path) -> None:
-    processes = [writer(tmp_path / "run", process, 60) for process in range(3)]
-    for process in processes:
-        process.communicate()
-        assert process.returncode == 0
+    _, theirs = forked.CONTEXT.Pipe()
+    writers = [forked.start(write, tmp_path / "run", process, 60, theirs) for process in range(3)]
+    assert [forked.end(process) for process in writers] == [0, 0, 0]
     records = Run.open(tmp_path / "run").records()
     assert sorted(record["seed"] for record in records) == list(range(60))
     assert all(record["padding"] == "x" * 20_000 for record in records)
@@ -253,12 +224,6 @@ def test_a_folder_with_files_of_others_is_not_adopted(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"seed": 0}\n')
     with pytest.raises(FileExistsError, match="metrics.jsonl, figures without config.json"):
         create(tmp_path, resume=True)
-
-
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("")
-    with pytest.raises(NotADirectoryError, match="is a file"):
-        create(tmp_path / "run")
 
 
 def test_curves_come_back_as_they_were(run: Run) -> None:

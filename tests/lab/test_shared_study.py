@@ -2,43 +2,21 @@
 
 import itertools
 import math
+import os
 import signal
-import subprocess
-import sys
+import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 
 from geoparam_lab.training import shared_study
 
 GRID = {"method": ["sp", "gmp"], "lr": [0.01, 0.1, 0.3]}
-KILLED = """
-import os, signal, sqlite3, sys
-from geoparam_lab.training import shared_study
-from test_shared_study import GRID
-def work(point):
-    with sqlite3.connect(sys.argv[1]) as database:  # only what had a heartbeat can fall silent
-        while not database.execute("SELECT count(*) FROM trial_heartbeats").fetchone()[0]:
-            pass
-    os.kill(os.getpid(), signal.SIGKILL)
-shared_study.share(work, GRID, sys.argv[1], "study")
-"""
-WORKER = """
-import sys
-from geoparam_lab.training import shared_study
-from test_shared_study import GRID
-def work(point):
-    print(point["method"], point["lr"], flush=True)
-    sys.stdin.readline()  # until the test says so
-    return point["lr"], [point["method"], point["lr"]]
-def waiting(left):
-    print("waiting for", left, flush=True)
-    shared_study.PAUSE = 0.01
-print(len(shared_study.share(work, GRID, sys.argv[1], "study", waiting)), "points")
-"""
 
 pytest.importorskip("optuna")
 
@@ -68,14 +46,27 @@ def share(work: Any, storage: str, name: str = "study", **options: Any) -> list[
 EXPECTED = [(point, list(point.values())) for point in shared_study.list_points(GRID)]
 
 
-def start(script: str, storage: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-c", script, storage],
-        cwd=Path(__file__).parent,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def die_at_a_point(storage: str) -> None:
+    def work(point: shared_study.Point) -> None:
+        with sqlite3.connect(storage) as database:  # only what had a heartbeat can fall silent
+            while not database.execute("SELECT count(*) FROM trial_heartbeats").fetchone()[0]:
+                pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    share(work, storage)
+
+
+def work_when_told(storage: str, pipe: Connection) -> None:
+    def work(point: shared_study.Point) -> tuple[float, Any]:
+        pipe.send(list(point.values()))
+        pipe.recv()  # until the test says so
+        return point["lr"], list(point.values())
+
+    def waiting(left: int) -> None:
+        pipe.send(f"waiting for {left}")
+        shared_study.PAUSE = 0.01
+
+    pipe.send(len(share(work, storage, waiting=waiting)))
 
 
 def test_every_point_is_done_once_in_each_study(storage: str) -> None:
@@ -101,9 +92,7 @@ def test_a_point_that_failed_is_done_by_the_next(
 def test_points_of_a_killed_process_are_done_by_others(
     storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed = start(KILLED, storage)
-    killed.communicate()
-    assert killed.returncode == -signal.SIGKILL
+    assert forked.end(forked.start(die_at_a_point, storage)) == -signal.SIGKILL
     monkeypatch.setattr(shared_study, "SILENCE", 1)
     work, waits = Work(), []
     assert share(work, storage, waiting=waits.append) == EXPECTED
@@ -112,17 +101,21 @@ def test_points_of_a_killed_process_are_done_by_others(
 
 
 def test_the_last_point_is_waited_for_and_not_done_twice(storage: str) -> None:
-    slow, fast = start(WORKER, storage), start(WORKER, storage)
-    held = slow.stdout.readline()
-    done = []
+    (slow, its), (fast, theirs) = (forked.CONTEXT.Pipe() for _ in range(2))
+    for pipe in (its, theirs):
+        forked.start(work_when_told, storage, pipe)
+        pipe.close()  # so that a process that ends is noticed
+    held, done = slow.recv(), []
     for _ in range(len(EXPECTED) - 1):
-        done.append(fast.stdout.readline())
-        fast.stdin.write("\n")
-        fast.stdin.flush()
-    assert fast.stdout.readline() == "waiting for 1\n" and held not in done
-    assert len(set(done)) == len(EXPECTED) - 1
-    assert slow.communicate("\n")[0] == "6 points\n"
-    assert fast.communicate()[0].endswith("6 points\n")
+        done.append(fast.recv())
+        fast.send("go on")
+    assert fast.recv() == "waiting for 1" and held not in done
+    assert len({tuple(point) for point in done}) == len(EXPECTED) - 1
+    slow.send("go on")
+    assert slow.recv() == len(EXPECTED)
+    while isinstance(said := fast.recv(), str):
+        assert said == "waiting for 1"
+    assert said == len(EXPECTED)
 
 
 def test_processes_that_start_at_once_do_each_point_once(

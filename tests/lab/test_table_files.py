@@ -196,9 +196,6 @@ def test_broken_files_are_named(elsewhere: Path, content: bytes, message: str) -
         table_files.load(TABLE, elsewhere)
 
 
-# --- where tables are looked for --------------------------------------------------------------
-
-
 @pytest.mark.parametrize("place", ["toy.csv", "toys/toy.data"])
 def test_files_are_found_by_each_name_and_in_each_folder(elsewhere: Path, place: str) -> None:
     path = elsewhere / "data" / place
@@ -234,9 +231,6 @@ def test_a_folder_that_does_not_exist_is_an_error(
 def test_a_missing_file_without_download_says_where_to_put_which(elsewhere: Path) -> None:
     with pytest.raises(FileNotFoundError, match="(?s)toy is in none of .*source.invalid.*--data"):
         table_files.load(TABLE, elsewhere, download=False)
-
-
-# --- downloads --------------------------------------------------------------------------------
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -320,12 +314,6 @@ def test_the_second_source_serves_where_the_first_fails(elsewhere: Path, address
     table = at(address, "/nothing", "/breaks", "/altered", "/csv")
     np.testing.assert_array_equal(table_files.load(table), NUMBERS)
     assert Handler.asked == ["/nothing", "/breaks", "/altered", "/csv"]
-
-
-def test_no_server_is_explained(elsewhere: Path, address: str) -> None:
-    table = dataclasses.replace(TABLE, urls=("http://127.0.0.1:9/toy",))
-    with pytest.raises(FileNotFoundError, match=r"(?s)127.0.0.1:9/toy: .*refused"):
-        table_files.load(table)
 
 
 def test_a_cache_that_cannot_be_written_does_not_matter(elsewhere: Path, address: str) -> None:

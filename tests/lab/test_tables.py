@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import run_folders
 
-from geoparam_lab.experiments import EXPERIMENTS
 from geoparam_lab.experiments.papers import Printed
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import estimates, tables
-from geoparam_lab.tables.estimates import Estimate, estimate, pair
+from geoparam_lab.tables.estimates import Estimate, estimate
 from geoparam_lab.tables.formats import Cell, Row, Table
 
 ODD = r"a|b*c_d`e`\f & 50% $x$ #1 {y} ~z^2 <p> [l]"
@@ -38,26 +37,6 @@ def only(found: list[Table]) -> Table:
 def cell(table: Table, row: str, column: str, papers: bool = False) -> Cell:
     [line] = [line for line in table.rows if line.label == row and line.papers == papers]
     return line.cells[table.columns.index(column)]
-
-
-# --- numbers -----------------------------------------------------------------------------------
-
-
-def test_an_estimate_is_numpys_mean_and_standard_error_of_what_is_finite() -> None:
-    values = np.random.default_rng(0).standard_normal(7)
-    found = estimate([*values, math.nan, math.inf])
-    assert found is not None and found.n == 7
-    assert found.mean == pytest.approx(values.mean(), rel=1e-14)
-    assert found.error == pytest.approx(np.sqrt(values.var(ddof=1) / 7), rel=1e-14)
-    assert (found.low, found.high) == (values.min(), values.max())
-
-
-def test_paired_differences_use_the_splits_that_both_have() -> None:
-    values, baseline = {0: 1.0, 1: 3.0, 2: 2.5, 9: 100.0}, {0: 0.5, 1: 1.0, 2: 2.0, 3: -50.0}
-    differences = np.array([0.5, 2.0, 0.5])
-    found = pair(values, baseline)
-    assert found is not None and found.n == 3 and found.mean == pytest.approx(1.0)
-    assert found.error == pytest.approx(differences.std(ddof=1) / np.sqrt(3))
 
 
 @pytest.mark.parametrize("n", [2, 3, 6, 10, 20, 21])
@@ -119,39 +98,6 @@ def test_few_seeds_decide_nothing(n: int) -> None:
     assert estimates.agrees(estimate([1.0, 1.1][:n]), Printed("9.0 ± 0.1")) is None
     assert estimates.agrees(None, Printed("9.0 ± 0.1")) is None
     assert estimates.agrees(Estimate(1.0, 0.1, 9, 0, 2), None) is None
-
-
-# --- the papers' numbers -----------------------------------------------------------------------
-
-
-def test_the_papers_tables_are_whole_and_say_where_they_come_from() -> None:
-    for experiment in EXPERIMENTS.values():
-        for measure, table in experiment.papers.items():
-            methods = {tuple(column) for column in table.values.values()}
-            assert len(methods) == 1 and table.source == experiment.source(measure) != ""
-    assert len(EXPERIMENTS["uci"].papers["test_rmse"].values) == 7
-
-
-@pytest.mark.parametrize(
-    ("place", "text"),
-    [
-        (("levy", "test_rmse", "gmp"), "0.496"),
-        (("banana", "test_accuracy", "bn"), "0.875"),
-        (("uci", "test_rmse", "wn", "energy"), "2.093 ± 0.789"),
-        (("uci", "test_rmse", "gmp", "yacht"), "0.584 ± 0.046"),
-        (("imagenet32", "top5", "sp", 1024), "58.14 ± 0.39"),
-        (("imagenet", "top1", "gmp+imn", "resnet50"), "75.57 ± 0.12"),
-        (("perturbation", "rotation", "sp", 0.001), "12.2"),
-        (("levy", "loss", "sp"), ""),
-        (("uci", "test_rmse", "ln", "yacht"), ""),
-    ],
-)
-def test_printed_numbers(place: tuple[Any, ...], text: str) -> None:
-    experiment, *where = place
-    assert EXPERIMENTS[experiment].find_printed(*where) == (Printed(text) if text else None)
-
-
-# --- rows and columns --------------------------------------------------------------------------
 
 
 def test_one_column_shows_ours_beside_the_papers() -> None:
@@ -244,9 +190,6 @@ def test_the_perturbation_has_its_own_tables_with_the_picture_beside() -> None:
     assert not any("Not all" in note for note in table.notes)  # seeds are of another thing here
 
 
-# --- unfinished, diverged, odd -----------------------------------------------------------------
-
-
 def test_a_partial_run_says_how_many_results_a_cell_has() -> None:
     records = [r for r in run_folders.uci_records() if r["method"] != "bn" or r["split"] < 4]
     matrix = tables.from_records(records, "uci", {"seeds": 10})[0]
@@ -263,11 +206,6 @@ def test_diverged_runs_are_counted_and_their_finite_results_kept() -> None:
     assert cell(table, "SP", "Test RMSE").text == "2.000 ± 1.000"
     assert cell(table, "SP", "n").text == "2" and cell(table, "SP", "diverged").text == "3"
     assert any("Diverged" in note for note in table.notes)
-
-
-def test_a_method_that_always_diverges_is_still_there() -> None:
-    records = levy({"sp": [1.0, 1.1], "wn": [math.inf, math.nan]})
-    assert cell(only(tables.from_records(records, "levy")), "WN", "Test RMSE").text == "2 diverged"
 
 
 def test_generated_points_are_not_compared_with_the_papers() -> None:
@@ -323,9 +261,6 @@ def test_nothing_finished_makes_no_table_and_says_so(tmp_path: Path) -> None:
         tables.export([run])
 
 
-# --- forms -------------------------------------------------------------------------------------
-
-
 def grid(table: Table) -> list[list[str]]:
     rows = [(table.corner, *table.columns), *(row.texts for row in table.rows)]
     return [list(row) for row in rows]
@@ -374,9 +309,6 @@ def test_two_runs_of_one_experiment_are_told_apart(tmp_path: Path) -> None:
     assert {line["table"].partition(":")[0] for line in lines} == {"here", "there"}
     alone = tables.export(runs[:1])
     assert "here:" not in alone
-
-
-# --- differences to a baseline ------------------------------------------------------------------
 
 
 def two_rates() -> list[Record]:

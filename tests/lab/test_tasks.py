@@ -1,15 +1,16 @@
 """Tasks of a run: done once each, by one process or several, and never written twice."""
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -18,11 +19,11 @@ from geoparam_lab.run_folder import Run
 from geoparam_lab.training import tasks
 from geoparam_lab.training.tasks import Done, Session, spread
 
-ORPHANS = """
-from test_tasks import say_and_sleep, spread
-if __name__ == "__main__":
-    list(spread(say_and_sleep, [1, 2], jobs=2))
-"""
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets processes be forked that are spawned else: see test_levy.py's slow test for those."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: forked.CONTEXT)
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,10 @@ def squares(task: Batch, tick: tasks.Tick) -> Done:
     return Done(records, {task.name: {"numbers": np.array(task.numbers)}})
 
 
-def threads(task: int, tick: tasks.Tick) -> int:
-    return torch.get_num_threads()
-
-
-def fail(task: int, tick: tasks.Tick) -> None:
-    if task == 1:
+def count_threads(task: int, tick: tasks.Tick) -> int:
+    if task == 9:
         raise ZeroDivisionError(f"task {task}")
+    return torch.get_num_threads()
 
 
 def interrupt(task: tuple[int, int], tick: tasks.Tick) -> int:
@@ -74,9 +72,15 @@ def endless(task: int, tick: tasks.Tick) -> int:
     return task
 
 
-def say_and_sleep(task: int, tick: tasks.Tick) -> None:
-    print(task, flush=True)
-    time.sleep(600)
+def say_and_sleep(port: int, tick: tasks.Tick) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as line:
+        line.sendall(b"here")
+        time.sleep(600)
+
+
+def spread_sleepers(port: int) -> None:
+    multiprocessing.get_context = lambda method: forked.CONTEXT
+    list(spread(say_and_sleep, [port, port], jobs=2))
 
 
 TASKS = [Batch((0, 1)), Batch((2, 3, 4)), Batch((5,))]
@@ -113,12 +117,18 @@ def test_a_task_with_missing_records_is_done_whole_and_written_once(run: Run) ->
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_a_task_has_one_thread_unless_they_are_left(jobs: int) -> None:
-    before = torch.get_num_threads()
-    assert dict(spread(threads, [1, 2, 3], jobs)) == {1: 1, 2: 1, 3: 1}
+def test_a_task_has_one_thread_and_its_error_is_raised(jobs: int, quick: None) -> None:
+    before, found = torch.get_num_threads(), {}
+    with pytest.raises(ZeroDivisionError, match="task 9"):
+        for task, threads in spread(count_threads, [1, 2, 3, 9], jobs):
+            found[task] = threads
+    assert set(found.values()) == {1}
     assert torch.get_num_threads() == before
+
+
+def test_threads_may_be_left() -> None:
     with tasks.limit_threads(2):
-        assert dict(spread(threads, [1], threads=None)) == {1: 2}
+        assert dict(spread(count_threads, [1], threads=None)) == {1: 2}
 
 
 def test_a_part_of_a_task_counts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +153,6 @@ def test_a_finished_task_is_reported_when_all_of_it_is_written(run: Run) -> None
     assert seen == [(TASKS[0], ["from-0"]), (TASKS[1], ["from-0", "from-2"])]
 
 
-def test_an_error_of_a_task_is_raised() -> None:
-    with pytest.raises(ZeroDivisionError, match="task 1"):
-        list(spread(fail, [1, 2], jobs=2))
-
-
 @pytest.fixture
 def default_interrupt() -> Iterator[None]:
     """Ctrl-C raises, also where the tests were started with it ignored, as in the background."""
@@ -156,7 +161,7 @@ def default_interrupt() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("default_interrupt")
+@pytest.mark.usefixtures("default_interrupt", "quick")
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_what_has_begun_is_finished_after_ctrl_c(jobs: int) -> None:
     found = []
@@ -176,21 +181,24 @@ def test_a_second_ctrl_c_stops_at_once() -> None:
             pytest.fail("went on")
 
 
-def test_a_process_that_vanishes_is_told() -> None:
+def test_a_process_that_vanishes_is_told(quick: None) -> None:
     with pytest.raises(RuntimeError, match="ended without a word.*jobs=1"):
         list(spread(vanish, [1, 2], jobs=2))
 
 
-def test_who_stops_listening_stops_the_work() -> None:
+def test_who_stops_listening_stops_the_work(quick: None) -> None:
     results = spread(endless, [0, 1], jobs=2)
     assert next(results) == (1, 1)
     results.close()  # returns only when the other process has ended
 
 
 def test_a_killed_process_takes_its_processes_along() -> None:
-    command, here = [sys.executable, "-c", ORPHANS], Path(__file__).parent
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=here)
-    assert process.stdout is not None
-    assert {process.stdout.readline() for _ in range(2)} == {"1\n", "2\n"}
-    process.kill()
-    process.communicate()  # the pipe is closed when the last of them has ended
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        process = forked.start(spread_sleepers, server.getsockname()[1], daemon=False)
+        lines = [server.accept()[0] for _ in range(2)]
+        for line in lines:
+            line.settimeout(60)
+            assert line.recv(4) == b"here"
+        process.kill()
+        assert [line.recv(4) for line in lines] == [b"", b""]  # they have ended

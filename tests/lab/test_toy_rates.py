@@ -51,12 +51,6 @@ def test_a_rate_that_diverges_is_not_chosen() -> None:
     assert [each["chosen"] for each in found] == [True, False]
 
 
-def test_errors_are_what_they_are_called() -> None:
-    assert levy.find_errors(np.array([[1.0, 3.0]]), np.zeros(2)) == pytest.approx([5**0.5])
-    logits, labels = np.array([[-1.0, 2.0], [1.0, 1.0]]), np.array([0.0, 1.0])
-    np.testing.assert_array_equal(banana.find_errors(logits, labels), [0.0, 0.5])
-
-
 def test_tables_show_the_chosen_rates(tmp_path: Path, undrawn: None) -> None:
     options = {"methods": ["sp"], "seeds": 2, "lrs": [0.01, 0.1], "epochs": 30, "jobs": 1}
     run = levy.run(tmp_path, folds=2, **options)

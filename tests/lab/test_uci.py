@@ -1,39 +1,28 @@
 """The UCI experiment: its protocols are what they say, and no kill or company changes a number."""
 
-import copy
 import json
 import math
+import multiprocessing
+import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import torch
-from torch_rules import keras_adam, keras_plateau
+from torch_rules import train_alone
 
-import geoparam as gp
 from geoparam_lab import methods
 from geoparam_lab.data import splits
 from geoparam_lab.data.synthetic import levy
 from geoparam_lab.experiments import uci
 from geoparam_lab.experiments.measurements import select_records
-from geoparam_lab.experiments.uci_tasks import Member, Task, choose_rates, list_grid_tasks
+from geoparam_lab.experiments.uci_tasks import Member, Task, choose_rates
 from geoparam_lab.run_folder import Record, Run, group_records
-
-SCRIPT = """
-import json, os, signal, sys
-from test_uci import run
-if __name__ == "__main__":
-    stop, options = int(sys.argv[2]), json.loads(sys.argv[3])
-    def progress(title, done, total):
-        if done >= stop:
-            os.kill(os.getpid(), signal.SIGKILL)
-    run(sys.argv[1], progress=progress, **options)
-"""
+from geoparam_lab.training.stacks.stacked import Protocol, squared_error
 
 
 def table(rows: int = 40, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -65,10 +54,14 @@ def lines(run: Run) -> int:
     return len((run.folder / "metrics.jsonl").read_text().splitlines())
 
 
-def start(folder: Path, stop: int = 10**9, **options: Any) -> "subprocess.Popen[bytes]":
-    """Run in a process of its own, which kills itself when `stop` networks are trained."""
-    command = [sys.executable, "-c", SCRIPT, str(folder), str(stop), json.dumps(options)]
-    return subprocess.Popen(command, cwd=Path(__file__).parent)
+def run_until(folder: Path, stop: int, options: dict[str, Any]) -> None:
+    """Run, and be killed when `stop` networks are trained."""
+
+    def progress(title: str, done: int, total: int) -> None:
+        if done >= stop:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run(folder, progress=progress, **options)
 
 
 @pytest.fixture(scope="module")
@@ -79,32 +72,6 @@ def heldout(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def cv(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(tmp_path_factory.mktemp("uci") / "cv", "cv", datasets=["small"], folds=3)
-
-
-# --- protocols ----------------------------------------------------------------------------------
-
-
-def keras_training(
-    model: torch.nn.Sequential, data: list[torch.Tensor], lr: float, seed: int, epochs: int
-) -> tuple[float, int, torch.nn.Sequential]:
-    """Lowest squared error on the validation part, its epoch and the model: one network alone."""
-    x, y, x_val, y_val = data
-    optimizer = keras_adam(model, lr)
-    optimizer.register_step_post_hook(gp.retract(model))
-    plateau = keras_plateau(optimizer, uci.PATIENCE)
-    order, errors, kept = torch.Generator().manual_seed(seed), [], copy.deepcopy(model)
-    for _ in range(epochs):
-        for batch in torch.randperm(len(x), generator=order).split(uci.BATCH_SIZE):
-            optimizer.zero_grad()
-            (model.train()(x[batch]).squeeze(-1) - y[batch]).abs().mean().backward()
-            optimizer.step()
-        with torch.no_grad():
-            errors.append((model.eval()(x_val).squeeze(-1) - y_val).square().mean().item())
-        kept = copy.deepcopy(model) if errors[-1] == min(errors) else kept
-        plateau.step(errors[-1])
-        if len(errors) - 1 - int(np.argmin(errors)) == 2 * uci.PATIENCE:
-            break
-    return min(errors), int(np.argmin(errors)), kept
 
 
 @pytest.mark.parametrize(
@@ -126,7 +93,9 @@ def test_a_protocol_is_that_of_one_network_in_plain_torch(
     records = uci.train(task, table(), {"protocol": protocol, "epochs": 40}).records
     parts = [torch.from_numpy(part) for part in splits._parts(*table(), 1, protocol)]
     model = methods.mlp(method, (3, 100, 1), seed=1)
-    judged, epoch, best = keras_training(model, parts[:4], 0.1, seed=1, epochs=40)
+    rules = Protocol(metric=squared_error, batch_size=16, epochs=40, patience=4, stop_patience=8)
+    _, errors, _, best = train_alone(model, parts[:2], parts[2:4], 0.1, rules, seed=1)
+    judged, epoch = min(errors), int(np.argmin(errors))
     error = "test_rmse" if protocol == "paper" else "val_rmse"
     assert math.isclose(records[1][error], math.sqrt(judged), rel_tol=1e-10)
     assert records[1]["best_epoch"] == epoch
@@ -190,13 +159,6 @@ def test_levys_copies_are_its_function_summed_over_inputs() -> None:
     assert np.abs(y - sum(levy(x[:, i]) for i in range(4))).mean() == pytest.approx(0.08, abs=0.01)
 
 
-def test_a_rate_of_cross_validation_is_trained_as_under_heldout(cv: Run, heldout: Run) -> None:
-    known = {k[:-1]: r for k, r in by_key(heldout).items() if r["chosen"]}
-    found = {k[:-2]: r for k, r in by_key(cv).items() if r["chosen"]}
-    both = known.keys() & found.keys()
-    assert both and all(known[k]["test_rmse"] == found[k]["test_rmse"] for k in both)
-
-
 def test_a_fold_that_diverges_costs_a_rate_the_choice() -> None:
     one = {"dataset": "small", "method": "sp", "split": 0}
     errors = {0.1: (0.5, 0.5, 0.5), 0.3: (0.1, 0.1, math.nan)}
@@ -228,12 +190,9 @@ def test_test_targets_change_nothing_but_the_test_error(tmp_path: Path, protocol
         np.testing.assert_equal(one.curves(name), two.curves(name))
 
 
-# --- kills and company --------------------------------------------------------------------------
-
-
 def test_a_killed_run_resumes_to_the_same_records(tmp_path: Path, heldout: Run) -> None:
-    process = start(tmp_path / "run", stop=19)
-    assert process.wait() == -signal.SIGKILL
+    killed = forked.start(run_until, tmp_path / "run", 19, {})
+    assert forked.end(killed) == -signal.SIGKILL
     before = Run.open(tmp_path / "run").records()
     assert 0 < len(before) < len(heldout.records())
     resumed = run(tmp_path / "run", resume=True)
@@ -258,7 +217,10 @@ def test_a_run_cut_anywhere_resumes_to_the_same_records(
     assert by_key(resumed) == by_key(whole) and lines(resumed) == len(text)
 
 
-def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
+def test_two_processes_compute_what_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: forked.CONTEXT)
     one, both = (run(tmp_path / str(jobs), "paper", jobs=jobs) for jobs in (1, 2))
     assert by_key(both) == by_key(one) and lines(both) == lines(one)
     assert both.curve_names() == one.curve_names()
@@ -269,8 +231,10 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_that_share_a_study_end_with_all_records(tmp_path: Path, heldout: Run) -> None:
     options = {"storage": f"sqlite:///{tmp_path}/study.db", "datasets": ["small"]}
-    processes = [start(tmp_path / str(number), **options) for number in range(2)]
-    assert [process.wait() for process in processes] == [0, 0]
+    processes = [
+        forked.start(run_until, tmp_path / str(number), 10**9, options) for number in range(2)
+    ]
+    assert [forked.end(process) for process in processes] == [0, 0]
     runs = [Run.open(tmp_path / str(number)) for number in range(2)]
     runs.append(run(tmp_path / "late", **options))  # when all is done
     expected = {key: record for key, record in by_key(heldout).items() if key[0] == "small"}
@@ -278,9 +242,6 @@ def test_processes_that_share_a_study_end_with_all_records(tmp_path: Path, heldo
     assert [lines(one) for one in runs] == [len(expected)] * 3
     trained = [set(one.curve_names()) for one in runs]
     assert trained[0] | trained[1] == {"small-sp", "small-gmp"} and not trained[2]
-
-
-# --- what is written ----------------------------------------------------------------------------
 
 
 def test_curves_are_of_reported_networks_and_small(heldout: Run) -> None:
@@ -301,11 +262,6 @@ def test_a_run_that_diverges_is_recorded(tmp_path: Path) -> None:
     assert outcomes == {(0.01, "finished"), (1e160, "diverged")}
     assert all(r["lr"] == 0.01 and r["test_rmse"] < 10 for r in records if r["chosen"])
     json.dumps(records)
-
-
-def test_a_stack_has_ten_networks_at_most() -> None:
-    config = {"protocol": "heldout", "methods": ["sp"], "seeds": 12, "lrs": [0.01, 0.1]}
-    assert [len(task.members) for task in list_grid_tasks(config, "small")] == [10, 2, 10, 2]
 
 
 @pytest.mark.parametrize(

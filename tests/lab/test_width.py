@@ -19,8 +19,8 @@ from geoparam_lab.training.stacks import stacked
 OPTIONS: dict[str, Any] = {
     "widths": (16, 64, 256),
     "rates": (0.01, 0.1),
-    "seeds": 2,
-    "steps": 20,
+    "seeds": 1,
+    "steps": 5,
     "jobs": 1,
 }
 
@@ -51,7 +51,7 @@ def answer(run: Run, dataset: str, method: str, init: str) -> dict[str, Any]:
 
 def test_every_network_has_a_record(finished: Run) -> None:
     kinds = [record["kind"] for record in finished.records()]
-    assert kinds.count("trained") == 2 * 4 * 3 * 2 * 2  # sets, variants, widths, rates, seeds
+    assert kinds.count("trained") == 2 * 4 * 3 * 2  # sets, variants, widths, rates
     assert kinds.count("start") == 2 * 4 * 3 * 8 and kinds.count("answer") == 2 * 4
     assert all("test_rmse" in r for r in finished.records() if r["kind"] == "trained")
 

@@ -10,14 +10,10 @@ from geoparam_lab import methods
 from geoparam_lab.experiments import width_scales
 
 
-def data(rows: int = 200, features: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(rows, features, dtype=torch.float64)
-    return x, x.sum(1)
-
-
 @pytest.mark.parametrize(("method", "init"), [("sp", "glorot"), ("sp", "he"), ("gmp", "sphere")])
 def test_sizes_are_those_of_the_network(method: str, init: str) -> None:
-    x, y = data()
+    x = torch.randn(200, 8, dtype=torch.float64)
+    y = x.sum(1)
     model = methods.mlp(method, (8, 32, 1), seed=3, init=init)
     hidden = (model[0] if method == "gmp" else nn.Sequential(*model[:2]))(x)
     output = model(x).squeeze(-1)
@@ -32,11 +28,3 @@ def test_sizes_are_those_of_the_network(method: str, init: str) -> None:
             parameter -= 0.01 * parameter.grad.sign()
     change = (model(x).squeeze(-1) - output).pow(2).mean().sqrt().item()
     assert math.isclose(sizes["output_change"], change)
-
-
-def test_groups_cover_the_hidden_layer() -> None:
-    model = methods.mlp("gmp", (8, 32, 1))
-    found = width_scales.group_parameters(model)
-    assert found["direction"] is model[0].latitude and found["offset"] is model[0].lam
-    assert found["scale"] is model[0].r and found["output"] is model[-1].weight
-    assert "direction" not in width_scales.group_parameters(methods.mlp("gmp", (1, 32, 1)))

@@ -1,6 +1,7 @@
 """convert_, train and fold_ on the model families people bring."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,18 @@ def parametrize(chosen: list[Family]) -> pytest.MarkDecorator:
 
 
 families = parametrize(FAMILIES)
+quick_families = parametrize([replace(f, slow=f.slow or f.name == "resnet18") for f in FAMILIES])
+# Each family has both coordinates in `make test-models`, and one of them in `make test`.
+WITH_COORDINATES = [
+    pytest.param(
+        family,
+        coordinates,
+        id=f"{family.name}-{coordinates}",
+        marks=[pytest.mark.slow] if family.slow or number % 2 != turn else [],
+    )
+    for number, family in enumerate(FAMILIES)
+    for turn, coordinates in enumerate(("angles", "intrinsic"))
+]
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -56,7 +69,7 @@ def check_fold(original: nn.Module, model: nn.Module, inputs: Any) -> None:
     assert gp.verify(model, original, inputs) < 1e-5
 
 
-@families
+@quick_families
 def test_the_right_layers_are_converted(family: Family) -> None:
     plan = gp.plan(family.build())
     converted = {d.name for d in plan.decisions if d.converted}
@@ -66,13 +79,12 @@ def test_the_right_layers_are_converted(family: Family) -> None:
     assert left.issuperset(family.left)
 
 
-@families
-@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
+@pytest.mark.parametrize(("family", "coordinates"), WITH_COORDINATES)
 def test_convert_train_fold(family: Family, coordinates: str) -> None:
     original, inputs = pretend_pretrained(family.build()), family.inputs()
     model = gp.convert_(copy.deepcopy(original), coordinates=coordinates)
     assert gp.verify(original, model, inputs) < 1e-5
-    train(model, inputs, steps=20)
+    train(model, inputs, steps=3)
     unseen = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert not [n for n in unseen if dict(original.named_parameters()).get(n) is None]
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
@@ -93,11 +105,11 @@ def test_batchnorm_gives_way_to_imn(family: Family) -> None:
     model = gp.convert_(copy.deepcopy(original), norm="imn", example_inputs=inputs)
     assert count_norms(original) - count_norms(model) == family.norms
     assert gp.verify(original, model, inputs) < 1e-5
-    train(model, inputs, steps=20, lr=1e-4)
+    train(model, inputs, steps=3, lr=1e-4)
     check_fold(original, model, inputs)
 
 
-@families
+@quick_families
 def test_float64_is_exact(family: Family) -> None:
     original = pretend_pretrained(family.build()).double()
     inputs = to_double(family.inputs())
@@ -110,7 +122,7 @@ def test_float64_is_exact(family: Family) -> None:
         assert gp.verify(original, gp.fold_(model), inputs) < 1e-10
 
 
-@families
+@quick_families
 def test_a_checkpoint_loads_into_a_freshly_converted_model(family: Family) -> None:
     inputs = family.inputs()
     options = {"norm": "imn", "pretrained": True, "example_inputs": inputs}

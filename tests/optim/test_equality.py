@@ -63,12 +63,14 @@ def largest_difference(one: tuple[Any, Any], other: tuple[Any, Any], steps: int)
     return max(found)
 
 
-@pytest.mark.parametrize("options", [SGD, CLIPPED, ADAM], ids=["SGD", "clipped", "Adam"])
+CASES = [(make, options) for make in (mlp, cnn) for options in (SGD, CLIPPED, ADAM)]
+
+
 @both_coordinates
-@pytest.mark.parametrize("make", [mlp, cnn, bert, gpt2])
+@pytest.mark.parametrize("make, options", [*CASES, (bert, ADAM), (gpt2, SGD)])
 def test_trains_as_the_converted_model(make: Any, coordinates: str, options: Any) -> None:
     plain, twin = trainings(make(), coordinates, **options)
-    assert largest_difference(plain, twin, 50) < 1e-12
+    assert largest_difference(plain, twin, 50 if make in (mlp, cnn) else 20) < 1e-12
     assert_same_weights(plain[0], gp.fold_(twin[0]), 1e-10)
 
 
@@ -99,7 +101,7 @@ def digits_curve(model: nn.Module, optimizer: Any, seed: int) -> Tensor:
     return torch.stack(losses).detach()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 @pytest.mark.parametrize("options, bound", [(SGD, 0.02), (ADAM, 0.1)], ids=["SGD", "Adam"])
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "batchnorm"])
 def test_matched_curves_are_plain_ones(kind: str, options: Any, bound: float, seed: int) -> None:

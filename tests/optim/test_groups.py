@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 from plain_models import both_coordinates
 from torch import nn
 
@@ -65,23 +64,6 @@ def test_matched_rates_undo_the_layers_own_scale(coordinates: str, kind: str, po
     assert groups[stored]["lr"] == pytest.approx(0.1 / (length * math.sqrt(g)) ** power)
     assert groups["lam"]["lr"] == pytest.approx(0.1 / length**power)
     assert groups["r"]["lr"] == 0.1
-
-
-def test_a_first_matched_step_of_sgd_moves_the_weight_as_a_plain_step() -> None:
-    plain = nn.Linear(9, 6, bias=False).double()
-    with torch.no_grad():  # all rows have length R: there the match is exact to first order
-        plain.weight.div_(plain.weight.norm(dim=1, keepdim=True)).mul_(0.3)
-    layer, x = GmPLinear.from_linear(plain, coordinates="intrinsic"), torch.randn(20, 9).double()
-    before = plain.weight.detach().clone()
-    steps = [
-        torch.optim.SGD(plain.parameters(), lr=1e-6),
-        torch.optim.SGD(param_groups(layer, 1e-6, kind="sgd")),
-    ]
-    for model, step in zip((plain, layer), steps, strict=True):
-        model(x).square().mean().backward()
-        step.step()
-    expected, moved = plain.weight.detach() - before, layer.weight.detach() - before
-    assert (moved - expected).norm() < 1e-4 * expected.norm()
 
 
 @pytest.mark.parametrize("name", ["NormFreeLinear", "NormalizedAttention"])

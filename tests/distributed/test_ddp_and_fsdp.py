@@ -1,6 +1,7 @@
-"""FSDP2 (fully_shard): sharded parameters train, are saved and are read as whole ones are."""
+"""DDP and FSDP2 train to what one process does; shards are saved and read as whole tensors."""
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
 from training import EQUAL, assert_same_state, network, sgd, synchronised, train, whole
 
 import geoparam as gp
@@ -42,37 +44,42 @@ def assert_same_output(model: nn.Module, reference: nn.Module) -> None:
     reference.train()
 
 
-def trains_to_the_same(kind: str, coordinates: str, sizes: tuple[int, int]) -> None:
-    reference, model = network(kind, coordinates), sharded(network(kind, coordinates))
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+def trains_to_the_same(
+    way: str, kind: str, coordinates: str, sizes: tuple[int, int], compiled: bool = False
+) -> None:
+    reference, model = network(kind, coordinates), network(kind, coordinates)
+    model = sharded(model) if way == "FSDP2" else synchronised(model)
+    run: Any = model if way == "FSDP2" else DistributedDataParallel(model)
     optimizer = sgd(model)  # before the first forward, which leaves some parameters whole
+    assert (way == "FSDP2") == all(isinstance(p, DTensor) for p in model.parameters())
     assert_same_output(model, reference)
-    train(model, sizes, optimizer=optimizer)
+    train(model, sizes, run=torch.compile(run) if compiled else run, optimizer=optimizer)
     train(reference, batch=sum(sizes))
     assert_same_state(model, reference)
     assert_same_output(model, reference)
 
 
 @pytest.mark.parametrize(
-    ("kind", "coordinates", "sizes"),
-    [("plain", "intrinsic", EQUAL), ("absorbed", "angles", (5, 2)), ("anew", "intrinsic", (5, 2))],
+    ("way", "kind", "coordinates", "sizes"),
+    [
+        ("DDP", "plain", "angles", EQUAL),
+        ("DDP", "absorbed", "intrinsic", EQUAL),
+        ("DDP", "anew", "angles", (5, 2)),
+        ("FSDP2", "plain", "intrinsic", EQUAL),
+        ("FSDP2", "absorbed", "angles", (5, 2)),
+        ("FSDP2", "anew", "intrinsic", (5, 2)),
+    ],
 )
 def test_trains_to_the_same(
-    processes: Processes, kind: str, coordinates: str, sizes: tuple[int, int]
+    processes: Processes, way: str, kind: str, coordinates: str, sizes: tuple[int, int]
 ) -> None:
-    processes.run(trains_to_the_same, kind, coordinates, sizes)
-
-
-def trains_to_the_same_compiled() -> None:
-    reference, model = network("absorbed"), sharded(network("absorbed"))
-    train(model, EQUAL, run=torch.compile(model))
-    train(reference)
-    assert_same_state(model, reference)
+    processes.run(trains_to_the_same, way, kind, coordinates, sizes)
 
 
 @pytest.mark.compile
-def test_trains_to_the_same_compiled(processes: Processes) -> None:
-    processes.run(trains_to_the_same_compiled, timeout=300)
+@pytest.mark.parametrize("way", ["DDP", "FSDP2"])
+def test_trains_to_the_same_compiled(processes: Processes, way: str) -> None:
+    processes.run(trains_to_the_same, way, "absorbed", "angles", EQUAL, True, timeout=300)
 
 
 def trains_in_bfloat16(coordinates: str) -> None:
@@ -88,11 +95,6 @@ def trains_in_bfloat16(coordinates: str) -> None:
     assert_same_state(model, reference, tolerance=0.01)
 
 
-@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
-def test_trains_with_a_bfloat16_policy(processes: Processes, coordinates: str) -> None:
-    processes.run(trains_in_bfloat16, coordinates)
-
-
 def unit_vectors_stay_on_the_sphere() -> None:
     model = fully_shard(gp.GmPLinear(7, 3, coordinates="intrinsic"))  # 2 rows here, 1 row there
     with torch.no_grad():
@@ -102,10 +104,6 @@ def unit_vectors_stay_on_the_sphere() -> None:
         gp.retract(model)()
     assert communication.get_total_counts() == 0
     torch.testing.assert_close(model.unit.full_tensor(), before / 3)
-
-
-def test_retract_works_on_shards(processes: Processes) -> None:
-    processes.run(unit_vectors_stay_on_the_sphere)
 
 
 def a_wrong_optimizer_is_noticed() -> None:
@@ -118,10 +116,6 @@ def a_wrong_optimizer_is_noticed() -> None:
             optimizer.step()
     said = [str(w.message) for w in caught if "GmP layers" in str(w.message)]
     assert len(said) == 2 and "weight decay" in said[0] and "length 1" in said[1]
-
-
-def test_a_wrong_optimizer_is_noticed_on_shards(processes: Processes) -> None:
-    processes.run(a_wrong_optimizer_is_noticed)
 
 
 def views_are_sharded(coordinates: str) -> None:
@@ -142,19 +136,10 @@ def views_are_sharded(coordinates: str) -> None:
     assert not isinstance(model.weight, DTensor)
 
 
-@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
-def test_views_of_sharded_parameters(processes: Processes, coordinates: str) -> None:
-    processes.run(views_are_sharded, coordinates)
-
-
 def refuses_split_rows() -> None:
     model = fully_shard(gp.GmPLinear(9, 4), shard_placement_fn=lambda p: Shard(p.ndim - 1))
     with pytest.raises(ValueError, match="whole rows"):
         model.weight  # noqa: B018
-
-
-def test_rows_split_over_processes_are_refused(processes: Processes) -> None:
-    processes.run(refuses_split_rows)
 
 
 def resumes_from_a_checkpoint(kind: str, coordinates: str, folder: Path) -> None:
@@ -179,19 +164,29 @@ def test_resumes_from_a_distributed_checkpoint(
     processes.run(resumes_from_a_checkpoint, "absorbed", coordinates, tmp_path)
 
 
-def one_process_folds(kind: str, coordinates: str) -> None:
-    model = sharded(network(kind, coordinates))
+def one_process_folds(coordinates: str) -> None:
+    model = sharded(network("absorbed", coordinates))
     train(model, EQUAL)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     gathered = get_model_state_dict(model, options=options)
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     expected = model.eval()(x)
     if dist.get_rank() == 0:
-        single = network(kind, coordinates)
+        single = network("absorbed", coordinates)
         single.load_state_dict(gathered)
         torch.testing.assert_close(gp.fold_(single).eval()(x), expected, **EXACT)
 
 
+@pytest.mark.parametrize(
+    "function", [unit_vectors_stay_on_the_sphere, a_wrong_optimizer_is_noticed, refuses_split_rows]
+)
+def test_shards(processes: Processes, function: Callable[[], None]) -> None:
+    processes.run(function)
+
+
 @pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
-def test_one_process_folds_what_all_trained(processes: Processes, coordinates: str) -> None:
-    processes.run(one_process_folds, "absorbed", coordinates)
+@pytest.mark.parametrize("function", [trains_in_bfloat16, views_are_sharded, one_process_folds])
+def test_shards_in_both_coordinates(
+    processes: Processes, function: Callable[[str], None], coordinates: str
+) -> None:
+    processes.run(function, coordinates)
