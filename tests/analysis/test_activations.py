@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from function_model import FunctionModel
 from torch import Tensor, nn
 
 from geoparam.analysis import SReLU, breaks
@@ -113,11 +114,8 @@ WRITTEN: dict[str, tuple[Callable[[Tensor], Tensor], Breaks | None]] = {
 def test_a_step_of_a_trace_has_the_breakpoints_of_its_arguments(
     function: Callable, expected: Breaks | None
 ) -> None:
-    class Model(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return function(super().forward(x))
-
-    step = trace(Model(nn.Linear(3, 3)), torch.zeros(1, 3)).after("0").activation
+    model = FunctionModel(lambda m, x: function(m.fc(x)), fc=nn.Linear(3, 3))
+    step = trace(model, torch.zeros(1, 3)).after("fc").activation
     assert step is not None and breaks(step) == expected
 
 
@@ -145,17 +143,6 @@ def by_cases(z: Tensor, lower: Tensor, upper: Tensor, below: Tensor, above: Tens
     return torch.where((z > lower) & (z < upper), z, outside)
 
 
-def draw_srelu(channels: int, dim: int = 1) -> SReLU:
-    """Return an SReLU with values of its own for each channel."""
-    module = SReLU(channels, dim=dim, **D)
-    with torch.no_grad():
-        module.lower.normal_()
-        module.upper.copy_(module.lower + torch.rand(channels, **D))
-        module.lower_slope.normal_()
-        module.upper_slope.normal_()
-    return module
-
-
 def test_srelu_starts_as_a_leaky_relu() -> None:
     z = torch.randn(5, 3, **D)
     torch.testing.assert_close(SReLU(**D)(z), F.leaky_relu(z, 0.2))
@@ -164,8 +151,11 @@ def test_srelu_starts_as_a_leaky_relu() -> None:
 
 @pytest.mark.parametrize(("shape", "dim"), [((2, 4), 1), ((2, 4, 3, 5), 1), ((2, 3, 4), -1)])
 def test_srelu_has_its_channels_in_any_dimension(shape: tuple[int, ...], dim: int) -> None:
-    module, z = draw_srelu(4, dim), torch.randn(shape, **D)
+    module, z = SReLU(4, dim=dim, **D), torch.randn(shape, **D)
     parameters = module.lower, module.upper, module.lower_slope, module.upper_slope
+    for parameter in parameters:
+        nn.init.normal_(parameter)
+    module.upper.data.copy_(module.lower + torch.rand(4, **D))
     expected = by_cases(z.movedim(dim, -1), *parameters)
     torch.testing.assert_close(module(z).movedim(dim, -1), expected)
 

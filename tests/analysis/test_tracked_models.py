@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from function_model import FunctionModel
 from torch import Tensor, nn
 from tracked_networks import TYPE, ZEROS, linear, network, train
 
@@ -31,20 +32,6 @@ def test_a_norm_and_an_activation_that_are_only_told_of_need_not_be_in_the_model
     assert np.isfinite(tracker.history["0"]["distance_max"]).all()
 
 
-class Branching(nn.Module):
-    """Skips its second layer on request, as a router does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = linear(3, 8), linear(8, 8), linear(8, 1)
-        self.deep = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x).relu()
-        h = self.second(h).relu() if self.deep else h
-        return self.last(h)
-
-
 def test_a_layer_may_have_no_name_or_that_of_a_column() -> None:
     named = nn.Sequential(OrderedDict(step=linear(3, 8), act=nn.ReLU(), out=linear(8, 1)))
     for model, name in ((linear(3, 8), ""), (named, "step")):
@@ -53,20 +40,9 @@ def test_a_layer_may_have_no_name_or_that_of_a_column() -> None:
         assert tracker.history[name]["rotation"].shape == (1, 8)
 
 
-class Centring(nn.Module):
-    """Changes its input in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear(3, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x -= 1
-        return self.layer(x).relu()
-
-
 def test_a_model_that_changes_its_input_changes_neither_the_probe_nor_the_first_batch() -> None:
-    model, x = Centring(), torch.zeros(4, 3, dtype=TYPE)
+    model = FunctionModel(lambda m, x: m.layer(x.sub_(1)).relu(), layer=linear(3, 8))
+    x = torch.zeros(4, 3, dtype=TYPE)
     tracker = BoundaryTracker(model, probe=x)
     tracker.step()
     assert torch.equal(x, torch.zeros_like(x))
@@ -86,9 +62,16 @@ def test_it_may_begin_in_inference_mode_as_where_validation_comes_first() -> Non
     assert (tracker.history["0"]["rotation_max"] > 0).all()
 
 
+def branch(m: nn.Module, x: Tensor) -> Tensor:
+    """Skip the second layer on request, as a router does."""
+    h = m.first(x).relu()
+    return m.last(m.second(h).relu() if m.deep else h)
+
+
 def test_where_the_model_takes_another_way_the_probe_tells_nothing() -> None:
-    torch.manual_seed(0)
-    model = Branching()
+    layers = {"first": linear(3, 8), "second": linear(8, 8), "last": linear(8, 1)}
+    model = FunctionModel(branch, **layers)
+    model.deep = True
     tracker = BoundaryTracker(model, probe=torch.randn(16, 3, dtype=TYPE), keep="full")
     tracker.step()
     model.deep = False
@@ -104,24 +87,18 @@ def test_where_the_model_takes_another_way_the_probe_tells_nothing() -> None:
         np.testing.assert_array_equal(history["rotation_max"], [0, 0, 0])
 
 
-class Experts(nn.Module):
-    """Gives each of two layers the points on its side of 0, possibly none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros((), dtype=TYPE))
-        self.a, self.b = linear(3, 8), linear(3, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        side = x[:, 0] > self.shift
-        return torch.cat([self.a(x[side]).relu(), self.b(x[~side]).relu()])
+def route(m: nn.Module, x: Tensor) -> Tensor:
+    """Give each of two layers the points on its side of a shift, possibly none."""
+    side = x[:, 0] > m.shift
+    return torch.cat([m.a(x[side]).relu(), m.b(x[~side]).relu()])
 
 
 def test_a_layer_that_gets_no_points_has_no_numbers_from_them() -> None:
-    model = Experts()
+    shift = nn.Parameter(torch.zeros((), dtype=TYPE))
+    model = FunctionModel(route, shift=shift, a=linear(3, 8), b=linear(3, 8))
     tracker = BoundaryTracker(model, probe=torch.randn(16, 3, dtype=TYPE), keep="full")
-    for shift in (0.0, 100.0, 0.0):  # then layer b has all points, and a pattern
-        model.shift.data.fill_(shift)
+    for value in (0.0, 100.0, 0.0):  # then layer b has all points, and a pattern
+        shift.data.fill_(value)
         tracker.step()
     assert np.isnan(tracker.history["a"]["dead"]).tolist() == [False, True, False]
     assert np.isnan(tracker.history["b"]["dead"]).tolist() == [False, False, False]

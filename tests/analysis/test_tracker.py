@@ -214,20 +214,17 @@ def test_a_smooth_activation_leaves_rotation_alone() -> None:
         assert np.isnan(history[quantity]).all(), quantity
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(2, 4, 3, padding=1, dtype=TYPE)
-        self.conv = nn.Conv2d(4, 4, 3, padding=1, dtype=TYPE)
-        self.norm = nn.BatchNorm2d(4, dtype=TYPE)
+def residual() -> nn.Module:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        x = m.stem(x).relu_()
+        return torch.relu(m.norm(m.conv(x)) + x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x).relu_()
-        return torch.relu(self.norm(self.conv(x)) + x)
+    stem, conv = (nn.Conv2d(n, 4, 3, padding=1, dtype=TYPE) for n in (2, 4))
+    return FunctionModel(forward, stem=stem, conv=conv, norm=nn.BatchNorm2d(4, dtype=TYPE))
 
 
 def test_before_a_residual_sum_dead_is_counted_after_it_and_phi_is_the_layers_own() -> None:
-    model, probe = Residual(), torch.randn(6, 2, 5, 5, dtype=TYPE)
+    model, probe = residual(), torch.randn(6, 2, 5, 5, dtype=TYPE)
     with torch.no_grad():
         model.norm.bias[0] = -100  # dead by itself, and after the sum
         model.norm.bias[1] = -0.1
@@ -244,7 +241,7 @@ def test_before_a_residual_sum_dead_is_counted_after_it_and_phi_is_the_layers_ow
 
 
 def test_the_layout_of_weights_may_change() -> None:
-    model = Residual()
+    model = residual()
     tracker = BoundaryTracker(model, example_inputs=torch.zeros(2, 2, 5, 5, dtype=TYPE))
     model.to(memory_format=torch.channels_last)
     tracker.step()
