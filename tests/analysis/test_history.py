@@ -8,6 +8,7 @@ import pytest
 from geoparam.analysis.tracker.history import HEADER, GrowingArray, History
 
 TYPE = np.dtype([("step", "i8"), ("name", "U5"), ("value", "f8")])
+UNITS = np.dtype([("step", "f8"), ("a", [("rotation", "f8", (3,))])])
 
 
 def rows(*steps: int) -> np.ndarray:
@@ -66,8 +67,7 @@ def test_a_layer_has_one_value_for_each_record() -> None:
 
 
 def test_later_records_are_forgotten_in_both_files(tmp_path: Path) -> None:
-    units = np.dtype([("step", "f8"), ("a", [("rotation", "f8", (3,))])])
-    history = make_history(tmp_path / "h.npy", units)
+    history = make_history(tmp_path / "h.npy", UNITS)
     history.forget_after(4)
     assert history["a"]["rotation"].tolist() == [[2.0] * 3, [4.0] * 3]
     np.testing.assert_array_equal(np.load(tmp_path / "h.units.npy")["step"], [2, 4])
@@ -75,10 +75,9 @@ def test_later_records_are_forgotten_in_both_files(tmp_path: Path) -> None:
 
 
 def test_a_record_that_only_one_file_has_is_dropped(tmp_path: Path) -> None:
-    units = np.dtype([("step", "f8"), ("a", [("rotation", "f8", (3,))])])
-    make_history(tmp_path / "h.npy", units)
-    GrowingArray(units, tmp_path / "h.units.npy", resume=True).append(np.zeros(1, units))
-    resumed = History(["a", "bc"], ["x", "y"], units, tmp_path / "h.npy", resume=True)
+    make_history(tmp_path / "h.npy", UNITS)
+    GrowingArray(UNITS, tmp_path / "h.units.npy", resume=True).append(np.zeros(1, UNITS))
+    resumed = History(["a", "bc"], ["x", "y"], UNITS, tmp_path / "h.npy", resume=True)
     assert resumed.steps.tolist() == [2, 4, 6]
     assert len(resumed["a"]["rotation"]) == 3
 
@@ -93,9 +92,8 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_without_units_is_not_continued_with_them(tmp_path: Path) -> None:
     make_history(tmp_path / "h.npy")
-    units = np.dtype([("step", "f8"), ("a", [("rotation", "f8", (3,))])])
     with pytest.raises(ValueError, match="3 records and .* 0: it was not made with keep='full'"):
-        History(["a", "bc"], ["x", "y"], units, tmp_path / "h.npy", resume=True)
+        History(["a", "bc"], ["x", "y"], UNITS, tmp_path / "h.npy", resume=True)
     assert len(np.load(tmp_path / "h.npy")) == 9
 
 

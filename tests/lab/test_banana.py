@@ -9,7 +9,6 @@ import pytest
 from run_folders import curves_of, lines
 
 from geoparam_lab.data import banana_data as points
-from geoparam_lab.data import table_files
 from geoparam_lab.experiments import banana as experiment
 from geoparam_lab.experiments import toys
 from geoparam_lab.experiments.toys import Member
@@ -19,18 +18,6 @@ from geoparam_lab.training import tasks
 SHORT: dict[str, Any] = {
     "seeds": 2, "epochs": 25, "patience": 4, "jobs": 1, "source": "generated"
 }  # fmt: skip
-
-
-@pytest.fixture
-def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file on any disk, and no network."""
-    monkeypatch.delenv("GEOPARAM_DATA", raising=False)
-    monkeypatch.setenv("GEOPARAM_CACHE", str(tmp_path / "empty"))
-
-    def fail(url: str) -> bytes:
-        raise OSError("no network")
-
-    monkeypatch.setattr(table_files, "fetch", fail)
 
 
 def test_without_file_and_network_points_are_generated(nowhere: None, tmp_path: Path) -> None:

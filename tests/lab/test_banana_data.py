@@ -18,12 +18,6 @@ def keel() -> np.ndarray:
     return table_files.load(banana_data.KEEL, download=False)
 
 
-@pytest.fixture
-def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GEOPARAM_DATA", raising=False)
-    monkeypatch.setenv("GEOPARAM_CACHE", str(tmp_path / "empty"))
-
-
 def check(data: banana_data.Banana) -> None:
     assert data.x_train.shape == (800, 2) and data.x_test.shape == (200, 2)
     assert data.y_train.shape == (800,) and data.y_test.shape == (200,)
@@ -39,13 +33,7 @@ def test_generated_points_say_so() -> None:
     assert data.source == "generated"
 
 
-def test_a_download_that_fails_is_not_replaced_by_generated_points(
-    nowhere: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(url: str) -> bytes:
-        raise OSError("no network")
-
-    monkeypatch.setattr(table_files, "fetch", fail)
+def test_a_download_that_fails_is_not_replaced_by_generated_points(nowhere: None) -> None:
     with pytest.raises(FileNotFoundError, match=r"(?s)banana.zip: no network.*--data"):
         banana_data.load()
 
@@ -63,9 +51,7 @@ def test_the_file_gives_the_papers_points(keel: np.ndarray) -> None:
     np.testing.assert_array_equal(data.y_train, chosen[train, 2] == 1)
 
 
-def test_keels_own_format_gives_the_same(
-    keel: np.ndarray, tmp_path: Path, nowhere: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keels_own_format_gives_the_same(keel: np.ndarray, tmp_path: Path, nowhere: None) -> None:
     header = (
         "@relation banana\n@attribute At1 real [-3.09, 2.81]\n@attribute At2 real [-2.39, 3.19]\n"
         "@attribute Class {-1.0, 1.0}\n@inputs At1, At2\n@outputs Class\n@data"

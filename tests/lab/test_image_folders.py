@@ -38,12 +38,12 @@ def train(source: ImageFolders, number: int = 0, start: int = 0, **options: Any)
     return list(batches.epoch(number, start))
 
 
-def write_flat(folder: Path, colour: tuple[int, int, int]) -> Path:
+def write_flat(folder: Path, colour: tuple[int, int, int], mode: str = "RGB") -> ImageFolders:
     """One class of one image, in one colour, in both splits."""
     image = np.full((60, 90, 3), colour, dtype=np.uint8)
     for split in ("train", "val"):
-        tiny_images.write_jpeg(folder / split / "a" / "0.jpg", image)
-    return folder
+        tiny_images.write_jpeg(folder / split / "a" / "0.jpg", image, mode)
+    return ImageFolders(folder, size=32, workers=0)
 
 
 def test_a_source_says_what_it_holds(source: ImageFolders) -> None:
@@ -103,7 +103,7 @@ def test_colour_noise_has_the_published_covariance() -> None:
 
 
 def test_training_shifts_the_colours_of_a_whole_image(tmp_path: Path) -> None:
-    source = ImageFolders(write_flat(tmp_path, (100, 150, 200)), size=32, workers=0)
+    source = write_flat(tmp_path, (100, 150, 200))
     plain, _ = next(source.val(1, device="cpu").epoch(0))
     shifts = [
         next(source.train(1, seed=0, device="cpu").epoch(number))[0] - plain for number in range(3)
@@ -115,10 +115,7 @@ def test_training_shifts_the_colours_of_a_whole_image(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["L", "CMYK"])
 def test_other_modes_become_rgb(tmp_path: Path, mode: str) -> None:
-    image = np.full((40, 60, 3), 120, dtype=np.uint8)
-    for split in ("train", "val"):
-        tiny_images.write_jpeg(tmp_path / split / "a" / "0.jpg", image, mode)
-    source = ImageFolders(tmp_path, size=32, workers=0)
+    source = write_flat(tmp_path, (120, 120, 120), mode)
     images, _ = next(source.val(1, device="cpu").epoch(0))
     assert torch.allclose(images[0].mean(dim=(1, 2)), 120 / 255 - torch.tensor(MEAN), atol=0.01)
 

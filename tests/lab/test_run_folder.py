@@ -194,8 +194,7 @@ def test_tuples_and_nan_do_not_count_as_differences(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"[1]", b"{}", b'{"\xe9": 1}', b'{"a":' * 100_000 + b"1" + b"}" * 100_000]
 )
-def test_what_is_no_record_is_named(file: str, content: bytes, tmp_path: Path) -> None:
-    run = create(tmp_path / "run")
+def test_what_is_no_record_is_named(run: Run, file: str, content: bytes) -> None:
     (run.folder / file).write_bytes(content + b"\n")
     with pytest.raises(ValueError, match=f"{file}.* is damaged: "):
         opened = Run.open(run.folder)
@@ -203,16 +202,15 @@ def test_what_is_no_record_is_named(file: str, content: bytes, tmp_path: Path) -
         opened.sessions()
 
 
-def test_a_key_is_of_names(tmp_path: Path) -> None:
-    path = create(tmp_path / "run").folder / "config.json"
+def test_a_key_is_of_names(run: Run) -> None:
+    path = run.folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "key": [["seed"]]}))
     with pytest.raises(ValueError, match="config.json is damaged: its key is no list of names"):
         Run.open(path.parent)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4"])
-def test_truncated_curves_are_named(content: bytes, tmp_path: Path) -> None:
-    run = create(tmp_path / "run")
+def test_truncated_curves_are_named(run: Run, content: bytes) -> None:
     run.save_curves("a", x=np.arange(3))
     (run.folder / "curves" / "a.npz").write_bytes(content)
     with pytest.raises(ValueError, match="a.npz is truncated or damaged"):
