@@ -12,15 +12,12 @@ from geoparam.centred_map import shift_bias
 SHAPES = [(6, 3), (6, 3, 5), (4, 3, 5, 2), (2, 3, 4, 5, 2)]
 
 
-def others(x: torch.Tensor) -> list[int]:
-    return [d for d in range(x.ndim) if d != 1]
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_subtracts_each_channels_mean(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, dtype=torch.float64) + 3
     centred = InputMeanNorm(3, dtype=torch.float64)(x)
-    torch.testing.assert_close(centred, x - x.mean(dim=others(x), keepdim=True))
+    others = [d for d in range(x.ndim) if d != 1]
+    torch.testing.assert_close(centred, x - x.mean(dim=others, keepdim=True))
 
 
 @pytest.mark.parametrize("momentum", [0.01, 0.3, None])
@@ -109,22 +106,19 @@ def test_wrong_number_of_channels() -> None:
         InputMeanNorm(0)
 
 
-def normed(kind: str) -> nn.Module:
-    """Return a model with one norm, dropout and a layer."""
-    norms = {
-        "bn": nn.BatchNorm2d(3),
-        "imn": InputMeanNorm(3),
-        "mbn": MeanOnlyBatchNorm(3),
-        "layer": GmPConv2d(3, 4, 3, padding=1, input_norm=True),
-        "layer, bias form": GmPConv2d(3, 4, 3, padding=1, input_norm="bias"),
-    }
-    return nn.Sequential(norms[kind], nn.Dropout(0.5))
+NORMS = {
+    "bn": lambda: nn.BatchNorm2d(3),
+    "imn": lambda: InputMeanNorm(3),
+    "mbn": lambda: MeanOnlyBatchNorm(3),
+    "layer": lambda: GmPConv2d(3, 4, 3, padding=1, input_norm=True),
+    "layer, bias form": lambda: GmPConv2d(3, 4, 3, padding=1, input_norm="bias"),
+}
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", ["bn", "imn", "mbn", "layer", "layer, bias form"])
+@pytest.mark.parametrize("kind", NORMS)
 def test_recalibrated_statistics_are_plain_averages(kind: str, training: bool) -> None:
-    model = normed(kind).train(training)
+    model = nn.Sequential(NORMS[kind](), nn.Dropout(0.5)).train(training)
     norm = model[0].input_norm if kind.startswith("layer") else model[0]
     norm.running_mean.fill_(9.0)
     norm.eval()  # frozen by its user, and so it stays

@@ -33,10 +33,8 @@ Y = torch.arange(8) % 4
 X = torch.randn(8, 3, 8, 8, generator=DRAW) + 2 * torch.randn(4, 3, 1, 1, generator=DRAW)[Y]
 
 
-def converted(coordinates: str = "angles") -> nn.Module:
-    return gp.convert_(
-        network(), norm="imn", pretrained=True, example_inputs=X, coordinates=coordinates
-    )
+def converted() -> nn.Module:
+    return gp.convert_(network(), norm="imn", pretrained=True, example_inputs=X)
 
 
 def groups(model: nn.Module, kind: str = "adam") -> list[dict]:
@@ -155,12 +153,6 @@ def test_a_compiled_step_is_the_same() -> None:
     torch.testing.assert_close(*weights)
 
 
-def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    data = pytest.importorskip("sklearn.datasets").load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
-    return images, torch.tensor(data.target)
-
-
 @pytest.mark.parametrize("weights", ["geometric", "plain"])
 @pytest.mark.parametrize(
     ("steps", "accuracy"), [(100, 0.6), pytest.param(1000, 0.95, marks=pytest.mark.slow)]
@@ -169,7 +161,9 @@ def test_evaluation_follows_training_from_the_first_steps(
     weights: str, steps: int, accuracy: float
 ) -> None:
     """After 20, 100 and 1,000 steps running means give the accuracy of the batch's, within 1 %."""
-    x, y = digits()
+    data = pytest.importorskip("sklearn.datasets").load_digits()
+    x = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
+    y = torch.tensor(data.target)
     model = gp.convert_(
         nn.Sequential(
             nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),

@@ -63,13 +63,9 @@ FIXED: dict[str, Callable[[int, int], nn.Module]] = {
 }
 
 
-def units_of(layer: nn.Module) -> int:
-    return getattr(layer, "out_features", None) or layer.out_channels
-
-
 def sequence(layer: nn.Module, norm: Callable[[int, int], nn.Module]) -> nn.Sequential:
     rank = len(getattr(layer, "kernel_size", ()))
-    return randomise(nn.Sequential(layer, norm(units_of(layer), rank), nn.ReLU()))
+    return randomise(nn.Sequential(layer, norm(UNITS, rank), nn.ReLU()))
 
 
 def batch_for(layer: nn.Module, examples: int = 7) -> Tensor:
@@ -186,10 +182,6 @@ def test_a_constant_unit_has_no_boundary() -> None:
     assert has_boundary(outside) == [True, True] and layer_boundaries(outside).scale[0] == 0
 
 
-def frozen(units: int) -> nn.Module:
-    return pytest.importorskip("torchvision.ops").FrozenBatchNorm2d(units)
-
-
 VARYING: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "ln": (lambda: nn.Linear(FAN_IN, UNITS), lambda: nn.LayerNorm(UNITS)),
     "ln, gmp": (LINEAR["gmp, r inside"], lambda: nn.LayerNorm(UNITS)),
@@ -202,7 +194,10 @@ VARYING: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
         lambda: nn.InstanceNorm2d(UNITS, track_running_stats=True),
     ),
     "synchronised": (CONV["sp"], lambda: nn.SyncBatchNorm(UNITS)),
-    "frozen": (CONV["sp"], lambda: frozen(UNITS)),
+    "frozen": (
+        CONV["sp"],
+        lambda: pytest.importorskip("torchvision.ops").FrozenBatchNorm2d(UNITS),
+    ),
     "bn without statistics": (
         CONV["sp"],
         lambda: nn.BatchNorm2d(UNITS, track_running_stats=False),

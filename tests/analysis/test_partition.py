@@ -67,14 +67,6 @@ X = torch.linspace(-2, 2, 6 * 4).reshape(6, 4).sin()
 IMAGES = torch.linspace(-3, 3, 3 * 2 * 5 * 5).reshape(3, 2, 5, 5).cos()
 
 
-def twice(m: nn.Module, x: Tensor) -> Tensor:
-    return F.relu(m.a(F.relu(m.a(x))))
-
-
-def windows(m: nn.Module, x: Tensor) -> Tensor:
-    return F.relu(m.a(x.view(-1, 2))).view(len(x), -1)
-
-
 def with_other_calls(m: nn.Module, x: Tensor) -> Tensor:
     """Call what leaves no step: shapes, constants, modules that pass their input on."""
     scale = torch.ones(x.size(0), 1) * m.norm.running_mean.abs().max()
@@ -127,10 +119,16 @@ CASES: dict[str, Case] = {
     ),
     "its own activation": (lambda m, x: m.a(x), {"a": OUTSIDE}, X, lambda m, x: [m.a(x) < 0]),
     "called twice": (
-        twice, {"a": nn.Linear(4, 4)}, X, lambda m, x: [m.a(x) > 0, m.a(m.a(x).relu()) > 0]
+        lambda m, x: F.relu(m.a(F.relu(m.a(x)))),
+        {"a": nn.Linear(4, 4)},
+        X,
+        lambda m, x: [m.a(x) > 0, m.a(m.a(x).relu()) > 0],
     ),
     "windows of an example": (
-        windows, {"a": nn.Linear(2, 3)}, X, lambda m, x: [(m.a(x.view(-1, 2)) > 0).view(6, -1)]
+        lambda m, x: F.relu(m.a(x.view(-1, 2))).view(len(x), -1),
+        {"a": nn.Linear(2, 3)},
+        X,
+        lambda m, x: [(m.a(x.view(-1, 2)) > 0).view(6, -1)],
     ),
 }  # fmt: skip
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from patches import patches
-from torch import Tensor, nn
+from torch import nn
 
 from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, InputMeanNorm
 from geoparam.analysis.reading.probe import compute_input_lengths
@@ -20,10 +20,6 @@ OPTIONS = [
 CONVS = {1: (nn.Conv1d, GmPConv1d), 2: (nn.Conv2d, GmPConv2d), 3: (nn.Conv3d, GmPConv3d)}
 
 
-def lengths_by_hand(layer: nn.Module, x: Tensor) -> Tensor:
-    return patches(layer, x).norm(dim=-1)
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize("rank", [1, 2, 3])
@@ -32,7 +28,7 @@ def test_lengths_are_those_of_the_patches(rank: int, ours: bool, options: dict) 
     x = torch.randn(2, 4, *[9, 8, 7][:rank], **D)
     found = compute_input_lengths(layer, x)
     assert found.shape == (2, layer.groups, *layer(x).shape[2:])
-    torch.testing.assert_close(found.movedim(1, 0).flatten(1), lengths_by_hand(layer, x))
+    torch.testing.assert_close(found.movedim(1, 0).flatten(1), patches(layer, x).norm(dim=-1))
     torch.testing.assert_close(compute_input_lengths(layer, x[0]), found[0])
 
 
@@ -51,8 +47,7 @@ def test_lengths_are_of_what_is_left_without_the_mean(form: bool | str, padding:
         seen = F.pad(x, [padding] * 4) - mean
     else:
         seen = F.pad(x - mean, [padding] * 4)
-    bare = nn.Conv2d(4, 6, 3)
-    expected = lengths_by_hand(bare, seen).flatten()
+    expected = patches(nn.Conv2d(4, 6, 3), seen).norm(dim=-1).flatten()
     torch.testing.assert_close(compute_input_lengths(layer.eval(), x).flatten(), expected)
     torch.testing.assert_close(compute_input_lengths(layer.train(), x).flatten(), expected)
     assert layer.input_norm.num_batches_tracked == 0
@@ -68,6 +63,5 @@ def test_lengths_of_narrow_numbers_are_computed_in_wide_ones() -> None:
     layer, x = nn.Conv2d(64, 4, 3).half(), 300 * torch.randn(1, 64, 4, 4).half()
     found = compute_input_lengths(layer, x)
     assert found.dtype == torch.float32 and found.isfinite().all()
-    torch.testing.assert_close(
-        found.flatten(), lengths_by_hand(layer, x.double()).flatten().float()
-    )
+    expected = patches(layer, x.double()).norm(dim=-1).flatten().float()
+    torch.testing.assert_close(found.flatten(), expected)

@@ -104,7 +104,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], t
     return get
 
 
-SLOW = ("weight norm", "own rate", "no momentum", "angular")
+SLOW = ("weight norm", "no momentum", "angular")
 CASES: list[Any] = [
     pytest.param(name, "mid-epoch", marks=[pytest.mark.slow] if name in SLOW else [])
     for name in RUNS
@@ -143,10 +143,6 @@ def test_random_numbers_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
 def flip(path: Path) -> None:
     content = path.read_bytes()
     middle = len(content) // 2  # within the numbers
@@ -163,8 +159,11 @@ def reshape(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "files", "said"),
-    [(flip, 1, "from the one before"), (reshape, 1, "from the one before")]
-    + [(truncate, 2, "starts anew")],
+    [
+        (flip, 1, "from the one before"),
+        (reshape, 1, "from the one before"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), 2, "starts anew"),
+    ],
 )
 def test_damaged_checkpoints_cost_time_and_change_nothing(
     damage: Callable[[Path], None],

@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from geoparam.analysis import DELTAS
-from geoparam_lab.experiments.perturbation import (
-    METHODS,
-    Turns,
-    perturb,
-    run,
-)
+from geoparam_lab.experiments.perturbation import METHODS, Turns, perturb, run
 from geoparam_lab.run_folder import Run
 
 
