@@ -36,29 +36,39 @@ class InputMeanLayer(TrackedMean):
         self._start_tracking(channels, momentum, True, -1 - len(size), True, *place)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and not self.is_shared and self._is_in_rows(x):
+        weight = self.weight  # once: a parametrization computes it each time
+        if self.training and not self.is_shared and self._is_in_rows(x, weight):
             self._check_channels(x)
-            z, mean = map_centred(x, self.weight, self.bias, self._geometry)
-            self._track(mean)
+            z, mean = map_centred(x, weight, self.bias, self._geometry)
+            if self.running_mean is not None:
+                self._track(mean)
             return z
-        bias = shift_bias(self.bias, self.weight, self.mean(x))
-        return self._map(x, bias.to(self.weight.dtype))
+        bias = shift_bias(self.bias, weight, self.mean(x))
+        return self._map(x, weight, bias.to(weight.dtype))
 
-    def _map(self, x: Tensor, bias: Tensor) -> Tensor:
+    def _map(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """Return w^T x + bias; convolutions pad as torch's do."""
-        return self._conv_forward(x, self.weight, bias)  # type: ignore[operator]
+        return self._conv_forward(x, weight, bias)  # type: ignore[operator]
 
-    def _is_in_rows(self, x: Tensor) -> bool:
-        """Return whether `map_centred` serves: a large input with its channels last in memory."""
-        own_mean = type(self).mean is not TrackedMean.mean
-        if own_mean or x.numel() <= self.num_features or not has_own_backward(x, self.weight):
+    def _is_in_rows(self, x: Tensor, weight: Tensor) -> bool:
+        """Return whether `map_centred` serves: for large inputs, and images in channels_last.
+
+        It is for training as it is usual, where input and weight have gradients.
+        """
+        if not has_own_backward(x, weight) or not (x.requires_grad and weight.requires_grad):
             return False
-        if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        if type(self).mean is not TrackedMean.mean or x.numel() <= self.num_features:
+            return False
+        if torch.is_autocast_enabled(x.device.type):
+            if torch.float64 in (x.dtype, weight.dtype):
+                return False  # autocast leaves these as they are
+        elif x.dtype != weight.dtype:
             return False  # torch refuses it
-        layer: Any = self
-        if self._geometry is None:
-            return True
-        if layer.groups > 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+        if not isinstance(self, nn.Conv2d):
+            return isinstance(self, nn.Linear) and len(weight) > 0
+        if type(self)._conv_forward is not nn.Conv2d._conv_forward or self.groups > 1:
+            return False
+        if self.padding_mode != "zeros" or isinstance(self.padding, str):
             return False
         return x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
 
@@ -107,8 +117,8 @@ class InputMeanLinear(InputMeanLayer, nn.Linear):
 
     _plain = nn.Linear
 
-    def _map(self, x: Tensor, bias: Tensor) -> Tensor:
-        return F.linear(x, self.weight, bias)
+    def _map(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(x, weight, bias)
 
 
 class InputMeanConv1d(InputMeanLayer, nn.Conv1d):

@@ -1,6 +1,7 @@
 """Layers with plain weights and their input's mean, and the conversion that makes them."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def test_the_mean_of_a_large_tensor_and_its_two_derivatives(
 def test_an_in_place_relu_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(centred_map, "LARGE", 0)
     x = torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last)
-    z = gp.InputMeanConv2d(4, 6, 1)(x)
+    z = gp.InputMeanConv2d(4, 6, 1)(x.requires_grad_())
     assert type(z.grad_fn).__name__ == "_MapBackward" and not z._is_view()
     assert "Relu" in type(z.relu_().grad_fn).__name__  # CopySlices on a view
     assert z.is_contiguous(memory_format=torch.channels_last)
@@ -106,7 +107,7 @@ def test_an_in_place_relu_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_gradient_inside_and_outside_of_autocast_is_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layer, x = gp.InputMeanLinear(4, 6), torch.randn(5, 4)
+    layer, x = gp.InputMeanLinear(4, 6), torch.randn(5, 4, requires_grad=True)
     monkeypatch.setattr(centred_map, "LARGE", 0)
     found = []
     for inside in (False, True):
@@ -126,8 +127,56 @@ def test_another_type_than_the_weights_is_refused_by_torch(
     large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(centred_map, "LARGE", large)
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     with pytest.raises(RuntimeError, match="dtype|type"):
-        gp.InputMeanLinear(4, 6)(torch.randn(5, 4, dtype=torch.float64))
+        gp.InputMeanLinear(4, 6)(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert gp.InputMeanLinear(4, 6).double()(x).dtype == torch.float64
+
+
+class Dropped(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return F.dropout(weight, 0.5)
+
+
+@pytest.mark.parametrize("large", [0, 2**22])
+def test_a_parametrization_is_computed_once(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(centred_map, "LARGE", large)
+    layer = gp.InputMeanLinear(4, 6).double()
+    nn.utils.parametrize.register_parametrization(layer, "weight", Dropped(), unsafe=True)
+    z = layer(torch.randn(50, 4, **DOUBLE, requires_grad=True) + 3)
+    torch.testing.assert_close(z.mean(dim=0), layer.bias)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_gradients_may_be_batched(kernel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(centred_map, "LARGE", 0)
+    layer, x = gp.InputMeanConv2d(4, 3, kernel, **DOUBLE), torch.randn(2, 4, 4, 4, **DOUBLE)
+    z = layer(x.to(memory_format=torch.channels_last).requires_grad_())
+    several = torch.randn(5, *z.shape, **DOUBLE)
+    [found] = torch.autograd.grad(z, layer.weight, several, True, is_grads_batched=True)
+    one_by_one = [torch.autograd.grad(z, layer.weight, g, True)[0] for g in several]
+    torch.testing.assert_close(found, torch.stack(one_by_one))
+
+
+def test_nothing_but_the_loss_is_kept_after_the_backward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(centred_map, "LARGE", 0)
+    layer, x = gp.InputMeanLinear(4, 6), torch.randn(5, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        z = layer(x)
+    copies = [weakref.ref(saved) for saved in z.grad_fn.saved_tensors]
+    z.sum().backward()
+    assert sum(ref() is not None for ref in copies) <= 2  # the input and the weight
+
+
+def test_a_dynamic_batch_is_exported_in_training() -> None:
+    layer, batch = gp.InputMeanConv2d(4, 6, 3), torch.export.Dim("batch", min=2)
+    program = torch.export.export(
+        layer, (torch.randn(2, 4, 5, 5),), dynamic_shapes=({0: batch},), strict=False
+    )
+    assert program.module()(torch.randn(7, 4, 5, 5)).shape == (7, 6, 3, 3)
 
 
 def test_zeros_are_padded_to_the_input_as_it_is() -> None:

@@ -4,9 +4,11 @@ They run on a GPU, or in Triton's interpreter with TRITON_INTERPRET=1 (`make tes
 """
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import geoparam as gp
 from geoparam import centred_map
@@ -46,3 +48,30 @@ def test_a_layer(kernel: int, stride: int, groups: int, monkeypatch: pytest.Monk
 
     for found, expected in zip(train("triton"), train("torch"), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+LAYOUTS = {
+    "whole": lambda x: x,
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "part": lambda x: x.repeat(1, 1, 2)[..., :8],
+    "strided": lambda x: x.repeat(2, 1, 1)[::2],
+    "expanded": lambda x: x[:1].expand_as(x),
+}
+LOSSES = [torch.Tensor.sum, lambda z: z.mT.square().sum(), lambda z: z[..., 1:].sum(-1).prod()]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inputs_and_gradients_of_any_strides(
+    layout: str, loss: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(centred_map, "LARGE", 0)
+    monkeypatch.setattr(selection, "KERNELS", "triton")
+    layer, x = gp.InputMeanLinear(8, 3).to(DEVICE), torch.randn(2, 5, 8, device=DEVICE)
+    inputs = x.requires_grad_(), *layer.parameters()
+    centred = LAYOUTS[layout](x) - LAYOUTS[layout](x).mean(dim=(0, 1))
+    expected = torch.autograd.grad(
+        loss(nn.functional.linear(centred, layer.weight, layer.bias)), inputs
+    )
+    found = torch.autograd.grad(loss(layer(LAYOUTS[layout](x))), inputs)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
