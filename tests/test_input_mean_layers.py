@@ -30,12 +30,22 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("large", [False, True])
+@pytest.fixture(params=[2**22, 0], ids=["small", "large"])
+def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether inputs take the map that large ones take."""
+    monkeypatch.setattr(centred_map, "LARGE", request.param)
+    return request.param == 0
+
+
+@pytest.fixture
+def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(centred_map, "LARGE", 0)
+
+
 @pytest.mark.parametrize(("plain", "shape"), LAYERS.values(), ids=LAYERS)
 def test_training_is_that_of_a_centred_input(
-    plain: nn.Module, shape: tuple[int, ...], large: bool, monkeypatch: pytest.MonkeyPatch
+    plain: nn.Module, shape: tuple[int, ...], large: bool
 ) -> None:
-    monkeypatch.setattr(centred_map, "LARGE", 0 if large else 2**22)
     layer = adopt(copy.deepcopy(plain))
     dim = -1 - len(getattr(plain, "kernel_size", ()))
     pair = nn.Sequential(gp.InputMeanNorm(4, dim=dim, **DOUBLE), copy.deepcopy(plain))
@@ -87,16 +97,12 @@ def test_centred_maps_and_their_two_derivatives(
     assert torch.autograd.gradgradcheck(found, inputs)
 
 
-def test_the_mean_of_a_large_tensor_and_its_two_derivatives(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(centred_map, "LARGE", 0)
+def test_the_mean_of_a_large_tensor_and_its_two_derivatives(all_large: None) -> None:
     x = torch.randn(5, 4, **DOUBLE, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: channel_mean(x**2, [0]), (x,))
 
 
-def test_an_in_place_relu_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(centred_map, "LARGE", 0)
+def test_an_in_place_relu_copies_nothing(all_large: None) -> None:
     x = torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last)
     z = gp.InputMeanConv2d(4, 6, 1)(x.requires_grad_())
     assert type(z.grad_fn).__name__ == "_MapBackward" and not z._is_view()
@@ -104,11 +110,8 @@ def test_an_in_place_relu_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert z.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_the_gradient_inside_and_outside_of_autocast_is_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_gradient_inside_and_outside_of_autocast_is_the_same(all_large: None) -> None:
     layer, x = gp.InputMeanLinear(4, 6), torch.randn(5, 4, requires_grad=True)
-    monkeypatch.setattr(centred_map, "LARGE", 0)
     found = []
     for inside in (False, True):
         with torch.autocast("cpu", torch.bfloat16):
@@ -122,11 +125,7 @@ def test_the_gradient_inside_and_outside_of_autocast_is_the_same(
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("large", [0, 2**22])
-def test_another_type_than_the_weights_is_refused_by_torch(
-    large: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(centred_map, "LARGE", large)
+def test_another_type_than_the_weights_is_refused_by_torch(large: bool) -> None:
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     with pytest.raises(RuntimeError, match="dtype|type"):
         gp.InputMeanLinear(4, 6)(x)
@@ -139,9 +138,7 @@ class Dropped(nn.Module):
         return F.dropout(weight, 0.5)
 
 
-@pytest.mark.parametrize("large", [0, 2**22])
-def test_a_parametrization_is_computed_once(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(centred_map, "LARGE", large)
+def test_a_parametrization_is_computed_once(large: bool) -> None:
     layer = gp.InputMeanLinear(4, 6).double()
     nn.utils.parametrize.register_parametrization(layer, "weight", Dropped(), unsafe=True)
     z = layer(torch.randn(50, 4, **DOUBLE, requires_grad=True) + 3)
@@ -149,8 +146,7 @@ def test_a_parametrization_is_computed_once(large: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
-def test_gradients_may_be_batched(kernel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(centred_map, "LARGE", 0)
+def test_gradients_may_be_batched(kernel: int, all_large: None) -> None:
     layer, x = gp.InputMeanConv2d(4, 3, kernel, **DOUBLE), torch.randn(2, 4, 4, 4, **DOUBLE)
     z = layer(x.to(memory_format=torch.channels_last).requires_grad_())
     several = torch.randn(5, *z.shape, **DOUBLE)
@@ -159,10 +155,7 @@ def test_gradients_may_be_batched(kernel: int, monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(found, torch.stack(one_by_one))
 
 
-def test_nothing_but_the_loss_is_kept_after_the_backward_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(centred_map, "LARGE", 0)
+def test_nothing_but_the_loss_is_kept_after_the_backward_pass(all_large: None) -> None:
     layer, x = gp.InputMeanLinear(4, 6), torch.randn(5, 4, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         z = layer(x)
@@ -207,9 +200,6 @@ def test_half_types_and_autocast(dtype: torch.dtype) -> None:
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected, atol=0.05, rtol=0.05)
     assert copy.deepcopy(layer).to(dtype)(x.to(dtype)).dtype == dtype
-
-
-# --- conversion ---------------------------------------------------------------------------------
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:

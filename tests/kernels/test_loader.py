@@ -26,9 +26,6 @@ def test_is_what_cpus_use() -> None:
     assert selection.KERNELS != "auto" or selection.weight_kernel(torch.zeros(1)) is native
 
 
-# --- compiling ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, and nothing loaded yet; as before when the test is over."""
@@ -125,9 +122,6 @@ def test_what_is_included_counts(cache: Path, sources: Path) -> None:
     assert len(list(cache.iterdir())) == 2
 
 
-# --- who may write what is loaded ---------------------------------------------------------------
-
-
 def test_the_cache_is_the_users_alone_whatever_the_umask(cache: Path) -> None:
     before = os.umask(0)
     try:
@@ -159,9 +153,6 @@ def test_a_file_that_others_may_write_to_is_compiled_again(cache: Path, give_awa
     assert binary().stat().st_ino != inode
 
 
-# --- in other processes -------------------------------------------------------------------------
-
-
 def start(cache: Path, **environment: str) -> subprocess.Popen:
     code = (
         "import torch; from geoparam.functional import weight;"
@@ -183,13 +174,9 @@ def test_processes_may_race(tmp_path: Path) -> None:
     assert {path.suffix for path in tmp_path.iterdir()} == {".so"}
 
 
-def test_without_a_compiler_nothing_is_said(tmp_path: Path) -> None:
-    process = start(tmp_path, GEOPARAM_KERNELS="auto", CC="/nowhere/cc")
-    out, err = process.communicate(timeout=120)
-    assert out == f"False {[[0.0, 0.0, 0.0, 1.0]] * 2}\n" and not err
-
-
-def test_asked_for_by_name_it_must_work(tmp_path: Path) -> None:
-    process = start(tmp_path, GEOPARAM_KERNELS="native", CC="/nowhere/cc")
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 1 and "/nowhere/cc" in err
+def test_without_a_compiler_only_who_asked_for_it_hears_of_it(tmp_path: Path) -> None:
+    kinds = "auto", "native"
+    auto, native = (start(tmp_path, GEOPARAM_KERNELS=kind, CC="/nowhere/cc") for kind in kinds)
+    expected = f"False {[[0.0, 0.0, 0.0, 1.0]] * 2}\n", ""
+    assert auto.communicate(timeout=120) == expected
+    assert "/nowhere/cc" in native.communicate(timeout=120)[1] and native.returncode == 1

@@ -169,9 +169,6 @@ def test_repeats_bit_for_bit_wherever_its_input_lies(kernel: Kernel) -> None:
         assert all(map(torch.equal, kernel.module.backward(b, a, r, False), expected))
 
 
-# --- C alone -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", [1, 30])
 def test_threads_do_not_change_a_bit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     latitude, r, g = kernels.random_case(rows, 300, torch.float32)
