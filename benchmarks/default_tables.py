@@ -74,8 +74,8 @@ class Sweep:
         family = line[1]
         if family in ("turn", "snippet"):
             return FIRST_TURN
-        before = "norm" if line[0].endswith("norm") else "plain"
-        return None if family == "muon" else self.best_rate((before, family))
+        before = ("norm" if line[0].endswith("norm") else "plain"), family
+        return None if family == "muon" or before not in self.lines() else self.best_rate(before)
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
