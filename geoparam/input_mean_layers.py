@@ -37,7 +37,7 @@ class InputMeanLayer(TrackedMean):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight  # once: a parametrization computes it each time
-        if self.training and not self.is_shared and self._is_in_rows(x, weight):
+        if self.training and not self.is_shared and self._uses_map_centred(x, weight):
             self._check_channels(x)
             z, mean = map_centred(x, weight, self.bias, self._geometry)
             if self.running_mean is not None:
@@ -50,11 +50,8 @@ class InputMeanLayer(TrackedMean):
         """Return w^T x + bias; convolutions pad as torch's do."""
         return self._conv_forward(x, weight, bias)  # type: ignore[operator]
 
-    def _is_in_rows(self, x: Tensor, weight: Tensor) -> bool:
-        """Return whether `map_centred` serves: for large inputs, and images in channels_last.
-
-        It is for training as it is usual, where input and weight have gradients.
-        """
+    def _uses_map_centred(self, x: Tensor, weight: Tensor) -> bool:
+        """Return whether the input is large, its layout and type fit, and all have gradients."""
         if not has_own_backward(x, weight) or not (x.requires_grad and weight.requires_grad):
             return False
         if type(self).mean is not TrackedMean.mean or x.numel() <= self.num_features:

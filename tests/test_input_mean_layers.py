@@ -27,6 +27,7 @@ LAYERS = {
     "1x1, no bias": (nn.Conv2d(4, 6, 1, bias=False, **DOUBLE), (2, 4, 7, 6)),
     "reflect": (nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect", **DOUBLE), (2, 4, 7, 6)),
     "3d": (nn.Conv3d(4, 6, 2, **DOUBLE), (2, 4, 3, 4, 3)),
+    "3d, one image of depth 1": (nn.Conv3d(4, 6, 1, **DOUBLE), (4, 1, 5, 4)),
 }
 
 

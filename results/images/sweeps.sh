@@ -40,7 +40,7 @@ plain=(
 sweep() { # NAME OPTIONS...: a fair sweep; its network is the name's first word
   local name=$1 network=${1%%-*} compile=(--compile)
   shift
-  [ "$name" = vgg6-optimizers ] && compile=()
+  [ "$name" = vgg6-optimizers ] && compile=() # its first runs were eager
   run "$name" --network "$network" "${compile[@]}" "${fair[@]}" "$@"
 }
 
