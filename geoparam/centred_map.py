@@ -78,7 +78,7 @@ def shift_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
     """
     kind = weight.device.type
     if torch.is_autocast_enabled(kind):
-        with _WithoutAutocast(kind):
+        with _without_autocast(kind):
             return shift_bias(bias, weight, mean)
     wide, width = working_type(mean), weight.shape[1]
     mean, bias = cast(mean, wide), None if bias is None else cast(bias, wide)
@@ -109,7 +109,7 @@ def map_centred(
     if not torch.is_autocast_enabled(kind):
         return _Map.apply(x, weight, bias, geometry)
     x = cast(x, torch.get_autocast_dtype(kind))
-    with _WithoutAutocast(kind):
+    with _without_autocast(kind):
         return _Map.apply(x, weight, bias, geometry)
 
 
@@ -155,7 +155,7 @@ class _Map(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         kind = grad.device.type
         if torch.is_autocast_enabled(kind):  # backward() was called inside of it
-            with _WithoutAutocast(kind):
+            with _without_autocast(kind):
                 return _Map.backward(ctx, grad, _)
         x, weight, mean, w, summed = ctx.saved_tensors
         geometry, (of_x, of_weight, *_) = ctx.geometry, ctx.needs_input_grad
@@ -190,9 +190,14 @@ class _Map(torch.autograd.Function):
 # --- helpers ------------------------------------------------------------------------------------
 
 
-class _WithoutAutocast:
-    """Turns autocast off and on, without the twenty microseconds that torch.autocast takes."""
+def _without_autocast(kind: str) -> Any:
+    """Return a context without autocast, in eager code one that takes no twenty microseconds."""
+    if torch.compiler.is_compiling():
+        return torch.autocast(kind, enabled=False)
+    return _EagerWithoutAutocast(kind)
 
+
+class _EagerWithoutAutocast:
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
