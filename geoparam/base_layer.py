@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from geoparam import sphere
-from geoparam.centred_map import shift_bias
+from geoparam.centred_map import autocast_type, shift_bias
 from geoparam.computed import as_computed
 from geoparam.coordinates import Name, Sign, coordinates_for, normalise_
 from geoparam.memory import Memory
@@ -381,5 +381,4 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Return the type autocast would give a weight, so that it can be made in it directly."""
     if isinstance(x, Proxy) or x.dtype == torch.float64:
         return None
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return autocast_type(x.device.type)

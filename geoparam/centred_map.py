@@ -54,6 +54,13 @@ def working_type(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def autocast_type(kind: str) -> torch.dtype | None:
+    """Return autocast's type on a kind of device, None where it is off. Meta tensors have none."""
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def channel_mean(x: Tensor, dims: list[int]) -> Tensor:
     """Return the mean of x over `dims`, in float32 or better.
 
@@ -77,7 +84,7 @@ def shift_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
         tensor([-26.])
     """
     kind = weight.device.type
-    if torch.is_autocast_enabled(kind):
+    if autocast_type(kind) is not None:
         with _without_autocast(kind):
             return shift_bias(bias, weight, mean)
     wide, width = working_type(mean), weight.shape[1]
@@ -106,9 +113,10 @@ def map_centred(
         ([[-2.0], [4.0]], [2.0, 4.0])
     """
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
+    dtype = autocast_type(kind)
+    if dtype is None:
         return _Map.apply(x, weight, bias, geometry)
-    x = cast(x, torch.get_autocast_dtype(kind))
+    x = cast(x, dtype)
     with _without_autocast(kind):
         return _Map.apply(x, weight, bias, geometry)
 
@@ -154,7 +162,7 @@ class _Map(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         kind = grad.device.type
-        if torch.is_autocast_enabled(kind):  # backward() was called inside of it
+        if autocast_type(kind) is not None:  # backward() was called inside of it
             with _without_autocast(kind):
                 return _Map.backward(ctx, grad, _)
         x, weight, mean, w, summed = ctx.saved_tensors

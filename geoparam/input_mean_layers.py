@@ -14,7 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam.centred_map import Geometry, has_own_backward, map_centred, shift_bias
+from geoparam.centred_map import (
+    Geometry,
+    autocast_type,
+    has_own_backward,
+    map_centred,
+    shift_bias,
+)
 from geoparam.norm import MOMENTUM, TRACKING, TrackedMean
 
 
@@ -56,7 +62,7 @@ class InputMeanLayer(TrackedMean):
             return False
         if type(self).mean is not TrackedMean.mean or x.numel() <= self.num_features:
             return False
-        if torch.is_autocast_enabled(x.device.type):
+        if autocast_type(x.device.type) is not None:
             if torch.float64 in (x.dtype, weight.dtype):
                 return False  # autocast leaves these as they are
         elif x.dtype != weight.dtype:
@@ -83,6 +89,10 @@ class InputMeanLayer(TrackedMean):
             "an adapter changes this layer's weight, and the input's mean times that change would "
             "have to be added to its bias on merging. Fold the model first (geoparam.fold_)."
         )
+
+    def __dir__(self) -> list[str]:
+        """Leave `base_layer` out: torch.jit.trace reads every attribute that is listed."""
+        return [name for name in super().__dir__() if name != "base_layer"]
 
     @torch.no_grad()
     def fold(self) -> tuple[Tensor, Tensor]:

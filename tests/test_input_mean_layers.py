@@ -12,7 +12,7 @@ import geoparam as gp
 from geoparam import centred_map
 from geoparam.centred_map import Geometry, channel_mean, map_centred, shift_bias
 from geoparam.checkpoints import fold_state_dict
-from geoparam.input_mean_layers import adopt
+from geoparam.input_mean_layers import InputMeanConv2d, adopt
 
 DOUBLE = {"dtype": torch.float64}
 LAYERS = {
@@ -333,6 +333,16 @@ def test_a_file_folds_as_the_model_does() -> None:
     assert state.keys() == folded.state_dict().keys()
     folded.load_state_dict(state)
     assert gp.verify(model, folded, x) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_layers_are_traced_by_jit_and_run_on_meta_tensors() -> None:
+    x = torch.randn(2, 3, 5, 5)
+    layer = InputMeanConv2d(3, 4, 3).eval()
+    torch.testing.assert_close(torch.jit.trace(layer, x)(x), layer(x))
+    for kind in (InputMeanConv2d, gp.GmPConv2d):
+        shapes = kind(3, 4, 3, device="meta")(x.to("meta"))
+        assert shapes.is_meta and shapes.shape == (2, 4, 3, 3)
 
 
 def test_peft_refuses_to_adapt_a_layer_whose_bias_depends_on_its_weight() -> None:
