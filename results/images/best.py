@@ -1,4 +1,4 @@
-"""Print the best setting of every method in a sweep: python3 best.py FOLDER.
+"""Print the best setting of every method in a sweep, the best method first: best.py FOLDER.
 
 Best is the highest top-1 on the training images that were kept back (--select), in the first seed.
 """
@@ -15,6 +15,6 @@ for line in (Path(sys.argv[1]) / "metrics.jsonl").read_text().splitlines():
         kept = best.setdefault(record["method"], record)
         if held_out > kept["select_top1"]:
             best[record["method"]] = record
-for record in best.values():
+for record in sorted(best.values(), key=lambda record: -record["select_top1"]):
     parts = [record["method"], record["tuned"], f"lr={record['lr']:g}"]
     print(":".join(filter(None, parts)))

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # The sweeps behind results/images: every run of one part, which goes on where it was cut off.
 #   sweeps.sh DATA OUT PART...
-#   PART: vgg6-optimizers resnet18-optimizers vgg6-fair resnet18-fair table2 table3, or best-NAME,
-#   which trains the best setting of every method in the sweep NAME with two more seeds
+#   PART: vgg6-optimizers resnet18-optimizers vgg6-fair resnet18-fair table2 table3, or
+#   best-NAME   two more seeds for the best setting of every method in the sweep NAME
+#   long-NAME   the four best of them for 18 epochs
+#   other-NAME  the four best of them on other images, in DATA: OUT still holds the sweep NAME
 # DATA holds train_data_batch_*.npz and val_data.npz. Several parts may run side by side.
 set -euo pipefail
 data=$1 out=$2
@@ -15,7 +17,7 @@ run() { # NAME OPTIONS...
 }
 
 # 10 % of the training images choose among a method's tries.
-fair=(--batch-sizes 1024 --epochs "${EPOCHS:-9}" --schedule linear --warmup 0.1 --nesterov
+fair=(--batch-sizes 1024 --schedule linear --warmup 0.1 --nesterov
   --select 0.1 --recalibrate 80 --time-to 40,45)
 optimizers=( # four tries each
   --method bn:optimizer=geometric:base=muon:rest=sgd:turn=1.8,2.6:lr=0.05,0.1
@@ -32,6 +34,14 @@ finalists=( # SGD and the best four, whose best tries of four were at the edge: 
   --method bn:optimizer=airbench:lr=0.24,0.12,0.48:rest_lr=3e-3,1e-3,1e-2
   --method bn:optimizer=angularmuown:lr=0.05,0.02,0.1:rest_lr=1e-3,3e-3,1e-2
 )
+momenta=( # four tries more for each of these: Muon with decay gained by less momentum
+  --method bn:decay=1e-3:momentum=0.8:lr=1.6,3.2 --method bn:decay=1e-3:momentum=0.95:lr=0.4,0.8
+  --method bn:optimizer=geometric:base=muon:momentum=0.8,0.6:turn=5.4,9:lr=1e-3
+  --method bn:optimizer=muon:momentum=0.8,0.6:decay=0.4:lr=0.05
+  --method bn:optimizer=muon:momentum=0.8,0.6:decay=0.1:lr=0.2
+  --method bn:optimizer=airbench:momentum=0.4,0.8:lr=0.24,0.36:rest_lr=1e-3
+  --method bn:optimizer=angularmuown:momentum=0.8,0.6:lr=0.1,0.16:rest_lr=1e-3
+)
 plain=(
   --method bn:decay=5e-4,1e-3:lr=0.4,0.8 --method wn+mbn:decay=0,5e-4:lr=0.1,0.4
   --method sp:decay=0,5e-4:lr=0.05,0.2 --method wn:decay=0,5e-4:lr=0.05,0.2
@@ -41,13 +51,19 @@ sweep() { # NAME OPTIONS...: a fair sweep; its network is the name's first word
   local name=$1 network=${1%%-*} compile=(--compile)
   shift
   [ "$name" = vgg6-optimizers ] && compile=() # its first runs were eager
-  run "$name" --network "$network" "${compile[@]}" "${fair[@]}" "$@"
+  run "$name" --network "$network" "${compile[@]}" "${fair[@]}" --epochs 9 "$@"
+}
+
+choose() { # NAME COUNT: set `best` to the best setting of each of the COUNT best methods
+  mapfile -t best < <(python3 "$(dirname "$0")/best.py" "$out/$1" | head -n "$2")
+  [ ${#best[@]} -gt 0 ] || { echo "$out/$1 has no records" >&2; exit 1; }
+  best=("${best[@]/#/--method=}")
 }
 
 for part in "$@"; do
   case $part in
     vgg6-optimizers | resnet18-optimizers)
-      sweep "$part" --seeds 1 "${finalists[@]}" "${optimizers[@]}" ;;
+      sweep "$part" --seeds 1 "${finalists[@]}" "${momenta[@]}" "${optimizers[@]}" ;;
     vgg6-fair) # IMN in the bias form
       sweep "$part" --seeds 1 "${plain[@]}" --method gmp+imn:imn=input:decay=0,5e-4:lr=0.2,0.4 \
         --method intrinsic+imn:imn=input:decay=0,5e-4:lr=0.2,0.4 ;;
@@ -55,8 +71,14 @@ for part in "$@"; do
       sweep "$part" --seeds 1 "${plain[@]}" --method gmp+imn:skip=plain:decay=0,5e-4:lr=0.2,0.4 \
         --method intrinsic+imn:skip=plain:decay=0,5e-4:lr=0.2,0.4 ;;
     best-*)
-      mapfile -t best < <(python3 "$(dirname "$0")/best.py" "$out/${part#best-}")
-      sweep "${part#best-}" --seeds 3 "${best[@]/#/--method=}" ;;
+      choose "${part#best-}" 99
+      sweep "${part#best-}" --seeds 3 "${best[@]}" ;;
+    long-*)
+      choose "${part#long-}" 4
+      sweep "${part#long-}-18" --epochs 18 --seeds "${SEEDS:-3}" "${best[@]}" ;;
+    other-*)
+      choose "${part#other-}" 4
+      sweep "${part#other-}-other" --seeds "${SEEDS:-3}" "${best[@]}" ;;
     table2) # the papers' rates and schedule, scaled to 30 epochs; IMN in the papers' border form
       for batch in 1024 256; do
         run "$part-$batch" --methods bn,gmp+imn,gmp,wn+mbn,wn+mbn:mbn=before,sp,wn,intrinsic+imn \
