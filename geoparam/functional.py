@@ -84,9 +84,6 @@ def _weight_of_shards(latitude: Any, r: Any, natural: bool, dtype: torch.dtype |
     )
 
 
-# --- the kernels --------------------------------------------------------------------------------
-
-
 def compute_weight(latitude: Tensor, r: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     """Return the weight without autograd."""
     flat, scale = _as_rows(latitude, r)
@@ -128,9 +125,6 @@ def _gradient_formula(
     return change.to(latitude.dtype), y[..., 0].to(latitude.dtype if r is None else r.dtype)
 
 
-# --- autograd -----------------------------------------------------------------------------------
-
-
 class _Weight(torch.autograd.Function):
     """Without setup_context: with it torch binds arguments for longer than a weight takes."""
 
@@ -155,9 +149,6 @@ class _Weight(torch.autograd.Function):
             compute = _weight_backward
         grad_latitude, grad_r = compute(grad, latitude, r, ctx.natural)
         return grad_latitude, None if r is None else grad_r, None, None
-
-
-# --- the ops ------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("geoparam::weight", mutates_args=())
@@ -209,9 +200,6 @@ def _weight_backward_fake(
 ) -> tuple[Tensor, Tensor]:
     like_r = latitude if r is None else r
     return latitude.new_empty(latitude.shape), like_r.new_empty(latitude.shape[:-1])
-
-
-# --- helpers ----------------------------------------------------------------------------------
 
 
 def is_eager(*tensors: Tensor | None) -> bool:

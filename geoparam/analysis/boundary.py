@@ -225,9 +225,6 @@ def displacement(lam: Tensor, later: Tensor, near: Tensor, far: Tensor) -> Tenso
     return torch.where(product < 0, other_side, same_side).sqrt()
 
 
-# --- the layer ----------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def read_units(
     layer: nn.Module,
@@ -315,9 +312,6 @@ def _evaluate_parametrizations(layer: nn.Module) -> Iterator[None]:
 
 def _at_least_float32(like: Tensor) -> torch.dtype:
     return torch.promote_types(like.dtype, torch.float32)
-
-
-# --- the norm -----------------------------------------------------------------------------------
 
 
 def _read_norm(norm: Any, units: int, centred: bool, moments: Moments | None) -> Given:

@@ -126,9 +126,6 @@ def _reversal(layer: nn.Module, delta: float) -> Tensor:
     return reach * torch.where(share < 1, touching, -u)
 
 
-# --- what is stored ---------------------------------------------------------------------------
-
-
 def read_stored(layer: nn.Module, norm: nn.Module | None = None) -> dict[str, Tensor]:
     """Return the parameters that a layer and the norm after it store, by their roles."""
     places = _find_stored(layer, norm)

@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam.analysis.reading.layer_sites import Layers, Site, find_sites, unwrap
-from geoparam.analysis.reading.pooling import MaxPool, find_pools
-from geoparam.analysis.reading.probe import observe
+from geoparam.analysis.reading.probe import MaxPool, find_pools, observe
 from geoparam.conversion.plan import Inputs
 from geoparam.trace import tensors_in
 
@@ -193,9 +192,6 @@ def _combine(prints: Sequence[Tensor]) -> Tensor:
     if len(prints) == 1:
         return prints[0]
     return fingerprints(torch.stack(list(prints), dim=1).view(torch.uint8))
-
-
-# --- reading a model ----------------------------------------------------------------------------
 
 
 class Collector:

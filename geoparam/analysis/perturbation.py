@@ -198,9 +198,6 @@ def respond(
     return _compare(before, after)
 
 
-# --- perturbed layers and bounds --------------------------------------------------------------
-
-
 class _State(NamedTuple):
     """A layer and its norm with some values, in float64, its units and their boundaries."""
 

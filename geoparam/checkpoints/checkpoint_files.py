@@ -102,9 +102,6 @@ def _take_prefix(prefix: str, entries: dict[str, Tensor]) -> tuple[dict[str, Ten
     return chosen, [f"{left} entries outside {prefix!r} are left out."] if left else []
 
 
-# --- reading ----------------------------------------------------------------------------------
-
-
 def read(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors of a checkpoint by name, without wrappers' prefixes, and notes."""
     entries: dict[str, Tensor] = {}
@@ -238,9 +235,6 @@ def _strip_wrappers(entries: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-# --- the plain model --------------------------------------------------------------------------
-
-
 def build(arch: str) -> nn.Module:
     """Build a plain model from its name, on the meta device where it can be.
 
@@ -299,9 +293,6 @@ def _find_builder(package: str, name: str) -> Callable[[], Any]:
         return getattr(importlib.import_module(package), name)
     except (ModuleNotFoundError, AttributeError, TypeError) as error:
         raise ValueError(f"--arch {package}:{name} is not there: {error}.") from error
-
-
-# --- writing ----------------------------------------------------------------------------------
 
 
 def _check_out(out: Path, checkpoint: Path, force: bool) -> None:

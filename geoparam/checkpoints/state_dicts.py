@@ -104,9 +104,6 @@ def fold_entries(
     return Folding(result, (*layers, *centred), tuple(notes))
 
 
-# --- the plain model --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Plain:
     """The plain model: shapes of its entries; modules and ties unless only a file is given."""
@@ -144,9 +141,6 @@ class Plain:
             for key, shape in self.shapes.items()
             if key.endswith("weight")
         )
-
-
-# --- layers -----------------------------------------------------------------------------------
 
 
 def layers_in(state: Mapping[str, Tensor]) -> dict[str, Parts]:
@@ -307,9 +301,6 @@ def _round(key: str, x: Tensor, dtype: torch.dtype) -> Tensor:
             f"{key!r} folds to NaN or infinite values in {dtype}: its parameters are broken."
         )
     return x
-
-
-# --- what the result must be, and what to say about it ----------------------------------------
 
 
 def _match_keys(result: dict[str, Tensor], plain: Plain) -> list[str]:

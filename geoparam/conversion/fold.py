@@ -140,9 +140,6 @@ def _find_slots(ours: dict[str, nn.Module]) -> dict[nn.Module, RemovedNorm]:
     return slots
 
 
-# --- layers -----------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def _fold_layer(
     name: str, layer: Any, factor: Tensor | None, slot: RemovedNorm | None
@@ -228,9 +225,6 @@ def _spread_over_inputs(factor: Tensor, weight: Tensor) -> Tensor:
     return rows.view(out, width, *[1] * (weight.ndim - 2)).to(weight.dtype)
 
 
-# --- r outside an activation ------------------------------------------------------------------
-
-
 def _find_factors(
     model: nn.Module, ours: dict[str, nn.Module], graph: Graph | None
 ) -> dict[str, Tensor]:
@@ -284,9 +278,6 @@ def _scale_plain_layers(model: nn.Module, factors: dict[str, Tensor]) -> None:
     for name, factor in factors.items():
         weight: Any = model.get_submodule(name).weight
         weight.mul_(_spread_over_inputs(factor, weight))
-
-
-# --- means ------------------------------------------------------------------------------------
 
 
 def _get_running_mean(name: str, norm: InputMeanNorm) -> Tensor:

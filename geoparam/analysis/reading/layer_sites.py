@@ -167,9 +167,6 @@ def check_norm(norm: nn.Module | None, layer: nn.Module) -> nn.Module | None:
     return UnknownNorm(type(norm).__name__)
 
 
-# --- what a trace says --------------------------------------------------------------------------
-
-
 def _follow(site: Site, graph: Graph, name: str, modules: Mapping[str, nn.Module]) -> Site:
     """Return the site with the norm and activation that all calls of its layer have."""
     inside = isinstance(site.layer, INSIDE_ATTENTION)

@@ -6,7 +6,6 @@ are not the units, must be noticed: such a norm becomes `UnknownNorm`, and bound
 have no distance.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -91,13 +90,6 @@ class Moments(NamedTuple):
 
     mean: Tensor
     deviation: Tensor
-
-
-def average_moments(moments: Sequence[Moments]) -> Moments:
-    """Return the average over several calls of a layer; NaN if there was none."""
-    if not moments:
-        return Moments(*torch.full((2,), torch.nan))
-    return Moments(*(torch.stack(each).mean(dim=0) for each in zip(*moments, strict=True)))
 
 
 def compute_moments(norm: Any, z: Tensor) -> Moments:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from geoparam.analysis.reading.activations import Activation, Breaks, SReLU, breaks
 from geoparam.analysis.reading.layer_sites import Site, copy_in_float64, unwrap
 from geoparam.analysis.reading.norms import has_running
-from geoparam.analysis.reading.pooling import MaxPool
-from geoparam.analysis.reading.probe import observe
+from geoparam.analysis.reading.probe import MaxPool, observe
 from geoparam.analysis.slices.plane import Plane
 from geoparam.base_layer import GmPLayer
 from geoparam.graph import Call, Graph, Node

@@ -34,8 +34,7 @@ from torch import Tensor, nn
 from geoparam.analysis.boundary import spread
 from geoparam.analysis.partition import Pattern, Patterns
 from geoparam.analysis.reading.layer_sites import Site
-from geoparam.analysis.reading.pooling import MaxPool
-from geoparam.analysis.reading.probe import observe
+from geoparam.analysis.reading.probe import MaxPool, observe
 from geoparam.analysis.slices.piecewise import Network, explain_bend
 from geoparam.analysis.slices.plane import Extent, Plane, check_plane, scale_window
 from geoparam.analysis.slices.polygons import (
@@ -134,9 +133,6 @@ def _patterns(network: Network, packed: dict[str, np.ndarray], bits: dict[str, i
         step: Pattern(torch.from_numpy(packed[name]), bits[name]) for name, step in steps.items()
     }
     return Patterns(parts, {name: (step,) for name, step in steps.items()})
-
-
-# --- the regions --------------------------------------------------------------------------------
 
 
 class _Cut(NamedTuple):
@@ -286,9 +282,6 @@ def _groups(
     step = max(1, ELEMENTS // (points * max(1, network.size)))
     for start in range(0, len(regions), step):
         yield regions[start : start + step]
-
-
-# --- the check at the end -----------------------------------------------------------------------
 
 
 def _check_affine(network: Network, regions: Sequence[Polygon]) -> None:

@@ -164,8 +164,6 @@ class BoundaryTracker:
             hook = _FirstBatch(self._see_first_batch)
             self._hook = model.register_forward_pre_hook(hook, with_kwargs=True)
 
-    # --- the user's side ----------------------------------------------------------------------
-
     def step(self) -> None:
         """Count one optimizer step, and record if it is time to."""
         self._steps += 1
@@ -214,8 +212,6 @@ class BoundaryTracker:
         if self._measurement is not None:
             self._go_on(self._measurement)
 
-    # --- the beginning ------------------------------------------------------------------------
-
     def _see_first_batch(self, args: tuple, kwargs: dict) -> None:
         hidden = torch.compiler.is_compiling() or is_tracing()  # `_begin` traces the model itself
         if self._measurement is None and not hidden:
@@ -258,8 +254,6 @@ class BoundaryTracker:
                 "only where torch.compile hides it. Give example_inputs=, or a probe."
             )
         return self._measurement
-
-    # --- records ------------------------------------------------------------------------------
 
     def _collect(self, wait: bool) -> None:
         """Put the records that have arrived into the history; `wait` for all."""
