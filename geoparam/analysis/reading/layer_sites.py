@@ -90,16 +90,22 @@ def find_sites(
     for name, (norm, activation) in (follows or {}).items():
         if name not in found:
             raise ValueError(f"follows names {name!r}; the layers are: {', '.join(found)}.")
-        site = replace(
-            found[name], norm=check_norm(norm, found[name].layer), activation=activation
-        )
-        found[name] = replace(site, calls=_calls_of_norm(site, graph, modules))
+        norm = check_norm(norm, found[name].layer)
+        found[name] = replace(found[name], norm=norm, activation=activation)
+        found[name] = replace(found[name], calls=_calls_of_norm(found[name], graph, modules))
     return _choose(found, layers)
 
 
 def took_same_steps(sites: Iterable[Site], graph: Graph) -> bool:
     """Return whether a run took the steps in which the sites were found."""
-    return all(_describe_steps(site, graph) == _describe_steps(site, site.graph) for site in sites)
+
+    def describe(site: Site, run: Graph | None) -> list[tuple[str, str | None]]:
+        calls = ((call.layer, call.norm, call.activation) for call in site.calls)
+        steps = [step for call in calls for step in call if step is not None]
+        nodes = () if run is None else run.nodes
+        return [(nodes[step].op, nodes[step].name) for step in steps if step < len(nodes)]
+
+    return all(describe(site, graph) == describe(site, site.graph) for site in sites)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -217,8 +223,11 @@ def _activation(
     found = modules.get(step.name) if step.name else None
     for call in calls:
         assert call.activation is not None
-        if "getitem" in call.path and not _has_all_units(graph, call, call.activation):
-            return None
+        if "getitem" in call.path:  # it may have left units out
+            layer, units = graph.nodes[call.layer], graph.channels_at(call, call.activation)
+            count = layer.shape[-1 if layer.channel is None else layer.channel]
+            if units is None or units.unique().numel() != count:
+                return None
         if isinstance(found, SReLU) and found.lower.numel() > 1:
             if not _has_units_in(graph, call, call.activation, found.dim % len(step.shape)):
                 return None
@@ -227,10 +236,10 @@ def _activation(
 
 def _keeps_units(site: Site, graph: Graph, call: Call) -> bool:
     """Return whether the activation's input has the units where the layer's output has them."""
-    if call.activation is None:
-        return False
-    dim = len(graph.nodes[call.activation].shape) + site.channel
-    return dim >= 0 and _has_units_in(graph, call, call.activation, dim)
+    step = call.activation
+    return step is not None and _has_units_in(
+        graph, call, step, len(graph.nodes[step].shape) + site.channel
+    )
 
 
 def _has_units_in(graph: Graph, call: Call, step: int, dim: int) -> bool:
@@ -253,14 +262,6 @@ def _has_units_in(graph: Graph, call: Call, step: int, dim: int) -> bool:
     return torch.equal(units, numbers.expand_as(units))
 
 
-def _has_all_units(graph: Graph, call: Call, step: int) -> bool:
-    """Return whether the input of `step` has all units of the layer, in any place."""
-    layer = graph.nodes[call.layer]
-    count = layer.shape[-1 if layer.channel is None else layer.channel]
-    units = graph.channels_at(call, step)
-    return units is not None and units.unique().numel() == count
-
-
 def _calls_of_norm(
     site: Site, graph: Graph | None, modules: Mapping[str, nn.Module]
 ) -> tuple[Call, ...]:
@@ -268,19 +269,10 @@ def _calls_of_norm(
     names = [name for name, module in modules.items() if module is site.norm]
     nodes = () if graph is None else graph.nodes
     steps = [index for index, node in enumerate(nodes) if node.name in names]
-    after = ([step for step in steps if step > call.layer] for call in site.calls)
     return tuple(
-        replace(call, norm=later[0] if later else None)
-        for call, later in zip(site.calls, after, strict=True)
+        replace(call, norm=next((step for step in steps if step > call.layer), None))
+        for call in site.calls
     )
-
-
-def _describe_steps(site: Site, graph: Graph | None) -> list[tuple[str, str | None]]:
-    """Return function and module name of the steps of a site's calls in a run."""
-    calls = ((call.layer, call.norm, call.activation) for call in site.calls)
-    steps = [step for call in calls for step in call if step is not None]
-    nodes = () if graph is None else graph.nodes
-    return [(nodes[step].op, nodes[step].name) for step in steps if step < len(nodes)]
 
 
 def _choose(found: dict[str, Site], layers: Layers) -> dict[str, Site]:

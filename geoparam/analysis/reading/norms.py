@@ -107,9 +107,8 @@ def compute_moments(norm: Any, z: Tensor) -> Moments:
         eps = least if norm.eps is None else norm.eps
         return Moments(z.new_zeros(()), (mean_square + eps).sqrt().mean())
     if isinstance(norm, nn.LayerNorm):
-        return Moments(
-            *(each.mean() for each in _moments_over(z, _normalised_dims(norm), norm.eps))
-        )
+        mean, deviation = _moments_over(z, _normalised_dims(norm), norm.eps)
+        return Moments(mean.mean(), deviation.mean())
     if isinstance(norm, nn.GroupNorm):
         mean, deviation = _moments_over(z.reshape(len(z), norm.num_groups, -1), (2,), norm.eps)
         width = norm.num_channels // norm.num_groups
@@ -120,9 +119,7 @@ def compute_moments(norm: Any, z: Tensor) -> Moments:
     channel = getattr(norm, "dim", 1) % z.ndim
     others = tuple(d for d in range(z.ndim) if d != channel)
     mean, deviation = _moments_over(z, others, getattr(norm, "eps", 0.0))
-    return Moments(
-        mean, torch.ones_like(deviation) if isinstance(norm, InputMeanNorm) else deviation
-    )
+    return Moments(mean, deviation.fill_(1) if isinstance(norm, InputMeanNorm) else deviation)
 
 
 def _moments_over(z: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor]:

@@ -202,7 +202,7 @@ class MaxPool:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.dims = int(node.op[-2])  # max_pool2d
-        self._ranges = lru_cache(maxsize=4)(self._find_ranges)
+        self._range = lru_cache(maxsize=12)(self._find_range)
 
     def windows(self, x: Tensor) -> Tensor:
         """Return the inputs (..., *sizes) of every window, (..., *outputs, K).
@@ -210,8 +210,10 @@ class MaxPool:
         Where a window reaches outside, or is smaller than others, its first inputs are repeated.
         """
         lead = x.ndim - self.dims
-        for d, places in enumerate(self._ranges(x.shape[lead:], x.device)):
+        sizes, device = x.shape[lead:], x.device
+        for d in range(self.dims):
             dim = lead + 2 * d  # each dimension before has become two: outputs and places
+            places = self._range(sizes, device, d)
             x = x.index_select(dim, places.flatten()).unflatten(dim, places.shape)
         places_last = [lead + 2 * d + 1 for d in range(self.dims)]
         return x.movedim(places_last, list(range(-self.dims, 0))).flatten(-self.dims)
@@ -221,11 +223,8 @@ class MaxPool:
         each = self.windows(x)
         return each.argmax(dim=-1, keepdim=True) == torch.arange(each.shape[-1], device=x.device)
 
-    def _find_ranges(self, sizes: torch.Size, device: torch.device) -> list[Tensor]:
-        """Return for each dimension the places of each output, (outputs, K)."""
-        return [self._find_range(sizes, d).to(device) for d in range(self.dims)]
-
-    def _find_range(self, sizes: torch.Size, d: int) -> Tensor:
+    def _find_range(self, sizes: torch.Size, device: torch.device, d: int) -> Tensor:
+        """Return the places of each output in one dimension, (outputs, K)."""
         n, func = sizes[d], self.node.func
         assert func is not None
         shape = [n if k == d else 1 for k in range(self.dims)]
@@ -233,7 +232,8 @@ class MaxPool:
         pooled = func(probe, *self.node.args, **self.node.kwargs)
         inside = pooled.movedim(2 + d, 1).flatten(2)[:, :, 0].t() > 0.5  # of each output
         size, rows = int(inside.sum(dim=1).max()), [row.nonzero()[:, 0] for row in inside]
-        return torch.stack([F.pad(row, (0, size - len(row)), value=int(row[0])) for row in rows])
+        rows = [F.pad(row, (0, size - len(row)), value=int(row[0])) for row in rows]
+        return torch.stack(rows).to(device)
 
 
 def find_pools(model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) -> dict[str, Site]:
