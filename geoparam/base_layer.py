@@ -267,7 +267,6 @@ class GmPLayer(nn.Module):
         """Whether zeros are padded to the centred input, so that its mean fits into no bias."""
         return False
 
-    @torch.no_grad()
     def _to_plain(self) -> Any:
         """Return the torch.nn layer that computes the same in evaluation."""
         if self.activation is not None:
@@ -275,15 +274,22 @@ class GmPLayer(nn.Module):
                 "this layer applies its own activation with r outside of it, so no standard layer "
                 "alone is the same. Fold the model, which gives Sequential(layer, activation)."
             )
-        weight, bias = self._weight(None), self._bias
-        if self.input_norm is not None:
-            if self.input_norm.running_mean is None or self._centres_borders:
-                raise ValueError(
-                    "the input's mean cannot go into a bias: it is the batch's own, or zeros are "
-                    "padded to the centred input. Use input_norm=True with running statistics."
-                )
-            bias = shift_bias(bias, weight, self.input_norm.running_mean).to(weight.dtype)
-        return self.build_plain(weight, bias)
+        mean = None if self.input_norm is None else self.input_norm.running_mean
+        if self.input_norm is not None and (mean is None or self._centres_borders):
+            raise ValueError(
+                "the input's mean cannot go into a bias: it is the batch's own, or zeros are "
+                "padded to the centred input. Use input_norm=True with running statistics."
+            )
+        return self.build_plain(*self._fold(self.r, mean))
+
+    @torch.no_grad()
+    def _fold(self, scale: Tensor | None, mean: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the plain layer's weight and bias, for a scale inside and a mean of the input."""
+        weight = self._rows(scale).view(self.weight_shape)
+        bias = self.lam if self.lam is None or scale is None else scale * self.lam
+        if mean is not None:
+            bias = shift_bias(bias, weight, mean).to(weight.dtype)
+        return weight, bias
 
     def build_plain(self, weight: Tensor, bias: Tensor | None) -> Any:
         """Return the torch.nn layer with this weight and bias, frozen and in the mode of self."""
