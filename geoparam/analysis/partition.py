@@ -142,14 +142,6 @@ class Patterns(Mapping[str, Pattern]):
         """Return in how many different regions of the network the points are."""
         return _count_distinct(_combine([fingerprints(p.packed) for p in self.parts.values()]))
 
-    def is_like(self, earlier: "Patterns") -> bool:
-        """Return whether both have the same layers, and the same bits of the same points."""
-        sizes, sizes_then = (
-            {step: part.packed.shape for step, part in each.parts.items()}
-            for each in (self, earlier)
-        )
-        return self.layers == earlier.layers and sizes == sizes_then
-
     def changes(self, earlier: "Patterns") -> Changes:
         """Return how regions changed since patterns of the same layers on the same points.
 

@@ -170,7 +170,7 @@ def check_norm(norm: nn.Module | None, layer: nn.Module) -> nn.Module | None:
     size = getattr(norm, "num_features", getattr(norm, "num_channels", units))
     if size != units:
         raise ValueError(f"the norm has {size} features and the layer {units} units.")
-    return UnknownNorm(type(norm).__name__)
+    return UnknownNorm()
 
 
 def _follow(site: Site, graph: Graph, name: str, modules: Mapping[str, nn.Module]) -> Site:
@@ -183,7 +183,7 @@ def _follow(site: Site, graph: Graph, name: str, modules: Mapping[str, nn.Module
     differ = any(norm is not norms[0] for norm in norms)
     return replace(
         site,
-        norm=UnknownNorm("the layer's calls have different norms") if differ else norms[0],
+        norm=UnknownNorm() if differ else norms[0],
         activation=_activation(graph, calls, modules),
         calls=tuple(calls),
         readable=all(_keeps_units(site, graph, call) for call in calls),
@@ -194,21 +194,20 @@ def _norm(
     site: Site, graph: Graph, call: Call, modules: Mapping[str, nn.Module]
 ) -> nn.Module | None:
     """Return the norm after one call of a layer, if its features are the layer's units."""
-    kinds = {OPS.get(step, step): step for step in call.path}
-    for kind in ("arithmetic", "average"):
-        if kind in kinds and call.activation is not None:
-            return UnknownNorm(f"{kinds[kind]} between layer and activation")
+    kinds = {OPS.get(step, step) for step in call.path}
+    if call.activation is not None and kinds & {"arithmetic", "average"}:
+        return UnknownNorm()
     if call.norm is None:
         return None
     node = graph.nodes[call.norm]
     norm = None if node.name is None else modules.get(node.name)
     if norm is None:
-        return UnknownNorm(node.op)
+        return UnknownNorm()
     rank = len(node.shape)
     dim = find_feature_dim(norm, count_units(site.layer), rank, has_positions(site.layer))
     pooled = "max" in kinds and mixes_units(norm)
     if dim is None or pooled or not _has_units_in(graph, call, call.norm, dim):
-        return UnknownNorm(f"{type(norm).__name__} whose features are not the units")
+        return UnknownNorm()
     return norm
 
 

@@ -22,13 +22,6 @@ READ = ("torch", "torchvision", "timm", "geoparam")  # whose norms compute what 
 class UnknownNorm(nn.Module):
     """Stands for what is between a layer and its activation where that is not understood."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__()
-        self.reason = reason
-
-    def extra_repr(self) -> str:
-        return self.reason
-
 
 def is_rms(norm: nn.Module) -> bool:
     """Return whether it is RMSNorm, torch's or another of that name: no mean, no offset."""

@@ -215,9 +215,11 @@ class Measurement:
 
     def _region_columns(self, patterns: Patterns) -> dict[str, Tensor]:
         earlier = self._patterns
-        if earlier is not None and not patterns.is_like(earlier):  # a router may skip a layer
+        try:
+            layers, network = patterns.changes(earlier or patterns)
+        except ValueError:  # other layers or points than before: a router may skip some
             earlier = None
-        layers, network = patterns.changes(earlier or patterns)
+            layers, network = patterns.changes(patterns)
         return {
             name: self._column({layer: change[k] for layer, change in layers.items()}, network[k])
             for k, name in enumerate(REGIONS)
