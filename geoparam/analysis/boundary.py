@@ -26,6 +26,7 @@ a layer normalises the mean of its own input (IMN), x is the centred input.
 """
 
 import functools
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -279,15 +280,11 @@ def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
     """
     if isinstance(layer, nn.MultiheadAttention):
         return layer.in_proj_weight, layer.in_proj_bias
-    used = layer.parametrizations.modules() if is_parametrized(layer) else ()
-    training = [step for step in used if step.training]
-    for step in training:
-        step.training = False
-    try:
+    with ExitStack() as after:
+        for step in layer.parametrizations.modules() if is_parametrized(layer) else ():
+            after.callback(setattr, step, "training", step.training)
+            step.training = False
         own = {name: getattr(layer, name, None) for name in ("weight", "bias")}
-    finally:
-        for step in training:
-            step.training = True
     for hook in layer._forward_pre_hooks.values():
         if isinstance(hook, WeightNorm):
             own[hook.name] = hook.compute_weight(layer)

@@ -21,6 +21,7 @@ turn a unit more than the metric where it starts says, but never more than ||eps
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -231,16 +232,14 @@ def _perturb_site(
     moments = None
     if inputs is not None and needs_batch(site.norm, batch):
         values = add_steps(site.layer, site.norm, steps)
-        held = {module.get_parameter(name): value for (module, name), value in values.items()}
-        own, attributes = {p: p.data for p in held}, dict(vars(site.layer))
-        try:
-            for parameter, value in held.items():
+        own = vars(site.layer)
+        with ExitStack() as after:
+            after.callback(own.update, own.copy())  # the older weight_norm leaves what it computed
+            for (module, name), value in values.items():
+                parameter = module.get_parameter(name)
+                after.callback(setattr, parameter, "data", parameter.data)
                 parameter.data = value
             moments = read_moments(model, inputs, {site.name: site}, batch).get(site.name)
-        finally:
-            for parameter, data in own.items():
-                parameter.data = data
-            vars(site.layer).update(attributes)  # the older weight_norm leaves what it computed
     return _perturb_state(site.layer, steps, site.norm, site.breaks, moments)
 
 

@@ -6,8 +6,8 @@ it returns one input of each window, and its regions end where another input win
 the first in the window's order wins.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any
 
@@ -76,42 +76,30 @@ def observe(
             stack.enter_context(model.register_forward_pre_hook(_train_norms))
         for site in sites.values():
             if site.own_activation and site.calls and pre_activation is not None:
-                stack.enter_context(_show_own_activation(site, pre_activation))
-        stack.enter_context(_no_autocast_cache())
+                _show_own_activation(site, pre_activation, stack)
+        # Autocast casts the weights again: its cached ones may be older than the last step.
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
         graph = trace(model, inputs, visit=visit)
         show()  # a layer whose result is not returned
     return took_same_steps(sites.values(), graph)
 
 
-@contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Let autocast cast the weights again: its cached ones may be older than the last step."""
-    kept = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(kept)
-
-
-@contextmanager
-def _show_own_activation(site: Site, see: See) -> Iterator[None]:
+def _show_own_activation(site: Site, see: See, stack: ExitStack) -> None:
     """Show the input of an activation that the layer itself applies, in the layer's step."""
     attributes, activation = vars(site.layer), site.activation
     assert callable(activation)
-    held = "activation" in attributes  # a function; a module is in _modules, behind attributes
     steps = (call.layer for call in site.calls)
 
     def show_and_activate(z: Tensor) -> Tensor:
         see(site, z.clone(), next(steps, -1))  # the activation may overwrite z
         return activation(z)
 
+    if "activation" in attributes:  # a function; a module is in _modules, behind attributes
+        stack.callback(attributes.update, activation=activation)
+    else:
+        stack.callback(attributes.pop, "activation")
     attributes["activation"] = show_and_activate
-    try:
-        yield
-    finally:
-        del attributes["activation"]
-        attributes.update({"activation": activation} if held else {})
 
 
 def read_moments(
