@@ -214,15 +214,13 @@ def _in_forward_mode() -> bool:
 def _is_plain(*tensors: Tensor | None) -> bool:
     """Return whether the elements are in memory, and no mode or tracer is active."""
     for x in tensors:
-        if x is not None and (type(x) not in (Tensor, nn.Parameter) or not _is_in_memory(x)):
+        if x is not None and type(x) not in (Tensor, nn.Parameter):
+            return False
+        # Autograd's batched gradients have no storage, and a sign may be pending.
+        if x is not None and (not torch._C._has_storage(x) or x.is_neg() or x._is_zerotensor()):
             return False
     modes = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
     return not modes and torch._C._get_tracing_state() is None
-
-
-def _is_in_memory(x: Tensor) -> bool:
-    """Return whether x has storage, unlike autograd's batched gradients, and no pending sign."""
-    return torch._C._has_storage(x) and not x.is_neg() and not x._is_zerotensor()
 
 
 def _result_type(latitude: Tensor, r: Tensor | None) -> torch.dtype:
