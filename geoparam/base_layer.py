@@ -7,7 +7,6 @@ directions to `coordinates`, the mean of the input to `norm`, the arithmetic to 
 """
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -18,10 +17,18 @@ from torch.fx import Proxy
 from geoparam import sphere
 from geoparam.centred_map import autocast_type, shift_bias
 from geoparam.computed import as_computed
-from geoparam.coordinates import Name, Sign, coordinates_for, normalise_
+from geoparam.coordinates import (
+    Init,
+    Name,
+    Sign,
+    check_finite,
+    compute_distance,
+    coordinates_for,
+    draw,
+    normalise_,
+)
 from geoparam.memory import Memory
 from geoparam.norm import InputMeanNorm
-from geoparam.parameter_values import Init, check_finite, compute_distance, draw
 from geoparam.step_hooks import watch
 
 Activation = Callable[[Tensor], Tensor]
@@ -38,12 +45,8 @@ class GmPLayer(nn.Module):
     lam, since r then stays outside. `direction` and `location` have the weight's shape. All four,
     and `theta`, are computed from the parameters. Assigning `weight` or `bias` sets the
     parameters; writing into any of the five in place raises, as it would be lost.
-
-    In version 2 of the state `input_norm=True` is the bias form; in version 1 it was the border
-    form.
     """
 
-    _version = 2
     _plain: ClassVar[type[nn.Module]]  # the torch.nn layer, and what both are built from
     _arguments: ClassVar[tuple[str, ...]]
 
@@ -81,7 +84,8 @@ class GmPLayer(nn.Module):
         norm = {"momentum": momentum, "dim": self.channel_dim, **place}
         self.input_norm = InputMeanNorm(in_channels, **norm) if input_norm else None
         self._coordinates = coordinates_for(coordinates, n)
-        stored = torch.empty(self._coordinates.shape(out, n), **place)
+        shapes = {"latitude": (out, n - 1), "unit": (out, n), "sign": (out,)}
+        stored = torch.empty(shapes[self._coordinates.name], **place)
         if isinstance(self._coordinates, Sign):
             self.register_buffer("sign", stored)
         else:
@@ -96,8 +100,6 @@ class GmPLayer(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         watch(self)  # a copy, or from a file
-
-    # --- parameters ---------------------------------------------------------------------------
 
     def reset_parameters(self) -> None:
         """Draw new parameters: `init` says how; None leaves them as they are."""
@@ -142,8 +144,6 @@ class GmPLayer(nn.Module):
     def fan_in(self) -> int:
         """The number n of inputs of one unit."""
         return math.prod(self.weight_shape[1:])
-
-    # --- views --------------------------------------------------------------------------------
 
     @property
     def theta(self) -> Tensor:
@@ -224,8 +224,6 @@ class GmPLayer(nn.Module):
     def _rows(self, scale: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         return self._coordinates.decode(self._stored, scale, self.natural, dtype)
 
-    # --- the forward pass ---------------------------------------------------------------------
-
     def forward(self, x: Tensor) -> Tensor:
         z = self._affine(x)
         if self.activation is None:
@@ -265,15 +263,10 @@ class GmPLayer(nn.Module):
         raise NotImplementedError
 
     @property
-    def _pads_zeros(self) -> bool:
-        return False
-
-    @property
     def _centres_borders(self) -> bool:
         """Whether zeros are padded to the centred input, so that its mean fits into no bias."""
-        return self.input_norm_form == "border" and self._pads_zeros
+        return False
 
-    @torch.no_grad()
     def _to_plain(self) -> Any:
         """Return the torch.nn layer that computes the same in evaluation."""
         if self.activation is not None:
@@ -281,15 +274,22 @@ class GmPLayer(nn.Module):
                 "this layer applies its own activation with r outside of it, so no standard layer "
                 "alone is the same. Fold the model, which gives Sequential(layer, activation)."
             )
-        weight, bias = self._weight(None), self._bias
-        if self.input_norm is not None:
-            if self.input_norm.running_mean is None or self._centres_borders:
-                raise ValueError(
-                    "the input's mean cannot go into a bias: it is the batch's own, or zeros are "
-                    "padded to the centred input. Use input_norm=True with running statistics."
-                )
-            bias = shift_bias(bias, weight, self.input_norm.running_mean).to(weight.dtype)
-        return self.build_plain(weight, bias)
+        mean = None if self.input_norm is None else self.input_norm.running_mean
+        if self.input_norm is not None and (mean is None or self._centres_borders):
+            raise ValueError(
+                "the input's mean cannot go into a bias: it is the batch's own, or zeros are "
+                "padded to the centred input. Use input_norm=True with running statistics."
+            )
+        return self.build_plain(*self._fold(self.r, mean))
+
+    @torch.no_grad()
+    def _fold(self, scale: Tensor | None, mean: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the plain layer's weight and bias, for a scale inside and a mean of the input."""
+        weight = self._rows(scale).view(self.weight_shape)
+        bias = self.lam if self.lam is None or scale is None else scale * self.lam
+        if mean is not None:
+            bias = shift_bias(bias, weight, mean).to(weight.dtype)
+        return weight, bias
 
     def build_plain(self, weight: Tensor, bias: Tensor | None) -> Any:
         """Return the torch.nn layer with this weight and bias, frozen and in the mode of self."""
@@ -302,8 +302,6 @@ class GmPLayer(nn.Module):
             trained = self.r if self.lam is None else self.lam
             layer.bias = nn.Parameter(bias, requires_grad=trained.requires_grad)
         return layer.train(self.training)
-
-    # --- intrinsic coordinates ----------------------------------------------------------------
 
     @torch.no_grad()
     def retract_(self) -> None:
@@ -319,13 +317,6 @@ class GmPLayer(nn.Module):
                 "computed. Prune the plain model: geoparam.fold_, prune, geoparam.convert_."
             )
         super().register_parameter(name, param)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
-    ) -> None:
-        if self.input_norm is not None and self.input_norm_form is True and self._pads_zeros:
-            _check_version(prefix.rstrip("."), local_metadata.get("version"))
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def extra_repr(self) -> str:
         text = "" if isinstance(self._coordinates, Sign) else f", coordinates={self.coordinates!r}"
@@ -361,20 +352,6 @@ def _check_assigned(name: str, value: Any, shape: tuple[int, ...]) -> None:
         raise ValueError(f"the {name} is a tensor of floating-point values; got {kind}.")
     if tuple(value.shape) != shape:
         raise ValueError(f"the {name} has shape {shape}; got {tuple(value.shape)}.")
-
-
-def _check_version(name: str, version: int | None) -> None:
-    """Refuse a state in which input_norm=True meant something else; warn if it does not tell."""
-    say = (
-        f"{name or 'the layer'} centres its input and pads zeros with input_norm=True, which was "
-        "the border form up to version 1 of the layers' state, and is the bias form now. {} "
-        "Set layer.input_norm_form = 'border' before loading for a layer that was trained with "
-        "True then, or 'bias' for one of today or of convert_ without init."
-    )
-    if version is None:
-        warnings.warn(say.format("This state dict has no version."), stacklevel=2)
-    elif version < 2:
-        raise ValueError(say.format(f"This state dict has version {version}."))
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -195,9 +195,6 @@ class _Map(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-# --- helpers ------------------------------------------------------------------------------------
-
-
 def _without_autocast(kind: str) -> Any:
     """Return a context without autocast, in eager code one that takes no twenty microseconds."""
     if torch.compiler.is_compiling():

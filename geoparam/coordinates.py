@@ -1,10 +1,11 @@
 """How a layer stores its units' directions: as latitudes, as unit vectors, or as a sign.
 
-The three objects share one vocabulary: `name` of the stored tensor, `shape` of it for n inputs,
-`encode` from rows (out, n) of any length, and `decode` to weight rows, scaled by r where it is
-given. A zero row has no direction; it gets the last axis.
+The three objects share one vocabulary: `name` of the stored tensor, `encode` from rows (out, n) of
+any length, and `decode` to weight rows, scaled by r where it is given. A zero row has no
+direction; it gets the last axis. Below them is what else a layer's parameters are computed from.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -15,6 +16,7 @@ from geoparam import functional, sphere
 __all__ = ["Coordinates", "coordinates_for"]
 
 Name = Literal["angles", "intrinsic"]
+Init = Literal["sphere", "glorot"]
 
 _SHORTEST = 1e-12  # a vector that was set to 0 stays finite
 
@@ -23,9 +25,6 @@ class Angles:
     """The papers' hyperspherical coordinates, as `latitude` (out, n - 1) = pi/2 - theta."""
 
     name = "latitude"
-
-    def shape(self, out: int, n: int) -> tuple[int, ...]:
-        return out, n - 1
 
     def encode(self, rows: Tensor) -> Tensor:
         return sphere.to_latitude(rows)
@@ -44,9 +43,6 @@ class Intrinsic:
     """
 
     name = "unit"
-
-    def shape(self, out: int, n: int) -> tuple[int, ...]:
-        return out, n
 
     def encode(self, rows: Tensor) -> Tensor:
         unit = sphere.normalise(rows)
@@ -67,9 +63,6 @@ class Sign:
     """One input: there is no angle, only a `sign` (out,), drawn once and not learned."""
 
     name = "sign"
-
-    def shape(self, out: int, n: int) -> tuple[int, ...]:
-        return (out,)
 
     def encode(self, rows: Tensor) -> Tensor:
         return torch.where(rows.squeeze(-1) < 0, -1, 1)
@@ -97,3 +90,44 @@ def coordinates_for(name: str, fan_in: int) -> Coordinates:
     if name not in known:
         raise ValueError(f"coordinates are 'angles' or 'intrinsic'; got {name!r}.")
     return Sign() if fan_in == 1 else known[name]
+
+
+def draw(out: int, n: int, init: Init, *, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Draw rows (out, n): `"sphere"`, the papers' text, or `"glorot"`, the code of their tables.
+
+    They are uniform on the unit sphere, in float64, or Glorot-uniform.
+    """
+    if init not in ("sphere", "glorot"):
+        raise ValueError(f"init is 'sphere', 'glorot' or None; got {init!r}.")
+    if init == "sphere":
+        return sphere.sample(out, n, device=device)
+    bound = math.sqrt(6 / (n + out))
+    return torch.empty(out, n, device=device, dtype=dtype).uniform_(-bound, bound)
+
+
+def compute_distance(bias: Tensor, r: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return lam = b / r in float64, if that is a number of the type it is stored in."""
+    check_finite(bias, "bias")
+    b = sphere.wide(bias.detach())
+    lost = ((r == 0) & (b != 0)).nonzero().flatten().tolist()
+    if lost:
+        raise ValueError(
+            f"rows {lost[:8]} have a zero weight and a bias: such a unit has no boundary, "
+            "and r * lam cannot hold its bias. Leave the layer standard or prune the row."
+        )
+    lam = torch.where(r == 0, 0, b / torch.where(r == 0, 1, r))
+    if not lam.to(dtype).isfinite().all():
+        raise ValueError(
+            f"a weight is so short beside its bias that lam = b / r is no {dtype}. "
+            "Leave the layer standard."
+        )
+    return lam
+
+
+def check_finite(x: Tensor, name: str) -> None:
+    """Raise where a tensor, called `name` in the error, holds NaN or infinity."""
+    if not x.isfinite().all():
+        raise ValueError(
+            f"the {name} holds NaN or infinite values, which have no direction; got "
+            f"{int((~x.isfinite()).sum())} of them. Repair or reinitialise the layer first."
+        )

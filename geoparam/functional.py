@@ -84,9 +84,6 @@ def _weight_of_shards(latitude: Any, r: Any, natural: bool, dtype: torch.dtype |
     )
 
 
-# --- the kernels --------------------------------------------------------------------------------
-
-
 def compute_weight(latitude: Tensor, r: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     """Return the weight without autograd."""
     flat, scale = _as_rows(latitude, r)
@@ -128,9 +125,6 @@ def _gradient_formula(
     return change.to(latitude.dtype), y[..., 0].to(latitude.dtype if r is None else r.dtype)
 
 
-# --- autograd -----------------------------------------------------------------------------------
-
-
 class _Weight(torch.autograd.Function):
     """Without setup_context: with it torch binds arguments for longer than a weight takes."""
 
@@ -155,9 +149,6 @@ class _Weight(torch.autograd.Function):
             compute = _weight_backward
         grad_latitude, grad_r = compute(grad, latitude, r, ctx.natural)
         return grad_latitude, None if r is None else grad_r, None, None
-
-
-# --- the ops ------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("geoparam::weight", mutates_args=())
@@ -211,9 +202,6 @@ def _weight_backward_fake(
     return latitude.new_empty(latitude.shape), like_r.new_empty(latitude.shape[:-1])
 
 
-# --- helpers ----------------------------------------------------------------------------------
-
-
 def is_eager(*tensors: Tensor | None) -> bool:
     """Return whether an autograd.Function may serve: no compiler, torch.func or forward mode."""
     return not torch.compiler.is_compiling() and not _in_forward_mode() and _is_plain(*tensors)
@@ -226,15 +214,13 @@ def _in_forward_mode() -> bool:
 def _is_plain(*tensors: Tensor | None) -> bool:
     """Return whether the elements are in memory, and no mode or tracer is active."""
     for x in tensors:
-        if x is not None and (type(x) not in (Tensor, nn.Parameter) or not _is_in_memory(x)):
+        if x is not None and type(x) not in (Tensor, nn.Parameter):
+            return False
+        # Autograd's batched gradients have no storage, and a sign may be pending.
+        if x is not None and (not torch._C._has_storage(x) or x.is_neg() or x._is_zerotensor()):
             return False
     modes = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
     return not modes and torch._C._get_tracing_state() is None
-
-
-def _is_in_memory(x: Tensor) -> bool:
-    """Return whether x has storage, unlike autograd's batched gradients, and no pending sign."""
-    return torch._C._has_storage(x) and not x.is_neg() and not x._is_zerotensor()
 
 
 def _result_type(latitude: Tensor, r: Tensor | None) -> torch.dtype:

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam.base_layer import Activation, GmPLayer, InputNorm
-from geoparam.coordinates import Name
+from geoparam.coordinates import Init, Name
 from geoparam.norm import MOMENTUM
-from geoparam.parameter_values import Init
 
 Layer = TypeVar("Layer", bound=GmPLayer)
 Conv = TypeVar("Conv", bound="_GmPConv")
@@ -167,8 +166,9 @@ class _GmPConv(GmPLayer):
             setattr(self, name, getattr(conv, name))
 
     @property
-    def _pads_zeros(self) -> bool:
-        return self.padding_mode == "zeros" and any(self._reversed_padding_repeated_twice)
+    def _centres_borders(self) -> bool:
+        pads_zeros = self.padding_mode == "zeros" and any(self._reversed_padding_repeated_twice)
+        return self.input_norm_form == "border" and pads_zeros
 
     def _map(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._plain._conv_forward(self, x, weight, bias)  # type: ignore[arg-type]

@@ -309,9 +309,6 @@ class _Recorder(TorchFunctionMode):
 @contextmanager
 def inspection_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation, no gradients, no compiling; restores flags, buffers and random state."""
-    flags = [(module, module.training) for module in model.modules()]
-    held = [module._buffers for module in model.modules()]
-    buffers = [(own, name, t) for own in held for name, t in own.items() if t is not None]
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -320,17 +317,14 @@ def inspection_mode(model: nn.Module) -> Iterator[None]:
         if "torch._dynamo" in sys.modules:  # its import takes a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         copy_once = cache(Tensor.clone)  # copies, since BatchNorm's writes count no version
-        try:
-            for module, _ in flags:  # not model.eval(), which may be made to do more
-                module.training = False
-            for own, name, tensor in buffers:
-                own[name] = copy_once(tensor)
-            yield
-        finally:
-            for module, training in flags:
-                module.training = training
-            for own, name, tensor in buffers:
-                own[name] = tensor
+        for module in model.modules():  # not model.eval(), which may be made to do more
+            stack.callback(setattr, module, "training", module.training)
+            stack.callback(module._buffers.update, module._buffers.copy())
+            module.training = False
+            module._buffers.update(
+                {k: copy_once(t) for k, t in module._buffers.items() if t is not None}
+            )
+        yield
 
 
 def _step(module: nn.Module) -> Node:

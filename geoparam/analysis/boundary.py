@@ -26,8 +26,7 @@ a layer normalises the mean of its own input (IMN), x is the centred input.
 """
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -225,9 +224,6 @@ def displacement(lam: Tensor, later: Tensor, near: Tensor, far: Tensor) -> Tenso
     return torch.where(product < 0, other_side, same_side).sqrt()
 
 
-# --- the layer ----------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def read_units(
     layer: nn.Module,
@@ -239,7 +235,7 @@ def read_units(
     given: Given
     if isinstance(layer, GmPLayer):
         r = gather(layer.r)
-        rows = layer._rows(None, _at_least_float32(r))
+        rows = layer._rows(None, torch.promote_types(r.dtype, torch.float32))
         given = {"gain" if layer.activation is None else "outer": r, "offset": layer.lam}
     else:
         rows, bias = _weight_and_bias(layer)
@@ -253,7 +249,7 @@ def read_units(
         normalised = normalised and not groups
     like = torch.empty(len(rows), dtype=dtype, device=rows.device)
     known = {name: value for name, value in given.items() if value is not None}
-    parts = {name: spread(value, like) for name, value in {**ABSENT, **known}.items()}
+    parts = {name: spread(value, like) for name, value in (ABSENT | known).items()}
     return Units(rows, Parts(**parts), normalised)
 
 
@@ -276,48 +272,28 @@ def gather(value: Tensor) -> Tensor:
 
 
 def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the weight as rows (out, n) and the bias of a layer that is not ours."""
+    """Return the weight as rows (out, n) and the bias of a layer that is not ours.
+
+    They are those of its next call: the attribute that torch's older hooks write is that of the
+    last one. Parametrizations evaluate meanwhile: in training, reading spectral_norm's weight
+    moves it.
+    """
     if isinstance(layer, nn.MultiheadAttention):
         return layer.in_proj_weight, layer.in_proj_bias
-    with _evaluate_parametrizations(layer):
-        weight, bias = _tensor(layer, "weight"), _tensor(layer, "bias")
-    return (weight.t() if is_transposed(layer) else weight.flatten(1)), bias
-
-
-def _tensor(layer: Any, name: str) -> Any:
-    """Return a layer's weight or bias as its next call has it.
-
-    The attribute that torch's older hooks write is that of the last call.
-    """
+    with ExitStack() as after:
+        for step in layer.parametrizations.modules() if is_parametrized(layer) else ():
+            after.callback(setattr, step, "training", step.training)
+            step.training = False
+        own = {name: getattr(layer, name, None) for name in ("weight", "bias")}
     for hook in layer._forward_pre_hooks.values():
-        if isinstance(hook, WeightNorm) and hook.name == name:
-            return hook.compute_weight(layer)
-        if isinstance(hook, SpectralNorm) and hook.name == name:
-            return hook.compute_weight(layer, do_power_iteration=False)
-        if isinstance(hook, BasePruningMethod) and hook._tensor_name == name:
-            return hook.apply_mask(layer)
-    return getattr(layer, name, None)
-
-
-@contextmanager
-def _evaluate_parametrizations(layer: nn.Module) -> Iterator[None]:
-    """Set parametrizations to evaluation: in training, reading spectral_norm's weight moves it."""
-    used = layer.get_submodule("parametrizations").modules() if is_parametrized(layer) else ()
-    training = [step for step in used if step.training]
-    for step in training:
-        step.training = False
-    try:
-        yield
-    finally:
-        for step in training:
-            step.training = True
-
-
-def _at_least_float32(like: Tensor) -> torch.dtype:
-    return torch.promote_types(like.dtype, torch.float32)
-
-
-# --- the norm -----------------------------------------------------------------------------------
+        if isinstance(hook, WeightNorm):
+            own[hook.name] = hook.compute_weight(layer)
+        elif isinstance(hook, SpectralNorm):
+            own[hook.name] = hook.compute_weight(layer, do_power_iteration=False)
+        elif isinstance(hook, BasePruningMethod):
+            own[hook._tensor_name] = hook.apply_mask(layer)
+    weight: Any = own["weight"]
+    return (weight.t() if is_transposed(layer) else weight.flatten(1)), own["bias"]
 
 
 def _read_norm(norm: Any, units: int, centred: bool, moments: Moments | None) -> Given:
@@ -356,7 +332,7 @@ def _centre(rows: Tensor, given: Given, groups: int) -> tuple[Tensor, Given]:
     """Subtract the mean over the units of each group, which is an affine map too."""
 
     def subtract_mean(t: Tensor) -> Tensor:
-        t = t.to(_at_least_float32(t))
+        t = t.to(torch.promote_types(t.dtype, torch.float32))
         if isinstance(gain := given.get("gain"), Tensor):
             t = gain.view(-1, *[1] * (t.ndim - 1)) * t
         t = t.unflatten(0, (groups, -1))

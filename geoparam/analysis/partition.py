@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam.analysis.reading.layer_sites import Layers, Site, find_sites, unwrap
-from geoparam.analysis.reading.pooling import MaxPool, find_pools
-from geoparam.analysis.reading.probe import observe
+from geoparam.analysis.reading.probe import MaxPool, find_pools, observe
 from geoparam.conversion.plan import Inputs
 from geoparam.trace import tensors_in
 
@@ -143,14 +142,6 @@ class Patterns(Mapping[str, Pattern]):
         """Return in how many different regions of the network the points are."""
         return _count_distinct(_combine([fingerprints(p.packed) for p in self.parts.values()]))
 
-    def is_like(self, earlier: "Patterns") -> bool:
-        """Return whether both have the same layers, and the same bits of the same points."""
-        sizes, sizes_then = (
-            {step: part.packed.shape for step, part in each.parts.items()}
-            for each in (self, earlier)
-        )
-        return self.layers == earlier.layers and sizes == sizes_then
-
     def changes(self, earlier: "Patterns") -> Changes:
         """Return how regions changed since patterns of the same layers on the same points.
 
@@ -193,9 +184,6 @@ def _combine(prints: Sequence[Tensor]) -> Tensor:
     if len(prints) == 1:
         return prints[0]
     return fingerprints(torch.stack(list(prints), dim=1).view(torch.uint8))
-
-
-# --- reading a model ----------------------------------------------------------------------------
 
 
 class Collector:

@@ -16,7 +16,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from geoparam.checkpoints.state_dicts import fold_entries, layers_in
+from geoparam.checkpoints.state_dicts import Folding, fold_entries, layers_in
 from geoparam.storage import list_few, open_zip, read_json, refuse_overwrite, replacing
 
 INDEX = "model.safetensors.index.json"
@@ -33,15 +33,6 @@ CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 DEEPEST = 8  # mappings around a state_dict
 EXPANDED = 1 << 26  # bytes to which a stored element may be repeated
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `fold_checkpoint` has done."""
-
-    layers: int
-    kept: int
-    notes: tuple[str, ...]
 
 
 def fold_checkpoint(
@@ -53,7 +44,7 @@ def fold_checkpoint(
     linear: bool = False,
     prefix: str = "",
     force: bool = False,
-) -> Report:
+) -> Folding:
     """Fold the GmP layers of a checkpoint file and write a plain safetensors file.
 
     Args:
@@ -72,22 +63,16 @@ def fold_checkpoint(
     entries, notes = read(checkpoint)
     entries, more = _take_prefix(prefix, entries)
     plain = build(arch) if arch is not None else None if like is None else read(like)[0]
-    if plain is None and not linear:
-        _refuse_unknown_shapes(entries)
-    folding = fold_entries(entries, plain)
-    write(folding.state, out)
-    kept = sum(folding.state.get(key) is x for key, x in entries.items())
-    return Report(len(folding.layers), kept, (*notes, *more, *folding.notes))
-
-
-def _refuse_unknown_shapes(entries: Mapping[str, Tensor]) -> None:
-    """Refuse layers of ours: a file has the rows of a convolution, but not its kernel's shape."""
-    if ours := [name for name, parts in layers_in(entries).items() if "theta" not in parts]:
+    ours = [name for name, parts in layers_in(entries).items() if "theta" not in parts]
+    if plain is None and not linear and ours:  # a file has rows, but not a kernel's shape
         raise ValueError(
             f"the file does not say whether {ours[0] or 'its layer'!r} is a convolution, nor the "
             "shape of a kernel. Name the plain model by --arch or --like; or say --linear, if "
             "every converted layer is an nn.Linear or nn.MultiheadAttention."
         )
+    folding = fold_entries(entries, plain)
+    write(folding.state, out)
+    return replace(folding, notes=(*notes, *more, *folding.notes))
 
 
 def _take_prefix(prefix: str, entries: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
@@ -100,9 +85,6 @@ def _take_prefix(prefix: str, entries: dict[str, Tensor]) -> tuple[dict[str, Ten
         raise ValueError(f"no entry begins with {prefix!r}; they begin with {list_few(first)}.")
     left = len(entries) - len(chosen)
     return chosen, [f"{left} entries outside {prefix!r} are left out."] if left else []
-
-
-# --- reading ----------------------------------------------------------------------------------
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], list[str]]:
@@ -238,9 +220,6 @@ def _strip_wrappers(entries: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-# --- the plain model --------------------------------------------------------------------------
-
-
 def build(arch: str) -> nn.Module:
     """Build a plain model from its name, on the meta device where it can be.
 
@@ -256,20 +235,16 @@ def build(arch: str) -> nn.Module:
         )
     make = _find_builder(package, name)
     try:
-        model = _on_meta(make)
+        try:
+            with torch.device("meta"):
+                model = make()
+        except (NotImplementedError, RuntimeError):  # it reads the values of its tensors
+            model = make()
     except (Exception, SystemExit) as error:
         raise ValueError(f"--arch {arch} fails: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"--arch {arch} gives a {type(model).__name__}, not an nn.Module.")
     return model
-
-
-def _on_meta(make: Callable[[], Any]) -> Any:
-    try:
-        with torch.device("meta"):
-            return make()
-    except (NotImplementedError, RuntimeError):  # it reads the values of its tensors
-        return make()
 
 
 def _find_builder(package: str, name: str) -> Callable[[], Any]:
@@ -299,9 +274,6 @@ def _find_builder(package: str, name: str) -> Callable[[], Any]:
         return getattr(importlib.import_module(package), name)
     except (ModuleNotFoundError, AttributeError, TypeError) as error:
         raise ValueError(f"--arch {package}:{name} is not there: {error}.") from error
-
-
-# --- writing ----------------------------------------------------------------------------------
 
 
 def _check_out(out: Path, checkpoint: Path, force: bool) -> None:

@@ -41,11 +41,12 @@ ENTRY = re.compile(rf"(?:(.*)\.)?({'|'.join((*OURS, 'theta', MEAN, COUNT))})")
 
 @dataclass(frozen=True)
 class Folding:
-    """A folded state_dict, the names of its folded layers, and what is worth knowing about it."""
+    """A folded state_dict, and what was done."""
 
     state: dict[str, Tensor]
-    layers: tuple[str, ...]
-    notes: tuple[str, ...]
+    layers: int  # folded
+    kept: int  # entries that are as they were
+    notes: tuple[str, ...]  # what is worth knowing
 
 
 def fold_state_dict(
@@ -101,10 +102,8 @@ def fold_entries(
     notes = _collect_notes(layers)
     if plain is not None:
         notes += _match_keys(result, plain)
-    return Folding(result, (*layers, *centred), tuple(notes))
-
-
-# --- the plain model --------------------------------------------------------------------------
+    kept = sum(result.get(key) is x for key, x in state.items())
+    return Folding(result, len(layers) + len(centred), kept, tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -144,9 +143,6 @@ class Plain:
             for key, shape in self.shapes.items()
             if key.endswith("weight")
         )
-
-
-# --- layers -----------------------------------------------------------------------------------
 
 
 def layers_in(state: Mapping[str, Tensor]) -> dict[str, Parts]:
@@ -309,38 +305,29 @@ def _round(key: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     return x
 
 
-# --- what the result must be, and what to say about it ----------------------------------------
-
-
 def _match_keys(result: dict[str, Tensor], plain: Plain) -> list[str]:
     """Give the result the keys of the plain model, or raise; return what was done for it."""
     for group in plain.ties:
         held = [key for key in group if key in result]
         result.update({key: result[held[0]] for key in group if held and key not in held})
     notes = []
-    unexpected = [key for key in result if key not in plain.shapes]
-    for key in unexpected:
-        if twin := _find_twin(key, result, plain):
+    for key in [key for key in result if key not in plain.shapes]:
+        x = result[key]  # files of transformers leave one of two tied matrices out
+        kept = ((k, y) for k, y in result.items() if k in plain.shapes and y.shape == x.shape)
+        if twin := next((k for k, y in kept if x.ndim > 1 and torch.equal(x, y)), None):
             notes.append(f"{key} is left out: it is tied to {twin}, which stands for both.")
             del result[key]
-    unexpected = [key for key in unexpected if key in result]
-    missing = [key for key in plain.shapes if key not in result]
-    if unexpected or missing:
-        raise ValueError(_describe_mismatch(unexpected, missing))
+    if result.keys() != plain.shapes.keys():
+        raise ValueError(_describe_mismatch(result, plain))
     other = [key for key, x in result.items() if tuple(x.shape) != plain.shapes[key]]
     if other:
         notes.append(f"not of the plain model's shape: {list_few(other)}.")
     return notes
 
 
-def _find_twin(key: str, result: dict[str, Tensor], plain: Plain) -> str | None:
-    """Return the entry that is one matrix with `key`, as files of transformers leave one out."""
-    x = result[key]
-    kept = ((k, y) for k, y in result.items() if k in plain.shapes and y.shape == x.shape)
-    return next((k for k, y in kept if x.ndim > 1 and torch.equal(x, y)), None)
-
-
-def _describe_mismatch(unexpected: list[str], missing: list[str]) -> str:
+def _describe_mismatch(result: dict[str, Tensor], plain: Plain) -> str:
+    unexpected = [key for key in result if key not in plain.shapes]
+    missing = [key for key in plain.shapes if key not in result]
     text = "the folded checkpoint does not have the keys of the plain model."
     text += f" Missing: {list_few(missing)}." if missing else ""
     text += f" Unexpected: {list_few(unexpected)}." if unexpected else ""

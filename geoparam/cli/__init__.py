@@ -62,7 +62,9 @@ def app() -> "Typer":
     application.add_typer(runs.make_application(), name="run")
     application.command()(pages.table)
     application.command()(pages.report)
-    commands.add(application)
+    application.command()(commands.fold)
+    passing = {"allow_extra_args": True, "ignore_unknown_options": True}
+    application.command(context_settings=passing)(commands.bench)
     return application
 
 

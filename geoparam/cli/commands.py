@@ -97,10 +97,3 @@ def _first_lines(folder: Path) -> dict[str, str]:
         for name, text in texts.items()
         if 'if __name__ == "__main__"' in text
     }
-
-
-def add(application: typer.Typer) -> None:
-    """Add these commands to the application."""
-    application.command()(fold)
-    passing = {"allow_extra_args": True, "ignore_unknown_options": True}
-    application.command(context_settings=passing)(bench)

@@ -24,9 +24,8 @@ from geoparam.conversion.plan import Filter, Inputs, Plan, module_name, plan
 from geoparam.conversion.replacement import Options, RemovedNorm, build_replacement
 from geoparam.conversion.surgery import replace_modules
 from geoparam.conversion.verification import check_reads, check_same_outputs, run_and_record
-from geoparam.coordinates import Name
+from geoparam.coordinates import Init, Name
 from geoparam.norm import MOMENTUM
-from geoparam.parameter_values import Init
 from geoparam.step_hooks import note_replaced
 from geoparam.trace import trace
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
-from geoparam.centred_map import shift_bias
 from geoparam.conversion.plan import Inputs
 from geoparam.conversion.replacement import RemovedNorm
 from geoparam.conversion.surgery import refuse_wrapped, replace_modules
@@ -140,9 +139,6 @@ def _find_slots(ours: dict[str, nn.Module]) -> dict[nn.Module, RemovedNorm]:
     return slots
 
 
-# --- layers -----------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def _fold_layer(
     name: str, layer: Any, factor: Tensor | None, slot: RemovedNorm | None
@@ -150,15 +146,11 @@ def _fold_layer(
     """Return the plain layer, and the norm that goes into the slot of an absorbed one."""
     before = activation = norm = None
     if isinstance(layer, GmPLayer):
-        scale, _ = _split_r(name, layer)
-        weight = layer._rows(scale).view(layer.weight_shape)
-        bias = None if layer.lam is None else layer.lam if scale is None else scale * layer.lam
         mean = None if layer.input_norm is None else _get_running_mean(name, layer.input_norm)
         if mean is not None and layer._centres_borders:
-            before = _build_subtraction(mean, len(layer.weight_shape), factor)
+            before, mean = _build_subtraction(mean, len(layer.weight_shape), factor), None
             log.info("%s: its input mean stays as a BatchNorm, %s.0, before the layer", name, name)
-        elif mean is not None:
-            bias = shift_bias(bias, weight, mean).to(weight.dtype)
+        weight, bias = layer._fold(_split_r(name, layer)[0], mean)
         activation = layer.activation and _as_module(name, layer.activation)
     else:
         is_centred = isinstance(layer, InputMeanLayer)
@@ -228,9 +220,6 @@ def _spread_over_inputs(factor: Tensor, weight: Tensor) -> Tensor:
     return rows.view(out, width, *[1] * (weight.ndim - 2)).to(weight.dtype)
 
 
-# --- r outside an activation ------------------------------------------------------------------
-
-
 def _find_factors(
     model: nn.Module, ours: dict[str, nn.Module], graph: Graph | None
 ) -> dict[str, Tensor]:
@@ -284,9 +273,6 @@ def _scale_plain_layers(model: nn.Module, factors: dict[str, Tensor]) -> None:
     for name, factor in factors.items():
         weight: Any = model.get_submodule(name).weight
         weight.mul_(_spread_over_inputs(factor, weight))
-
-
-# --- means ------------------------------------------------------------------------------------
 
 
 def _get_running_mean(name: str, norm: InputMeanNorm) -> Tensor:

@@ -17,9 +17,9 @@ from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer, InputNorm
 from geoparam.conversion.sharing import ties_and_holders
 from geoparam.conversion.surgery import refuse_wrapped
+from geoparam.coordinates import Init
 from geoparam.graph import Chain, Graph
 from geoparam.input_mean_layers import InputMeanLayer
-from geoparam.parameter_values import Init
 from geoparam.trace import output_layers, trace
 
 Filter = Callable[[nn.Module, str], bool]
@@ -126,9 +126,6 @@ def plan(
     return Plan(tuple(decisions), sum(p.numel() for p in model.parameters()), weights)
 
 
-# --- which layers -----------------------------------------------------------------------------
-
-
 def kind_of(module: nn.Module) -> str | None:
     """Return how a module is converted; a subclass only if it computes what its base does."""
     if isinstance(module, nn.MultiheadAttention):
@@ -215,9 +212,6 @@ def _reason_to_leave(
     return others and f"the output layer, tied to {others}"
 
 
-# --- what cannot be converted -----------------------------------------------------------------
-
-
 def _refuse_unready(model: nn.Module) -> None:
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise ValueError("scripted modules cannot be converted: convert before torch.jit.script.")
@@ -298,9 +292,6 @@ def _add_facts(decision: Decision, module: nn.Module) -> Decision:
         notes.append("its frozen bias moves with r: bias = r * lam, and only lam stays frozen")
     parameters = weight.numel() + (0 if bias is None else bias.numel())
     return replace(decision, notes=tuple(notes), parameters=parameters)
-
-
-# --- norms --------------------------------------------------------------------------------------
 
 
 def _decide_norm(

@@ -10,10 +10,9 @@ from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
 from geoparam.centred_map import shift_bias
 from geoparam.conversion.plan import Decision, absorb_norm, affine_of, kind_of
-from geoparam.coordinates import Name
+from geoparam.coordinates import Init, Name, draw
 from geoparam.input_mean_layers import adopt
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, as_linear, build_like
-from geoparam.parameter_values import Init, draw
 
 LAYERS: tuple[type[GmPLayer], ...] = (GmPLinear, GmPConv1d, GmPConv2d, GmPConv3d)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import geoparam as gp
 from geoparam.analysis import SReLU
 from geoparam.analysis.partition import Pattern, pack, patterns
-from geoparam.analysis.reading.pooling import MaxPool
+from geoparam.analysis.reading.probe import MaxPool
 from geoparam.trace import trace
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -17,8 +17,8 @@ from torch.nn.utils import parametrizations
 import geoparam as gp
 from geoparam import sphere
 from geoparam.analysis.boundary import boundaries
-from geoparam.analysis.perturbation.response import KINDS, Response, perturb, respond, sweep
-from geoparam.analysis.perturbation.steps import add_steps, make_steps, read_stored
+from geoparam.analysis.parameter_steps import KINDS, add_steps, make_steps, read_stored
+from geoparam.analysis.perturbation import Response, perturb, respond, sweep
 
 SIZES = (2, 3, 147, 4608)
 METHODS = ("sp", "wn", "gmp", "intrinsic")
@@ -401,7 +401,7 @@ def test_a_step_is_rounded_to_what_the_parameter_can_hold() -> None:
     layer = nn.Linear(1, 1)
     nn.init.ones_(layer.weight)
     tiny = {"direction": torch.full((1, 1), 1e-9, dtype=torch.float64)}
-    assert add_steps(layer, None, tiny)[layer]["weight"].item() == 1.0
+    assert add_steps(layer, None, tiny)[layer, "weight"].item() == 1.0
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import geoparam as gp
 from geoparam.analysis import boundaries
 from geoparam.analysis.partition import patterns
-from geoparam.analysis.reading.pooling import MaxPool
+from geoparam.analysis.reading.probe import MaxPool
 from geoparam.analysis.slices import slice as module
 from geoparam.analysis.slices.plane import Plane, check_plane, plane_through
 from geoparam.analysis.slices.slice import slice_regions

@@ -90,16 +90,22 @@ def find_sites(
     for name, (norm, activation) in (follows or {}).items():
         if name not in found:
             raise ValueError(f"follows names {name!r}; the layers are: {', '.join(found)}.")
-        site = replace(
-            found[name], norm=check_norm(norm, found[name].layer), activation=activation
-        )
-        found[name] = replace(site, calls=_calls_of_norm(site, graph, modules))
+        norm = check_norm(norm, found[name].layer)
+        found[name] = replace(found[name], norm=norm, activation=activation)
+        found[name] = replace(found[name], calls=_calls_of_norm(found[name], graph, modules))
     return _choose(found, layers)
 
 
 def took_same_steps(sites: Iterable[Site], graph: Graph) -> bool:
     """Return whether a run took the steps in which the sites were found."""
-    return all(_describe_steps(site, graph) == _describe_steps(site, site.graph) for site in sites)
+
+    def describe(site: Site, run: Graph | None) -> list[tuple[str, str | None]]:
+        calls = ((call.layer, call.norm, call.activation) for call in site.calls)
+        steps = [step for call in calls for step in call if step is not None]
+        nodes = () if run is None else run.nodes
+        return [(nodes[step].op, nodes[step].name) for step in steps if step < len(nodes)]
+
+    return all(describe(site, graph) == describe(site, site.graph) for site in sites)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -164,10 +170,7 @@ def check_norm(norm: nn.Module | None, layer: nn.Module) -> nn.Module | None:
     size = getattr(norm, "num_features", getattr(norm, "num_channels", units))
     if size != units:
         raise ValueError(f"the norm has {size} features and the layer {units} units.")
-    return UnknownNorm(type(norm).__name__)
-
-
-# --- what a trace says --------------------------------------------------------------------------
+    return UnknownNorm()
 
 
 def _follow(site: Site, graph: Graph, name: str, modules: Mapping[str, nn.Module]) -> Site:
@@ -180,7 +183,7 @@ def _follow(site: Site, graph: Graph, name: str, modules: Mapping[str, nn.Module
     differ = any(norm is not norms[0] for norm in norms)
     return replace(
         site,
-        norm=UnknownNorm("the layer's calls have different norms") if differ else norms[0],
+        norm=UnknownNorm() if differ else norms[0],
         activation=_activation(graph, calls, modules),
         calls=tuple(calls),
         readable=all(_keeps_units(site, graph, call) for call in calls),
@@ -191,21 +194,20 @@ def _norm(
     site: Site, graph: Graph, call: Call, modules: Mapping[str, nn.Module]
 ) -> nn.Module | None:
     """Return the norm after one call of a layer, if its features are the layer's units."""
-    kinds = {OPS.get(step, step): step for step in call.path}
-    for kind in ("arithmetic", "average"):
-        if kind in kinds and call.activation is not None:
-            return UnknownNorm(f"{kinds[kind]} between layer and activation")
+    kinds = {OPS.get(step, step) for step in call.path}
+    if call.activation is not None and kinds & {"arithmetic", "average"}:
+        return UnknownNorm()
     if call.norm is None:
         return None
     node = graph.nodes[call.norm]
     norm = None if node.name is None else modules.get(node.name)
     if norm is None:
-        return UnknownNorm(node.op)
+        return UnknownNorm()
     rank = len(node.shape)
     dim = find_feature_dim(norm, count_units(site.layer), rank, has_positions(site.layer))
     pooled = "max" in kinds and mixes_units(norm)
     if dim is None or pooled or not _has_units_in(graph, call, call.norm, dim):
-        return UnknownNorm(f"{type(norm).__name__} whose features are not the units")
+        return UnknownNorm()
     return norm
 
 
@@ -220,8 +222,11 @@ def _activation(
     found = modules.get(step.name) if step.name else None
     for call in calls:
         assert call.activation is not None
-        if "getitem" in call.path and not _has_all_units(graph, call, call.activation):
-            return None
+        if "getitem" in call.path:  # it may have left units out
+            layer, units = graph.nodes[call.layer], graph.channels_at(call, call.activation)
+            count = layer.shape[-1 if layer.channel is None else layer.channel]
+            if units is None or units.unique().numel() != count:
+                return None
         if isinstance(found, SReLU) and found.lower.numel() > 1:
             if not _has_units_in(graph, call, call.activation, found.dim % len(step.shape)):
                 return None
@@ -230,10 +235,10 @@ def _activation(
 
 def _keeps_units(site: Site, graph: Graph, call: Call) -> bool:
     """Return whether the activation's input has the units where the layer's output has them."""
-    if call.activation is None:
-        return False
-    dim = len(graph.nodes[call.activation].shape) + site.channel
-    return dim >= 0 and _has_units_in(graph, call, call.activation, dim)
+    step = call.activation
+    return step is not None and _has_units_in(
+        graph, call, step, len(graph.nodes[step].shape) + site.channel
+    )
 
 
 def _has_units_in(graph: Graph, call: Call, step: int, dim: int) -> bool:
@@ -256,14 +261,6 @@ def _has_units_in(graph: Graph, call: Call, step: int, dim: int) -> bool:
     return torch.equal(units, numbers.expand_as(units))
 
 
-def _has_all_units(graph: Graph, call: Call, step: int) -> bool:
-    """Return whether the input of `step` has all units of the layer, in any place."""
-    layer = graph.nodes[call.layer]
-    count = layer.shape[-1 if layer.channel is None else layer.channel]
-    units = graph.channels_at(call, step)
-    return units is not None and units.unique().numel() == count
-
-
 def _calls_of_norm(
     site: Site, graph: Graph | None, modules: Mapping[str, nn.Module]
 ) -> tuple[Call, ...]:
@@ -271,19 +268,10 @@ def _calls_of_norm(
     names = [name for name, module in modules.items() if module is site.norm]
     nodes = () if graph is None else graph.nodes
     steps = [index for index, node in enumerate(nodes) if node.name in names]
-    after = ([step for step in steps if step > call.layer] for call in site.calls)
     return tuple(
-        replace(call, norm=later[0] if later else None)
-        for call, later in zip(site.calls, after, strict=True)
+        replace(call, norm=next((step for step in steps if step > call.layer), None))
+        for call in site.calls
     )
-
-
-def _describe_steps(site: Site, graph: Graph | None) -> list[tuple[str, str | None]]:
-    """Return function and module name of the steps of a site's calls in a run."""
-    calls = ((call.layer, call.norm, call.activation) for call in site.calls)
-    steps = [step for call in calls for step in call if step is not None]
-    nodes = () if graph is None else graph.nodes
-    return [(nodes[step].op, nodes[step].name) for step in steps if step < len(nodes)]
 
 
 def _choose(found: dict[str, Site], layers: Layers) -> dict[str, Site]:

@@ -6,7 +6,6 @@ are not the units, must be noticed: such a norm becomes `UnknownNorm`, and bound
 have no distance.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +21,6 @@ READ = ("torch", "torchvision", "timm", "geoparam")  # whose norms compute what 
 
 class UnknownNorm(nn.Module):
     """Stands for what is between a layer and its activation where that is not understood."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__()
-        self.reason = reason
-
-    def extra_repr(self) -> str:
-        return self.reason
 
 
 def is_rms(norm: nn.Module) -> bool:
@@ -93,13 +85,6 @@ class Moments(NamedTuple):
     deviation: Tensor
 
 
-def average_moments(moments: Sequence[Moments]) -> Moments:
-    """Return the average over several calls of a layer; NaN if there was none."""
-    if not moments:
-        return Moments(*torch.full((2,), torch.nan))
-    return Moments(*(torch.stack(each).mean(dim=0) for each in zip(*moments, strict=True)))
-
-
 def compute_moments(norm: Any, z: Tensor) -> Moments:
     """Return mean and deviation that `norm` takes from its input `z`, averaged over the batch.
 
@@ -115,9 +100,8 @@ def compute_moments(norm: Any, z: Tensor) -> Moments:
         eps = least if norm.eps is None else norm.eps
         return Moments(z.new_zeros(()), (mean_square + eps).sqrt().mean())
     if isinstance(norm, nn.LayerNorm):
-        return Moments(
-            *(each.mean() for each in _moments_over(z, _normalised_dims(norm), norm.eps))
-        )
+        mean, deviation = _moments_over(z, _normalised_dims(norm), norm.eps)
+        return Moments(mean.mean(), deviation.mean())
     if isinstance(norm, nn.GroupNorm):
         mean, deviation = _moments_over(z.reshape(len(z), norm.num_groups, -1), (2,), norm.eps)
         width = norm.num_channels // norm.num_groups
@@ -128,9 +112,7 @@ def compute_moments(norm: Any, z: Tensor) -> Moments:
     channel = getattr(norm, "dim", 1) % z.ndim
     others = tuple(d for d in range(z.ndim) if d != channel)
     mean, deviation = _moments_over(z, others, getattr(norm, "eps", 0.0))
-    return Moments(
-        mean, torch.ones_like(deviation) if isinstance(norm, InputMeanNorm) else deviation
-    )
+    return Moments(mean, deviation.fill_(1) if isinstance(norm, InputMeanNorm) else deviation)
 
 
 def _moments_over(z: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,14 @@
-"""Run a model on a probe batch and see the inputs of its layers, norms and activations.
+"""Run a model on a probe batch and see the inputs of its layers, norms, activations, max pools.
 
 The run is in evaluation mode and leaves the model as it was. A pre-activation is seen before its
-activation may overwrite it; after a residual sum, it is the sum.
+activation may overwrite it; after a residual sum, it is the sum. A max pool is piecewise linear:
+it returns one input of each window, and its regions end where another input wins. Of equal inputs
+the first in the window's order wins.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,15 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam.analysis.reading.layer_sites import Site, took_same_steps
-from geoparam.analysis.reading.norms import (
-    Moments,
-    average_moments,
-    compute_moments,
-    has_running,
-    needs_batch,
-)
+from geoparam.analysis.reading.norms import Moments, compute_moments, has_running, needs_batch
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs
+from geoparam.graph import Call, Graph, Node
 from geoparam.norm import TrackedMean
 from geoparam.trace import trace
 
@@ -75,45 +73,33 @@ def observe(
 
     with ExitStack() as stack:
         if training:
-            stack.enter_context(_use_batch(model))
+            stack.enter_context(model.register_forward_pre_hook(_train_norms))
         for site in sites.values():
             if site.own_activation and site.calls and pre_activation is not None:
-                stack.enter_context(_show_own_activation(site, pre_activation))
-        stack.enter_context(_no_autocast_cache())
+                _show_own_activation(site, pre_activation, stack)
+        # Autocast casts the weights again: its cached ones may be older than the last step.
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
         graph = trace(model, inputs, visit=visit)
         show()  # a layer whose result is not returned
     return took_same_steps(sites.values(), graph)
 
 
-@contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Let autocast cast the weights again: its cached ones may be older than the last step."""
-    kept = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(kept)
-
-
-@contextmanager
-def _show_own_activation(site: Site, see: See) -> Iterator[None]:
+def _show_own_activation(site: Site, see: See, stack: ExitStack) -> None:
     """Show the input of an activation that the layer itself applies, in the layer's step."""
     attributes, activation = vars(site.layer), site.activation
     assert callable(activation)
-    held = "activation" in attributes  # a function; a module is in _modules, behind attributes
     steps = (call.layer for call in site.calls)
 
     def show_and_activate(z: Tensor) -> Tensor:
         see(site, z.clone(), next(steps, -1))  # the activation may overwrite z
         return activation(z)
 
+    if "activation" in attributes:  # a function; a module is in _modules, behind attributes
+        stack.callback(attributes.update, activation=activation)
+    else:
+        stack.callback(attributes.pop, "activation")
     attributes["activation"] = show_and_activate
-    try:
-        yield
-    finally:
-        del attributes["activation"]
-        attributes.update({"activation": activation} if held else {})
 
 
 def read_moments(
@@ -144,24 +130,19 @@ def average_seen(
     Running statistics do not replace those of a batch: norms that have them, and did not run, get
     NaN. The other norms that did not run are left out.
     """
+    unknown = [Moments(*torch.full((2,), torch.nan))]
     return {
-        name: average_moments(each)
+        name: Moments(*(torch.stack(t).mean(dim=0) for t in zip(*(each or unknown), strict=True)))
         for name, each in seen.items()
         if each or has_running(sites[name].norm)
     }
 
 
-@contextmanager
-def _use_batch(model: nn.Module) -> Iterator[None]:
+def _train_norms(model: nn.Module, _: object) -> None:
     """Let norms with running statistics use the batch's in a trace, which restores the norms."""
-
-    def train_norms(*_: object) -> None:
-        for module in model.modules():
-            if has_running(module):
-                module.training = True
-
-    with model.register_forward_pre_hook(train_norms):
-        yield
+    for module in model.modules():
+        if has_running(module):
+            module.training = True
 
 
 def compute_input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
@@ -197,3 +178,81 @@ def _input_mean(layer: nn.Module, x: Tensor) -> Tensor | None:
         return None
     mean = norm.mean(x) if norm.running_mean is None else norm.running_mean
     return mean.view(-1, *[1] * len(getattr(layer, "kernel_size", ())))
+
+
+class MaxPool:
+    """The windows of one step of a trace that is a max pool, or an adaptive one.
+
+    A window is a product of ranges of positions, one for each pooled dimension. They are found by
+    calling the step on images that are 1 at one position of a dimension and 0 elsewhere.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.dims = int(node.op[-2])  # max_pool2d
+        self._range = lru_cache(maxsize=12)(self._find_range)
+
+    def windows(self, x: Tensor) -> Tensor:
+        """Return the inputs (..., *sizes) of every window, (..., *outputs, K).
+
+        Where a window reaches outside, or is smaller than others, its first inputs are repeated.
+        """
+        lead = x.ndim - self.dims
+        sizes, device = x.shape[lead:], x.device
+        for d in range(self.dims):
+            dim = lead + 2 * d  # each dimension before has become two: outputs and places
+            places = self._range(sizes, device, d)
+            x = x.index_select(dim, places.flatten()).unflatten(dim, places.shape)
+        places_last = [lead + 2 * d + 1 for d in range(self.dims)]
+        return x.movedim(places_last, list(range(-self.dims, 0))).flatten(-self.dims)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return which input of each window wins, as a bool for each place."""
+        each = self.windows(x)
+        return each.argmax(dim=-1, keepdim=True) == torch.arange(each.shape[-1], device=x.device)
+
+    def _find_range(self, sizes: torch.Size, device: torch.device, d: int) -> Tensor:
+        """Return the places of each output in one dimension, (outputs, K)."""
+        n, func = sizes[d], self.node.func
+        assert func is not None
+        shape = [n if k == d else 1 for k in range(self.dims)]
+        probe = torch.eye(n, device="cpu").view(n, 1, *shape).expand(n, 1, *sizes).contiguous()
+        pooled = func(probe, *self.node.args, **self.node.kwargs)
+        inside = pooled.movedim(2 + d, 1).flatten(2)[:, :, 0].t() > 0.5  # of each output
+        size, rows = int(inside.sum(dim=1).max()), [row.nonzero()[:, 0] for row in inside]
+        rows = [F.pad(row, (0, size - len(row)), value=int(row[0])) for row in rows]
+        return torch.stack(rows).to(device)
+
+
+def find_pools(model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) -> dict[str, Site]:
+    """Run the model and return its max pools as sites, so that `observe` can read their inputs.
+
+    A pool has the name of the layer before it; if there is none, that of its function. Pools after
+    layers outside of `sites`, and calls that pass their input by keyword, are left out.
+    """
+    graph = trace(model, inputs)
+    layers = {call.layer: site.name for site in sites.values() for call in site.calls}
+    found = {}
+    for step, node in enumerate(graph.nodes):
+        if node.kind != "max" or node.func is None:
+            continue
+        before = _layer_before(graph, step)
+        if before is None or before in layers:
+            name = node.op if before is None else layers[before]
+            calls = (Call(-1, None, step, ()),)
+            found[f"{step} {name}"] = Site(
+                name, nn.Identity(), activation=MaxPool(node), calls=calls, graph=graph
+            )
+    return found
+
+
+def _layer_before(graph: Graph, step: int) -> int | None:
+    """Return the nearest layer that a step's input comes from; of several, the last one."""
+    todo = list(graph.nodes[step].inputs)
+    while todo:
+        here = max(todo)
+        if graph.nodes[here].kind == "layer":
+            return here
+        todo.remove(here)
+        todo += [source for source in graph.nodes[here].inputs if source not in todo]
+    return None

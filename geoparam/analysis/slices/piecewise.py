@@ -14,11 +14,10 @@ import torch
 import torch.autograd.forward_ad as forward_mode
 from torch import Tensor, nn
 
-from geoparam.analysis.reading.activations import Activation, Breaks, SReLU, breaks
+from geoparam.analysis.reading.activations import Activation, SReLU, breaks
 from geoparam.analysis.reading.layer_sites import Site, copy_in_float64, unwrap
 from geoparam.analysis.reading.norms import has_running
-from geoparam.analysis.reading.pooling import MaxPool
-from geoparam.analysis.reading.probe import observe
+from geoparam.analysis.reading.probe import MaxPool, observe
 from geoparam.analysis.slices.plane import Plane
 from geoparam.base_layer import GmPLayer
 from geoparam.graph import Call, Graph, Node
@@ -46,19 +45,11 @@ class Network:
         self.sites = find_activations(self.model, self.graph)
         self.size = sum(math.prod(node.shape) for node in self.graph.nodes) // 2
 
-    def step(self, site: Site) -> int:
-        """Return the number of a site's activation in the graph."""
-        call = site.calls[0]
-        return call.layer if call.activation is None else call.activation
-
     def units(self, site: Site) -> int:
         """Return the number of pre-activations per example; of a max pool, of its outputs."""
-        return math.prod(self.graph.nodes[self.step(site)].shape[1:])
-
-    def breaks(self, site: Site) -> Breaks:
-        """Return the breakpoints of a site, which `find_activations` has checked."""
-        assert site.breaks is not None
-        return site.breaks
+        call = site.calls[0]
+        step = call.layer if call.activation is None else call.activation
+        return math.prod(self.graph.nodes[step].shape[1:])
 
     def compute_jets(self, site: Site, points: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return the pre-activations at points, (N, ...), and their slopes, (2, N, ...).

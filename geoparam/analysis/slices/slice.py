@@ -32,10 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from geoparam.analysis.boundary import spread
-from geoparam.analysis.partition import Pattern, Patterns
+from geoparam.analysis.partition import Collector, Pattern, Patterns
 from geoparam.analysis.reading.layer_sites import Site
-from geoparam.analysis.reading.pooling import MaxPool
-from geoparam.analysis.reading.probe import observe
+from geoparam.analysis.reading.probe import MaxPool, observe
 from geoparam.analysis.slices.piecewise import Network, explain_bend
 from geoparam.analysis.slices.plane import Extent, Plane, check_plane, scale_window
 from geoparam.analysis.slices.polygons import (
@@ -110,63 +109,39 @@ def slice_regions(
     unit_plane, middle, half = scale_window(plane)
     network = Network(model, unit_plane)
     regions: list[Polygon] = [np.array([[-1.0, -1.0], [1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]])]
-    packed: dict[str, np.ndarray] = {}
-    segments, units, bits = {}, {}, {}
+    segments, units = {}, {}
     for name, site in network.sites.items():
-        cuts = _cut_regions(network, site, regions, max_regions)
-        whole = np.repeat(np.arange(len(cuts)), [len(cut.polygons) for cut in cuts])
-        regions = [piece for cut in cuts for piece in cut.polygons]
-        packed = {earlier: rows[whole] for earlier, rows in packed.items()}
-        packed[name], bits[name] = np.concatenate([cut.packed for cut in cuts]), cuts[0].bits
-        ends = np.array([end for cut in cuts for end in cut.ends]).reshape(-1, 2, 2)
-        segments[name] = middle + half * ends
-        lines = np.array([line for cut in cuts for line in cut.lines], dtype=int)
-        units[name] = lines % network.units(site)
-    _check_affine(network, regions)
+        cut = _cut_regions(network, site, regions, max_regions)
+        regions = cut.polygons
+        segments[name] = middle + half * np.array(cut.ends).reshape(-1, 2, 2)
+        units[name] = np.array(cut.lines, dtype=int) % network.units(site)
+    patterns = _read_patterns(network, regions)
     areas = np.array([area(region) for region in regions]) * half.prod()
     polygons = [middle + half * region for region in regions]
-    return Slice(plane, polygons, areas, _patterns(network, packed, bits), segments, units)
-
-
-def _patterns(network: Network, packed: dict[str, np.ndarray], bits: dict[str, int]) -> Patterns:
-    steps = {name: network.step(site) for name, site in network.sites.items()}
-    parts = {
-        step: Pattern(torch.from_numpy(packed[name]), bits[name]) for name, step in steps.items()
-    }
-    return Patterns(parts, {name: (step,) for name, step in steps.items()})
-
-
-# --- the regions --------------------------------------------------------------------------------
+    return Slice(plane, polygons, areas, patterns, segments, units)
 
 
 class _Cut(NamedTuple):
-    """One region cut along the boundaries of an activation, or where a pool's winners change."""
+    """Regions cut along the boundaries of an activation, or where a pool's winners change."""
 
     polygons: list[Polygon]  # the pieces
-    packed: np.ndarray  # the bits of each piece, every breakpoint in whole bytes
-    bits: int  # how many bits of a row are in use
     ends: list[np.ndarray]  # both ends of the pieces of the boundaries, (2, 2) each
     lines: list[int]  # the number of the line of each, or of the pool's output
 
 
-def _cut_regions(
-    network: Network, site: Site, regions: Sequence[Polygon], limit: int
-) -> list[_Cut]:
+def _cut_regions(network: Network, site: Site, regions: Sequence[Polygon], limit: int) -> _Cut:
     """Cut every region; raise ValueError if there are more than `limit` pieces."""
     pool = isinstance(site.activation, MaxPool)
-    levels = 1 if pool else len(network.breaks(site).points)
     find, cut = (_inputs, _cut_at_winners) if pool else (_lines, _cut_along_lines)
-    found: list[_Cut] = []
-    count = 0
+    found = _Cut([], [], [])
     for group in _groups(network, regions, points=2):
         points = np.stack([region.mean(axis=0) for region in group])
         for region, normal, offset in zip(group, *find(network, site, points), strict=True):
-            pieces, sides, ends, lines = cut(region, normal, offset)
-            sides = sides.reshape(len(pieces), levels, -1)
-            packed = np.packbits(sides, axis=2).reshape(len(pieces), -1)
-            found.append(_Cut(pieces, packed, sides[0].size, ends, lines))
-            count += len(pieces)
-            if count > limit:
+            pieces, ends, lines = cut(region, normal, offset)
+            found.polygons.extend(pieces)
+            found.ends.extend(ends)
+            found.lines.extend(lines)
+            if len(found.polygons) > limit:
                 raise ValueError(
                     "the window has more regions than `max_regions`. Take a smaller window or "
                     "a smaller network, or allow more."
@@ -174,10 +149,7 @@ def _cut_regions(
     return found
 
 
-Pieces = tuple[list[Polygon], np.ndarray, list[np.ndarray], list[int]]  # with sides, ends, lines
-
-
-def _cut_along_lines(region: Polygon, normal: np.ndarray, offset: np.ndarray) -> Pieces:
+def _cut_along_lines(region: Polygon, normal: np.ndarray, offset: np.ndarray) -> _Cut:
     """Cut one region along the lines with normals (L, 2) and offsets (L,)."""
     heights = region @ normal.T + offset
     crosses = (heights.min(axis=0) < -ON_LINE) & (heights.max(axis=0) > ON_LINE)
@@ -186,15 +158,14 @@ def _cut_along_lines(region: Polygon, normal: np.ndarray, offset: np.ndarray) ->
     for line in lines:
         halves = [split(piece, normal[line], offset[line]) for piece in pieces]
         pieces = [half for both in halves for half in both]
-    ends = [chord(region, normal[line], offset[line]) for line in lines]
-    inner = np.stack([piece.mean(axis=0) for piece in pieces])
-    return pieces, inner @ normal.T + offset > 0, ends, lines
+    return _Cut(pieces, [chord(region, normal[line], offset[line]) for line in lines], lines)
 
 
-def _cut_at_winners(region: Polygon, slope: np.ndarray, value: np.ndarray) -> Pieces:
+def _cut_at_winners(region: Polygon, slope: np.ndarray, value: np.ndarray) -> _Cut:
     """Cut one region where inputs value + slope^T (a, b), (O, K), win in another order."""
     rounding = CONSTANT * (np.abs(value).max() + np.abs(slope).max())
-    first = _winners(region.mean(axis=0), slope, value, rounding)
+    heights = slope @ region.mean(axis=0) + value
+    first = (heights >= heights.max(axis=1, keepdims=True) - rounding).argmax(axis=1)
     lead = np.take_along_axis(value, first[:, None], 1) - value  # of the winner inside
     rise = np.take_along_axis(slope, first[:, None, None], 1) - slope
     ahead = np.einsum("okd,pd->pok", rise, region) + lead
@@ -213,16 +184,7 @@ def _cut_at_winners(region: Polygon, slope: np.ndarray, value: np.ndarray) -> Pi
             side = side_on(cells[k], normal[j], offset[j])
             ends += side
             outputs += [output] * len(side)
-    inner = [_winners(piece.mean(axis=0), slope, value, rounding) for piece in pieces]
-    return pieces, np.stack(inner)[:, :, None] == np.array(places), ends, outputs
-
-
-def _winners(
-    point: np.ndarray, slope: np.ndarray, value: np.ndarray, rounding: float
-) -> np.ndarray:
-    """Return which input of each window wins at a point; the first of those that are equal."""
-    heights = slope @ point + value
-    return (heights >= heights.max(axis=1, keepdims=True) - rounding).argmax(axis=1)
+    return _Cut(pieces, ends, outputs)
 
 
 def _duels(
@@ -263,19 +225,18 @@ def _lines(network: Network, site: Site, points: np.ndarray) -> tuple[np.ndarray
     normal = gradient / length[:, :, None]
     normal[constant] = 0
     offsets = []
-    for level in _levels(network, site, z[0]):
+    for level in _levels(site, z[0]):
         offset = (value - level) / length - np.einsum("pud,pd->pu", normal, points)
         side = np.where(value - level > rounding, np.inf, -np.inf)  # a constant meets no line
         offsets.append(np.where(constant, side, offset))
     return np.tile(normal, (1, len(offsets), 1)), np.concatenate(offsets, axis=1)
 
 
-def _levels(network: Network, site: Site, z: Tensor) -> np.ndarray:
+def _levels(site: Site, z: Tensor) -> np.ndarray:
     """Return the breakpoints (K, units) of one example's pre-activations."""
     like = z.movedim(site.channel, -1)
-    levels = [
-        spread(point, like).movedim(-1, site.channel) for point in network.breaks(site).points
-    ]
+    assert site.breaks is not None  # `find_activations` has checked it
+    levels = [spread(point, like).movedim(-1, site.channel) for point in site.breaks.points]
     return torch.stack(levels).flatten(1).numpy()
 
 
@@ -288,34 +249,38 @@ def _groups(
         yield regions[start : start + step]
 
 
-# --- the check at the end -----------------------------------------------------------------------
-
-
-def _check_affine(network: Network, regions: Sequence[Polygon]) -> None:
-    """Refuse a network that is not affine on each of the regions.
+def _read_patterns(network: Network, regions: Sequence[Polygon]) -> Patterns:
+    """Return the patterns of the regions; refuse a network that is not affine on each of them.
 
     An affine function's value at a weighted mean of points is that mean of its values. The points
     are just inside each corner, so that a kink separates some of them. The weights are random, so
     that no symmetry hides a product of two coordinates.
     """
-    random = np.random.default_rng(0)
+    random, found = np.random.default_rng(0), []
     for group in _groups(network, regions, points=8):
         weights = [random.uniform(0.5, 1.5, len(region)) for region in group]
         weights = [each / each.sum() for each in weights]
         points = [0.01 * region.mean(axis=0) + 0.99 * region for region in group]
         means = [each @ corners for each, corners in zip(weights, points, strict=True)]
         owner = np.repeat(np.arange(len(group)), [len(region) for region in group])
-        _check_means(
-            network, np.stack(means), np.concatenate(points), np.concatenate(weights), owner
-        )
+        each = np.stack(means), np.concatenate(points), np.concatenate(weights)
+        found.append(_read_means(network, *each, owner))
+    parts = {
+        step: Pattern(torch.cat([each.parts[step].packed for each in found]), part.bits)
+        for step, part in found[0].parts.items()
+    }
+    return Patterns(parts, found[0].layers)
 
 
-def _check_means(
+def _read_means(
     network: Network, means: np.ndarray, points: np.ndarray, weights: np.ndarray, owner: np.ndarray
-) -> None:
-    """Compare pre-activations and output at means (M, 2) with weighted sums over points (N, 2)."""
+) -> Patterns:
+    """Compare pre-activations and output at means (M, 2) with weighted sums over points (N, 2).
+
+    Return the patterns at the means.
+    """
     count, total = len(means), len(means) + len(points)
-    so_far = 0.0
+    collector, so_far = Collector(torch.from_numpy(means)), 0.0
 
     def check(values: Tensor, step: int) -> None:
         nonlocal so_far
@@ -334,6 +299,13 @@ def _check_means(
             if output.is_floating_point() and output.shape[:1] == (total,):
                 check(output, len(network.graph.nodes) - 1)
 
+    def see(site: Site, z: Tensor, step: int) -> None:
+        check(z, step)
+        collector(site, z[:count], step)
+
     with network.model.register_forward_hook(check_output):
         inputs = network.plane.at(np.concatenate([means, points]))
-        observe(network.model, inputs, network.sites, lambda _, z, step: check(z, step))
+        observe(network.model, inputs, network.sites, see)
+    patterns = collector.patterns()
+    assert patterns is not None  # each site has breakpoints, or is a max pool
+    return patterns

@@ -32,8 +32,8 @@ class GrowingArray:
     ) -> None:
         self.dtype = dtype
         self.path = None if path is None else Path(path)
-        self._parts: list[np.ndarray] = []
-        self._length = 0
+        self._parts = [np.empty(0, dtype)]
+        self._length = self._header_size = 0
         if self.path is None:
             return
         if self.path.exists() and not resume:
@@ -41,10 +41,15 @@ class GrowingArray:
                 f"{self.path} exists. Go on with it by resume=True, or give another."
             )
         if self.path.exists() and self.path.stat().st_size:  # else killed before the header
-            self._parts = [self._read()]
-            self._length = len(self._parts[0])
+            self._parts = [np.load(self.path, max_header_size=HEADER)]
+            if self.rows.dtype != dtype:
+                raise ValueError(
+                    f"{self.path} is of another model or other options: it does not hold the "
+                    f"columns {dtype.names}. Give another file."
+                )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._write_header(len(self))
+        self.path.touch()
+        self.truncate(len(self.rows))
 
     def __len__(self) -> int:
         return self._length
@@ -52,18 +57,13 @@ class GrowingArray:
     @property
     def rows(self) -> np.ndarray:
         """All rows, (length,)."""
-        if len(self._parts) != 1:
-            self._parts = [np.concatenate([np.empty(0, self.dtype), *self._parts])]
+        if len(self._parts) > 1:
+            self._parts = [np.concatenate(self._parts)]
         return self._parts[0]
 
     def append(self, rows: np.ndarray) -> None:
         """Add rows at the end, in the file first."""
-        if self.path is not None:
-            with self.path.open("r+b") as file:
-                file.seek(self._header_size + len(self) * self.dtype.itemsize)
-                file.write(rows.tobytes())
-                file.truncate()
-            self._write_header(len(self) + len(rows))
+        self._write(rows)
         self._parts.append(rows)
         self._length += len(rows)
 
@@ -71,29 +71,22 @@ class GrowingArray:
         """Forget the rows from `length` on."""
         self._parts = [self.rows[:length].copy()]
         self._length = len(self._parts[0])
-        if self.path is not None:
-            self._write_header(length)
+        self._write(self._parts[0][:0])
 
-    def _write_header(self, length: int) -> None:
-        assert self.path is not None
-        header = {
-            "descr": np.lib.format.dtype_to_descr(self.dtype),
-            "fortran_order": False,
-            "shape": (length,),
-        }
-        with self.path.open("r+b" if self.path.exists() else "w+b") as file:
+    def _write(self, rows: np.ndarray) -> None:
+        """Write rows after those that count, and then, in the header, how many count now."""
+        if self.path is None:
+            return
+        header: dict = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False}
+        with self.path.open("r+b") as file:
+            if len(rows):
+                file.seek(self._header_size + len(self) * self.dtype.itemsize)
+                file.write(rows.tobytes())
+                file.truncate()
+                file.seek(0)  # which writes what is in the buffer
+            header["shape"] = (len(self) + len(rows),)
             np.lib.format.write_array_header_2_0(file, header)
             self._header_size = file.tell()
-
-    def _read(self) -> np.ndarray:
-        assert self.path is not None
-        found = np.load(self.path, max_header_size=HEADER)
-        if found.dtype != self.dtype:
-            raise ValueError(
-                f"{self.path} is of another model or other options: it does not hold the columns "
-                f"{self.dtype.names}. Give another file."
-            )
-        return found
 
 
 class History(Mapping[str, Mapping[str, np.ndarray]]):

@@ -1,5 +1,6 @@
 """All that a tracker records of one moment, as one small matrix on the model's device."""
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,14 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from geoparam.analysis.partition import Pattern, Patterns
+from geoparam.analysis.partition import Collector, Pattern, Patterns
 from geoparam.analysis.reading.layer_sites import Site, count_units
-from geoparam.analysis.reading.norms import Moments
-from geoparam.analysis.reading.pooling import find_pools
+from geoparam.analysis.reading.norms import Moments, compute_moments
+from geoparam.analysis.reading.probe import (
+    average_seen,
+    compute_input_lengths,
+    find_pools,
+    observe,
+    prepare_moments,
+)
 from geoparam.analysis.tracker.history import column
-from geoparam.analysis.tracker.motion import Measured, Motion
-from geoparam.analysis.tracker.probe_readings import ProbeReadings, median
-from geoparam.analysis.tracker.replay import GraphReplay
+from geoparam.analysis.tracker.motion import GraphReplay, Measured, Motion
 from geoparam.conversion.plan import Inputs
 
 LEVELS = {"min": 0.0, "median": 0.5, "p99": 0.99, "max": 1.0}
@@ -31,6 +36,69 @@ OTHER_STEPS = (
     "quantities are NaN in this record: a branch or a router decided otherwise, or example_inputs "
     "lead elsewhere than the probe does."
 )
+
+
+class ProbeReadings:
+    """The readings of one run on a probe batch, by layer name.
+
+    With `batch`, norms with running statistics use those of the probe instead, as in training. If
+    a branch or a router took other steps than those in which the sites were found, it is not known
+    which layer showed what: `same_steps` is False, and there are no readings.
+
+    Attributes:
+        active: The share of points at which each unit is active, (units,). A point is an example,
+            or a position in one.
+        above: The share of points above each breakpoint, (K, units).
+        lengths: The median length of a layer's inputs, one element.
+        moments: Mean and deviation of norms that are not read by running statistics.
+        patterns: The activation patterns; None where all activations are smooth.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        sites: Mapping[str, Site],
+        pools: Mapping[str, Site],
+        batch: bool = False,
+    ) -> None:
+        self._collector = Collector(inputs)
+        self._seen: dict[str, dict[str, list[Tensor]]] = {"active": {}, "above": {}, "lengths": {}}
+        self._moments = prepare_moments(sites, batch)
+        see = self._see_pre_activation, self._see_input, self._see_norm
+        self.same_steps = observe(model, inputs, {**sites, **pools}, *see, training=batch)
+        if not self.same_steps:
+            self._moments = prepare_moments(sites, batch)
+            self._seen = {quantity: {} for quantity in self._seen}
+        self.active, self.above, self.lengths = (
+            {name: torch.stack(each).mean(dim=0) for name, each in seen.items()}
+            for seen in self._seen.values()
+        )
+        self.moments = average_seen(sites, self._moments)
+        self.patterns: Patterns | None = self._collector.patterns() if self.same_steps else None
+
+    def _keep(self, quantity: str, site: Site, value: Tensor) -> None:
+        self._seen[quantity].setdefault(site.name, []).append(value)
+
+    def _see_pre_activation(self, site: Site, z: Tensor, step: int) -> None:
+        breaks = site.breaks
+        self._collector(site, z, step)
+        if breaks is None or not z.numel():
+            return
+        above = [_share(side, site.channel) for side in breaks.above(z, site.channel)]
+        between = len(above) > 1 and breaks.opens and breaks.closes
+        active = _share(breaks.active(z, site.channel), site.channel) if between else above[0]
+        self._keep("active", site, active if breaks.opens else 1 - active)
+        self._keep("above", site, torch.stack(above))
+
+    def _see_input(self, site: Site, x: Tensor, _: int) -> None:
+        if x.is_floating_point() and x.numel():
+            lengths = compute_input_lengths(site.layer, x).double()
+            self._keep("lengths", site, median(lengths.flatten()))
+
+    def _see_norm(self, site: Site, z: Tensor, _: int) -> None:
+        if site.name in self._moments:
+            self._moments[site.name].append(compute_moments(site.norm, z))
 
 
 class Measurement:
@@ -53,23 +121,17 @@ class Measurement:
         self.model, self.sites, self.probe, self.full = model, sites, probe, full
         self._batch = batch
         self._motion = Motion(sites, units)
+        self.device = self._motion.device
         counts = torch.tensor(self._motion.counts)
         self._layer_of = torch.arange(len(counts)).repeat_interleave(counts).to(self.device)
         sizes = torch.tensor([count_units(site.layer) for site in sites.values()]).double()
         self._sizes = _with_network(sizes, sizes.sum()).to(self.device)
-        self._replay = GraphReplay(self._measure_motion, _modules_of(sites.values()))
-        inside = set(model.modules())
-        self._read = {
-            name: [module for module in _modules_of([site]) if module in inside]
-            for name, site in sites.items()
-        }
+        read = {name: _modules_of(site) for name, site in sites.items()}
+        self._replay = GraphReplay(self._measure_motion, itertools.chain(*read.values()))
+        self._read = {name: set(own).intersection(model.modules()) for name, own in read.items()}
         self._pools = {} if probe is None else find_pools(model, probe, sites)
         self._patterns: Patterns | None = None
         self.unit_types: np.dtype | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self._motion.device
 
     @torch.inference_mode(False)  # tensors that are kept may be used outside of it
     @torch.no_grad()
@@ -105,8 +167,6 @@ class Measurement:
                 f"{', '.join(gone)}: convert_, fold_ and the like replace them. Build the tracker "
                 "afterwards."
             )
-
-    # --- the summary: one value for each layer, and one for the network -----------------------
 
     def _measure_motion(
         self, moments: Mapping[str, Moments] | None = None
@@ -155,9 +215,11 @@ class Measurement:
 
     def _region_columns(self, patterns: Patterns) -> dict[str, Tensor]:
         earlier = self._patterns
-        if earlier is not None and not patterns.is_like(earlier):  # a router may skip a layer
+        try:
+            layers, network = patterns.changes(earlier or patterns)
+        except ValueError:  # other layers or points than before: a router may skip some
             earlier = None
-        layers, network = patterns.changes(earlier or patterns)
+            layers, network = patterns.changes(patterns)
         return {
             name: self._column({layer: change[k] for layer, change in layers.items()}, network[k])
             for k, name in enumerate(REGIONS)
@@ -170,8 +232,6 @@ class Measurement:
         values = [found.get(name, unknown) for name in self.sites]
         values.append(unknown if network is None else network)
         return torch.stack([value.to(unknown) for value in values])
-
-    # --- every unit ---------------------------------------------------------------------------
 
     def _all_units(self, measured: Measured, readings: ProbeReadings | None) -> Tensor:
         """Return all values of all units as one vector, and set `unit_types` to their order."""
@@ -198,8 +258,6 @@ class Measurement:
         row["step"] = step
         return row
 
-    # --- between records ----------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Return what the next measurement compares with."""
         motion = self._motion
@@ -221,6 +279,25 @@ class Measurement:
                 for step, part in self._patterns.parts.items()
             }
             self._patterns = Patterns(earlier, self._patterns.layers)
+
+
+def _share(sides: Tensor, channel: int) -> Tensor:
+    """Return the share of points that are True; from counts, so that all of them are exactly 1."""
+    others = [d for d in range(sides.ndim) if d != channel % sides.ndim]
+    count = sides.sum(dim=others) if others else sides.long()
+    return count.double() / max(1, sides.numel() // max(1, len(count)))
+
+
+def median(values: Tensor) -> Tensor:
+    """Return the middle value, of an even number the mean of two; any size, unlike quantile."""
+    count = values.numel()
+    places = ((count - 1) // 2, count // 2)
+    if values.is_cuda:  # which sorts faster than it selects
+        ordered = values.sort().values
+        low, high = (ordered[place] for place in places)
+    else:
+        low, high = (values.kthvalue(place + 1).values for place in places)
+    return (low + high) / 2
 
 
 def compute_quantiles(
@@ -261,9 +338,9 @@ def reshard(model: nn.Module) -> None:
             reshard_module()
 
 
-def _modules_of(sites: Any) -> list[nn.Module]:
+def _modules_of(site: Site) -> list[nn.Module]:
     """Return the modules whose tensors decide where the boundaries are."""
-    held = [part for site in sites for part in (site.layer, site.norm, site.activation)]
+    held = (site.layer, site.norm, site.activation)
     return [part for part in held if isinstance(part, nn.Module)]
 
 

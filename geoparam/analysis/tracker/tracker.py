@@ -5,11 +5,11 @@ the same numbers with and without it. Everything is computed on the model's devi
 small asynchronous copy to the host, which only reading the history waits for.
 """
 
+import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,22 +22,13 @@ from geoparam.conversion.plan import Inputs
 from geoparam.trace import is_tracing
 
 
-class Writer(Protocol):
-    """The part of a TensorBoard SummaryWriter that a tracker uses."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
-
-
 class _Pending(NamedTuple):
     """A record on its way to the host."""
 
     step: int
     values: Tensor
     units: Tensor | None
-    arrived: torch.cuda.Event | None
-
-    def has_arrived(self) -> bool:
-        return self.arrived is None or self.arrived.query()
+    arrived: torch.cuda.Event | None  # None: it is there
 
 
 class _FirstBatch:
@@ -130,7 +121,7 @@ class BoundaryTracker:
         statistics: Statistics = "running",
         file: str | os.PathLike | None = None,
         resume: bool = False,
-        writer: Writer | None = None,
+        writer: Any = None,
     ) -> None:
         if keep not in ("summary", "full"):
             raise ValueError(f"keep is 'summary' or 'full'; got {keep!r}.")
@@ -163,8 +154,6 @@ class BoundaryTracker:
         else:
             hook = _FirstBatch(self._see_first_batch)
             self._hook = model.register_forward_pre_hook(hook, with_kwargs=True)
-
-    # --- the user's side ----------------------------------------------------------------------
 
     def step(self) -> None:
         """Count one optimizer step, and record if it is time to."""
@@ -214,8 +203,6 @@ class BoundaryTracker:
         if self._measurement is not None:
             self._go_on(self._measurement)
 
-    # --- the beginning ------------------------------------------------------------------------
-
     def _see_first_batch(self, args: tuple, kwargs: dict) -> None:
         hidden = torch.compiler.is_compiling() or is_tracing()  # `_begin` traces the model itself
         if self._measurement is None and not hidden:
@@ -259,26 +246,23 @@ class BoundaryTracker:
             )
         return self._measurement
 
-    # --- records ------------------------------------------------------------------------------
-
     def _collect(self, wait: bool) -> None:
         """Put the records that have arrived into the history; `wait` for all."""
-        while self._pending and (wait or self._pending[0].has_arrived()):
-            step, values, units, arrived = self._pending.pop(0)
+        while self._pending:
+            step, values, units, arrived = self._pending[0]
+            if arrived is not None and not wait and not arrived.query():
+                return
             if arrived is not None:
                 arrived.synchronize()
+            self._pending.pop(0)
             assert self._history is not None and self._measurement is not None
             row = None if units is None else self._measurement.unit_row(step, units.numpy())
             self._history.append(step, values.numpy(), row)
-            if self._writer is not None:
-                self._write_scalars(self._writer, step, values.numpy())
-
-    def _write_scalars(self, writer: Writer, step: int, values: np.ndarray) -> None:
-        assert self._history is not None
-        for name, row in zip((*self._history.layers, NETWORK), values, strict=True):
-            for quantity, value in zip(QUANTITIES, row, strict=True):
-                if np.isfinite(value):
-                    writer.add_scalar(f"{name}/{quantity}", float(value), step)
+            names = () if self._writer is None else (*self._history.layers, NETWORK)
+            for name, own in zip(names, values.tolist(), strict=False):
+                for quantity, value in zip(QUANTITIES, own, strict=True):
+                    if math.isfinite(value):
+                        self._writer.add_scalar(f"{name}/{quantity}", value, step)
 
 
 def _start_copy(step: int, values: Tensor, units: Tensor | None) -> _Pending:

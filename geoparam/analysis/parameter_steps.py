@@ -6,9 +6,9 @@ r"""What a layer and the norm after it store, by role, and steps of it.
 | GmP in angles | theta, as latitude | | r | lam | gamma, beta |
 | GmP, intrinsic | d | | r | lam | gamma, beta |
 
-These are the tensors that an optimizer steps on. A layer with one input under GmP stores no
-direction, a layer without bias no offset. Another parametrization of torch has its one original
-tensor as direction. The kinds of step:
+A layer with one input under GmP stores no direction, a layer without bias no offset. Another
+parametrization of torch has its one original tensor as direction. The kinds of step, of all roles
+but r, as in the papers' figure 1:
 
     constant      delta is added to every element. To theta, that is: the stored latitude is
                   pi/2 - theta and loses delta.
@@ -39,7 +39,6 @@ Kind = Literal["constant", "gaussian", "adversarial"]
 Steps = Mapping[str, Tensor]  # what is added, by role
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-MOVED = ("direction", "length", "offset", "gamma", "beta")  # all but r, as in figure 1
 
 
 @torch.no_grad()
@@ -58,14 +57,24 @@ def make_steps(
         >>> {role: step.tolist() for role, step in make_steps(GmPLinear(2, 1), delta=0.5).items()}
         {'direction': [[-0.5]], 'offset': [0.5]}
     """
-    check_steps([kind], [delta])
-    held = {role: sphere.wide(t) for role, t in read_stored(layer, norm).items() if role in MOVED}
+    check_kinds([kind], [delta])
+    held = {
+        role: sphere.wide(t) for role, t in read_stored(layer, norm).items() if role != "scale"
+    }
     if kind == "adversarial":
         return {"direction": _reversal(layer, delta)} if "direction" in held else {}
-    if kind == "gaussian":
-        return {role: delta * _noise(tensor, generator) for role, tensor in held.items()}
-    signs = {"direction": -1} if coordinates(layer) == "latitude" else {}
-    return {role: torch.full_like(t, signs.get(role, 1) * delta) for role, t in held.items()}
+    steps = {}
+    for role, stored in held.items():
+        if kind == "gaussian":
+            device = stored.device if generator is None else generator.device
+            noise = torch.randn(
+                stored.shape, generator=generator, device=device, dtype=stored.dtype
+            )
+            steps[role] = delta * noise.to(stored.device)
+        else:
+            sign = -1 if role == "direction" and coordinates(layer) == "latitude" else 1
+            steps[role] = torch.full_like(stored, sign * delta)
+    return steps
 
 
 def perturb_layer(
@@ -83,17 +92,13 @@ def perturb_layer(
         1.5
     """
     values = add_steps(layer, norm, steps)
-
-    def copy_with_steps(module: nn.Module) -> nn.Module:
-        other = copy_in_float64(module)
-        for name, value in values[module].items():
-            other.get_parameter(name).copy_(value)
-        return other
-
-    return copy_with_steps(layer), None if norm is None else copy_with_steps(norm)
+    copies = {m: copy_in_float64(m) for m in (layer, norm) if m is not None}
+    for (module, name), value in values.items():
+        copies[module].get_parameter(name).copy_(value)
+    return copies[layer], None if norm is None else copies[norm]
 
 
-def check_steps(kinds: Iterable[str], deltas: Iterable[float]) -> None:
+def check_kinds(kinds: Iterable[str], deltas: Iterable[float]) -> None:
     """Refuse kinds and sizes that do not exist."""
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
@@ -102,31 +107,18 @@ def check_steps(kinds: Iterable[str], deltas: Iterable[float]) -> None:
         raise ValueError("the adversarial -(1 + delta) w needs delta > 0; at 0 nothing is left.")
 
 
-def _noise(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    device = like.device if generator is None else generator.device
-    drawn = torch.randn(like.shape, generator=generator, device=device, dtype=like.dtype)
-    return drawn.to(like.device)
-
-
 def _reversal(layer: nn.Module, delta: float) -> Tensor:
-    """Return -(1 + delta) w for a stored w or v, and for GmP the worst step of that length."""
-    direction = sphere.wide(read_stored(layer)["direction"])
-    if not isinstance(layer, GmPLayer):
-        return -(1 + delta) * direction
-    reach = (1 + delta) * sphere.wide(gather(layer.r.detach())).abs()
-    if coordinates(layer) == "unit":
-        return _furthest(direction, reach[:, None])
-    step = torch.zeros_like(direction)
-    step[:, 0] = -reach
-    return step
+    """Return -(1 + delta) w for a stored w or v, and for GmP the worst step of that length.
 
-
-def _furthest(d: Tensor, reach: Tensor) -> Tensor:
-    """Return the steps of length `reach` that turn the rows `d` most.
-
-    Such a step ends where a line from the origin touches the ball of radius `reach` about d. Once
-    the origin is inside that ball, a row can be reversed.
+    The worst step of an intrinsic d ends where a line from the origin touches the ball about d of
+    the step's length. Once the origin is inside that ball, d can be reversed.
     """
+    d = sphere.wide(read_stored(layer)["direction"])
+    if not isinstance(layer, GmPLayer):
+        return -(1 + delta) * d
+    reach = (1 + delta) * sphere.wide(gather(layer.r.detach())).abs()[:, None]
+    if coordinates(layer) == "latitude":
+        return torch.cat([-reach, torch.zeros_like(d[:, 1:])], dim=1)
     u, share = sphere.normalise(d), reach / sphere.length(d)[:, None]
     axis = nn.functional.one_hot(u.abs().argmin(dim=1), u.shape[1]).to(u.dtype)
     tangent = sphere.normalise(axis - (u * axis).sum(dim=1, keepdim=True) * u)
@@ -134,44 +126,25 @@ def _furthest(d: Tensor, reach: Tensor) -> Tensor:
     return reach * torch.where(share < 1, touching, -u)
 
 
-# --- what is stored ---------------------------------------------------------------------------
-
-
 def read_stored(layer: nn.Module, norm: nn.Module | None = None) -> dict[str, Tensor]:
     """Return the parameters that a layer and the norm after it store, by their roles."""
-    found = {}
-    for module, names in _names_by_role(layer, norm):
-        parameters = dict(module.named_parameters())
-        for role, name in names.items():
-            if name in parameters:
-                found[role] = gather(parameters[name].detach())
-    if "direction" not in found and coordinates(layer) != "sign":
-        raise ValueError(
-            f"{type(layer).__name__} does not store its weight in one tensor, or in a length and "
-            "a direction: what a perturbation of it is, is not known. Leave it out by `layers`."
-        )
-    return found
+    places = _find_stored(layer, norm)
+    return {role: gather(m.get_parameter(name).detach()) for role, (m, name) in places.items()}
 
 
 def add_steps(
     layer: nn.Module, norm: nn.Module | None, steps: Steps
-) -> dict[nn.Module, dict[str, Tensor]]:
+) -> dict[tuple[nn.Module, str], Tensor]:
     """Return the parameters that have a step, with it added, by module and name.
 
     Steps are added in float64 and rounded to the storage type.
     """
-    held = read_stored(layer, norm)
+    places, held = _find_stored(layer, norm), read_stored(layer, norm)
     missing = sorted(set(steps) - set(held))
     if missing:
         raise ValueError(f"this layer has the roles {', '.join(held)}; got steps of {missing}.")
-    return {
-        module: {
-            name: (sphere.wide(held[role]) + steps[role]).to(held[role].dtype)
-            for role, name in names.items()
-            if role in steps
-        }
-        for module, names in _names_by_role(layer, norm)
-    }
+    sums = {role: sphere.wide(held[role]) + step for role, step in steps.items()}
+    return {places[role]: value.to(held[role].dtype) for role, value in sums.items()}
 
 
 def coordinates(layer: nn.Module) -> str:
@@ -196,12 +169,20 @@ def read_direction_rows(layer: nn.Module) -> Tensor | None:
     return held["direction"].t() if dim else held["direction"].flatten(1)
 
 
-def _names_by_role(
-    layer: nn.Module, norm: nn.Module | None
-) -> list[tuple[nn.Module, dict[str, str]]]:
-    """Return layer and norm, each with the names of its parameters by role."""
-    found = [(layer, _layer_names(layer))]
-    return found if norm is None else [*found, (norm, {"gamma": "weight", "beta": "bias"})]
+def _find_stored(
+    layer: nn.Module, norm: nn.Module | None = None
+) -> dict[str, tuple[nn.Module, str]]:
+    """Return the module and the name of the parameter that each role has."""
+    named = [(layer, role, name) for role, name in _layer_names(layer).items()]
+    if norm is not None:
+        named += [(norm, "gamma", "weight"), (norm, "beta", "bias")]
+    found = {r: (m, name) for m, r, name in named if name in dict(m.named_parameters())}
+    if "direction" not in found and coordinates(layer) != "sign":
+        raise ValueError(
+            f"{type(layer).__name__} does not store its weight in one tensor, or in a length and "
+            "a direction: what a perturbation of it is, is not known. Leave it out by `layers`."
+        )
+    return found
 
 
 def _layer_names(layer: Any) -> dict[str, str]:

@@ -1,11 +1,8 @@
 r"""Perturbations of stored parameters: how far boundaries turn and move, and how far they could.
 
-What is perturbed is what an optimizer steps on, by its role (`steps`), and not the
-weight computed from it: all but r, as in the papers' figure 1, which moves (w, b),
-(v, l, b) and (theta, lam). Turns, moves and bounds are those of the step after rounding to the
-storage type, in float64. The model is not touched: a copy of one layer at a time is perturbed.
-
-A bound is the turn that no step of that length exceeds. For a step eps of the stored
+What is perturbed is what an optimizer steps on (`parameter_steps`), and not the weight computed
+from it. Turns, moves and bounds are those of the step after rounding to the storage type, in
+float64. A bound is the turn that no step of that length exceeds. For a step eps of the stored
 direction, finite or not:
 
     SP, WN, intrinsic     arcsin(||eps|| / ||w||) while ||eps|| < ||w||, else 180 degrees
@@ -23,7 +20,8 @@ turn a unit more than the metric where it starts says, but never more than ||eps
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,38 +29,23 @@ import torch
 from torch import Tensor, nn
 
 from geoparam import sphere
-from geoparam.analysis.boundary import (
-    Boundaries,
-    Statistics,
-    Units,
-    choose_activation,
-    compute_boundaries,
-    count_groups,
-    displacement,
-    is_batch,
-    read_units,
-)
-from geoparam.analysis.perturbation.steps import (
+from geoparam.analysis import boundary
+from geoparam.analysis.boundary import Boundaries, Statistics, Units
+from geoparam.analysis.parameter_steps import (
     KINDS,
     Kind,
     Steps,
     add_steps,
-    check_steps,
+    check_kinds,
     coordinates,
     make_steps,
     perturb_layer,
     read_direction_rows,
     read_stored,
 )
+from geoparam.analysis.reading import layer_sites
 from geoparam.analysis.reading.activations import Activation, Breaks, breaks
-from geoparam.analysis.reading.layer_sites import (
-    Follows,
-    Layers,
-    Site,
-    find_sites,
-    has_positions,
-    unwrap,
-)
+from geoparam.analysis.reading.layer_sites import Follows, Layers, Site
 from geoparam.analysis.reading.norms import Moments, needs_batch
 from geoparam.analysis.reading.probe import read_moments
 from geoparam.conversion.plan import Inputs
@@ -156,7 +139,16 @@ def sweep(
         >>> [f"{row.delta:g} rad: {row.rotation_max:.3f} degrees" for row in rows]
         ['0.01 rad: 0.573 degrees', '0.1 rad: 5.730 degrees']
     """
-    return [_row(*one) for one in _responses(model, inputs, kinds, deltas, **options)]
+    rows = []
+    for layer, kind, delta, response in _responses(model, inputs, kinds, deltas, **options):
+        each = response.rotation, response.displacements, response.first_order, response.bound
+        known = [t[~t.isnan()] for t in each]  # units with a boundary before and after
+        largest = [t.max().item() if len(t) else math.nan for t in known]
+        middle = [t.median().item() if len(t) else math.nan for t in known]
+        rows.append(
+            Row(layer, kind, delta, largest[0], middle[0], largest[1], middle[1], *largest[2:])
+        )
+    return rows
 
 
 def _responses(
@@ -171,36 +163,19 @@ def _responses(
 ) -> Iterator[tuple[str, Kind, float, Response]]:
     """Yield layer by layer, so that only one layer has copies at a time."""
     kinds, deltas = list(kinds), list(deltas)
-    check_steps(kinds, deltas)
-    batch = is_batch(statistics, inputs)
-    for name, site in find_sites(model, inputs, layers, follows).items():
-        before = _perturb_site(unwrap(model), inputs, site, batch, {})
+    check_kinds(kinds, deltas)
+    batch = boundary.is_batch(statistics, inputs)
+    model = layer_sites.unwrap(model)
+    for name, site in layer_sites.find_sites(model, inputs, layers, follows).items():
+        before = _perturb_site(model, inputs, site, batch, {})
         chosen: Any = {"norm": site.norm, "generator": generator}
         for kind in kinds:
             unit = {} if kind == "adversarial" else make_steps(site.layer, kind, 1.0, **chosen)
             for delta in deltas:
                 steps = {role: delta * step for role, step in unit.items()}
                 steps = steps or make_steps(site.layer, kind, delta, **chosen)
-                after = _perturb_site(unwrap(model), inputs, site, batch, steps)
+                after = _perturb_site(model, inputs, site, batch, steps)
                 yield name, kind, delta, _compare(before, after)
-
-
-def _row(layer: str, kind: str, delta: float, response: Response) -> Row:
-    def summarise(values: Tensor, summary: Callable[[Tensor], Tensor]) -> float:
-        known = values[~values.isnan()]  # units with a boundary before and after
-        return summary(known).item() if len(known) else math.nan
-
-    return Row(
-        layer,
-        kind,
-        delta,
-        rotation_max=summarise(response.rotation, Tensor.max),
-        rotation_median=summarise(response.rotation, Tensor.median),
-        displacement_max=summarise(response.displacements, Tensor.max),
-        displacement_median=summarise(response.displacements, Tensor.median),
-        first_order_max=summarise(response.first_order, Tensor.max),
-        bound_max=summarise(response.bound, Tensor.max),
-    )
 
 
 def respond(
@@ -219,12 +194,9 @@ def respond(
         >>> respond(layer, {"direction": torch.tensor([[0.0, -2.0]])}).rotation.tolist()
         [45.0]
     """
-    points = breaks(choose_activation(layer, activation))
+    points = breaks(boundary.choose_activation(layer, activation))
     before, after = (_perturb_state(layer, each, norm, points) for each in ({}, steps))
     return _compare(before, after)
-
-
-# --- perturbed layers -------------------------------------------------------------------------
 
 
 class _State(NamedTuple):
@@ -245,51 +217,30 @@ def _perturb_state(
 ) -> _State:
     """Return a layer after given steps, with the norm's moments if they are known."""
     other, other_norm = perturb_layer(layer, steps, norm)
-    units = read_units(other, other_norm, moments)
-    return _State(other, other_norm, units, compute_boundaries(units, points))
-
-
-def _perturb_site(
-    model: nn.Module, inputs: Inputs | None, site: Site, batch: bool, steps: Steps
-) -> _State:
-    """Return the layer of a site after given steps, with its norm's moments computed again."""
-    moments = None
-    if inputs is not None and needs_batch(site.norm, batch):
-        moments = _perturb_moments(model, inputs, site, batch, steps)
-    return _perturb_state(site.layer, steps, site.norm, site.breaks, moments)
+    units = boundary.read_units(other, other_norm, moments)
+    return _State(other, other_norm, units, boundary.compute_boundaries(units, points))
 
 
 @torch.no_grad()
-def _perturb_moments(
-    model: nn.Module, inputs: Inputs, site: Site, batch: bool, steps: Steps
-) -> Moments | None:
-    """Run the model with the perturbed layer and return what the norm after it sees."""
-    run = _MomentsOf(model)
-    values = add_steps(site.layer, site.norm, steps)
-    replaced = {
-        f"{path}.{name}": tensor
-        for path, module in run.named_modules()
-        for name, tensor in values.get(module, {}).items()
-    }
-    before = dict(vars(site.layer))
-    try:
-        return torch.func.functional_call(run, replaced, (inputs, site, batch))
-    finally:
-        vars(site.layer).update(before)  # the older weight_norm leaves the weight it computed
+def _perturb_site(
+    model: nn.Module, inputs: Inputs | None, site: Site, batch: bool, steps: Steps
+) -> _State:
+    """Return the layer of a site after given steps, with its norm's moments computed again.
 
-
-class _MomentsOf(nn.Module):
-    """Runs `read_moments` as a module, so that `functional_call` can replace parameters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: Inputs, site: Site, batch: bool) -> Moments | None:
-        return read_moments(self.model, inputs, {site.name: site}, batch).get(site.name)
-
-
-# --- bounds -----------------------------------------------------------------------------------
+    For that the model runs with the perturbed values in place of its own.
+    """
+    moments = None
+    if inputs is not None and needs_batch(site.norm, batch):
+        values = add_steps(site.layer, site.norm, steps)
+        own = vars(site.layer)
+        with ExitStack() as after:
+            after.callback(own.update, own.copy())  # the older weight_norm leaves what it computed
+            for (module, name), value in values.items():
+                parameter = module.get_parameter(name)
+                after.callback(setattr, parameter, "data", parameter.data)
+                parameter.data = value
+            moments = read_moments(model, inputs, {site.name: site}, batch).get(site.name)
+    return _perturb_state(site.layer, steps, site.norm, site.breaks, moments)
 
 
 @torch.no_grad()
@@ -298,10 +249,12 @@ def _compare(before: _State, after: _State) -> Response:
     angle = sphere.angle_between(old.direction, new.direction)
     near, far = 2 * (angle / 2).sin(), 2 * (angle / 2).cos()
     step, first_order, bound = _bound_turn(before, after)
-    bound = torch.where(_may_flip(before, after), math.pi, bound)
+    for factor, later in zip(_factors(before), _factors(after), strict=True):
+        may_flip = (factor != later) & ((later - factor).abs() >= factor.abs())
+        bound = torch.where(may_flip, math.pi, bound)
     return Response(
         rotation=angle.rad2deg(),
-        displacements=displacement(old.distances, new.distances, near, far),
+        displacements=boundary.displacement(old.distances, new.distances, near, far),
         step=step,
         first_order=torch.where(angle.isnan(), torch.nan, first_order).rad2deg(),
         bound=torch.where(angle.isnan(), torch.nan, bound).rad2deg(),
@@ -311,20 +264,16 @@ def _compare(before: _State, after: _State) -> Response:
 def _bound_turn(before: _State, after: _State) -> tuple[Tensor, Tensor, Tensor]:
     """Return length, first-order turn and bound of a step of the directions, in radians."""
     layer, norm, (rows, *_), _ = before
-    held, row, other = (
-        coordinates(layer),
-        read_direction_rows(layer),
-        read_direction_rows(after.layer),
-    )
-    mixed = norm is not None and count_groups(norm, has_positions(layer), len(rows))
-    if held == "sign" and not mixed:
+    row, other = read_direction_rows(layer), read_direction_rows(after.layer)
+    positions = layer_sites.has_positions(layer)
+    mixed = norm is not None and boundary.count_groups(norm, positions, len(rows))
+    if coordinates(layer) == "sign" and not mixed:
         zero = torch.zeros_like(before.boundaries.scale)
         return zero, zero, zero
-    if held == "latitude" and not mixed:
-        latitude = read_stored(layer)["direction"]
-        step = read_stored(after.layer)["direction"] - latitude
-        size = sphere.length(step)
-        turn = sphere.length(sphere.metric(latitude).sqrt() * step)
+    if coordinates(layer) == "latitude" and not mixed:
+        latitude, later = (read_stored(each.layer)["direction"] for each in (before, after))
+        size = sphere.length(later - latitude)
+        turn = sphere.length(sphere.metric(latitude).sqrt() * (later - latitude))
         return size, turn, size.clamp(max=math.pi)
     if row is None or other is None or mixed:
         row, other = rows, after.units.rows
@@ -333,14 +282,6 @@ def _bound_turn(before: _State, after: _State) -> tuple[Tensor, Tensor, Tensor]:
     size = sphere.length(step)
     turn = (size / length).clamp(max=1).asin()
     return size, sphere.length(across) / length, torch.where(size < length, turn, math.pi)
-
-
-def _may_flip(before: _State, after: _State) -> Tensor:
-    """Return which units a step of this size could reverse by the sign of l, r or gamma."""
-    flips = torch.zeros_like(before.boundaries.scale, dtype=torch.bool)
-    for old, new in zip(_factors(before), _factors(after), strict=True):
-        flips |= (old != new) & ((new - old).abs() >= old.abs())
-    return flips
 
 
 def _factors(of: _State) -> list[Tensor]:

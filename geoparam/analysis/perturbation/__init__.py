@@ -1,1 +1,0 @@
-"""Perturbations of stored parameters: steps, the layer after them, responses and bounds."""
