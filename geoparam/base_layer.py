@@ -7,6 +7,7 @@ directions to `coordinates`, the mean of the input to `norm`, the arithmetic to 
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -45,8 +46,12 @@ class GmPLayer(nn.Module):
     lam, since r then stays outside. `direction` and `location` have the weight's shape. All four,
     and `theta`, are computed from the parameters. Assigning `weight` or `bias` sets the
     parameters; writing into any of the five in place raises, as it would be lost.
+
+    In version 2 of the state `input_norm=True` is the bias form; in version 1 it was the border
+    form.
     """
 
+    _version = 2
     _plain: ClassVar[type[nn.Module]]  # the torch.nn layer, and what both are built from
     _arguments: ClassVar[tuple[str, ...]]
 
@@ -263,9 +268,13 @@ class GmPLayer(nn.Module):
         raise NotImplementedError
 
     @property
+    def _pads_zeros(self) -> bool:
+        return False
+
+    @property
     def _centres_borders(self) -> bool:
         """Whether zeros are padded to the centred input, so that its mean fits into no bias."""
-        return False
+        return self.input_norm_form == "border" and self._pads_zeros
 
     def _to_plain(self) -> Any:
         """Return the torch.nn layer that computes the same in evaluation."""
@@ -318,6 +327,13 @@ class GmPLayer(nn.Module):
             )
         super().register_parameter(name, param)
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        if self.input_norm is not None and self.input_norm_form is True and self._pads_zeros:
+            _check_version(prefix.rstrip("."), local_metadata.get("version"))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
     def extra_repr(self) -> str:
         text = "" if isinstance(self._coordinates, Sign) else f", coordinates={self.coordinates!r}"
         text += ", natural=True" if self.natural else ""
@@ -352,6 +368,20 @@ def _check_assigned(name: str, value: Any, shape: tuple[int, ...]) -> None:
         raise ValueError(f"the {name} is a tensor of floating-point values; got {kind}.")
     if tuple(value.shape) != shape:
         raise ValueError(f"the {name} has shape {shape}; got {tuple(value.shape)}.")
+
+
+def _check_version(name: str, version: int | None) -> None:
+    """Refuse a state in which input_norm=True meant something else; warn if it does not tell."""
+    say = (
+        f"{name or 'the layer'} centres its input and pads zeros with input_norm=True, which was "
+        "the border form up to version 1 of the layers' state, and is the bias form now. {} "
+        "Set layer.input_norm_form = 'border' before loading for a layer that was trained with "
+        "True then, or 'bias' for one of today or of convert_ without init."
+    )
+    if version is None:
+        warnings.warn(say.format("This state dict has no version."), stacklevel=2)
+    elif version < 2:
+        raise ValueError(say.format(f"This state dict has version {version}."))
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -166,9 +166,8 @@ class _GmPConv(GmPLayer):
             setattr(self, name, getattr(conv, name))
 
     @property
-    def _centres_borders(self) -> bool:
-        pads_zeros = self.padding_mode == "zeros" and any(self._reversed_padding_repeated_twice)
-        return self.input_norm_form == "border" and pads_zeros
+    def _pads_zeros(self) -> bool:
+        return self.padding_mode == "zeros" and any(self._reversed_padding_repeated_twice)
 
     def _map(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._plain._conv_forward(self, x, weight, bias)  # type: ignore[arg-type]

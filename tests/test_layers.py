@@ -211,6 +211,33 @@ def test_border_form_does_not_fold_into_a_bias() -> None:
     assert GmPConv2d(4, 6, 3, input_norm="border").to_conv().bias is not None
 
 
+def old_state(layer: nn.Module) -> dict[str, torch.Tensor]:
+    """The state as version 1 wrote it, when True was the border form."""
+    state = layer.state_dict()
+    state._metadata[""]["version"] = 1
+    return state
+
+
+def test_an_old_state_under_padding_is_refused_until_input_norm_is_named() -> None:
+    layer = GmPConv2d(4, 6, 3, padding=1, input_norm=True)
+    state = old_state(layer)
+    with pytest.raises(ValueError, match="input_norm_form = 'border'"):
+        layer.load_state_dict(state)
+    for form in ("border", "bias"):
+        layer.input_norm_form = form
+        layer.load_state_dict(state)
+        GmPConv2d(4, 6, 3, padding=1, input_norm=form).load_state_dict(state)
+
+
+def test_other_states_load_and_one_without_a_version_warns() -> None:
+    layer = GmPConv2d(4, 6, 3, padding=1, input_norm=True)
+    layer.load_state_dict(layer.state_dict())
+    for same in (GmPConv2d(4, 6, 3, input_norm=True), GmPLinear(4, 6, input_norm=True)):
+        same.load_state_dict(old_state(same))  # without padding the forms are one
+    with pytest.warns(UserWarning, match="has no version"):
+        layer.load_state_dict(dict(layer.state_dict()))
+
+
 def test_layers_take_a_momentum() -> None:
     assert GmPConv2d(4, 6, 3, input_norm=True).input_norm.momentum == 0.1
     assert GmPLinear(4, 6, input_norm=True, momentum=None).input_norm.momentum is None
