@@ -58,6 +58,7 @@ class Method:
         optimizer: the coordinates of GeometricOptimizer.
         families: the optimizers that are tried, keys of RATES.
         scale: rate of r over `lr`; None for the square root of the mean fan-in.
+        momentum: Muon's.
     """
 
     norm: bool = False
@@ -66,6 +67,7 @@ class Method:
     optimizer: str | None = None
     families: tuple[str, ...] = BOTH
     scale: float | None = 1.0
+    momentum: float = 0.95
 
 
 METHODS = {
@@ -83,8 +85,12 @@ METHODS = {
     "optimizer, intrinsic, imn": Method(optimizer="intrinsic", imn=True),
     "muon": Method(families=("muon",)),
     "muon, norm": Method(families=("muon",), norm=True),
+    "muon, norm, momentum 0.6": Method(families=("muon",), norm=True, momentum=0.6),
     "optimizer, turn": Method(optimizer="intrinsic", families=TURNS),
     "optimizer, turn, norm": Method(optimizer="intrinsic", families=TURNS, norm=True),
+    "optimizer, turn, norm, momentum 0.6": Method(
+        optimizer="intrinsic", families=("turn",), norm=True, momentum=0.6
+    ),
     "optimizer, turn, imn": Method(optimizer="intrinsic", families=TURNS, imn=True),
     "optimizer, intrinsic, r 3x": Method(optimizer="intrinsic", families=("adam",), scale=3.0),
     "optimizer, intrinsic, r sqrt(n)x": Method(
@@ -121,9 +127,10 @@ def make_optimizers(
         rows = [layer.weight for layer in hidden_layers(model)]
         rest = [p for p in model.parameters() if all(p is not row for row in rows)]
         rest_optimizer = torch.optim.AdamW(rest, lr=REST[family], weight_decay=0.0)
-        return [RowMuon(rows, lr=rate, weight_decay=0.0), rest_optimizer]
+        muon = RowMuon(rows, lr=rate, weight_decay=0.0, momentum=method.momentum)
+        return [muon, rest_optimizer]
     if family in TURNS:
-        options: dict[str, Any] = {"turn": rate, "lr": REST[family]}
+        options: dict[str, Any] = {"turn": rate, "lr": REST[family], "momentum": method.momentum}
         return [
             gp.GeometricOptimizer(model, torch.optim.Muon, example_inputs=(example,), **options)
         ]
