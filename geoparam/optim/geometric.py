@@ -4,7 +4,8 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise, zip_longest
+from dataclasses import replace
+from itertools import chain, zip_longest
 from typing import Any, Literal
 
 import torch
@@ -14,9 +15,9 @@ from torch.optim import Optimizer
 
 from geoparam.optim.angular import AngularStage
 from geoparam.optim.groups import undecayed_names
-from geoparam.optim.inner import Inner, MakeOptimizer, Maker
-from geoparam.optim.stage import Member, Stage, local
-from geoparam.optim.units import Choice, Filter, Unit, choose
+from geoparam.optim.inner import MakeOptimizer, Maker, Slot, fit_state, local
+from geoparam.optim.stage import Member, Stage
+from geoparam.optim.units import Filter, find_units, print_table
 
 
 class GeometricOptimizer(Optimizer):
@@ -103,7 +104,7 @@ class GeometricOptimizer(Optimizer):
         self._coordinates, self._match, self._scale_decay = coordinates, match, scale_decay
         self._turn, self._max_turn = turn, max_turn
         self._scale_factor: Any = 1.0 if scale_lr is None else scale_lr / lr
-        self._choice: Choice = choose(model, filter_fn, example_inputs, scale)
+        self._units, self._plain = find_units(model, filter_fn, example_inputs, scale)
         self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
         self._undecayed = undecayed_names(model)
         self._size = sum(p.numel() for p in model.parameters())
@@ -118,7 +119,7 @@ class GeometricOptimizer(Optimizer):
     ) -> list[dict[str, Any]]:
         """Divide each group into units and rest: two groups, the rest's after the units'."""
         names = {id(p): name for name, p in model.named_parameters()}
-        are_units = {unit.name for unit in self._choice.units}
+        are_units = {unit.name for unit in self._units}
         divided: list[dict[str, Any]] = []
         given_groups = list(model.parameters() if groups is None else groups)
         if not all(isinstance(given, dict) for given in given_groups):
@@ -126,9 +127,7 @@ class GeometricOptimizer(Optimizer):
         for given in map(dict, given_groups):
             if "params" not in given:
                 raise ValueError(f"a group has its parameters under 'params'; got {list(given)}.")
-            params = given.pop("params")
-            params = [params] if isinstance(params, Tensor) else params
-            params = [p[-1] if isinstance(p, tuple) else p for p in params]
+            params = _list_params(given.pop("params"))
             if strangers := [getattr(p, "shape", p) for p in params if id(p) not in names]:
                 raise ValueError(f"groups hold parameters that the model does not: {strangers}.")
             given.pop("param_names", None)
@@ -155,12 +154,11 @@ class GeometricOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; those that come after construction are part of the rest."""
         if "geometry" not in param_group:
-            param_group = {**self._rest_defaults, **param_group, "geometry": "rest"}
-            params = param_group["params"]
-            params = [params] if isinstance(params, Tensor) else list(params)
+            params = _list_params(param_group["params"])
             start = sum(len(group["params"]) for group in self.param_groups)
-            param_group |= {"params": params}
-            param_group["param_names"] = [f"added.{start + i}" for i in range(len(params))]
+            names = [f"added.{start + i}" for i in range(len(params))]
+            own = {"params": params, "param_names": names, "geometry": "rest"}
+            param_group = {**self._rest_defaults, **param_group, **own}
         Optimizer.add_param_group(self, param_group)
         self._forget()
 
@@ -175,12 +173,15 @@ class GeometricOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._prepare()
-        assert self._inner is not None
         kept = self._copy_still_weights()
         for stage in self._stages:
             stage.enter()
         try:
-            self._inner.step()
+            self._copy_options()
+            for optimizer in self._inner:
+                optimizer.step()
+            for slot in self._slots:
+                slot.publish()
         finally:
             for stage in self._stages:
                 stage.leave()
@@ -194,51 +195,62 @@ class GeometricOptimizer(Optimizer):
         torch.distributed.checkpoint takes a first step with rates of 0. A rate in a tensor counts
         as another: reading it would wait.
         """
-        fixed = {unit.name for unit in self._choice.units if unit.is_fixed}
-        still = []
-        for units, rest in pairwise(self.param_groups):  # the rest's group has the rate of r
-            are_zero = [not isinstance(g["lr"], Tensor) and g["lr"] == 0 for g in (units, rest)]
-            if units["geometry"] != "rest" and are_zero[0]:
-                named = _name_params(units)
-                still += [local(p) for name, p in named if are_zero[1] or name in fixed]
+        rates = [group["lr"] for group in self.param_groups]
+        is_zero = [not isinstance(rate, Tensor) and rate == 0 for rate in rates]
+        members = [m for stage in self._stages for m in stage.members if is_zero[m.at]]
+        still = [local(m.weight) for m in members if is_zero[m.at + 1] or m.unit.is_fixed]
         return [(own, own.clone()) for own in still]
+
+    def _copy_options(self) -> None:
+        """Copy the options of the outer groups, which schedules and users may have changed."""
+        for inner, at, factor, decay in self._copied:
+            outer = self.param_groups[at]
+            inner.update({k: outer[k] for k in inner if k in outer and k != "params"})
+            if factor != 1.0:
+                inner["lr"] = 1.0 if factor is None else outer["lr"] * factor
+            if decay is not None and "weight_decay" in inner:
+                inner["weight_decay"] = decay
+
+    # --- what is built for the step -----------------------------------------------------------
 
     def _forget(self) -> None:
         """Drop what is built at the next step from parameters and states."""
         self._signature: Any = None
         self._watched: list[Any] = []
         self._stages: list[Stage] = []
-        self._inner: Inner | None = None
+        self._slots: list[Slot] = []
+        self._inner: list[Optimizer] = []
+        self._copied: list[tuple[Any, ...]] = []
 
     def _sign(self) -> Any:
         """Return what must be as it was for what the last step built to serve again."""
         ids = [id(p) for group in self.param_groups for p in group["params"]]
-        decays = [bool(group.get("weight_decay")) for group in self.param_groups]
         owns = [getattr(p, "_local_tensor", p) for p in self._watched]
         layouts = [(x.data_ptr(), x.stride(), x.dtype) for x in owns]
-        return ids, decays, layouts, [p.grad is None for p in self._watched]
+        return ids, layouts, [p.grad is None for p in self._watched]
 
     def _prepare(self) -> None:
         """Build stages and inner optimizers anew where parameters have changed since."""
         if self._signature == self._sign():
             return
-        by_name = dict(chain.from_iterable(map(_name_params, self.param_groups)))
         self._forget()
-        units = [unit for unit in self._choice.units if unit.name in by_name]
-        names = [name for u in units for name in (u.name, u.bias) if name in by_name]
-        self._watched = [by_name[name] for name in names]
-        self._check_model()
-        self._check_schedule()
+        places = {
+            name: (at, p)
+            for at, group in enumerate(self.param_groups)
+            for name, p in _name_params(group)
+        }
+        names = [name for unit in self._units for name in (unit.name, unit.bias)]
+        self._watched = [places[name][1] for name in names if name in places]
+        self._warn_of_mistakes()
         self._signature = self._sign()
-        self._stages = self._build_stages(units, by_name)
-        scale = self._scale_factor, self._scale_decay
-        turns, groups = self._turn is not None, self.param_groups
-        self._inner = Inner(
-            self._base, self._rest, turns, groups, self._stages, self.state, self._undecayed, scale
-        )
+        for at, p in places.values():
+            group = self.param_groups[at]
+            fit_state(self.state[p], p, bool(group.get("capturable") or group.get("fused")))
+        self._build_stages(places)
+        self._build_inner()
 
-    def _check_model(self) -> None:
-        """Warn where the model has got other parameters, as by `convert_`, since it was given."""
+    def _warn_of_mistakes(self) -> None:
+        """Warn where the model has other parameters now, and of one peak for angles and rates."""
         model = None if self._model is None else self._model()
         own = set() if model is None else {id(p) for p in model.parameters()}
         if own and not any(id(p) in own for p in self._watched):
@@ -249,9 +261,6 @@ class GeometricOptimizer(Optimizer):
                 "afterwards.",
                 stacklevel=4,
             )
-
-    def _check_schedule(self) -> None:
-        """Warn where OneCycleLR was given one peak for degrees and rates alike."""
         peaks = {group.get("max_lr") for group in self.param_groups}
         if self._turn is not None and len(self.param_groups) > 1 and len(peaks - {None}) == 1:
             warnings.warn(
@@ -260,26 +269,75 @@ class GeometricOptimizer(Optimizer):
                 stacklevel=4,
             )
 
-    def _build_stages(self, units: Sequence[Unit], by_name: dict[str, Any]) -> list[Stage]:
+    def _build_stages(self, places: Mapping[Any, tuple[int, Any]]) -> None:
         """Put weights that have a gradient and are stepped alike into a stage each."""
-        is_angular, members = self._coordinates == "angles", defaultdict[Any, list[Member]](list)
-        groups = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        for unit in units:
-            weight, bias = by_name[unit.name], by_name.get(unit.bias or "")
-            if weight.grad is None:
+        make = AngularStage if self._coordinates == "angles" else Stage
+        members = defaultdict[Any, list[Member]](list)
+        for unit in self._units:
+            at, weight = places.get(unit.name, (0, None))
+            bias_at, bias = places.get(unit.bias, (0, None)) if unit.has_distance else (0, None)
+            if weight is None or weight.grad is None:
                 continue
-            if not unit.has_distance or bias is None or bias.grad is None:
+            if bias is not None and bias.grad is None:
                 bias = None
-            states = self.state[weight], {} if bias is None else self.state[bias]
-            m = Member(unit, weight, bias, states, in_place=not is_angular)
-            fan_in = unit.fan_in if is_angular else None
-            key = groups[id(weight)], groups.get(id(bias)), fan_in, *m.stage_key()
-            members[key].append(m)
-        make, options = AngularStage if is_angular else Stage, (self._match, self._max_turn)
-        return [
-            make(found, self.param_groups[key[0]], *options, self._turn is not None)
-            for key, found in members.items()
-        ]
+            m = Member(unit, weight, bias, (at, bias_at), self.state)
+            members[make.group_key(m)].append(m)
+        for found in members.values():
+            stage = make(
+                found, self.param_groups[found[0].at], match=self._match,
+                turns=self._turn is not None, max_turn=self._max_turn,
+                joins=(self._base.is_elementwise, self._rest.is_elementwise),
+            )  # fmt: skip
+            self._stages.append(stage)
+            self._slots += chain.from_iterable(stage.slots.values())
+
+    def _build_inner(self) -> None:
+        """Give parameters and states to the base and the rest, which are one if they are alike.
+
+        Keys are the outer group, the factor of its rate (None: the rate is 1) and the decay
+        (None: the group's own).
+        """
+        directions, others = defaultdict[Any, list[Any]](list), defaultdict[Any, list[Any]](list)
+        factor, biases = None if self._turn is not None else 1.0, set()
+        for stage in self._stages:
+            first = stage.first
+            directions[first.at, factor, None] += stage.pairs("direction")
+            others[first.at + 1, self._scale_factor, self._scale_decay] += stage.pairs("r")
+            others[first.bias_at, 1.0, 0.0] += stage.pairs("lam")
+            biases |= {id(m.bias) for m in stage.members}
+        for at, group in enumerate(self.param_groups):
+            for name, p in _name_params(group) if group["geometry"] == "rest" else ():
+                if id(p) not in biases:
+                    decay = 0.0 if name in self._undecayed else None
+                    others[at, 1.0, decay].append(self._find_plain_state(p))
+        if self._base is self._rest and self._turn is None:  # some look at all parameters (a norm)
+            self._make_inner(self._base, directions | others)
+        else:
+            self._make_inner(self._base, directions)
+            self._make_inner(self._rest, others)
+
+    def _find_plain_state(self, p: nn.Parameter) -> tuple[nn.Parameter, dict[str, Any]]:
+        """Return a parameter with its state; a bias whose weight is not stepped now has two."""
+        if "lam" not in self.state[p]:
+            return p, self.state[p]
+        self._slots.append(Slot("plain", [self.state[p]], [p], p))
+        return p, self._slots[-1].state
+
+    def _make_inner(self, maker: Maker, items: Mapping[Any, list[Any]]) -> None:
+        """Make an optimizer of parameters with their states."""
+        items = {key: pairs for key, pairs in items.items() if pairs}
+        if not items:
+            return
+        optimizer = maker.make([{"params": [p for p, _ in pairs]} for pairs in items.values()])
+        made = dict(optimizer.state)  # what the constructor wrote; it is for empty states only
+        optimizer.state.clear()
+        for inner, (key, pairs) in zip(optimizer.param_groups, items.items(), strict=True):
+            self._copied.append((inner, *key))
+            for p, state in pairs:
+                if not state:
+                    state.update(made.get(p, {}))
+                optimizer.state[p] = state
+        self._inner.append(optimizer)
 
     # --- states -------------------------------------------------------------------------------
 
@@ -296,19 +354,18 @@ class GeometricOptimizer(Optimizer):
         self._check_groups(saved)
         ids = chain.from_iterable(group["params"] for group in saved)
         names = chain.from_iterable(group["param_names"] for group in self.param_groups)
-        named = zip(names, ids, strict=True)
-        states = {name: state_dict["state"].get(key, {}) for name, key in named}
+        states = {n: state_dict["state"].get(key, {}) for n, key in zip(names, ids, strict=True)}
         self._check_shapes(states)
         super().load_state_dict({**state_dict, "state": {}})
-        self._choice = self._choice.restore(states)
-        self.state.clear()
-        for group in self.param_groups:
-            on_device = bool(group.get("capturable") or group.get("fused"))
-            for name, p in _name_params(group):
-                if states[name]:
-                    state = states[name].items()
-                    self.state[p] = {k: _move(v, k, p, on_device) for k, v in state}
         self._forget()
+        for name, p in chain.from_iterable(map(_name_params, self.param_groups)):
+            if states[name]:
+                self.state[p] = {k: _copy(v) for k, v in states[name].items()}
+        # Which biases are distances is as it was then, whatever the values are now.
+        self._units = [
+            replace(u, has_distance="lam" in state) if (state := states.get(u.bias or "")) else u
+            for u in self._units
+        ]
 
     def _check_groups(self, saved: Sequence[dict[str, Any]]) -> None:
         own = [group["param_names"] for group in self.param_groups]
@@ -325,8 +382,8 @@ class GeometricOptimizer(Optimizer):
         if forms != (found := [group["geometry"] for group in saved]):
             raise ValueError(f"the state is for groups {found}; this optimizer has {forms}.")
 
-    def _check_shapes(self, states: dict[str, dict[str, Any]]) -> None:
-        for unit in self._choice.units:
+    def _check_shapes(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        for unit in self._units:
             state = states.get(unit.name, {})
             if not state:
                 continue
@@ -341,7 +398,7 @@ class GeometricOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
-        built = ("_signature", "_watched", "_stages", "_inner", "_model")
+        built = ("_signature", "_watched", "_stages", "_slots", "_inner", "_copied", "_model")
         own = {k: v for k, v in self.__dict__.items() if not k.endswith("_hooks")}
         return {k: v for k, v in own.items() if k not in built}
 
@@ -353,12 +410,12 @@ class GeometricOptimizer(Optimizer):
     def __repr__(self) -> str:
         named = chain.from_iterable(map(_name_params, self.param_groups))
         trained = {name for name, p in named if p.requires_grad}
-        sizes = [u.out * u.fan_in for u in self._choice.units if u.name in trained]
+        sizes = [u.out * u.fan_in for u in self._units if u.name in trained]
         turn = "" if self._turn is None else f", turn {self._turn:g}"
         turn += "" if self._max_turn is None else f", max_turn {self._max_turn:g}"
         form = f"{self._coordinates}{turn}, {self._base.name}; rest {self._rest.name}"
         share = f"{sum(sizes):,} of {self._size:,} parameters are units"
-        table = self._choice.table(trained)
+        table = print_table(self._units, self._plain, trained)
         return f"GeometricOptimizer ({form}): {share}\n{table}"
 
 
@@ -388,9 +445,11 @@ def _name_params(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     return zip(group["param_names"], group["params"], strict=True)
 
 
-def _move(value: Any, key: str, p: Any, step_on_device: bool) -> Any:
-    """Return a copy of a state's entry on the parameter's device, in its own type."""
-    if not isinstance(value, Tensor):
-        return value
-    is_step = key.rpartition("/")[2] == "step"
-    return value.clone() if is_step and not step_on_device else value.to(p.device, copy=True)
+def _list_params(params: Any) -> list[Any]:
+    """Return the parameters of a group, which may be one, several, or have names."""
+    listed = [params] if isinstance(params, Tensor) else list(params)
+    return [p[-1] if isinstance(p, tuple) else p for p in listed]
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
