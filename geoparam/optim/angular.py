@@ -9,7 +9,7 @@ from torch import Tensor
 from geoparam import functional, sphere
 from geoparam.kernels.rows import keep_signs
 from geoparam.optim.inner import local
-from geoparam.optim.stage import Member, Stage
+from geoparam.optim.stage import Member, Stage, gradient
 
 
 class AngularStage(Stage):
@@ -20,11 +20,11 @@ class AngularStage(Stage):
     """
 
     @classmethod
-    def group_key(cls, m: Member) -> tuple[Any, ...]:
-        return m.unit.fan_in, *super().group_key(m)
+    def key(cls, m: Member) -> tuple[Any, ...]:
+        return m.unit.fan_in, *super().key(m)
 
     def _first_scale(self, m: Member) -> Tensor:
-        return m.rows()[:, 0].clone() if m.unit.fan_in == 1 else super()._first_scale(m)
+        return super()._first_scale(m) if m.has_direction else m.rows()[:, 0].clone()
 
     def _build_directions(self) -> None:
         self.written: Tensor | None = None  # the rows as last written to the weights
@@ -32,10 +32,8 @@ class AngularStage(Stage):
         scales = [state["length"] * state["metric"].sqrt() for state in self.states]
         self.scale = self.rows.per_row(torch.stack(scales))[:, None]
         self.stored = torch.cat([local(state["direction"]) for state in self.states])
-        self.by_stored = torch.zeros_like(self.stored)
-        self._store("direction", self.states, self.stored)
-        if self.first.unit.fan_in > 1:
-            self._make_flat_slots("direction", self.states, self.stored, self.by_stored)
+        is_stepped = self.first.has_direction
+        self.by_stored = self._add_flat("direction", self.states, self.stored, is_stepped)
 
     def _start_angles(self) -> None:
         """Write the first angles, and the mean g of their metric, into new states."""
@@ -53,7 +51,7 @@ class AngularStage(Stage):
     def _enter_directions(self) -> None:
         if not (self.r.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._read_changed_rows()
-        g = torch.cat([m.unit.to_rows(m.gradient()) for m in self.members])
+        g = torch.cat([m.unit.to_rows(gradient(m.weight, self.r.dtype)) for m in self.members])
         by_latitude, by_r = functional.compute_gradients(
             g, self.stored / self.scale, self.r, False
         )
@@ -84,7 +82,7 @@ class AngularStage(Stage):
         if not changed.any():
             return
         rows = weights[changed]
-        if self.first.unit.fan_in == 1:
+        if not self.first.has_direction:
             self.r[changed] = rows[:, 0]
             return
         sign = torch.where(self.r[changed] < 0, -1, 1)
@@ -96,7 +94,7 @@ class AngularStage(Stage):
         u = sphere.normalise(self._weights() * self.entered.sign()[:, None])
         v = sphere.normalise(self._compute_rows() * self.r.sign()[:, None])
         far = sphere.angle_between(u, v) > limit
-        if self.first.unit.fan_in == 1 or not far.any():
+        if not (self.first.has_direction and far.any()):
             return
         u, v = u[far], v[far]
         across = sphere.normalise(v - (u * v).sum(dim=1, keepdim=True) * u)

@@ -14,10 +14,10 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from geoparam.optim.angular import AngularStage
-from geoparam.optim.groups import undecayed_names
-from geoparam.optim.inner import MakeOptimizer, Maker, Slot, fit_state, local
+from geoparam.optim.groups import divide_groups, list_params, undecayed_names
+from geoparam.optim.inner import Inner, MakeOptimizer, Maker, Pair, Slot, fit_state, local
 from geoparam.optim.stage import Member, Stage
-from geoparam.optim.units import Filter, find_units, print_table
+from geoparam.optim.units import Filter, Unit, find_units, print_table
 
 
 class GeometricOptimizer(Optimizer):
@@ -100,49 +100,20 @@ class GeometricOptimizer(Optimizer):
             self._rest = Maker("rest", rest, {"lr": lr})
         elif self._base.is_muon:
             self._rest = Maker("rest", torch.optim.AdamW, {"lr": lr})
-        self._rest_defaults = self._rest.options(decay or 0.0)
-        self._coordinates, self._match, self._scale_decay = coordinates, match, scale_decay
-        self._turn, self._max_turn = turn, max_turn
+        self._rest_options = {**self._rest.options(decay or 0.0), "geometry": "rest"}
+        self._coordinates, self._turn, self._max_turn = coordinates, turn, max_turn
+        self._match, self._scale_decay = match, scale_decay
         self._scale_factor: Any = 1.0 if scale_lr is None else scale_lr / lr
         self._units, self._plain = find_units(model, filter_fn, example_inputs, scale)
         self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
         self._undecayed = undecayed_names(model)
         self._size = sum(p.numel() for p in model.parameters())
         self._forget()
-        super().__init__(self._divide(model, groups, lr), {})
+        options = {**self._base.options(0.0), "geometry": self._form}, self._rest_options
+        super().__init__(divide_groups(model, groups, self._units, options, lr, turn), {})
         self.defaults = self._base.options(0.0)
 
     # --- groups -------------------------------------------------------------------------------
-
-    def _divide(
-        self, model: nn.Module, groups: Sequence[Any] | None, lr: float | Tensor
-    ) -> list[dict[str, Any]]:
-        """Divide each group into units and rest: two groups, the rest's after the units'."""
-        names = {id(p): name for name, p in model.named_parameters()}
-        are_units = {unit.name for unit in self._units}
-        divided: list[dict[str, Any]] = []
-        given_groups = list(model.parameters() if groups is None else groups)
-        if not all(isinstance(given, dict) for given in given_groups):
-            given_groups = [{"params": given_groups}]
-        for given in map(dict, given_groups):
-            if "params" not in given:
-                raise ValueError(f"a group has its parameters under 'params'; got {list(given)}.")
-            params = _list_params(given.pop("params"))
-            if strangers := [getattr(p, "shape", p) for p in params if id(p) not in names]:
-                raise ValueError(f"groups hold parameters that the model does not: {strangers}.")
-            given.pop("param_names", None)
-            rate = given.pop("lr", lr)
-            units = {**self._base.options(0.0), **given, "lr": rate, "geometry": self._form}
-            if "weight_decay" in units:
-                units["weight_decay"] = 0.0
-            if self._turn is not None:  # a group's own rate scales its turn
-                units["lr"] = self._turn if rate is lr else rate / lr * self._turn
-            rest = {**self._rest_defaults, **given, "lr": rate, "geometry": "rest"}
-            for group, is_unit in ((units, True), (rest, False)):
-                group["params"] = [p for p in params if (names[id(p)] in are_units) == is_unit]
-                group["param_names"] = [names[id(p)] for p in group["params"]]
-            divided += [units, rest] if units["params"] else [rest] if rest["params"] else []
-        return divided
 
     @property
     def _form(self) -> str:
@@ -154,11 +125,11 @@ class GeometricOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; those that come after construction are part of the rest."""
         if "geometry" not in param_group:
-            params = _list_params(param_group["params"])
+            params = list_params(param_group["params"])
             start = sum(len(group["params"]) for group in self.param_groups)
             names = [f"added.{start + i}" for i in range(len(params))]
-            own = {"params": params, "param_names": names, "geometry": "rest"}
-            param_group = {**self._rest_defaults, **param_group, **own}
+            own = {"params": params, "param_names": names}
+            param_group = {**self._rest_options, **param_group, **own}
         Optimizer.add_param_group(self, param_group)
         self._forget()
 
@@ -177,9 +148,8 @@ class GeometricOptimizer(Optimizer):
         for stage in self._stages:
             stage.enter()
         try:
-            self._copy_options()
-            for optimizer in self._inner:
-                optimizer.step()
+            for inner in self._inner:
+                inner.step(self.param_groups)
             for slot in self._slots:
                 slot.publish()
         finally:
@@ -201,16 +171,6 @@ class GeometricOptimizer(Optimizer):
         still = [local(m.weight) for m in members if is_zero[m.at + 1] or m.unit.is_fixed]
         return [(own, own.clone()) for own in still]
 
-    def _copy_options(self) -> None:
-        """Copy the options of the outer groups, which schedules and users may have changed."""
-        for inner, at, factor, decay in self._copied:
-            outer = self.param_groups[at]
-            inner.update({k: outer[k] for k in inner if k in outer and k != "params"})
-            if factor != 1.0:
-                inner["lr"] = 1.0 if factor is None else outer["lr"] * factor
-            if decay is not None and "weight_decay" in inner:
-                inner["weight_decay"] = decay
-
     # --- what is built for the step -----------------------------------------------------------
 
     def _forget(self) -> None:
@@ -219,8 +179,7 @@ class GeometricOptimizer(Optimizer):
         self._watched: list[Any] = []
         self._stages: list[Stage] = []
         self._slots: list[Slot] = []
-        self._inner: list[Optimizer] = []
-        self._copied: list[tuple[Any, ...]] = []
+        self._inner: list[Inner] = []
 
     def _sign(self) -> Any:
         """Return what must be as it was for what the last step built to serve again."""
@@ -281,7 +240,7 @@ class GeometricOptimizer(Optimizer):
             if bias is not None and bias.grad is None:
                 bias = None
             m = Member(unit, weight, bias, (at, bias_at), self.state)
-            members[make.group_key(m)].append(m)
+            members[make.key(m)].append(m)
         for found in members.values():
             stage = make(
                 found, self.param_groups[found[0].at], match=self._match,
@@ -292,52 +251,32 @@ class GeometricOptimizer(Optimizer):
             self._slots += chain.from_iterable(stage.slots.values())
 
     def _build_inner(self) -> None:
-        """Give parameters and states to the base and the rest, which are one if they are alike.
-
-        Keys are the outer group, the factor of its rate (None: the rate is 1) and the decay
-        (None: the group's own).
-        """
-        directions, others = defaultdict[Any, list[Any]](list), defaultdict[Any, list[Any]](list)
+        """Give parameters to the base and the rest: see `Inner` for the keys."""
+        directions, others = defaultdict[Any, list[Pair]](list), defaultdict[Any, list[Pair]](list)
         factor, biases = None if self._turn is not None else 1.0, set()
         for stage in self._stages:
-            first = stage.first
-            directions[first.at, factor, None] += stage.pairs("direction")
-            others[first.at + 1, self._scale_factor, self._scale_decay] += stage.pairs("r")
-            others[first.bias_at, 1.0, 0.0] += stage.pairs("lam")
+            at, bias_at, slots = stage.first.at, stage.first.bias_at, stage.slots
+            scale = at + 1, self._scale_factor, self._scale_decay
+            directions[at, factor, None] += [slot.pair for slot in slots["direction"]]
+            others[scale] += [slot.pair for slot in slots["r"]]
+            others[bias_at, 1.0, 0.0] += [slot.pair for slot in slots["lam"]]
             biases |= {id(m.bias) for m in stage.members}
         for at, group in enumerate(self.param_groups):
             for name, p in _name_params(group) if group["geometry"] == "rest" else ():
                 if id(p) not in biases:
                     decay = 0.0 if name in self._undecayed else None
                     others[at, 1.0, decay].append(self._find_plain_state(p))
+        parts = [(self._base, directions), (self._rest, others)]
         if self._base is self._rest and self._turn is None:  # some look at all parameters (a norm)
-            self._make_inner(self._base, directions | others)
-        else:
-            self._make_inner(self._base, directions)
-            self._make_inner(self._rest, others)
+            parts = [(self._base, directions | others)]
+        self._inner = [Inner(maker, pairs) for maker, pairs in parts if any(pairs.values())]
 
-    def _find_plain_state(self, p: nn.Parameter) -> tuple[nn.Parameter, dict[str, Any]]:
+    def _find_plain_state(self, p: nn.Parameter) -> Pair:
         """Return a parameter with its state; a bias whose weight is not stepped now has two."""
         if "lam" not in self.state[p]:
             return p, self.state[p]
         self._slots.append(Slot("plain", [self.state[p]], [p], p))
-        return p, self._slots[-1].state
-
-    def _make_inner(self, maker: Maker, items: Mapping[Any, list[Any]]) -> None:
-        """Make an optimizer of parameters with their states."""
-        items = {key: pairs for key, pairs in items.items() if pairs}
-        if not items:
-            return
-        optimizer = maker.make([{"params": [p for p, _ in pairs]} for pairs in items.values()])
-        made = dict(optimizer.state)  # what the constructor wrote; it is for empty states only
-        optimizer.state.clear()
-        for inner, (key, pairs) in zip(optimizer.param_groups, items.items(), strict=True):
-            self._copied.append((inner, *key))
-            for p, state in pairs:
-                if not state:
-                    state.update(made.get(p, {}))
-                optimizer.state[p] = state
-        self._inner.append(optimizer)
+        return self._slots[-1].pair
 
     # --- states -------------------------------------------------------------------------------
 
@@ -355,7 +294,9 @@ class GeometricOptimizer(Optimizer):
         ids = chain.from_iterable(group["params"] for group in saved)
         names = chain.from_iterable(group["param_names"] for group in self.param_groups)
         states = {n: state_dict["state"].get(key, {}) for n, key in zip(names, ids, strict=True)}
-        self._check_shapes(states)
+        for unit in self._units:
+            if states.get(unit.name):
+                _check_size(unit, states[unit.name])
         super().load_state_dict({**state_dict, "state": {}})
         self._forget()
         for name, p in chain.from_iterable(map(_name_params, self.param_groups)):
@@ -368,37 +309,22 @@ class GeometricOptimizer(Optimizer):
         ]
 
     def _check_groups(self, saved: Sequence[dict[str, Any]]) -> None:
-        own = [group["param_names"] for group in self.param_groups]
-        names = [group.get("param_names", mine) for group, mine in zip(saved, own, strict=False)]
-        pairs: Iterator[Any] = zip_longest(own, names, fillvalue=[])
-        for i, (mine, theirs) in enumerate(pairs):
+        pairs: Iterator[Any] = zip_longest(self.param_groups, saved, fillvalue={"param_names": []})
+        for i, (own, other) in enumerate(pairs):
+            mine, theirs = own["param_names"], other.get("param_names", own["param_names"])
             if mine != theirs:
-                other = sorted({*mine} ^ {*theirs}) or mine
                 raise ValueError(
-                    f"the state's group {i} differs from the optimizer's in {other}. (A layer "
-                    "with a row of zeros has no units: build the optimizer before pruning.)"
+                    f"the state's group {i} differs from the optimizer's in "
+                    f"{sorted({*mine} ^ {*theirs}) or mine}. (A layer with a row of zeros has no "
+                    "units: build the optimizer before pruning.)"
                 )
-        forms = [group["geometry"] for group in self.param_groups]
-        if forms != (found := [group["geometry"] for group in saved]):
+        forms, found = ([g["geometry"] for g in groups] for groups in (self.param_groups, saved))
+        if forms != found:
             raise ValueError(f"the state is for groups {found}; this optimizer has {forms}.")
-
-    def _check_shapes(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        for unit in self._units:
-            state = states.get(unit.name, {})
-            if not state:
-                continue
-            if any(state.get(key) is None for key in ("r", "length", "fan_in")):
-                raise ValueError(f"the state of {unit.name!r} lacks 'r', 'length' or 'fan_in'.")
-            r, fan_in = state["r"], state["fan_in"]
-            if (len(r), fan_in) != (unit.out, unit.fan_in):
-                raise ValueError(
-                    f"the state of {unit.name!r} has {len(r)} units of fan-in {fan_in}; the "
-                    f"model's has {unit.out} of {unit.fan_in}."
-                )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
-        built = ("_signature", "_watched", "_stages", "_slots", "_inner", "_copied", "_model")
+        built = ("_signature", "_watched", "_stages", "_slots", "_inner", "_model")
         own = {k: v for k, v in self.__dict__.items() if not k.endswith("_hooks")}
         return {k: v for k, v in own.items() if k not in built}
 
@@ -445,10 +371,16 @@ def _name_params(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     return zip(group["param_names"], group["params"], strict=True)
 
 
-def _list_params(params: Any) -> list[Any]:
-    """Return the parameters of a group, which may be one, several, or have names."""
-    listed = [params] if isinstance(params, Tensor) else list(params)
-    return [p[-1] if isinstance(p, tuple) else p for p in listed]
+def _check_size(unit: Unit, state: Mapping[str, Any]) -> None:
+    """Raise where a state is damaged, or of units of another size."""
+    if any(state.get(key) is None for key in ("r", "length", "fan_in")):
+        raise ValueError(f"the state of {unit.name!r} lacks 'r', 'length' or 'fan_in'.")
+    rows, fan_in = len(state["r"]), state["fan_in"]
+    if (rows, fan_in) != (unit.out, unit.fan_in):
+        raise ValueError(
+            f"the state of {unit.name!r} has {rows} units of fan-in {fan_in}; the model's has "
+            f"{unit.out} of {unit.fan_in}."
+        )
 
 
 def _copy(value: Any) -> Any:

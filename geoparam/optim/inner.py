@@ -6,7 +6,8 @@ such as `direction/exp_avg` in the weight's entry.
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from geoparam.optim.muon import RowMuon
 
 MakeOptimizer = Callable[..., Any]
+Pair = tuple[Tensor, dict[str, Any]]  # a parameter and its state
 FULL_PRECISION = (torch.float32, torch.float64)
 # Optimizers that step each element by itself, so that many parameters may be one.
 ELEMENTWISE = {
@@ -61,12 +63,43 @@ class Maker:
         return {**self.defaults, **known}
 
 
+class Inner:
+    """An optimizer the groups of which follow those of the outer one.
+
+    Args:
+        pairs: parameters with their states, by outer group, factor of its rate (None: the rate is
+            1) and decay (None: the group's own).
+    """
+
+    def __init__(self, maker: Maker, pairs: Mapping[Any, Sequence[Pair]]) -> None:
+        pairs = {key: own for key, own in pairs.items() if own}
+        self.keys = list(pairs)
+        self.optimizer = maker.make([{"params": [p for p, _ in own]} for own in pairs.values()])
+        made = dict(self.optimizer.state)  # by the constructor; it is for empty states only
+        self.optimizer.state.clear()
+        for p, state in chain.from_iterable(pairs.values()):
+            if not state:
+                state.update(made.get(p, {}))
+            self.optimizer.state[p] = state
+
+    def step(self, outer_groups: Sequence[dict[str, Any]]) -> None:
+        """Copy options, which schedules and users may have changed, and take a step."""
+        for (at, factor, decay), own in zip(self.keys, self.optimizer.param_groups, strict=True):
+            outer = outer_groups[at]
+            own.update({key: outer[key] for key in own if key in outer and key != "params"})
+            if factor != 1.0:
+                own["lr"] = 1.0 if factor is None else outer["lr"] * factor
+            if decay is not None and "weight_decay" in own:
+                own["weight_decay"] = decay
+        self.optimizer.step()
+
+
 class Slot:
     """A parameter of an inner optimizer, which stands for tensors of one or more weights.
 
     Its state is a dict of its own. `publish` writes the entries into the outer optimizer's states
     under flat keys: each weight's are parts of the slot's tensors, with the shape and the strides
-    of its layout.
+    of its layout. Without a gradient, the value is a parameter itself.
     """
 
     def __init__(
@@ -74,15 +107,19 @@ class Slot:
         name: str,
         states: Sequence[dict[str, Any]],
         layouts: Sequence[Tensor],
-        parameter: nn.Parameter,
+        value: Tensor,
+        grad: Tensor | None = None,
     ) -> None:
-        self.prefix, self.states, self.layouts = f"{name}/", states, layouts
-        self.parameter = parameter
+        self.prefix, self.states, self.layouts, self.parameter = f"{name}/", states, layouts, value
+        if grad is not None:
+            self.parameter = nn.Parameter(value, requires_grad=False)
+            self.parameter.grad = grad
         self.state = {
             key.removeprefix(self.prefix): self._join([state[key] for state in states])
             for key in states[0]
             if key.startswith(self.prefix)
         }
+        self.pair: Pair = self.parameter, self.state
         self.published: dict[str, Any] = {}
         self.publish()
 
@@ -124,12 +161,6 @@ def _has_elements_of(value: Any, like: Tensor) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0 and value.numel() == like.numel()
 
 
-def make_parameter(value: Tensor, grad: Tensor) -> nn.Parameter:
-    p = nn.Parameter(value, requires_grad=False)
-    p.grad = grad
-    return p
-
-
 def have_equal_counters(name: str, states: Sequence[dict[str, Any]]) -> bool:
     """Whether the inner optimizer has stepped several weights alike, so that they may be one."""
 
@@ -156,6 +187,16 @@ def fit_state(state: dict[str, Any], p: Any, counters_on_device: bool) -> None:
         is_wide = p.dtype in FULL_PRECISION or value.dtype in FULL_PRECISION
         casts = value.is_floating_point() and is_wide
         state[key] = value.to(p.device, dtype if casts else value.dtype)
+
+
+def find_master(p: Any, state: dict[str, Any]) -> Tensor:
+    """Return this process's rows of a parameter; of one in half precision, its float32 copy."""
+    own = local(p)
+    if own.dtype in FULL_PRECISION:
+        return own
+    if "master" not in state:
+        state["master"] = shard_like(p, own.float(), len(p))
+    return local(state["master"])
 
 
 def local(x: Any) -> Tensor:

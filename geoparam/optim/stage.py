@@ -26,14 +26,7 @@ import torch
 from torch import Tensor
 
 from geoparam.kernels.rows import rows_for
-from geoparam.optim.inner import (
-    FULL_PRECISION,
-    Slot,
-    have_equal_counters,
-    local,
-    make_parameter,
-    shard_like,
-)
+from geoparam.optim.inner import Slot, find_master, have_equal_counters, local, shard_like
 from geoparam.optim.units import Unit
 
 
@@ -57,25 +50,16 @@ class Member:
         self.state = states[weight]
         self.bias_state = {} if bias is None else states[bias]
         self.process_group = _process_group(unit, weight)
-        self.own = _find_master(weight, self.state)
-        self.own_bias = None if bias is None else _find_master(bias, self.bias_state)
-        rows = unit.out if unit.column_groups else len(self.own)
-        self.shape = (rows, unit.fan_in)
-        is_dense = torch.empty_like(self.own).stride() == self.own.stride()
-        is_by_row = rows < 2 or self.own.stride(0) == unit.fan_in
+        self.own = own = find_master(weight, self.state)
+        self.shape = (unit.out if unit.column_groups else len(own), unit.fan_in)
+        is_dense = torch.empty_like(own).stride() == own.stride()
+        is_by_row = len(own) < 2 or own.stride(0) == unit.fan_in
         self.is_copied = unit.column_groups > 0 or not (is_dense and is_by_row)
-
-    def rows_in_memory(self) -> Tensor:
-        """Return the weight's own memory as a matrix."""
-        return self.own.as_strided(self.shape, (self.shape[1], 1))
+        self.has_direction = unit.fan_in > 1
 
     def rows(self) -> Tensor:
         """Return the weight as rows (out, fan-in); a view where there is one."""
         return self.unit.to_rows(self.own)
-
-    def gradient(self) -> Tensor:
-        """Return the weight's gradient, this process's rows of it."""
-        return _gradient(self.weight, self.own.dtype)
 
     def shard(self, part: Tensor) -> Tensor:
         """Return this process's rows as a tensor, or as a DTensor where the weight is one."""
@@ -83,7 +67,7 @@ class Member:
 
 
 class Stage:
-    """Weights that are stepped together: see `group_key`.
+    """Weights that are stepped together: see `key`.
 
     Directions are unit vectors times R. By default the base steps the vectors themselves. With
     `turn` or `max_turn` it steps an increment d, which starts at 0, so that a small one keeps all
@@ -106,31 +90,32 @@ class Stage:
     ) -> None:
         self.members, self.group, self.first = members, group, members[0]
         self.match, self.turns, self.max_turn, self.joins = match, turns, max_turn, joins
-        self.states = [m.state for m in members]
+        self.slots: dict[str, list[Slot]] = {"direction": [], "r": [], "lam": []}
+        self.states, bias_states = [m.state for m in members], [m.bias_state for m in members]
         shapes, outs = [m.shape for m in members], [m.unit.out for m in members]
         self.rows = rows_for(shapes, self.first.own, outs, self.first.process_group)
-        pairs = [(m.weight, m.own) for m in members] + [(m.bias, m.own_bias) for m in members]
-        halves = [(local(p), own) for p, own in pairs if p is not None and p.dtype != own.dtype]
-        self.halves, self.masters = [p for p, _ in halves], [own for _, own in halves]
         self._start()
         self.length = self.rows.per_row(torch.stack([m.state["length"] for m in members]))
-        self.slots: dict[str, list[Slot]] = {"direction": [], "r": [], "lam": []}
-        self._build_scales()
-        self._build_biases()
+        self.r = torch.cat([local(state["r"]) for state in self.states])
+        self.peak, is_fixed = torch.zeros_like(self.r), self.first.unit.is_fixed
+        self.by_r = self._add_flat("r", self.states, self.r, is_stepped=not is_fixed)
+        biases = [m.bias for m in members if m.bias is not None]
+        self.biases = [find_master(*pair) for pair in zip(biases, bias_states, strict=False)]
+        if biases:
+            self.lam = torch.zeros_like(self.r)
+            self.by_lam = self._add_flat("lam", bias_states, self.lam)
+        owns = [(m.weight, m.own) for m in members] + list(zip(biases, self.biases, strict=True))
+        halves = [(local(p), own) for p, own in owns if p.dtype != own.dtype]
+        self.halves, self.masters = [half for half, _ in halves], [own for _, own in halves]
         self._build_directions()
 
     @classmethod
-    def group_key(cls, m: Member) -> tuple[Any, ...]:
+    def key(cls, m: Member) -> tuple[Any, ...]:
         """Return what weights have in common that are stepped together."""
-        has_direction = m.unit.fan_in > 1
         return (
             m.at, m.bias_at, m.bias is None, m.own.device, m.own.dtype, m.process_group,
-            getattr(m.weight, "placements", None), m.is_copied, m.unit.is_fixed, has_direction,
+            getattr(m.weight, "placements", None), m.is_copied, m.unit.is_fixed, m.has_direction,
         )  # fmt: skip
-
-    def pairs(self, name: str) -> list[tuple[Any, dict[str, Any]]]:
-        """Return the parameters of this name for an inner optimizer, with their states."""
-        return [(slot.parameter, slot.state) for slot in self.slots[name]]
 
     def _start(self) -> None:
         """Write the first r, and the length R of the stored directions, into new states."""
@@ -150,57 +135,42 @@ class Stage:
         means = self.rows.layer_means(per_row)
         return means if self.match else torch.ones_like(means)
 
+    def _add_flat(
+        self, name: str, states: list[dict[str, Any]], flat: Tensor, is_stepped: bool = True
+    ) -> Tensor:
+        """Put each layer's part of a tensor of all rows into its state; return a gradient."""
+        by_flat, parts = torch.zeros_like(flat), self.rows.split(flat)
+        for m, state, own in zip(self.members, states, parts, strict=True):
+            state[name] = m.shard(own)
+        if is_stepped:
+            whole = flat, by_flat
+            self._make_slots(name, states, parts, self.rows.split(by_flat), parts, whole)
+        return by_flat
+
     def _make_slots(
         self,
         name: str,
-        states: Sequence[dict[str, Any]],
+        states: list[dict[str, Any]],
         values: Sequence[Tensor],
         grads: Sequence[Tensor],
+        layouts: Sequence[Tensor],
         whole: tuple[Tensor, Tensor] | None,
-        layouts: Sequence[Tensor] | None = None,
     ) -> None:
         """Make parameters for an inner optimizer: one for all weights, or one for each.
 
-        `whole` are the tensors of which values and gradients are parts, where there are such;
-        `layouts` show how others see the states, if not as the values.
+        `layouts` show how others see the states. `whole` are the tensors of which values and
+        gradients are parts, where there are such.
         """
         is_sharded = hasattr(self.first.weight, "placements")
-        joins = self.joins[name != "direction"] and not is_sharded and whole is not None
-        if joins and have_equal_counters(name, states):
-            self.slots[name] = [Slot(name, states, layouts or values, make_parameter(*whole))]
-            return
-        values = [m.shard(x) for m, x in zip(self.members, values, strict=True)]
-        grads = [m.shard(x) for m, x in zip(self.members, grads, strict=True)]
-        parts = zip(
-            states, values if is_sharded else layouts or values, values, grads, strict=True
-        )
-        self.slots[name] = [Slot(name, [s], [x], make_parameter(v, g)) for s, x, v, g in parts]
-
-    # r, lam and their gradients are one flat tensor each, of which every layer's are parts.
-
-    def _store(self, key: str, states: Sequence[dict[str, Any]], flat: Tensor) -> None:
-        """Put each layer's part of a flat tensor into its state."""
-        for m, state, own in zip(self.members, states, self.rows.split(flat), strict=True):
-            state[key] = m.shard(own)
-
-    def _make_flat_slots(self, name: str, states: Any, flat: Tensor, by_flat: Tensor) -> None:
-        split = self.rows.split
-        self._make_slots(name, states, split(flat), split(by_flat), (flat, by_flat))
-
-    def _build_scales(self) -> None:
-        self.r = torch.cat([local(state["r"]) for state in self.states])
-        self.by_r, self.peak = torch.zeros_like(self.r), torch.zeros_like(self.r)
-        self._store("r", self.states, self.r)
-        if not self.first.unit.is_fixed:
-            self._make_flat_slots("r", self.states, self.r, self.by_r)
-
-    def _build_biases(self) -> None:
-        self.biases = [m.own_bias for m in self.members if m.own_bias is not None]
-        if self.biases:
-            states = [m.bias_state for m in self.members]
-            self.lam, self.by_lam = torch.zeros_like(self.r), torch.zeros_like(self.r)
-            self._store("lam", states, self.lam)
-            self._make_flat_slots("lam", states, self.lam, self.by_lam)
+        if whole is not None and self.joins[name != "direction"] and not is_sharded:
+            if have_equal_counters(name, states):
+                self.slots[name] = [Slot(name, states, layouts, *whole)]
+                return
+        if is_sharded:
+            values = layouts = [m.shard(x) for m, x in zip(self.members, values, strict=True)]
+            grads = [m.shard(x) for m, x in zip(self.members, grads, strict=True)]
+        parts = zip(states, layouts, values, grads, strict=True)
+        self.slots[name] = [Slot(name, [state], [x], v, g) for state, x, v, g in parts]
 
     def _build_directions(self) -> None:
         """Divide scratch memory among gradients, increments and copies of the weights."""
@@ -212,16 +182,17 @@ class Stage:
             [part.view(m.shape) for m, part in zip(members, memory.split(sizes), strict=True)]
             for memory in self.scratch
         ]
-        self.w = parts[-1] if is_copied else [m.rows_in_memory() for m in members]
-        self.by_v, self.increments = parts[0], parts[1] if self.by_increment else []
+        in_memory = [m.own.as_strided(m.shape, (m.shape[1], 1)) for m in members if not is_copied]
+        self.w, self.by_v = in_memory or parts[-1], parts[0]
+        self.increments = parts[1] if self.by_increment else []
         self.radians = torch.full((len(members),), math.radians(1)).to(self.r)
-        if self.first.unit.fan_in > 1:
+        if self.first.has_direction:
             stepped = self.increments or self.w
-            whole = (self.scratch[1], self.scratch[0]) if self.by_increment else None
-            # In another memory format the rows in memory are not the logical ones.
+            # In another memory format the rows in memory are not those that others see.
             pairs = zip(members, stepped, strict=True)
             layouts = [x if is_copied or m.own.is_contiguous() else m.own for m, x in pairs]
-            self._make_slots("direction", self.states, stepped, self.by_v, whole, layouts)
+            whole = (self.scratch[1], self.scratch[0]) if self.by_increment else None
+            self._make_slots("direction", self.states, stepped, self.by_v, layouts, whole)
 
     # --- before and after the step ------------------------------------------------------------
 
@@ -233,7 +204,7 @@ class Stage:
         self._enter_directions()
         if self.biases:
             self.bias = torch.cat(self.biases)
-            by_bias = torch.cat([_gradient(m.bias, self.r.dtype) for m in self.members])
+            by_bias = torch.cat([gradient(m.bias, self.r.dtype) for m in self.members])
             self.rows.enter_biases(
                 self.bias, by_bias, self.r, self.by_r, self.lam, self.by_lam, self.match
             )
@@ -258,7 +229,7 @@ class Stage:
         if self.first.is_copied:
             for m, w in zip(self.members, self.w, strict=True):
                 w.copy_(m.rows())
-        grads = [_as_laid_out(m) for m in self.members]
+        grads = [_gradient_in_memory(m) for m in self.members]
         per_row = self.length, self.r, self.by_r, self.peak
         self.rows.enter(self.w, grads, self.by_v, *per_row, rescales=not self.by_increment)
 
@@ -286,24 +257,15 @@ class Stage:
         self.rows.rotate(self.w, self.increments, a, b)
 
 
-def _find_master(p: Any, state: dict[str, Any]) -> Tensor:
-    """Return this process's part of a parameter; of one in half precision, its float32 copy."""
-    own = local(p)
-    if own.dtype in FULL_PRECISION:
-        return own
-    if "master" not in state:
-        state["master"] = shard_like(p, own.float(), len(p))
-    return local(state["master"])
-
-
-def _gradient(p: Any, dtype: torch.dtype) -> Tensor:
+def gradient(p: Any, dtype: torch.dtype) -> Tensor:
+    """Return a parameter's gradient, this process's rows of it, in a type."""
     g = getattr(p.grad, "_local_tensor", p.grad)
     return g if g.dtype == dtype else g.to(dtype)
 
 
-def _as_laid_out(m: Member) -> Tensor:
+def _gradient_in_memory(m: Member) -> Tensor:
     """Return a weight's gradient with its rows in memory as the weight has them."""
-    g = m.gradient()
+    g = gradient(m.weight, m.own.dtype)
     if m.is_copied:
         return m.unit.to_rows(g).contiguous()
     return g if g.stride() == m.own.stride() else torch.empty_like(m.own).copy_(g)

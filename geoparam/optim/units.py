@@ -88,12 +88,11 @@ def find_units(
     plain: dict[str, str] = {}
     for layer, module, weight, bias, column_groups in _weights(model):
         name = names[id(weight)]
+        is_plain = layer in outputs if filter_fn is None else not filter_fn(module, layer)
         if name in embedded:
             plain[name] = "tied to an embedding"
-        elif filter_fn is not None and not filter_fn(module, layer):
-            plain[name] = "filter_fn"
-        elif filter_fn is None and layer in outputs:
-            plain[name] = "the output layer"
+        elif is_plain:
+            plain[name] = "the output layer" if filter_fn is None else "filter_fn"
         is_own = bias is not None and holders[id(bias)] == holders[id(weight)]
         own, norm = names[id(bias)] if is_own else None, norms.get(layer)
         is_fixed = scale == "fixed" or (scale == "auto" and norm is not None)
@@ -102,10 +101,8 @@ def find_units(
         found.setdefault(name, Unit(name, *sizes, own, is_own, norm, is_fixed))
     units = _check_values(dict(model.named_parameters()), found, plain)
     if not units:
-        stay = "; ".join(f"{name}: {reason}" for name, reason in plain.items())
-        raise ValueError(
-            f"no layer of this model has units to train ({stay or 'none was found'})."
-        )
+        why = "; ".join(f"{name}: {reason}" for name, reason in plain.items()) or "none was found"
+        raise ValueError(f"no layer of this model has units to train ({why}).")
     for name, p in model.named_parameters():
         if p.ndim > 1 and name not in found:
             plain[name] = "an embedding" if name in embedded else "not in a known layer"
