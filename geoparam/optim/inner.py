@@ -172,27 +172,26 @@ def have_equal_counters(name: str, states: Sequence[dict[str, Any]]) -> bool:
     return all(counters == found[0] for counters in found)
 
 
-def fit_state(state: dict[str, Any], p: Any, counters_on_device: bool) -> None:
+def fit_state(state: dict[str, Any], p: Any, step_on_device: bool) -> None:
     """Bring a state to its parameter's present device and type; counters keep their own type.
 
     Half precision is not widened where the parameter has it too, nor are masters rounded.
     """
-    dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+    full = torch.float64 if p.dtype == torch.float64 else torch.float32
     for key, value in state.items():
-        if not isinstance(value, Tensor):
-            continue
-        if value.ndim == 0 and key not in ("length", "metric"):
-            state[key] = value.to(p.device) if counters_on_device else value
+        is_step = key.rpartition("/")[2] == "step"
+        if not isinstance(value, Tensor) or (is_step and not step_on_device):
             continue
         is_wide = p.dtype in FULL_PRECISION or value.dtype in FULL_PRECISION
-        casts = value.is_floating_point() and is_wide
-        state[key] = value.to(p.device, dtype if casts else value.dtype)
+        has_type = value.is_floating_point() and (value.ndim or key in ("length", "metric"))
+        state[key] = value.to(p.device, full if has_type and is_wide else value.dtype)
 
 
 def find_master(p: Any, state: dict[str, Any]) -> Tensor:
     """Return this process's rows of a parameter; of one in half precision, its float32 copy."""
     own = local(p)
     if own.dtype in FULL_PRECISION:
+        state.pop("master", None)
         return own
     if "master" not in state:
         state["master"] = shard_like(p, own.float(), len(p))

@@ -99,14 +99,15 @@ class Stage:
         self.r = torch.cat([local(state["r"]) for state in self.states])
         self.peak, is_fixed = torch.zeros_like(self.r), self.first.unit.is_fixed
         self.by_r = self._add_flat("r", self.states, self.r, is_stepped=not is_fixed)
-        biases = [m.bias for m in members if m.bias is not None]
-        self.biases = [find_master(*pair) for pair in zip(biases, bias_states, strict=False)]
-        if biases:
+        with_bias = [m for m in members if m.bias is not None]  # all or none
+        self.biases = [find_master(m.bias, m.bias_state) for m in with_bias]
+        if self.biases:
             self.lam = torch.zeros_like(self.r)
             self.by_lam = self._add_flat("lam", bias_states, self.lam)
-        owns = [(m.weight, m.own) for m in members] + list(zip(biases, self.biases, strict=True))
-        halves = [(local(p), own) for p, own in owns if p.dtype != own.dtype]
-        self.halves, self.masters = [half for half, _ in halves], [own for _, own in halves]
+        parameters = [m.weight for m in members] + [m.bias for m in with_bias]
+        pairs = zip(parameters, [m.own for m in members] + self.biases, strict=True)
+        half = [(local(p), own) for p, own in pairs if p.dtype != own.dtype]
+        self.halves, self.masters = [p for p, _ in half], [own for _, own in half]
         self._build_directions()
 
     @classmethod
@@ -199,8 +200,8 @@ class Stage:
     def enter(self) -> None:
         """Write the parameters and gradients that the inner optimizers step."""
         for half, master in zip(self.halves, self.masters, strict=True):
-            agrees = master.to(half.dtype) == half
-            master.copy_(torch.where(agrees, master, half))
+            is_same = master.to(half.dtype) == half
+            master.copy_(torch.where(is_same, master, half))
         self._enter_directions()
         if self.biases:
             self.bias = torch.cat(self.biases)

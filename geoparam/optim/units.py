@@ -80,12 +80,10 @@ def find_units(
     outputs = set(output_layers(model) if graph is None else graph.outputs)
     norms = _norms_by_order(model) if graph is None else _norms_by_graph(model, graph)
     names = {id(p): name for name, p in model.named_parameters()}
-    modules = list(model.modules())
-    holders = Counter(id(p) for m in modules for p in m._parameters.values())  # 2 where tied
-    tables = [m.weight for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    embedded = {names[id(p)] for p in tables}
-    found: dict[str, Unit] = {}
-    plain: dict[str, str] = {}
+    holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    embedded = {names[id(module.weight)] for module in embeddings}
+    found, plain = dict[str, Unit](), dict[str, str]()
     for layer, module, weight, bias, column_groups in _weights(model):
         name = names[id(weight)]
         is_plain = layer in outputs if filter_fn is None else not filter_fn(module, layer)
@@ -93,20 +91,20 @@ def find_units(
             plain[name] = "tied to an embedding"
         elif is_plain:
             plain[name] = "the output layer" if filter_fn is None else "filter_fn"
-        is_own = bias is not None and holders[id(bias)] == holders[id(weight)]
+        is_own = bias is not None and holders[id(bias)] == holders[id(weight)]  # tied alike
         own, norm = names[id(bias)] if is_own else None, norms.get(layer)
         is_fixed = scale == "fixed" or (scale == "auto" and norm is not None)
         out = weight.shape[1] * column_groups if column_groups else len(weight)
         sizes = out, weight.numel() // out, column_groups
         found.setdefault(name, Unit(name, *sizes, own, is_own, norm, is_fixed))
-    units = _check_values(dict(model.named_parameters()), found, plain)
+    parameters = dict(model.named_parameters())
+    units = _check_values(parameters, found, plain)
     if not units:
         why = "; ".join(f"{name}: {reason}" for name, reason in plain.items()) or "none was found"
         raise ValueError(f"no layer of this model has units to train ({why}).")
-    for name, p in model.named_parameters():
-        if p.ndim > 1 and name not in found:
-            plain[name] = "an embedding" if name in embedded else "not in a known layer"
-    return units, plain
+    others = [name for name, p in parameters.items() if p.ndim > 1 and name not in found]
+    reasons = ["an embedding" if n in embedded else "not in a known layer" for n in others]
+    return units, plain | dict(zip(others, reasons, strict=True))
 
 
 def _check_model(model: nn.Module) -> None:
