@@ -2,8 +2,7 @@
 
    The rows come in chunks of about the same number of elements, so that threads have equal work.
    Sums are in double, in eight partial sums that the compiler keeps in vector registers; each row
-   is summed by one thread in one order, so the number of threads does not change a bit. Products and
-   sums are not fused (-ffp-contract=off): v - c w must be 0 where v was written as c w. */
+   is summed by one thread in one order, so the number of threads does not change a bit. */
 
 #include <math.h>
 #include <stdint.h>
@@ -19,9 +18,9 @@ typedef struct {
 typedef struct {
     const Chunk *chunks;
     const int64_t *widths;
-    void *const *operand[4]; /* addresses, one per matrix */
-    void *per_row[5];
-    int writes_v;
+    void *const *operand[3]; /* addresses, one per matrix */
+    void *per_row[4];
+    int rescales; /* enter brings w to the length R */
 } Job;
 
 #define TYPE float

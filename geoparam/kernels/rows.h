@@ -6,39 +6,33 @@
     for (int64_t at = begin; at < end; at++)                                                      \
         for (int64_t k = 0, n = job->widths[job->chunks[at].layer]; k < job->chunks[at].count; k++)
 
-/* Return <d, x> for d = y - c x. */
-static double NAME(product)(const TYPE *x, const TYPE *y, TYPE c, int64_t n)
+/* Return <x, y>. */
+static double NAME(product)(const TYPE *x, const TYPE *y, int64_t n)
 {
     double sums[LANES] = {0}, sum = 0;
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES)
-        for (int lane = 0; lane < LANES; lane++) {
-            TYPE d = y[i + lane] - c * x[i + lane];
-            sums[lane] += (double)d * x[i + lane];
-        }
-    for (; i < n; i++) {
-        TYPE d = y[i] - c * x[i];
-        sum += (double)d * x[i];
-    }
+        for (int lane = 0; lane < LANES; lane++)
+            sums[lane] += (double)y[i + lane] * x[i + lane];
+    for (; i < n; i++)
+        sum += (double)y[i] * x[i];
     for (int lane = 0; lane < LANES; lane++)
         sum += sums[lane];
     return sum;
 }
 
-/* Return |d - s x| for d = y - c x. */
-static double NAME(distance)(const TYPE *x, const TYPE *y, TYPE c, double s, int64_t n)
+/* Return |y - s x|. */
+static double NAME(distance)(const TYPE *x, const TYPE *y, double s, int64_t n)
 {
     double sums[LANES] = {0}, sum = 0;
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES)
         for (int lane = 0; lane < LANES; lane++) {
-            TYPE d = y[i + lane] - c * x[i + lane];
-            double rest = d - s * x[i + lane];
+            double rest = y[i + lane] - s * x[i + lane];
             sums[lane] += rest * rest;
         }
     for (; i < n; i++) {
-        TYPE d = y[i] - c * x[i];
-        double rest = d - s * x[i];
+        double rest = y[i] - s * x[i];
         sum += rest * rest;
     }
     for (int lane = 0; lane < LANES; lane++)
@@ -68,24 +62,21 @@ static void NAME(enter)(const void *argument, int64_t begin, int64_t end)
     const Job *job = argument;
     EACH_ROW {
         const Chunk chunk = job->chunks[at];
-        const TYPE *w = OPERAND(0), *g = OPERAND(1);
-        TYPE *by_v = OPERAND(2);
-        double norm = NAME(distance)(w, w, 0, 0, n), length = PER_ROW(0);
+        const TYPE *g = OPERAND(1);
+        TYPE *w = OPERAND(0), *by_v = OPERAND(2);
+        double norm = NAME(distance)(w, w, 0, n), length = PER_ROW(0);
         double r = PER_ROW(1) < 0 ? -norm : norm, divisor = norm ? r : 1;
-        double slope = NAME(product)(w, g, 0, n) / divisor;
+        double slope = NAME(product)(w, g, n) / divisor;
         double by_g = r / length, by_w = norm ? slope / length : 0;
         TYPE stretch = (TYPE)(length / divisor);
         for (int64_t i = 0; i < n; i++)
             by_v[i] = (TYPE)(by_g * g[i] - by_w * w[i]);
-        if (job->writes_v) {
-            TYPE *v = OPERAND(3);
+        if (job->rescales)
             for (int64_t i = 0; i < n; i++)
-                v[i] = stretch * w[i];
-        }
+                w[i] = stretch * w[i];
         PER_ROW(1) = (TYPE)r;
         PER_ROW(2) = (TYPE)slope;
         PER_ROW(3) = NAME(peak)(g, n);
-        PER_ROW(4) = stretch;
     }
 }
 
@@ -95,7 +86,7 @@ static void NAME(leave)(const void *argument, int64_t begin, int64_t end)
     EACH_ROW {
         const Chunk chunk = job->chunks[at];
         TYPE *v = OPERAND(0);
-        double norm = NAME(distance)(v, v, 0, 0, n);
+        double norm = NAME(distance)(v, v, 0, n);
         PER_ROW(0) = PER_ROW(1) ? PER_ROW(0) : 0;
         double scale = PER_ROW(0) / (norm ? norm : 1);
         for (int64_t i = 0; i < n; i++)
@@ -108,11 +99,11 @@ static void NAME(measure)(const void *argument, int64_t begin, int64_t end)
     const Job *job = argument;
     EACH_ROW {
         const Chunk chunk = job->chunks[at];
-        const TYPE *w = OPERAND(0), *v = OPERAND(1), c = PER_ROW(0);
-        double divisor = PER_ROW(1) ? PER_ROW(1) : 1;
-        double along = NAME(product)(w, v, c, n) / divisor;
-        PER_ROW(2) = (TYPE)along;
-        PER_ROW(3) = (TYPE)NAME(distance)(w, v, c, along / divisor, n);
+        const TYPE *w = OPERAND(0), *d = OPERAND(1);
+        double divisor = PER_ROW(0) ? PER_ROW(0) : 1;
+        double along = NAME(product)(w, d, n) / divisor;
+        PER_ROW(1) = (TYPE)along;
+        PER_ROW(2) = (TYPE)NAME(distance)(w, d, along / divisor, n);
     }
 }
 
@@ -122,9 +113,9 @@ static void NAME(rotate)(const void *argument, int64_t begin, int64_t end)
     EACH_ROW {
         const Chunk chunk = job->chunks[at];
         TYPE *w = OPERAND(0);
-        const TYPE *v = OPERAND(1), c = PER_ROW(0), a = PER_ROW(1), b = PER_ROW(2);
+        const TYPE *d = OPERAND(1), a = PER_ROW(0), b = PER_ROW(1);
         for (int64_t i = 0; i < n; i++)
-            w[i] = a * w[i] + b * (v[i] - c * w[i]);
+            w[i] = a * w[i] + b * d[i];
     }
 }
 

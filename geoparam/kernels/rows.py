@@ -4,10 +4,11 @@ A row w of a weight is r u, with |u| = 1 and r of either sign. All rows of a mod
 after the other, so each quantity of a row (r, the length R at which its direction is stored, ...)
 is one flat tensor.
 
-    enter    r = sign(r) |w|,  u = w / r,  slope = <g, u>,  v = R u
+    enter    r = sign(r) |w|,  u = w / r,  slope = <g, u>
              dL/dv = (r / R) (g - slope u)         the gradient for W = r v / |v| at |v| = R
-    leave    w = r v / |v|
-    measure  d = v - c w,  along = <d, u>,  across = |d - along u|
+             w = R u                               where w is stepped itself
+    leave    w = r w / |w|
+    measure  along = <d, u>,  across = |d - along u|       of an increment d to R u
     mix      a and b such that a w + b d is w after a turn
     rotate   w = a w + b d
     enter_biases, leave_biases                     b = r L / R', R' the layer's mean |r|
@@ -42,8 +43,8 @@ class Rows:
         >>> w, r = torch.tensor([[3.0, 4.0]]), torch.tensor([1.0])
         >>> rows = Rows([w.shape], w)
         >>> g, by_v = torch.tensor([[1.0, 0.0]]), torch.empty(1, 2)
-        >>> slope, peak, stretch = torch.empty(3, 1)
-        >>> rows.enter([w], [g], [by_v], [w], torch.ones(1), r, slope, peak, stretch)
+        >>> slope, peak = torch.empty(2, 1)
+        >>> rows.enter([w], [g], [by_v], torch.ones(1), r, slope, peak, rescales=True)
         >>> r, slope, w  # w is at length 1 until it leaves
         (tensor([5.]), tensor([0.6000]), tensor([[0.6000, 0.8000]]))
         >>> rows.leave([w], r, entered=r)
@@ -70,34 +71,32 @@ class Rows:
         w: Matrices,
         g: Matrices,
         by_v: Matrices,
-        v: Matrices | None,
         length: Tensor,
         r: Tensor,
         slope: Tensor,
         peak: Tensor,
-        stretch: Tensor,
+        rescales: bool,
     ) -> None:
-        """Write dL/dv to `by_v` and R u to `v`, which may be `w` itself, or None for nowhere.
+        """Write dL/dv to `by_v`; where it `rescales`, w becomes R u.
 
         `length` is R for each row, and r has its sign. This writes r = sign |w|, the slope
-        dL/dr = <g, u>, the peak, which is the largest |g|, and the stretch R / r from w to v.
+        dL/dr = <g, u>, and the peak, which is the largest |g|.
         """
-        operands, per_row = (w, g, by_v, w if v is None else v), (length, r, slope, peak, stretch)
-        self._run("enter", operands, per_row, writes_v=v is not None)
+        self._run("enter", (w, g, by_v), (length, r, slope, peak), rescales=rescales)
 
-    def leave(self, v: Matrices, r: Tensor, entered: Tensor) -> None:
+    def leave(self, w: Matrices, r: Tensor, entered: Tensor) -> None:
         """Bring rows of any length to length r; a row that entered as zeros stays zero."""
-        self._run("leave", (v,), (r, entered))
+        self._run("leave", (w,), (r, entered))
 
-    def measure(self, w: Matrices, v: Matrices, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how far each row of v - c w goes along w / r, and across it."""
+    def measure(self, w: Matrices, d: Matrices, r: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how far each row of d goes along w / r, and across it."""
         along, across = torch.empty_like(r), torch.empty_like(r)
-        self._run("measure", (w, v), (c, r, along, across))
+        self._run("measure", (w, d), (r, along, across))
         return along, across
 
-    def rotate(self, w: Matrices, v: Matrices, c: Tensor, a: Tensor, b: Tensor) -> None:
-        """Write a w + b (v - c w) to w."""
-        self._run("rotate", (w, v), (c, a, b))
+    def rotate(self, w: Matrices, d: Matrices, a: Tensor, b: Tensor) -> None:
+        """Write a w + b d to w."""
+        self._run("rotate", (w, d), (a, b))
 
     def _run(
         self, name: str, operands: Sequence[Matrices], per_row: Sequence[Tensor], **options: bool
@@ -144,8 +143,8 @@ class Rows:
 
     def enter_biases(
         self,
-        b: Matrices,
-        by_b: Matrices,
+        b: Tensor,
+        by_b: Tensor,
         r: Tensor,
         slope: Tensor,
         lam: Tensor,
@@ -158,35 +157,27 @@ class Rows:
         added to the slope. Elsewhere it is b itself: lam would move it 1 + lam^2 times as fast.
         Without `match` it is lam everywhere, as in converted layers.
         """
-        value, by_value = torch.cat(b), torch.cat(by_b)
-        is_near, _, stretch = self._stretch(value, r, match)
-        torch.mul(stretch, value, out=lam)
-        torch.div(by_value, stretch, out=by_lam)
-        slope.add_(torch.where(is_near, value / _nonzero(r), 0) * by_value)
+        is_near, _, stretch = self._stretch(b, r, match)
+        torch.mul(stretch, b, out=lam)
+        torch.div(by_b, stretch, out=by_lam)
+        slope.add_(torch.where(is_near, b / _nonzero(r), 0) * by_b)
 
     def leave_biases(
-        self,
-        b: Matrices,
-        r: Tensor,
-        entered: Tensor,
-        lam: Tensor,
-        match: bool,
+        self, b: Tensor, r: Tensor, entered: Tensor, lam: Tensor, match: bool
     ) -> None:
         """Write the biases from the stepped `lam`, which becomes b / r; `entered` is r before."""
-        value = torch.cat(b)
-        is_near, mean, stretch = self._stretch(value, entered, match)
-        is_still = (lam == stretch * value) & (r == entered)
+        is_near, mean, stretch = self._stretch(b, entered, match)
+        is_still = (lam == stretch * b) & (r == entered)
         stepped = torch.where(is_near, r * lam / mean, lam)
-        value = torch.where(is_still, value, stepped)
-        torch._foreach_copy_(b, self.split(value))
-        lam.copy_(torch.where(r == 0, 0, value / _nonzero(r)))
+        b.copy_(torch.where(is_still, b, stepped))
+        lam.copy_(torch.where(r == 0, 0, b / _nonzero(r)))
 
-    def _stretch(self, value: Tensor, r: Tensor, match: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _stretch(self, b: Tensor, r: Tensor, match: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return which biases are stepped as R' b / r, R' by row, and the factor: R' / r, or 1."""
         if not match:
             is_near, mean = r != 0, torch.ones_like(r)
         else:
-            is_near = (r != 0) & (value.abs() <= r.abs())
+            is_near = (r != 0) & (b.abs() <= r.abs())
             means = self.layer_means(r.abs())
             mean = self.per_row(torch.where(means == 0, 1, means))
         return is_near, mean, torch.where(is_near, mean / _nonzero(r), 1)
@@ -213,32 +204,31 @@ class Rows:
 
 
 def _enter(
-    w: Tensor, g: Tensor, by_v: Tensor, v: Tensor,
-    length: Tensor, r: Tensor, slope: Tensor, peak: Tensor, stretch: Tensor, writes_v: bool,
+    w: Tensor, g: Tensor, by_v: Tensor,
+    length: Tensor, r: Tensor, slope: Tensor, peak: Tensor, rescales: bool,
 ) -> None:  # fmt: skip
     r.copy_(_norm(w).copysign(r))
     u = w / _nonzero(r)
     slope.copy_((g * u).sum(dim=1, keepdim=True))
     peak.copy_(torch.linalg.vector_norm(g, ord=torch.inf, dim=1, keepdim=True))
-    stretch.copy_(length / _nonzero(r))
     by_v.copy_(r / length * (g - slope * u))
-    if writes_v:
-        v.copy_(stretch * w)
+    if rescales:
+        w.mul_(length / _nonzero(r))
 
 
-def _leave(v: Tensor, r: Tensor, entered: Tensor) -> None:
+def _leave(w: Tensor, r: Tensor, entered: Tensor) -> None:
     r.mul_(entered != 0)
-    v.mul_(r / _nonzero(_norm(v)))
+    w.mul_(r / _nonzero(_norm(w)))
 
 
-def _measure(w: Tensor, v: Tensor, c: Tensor, r: Tensor, along: Tensor, across: Tensor) -> None:
-    d, u = v - c * w, w / _nonzero(r)
+def _measure(w: Tensor, d: Tensor, r: Tensor, along: Tensor, across: Tensor) -> None:
+    u = w / _nonzero(r)
     along.copy_((d * u).sum(dim=1, keepdim=True))
     across.copy_(_norm(d - along * u))
 
 
-def _rotate(w: Tensor, v: Tensor, c: Tensor, a: Tensor, b: Tensor) -> None:
-    w.copy_(a * w + b * (v - c * w))
+def _rotate(w: Tensor, d: Tensor, a: Tensor, b: Tensor) -> None:
+    w.copy_(a * w + b * d)
 
 
 _FUNCTIONS: dict[str, Any] = {

@@ -21,9 +21,9 @@ class _Job(ctypes.Structure):
     _fields_ = [
         ("chunks", ctypes.c_void_p),
         ("widths", ctypes.c_void_p),
-        ("operand", ctypes.c_void_p * 4),
-        ("per_row", ctypes.c_void_p * 5),
-        ("writes_v", ctypes.c_int),
+        ("operand", ctypes.c_void_p * 3),
+        ("per_row", ctypes.c_void_p * 4),
+        ("rescales", ctypes.c_int),
     ]
 
 
@@ -46,7 +46,7 @@ class NativeRows(Rows):
             job.operand[i] = ctypes.addressof(array)
         for i, tensor in enumerate(per_row):
             job.per_row[i] = tensor.data_ptr()
-        job.writes_v = options.get("writes_v", False)
+        job.rescales = options.get("rescales", False)
         threads = min(torch.get_num_threads(), len(self.chunks))
         wide = self.dtype == torch.float64
         _library()(_FUNCTIONS[name], wide, threads, len(self.chunks), ctypes.byref(job))
@@ -54,7 +54,7 @@ class NativeRows(Rows):
 
 @functools.cache
 def _library() -> Callable[..., None]:
-    run = loader.load("rows", ["-ffp-contract=off"]).geoparam_rows
+    run = loader.load("rows").geoparam_rows
     run.restype = None
     run.argtypes = (*[ctypes.c_int] * 3, ctypes.c_int64, ctypes.c_void_p)
     return run

@@ -3,8 +3,7 @@
 A program handles one row. `layer` (rows,) has its matrix, `addresses` (operands, matrices) the
 matrix's address, `first` (matrices + 1,) the matrix's first row and `width` (matrices,) its
 columns. Rows are read twice in chunks of BLOCK columns: once for the sums, once, from the cache,
-for the results. Sums have the matrices' own type, float32 or float64. Products and sums are not
-fused: v - c w must be 0 where v was written as c w.
+for the results. Sums have the matrices' own type, float32 or float64.
 
 Functions of one value per row and of sums over a layer's rows (biases, `mix`) have one program per
 matrix. Where processes share the rows, the plain form is used, which sums over them.
@@ -52,16 +51,16 @@ class TritonRows(Rows):
         return a, b
 
     def enter_biases(self, b, by_b, r, slope, lam, by_lam, match) -> None:
+        inputs = b, by_b, r, slope, lam, by_lam
         if self.group is not None:
-            return super().enter_biases(b, by_b, r, slope, lam, by_lam, match)
-        known, layers = (self._table([b, by_b]), self.first), len(self.counts)
-        self._launch(_enter_biases, layers, *known, r, slope, lam, by_lam, layers, MATCH=match)
+            return super().enter_biases(*inputs, match)
+        self._launch(_enter_biases, len(self.counts), self.first, *inputs, MATCH=match)
 
     def leave_biases(self, b, r, entered, lam, match) -> None:
         if self.group is not None:
             return super().leave_biases(b, r, entered, lam, match)
-        known = self._table([b]), self.first
-        self._launch(_leave_biases, len(self.counts), *known, r, entered, lam, MATCH=match)
+        inputs = b, r, entered, lam
+        self._launch(_leave_biases, len(self.counts), self.first, *inputs, MATCH=match)
 
     def _run(self, name, operands, per_row, **options) -> None:
         known = self._table(operands), self.layer, self.first, self.width
@@ -70,6 +69,7 @@ class TritonRows(Rows):
     def _launch(self, kernel: Any, programs: int, *arguments: Any, **options: bool) -> None:
         on_gpu = self.device.type == "cuda"  # else Triton's interpreter
         with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
+            # Not fused: a product must equal the same product, stored, to the last bit.
             kernel[(programs,)](*arguments, BLOCK=_BLOCK, enable_fp_fusion=False, **options)
 
     def _table(self, operands: list) -> Tensor:
@@ -106,16 +106,15 @@ def _own_row(layer, first, width):
 
 @triton.jit
 def _enter(
-    addresses, layer, first, width, length, r, slope, peak, stretch, layers,
-    writes_v: tl.constexpr, BLOCK: tl.constexpr,
+    addresses, layer, first, width, length, r, slope, peak, layers,
+    rescales: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # addresses is (4, layers): w, g, dL/dv, v. r has a sign and becomes sign |w|; slope, peak and
-    # stretch are written.
+    # addresses is (3, layers): w, g, dL/dv. r has a sign and becomes sign |w|; slope and peak are
+    # written.
     row, matrix, offset, n = _own_row(layer, first, width)
     w = _place(addresses, matrix, 0, layers, offset, r)
     g = _place(addresses, matrix, 1, layers, offset, r)
     by_v = _place(addresses, matrix, 2, layers, offset, r)
-    v = _place(addresses, matrix, 3, layers, offset, r)
     column = tl.arange(0, BLOCK)
     zeros = tl.zeros((BLOCK,), dtype=r.dtype.element_ty)
     square, product, largest = zeros, zeros, zeros
@@ -139,22 +138,21 @@ def _enter(
         x = tl.load(w + at + column, inside, 0)
         y = tl.load(g + at + column, inside, 0)
         tl.store(by_v + at + column, by_g * y - by_w * x, inside)
-        if writes_v:
-            tl.store(v + at + column, to_length * x, inside)
+        if rescales:
+            tl.store(w + at + column, to_length * x, inside)
     tl.store(r + row, scale)
     tl.store(slope + row, along)
     tl.store(peak + row, tl.max(largest, 0))
-    tl.store(stretch + row, to_length)
 
 
 @triton.jit
 def _leave(addresses, layer, first, width, r, entered, layers, BLOCK: tl.constexpr):
     row, matrix, offset, n = _own_row(layer, first, width)
-    v = _place(addresses, matrix, 0, layers, offset, r)
+    w = _place(addresses, matrix, 0, layers, offset, r)
     column = tl.arange(0, BLOCK)
     square = tl.zeros((BLOCK,), dtype=r.dtype.element_ty)
     for at in range(0, n, BLOCK):
-        x = tl.load(v + at + column, at + column < n, 0)
+        x = tl.load(w + at + column, at + column < n, 0)
         square += x * x
     norm = tl.sqrt(tl.sum(square, 0))
     length = tl.where(tl.load(entered + row) == 0, 0.0, tl.load(r + row))
@@ -162,46 +160,44 @@ def _leave(addresses, layer, first, width, r, entered, layers, BLOCK: tl.constex
     scale = length / tl.where(norm == 0, 1.0, norm)
     for at in range(0, n, BLOCK):
         inside = at + column < n
-        tl.store(v + at + column, scale * tl.load(v + at + column, inside, 0), inside)
+        tl.store(w + at + column, scale * tl.load(w + at + column, inside, 0), inside)
 
 
 @triton.jit
-def _measure(addresses, layer, first, width, c, r, along, across, layers, BLOCK: tl.constexpr):
+def _measure(addresses, layer, first, width, r, along, across, layers, BLOCK: tl.constexpr):
     row, matrix, offset, n = _own_row(layer, first, width)
     w = _place(addresses, matrix, 0, layers, offset, r)
-    v = _place(addresses, matrix, 1, layers, offset, r)
+    d = _place(addresses, matrix, 1, layers, offset, r)
     column = tl.arange(0, BLOCK)
     zeros = tl.zeros((BLOCK,), dtype=r.dtype.element_ty)
-    shift, scale = tl.load(c + row), tl.load(r + row)
+    scale = tl.load(r + row)
     divisor = tl.where(scale == 0, 1.0, scale)
     product, square = zeros, zeros
     for at in range(0, n, BLOCK):
         inside = at + column < n
-        x = tl.load(w + at + column, inside, 0)
-        product += (tl.load(v + at + column, inside, 0) - shift * x) * x
+        product += tl.load(d + at + column, inside, 0) * tl.load(w + at + column, inside, 0)
     parallel = tl.sum(product, 0) / divisor
     for at in range(0, n, BLOCK):  # |d|^2 - along^2 would lose digits
         inside = at + column < n
         x = tl.load(w + at + column, inside, 0)
-        d = tl.load(v + at + column, inside, 0) - shift * x
-        rest = d - parallel / divisor * x
+        rest = tl.load(d + at + column, inside, 0) - parallel / divisor * x
         square += rest * rest
     tl.store(along + row, parallel)
     tl.store(across + row, tl.sqrt(tl.sum(square, 0)))
 
 
 @triton.jit
-def _rotate(addresses, layer, first, width, c, a, b, layers, BLOCK: tl.constexpr):
+def _rotate(addresses, layer, first, width, a, b, layers, BLOCK: tl.constexpr):
     row, matrix, offset, n = _own_row(layer, first, width)
     w = _place(addresses, matrix, 0, layers, offset, a)
-    v = _place(addresses, matrix, 1, layers, offset, a)
+    d = _place(addresses, matrix, 1, layers, offset, a)
     column = tl.arange(0, BLOCK)
-    shift, by_w, by_d = tl.load(c + row), tl.load(a + row), tl.load(b + row)
+    by_w, by_d = tl.load(a + row), tl.load(b + row)
     for at in range(0, n, BLOCK):
         inside = at + column < n
         x = tl.load(w + at + column, inside, 0)
-        d = tl.load(v + at + column, inside, 0) - shift * x
-        tl.store(w + at + column, by_w * x + by_d * d, inside)
+        y = tl.load(d + at + column, inside, 0)
+        tl.store(w + at + column, by_w * x + by_d * y, inside)
 
 
 _KERNELS = {"enter": _enter, "leave": _leave, "measure": _measure, "rotate": _rotate}
@@ -275,20 +271,14 @@ def _stretch(value, scale, mean, MATCH: tl.constexpr):
 
 
 @triton.jit
-def _enter_biases(
-    addresses, first, r, slope, lam, by_lam, layers, MATCH: tl.constexpr, BLOCK: tl.constexpr
-):
-    # addresses is (2, layers): b and dL/db; slope is read and written, lam and by_lam are written
-    layer = tl.program_id(0)
+def _enter_biases(first, b, by_b, r, slope, lam, by_lam, MATCH: tl.constexpr, BLOCK: tl.constexpr):
+    # slope is read and written, lam and by_lam are written
     begin, end = _own_rows(first)
-    b = tl.load(addresses + layer).to(r.dtype)
-    by_b = tl.load(addresses + layers + layer).to(r.dtype)
     mean = _mean(first, r, BLOCK) if MATCH else 1.0
     for at in range(begin, end, BLOCK):
         row = at + tl.arange(0, BLOCK)
         inside = row < end
-        value = tl.load(b + row - begin, inside, 0)
-        by_value = tl.load(by_b + row - begin, inside, 0)
+        value, by_value = tl.load(b + row, inside, 0), tl.load(by_b + row, inside, 0)
         is_near, distance, stretch = _stretch(value, tl.load(r + row, inside, 0), mean, MATCH)
         tl.store(lam + row, stretch * value, inside)
         tl.store(by_lam + row, by_value / stretch, inside)
@@ -296,22 +286,19 @@ def _enter_biases(
 
 
 @triton.jit
-def _leave_biases(addresses, first, r, entered, lam, MATCH: tl.constexpr, BLOCK: tl.constexpr):
-    # addresses is (1, layers): b; lam is read and written
-    layer = tl.program_id(0)
+def _leave_biases(first, b, r, entered, lam, MATCH: tl.constexpr, BLOCK: tl.constexpr):
+    # b and lam are read and written
     begin, end = _own_rows(first)
-    b = tl.load(addresses + layer).to(r.dtype)
     mean = _mean(first, entered, BLOCK) if MATCH else 1.0
     for at in range(begin, end, BLOCK):
         row = at + tl.arange(0, BLOCK)
         inside = row < end
-        value = tl.load(b + row - begin, inside, 0)
+        value, stepped = tl.load(b + row, inside, 0), tl.load(lam + row, inside, 0)
         before, scale = tl.load(entered + row, inside, 0), tl.load(r + row, inside, 0)
-        stepped = tl.load(lam + row, inside, 0)
         is_near, _, stretch = _stretch(value, before, mean, MATCH)
         is_still = (stepped == stretch * value) & (scale == before)
         new = tl.where(is_near, scale * stepped / mean, stepped)
         new = tl.where(is_still, value, new)
-        tl.store(b + row - begin, new, inside)
+        tl.store(b + row, new, inside)
         distance = new / tl.where(scale == 0, 1.0, scale)
         tl.store(lam + row, tl.where(scale == 0, 0.0, distance), inside)

@@ -4,7 +4,8 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise, zip_longest
+from dataclasses import replace
+from itertools import chain, zip_longest
 from typing import Any, Literal
 
 import torch
@@ -13,10 +14,10 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from geoparam.optim.angular import AngularStage
-from geoparam.optim.groups import undecayed_names
-from geoparam.optim.inner import Inner, MakeOptimizer, Maker
-from geoparam.optim.stage import Member, Stage, local
-from geoparam.optim.units import Choice, Filter, Unit, choose
+from geoparam.optim.groups import divide_groups, list_params, undecayed_names
+from geoparam.optim.inner import Inner, MakeOptimizer, Maker, Pair, Slot, fit_state, local
+from geoparam.optim.stage import Member, Stage
+from geoparam.optim.units import Filter, Unit, find_units, print_table
 
 
 class GeometricOptimizer(Optimizer):
@@ -99,51 +100,20 @@ class GeometricOptimizer(Optimizer):
             self._rest = Maker("rest", rest, {"lr": lr})
         elif self._base.is_muon:
             self._rest = Maker("rest", torch.optim.AdamW, {"lr": lr})
-        self._rest_defaults = self._rest.options(decay or 0.0)
-        self._coordinates, self._match, self._scale_decay = coordinates, match, scale_decay
-        self._turn, self._max_turn = turn, max_turn
+        self._rest_options = {**self._rest.options(decay or 0.0), "geometry": "rest"}
+        self._coordinates, self._turn, self._max_turn = coordinates, turn, max_turn
+        self._match, self._scale_decay = match, scale_decay
         self._scale_factor: Any = 1.0 if scale_lr is None else scale_lr / lr
-        self._choice: Choice = choose(model, filter_fn, example_inputs, scale)
+        self._units, self._plain = find_units(model, filter_fn, example_inputs, scale)
         self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
         self._undecayed = undecayed_names(model)
         self._size = sum(p.numel() for p in model.parameters())
         self._forget()
-        super().__init__(self._divide(model, groups, lr), {})
+        options = {**self._base.options(0.0), "geometry": self._form}, self._rest_options
+        super().__init__(divide_groups(model, groups, self._units, options, lr, turn), {})
         self.defaults = self._base.options(0.0)
 
     # --- groups -------------------------------------------------------------------------------
-
-    def _divide(
-        self, model: nn.Module, groups: Sequence[Any] | None, lr: float | Tensor
-    ) -> list[dict[str, Any]]:
-        """Divide each group into units and rest: two groups, the rest's after the units'."""
-        names = {id(p): name for name, p in model.named_parameters()}
-        are_units = {unit.name for unit in self._choice.units}
-        divided: list[dict[str, Any]] = []
-        given_groups = list(model.parameters() if groups is None else groups)
-        if not all(isinstance(given, dict) for given in given_groups):
-            given_groups = [{"params": given_groups}]
-        for given in map(dict, given_groups):
-            if "params" not in given:
-                raise ValueError(f"a group has its parameters under 'params'; got {list(given)}.")
-            params = given.pop("params")
-            params = [params] if isinstance(params, Tensor) else params
-            params = [p[-1] if isinstance(p, tuple) else p for p in params]
-            if strangers := [getattr(p, "shape", p) for p in params if id(p) not in names]:
-                raise ValueError(f"groups hold parameters that the model does not: {strangers}.")
-            given.pop("param_names", None)
-            rate = given.pop("lr", lr)
-            units = {**self._base.options(0.0), **given, "lr": rate, "geometry": self._form}
-            if "weight_decay" in units:
-                units["weight_decay"] = 0.0
-            if self._turn is not None:  # a group's own rate scales its turn
-                units["lr"] = self._turn if rate is lr else rate / lr * self._turn
-            rest = {**self._rest_defaults, **given, "lr": rate, "geometry": "rest"}
-            for group, is_unit in ((units, True), (rest, False)):
-                group["params"] = [p for p in params if (names[id(p)] in are_units) == is_unit]
-                group["param_names"] = [names[id(p)] for p in group["params"]]
-            divided += [units, rest] if units["params"] else [rest] if rest["params"] else []
-        return divided
 
     @property
     def _form(self) -> str:
@@ -155,12 +125,11 @@ class GeometricOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; those that come after construction are part of the rest."""
         if "geometry" not in param_group:
-            param_group = {**self._rest_defaults, **param_group, "geometry": "rest"}
-            params = param_group["params"]
-            params = [params] if isinstance(params, Tensor) else list(params)
+            params = list_params(param_group["params"])
             start = sum(len(group["params"]) for group in self.param_groups)
-            param_group |= {"params": params}
-            param_group["param_names"] = [f"added.{start + i}" for i in range(len(params))]
+            names = [f"added.{start + i}" for i in range(len(params))]
+            own = {"params": params, "param_names": names}
+            param_group = {**self._rest_options, **param_group, **own}
         Optimizer.add_param_group(self, param_group)
         self._forget()
 
@@ -175,12 +144,14 @@ class GeometricOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._prepare()
-        assert self._inner is not None
         kept = self._copy_still_weights()
         for stage in self._stages:
             stage.enter()
         try:
-            self._inner.step()
+            for inner in self._inner:
+                inner.step(self.param_groups)
+            for slot in self._slots:
+                slot.publish()
         finally:
             for stage in self._stages:
                 stage.leave()
@@ -194,51 +165,51 @@ class GeometricOptimizer(Optimizer):
         torch.distributed.checkpoint takes a first step with rates of 0. A rate in a tensor counts
         as another: reading it would wait.
         """
-        fixed = {unit.name for unit in self._choice.units if unit.is_fixed}
-        still = []
-        for units, rest in pairwise(self.param_groups):  # the rest's group has the rate of r
-            are_zero = [not isinstance(g["lr"], Tensor) and g["lr"] == 0 for g in (units, rest)]
-            if units["geometry"] != "rest" and are_zero[0]:
-                named = _name_params(units)
-                still += [local(p) for name, p in named if are_zero[1] or name in fixed]
+        rates = [group["lr"] for group in self.param_groups]
+        is_zero = [not isinstance(rate, Tensor) and rate == 0 for rate in rates]
+        members = [m for stage in self._stages for m in stage.members if is_zero[m.at]]
+        still = [local(m.weight) for m in members if is_zero[m.at + 1] or m.unit.is_fixed]
         return [(own, own.clone()) for own in still]
+
+    # --- what is built for the step -----------------------------------------------------------
 
     def _forget(self) -> None:
         """Drop what is built at the next step from parameters and states."""
         self._signature: Any = None
         self._watched: list[Any] = []
         self._stages: list[Stage] = []
-        self._inner: Inner | None = None
+        self._slots: list[Slot] = []
+        self._inner: list[Inner] = []
 
     def _sign(self) -> Any:
         """Return what must be as it was for what the last step built to serve again."""
         ids = [id(p) for group in self.param_groups for p in group["params"]]
-        decays = [bool(group.get("weight_decay")) for group in self.param_groups]
         owns = [getattr(p, "_local_tensor", p) for p in self._watched]
         layouts = [(x.data_ptr(), x.stride(), x.dtype) for x in owns]
-        return ids, decays, layouts, [p.grad is None for p in self._watched]
+        return ids, layouts, [p.grad is None for p in self._watched]
 
     def _prepare(self) -> None:
         """Build stages and inner optimizers anew where parameters have changed since."""
         if self._signature == self._sign():
             return
-        by_name = dict(chain.from_iterable(map(_name_params, self.param_groups)))
         self._forget()
-        units = [unit for unit in self._choice.units if unit.name in by_name]
-        names = [name for u in units for name in (u.name, u.bias) if name in by_name]
-        self._watched = [by_name[name] for name in names]
-        self._check_model()
-        self._check_schedule()
+        places = {
+            name: (at, p)
+            for at, group in enumerate(self.param_groups)
+            for name, p in _name_params(group)
+        }
+        names = [name for unit in self._units for name in (unit.name, unit.bias)]
+        self._watched = [places[name][1] for name in names if name in places]
+        self._warn_of_mistakes()
         self._signature = self._sign()
-        self._stages = self._build_stages(units, by_name)
-        scale = self._scale_factor, self._scale_decay
-        turns, groups = self._turn is not None, self.param_groups
-        self._inner = Inner(
-            self._base, self._rest, turns, groups, self._stages, self.state, self._undecayed, scale
-        )
+        for at, p in places.values():
+            group = self.param_groups[at]
+            fit_state(self.state[p], p, bool(group.get("capturable") or group.get("fused")))
+        self._build_stages(places)
+        self._build_inner()
 
-    def _check_model(self) -> None:
-        """Warn where the model has got other parameters, as by `convert_`, since it was given."""
+    def _warn_of_mistakes(self) -> None:
+        """Warn where the model has other parameters now, and of one peak for angles and rates."""
         model = None if self._model is None else self._model()
         own = set() if model is None else {id(p) for p in model.parameters()}
         if own and not any(id(p) in own for p in self._watched):
@@ -249,9 +220,6 @@ class GeometricOptimizer(Optimizer):
                 "afterwards.",
                 stacklevel=4,
             )
-
-    def _check_schedule(self) -> None:
-        """Warn where OneCycleLR was given one peak for degrees and rates alike."""
         peaks = {group.get("max_lr") for group in self.param_groups}
         if self._turn is not None and len(self.param_groups) > 1 and len(peaks - {None}) == 1:
             warnings.warn(
@@ -260,26 +228,55 @@ class GeometricOptimizer(Optimizer):
                 stacklevel=4,
             )
 
-    def _build_stages(self, units: Sequence[Unit], by_name: dict[str, Any]) -> list[Stage]:
+    def _build_stages(self, places: Mapping[Any, tuple[int, Any]]) -> None:
         """Put weights that have a gradient and are stepped alike into a stage each."""
-        is_angular, members = self._coordinates == "angles", defaultdict[Any, list[Member]](list)
-        groups = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        for unit in units:
-            weight, bias = by_name[unit.name], by_name.get(unit.bias or "")
-            if weight.grad is None:
+        make = AngularStage if self._coordinates == "angles" else Stage
+        members = defaultdict[Any, list[Member]](list)
+        for unit in self._units:
+            at, weight = places.get(unit.name, (0, None))
+            bias_at, bias = places.get(unit.bias, (0, None)) if unit.has_distance else (0, None)
+            if weight is None or weight.grad is None:
                 continue
-            if not unit.has_distance or bias is None or bias.grad is None:
+            if bias is not None and bias.grad is None:
                 bias = None
-            states = self.state[weight], {} if bias is None else self.state[bias]
-            m = Member(unit, weight, bias, states, in_place=not is_angular)
-            fan_in = unit.fan_in if is_angular else None
-            key = groups[id(weight)], groups.get(id(bias)), fan_in, *m.stage_key()
-            members[key].append(m)
-        make, options = AngularStage if is_angular else Stage, (self._match, self._max_turn)
-        return [
-            make(found, self.param_groups[key[0]], *options, self._turn is not None)
-            for key, found in members.items()
-        ]
+            m = Member(unit, weight, bias, (at, bias_at), self.state)
+            members[make.key(m)].append(m)
+        for found in members.values():
+            stage = make(
+                found, self.param_groups[found[0].at], match=self._match,
+                turns=self._turn is not None, max_turn=self._max_turn,
+                joins=(self._base.is_elementwise, self._rest.is_elementwise),
+            )  # fmt: skip
+            self._stages.append(stage)
+            self._slots += chain.from_iterable(stage.slots.values())
+
+    def _build_inner(self) -> None:
+        """Give parameters to the base and the rest: see `Inner` for the keys."""
+        directions, others = defaultdict[Any, list[Pair]](list), defaultdict[Any, list[Pair]](list)
+        factor, biases = None if self._turn is not None else 1.0, set()
+        for stage in self._stages:
+            at, bias_at, slots = stage.first.at, stage.first.bias_at, stage.slots
+            scale = at + 1, self._scale_factor, self._scale_decay
+            directions[at, factor, None] += [slot.pair for slot in slots["direction"]]
+            others[scale] += [slot.pair for slot in slots["r"]]
+            others[bias_at, 1.0, 0.0] += [slot.pair for slot in slots["lam"]]
+            biases |= {id(m.bias) for m in stage.members}
+        for at, group in enumerate(self.param_groups):
+            for name, p in _name_params(group) if group["geometry"] == "rest" else ():
+                if id(p) not in biases:
+                    decay = 0.0 if name in self._undecayed else None
+                    others[at, 1.0, decay].append(self._find_plain_state(p))
+        parts = [(self._base, directions), (self._rest, others)]
+        if self._base is self._rest and self._turn is None:  # some look at all parameters (a norm)
+            parts = [(self._base, directions | others)]
+        self._inner = [Inner(maker, pairs) for maker, pairs in parts if any(pairs.values())]
+
+    def _find_plain_state(self, p: nn.Parameter) -> Pair:
+        """Return a parameter with its state; a bias whose weight is not stepped now has two."""
+        if "lam" not in self.state[p]:
+            return p, self.state[p]
+        self._slots.append(Slot("plain", [self.state[p]], [p], p))
+        return self._slots[-1].pair
 
     # --- states -------------------------------------------------------------------------------
 
@@ -296,52 +293,38 @@ class GeometricOptimizer(Optimizer):
         self._check_groups(saved)
         ids = chain.from_iterable(group["params"] for group in saved)
         names = chain.from_iterable(group["param_names"] for group in self.param_groups)
-        named = zip(names, ids, strict=True)
-        states = {name: state_dict["state"].get(key, {}) for name, key in named}
-        self._check_shapes(states)
+        states = {n: state_dict["state"].get(key, {}) for n, key in zip(names, ids, strict=True)}
+        for unit in self._units:
+            if states.get(unit.name):
+                _check_size(unit, states[unit.name])
         super().load_state_dict({**state_dict, "state": {}})
-        self._choice = self._choice.restore(states)
-        self.state.clear()
-        for group in self.param_groups:
-            on_device = bool(group.get("capturable") or group.get("fused"))
-            for name, p in _name_params(group):
-                if states[name]:
-                    state = states[name].items()
-                    self.state[p] = {k: _move(v, k, p, on_device) for k, v in state}
         self._forget()
+        for name, p in chain.from_iterable(map(_name_params, self.param_groups)):
+            if states[name]:
+                self.state[p] = {k: _copy(v) for k, v in states[name].items()}
+        # Which biases are distances is as it was then, whatever the values are now.
+        self._units = [
+            replace(u, has_distance="lam" in state) if (state := states.get(u.bias or "")) else u
+            for u in self._units
+        ]
 
     def _check_groups(self, saved: Sequence[dict[str, Any]]) -> None:
-        own = [group["param_names"] for group in self.param_groups]
-        names = [group.get("param_names", mine) for group, mine in zip(saved, own, strict=False)]
-        pairs: Iterator[Any] = zip_longest(own, names, fillvalue=[])
-        for i, (mine, theirs) in enumerate(pairs):
+        pairs: Iterator[Any] = zip_longest(self.param_groups, saved, fillvalue={"param_names": []})
+        for i, (own, other) in enumerate(pairs):
+            mine, theirs = own["param_names"], other.get("param_names", own["param_names"])
             if mine != theirs:
-                other = sorted({*mine} ^ {*theirs}) or mine
                 raise ValueError(
-                    f"the state's group {i} differs from the optimizer's in {other}. (A layer "
-                    "with a row of zeros has no units: build the optimizer before pruning.)"
+                    f"the state's group {i} differs from the optimizer's in "
+                    f"{sorted({*mine} ^ {*theirs}) or mine}. (A layer with a row of zeros has no "
+                    "units: build the optimizer before pruning.)"
                 )
-        forms = [group["geometry"] for group in self.param_groups]
-        if forms != (found := [group["geometry"] for group in saved]):
+        forms, found = ([g["geometry"] for g in groups] for groups in (self.param_groups, saved))
+        if forms != found:
             raise ValueError(f"the state is for groups {found}; this optimizer has {forms}.")
-
-    def _check_shapes(self, states: dict[str, dict[str, Any]]) -> None:
-        for unit in self._choice.units:
-            state = states.get(unit.name, {})
-            if not state:
-                continue
-            if any(state.get(key) is None for key in ("r", "length", "fan_in")):
-                raise ValueError(f"the state of {unit.name!r} lacks 'r', 'length' or 'fan_in'.")
-            r, fan_in = state["r"], state["fan_in"]
-            if (len(r), fan_in) != (unit.out, unit.fan_in):
-                raise ValueError(
-                    f"the state of {unit.name!r} has {len(r)} units of fan-in {fan_in}; the "
-                    f"model's has {unit.out} of {unit.fan_in}."
-                )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
-        built = ("_signature", "_watched", "_stages", "_inner", "_model")
+        built = ("_signature", "_watched", "_stages", "_slots", "_inner", "_model")
         own = {k: v for k, v in self.__dict__.items() if not k.endswith("_hooks")}
         return {k: v for k, v in own.items() if k not in built}
 
@@ -353,12 +336,12 @@ class GeometricOptimizer(Optimizer):
     def __repr__(self) -> str:
         named = chain.from_iterable(map(_name_params, self.param_groups))
         trained = {name for name, p in named if p.requires_grad}
-        sizes = [u.out * u.fan_in for u in self._choice.units if u.name in trained]
+        sizes = [u.out * u.fan_in for u in self._units if u.name in trained]
         turn = "" if self._turn is None else f", turn {self._turn:g}"
         turn += "" if self._max_turn is None else f", max_turn {self._max_turn:g}"
         form = f"{self._coordinates}{turn}, {self._base.name}; rest {self._rest.name}"
         share = f"{sum(sizes):,} of {self._size:,} parameters are units"
-        table = self._choice.table(trained)
+        table = print_table(self._units, self._plain, trained)
         return f"GeometricOptimizer ({form}): {share}\n{table}"
 
 
@@ -388,9 +371,17 @@ def _name_params(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     return zip(group["param_names"], group["params"], strict=True)
 
 
-def _move(value: Any, key: str, p: Any, step_on_device: bool) -> Any:
-    """Return a copy of a state's entry on the parameter's device, in its own type."""
-    if not isinstance(value, Tensor):
-        return value
-    is_step = key.rpartition("/")[2] == "step"
-    return value.clone() if is_step and not step_on_device else value.to(p.device, copy=True)
+def _check_size(unit: Unit, state: Mapping[str, Any]) -> None:
+    """Raise where a state is damaged, or of units of another size."""
+    if any(state.get(key) is None for key in ("r", "length", "fan_in")):
+        raise ValueError(f"the state of {unit.name!r} lacks 'r', 'length' or 'fan_in'.")
+    rows, fan_in = len(state["r"]), state["fan_in"]
+    if (rows, fan_in) != (unit.out, unit.fan_in):
+        raise ValueError(
+            f"the state of {unit.name!r} has {rows} units of fan-in {fan_in}; the model's has "
+            f"{unit.out} of {unit.fan_in}."
+        )
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -3,14 +3,15 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from geoparam import sphere
 from geoparam.base_layer import GmPLayer
+from geoparam.optim.units import Unit
 
 AngleRate = float | Literal["fan_in"] | None
 Match = Literal["plain"] | bool | None
@@ -88,6 +89,46 @@ def param_groups(
         {"params": parameters, "lr": rate, "weight_decay": decay, "name": name, **known}
         for (name, rate, decay), parameters in members.items()
     ]
+
+
+def divide_groups(
+    model: nn.Module,
+    groups: Iterable[Any] | None,
+    units: Sequence[Unit],
+    options: tuple[dict[str, Any], dict[str, Any]],
+    lr: float | Tensor,
+    turn: float | None,
+) -> list[dict[str, Any]]:
+    """Divide each group into units and rest, with their options: the rest's after the units'."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    unit_names = {unit.name for unit in units}
+    divided: list[dict[str, Any]] = []
+    given_groups = list(model.parameters() if groups is None else groups)
+    if not all(isinstance(given, dict) for given in given_groups):
+        given_groups = [{"params": given_groups}]
+    for given in map(dict, given_groups):
+        if "params" not in given:
+            raise ValueError(f"a group has its parameters under 'params'; got {list(given)}.")
+        params = list_params(given.pop("params"))
+        if strangers := [getattr(p, "shape", p) for p in params if id(p) not in names]:
+            raise ValueError(f"groups hold parameters that the model does not: {strangers}.")
+        rate = given.pop("lr", lr)
+        pair = [{**own, **given, "lr": rate, "geometry": own["geometry"]} for own in options]
+        for group, is_unit in zip(pair, (True, False), strict=True):
+            group["params"] = [p for p in params if (names[id(p)] in unit_names) == is_unit]
+            group["param_names"] = [names[id(p)] for p in group["params"]]
+        if "weight_decay" in pair[0]:
+            pair[0]["weight_decay"] = 0.0
+        if turn is not None:  # a group's own rate scales its turn
+            pair[0]["lr"] = turn if rate is lr else rate / lr * turn
+        divided += pair if pair[0]["params"] else pair[1:] if pair[1]["params"] else []
+    return divided
+
+
+def list_params(params: Any) -> list[Any]:
+    """Return the parameters of a group, which may be one, several, or have names."""
+    listed = [params] if isinstance(params, Tensor) else list(params)
+    return [p[-1] if isinstance(p, tuple) else p for p in listed]
 
 
 def undecayed_names(model: nn.Module) -> set[str]:

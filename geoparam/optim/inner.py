@@ -1,4 +1,4 @@
-"""The inner torch optimizers: the base for directions, the rest for r, lam and plain parameters.
+"""The inner torch optimizers, for directions, r, lam and the rest: how they are made and fed.
 
 They step parameters of their own. Their states are kept in the outer optimizer's, under flat keys
 such as `direction/exp_avg` in the weight's entry.
@@ -6,8 +6,8 @@ such as `direction/exp_avg` in the weight's entry.
 
 import functools
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,11 +16,10 @@ from torch import optim as torchs
 from torch.optim import Optimizer
 
 from geoparam.optim.muon import RowMuon
-from geoparam.optim.stage import Block, Stage
 
 MakeOptimizer = Callable[..., Any]
-Group = dict[str, Any]
-Pair = tuple[nn.Parameter, dict[str, Any]]  # a parameter and its state
+Pair = tuple[Tensor, dict[str, Any]]  # a parameter and its state
+FULL_PRECISION = (torch.float32, torch.float64)
 # Optimizers that step each element by itself, so that many parameters may be one.
 ELEMENTWISE = {
     torchs.SGD, torchs.Adam, torchs.AdamW, torchs.NAdam, torchs.RAdam, torchs.RMSprop,
@@ -65,141 +64,62 @@ class Maker:
 
 
 class Inner:
-    """The base and the rest over the parameters of stages and all others.
+    """An optimizer the groups of which follow those of the outer one.
 
     Args:
-        groups: the outer optimizer's; each step copies their options.
-        stages: the weights with units and a gradient.
-        states: the outer optimizer's states, by parameter.
-        undecayed: names of parameters that weight decay spares.
-        scale: (r's rate over lr, r's decay).
+        pairs: parameters with their states, by outer group, factor of its rate (None: the rate is
+            1) and decay (None: the group's own).
     """
 
-    def __init__(
-        self,
-        base: Maker,
-        rest: Maker,
-        turns: bool,
-        groups: Sequence[Group],
-        stages: Sequence[Stage],
-        states: MutableMapping[Any, Any],
-        undecayed: set[str],
-        scale: tuple[float, float],
-    ) -> None:
-        self.optimizers: list[Optimizer] = []
-        self.slots: list[Slot] = []
-        self.copied: list[tuple[Group, Group, list[str], float | None, float | None]] = []
-        distances: dict[int, Block | None] = {id(m.bias): None for s in stages for m in s.members}
-        distances |= {id(stage.first.bias): stage.blocks.get("lam") for stage in stages}
-        directions, others = defaultdict[Any, list[Pair]](list), defaultdict[Any, list[Pair]](list)
-        scales: list[Pair] = []
-        for at, group in enumerate(groups):
-            spared = 0.0 if group.get("weight_decay") else None
-            if group["geometry"] != "rest":
-                for blocks in [stage.blocks for stage in stages if stage.group is group]:
-                    key = at, None if turns else 1.0, None
-                    directions[key] += self._make_pairs(blocks.get("direction"), base)
-                    scales += self._make_pairs(blocks.get("r"), rest)
-                continue
-            others[at, scale[0], scale[1] or spared] += scales
-            scales = []
-            for name, p in zip(group["param_names"], group["params"], strict=True):
-                if id(p) in distances:  # all of a stage are stepped where its first one is
-                    others[at, 1.0, spared] += self._make_pairs(distances[id(p)], rest)
-                else:
-                    decay = spared if name in undecayed else None
-                    others[at, 1.0, decay].append((p, self._find_state(p, states[p])))
-        if base is rest and not turns:  # as one, for those that look at all parameters (a norm)
-            self._build(base, directions | others, groups)
-        else:
-            self._build(base, directions, groups)
-            self._build(rest, others, groups)
+    def __init__(self, maker: Maker, pairs: Mapping[Any, Sequence[Pair]]) -> None:
+        pairs = {key: own for key, own in pairs.items() if own}
+        self.keys = list(pairs)
+        self.optimizer = maker.make([{"params": [p for p, _ in own]} for own in pairs.values()])
+        made = dict(self.optimizer.state)  # by the constructor; it is for empty states only
+        self.optimizer.state.clear()
+        for p, state in chain.from_iterable(pairs.values()):
+            if not state:
+                state.update(made.get(p, {}))
+            self.optimizer.state[p] = state
 
-    def step(self) -> None:
-        self._copy_options()
-        for optimizer in self.optimizers:
-            optimizer.step()
-        for slot in self.slots:
-            slot.publish()
-
-    def _copy_options(self) -> None:
-        """Copy the options of the outer groups, which schedules and users may have changed."""
-        for inner, outer, keys, factor, decay in self.copied:
-            for key in keys:
-                inner[key] = outer[key]
+    def step(self, outer_groups: Sequence[dict[str, Any]]) -> None:
+        """Copy options, which schedules and users may have changed, and take a step."""
+        for (at, factor, decay), own in zip(self.keys, self.optimizer.param_groups, strict=True):
+            outer = outer_groups[at]
+            own.update({key: outer[key] for key in own if key in outer and key != "params"})
             if factor != 1.0:
-                inner["lr"] = 1.0 if factor is None else outer["lr"] * factor
-            if decay is not None:
-                inner["weight_decay"] = decay
-
-    def _make_pairs(self, block: Block | None, maker: Maker) -> list[Pair]:
-        """Return parameters with their states: one for all tensors of a block, or one for each."""
-        if block is None:
-            return []
-        name, states, values, grads, whole = block
-        if whole is not None and maker.is_elementwise and len(states) > 1:
-            slots = [Slot(name, states, values, _make_parameter(*whole))]
-        else:
-            parts = zip(states, values, grads, strict=True)
-            slots = [Slot(name, [state], [x], _make_parameter(x, g)) for state, x, g in parts]
-        self.slots += slots
-        return [(slot.parameter, slot.state) for slot in slots]
-
-    def _find_state(self, p: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a plain parameter's state, in its present type (`model.double()`)."""
-        for key, value in state.items():
-            is_wide = p.dtype in (torch.float32, torch.float64)
-            if is_wide and _has_elements(value) and value.is_floating_point():
-                state[key] = value.to(p.device, p.dtype)
-        if "lam" in state:  # a bias whose weight is not stepped now
-            self.slots.append(Slot("plain", [state], [p], p))
-            return self.slots[-1].state
-        return state
-
-    def _build(
-        self, maker: Maker, items: Mapping[Any, list[Pair]], groups: Sequence[Group]
-    ) -> None:
-        """Make an optimizer; items are by outer group, factor of its rate and decay.
-
-        A factor of None means the rate 1, and a decay of None the group's own.
-        """
-        items = {key: pairs for key, pairs in items.items() if pairs}
-        if not items:
-            return
-        optimizer = maker.make([{"params": [p for p, _ in pairs]} for pairs in items.values()])
-        made = dict(optimizer.state)  # what the constructor wrote; it is for empty states only
-        optimizer.state.clear()
-        inner_groups = zip(optimizer.param_groups, items.items(), strict=True)
-        for inner, ((at, factor, decay), pairs) in inner_groups:
-            keys = [key for key in inner if key != "params" and key in groups[at]]
-            self.copied.append((inner, groups[at], keys, factor, decay))
-            for p, state in pairs:
-                if not state:
-                    state.update(made.get(p, {}))
-                optimizer.state[p] = state
-        self.optimizers.append(optimizer)
+                own["lr"] = 1.0 if factor is None else outer["lr"] * factor
+            if decay is not None and "weight_decay" in own:
+                own["weight_decay"] = decay
+        self.optimizer.step()
 
 
 class Slot:
     """A parameter of an inner optimizer, which stands for tensors of one or more weights.
 
     Its state is a dict of its own. `publish` writes the entries into the outer optimizer's states
-    under flat keys, such as `direction/exp_avg`: each weight's are parts of the slot's tensors.
+    under flat keys: each weight's are parts of the slot's tensors, with the shape and the strides
+    of its layout. Without a gradient, the value is a parameter itself.
     """
 
     def __init__(
         self,
         name: str,
         states: Sequence[dict[str, Any]],
-        parts: Sequence[Tensor],
-        parameter: nn.Parameter,
+        layouts: Sequence[Tensor],
+        value: Tensor,
+        grad: Tensor | None = None,
     ) -> None:
-        self.prefix, self.states, self.parts, self.parameter = f"{name}/", states, parts, parameter
+        self.prefix, self.states, self.layouts, self.parameter = f"{name}/", states, layouts, value
+        if grad is not None:
+            self.parameter = nn.Parameter(value, requires_grad=False)
+            self.parameter.grad = grad
         self.state = {
             key.removeprefix(self.prefix): self._join([state[key] for state in states])
             for key in states[0]
             if key.startswith(self.prefix)
         }
+        self.pair: Pair = self.parameter, self.state
         self.published: dict[str, Any] = {}
         self.publish()
 
@@ -211,31 +131,85 @@ class Slot:
                 for state, own in zip(self.states, self._divide(value), strict=True):
                     state[self.prefix + key] = own
 
+    @property
+    def _is_itself(self) -> bool:
+        """Whether the parameter is one weight's, in the order in which others see it."""
+        return len(self.layouts) == 1 and self.layouts[0].is_contiguous()
+
     def _join(self, values: Sequence[Any]) -> Any:
-        if not _has_elements(values[0]):  # a counter; the base changes it in place
-            return values[0].clone() if isinstance(values[0], Tensor) else values[0]
-        if len(values) == 1:
-            return values[0]
-        joined = values[0].new_empty(sum(value.numel() for value in values))
+        first = values[0]
+        if not _has_elements_of(first, self.layouts[0]):  # the optimizer changes it in place
+            return first.clone() if isinstance(first, Tensor) else first
+        if self._is_itself:
+            return first.reshape(self.parameter.shape)
+        joined = first.new_empty(self.parameter.shape)
         for view, value in zip(self._divide(joined), values, strict=True):
             view.copy_(value.reshape(view.shape))
         return joined
 
     def _divide(self, value: Any) -> list[Any]:
-        if len(self.parts) == 1 or not _has_elements(value):
-            return [value] * len(self.parts)
-        pieces = value.split([part.numel() for part in self.parts])
+        if self._is_itself or not _has_elements_of(value, self.parameter):
+            return [value] * len(self.layouts)
+        pieces = value.flatten().split([x.numel() for x in self.layouts])
         return [
-            piece.as_strided(part.shape, part.stride(), piece.storage_offset())
-            for piece, part in zip(pieces, self.parts, strict=True)
+            piece.as_strided(x.shape, x.stride(), piece.storage_offset())
+            for piece, x in zip(pieces, self.layouts, strict=True)
         ]
 
 
-def _make_parameter(value: Tensor, grad: Tensor) -> nn.Parameter:
-    p = nn.Parameter(value, requires_grad=False)
-    p.grad = grad
-    return p
+def _has_elements_of(value: Any, like: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.numel() == like.numel()
 
 
-def _has_elements(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0
+def have_equal_counters(name: str, states: Sequence[dict[str, Any]]) -> bool:
+    """Whether the inner optimizer has stepped several weights alike, so that they may be one."""
+
+    def read(value: Any) -> Any:
+        is_counter = isinstance(value, Tensor) and not value.ndim
+        return value.item() if is_counter else None
+
+    found = [{k: read(v) for k, v in s.items() if k.startswith(f"{name}/")} for s in states]
+    return all(counters == found[0] for counters in found)
+
+
+def fit_state(state: dict[str, Any], p: Any, step_on_device: bool) -> None:
+    """Bring a state to its parameter's present device and type; counters keep their own type.
+
+    Half precision is not widened where the parameter has it too, nor are masters rounded.
+    """
+    full = torch.float64 if p.dtype == torch.float64 else torch.float32
+    for key, value in state.items():
+        is_step = key.rpartition("/")[2] == "step"
+        if not isinstance(value, Tensor) or (is_step and not step_on_device):
+            continue
+        is_wide = p.dtype in FULL_PRECISION or value.dtype in FULL_PRECISION
+        has_type = value.is_floating_point() and (value.ndim or key in ("length", "metric"))
+        state[key] = value.to(p.device, full if has_type and is_wide else value.dtype)
+
+
+def find_master(p: Any, state: dict[str, Any]) -> Tensor:
+    """Return this process's rows of a parameter; of one in half precision, its float32 copy."""
+    own = local(p)
+    if own.dtype in FULL_PRECISION:
+        state.pop("master", None)
+        return own
+    if "master" not in state:
+        state["master"] = shard_like(p, own.float(), len(p))
+    return local(state["master"])
+
+
+def local(x: Any) -> Tensor:
+    """Return a tensor without its history; of a DTensor, this process's rows."""
+    return x._local_tensor.detach() if hasattr(x, "_local_tensor") else x.detach()
+
+
+def shard_like(p: Any, part: Tensor, rows: int) -> Tensor:
+    """Return this process's part of so many rows, as a DTensor where the parameter is one."""
+    if not hasattr(p, "placements"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    size = torch.Size((rows, *part.shape[1:]))
+    return DTensor.from_local(
+        part, p.device_mesh, p.placements, run_check=False, shape=size, stride=part.stride()
+    )

@@ -38,7 +38,7 @@ class RowMuon(Optimizer):
                 self._step_group(group, params)
         return loss
 
-    def _step_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    def _step_group(self, group: dict[str, Any], params: list[Any]) -> None:
         gradients: list[Any] = [p.grad for p in params]
         for p, g in zip(params, gradients, strict=True):
             if "momentum_buffer" not in self.state[p]:
@@ -52,35 +52,32 @@ class RowMuon(Optimizer):
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         # Newton-Schulz needs all rows of a sharded matrix together.
         whole = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in updates]
-        matrices = [_to_matrix(x, p) for x, p in zip(whole, params, strict=True)]
-        changes: list[Any] = [None] * len(params)
-        for batch in _batches(matrices):
-            self._orthogonalise(group, matrices, batch, changes)
-        targets = [_find_target(p) for p in params]
-        changes = [_shard(x, target) for x, target in zip(changes, targets, strict=True)]
+        found = _orthogonalise_all([x.flatten(1) for x in whole], group)
+        changes = [_shape_like(p, change) for p, change in zip(params, found, strict=True)]
         if isinstance(group["lr"], Tensor):
             torch._foreach_mul_(changes, group["lr"].to(changes[0].device))
         rate = 1.0 if isinstance(group["lr"], Tensor) else group["lr"]
-        torch._foreach_sub_(targets, changes, alpha=rate)
+        torch._foreach_sub_(params, changes, alpha=rate)
 
-    def _orthogonalise(
-        self, group: dict[str, Any], matrices: list[Tensor], batch: dict, changes: list[Any]
-    ) -> None:
-        """Write the changes of a batch; its matrices are transposed to be wide, and padded."""
-        longest, at = max(map(max, batch)), 0
-        wide = [
-            torch.stack([matrices[i] for i in members]).bfloat16() for members in batch.values()
-        ]
+
+def _orthogonalise_all(matrices: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    """Return Muon's change for each matrix; those of a batch are made wide, and padded."""
+    changes = list(matrices)
+    coefficients = [group["ns_coefficients"]] * group["ns_steps"]
+    for batch in _batches(matrices):
+        wide = [torch.stack([matrices[i] for i in own]).bfloat16() for own in batch.values()]
         wide = [x.mT if x.shape[1] > x.shape[2] else x for x in wide]
+        longest = max(x.shape[2] for x in wide)
         padded = [nn.functional.pad(x, (0, longest - x.shape[2])) for x in wide]
-        coefficients = [group["ns_coefficients"]] * group["ns_steps"]
         result = orthogonalise(torch.cat(padded), coefficients, group["eps"])
-        for (out, fan_in), members in batch.items():
-            part = result[at : (at := at + len(members)), :, : max(out, fan_in)]
-            part = (part.mT if out > fan_in else part).to(matrices[members[0]].dtype)
+        parts = result.split([len(own) for own in batch.values()])
+        for ((out, fan_in), own), part in zip(batch.items(), parts, strict=True):
+            part = part[:, :, : max(out, fan_in)]
+            part = (part.mT if out > fan_in else part).to(matrices[own[0]].dtype)
             factor = _find_factor(group["adjust_lr_fn"], out, fan_in)
-            for i, change in zip(members, (part * factor).unbind(), strict=True):
+            for i, change in zip(own, (part * factor).unbind(), strict=True):
                 changes[i] = change
+    return changes
 
 
 def _batches(matrices: list[Tensor]) -> list[dict[Any, list[int]]]:
@@ -120,31 +117,13 @@ def _find_factor(name: str | None, out: int, fan_in: int) -> float:
     return math.sqrt(out / fan_in if name == "spectral_unclamped" else max(1, out / fan_in))
 
 
-def _to_matrix(x: Tensor, p: Any) -> Tensor:
-    """Return a tensor like `p` as (out, fan-in), with columns in the order of p's memory."""
-    if x.ndim == 2:
-        return x
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    is_plain = p.ndim not in formats or p.is_contiguous() or hasattr(p, "placements")
-    if is_plain or not p.is_contiguous(memory_format=formats[p.ndim]):
-        return x.flatten(1)
-    x, fan_in = x.contiguous(memory_format=formats[p.ndim]), x.numel() // len(x)
-    return x.as_strided((len(x), fan_in), (fan_in, 1))
-
-
-def _find_target(p: Any) -> Any:
-    """Return the parameter as a matrix where that is a view of it, else as it is."""
-    rows = p if hasattr(p, "placements") else _to_matrix(p, p)
-    return rows if rows is p or rows.data_ptr() == p.data_ptr() else p
-
-
-def _shard(change: Tensor, target: Any) -> Tensor:
-    """Return a change in the target's shape, and sharded as it is."""
-    change = change.reshape(target.shape)
-    if not hasattr(target, "placements"):
+def _shape_like(p: Any, change: Tensor) -> Tensor:
+    """Return a change in the parameter's shape, and sharded as it is."""
+    change = change.reshape(p.shape)
+    if not hasattr(p, "placements"):
         return change
     from torch.distributed.tensor import DTensor, Replicate
 
-    everywhere = [Replicate()] * target.device_mesh.ndim
-    whole = DTensor.from_local(change, target.device_mesh, everywhere, run_check=False)
-    return whole.redistribute(placements=target.placements)
+    everywhere = [Replicate()] * p.device_mesh.ndim
+    whole = DTensor.from_local(change, p.device_mesh, everywhere, run_check=False)
+    return whole.redistribute(placements=p.placements)

@@ -1,6 +1,7 @@
 """Finds the weights of a model whose rows are units, and says why others stay plain."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,81 +18,61 @@ CHANNEL_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._Insta
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where a weight has its units: W[i], as in nn.Linear and nn.Conv2d, or in columns, W[:, i].
-
-    Columns are the units of transformers' Conv1D and, in each group, of transposed convolutions.
-    """
-
-    columns: bool = False
-    groups: int = 1
-
-    def to_rows(self, weight: Tensor) -> Tensor:
-        """Return the units as rows (out, fan-in); a view where there is one."""
-        if not self.columns:
-            return weight.flatten(1)
-        return weight.unflatten(0, (self.groups, -1)).movedim(2, 1).flatten(0, 1).flatten(1)
-
-    def write(self, weight: Tensor, rows: Tensor) -> None:
-        """Write units (out, fan-in) into a weight."""
-        if self.columns:
-            shape = (self.groups, -1, len(weight) // self.groups, *weight.shape[2:])
-            rows = rows.reshape(shape).movedim(1, 2)
-        weight.copy_(rows.reshape(weight.shape))
-
-
-@dataclass(frozen=True)
 class Unit:
-    """A weight whose rows are units: its name, sizes, layout, bias and norm."""
+    """A weight whose rows are units: its name, sizes, layout, bias and norm.
+
+    A unit is W[i], as in nn.Linear and nn.Conv2d, where `column_groups` is 0. Else it is a column
+    W[:, i] of one of so many groups, as in transposed convolutions and transformers' Conv1D.
+    """
 
     name: str
     out: int
     fan_in: int
-    layout: Layout
+    column_groups: int
     bias: str | None  # its own bias
     has_distance: bool  # whether the bias is stored as b = r lam
     norm: str | None  # the norm that reads its output, so that r has no effect
     is_fixed: bool  # whether r is held
 
+    def to_rows(self, weight: Tensor) -> Tensor:
+        """Return the units as rows (out, fan-in); a view where there is one."""
+        if self.column_groups:
+            weight = weight.unflatten(0, (self.column_groups, -1)).movedim(2, 1).flatten(0, 1)
+        return weight.flatten(1)
 
-@dataclass(frozen=True)
-class Choice:
-    """The units of a model, and for each other matrix the reason why it stays plain."""
-
-    units: tuple[Unit, ...]
-    plain: Mapping[str, str]
-
-    def restore(self, states: Mapping[str, Mapping[str, Any]]) -> "Choice":
-        """Return the choice that loaded states were made with, whatever the values are now."""
-        found = [(u, states.get(u.bias or "")) for u in self.units]
-        units = [replace(u, has_distance="lam" in state) if state else u for u, state in found]
-        return replace(self, units=tuple(units))
-
-    def table(self, trained: Collection[str]) -> str:
-        """Return a line for each weight."""
-        lines = [f"  {'units of':40} {'rows':>6} {'fan-in':>6}  {'bias':5}  scale"]
-        plain = dict(self.plain)
-        for u in self.units:
-            if u.name not in trained:
-                plain[u.name] = "frozen, or in no group"
-                continue
-            norm = f", {u.norm} follows" if u.norm else ""
-            scale = f"fixed{norm}" if u.is_fixed else "free"
-            bias = "lam" if u.has_distance else "plain" if u.bias else "-"
-            lines.append(f"  {u.name:40} {u.out:6} {u.fan_in:6}  {bias:5}  {scale}")
-        return "\n".join([*lines, "  plain", *(f"  {k:40} {why}" for k, why in plain.items())])
+    def write(self, weight: Tensor, rows: Tensor) -> None:
+        """Write units (out, fan-in) into a weight."""
+        if self.column_groups:
+            shape = (self.column_groups, -1, len(weight) // self.column_groups, *weight.shape[2:])
+            rows = rows.reshape(shape).movedim(1, 2)
+        weight.copy_(rows.reshape(weight.shape))
 
 
-def choose(
+def print_table(units: Sequence[Unit], plain: Mapping[str, str], trained: Collection[str]) -> str:
+    """Return a line for each weight: what its units are, or why it stays plain."""
+    lines = [f"  {'units of':40} {'rows':>6} {'fan-in':>6}  {'bias':5}  scale"]
+    for u in (u for u in units if u.name in trained):
+        norm = f", {u.norm} follows" if u.norm else ""
+        scale = f"fixed{norm}" if u.is_fixed else "free"
+        bias = "lam" if u.has_distance else "plain" if u.bias else "-"
+        lines.append(f"  {u.name:40} {u.out:6} {u.fan_in:6}  {bias:5}  {scale}")
+    others = {u.name: "frozen, or in no group" for u in units if u.name not in trained}
+    reasons = [f"  {name:40} {why}" for name, why in {**plain, **others}.items()]
+    return "\n".join([*lines, "  plain", *reasons])
+
+
+def find_units(
     model: nn.Module,
     filter_fn: Filter | None = None,
     example_inputs: Any = None,
     scale: str = "auto",
-) -> Choice:
-    """Find the units of a model; arguments are as in `GeometricOptimizer`.
+) -> tuple[list[Unit], dict[str, str]]:
+    """Return the units of a model, and for each other matrix the reason why it stays plain.
+
+    Arguments are as in `GeometricOptimizer`.
 
     Example:
-        >>> choose(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))).plain
+        >>> find_units(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))[1]
         {'2.weight': 'the output layer'}
     """
     _check_model(model)
@@ -99,35 +80,31 @@ def choose(
     outputs = set(output_layers(model) if graph is None else graph.outputs)
     norms = _norms_by_order(model) if graph is None else _norms_by_graph(model, graph)
     names = {id(p): name for name, p in model.named_parameters()}
-    holders = _holders(model)
-    found: dict[str, Unit] = {}
-    plain: dict[str, str] = {}
-    for layer, module, weight, bias, layout in _candidates(model):
+    holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    embedded = {names[id(module.weight)] for module in embeddings}
+    found, plain = dict[str, Unit](), dict[str, str]()
+    for layer, module, weight, bias, column_groups in _weights(model):
         name = names[id(weight)]
-        if _is_embedded(holders[id(weight)]):
+        is_plain = layer in outputs if filter_fn is None else not filter_fn(module, layer)
+        if name in embedded:
             plain[name] = "tied to an embedding"
-        elif filter_fn is not None and not filter_fn(module, layer):
-            plain[name] = "filter_fn"
-        elif filter_fn is None and layer in outputs:
-            plain[name] = "the output layer"
-        is_own = bias is not None and len(holders[id(bias)]) == len(holders[id(weight)])
-        out = weight.shape[1] * layout.groups if layout.columns else len(weight)
+        elif is_plain:
+            plain[name] = "the output layer" if filter_fn is None else "filter_fn"
+        is_own = bias is not None and holders[id(bias)] == holders[id(weight)]  # tied alike
         own, norm = names[id(bias)] if is_own else None, norms.get(layer)
         is_fixed = scale == "fixed" or (scale == "auto" and norm is not None)
-        unit = Unit(name, out, weight.numel() // out, layout, own, is_own, norm, is_fixed)
-        found.setdefault(name, unit)
-    units = _check_values(dict(model.named_parameters()), found, plain)
+        out = weight.shape[1] * column_groups if column_groups else len(weight)
+        sizes = out, weight.numel() // out, column_groups
+        found.setdefault(name, Unit(name, *sizes, own, is_own, norm, is_fixed))
+    parameters = dict(model.named_parameters())
+    units = _check_values(parameters, found, plain)
     if not units:
-        stay = "; ".join(f"{name}: {reason}" for name, reason in plain.items())
-        raise ValueError(
-            f"no layer of this model has units to train ({stay or 'none was found'})."
-        )
-    for name, p in model.named_parameters():
-        if p.ndim > 1 and name not in found:
-            plain[name] = (
-                "an embedding" if _is_embedded(holders[id(p)]) else "not in a known layer"
-            )
-    return Choice(units, plain)
+        why = "; ".join(f"{name}: {reason}" for name, reason in plain.items()) or "none was found"
+        raise ValueError(f"no layer of this model has units to train ({why}).")
+    others = [name for name, p in parameters.items() if p.ndim > 1 and name not in found]
+    reasons = ["an embedding" if n in embedded else "not in a known layer" for n in others]
+    return units, plain | dict(zip(others, reasons, strict=True))
 
 
 def _check_model(model: nn.Module) -> None:
@@ -144,52 +121,33 @@ def _check_model(model: nn.Module) -> None:
             raise ValueError(f"{name!r} is lazy and has no shape yet: run the model once first.")
 
 
-Holders = dict[int, list[tuple[nn.Module, str]]]
-
-
-def _holders(model: nn.Module) -> Holders:
-    """Return for each parameter the modules that hold it: more than one where it is tied."""
-    found: Holders = {}
-    for module in model.modules():
-        for key, p in module._parameters.items():
-            if p is not None:
-                found.setdefault(id(p), []).append((module, key))
-    return found
-
-
-def _is_embedded(holders: list[tuple[nn.Module, str]]) -> bool:
-    return any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module, _ in holders)
-
-
-def _candidates(
+def _weights(
     model: nn.Module,
-) -> Iterator[tuple[str, nn.Module, nn.Parameter, nn.Parameter | None, Layout]]:
-    """Yield the layer's name, its module, weight, bias and layout for all weights with units."""
+) -> Iterator[tuple[str, nn.Module, nn.Parameter, nn.Parameter | None, int]]:
+    """Yield layer, module, weight, bias and `column_groups` of each weight that has units."""
     for name, module in model.named_modules():
-        for key, bias_key, layout in _weights_of(module):
+        kind = type(module)
+        is_conv1d = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+        column_groups, keys = 0, {"weight": "bias"}
+        if isinstance(module, nn.modules.conv._ConvTransposeNd):
+            column_groups = module.groups
+        elif is_conv1d:
+            column_groups = 1
+        elif isinstance(module, nn.MultiheadAttention):  # its three weights share a bias
+            keys = {"in_proj_weight": "in_proj_bias"}
+            keys |= {f"{x}_proj_weight": "" for x in "qkv"}
+        elif not isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+            continue
+        for key, bias_key in keys.items():
             weight, bias = module._parameters.get(key), module._parameters.get(bias_key)
             if weight is not None and weight.is_floating_point() and weight.numel():
                 layer = name if key == "weight" else f"{name}.{key}".strip(".")
-                yield layer, module, weight, bias, layout
-
-
-def _weights_of(module: nn.Module) -> list[tuple[str, str, Layout]]:
-    if isinstance(module, nn.MultiheadAttention):
-        apart = ("q_proj_weight", "k_proj_weight", "v_proj_weight")  # three weights share a bias
-        return [("in_proj_weight", "in_proj_bias", Layout()), *((w, "", Layout()) for w in apart)]
-    if isinstance(module, nn.modules.conv._ConvTransposeNd):
-        return [("weight", "bias", Layout(columns=True, groups=module.groups))]
-    if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-        return [("weight", "bias", Layout())]
-    kind = type(module)
-    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
-        return [("weight", "bias", Layout(columns=True))]
-    return []
+                yield layer, module, weight, bias, column_groups
 
 
 def _check_values(
     parameters: dict[str, nn.Parameter], found: dict[str, Unit], plain: dict[str, str]
-) -> tuple[Unit, ...]:
+) -> list[Unit]:
     """Return the weights without a zero row, which has no direction.
 
     lam = b / r moves a bias 1 + lam^2 times as fast as plain training, so it is stored only where
@@ -208,7 +166,7 @@ def _check_values(
             plain[unit.name] = "a row of zeros has no direction"
         else:
             kept.append(replace(unit, has_distance=False) if is_far else unit)
-    return tuple(kept)
+    return kept
 
 
 def _value_flags(unit: Unit, parameters: dict[str, nn.Parameter]) -> tuple[bool, bool]:
@@ -218,7 +176,7 @@ def _value_flags(unit: Unit, parameters: dict[str, nn.Parameter]) -> tuple[bool,
     if weight.is_meta:
         return False, False
     weight, bias = (x.to_local() if hasattr(x, "to_local") else x for x in (weight, bias))
-    r = torch.linalg.vector_norm(unit.layout.to_rows(weight.detach()).float(), dim=1)
+    r = torch.linalg.vector_norm(unit.to_rows(weight.detach()).float(), dim=1)
     is_far = bias is not None and len(bias) == len(r) and bool((bias.detach().abs() > r).any())
     return bool((r == 0).any()), is_far
 

@@ -103,16 +103,15 @@ def test_rows(launches: list[str], layers: int, dtype: torch.dtype) -> None:
     from geoparam.kernels.rows_triton import TritonRows
 
     w = [torch.zeros(4, 5, dtype=dtype) for _ in range(layers)]
-    b = [torch.zeros(4, dtype=dtype) for _ in range(layers)]
     rows = TritonRows([tuple(x.shape) for x in w], w[0], None, None)
     x, turn = torch.zeros(4 * layers, dtype=dtype), torch.zeros(layers, dtype=dtype)
-    for v in (w, None):
-        rows.enter(w, w, w, v, x, x, x, x, x)
+    for rescales in (True, False):
+        rows.enter(w, w, w, x, x, x, x, rescales)
     rows.leave(w, x, x)
-    rows.measure(w, w, x, x)
-    rows.rotate(w, w, x, x, x)
+    rows.measure(w, w, x)
+    rows.rotate(w, w, x, x)
     rows.mix(x, x, x, x, x, x, turn, 0.1)
     for match in (True, False):
-        rows.enter_biases(b, b, x, x, x, x, match)
-        rows.leave_biases(b, x, x, x, match)
+        rows.enter_biases(x, x, x, x, x, x, match)
+        rows.leave_biases(x, x, x, x, match)
     assert len(launches) == 10

@@ -15,6 +15,7 @@ from torch.nn.utils import parameters_to_vector as to_vector
 from torch.nn.utils import vector_to_parameters as to_parameters
 
 import geoparam as gp
+from geoparam.optim.inner import fit_state
 
 
 def through_a_file(state: Any) -> Any:
@@ -310,6 +311,16 @@ def test_tiny_steps_add_up_in_half_precision_beside_other_types(coordinates: str
     assert_same_weights(layers, alone)
     assert all((layer.weight - layers[2].weight).abs().max() < 0.01 for layer in layers)
     assert (plain[0].weight - layers[2].weight).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_state_follows_its_parameter_to_a_device_and_its_step_if_asked(on_device: bool) -> None:
+    """Also the state of a single number, which looks like a counter."""
+    p = nn.Parameter(torch.zeros((), device="meta", dtype=torch.float64))
+    state = {"exp_avg": torch.zeros(()), "step": torch.ones(()), "r": torch.zeros(2)}
+    fit_state(state, p, on_device)
+    assert [state[key].is_meta for key in state] == [True, on_device, True]
+    assert (state["step"].dtype, state["r"].dtype) == (torch.float32, torch.float64)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "Muon", "angles", "turn"])
