@@ -33,8 +33,8 @@ from geoparam_lab.experiments.experiment import TOP1, TOP5, Experiment, Layout
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import shared_study
 from geoparam_lab.training.images import grids
-from geoparam_lab.training.images.callbacks import BOUNDARIES
 from geoparam_lab.training.images.grids import Task, tasks
+from geoparam_lab.training.images.loop import BOUNDARIES
 from geoparam_lab.training.images.run_checkpoints import WEIGHTS
 from geoparam_lab.training.images.settings import Settings
 from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names
@@ -152,7 +152,6 @@ def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress |
         weight=config["epochs"] * work.images,
         threads=None,
         finished=finish,
-        arrays=True,
     )
     for task in todo:
         if folder.has_record(name=task.name):
@@ -161,7 +160,7 @@ def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress |
         session.spread(todo)
     else:
         study = shared_study.name_study(folder.info["experiment"], config, [])
-        session.share([({"run": task.name}, task) for task in todo], "val_loss", storage, study)
+        session.share(todo, "val_loss", storage, study)
     image_figures.draw(folder)
     with contextlib.suppress(OSError):  # there may be others, or none
         (work.out / "checkpoints").rmdir()
@@ -238,7 +237,7 @@ def _load_images(
     if not isinstance(data, (str, Path)):
         return data
     if experiment == "imagenet32":
-        from geoparam_lab.data.downsampled import PackedImages
+        from geoparam_lab.data.packed_images import PackedImages
 
         return PackedImages.load(data, size)
     from geoparam_lab.data.image_folders import ImageFolders

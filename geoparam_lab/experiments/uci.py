@@ -248,7 +248,7 @@ def _do(
     for name, own in tasks.items():
         stage = "chosen" if own[0].chosen else "search"
         study = shared_study.name_study(f"uci-{name}-{stage}", shared, tables[name])
-        session.share([(task.point, task) for task in own], judged, storage, study)
+        session.share(own, judged, storage, study)
 
 
 def _check_options(

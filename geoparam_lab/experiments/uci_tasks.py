@@ -36,12 +36,6 @@ class Task:
         return [(self.dataset, self.method, *member, *end) for member in self.members]
 
     @property
-    def point(self) -> Record:
-        """The point of a grid that it belongs to."""
-        rate = {} if self.rate is None else {"lr": self.rate}
-        return {"method": self.method} | rate | ({"fold": self.fold} if self.fold else {})
-
-    @property
     def name(self) -> str:
         first = self.members[0].split
         rate = "" if self.rate is None else f"-lr{self.rate:g}"

@@ -1,7 +1,6 @@
 """What a run was, in words: title, settings, hardware, versions, and how to run it again."""
 
 import json
-import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -114,30 +113,5 @@ def _describe_commit(found: Record) -> str:
 
 
 def list_commands(run: Run) -> list[str]:
-    """Return the commands that make a run again, in a folder beside the old one."""
-    found = [
-        _write_again(session["command"], run.info["experiment"]) for session in run.sessions()
-    ]
-    first, *others = dict.fromkeys(found)
-    return [first, *(f"{command} --resume" for command in others)]
-
-
-def _write_again(command: str, experiment: str) -> str:
-    """Return a command with another --out, since the old folder is not written over.
-
-    Example:
-        >>> _write_again("geoparam run levy --out 'my runs' --resume", "levy")
-        "geoparam run levy --out 'my runs-again'"
-        >>> _write_again("geoparam run levy", "levy")
-        'geoparam run levy --out runs/levy-again'
-    """
-    try:
-        words = shlex.split(command.replace(" --out=", " --out "))
-    except ValueError:  # not what a shell could read
-        return command
-    words = [word for word in words if word != "--resume"]
-    if "--out" not in words[:-1]:
-        return shlex.join([*words, "--out", f"runs/{experiment}-again"])
-    place = words.index("--out") + 1
-    words[place] = words[place].rstrip("/") + "-again"
-    return shlex.join(words)
+    """Return the commands that made a run; those of later sessions end with --resume."""
+    return list(dict.fromkeys(session["command"] for session in run.sessions()))

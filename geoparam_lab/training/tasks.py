@@ -65,7 +65,6 @@ class Session:
         weight: units of progress in a record, of which `work` reports how many are left.
         threads: for a task; None leaves them as they are.
         finished: called with a task when all of it is in the folder.
-        arrays: whether processes that share the work get its arrays, too.
     """
 
     def __init__(
@@ -79,11 +78,10 @@ class Session:
         weight: int = 1,
         threads: int | None = 1,
         finished: Callable[[Any], None] | None = None,
-        arrays: bool = False,
     ) -> None:
         self.run, self.work, self.total, self.jobs = run, work, total, jobs
         self.progress = progress or (lambda title, done, total: None)
-        self.weight, self.threads, self.arrays = weight, threads, arrays
+        self.weight, self.threads = weight, threads
         self.finished = finished or (lambda task: None)
         self.keys = {self._key(record) for record in run.records()}
         self.open: dict[Any, int] = {}  # what is left of each task that has begun
@@ -95,46 +93,40 @@ class Session:
         for task, done in spread(self.work, todo, *options):
             self._keep(task, done)
 
-    def share(
-        self, tasks: Sequence[tuple[shared_study.Point, Any]], value: str, storage: str, study: str
-    ) -> None:
+    def share(self, tasks: Iterable[Any], value: str, storage: str, study: str) -> None:
         """Do the tasks together with other processes: see `shared_study.share`.
 
         Args:
-            tasks: each with the point of a grid that it belongs to; a point may have several.
-            value: the field of the records whose mean is a point's value.
+            tasks: each has a `name`.
+            value: the field of the records whose mean is a task's value.
             storage: where the study is.
             study: its name.
         """
-        points = [point for point, _ in tasks]
-        grid = {name: list(dict.fromkeys(p[name] for p in points)) for name in points[0]}
+        by_name = {task.name: task for task in tasks}
 
-        def work(at: shared_study.Point) -> tuple[float, Any]:
-            done = {task.name: self._do(task) for point, task in tasks if point == at}
-            values = [record[value] for each in done.values() for record in each.records]
-            return float(np.mean(values)), {name: pack(name, each) for name, each in done.items()}
-
-        def pack(name: str, done: Done) -> dict[str, Any]:
-            curves = done.curves.get(name, {}) if self.arrays else {}
-            arrays = {key: np.asarray(array).tolist() for key, array in curves.items()}
-            return {"records": done.records, "arrays": arrays}
+        def work(name: str) -> tuple[float, Any]:
+            done = self._do(by_name[name])
+            curves = {
+                file: {key: np.asarray(array).tolist() for key, array in arrays.items()}
+                for file, arrays in done.curves.items()
+            }
+            result = {"records": done.records, "curves": curves}
+            return float(np.mean([record[value] for record in done.records])), result
 
         def show_waiting(left: int) -> None:
-            self._show(f"others work on the last {left} points of {study}")
+            self._show(f"others work on the last {left} tasks of {study}")
 
-        for at, result in shared_study.share(work, grid, storage, study, show_waiting):
-            for task in (task for point, task in tasks if point == at):
-                if not self._is_done(task):
-                    own = result[task.name]
-                    curves = {key: np.array(values) for key, values in own["arrays"].items()}
-                    self._keep(task, Done(own["records"], {task.name: curves} if curves else {}))
+        shared = shared_study.share(work, list(by_name), storage, study, show_waiting)
+        for name, result in shared.items():
+            if not self._is_done(by_name[name]):
+                self._keep(by_name[name], Done(**result))
 
     def _do(self, task: Any) -> Done:
         """Return a task's result, from the folder if it is there."""
         if self._is_done(task):
             records = [record for record in self.run.records() if self._key(record) in task.keys]
-            has_arrays = self.arrays and task.name in self.run.curve_names()
-            return Done(records, {task.name: self.run.curves(task.name)} if has_arrays else {})
+            kept = [task.name] if task.name in self.run.curve_names() else []
+            return Done(records, {name: self.run.curves(name) for name in kept})
         [(_, done)] = spread(self.work, [task], 1, self._report, self.threads)
         self._keep(task, done)
         return done

@@ -20,7 +20,7 @@ from geoparam_lab.experiments import image_figures, image_text, images
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import tables
 from geoparam_lab.training import tasks
-from geoparam_lab.training.images import callbacks, train
+from geoparam_lab.training.images import train
 from geoparam_lab.training.images.settings import Outcome, Settings
 
 pytest.importorskip("accelerate")
@@ -81,7 +81,7 @@ def run_and_say(
 
     torch.set_num_threads(1)
     train.train, image_figures.draw = say, lambda *_: None
-    tasks.INTERVAL = callbacks.INTERVAL = 0  # seconds between two words of progress
+    tasks.INTERVAL = 0  # seconds between two words of progress
     run(out, data, progress=progress, **(options or {}))
 
 
@@ -283,7 +283,7 @@ def test_figure_4_is_drawn_with_its_caption(sweep: Run) -> None:
     found = sorted(path.name for path in (sweep.folder / "figures").iterdir())
     assert found == ["figure4.png", "figure4.txt"]
     caption = (sweep.folder / "figures" / "figure4.txt").read_text()
-    assert "BN 0.1, GmP+IMN 3" in caption and "flatters" in caption
+    assert "BN 0.1; GmP+IMN 3" in caption and "flatters" in caption
     assert "VGG-6; 8 classes, 64 training and 32 validation images" in caption
 
 

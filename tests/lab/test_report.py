@@ -145,13 +145,13 @@ def test_damaged_files_are_left_out_with_a_word(tmp_path: Path) -> None:
     assert [a["alt"] for a in page.all("img")] == ["Good"] and not page.all("canvas")
 
 
-def test_a_run_is_made_again_in_another_folder(tmp_path: Path) -> None:
+def test_the_commands_of_all_sessions_are_listed_once(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run", "levy", {}, "geoparam run levy --out x")
-    for more in ("geoparam run levy --resume --out x", "geoparam run levy --seeds 9 --out=x"):
+    for more in ("geoparam run levy --out x", "geoparam run levy --out x --resume"):
         Run.create(tmp_path / "run", "levy", {}, more, resume=True)
     assert run_text.list_commands(run) == [
-        "geoparam run levy --out x-again",
-        "geoparam run levy --seeds 9 --out x-again --resume",
+        "geoparam run levy --out x",
+        "geoparam run levy --out x --resume",
     ]
     assert "resumed 2 times" in run_text.describe_sessions(run)["started"]
 

@@ -8,13 +8,13 @@ Options in words make another method of it, with a row of its own in tables; opt
 settings of that method, of which the best may be chosen.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 from geoparam_lab import methods
 from geoparam_lab.run_folder import Record
-from geoparam_lab.training import shared_study
 from geoparam_lab.training.images.settings import Settings
 
 WORDS = ("optimizer", "base", "rest", "coordinates", "schedule", "init", "imn", "mbn", "skip")
@@ -42,7 +42,8 @@ def list_points(text: str) -> list[Point]:
     options = dict(map(_read_option, parts))
     grid = {option: options[option] for option in (*WORDS, *NUMBERS) if option in options}
     points = []
-    for values in shared_study.list_points(grid):
+    for combination in itertools.product(*grid.values()):
+        values = dict(zip(grid, combination, strict=True))
         words = [f"{option}={values[option]}" for option in WORDS if option in values]
         numbers = [f"{option}={values[option]:g}" for option in NUMBERS[1:] if option in values]
         settings = {_FIELDS.get(option, option): value for option, value in values.items()}

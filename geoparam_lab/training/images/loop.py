@@ -11,7 +11,7 @@ mode (on a CPU always) the same bits.
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import geoparam as gp
 from geoparam_lab.data.image_source import Batches, Source
-from geoparam_lab.training.images import callbacks, preparation, run_checkpoints
+from geoparam_lab.training.images import preparation, run_checkpoints
 from geoparam_lab.training.images.metrics import Result, Sums, average, find_epoch
 from geoparam_lab.training.images.schedules import SCHEDULES
 from geoparam_lab.training.images.settings import Outcome, Settings
@@ -30,6 +30,10 @@ from geoparam_lab.training.images.settings import Outcome, Settings
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+Tick = Callable[[int, int, float], None]  # epoch, step, and images per second of the epoch
+
+BOUNDARIES = "boundaries.npy"  # the tracker's history
+PROBE = 64  # images on which a tracker sees dead units and regions
 LOOK_EVERY = 50  # steps between two reads of the loss
 HOPELESS = 10.0  # times log(classes), the loss of guessing: a mean loss above it is divergence
 SHORT = 100  # steps of a run that may end at chance without having collapsed: it started there
@@ -46,7 +50,7 @@ class Training:
         settings: Settings,
         source: Source,
         accelerator: "Accelerator",
-        tick: callbacks.Tick | None = None,
+        tick: Tick | None = None,
     ) -> None:
         self.settings, self.accelerator = settings, accelerator
         self.classes = source.classes
@@ -237,12 +241,12 @@ class Training:
     def follow(self, every: int, folder: Path, state: run_checkpoints.State | None) -> None:
         """Start a tracker that writes to the folder, or continue the one of a checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / callbacks.BOUNDARIES
+        file = folder / BOUNDARIES
         images, _ = next(self.watched.epoch(0))
         self.tracker = gp.BoundaryTracker(
             self.model,
             every,
-            probe=images[: callbacks.PROBE],
+            probe=images[:PROBE],
             file=file,
             resume=state is not None and file.exists(),
         )
