@@ -12,7 +12,7 @@ checkpoints/NAME of the folder, from which the same command with `resume` goes o
 depend on, the images' checksum too, is in config.json, and a resumed sweep must have the same.
 
 **In company.** Under torchrun or accelerate launch all processes train each network together
-(`process_group`). Apart from that, processes or machines that are called with the same `storage`
+(`Crew`). Apart from that, processes or machines that are called with the same `storage`
 take runs in turn (`shared_study`), and each ends with the records and curves of all.
 """
 
@@ -40,7 +40,7 @@ from geoparam_lab.training.images.settings import Settings
 from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names
 
 if TYPE_CHECKING:
-    from geoparam_lab.training.images.process_group import Crew
+    from geoparam_lab.training.images.preparation import Crew
 KEY = ("name",)
 DRAW_EVERY = 60  # seconds between two drawings of a sweep's figures
 
@@ -153,8 +153,9 @@ def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress |
         threads=None,
         finished=finish,
     )
+    there = {record["name"] for record in folder.records()}
     for task in todo:
-        if folder.has_record(name=task.name):
+        if task.name in there:
             work.clean(task)  # a kill may have come between the record and this
     if storage is None:
         session.spread(todo)
@@ -287,9 +288,8 @@ def _gather_crew(config: Record, source: Source) -> "Crew":
     Raises ValueError where a run could not begin: hours later, it would end the sweep.
     """
     from geoparam_lab.training.images import preparation
-    from geoparam_lab.training.images.process_group import Crew
 
-    crew, todo = Crew(preparation.make_accelerator(config["precision"])), tasks(config)
+    crew, todo = preparation.Crew(preparation.make_accelerator(config["precision"])), tasks(config)
     place: Record = {"device": crew.accelerator.device, "world": crew.size}
     for one in (task.settings for task in todo):
         preparation.check(one, crew.accelerator)

@@ -12,17 +12,20 @@ import functools
 import hashlib
 import re
 import struct
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 
 import geoparam as gp
+from geoparam.plots import CYCLE, curve_styles
 from geoparam.storage import replacing
 from geoparam_lab.experiments import papers
-from geoparam_lab.report import run_text, slider
+from geoparam_lab.report import run_text
 from geoparam_lab.run_folder import Run
 from geoparam_lab.tables import tables
 
@@ -128,7 +131,7 @@ def _find_slider(run: Run) -> dict[str, Any] | None:
     if shown is None or curve not in run.curve_names():
         return None
     try:
-        return {"film": slider.pack_slider(run.curves(curve)), "shown": shown, "error": None}
+        return {"film": pack_slider(run.curves(curve)), "shown": shown, "error": None}
     except (ValueError, OSError, KeyError, EOFError) as error:
         return {"curve": curve, "error": str(error)}
 
@@ -148,3 +151,52 @@ def _read_figure(path: Path) -> dict[str, Any]:
     data = base64.b64encode(content).decode()
     size = {"width": width, "height": height}
     return {"path": path, "error": None, "caption": caption, "data": data, **size}
+
+
+Array = np.ndarray
+
+
+_ABOUT = ("kind", "methods", "seeds", "median", "steps")  # what is shown; the rest is numbers
+
+
+def pack_slider(arrays: Mapping[str, Array]) -> dict[str, Any]:
+    """Return what the page's script needs to draw a slider, from curves/slider_NAME.npz.
+
+    Arrays over training have the axes seeds, methods, frames, and more.
+    """
+    kind, *lists = (arrays[name].tolist() for name in _ABOUT)
+    methods, seeds, median, steps = lists
+    styles = curve_styles(title.partition(",")[0].partition("(")[0].strip() for title in methods)
+    return {
+        "kind": kind,
+        "methods": methods,
+        "seeds": seeds,
+        "median": median,
+        "colours": [style.colour for style in styles],
+        # in widths of the line; none for a solid line
+        "dashes": [[] if isinstance(s.dash, str) else [2 * n for n in s.dash[1]] for s in styles],
+        "units": list(CYCLE),
+        "steps": steps,
+        "arrays": {name: pack(array) for name, array in arrays.items() if name not in _ABOUT},
+    }
+
+
+def pack(array: Array) -> dict[str, Any]:
+    """Return an array as its shape, its type and its zlib-compressed bytes in base64.
+
+    Browsers unpack these by themselves (DecompressionStream). Floats have 12 bits of mantissa,
+    which is finer than a pixel, and compress to half. Bytes, whose last axes are frames, rows and
+    columns, become differences between frames, since little changes between two.
+    """
+    if array.dtype == np.uint8:
+        content, kind = np.diff(array, axis=-3, prepend=array[..., :1, :, :] * 0), "u1"
+    else:
+        content, kind = _round(array.astype("<f4")), "f4"
+    text = base64.b64encode(zlib.compress(np.ascontiguousarray(content).tobytes(), 9)).decode()
+    return {"shape": list(array.shape), "type": kind, "data": text}
+
+
+def _round(array: Array) -> Array:
+    """Return float32 with 12 bits of mantissa; the others are 0."""
+    bits = array.view("<u4") + np.uint32(0x400) * np.isfinite(array)
+    return (bits & np.uint32(0xFFFFF800)).view("<f4")

@@ -12,7 +12,8 @@ import pytest
 import run_folders
 
 from geoparam_lab import report
-from geoparam_lab.report import run_text, slider
+from geoparam_lab.report import page as report_page
+from geoparam_lab.report import run_text
 from geoparam_lab.report.page import unbroken
 from geoparam_lab.run_folder import Run
 
@@ -166,7 +167,7 @@ def unpack(packed: dict[str, Any]) -> Array:
 
 def test_floats_keep_12_bits_and_what_is_not_finite() -> None:
     values = np.array([[1.0, -1 / 3, 1e30, 0.0], [np.inf, -np.inf, np.nan, 65535.9]])
-    found = unpack(slider.pack(values))
+    found = unpack(report_page.pack(values))
     known = np.isfinite(values)
     np.testing.assert_allclose(found[known], values[known], rtol=2**-13)
     np.testing.assert_array_equal(found[~known], values[~known])
@@ -174,7 +175,7 @@ def test_floats_keep_12_bits_and_what_is_not_finite() -> None:
 
 def test_bytes_come_back_exactly() -> None:
     values = np.random.default_rng(0).integers(0, 256, (2, 5, 3, 4), dtype=np.uint8)
-    np.testing.assert_array_equal(unpack(slider.pack(values)), values)
+    np.testing.assert_array_equal(unpack(report_page.pack(values)), values)
 
 
 def test_cells_have_a_minus_and_powers_and_only_lists_may_break(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from geoparam_lab.data import splits
 from geoparam_lab.data.synthetic import levy
 from geoparam_lab.experiments import uci
 from geoparam_lab.experiments.measurements import select_records
-from geoparam_lab.experiments.uci_tasks import Member, Task, choose_rates
+from geoparam_lab.experiments.uci import Member, Task, choose_rates
 from geoparam_lab.run_folder import Record, Run, group_records
 from geoparam_lab.training.stacks.stacked import Protocol, squared_error
 
@@ -90,7 +90,9 @@ def test_a_protocol_is_that_of_one_network_in_plain_torch(
     monkeypatch.setattr(uci, "BATCH_SIZE", 16)
     monkeypatch.setattr(uci, "PATIENCE", 4)
     task = Task("small", method, tuple(Member(split, 0.1) for split in range(3)))
-    records = uci.train(task, table(), {"protocol": protocol, "epochs": 40}).records
+    records = uci.train(
+        {task.dataset: table()}, {"protocol": protocol, "epochs": 40}, task
+    ).records
     parts = [torch.from_numpy(part) for part in splits._parts(*table(), 1, protocol)]
     model = methods.mlp(method, (3, 100, 1), seed=1)
     rules = Protocol(metric=squared_error, batch_size=16, epochs=40, patience=4, stop_patience=8)
