@@ -116,10 +116,19 @@ class Method:
             order = torch.randperm(features, generator=generator)
         return order
 
-    def mean_norm(self, units: int) -> gp.InputMeanNorm:
-        """Return MBN, which without an offset is IMN of the pre-activation."""
-        kind = gp.MeanOnlyBatchNorm if self.mbn == "after" else gp.InputMeanNorm
-        return use_papers_means_(kind(units))
+    def make_norm(
+        self, kind: type[Plain], units: int, eps: float = EPSILON, momentum: float = MOMENTUM
+    ) -> nn.Module | None:
+        """Return the norm of pre-activations behind a layer of this kind; None without one."""
+        is_linear = kind is nn.Linear
+        if self.norm == "bn":
+            return (nn.BatchNorm1d if is_linear else nn.BatchNorm2d)(units, eps, momentum)
+        if self.norm == "ln":  # of images, over channels and positions
+            return nn.LayerNorm(units, eps) if is_linear else nn.GroupNorm(1, units, eps)
+        if self.norm == "mbn":  # which without an offset is IMN of the pre-activation
+            mean_norm = gp.MeanOnlyBatchNorm if self.mbn == "after" else gp.InputMeanNorm
+            return use_papers_means_(mean_norm(units))
+        return None
 
     def make_layer(self, kind: type[Plain], *sizes: int, **options: Any) -> Any:
         """Return a hidden layer alone, of torch.nn's `kind` or the geometric one in its place."""
@@ -273,23 +282,12 @@ def _make_block(
     if is_unit:
         centre = method.norm == "imn" and method.imn == "input" and not first
         options = {**options, "activation": torch.relu, "input_norm": centre}
-    layer, norm = method.make_layer(kind, *sizes, **options), _make_norm(method, kind, sizes[1])
-    relu: list[nn.Module] = [] if is_unit else [nn.ReLU()]
-    return nn.Sequential(layer, *(relu + norm if method.norm == "imn" else norm + relu))
-
-
-def _make_norm(method: Method, kind: type[Plain], units: int) -> list[nn.Module]:
-    """Return what follows the layer, or in the case of IMN its ReLU: one norm or none."""
-    is_linear = kind is nn.Linear
-    if method.norm == "bn":
-        return [(nn.BatchNorm1d if is_linear else nn.BatchNorm2d)(units, EPSILON, MOMENTUM)]
-    if method.norm == "ln":  # of images, over channels and positions
-        return [nn.LayerNorm(units, EPSILON) if is_linear else nn.GroupNorm(1, units, EPSILON)]
-    if method.norm == "mbn":
-        return [method.mean_norm(units)]
+    parts = [method.make_layer(kind, *sizes, **options), method.make_norm(kind, sizes[1])]
+    if not is_unit:
+        parts.append(nn.ReLU())
     if method.norm == "imn" and method.imn == "output":
-        return [use_papers_means_(gp.InputMeanNorm(units))]
-    return []
+        parts.append(use_papers_means_(gp.InputMeanNorm(sizes[1])))
+    return nn.Sequential(*filter(None, parts))
 
 
 def _make_plain(

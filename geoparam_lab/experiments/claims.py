@@ -32,7 +32,7 @@ from geoparam_lab.experiments.measurements import (
 )
 from geoparam_lab.experiments.rank_correlations import correlate
 from geoparam_lab.run_folder import Record, Run, group_records
-from geoparam_lab.training.tasks import Progress, Tick, check_names
+from geoparam_lab.training.tasks import Progress, Tick, check_counts, check_names
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,8 +105,7 @@ def run(
         jobs: how many processes of this machine work; by default as many as there are cores.
     """
     check_names("parts", parts, tuple(PARTS))
-    if seeds < 1:
-        raise ValueError(f"seeds is at least 1; got {seeds}.")
+    check_counts(seeds=seeds)
     import geoparam.plots  # noqa: F401  says now that matplotlib is missing
 
     chosen = [part for part in PARTS if part in parts]

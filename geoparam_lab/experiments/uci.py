@@ -45,7 +45,7 @@ from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.experiments.rate_tolerance import draw_rates
 from geoparam_lab.experiments.toys import COMPARED, save_figures
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.training import shared_study
+from geoparam_lab.training import shared_study, tasks
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.stacked import Protocol, Result
 from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names, count_cores
@@ -100,10 +100,7 @@ class Task:
         return name + (f"-split{first}" if first else "")
 
     def __str__(self) -> str:
-        rates = sorted({member.lr for member in self.members})
-        rate = f"rate {rates[0]:g}" if len(rates) == 1 else f"{len(rates)} rates"
-        fold = f", fold {self.fold}" if self.fold else ""
-        return f"{self.dataset}, {all_methods.title(self.method)}, {rate}{fold}"
+        return f"{self.dataset}, {all_methods.title(self.method)}"
 
 
 def list_grid_tasks(config: Record, dataset: str) -> list[Task]:
@@ -310,19 +307,19 @@ def _draw_rates(run: Run) -> None:
 
 def _do(
     session: Session,
-    tasks: Mapping[str, list[Task]],
+    stacks: Mapping[str, list[Task]],
     tables: Mapping[str, Table],
     storage: str | None,
 ) -> None:
     """Do the tasks of all data sets, the large ones first; with a storage, set by set."""
     config = session.run.config
     if storage is None:
-        sets = sorted(tasks, key=lambda name: -tables[name][0].size)
-        session.spread([task for name in sets for task in tasks[name]])
+        sets = sorted(stacks, key=lambda name: -tables[name][0].size)
+        session.spread([task for name in sets for task in stacks[name]])
         return
     judged = "test_rmse" if config["protocol"] == "paper" else "val_rmse"
     shared = config | {"datasets": None}  # the processes may differ in these
-    for name, own in tasks.items():
+    for name, own in stacks.items():
         stage = "chosen" if own[0].chosen else "search"
         study = shared_study.name_study(f"uci-{name}-{stage}", shared, tables[name])
         session.share(own, judged, storage, study)
@@ -337,25 +334,20 @@ def _check_options(
     folds: int,
 ) -> Record:
     """Return this part of the configuration, if all of it exists."""
-    check_names("methods", [*map(all_methods.without_options, names)], tuple(all_methods.METHODS))
     check_names("protocol", [protocol], PROTOCOLS)
+    chosen = tasks.check_methods(names)
     for name in names:
         all_methods.get(name)
+    tasks.check_counts(seeds=seeds, epochs=epochs)
     if folds < 2:
         raise ValueError(f"folds, parts of the training part, must be >= 2; got {folds}.")
-    if min(seeds, epochs) < 1:
-        got = f"{seeds} and {epochs}"
-        raise ValueError(f"seeds, the number of splits, and epochs must be >= 1; got {got}.")
-    if lrs is not None and (not lrs or not all(0 < lr < math.inf for lr in lrs)):
-        rule = "lrs must be learning rates above 0 and finite, or left out"
-        raise ValueError(f"{rule}; got {list(lrs)}.")
-    grid = lrs or {"heldout": RATES, "cv": WIDE_RATES}.get(protocol)
+    grid = {"heldout": RATES, "cv": WIDE_RATES}.get(protocol) if lrs is None else lrs
     return {
         **({"folds": folds} if protocol == "cv" else {}),
-        "methods": list(dict.fromkeys(names)),
+        "methods": chosen,
         "protocol": protocol,
         "seeds": seeds,
-        "lrs": grid and sorted({float(lr) for lr in grid}),
+        "lrs": None if grid is None else tasks.check_rates(grid),
         "epochs": epochs,
         **_FIXED,
     }

@@ -11,6 +11,7 @@ alone writes, and they end when it ends. (For large networks a session may leave
 
 import contextlib
 import itertools
+import math
 import multiprocessing
 import os
 import queue
@@ -27,13 +28,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from geoparam_lab import methods
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.session import count_cores as count_cores
 from geoparam_lab.training import shared_study
 
 Key = tuple[Any, ...]
-Progress = Callable[[str, int, int], None]  # a title, how much is done, and of how much
-Tick = Callable[..., None]  # the epoch, how much is left to do, and perhaps a remark
+Progress = Callable[[str, float, int], None]  # a title, how much is done, and of how much
+Tick = Callable[..., None]  # the epoch, how many records are left, and perhaps a remark
 
 INTERVAL = 0.3  # seconds between two reports of a task
 
@@ -47,7 +49,7 @@ class Done:
 
 
 Work = Callable[[Any, Tick], Any]
-Report = Callable[[Any, int, int, str], None]
+Report = Callable[[Any, int, float, str], None]
 
 
 class Session:
@@ -62,7 +64,6 @@ class Session:
         total: how many records there will be.
         jobs: how many processes work; 1 is this one.
         progress: shows how many records are done.
-        weight: units of progress in a record, of which `work` reports how many are left.
         threads: for a task; None leaves them as they are.
         finished: called with a task when all of it is in the folder.
     """
@@ -75,16 +76,15 @@ class Session:
         jobs: int = 1,
         progress: Progress | None = None,
         *,
-        weight: int = 1,
         threads: int | None = 1,
         finished: Callable[[Any], None] | None = None,
     ) -> None:
         self.run, self.work, self.total, self.jobs = run, work, total, jobs
         self.progress = progress or (lambda title, done, total: None)
-        self.weight, self.threads = weight, threads
+        self.threads = threads
         self.finished = finished or (lambda task: None)
         self.keys = {self._key(record) for record in run.records()}
-        self.open: dict[Any, int] = {}  # what is left of each task that has begun
+        self.open: dict[Any, float] = {}  # records that are left of each task that has begun
 
     def spread(self, tasks: Iterable[Any], patient: bool = False) -> None:
         """Do the tasks that are not done, in this order; if patient, as `spread` is."""
@@ -148,14 +148,13 @@ class Session:
     def _key(self, record: Record) -> Key:
         return tuple(record[name] for name in self.run.info["key"])
 
-    def _report(self, task: Any, epoch: int, left: int, remark: str) -> None:
+    def _report(self, task: Any, epoch: int, left: float, remark: str) -> None:
         self.open[task] = left
         self._show(f"{task}, epoch {epoch:,}" + (f", {remark}" if remark else ""))
 
     def _show(self, title: str) -> None:
-        begun = sum(self.weight * len(task.keys) - left for task, left in self.open.items())
-        total = self.weight * self.total
-        self.progress(title, min(self.weight * len(self.keys) + begun, total), total)
+        begun = sum(len(task.keys) - left for task, left in self.open.items())
+        self.progress(title, min(len(self.keys) + begun, self.total), self.total)
 
 
 def check_names(what: str, names: Sequence[str], allowed: Sequence[str]) -> None:
@@ -164,6 +163,27 @@ def check_names(what: str, names: Sequence[str], allowed: Sequence[str]) -> None
     if wrong or not names:
         got = ", ".join(map(repr, wrong)) or "none"
         raise ValueError(f"{what} must be of {', '.join(allowed)}; got {got}.")
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raise ValueError where a number of things is below 1; None stands for no number."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be >= 1; got {count}.")
+
+
+def check_rates(lrs: Sequence[float]) -> list[float]:
+    """Return learning rates in order, each once; raise ValueError where one cannot be."""
+    if not lrs or not all(0 < lr < math.inf for lr in lrs):
+        raise ValueError(f"lrs must be learning rates above 0 and finite; got {list(lrs)}.")
+    return sorted({float(lr) for lr in lrs})
+
+
+def check_methods(names: Sequence[str]) -> list[str]:
+    """Return methods, each once; raise ValueError where one is not known."""
+    plain = [methods.without_options(name) for name in names]
+    check_names("methods", plain, tuple(methods.METHODS))
+    return list(dict.fromkeys(names))
 
 
 # --- processes ----------------------------------------------------------------------------------
@@ -246,7 +266,7 @@ def _throttle(report: Report, task: Any) -> Tick:
     """Return a tick that reports at most every INTERVAL seconds."""
     last = time.monotonic()
 
-    def tick(epoch: int, left: int, remark: str = "") -> None:
+    def tick(epoch: int, left: float, remark: str = "") -> None:
         nonlocal last
         if time.monotonic() - last >= INTERVAL:
             last = time.monotonic()
@@ -320,7 +340,7 @@ def _exit_with_parent() -> None:
 def _call(work: Work, task: Any, number: int) -> Any:
     report = _throttle(lambda *ticked: _ticks.put(ticked), number)
 
-    def tick(epoch: int, left: int, remark: str = "") -> None:
+    def tick(epoch: int, left: float, remark: str = "") -> None:
         if _stop.is_set():
             raise _Stopped
         report(epoch, left, remark)

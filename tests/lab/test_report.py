@@ -13,7 +13,6 @@ import run_folders
 
 from geoparam_lab import report
 from geoparam_lab.report import page as report_page
-from geoparam_lab.report import run_text
 from geoparam_lab.report.page import unbroken
 from geoparam_lab.run_folder import Run
 
@@ -150,11 +149,11 @@ def test_the_commands_of_all_sessions_are_listed_once(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run", "levy", {}, "geoparam run levy --out x")
     for more in ("geoparam run levy --out x", "geoparam run levy --out x --resume"):
         Run.create(tmp_path / "run", "levy", {}, more, resume=True)
-    assert run_text.list_commands(run) == [
+    assert report_page.list_commands(run) == [
         "geoparam run levy --out x",
         "geoparam run levy --out x --resume",
     ]
-    assert "resumed 2 times" in run_text.describe_sessions(run)["started"]
+    assert "resumed 2 times" in report_page.describe_sessions(run)["started"]
 
 
 def unpack(packed: dict[str, Any]) -> Array:

@@ -273,8 +273,8 @@ def test_a_run_that_diverges_is_recorded(tmp_path: Path) -> None:
         ({"methods": ["gpm"]}, "methods must be of sp, .*got 'gpm'"),
         ({"protocol": "test"}, "protocol must be of paper, heldout, cv; got 'test'"),
         ({"folds": 1}, "folds, parts of the training part, must be >= 2; got 1"),
-        ({"seeds": 0}, "seeds, the number of splits, and epochs must be >= 1; got 0"),
-        ({"lrs": []}, "lrs must be learning rates above 0 and finite, or left out"),
+        ({"seeds": 0}, "seeds must be >= 1; got 0"),
+        ({"lrs": []}, "lrs must be learning rates above 0 and finite"),
         ({"lrs": [math.nan, 0.1]}, "finite"),
     ],
 )

@@ -10,7 +10,7 @@ run may go on with another number of processes.
 import os
 import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from geoparam.storage import replacing
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 State = dict[str, Any]
 
@@ -53,15 +50,6 @@ def read(folder: Path) -> State | None:
             f"{path} is damaged ({error!s:.100}). Remove it, and the run starts anew."
         ) from error
     return state
-
-
-def broadcast(state: State | None, accelerator: "Accelerator") -> State | None:
-    """Return the main process's state in all processes."""
-    from accelerate.utils import broadcast_object_list
-
-    if accelerator.num_processes == 1:
-        return state
-    return broadcast_object_list([state])[0]
 
 
 # --- model and optimizer ------------------------------------------------------------------------

@@ -52,8 +52,9 @@ def train(
 
 def _resume(training: Training, folder: Path, track: int | None) -> None:
     """Go on from the checkpoint, if there is one."""
-    state = run_checkpoints.read(folder) if training.is_main else None
-    state = run_checkpoints.broadcast(state, training.accelerator)
+    from accelerate.utils import broadcast_object_list
+
+    [state] = broadcast_object_list([run_checkpoints.read(folder) if training.is_main else None])
     if state is not None:
         _check_same_run(training, state, folder)
         training.load_state_dict(state)
