@@ -1,8 +1,8 @@
 """The methods that the experiments compare, as one table of builders.
 
 A method is a way to hold the weight (plain, weight-normalised, geometric in one of three forms)
-and a normalization, or none. It builds hidden blocks (`linear`, `conv2d`: layer, normalization and
-ReLU) and the `output` layer.
+and a normalization, or none. It builds a hidden `block` (layer, normalization and ReLU) and the
+`output` layer.
 
 **Units.** Without BN or LN, a geometric block is the papers' unit r relu(u^T x + lam), with r
 outside. With BN or LN it is what `geoparam.convert_` makes of such a network: r inside, then the
@@ -138,18 +138,23 @@ class Method:
         layer = _GEOMETRIC_TYPES[kind](*sizes, **options, **self.form, init=self.init)
         return use_papers_means_(layer)
 
-    def linear(
-        self, in_features: int, out_features: int, *, first: bool = False, **place: Any
+    def block(
+        self, kind: type[Plain], *sizes: int, first: bool = False, **options: Any
     ) -> nn.Sequential:
-        """Return a hidden block of `out_features` units; `place` is device and dtype."""
-        block = _make_block(self, nn.Linear, (in_features, out_features), first, place)
-        return block.to(**place)
+        """Return layer, norm and ReLU, or IMN last; in the papers' unit the layer has the ReLU.
 
-    def conv2d(
-        self, inputs: int, units: int, kernel: int, *, first: bool = False, **shape: int
-    ) -> nn.Sequential:
-        """Return a hidden block of as many units; `shape` is stride and padding."""
-        return _make_block(self, nn.Conv2d, (inputs, units, kernel), first, shape)
+        `sizes` and `options` are those of torch.nn's `kind`. A network's first block says so.
+        """
+        is_unit, dtype = self.is_geometric and self.norm in (None, "imn"), options.get("dtype")
+        if is_unit:
+            centre = self.norm == "imn" and self.imn == "input" and not first
+            options |= {"activation": torch.relu, "input_norm": centre}
+        parts = [self.make_layer(kind, *sizes, **options), self.make_norm(kind, sizes[1])]
+        if not is_unit:
+            parts.append(nn.ReLU())
+        if self.norm == "imn" and self.imn == "output":
+            parts.append(use_papers_means_(gp.InputMeanNorm(sizes[1])))
+        return nn.Sequential(*(part for part in parts if part is not None)).to(dtype=dtype)
 
     def output(self, in_features: int, out_features: int, **place: Any) -> nn.Linear:
         """Return the output layer: linear, weight-normalised where the hidden layers are."""
@@ -240,7 +245,7 @@ def mlp(
     *hidden, outputs = widths
     with use_seed(seed):
         blocks = [
-            method.linear(n, out, first=index == 0, dtype=dtype)
+            method.block(nn.Linear, n, out, first=index == 0, dtype=dtype)
             for index, (n, out) in enumerate(zip(hidden, hidden[1:], strict=False))
         ]
         output = method.output(hidden[-1], outputs, dtype=dtype)
@@ -271,23 +276,7 @@ def use_papers_means_(module: Model) -> Model:
     return module
 
 
-# --- blocks -------------------------------------------------------------------------------------
-
-
-def _make_block(
-    method: Method, kind: type[Plain], sizes: Sequence[int], first: bool, options: dict[str, Any]
-) -> nn.Sequential:
-    """Return layer, norm and ReLU, or IMN last; in the papers' unit the layer has the ReLU."""
-    is_unit = method.is_geometric and method.norm in (None, "imn")
-    if is_unit:
-        centre = method.norm == "imn" and method.imn == "input" and not first
-        options = {**options, "activation": torch.relu, "input_norm": centre}
-    parts = [method.make_layer(kind, *sizes, **options), method.make_norm(kind, sizes[1])]
-    if not is_unit:
-        parts.append(nn.ReLU())
-    if method.norm == "imn" and method.imn == "output":
-        parts.append(use_papers_means_(gp.InputMeanNorm(sizes[1])))
-    return nn.Sequential(*filter(None, parts))
+# --- layers -------------------------------------------------------------------------------------
 
 
 def _make_plain(

@@ -71,7 +71,7 @@ def vgg6(
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     with methods.use_seed(seed):
         for number, (inputs, units) in enumerate(zip((3, *widths), widths, strict=False), start=1):
-            block = builder.conv2d(inputs, units, 3, padding=1, first=number == 1)
+            block = builder.block(nn.Conv2d, inputs, units, 3, padding=1, first=number == 1)
             for index, module in enumerate(block):
                 kind = "relu" if isinstance(module, nn.ReLU) else "norm" if index else "conv"
                 parts[f"{kind}{number}"] = module
