@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.timing import hardware, medians
-from geoparam_lab.data.downsampled import PackedImages
-from geoparam_lab.data.image_npz import Split
+from geoparam_lab.data.packed_images import PackedImages, Split
 from geoparam_lab.training.images import preparation
 from geoparam_lab.training.images.loop import Training
 from geoparam_lab.training.images.settings import Settings

@@ -1,8 +1,8 @@
 """The methods that the experiments compare, as one table of builders.
 
 A method is a way to hold the weight (plain, weight-normalised, geometric in one of three forms)
-and a normalization, or none. It builds hidden blocks (`linear`, `conv2d`: layer, normalization and
-ReLU) and the `output` layer.
+and a normalization, or none. It builds a hidden `block` (layer, normalization and ReLU) and the
+`output` layer.
 
 **Units.** Without BN or LN, a geometric block is the papers' unit r relu(u^T x + lam), with r
 outside. With BN or LN it is what `geoparam.convert_` makes of such a network: r inside, then the
@@ -116,10 +116,19 @@ class Method:
             order = torch.randperm(features, generator=generator)
         return order
 
-    def mean_norm(self, units: int) -> gp.InputMeanNorm:
-        """Return MBN, which without an offset is IMN of the pre-activation."""
-        kind = gp.MeanOnlyBatchNorm if self.mbn == "after" else gp.InputMeanNorm
-        return use_papers_means_(kind(units))
+    def make_norm(
+        self, kind: type[Plain], units: int, eps: float = EPSILON, momentum: float = MOMENTUM
+    ) -> nn.Module | None:
+        """Return the norm of pre-activations behind a layer of this kind; None without one."""
+        is_linear = kind is nn.Linear
+        if self.norm == "bn":
+            return (nn.BatchNorm1d if is_linear else nn.BatchNorm2d)(units, eps, momentum)
+        if self.norm == "ln":  # of images, over channels and positions
+            return nn.LayerNorm(units, eps) if is_linear else nn.GroupNorm(1, units, eps)
+        if self.norm == "mbn":  # which without an offset is IMN of the pre-activation
+            mean_norm = gp.MeanOnlyBatchNorm if self.mbn == "after" else gp.InputMeanNorm
+            return use_papers_means_(mean_norm(units))
+        return None
 
     def make_layer(self, kind: type[Plain], *sizes: int, **options: Any) -> Any:
         """Return a hidden layer alone, of torch.nn's `kind` or the geometric one in its place."""
@@ -129,18 +138,23 @@ class Method:
         layer = _GEOMETRIC_TYPES[kind](*sizes, **options, **self.form, init=self.init)
         return use_papers_means_(layer)
 
-    def linear(
-        self, in_features: int, out_features: int, *, first: bool = False, **place: Any
+    def block(
+        self, kind: type[Plain], *sizes: int, first: bool = False, **options: Any
     ) -> nn.Sequential:
-        """Return a hidden block of `out_features` units; `place` is device and dtype."""
-        block = _make_block(self, nn.Linear, (in_features, out_features), first, place)
-        return block.to(**place)
+        """Return layer, norm and ReLU, or IMN last; in the papers' unit the layer has the ReLU.
 
-    def conv2d(
-        self, inputs: int, units: int, kernel: int, *, first: bool = False, **shape: int
-    ) -> nn.Sequential:
-        """Return a hidden block of as many units; `shape` is stride and padding."""
-        return _make_block(self, nn.Conv2d, (inputs, units, kernel), first, shape)
+        `sizes` and `options` are those of torch.nn's `kind`. A network's first block says so.
+        """
+        is_unit, dtype = self.is_geometric and self.norm in (None, "imn"), options.get("dtype")
+        if is_unit:
+            centre = self.norm == "imn" and self.imn == "input" and not first
+            options |= {"activation": torch.relu, "input_norm": centre}
+        parts = [self.make_layer(kind, *sizes, **options), self.make_norm(kind, sizes[1])]
+        if not is_unit:
+            parts.append(nn.ReLU())
+        if self.norm == "imn" and self.imn == "output":
+            parts.append(use_papers_means_(gp.InputMeanNorm(sizes[1])))
+        return nn.Sequential(*(part for part in parts if part is not None)).to(dtype=dtype)
 
     def output(self, in_features: int, out_features: int, **place: Any) -> nn.Linear:
         """Return the output layer: linear, weight-normalised where the hidden layers are."""
@@ -231,7 +245,7 @@ def mlp(
     *hidden, outputs = widths
     with use_seed(seed):
         blocks = [
-            method.linear(n, out, first=index == 0, dtype=dtype)
+            method.block(nn.Linear, n, out, first=index == 0, dtype=dtype)
             for index, (n, out) in enumerate(zip(hidden, hidden[1:], strict=False))
         ]
         output = method.output(hidden[-1], outputs, dtype=dtype)
@@ -262,34 +276,7 @@ def use_papers_means_(module: Model) -> Model:
     return module
 
 
-# --- blocks -------------------------------------------------------------------------------------
-
-
-def _make_block(
-    method: Method, kind: type[Plain], sizes: Sequence[int], first: bool, options: dict[str, Any]
-) -> nn.Sequential:
-    """Return layer, norm and ReLU, or IMN last; in the papers' unit the layer has the ReLU."""
-    is_unit = method.is_geometric and method.norm in (None, "imn")
-    if is_unit:
-        centre = method.norm == "imn" and method.imn == "input" and not first
-        options = {**options, "activation": torch.relu, "input_norm": centre}
-    layer, norm = method.make_layer(kind, *sizes, **options), _make_norm(method, kind, sizes[1])
-    relu: list[nn.Module] = [] if is_unit else [nn.ReLU()]
-    return nn.Sequential(layer, *(relu + norm if method.norm == "imn" else norm + relu))
-
-
-def _make_norm(method: Method, kind: type[Plain], units: int) -> list[nn.Module]:
-    """Return what follows the layer, or in the case of IMN its ReLU: one norm or none."""
-    is_linear = kind is nn.Linear
-    if method.norm == "bn":
-        return [(nn.BatchNorm1d if is_linear else nn.BatchNorm2d)(units, EPSILON, MOMENTUM)]
-    if method.norm == "ln":  # of images, over channels and positions
-        return [nn.LayerNorm(units, EPSILON) if is_linear else nn.GroupNorm(1, units, EPSILON)]
-    if method.norm == "mbn":
-        return [method.mean_norm(units)]
-    if method.norm == "imn" and method.imn == "output":
-        return [use_papers_means_(gp.InputMeanNorm(units))]
-    return []
+# --- layers -------------------------------------------------------------------------------------
 
 
 def _make_plain(

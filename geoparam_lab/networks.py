@@ -71,7 +71,7 @@ def vgg6(
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     with methods.use_seed(seed):
         for number, (inputs, units) in enumerate(zip((3, *widths), widths, strict=False), start=1):
-            block = builder.conv2d(inputs, units, 3, padding=1, first=number == 1)
+            block = builder.block(nn.Conv2d, inputs, units, 3, padding=1, first=number == 1)
             for index, module in enumerate(block):
                 kind = "relu" if isinstance(module, nn.ReLU) else "norm" if index else "conv"
                 parts[f"{kind}{number}"] = module
@@ -123,11 +123,7 @@ def _make_conv(method: Method, inputs: int, units: int, kernel: int, stride: int
 
 def _make_norm(method: Method, units: int) -> nn.Module:
     """Return the norm of pre-activations, with torchvision's constants."""
-    if method.norm == "bn":
-        return nn.BatchNorm2d(units)
-    if method.norm == "ln":
-        return nn.GroupNorm(1, units)
-    return method.mean_norm(units) if method.norm == "mbn" else nn.Identity()
+    return method.make_norm(nn.Conv2d, units, eps=1e-5, momentum=0.1) or nn.Identity()
 
 
 def _make_activation(method: Method, units: int) -> nn.Module:

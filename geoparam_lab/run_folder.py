@@ -33,17 +33,9 @@ from geoparam.storage import read_json, read_npz, replacing
 from geoparam_lab.session import describe_session
 
 Record = dict[str, Any]
-Fields = Mapping[str, Any]  # what a record must have, with the types of these fields
 
-_SESSION = {
-    "config": dict,
-    "command": str,
-    "versions": dict,
-    "commit": dict | None,
-    "hardware": dict,
-    "started": str,
-}
-_RUN = {"experiment": str, "key": list, **_SESSION}
+_SESSION = ("config", "command", "versions", "commit", "hardware", "started")
+_RUN = ("experiment", "key", *_SESSION)
 _OWN = ("metrics.jsonl", "sessions.jsonl", "curves", "figures", "checkpoints", "weights")
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -69,8 +61,6 @@ class Run:
     def __init__(self, folder: Path, info: Record) -> None:
         self.folder = folder
         self.info = info  # what its config.json holds
-        self._first: dict[Any, Record] = {}  # by key, in the order of the file
-        self._read = 0  # bytes of metrics.jsonl that are in it
 
     # --- starting -----------------------------------------------------------------------------
 
@@ -103,9 +93,10 @@ class Run:
         wanted = {"experiment": experiment, "config": dict(config), "key": list(key)}
         now = describe_session(command)
         if not (folder / "config.json").exists():
-            with contextlib.suppress(FileExistsError):  # another process was faster
-                _write_config(folder, {"format": 1, **wanted, **now})
-                return cls.open(folder)
+            with replacing(folder / "config.json") as unfinished:
+                text = json.dumps(_to_json({"format": 1, **wanted, **now}), indent=2)
+                unfinished.write_text(text + "\n")
+            return cls.open(folder)
         run = cls.open(folder)
         if not resume:
             raise FileExistsError(
@@ -126,10 +117,7 @@ class Run:
                 f"{folder} holds no run: there is no config.json in it. Name a folder that was "
                 "--out of geoparam run"
             )
-        info = _decode(path.read_bytes(), str(path), _RUN, "Start the run anew")
-        if not all(isinstance(field, str) for field in info["key"]):
-            raise ValueError(f"{path} is damaged: its key is no list of names. Start the run anew")
-        return cls(Path(folder), info)
+        return cls(Path(folder), _decode(path.read_bytes(), str(path), _RUN, "Start the run anew"))
 
     # --- records ------------------------------------------------------------------------------
 
@@ -145,23 +133,25 @@ class Run:
 
     def append_missing(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Add the records whose keys are not there yet."""
+        there = set(map(self._key_of, self.records()))
         for record in records:
-            if not self.has_record(**{name: record[name] for name in self.info["key"]}):
+            if self._key_of(_from_json(_to_json(record))) not in there:
                 self.append(record)
 
     def records(self) -> list[Record]:
         """The records, the first for each key, in the order in which they were finished."""
-        path, needed = self.folder / "metrics.jsonl", dict.fromkeys(self.info["key"], object)
-        lines, self._read = _read_lines(path, needed, self._read)
-        for record in lines:
-            fields = self.info["key"] or sorted(record)
-            self._first.setdefault(_key_of(record, fields), record)
-        return [dict(record) for record in self._first.values()]
+        first: dict[Any, Record] = {}
+        for record in _read_lines(self.folder / "metrics.jsonl", self.info["key"]):
+            first.setdefault(self._key_of(record), record)
+        return list(first.values())
 
     def has_record(self, **fields: Any) -> bool:
         """Whether there is a record of this key."""
-        self.records()  # reads what is new
-        return _key_of(_from_json(_to_json(fields)), self.info["key"]) in self._first
+        wanted = self._key_of(_from_json(_to_json(fields)))
+        return any(self._key_of(record) == wanted for record in self.records())
+
+    def _key_of(self, record: Record) -> Any:
+        return _values_of(record, self.info["key"] or sorted(record))
 
     @property
     def config(self) -> Record:
@@ -171,7 +161,7 @@ class Run:
 
     def sessions(self) -> list[Record]:
         """Command, versions, commit, hardware and start of each session, the first one first."""
-        lines, _ = _read_lines(self.folder / "sessions.jsonl", _SESSION)
+        lines = _read_lines(self.folder / "sessions.jsonl", _SESSION)
         return [{name: self.info[name] for name in _SESSION}, *lines]
 
     # --- arrays and pictures ------------------------------------------------------------------
@@ -240,7 +230,7 @@ def _check_same(folder: Path, info: Record, wanted: Record, may_change: Sequence
     changes = [
         f"{name}={old.get(name)!r}, now {new.get(name)!r}"
         for name in {**old, **new}
-        if name not in may_change and _key_of(old, [name]) != _key_of(new, [name])
+        if name not in may_change and _values_of(old, [name]) != _values_of(new, [name])
     ]
     if changes:
         raise ValueError(
@@ -250,19 +240,6 @@ def _check_same(folder: Path, info: Record, wanted: Record, may_change: Sequence
 
 
 # --- files -----------------------------------------------------------------------------------
-
-
-def _write_config(folder: Path, info: Record) -> None:
-    """Write config.json; FileExistsError where there is one."""
-    path = folder / "config.json"
-    with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(_to_json(info), indent=2, allow_nan=False) + "\n")
-        try:
-            os.link(unfinished, path)  # unlike renaming, this fails where there is one
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without links: renaming must do
-            pass
 
 
 def _append(path: Path, record: Record) -> None:
@@ -293,17 +270,11 @@ def _find_end(file: IO[bytes]) -> int:
     return file.read().rfind(b"\n") + 1
 
 
-def _read_lines(path: Path, fields: Fields, start: int = 0) -> tuple[list[Record], int]:
-    """The records in a file's complete lines from a byte on, and the byte where these end."""
-    if not path.exists():
-        return [], start
-    with open(path, "rb") as file:
-        file.seek(start)
-        content = file.read()
-    content = content[: content.rfind(b"\n") + 1]
-    lines = enumerate(content.splitlines(), start=1)
-    where = f"{path}, line {{}}" + (f" after byte {start}" if start else "")
-    return [_decode(line, where.format(n), fields) for n, line in lines], start + len(content)
+def _read_lines(path: Path, fields: Iterable[str]) -> list[Record]:
+    """The records in a file's complete lines."""
+    content = path.read_bytes() if path.exists() else b""
+    lines = content[: content.rfind(b"\n") + 1].splitlines()
+    return [_decode(line, f"{path}, line {n}", fields) for n, line in enumerate(lines, start=1)]
 
 
 # --- JSON ------------------------------------------------------------------------------------
@@ -344,23 +315,22 @@ def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
-def _key_of(record: Record, fields: Iterable[str]) -> Any:
+def _values_of(record: Record, fields: Iterable[str]) -> Any:
     return tuple((field, _hashable(record.get(field))) for field in fields)
 
 
 def _decode(
     content: bytes,
     where: str,
-    fields: Fields,
+    fields: Iterable[str],
     advice: str = "Remove that line and do its work again",
 ) -> Record:
-    """Return the object in a piece of JSON, which must have fields of these types."""
+    """Return the object in a piece of JSON, which must have these fields."""
     try:
         record: Record = _from_json(read_json(content, where))
     except ValueError as error:
         raise ValueError(f"{error}. {advice}") from error
-    for name, kind in fields.items():
-        if name not in record or not isinstance(record[name], kind):
-            got = repr(record[name])[:40] if name in record else "missing"
-            raise ValueError(f"{where} is damaged: its {name!r} is {got}. {advice}")
+    missing = [name for name in fields if name not in record]
+    if missing:
+        raise ValueError(f"{where} is damaged: it has no {', '.join(missing)}. {advice}")
     return record

@@ -42,7 +42,7 @@ def progress(leads: bool = True) -> Iterator[tasks.Progress | None]:
     with Progress(*columns, console=console, transient=True) as bars:
         bar = bars.add_task("", total=None)
 
-        def show(title: str, done: int, total: int) -> None:
+        def show(title: str, done: float, total: int) -> None:
             [now] = bars.tasks
             if total != now.total or done < now.completed:
                 bars.reset(bar, total=total)

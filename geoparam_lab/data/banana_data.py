@@ -15,6 +15,7 @@ from geoparam_lab.data import synthetic, table_files
 from geoparam_lab.data.splits import split, standardise
 
 POINTS = 1000
+SOURCES = ("auto", "KEEL", "generated")
 KEEL = table_files.Table(
     "banana",
     rows=5300,
@@ -41,18 +42,23 @@ class Banana(NamedTuple):
     y_val: np.ndarray | None = None
 
 
-def load(data: str | Path | None = None) -> Banana:
-    """Return 800 training and 200 test points of KEEL's, standardised on the training part.
+def load(data: str | Path | None = None, source: str = "KEEL") -> Banana:
+    """Return 800 training and 200 test points, standardised on the training part.
 
-    The file is in a folder, in $GEOPARAM_DATA or in the cache, or else downloaded.
+    "KEEL" are those of KEEL's file, in a folder, in $GEOPARAM_DATA or in the cache, or else
+    downloaded; "generated" are as many of `synthetic.banana`; "auto" prefers KEEL's.
     """
-    table = table_files.load(KEEL, data)
-    chosen = table[np.random.RandomState(0).choice(len(table), POINTS, replace=False)]
-    return _divide(chosen[:, :2], (chosen[:, 2] + 1) / 2, "KEEL")
-
-
-def generate() -> Banana:
-    """Return as many points of `synthetic.banana`, divided as KEEL's are."""
+    if source not in SOURCES:
+        raise ValueError(f"source is one of {', '.join(SOURCES)}; got {source!r}.")
+    table_files.find(KEEL, data)  # a folder that does not exist is an error in any case
+    try:
+        if source != "generated":
+            table = table_files.load(KEEL, data)
+            chosen = table[np.random.RandomState(0).choice(len(table), POINTS, replace=False)]
+            return _divide(chosen[:, :2], (chosen[:, 2] + 1) / 2, "KEEL")
+    except FileNotFoundError:
+        if source == "KEEL":
+            raise
     return _divide(*synthetic.banana(0, POINTS), "generated")
 
 

@@ -99,8 +99,8 @@ class FolderBatches(Batches):
     def __init__(
         self, images: "_Images", shares: Shares, device: torch.device, workers: int
     ) -> None:
-        super().__init__(shares)
-        self.device, self.seed = device, images.seed
+        super().__init__(shares, images.seed)
+        self.device = device
         self._sampler = _Batches()
         self._mean = torch.tensor(MEAN, device=device)
         self._loader = DataLoader(
@@ -113,9 +113,10 @@ class FolderBatches(Batches):
             generator=torch.Generator(),  # else it draws from torch's own at each epoch
         )
 
-    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        steps = range(start, self.steps)
-        self._sampler.batches = _list_places(self.shares, self.seed, number, steps)
+    def _load(
+        self, number: int, order: Tensor, rng: torch.Generator | None, steps: range
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        self._sampler.batches = _list_places(self.shares, number, order, steps)
         return map(self._finish, self._loader)
 
     def _finish(self, batch: Batch | str) -> tuple[Tensor, Tensor]:
@@ -140,13 +141,9 @@ class _Batches(Sampler[list[Place]]):
 # No method of the class that holds the loader: in a reference cycle, workers end only when the
 # garbage collector runs, and take five seconds for it.
 def _list_places(
-    shares: Shares, seed: int | None, number: int, steps: range
+    shares: Shares, number: int, order: Tensor, steps: range
 ) -> Iterator[list[Place]]:
     """Yield the places of each batch, with the image that is there."""
-    order = torch.arange(shares.images)
-    if seed is not None:
-        rng = torch.Generator().manual_seed(mix_seed(seed, number))
-        order = torch.randperm(shares.images, generator=rng)
     for step in steps:
         first, end = shares.span(step)
         images = order[first:end].tolist()

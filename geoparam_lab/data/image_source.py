@@ -61,16 +61,27 @@ class Shares:
 class Batches(abc.ABC):
     """One split, as one process sees it."""
 
-    def __init__(self, shares: Shares) -> None:
+    def __init__(self, shares: Shares, seed: int | None) -> None:
         self.shares, self.steps = shares, shares.steps  # of an epoch, the same for every process
         self.examples = min(self.steps * shares.batch_size, shares.images)  # over all processes
+        self.seed = seed  # None for images in their own order, as they are
 
-    @abc.abstractmethod
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this process's images and labels of an epoch, from batch `start` on.
 
         Images are float32 (b, 3, H, W), channels last in memory, labels int64, on the device.
         """
+        rng, order = None, torch.arange(self.shares.images)
+        if self.seed is not None:
+            rng = torch.Generator().manual_seed(mix_seed(self.seed, number))
+            order = torch.randperm(self.shares.images, generator=rng)
+        return self._load(number, order, rng, range(start, self.steps))
+
+    @abc.abstractmethod
+    def _load(
+        self, number: int, order: Tensor, rng: torch.Generator | None, steps: range
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the batches of some steps, from images in this order; with `rng` augmented."""
 
 
 class Source(abc.ABC):

@@ -9,10 +9,10 @@ which is the same for every format. A file that fails the check is an error and 
 Sizes are bounded: an archive of 40 kB may claim to unpack to gigabytes.
 """
 
+import contextlib
 import hashlib
 import http.client
 import io
-import logging
 import os
 import urllib.request
 import zipfile
@@ -25,11 +25,8 @@ import numpy as np
 
 from geoparam.storage import list_few, open_zip, replacing
 
-_log = logging.getLogger(__name__)
-
 TIMEOUT = 10  # seconds without an answer
 LARGEST = 1 << 24  # bytes of a file, and of an archive's entry; Naval's 3.4 MB are the most
-DEEPEST = 4  # archives in one another; Power's workbook, one itself, may be in a zip in a zip
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,6 @@ def _read_table(table: Table, content: bytes) -> np.ndarray:
 def _download(table: Table, data: str | Path | None, urls: Sequence[str]) -> np.ndarray:
     attempts = []
     for url in urls:
-        _log.info("downloading %s from %s", table.name, url)
         try:
             numbers = _read_table(table, fetch(url))
         except (OSError, http.client.HTTPException, ValueError, ImportError) as error:
@@ -155,28 +151,24 @@ def fetch(url: str) -> bytes:
 
 def _write_to_cache(table: Table, numbers: np.ndarray) -> None:
     rows = [",".join(map(repr, row)) for row in numbers.tolist()]
-    try:
+    with contextlib.suppress(OSError):  # it is downloaded again next time
         with replacing(_cache_folder() / table.folder / f"{table.name}.csv") as unfinished:
             unfinished.write_text("\n".join([*rows, ""]))
-    except OSError as error:
-        _log.warning("%s will be downloaded again next time: %s", table.name, error)
 
 
 # --- reading ----------------------------------------------------------------------------------
 
 
-def parse(content: bytes, files: Sequence[str] = (), deepest: int = DEEPEST) -> np.ndarray:
+def parse(content: bytes, files: Sequence[str] = ()) -> np.ndarray:
     """Return the table of numbers in a file's bytes; in a zip archive, in one of these files."""
     if content.startswith(b"PK\x03\x04"):
-        return _parse_zip(content, files, deepest)
+        return _parse_zip(content, files)
     if content.startswith(b"\xd0\xcf\x11\xe0"):
         return _stack_rows(_read_xls(content))
     return _stack_rows(_read_text(content.decode("utf-8-sig", errors="replace")))
 
 
-def _parse_zip(content: bytes, files: Sequence[str], deepest: int) -> np.ndarray:
-    if deepest == 0:
-        raise ValueError(f"archives are within one another, more than {DEEPEST} deep")
+def _parse_zip(content: bytes, files: Sequence[str]) -> np.ndarray:
     wanted = {PurePosixPath(file).name for file in files}
     with open_zip(io.BytesIO(content), LARGEST) as archive:
         names = archive.namelist()
@@ -184,7 +176,7 @@ def _parse_zip(content: bytes, files: Sequence[str], deepest: int) -> np.ndarray
             return _stack_rows(_read_xlsx(archive))
         for name in names:
             if PurePosixPath(name).name in wanted:
-                return parse(archive.read(name), files, deepest - 1)
+                return parse(archive.read(name), files)
     raise ValueError(f"it holds none of {', '.join(sorted(wanted))}, only {list_few(names)}")
 
 

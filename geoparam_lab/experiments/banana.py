@@ -26,7 +26,7 @@ import numpy as np
 
 from geoparam_lab import methods
 from geoparam_lab.data import banana_data as points
-from geoparam_lab.data import splits, table_files
+from geoparam_lab.data import splits
 from geoparam_lab.data.banana_data import Banana
 from geoparam_lab.experiments import toy_seeds, toys
 from geoparam_lab.experiments.experiment import (
@@ -52,7 +52,6 @@ from geoparam_lab.training.tasks import check_names
 UNITS = 10
 EPOCHS = 5_000
 PATIENCE = 50
-SOURCES = ("auto", "KEEL", "generated")
 SIDE = 60  # points of the grid a side
 JUDGED = (
     "Training is judged on the test points themselves, so that every accuracy is a little too "
@@ -79,7 +78,7 @@ def load(options: Options, earlier: Config) -> tuple[Banana, Record]:
     """Return the points, and which they are; a resumed run keeps its own."""
     check_names("protocol", [options.protocol], splits.PROTOCOLS)
     source = earlier.get("source", "auto") if options.source == "auto" else options.source
-    found = load_points(options.data, source)
+    found = points.load(options.data, source)
     if options.protocol == "paper":
         return found, {"source": found.source}
     return hold_out(found), {"source": found.source, "protocol": options.protocol}
@@ -91,20 +90,6 @@ def hold_out(data: Banana) -> Banana:
     x, y = data.x_train, data.y_train
     x_train, x_val, x_test = splits.standardise(x[fit], x[held], data.x_test)
     return Banana(x_train, y[fit], x_test, data.y_test, data.source, x_val, y[held])
-
-
-def load_points(data: str | Path | None = None, source: str = "auto") -> Banana:
-    """Return KEEL's points from disk or network, or generated ones; "auto" prefers KEEL's."""
-    if source not in SOURCES:
-        raise ValueError(f"source is one of {', '.join(SOURCES)}; got {source!r}.")
-    table_files.find(points.KEEL, data)  # a folder that does not exist is an error in any case
-    try:
-        if source != "generated":
-            return points.load(data)
-    except FileNotFoundError:
-        if source == "KEEL":
-            raise
-    return points.generate()
 
 
 def make_problem(data: Banana, epochs: int = EPOCHS, patience: int = PATIENCE) -> Problem:

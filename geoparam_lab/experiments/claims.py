@@ -15,7 +15,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,10 +23,19 @@ from geoparam_lab.data import banana_data, uci_data
 from geoparam_lab.experiments import claims_measures as measures
 from geoparam_lab.experiments.claims_measures import QUANTITIES, Member, Sets
 from geoparam_lab.experiments.experiment import Experiment, Layout, Measure
-from geoparam_lab.experiments.measurements import Task, measure_missing, select_records
+from geoparam_lab.experiments.measurements import (
+    Panels,
+    Task,
+    draw_panels,
+    measure_missing,
+    select_records,
+)
 from geoparam_lab.experiments.rank_correlations import correlate
 from geoparam_lab.run_folder import Record, Run, group_records
-from geoparam_lab.training.tasks import Progress, Tick, check_names
+from geoparam_lab.training.tasks import Progress, Tick, check_counts, check_names
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SEEDS = 5
 
@@ -96,8 +105,7 @@ def run(
         jobs: how many processes of this machine work; by default as many as there are cores.
     """
     check_names("parts", parts, tuple(PARTS))
-    if seeds < 1:
-        raise ValueError(f"seeds is at least 1; got {seeds}.")
+    check_counts(seeds=seeds)
     import geoparam.plots  # noqa: F401  says now that matplotlib is missing
 
     chosen = [part for part in PARTS if part in parts]
@@ -108,9 +116,7 @@ def run(
     tasks = [task for part in chosen for task in make_tasks(part, seeds)]
     measure_missing(folder, tasks, functools.partial(_measure, sets), jobs, progress)
     folder.append_missing(find_answers(folder.records()))
-    from geoparam_lab.experiments import claims_figures  # it imports matplotlib
-
-    claims_figures.draw(folder)
+    _draw(folder)
     return folder
 
 
@@ -149,6 +155,65 @@ def find_answers(records: Sequence[Record]) -> list[Record]:
     found += correlate(by_part["shell"], ("dataset",), ("relative", "on_shell"), groups)
     groups = {"deep: rates": ("size",), "deep: seeds": ("size", "lr")}
     return found + correlate(by_part["deep"], ("dataset", "method"), QUANTITIES, groups)
+
+
+# --- figures ------------------------------------------------------------------------------------
+
+
+_FIGURES = {
+    "cost": Panels(
+        """Remark 3.4. Processor time of a layer's forward and backward pass over the number of
+        inputs or units (512 of the other), batch 128, as multiples of SP's.""",
+        "dataset", "size", "inputs, units", {"ratio": "time over SP's"},
+    ),
+    "shift": Panels(
+        """Remark 3.6. Length of the mean of each layer's input over the size of the input after
+        training: with the batch's means, as in training, and with running means.""",
+        "dataset", "size", "layer",
+        {"offset": "mean over size", "offset_running": "mean over size, running"},
+        scales=("linear", "linear"),
+    ),
+    "shell": Panels(
+        """Section 3.1. Median distance |λ| of the units' boundaries over the median length of the
+        inputs, over training; one row a rate, mean over seeds and the three sets.""",
+        "lr", "epochs", "epoch", {"path": "|λ| over ‖x‖"}, scales=("symlog", "linear"),
+    ),
+    "products": Panels(
+        """Appendix E. A layer of 32 units over its fan-in, one row a rate: smallest product of
+        sines times the root of the fan-in, share of angles whose metric is below 1e-4, share of
+        activations that are 0; before training (pale) and after it.""",
+        "lr", "size", "fan-in",
+        {"smallest": "product × √n", "negligible": "share of angles", "sparsity": "share of 0"},
+    ),
+}  # fmt: skip
+_COVARIANCE = """Equation 9. Two inputs with correlations 0, 0.5 and 0.9 (points), and weights of
+    length 1: in the norm of their covariance, as BN has it (line), and in the usual norm, as WN
+    has it (dashed). Across the data's long axis BN's weights are long."""
+
+
+def _draw(run: Run) -> None:
+    """Draw the figures of all parts that a run has."""
+    run.figure("covariance", _draw_norms(), _COVARIANCE)
+    for part, panels in _FIGURES.items():
+        if own := select_records(run.records(), part=part):
+            run.figure(part, draw_panels(own, panels), panels.caption)
+
+
+def _draw_norms() -> "Figure":
+    from geoparam import plots
+
+    figure, axes = plots.new_figure(1, 3, size=(11.0, 3.6))
+    angles = np.linspace(0, 2 * np.pi, 200)
+    circle = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    for ax, correlation in zip(axes[0], (0.0, 0.5, 0.9), strict=True):
+        x = measures.draw_correlated(correlation, 400, 2, seed=0).numpy()
+        length = np.sqrt(((circle @ (x.T @ x / len(x))) * circle).sum(axis=1))
+        ax.plot(*x.T, ".", color="#bbbbbb", ms=3)
+        ax.plot(*(circle / length[:, None]).T, label="BN", **plots.method_style("bn").line)
+        ax.plot(*circle.T, "--", color=plots.method_style("wn").colour, label="WN")
+        ax.set(xlim=(-4, 4), ylim=(-4, 4), aspect="equal", title=f"correlation {correlation:g}")
+    plots.legend_beside(axes[0, -1])
+    return figure
 
 
 # --- what it says -------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def measure_cost(members: Members, *unused: object) -> list[Record]:
     for _, dataset, method, size, _, seed in members:
         n, m = (int(size), SIDE) if dataset == "inputs" else (SIDE, int(size))
         with methods.use_seed(seed):
-            block = methods.get(method).linear(n, m, dtype=torch.float32)
+            block = methods.get(method).block(nn.Linear, n, m, dtype=torch.float32)
             layers.append((block, torch.randn(BATCH_SIZE, n), torch.randn(BATCH_SIZE, m)))
     seconds = np.zeros((REPEATS, len(members)))
     for repeat in range(-2, REPEATS):  # -2 and -1 warm up; their rows are written again

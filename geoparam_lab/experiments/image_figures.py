@@ -19,7 +19,6 @@ from geoparam_lab import methods
 from geoparam_lab.experiments import image_text
 from geoparam_lab.experiments.experiment import options_in_words
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.training.images.grids import papers_rate
 
 Array = np.ndarray
 
@@ -32,8 +31,8 @@ _FIGURE_4 = """Figure 4. Top-5 accuracy over epochs, above in training (augmente
     weights that change during the epoch), below in evaluation; mean over seeds, the
     band is ± its standard error. A seed that diverged or stopped early is in the mean as long as
     it lasted."""
-_THEIRS = "Every method is shown at the papers' learning rate"
-_BEST = {
+_HOW = {
+    "one": "Every method has one setting",
     "top1": """Every method is shown at the learning rate with its highest validation top-1, which
     flatters a method the more rates it was given""",
     "select_top1": """Every method is shown at the setting with its highest top-1 on the images
@@ -48,33 +47,16 @@ def draw(run: Run) -> None:
     records.sort(key=lambda r: (methods.rank(r["method"]), *(r[name] for name in order)))
     if not records:
         return
-    papers = {name: papers_rate(run.config["network"], name) for name in methods.METHODS}
     measure = "select_top1" if "select_top1" in records[0] else "top1"
-    best = image_text.choose(records, measure)
-    theirs = [r for r in records if image_text.read_setting(r) == (papers.get(r["method"]), "")]
-    is_theirs = _settings(best) == _settings(theirs)
-    _draw_convergence(run, best, _THEIRS if is_theirs else _BEST[measure])
-
-
-def _settings(records: Sequence[Record]) -> dict[tuple[str, int], tuple[float, str]]:
-    """Return the settings of some records by method and batch size."""
-    return {(r["method"], r["batch_size"]): image_text.read_setting(r) for r in records}
-
-
-# --- drawing ------------------------------------------------------------------------------------
-
-
-def _draw_convergence(run: Run, shown: Sequence[Record], how: str) -> None:
+    shown = image_text.choose(records, measure)
     kept = set(run.curve_names())
-    curves = {
-        record["name"]: run.curves(record["name"]) for record in shown if record["name"] in kept
-    }
+    curves = {r["name"]: run.curves(r["name"]) for r in shown if r["name"] in kept}
     longest = max((len(each["train_top5"]) for each in curves.values()), default=0)
     if longest:
         figure = _draw_curves([r for r in shown if r["name"] in curves], curves, longest)
-        said = _rates_in_words(_settings(shown))
+        how = _HOW["one" if all(record["tries"] == 1 for record in shown) else measure]
         data = f"{image_text.name_network(run.config)}; {image_text.describe_images(run.config)}"
-        run.figure("figure4", figure, f"{_FIGURE_4} {how}: {said}. {data}.")
+        run.figure("figure4", figure, f"{_FIGURE_4} {how}: {_list_settings(shown)}. {data}.")
 
 
 def _draw_curves(
@@ -116,26 +98,24 @@ def _legend(ax: Axes, names: Sequence[str]) -> None:
     legend_beside(ax)
 
 
-# --- words --------------------------------------------------------------------------------------
-
-
-def _rates_in_words(settings: Mapping[tuple[str, int], tuple[float, str]]) -> str:
+def _list_settings(records: Sequence[Record]) -> str:
     """Return the settings by method, and by batch size where that matters.
 
     Example:
-        >>> _rates_in_words({("bn", 256): (0.1, ""), ("bn", 1024): (0.3, "decay=0.1")})
-        'BN 0.1 (batch 256) and 0.3, decay 0.1 (batch 1,024)'
-        >>> _rates_in_words({("bn", 256): (0.1, ""), ("gmp", 256): (0.3, "")})
-        'BN 0.1, GmP 0.3'
+        >>> bn = {"method": "bn", "batch_size": 256, "lr": 0.1, "tuned": "decay=0.1"}
+        >>> large = bn | {"batch_size": 512}
+        >>> _list_settings([bn, large, large | {"method": "sp"}])
+        'BN 0.1, decay 0.1; SP 0.1, decay 0.1 (batch 512)'
     """
-    said = []
-    for method, places in itertools.groupby(settings, key=lambda place: place[0]):
-        own = {}
-        for place in places:
-            rate, tuned = settings[place]
-            own[place[1]] = ", ".join(filter(None, (f"{rate:g}", options_in_words(tuned))))
-        each = [f"{text} (batch {batch:,})" for batch, text in own.items()]
-        alike = len(set(own.values())) == 1
-        words = next(iter(own.values())) if alike else " and ".join(each)
-        said.append(f"{methods.title(method)} {words}")
-    return ", ".join(said)
+    found: dict[str, set[int]] = {}
+    for record in records:
+        rate, tuned = image_text.read_setting(record)
+        words = filter(
+            None, (f"{methods.title(record['method'])} {rate:g}", options_in_words(tuned))
+        )
+        found.setdefault(", ".join(words), set()).add(record["batch_size"])
+    every = {record["batch_size"] for record in records}
+    return "; ".join(
+        said + (f" (batch {', '.join(map(str, sorted(own)))})" if own != every else "")
+        for said, own in found.items()
+    )

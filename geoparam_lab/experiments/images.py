@@ -1,7 +1,7 @@
 """Classification of images: VGG-6 on ImageNet32 (table 2, figure 4) and ResNets on ImageNet.
 
 A sweep is a grid: methods x batch sizes x learning rates x seeds, each point one run of
-`training.images.train`; a method may have a grid of its own (`images.grids`). Without rates,
+`training.images.train`; a method may have a grid of its own (`images.settings`). Without rates,
 every method has the papers' own: 0.1 for geometric units and 0.01 for the others with VGG-6, 0.1
 for all with ResNets.
 
@@ -12,7 +12,7 @@ checkpoints/NAME of the folder, from which the same command with `resume` goes o
 depend on, the images' checksum too, is in config.json, and a resumed sweep must have the same.
 
 **In company.** Under torchrun or accelerate launch all processes train each network together
-(`process_group`). Apart from that, processes or machines that are called with the same `storage`
+(`Crew`). Apart from that, processes or machines that are called with the same `storage`
 take runs in turn (`shared_study`), and each ends with the records and curves of all.
 """
 
@@ -32,15 +32,22 @@ from geoparam_lab.experiments import image_text, papers
 from geoparam_lab.experiments.experiment import TOP1, TOP5, Experiment, Layout
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import shared_study
-from geoparam_lab.training.images import grids
-from geoparam_lab.training.images.callbacks import BOUNDARIES
-from geoparam_lab.training.images.grids import Task, tasks
+from geoparam_lab.training.images.loop import BOUNDARIES
 from geoparam_lab.training.images.run_checkpoints import WEIGHTS
-from geoparam_lab.training.images.settings import Settings
-from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names
+from geoparam_lab.training.images.settings import COMMON, Settings, Task, tasks
+from geoparam_lab.training.tasks import (
+    Done,
+    Progress,
+    Session,
+    Tick,
+    check_counts,
+    check_methods,
+    check_names,
+    check_rates,
+)
 
 if TYPE_CHECKING:
-    from geoparam_lab.training.images.process_group import Crew
+    from geoparam_lab.training.images.preparation import Crew
 KEY = ("name",)
 DRAW_EVERY = 60  # seconds between two drawings of a sweep's figures
 
@@ -106,7 +113,7 @@ def run(
     """
     if method:
         methods = [*(methods or ()), *method]
-    _check_counts(checkpoint_every=checkpoint_every, track=track, size=size)
+    check_counts(checkpoint_every=checkpoint_every, track=track, size=size, seeds=seeds)
     config = _check_options(experiment, network, methods, batch_sizes, lrs, seeds, settings)
     source = _load_images(experiment, data, size, workers)
     crew = _gather_crew(config, source)
@@ -121,7 +128,7 @@ def run(
     try:
         if storage is not None:
             shared_study.check_storage(storage)
-        known: Record = {"key": KEY, "may_change": _MAY_CHANGE, "defaults": grids.COMMON}
+        known: Record = {"key": KEY, "may_change": _MAY_CHANGE, "defaults": COMMON}
         folder = Run.create(out, experiment, config, command, resume=resume, **known)
     except BaseException:
         crew.send(None)
@@ -149,19 +156,18 @@ def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress |
         work,
         len(todo),
         progress=progress,
-        weight=config["epochs"] * work.images,
         threads=None,
         finished=finish,
-        arrays=True,
     )
+    there = {record["name"] for record in folder.records()}
     for task in todo:
-        if folder.has_record(name=task.name):
+        if task.name in there:
             work.clean(task)  # a kill may have come between the record and this
     if storage is None:
         session.spread(todo)
     else:
         study = shared_study.name_study(folder.info["experiment"], config, [])
-        session.share([({"run": task.name}, task) for task in todo], "val_loss", storage, study)
+        session.share(todo, "val_loss", storage, study)
     image_figures.draw(folder)
     with contextlib.suppress(OSError):  # there may be others, or none
         (work.out / "checkpoints").rmdir()
@@ -185,13 +191,12 @@ class _Work:
     def train(self, task: Task, tick: Tick | None = None) -> Done:
         from geoparam_lab.training.images import train
 
-        one, images = task.settings, self.images
-        steps = images // one.batch_size
+        one, steps = task.settings, self.images // task.settings.batch_size
 
         def report(epoch: int, step: int, speed: float) -> None:
-            left = one.epochs * images - (epoch * steps + step) * one.batch_size
+            left = 1 - (epoch + step / steps) / one.epochs  # of the record
             if tick is not None:
-                tick(epoch + 1, max(left, 0), f"{speed:,.0f} images/s")
+                tick(epoch + 1, left, f"{speed:,.0f} images/s")
 
         outcome = train.train(
             one,
@@ -225,12 +230,6 @@ class _Work:
 # --- what is asked for --------------------------------------------------------------------------
 
 
-def _check_counts(**counts: int | None) -> None:
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be >= 1, or left out; got {value}.")
-
-
 def _load_images(
     experiment: str, data: str | Path | Source, size: int, workers: int | None
 ) -> Source:
@@ -238,7 +237,7 @@ def _load_images(
     if not isinstance(data, (str, Path)):
         return data
     if experiment == "imagenet32":
-        from geoparam_lab.data.downsampled import PackedImages
+        from geoparam_lab.data.packed_images import PackedImages
 
         return PackedImages.load(data, size)
     from geoparam_lab.data.image_folders import ImageFolders
@@ -258,25 +257,20 @@ def _check_options(
     """Return the configuration, if all of it exists."""
     check_names("experiment", [experiment], tuple(PAPERS_METHODS))
     check_names("network", [network], networks.NETWORKS)
-    names = PAPERS_METHODS[experiment] if names is None else names
-    plain = list(map(all_methods.without_options, names))
-    check_names("methods", plain, tuple(all_methods.METHODS))
-    if seeds < 1 or not batch_sizes:
-        got = f"{seeds} and {list(batch_sizes)}"
-        raise ValueError(f"seeds must be >= 1 and batch_sizes some; got {got}.")
-    if lrs is not None and not lrs:
-        raise ValueError("lrs must be learning rates above 0, or left out; got none.")
-    unknown = [name for name in settings if name not in grids.COMMON]
+    chosen = check_methods(PAPERS_METHODS[experiment] if names is None else names)
+    if not batch_sizes:
+        raise ValueError("batch_sizes must be some; got none.")
+    unknown = [name for name in settings if name not in COMMON]
     if unknown:
-        raise ValueError(f"settings are {', '.join(grids.COMMON)}; got {', '.join(unknown)}.")
+        raise ValueError(f"settings are {', '.join(COMMON)}; got {', '.join(unknown)}.")
     config: Record = {
         "network": network,
-        "methods": list(dict.fromkeys(names)),
+        "methods": chosen,
         "batch_sizes": sorted(set(batch_sizes)),
-        "lrs": lrs and sorted({float(lr) for lr in lrs}),
+        "lrs": None if lrs is None else check_rates(lrs),
         "seeds": seeds,
     }
-    for name, value in (grids.COMMON | settings).items():
+    for name, value in (COMMON | settings).items():
         config[name] = list(value) if isinstance(value, tuple) else value
     tasks(config)  # raises where a run cannot be
     return config
@@ -288,9 +282,8 @@ def _gather_crew(config: Record, source: Source) -> "Crew":
     Raises ValueError where a run could not begin: hours later, it would end the sweep.
     """
     from geoparam_lab.training.images import preparation
-    from geoparam_lab.training.images.process_group import Crew
 
-    crew, todo = Crew(preparation.make_accelerator(config["precision"])), tasks(config)
+    crew, todo = preparation.Crew(preparation.make_accelerator(config["precision"])), tasks(config)
     place: Record = {"device": crew.accelerator.device, "world": crew.size}
     for one in (task.settings for task in todo):
         preparation.check(one, crew.accelerator)

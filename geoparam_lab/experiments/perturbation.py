@@ -51,7 +51,7 @@ from geoparam_lab.experiments.experiment import (
 from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.methods import TITLES
 from geoparam_lab.run_folder import Run
-from geoparam_lab.training.tasks import Progress
+from geoparam_lab.training.tasks import Progress, check_counts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,8 +99,7 @@ def run(
         methods: some of sp, wn, bn, ln, gmp, intrinsic.
         seeds: how many units besides the papers' one, drawn from 0, 1, ...
     """
-    if seeds < 1:
-        raise ValueError(f"seeds is the number of units of the distribution, >= 1; got {seeds}.")
+    check_counts(seeds=seeds)
     turns = {method: perturb(method, seeds) for method in methods}
     import geoparam.plots  # noqa: F401  says now that matplotlib is missing
 

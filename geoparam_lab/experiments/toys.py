@@ -9,7 +9,6 @@ finished: if any record is missing, all are trained again, and the missing recor
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import nn
 
 from geoparam_lab import methods as methods_table
 from geoparam_lab.experiments.experiment import Config, Drawings, Measure
+from geoparam_lab.experiments.measurements import Task
 from geoparam_lab.experiments.rate_tolerance import draw_rates
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import tasks
@@ -169,22 +169,16 @@ def _check_options(
     names: Sequence[str], seeds: int, lrs: Sequence[float], epochs: int, patience: int, folds: int
 ) -> Record:
     """Return this part of a run's configuration; raise ValueError where some of it is wrong."""
-    plain = [*map(methods_table.without_options, names)]
-    tasks.check_names("methods", plain, tuple(methods_table.METHODS))
+    chosen, rates = tasks.check_methods(names), tasks.check_rates(lrs)
+    tasks.check_counts(seeds=seeds, epochs=epochs, patience=patience)
     if any(int(methods_table.get(name).order) for name in names):
         raise ValueError("another order of the inputs is an option of uci; leave it out here.")
-    if seeds < 1:
-        raise ValueError(f"seeds is how many initial weights to train from, >= 1; got {seeds}.")
-    if not lrs or not all(0 < lr < math.inf for lr in lrs):
-        raise ValueError(f"lrs are learning rates above 0 and finite; got {list(lrs)}.")
-    if min(epochs, patience) < 1:
-        raise ValueError(f"epochs and patience must be >= 1; got {epochs} and {patience}.")
     if folds < 0 or folds == 1:
         raise ValueError(f"folds, parts of the training points, are 2 or more, or 0; got {folds}.")
     return {
-        "methods": list(dict.fromkeys(names)),
+        "methods": chosen,
         "seeds": seeds,
-        "lrs": sorted({float(lr) for lr in lrs}),
+        "lrs": rates,
         "init": "glorot",  # an option of earlier runs
         "epochs": epochs,
         "patience": patience,
@@ -221,27 +215,19 @@ def _train_models(
     return stacked.train(models, data, rates, protocol, judge, seeds=seeds, **options)
 
 
-class Stack(NamedTuple):
-    """A task: members of one method."""
-
-    keys: tuple[Member, ...]
-
-    def __str__(self) -> str:
-        return methods_table.title(self.keys[0].method)
-
-
-def list_stacks(config: Config) -> list[Stack]:
+def list_stacks(config: Config) -> list[Task]:
     """Return the stacks of a run."""
     firsts = range(0, config["seeds"], BLOCK)
     blocks = [range(first, min(first + BLOCK, config["seeds"])) for first in firsts]
-    return [
-        Stack(tuple(Member(method, lr, seed) for lr in config["lrs"] for seed in block))
-        for method, block in itertools.product(config["methods"], blocks)
-    ]
+    found = []
+    for method, block in itertools.product(config["methods"], blocks):
+        members = tuple(Member(method, lr, seed) for lr in config["lrs"] for seed in block)
+        found.append(Task(methods_table.title(method), members))
+    return found
 
 
 def _train_stack(
-    problem: Problem, describe: Describe, choose: Choose | None, stack: Stack, tick: Tick
+    problem: Problem, describe: Describe, choose: Choose | None, stack: Task, tick: Tick
 ) -> Done:
     """Train one stack; return arrays and record of each member."""
     members = stack.keys

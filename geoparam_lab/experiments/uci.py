@@ -26,11 +26,13 @@ tasks (`tasks`), or machines with a common study do (`shared_study`).
 """
 
 import functools
-import importlib.util
+import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,10 +43,9 @@ from geoparam_lab.data.synthetic import levy
 from geoparam_lab.experiments.experiment import RMSE, Experiment, Layout, Measure
 from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.experiments.rate_tolerance import draw_rates
-from geoparam_lab.experiments.toys import save_figures
-from geoparam_lab.experiments.uci_tasks import Task, list_chosen_tasks, list_grid_tasks, sum_folds
+from geoparam_lab.experiments.toys import COMPARED, save_figures
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.training import shared_study
+from geoparam_lab.training import shared_study, tasks
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.stacked import Protocol, Result
 from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names, count_cores
@@ -54,27 +55,112 @@ Table = tuple[Array, Array]
 
 NAMES = data_sets.NAMES
 COPIES = {f"levy{inputs}": inputs for inputs in (2, 4, 8)}
-COMPARED = ("sp", "wn", "bn", "gmp")  # by the papers
 PROTOCOLS = (*parts.PROTOCOLS, "cv")
 KEY = ("dataset", "method", "split", "lr", "chosen")
+FOLD_KEY = (*KEY, "fold")  # under "cv"
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # the papers' grid
 WIDE_RATES = (*RATES, 1.0, 3.0)  # of "cv": SP and WN often chose the edge of the papers' grid
 FOLDS = 5
 UNITS, BATCH_SIZE, EPOCHS, PATIENCE = 100, 1024, 5000, 50
+AT_ONCE = 10  # networks in a stack
 POINTS = 120  # of a learning curve that are kept
 _FIXED = {"init": "glorot", "device": "cpu", "dtype": "float64"}  # options of earlier runs
 _MAY_CHANGE = ("datasets", "methods", "seeds")  # when a run is resumed
 
 
+class Member(NamedTuple):
+    """One network of a stack."""
+
+    split: int
+    lr: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """Networks that are trained in one stack."""
+
+    dataset: str
+    method: str
+    members: tuple[Member, ...]
+    chosen: bool = True  # whether the search is over, so that the test part may be used
+    rate: float | None = None  # of all members, where the search tries several
+    fold: int | None = None  # under "cv": 1, 2, ... in the search, 0 for the held-out part
+
+    @property
+    def keys(self) -> list[tuple[Any, ...]]:
+        end = (self.chosen,) if self.fold is None else (self.chosen, self.fold)
+        return [(self.dataset, self.method, *member, *end) for member in self.members]
+
+    @property
+    def name(self) -> str:
+        first = self.members[0].split
+        rate = "" if self.rate is None else f"-lr{self.rate:g}"
+        fold = f"-fold{self.fold}" if self.fold else ""
+        name = f"{self.dataset}-{self.method}{rate}{fold}".replace(":", "-")
+        return name + (f"-split{first}" if first else "")
+
+    def __str__(self) -> str:
+        return f"{self.dataset}, {all_methods.title(self.method)}"
+
+
+def list_grid_tasks(config: Record, dataset: str) -> list[Task]:
+    """Return the tasks of a data set at given rates: all under "paper", else the search."""
+    final, splits, found = config["protocol"] == "paper", range(config["seeds"]), []
+    folds = range(1, config["folds"] + 1) if config.get("folds") else [None]
+    for method, fold in itertools.product(config["methods"], folds):
+        for lr in config["lrs"] or [all_methods.get(method).lr]:
+            stacks = _split([Member(split, lr) for split in splits])
+            own = lr if config["lrs"] else None
+            found += [Task(dataset, method, stack, final, own, fold) for stack in stacks]
+    return found
+
+
+def list_chosen_tasks(config: Record, dataset: str, records: Iterable[Record]) -> list[Task]:
+    """Return the tasks of a data set that train each split at the rate chosen for it."""
+    chosen, found = choose_rates(r for r in records if r["dataset"] == dataset), []
+    for method in config["methods"]:
+        members = [Member(s, chosen[dataset, method, s]) for s in range(config["seeds"])]
+        fold = 0 if config.get("folds") else None
+        found += [Task(dataset, method, stack, fold=fold) for stack in _split(members)]
+    return found
+
+
+def choose_rates(records: Iterable[Record]) -> dict[tuple[str, str, int], float]:
+    """Return the rate with the lowest validation error by data set, method and split.
+
+    With folds the errors are sums of squares over them. Of equal ones the lowest rate is chosen. A
+    rate whose error is not finite on some fold is the last choice.
+    """
+    errors = sum_folds(records)
+    return {key: min(own, key=lambda lr: (own[lr], lr)) for key, own in errors.items()}
+
+
+def sum_folds(records: Iterable[Record]) -> dict[tuple[str, str, int], dict[float, float]]:
+    """Return a search's squared validation errors by data set, method and split, then by rate."""
+    errors: dict[tuple[str, str, int], dict[float, float]] = {}
+    for record in records:
+        if not record.get("chosen", False):
+            own = errors.setdefault((record["dataset"], record["method"], record["split"]), {})
+            error = record["val_rmse"] ** 2 if math.isfinite(record["val_rmse"]) else math.inf
+            own[record["lr"]] = own.get(record["lr"], 0.0) + error
+    return errors
+
+
+def _split(members: Sequence[Member]) -> list[tuple[Member, ...]]:
+    return [tuple(members[i : i + AT_ONCE]) for i in range(0, len(members), AT_ONCE)]
+
+
 # --- one stack ----------------------------------------------------------------------------------
 
 
-def train(task: Task, table: Table, config: Record, tick: Tick | None = None) -> Done:
-    """Train a task's networks on a table: inputs (points, features) and targets (points,)."""
+def train(
+    tables: Mapping[str, Table], config: Record, task: Task, tick: Tick | None = None
+) -> Done:
+    """Train a task's networks on its table: inputs (points, features) and targets (points,)."""
     method, seeds = all_methods.get(task.method), [member.split for member in task.members]
     protocol = "paper" if config["protocol"] == "paper" else "heldout"
     fold = (task.fold - 1, config["folds"]) if task.fold else None
-    x, y = table
+    x, y = tables[task.dataset]
     order = method.draw_order(x.shape[1]).numpy()
     data = parts.stack(x[:, order], y, seeds, protocol, fold)
     widths = (data.x_train.shape[-1], UNITS, 1)
@@ -96,10 +182,9 @@ def train(task: Task, table: Table, config: Record, tick: Tick | None = None) ->
         progress=tick,
     )
     errors = _errors(task, result, data, protocol)
-    key = find_key(config["protocol"])
     records = [
         {
-            **dict(zip(key, task.keys[i], strict=True)),
+            **dict(zip(FOLD_KEY, task.keys[i], strict=False)),
             "protocol": config["protocol"],
             "init": method.init,
             "epochs": int(result.epochs[i]),
@@ -111,11 +196,6 @@ def train(task: Task, table: Table, config: Record, tick: Tick | None = None) ->
     ]
     curves = {task.name: _curves(task, result, next(iter(errors)))} if task.chosen else {}
     return Done(records, curves)
-
-
-def find_key(protocol: str) -> tuple[str, ...]:
-    """Return the fields that tell records apart."""
-    return (*KEY, "fold") if protocol == "cv" else KEY
 
 
 def _errors(task: Task, result: Result, data: parts.Splits, protocol: str) -> dict[str, Array]:
@@ -191,14 +271,14 @@ def run(
     loaded = {name: (tables or {}).get(name) or load(name, data) for name in config["datasets"]}
     if storage is not None:
         shared_study.check_storage(storage)
-    options: Record = {"key": find_key(protocol), "resume": resume, "may_change": _MAY_CHANGE}
-    folder = Run.create(out, "uci", config, command, **options)
+    key, changes = FOLD_KEY if protocol == "cv" else KEY, _MAY_CHANGE
+    folder = Run.create(out, "uci", config, command, key=key, resume=resume, may_change=changes)
     grid = {name: list_grid_tasks(config, name) for name in loaded}
     count = sum(len(task.members) for own in grid.values() for task in own)
     chooses = protocol != "paper"
     count += len(loaded) * len(config["methods"]) * seeds if chooses else 0
     jobs = jobs or (count_cores() if storage is None else 1)
-    session = Session(folder, functools.partial(_work, config, loaded), count, jobs, progress)
+    session = Session(folder, functools.partial(train, loaded, config), count, jobs, progress)
     _do(session, grid, loaded, storage)
     if chooses:
         chosen = {name: list_chosen_tasks(config, name, folder.records()) for name in loaded}
@@ -217,9 +297,7 @@ def load(name: str, data: str | Path | None = None) -> Table:
 
 
 def _draw_rates(run: Run) -> None:
-    """Draw the validation error over the rate, if there is matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return
+    """Draw the validation error over the rate."""
     panels: dict[str, list[Record]] = {}
     for (dataset, method, _), own in sum_folds(run.records()).items():
         found = [{"method": method, "lr": lr, "val_rmse": math.sqrt(e)} for lr, e in own.items()]
@@ -227,28 +305,24 @@ def _draw_rates(run: Run) -> None:
     save_figures(run, draw_rates(run, panels, Measure("val_rmse", "validation RMSE")))
 
 
-def _work(config: Record, tables: Mapping[str, Table], task: Task, tick: Tick) -> Done:
-    return train(task, tables[task.dataset], config, tick)
-
-
 def _do(
     session: Session,
-    tasks: Mapping[str, list[Task]],
+    stacks: Mapping[str, list[Task]],
     tables: Mapping[str, Table],
     storage: str | None,
 ) -> None:
     """Do the tasks of all data sets, the large ones first; with a storage, set by set."""
     config = session.run.config
     if storage is None:
-        sets = sorted(tasks, key=lambda name: -tables[name][0].size)
-        session.spread([task for name in sets for task in tasks[name]])
+        sets = sorted(stacks, key=lambda name: -tables[name][0].size)
+        session.spread([task for name in sets for task in stacks[name]])
         return
     judged = "test_rmse" if config["protocol"] == "paper" else "val_rmse"
     shared = config | {"datasets": None}  # the processes may differ in these
-    for name, own in tasks.items():
+    for name, own in stacks.items():
         stage = "chosen" if own[0].chosen else "search"
         study = shared_study.name_study(f"uci-{name}-{stage}", shared, tables[name])
-        session.share([(task.point, task) for task in own], judged, storage, study)
+        session.share(own, judged, storage, study)
 
 
 def _check_options(
@@ -260,25 +334,20 @@ def _check_options(
     folds: int,
 ) -> Record:
     """Return this part of the configuration, if all of it exists."""
-    check_names("methods", [*map(all_methods.without_options, names)], tuple(all_methods.METHODS))
     check_names("protocol", [protocol], PROTOCOLS)
+    chosen = tasks.check_methods(names)
     for name in names:
         all_methods.get(name)
+    tasks.check_counts(seeds=seeds, epochs=epochs)
     if folds < 2:
         raise ValueError(f"folds, parts of the training part, must be >= 2; got {folds}.")
-    if min(seeds, epochs) < 1:
-        got = f"{seeds} and {epochs}"
-        raise ValueError(f"seeds, the number of splits, and epochs must be >= 1; got {got}.")
-    if lrs is not None and (not lrs or not all(0 < lr < math.inf for lr in lrs)):
-        rule = "lrs must be learning rates above 0 and finite, or left out"
-        raise ValueError(f"{rule}; got {list(lrs)}.")
-    grid = lrs or {"heldout": RATES, "cv": WIDE_RATES}.get(protocol)
+    grid = {"heldout": RATES, "cv": WIDE_RATES}.get(protocol) if lrs is None else lrs
     return {
         **({"folds": folds} if protocol == "cv" else {}),
-        "methods": list(dict.fromkeys(names)),
+        "methods": chosen,
         "protocol": protocol,
         "seeds": seeds,
-        "lrs": grid and sorted({float(lr) for lr in grid}),
+        "lrs": None if grid is None else tasks.check_rates(grid),
         "epochs": epochs,
         **_FIXED,
     }

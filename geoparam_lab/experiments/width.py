@@ -29,16 +29,20 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from geoparam_lab import methods
 from geoparam_lab.data import splits as parts
 from geoparam_lab.data import uci_data as data_sets
 from geoparam_lab.data.synthetic import levy_regression
-from geoparam_lab.experiments import width_scales
 from geoparam_lab.experiments.experiment import RMSE, Experiment, Layout, Measure
-from geoparam_lab.experiments.measurements import Task, measure_missing, select_records
-from geoparam_lab.experiments.width_scales import VARIANTS, Variant
+from geoparam_lab.experiments.measurements import (
+    Panels,
+    Task,
+    draw_panels,
+    measure_missing,
+    select_records,
+)
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.stacked import Protocol
@@ -46,10 +50,17 @@ from geoparam_lab.training.tasks import Progress, Tick, check_names
 
 Array = np.ndarray
 
+VARIANTS = {  # method and initialisation
+    ("gmp", "sphere"): "GmP, text (r = 1)",
+    ("gmp", "glorot"): "GmP, code (r = ‖w‖)",
+    ("sp", "glorot"): "SP, Glorot",
+    ("sp", "he"): "SP, He",
+}
 DATASETS = ("levy", "energy")
 WIDTHS = tuple(4**k for k in range(2, 8))  # 16 ... 16384
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
 SEEDS, STEPS, BATCH_SIZE = 3, 1000, 128
+STEP = 0.01  # rate of the step that is measured before training
 BEFORE = 20  # seeds of what is measured before training
 IN_CACHE = 2**21  # activations of a stack and batch: 8 MB
 
@@ -83,7 +94,7 @@ class Measurer:
             return self._train(members, tick)
         data = self._data(members[0].dataset, [member.seed for member in members])
         each = zip(members, *map(torch.from_numpy, (data.x_train, data.y_train)), strict=True)
-        return [width_scales.measure_start(m.build(x.shape[-1]), x, y) for m, x, y in each]
+        return [measure_start(m.build(x.shape[-1]), x, y) for m, x, y in each]
 
     def _train(self, members: Sequence[Member], tick: Tick) -> list[Record]:
         seeds = [member.seed for member in members]
@@ -123,6 +134,40 @@ class Measurer:
         levy = levy_regression()
         x, y, x_test, y_test = (np.stack([part] * len(seeds)) for part in levy)
         return parts.Splits(x, y, x_test, y_test, x_test, y_test)
+
+
+def measure_start(model: nn.Sequential, x: Tensor, y: Tensor) -> Record:
+    """Return root mean squares of what a new network computes, of its gradients, and of how far
+    Adam's first step moves its outputs: every parameter by the rate, against its gradient's sign.
+    """
+    hidden = model[:-1](x)
+    output = model[-1](hidden).squeeze(-1)
+    stacked.absolute_error(output[None], y[None]).backward()
+    gradients = {
+        f"gradient_{group}": _rms(parameter.grad)
+        for group, parameter in _group_parameters(model).items()
+        if parameter.grad is not None
+    }
+    found = {"activation": _rms(hidden), "output": _rms(output), **gradients}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(STEP * parameter.grad.sign())
+    return found | {"output_change": _rms(model(x).squeeze(-1) - output)}
+
+
+def _group_parameters(model: nn.Sequential) -> dict[str, nn.Parameter]:
+    """Return the hidden units' parameters by what they are for, and the output weights."""
+    names = {"latitude": "direction", "weight": "direction", "lam": "offset", "bias": "offset"}
+    hidden = dict(model[0].named_parameters())
+    found = {names.get(name, "scale"): parameter for name, parameter in hidden.items()}
+    output = dict(model[-1].named_parameters())["weight"]
+    return {group: found[group] for group in sorted(found)} | {"output": output}
+
+
+def _rms(values: Tensor | None) -> float:
+    assert values is not None
+    return float(values.detach().square().mean().sqrt())
 
 
 # --- a run --------------------------------------------------------------------------------------
@@ -169,9 +214,9 @@ def run(
     folder = Run.create(out, "width", config, command, key=Member._fields, resume=resume)
     measure_missing(folder, make_tasks(config), Measurer(energy, steps), jobs, progress)
     folder.append_missing(find_answers(folder.records(), config))
-    from geoparam_lab.experiments import width_figures  # it imports matplotlib
-
-    width_figures.draw(folder)
+    for kind, panels in FIGURES.items():
+        drawn = draw_panels(select_records(folder.records(), kind=kind), panels)
+        folder.figure(kind, drawn, panels.caption)
     return folder
 
 
@@ -190,10 +235,14 @@ def make_tasks(config: Record) -> list[Task]:
 
 
 def _make_task(
-    kind: str, dataset: str, variant: Variant, width: int, own: Sequence[tuple[float | None, int]]
+    kind: str,
+    dataset: str,
+    variant: tuple[str, str],
+    width: int,
+    own: Sequence[tuple[float | None, int]],
 ) -> Task:
     """Return the task of members with their own rates and seeds."""
-    title = f"{kind} {dataset}, {variant.title}, width {width:,}"
+    title = f"{kind} {dataset}, {VARIANTS[variant]}, width {width:,}"
     return Task(title, tuple(Member(kind, dataset, *variant, width, *pair) for pair in own))
 
 
@@ -209,12 +258,12 @@ def find_answers(records: Sequence[Record], config: Record) -> list[Record]:
     factor, `one_rate_factor`; `papers_rate` and `papers_rate_factor` are the papers' choice.
     """
     found = []
-    for dataset, variant in itertools.product(config["datasets"], VARIANTS):
-        own = select_records(records, dataset=dataset, **variant._asdict())
+    for dataset, (method, init) in itertools.product(config["datasets"], VARIANTS):
+        own = select_records(records, dataset=dataset, method=method, init=init)
         answer = find_exponents(select_records(own, kind="start"))
         errors = _errors(select_records(own, kind="trained"), config)
-        answer |= compare_rates(errors, config["rates"], methods.LEARNING_RATES[variant.method])
-        key = {"kind": "answer", "dataset": dataset, **variant._asdict()}
+        answer |= compare_rates(errors, config["rates"], methods.LEARNING_RATES[method])
+        key = {"kind": "answer", "dataset": dataset, "method": method, "init": init}
         found.append(dict.fromkeys(Member._fields) | key | answer)
     return found
 
@@ -267,6 +316,35 @@ def compare_rates(errors: Array, rates: Sequence[float], papers: float) -> Recor
 
 # --- what it says -------------------------------------------------------------------------------
 
+FIGURES = {
+    "start": Panels(
+        """Networks before training, over the width of their hidden layer: root mean
+    squares, mean over seeds. The step is Adam's first, at rate 0.01. Flat lines do not depend on
+    the width: activations and outputs under the text's initialisation and under He's.""",
+        *("dataset", "width", "width"),
+        {
+            "activation": "hidden activations",
+            "output": "outputs",
+            "gradient_offset": "gradient of offsets",
+            "gradient_output": "gradient of output weights",
+            "output_change": "change of outputs in a step",
+        },
+        lines=("method", "init"),
+        scales=("log", "log"),
+        names=VARIANTS,
+    ),
+    "trained": Panels(
+        """Test error after a fixed number of steps over the learning rate, one line a
+    width, mean over seeds. Where the lowest points lie above each other, one rate serves all
+    widths.""",
+        *("dataset", "lr", "learning rate"),
+        {"test_rmse": "test RMSE"},
+        columns=("method", "init"),
+        lines=("width",),
+        scales=("log", "log"),
+        names=VARIANTS,
+    ),
+}
 _EXPONENTS = Layout(
     group="dataset",
     where={"kind": "answer"},

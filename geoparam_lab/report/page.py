@@ -10,21 +10,30 @@ import base64
 import contextlib
 import functools
 import hashlib
+import json
 import re
 import struct
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 
 import geoparam as gp
+from geoparam.plots import CYCLE, curve_styles
 from geoparam.storage import replacing
+from geoparam_lab import experiments, methods
 from geoparam_lab.experiments import papers
-from geoparam_lab.report import run_text, slider
-from geoparam_lab.run_folder import Run
+from geoparam_lab.experiments.experiment import Experiment
+from geoparam_lab.experiments.image_text import NETWORKS, describe_images
+from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import tables
+from geoparam_lab.tables.blocks import INITS, name_value
+
+Array = np.ndarray
 
 MARK = b'<meta name="generator" content="geoparam">'  # by which we know a page of ours
 SCRIPTS = ("drawing.js", "panels.js", "page.js")
@@ -47,11 +56,11 @@ def make_page(runs: Iterable[Run | str | Path], command: str = "") -> str:
     opened = [run if isinstance(run, Run) else Run.open(run) for run in runs]
     if not opened:
         raise ValueError("a report is of one run or more; got none. Name their folders.")
-    titles = list(dict.fromkeys(map(run_text.make_title, opened)))
+    titles = list(dict.fromkeys(map(make_title, opened)))
     return _load_template().render(
         title=", ".join(titles) if len(titles) <= 3 else "Experiments with geometric units",
-        findings=_say_each(opened, lambda run: run_text.find_experiment(run).finding(run)),
-        limits=_say_each(opened, lambda run: run_text.find_experiment(run).limits(run)),
+        findings=_say_each(opened, lambda run: find_experiment(run).finding(run)),
+        limits=_say_each(opened, lambda run: find_experiment(run).limits(run)),
         runs=[_describe(run, number) for number, run in enumerate(opened)],
         command=command,
         papers=papers.WHICH,
@@ -103,7 +112,12 @@ def unbroken(text: str) -> str:
 
 
 def _say_each(runs: Sequence[Run], what: Callable[[Run], str]) -> list[str]:
-    return [text for run in runs if (text := run_text.say(what, run))]
+    """Return what experiments say of runs; nothing of one that lacks what that needs."""
+    found = []
+    for run in runs:
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, IndexError):
+            found.append(what(run))
+    return list(filter(None, found))
 
 
 def _describe(run: Run, number: int) -> dict[str, Any]:
@@ -111,24 +125,24 @@ def _describe(run: Run, number: int) -> dict[str, Any]:
     pictures = sorted((run.folder / "figures").glob("*.png"), key=lambda path: path.stem)
     return {
         "number": number,
-        "heading": run_text.make_heading(run),
-        "about": run_text.describe(run),
+        "heading": make_heading(run),
+        "about": describe_experiment(run),
         "slider": _find_slider(run),
         "tables": tables.make_tables(run),
         "figures": list(map(_read_figure, pictures)),
-        "commands": run_text.list_commands(run),
-        "settings": run_text.describe_config(run.config, run_text.find_experiment(run)),
-        "sessions": run_text.describe_sessions(run),
+        "commands": list_commands(run),
+        "settings": describe_config(run.config, find_experiment(run)),
+        "sessions": describe_sessions(run),
     }
 
 
 def _find_slider(run: Run) -> dict[str, Any] | None:
     """Return a slider's text and numbers, or why it cannot be drawn; None without a slider."""
-    curve, shown = f"slider_{run.info['experiment']}", run_text.find_experiment(run).slider
+    curve, shown = f"slider_{run.info['experiment']}", find_experiment(run).slider
     if shown is None or curve not in run.curve_names():
         return None
     try:
-        return {"film": slider.pack_slider(run.curves(curve)), "shown": shown, "error": None}
+        return {"film": pack_slider(run.curves(curve)), "shown": shown, "error": None}
     except (ValueError, OSError, KeyError, EOFError) as error:
         return {"curve": curve, "error": str(error)}
 
@@ -148,3 +162,153 @@ def _read_figure(path: Path) -> dict[str, Any]:
     data = base64.b64encode(content).decode()
     size = {"width": width, "height": height}
     return {"path": path, "error": None, "caption": caption, "data": data, **size}
+
+
+# --- the arrays behind a slider -----------------------------------------------------------------
+
+
+_ABOUT = ("kind", "methods", "seeds", "median", "steps")  # what is shown; the rest is numbers
+
+
+def pack_slider(arrays: Mapping[str, Array]) -> dict[str, Any]:
+    """Return what the page's script needs to draw a slider, from curves/slider_NAME.npz.
+
+    Arrays over training have the axes seeds, methods, frames, and more.
+    """
+    kind, *lists = (arrays[name].tolist() for name in _ABOUT)
+    methods, seeds, median, steps = lists
+    styles = curve_styles(title.partition(",")[0].partition("(")[0].strip() for title in methods)
+    return {
+        "kind": kind,
+        "methods": methods,
+        "seeds": seeds,
+        "median": median,
+        "colours": [style.colour for style in styles],
+        # in widths of the line; none for a solid line
+        "dashes": [[] if isinstance(s.dash, str) else [2 * n for n in s.dash[1]] for s in styles],
+        "units": list(CYCLE),
+        "steps": steps,
+        "arrays": {name: pack(array) for name, array in arrays.items() if name not in _ABOUT},
+    }
+
+
+def pack(array: Array) -> dict[str, Any]:
+    """Return an array as its shape, its type and its zlib-compressed bytes in base64.
+
+    Browsers unpack these by themselves (DecompressionStream). Floats have 12 bits of mantissa,
+    which is finer than a pixel, and compress to half. Bytes, whose last axes are frames, rows and
+    columns, become differences between frames, since little changes between two.
+    """
+    if array.dtype == np.uint8:
+        content, kind = np.diff(array, axis=-3, prepend=array[..., :1, :, :] * 0), "u1"
+    else:
+        content, kind = _round(array.astype("<f4")), "f4"
+    text = base64.b64encode(zlib.compress(np.ascontiguousarray(content).tobytes(), 9)).decode()
+    return {"shape": list(array.shape), "type": kind, "data": text}
+
+
+def _round(array: Array) -> Array:
+    """Return float32 with 12 bits of mantissa; the others are 0."""
+    bits = array.view("<u4") + np.uint32(0x400) * np.isfinite(array)
+    return (bits & np.uint32(0xFFFFF800)).view("<f4")
+
+
+# --- a run in words --------------------------------------------------------------------------
+
+
+def find_experiment(run: Run) -> Experiment:
+    """Return the record of a run's experiment."""
+    return experiments.find(str(run.info.get("experiment", "experiment")))
+
+
+def make_title(run: Run) -> str:
+    """Return what the experiment of a run is called."""
+    experiment = find_experiment(run)
+    return experiment.retitle(run.config) or experiment.title
+
+
+def make_heading(run: Run) -> str:
+    """Return the title with the run's folder, where that says more."""
+    folder, title = run.folder.resolve().name, make_title(run)
+    return title if folder == run.info.get("experiment") else f"{title}: {folder}"
+
+
+def describe_experiment(run: Run) -> str:
+    """Return what the experiment is, in a sentence or two; empty where it is not known."""
+    about, data = find_experiment(run).about, describe_images(run.config)
+    return f"{about} The data: {data}." if data else about
+
+
+def describe_config(config: Mapping[str, Any], experiment: Experiment) -> dict[str, str]:
+    """Return a configuration as words.
+
+    Example:
+        >>> config = {"methods": ["sp", "gmp"], "lrs": None, "epochs": 5000}
+        >>> describe_config(config, Experiment("levy"))
+        {'methods': 'SP, GmP', 'lrs': 'not given', 'epochs': '5,000'}
+    """
+    return {key.replace("_", " "): _write(value, key, experiment) for key, value in config.items()}
+
+
+def _write(value: Any, key: str, experiment: Experiment) -> str:
+    if value is None:
+        return "not given"
+    if said := describe_images({"data": value}):
+        return f"{said}, checksum {value.get('checksum', 'not known')}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and abs(value) >= 1000:
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_write(each, key, experiment) for each in value) or "none"
+    if isinstance(value, Mapping):
+        return json.dumps(value)
+    if key in ("datasets", "protocol"):
+        return name_value(experiment, value)
+    return INITS.get(value) or NETWORKS.get(value) or methods.title(str(value))
+
+
+def describe_sessions(run: Run) -> dict[str, str]:
+    """Return how far a run is, and with what it was made; what is not known is left out."""
+    sessions = run.sessions()
+    first = sessions[0]["started"].replace("T", " ").replace("+00:00", " UTC")
+    more = len(sessions) - 1
+    found = {
+        "results": f"{len(run.records()):,}",
+        "started": first + (f", resumed {more} time{'s' * (more > 1)}" if more else ""),
+        "hardware": _list_each(sessions, "hardware", _describe_hardware),
+        "versions": _list_each(sessions, "versions", _describe_versions),
+        "commit": _list_each(sessions, "commit", _describe_commit),
+    }
+    return {name: text for name, text in found.items() if text}
+
+
+def _list_each(sessions: list[Record], name: str, describe: Callable[[Record], str]) -> str:
+    """Return what the sessions had, each once: a run may be resumed on another machine."""
+    found = (describe(session[name]) for session in sessions if session.get(name))
+    return "; then ".join(dict.fromkeys(found))
+
+
+def _describe_hardware(found: Record) -> str:
+    counts = [
+        f"{found.get(name)} {name[:-1] if found.get(name) == 1 else name}"
+        for name in ("cores", "threads")
+    ]
+    gpus = [str(gpu) for gpu in found.get("gpus") or ["no GPU"]]
+    return ", ".join([str(found.get("cpu", "processor not known")), *counts, *gpus])
+
+
+def _describe_versions(found: Record) -> str:
+    return ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+def _describe_commit(found: Record) -> str:
+    changed = ", with changes that are in no commit" if found.get("dirty") else ""
+    return f"{str(found.get('id'))[:12]}{changed}"
+
+
+def list_commands(run: Run) -> list[str]:
+    """Return the commands that made a run; those of later sessions end with --resume."""
+    return list(dict.fromkeys(session["command"] for session in run.sessions()))

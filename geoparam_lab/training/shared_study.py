@@ -1,9 +1,9 @@
-"""A grid that several processes or machines work on together, as an Optuna study.
+"""Tasks that several processes or machines work on together, as an Optuna study.
 
-Every point of the grid is a queued trial in a database that all processes reach, and Optuna gives
-each trial to one process. The result of a point is stored in its trial, so that every process ends
-with the results of all. A process that is killed stops sending Optuna's heartbeat; after SILENCE
-seconds its trial has failed. The point of a failed trial is queued again by whoever sees it.
+Every task is a queued trial in a database that all processes reach, and Optuna gives each trial to
+one process. The result of a task is stored in its trial, so that every process ends with the
+results of all. A process that is killed stops sending Optuna's heartbeat; after SILENCE seconds
+its trial has failed. The task of a failed trial is queued again by whoever sees it.
 """
 
 import contextlib
@@ -21,18 +21,12 @@ import numpy as np
 if TYPE_CHECKING:
     import optuna
 
-Point = dict[str, Any]
-Grid = Mapping[str, Sequence[Any]]
+Work = Callable[[str], tuple[float, Any]]
 
 HEARTBEAT, SILENCE = 30, 120  # seconds between heartbeats; without one a process counts as dead
 PAUSE = 1.0  # seconds between two looks at what other processes have finished
-_TAKEN = ("WAITING", "RUNNING", "COMPLETE")  # states of a trial whose point is not queued again
+_TAKEN = ("WAITING", "RUNNING", "COMPLETE")  # states of a trial whose task is not queued again
 OPENINGS = 20  # attempts to open a database whose tables another process is creating
-
-
-def list_points(grid: Grid) -> list[Point]:
-    """Return all combinations of a grid's values."""
-    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
 def name_study(name: str, config: Mapping[str, Any], arrays: Iterable[np.ndarray]) -> str:
@@ -44,38 +38,37 @@ def name_study(name: str, config: Mapping[str, Any], arrays: Iterable[np.ndarray
 
 
 def share(
-    work: Callable[[Point], tuple[float, Any]],
-    grid: Grid,
+    work: Work,
+    tasks: Sequence[str],
     storage: str,
     name: str,
     waiting: Callable[[int], None] | None = None,
-) -> list[tuple[Point, Any]]:
-    """Work on a grid with every process that makes this call, and return when all of it is done.
+) -> dict[str, Any]:
+    """Work on tasks with every process that makes this call, and return when all are done.
 
     Args:
-        work: computes one point; returns its value, the lower the better, and its result as JSON.
-        grid: the values of each parameter.
+        work: does one task; returns its value, the lower the better, and its result as JSON.
+        tasks: their names.
         storage: the URL of a database, or the path of an SQLite file.
         name: of the study; it should change with everything that decides the results.
-        waiting: called with the number of open points while other processes work on all of them.
+        waiting: called with the number of open tasks while other processes work on all of them.
 
     Returns:
-        Every point with its result, whichever process computed it.
+        The result of every task, whichever process did it.
     """
-    study, points = _open_study(storage, name), list_points(grid)
+    study = _open_study(storage, name)
     while True:
-        # Of two results for one point the first counts.
         done = [trial.user_attrs for trial in _trials(study, "COMPLETE")]
-        results = {_hashable(each["point"]): each["result"] for each in reversed(done)}
-        left = [point for point in points if _hashable(point) not in results]
+        results = {each["task"]: each["result"] for each in reversed(done)}  # the first counts
+        left = [task for task in tasks if task not in results]
         if not left:
-            return [(point, results[_hashable(point)]) for point in points]
-        known = [t.user_attrs.get("point") for t in _trials(study, *_TAKEN)]
-        for point in left:
-            if point not in known:
-                study.enqueue_trial(point, {"point": point})
+            return {task: results[task] for task in tasks}
+        known = {trial.user_attrs.get("task") for trial in _trials(study, *_TAKEN)}
+        for task in left:
+            if task not in known:
+                study.enqueue_trial({}, {"task": task})
         if _trials(study, "WAITING"):
-            study.optimize(lambda trial: _compute(study, trial, grid, work), n_trials=1)
+            study.optimize(lambda trial: _compute(study, trial, work), n_trials=1)
             continue
         if waiting is not None:
             waiting(len(left))
@@ -84,21 +77,14 @@ def share(
             optuna.storages.fail_stale_trials(study)
 
 
-def _compute(
-    study: "optuna.Study",
-    trial: "optuna.Trial",
-    grid: Grid,
-    work: Callable[[Point], tuple[float, Any]],
-) -> float:
+def _compute(study: "optuna.Study", trial: "optuna.Trial", work: Work) -> float:
     import optuna
 
-    point = trial.user_attrs.get("point")  # None: another process was faster, the queue is empty
+    task = trial.user_attrs.get("task")  # None: another process was faster, the queue is empty
     others = [t for t in _trials(study, "RUNNING", "COMPLETE") if t.number < trial.number]
-    if point is None or point in [other.user_attrs.get("point") for other in others]:
-        raise optuna.TrialPruned  # two processes may queue a point at once: the first trial has it
-    for name, values in grid.items():
-        trial.suggest_categorical(name, list(values))  # recorded as the trial's parameters
-    value, result = work(point)
+    if task is None or task in [other.user_attrs.get("task") for other in others]:
+        raise optuna.TrialPruned  # two processes may queue a task at once: the first trial has it
+    value, result = work(task)
     trial.set_user_attr("result", result)
     return value if math.isfinite(value) else math.inf  # Optuna counts NaN as a failure
 
@@ -107,10 +93,6 @@ def _trials(study: "optuna.Study", *states: str) -> list["optuna.trial.FrozenTri
     from optuna.trial import TrialState
 
     return study.get_trials(deepcopy=False, states=[TrialState[state] for state in states])
-
-
-def _hashable(point: Point) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(point.items()))
 
 
 # --- Optuna -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ alone writes, and they end when it ends. (For large networks a session may leave
 
 import contextlib
 import itertools
+import math
 import multiprocessing
 import os
 import queue
@@ -27,13 +28,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from geoparam_lab import methods
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.session import count_cores as count_cores
 from geoparam_lab.training import shared_study
 
 Key = tuple[Any, ...]
-Progress = Callable[[str, int, int], None]  # a title, how much is done, and of how much
-Tick = Callable[..., None]  # the epoch, how much is left to do, and perhaps a remark
+Progress = Callable[[str, float, int], None]  # a title, how much is done, and of how much
+Tick = Callable[..., None]  # the epoch, how many records are left, and perhaps a remark
 
 INTERVAL = 0.3  # seconds between two reports of a task
 
@@ -47,7 +49,7 @@ class Done:
 
 
 Work = Callable[[Any, Tick], Any]
-Report = Callable[[Any, int, int, str], None]
+Report = Callable[[Any, int, float, str], None]
 
 
 class Session:
@@ -62,10 +64,8 @@ class Session:
         total: how many records there will be.
         jobs: how many processes work; 1 is this one.
         progress: shows how many records are done.
-        weight: units of progress in a record, of which `work` reports how many are left.
         threads: for a task; None leaves them as they are.
         finished: called with a task when all of it is in the folder.
-        arrays: whether processes that share the work get its arrays, too.
     """
 
     def __init__(
@@ -76,17 +76,15 @@ class Session:
         jobs: int = 1,
         progress: Progress | None = None,
         *,
-        weight: int = 1,
         threads: int | None = 1,
         finished: Callable[[Any], None] | None = None,
-        arrays: bool = False,
     ) -> None:
         self.run, self.work, self.total, self.jobs = run, work, total, jobs
         self.progress = progress or (lambda title, done, total: None)
-        self.weight, self.threads, self.arrays = weight, threads, arrays
+        self.threads = threads
         self.finished = finished or (lambda task: None)
         self.keys = {self._key(record) for record in run.records()}
-        self.open: dict[Any, int] = {}  # what is left of each task that has begun
+        self.open: dict[Any, float] = {}  # records that are left of each task that has begun
 
     def spread(self, tasks: Iterable[Any], patient: bool = False) -> None:
         """Do the tasks that are not done, in this order; if patient, as `spread` is."""
@@ -95,46 +93,40 @@ class Session:
         for task, done in spread(self.work, todo, *options):
             self._keep(task, done)
 
-    def share(
-        self, tasks: Sequence[tuple[shared_study.Point, Any]], value: str, storage: str, study: str
-    ) -> None:
+    def share(self, tasks: Iterable[Any], value: str, storage: str, study: str) -> None:
         """Do the tasks together with other processes: see `shared_study.share`.
 
         Args:
-            tasks: each with the point of a grid that it belongs to; a point may have several.
-            value: the field of the records whose mean is a point's value.
+            tasks: each has a `name`.
+            value: the field of the records whose mean is a task's value.
             storage: where the study is.
             study: its name.
         """
-        points = [point for point, _ in tasks]
-        grid = {name: list(dict.fromkeys(p[name] for p in points)) for name in points[0]}
+        by_name = {task.name: task for task in tasks}
 
-        def work(at: shared_study.Point) -> tuple[float, Any]:
-            done = {task.name: self._do(task) for point, task in tasks if point == at}
-            values = [record[value] for each in done.values() for record in each.records]
-            return float(np.mean(values)), {name: pack(name, each) for name, each in done.items()}
-
-        def pack(name: str, done: Done) -> dict[str, Any]:
-            curves = done.curves.get(name, {}) if self.arrays else {}
-            arrays = {key: np.asarray(array).tolist() for key, array in curves.items()}
-            return {"records": done.records, "arrays": arrays}
+        def work(name: str) -> tuple[float, Any]:
+            done = self._do(by_name[name])
+            curves = {
+                file: {key: np.asarray(array).tolist() for key, array in arrays.items()}
+                for file, arrays in done.curves.items()
+            }
+            result = {"records": done.records, "curves": curves}
+            return float(np.mean([record[value] for record in done.records])), result
 
         def show_waiting(left: int) -> None:
-            self._show(f"others work on the last {left} points of {study}")
+            self._show(f"others work on the last {left} tasks of {study}")
 
-        for at, result in shared_study.share(work, grid, storage, study, show_waiting):
-            for task in (task for point, task in tasks if point == at):
-                if not self._is_done(task):
-                    own = result[task.name]
-                    curves = {key: np.array(values) for key, values in own["arrays"].items()}
-                    self._keep(task, Done(own["records"], {task.name: curves} if curves else {}))
+        shared = shared_study.share(work, list(by_name), storage, study, show_waiting)
+        for name, result in shared.items():
+            if not self._is_done(by_name[name]):
+                self._keep(by_name[name], Done(**result))
 
     def _do(self, task: Any) -> Done:
         """Return a task's result, from the folder if it is there."""
         if self._is_done(task):
             records = [record for record in self.run.records() if self._key(record) in task.keys]
-            has_arrays = self.arrays and task.name in self.run.curve_names()
-            return Done(records, {task.name: self.run.curves(task.name)} if has_arrays else {})
+            kept = [task.name] if task.name in self.run.curve_names() else []
+            return Done(records, {name: self.run.curves(name) for name in kept})
         [(_, done)] = spread(self.work, [task], 1, self._report, self.threads)
         self._keep(task, done)
         return done
@@ -156,14 +148,13 @@ class Session:
     def _key(self, record: Record) -> Key:
         return tuple(record[name] for name in self.run.info["key"])
 
-    def _report(self, task: Any, epoch: int, left: int, remark: str) -> None:
+    def _report(self, task: Any, epoch: int, left: float, remark: str) -> None:
         self.open[task] = left
         self._show(f"{task}, epoch {epoch:,}" + (f", {remark}" if remark else ""))
 
     def _show(self, title: str) -> None:
-        begun = sum(self.weight * len(task.keys) - left for task, left in self.open.items())
-        total = self.weight * self.total
-        self.progress(title, min(self.weight * len(self.keys) + begun, total), total)
+        begun = sum(len(task.keys) - left for task, left in self.open.items())
+        self.progress(title, min(len(self.keys) + begun, self.total), self.total)
 
 
 def check_names(what: str, names: Sequence[str], allowed: Sequence[str]) -> None:
@@ -172,6 +163,27 @@ def check_names(what: str, names: Sequence[str], allowed: Sequence[str]) -> None
     if wrong or not names:
         got = ", ".join(map(repr, wrong)) or "none"
         raise ValueError(f"{what} must be of {', '.join(allowed)}; got {got}.")
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raise ValueError where a number of things is below 1; None stands for no number."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be >= 1; got {count}.")
+
+
+def check_rates(lrs: Sequence[float]) -> list[float]:
+    """Return learning rates in order, each once; raise ValueError where one cannot be."""
+    if not lrs or not all(0 < lr < math.inf for lr in lrs):
+        raise ValueError(f"lrs must be learning rates above 0 and finite; got {list(lrs)}.")
+    return sorted({float(lr) for lr in lrs})
+
+
+def check_methods(names: Sequence[str]) -> list[str]:
+    """Return methods, each once; raise ValueError where one is not known."""
+    plain = [methods.without_options(name) for name in names]
+    check_names("methods", plain, tuple(methods.METHODS))
+    return list(dict.fromkeys(names))
 
 
 # --- processes ----------------------------------------------------------------------------------
@@ -254,7 +266,7 @@ def _throttle(report: Report, task: Any) -> Tick:
     """Return a tick that reports at most every INTERVAL seconds."""
     last = time.monotonic()
 
-    def tick(epoch: int, left: int, remark: str = "") -> None:
+    def tick(epoch: int, left: float, remark: str = "") -> None:
         nonlocal last
         if time.monotonic() - last >= INTERVAL:
             last = time.monotonic()
@@ -328,7 +340,7 @@ def _exit_with_parent() -> None:
 def _call(work: Work, task: Any, number: int) -> Any:
     report = _throttle(lambda *ticked: _ticks.put(ticked), number)
 
-    def tick(epoch: int, left: int, remark: str = "") -> None:
+    def tick(epoch: int, left: float, remark: str = "") -> None:
         if _stop.is_set():
             raise _Stopped
         report(epoch, left, remark)

@@ -132,7 +132,7 @@ def test_one_goes_on_with_what_two_began(
     options = RUNS["gmp+imn"]
     expected = train(settings(**options), source(), tmp_path / "one")
     processes.run(is_killed, options, sharded, tmp_path / "two")
-    state = run_checkpoints.Store(tmp_path / "two").read_newest()
+    state = run_checkpoints.read(tmp_path / "two")
     assert state is not None and (state["epoch"], state["step"]) == (1, 2)
     outcome = train(settings(**options), source(), tmp_path / "two")
     torch.testing.assert_close(

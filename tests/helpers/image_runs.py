@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from geoparam_lab.data.downsampled import PackedImages
-from geoparam_lab.data.image_npz import Split
+from geoparam_lab.data.packed_images import PackedImages, Split
 from geoparam_lab.training.images import run_checkpoints
 from geoparam_lab.training.images.settings import Outcome, Settings
 
@@ -69,7 +68,7 @@ def assert_same_run(outcome: Outcome, expected: Outcome, folder: Path, other: Pa
     record, theirs = (without_times(each.record) for each in (outcome, expected))
     np.testing.assert_equal(record, theirs)
     np.testing.assert_equal(without_times(outcome.curves), without_times(expected.curves))
-    state, expected_state = (run_checkpoints.Store(each).read_newest() for each in (folder, other))
+    state, expected_state = (run_checkpoints.read(each) for each in (folder, other))
     assert state is not None and expected_state is not None
     for what in ("model", "optimizer", "best_weights", "schedule", "random"):
         _assert_equal(state[what], expected_state[what], what)

@@ -23,12 +23,12 @@ SHORT: dict[str, Any] = {
 def test_without_file_and_network_points_are_generated(nowhere: None, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for data in (None, tmp_path / "data"):
-        assert experiment.load_points(data).source == "generated"
+        assert points.load(data, "auto").source == "generated"
 
 
 def test_asking_for_keel_never_gives_generated_points(nowhere: None) -> None:
     with pytest.raises(FileNotFoundError, match="no network"):
-        experiment.load_points(source="KEEL")
+        points.load(source="KEEL")
 
 
 def train(data: points.Banana, *members: Member) -> Any:
@@ -38,7 +38,7 @@ def train(data: points.Banana, *members: Member) -> Any:
 
 
 def test_the_network_and_its_schedule_are_the_papers() -> None:
-    problem = experiment.make_problem(experiment.load_points(source="generated"))
+    problem = experiment.make_problem(points.load(source="generated"))
     assert problem.widths == (2, 10, 1) and problem.steps_per_epoch == 7
     assert problem.protocol.batch_size == 128 and problem.protocol.epochs == 5000
     assert problem.protocol.patience == 50 and problem.protocol.stop_patience is None
@@ -79,7 +79,7 @@ def test_records_are_of_the_best_weights_in_the_curves(finished: Run) -> None:
 
 def test_scores_are_rows_of_the_second_input(finished: Run) -> None:
     """The score at a grid point is that of the network there, first input along the columns."""
-    data = experiment.load_points(source="generated")
+    data = points.load(source="generated")
     result, _ = train(data, *(Member("gmp", lr, seed) for lr in (0.01, 0.1) for seed in (0, 1)))
     across, up = experiment.make_grid(data)
     expected = result.predict(np.array([[across[7], up[40]]]))[2, 0]
@@ -99,7 +99,7 @@ def test_under_heldout_other_points_judge_than_the_test_ones(
 ) -> None:
     wanted = SHORT | {"methods": ["gmp"], "lrs": [0.1], "protocol": "heldout"}
     run = experiment.run(tmp_path / "run", **wanted)
-    data = experiment.hold_out(experiment.load_points(source="generated"))
+    data = experiment.hold_out(points.load(source="generated"))
     result, _ = train(data, Member("gmp", 0.1, 0), Member("gmp", 0.1, 1))
     right = (result.predict(data.x_test) > 0) == (data.y_test > 0.5)
     val = (result.predict(data.x_val) > 0) == (data.y_val > 0.5)
@@ -114,6 +114,6 @@ def test_a_resumed_run_keeps_its_points(
     finished: Run, tmp_path: Path, undrawn: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(finished.folder, tmp_path / "run")
-    monkeypatch.setattr(points, "load", None)  # would be KEEL's now
+    monkeypatch.setattr(points.table_files, "load", None)  # would be KEEL's now
     again = experiment.run(tmp_path / "run", **SHORT | {"source": "auto"}, resume=True)
     assert again.config["source"] == "generated" and lines(again) == lines(finished)

@@ -12,7 +12,7 @@ from geoparam_lab.experiments import images
 from geoparam_lab.experiments.image_text import choose
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import tables
-from geoparam_lab.training.images.grids import list_points, tasks
+from geoparam_lab.training.images.settings import list_points, tasks
 
 pytest.importorskip("accelerate")
 

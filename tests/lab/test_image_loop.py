@@ -243,7 +243,7 @@ def test_the_released_code_reports_its_best_weights(
     assert record["outcome"] == "stopped early"
     assert record["best_epoch"] == np.argmax(top5) == len(top5) - 4
     assert record["top5"] == top5.max() and record["epochs"] == len(top5)
-    state = run_checkpoints.Store(tmp_path).read_newest()
+    state = run_checkpoints.read(tmp_path)
     assert state is not None
     found = weights(tmp_path)
     assert all(torch.equal(found[name], value) for name, value in state["best_weights"].items())

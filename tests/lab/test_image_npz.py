@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_images
 
-from geoparam_lab.data.downsampled import PackedImages
+from geoparam_lab.data.packed_images import PackedImages
 
 
 @pytest.fixture

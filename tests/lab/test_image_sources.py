@@ -7,8 +7,8 @@ import tiny_images
 import torch
 from tiny_images import Epoch, is_same, join
 
-from geoparam_lab.data.downsampled import PackedImages
 from geoparam_lab.data.image_source import Source
+from geoparam_lab.data.packed_images import PackedImages
 
 Load = Callable[[], Source]
 

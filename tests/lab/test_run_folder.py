@@ -202,13 +202,6 @@ def test_what_is_no_record_is_named(run: Run, file: str, content: bytes) -> None
         opened.sessions()
 
 
-def test_a_key_is_of_names(run: Run) -> None:
-    path = run.folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "key": [["seed"]]}))
-    with pytest.raises(ValueError, match="config.json is damaged: its key is no list of names"):
-        Run.open(path.parent)
-
-
 @pytest.mark.parametrize("content", [b"", b"PK\3\4"])
 def test_truncated_curves_are_named(run: Run, content: bytes) -> None:
     run.save_curves("a", x=np.arange(3))

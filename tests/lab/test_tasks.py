@@ -135,15 +135,15 @@ def test_a_part_of_a_task_counts(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(tasks, "INTERVAL", 0)
 
     def work(task: Batch, tick: tasks.Tick) -> Done:
-        tick(3, 7, "fast")
+        tick(3, 0.5, "fast")
         return squares(task, tick)
 
     seen: list[Any] = []
-    Session(run, work, 6, progress=lambda *step: seen.append(step), weight=10).spread(TASKS[2:])
+    Session(run, work, 6, progress=lambda *step: seen.append(step)).spread(TASKS[2:])
     assert seen == [
-        (f"{TASKS[2]}, epoch 3, fast", 3, 60),
-        (f"{TASKS[2]}, epoch 1", 10, 60),
-        (f"{TASKS[2]}", 10, 60),
+        (f"{TASKS[2]}, epoch 3, fast", 0.5, 6),
+        (f"{TASKS[2]}, epoch 1", 1, 6),
+        (f"{TASKS[2]}", 1, 6),
     ]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from geoparam_lab.data import banana_data
 from geoparam_lab.experiments import banana, levy, toys
 from geoparam_lab.experiments.toys import Member, Problem
 from geoparam_lab.tables import tables
@@ -29,7 +30,7 @@ def test_each_point_is_left_out_once(draws: int) -> None:
 
 
 def test_where_a_metric_stops_training_the_points_left_out_judge() -> None:
-    data = banana.load_points(source="generated")
+    data = banana_data.load(source="generated")
     part, held = banana.make_problem(data).divide(0, 4)
     assert part.evaluation is not None
     np.testing.assert_array_equal(part.evaluation[0], held.data[0])

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from geoparam_lab.data import splits
 from geoparam_lab.experiments import width
@@ -96,11 +98,31 @@ def test_figures_have_captions(finished: Run) -> None:
     assert names == {path.stem for path in folder.glob("*.txt") if path.read_text().strip()}
 
 
+@pytest.mark.parametrize(("method", "init"), [("sp", "glorot"), ("sp", "he"), ("gmp", "sphere")])
+def test_sizes_are_those_of_the_network(method: str, init: str) -> None:
+    x = torch.randn(200, 8, dtype=torch.float64)
+    y = x.sum(1)
+    model = mlp(method, (8, 32, 1), seed=3, init=init)
+    hidden = (model[0] if method == "gmp" else nn.Sequential(*model[:2]))(x)
+    output = model(x).squeeze(-1)
+    (output - y).abs().mean().backward()
+    gradient = model[-1].weight.grad
+    sizes = width.measure_start(mlp(method, (8, 32, 1), seed=3, init=init), x, y)
+    assert math.isclose(sizes["activation"], hidden.pow(2).mean().sqrt().item())
+    assert math.isclose(sizes["output"], output.pow(2).mean().sqrt().item())
+    assert math.isclose(sizes["gradient_output"], gradient.pow(2).mean().sqrt().item())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.01 * parameter.grad.sign()
+    change = (model(x).squeeze(-1) - output).pow(2).mean().sqrt().item()
+    assert math.isclose(sizes["output_change"], change)
+
+
 def test_a_trained_network_is_that_of_a_plain_stack() -> None:
     members = [Member("trained", "energy", "sp", "he", 16, 0.1, seed) for seed in (0, 1)]
     records = Measurer(energy(), steps=30)(members, lambda epoch, left: None)
     data = splits.stack(*energy(), range(2))
-    models = [mlp("sp", (8, 16, 1), seed=s, init="he", dtype=width.torch.float32) for s in (0, 1)]
+    models = [mlp("sp", (8, 16, 1), seed=s, init="he", dtype=torch.float32) for s in (0, 1)]
     protocol = stacked.Protocol(epochs=30, patience=3, stop_patience=30)
     result = stacked.train(models, (data.x_train, data.y_train), 0.1, protocol)
     errors = np.sqrt(((result.predict(data.x_test) - data.y_test) ** 2).mean(1))

@@ -11,9 +11,9 @@ mode (on a CPU always) the same bits.
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,20 +22,78 @@ from torch.nn import functional as F
 
 import geoparam as gp
 from geoparam_lab.data.image_source import Batches, Source
-from geoparam_lab.training.images import callbacks, preparation, run_checkpoints
-from geoparam_lab.training.images.metrics import Result, Sums, average, find_epoch
+from geoparam_lab.training.images import preparation, run_checkpoints
 from geoparam_lab.training.images.schedules import SCHEDULES
 from geoparam_lab.training.images.settings import Outcome, Settings
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+Tick = Callable[[int, int, float], None]  # epoch, step, and images per second of the epoch
+
+BOUNDARIES = "boundaries.npy"  # the tracker's history
+PROBE = 64  # images on which a tracker sees dead units and regions
 LOOK_EVERY = 50  # steps between two reads of the loss
 HOPELESS = 10.0  # times log(classes), the loss of guessing: a mean loss above it is divergence
 SHORT = 100  # steps of a run that may end at chance without having collapsed: it started there
 MEASURES = ("loss", "top1", "top5")
 _PLAIN = ("epoch", "step", "best_epoch", "best_weights", "seconds", "final", "outcome")
 FINISHED, STOPPED, DIVERGED, COLLAPSED = "finished", "stopped early", "diverged", "collapsed"
+
+
+class Result(NamedTuple):
+    """Means over some images; `top1` and `top5` are shares of them."""
+
+    loss: float
+    top1: float
+    top5: float
+
+
+class Sums:
+    """Sums over the images of this process: loss, top-1 and top-5 hits, and how many they are.
+
+    They are on the device: adding a batch never waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        precise = torch.float32 if device.type == "mps" else torch.float64
+        self.totals = torch.zeros(4, dtype=precise, device=device)
+
+    @torch.no_grad()
+    def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add a batch: its loss, summed over images, and its hits."""
+        guesses = logits.topk(min(5, logits.shape[1])).indices
+        right = guesses == labels.unsqueeze(1)
+        hits = torch.stack([right[:, 0].sum(), right.sum()])
+        self.totals[:3] += torch.cat([loss.detach().reshape(1), hits])
+        self.totals[3] += len(labels)
+
+    def over_processes(self, accelerator: "Accelerator") -> list[float]:
+        """Return the totals of all processes; a collective call."""
+        joint: Tensor = accelerator.reduce(self.totals, "sum")
+        return joint.tolist()
+
+    def load(self, totals: list[float]) -> None:
+        """Continue from these totals."""
+        self.totals.copy_(torch.tensor(totals, dtype=self.totals.dtype))
+
+
+def average(totals: list[float]) -> Result:
+    """Return means from totals."""
+    *sums, count = totals
+    return Result(*(value / count for value in sums))
+
+
+def find_epoch(accuracies: Sequence[float], level: float) -> int | None:
+    """Return the epoch, from 1 on, at which a level was reached and not lost again.
+
+    Example:
+        >>> [find_epoch([30, 41, 39, 42, 43], level) for level in (20, 40, 50)]
+        [1, 4, None]
+    """
+    below = [epoch for epoch, accuracy in enumerate(accuracies, start=1) if accuracy < level]
+    last = below[-1] if below else 0
+    return last + 1 if last < len(accuracies) else None
 
 
 class Training:
@@ -46,7 +104,7 @@ class Training:
         settings: Settings,
         source: Source,
         accelerator: "Accelerator",
-        tick: callbacks.Tick | None = None,
+        tick: Tick | None = None,
     ) -> None:
         self.settings, self.accelerator = settings, accelerator
         self.classes = source.classes
@@ -237,12 +295,12 @@ class Training:
     def follow(self, every: int, folder: Path, state: run_checkpoints.State | None) -> None:
         """Start a tracker that writes to the folder, or continue the one of a checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / callbacks.BOUNDARIES
+        file = folder / BOUNDARIES
         images, _ = next(self.watched.epoch(0))
         self.tracker = gp.BoundaryTracker(
             self.model,
             every,
-            probe=images[: callbacks.PROBE],
+            probe=images[:PROBE],
             file=file,
             resume=state is not None and file.exists(),
         )

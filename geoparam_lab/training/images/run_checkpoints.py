@@ -1,4 +1,4 @@
-"""Checkpoints of one run in one folder: complete or absent, and the last ones kept.
+"""The checkpoint of a run in its folder: complete or absent.
 
 A checkpoint is a file of plain containers, numbers and CPU tensors, which
 `torch.load(weights_only=True)` reads. The main process alone writes and reads, and broadcasts what
@@ -7,14 +7,10 @@ torch.distributed.checkpoint's state dicts, which have one form for a plain mode
 run may go on with another number of processes.
 """
 
-import io
-import re
-import shutil
-import warnings
-import zipfile
-from collections.abc import Callable
+import os
+import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,83 +24,32 @@ from torch.distributed.checkpoint.state_dict import (
 
 from geoparam.storage import replacing
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
 State = dict[str, Any]
 
-WEIGHTS = "weights.pt"
-_NAME = re.compile(r"checkpoint-\d{5}-\d{8}\.pt")
+CHECKPOINT, WEIGHTS = "checkpoint.pt", "weights.pt"
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-# --- files --------------------------------------------------------------------------------------
+def write(path: Path, state: State) -> None:
+    """Write a state in place of the one before, whole or not at all."""
+    with replacing(path) as unfinished:
+        torch.save(state, unfinished)
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())  # a power failure must not leave an empty file
 
 
-class Store:
-    """The checkpoints in a folder, of which the last `keep` stay."""
-
-    def __init__(self, folder: Path, keep: int = 2) -> None:
-        self.folder, self.keep = folder, keep
-
-    @property
-    def files(self) -> list[Path]:
-        """The checkpoints, oldest first."""
-        return sorted(path for path in self.folder.glob("*.pt") if _NAME.fullmatch(path.name))
-
-    def write(self, state: State) -> None:
-        """Write a state, which has an `epoch` and a `step`, and remove the oldest."""
-        name = f"checkpoint-{state['epoch']:05d}-{state['step']:08d}.pt"
-        with replacing(self.folder / name) as unfinished:
-            torch.save(state, unfinished)
-        for path in self.files[: -self.keep]:
-            path.unlink()
-
-    def write_weights(self, weights: State) -> None:
-        """Write the weights that a finished run reports, as a plain state_dict."""
-        with replacing(self.folder / WEIGHTS) as unfinished:
-            torch.save(weights, unfinished)
-
-    def read_newest(self, fits: Callable[[State], bool] = bool) -> State | None:
-        """Return the newest state that can be read and fits; warn of others, and remove them."""
-        for path in reversed(self.files):
-            content = path.read_bytes()  # an error of the disk is no damage of the file
-            try:
-                state = _read(content)
-                if not fits(state):
-                    raise ValueError("its tensors have other shapes than the network's")
-                return state
-            except Exception as error:  # whatever torch raises for a damaged file
-                before = "the one before" if path != self.files[0] else "none: the run starts anew"
-                warnings.warn(
-                    f"{path} is damaged ({type(error).__name__}: {error!s:.100}) and was removed. "
-                    f"The run goes on from {before}.",
-                    stacklevel=2,
-                )
-                path.unlink()
+def read(folder: Path) -> State | None:
+    """Return the state in a folder; None where there is none."""
+    path = folder / CHECKPOINT
+    if not path.exists():
         return None
-
-    def remove_unfinished(self) -> None:
-        """Remove files that a kill left half written."""
-        for folder in self.folder.glob(".unfinished-*"):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _read(content: bytes) -> State:
-    damaged = zipfile.ZipFile(io.BytesIO(content)).testzip()  # torch checks no checksum
-    if damaged is not None:
-        raise ValueError(f"its part {damaged} fails its checksum")
-    state: State = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    try:
+        state: State = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error!s:.100}). Remove it, and the run starts anew."
+        ) from error
     return state
-
-
-def broadcast(state: State | None, accelerator: "Accelerator") -> State | None:
-    """Return the main process's state in all processes."""
-    from accelerate.utils import broadcast_object_list
-
-    if accelerator.num_processes == 1:
-        return state
-    return broadcast_object_list([state])[0]
 
 
 # --- model and optimizer ------------------------------------------------------------------------

@@ -79,11 +79,6 @@ class Protocol:
     decay: float = 0.0  # what a step removes of each weight, over the rate
     angle_lr: str | None = None  # rate of directions: None for the member's, or "fan_in"
 
-    def judge(self, rates: Array) -> Judge:
-        """Return the judge of members with these learning rates."""
-        stop = 2 * self.patience if self.stop_patience is None else self.stop_patience
-        return Judge(rates, self.patience, stop, self.higher_is_better)
-
 
 @dataclass(frozen=True)
 class Result:
@@ -215,7 +210,9 @@ class _Run:
         if protocol.decay or protocol.angle_lr:
             factors = find_factors(self.model, protocol.decay, protocol.angle_lr).to(self.state)
         self.adam = Adam(self.state[:, : self.numbers], factors)
-        self.judge = protocol.judge(expand_values(lr, size, "lr"))
+        stop = 2 * protocol.patience if protocol.stop_patience is None else protocol.stop_patience
+        rates = expand_values(lr, size, "lr")
+        self.judge = Judge(rates, protocol.patience, stop, protocol.higher_is_better)
         seeds = range(size) if seeds is None else seeds
         self.generators = [
             torch.Generator().manual_seed(int(seed))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tiny_images import join
 from torch import Tensor
 
-from geoparam_lab.data.downsampled import PackedImages
+from geoparam_lab.data.packed_images import PackedImages
 
 
 @pytest.fixture(scope="module")
