@@ -145,15 +145,17 @@ class GeometricOptimizer(Optimizer):
                 loss = closure()
         self._prepare()
         kept = self._copy_still_weights()
-        for stage in self._stages:
-            stage.enter()
+        entered: list[Stage] = []
         try:
+            for stage in self._stages:
+                stage.enter()
+                entered.append(stage)
             for inner in self._inner:
                 inner.step(self.param_groups)
             for slot in self._slots:
                 slot.publish()
         finally:
-            for stage in self._stages:
+            for stage in entered:
                 stage.leave()
             for own, before in kept:
                 own.copy_(before)
@@ -168,8 +170,9 @@ class GeometricOptimizer(Optimizer):
         rates = [group["lr"] for group in self.param_groups]
         is_zero = [not isinstance(rate, Tensor) and rate == 0 for rate in rates]
         members = [m for stage in self._stages for m in stage.members if is_zero[m.at]]
-        still = [local(m.weight) for m in members if is_zero[m.at + 1] or m.unit.is_fixed]
-        return [(own, own.clone()) for own in still]
+        still = [m for m in members if is_zero[m.at + 1] or m.unit.is_fixed]
+        masters = [m.own for m in still if m.own.dtype != m.weight.dtype]
+        return [(own, own.clone()) for own in [*(local(m.weight) for m in still), *masters]]
 
     # --- what is built for the step -----------------------------------------------------------
 
@@ -186,7 +189,8 @@ class GeometricOptimizer(Optimizer):
         ids = [id(p) for group in self.param_groups for p in group["params"]]
         owns = [getattr(p, "_local_tensor", p) for p in self._watched]
         layouts = [(x.data_ptr(), x.stride(), x.dtype) for x in owns]
-        return ids, layouts, [p.grad is None for p in self._watched]
+        has_state = not self._stages or self._stages[0].first.weight in self.state
+        return ids, layouts, [p.grad is None for p in self._watched], has_state
 
     def _prepare(self) -> None:
         """Build stages and inner optimizers anew where parameters have changed since."""
@@ -201,12 +205,12 @@ class GeometricOptimizer(Optimizer):
         names = [name for unit in self._units for name in (unit.name, unit.bias)]
         self._watched = [places[name][1] for name in names if name in places]
         self._warn_of_mistakes()
-        self._signature = self._sign()
         for at, p in places.values():
             group = self.param_groups[at]
             fit_state(self.state[p], p, bool(group.get("capturable") or group.get("fused")))
         self._build_stages(places)
         self._build_inner()
+        self._signature = self._sign()
 
     def _warn_of_mistakes(self) -> None:
         """Warn where the model has other parameters now, and of one peak for angles and rates."""
@@ -303,10 +307,9 @@ class GeometricOptimizer(Optimizer):
             if states[name]:
                 self.state[p] = {k: _copy(v) for k, v in states[name].items()}
         # Which biases are distances is as it was then, whatever the values are now.
-        self._units = [
-            replace(u, has_distance="lam" in state) if (state := states.get(u.bias or "")) else u
-            for u in self._units
-        ]
+        for i, unit in enumerate(self._units):
+            was = states.get(unit.name, {}).get("has_distance", unit.has_distance)
+            self._units[i] = replace(unit, has_distance=bool(was))
 
     def _check_groups(self, saved: Sequence[dict[str, Any]]) -> None:
         pairs: Iterator[Any] = zip_longest(self.param_groups, saved, fillvalue={"param_names": []})
@@ -324,7 +327,7 @@ class GeometricOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
-        built = ("_signature", "_watched", "_stages", "_slots", "_inner", "_model")
+        built = ("_signature", "_watched", "_stages", "_slots", "_inner", "_model", "step")
         own = {k: v for k, v in self.__dict__.items() if not k.endswith("_hooks")}
         return {k: v for k, v in own.items() if k not in built}
 

@@ -141,11 +141,16 @@ class Slot:
         if not _has_elements_of(first, self.layouts[0]):  # the optimizer changes it in place
             return first.clone() if isinstance(first, Tensor) else first
         if self._is_itself:
-            return first.reshape(self.parameter.shape)
-        joined = first.new_empty(self.parameter.shape)
+            return self._fit(_own_memory(first)).reshape(self.parameter.shape)
+        joined = self._fit(first.new_empty(self.parameter.shape))
         for view, value in zip(self._divide(joined), values, strict=True):
             view.copy_(value.reshape(view.shape))
         return joined
+
+    def _fit(self, value: Tensor) -> Tensor:
+        """Return an entry in the parameter's type; half precision stays as it is."""
+        types = {value.dtype, self.parameter.dtype}
+        return value.to(self.parameter.dtype) if types <= {*FULL_PRECISION} else value
 
     def _divide(self, value: Any) -> list[Any]:
         if self._is_itself or not _has_elements_of(value, self.parameter):
@@ -161,15 +166,20 @@ def _has_elements_of(value: Any, like: Tensor) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0 and value.numel() == like.numel()
 
 
-def have_equal_counters(name: str, states: Sequence[dict[str, Any]]) -> bool:
-    """Whether the inner optimizer has stepped several weights alike, so that they may be one."""
+def _own_memory(value: Tensor) -> Tensor:
+    """Return a tensor that keeps no larger one alive, of which it was a part."""
+    is_part = not hasattr(value, "placements") and value.untyped_storage().nbytes() > value.nbytes
+    return value.clone() if is_part else value
+
+
+def read_counters(state: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return what inner optimizers keep of a weight: those with the same may be stepped as one."""
 
     def read(value: Any) -> Any:
         is_counter = isinstance(value, Tensor) and not value.ndim
         return value.item() if is_counter else None
 
-    found = [{k: read(v) for k, v in s.items() if k.startswith(f"{name}/")} for s in states]
-    return all(counters == found[0] for counters in found)
+    return tuple(sorted((key, read(value)) for key, value in state.items() if "/" in key))
 
 
 def fit_state(state: dict[str, Any], p: Any, step_on_device: bool) -> None:

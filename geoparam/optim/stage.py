@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from geoparam.kernels.rows import rows_for
-from geoparam.optim.inner import Slot, find_master, have_equal_counters, local, shard_like
+from geoparam.optim.inner import Slot, find_master, local, read_counters, shard_like
 from geoparam.optim.units import Unit
 
 
@@ -56,6 +56,7 @@ class Member:
         is_by_row = len(own) < 2 or own.stride(0) == unit.fan_in
         self.is_copied = unit.column_groups > 0 or not (is_dense and is_by_row)
         self.has_direction = unit.fan_in > 1
+        self.is_sharded = hasattr(weight, "placements")
 
     def rows(self) -> Tensor:
         """Return the weight as rows (out, fan-in); a view where there is one."""
@@ -116,6 +117,7 @@ class Stage:
         return (
             m.at, m.bias_at, m.bias is None, m.own.device, m.own.dtype, m.process_group,
             getattr(m.weight, "placements", None), m.is_copied, m.unit.is_fixed, m.has_direction,
+            *(() if m.is_sharded else (read_counters(m.state), read_counters(m.bias_state))),
         )  # fmt: skip
 
     def _start(self) -> None:
@@ -127,6 +129,7 @@ class Stage:
         for m, own, length in parts:
             if "r" not in m.state:
                 m.state.update(r=m.shard(own), length=length.clone(), fan_in=m.unit.fan_in)
+                m.state["has_distance"] = int(m.unit.has_distance)
 
     def _first_scale(self, m: Member) -> Tensor:
         return torch.linalg.vector_norm(m.rows(), dim=1)
@@ -162,11 +165,10 @@ class Stage:
         `layouts` show how others see the states. `whole` are the tensors of which values and
         gradients are parts, where there are such.
         """
-        is_sharded = hasattr(self.first.weight, "placements")
+        is_sharded = self.first.is_sharded
         if whole is not None and self.joins[name != "direction"] and not is_sharded:
-            if have_equal_counters(name, states):
-                self.slots[name] = [Slot(name, states, layouts, *whole)]
-                return
+            self.slots[name] = [Slot(name, states, layouts, *whole)]
+            return
         if is_sharded:
             values = layouts = [m.shard(x) for m, x in zip(self.members, values, strict=True)]
             grads = [m.shard(x) for m, x in zip(self.members, grads, strict=True)]
@@ -250,7 +252,7 @@ class Stage:
     def _turn(self) -> None:
         """Turn each row by the angle of its increment, as `turn` and `max_turn` say."""
         along, across = self.rows.measure(self.w, self.increments, self.entered)
-        turn = self.radians * self.group["lr"] if self.turns else None
+        turn = (self.radians * self.group["lr"]).to(self.r) if self.turns else None
         limit = math.radians(self.max_turn or 0)
         a, b = self.rows.mix(
             along, across, self.length, self.peak, self.entered, self.r, turn, limit

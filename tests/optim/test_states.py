@@ -16,6 +16,7 @@ from torch.nn.utils import vector_to_parameters as to_parameters
 
 import geoparam as gp
 from geoparam.optim.inner import fit_state
+from geoparam.optim.stage import Stage
 
 
 def through_a_file(state: Any) -> Any:
@@ -48,6 +49,7 @@ def copied(way: str, model: nn.Module, optimizer: Any, fresh: tuple[Any, Any]) -
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "file", "DCP", "flat DCP"])
 def test_goes_on_bit_for_bit(way: str, make: Any, kind: str) -> None:
     model, optimizer = start(kind, make)
+    torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)  # it wraps `step`
     train(model, optimizer)
     new, resumed = copied(way, model, optimizer, start(kind, make))
     assert new[0].weight is not model[0].weight
@@ -55,6 +57,43 @@ def test_goes_on_bit_for_bit(way: str, make: Any, kind: str) -> None:
     train(model, optimizer, first=3)
     train(new, resumed, first=3)
     assert_same_weights(new, model)
+
+
+def test_weight_and_bias_of_two_precisions_go_on_and_a_cleared_state_starts_anew() -> None:
+    model = mlp()
+    model[0].bias.data = 0.1 * model[0].bias.data.float()
+    optimizer = build(model, torch.optim.Adam, lr=0.01)
+    for _ in range(2):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+    optimizer.state.clear()
+    optimizer.step()
+    assert optimizer.state[model[0].weight]["direction/step"] == 1
+
+
+def test_an_error_on_the_way_into_a_step_leaves_all_weights(monkeypatch: Any) -> None:
+    model, optimizer = start("SGD")
+    train(model, optimizer)
+    before, enter = copy.deepcopy(model), Stage.enter
+    optimizer._stages.append(broken := copy.copy(optimizer._stages[0]))
+    monkeypatch.setattr(Stage, "enter", lambda self: 1 / 0 if self is broken else enter(self))
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    torch.testing.assert_close(to_vector(model.parameters()), to_vector(before.parameters()))
+
+
+def test_a_layer_that_missed_a_step_does_not_part_the_others() -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(9)))
+    optimizer = build(model, torch.optim.Adam, lr=0.01, turn=2.0)
+    optimizer.param_groups[0]["lr"] = torch.tensor([2.0], dtype=torch.float64)
+    for step in range(3):
+        for p in model.parameters():
+            p.grad = None if step == 1 and p is model[0].weight else torch.ones_like(p)
+        optimizer.step()
+    assert [len(stage.members) for stage in optimizer._stages] == [1, 7]
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("kind", ["SGD", "angles"])
