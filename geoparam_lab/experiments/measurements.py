@@ -81,9 +81,12 @@ def draw_panels(records: Sequence[Record], panels: Panels) -> "Figure":
                 pale = {"alpha": 0.4, "marker": "", "label": None}
                 _draw_lines(ax, known, panels, f"{measure}_start", **pale)
             _draw_lines(ax, known, panels, measure)
+            if len(panels.measures) == 1 and ax is not row[0]:
+                ax.sharey(row[0])
             said = f"rate {value:g}" if panels.rows == "lr" else value.capitalize()
             title = ": ".join(filter(None, (said, panels.names.get(column, ""))))
             ax.set(xscale=xscale, yscale=yscale, xlabel=panels.label)
+            ax.tick_params(axis="x", which="minor", labelbottom=False)  # they would overlap
             ax.set(ylabel=panels.measures[measure], title=title)
             if measure == "smallest":  # the products, down to 1e-30
                 ax.set_yscale("symlog", linthresh=1e-6)
@@ -98,7 +101,7 @@ def _draw_lines(
     """Draw the means of a measure over a field, or of a path over epochs."""
     from geoparam import plots
 
-    found = group_records(records, *panels.lines)
+    found = dict(sorted(group_records(records, *panels.lines).items(), key=_first_number))
     lines = [each.line for each in plots.curve_styles(methods.title(str(at[0])) for at in found)]
     if panels.lines != ("method",):
         lines = [{"color": colour} for colour in plots.ordered_colours(len(found))]
@@ -109,5 +112,12 @@ def _draw_lines(
             by_x = group_records(sorted(own, key=lambda r: r[panels.over]), panels.over)
             x = [value for (value,) in by_x]
             means = [np.mean([r[measure] for r in some]) for some in by_x.values()]
-        label = panels.names.get(at) or methods.title(str(at[0]))
+        name = f"{panels.lines[0]} {at[0]:,}" if isinstance(at[0], int) else at[0]
+        label = panels.names.get(at) or methods.title(str(name))
         ax.plot(x, means, **{**line, "label": label, "marker": "o", "ms": 3, **style})
+
+
+def _first_number(entry: tuple[tuple[Any, ...], Any]) -> float:
+    """Return what lines are ordered by: their number, where they have one."""
+    value = entry[0][0]
+    return value if isinstance(value, int | float) else 0

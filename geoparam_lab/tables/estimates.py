@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.special import stdtr
 
 from geoparam_lab.experiments.papers import Printed
 
@@ -69,12 +68,20 @@ def pair(
 
 
 def find_p_value(difference: Estimate) -> float:
-    """Return the two-sided p-value of Student's t, with n - 1 degrees of freedom."""
-    error = difference.error
+    """Return the two-sided p-value of Student's t, with n - 1 degrees of freedom.
+
+    The sums are those of Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
+    degrees, error = difference.n - 1, difference.error
     if error is None or (error == 0 and difference.mean == 0):
         return 1.0
-    t = abs(difference.mean) / error if error else math.inf
-    return 2 * float(stdtr(difference.n - 1, -t))
+    angle = math.atan2(abs(difference.mean), error * math.sqrt(degrees))
+    term, total = (math.cos(angle), 0.0) if degrees % 2 else (1.0, 0.0)
+    for k in range(1 + degrees % 2, degrees, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * k / (k + 1)
+    inside = math.sin(angle) * total
+    return 1 - ((angle + inside) * 2 / math.pi if degrees % 2 else inside)
 
 
 def count_decimals(errors: Iterable[float | None], least: int) -> int:
