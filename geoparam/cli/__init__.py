@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 EXTRAS = {
     "cli": ("typer", "rich", "safetensors"),
     "plots": ("matplotlib",),
-    "experiments": ("accelerate", "optuna", "scipy", "sklearn", "tensorboard", "xlrd"),
+    "experiments": ("accelerate", "optuna", "sklearn", "tensorboard", "xlrd"),
     "vision": ("torchvision",),
     "hf": ("transformers",),
 }
