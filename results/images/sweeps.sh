@@ -2,7 +2,7 @@
 # The sweeps behind results/images: every run of one part, which goes on where it was cut off.
 #   sweeps.sh DATA OUT PART...
 #   PART: vgg6-optimizers resnet18-optimizers vgg6-fair resnet18-fair table2 table3, or
-#   best-NAME   two more seeds for the best setting of every method in the sweep NAME
+#   best-NAME   two more seeds for the two best settings of every method in the sweep NAME
 #   long-NAME   the four best of them for 18 epochs
 #   other-NAME  the four best of them on other images, in DATA: OUT still holds the sweep NAME
 # DATA holds train_data_batch_*.npz and val_data.npz. Several parts may run side by side.
@@ -54,9 +54,10 @@ sweep() { # NAME OPTIONS...: a fair sweep; its network is the name's first word
   run "$name" --network "$network" "${compile[@]}" "${fair[@]}" --epochs 9 "$@"
 }
 
-choose() { # NAME COUNT: set `best` to the best setting of each of the COUNT best methods
-  mapfile -t best < <(python3 "$(dirname "$0")/best.py" "$out/$1" | head -n "$2")
+choose() { # NAME COUNT EACH: set `best` to the COUNT best settings, at most EACH of a method
+  mapfile -t best < <(python3 "$(dirname "$0")/best.py" "$out/$1" "$3")
   [ ${#best[@]} -gt 0 ] || { echo "$out/$1 has no records" >&2; exit 1; }
+  best=("${best[@]:0:$2}")
   best=("${best[@]/#/--method=}")
 }
 
@@ -71,13 +72,13 @@ for part in "$@"; do
       sweep "$part" --seeds 1 "${plain[@]}" --method gmp+imn:skip=plain:decay=0,5e-4:lr=0.2,0.4 \
         --method intrinsic+imn:skip=plain:decay=0,5e-4:lr=0.2,0.4 ;;
     best-*)
-      choose "${part#best-}" 99
+      choose "${part#best-}" 99 2
       sweep "${part#best-}" --seeds 3 "${best[@]}" ;;
     long-*)
-      choose "${part#long-}" 4
+      choose "${part#long-}" 4 1
       sweep "${part#long-}-18" --epochs 18 --seeds "${SEEDS:-3}" "${best[@]}" ;;
     other-*)
-      choose "${part#other-}" 4
+      choose "${part#other-}" 4 1
       sweep "${part#other-}-other" --seeds "${SEEDS:-3}" "${best[@]}" ;;
     table2) # the papers' rates and schedule, scaled to 30 epochs; IMN in the papers' border form
       for batch in 1024 256; do
