@@ -3,7 +3,7 @@
 from geoparam.analysis.boundary import Boundaries, boundaries, layer_boundaries
 from geoparam.analysis.parameter_steps import make_steps, perturb_layer
 from geoparam.analysis.partition import Patterns, patterns
-from geoparam.analysis.perturbation import DELTAS, Response, perturb, respond, sweep
+from geoparam.analysis.perturbation import DELTAS, Response, perturb, respond
 from geoparam.analysis.reading.activations import SReLU, breaks
 from geoparam.analysis.slices.plane import Plane, plane_through
 from geoparam.analysis.slices.slice import Slice, slice_regions
@@ -30,5 +30,4 @@ __all__ = [
     "plane_through",
     "respond",
     "slice_regions",
-    "sweep",
 ]
