@@ -183,10 +183,9 @@ def _compare(before: _State, after: _State) -> Response:
 
 def _bound_turn(before: _State, after: _State) -> Tensor:
     """Return the bound for a step of the directions, in radians; factors may add to it."""
-    layer, units = before.layer, before.units
-    positions = layer_sites.has_positions(layer)
-    if before.norm is not None and boundary.count_groups(before.norm, positions, len(units.rows)):
-        row, other = units.rows, after.units.rows  # those of w_i - mean(w)
+    layer, norm = before.layer, before.norm
+    if norm is not None and boundary.count_groups(norm, layer_sites.has_positions(layer)):
+        row, other = before.units.rows, after.units.rows  # those of w_i - mean(w)
     elif coordinates(layer) == "sign":
         return torch.zeros_like(before.boundaries.scale)
     else:
