@@ -45,12 +45,6 @@ class Network:
         self.sites = find_activations(self.model, self.graph)
         self.size = sum(math.prod(node.shape) for node in self.graph.nodes) // 2
 
-    def units(self, site: Site) -> int:
-        """Return the number of pre-activations per example; of a max pool, of its outputs."""
-        call = site.calls[0]
-        step = call.layer if call.activation is None else call.activation
-        return math.prod(self.graph.nodes[step].shape[1:])
-
     def compute_jets(self, site: Site, points: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return the pre-activations at points, (N, ...), and their slopes, (2, N, ...).
 

@@ -189,8 +189,8 @@ class BoundaryTracker:
     def _open_history(
         self, measurement: Measurement, file: str | os.PathLike | None, resume: bool
     ) -> None:
-        layers, units = list(measurement.sites), measurement.unit_types
-        self._history = History(layers, QUANTITIES, units, file, resume)
+        counts = measurement.counts if measurement.full else None
+        self._history = History(list(measurement.sites), QUANTITIES, counts, file, resume)
         if len(self._history.steps):
             self._steps = self._measured_at = int(self._history.steps[-1])
 
@@ -203,9 +203,8 @@ class BoundaryTracker:
             if arrived is not None:
                 arrived.synchronize()
             self._pending.pop(0)
-            assert self._history is not None and self._measurement is not None
-            row = None if units is None else self._measurement.unit_row(step, units.numpy())
-            self._history.append(step, values.numpy(), row)
+            assert self._history is not None
+            self._history.append(step, values.numpy(), None if units is None else units.numpy())
             names = () if self._writer is None else (*self._history.layers, NETWORK)
             for name, own in zip(names, values.tolist(), strict=False):
                 for quantity, value in zip(QUANTITIES, own, strict=True):
