@@ -36,9 +36,6 @@ Array = np.ndarray
 MARK = b'<meta name="generator" content="geoparam">'  # by which we know a page of ours
 SCRIPTS = ("drawing.js", "panels.js", "page.js")
 PRINTED = 96 / 150  # a picture's size on the page: Run.figure has 150 pixels to the inch, CSS 96
-_MINUS = re.compile(r"(?<![\w-])-(?=[\d.])")
-_POWER = re.compile(r"(?<=\d)e([+-]\d+)")
-_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def write(runs: Iterable[Run | str | Path], out: str | Path, command: str = "") -> Path:
@@ -78,7 +75,7 @@ def _load_template() -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    environment.filters |= {"checksum": _checksum, "typeset": typeset, "unbroken": unbroken}
+    environment.filters |= {"checksum": _checksum, "unbroken": unbroken}
     return environment.get_template("page.html")
 
 
@@ -88,17 +85,6 @@ def _read(name: str) -> str:
 
 def _checksum(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def typeset(text: str) -> str:
-    """Return a text with a true minus and powers of ten.
-
-    Example:
-        >>> typeset("-1.5 ± 0.2"), typeset("1.48e+06"), typeset("8.9e-14")
-        ('−1.5 ± 0.2', '1.48·10⁶', '8.9·10⁻¹⁴')
-    """
-    text = _POWER.sub(lambda found: "·10" + str(int(found[1])).translate(_RAISED), text)
-    return _MINUS.sub("−", text)
 
 
 def unbroken(text: str) -> str:

@@ -177,12 +177,12 @@ def test_bytes_come_back_exactly() -> None:
     np.testing.assert_array_equal(unpack(report_page.pack(values)), values)
 
 
-def test_cells_have_a_minus_and_powers_and_only_lists_may_break(tmp_path: Path) -> None:
+def test_only_lists_in_cells_may_break(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run", "levy", {}, "geoparam run levy")
     for seed, lr in enumerate((0.01, 0.1, 0.1)):
         run.append({"method": "sp", "seed": seed, "lr": lr, "test_rmse": 1.5e-7 * seed})
         run.append({"method": "wn", "seed": seed, "lr": lr, "test_rmse": -2e9})
     found = report.make_page([run])
-    assert "<td>−2.00·10⁹ ± 0</td>" in found
+    assert "<td>-2.00e+09 ± 0</td>" in found
     assert '<td class="long">0.01\xa0(1), 0.1\xa0(2)</td>' in found
     assert unbroken("SP, rate 0.1") == "SP, rate\xa00.1"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from geoparam.analysis.reading.activations import Activation, Breaks, SReLU, breaks
-from geoparam.analysis.reading.norms import UnknownNorm, find_feature_dim, mixes_units
+from geoparam.analysis.reading.norms import UnknownNorm, find_feature_dim
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs, kind_of, module_name, weight_name
 from geoparam.graph import Call, Graph
@@ -148,16 +148,14 @@ def has_positions(layer: nn.Module) -> bool:
 
 
 def check_norm(norm: nn.Module | None, layer: nn.Module) -> nn.Module | None:
-    """Return the norm that a user gives for a layer, or `UnknownNorm` for a foreign kind."""
-    if norm is None or isinstance(norm, UnknownNorm | nn.Identity):
-        return norm if isinstance(norm, UnknownNorm) else None
+    """Return the norm that a user gives for a layer; raise ValueError for one of another kind."""
     units, positions = count_units(layer), has_positions(layer)
-    if any(find_feature_dim(norm, units, rank, positions) is not None for rank in range(2, 6)):
-        return norm
-    size = getattr(norm, "num_features", getattr(norm, "num_channels", units))
-    if size != units:
-        raise ValueError(f"the norm has {size} features and the layer {units} units.")
-    return UnknownNorm()
+    dims = (find_feature_dim(norm, units, rank, positions) for rank in range(2, 6))
+    if norm is not None and all(dim is None for dim in dims):
+        raise ValueError(
+            f"{type(norm).__name__} is not known as a norm of this layer's {units} units."
+        )
+    return norm
 
 
 def _follow(site: Site, graph: Graph, name: str, modules: Mapping[str, nn.Module]) -> Site:
@@ -192,8 +190,7 @@ def _norm(
         return UnknownNorm()
     rank = len(node.shape)
     dim = find_feature_dim(norm, count_units(site.layer), rank, has_positions(site.layer))
-    pooled = "max" in kinds and mixes_units(norm)
-    if dim is None or pooled or not _has_units_in(graph, call, call.norm, dim):
+    if dim is None or "max" in kinds or not _has_units_in(graph, call, call.norm, dim):
         return UnknownNorm()
     return norm
 

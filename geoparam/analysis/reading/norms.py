@@ -33,11 +33,6 @@ def needs_batch(norm: nn.Module | None, batch: bool) -> bool:
     return norm is not None and (batch or not has_running(norm))
 
 
-def mixes_units(norm: nn.Module) -> bool:
-    """Return whether it takes mean or deviation over several units at a point."""
-    return isinstance(norm, nn.LayerNorm | nn.GroupNorm)
-
-
 def find_feature_dim(norm: Any, units: int, rank: int, positions: bool) -> int | None:
     """Return the dimension of an input of `rank` in which `norm` has one feature for each unit.
 
@@ -54,8 +49,6 @@ def find_feature_dim(norm: Any, units: int, rank: int, positions: bool) -> int |
         return 1 if norm.num_channels == units and not averages_points else None
     if _count_features(norm) != units:
         return None
-    if isinstance(norm, InstanceNorm):
-        return rank - norm._get_no_batch_dim()  # one example may have no batch dimension
     return norm.dim % rank if isinstance(norm, InputMeanNorm) else 1
 
 
@@ -90,7 +83,6 @@ def compute_moments(norm: Any, z: Tensor) -> Moments:
         width = norm.num_channels // norm.num_groups
         return Moments(*(t.mean(dim=0).repeat_interleave(width) for t in (mean, deviation)))
     if isinstance(norm, InstanceNorm):
-        z = z[None] if z.ndim == norm._get_no_batch_dim() else z
         return Moments(*(t.mean(dim=0) for t in _moments_over(z.flatten(2), (2,), norm.eps)))
     channel = getattr(norm, "dim", 1) % z.ndim
     others = tuple(d for d in range(z.ndim) if d != channel)

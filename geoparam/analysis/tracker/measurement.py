@@ -72,7 +72,7 @@ class ProbeReadings:
             {name: torch.stack(each).mean(dim=0) for name, each in seen.items()}
             for seen in self._seen.values()
         )
-        self.moments = average_seen(sites, self._moments)
+        self.moments = average_seen(self._moments)
         self.patterns: Patterns | None = self._collector.patterns() if self.same_steps else None
 
     def _keep(self, quantity: str, site: Site, value: Tensor) -> None:
@@ -270,13 +270,8 @@ def _share(sides: Tensor, channel: int) -> Tensor:
 def median(values: Tensor) -> Tensor:
     """Return the middle value, of an even number the mean of two; any size, unlike quantile."""
     count = values.numel()
-    places = ((count - 1) // 2, count // 2)
-    if values.is_cuda:  # which sorts faster than it selects
-        ordered = values.sort().values
-        low, high = (ordered[place] for place in places)
-    else:
-        low, high = (values.kthvalue(place + 1).values for place in places)
-    return (low + high) / 2
+    ordered = values.sort().values
+    return (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
 
 
 def compute_quantiles(
