@@ -32,7 +32,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from geoparam import sphere
 from geoparam.analysis.boundary import gather
-from geoparam.analysis.reading.layer_sites import copy_in_float64, is_transposed
+from geoparam.analysis.reading.layer_sites import is_transposed
 from geoparam.base_layer import GmPLayer
 
 Kind = Literal["constant", "gaussian", "adversarial"]
@@ -78,27 +78,6 @@ def make_steps(
             sign = -1 if role == "direction" and coordinates(layer) == "latitude" else 1
             steps[role] = torch.full_like(stored, sign * delta)
     return steps
-
-
-def perturb_layer(
-    layer: nn.Module, steps: Steps, norm: nn.Module | None = None
-) -> tuple[nn.Module, nn.Module | None]:
-    """Return copies of a layer and the norm after it with steps added, in float64.
-
-    Read them, with `layer_boundaries` for example; do not train them.
-
-    Example:
-        >>> layer = nn.Linear(2, 1)
-        >>> _ = nn.init.constant_(layer.bias, 0.5)
-        >>> other, _ = perturb_layer(layer, {"offset": torch.ones(1)})
-        >>> other.bias.item()
-        1.5
-    """
-    values = add_steps(layer, norm, steps)
-    copies = {m: copy_in_float64(m) for m in (layer, norm) if m is not None}
-    for (module, name), value in values.items():
-        copies[module].get_parameter(name).copy_(value)
-    return copies[layer], None if norm is None else copies[norm]
 
 
 def _reversal(layer: nn.Module, delta: float) -> Tensor:

@@ -32,7 +32,6 @@ from geoparam.analysis.parameter_steps import (
     add_steps,
     coordinates,
     make_steps,
-    perturb_layer,
     read_direction_rows,
     read_stored,
 )
@@ -53,6 +52,7 @@ class Response:
     rotation: Tensor  # (out,), the turn of each boundary in degrees
     displacements: Tensor  # (K, out), the move ||delta phi|| of its location, at K breakpoints
     bound: Tensor  # (out,), the turn in degrees that no step of this length exceeds
+    after: Boundaries  # the perturbed boundaries themselves
 
     @property
     def displacement(self) -> Tensor:
@@ -140,7 +140,10 @@ def _perturb_state(
     moments: Moments | None = None,
 ) -> _State:
     """Return a layer after given steps, with the norm's moments if they are known."""
-    other, other_norm = perturb_layer(layer, steps, norm)
+    copies = {m: layer_sites.copy_in_float64(m) for m in (layer, norm) if m is not None}
+    for (module, name), value in add_steps(layer, norm, steps).items():
+        copies[module].get_parameter(name).copy_(value)
+    other, other_norm = copies[layer], None if norm is None else copies[norm]
     units = boundary.read_units(other, other_norm, moments)
     return _State(other, other_norm, units, boundary.compute_boundaries(units, points))
 
@@ -178,6 +181,7 @@ def _compare(before: _State, after: _State) -> Response:
         rotation=angle.rad2deg(),
         displacements=boundary.displacement(old.distances, new.distances, near, far),
         bound=torch.where(angle.isnan(), torch.nan, bound).rad2deg(),
+        after=new,
     )
 
 
