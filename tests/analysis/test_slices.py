@@ -256,9 +256,9 @@ def max_pool_by_keyword(m: nn.Module, x: Tensor) -> Tensor:
         (lambda: nn.Sequential(gp.GmPLinear(2, 6, activation=torch.tanh)), "gmplinear '0'"),
         (lambda: FunctionModel(max_pool_by_keyword, a=nn.Linear(2, 6)), "max_pool1d"),
         # kinks that no step shows, one of them after the last activation
-        (lambda: bent(lambda x: (x - 0.5).abs()), "bent inside of a region, by .*abs"),
-        (lambda: bent(lambda x: x * x.roll(1, dims=1)), "bent inside of a region, by .*mul"),
-        (lambda: bent(lambda x: x.float().double()), "region, by .*does not show"),
+        (lambda: bent(lambda x: (x - 0.5).abs()), "relu.* is bent inside of a region"),
+        (lambda: bent(lambda x: x * x.roll(1, dims=1)), "relu.* is bent inside of a region"),
+        (lambda: bent(lambda x: x.float().double()), "relu.* is bent inside of a region"),
         (lambda: FunctionModel(lambda m, x: m.a(x).square(), a=mlp(2, 5)), "output"),
         (lambda: nn.Linear(2, 3), "no step of the run is one"), (infinite, "not finite"),
         (lambda: FunctionModel(lambda m, x: F.relu(x.t())), "first dimension"),

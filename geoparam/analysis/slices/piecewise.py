@@ -1,7 +1,7 @@
 """A piecewise linear network in a plane: its activations, and their inputs there.
 
 The network must be affine between known breakpoints. `find_activations` refuses steps that are
-not, by name; `explain_bend` names possible causes where only the values show a bend.
+not, by name; `explain_bend` names the place where only the values show a bend.
 """
 
 import math
@@ -22,10 +22,6 @@ from geoparam.analysis.slices.plane import Plane
 from geoparam.base_layer import GmPLayer
 from geoparam.graph import Call, Graph, Node
 from geoparam.trace import trace
-
-AFFINE = (
-    "input index layer activation norm sum scale view same average max constant output".split()
-)
 
 
 class Network:
@@ -141,17 +137,10 @@ def _describe(node: Node, step: int) -> str:
 
 
 def explain_bend(graph: Graph, step: int) -> str:
-    """Name the steps before `step` that may have bent its input."""
-    found: set[int] = set()
-    stack = [step]
-    while stack:
-        new = set(graph.nodes[stack.pop()].inputs) - found
-        found |= new
-        stack += new
-    unknown = [i for i in sorted(found) if graph.nodes[i].kind not in AFFINE]
-    names = ", ".join(_describe(graph.nodes[i], i) for i in unknown) or "a step that does not show"
+    """Say that the input of a step is bent, and what may have bent it."""
     return (
         "regions have straight sides where a network is affine between breakpoints that are "
         f"known, in float64; the input of {_describe(graph.nodes[step], step)} is bent inside of "
-        f"a region, by {names}. Give a model, or a part of one, without it."
+        "a region. Give a model, or a part of one, without steps such as abs, maximum, products "
+        "of two results or casts to narrower types."
     )
