@@ -40,22 +40,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("perturbation.png"))
     given = parser.parse_args(arguments)
-    deltas = np.logspace(-4, -1, given.steps)
+    deltas = np.logspace(-4, -1, given.steps).tolist()
 
     figure, axes = plots.new_figure(1, 2, size=(11, 4.5))
     for name, layer in build().items():
-        rows = analysis.sweep(
-            nn.Sequential(layer, nn.ReLU()),
-            torch.randn(64, 10),
-            kinds=("gaussian",),
-            deltas=deltas.tolist(),
-            generator=torch.Generator().manual_seed(0),
-        )
+        turns = []
+        for delta in deltas:
+            noise = analysis.make_steps(
+                layer, "gaussian", delta, generator=torch.Generator().manual_seed(0)
+            )
+            turns.append(analysis.respond(layer, noise).rotation)
         style = plots.method_style(name).line
-        for ax, what in zip(axes[0], ("rotation_max", "rotation_median"), strict=True):
-            ax.plot(deltas, [getattr(row, what) for row in rows], **style, label=name)
-        row = rows[len(rows) // 2]
-        print(f"{name:3} noise of {row.delta:.1e}: a turn of up to {row.rotation_max:.2f} degrees")
+        for ax, find in zip(axes[0], (torch.max, torch.median), strict=True):
+            ax.plot(deltas, [find(turn) for turn in turns], **style, label=name)
+        middle = len(deltas) // 2
+        print(
+            f"{name:3} noise of {deltas[middle]:.1e}: a turn of up to "
+            f"{turns[middle].max():.2f} degrees"
+        )
     for ax, what in zip(axes[0], ("largest", "median"), strict=True):
         ax.set(xscale="log", yscale="log", ylim=(1e-3, 200))
         ax.set(xlabel="standard deviation of the noise", ylabel="degrees")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import geoparam as gp
 from geoparam import analysis, plots
 
-EXTENT = (-2.0, 2.0, -2.0, 2.0)
+PLANE = analysis.Plane(torch.zeros(2), torch.eye(2), (-2.0, 2.0, -2.0, 2.0))
 
 
 def draw_rings(count: int) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     figure, axes = plots.new_figure(1, 2, size=(11, 5))
     for ax, title, network in zip(axes[0], ("before", "after"), (fresh, model), strict=True):
-        found = analysis.slice_regions(network, origin=torch.zeros(2), extent=EXTENT)
+        found = analysis.slice_regions(network, PLANE)
         plots.region_slice(found.polygons, found.segments, legend=title == "after", ax=ax)
         for ring, colour in ((0, "black"), (1, "white")):
             ax.plot(*x[y == ring].T, "o", color=colour, mec="black", ms=3)

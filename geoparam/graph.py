@@ -6,7 +6,7 @@ it next, and in which order of channels.
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -134,24 +134,6 @@ class Graph:
             if name == layer or sorted(calls) != self._calls[name]:
                 raise ValueError(f"{name!r}, which follows {layer!r}, is used elsewhere as well")
         return found
-
-    def channels_at(self, call: Call, step: int) -> Tensor | None:
-        """Return the channel of the called layer that each input element of `step` belongs to.
-
-        None where a step on the way mixes channels or cannot be followed.
-        """
-        with torch.device("cpu"):  # also where the model is made on "meta"
-            channels: Tensor | None = _number_channels(self.nodes[call.layer])
-        here = self.users[call.layer][0]
-        while here != step and channels is not None:
-            node = self.nodes[here]
-            if node.kind in ("view", "average", "max"):
-                same_windows = replace(node, kind="average") if node.kind == "max" else node
-                channels = _carry(same_windows, channels)
-            elif node.shape != channels.shape:
-                channels = None
-            here = self.users[here][0]
-        return channels
 
     def _layer_calls(self, layer: str) -> list[int]:
         calls = [i for i in self._calls.get(layer, ()) if self.nodes[i].kind == "layer"]

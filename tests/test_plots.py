@@ -30,7 +30,6 @@ GAPS[2, 2], GAPS[4] = np.inf, np.nan
 FIGURES: dict[str, Callable[[Axes | None], Axes]] = {
     "unit_1d": lambda ax: plots.unit_1d(-1.0, 0.5, r=-2.0, ax=ax),
     "unit_2d": lambda ax: plots.unit_2d(np.array([0.6, -0.8]), 1.0, ax=ax),
-    "unit_2d at infinity": lambda ax: plots.unit_2d(np.array([np.inf, 1.0]), np.inf, ax=ax),
     "trajectories": lambda ax: plots.trajectories(GAPS.reshape(6, 5, 2), points=SQUARE, ax=ax),
     "decision_regions": lambda ax: decision_regions(np.where(X > 1, np.nan, X[:, None]), ax),
     "decision_regions unknown": lambda ax: decision_regions(np.full((9, 9), np.nan), ax),
@@ -106,6 +105,7 @@ def test_is_drawn_on_the_given_axis_or_in_a_figure_of_its_own(name: str) -> None
 
 
 BAD: dict[str, tuple[Callable[[], object], str]] = {
+    "unit without a direction": (lambda: plots.unit_2d(np.zeros(2), 1.0), "has no boundary"),
     "unit with three inputs": (lambda: plots.unit_2d(np.ones(3), 0.0), r"\(2,\).*got \(3,\)"),
     "one input": (lambda: plots.trajectories(np.ones((5, 3))), r"units, 2\).*got \(5, 3\)"),
     "one row of scores": (lambda: decision_regions(np.ones((1, 9))), r"\(9, 9\).*got \(1, 9\)"),
@@ -204,15 +204,6 @@ def test_boundary_goes_through_phi_at_right_angles_between_the_shaded_sides(
     np.testing.assert_array_equal(
         region(ax, "inactive").contains_points(points), points @ u < -lam
     )
-
-
-@pytest.mark.parametrize("lam", [1.0, -1.0])
-def test_unit_without_boundary_is_on_one_side_everywhere(lam: float) -> None:
-    ax = plots.unit_2d(np.zeros(2), lam)
-    side = "active" if lam > 0 else "inactive"
-    assert region(ax, side).contains_point((0.1, 0.1))
-    assert ax.get_title(loc="left") == "no boundary"
-    assert "boundary" not in legend(ax)
 
 
 def test_trajectories_are_the_locations_from_start_to_end() -> None:

@@ -1,9 +1,9 @@
 """What the units of a network do: their boundaries, how these move, the regions they make."""
 
 from geoparam.analysis.boundary import Boundaries, boundaries, layer_boundaries
-from geoparam.analysis.parameter_steps import make_steps, perturb_layer
+from geoparam.analysis.parameter_steps import make_steps
 from geoparam.analysis.partition import Patterns, patterns
-from geoparam.analysis.perturbation import DELTAS, Response, perturb, respond, sweep
+from geoparam.analysis.perturbation import DELTAS, Response, perturb, respond
 from geoparam.analysis.reading.activations import SReLU, breaks
 from geoparam.analysis.slices.plane import Plane, plane_through
 from geoparam.analysis.slices.slice import Slice, slice_regions
@@ -26,9 +26,7 @@ __all__ = [
     "make_steps",
     "patterns",
     "perturb",
-    "perturb_layer",
     "plane_through",
     "respond",
     "slice_regions",
-    "sweep",
 ]

@@ -33,14 +33,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from geoparam import sphere
 from geoparam.analysis.reading.activations import Breaks, breaks
 from geoparam.analysis.reading.layer_sites import (
-    Follows,
     Layers,
     check_norm,
     find_sites,
@@ -49,7 +45,7 @@ from geoparam.analysis.reading.layer_sites import (
     is_transposed,
     unwrap,
 )
-from geoparam.analysis.reading.norms import Moments, has_running, is_rms
+from geoparam.analysis.reading.norms import Moments, has_running
 from geoparam.analysis.reading.probe import read_moments
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs
@@ -112,22 +108,22 @@ def boundaries(
     inputs: Inputs | None = None,
     layers: Layers = None,
     statistics: Statistics = "running",
-    follows: Follows | None = None,
 ) -> dict[str, Boundaries]:
     """Return the boundaries of every layer's units, in float64, by layer name.
 
     A layer has distances only if its norm and activation are understood. They are NaN for smooth
-    activations, output layers, foreign norms, norms over other features than the units, averages
-    and arithmetic with constants before the activation, and calls with different norms; then the
-    directions are those of the weight's rows. Subclasses of torch's layers that compute something
-    else are left out. Before a residual sum, the boundary is that of the layer and its norm alone.
+    activations, output layers, foreign norms, norms over other features than the units, norms
+    with a view (transpose, reshape) before the activation, averages and arithmetic with constants
+    there, and calls with different norms; then the directions are those of the weight's rows.
+    `layer_boundaries` takes what follows a layer from you instead. Left out are subclasses of
+    torch's layers that compute something else, and layers whose weight a hook computes. Before a
+    residual sum, the boundary is that of the layer and its norm alone.
 
-    Exact are layers without a norm, BatchNorm and MBN. LayerNorm on the units, RMSNorm, and
-    GroupNorm without positions have exact directions; their deviation differs from point to point,
-    so distances are those at its average over `inputs`, and exact only at beta = 0 and breakpoint
-    0. GroupNorm and InstanceNorm over positions also subtract a mean that differs from image to
-    image: mean and deviation are both averages. So is gamma or beta where LayerNorm has one for
-    each position.
+    Exact are layers without a norm, BatchNorm and MBN. LayerNorm on the units and GroupNorm
+    without positions have exact directions; their deviation differs from point to point, so
+    distances are those at its average over `inputs`, and exact only at beta = 0 and breakpoint 0.
+    GroupNorm and InstanceNorm over positions also subtract a mean that differs from image to
+    image: mean and deviation are both averages.
 
     Args:
         model: Any model: SP, torch's weight_norm, BatchNorm, LayerNorm, GmP.
@@ -135,7 +131,6 @@ def boundaries(
         layers: Names, or a function of module and name; all by default.
         statistics: "running" reads BatchNorm and MBN as they evaluate, "batch" as they train, by
             the statistics of `inputs`.
-        follows: Norm and activation by layer name, to overrule what the trace finds.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 1), nn.ReLU())
@@ -145,7 +140,7 @@ def boundaries(
         (-1.414213562373095, [[1.0, 1.0]])
     """
     batch = is_batch(statistics, inputs)
-    sites = find_sites(model, inputs, layers, follows)
+    sites = find_sites(model, inputs, layers)
     moments = {} if inputs is None else read_moments(unwrap(model), inputs, sites, batch)
     return {
         name: compute_boundaries(read_units(site.layer, site.norm, moments.get(name)), site.breaks)
@@ -242,10 +237,10 @@ def read_units(
         given = {"offset": bias}
     normalised = isinstance(layer, GmPLayer) and layer.coordinates == "angles"
     if norm is not None:
-        groups = count_groups(norm, has_positions(layer), len(rows))
+        groups = count_groups(norm, has_positions(layer))
         if groups:
             rows, given = _centre(rows, given, groups)
-        given |= _read_norm(norm, len(rows), bool(groups), moments)
+        given |= _read_norm(norm, bool(groups), moments)
         normalised = normalised and not groups
     like = torch.empty(len(rows), dtype=dtype, device=rows.device)
     known = {name: value for name, value in given.items() if value is not None}
@@ -274,9 +269,7 @@ def gather(value: Tensor) -> Tensor:
 def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
     """Return the weight as rows (out, n) and the bias of a layer that is not ours.
 
-    They are those of its next call: the attribute that torch's older hooks write is that of the
-    last one. Parametrizations evaluate meanwhile: in training, reading spectral_norm's weight
-    moves it.
+    Parametrizations evaluate meanwhile: in training, reading spectral_norm's weight moves it.
     """
     if isinstance(layer, nn.MultiheadAttention):
         return layer.in_proj_weight, layer.in_proj_bias
@@ -284,21 +277,13 @@ def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
         for step in layer.parametrizations.modules() if is_parametrized(layer) else ():
             after.callback(setattr, step, "training", step.training)
             step.training = False
-        own = {name: getattr(layer, name, None) for name in ("weight", "bias")}
-    for hook in layer._forward_pre_hooks.values():
-        if isinstance(hook, WeightNorm):
-            own[hook.name] = hook.compute_weight(layer)
-        elif isinstance(hook, SpectralNorm):
-            own[hook.name] = hook.compute_weight(layer, do_power_iteration=False)
-        elif isinstance(hook, BasePruningMethod):
-            own[hook._tensor_name] = hook.apply_mask(layer)
-    weight: Any = own["weight"]
-    return (weight.t() if is_transposed(layer) else weight.flatten(1)), own["bias"]
+        weight, bias = layer.weight, layer.bias
+    return (weight.t() if is_transposed(layer) else weight.flatten(1)), bias
 
 
-def _read_norm(norm: Any, units: int, centred: bool, moments: Moments | None) -> Given:
+def _read_norm(norm: Any, centred: bool, moments: Moments | None) -> Given:
     """Return the parts that a norm adds; unknown statistics make distances NaN."""
-    gamma, beta = (_per_unit(getattr(norm, name, None), units) for name in ("weight", "bias"))
+    gamma, beta = (getattr(norm, name, None) for name in ("weight", "bias"))
     found: Given = {"gamma": gamma, "beta": beta}
     if moments is not None:
         mean = 0.0 if centred else moments.mean
@@ -307,24 +292,13 @@ def _read_norm(norm: Any, units: int, centred: bool, moments: Moments | None) ->
         variance = getattr(norm, "running_var", None)
         eps = 0.0 if variance is None else norm.eps
         return {**found, "mean": norm.running_mean, "variance": variance, "eps": eps}
-    known = centred or is_rms(norm)
-    return {**found, "mean": 0.0 if known else torch.nan, "variance": torch.nan}
+    return {**found, "mean": 0.0 if centred else torch.nan, "variance": torch.nan}
 
 
-def _per_unit(value: Tensor | None, units: int) -> Tensor | None:
-    """Return gamma or beta for each unit; the average where there is one for each position."""
-    if value is None:
-        return None
-    if value.numel() % units:
-        return torch.full((units,), torch.nan, device=value.device)
-    value = gather(value)
-    return value.flatten() if value.numel() == units else value.reshape(units, -1).mean(dim=1)
-
-
-def count_groups(norm: nn.Module, positions: bool, units: int) -> int:
+def count_groups(norm: nn.Module, positions: bool) -> int:
     """Return how many groups of units share a mean at one point, where that is all it is over."""
     if isinstance(norm, nn.LayerNorm):
-        return int(tuple(norm.normalized_shape) == (units,))
+        return 1
     return norm.num_groups if isinstance(norm, nn.GroupNorm) and not positions else 0
 
 

@@ -6,9 +6,9 @@ r"""What a layer and the norm after it store, by role, and steps of it.
 | GmP in angles | theta, as latitude | | r | lam | gamma, beta |
 | GmP, intrinsic | d | | r | lam | gamma, beta |
 
-A layer with one input under GmP stores no direction, a layer without bias no offset. Another
-parametrization of torch has its one original tensor as direction. The kinds of step, of all roles
-but r, as in the papers' figure 1:
+A layer with one input under GmP stores no direction, a layer without bias no offset. Other
+parametrizations than weight_norm with a length for each unit are refused. The kinds of step, of
+all roles but r, as in the papers' figure 1:
 
     constant      delta is added to every element. To theta, that is: the stored latitude is
                   pi/2 - theta and loses delta.
@@ -22,7 +22,7 @@ the only one whose metric is 1 everywhere: the unit turns by exactly that length
 intrinsic d turns by arcsin of it, and reverses where it is above 1, which is no small step.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -32,7 +32,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from geoparam import sphere
 from geoparam.analysis.boundary import gather
-from geoparam.analysis.reading.layer_sites import copy_in_float64, is_transposed
+from geoparam.analysis.reading.layer_sites import is_transposed
 from geoparam.base_layer import GmPLayer
 
 Kind = Literal["constant", "gaussian", "adversarial"]
@@ -57,7 +57,10 @@ def make_steps(
         >>> {role: step.tolist() for role, step in make_steps(GmPLinear(2, 1), delta=0.5).items()}
         {'direction': [[-0.5]], 'offset': [0.5]}
     """
-    check_kinds([kind], [delta])
+    if kind not in KINDS:
+        raise ValueError(f"a kind is one of {', '.join(KINDS)}; got {kind!r}.")
+    if kind == "adversarial" and delta <= 0:
+        raise ValueError("the adversarial -(1 + delta) w needs delta > 0; at 0 nothing is left.")
     held = {
         role: sphere.wide(t) for role, t in read_stored(layer, norm).items() if role != "scale"
     }
@@ -75,36 +78,6 @@ def make_steps(
             sign = -1 if role == "direction" and coordinates(layer) == "latitude" else 1
             steps[role] = torch.full_like(stored, sign * delta)
     return steps
-
-
-def perturb_layer(
-    layer: nn.Module, steps: Steps, norm: nn.Module | None = None
-) -> tuple[nn.Module, nn.Module | None]:
-    """Return copies of a layer and the norm after it with steps added, in float64.
-
-    Read them, with `layer_boundaries` for example; do not train them.
-
-    Example:
-        >>> layer = nn.Linear(2, 1)
-        >>> _ = nn.init.constant_(layer.bias, 0.5)
-        >>> other, _ = perturb_layer(layer, {"offset": torch.ones(1)})
-        >>> other.bias.item()
-        1.5
-    """
-    values = add_steps(layer, norm, steps)
-    copies = {m: copy_in_float64(m) for m in (layer, norm) if m is not None}
-    for (module, name), value in values.items():
-        copies[module].get_parameter(name).copy_(value)
-    return copies[layer], None if norm is None else copies[norm]
-
-
-def check_kinds(kinds: Iterable[str], deltas: Iterable[float]) -> None:
-    """Refuse kinds and sizes that do not exist."""
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown:
-        raise ValueError(f"a kind is one of {', '.join(KINDS)}; got {unknown[0]!r}.")
-    if "adversarial" in kinds and min(deltas, default=1) <= 0:
-        raise ValueError("the adversarial -(1 + delta) w needs delta > 0; at 0 nothing is left.")
 
 
 def _reversal(layer: nn.Module, delta: float) -> Tensor:
@@ -152,21 +125,10 @@ def coordinates(layer: nn.Module) -> str:
     return layer._coordinates.name if isinstance(layer, GmPLayer) else "weight"
 
 
-def read_direction_rows(layer: nn.Module) -> Tensor | None:
-    """Return the stored vectors (out, n) that units point along; None where there are none.
-
-    Angles are no such vectors, and a parametrization may make a row of the weight from several.
-    """
-    held = read_stored(layer)
-    dim = 1 if is_transposed(layer) else 0
-    length = held.get("length")
-    if length is None:
-        mixed = coordinates(layer) == "weight" and is_parametrized(layer, "weight")
-    else:
-        mixed = length.numel() != 1 and length.numel() != length.shape[dim]
-    if mixed or coordinates(layer) in ("latitude", "sign"):
-        return None
-    return held["direction"].t() if dim else held["direction"].flatten(1)
+def read_direction_rows(layer: nn.Module) -> Tensor:
+    """Return the stored direction of each unit as a row: its angles, or a vector along it."""
+    held = read_stored(layer)["direction"]
+    return held.t() if is_transposed(layer) else held.flatten(1)
 
 
 def _find_stored(
@@ -180,7 +142,8 @@ def _find_stored(
     if "direction" not in found and coordinates(layer) != "sign":
         raise ValueError(
             f"{type(layer).__name__} does not store its weight in one tensor, or in a length and "
-            "a direction: what a perturbation of it is, is not known. Leave it out by `layers`."
+            "a direction of each unit: what a perturbation of it is, is not known. Leave it out "
+            "by `layers`."
         )
     return found
 
@@ -190,11 +153,9 @@ def _layer_names(layer: Any) -> dict[str, str]:
         return {"direction": layer._coordinates.name, "scale": "r", "offset": "lam"}
     if isinstance(layer, nn.MultiheadAttention):
         return {"direction": "in_proj_weight", "offset": "in_proj_bias"}
-    if hasattr(layer, "weight_v"):  # the older torch weight_norm
-        return {"direction": "weight_v", "length": "weight_g", "offset": "bias"}
     if not is_parametrized(layer, "weight"):
         return {"direction": "weight", "offset": "bias"}
     chain, original = layer.parametrizations.weight, "parametrizations.weight.original"
-    if len(chain) == 1 and isinstance(chain[0], _WeightNorm):
+    if len(chain) == 1 and isinstance(chain[0], _WeightNorm) and chain[0].dim == 0:
         return {"direction": f"{original}1", "length": f"{original}0", "offset": "bias"}
-    return {"direction": original, "offset": "bias"}
+    return {}

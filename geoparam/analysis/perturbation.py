@@ -12,18 +12,13 @@ Both are attained by some step of that length (the second by theta_1 alone), so 
 be promised. Where a sign may flip, of l, of gamma or of an r inside the activation, which takes a
 step as large as they are, the bound is 180 degrees under every parameterization, GmP included.
 Under LayerNorm a unit's direction is w_i - mean(w): there eps is the step of that difference,
-whatever stores w. The same holds for parametrizations that are not known here.
-
-The turn *to first order* is ||eps across w|| / ||w||, and for angles the metric's
-sqrt(sum_i m_i eps_i^2), m_i = sin^2 theta_1 ... sin^2 theta_{i-1}. It is no bound: a long step may
-turn a unit more than the metric where it starts says, but never more than ||eps||.
+whatever stores w.
 """
 
 import math
-from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,20 +27,17 @@ from geoparam import sphere
 from geoparam.analysis import boundary
 from geoparam.analysis.boundary import Boundaries, Statistics, Units
 from geoparam.analysis.parameter_steps import (
-    KINDS,
     Kind,
     Steps,
     add_steps,
-    check_kinds,
     coordinates,
     make_steps,
-    perturb_layer,
     read_direction_rows,
     read_stored,
 )
 from geoparam.analysis.reading import layer_sites
 from geoparam.analysis.reading.activations import Activation, Breaks, breaks
-from geoparam.analysis.reading.layer_sites import Follows, Layers, Site
+from geoparam.analysis.reading.layer_sites import Layers, Site
 from geoparam.analysis.reading.norms import Moments, needs_batch
 from geoparam.analysis.reading.probe import read_moments
 from geoparam.conversion.plan import Inputs
@@ -59,28 +51,13 @@ class Response:
 
     rotation: Tensor  # (out,), the turn of each boundary in degrees
     displacements: Tensor  # (K, out), the move ||delta phi|| of its location, at K breakpoints
-    step: Tensor  # (out,), ||eps||, the length of the step of the stored direction
-    first_order: Tensor  # (out,), the turn in degrees to first order in eps
     bound: Tensor  # (out,), the turn in degrees that no step of this length exceeds
+    after: Boundaries  # the perturbed boundaries themselves
 
     @property
     def displacement(self) -> Tensor:
         """(out,), at the first breakpoint; ReLU and its relatives have no other."""
         return self.displacements[0]
-
-
-class Row(NamedTuple):
-    """One line of a sweep: turns in degrees, displacements in the units of the layer's input."""
-
-    layer: str
-    kind: str
-    delta: float
-    rotation_max: float
-    rotation_median: float
-    displacement_max: float
-    displacement_median: float
-    first_order_max: float
-    bound_max: float
 
 
 def perturb(
@@ -91,7 +68,6 @@ def perturb(
     *,
     layers: Layers = None,
     statistics: Statistics = "running",
-    follows: Follows | None = None,
     generator: torch.Generator | None = None,
 ) -> dict[str, Response]:
     """Perturb each layer of a model by itself and return how its boundaries answer, by name.
@@ -108,7 +84,6 @@ def perturb(
         statistics: "running", where BatchNorm's stay as they are, or those of the batch `inputs`,
             which move with the perturbed weight, as in training. Norms without running statistics
             always see the batch anew: one run of the model for each layer and perturbation.
-        follows: Norm and activation by layer name, to overrule what the trace finds.
         generator: The source of Gaussian noise.
 
     Example:
@@ -117,65 +92,14 @@ def perturb(
         >>> perturb(model, torch.zeros(1, 2), "adversarial", 0.5)["0"].rotation.tolist()
         [180.0]
     """
-    each = _responses(model, inputs, [kind], [delta], layers, statistics, follows, generator)
-    return {name: response for name, _, _, response in each}
-
-
-def sweep(
-    model: nn.Module,
-    inputs: Inputs | None = None,
-    kinds: Iterable[Kind] = KINDS,
-    deltas: Iterable[float] = DELTAS,
-    **options: Any,
-) -> list[Row]:
-    """Perturb as `perturb` does, by every kind and size, and return one row for each.
-
-    `options` are those of `perturb`. All sizes scale the same Gaussian noise, so that rows differ
-    by delta alone.
-
-    Example:
-        >>> from geoparam import GmPLinear
-        >>> rows = sweep(GmPLinear(2, 5), kinds=["constant"], deltas=[0.01, 0.1])
-        >>> [f"{row.delta:g} rad: {row.rotation_max:.3f} degrees" for row in rows]
-        ['0.01 rad: 0.573 degrees', '0.1 rad: 5.730 degrees']
-    """
-    rows = []
-    for layer, kind, delta, response in _responses(model, inputs, kinds, deltas, **options):
-        each = response.rotation, response.displacements, response.first_order, response.bound
-        known = [t[~t.isnan()] for t in each]  # units with a boundary before and after
-        largest = [t.max().item() if len(t) else math.nan for t in known]
-        middle = [t.median().item() if len(t) else math.nan for t in known]
-        rows.append(
-            Row(layer, kind, delta, largest[0], middle[0], largest[1], middle[1], *largest[2:])
-        )
-    return rows
-
-
-def _responses(
-    model: nn.Module,
-    inputs: Inputs | None,
-    kinds: Iterable[Kind],
-    deltas: Iterable[float],
-    layers: Layers = None,
-    statistics: Statistics = "running",
-    follows: Follows | None = None,
-    generator: torch.Generator | None = None,
-) -> Iterator[tuple[str, Kind, float, Response]]:
-    """Yield layer by layer, so that only one layer has copies at a time."""
-    kinds, deltas = list(kinds), list(deltas)
-    check_kinds(kinds, deltas)
     batch = boundary.is_batch(statistics, inputs)
     model = layer_sites.unwrap(model)
-    for name, site in layer_sites.find_sites(model, inputs, layers, follows).items():
-        before = _perturb_site(model, inputs, site, batch, {})
-        chosen: Any = {"norm": site.norm, "generator": generator}
-        for kind in kinds:
-            unit = {} if kind == "adversarial" else make_steps(site.layer, kind, 1.0, **chosen)
-            for delta in deltas:
-                steps = {role: delta * step for role, step in unit.items()}
-                steps = steps or make_steps(site.layer, kind, delta, **chosen)
-                after = _perturb_site(model, inputs, site, batch, steps)
-                yield name, kind, delta, _compare(before, after)
+    found = {}
+    for name, site in layer_sites.find_sites(model, inputs, layers).items():
+        steps = make_steps(site.layer, kind, delta, norm=site.norm, generator=generator)
+        before, after = (_perturb_site(model, inputs, site, batch, each) for each in ({}, steps))
+        found[name] = _compare(before, after)
+    return found
 
 
 def respond(
@@ -216,7 +140,10 @@ def _perturb_state(
     moments: Moments | None = None,
 ) -> _State:
     """Return a layer after given steps, with the norm's moments if they are known."""
-    other, other_norm = perturb_layer(layer, steps, norm)
+    copies = {m: layer_sites.copy_in_float64(m) for m in (layer, norm) if m is not None}
+    for (module, name), value in add_steps(layer, norm, steps).items():
+        copies[module].get_parameter(name).copy_(value)
+    other, other_norm = copies[layer], None if norm is None else copies[norm]
     units = boundary.read_units(other, other_norm, moments)
     return _State(other, other_norm, units, boundary.compute_boundaries(units, points))
 
@@ -232,9 +159,7 @@ def _perturb_site(
     moments = None
     if inputs is not None and needs_batch(site.norm, batch):
         values = add_steps(site.layer, site.norm, steps)
-        own = vars(site.layer)
         with ExitStack() as after:
-            after.callback(own.update, own.copy())  # the older weight_norm leaves what it computed
             for (module, name), value in values.items():
                 parameter = module.get_parameter(name)
                 after.callback(setattr, parameter, "data", parameter.data)
@@ -248,45 +173,36 @@ def _compare(before: _State, after: _State) -> Response:
     old, new = before.boundaries, after.boundaries
     angle = sphere.angle_between(old.direction, new.direction)
     near, far = 2 * (angle / 2).sin(), 2 * (angle / 2).cos()
-    step, first_order, bound = _bound_turn(before, after)
+    bound = _bound_turn(before, after)
     for factor, later in zip(_factors(before), _factors(after), strict=True):
         may_flip = (factor != later) & ((later - factor).abs() >= factor.abs())
         bound = torch.where(may_flip, math.pi, bound)
     return Response(
         rotation=angle.rad2deg(),
         displacements=boundary.displacement(old.distances, new.distances, near, far),
-        step=step,
-        first_order=torch.where(angle.isnan(), torch.nan, first_order).rad2deg(),
         bound=torch.where(angle.isnan(), torch.nan, bound).rad2deg(),
+        after=new,
     )
 
 
-def _bound_turn(before: _State, after: _State) -> tuple[Tensor, Tensor, Tensor]:
-    """Return length, first-order turn and bound of a step of the directions, in radians."""
-    layer, norm, (rows, *_), _ = before
-    row, other = read_direction_rows(layer), read_direction_rows(after.layer)
-    positions = layer_sites.has_positions(layer)
-    mixed = norm is not None and boundary.count_groups(norm, positions, len(rows))
-    if coordinates(layer) == "sign" and not mixed:
-        zero = torch.zeros_like(before.boundaries.scale)
-        return zero, zero, zero
-    if coordinates(layer) == "latitude" and not mixed:
-        latitude, later = (read_stored(each.layer)["direction"] for each in (before, after))
-        size = sphere.length(later - latitude)
-        turn = sphere.length(sphere.metric(latitude).sqrt() * (later - latitude))
-        return size, turn, size.clamp(max=math.pi)
-    if row is None or other is None or mixed:
-        row, other = rows, after.units.rows
-    step, length, u = other - row, sphere.length(row), sphere.normalise(row)
-    across = step - (step * u).sum(dim=-1, keepdim=True) * u
-    size = sphere.length(step)
-    turn = (size / length).clamp(max=1).asin()
-    return size, sphere.length(across) / length, torch.where(size < length, turn, math.pi)
+def _bound_turn(before: _State, after: _State) -> Tensor:
+    """Return the bound for a step of the directions, in radians; factors may add to it."""
+    layer, norm = before.layer, before.norm
+    if norm is not None and boundary.count_groups(norm, layer_sites.has_positions(layer)):
+        row, other = before.units.rows, after.units.rows  # those of w_i - mean(w)
+    elif coordinates(layer) == "sign":
+        return torch.zeros_like(before.boundaries.scale)
+    else:
+        row, other = (read_direction_rows(each.layer) for each in (before, after))
+        if coordinates(layer) == "latitude":
+            return sphere.length(other - row).clamp(max=math.pi)
+    size, length = sphere.length(other - row), sphere.length(row)
+    return torch.where(size < length, (size / length).clamp(max=1).asin(), math.pi)
 
 
 def _factors(of: _State) -> list[Tensor]:
-    """Return r inside, gamma and l, (out,) or one number, whose signs are the unit's too."""
+    """Return r inside, gamma and l, each (out,), whose signs are the unit's too."""
     factors = [of.units.parts.gain, of.units.parts.gamma]
-    if read_direction_rows(of.layer) is not None and "length" in (held := read_stored(of.layer)):
+    if "length" in (held := read_stored(of.layer)):
         factors.append(held["length"].flatten())
     return factors

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
-from numpy.typing import ArrayLike
 
 from geoparam.plots.style import (
     BLUE,
@@ -42,39 +41,28 @@ def unit_1d(
         >>> ax.get_title(loc="left")
         'boundary at φ = 1'
     """
-    direction, lam = finite(np.array([direction, lam], dtype=float)).tolist()
+    if direction == 0:
+        raise ValueError("a unit with direction 0 has no boundary to draw.")
     ax = axis_or_new(ax)
-    x = np.linspace(*limits, 401)
-    location = _location(np.array([direction]), lam)[0]
-    if limits[0] < location < limits[1]:
-        x = np.sort(np.append(x, location))
+    location = -lam / direction
+    x = np.sort(np.append(np.linspace(*limits, 401), np.clip(location, *limits)))
     inside = direction * x + lam
     for (word, fill), side in zip(SIDES, (inside >= 0, inside <= 0), strict=True):
         place: dict[str, Any] = {"transform": ax.get_xaxis_transform(), "label": word}
         ax.fill_between(x, 0, 1, where=side, color=fill, linewidth=0, **place)
     ax.plot(x, r * np.maximum(inside, 0), color=INK, linewidth=2.4, label="unit")
+    ax.axvline(location, color=BROWN, linewidth=2.0, label="boundary")
+    ax.plot([location], [0], "o", color=INK, markersize=7, zorder=5, label="location φ")
+    reach = 0.12 * np.sign(direction) * (limits[1] - limits[0])
+    height = 0.1 if r < 0 else 0.9
+    for tip, colour in [(location + reach, ACTIVE), (location - reach, INACTIVE)]:
+        _arrow(ax, (location, height), (tip, height), colour, ax.get_xaxis_transform())
     ax.set(xlim=limits, xlabel="x", ylabel="z")
-    if np.isfinite(location):
-        ax.axvline(location, color=BROWN, linewidth=2.0, label="boundary")
-        ax.plot([location], [0], "o", color=INK, markersize=7, zorder=5, label="location φ")
-        reach = 0.12 * np.sign(direction) * (limits[1] - limits[0])
-        height = 0.1 if r < 0 else 0.9
-        for tip, colour in [(location + reach, ACTIVE), (location - reach, INACTIVE)]:
-            _arrow(ax, (location, height), (tip, height), colour, ax.get_xaxis_transform())
-        ax.set_title(f"boundary at φ = {location:.3g}", loc="left")
-    else:
-        ax.set_title("no boundary", loc="left")
+    ax.set_title(f"boundary at φ = {location:.3g}", loc="left")
     ax.grid(visible=False)
     if legend:
         legend_beside(ax)
     return ax
-
-
-def _location(direction: np.ndarray, lam: ArrayLike) -> np.ndarray:
-    """The nearest point to the origin with direction @ x + lam = 0, NaN where there is none."""
-    square = np.asarray((direction**2).sum(axis=-1, keepdims=True))
-    offset = finite(np.asarray(lam, dtype=float))[..., None]
-    return -offset * direction / np.where(square > 0, square, np.nan)
 
 
 def _arrow(ax: Axes, start: Any, tip: Any, colour: str, coordinates: Any) -> None:
@@ -87,7 +75,7 @@ def unit_2d(
     direction: np.ndarray,
     lam: float,
     *,
-    limits: tuple[float, float] | None = None,
+    limits: tuple[float, float] = (-3.0, 3.0),
     legend: bool = True,
     ax: Axes | None = None,
 ) -> Axes:
@@ -100,41 +88,26 @@ def unit_2d(
         >>> ax.get_xlabel(), ax.get_ylabel()
         ('$x_1$', '$x_2$')
     """
-    direction = finite(as_array("direction", direction, (2,)))
-    location = _location(direction, lam)
-    if limits is None:
-        limits = choose_view(np.stack([location, [0.8, 0.8]]), margin=2.0)
+    direction = as_array("direction", direction, (2,))
+    length, width = np.linalg.norm(direction), limits[1] - limits[0]
+    if length == 0:
+        raise ValueError("a unit with direction 0 has no boundary to draw.")
     ax = plane(ax, limits)
     ax.grid(visible=False)
-    _fill_sides(ax, direction, lam, limits)
-    if np.isfinite(location).all():
-        towards = direction / np.linalg.norm(direction)
-        reach = 1.5 * (limits[1] - limits[0]) + np.linalg.norm(location)
-        along = reach * np.array([-towards[1], towards[0]])
-        ends = np.stack([location - along, location + along], axis=1)
-        ax.plot(*ends, color=BROWN, linewidth=2.4, label="boundary")
-        ax.plot(*np.stack([[0, 0], location], axis=1), color=INK, linewidth=1.2, linestyle=":")
-        ax.plot(*location, "o", color=INK, markersize=7, zorder=5, label="location φ")
-        _arrows(ax, location, towards, 0.08 * (limits[1] - limits[0]))
-    else:
-        ax.set_title("no boundary", loc="left")
+    u, location = direction / length, -lam * direction / length**2
+    reach = 3 * width + np.linalg.norm(location)  # beyond the axis, which clips
+    along = reach * np.array([-u[1], u[0]])
+    ends = np.stack([location - along, location + along])
+    for (word, fill), sign in zip(SIDES, (1, -1), strict=True):
+        corners = np.concatenate([ends, (ends + 2 * sign * reach * u)[::-1]])
+        ax.fill(*corners.T, color=fill, linewidth=0, zorder=0, label=word)
+    ax.plot(*ends.T, color=BROWN, linewidth=2.4, label="boundary")
+    ax.plot(*np.stack([[0, 0], location], axis=1), color=INK, linewidth=1.2, linestyle=":")
+    ax.plot(*location, "o", color=INK, markersize=7, zorder=5, label="location φ")
+    _arrows(ax, location, u, 0.08 * width)
     if legend:
         legend_beside(ax)
     return ax
-
-
-def _fill_sides(ax: Axes, direction: np.ndarray, lam: float, limits: tuple[float, float]) -> None:
-    """Shade both half planes; the axis clips them."""
-    location, reach = _location(direction, lam), 3 * (limits[1] - limits[0])
-    square = reach * np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]])
-    for (word, fill), sign in zip(SIDES, (1, -1), strict=True):
-        corners = square if sign * lam > 0 else np.zeros((1, 2))
-        if np.isfinite(location).all():
-            u = direction / np.linalg.norm(direction)
-            along = (reach + np.linalg.norm(location)) * np.array([-u[1], u[0]])
-            ends = np.stack([location - along, location + along])
-            corners = np.concatenate([ends, (ends + 2 * sign * reach * u)[::-1]])
-        ax.fill(*corners.T, color=fill, linewidth=0, zorder=0, label=word)
 
 
 def _arrows(ax: Axes, location: np.ndarray, towards: np.ndarray, length: float) -> None:
@@ -163,13 +136,11 @@ def plane(ax: Axes | None, limits: tuple[float, float]) -> Axes:
     return ax
 
 
-def choose_view(
-    points: np.ndarray, share: float = 1.0, margin: float = 1.25
-) -> tuple[float, float]:
-    """Limits of both inputs, around the origin, that hold a share of the finite points, (N, 2)."""
+def _choose_view(points: np.ndarray) -> tuple[float, float]:
+    """Limits of both inputs, around the origin, that hold 95 % of the finite points, (N, 2)."""
     reach = np.abs(points).max(axis=-1)
     reach = reach[np.isfinite(reach)]
-    half = margin * float(np.quantile(reach, share)) if len(reach) else 1.0
+    half = 1.25 * float(np.quantile(reach, 0.95)) if len(reach) else 1.0
     return (-half, half) if half > 0 else (-1.0, 1.0)
 
 
@@ -196,7 +167,7 @@ def trajectories(
     if points is not None:
         points = as_array("points", points, ("points", 2))
         shown = np.concatenate([shown, points])
-    ax = plane(ax, limits := limits or choose_view(shown, share=0.95))
+    ax = plane(ax, limits := limits or _choose_view(shown))
     if points is not None:
         ax.plot(*points.T, ".", color=MUTED, markersize=2.5, alpha=0.5, label="data")
     for unit, path in enumerate(locations.swapaxes(0, 1)):

@@ -19,7 +19,6 @@ Runs = Annotated[
 
 def table(
     runs: Runs,
-    form: Annotated[str, Option("--format", help="markdown or csv.")] = "markdown",
     out: Annotated[Path | None, Option(help="File to write; else it is printed.")] = None,
     force: Force = False,
 ) -> None:
@@ -29,7 +28,7 @@ def table(
     with explain_errors():
         if out is not None:
             refuse_overwrite(out, force)
-        text = tables.export(open_runs(runs), form)
+        text = tables.export(open_runs(runs))
         if out is None:
             print(printable(text))
         else:

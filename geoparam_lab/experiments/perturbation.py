@@ -39,7 +39,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
-from geoparam.analysis import DELTAS, layer_boundaries, make_steps, perturb_layer, respond
+from geoparam.analysis import DELTAS, layer_boundaries, make_steps, respond
 from geoparam_lab.experiments import toys
 from geoparam_lab.experiments.experiment import (
     Drawings,
@@ -121,12 +121,11 @@ def perturb(method: str, seeds: int = 1000) -> Turns:
         [4.1, 29.1, 59.6, 65.0]
     """
     unit, units = build(method, [SEED]), build(method, range(seeds))
-    perturbed = [perturb_layer(unit, make_steps(unit, "constant", d))[0] for d in DELTAS]
-    places = [layer_boundaries(layer) for layer in (unit, *perturbed)]
     own, answers = (
         [respond(layer, make_steps(layer, "constant", d)) for d in DELTAS]
         for layer in (unit, units)
     )
+    places = [layer_boundaries(unit), *(answer.after for answer in own)]
     return Turns(
         directions=np.concatenate([place.direction for place in places]),
         lams=np.concatenate([place.distance for place in places]),

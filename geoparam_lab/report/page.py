@@ -10,7 +10,6 @@ import base64
 import contextlib
 import functools
 import hashlib
-import json
 import re
 import struct
 import zlib
@@ -25,22 +24,18 @@ import numpy as np
 import geoparam as gp
 from geoparam.plots import CYCLE, curve_styles
 from geoparam.storage import replacing
-from geoparam_lab import experiments, methods
+from geoparam_lab import experiments
 from geoparam_lab.experiments import papers
 from geoparam_lab.experiments.experiment import Experiment
-from geoparam_lab.experiments.image_text import NETWORKS, describe_images
-from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.experiments.image_text import describe_images
+from geoparam_lab.run_folder import Run
 from geoparam_lab.tables import tables
-from geoparam_lab.tables.blocks import INITS, name_value
 
 Array = np.ndarray
 
 MARK = b'<meta name="generator" content="geoparam">'  # by which we know a page of ours
 SCRIPTS = ("drawing.js", "panels.js", "page.js")
 PRINTED = 96 / 150  # a picture's size on the page: Run.figure has 150 pixels to the inch, CSS 96
-_MINUS = re.compile(r"(?<![\w-])-(?=[\d.])")
-_POWER = re.compile(r"(?<=\d)e([+-]\d+)")
-_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def write(runs: Iterable[Run | str | Path], out: str | Path, command: str = "") -> Path:
@@ -80,7 +75,7 @@ def _load_template() -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    environment.filters |= {"checksum": _checksum, "typeset": typeset, "unbroken": unbroken}
+    environment.filters |= {"checksum": _checksum, "unbroken": unbroken}
     return environment.get_template("page.html")
 
 
@@ -90,17 +85,6 @@ def _read(name: str) -> str:
 
 def _checksum(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def typeset(text: str) -> str:
-    """Return a text with a true minus and powers of ten.
-
-    Example:
-        >>> typeset("-1.5 ± 0.2"), typeset("1.48e+06"), typeset("8.9e-14")
-        ('−1.5 ± 0.2', '1.48·10⁶', '8.9·10⁻¹⁴')
-    """
-    text = _POWER.sub(lambda found: "·10" + str(int(found[1])).translate(_RAISED), text)
-    return _MINUS.sub("−", text)
 
 
 def unbroken(text: str) -> str:
@@ -131,7 +115,7 @@ def _describe(run: Run, number: int) -> dict[str, Any]:
         "tables": tables.make_tables(run),
         "figures": list(map(_read_figure, pictures)),
         "commands": list_commands(run),
-        "settings": describe_config(run.config, find_experiment(run)),
+        "settings": describe_config(run.config),
         "sessions": describe_sessions(run),
     }
 
@@ -239,35 +223,24 @@ def describe_experiment(run: Run) -> str:
     return f"{about} The data: {data}." if data else about
 
 
-def describe_config(config: Mapping[str, Any], experiment: Experiment) -> dict[str, str]:
-    """Return a configuration as words.
+def describe_config(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return a configuration as text, under the names of the options.
 
     Example:
-        >>> config = {"methods": ["sp", "gmp"], "lrs": None, "epochs": 5000}
-        >>> describe_config(config, Experiment("levy"))
-        {'methods': 'SP, GmP', 'lrs': 'not given', 'epochs': '5,000'}
+        >>> describe_config({"batch_sizes": [1, 512], "lrs": None, "data": {"images": 9}})
+        {'batch sizes': '1, 512', 'lrs': 'not given', 'data': 'images 9'}
     """
-    return {key.replace("_", " "): _write(value, key, experiment) for key, value in config.items()}
+    return {key.replace("_", " "): _write(value) for key, value in config.items()}
 
 
-def _write(value: Any, key: str, experiment: Experiment) -> str:
-    if value is None:
-        return "not given"
-    if said := describe_images({"data": value}):
-        return f"{said}, checksum {value.get('checksum', 'not known')}"
+def _write(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_write(each)}" for name, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_write, value)) or "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int) and abs(value) >= 1000:
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(_write(each, key, experiment) for each in value) or "none"
-    if isinstance(value, Mapping):
-        return json.dumps(value)
-    if key in ("datasets", "protocol"):
-        return name_value(experiment, value)
-    return INITS.get(value) or NETWORKS.get(value) or methods.title(str(value))
+    return "not given" if value is None else str(value)
 
 
 def describe_sessions(run: Run) -> dict[str, str]:
@@ -278,35 +251,11 @@ def describe_sessions(run: Run) -> dict[str, str]:
     found = {
         "results": f"{len(run.records()):,}",
         "started": first + (f", resumed {more} time{'s' * (more > 1)}" if more else ""),
-        "hardware": _list_each(sessions, "hardware", _describe_hardware),
-        "versions": _list_each(sessions, "versions", _describe_versions),
-        "commit": _list_each(sessions, "commit", _describe_commit),
     }
-    return {name: text for name, text in found.items() if text}
-
-
-def _list_each(sessions: list[Record], name: str, describe: Callable[[Record], str]) -> str:
-    """Return what the sessions had, each once: a run may be resumed on another machine."""
-    found = (describe(session[name]) for session in sessions if session.get(name))
-    return "; then ".join(dict.fromkeys(found))
-
-
-def _describe_hardware(found: Record) -> str:
-    counts = [
-        f"{found.get(name)} {name[:-1] if found.get(name) == 1 else name}"
-        for name in ("cores", "threads")
-    ]
-    gpus = [str(gpu) for gpu in found.get("gpus") or ["no GPU"]]
-    return ", ".join([str(found.get("cpu", "processor not known")), *counts, *gpus])
-
-
-def _describe_versions(found: Record) -> str:
-    return ", ".join(f"{name} {version}" for name, version in found.items())
-
-
-def _describe_commit(found: Record) -> str:
-    changed = ", with changes that are in no commit" if found.get("dirty") else ""
-    return f"{str(found.get('id'))[:12]}{changed}"
+    for name in ("hardware", "versions", "commit"):  # a run may be resumed on another machine
+        each = dict.fromkeys(_write(session[name]) for session in sessions if session.get(name))
+        found |= {name: "; then ".join(each)} if each else {}
+    return found
 
 
 def list_commands(run: Run) -> list[str]:

@@ -29,9 +29,8 @@ from geoparam_lab.tables.estimates import (
     write,
 )
 from geoparam_lab.tables.footnotes import explain_differences, explain_results
-from geoparam_lab.tables.formats import EMPTY, OTHER, SAME, Cell, Row, Table, to_csv
+from geoparam_lab.tables.formats import EMPTY, OTHER, SAME, Row, Table
 
-FORMATS = ("markdown", "csv")
 _SEVERAL = "see below"
 
 
@@ -56,8 +55,8 @@ def from_records(
         >>> records = [{"method": method, "seed": seed, "test_rmse": rmse + seed / 10}
         ...            for method, rmse in (("sp", 1.0), ("gmp", 0.4)) for seed in range(3)]
         >>> [table] = from_records(records, "levy")
-        >>> [cell.text for cell in table.rows[1].cells]
-        ['0.500 ± 0.058', '0.496, in our range', '0.400 to 0.600', '-0.600 ± 0.000', '3']
+        >>> table.rows[1].cells
+        ('0.500 ± 0.058', '0.496, in our range', '0.400 to 0.600', '-0.600 ± 0.000', '3')
     """
     experiment = experiments.find(name)
     known = [record for record in records if isinstance(record.get("method"), str)]
@@ -100,10 +99,8 @@ def _find_times(records: Iterable[Record]) -> list[Measure]:
     return found
 
 
-def export(runs: Iterable[Run], form: str = "markdown") -> str:
-    """Return the tables of some runs as one text, "markdown" or "csv"."""
-    if form not in FORMATS:
-        raise ValueError(f"a table is written as one of {', '.join(FORMATS)}; got {form!r}.")
+def export(runs: Iterable[Run]) -> str:
+    """Return the tables of some runs as one text in Markdown."""
     runs, found = list(runs), []
     alike = Counter(run.info["experiment"] for run in runs)
     for run in runs:
@@ -111,7 +108,7 @@ def export(runs: Iterable[Run], form: str = "markdown") -> str:
         found += [replace(t, title=name + t.title) for t in make_tables(run)]
     if not found:
         raise ValueError("no table can be made: there is no finished piece of work yet.")
-    return to_csv(found) if form == "csv" else "\n".join(table.markdown() for table in found)
+    return "\n".join(table.markdown() for table in found)
 
 
 # --- kinds of table ----------------------------------------------------------------------------
@@ -141,10 +138,10 @@ def _make_list(block: Block, compared: Sequence[Comparison]) -> Table:
     for comparison in compared:
         title = _difference_title("difference", comparison)
         named[title] = _difference_cells(block, comparison, column)
-    named["n"] = [Cell(f"{each.estimate.n if each.estimate else 0}") for each in column_results]
-    named["diverged"] = [Cell(f"{each.diverged or EMPTY}") for each in column_results]
+    named["n"] = [f"{each.estimate.n if each.estimate else 0}" for each in column_results]
+    named["diverged"] = [f"{each.diverged or EMPTY}" for each in column_results]
     if not _has_rate_in_labels(block):
-        named["rate"] = [Cell(list_rates(each.records)) for each in column_results]
+        named["rate"] = [list_rates(each.records) for each in column_results]
     for detail in (*_find_times(block.all_records), *block.layout.details):
         named[detail.title] = [_detail_cell(each.records, detail) for each in column_results]
     notes = [*explain_results(block), *(explain_differences(block, compared) if compared else ())]
@@ -171,8 +168,8 @@ def _make_matrix(block: Block) -> Table:
     papers = {"rate": [_papers_rate_cell(block, line) for line in block.cells]}
     ours = [_find_common_rate(block, line) for line in block.cells]
     said = _has_rate_in_labels(block) or set(ours) == {_SEVERAL}
-    said = said and all(cell.text == EMPTY for cell in papers["rate"])
-    named = {"rate": [Cell(EMPTY if said else rate) for rate in ours]}
+    said = said and set(papers["rate"]) == {EMPTY}
+    named = {"rate": [EMPTY if said else rate for rate in ours]}
     for column in block.columns:
         column_results, name = block.list_results(column), block.heading(column)
         digits = _count_digits(column_results)
@@ -193,9 +190,7 @@ def _make_difference_table(block: Block, comparison: Comparison) -> Table:
 
 def _make_rate_table(block: Block) -> Table:
     named = {
-        block.heading(column): [
-            Cell(list_rates(each.records)) for each in block.list_results(column)
-        ]
+        block.heading(column): [list_rates(each.records) for each in block.list_results(column)]
         for column in block.columns
     }
     notes = [f"How many {block.samples} have a rate is in brackets, where not all have the same."]
@@ -205,92 +200,90 @@ def _make_rate_table(block: Block) -> Table:
 def _assemble(
     title: str,
     block: Block,
-    named: Mapping[str, Sequence[Cell]],
+    named: Mapping[str, Sequence[str]],
     notes: Iterable[str],
-    papers: Mapping[str, Sequence[Cell]] | None = None,
+    papers: Mapping[str, Sequence[str]] | None = None,
 ) -> Table:
     """Put cells, by column and row, into a table without the columns and rows that are empty."""
-    kept = [name for name, cells in named.items() if any(cell.text != EMPTY for cell in cells)]
+    kept = [name for name, cells in named.items() if any(cell != EMPTY for cell in cells)]
     rows = []
     for i, line in enumerate(block.cells):
         rows.append(Row(line.label, tuple(named[name][i] for name in kept)))
         if papers:
             rows.append(Row(line.label, tuple(papers[name][i] for name in kept), papers=True))
-    rows = [row for row in rows if any(cell.text not in ("", EMPTY) for cell in row.cells)]
+    rows = [row for row in rows if any(cell not in ("", EMPTY) for cell in row.cells)]
     return Table(title, "method", tuple(kept), tuple(rows), tuple(notes))
 
 
 # --- cells -------------------------------------------------------------------------------------
 
 
-def _cell(results: Results, digits: int | None, usual: int = 0) -> Cell:
+def _cell(results: Results, digits: int | None, usual: int = 0) -> str:
     """Return a mean with its error; what differs from the `usual` number of results is said."""
     found, diverged = results.estimate, results.diverged
     if found is None:
-        return Cell(f"{diverged} diverged" if diverged else EMPTY, diverged=diverged)
+        return f"{diverged} diverged" if diverged else EMPTY
     remarks = [f"n = {found.n}"] * (usual not in (0, found.n))
     remarks += [f"{diverged} diverged"] * (usual > 0 and diverged > 0)
-    text = write(found, digits) + (f" ({', '.join(remarks)})" if remarks else "")
-    return Cell(text, found, diverged, results.agrees)
+    return write(found, digits) + (f" ({', '.join(remarks)})" if remarks else "")
 
 
-def _papers_cell(results: Results) -> Cell:
+def _papers_cell(results: Results) -> str:
     papers, ours, verdict = results.printed, results.estimate, results.agrees
     if papers is None or not results.records:
-        return Cell()
+        return EMPTY
     mark = "" if verdict is None else f"{SAME if verdict else OTHER} "
-    theirs = Estimate(papers.value, papers.error, 0, papers.value, papers.value)
     range_ = ""
     if papers.error is None and ours and ours.n >= 3:
         inside = ours.low - papers.rounding <= papers.value <= ours.high + papers.rounding
         range_ = ", in our range" if inside else ", outside our range"
-    return Cell(mark + papers.text + range_, theirs, agrees=verdict)
+    return mark + papers.text + range_
 
 
-def _papers_rate_cell(block: Block, line: Line) -> Cell:
+def _papers_rate_cell(block: Block, line: Line) -> str:
     shown = any(block.results[line, column].printed for column in block.columns)
     rate = block.experiment.rates.get(line.method) if shown else None
-    return Cell(EMPTY if rate is None else f"{rate:g}")
+    return EMPTY if rate is None else f"{rate:g}"
 
 
-def _range_cell(results: Results, digits: int | None) -> Cell:
+def _range_cell(results: Results, digits: int | None) -> str:
     found = results.estimate
     if found is None or found.error is None:
-        return Cell()
+        return EMPTY
     low, high = (write(Estimate(x, None, 1, x, x), digits) for x in (found.low, found.high))
-    return Cell(f"{low} to {high}")
+    return f"{low} to {high}"
 
 
-def _difference_cells(block: Block, comparison: Comparison, column: Any) -> list[Cell]:
+def _difference_cells(block: Block, comparison: Comparison, column: Any) -> list[str]:
     """Return the paired differences to the baseline in a column, for the rows that have one."""
     digits, cells = _count_digits(block.list_results(column)), []
     for line in block.cells:
         found = comparison.differences.get((line, column))
         mark = comparison.marks.get((line, column), "")
-        cells.append(Cell(write(found, digits) + mark, found) if found else Cell())
+        cells.append(write(found, digits) + mark if found else EMPTY)
     return cells
 
 
-def _field_cell(value: Any, digits: int | None) -> Cell:
+def _field_cell(value: Any, digits: int | None) -> str:
     if isinstance(value, list):
-        return Cell(", ".join(_field_cell(each, digits).text for each in value) or EMPTY)
+        return ", ".join(_field_cell(each, digits) for each in value) or EMPTY
     found = estimate([number(value)])
     if found is None:
-        return Cell(EMPTY if value is None else shorten(number(value)))
-    return Cell(f"{found.mean:g}" if digits is None else write(found, digits), found)
+        return EMPTY if value is None else shorten(number(value))
+    return f"{found.mean:g}" if digits is None else write(found, digits)
 
 
-def _detail_cell(records: Sequence[Record], detail: Measure) -> Cell:
+def _detail_cell(records: Sequence[Record], detail: Measure) -> str:
     """Return the mean of a field; without digits, the largest value."""
     found_in = [record for record in records if record.get(detail.name) is not None]
     values = [number(record[detail.name]) for record in found_in]
     if not values:
-        return Cell()
+        return EMPTY
     if detail.digits is None:
-        return Cell(shorten(math.nan if any(map(math.isnan, values)) else max(values)))
+        return shorten(math.nan if any(map(math.isnan, values)) else max(values))
     found = estimate(values)
     some = f" ({len(values)} of {len(records)})" if len(values) < len(records) else ""
-    return Cell(f"{found.mean:,.{detail.digits}f}{some}", found) if found else Cell()
+    return f"{found.mean:,.{detail.digits}f}{some}" if found else EMPTY
 
 
 def list_rates(records: Iterable[Record]) -> str:

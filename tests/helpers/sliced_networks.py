@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import geoparam as gp
 from geoparam.analysis import SReLU, breaks
 from geoparam.analysis.partition import pack
+from geoparam.analysis.slices.plane import Plane
 from geoparam.analysis.slices.slice import Slice, slice_regions
 
 EXTENT = (-2.0, 2.0, -1.5, 2.5)
@@ -110,7 +111,7 @@ NETWORKS = {  # and the names of their segments
 
 
 def cut(model: nn.Module, **options: Any) -> Slice:
-    return slice_regions(model, torch.zeros(2), **({"extent": EXTENT} | options))
+    return slice_regions(model, Plane(torch.zeros(2), torch.eye(2), EXTENT), **options)
 
 
 def points_in(extent: tuple, n: int = 2000) -> np.ndarray:

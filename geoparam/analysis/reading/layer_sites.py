@@ -1,6 +1,6 @@
 """Where the units of a model are: its layers, and the norm and activation that follow each.
 
-They are found in one run of the model, as conversion finds them, or the user gives them.
+They are found in one run of the model, as conversion finds them.
 """
 
 import copy
@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from geoparam.analysis.reading.activations import Activation, Breaks, SReLU, breaks
-from geoparam.analysis.reading.norms import UnknownNorm, find_feature_dim, mixes_units
+from geoparam.analysis.reading.norms import UnknownNorm, find_feature_dim
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs, kind_of, module_name, weight_name
 from geoparam.graph import Call, Graph
@@ -20,7 +20,6 @@ from geoparam.input_mean_layers import InputMeanLayer
 from geoparam.trace import OPS, trace
 
 Layers = Iterable[str] | Callable[[nn.Module, str], bool] | None
-Follows = Mapping[str, tuple[nn.Module | None, Activation | None]]
 
 INNER = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 INSIDE_ATTENTION = (nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear)
@@ -60,19 +59,16 @@ def find_sites(
     model: nn.Module,
     inputs: Inputs | None = None,
     layers: Layers = None,
-    follows: Follows | None = None,
-    kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Site]:
     """Return every layer with units, in the order of their calls, and what follows it.
 
     Args:
-        inputs: A small batch as the model takes it, with `kwargs`; None for no trace.
+        inputs: A small batch as the model takes it; None for no trace.
         layers: Names of the layers, or a function of module and name; all by default.
-        follows: Norm and activation by layer name, to overrule the trace.
     """
     model = unwrap(model)
     modules = dict(model.named_modules())
-    graph = None if inputs is None else trace(model, inputs, kwargs)
+    graph = None if inputs is None else trace(model, inputs)
     ran = () if graph is None else graph.layers
     all_names = (weight_name(name, module) for name, module in modules.items())
     found: dict[str, Site] = {}
@@ -87,12 +83,6 @@ def find_sites(
             if site.own_activation:  # nothing is between the two
                 site = replace(site, norm=None, activation=module.activation, readable=True)
             found[site.name] = site
-    for name, (norm, activation) in (follows or {}).items():
-        if name not in found:
-            raise ValueError(f"follows names {name!r}; the layers are: {', '.join(found)}.")
-        norm = check_norm(norm, found[name].layer)
-        found[name] = replace(found[name], norm=norm, activation=activation)
-        found[name] = replace(found[name], calls=_calls_of_norm(found[name], graph, modules))
     return _choose(found, layers)
 
 
@@ -118,25 +108,22 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def copy_in_float64(module: nn.Module) -> nn.Module:
     """Return a copy of a module that no gradient reaches."""
-    # torch's older weight_norm leaves computed weights on modules, and these cannot be copied.
-    computed = {
-        id(value): value.detach().clone()
-        for part in module.modules()
-        for value in vars(part).values()
-        if isinstance(value, Tensor) and not value.is_leaf
-    }
-    return copy.deepcopy(module, computed).double().requires_grad_(False)
+    return copy.deepcopy(module).double().requires_grad_(False)
 
 
 def has_units(module: nn.Module, name: str = "") -> bool:
     """Return whether a module is a layer whose weight has one row, or column, for each unit.
 
-    A subclass of torch's layers only if it computes what they do, as for conversion.
+    A subclass of torch's layers only if it computes what they do, as for conversion. Not a layer
+    whose weight a hook computes before each call (pruning, torch's older weight_norm): between two
+    steps it is out of date.
     """
     if isinstance(module, nn.MultiheadAttention):
         return name.endswith("in_proj_weight") and module.in_proj_weight is not None
-    known = kind_of(module) in ("linear", "conv", "transposed")
-    return known or isinstance(module, GmPLayer | InputMeanLayer)
+    if isinstance(module, GmPLayer | InputMeanLayer):
+        return True
+    own_weight = "weight" in module._parameters or is_parametrized(module, "weight")
+    return kind_of(module) in ("linear", "conv", "transposed") and own_weight
 
 
 def count_units(layer: Any) -> int:
@@ -161,16 +148,14 @@ def has_positions(layer: nn.Module) -> bool:
 
 
 def check_norm(norm: nn.Module | None, layer: nn.Module) -> nn.Module | None:
-    """Return the norm that a user gives for a layer, or `UnknownNorm` for a foreign kind."""
-    if norm is None or isinstance(norm, UnknownNorm | nn.Identity):
-        return norm if isinstance(norm, UnknownNorm) else None
+    """Return the norm that a user gives for a layer; raise ValueError for one of another kind."""
     units, positions = count_units(layer), has_positions(layer)
-    if any(find_feature_dim(norm, units, rank, positions) is not None for rank in range(2, 6)):
-        return norm
-    size = getattr(norm, "num_features", getattr(norm, "num_channels", units))
-    if size != units:
-        raise ValueError(f"the norm has {size} features and the layer {units} units.")
-    return UnknownNorm()
+    dims = (find_feature_dim(norm, units, rank, positions) for rank in range(2, 6))
+    if norm is not None and all(dim is None for dim in dims):
+        raise ValueError(
+            f"{type(norm).__name__} is not known as a norm of this layer's {units} units."
+        )
+    return norm
 
 
 def _follow(site: Site, graph: Graph, name: str, modules: Mapping[str, nn.Module]) -> Site:
@@ -205,8 +190,7 @@ def _norm(
         return UnknownNorm()
     rank = len(node.shape)
     dim = find_feature_dim(norm, count_units(site.layer), rank, has_positions(site.layer))
-    pooled = "max" in kinds and mixes_units(norm)
-    if dim is None or pooled or not _has_units_in(graph, call, call.norm, dim):
+    if dim is None or "max" in kinds or not _has_units_in(graph, call, call.norm, dim):
         return UnknownNorm()
     return norm
 
@@ -223,10 +207,7 @@ def _activation(
     for call in calls:
         assert call.activation is not None
         if "getitem" in call.path:  # it may have left units out
-            layer, units = graph.nodes[call.layer], graph.channels_at(call, call.activation)
-            count = layer.shape[-1 if layer.channel is None else layer.channel]
-            if units is None or units.unique().numel() != count:
-                return None
+            return None
         if isinstance(found, SReLU) and found.lower.numel() > 1:
             if not _has_units_in(graph, call, call.activation, found.dim % len(step.shape)):
                 return None
@@ -242,36 +223,15 @@ def _keeps_units(site: Site, graph: Graph, call: Call) -> bool:
 
 
 def _has_units_in(graph: Graph, call: Call, step: int, dim: int) -> bool:
-    """Return whether the input of `step` has the layer's units in `dim`, in their order.
+    """Return whether the input of `step` is known to have the layer's units in `dim`.
 
     A norm with as many features as a layer has units may still have others: positions, the units
-    of one head, or the units in another order. So their numbers are sent through the views.
+    of one head, or the units in another order. So no step up to the activation may be a view.
     """
     layer, shape = graph.nodes[call.layer], graph.nodes[step].shape
     channel = len(layer.shape) + (-1 if layer.channel is None else layer.channel)
-    count = layer.shape[channel]
-    if not 0 <= dim < len(shape) or shape[dim] != count:
-        return False
-    if all(OPS.get(name) not in ("view", "average") for name in call.path):
-        return dim == channel  # no step moves dimensions
-    units = graph.channels_at(call, step)
-    if units is None or units.ndim != len(shape) or units.shape[dim] != count:
-        return False
-    numbers = torch.arange(count, device="cpu").view(-1, *[1] * (units.ndim - dim - 1))
-    return torch.equal(units, numbers.expand_as(units))
-
-
-def _calls_of_norm(
-    site: Site, graph: Graph | None, modules: Mapping[str, nn.Module]
-) -> tuple[Call, ...]:
-    """Return a layer's calls with the steps of the norm that the user gives for it."""
-    names = [name for name, module in modules.items() if module is site.norm]
-    nodes = () if graph is None else graph.nodes
-    steps = [index for index, node in enumerate(nodes) if node.name in names]
-    return tuple(
-        replace(call, norm=next((step for step in steps if step > call.layer), None))
-        for call in site.calls
-    )
+    moved = any(OPS.get(name) in ("view", "average") for name in call.path)
+    return not moved and dim == channel and shape[dim] == layer.shape[channel]
 
 
 def _choose(found: dict[str, Site], layers: Layers) -> dict[str, Site]:

@@ -23,16 +23,6 @@ class UnknownNorm(nn.Module):
     """Stands for what is between a layer and its activation where that is not understood."""
 
 
-def is_rms(norm: nn.Module) -> bool:
-    """Return whether it is RMSNorm, torch's or another of that name: no mean, no offset."""
-    return "rmsnorm" in type(norm).__name__.lower()
-
-
-def is_layer_norm_2d(norm: nn.Module) -> bool:
-    """Return whether it is torchvision's or timm's LayerNorm2d, over channels in dimension 1."""
-    return "2d" in type(norm).__name__.lower()
-
-
 def has_running(norm: nn.Module | None) -> bool:
     """Return whether it has running statistics: BatchNorm, MBN, a tracking InstanceNorm."""
     return getattr(norm, "running_mean", None) is not None
@@ -41,11 +31,6 @@ def has_running(norm: nn.Module | None) -> bool:
 def needs_batch(norm: nn.Module | None, batch: bool) -> bool:
     """Return whether a norm is read by a batch's statistics: with `batch`, or having no others."""
     return norm is not None and (batch or not has_running(norm))
-
-
-def mixes_units(norm: nn.Module) -> bool:
-    """Return whether it takes mean or deviation over several units at a point."""
-    return isinstance(norm, nn.LayerNorm | nn.GroupNorm) or is_rms(norm)
 
 
 def find_feature_dim(norm: Any, units: int, rank: int, positions: bool) -> int | None:
@@ -57,17 +42,13 @@ def find_feature_dim(norm: Any, units: int, rank: int, positions: bool) -> int |
     home = type(norm).forward.__module__.partition(".")[0]
     if home not in READ or "forward" in vars(norm):  # a subclass may compute something else
         return None
-    if isinstance(norm, nn.LayerNorm) or is_rms(norm):
-        shape = tuple(norm.normalized_shape)  # of several dimensions, (C, H, W), units come first
-        dim = 1 if is_layer_norm_2d(norm) else rank - len(shape)
-        return dim if shape[0] == units and not (is_rms(norm) and len(shape) > 1) else None
+    if type(norm).forward is nn.LayerNorm.forward:  # LayerNorm2d overrides it
+        return rank - 1 if tuple(norm.normalized_shape) == (units,) else None
     if isinstance(norm, nn.GroupNorm):
         averages_points = rank > 2 and not positions  # of a linear layer on sequences
         return 1 if norm.num_channels == units and not averages_points else None
     if _count_features(norm) != units:
         return None
-    if isinstance(norm, InstanceNorm):
-        return rank - norm._get_no_batch_dim()  # one example may have no batch dimension
     return norm.dim % rank if isinstance(norm, InputMeanNorm) else 1
 
 
@@ -89,25 +70,19 @@ def compute_moments(norm: Any, z: Tensor) -> Moments:
     """Return mean and deviation that `norm` takes from its input `z`, averaged over the batch.
 
     For BatchNorm and MBN they are the batch's own. GroupNorm and InstanceNorm have some for each
-    image, LayerNorm and RMSNorm for each point: these are averaged.
+    image, LayerNorm for each point: these are averaged.
     """
-    least = torch.finfo(z.dtype).eps  # torch's RMSNorm, if it has no eps of its own
     z = sphere.wide(z.detach())
     if isinstance(norm, UnknownNorm):
         return Moments(*z.new_full((2,), torch.nan))
-    if is_rms(norm):
-        mean_square = z.square().mean(dim=_normalised_dims(norm))
-        eps = least if norm.eps is None else norm.eps
-        return Moments(z.new_zeros(()), (mean_square + eps).sqrt().mean())
     if isinstance(norm, nn.LayerNorm):
-        mean, deviation = _moments_over(z, _normalised_dims(norm), norm.eps)
+        mean, deviation = _moments_over(z, (-1,), norm.eps)
         return Moments(mean.mean(), deviation.mean())
     if isinstance(norm, nn.GroupNorm):
         mean, deviation = _moments_over(z.reshape(len(z), norm.num_groups, -1), (2,), norm.eps)
         width = norm.num_channels // norm.num_groups
         return Moments(*(t.mean(dim=0).repeat_interleave(width) for t in (mean, deviation)))
     if isinstance(norm, InstanceNorm):
-        z = z[None] if z.ndim == norm._get_no_batch_dim() else z
         return Moments(*(t.mean(dim=0) for t in _moments_over(z.flatten(2), (2,), norm.eps)))
     channel = getattr(norm, "dim", 1) % z.ndim
     others = tuple(d for d in range(z.ndim) if d != channel)
@@ -117,7 +92,3 @@ def compute_moments(norm: Any, z: Tensor) -> Moments:
 
 def _moments_over(z: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor]:
     return z.mean(dim=dims), (z.var(dim=dims, correction=0) + eps).sqrt()
-
-
-def _normalised_dims(norm: Any) -> tuple[int, ...]:
-    return (1,) if is_layer_norm_2d(norm) else tuple(range(-len(norm.normalized_shape), 0))

@@ -114,7 +114,7 @@ def read_moments(
     if seen:
         read = {name: sites[name] for name in seen}
         observe(model, inputs, read, norm_input=see, training=batch)
-    return average_seen(sites, seen)
+    return average_seen(seen)
 
 
 def prepare_moments(sites: Mapping[str, Site], batch: bool) -> dict[str, list[Moments]]:
@@ -122,19 +122,12 @@ def prepare_moments(sites: Mapping[str, Site], batch: bool) -> dict[str, list[Mo
     return {name: [] for name, site in sites.items() if needs_batch(site.norm, batch)}
 
 
-def average_seen(
-    sites: Mapping[str, Site], seen: Mapping[str, Sequence[Moments]]
-) -> dict[str, Moments]:
-    """Return the moments of each layer's norm, averaged over its calls.
-
-    Running statistics do not replace those of a batch: norms that have them, and did not run, get
-    NaN. The other norms that did not run are left out.
-    """
+def average_seen(seen: Mapping[str, Sequence[Moments]]) -> dict[str, Moments]:
+    """Return the moments of each norm, averaged over its calls; NaN for one that did not run."""
     unknown = [Moments(*torch.full((2,), torch.nan))]
     return {
         name: Moments(*(torch.stack(t).mean(dim=0) for t in zip(*(each or unknown), strict=True)))
         for name, each in seen.items()
-        if each or has_running(sites[name].norm)
     }
 
 

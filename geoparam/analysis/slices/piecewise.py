@@ -1,7 +1,7 @@
 """A piecewise linear network in a plane: its activations, and their inputs there.
 
 The network must be affine between known breakpoints. `find_activations` refuses steps that are
-not, by name; `explain_bend` names possible causes where only the values show a bend.
+not, by name; `explain_bend` names the place where only the values show a bend.
 """
 
 import math
@@ -23,10 +23,6 @@ from geoparam.base_layer import GmPLayer
 from geoparam.graph import Call, Graph, Node
 from geoparam.trace import trace
 
-AFFINE = (
-    "input index layer activation norm sum scale view same average max constant output".split()
-)
-
 
 class Network:
     """A copy of a model in float64, and its pre-activations at points of a plane.
@@ -44,12 +40,6 @@ class Network:
         self.graph = trace(self.model, plane.at(np.zeros((2, 2))))
         self.sites = find_activations(self.model, self.graph)
         self.size = sum(math.prod(node.shape) for node in self.graph.nodes) // 2
-
-    def units(self, site: Site) -> int:
-        """Return the number of pre-activations per example; of a max pool, of its outputs."""
-        call = site.calls[0]
-        step = call.layer if call.activation is None else call.activation
-        return math.prod(self.graph.nodes[step].shape[1:])
 
     def compute_jets(self, site: Site, points: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return the pre-activations at points, (N, ...), and their slopes, (2, N, ...).
@@ -147,17 +137,10 @@ def _describe(node: Node, step: int) -> str:
 
 
 def explain_bend(graph: Graph, step: int) -> str:
-    """Name the steps before `step` that may have bent its input."""
-    found: set[int] = set()
-    stack = [step]
-    while stack:
-        new = set(graph.nodes[stack.pop()].inputs) - found
-        found |= new
-        stack += new
-    unknown = [i for i in sorted(found) if graph.nodes[i].kind not in AFFINE]
-    names = ", ".join(_describe(graph.nodes[i], i) for i in unknown) or "a step that does not show"
+    """Say that the input of a step is bent, and what may have bent it."""
     return (
         "regions have straight sides where a network is affine between breakpoints that are "
         f"known, in float64; the input of {_describe(graph.nodes[step], step)} is bent inside of "
-        f"a region, by {names}. Give a model, or a part of one, without it."
+        "a region. Give a model, or a part of one, without steps such as abs, maximum, products "
+        "of two results or casts to narrower types."
     )

@@ -8,15 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Extent = tuple[float, float, float, float]
-
 
 class Plane(NamedTuple):
     """A window in a plane through input space: origin + a axes[0] + b axes[1]."""
 
     origin: Tensor  # an input, without the dimension of the batch
-    axes: tuple[Tensor, Tensor]  # two directions of its shape
-    extent: Extent  # the window, (lowest a, highest a, lowest b, highest b)
+    axes: Sequence[Tensor]  # two directions of its shape; torch.eye(2) for two inputs
+    extent: tuple[float, float, float, float]  # lowest a, highest a, lowest b, highest b
 
     def at(self, points: Tensor | np.ndarray) -> Tensor:
         """Return the inputs at points (N, 2) of the plane, in float64."""
@@ -56,29 +54,21 @@ def plane_through(p: Tensor, q: Tensor, r: Tensor, margin: float = 0.25) -> Plan
     return Plane(p, axes, (a0, a1, b0, b1))
 
 
-def check_plane(origin: Tensor, axes: Sequence[Tensor] | None, extent: Extent) -> Plane:
+def check_plane(plane: Plane) -> Plane:
     """Return the plane in float64; raise ValueError if shapes, axes or extent are wrong."""
-    origin = _float64(origin)
-    if axes is None:
-        if origin.numel() != 2:
-            raise ValueError(
-                f"a model with {origin.numel()} inputs needs `axes`, two directions of the plane. "
-                "`plane_through` makes them from three inputs."
-            )
-        axes = torch.eye(2).view(2, *origin.shape).unbind()
-    first, second = (_float64(axis) for axis in axes)
+    origin, first, second = (_float64(tensor) for tensor in (plane.origin, *plane.axes))
     if not first.shape == second.shape == origin.shape:
         raise ValueError(
             "origin and axes have the shape of one input, without the dimension of the batch; got "
             f"{', '.join(str(tuple(t.shape)) for t in (origin, first, second))}."
         )
-    a0, a1, b0, b1 = extent
+    a0, a1, b0, b1 = plane.extent
     if not (math.isfinite(a1 - a0) and math.isfinite(b1 - b0) and a0 < a1 and b0 < b1):
-        raise ValueError(f"extent is (a0, a1, b0, b1) with a0 < a1, b0 < b1; got {extent}.")
+        raise ValueError(f"extent is (a0, a1, b0, b1) with a0 < a1, b0 < b1; got {plane.extent}.")
     spread = torch.linalg.svdvals(torch.stack([first.flatten(), second.flatten()]))
     if not (origin.isfinite().all() and spread[-1] > 1e-9 * spread[0]):
         raise ValueError("origin must be finite, and the axes two different directions.")
-    return Plane(origin, (first, second), extent)
+    return Plane(origin, (first, second), plane.extent)
 
 
 def scale_window(plane: Plane) -> tuple[Plane, np.ndarray, np.ndarray]:

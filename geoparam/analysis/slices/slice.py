@@ -36,7 +36,7 @@ from geoparam.analysis.partition import Collector, Pattern, Patterns
 from geoparam.analysis.reading.layer_sites import Site
 from geoparam.analysis.reading.probe import MaxPool, observe
 from geoparam.analysis.slices.piecewise import Network, explain_bend
-from geoparam.analysis.slices.plane import Extent, Plane, check_plane, scale_window
+from geoparam.analysis.slices.plane import Plane, check_plane, scale_window
 from geoparam.analysis.slices.polygons import (
     ON_LINE,
     Polygon,
@@ -67,7 +67,6 @@ class Slice:
     areas: np.ndarray
     patterns: Patterns  # of the regions, in the order of `polygons`
     segments: dict[str, np.ndarray]  # both ends of pieces of the units' boundaries, (m, 2, 2)
-    units: dict[str, np.ndarray]  # of each segment: an index into the layer's flattened output
 
     @property
     def count(self) -> int:
@@ -75,50 +74,35 @@ class Slice:
         return len(self.polygons)
 
 
-def slice_regions(
-    model: nn.Module,
-    origin: Tensor | Plane,
-    axes: Sequence[Tensor] | None = None,
-    extent: Extent | None = None,
-    *,
-    max_regions: int = 100_000,
-) -> Slice:
-    """Return the linear regions of `model` in a window of the plane origin + a e_1 + b e_2.
+def slice_regions(model: nn.Module, plane: Plane, *, max_regions: int = 100_000) -> Slice:
+    """Return the linear regions of `model` in the window of a plane.
 
     Args:
         model: A piecewise linear network, seen in evaluation mode; it is left as it is.
-        origin: An input, without the dimension of the batch; or a whole plane with its window, as
-            `plane_through` makes it, without `axes` and `extent`.
-        axes: e_1 and e_2, two directions of its shape; of a model with two inputs, its own.
-        extent: The window, (lowest a, highest a, lowest b, highest b); (-1, 1, -1, 1) by default.
+        plane: `Plane(origin, axes, extent)`, or one through three inputs, by `plane_through`.
         max_regions: More than these raise ValueError.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1), nn.ReLU())
         >>> for layer, bias in ((model[0], 0.0), (model[2], -1.0)):
         ...     _ = nn.init.eye_(layer.weight), nn.init.constant_(layer.bias, bias)
-        >>> found = slice_regions(model, torch.zeros(2), extent=(-2, 2, -2, 2))
+        >>> found = slice_regions(model, Plane(torch.zeros(2), torch.eye(2), (-2, 2, -2, 2)))
         >>> found.count, found.areas.sum().item(), found.segments["2"].tolist()
         (6, 16.0, [[[1.0, 2.0], [1.0, 0.0]], [[1.0, -2.0], [1.0, 0.0]]])
     """
-    if isinstance(origin, Plane):
-        if axes is not None or extent is not None:
-            raise ValueError("a plane has its own axes and extent: give it alone, or its origin.")
-        origin, axes, extent = origin
-    plane = check_plane(origin, axes, extent or (-1.0, 1.0, -1.0, 1.0))
+    plane = check_plane(plane)
     unit_plane, middle, half = scale_window(plane)
     network = Network(model, unit_plane)
     regions: list[Polygon] = [np.array([[-1.0, -1.0], [1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]])]
-    segments, units = {}, {}
+    segments = {}
     for name, site in network.sites.items():
         cut = _cut_regions(network, site, regions, max_regions)
         regions = cut.polygons
         segments[name] = middle + half * np.array(cut.ends).reshape(-1, 2, 2)
-        units[name] = np.array(cut.lines, dtype=int) % network.units(site)
     patterns = _read_patterns(network, regions)
     areas = np.array([area(region) for region in regions]) * half.prod()
     polygons = [middle + half * region for region in regions]
-    return Slice(plane, polygons, areas, patterns, segments, units)
+    return Slice(plane, polygons, areas, patterns, segments)
 
 
 class _Cut(NamedTuple):
@@ -126,21 +110,19 @@ class _Cut(NamedTuple):
 
     polygons: list[Polygon]  # the pieces
     ends: list[np.ndarray]  # both ends of the pieces of the boundaries, (2, 2) each
-    lines: list[int]  # the number of the line of each, or of the pool's output
 
 
 def _cut_regions(network: Network, site: Site, regions: Sequence[Polygon], limit: int) -> _Cut:
     """Cut every region; raise ValueError if there are more than `limit` pieces."""
     pool = isinstance(site.activation, MaxPool)
     find, cut = (_inputs, _cut_at_winners) if pool else (_lines, _cut_along_lines)
-    found = _Cut([], [], [])
+    found = _Cut([], [])
     for group in _groups(network, regions, points=2):
         points = np.stack([region.mean(axis=0) for region in group])
         for region, normal, offset in zip(group, *find(network, site, points), strict=True):
-            pieces, ends, lines = cut(region, normal, offset)
+            pieces, ends = cut(region, normal, offset)
             found.polygons.extend(pieces)
             found.ends.extend(ends)
-            found.lines.extend(lines)
             if len(found.polygons) > limit:
                 raise ValueError(
                     "the window has more regions than `max_regions`. Take a smaller window or "
@@ -158,7 +140,7 @@ def _cut_along_lines(region: Polygon, normal: np.ndarray, offset: np.ndarray) ->
     for line in lines:
         halves = [split(piece, normal[line], offset[line]) for piece in pieces]
         pieces = [half for both in halves for half in both]
-    return _Cut(pieces, [chord(region, normal[line], offset[line]) for line in lines], lines)
+    return _Cut(pieces, [chord(region, normal[line], offset[line]) for line in lines])
 
 
 def _cut_at_winners(region: Polygon, slope: np.ndarray, value: np.ndarray) -> _Cut:
@@ -172,7 +154,6 @@ def _cut_at_winners(region: Polygon, slope: np.ndarray, value: np.ndarray) -> _C
     near = np.maximum(ON_LINE * np.linalg.norm(rise, axis=2), rounding)
     pieces, places = [region], range(value.shape[1])
     ends: list[np.ndarray] = []
-    outputs: list[int] = []
     for output in (ahead.min(axis=0) < -near).any(axis=1).nonzero()[0]:
         duels = [_duels(slope[output], value[output], k, rounding) for k in places]
         cells = {k: cell_above(region, *duels[k]) for k in places}
@@ -181,10 +162,8 @@ def _cut_at_winners(region: Polygon, slope: np.ndarray, value: np.ndarray) -> _C
         pieces = [part for part in parts if len(part)]
         for k, j in itertools.combinations(winners, 2):
             normal, offset = duels[k]
-            side = side_on(cells[k], normal[j], offset[j])
-            ends += side
-            outputs += [output] * len(side)
-    return _Cut(pieces, ends, outputs)
+            ends += side_on(cells[k], normal[j], offset[j])
+    return _Cut(pieces, ends)
 
 
 def _duels(

@@ -1,9 +1,8 @@
 """What a tracker has recorded: numpy arrays in memory and, as they come, in files.
 
 The summary has one row for each record and layer: `pandas.DataFrame(numpy.load(file))`. With
-`keep="full"` a second file, with ".units" before its ending, has one row for each record, in which
-every layer has arrays over its units. Its header names them all: of more than about 50 layers
-numpy reads it as `numpy.load(file, max_header_size=HEADER)`, since its own limit is 10,000.
+`keep="full"` a second file, with ".units" before its ending, has one row for each record, with an
+array for each quantity over the units of all layers, one layer after another.
 
 A file grows by writing rows after its end and then their number into its header, for which numpy
 leaves room. A process that is killed in between leaves a whole file with the earlier rows.
@@ -16,12 +15,7 @@ from pathlib import Path
 import numpy as np
 
 NETWORK = "(network)"
-HEADER = 1 << 24  # characters, some 100,000 layers
-
-
-def column(layer: str) -> str:
-    """Return the name of a layer's column; a bare model has no name, and "step" is a column."""
-    return {"": "(the model)", "step": "(step)"}.get(layer, layer)
+PER_UNIT = ("rotation", "displacement", "scale", "distance", "active")
 
 
 class GrowingArray:
@@ -41,7 +35,7 @@ class GrowingArray:
                 f"{self.path} exists. Go on with it by resume=True, or give another."
             )
         if self.path.exists() and self.path.stat().st_size:  # else killed before the header
-            self._parts = [np.load(self.path, max_header_size=HEADER)]
+            self._parts = [np.load(self.path)]
             if self.rows.dtype != dtype:
                 raise ValueError(
                     f"{self.path} is of another model or other options: it does not hold the "
@@ -92,15 +86,15 @@ class GrowingArray:
 class History(Mapping[str, Mapping[str, np.ndarray]]):
     """The records of a tracker: `history[layer][quantity]` has one value for each record.
 
-    Every layer has the quantities of the summary, and with `keep="full"` those of its units,
-    (records, units). `network` has those of all layers together.
+    Every layer has the quantities of the summary and, where `counts` says how many units of it
+    are kept, those of its units, (records, units). `network` has those of all layers together.
     """
 
     def __init__(
         self,
         layers: Sequence[str],
         quantities: Sequence[str],
-        units: np.dtype | None = None,
+        counts: Sequence[int] | None = None,
         path: str | os.PathLike | None = None,
         resume: bool = False,
     ) -> None:
@@ -113,20 +107,31 @@ class History(Mapping[str, Mapping[str, np.ndarray]]):
         self._summary = GrowingArray(dtype, path, resume)
         self._check_layers()
         self._units = None
-        if units is not None:
+        self._stretches: dict[str, slice] = {}  # of the units of all layers
+        if counts is not None:
+            ends = np.cumsum([0, *counts]).tolist()
+            self._stretches = dict(zip(layers, map(slice, ends, ends[1:]), strict=True))
+            own = np.dtype([("step", "i8"), *((name, "f8", (ends[-1],)) for name in PER_UNIT)])
             beside = None if path is None else Path(path).with_suffix(".units.npy")
-            self._units = GrowingArray(units, beside, resume)
+            self._units = GrowingArray(own, beside, resume)
             self._drop_unfinished()
 
     def append(self, step: int, values: np.ndarray, units: np.ndarray | None = None) -> None:
-        """Add a record: `values` (layers + 1, quantities), the network's last; `units` one row."""
+        """Add a record: `values` (layers + 1, quantities), the network's last.
+
+        `units` has one row for each quantity of PER_UNIT, over the units of all layers.
+        """
         rows = np.zeros(len(self._index), self._summary.dtype)
         rows["step"] = step
         rows["layer"] = list(self._index)
         for column, quantity in enumerate(self.quantities):
             rows[quantity] = values[:, column]
         if self._units is not None and units is not None:
-            self._units.append(units)
+            row = np.zeros(1, self._units.dtype)
+            row["step"] = step
+            for quantity, own in zip(PER_UNIT, units, strict=True):
+                row[quantity] = own
+            self._units.append(row)
         self._summary.append(rows)
 
     def forget_after(self, step: int) -> None:
@@ -160,9 +165,9 @@ class History(Mapping[str, Mapping[str, np.ndarray]]):
             raise KeyError(f"no layer {layer!r}; there are: {', '.join(self.layers)}")
         rows = self._summary.rows[self._index[layer] :: len(self._index)]
         found = {name: rows[name] for name in ("step", *self.quantities)}
-        if self._units is not None and column(layer) in (self._units.dtype.names or ()):
-            units = self._units.rows[column(layer)]
-            found |= {name: units[name] for name in units.dtype.names or ()}
+        if self._units is not None and layer in self._stretches:
+            units, own = self._units.rows, self._stretches[layer]
+            found |= {name: units[name][:, own] for name in PER_UNIT}
         return {name: column.copy() for name, column in found.items()}
 
     def __iter__(self) -> Iterator[str]:

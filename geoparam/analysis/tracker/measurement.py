@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,12 +18,11 @@ from geoparam.analysis.reading.probe import (
     observe,
     prepare_moments,
 )
-from geoparam.analysis.tracker.history import column
+from geoparam.analysis.tracker.history import PER_UNIT
 from geoparam.analysis.tracker.motion import GraphReplay, Measured, Motion
 from geoparam.conversion.plan import Inputs
 
 LEVELS = {"min": 0.0, "median": 0.5, "p99": 0.99, "max": 1.0}
-PER_UNIT = ("rotation", "displacement", "scale", "distance")
 REGIONS = ("pattern_change", "points_changed", "regions")
 QUANTITIES = """rotation_max rotation_median rotation_p99 displacement_max displacement_median
     displacement_p99 scale_min scale_median scale_max distance_median distance_p99 distance_max
@@ -74,7 +72,7 @@ class ProbeReadings:
             {name: torch.stack(each).mean(dim=0) for name, each in seen.items()}
             for seen in self._seen.values()
         )
-        self.moments = average_seen(sites, self._moments)
+        self.moments = average_seen(self._moments)
         self.patterns: Patterns | None = self._collector.patterns() if self.same_steps else None
 
     def _keep(self, quantity: str, site: Site, value: Tensor) -> None:
@@ -86,9 +84,7 @@ class ProbeReadings:
         if breaks is None or not z.numel():
             return
         above = [_share(side, site.channel) for side in breaks.above(z, site.channel)]
-        between = len(above) > 1 and breaks.opens and breaks.closes
-        active = _share(breaks.active(z, site.channel), site.channel) if between else above[0]
-        self._keep("active", site, active if breaks.opens else 1 - active)
+        self._keep("active", site, _share(breaks.active(z, site.channel), site.channel))
         self._keep("above", site, torch.stack(above))
 
     def _see_input(self, site: Site, x: Tensor, _: int) -> None:
@@ -105,7 +101,7 @@ class Measurement:
     """Measures a model's units, compared with the time before.
 
     `measure()` returns the summary (layers + 1, quantities), the network's last, and, if `full`,
-    the values of all units in the order of `unit_types`. With `batch`, norms with running
+    the values of PER_UNIT of all units, layer after layer. With `batch`, norms with running
     statistics are read by those of the probe.
     """
 
@@ -121,8 +117,8 @@ class Measurement:
         self.model, self.sites, self.probe, self.full = model, sites, probe, full
         self._batch = batch
         self._motion = Motion(sites, units)
-        self.device = self._motion.device
-        counts = torch.tensor(self._motion.counts)
+        self.device, self.counts = self._motion.device, self._motion.counts
+        counts = torch.tensor(self.counts)
         self._layer_of = torch.arange(len(counts)).repeat_interleave(counts).to(self.device)
         sizes = torch.tensor([count_units(site.layer) for site in sites.values()]).double()
         self._sizes = _with_network(sizes, sizes.sum()).to(self.device)
@@ -131,7 +127,6 @@ class Measurement:
         self._read = {name: set(own).intersection(model.modules()) for name, own in read.items()}
         self._pools = {} if probe is None else find_pools(model, probe, sites)
         self._patterns: Patterns | None = None
-        self.unit_types: np.dtype | None = None
 
     @torch.inference_mode(False)  # tensors that are kept may be used outside of it
     @torch.no_grad()
@@ -183,7 +178,7 @@ class Measurement:
         return measured, {
             **{
                 f"{name}_{level}": levels[row, :, k]
-                for row, name in enumerate(PER_UNIT)
+                for row, name in enumerate(PER_UNIT[:-1])
                 for k, level in enumerate(LEVELS)
             },
             "rotation_rms": (squares / self._layer_sums(1 - missing)).sqrt(),
@@ -234,29 +229,13 @@ class Measurement:
         return torch.stack([value.to(unknown) for value in values])
 
     def _all_units(self, measured: Measured, readings: ProbeReadings | None) -> Tensor:
-        """Return all values of all units as one vector, and set `unit_types` to their order."""
-        ends = torch.tensor([0, *self._motion.counts]).cumsum(0).tolist()
-        types: list[tuple[str, Any]] = [("step", "f8")]
-        values = [torch.zeros(1, dtype=torch.float64, device=self.device)]
-        for index, (name, site) in enumerate(self.sites.items()):
-            stretch = slice(ends[index], ends[index + 1])
-            found = {key: getattr(measured, key)[stretch] for key in PER_UNIT}
-            if readings is not None and _has_activity(site):
-                unknown = torch.full_like(found["scale"], torch.nan)
-                active = readings.active.get(name)
-                found["active"] = unknown if active is None else self._motion.pick(name, active)
-            types.append((column(name), [(key, "f8", tuple(t.shape)) for key, t in found.items()]))
-            values += [value.to(values[0]).flatten() for value in found.values()]
-        if self.unit_types is None:
-            self.unit_types = np.dtype(types)
-        return torch.cat(values)
-
-    def unit_row(self, step: int, values: np.ndarray) -> np.ndarray:
-        """Return the values of all units as one row of `unit_types`."""
-        assert self.unit_types is not None
-        row = values.view(self.unit_types)
-        row["step"] = step
-        return row
+        """Return the values of PER_UNIT of all units, (5, total); NaN where one is not known."""
+        active = []
+        for name, count in zip(self.sites, self.counts, strict=True):
+            share = None if readings is None else readings.active.get(name)
+            unknown = torch.full((count,), torch.nan, dtype=torch.float64, device=self.device)
+            active.append(unknown if share is None else self._motion.pick(name, share))
+        return torch.stack([*(each.double() for each in measured[:4]), torch.cat(active)])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next measurement compares with."""
@@ -291,13 +270,8 @@ def _share(sides: Tensor, channel: int) -> Tensor:
 def median(values: Tensor) -> Tensor:
     """Return the middle value, of an even number the mean of two; any size, unlike quantile."""
     count = values.numel()
-    places = ((count - 1) // 2, count // 2)
-    if values.is_cuda:  # which sorts faster than it selects
-        ordered = values.sort().values
-        low, high = (ordered[place] for place in places)
-    else:
-        low, high = (values.kthvalue(place + 1).values for place in places)
-    return (low + high) / 2
+    ordered = values.sort().values
+    return (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
 
 
 def compute_quantiles(
@@ -342,12 +316,6 @@ def _modules_of(site: Site) -> list[nn.Module]:
     """Return the modules whose tensors decide where the boundaries are."""
     held = (site.layer, site.norm, site.activation)
     return [part for part in held if isinstance(part, nn.Module)]
-
-
-def _has_activity(site: Site) -> bool:
-    """Return whether a run shows where the units of a layer are active."""
-    seen = site.own_activation or any(call.activation is not None for call in site.calls)
-    return site.breaks is not None and site.readable and bool(site.calls) and seen
 
 
 def _with_network(layers: Tensor, network: Tensor | None = None) -> Tensor:

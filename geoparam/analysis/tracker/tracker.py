@@ -13,13 +13,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from geoparam.analysis.boundary import Statistics, is_batch
-from geoparam.analysis.reading.layer_sites import Follows, Layers, find_sites, unwrap
+from geoparam.analysis.reading.layer_sites import Layers, find_sites, unwrap
 from geoparam.analysis.tracker.history import NETWORK, History
 from geoparam.analysis.tracker.measurement import QUANTITIES, Measurement, reshard
 from geoparam.conversion.plan import Inputs
-from geoparam.trace import is_tracing
 
 
 class _Pending(NamedTuple):
@@ -29,20 +29,6 @@ class _Pending(NamedTuple):
     values: Tensor
     units: Tensor | None
     arrived: torch.cuda.Event | None  # None: it is there
-
-
-class _FirstBatch:
-    """The hook that shows a tracker the first batch; in a copy of the model it does nothing."""
-
-    def __init__(self, see: Callable[[tuple, dict], None] | None = None) -> None:
-        self._see = see
-
-    def __call__(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self._see is not None:
-            self._see(args, kwargs)
-
-    def __reduce__(self) -> tuple:
-        return _FirstBatch, ()
 
 
 class BoundaryTracker:
@@ -69,11 +55,10 @@ class BoundaryTracker:
     each unit. Layers with a smooth activation, or none, have rotation and scale only; the rest is
     NaN.
 
-    What follows a layer is found in a run on `example_inputs`, or on the probe; with neither, on
-    the first batch that the model is called with. Build the tracker after the model is on its
-    device, before or after wrapping it in DDP or torch.compile, and after `fully_shard`. With
-    several processes the first one records and the others do nothing, except under FSDP2: there
-    call `step()` in all of them.
+    What follows a layer is found in a run on `example_inputs`, or on the probe. Build the tracker
+    after the model is on its device, before or after wrapping it in DDP or torch.compile, and
+    after `fully_shard`. With several processes the first one records and the others do nothing,
+    except under FSDP2: there call `step()` in all of them.
 
     Args:
         model: Any model: standard, weight_norm, BatchNorm, LayerNorm, GmP, or a mixture.
@@ -82,8 +67,7 @@ class BoundaryTracker:
         probe: A batch as the model takes it: a tensor, a tuple, or a mapping of keywords.
         keep: "summary", or "full" for every unit.
         schedule: Function of the step's number that says whether to record; instead of `every`.
-        example_inputs: A small batch, to see what follows each layer.
-        follows: Norm and activation by layer name, to overrule what the run shows.
+        example_inputs: A small batch to see what follows each layer, needed without a probe.
         units: At most so many units of each layer, evenly spaced, are followed; saves the copy
             of all directions that is otherwise kept.
         statistics: "running" reads BatchNorm and MBN as they evaluate. "batch" reads them as they
@@ -116,7 +100,6 @@ class BoundaryTracker:
         *,
         schedule: Callable[[int], bool] | None = None,
         example_inputs: Inputs | None = None,
-        follows: Follows | None = None,
         units: int | None = None,
         statistics: Statistics = "running",
         file: str | os.PathLike | None = None,
@@ -127,41 +110,39 @@ class BoundaryTracker:
             raise ValueError(f"keep is 'summary' or 'full'; got {keep!r}.")
         if every < 1 or (units is not None and units < 1):
             raise ValueError(f"every and units are at least 1; got {every} and {units}.")
+        batch = is_batch(statistics, probe)
+        known = probe if example_inputs is None else example_inputs
+        if known is None:
+            raise ValueError(
+                "the tracker needs a batch to see what follows each layer. Give example_inputs=, "
+                "or a probe."
+            )
         self.model = unwrap(model)
+        device = next(self.model.parameters()).device
+        probe, known = tree_map_only(Tensor, lambda tensor: tensor.to(device), (probe, known))
         self.schedule = schedule or (lambda step: step % every == 0)
-        self._probe = probe
-        self._layers, self._follows = layers, follows
-        self._options: dict[str, Any] = {"units": units, "full": keep == "full"}
-        self._options["batch"] = is_batch(statistics, probe)
-        self._path, self._resume, self._writer = file, resume, writer
+        self._writer = writer
         self._steps = 0
         self._measured_at = 0
         self._pending: list[_Pending] = []
-        self._measurement: Measurement | None = None
-        self._history: History | None = None
-        self._loaded: Mapping[str, Any] | None = None
         self._first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
         sharded = any(hasattr(parameter, "full_tensor") for parameter in self.model.parameters())
-        self._takes_part = self._first or sharded
-        self._hook: Any = None
-        known = example_inputs if example_inputs is not None else probe
-        if not self._takes_part:
-            return
-        if known is not None:
-            self._begin(known)
-        elif sharded:
-            raise ValueError("under FSDP2 the tracker needs example_inputs, or a probe.")
-        else:
-            hook = _FirstBatch(self._see_first_batch)
-            self._hook = model.register_forward_pre_hook(hook, with_kwargs=True)
+        self._measurement: Measurement | None = None
+        self._history: History | None = None
+        if self._first or sharded:
+            sites = find_sites(self.model, known, layers)
+            reshard(self.model)
+            full = keep == "full"
+            self._measurement = Measurement(self.model, sites, probe, units, full, batch)
+            self._measurement.measure()  # to compare the first record with
+            if self._first:
+                self._open_history(self._measurement, file, resume)
 
     def step(self) -> None:
         """Count one optimizer step, and record if it is time to."""
         self._steps += 1
-        if self._measurement is not None:
-            self._unhook()  # not from inside of the hook: torch is iterating over them
-        if self._takes_part and self.schedule(self._steps):
-            values, units = self._require_measurement().measure()
+        if self._measurement is not None and self.schedule(self._steps):
+            values, units = self._measurement.measure()
             self._measured_at = self._steps
             if self._first:
                 self._pending.append(_start_copy(self._steps, values, units))
@@ -170,17 +151,14 @@ class BoundaryTracker:
     @property
     def history(self) -> History:
         """The records so far: `history[layer][quantity]`, or `history.table(quantity)`."""
-        if not self._first:
+        if self._history is None:
             raise RuntimeError("this process does not record: the first one of the group does.")
-        self._require_measurement()
         self._collect(wait=True)
-        assert self._history is not None
         return self._history
 
     def close(self) -> None:
         """Wait for the last records and write them."""
         self._collect(wait=True)
-        self._unhook()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs to go on: the step, and between records the directions.
@@ -199,52 +177,22 @@ class BoundaryTracker:
 
         Records of later steps, of a run that was killed after the checkpoint, are dropped.
         """
-        self._steps, self._loaded = state["step"], state
-        if self._measurement is not None:
-            self._go_on(self._measurement)
-
-    def _see_first_batch(self, args: tuple, kwargs: dict) -> None:
-        hidden = torch.compiler.is_compiling() or is_tracing()  # `_begin` traces the model itself
-        if self._measurement is None and not hidden:
-            self._begin(args, kwargs)
-
-    def _unhook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-    def _begin(self, inputs: Inputs, kwargs: Mapping[str, Any] | None = None) -> None:
-        """Find what follows each layer, and take the first measurement, to compare with."""
-        sites = find_sites(self.model, inputs, self._layers, self._follows, kwargs)
-        reshard(self.model)
-        self._measurement = Measurement(self.model, sites, self._probe, **self._options)
-        self._measurement.measure()
-        if self._first:
-            self._history = History(
-                list(sites), QUANTITIES, self._measurement.unit_types, self._path, self._resume
-            )
-            if len(self._history.steps) and self._loaded is None:
-                self._steps = self._measured_at = int(self._history.steps[-1])
-        if self._loaded is not None:
-            self._go_on(self._measurement)
-
-    def _go_on(self, measurement: Measurement) -> None:
-        """Take over a checkpoint's state."""
-        assert self._loaded is not None
+        self._steps = state["step"]
+        self._measured_at = state.get("measured_at", self._steps)
         if self._history is not None:
             self._history.forget_after(self._steps)
-        measurement.measure()
-        self._measured_at = self._loaded.get("measured_at", self._steps)
-        if "measurement" in self._loaded:
-            measurement.load_state_dict(self._loaded["measurement"])
+        if self._measurement is not None:
+            self._measurement.measure()
+            if "measurement" in state:
+                self._measurement.load_state_dict(state["measurement"])
 
-    def _require_measurement(self) -> Measurement:
-        if self._measurement is None:
-            raise ValueError(
-                "the tracker does not know what follows each layer: the model was not called, or "
-                "only where torch.compile hides it. Give example_inputs=, or a probe."
-            )
-        return self._measurement
+    def _open_history(
+        self, measurement: Measurement, file: str | os.PathLike | None, resume: bool
+    ) -> None:
+        counts = measurement.counts if measurement.full else None
+        self._history = History(list(measurement.sites), QUANTITIES, counts, file, resume)
+        if len(self._history.steps):
+            self._steps = self._measured_at = int(self._history.steps[-1])
 
     def _collect(self, wait: bool) -> None:
         """Put the records that have arrived into the history; `wait` for all."""
@@ -255,9 +203,8 @@ class BoundaryTracker:
             if arrived is not None:
                 arrived.synchronize()
             self._pending.pop(0)
-            assert self._history is not None and self._measurement is not None
-            row = None if units is None else self._measurement.unit_row(step, units.numpy())
-            self._history.append(step, values.numpy(), row)
+            assert self._history is not None
+            self._history.append(step, values.numpy(), None if units is None else units.numpy())
             names = () if self._writer is None else (*self._history.layers, NETWORK)
             for name, own in zip(names, values.tolist(), strict=False):
                 for quantity, value in zip(QUANTITIES, own, strict=True):
