@@ -142,6 +142,12 @@ def why_not_callable(model: nn.Module, /, *args: Any, **kwargs: Any) -> str:
     return ""
 
 
+def is_tracing() -> bool:
+    """Return whether a trace is under way: what a hook computes in it would count as steps."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(isinstance(mode, _Recorder) for mode in modes)
+
+
 def output_layers(model: nn.Module) -> tuple[str, ...]:
     """Guess the output layers without running the model: the last one in order of registration.
 

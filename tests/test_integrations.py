@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader, Dataset
 import geoparam as gp
 
 STEPS = 4
-EXAMPLE = {"example_inputs": torch.zeros(2, 3)}
-NAMED = {"example_inputs": {"x": torch.zeros(2, 3), "labels": torch.zeros(2, 1)}}
 
 
 def network(coordinates: str = "intrinsic") -> nn.Sequential:
@@ -109,10 +107,10 @@ def test_lightning_records_every_optimizer_step(tmp_path: Path, accumulate: int)
 @LIGHTNING
 @pytest.mark.parametrize("every", [1, 3])
 def test_lightning_goes_on_from_a_checkpoint(tmp_path: Path, every: int) -> None:
-    options = {"file": tmp_path / "history.npy", "every": every, **EXAMPLE}
+    options = {"file": tmp_path / "history.npy", "every": every}
     lightning_run(tmp_path, epochs=1, **options)
     found = lightning_run(tmp_path, epochs=2, resume=tmp_path / "last.ckpt", **options)
-    assert_same(found, by_hand(epochs=2, every=every, **EXAMPLE))
+    assert_same(found, by_hand(epochs=2, every=every))
 
 
 class WithLoss(nn.Module):
@@ -157,17 +155,20 @@ def transformers_run(
     return track.tracker
 
 
-def test_transformers_records_every_optimizer_step(tmp_path: Path) -> None:
-    found = transformers_run(tmp_path, probe=NAMED["example_inputs"])
-    assert_same(found, by_hand(probe=EXAMPLE["example_inputs"]), prefix="net.")
+@pytest.mark.parametrize("probe", [False, True])
+def test_transformers_records_every_optimizer_step(tmp_path: Path, probe: bool) -> None:
+    zeros = torch.zeros(2, 3)
+    given = {"probe": {"x": zeros, "labels": zeros[:, :1]}} if probe else {}
+    found = transformers_run(tmp_path, **given)
+    assert_same(found, by_hand(**({"probe": zeros} if probe else {})), prefix="net.")
 
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_transformers_goes_on_from_a_checkpoint(tmp_path: Path, every: int) -> None:
-    options = {"file": tmp_path / "history.npy", "every": every, **NAMED}
+    options = {"file": tmp_path / "history.npy", "every": every}
     transformers_run(tmp_path, epochs=1, **options)
     found = transformers_run(tmp_path, epochs=2, resume=True, **options)
-    assert_same(found, by_hand(epochs=2, every=every, **EXAMPLE), prefix="net.")
+    assert_same(found, by_hand(epochs=2, every=every), prefix="net.")
 
 
 def test_accelerate_checkpoints_the_tracker_itself(tmp_path: Path) -> None:

@@ -33,6 +33,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from geoparam import sphere
 from geoparam.analysis.reading.activations import Breaks, breaks
@@ -115,9 +118,9 @@ def boundaries(
     activations, output layers, foreign norms, norms over other features than the units, norms
     with a view (transpose, reshape) before the activation, averages and arithmetic with constants
     there, and calls with different norms; then the directions are those of the weight's rows.
-    `layer_boundaries` takes what follows a layer from you instead. Left out are subclasses of
-    torch's layers that compute something else, and layers whose weight a hook computes. Before a
-    residual sum, the boundary is that of the layer and its norm alone.
+    `layer_boundaries` takes what follows a layer from you instead. Subclasses of torch's layers
+    that compute something else are left out. Before a residual sum, the boundary is that of the
+    layer and its norm alone.
 
     Exact are layers without a norm, BatchNorm and MBN. LayerNorm on the units and GroupNorm
     without positions have exact directions; their deviation differs from point to point, so
@@ -269,7 +272,9 @@ def gather(value: Tensor) -> Tensor:
 def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
     """Return the weight as rows (out, n) and the bias of a layer that is not ours.
 
-    Parametrizations evaluate meanwhile: in training, reading spectral_norm's weight moves it.
+    They are those of its next call: the attribute that torch's older hooks write is that of the
+    last one. Parametrizations evaluate meanwhile: in training, reading spectral_norm's weight
+    moves it.
     """
     if isinstance(layer, nn.MultiheadAttention):
         return layer.in_proj_weight, layer.in_proj_bias
@@ -277,8 +282,16 @@ def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
         for step in layer.parametrizations.modules() if is_parametrized(layer) else ():
             after.callback(setattr, step, "training", step.training)
             step.training = False
-        weight, bias = layer.weight, layer.bias
-    return (weight.t() if is_transposed(layer) else weight.flatten(1)), bias
+        own = {name: getattr(layer, name, None) for name in ("weight", "bias")}
+    for hook in layer._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm):
+            own[hook.name] = hook.compute_weight(layer)
+        elif isinstance(hook, SpectralNorm):
+            own[hook.name] = hook.compute_weight(layer, do_power_iteration=False)
+        elif isinstance(hook, BasePruningMethod):
+            own[hook._tensor_name] = hook.apply_mask(layer)
+    weight: Any = own["weight"]
+    return (weight.t() if is_transposed(layer) else weight.flatten(1)), own["bias"]
 
 
 def _read_norm(norm: Any, centred: bool, moments: Moments | None) -> Given:

@@ -13,8 +13,9 @@ class TrackBoundaries(Callback):
 
     Args:
         module: Name of the submodule to track; the LightningModule itself by default.
-        options: Those of `BoundaryTracker`. Without a probe or example_inputs, the
-            LightningModule's `example_input_array` is used.
+        options: Those of `BoundaryTracker`. Without a probe or example_inputs, the module's
+            `example_input_array` is used, or the first batch that the tracked module is called
+            with; a LightningModule whose training_step does not call `self(...)` needs one.
 
     Attributes:
         tracker: The tracker, once fitting has begun; `tracker.history` has the records.

@@ -22,8 +22,7 @@ class TrackBoundaries(TrainerCallback):
     """Runs a `BoundaryTracker` along with `Trainer.train`; its state is saved with checkpoints.
 
     Args:
-        options: Those of `BoundaryTracker`, such as `every`, `probe`, `file`. It needs a probe or
-            `example_inputs`: a mapping of the arguments that the model is called with.
+        options: Those of `BoundaryTracker`, such as `every`, `probe`, `file`.
 
     Attributes:
         tracker: The tracker, once training has begun; `tracker.history` has the records.

@@ -6,6 +6,7 @@ must be t + scale (u^T x + lam) at every point, which fixes direction, distance 
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -279,14 +280,33 @@ def test_batch_statistics_reach_later_layers_and_means_of_inputs() -> None:
     torch.testing.assert_close(predict(found, model[3], centred), z, **CLOSE)
 
 
+def old(function: Callable, *args: Any, **kwargs: Any) -> nn.Module:
+    return function(nn.Linear(FAN_IN, UNITS), *args, **kwargs)
+
+
+HOOKED = {
+    "weight_norm": lambda: old(nn.utils.weight_norm),
+    "weight_norm over inputs": lambda: old(nn.utils.weight_norm, dim=1),
+    "spectral_norm": lambda: old(nn.utils.spectral_norm),
+    "pruning": lambda: old(prune.l1_unstructured, "weight", 0.5),
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-def test_layers_whose_weight_a_hook_computes_are_left_out() -> None:
-    layers = [nn.Linear(FAN_IN, FAN_IN) for _ in range(3)]
-    nn.utils.weight_norm(layers[0])
-    prune.l1_unstructured(layers[1], "weight", 0.5)
-    assert list(boundaries(nn.Sequential(*layers), torch.zeros(1, FAN_IN))) == ["2"]
-    with pytest.raises(ValueError, match="has no units"):
-        layer_boundaries(layers[0])
+@pytest.mark.parametrize("make", HOOKED.values(), ids=HOOKED)
+def test_a_weight_that_a_hook_makes_is_the_one_of_the_next_call(make: Callable) -> None:
+    layer = make().double()
+    model = nn.Sequential(layer, nn.ReLU()).eval()
+    x = batch_for(layer)
+    model(x)
+    with torch.no_grad():
+        for parameter in layer.parameters():  # the attribute is now what the last call had
+            parameter.mul_(1.5).add_(0.1)
+    buffers = copy.deepcopy(dict(layer.named_buffers()))
+    found = layer_boundaries(layer)
+    assert all(torch.equal(value, buffers[name]) for name, value in layer.named_buffers())
+    torch.testing.assert_close(predict(found, layer, x), layer(x).detach(), **CLOSE)
+    check(model, x)
 
 
 def test_spectral_norm_is_read_without_moving_it() -> None:

@@ -1,6 +1,9 @@
 """Trackers of models that change, branch, are copied, or change their inputs."""
 
+import copy
+import pickle
 from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,19 +32,24 @@ def test_a_layer_may_have_no_name_or_that_of_a_column() -> None:
         assert tracker.history[name]["rotation"].shape == (1, 8)
 
 
-def test_a_model_that_changes_its_input_does_not_change_the_probe() -> None:
+def test_a_model_that_changes_its_input_changes_neither_the_probe_nor_the_first_batch() -> None:
     model = FunctionModel(lambda m, x: m.layer(x.sub_(1)).relu(), layer=linear(3, 8))
     x = torch.zeros(4, 3, dtype=TYPE)
     tracker = BoundaryTracker(model, probe=x)
     tracker.step()
     assert torch.equal(x, torch.zeros_like(x))
     assert tracker.history["layer"]["input_length_median"] == [pytest.approx(3**0.5)]
+    first = BoundaryTracker(model)
+    model(x)
+    first.step()
+    assert torch.equal(x, -torch.ones_like(x))
 
 
 def test_it_may_begin_in_inference_mode_as_where_validation_comes_first() -> None:
     model = network("bn")
+    tracker = BoundaryTracker(model)
     with torch.inference_mode():
-        tracker = BoundaryTracker(model.eval(), example_inputs=torch.zeros(2, 3, dtype=TYPE))
+        model.eval()(torch.zeros(2, 3, dtype=TYPE))
     train(model.train(), 2, tracker.step)
     assert (tracker.history["0"]["rotation_max"] > 0).all()
 
@@ -87,6 +95,31 @@ def test_a_layer_that_gets_no_points_has_no_numbers_from_them() -> None:
     assert np.isnan(tracker.history["a"]["dead"]).tolist() == [False, True, False]
     assert np.isnan(tracker.history["b"]["dead"]).tolist() == [False, False, False]
     assert np.isnan(tracker.history["b"]["pattern_change"]).all()
+
+
+def test_a_copy_made_before_the_first_batch_is_not_followed(tmp_path: Path) -> None:
+    model = network("sp")
+    tracker = BoundaryTracker(model, file=tmp_path / "h.npy")
+    average = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    model(ZEROS)
+    tracker.step()
+    nn.init.zeros_(average[0].weight)
+    average(ZEROS)  # would begin a second history in the same file
+    assert len(tracker.history.steps) == 1 and not model._forward_pre_hooks
+
+
+def test_a_tracker_that_waits_for_the_first_batch_is_no_step_of_another_one() -> None:
+    model, alone = network("sp"), network("sp")
+    probe = torch.randn(16, 3, dtype=TYPE)
+    waiting = BoundaryTracker(model)
+    trackers = [BoundaryTracker(each, probe=probe) for each in (model, alone)]
+    train(model, 2, lambda: [tracker.step() for tracker in (waiting, trackers[0])])
+    train(alone, 2, trackers[1].step)
+    both = (tracker.history.rows.tobytes() for tracker in trackers)
+    assert next(both) == next(both)
+    np.testing.assert_array_equal(
+        waiting.history.table("rotation_max"), trackers[1].history.table("rotation_max")
+    )
 
 
 def test_the_probe_sees_the_weights_after_the_step_also_inside_of_autocast() -> None:

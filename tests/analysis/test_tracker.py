@@ -70,8 +70,7 @@ def test_training_is_bit_identical_with_and_without(name: str, statistics: str |
     model = nn.Sequential(*network(name)[:-1], nn.Dropout(0.2), linear(8, 1))
     alone, tracked = copy.deepcopy(model), copy.deepcopy(model)
     options = {"probe": torch.randn(9, 3, dtype=TYPE), "statistics": statistics}
-    given = options if statistics else {"example_inputs": ZEROS}
-    tracker = BoundaryTracker(tracked, keep="full", **given)
+    tracker = BoundaryTracker(tracked, keep="full", **options if statistics else {})
     assert train(tracked, 8, tracker.step) == train(alone, 8)
     for key, value in alone.state_dict().items():
         assert torch.equal(value, tracked.state_dict()[key]), key
@@ -251,8 +250,8 @@ def test_the_layout_of_weights_may_change() -> None:
 
 def test_records_come_when_they_are_due() -> None:
     model = network("sp")
-    third = BoundaryTracker(model, every=3, probe=ZEROS)
-    early = BoundaryTracker(model, probe=ZEROS, schedule=lambda step: step < 3)
+    third = BoundaryTracker(model, every=3)
+    early = BoundaryTracker(model, schedule=lambda step: step < 3)
     train(model, 7, lambda: (third.step(), early.step()))
     assert third.history["0"]["step"].tolist() == [3, 6]
     assert early.history["0"]["step"].tolist() == [1, 2]
@@ -268,11 +267,21 @@ def test_a_sampled_subset_has_the_numbers_of_its_units() -> None:
         np.testing.assert_allclose(some.history["0"][quantity], expected)
 
 
+def test_without_any_example_the_first_batch_shows_what_follows() -> None:
+    model = network("bn")
+    lazy, eager = BoundaryTracker(model), BoundaryTracker(model, example_inputs=ZEROS)
+    train(model, 3, lambda: (lazy.step(), eager.step()))
+    assert lazy.history.rows.tobytes() == eager.history.rows.tobytes()
+    assert not model._forward_pre_hooks
+    with pytest.raises(ValueError, match="example_inputs"):
+        BoundaryTracker(network("sp")).step()  # it was never called
+
+
 @pytest.mark.parametrize(
-    "options", [{"keep": "all"}, {"every": 0}, {"units": 0}, {"statistics": "batch"}, {}]
+    "options", [{"keep": "all"}, {"every": 0}, {"units": 0}, {"statistics": "batch"}]
 )
 def test_options_are_checked(options: dict) -> None:
-    with pytest.raises(ValueError, match="keep|every|statistics|example_inputs"):
+    with pytest.raises(ValueError, match="keep|every|statistics"):
         BoundaryTracker(network("sp"), **options)
 
 
@@ -288,7 +297,7 @@ def test_under_autocast_directions_keep_their_precision() -> None:
 def test_tensorboard_itself_reads_them(tmp_path: Path) -> None:
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     writer, model = tensorboard.SummaryWriter(tmp_path), network("sp")
-    tracker = BoundaryTracker(model, example_inputs=ZEROS, writer=writer)
+    tracker = BoundaryTracker(model, writer=writer)
     train(model, 3, tracker.step)
     writer.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -341,10 +350,20 @@ def test_a_compiled_model_has_the_same_history(inner: bool) -> None:
     compiled_one = copy.deepcopy(model)
     compiled = torch.compile(compiled_one, backend="aot_eager", fullgraph=True)
     plain = BoundaryTracker(model, example_inputs=ZEROS)
-    tracker = BoundaryTracker(compiled_one if inner else compiled, example_inputs=ZEROS)
+    seen = {"example_inputs": ZEROS} if inner else {}  # else the first batch, outside of the graph
+    tracker = BoundaryTracker(compiled_one if inner else compiled, **seen)
     train(model, 4, plain.step)
     train(compiled, 4, tracker.step)
     assert list(tracker.history) == ["0", "3"]
     for quantity in ("rotation_max", "displacement_max", "scale_median"):
         expected = plain.history["0"][quantity]
         np.testing.assert_allclose(tracker.history["0"][quantity], expected, rtol=1e-8)
+
+
+@pytest.mark.compile
+def test_a_compiled_model_that_hides_its_batches_is_an_error_with_advice() -> None:
+    model = network("sp")
+    tracker = BoundaryTracker(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(ValueError, match="example_inputs"):
+        train(compiled, 1, tracker.step)

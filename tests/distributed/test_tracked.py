@@ -73,3 +73,13 @@ def test_sharded_parameters_have_the_same_history(
 
 def test_sharded_parameters_can_be_sampled(processes: Processes) -> None:
     processes.run(sharded_parameters_have_the_same_history, "bn", True, 3)
+
+
+def sharded_without_example() -> None:
+    model = fully_shard(network("sp"))
+    with pytest.raises(ValueError, match="FSDP2"):
+        BoundaryTracker(model)
+
+
+def test_a_sharded_model_needs_an_example(processes: Processes) -> None:
+    processes.run(sharded_without_example)

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
+from torch import Tensor, nn
 
 from geoparam.analysis.reading.activations import Activation, Breaks, SReLU, breaks
-from geoparam.analysis.reading.norms import UnknownNorm, find_feature_dim
+from geoparam.analysis.reading.norms import UnknownNorm, find_feature_dim, mixes_units
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs, kind_of, module_name, weight_name
 from geoparam.graph import Call, Graph
@@ -59,16 +58,17 @@ def find_sites(
     model: nn.Module,
     inputs: Inputs | None = None,
     layers: Layers = None,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Site]:
     """Return every layer with units, in the order of their calls, and what follows it.
 
     Args:
-        inputs: A small batch as the model takes it; None for no trace.
+        inputs: A small batch as the model takes it, with `kwargs`; None for no trace.
         layers: Names of the layers, or a function of module and name; all by default.
     """
     model = unwrap(model)
     modules = dict(model.named_modules())
-    graph = None if inputs is None else trace(model, inputs)
+    graph = None if inputs is None else trace(model, inputs, kwargs)
     ran = () if graph is None else graph.layers
     all_names = (weight_name(name, module) for name, module in modules.items())
     found: dict[str, Site] = {}
@@ -108,22 +108,25 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def copy_in_float64(module: nn.Module) -> nn.Module:
     """Return a copy of a module that no gradient reaches."""
-    return copy.deepcopy(module).double().requires_grad_(False)
+    # torch's older weight_norm leaves computed weights on modules, and these cannot be copied.
+    computed = {
+        id(value): value.detach().clone()
+        for part in module.modules()
+        for value in vars(part).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+    return copy.deepcopy(module, computed).double().requires_grad_(False)
 
 
 def has_units(module: nn.Module, name: str = "") -> bool:
     """Return whether a module is a layer whose weight has one row, or column, for each unit.
 
-    A subclass of torch's layers only if it computes what they do, as for conversion. Not a layer
-    whose weight a hook computes before each call (pruning, torch's older weight_norm): between two
-    steps it is out of date.
+    A subclass of torch's layers only if it computes what they do, as for conversion.
     """
     if isinstance(module, nn.MultiheadAttention):
         return name.endswith("in_proj_weight") and module.in_proj_weight is not None
-    if isinstance(module, GmPLayer | InputMeanLayer):
-        return True
-    own_weight = "weight" in module._parameters or is_parametrized(module, "weight")
-    return kind_of(module) in ("linear", "conv", "transposed") and own_weight
+    known = kind_of(module) in ("linear", "conv", "transposed")
+    return known or isinstance(module, GmPLayer | InputMeanLayer)
 
 
 def count_units(layer: Any) -> int:
@@ -190,7 +193,8 @@ def _norm(
         return UnknownNorm()
     rank = len(node.shape)
     dim = find_feature_dim(norm, count_units(site.layer), rank, has_positions(site.layer))
-    if dim is None or "max" in kinds or not _has_units_in(graph, call, call.norm, dim):
+    pooled = "max" in kinds and mixes_units(norm)
+    if dim is None or pooled or not _has_units_in(graph, call, call.norm, dim):
         return UnknownNorm()
     return norm
 

@@ -33,6 +33,11 @@ def needs_batch(norm: nn.Module | None, batch: bool) -> bool:
     return norm is not None and (batch or not has_running(norm))
 
 
+def mixes_units(norm: nn.Module) -> bool:
+    """Return whether it takes mean or deviation over several units at a point."""
+    return isinstance(norm, nn.LayerNorm | nn.GroupNorm)
+
+
 def find_feature_dim(norm: Any, units: int, rank: int, positions: bool) -> int | None:
     """Return the dimension of an input of `rank` in which `norm` has one feature for each unit.
 

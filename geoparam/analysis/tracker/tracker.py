@@ -20,6 +20,7 @@ from geoparam.analysis.reading.layer_sites import Layers, find_sites, unwrap
 from geoparam.analysis.tracker.history import NETWORK, History
 from geoparam.analysis.tracker.measurement import QUANTITIES, Measurement, reshard
 from geoparam.conversion.plan import Inputs
+from geoparam.trace import is_tracing
 
 
 class _Pending(NamedTuple):
@@ -29,6 +30,21 @@ class _Pending(NamedTuple):
     values: Tensor
     units: Tensor | None
     arrived: torch.cuda.Event | None  # None: it is there
+
+
+class _FirstBatch:
+    """The hook that shows a tracker the first batch; in a copy of the model it does nothing."""
+
+    def __init__(self, see: Callable[[tuple, dict], None] | None = None) -> None:
+        self._see = see
+
+    def __call__(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        hidden = torch.compiler.is_compiling() or is_tracing()
+        if self._see is not None and not hidden:
+            self._see(args, kwargs)
+
+    def __reduce__(self) -> tuple:
+        return _FirstBatch, ()
 
 
 class BoundaryTracker:
@@ -55,10 +71,11 @@ class BoundaryTracker:
     each unit. Layers with a smooth activation, or none, have rotation and scale only; the rest is
     NaN.
 
-    What follows a layer is found in a run on `example_inputs`, or on the probe. Build the tracker
-    after the model is on its device, before or after wrapping it in DDP or torch.compile, and
-    after `fully_shard`. With several processes the first one records and the others do nothing,
-    except under FSDP2: there call `step()` in all of them.
+    What follows a layer is found in a run on `example_inputs`, or on the probe; with neither, on
+    the first batch that the model is called with. Build the tracker after the model is on its
+    device, before or after wrapping it in DDP or torch.compile, and after `fully_shard`. With
+    several processes the first one records and the others do nothing, except under FSDP2: there
+    call `step()` in all of them.
 
     Args:
         model: Any model: standard, weight_norm, BatchNorm, LayerNorm, GmP, or a mixture.
@@ -67,7 +84,7 @@ class BoundaryTracker:
         probe: A batch as the model takes it: a tensor, a tuple, or a mapping of keywords.
         keep: "summary", or "full" for every unit.
         schedule: Function of the step's number that says whether to record; instead of `every`.
-        example_inputs: A small batch to see what follows each layer, needed without a probe.
+        example_inputs: A small batch, to see what follows each layer.
         units: At most so many units of each layer, evenly spaced, are followed; saves the copy
             of all directions that is otherwise kept.
         statistics: "running" reads BatchNorm and MBN as they evaluate. "batch" reads them as they
@@ -110,39 +127,40 @@ class BoundaryTracker:
             raise ValueError(f"keep is 'summary' or 'full'; got {keep!r}.")
         if every < 1 or (units is not None and units < 1):
             raise ValueError(f"every and units are at least 1; got {every} and {units}.")
-        batch = is_batch(statistics, probe)
-        known = probe if example_inputs is None else example_inputs
-        if known is None:
-            raise ValueError(
-                "the tracker needs a batch to see what follows each layer. Give example_inputs=, "
-                "or a probe."
-            )
         self.model = unwrap(model)
         device = next(self.model.parameters()).device
+        known = probe if example_inputs is None else example_inputs
         probe, known = tree_map_only(Tensor, lambda tensor: tensor.to(device), (probe, known))
         self.schedule = schedule or (lambda step: step % every == 0)
-        self._writer = writer
+        self._layers, self._probe = layers, probe
+        self._options = {
+            "units": units,
+            "full": keep == "full",
+            "batch": is_batch(statistics, probe),
+        }
+        self._file, self._resume, self._writer = file, resume, writer
         self._steps = 0
         self._measured_at = 0
         self._pending: list[_Pending] = []
-        self._first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
-        sharded = any(hasattr(parameter, "full_tensor") for parameter in self.model.parameters())
         self._measurement: Measurement | None = None
         self._history: History | None = None
-        if self._first or sharded:
-            sites = find_sites(self.model, known, layers)
-            reshard(self.model)
-            full = keep == "full"
-            self._measurement = Measurement(self.model, sites, probe, units, full, batch)
-            self._measurement.measure()  # to compare the first record with
-            if self._first:
-                self._open_history(self._measurement, file, resume)
+        self._loaded: Mapping[str, Any] | None = None
+        self._first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+        sharded = any(hasattr(parameter, "full_tensor") for parameter in self.model.parameters())
+        self._takes_part = self._first or sharded
+        if known is None and sharded:
+            raise ValueError("under FSDP2 the tracker needs example_inputs, or a probe.")
+        if known is not None and self._takes_part:
+            self._begin(known)
+        elif self._takes_part:
+            hook = _FirstBatch(self._see_first_batch)
+            self._hook = model.register_forward_pre_hook(hook, with_kwargs=True)
 
     def step(self) -> None:
         """Count one optimizer step, and record if it is time to."""
         self._steps += 1
-        if self._measurement is not None and self.schedule(self._steps):
-            values, units = self._measurement.measure()
+        if self._takes_part and self.schedule(self._steps):
+            values, units = self._require_measurement().measure()
             self._measured_at = self._steps
             if self._first:
                 self._pending.append(_start_copy(self._steps, values, units))
@@ -151,9 +169,11 @@ class BoundaryTracker:
     @property
     def history(self) -> History:
         """The records so far: `history[layer][quantity]`, or `history.table(quantity)`."""
-        if self._history is None:
+        if not self._first:
             raise RuntimeError("this process does not record: the first one of the group does.")
+        self._require_measurement()
         self._collect(wait=True)
+        assert self._history is not None
         return self._history
 
     def close(self) -> None:
@@ -177,22 +197,45 @@ class BoundaryTracker:
 
         Records of later steps, of a run that was killed after the checkpoint, are dropped.
         """
-        self._steps = state["step"]
-        self._measured_at = state.get("measured_at", self._steps)
+        self._steps, self._loaded = state["step"], state
+        if self._measurement is not None:
+            self._go_on(self._measurement, state)
+
+    def _see_first_batch(self, args: tuple, kwargs: dict) -> None:
+        self._hook.remove()
+        self._begin(args, kwargs)
+
+    def _begin(self, inputs: Inputs, kwargs: Mapping[str, Any] | None = None) -> None:
+        """Find what follows each layer, and take the first measurement, to compare with."""
+        sites = find_sites(self.model, inputs, self._layers, kwargs)
+        reshard(self.model)
+        measurement = Measurement(self.model, sites, self._probe, **self._options)
+        measurement.measure()
+        self._measurement = measurement
+        if self._first:
+            counts = measurement.counts if measurement.full else None
+            self._history = History(list(sites), QUANTITIES, counts, self._file, self._resume)
+            if len(self._history.steps) and self._loaded is None:
+                self._steps = self._measured_at = int(self._history.steps[-1])
+        if self._loaded is not None:
+            self._go_on(measurement, self._loaded)
+
+    def _go_on(self, measurement: Measurement, state: Mapping[str, Any]) -> None:
+        """Take over a checkpoint's state."""
         if self._history is not None:
             self._history.forget_after(self._steps)
-        if self._measurement is not None:
-            self._measurement.measure()
-            if "measurement" in state:
-                self._measurement.load_state_dict(state["measurement"])
+        measurement.measure()
+        self._measured_at = state.get("measured_at", self._steps)
+        if "measurement" in state:
+            measurement.load_state_dict(state["measurement"])
 
-    def _open_history(
-        self, measurement: Measurement, file: str | os.PathLike | None, resume: bool
-    ) -> None:
-        counts = measurement.counts if measurement.full else None
-        self._history = History(list(measurement.sites), QUANTITIES, counts, file, resume)
-        if len(self._history.steps):
-            self._steps = self._measured_at = int(self._history.steps[-1])
+    def _require_measurement(self) -> Measurement:
+        if self._measurement is None:
+            raise ValueError(
+                "the tracker does not know what follows each layer: the model was not called, or "
+                "only where torch.compile hides it. Give example_inputs=, or a probe."
+            )
+        return self._measurement
 
     def _collect(self, wait: bool) -> None:
         """Put the records that have arrived into the history; `wait` for all."""
