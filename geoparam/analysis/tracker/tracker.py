@@ -133,7 +133,7 @@ class BoundaryTracker:
         probe, known = tree_map_only(Tensor, lambda tensor: tensor.to(device), (probe, known))
         self.schedule = schedule or (lambda step: step % every == 0)
         self._layers, self._probe = layers, probe
-        self._options = {
+        self._options: dict[str, Any] = {
             "units": units,
             "full": keep == "full",
             "batch": is_batch(statistics, probe),
