@@ -180,9 +180,9 @@ def _check_parts(name: str, parts: Parts) -> None:
         )
     if MEAN in parts:
         raise ValueError(
-            f"{name!r} centres its input, and the checkpoint does not tell whether before or after "
-            "zeros are padded: build the model as it was trained, load the checkpoint into it and "
-            "call geoparam.fold_."
+            f"{name!r} centres its input, and the checkpoint does not tell whether before or "
+            "after zeros are padded: build the model as it was trained, load the checkpoint into "
+            "it and call geoparam.fold_."
         )
     rows = parts[stored[0]]
     units = len(rows) if rows.ndim else 0
