@@ -72,13 +72,6 @@ def test_evaluation_uses_the_running_mean() -> None:
     assert torch.equal(norm.running_mean, before)
 
 
-def test_without_tracking_evaluation_uses_the_batch() -> None:
-    norm = InputMeanNorm(3, track_running_stats=False).eval()
-    x = torch.randn(5, 3)
-    torch.testing.assert_close(norm(x), x - x.mean(dim=0))
-    assert not norm.state_dict()
-
-
 def test_the_means_gradient_flows() -> None:
     x = torch.randn(4, 3, 2, dtype=torch.float64, requires_grad=True)
     norm = InputMeanNorm(3, dtype=torch.float64)
