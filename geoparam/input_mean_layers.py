@@ -39,7 +39,7 @@ class InputMeanLayer(TrackedMean):
         size: tuple[int, ...] = getattr(self, "kernel_size", ())
         channels = getattr(self, "in_channels" if size else "in_features")
         place = self.weight.device, self.weight.dtype
-        self._start_tracking(channels, momentum, -1 - len(size), True, *place)
+        self._start_tracking(channels, momentum, -1 - len(size), *place)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight  # once: a parametrization computes it each time

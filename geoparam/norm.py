@@ -34,7 +34,6 @@ class TrackedMean(nn.Module):
         num_features: int,
         momentum: float | None,
         dim: int,
-        corrected: bool,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
@@ -45,7 +44,7 @@ class TrackedMean(nn.Module):
         self.num_features = num_features
         self.momentum = momentum
         self.dim = dim
-        self.corrected = corrected
+        self.corrected = True
         self.synchronised = False
         self.process_group: dist.ProcessGroup | None = None
         mean = torch.zeros(num_features, device=device, dtype=dtype)
@@ -133,8 +132,10 @@ class InputMeanNorm(TrackedMean):
         momentum: share of the new batch in the running mean; None for the plain average of all
             batches so far.
         dim: the channels' dimension.
+
+    Attributes:
         corrected: let the running mean be the plain average until it has seen 1 / momentum
-            batches. False is BatchNorm's rule, which starts from 0.
+            batches. Set it to False for BatchNorm's rule, which starts from 0.
 
     Reference:
         Chen & Ge, *Neural Characteristic Activation Analysis and Geometric Parameterization for
@@ -156,11 +157,9 @@ class InputMeanNorm(TrackedMean):
         dim: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        corrected: bool = True,
     ) -> None:
         super().__init__()
-        self._start_tracking(num_features, momentum, dim, corrected, device, dtype)
+        self._start_tracking(num_features, momentum, dim, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - self._along_channels(self.mean(x), x)).to(x.dtype)
@@ -204,11 +203,9 @@ class MeanOnlyBatchNorm(InputMeanNorm):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        corrected: bool = True,
     ) -> None:
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(num_features, momentum, dim, **place, corrected=corrected)
+        super().__init__(num_features, momentum, dim, **place)
         offset = nn.Parameter(torch.zeros(num_features, **place))
         self.register_parameter("bias", offset if bias else None)
 

@@ -22,7 +22,8 @@ def test_subtracts_each_channels_mean(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("momentum", [0.01, 0.3, None])
 def test_running_mean_follows_batchnorm(momentum: float | None) -> None:
-    ours = InputMeanNorm(3, momentum=momentum, corrected=False)
+    ours = InputMeanNorm(3, momentum=momentum)
+    ours.corrected = False
     torchs = nn.BatchNorm1d(3, momentum=momentum)
     for _ in range(5):
         x = torch.randn(8, 3) + 2

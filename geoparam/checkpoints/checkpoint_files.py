@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from geoparam.checkpoints.state_dicts import Folding, fold_entries, layers_in
-from geoparam.storage import list_few, open_zip, read_json, refuse_overwrite, replacing
+from geoparam.storage import list_few, open_zip, refuse_overwrite, replacing
 
-INDEX = "model.safetensors.index.json"
-IN_A_FOLDER = (INDEX, "model.safetensors", "pytorch_model.bin")
+IN_A_FOLDER = ("model.safetensors", "pytorch_model.bin")
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 DEEPEST = 8  # mappings around a state_dict
 EXPANDED = 1 << 26  # bytes to which a stored element may be repeated
@@ -45,8 +44,8 @@ def fold_checkpoint(
     """Fold the GmP layers of a checkpoint file and write a plain safetensors file.
 
     Args:
-        checkpoint: A safetensors file, a folder of them with an index, the index, or a torch file
-            with a state_dict, which may be one of its entries ("state_dict", "model", ...).
+        checkpoint: A safetensors file, a torch file with a state_dict, which may be one of its
+            entries ("state_dict", "model", ...), or a folder with such a file of transformers.
         out: The file to write; it appears under its name when it is complete.
         arch: The plain model, as `build` takes it.
         like: A plain checkpoint of the same architecture, instead of `arch`.
@@ -72,39 +71,26 @@ def fold_checkpoint(
 
 def read(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors of a checkpoint by name, without wrappers' prefixes, and notes."""
-    entries: dict[str, Tensor] = {}
-    notes: list[str] = []
-    for file in files_of(path):
-        safe = file.suffix == ".safetensors"
-        tensors, left = (_read_safetensors(file), []) if safe else _read_torch(file)
-        entries |= tensors
-        notes += [f"left out, because they are not tensors: {list_few(left)}."] if left else []
+    file = find_file(path)
+    is_safe = file.suffix == ".safetensors"
+    entries, left = (_read_safetensors(file), []) if is_safe else _read_torch(file)
     if not entries:
         raise ValueError(f"{path} holds no tensors.")
+    notes = [f"left out, because they are not tensors: {list_few(left)}."] if left else []
     return _strip_wrappers(entries), notes
 
 
-def files_of(path: Path) -> list[Path]:
-    """Return the files with the tensors of a checkpoint: one, or those of an index."""
+def find_file(path: Path) -> Path:
+    """Return the file with the tensors of a checkpoint, which may be a folder."""
     if path.is_dir():
         found = next((path / name for name in IN_A_FOLDER if (path / name).is_file()), None)
         if found is None:
-            raise ValueError(f"{path} holds none of {', '.join(IN_A_FOLDER)}: name the file.")
-        return files_of(found)
+            names = " nor ".join(IN_A_FOLDER)
+            raise ValueError(f"{path} holds neither {names}: name one file that has all tensors.")
+        return found
     if not path.is_file():
         raise ValueError(f"{path} does not exist.")
-    if path.suffix != ".json":
-        return [path]
-    names = read_json(path.read_bytes(), path).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ValueError(
-            f"{path} is no index of safetensors files: it has no weight_map of names."
-        )
-    files = [path.parent / name for name in sorted(set(names.values()))]
-    lost = [file.name for file in files if file.parent != path.parent or not file.is_file()]
-    if lost:
-        raise ValueError(f"{path} names files that are not beside it: {list_few(lost)}.")
-    return files
+    return path
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -238,7 +224,7 @@ def build(arch: str) -> nn.Module:
 def _check_out(out: Path, checkpoint: Path, force: bool) -> None:
     if out.suffix != ".safetensors" or out.is_dir():
         raise ValueError(f"the result is a file NAME.safetensors; got {out}.")
-    if out.exists() and any(out.samefile(file) for file in files_of(checkpoint)):
+    if out.exists() and out.samefile(find_file(checkpoint)):
         raise ValueError(f"{out} is the checkpoint itself: write to another file.")
     refuse_overwrite(out, force)
 

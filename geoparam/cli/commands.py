@@ -18,7 +18,7 @@ from geoparam.storage import printable
 
 def fold(
     checkpoint: Annotated[
-        Path, Argument(help="safetensors file, sharded folder or index, or torch state_dict.")
+        Path, Argument(help="safetensors file, torch state_dict, or transformers' folder.")
     ],
     out: Annotated[Path, Option(help="The safetensors file to write.")],
     arch: Annotated[

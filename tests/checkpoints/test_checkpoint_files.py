@@ -1,7 +1,6 @@
 """Folded checkpoint files load into the plain model, and damaged or foreign ones are refused."""
 
 import copy
-import json
 import pickle
 import re
 import zipfile
@@ -83,24 +82,6 @@ def test_torch_files_and_wrappers(kind: str, zipped: bool, tmp_path: Path, out: 
     file = tmp_path / "gmp.pt"
     torch.save(wrapped(kind, model.state_dict()), file, _use_new_zipfile_serialization=zipped)
     fold_checkpoint(file, out, linear=True)
-    assert difference("mlp", model, out) < 1e-5
-
-
-def sharded(state: dict[str, Tensor], folder: Path) -> Path:
-    names = {key: f"model-{i % 2}.safetensors" for i, key in enumerate(state)}
-    for name in set(names.values()):
-        part = {key: x for key, x in state.items() if names[key] == name}
-        files.save_file(part, folder / name)
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    return index
-
-
-@pytest.mark.parametrize("as_folder", (True, False))
-def test_sharded_checkpoint(as_folder: bool, tmp_path: Path, out: Path) -> None:
-    model = trained("mlp")
-    index = sharded(model.state_dict(), tmp_path)
-    fold_checkpoint(tmp_path if as_folder else index, out, linear=True)
     assert difference("mlp", model, out) < 1e-5
 
 
@@ -249,23 +230,8 @@ def test_files_without_one_state_dict(
         fold_checkpoint(tmp_path / "gmp.pt", out, linear=True)
 
 
-def test_broken_indices_and_folders(tmp_path: Path, out: Path) -> None:
-    index = sharded(trained("mlp").state_dict(), tmp_path)
-    (tmp_path / "model-1.safetensors").unlink()
-    for content, message in (
-        (index.read_text(), "not beside it: model-1.safetensors"),
-        ('{"weight_map": {"a": "../model-0.safetensors"}}', "not beside it"),
-        ("[]", "index.json is damaged: it holds no dict"),
-        ("{", "index.json is damaged"),
-        ('{"a":' * 100_000 + "1" + "}" * 100_000, "index.json is damaged: nested"),
-        ("{}", "is no index"),
-        ('{"weight_map": {"a": 3}}', "is no index"),
-    ):
-        index.write_text(content)
-        with pytest.raises(ValueError, match=message):
-            fold_checkpoint(tmp_path, out)
-    index.unlink()
-    with pytest.raises(ValueError, match="holds none of"):
+def test_folders_and_files_that_are_not_there(tmp_path: Path, out: Path) -> None:
+    with pytest.raises(ValueError, match="holds neither model.safetensors nor"):
         fold_checkpoint(tmp_path, out)
     with pytest.raises(ValueError, match="does not exist"):
         fold_checkpoint(tmp_path / "nowhere.safetensors", out)
