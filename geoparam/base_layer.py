@@ -284,10 +284,10 @@ class GmPLayer(nn.Module):
                 "alone is the same. Fold the model, which gives Sequential(layer, activation)."
             )
         mean = None if self.input_norm is None else self.input_norm.running_mean
-        if self.input_norm is not None and (mean is None or self._centres_borders):
+        if self._centres_borders:
             raise ValueError(
-                "the input's mean cannot go into a bias: it is the batch's own, or zeros are "
-                "padded to the centred input. Use input_norm=True with running statistics."
+                "the input's mean cannot go into a bias: zeros are padded to the centred input. "
+                "Use input_norm=True, or fold the model."
             )
         return self.build_plain(*self._fold(self.r, mean))
 

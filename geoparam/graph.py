@@ -1,6 +1,6 @@
 """The steps of one run of a model, as `trace` records them, and questions about them.
 
-`Graph.after` says what follows a layer up to its activation, `Graph.receivers` which layers read
+`Graph.calls` says what follows a layer up to its activation, `Graph.receivers` which layers read
 it next, and in which order of channels.
 """
 
@@ -34,27 +34,16 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Chain:
-    """What follows a layer up to its activation, as long as each result is used just once.
+class Call:
+    """What follows one call of a layer up to its activation, as numbers of steps.
 
-    It is exclusive if the norm reads the bare output of this layer, channels in dim 1, and neither
-    is used in another place: a BatchNorm there can be folded into the layer and removed.
+    It goes on as long as each result is used just once.
     """
 
-    norm: Node | None  # before the activation and before any sum
-    activation: Node | None  # a module (`.name`) or function (`.args`); `.op` is "relu"
-    path: tuple[str, ...]  # the other steps on the way: "sum", "max_pool2d", "transpose", ...
-    exclusive: bool
-
-
-@dataclass(frozen=True)
-class Call:
-    """The steps of one call of a layer: its own, its norm's and its activation's number."""
-
     layer: int
-    norm: int | None
+    norm: int | None  # before the activation and before any sum
     activation: int | None
-    path: tuple[str, ...]
+    path: tuple[str, ...]  # the other steps on the way: "sum", "max_pool2d", "transpose", ...
 
 
 class Graph:
@@ -86,16 +75,17 @@ class Graph:
         """The layers whose results reach the model's output, and no other layer."""
         return self._ends(reversed(range(len(self.nodes))), self.users, "output")
 
-    def after(self, layer: str) -> Chain:
-        """Return what follows `layer`; of several calls of it, what they agree on."""
-        calls = self.calls(layer)
-        norms = [self._node(call.norm) for call in calls]
-        return Chain(
-            _common(norms),
-            _common([self._node(call.activation) for call in calls]),
-            tuple(dict.fromkeys(step for call in calls for step in call.path)),
-            all(self._is_exclusive(layer, norm) for norm in norms),
-        )
+    def norm_after(self, layer: str) -> tuple[Node | None, bool]:
+        """Return the norm that follows `layer` in all its calls, and whether it is exclusive.
+
+        It is if it reads the bare output of this layer, channels in dim 1, and neither is used in
+        another place: a BatchNorm there can be folded into the layer and removed.
+        """
+        numbers = [call.norm for call in self.calls(layer)]
+        norms = [None if number is None else self.nodes[number] for number in numbers]
+        is_same = len({norm and (norm.op, norm.name) for norm in norms}) == 1
+        exclusive = all(self._is_exclusive(layer, norm) for norm in norms)
+        return norms[0] if is_same else None, exclusive
 
     def calls(self, layer: str) -> list[Call]:
         """Return the calls of `layer`, each with the steps that follow it up to an activation."""
@@ -176,9 +166,6 @@ class Graph:
                 break
         return Call(layer, norm, activation, tuple(path))
 
-    def _node(self, index: int | None) -> Node | None:
-        return None if index is None else self.nodes[index]
-
     def _is_exclusive(self, layer: str, norm: Node | None) -> bool:
         if norm is None or norm.name is None:
             return False
@@ -187,10 +174,6 @@ class Graph:
         read = [i for call in self._calls[norm.name] for i in self.nodes[call].inputs]
         paired = sorted(read) == calls and all(len(self.users[i]) == 1 for i in calls)
         return paired and all(len(n.shape) + (n.channel or 0) == 1 for n in nodes)
-
-
-def _common(nodes: Sequence[Node | None]) -> Node | None:
-    return nodes[0] if len({node and (node.op, node.name) for node in nodes}) == 1 else None
 
 
 def _number_channels(node: Node) -> Tensor:

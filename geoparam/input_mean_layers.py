@@ -39,15 +39,14 @@ class InputMeanLayer(TrackedMean):
         size: tuple[int, ...] = getattr(self, "kernel_size", ())
         channels = getattr(self, "in_channels" if size else "in_features")
         place = self.weight.device, self.weight.dtype
-        self._start_tracking(channels, momentum, True, -1 - len(size), True, *place)
+        self._start_tracking(channels, momentum, -1 - len(size), *place)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight  # once: a parametrization computes it each time
         if self.training and not self.is_shared and self._uses_map_centred(x, weight):
             self._check_channels(x)
             z, mean = map_centred(x, weight, self.bias, self._geometry)
-            if self.running_mean is not None:
-                self._track(mean)
+            self._track(mean)
             return z
         bias = shift_bias(self.bias, weight, self.mean(x))
         return self._map(x, weight, bias.to(weight.dtype))
@@ -97,7 +96,6 @@ class InputMeanLayer(TrackedMean):
     @torch.no_grad()
     def fold(self) -> tuple[Tensor, Tensor]:
         """Return the weight and bias of the plain layer that does the same in evaluation."""
-        assert self.running_mean is not None
         bias = shift_bias(self.bias, self.weight, self.running_mean)
         return self.weight, bias.to(self.weight.dtype)
 

@@ -18,24 +18,22 @@ from geoparam.centred_map import cast, channel_mean, working_type
 
 MOMENTUM = 0.1  # as torch's BatchNorm has it
 TRACKING = (  # the attributes that `TrackedMean` adds to a module
-    "running_mean num_batches_tracked num_features momentum track_running_stats dim corrected "
-    "synchronised process_group"
+    "running_mean num_batches_tracked num_features momentum dim corrected synchronised "
+    "process_group"
 ).split()
 
 
 class TrackedMean(nn.Module):
     """A mean per channel and its running average: what all mean normalization has in common."""
 
-    running_mean: Tensor | None
-    num_batches_tracked: Tensor | None
+    running_mean: Tensor
+    num_batches_tracked: Tensor
 
     def _start_tracking(
         self,
         num_features: int,
         momentum: float | None,
-        track_running_stats: bool,
         dim: int,
-        corrected: bool,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
@@ -45,36 +43,32 @@ class TrackedMean(nn.Module):
             raise ValueError(f"momentum is in (0, 1], or None; got {momentum}.")
         self.num_features = num_features
         self.momentum = momentum
-        self.track_running_stats = track_running_stats
         self.dim = dim
-        self.corrected = corrected
+        self.corrected = True
         self.synchronised = False
         self.process_group: dist.ProcessGroup | None = None
         mean = torch.zeros(num_features, device=device, dtype=dtype)
-        count = torch.zeros((), device=device, dtype=torch.long)
-        self.register_buffer("running_mean", mean if track_running_stats else None)
-        self.register_buffer("num_batches_tracked", count if track_running_stats else None)
+        self.register_buffer("running_mean", mean)
+        self.register_buffer("num_batches_tracked", torch.zeros((), device=device).long())
 
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean (num_features,) to subtract from `x`, and track it when training."""
         self._check_channels(x)
-        if not self.training and self.running_mean is not None:
+        if not self.training:
             return self.running_mean
         x = x.unsqueeze(0) if x.ndim == 1 else x
-        if self.training and self.is_shared:
+        if self.is_shared:
             return self._joint_mean(x)
         count = x.numel() // self.num_features
         if count == 0:  # an empty batch has no mean
-            tracked = self.running_mean
-            return x.new_zeros(self.num_features) if tracked is None else tracked.clone()
-        if self.training and count == 1:
+            return self.running_mean.clone()
+        if count == 1:
             raise ValueError(
                 "expected more than 1 value per channel when training, since one value is its own "
                 f"mean; got an input of shape {tuple(x.shape)}."
             )
         mean = channel_mean(x, self._other_dims(x))
-        if self.training and self.running_mean is not None:
-            self._track(mean.detach())
+        self._track(mean.detach())
         return mean
 
     @property
@@ -85,9 +79,8 @@ class TrackedMean(nn.Module):
 
     def reset_running_stats(self) -> None:
         """Forget all batches."""
-        if self.running_mean is not None and self.num_batches_tracked is not None:
-            self.running_mean.zero_()
-            self.num_batches_tracked.zero_()
+        self.running_mean.zero_()
+        self.num_batches_tracked.zero_()
 
     def _joint_mean(self, x: Tensor) -> Tensor:
         """Return the mean over the batches of all processes, any of which may be empty."""
@@ -95,10 +88,8 @@ class TrackedMean(nn.Module):
         count = sums.new_full((1,), x.numel() // self.num_features)
         joint = _SumOverProcesses.apply(torch.cat([sums, count]), self.process_group)
         sums, count = joint[:-1], joint[-1].detach()
-        mean = sums / count.clamp(min=1)
-        if self.running_mean is not None:
-            mean = torch.where(count > 0, mean, self.running_mean)
-            self._track(mean.detach(), count > 0)
+        mean = torch.where(count > 0, sums / count.clamp(min=1), self.running_mean)
+        self._track(mean.detach(), count > 0)
         return mean
 
     def _other_dims(self, x: Tensor) -> list[int]:
@@ -109,7 +100,6 @@ class TrackedMean(nn.Module):
     def _track(self, mean: Tensor, batches: Tensor | int = 1) -> None:
         """Move the running mean by the share of one batch: momentum, or 1/n while that is more."""
         running, count = self.running_mean, self.num_batches_tracked
-        assert running is not None and count is not None
         count.add_(batches)
         mean = cast(mean, running.dtype)
         if self.momentum is not None and not self.corrected:
@@ -141,10 +131,11 @@ class InputMeanNorm(TrackedMean):
         num_features: number of channels.
         momentum: share of the new batch in the running mean; None for the plain average of all
             batches so far.
-        track_running_stats: if False, evaluation uses the batch's mean too.
         dim: the channels' dimension.
+
+    Attributes:
         corrected: let the running mean be the plain average until it has seen 1 / momentum
-            batches. False is BatchNorm's rule, which starts from 0.
+            batches. Set it to False for BatchNorm's rule, which starts from 0.
 
     Reference:
         Chen & Ge, *Neural Characteristic Activation Analysis and Geometric Parameterization for
@@ -163,17 +154,12 @@ class InputMeanNorm(TrackedMean):
         self,
         num_features: int,
         momentum: float | None = MOMENTUM,
-        track_running_stats: bool = True,
         dim: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        corrected: bool = True,
     ) -> None:
         super().__init__()
-        self._start_tracking(
-            num_features, momentum, track_running_stats, dim, corrected, device, dtype
-        )
+        self._start_tracking(num_features, momentum, dim, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - self._along_channels(self.mean(x), x)).to(x.dtype)
@@ -189,7 +175,6 @@ class InputMeanNorm(TrackedMean):
 
     def extra_repr(self) -> str:
         text = f"{self.num_features}, momentum={self.momentum}"
-        text += "" if self.track_running_stats else ", track_running_stats=False"
         text += "" if self.corrected else ", corrected=False"
         text += ", synchronised=True" if self.synchronised else ""
         return text if self.dim == 1 else f"{text}, dim={self.dim}"
@@ -214,18 +199,13 @@ class MeanOnlyBatchNorm(InputMeanNorm):
         self,
         num_features: int,
         momentum: float | None = MOMENTUM,
-        track_running_stats: bool = True,
         dim: int = 1,
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        corrected: bool = True,
     ) -> None:
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(
-            num_features, momentum, track_running_stats, dim, **place, corrected=corrected
-        )
+        super().__init__(num_features, momentum, dim, **place)
         offset = nn.Parameter(torch.zeros(num_features, **place))
         self.register_parameter("bias", offset if bias else None)
 

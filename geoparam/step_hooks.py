@@ -76,7 +76,7 @@ def _warn_of_replaced(optimizer: Optimizer) -> None:
     found = [p for p in params if p.requires_grad and p in _replaced]
     for p in found:
         _replaced.pop(p, None)  # torch allows a parameter twice in a group
-    if found and "geometry" not in optimizer.param_groups[0]:  # GeometricOptimizer says it itself
+    if found:
         warnings.warn(
             f"{len(found)} parameters of this optimizer have left the model, so it does not train "
             "what replaced them. convert_ and fold_ make new parameters: build the optimizer "

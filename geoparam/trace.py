@@ -94,9 +94,9 @@ def trace(
         >>> graph = trace(model, torch.zeros(1, 3, 4, 4))
         >>> graph.first, graph.outputs
         (('0',), ('4',))
-        >>> chain = graph.after("0")
-        >>> chain.norm.name, chain.activation.op, chain.exclusive
-        ('1', 'relu', True)
+        >>> norm, exclusive = graph.norm_after("0")
+        >>> norm.name, exclusive
+        ('1', True)
     """
     if any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers())):
         raise ValueError("the model has lazy layers without shapes: run it once, then trace it")

@@ -24,10 +24,10 @@ def conv() -> nn.Conv2d:
 
 
 def summary(graph: Graph, layer: str) -> tuple:
-    """Return a chain as (norm, activation, through a sum, exclusive)."""
-    chain = graph.after(layer)
-    activation = chain.activation and chain.activation.op
-    return chain.norm and chain.norm.name, activation, "sum" in chain.path, chain.exclusive
+    """Return what follows a layer as (norm, activation, through a sum, exclusive)."""
+    (norm, exclusive), call = graph.norm_after(layer), graph.calls(layer)[0]
+    activation = call.activation and graph.nodes[call.activation].op
+    return norm and norm.name, activation, "sum" in call.path, exclusive
 
 
 # Real models. Nothing is computed on the meta device, so that full sizes take no time.
@@ -107,13 +107,13 @@ def test_what_does_nothing_in_evaluation_is_not_there() -> None:
     model = nn.Sequential(conv(), nothing[0], nn.BatchNorm2d(3), nothing[1], nn.ReLU(), nothing[2])
     graph = trace(model, PIXELS)
     assert summary(graph, "0") == ("2", "relu", False, True)
-    assert graph.after("0").path == ()
+    assert graph.calls("0")[0].path == ()
 
 
 def test_pooling_and_constants_are_passed_and_named() -> None:
     model = FunctionModel(lambda m, x: F.relu(F.max_pool2d(m.conv(x), 2) * 0.5), conv=conv())
-    chain = trace(model, PIXELS).after("conv")
-    assert (chain.activation.op, chain.path) == ("relu", ("max_pool2d", "mul"))
+    (call,) = trace(model, PIXELS).calls("conv")
+    assert call.activation is not None and call.path == ("max_pool2d", "mul")
 
 
 # When a norm belongs to one layer alone.
@@ -145,7 +145,7 @@ def test_a_norm_is_exclusive_if_it_reads_one_layer_and_nothing_else_does(
     forward: Callable, exclusive: bool
 ) -> None:
     model = FunctionModel(forward, conv=conv(), bn=nn.BatchNorm2d(3), other=conv())
-    assert trace(model, PIXELS).after("conv").exclusive == exclusive
+    assert trace(model, PIXELS).norm_after("conv")[1] == exclusive
 
 
 @pytest.mark.parametrize(("shape", "exclusive"), [((4, 6), True), ((4, 6, 6), False)])
@@ -153,7 +153,7 @@ def test_norm_counts_channels_where_the_linear_layer_has_them(
     shape: tuple[int, ...], exclusive: bool
 ) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
-    assert trace(model, torch.zeros(shape)).after("0").exclusive == exclusive
+    assert trace(model, torch.zeros(shape)).norm_after("0")[1] == exclusive
 
 
 # First, last, unused, shared, functional.
@@ -203,14 +203,7 @@ def test_unused_layer_is_no_layer_of_the_graph() -> None:
     assert graph.layers == ("conv",)
     assert output_layers(model) == ("spare",) and output_layers(nn.Linear(2, 2)) == ()
     with pytest.raises(ValueError, match="'spare' ran; these did: conv"):
-        graph.after("spare")
-
-
-def test_shared_layer_keeps_what_its_calls_agree_on() -> None:
-    model = FunctionModel(lambda m, x: torch.tanh(m.fc(F.relu(m.fc(x)))), fc=nn.Linear(3, 3))
-    assert trace(model, torch.zeros(1, 3)).after("fc").activation is None
-    model.function = lambda m, x: torch.tanh(m.fc(torch.tanh(m.fc(x))))
-    assert trace(model, torch.zeros(1, 3)).after("fc").activation.op == "tanh"
+        graph.norm_after("spare")
 
 
 def test_layers_with_computed_weights_are_one_step() -> None:
@@ -320,7 +313,7 @@ def test_lazy_and_scripted_modules_are_refused() -> None:
 
 def test_compiled_model_is_run_eagerly() -> None:
     model = torch.compile(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
-    assert trace(model, torch.zeros(1, 3)).after("_orig_mod.0").activation.op == "relu"
+    assert summary(trace(model, torch.zeros(1, 3)), "_orig_mod.0")[1] == "relu"
 
 
 @pytest.mark.parametrize("inputs", [(PIXELS, 1), [PIXELS, 1], (), {"x": PIXELS, "labels": 1}])

@@ -45,7 +45,6 @@ def convert_(
     momentum: float | None = MOMENTUM,
     example_inputs: Inputs | None = None,
     calibration: Inputs | Iterable[Inputs] | None = None,
-    verbose: bool = False,
 ) -> nn.Module:
     """Put `model` under geometric parameterization in place, and return it.
 
@@ -76,7 +75,6 @@ def convert_(
             through global names go on as they were, and are not trained.
         calibration: A batch, or a list or other iterable of batches, whose means the layers start
             from where BatchNorm is replaced; by default `example_inputs`.
-        verbose: Print the summary; it is always logged, as "geoparam", level INFO.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
@@ -108,8 +106,6 @@ def convert_(
         model = _replace_checked(model, decided, options, example_inputs)
     note_replaced(parameters, model)
     log.info("%s", decided)
-    if verbose:
-        print(decided)
     return model
 
 

@@ -146,7 +146,7 @@ def _fold_layer(
     """Return the plain layer, and the norm that goes into the slot of an absorbed one."""
     before = activation = norm = None
     if isinstance(layer, GmPLayer):
-        mean = None if layer.input_norm is None else _get_running_mean(name, layer.input_norm)
+        mean = None if layer.input_norm is None else layer.input_norm.running_mean
         if mean is not None and layer._centres_borders:
             before, mean = _build_subtraction(mean, len(layer.weight_shape), factor), None
             log.info("%s: its input mean stays as a BatchNorm, %s.0, before the layer", name, name)
@@ -275,15 +275,6 @@ def _scale_plain_layers(model: nn.Module, factors: dict[str, Tensor]) -> None:
         weight.mul_(_spread_over_inputs(factor, weight))
 
 
-def _get_running_mean(name: str, norm: InputMeanNorm) -> Tensor:
-    if norm.running_mean is None:
-        raise ValueError(
-            f"{name!r} subtracts the mean of each batch, also in evaluation, and no plain layer "
-            "does. Use track_running_stats=True."
-        )
-    return norm.running_mean
-
-
 def _build_subtraction(mean: Tensor, ndim: int, factor: Tensor | None = None) -> nn.Module:
     """Return a BatchNorm that gives x - mean, or factor * x - mean; variance + eps is 1 in it."""
     eps = 2.0**-20  # 1 - eps is a float32 (and eps = 0 is refused by some versions of torch)
@@ -309,7 +300,7 @@ def _fold_norm(name: str, norm: InputMeanNorm, graph: Graph | None) -> nn.Module
             f"{name!r} does not have its channels in dimension 1 of inputs of one rank, as a "
             "BatchNorm must."
         )
-    plain: Any = _build_subtraction(_get_running_mean(name, norm), ranks.pop())
+    plain: Any = _build_subtraction(norm.running_mean, ranks.pop())
     if isinstance(norm, MeanOnlyBatchNorm) and norm.bias is not None:
         plain.running_mean.sub_(norm.bias.detach())
     return plain

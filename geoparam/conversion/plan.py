@@ -18,7 +18,7 @@ from geoparam.base_layer import GmPLayer, InputNorm
 from geoparam.conversion.sharing import ties_and_holders
 from geoparam.conversion.surgery import refuse_wrapped
 from geoparam.coordinates import Init
-from geoparam.graph import Chain, Graph
+from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer
 from geoparam.trace import output_layers, trace
 
@@ -307,7 +307,7 @@ def _decide_norm(
         return replace(decision, notes=("does not run on example_inputs",))
     if norm is None or graph is None or kind_of(module) not in ("linear", "conv"):
         return decision
-    absorbed, note = _norm_to_absorb(graph.after(decision.name), model, init)
+    absorbed, note = _norm_to_absorb(decision.name, graph, model, init)
     first = decision.name in graph.first
     if init:
         form: InputNorm = not first
@@ -316,21 +316,25 @@ def _decide_norm(
     return replace(decision, notes=(note,) if note else (), norm=absorbed, input_norm=form)
 
 
-def _norm_to_absorb(chain: Chain, model: nn.Module, init: str | None) -> tuple[str | None, str]:
-    if chain.norm is None or chain.norm.name is None:
+def _norm_to_absorb(
+    layer: str, graph: Graph, model: nn.Module, init: str | None
+) -> tuple[str | None, str]:
+    """Return the BatchNorm that a layer absorbs, or why the one that follows it stays."""
+    norm, exclusive = graph.norm_after(layer)
+    if norm is None or norm.name is None:
         return None, ""
-    found = model.get_submodule(chain.norm.name)
+    found = model.get_submodule(norm.name)
     if not isinstance(found, BATCH_NORMS):
         return None, ""
-    if chain.norm.op == "batch_norm" and next(found.children(), None) is None:
-        return None, f"{chain.norm.name} stays: its statistics are used without calling it"
+    if norm.op == "batch_norm" and next(found.children(), None) is None:
+        return None, f"{norm.name} stays: its statistics are used without calling it"
     if not _is_plain_batch_norm(found):
-        return None, f"{chain.norm.name} stays: it computes something else than its base class"
-    if not chain.exclusive:
-        return None, f"{chain.norm.name} stays: it is not fed by this layer alone"
+        return None, f"{norm.name} stays: it computes something else than its base class"
+    if not exclusive:
+        return None, f"{norm.name} stays: it is not fed by this layer alone"
     if init is None and found.running_mean is None:
-        return None, f"{chain.norm.name} stays: it has no running statistics"
-    return chain.norm.name, ""
+        return None, f"{norm.name} stays: it has no running statistics"
+    return norm.name, ""
 
 
 def _is_plain_batch_norm(norm: nn.Module) -> bool:

@@ -1,7 +1,6 @@
 """Geometric parameterization in the optimizer, for a model that stays plain."""
 
 import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -105,7 +104,6 @@ class GeometricOptimizer(Optimizer):
         self._match, self._scale_decay = match, scale_decay
         self._scale_factor: Any = 1.0 if scale_lr is None else scale_lr / lr
         self._units, self._plain = find_units(model, filter_fn, example_inputs, scale)
-        self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
         self._undecayed = undecayed_names(model)
         self._size = sum(p.numel() for p in model.parameters())
         self._forget()
@@ -204,7 +202,7 @@ class GeometricOptimizer(Optimizer):
         }
         names = [name for unit in self._units for name in (unit.name, unit.bias)]
         self._watched = [places[name][1] for name in names if name in places]
-        self._warn_of_mistakes()
+        self._warn_of_one_peak()
         for at, p in places.values():
             group = self.param_groups[at]
             fit_state(self.state[p], p, bool(group.get("capturable") or group.get("fused")))
@@ -212,18 +210,8 @@ class GeometricOptimizer(Optimizer):
         self._build_inner()
         self._signature = self._sign()
 
-    def _warn_of_mistakes(self) -> None:
-        """Warn where the model has other parameters now, and of one peak for angles and rates."""
-        model = None if self._model is None else self._model()
-        own = set() if model is None else {id(p) for p in model.parameters()}
-        if own and not any(id(p) in own for p in self._watched):
-            self._model = None  # once is enough
-            warnings.warn(
-                "the model no longer holds the parameters of this optimizer, so that it does not "
-                "train. convert_, fold_ and the like make new parameters: build the optimizer "
-                "afterwards.",
-                stacklevel=4,
-            )
+    def _warn_of_one_peak(self) -> None:
+        """Warn where a schedule has the same peak for angles and for rates."""
         peaks = {group.get("max_lr") for group in self.param_groups}
         if self._turn is not None and len(self.param_groups) > 1 and len(peaks - {None}) == 1:
             warnings.warn(
@@ -249,7 +237,6 @@ class GeometricOptimizer(Optimizer):
             stage = make(
                 found, self.param_groups[found[0].at], match=self._match,
                 turns=self._turn is not None, max_turn=self._max_turn,
-                joins=(self._base.is_elementwise, self._rest.is_elementwise),
             )  # fmt: skip
             self._stages.append(stage)
             self._slots += chain.from_iterable(stage.slots.values())
@@ -279,7 +266,7 @@ class GeometricOptimizer(Optimizer):
         """Return a parameter with its state; a bias whose weight is not stepped now has two."""
         if "lam" not in self.state[p]:
             return p, self.state[p]
-        self._slots.append(Slot("plain", [self.state[p]], [p], p))
+        self._slots.append(Slot("plain", self.state[p], p))
         return self._slots[-1].pair
 
     # --- states -------------------------------------------------------------------------------
@@ -327,13 +314,12 @@ class GeometricOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
-        built = ("_signature", "_watched", "_stages", "_slots", "_inner", "_model", "step")
+        built = ("_signature", "_watched", "_stages", "_slots", "_inner", "step")
         own = {k: v for k, v in self.__dict__.items() if not k.endswith("_hooks")}
         return {k: v for k, v in own.items() if k not in built}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._model = None
         self._forget()
 
     def __repr__(self) -> str:

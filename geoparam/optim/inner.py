@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import optim as torchs
 from torch.optim import Optimizer
 
 from geoparam.optim.muon import RowMuon
@@ -20,11 +19,6 @@ from geoparam.optim.muon import RowMuon
 MakeOptimizer = Callable[..., Any]
 Pair = tuple[Tensor, dict[str, Any]]  # a parameter and its state
 FULL_PRECISION = (torch.float32, torch.float64)
-# Optimizers that step each element by itself, so that many parameters may be one.
-ELEMENTWISE = {
-    torchs.SGD, torchs.Adam, torchs.AdamW, torchs.NAdam, torchs.RAdam, torchs.RMSprop,
-    torchs.Adagrad, torchs.Adadelta, torchs.Adamax, torchs.ASGD, torchs.Rprop,
-}  # fmt: skip
 
 
 class Maker:
@@ -38,7 +32,7 @@ class Maker:
             raise ValueError(f"{role} is an optimizer's class, as torch.optim.SGD; got {make!r}.")
         given = make if isinstance(make, functools.partial) else functools.partial(make)
         self.name = getattr(given.func, "__name__", type(given.func).__name__)
-        self.is_muon = given.func is torchs.Muon
+        self.is_muon = given.func is torch.optim.Muon
         func: MakeOptimizer = RowMuon if self.is_muon else given.func
         self.make = functools.partial(func, *given.args, **{**given.keywords, **options})
         probe = self.make([nn.Parameter(torch.zeros(1, 1))])
@@ -53,7 +47,6 @@ class Maker:
         self.defaults = {k: v for k, v in probe.param_groups[0].items() if k != "params"}
         if self.defaults.get("differentiable"):
             raise ValueError("differentiable=True is not supported: weights are written in place.")
-        self.is_elementwise = type(probe) in ELEMENTWISE
 
     def options(self, decay: float) -> dict[str, Any]:
         """Return the default options with this weight decay."""
@@ -95,30 +88,31 @@ class Inner:
 
 
 class Slot:
-    """A parameter of an inner optimizer, which stands for tensors of one or more weights.
+    """A parameter of an inner optimizer: the direction, r or lam of one layer.
 
-    Its state is a dict of its own. `publish` writes the entries into the outer optimizer's states
-    under flat keys: each weight's are parts of the slot's tensors, with the shape and the strides
-    of its layout. Without a gradient, the value is a parameter itself.
+    Its state is a dict of its own. `publish` writes the entries into the outer optimizer's state
+    of the weight, under flat keys.
+
+    Args:
+        grad: its gradient; without one, the value is a parameter itself.
+        layout: the weight, where the memory that is stepped has its elements in another order:
+            entries are published with the weight's shape and strides.
     """
 
     def __init__(
         self,
         name: str,
-        states: Sequence[dict[str, Any]],
-        layouts: Sequence[Tensor],
+        outer: dict[str, Any],
         value: Tensor,
         grad: Tensor | None = None,
+        layout: Tensor | None = None,
     ) -> None:
-        self.prefix, self.states, self.layouts, self.parameter = f"{name}/", states, layouts, value
+        self.prefix, self.outer, self.layout, self.parameter = f"{name}/", outer, layout, value
         if grad is not None:
             self.parameter = nn.Parameter(value, requires_grad=False)
             self.parameter.grad = grad
-        self.state = {
-            key.removeprefix(self.prefix): self._join([state[key] for state in states])
-            for key in states[0]
-            if key.startswith(self.prefix)
-        }
+        own = {key: value for key, value in outer.items() if key.startswith(self.prefix)}
+        self.state = {key.removeprefix(self.prefix): self._fit(x) for key, x in own.items()}
         self.pair: Pair = self.parameter, self.state
         self.published: dict[str, Any] = {}
         self.publish()
@@ -128,58 +122,30 @@ class Slot:
         for key, value in self.state.items():
             if self.published.get(key, self) is not value:
                 self.published[key] = value
-                for state, own in zip(self.states, self._divide(value), strict=True):
-                    state[self.prefix + key] = own
+                self.outer[self.prefix + key] = self._lay_out(value)
 
-    @property
-    def _is_itself(self) -> bool:
-        """Whether the parameter is one weight's, in the order in which others see it."""
-        return len(self.layouts) == 1 and self.layouts[0].is_contiguous()
+    def _fit(self, value: Any) -> Any:
+        """Return an entry in the parameter's shape and type; half precision stays as it is."""
+        if not self._has_elements(value):
+            return value
+        if {value.dtype, self.parameter.dtype} <= {*FULL_PRECISION}:
+            value = value.to(self.parameter.dtype)
+        if self.layout is None:
+            return value.reshape(self.parameter.shape)
+        fitted = torch.empty_like(self.parameter, dtype=value.dtype)
+        self._lay_out(fitted).copy_(value.reshape(self.layout.shape))
+        return fitted
 
-    def _join(self, values: Sequence[Any]) -> Any:
-        first = values[0]
-        if not _has_elements_of(first, self.layouts[0]):  # the optimizer changes it in place
-            return first.clone() if isinstance(first, Tensor) else first
-        if self._is_itself:
-            return self._fit(_own_memory(first)).reshape(self.parameter.shape)
-        joined = self._fit(first.new_empty(self.parameter.shape))
-        for view, value in zip(self._divide(joined), values, strict=True):
-            view.copy_(value.reshape(view.shape))
-        return joined
+    def _lay_out(self, value: Any) -> Any:
+        """Return an entry as others see it."""
+        if self.layout is None or not self._has_elements(value):
+            return value
+        return value.as_strided(self.layout.shape, self.layout.stride())
 
-    def _fit(self, value: Tensor) -> Tensor:
-        """Return an entry in the parameter's type; half precision stays as it is."""
-        types = {value.dtype, self.parameter.dtype}
-        return value.to(self.parameter.dtype) if types <= {*FULL_PRECISION} else value
-
-    def _divide(self, value: Any) -> list[Any]:
-        if self._is_itself or not _has_elements_of(value, self.parameter):
-            return [value] * len(self.layouts)
-        pieces = value.flatten().split([x.numel() for x in self.layouts])
-        return [
-            piece.as_strided(x.shape, x.stride(), piece.storage_offset())
-            for piece, x in zip(pieces, self.layouts, strict=True)
-        ]
-
-
-def _has_elements_of(value: Any, like: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and value.numel() == like.numel()
-
-
-def _own_memory(value: Tensor) -> Tensor:
-    """Return a tensor that keeps no larger one alive, of which it was a part."""
-    is_part = not hasattr(value, "placements") and value.untyped_storage().nbytes() > value.nbytes
-    return value.clone() if is_part else value
-
-
-def read_counters(state: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return what inner optimizers keep of a weight: those with the same may be stepped as one."""
-
-    def read(value: Any) -> Any:
-        is_counter = isinstance(value, Tensor) and not value.ndim
-        return value.item() if is_counter else None
-
-    return tuple(sorted((key, read(value)) for key, value in state.items() if "/" in key))
+    def _has_elements(self, value: Any) -> bool:
+        """Whether an entry has an element for each of the parameter's."""
+        is_tensor = isinstance(value, Tensor) and value.ndim > 0
+        return is_tensor and value.numel() == self.parameter.numel()
 
 
 def fit_state(state: dict[str, Any], p: Any, step_on_device: bool) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from geoparam.kernels.rows import rows_for
-from geoparam.optim.inner import Slot, find_master, local, read_counters, shard_like
+from geoparam.optim.inner import Slot, find_master, local, shard_like
 from geoparam.optim.units import Unit
 
 
@@ -56,7 +56,8 @@ class Member:
         is_by_row = len(own) < 2 or own.stride(0) == unit.fan_in
         self.is_copied = unit.column_groups > 0 or not (is_dense and is_by_row)
         self.has_direction = unit.fan_in > 1
-        self.is_sharded = hasattr(weight, "placements")
+        is_own_order = self.is_copied or own.is_contiguous() or hasattr(weight, "placements")
+        self.layout = None if is_own_order else own  # its rows in memory have another order
 
     def rows(self) -> Tensor:
         """Return the weight as rows (out, fan-in); a view where there is one."""
@@ -76,7 +77,6 @@ class Stage:
 
     Args:
         group: the parameter group, whose `lr` is the turn where `turns`.
-        joins: whether one parameter may stand for all layers, in the base and in the rest.
     """
 
     def __init__(
@@ -87,10 +87,9 @@ class Stage:
         match: bool,
         turns: bool,
         max_turn: float | None,
-        joins: tuple[bool, bool],
     ) -> None:
         self.members, self.group, self.first = members, group, members[0]
-        self.match, self.turns, self.max_turn, self.joins = match, turns, max_turn, joins
+        self.match, self.turns, self.max_turn = match, turns, max_turn
         self.slots: dict[str, list[Slot]] = {"direction": [], "r": [], "lam": []}
         self.states, bias_states = [m.state for m in members], [m.bias_state for m in members]
         shapes, outs = [m.shape for m in members], [m.unit.out for m in members]
@@ -117,7 +116,6 @@ class Stage:
         return (
             m.at, m.bias_at, m.bias is None, m.own.device, m.own.dtype, m.process_group,
             getattr(m.weight, "placements", None), m.is_copied, m.unit.is_fixed, m.has_direction,
-            *(() if m.is_sharded else (read_counters(m.state), read_counters(m.bias_state))),
         )  # fmt: skip
 
     def _start(self) -> None:
@@ -147,33 +145,21 @@ class Stage:
         for m, state, own in zip(self.members, states, parts, strict=True):
             state[name] = m.shard(own)
         if is_stepped:
-            whole = flat, by_flat
-            self._make_slots(name, states, parts, self.rows.split(by_flat), parts, whole)
+            self._add_slots(name, states, parts, self.rows.split(by_flat))
         return by_flat
 
-    def _make_slots(
+    def _add_slots(
         self,
         name: str,
         states: list[dict[str, Any]],
         values: Sequence[Tensor],
         grads: Sequence[Tensor],
-        layouts: Sequence[Tensor],
-        whole: tuple[Tensor, Tensor] | None,
+        in_memory_order: bool = False,
     ) -> None:
-        """Make parameters for an inner optimizer: one for all weights, or one for each.
-
-        `layouts` show how others see the states. `whole` are the tensors of which values and
-        gradients are parts, where there are such.
-        """
-        is_sharded = self.first.is_sharded
-        if whole is not None and self.joins[name != "direction"] and not is_sharded:
-            self.slots[name] = [Slot(name, states, layouts, *whole)]
-            return
-        if is_sharded:
-            values = layouts = [m.shard(x) for m, x in zip(self.members, values, strict=True)]
-            grads = [m.shard(x) for m, x in zip(self.members, grads, strict=True)]
-        parts = zip(states, layouts, values, grads, strict=True)
-        self.slots[name] = [Slot(name, [state], [x], v, g) for state, x, v, g in parts]
+        """Make a parameter of an inner optimizer for each layer."""
+        for m, state, value, grad in zip(self.members, states, values, grads, strict=True):
+            layout = m.layout if in_memory_order else None
+            self.slots[name].append(Slot(name, state, m.shard(value), m.shard(grad), layout))
 
     def _build_directions(self) -> None:
         """Divide scratch memory among gradients, increments and copies of the weights."""
@@ -191,11 +177,7 @@ class Stage:
         self.radians = torch.full((len(members),), math.radians(1)).to(self.r)
         if self.first.has_direction:
             stepped = self.increments or self.w
-            # In another memory format the rows in memory are not those that others see.
-            pairs = zip(members, stepped, strict=True)
-            layouts = [x if is_copied or m.own.is_contiguous() else m.own for m, x in pairs]
-            whole = (self.scratch[1], self.scratch[0]) if self.by_increment else None
-            self._make_slots("direction", self.states, stepped, self.by_v, layouts, whole)
+            self._add_slots("direction", self.states, stepped, self.by_v, in_memory_order=True)
 
     # --- before and after the step ------------------------------------------------------------
 

@@ -185,10 +185,10 @@ def _norms_by_graph(model: nn.Module, graph: Graph) -> dict[str, str]:
     """Return for each layer the norm that is the only reader of its output."""
     found = {}
     for layer in graph.layers:
-        chain = graph.after(layer)
-        if chain.exclusive and chain.norm is not None and chain.norm.name:
-            if _undoes_scale(model.get_submodule(chain.norm.name)):
-                found[layer] = chain.norm.name
+        norm, exclusive = graph.norm_after(layer)
+        if exclusive and norm is not None and norm.name:
+            if _undoes_scale(model.get_submodule(norm.name)):
+                found[layer] = norm.name
     return found
 
 

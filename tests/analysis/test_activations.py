@@ -115,8 +115,9 @@ def test_a_step_of_a_trace_has_the_breakpoints_of_its_arguments(
     function: Callable, expected: Breaks | None
 ) -> None:
     model = FunctionModel(lambda m, x: function(m.fc(x)), fc=nn.Linear(3, 3))
-    step = trace(model, torch.zeros(1, 3)).after("fc").activation
-    assert step is not None and breaks(step) == expected
+    graph = trace(model, torch.zeros(1, 3))
+    (call,) = graph.calls("fc")
+    assert call.activation is not None and breaks(graph.nodes[call.activation]) == expected
 
 
 def test_a_function_has_the_breakpoints_of_its_name() -> None:

@@ -201,10 +201,6 @@ VARYING: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
         CONV["sp"],
         lambda: nn.BatchNorm2d(UNITS, track_running_stats=False),
     ),
-    "mbn without statistics": (
-        LINEAR["wn"],
-        lambda: MeanOnlyBatchNorm(UNITS, track_running_stats=False),
-    ),
 }
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from patches import patches
 from torch import nn
 
-from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, InputMeanNorm
+from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
 from geoparam.analysis.reading.probe import compute_input_lengths
 
 D = {"dtype": torch.float64}
@@ -51,12 +51,6 @@ def test_lengths_are_of_what_is_left_without_the_mean(form: bool | str, padding:
     torch.testing.assert_close(compute_input_lengths(layer.eval(), x).flatten(), expected)
     torch.testing.assert_close(compute_input_lengths(layer.train(), x).flatten(), expected)
     assert layer.input_norm.num_batches_tracked == 0
-
-
-def test_lengths_without_running_statistics_take_the_batchs_mean() -> None:
-    layer, x = GmPLinear(5, 4, input_norm=True, **D), torch.randn(9, 5, **D) + 3
-    layer.input_norm = InputMeanNorm(5, track_running_stats=False, dim=-1)
-    torch.testing.assert_close(compute_input_lengths(layer, x), (x - x.mean(0)).norm(dim=1))
 
 
 def test_lengths_of_narrow_numbers_are_computed_in_wide_ones() -> None:

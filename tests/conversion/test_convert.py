@@ -266,14 +266,11 @@ def test_rows_too_long_for_their_type_are_left() -> None:
     assert type(model[0]) is nn.Linear and isinstance(model[1], gp.GmPLinear)
 
 
-def test_summary_is_printed_on_request(capsys: pytest.CaptureFixture) -> None:
+def test_the_plan_prints_a_summary() -> None:
     model = net()
     total = sum(p.numel() for p in model.parameters())
-    gp.convert_(model, verbose=True)
-    out = capsys.readouterr().out
-    assert out.startswith("3 of 4 layers under GmP") and f"of {total:,} parameters" in out
-    gp.convert_(net())
-    assert not capsys.readouterr().out
+    text = str(gp.plan(model))
+    assert text.startswith("3 of 4 layers under GmP") and f"of {total:,} parameters" in text
 
 
 def test_verify_measures_the_largest_relative_difference() -> None:

@@ -16,7 +16,6 @@ EXACT = {"atol": 1e-10, "rtol": 1e-10}
 IMAGE, ROWS = (4, 5, 5), (3, 4)
 FORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "norm": (lambda: InputMeanNorm(4, momentum=None), IMAGE),
-    "norm, untracked": (lambda: InputMeanNorm(4, track_running_stats=False), IMAGE),
     "norm of pre-activations": (lambda: MeanOnlyBatchNorm(3), ROWS),
     "linear": (lambda: GmPLinear(4, 6, input_norm=True, activation=torch.relu), ROWS),
     "conv, padded": (lambda: GmPConv2d(4, 6, 3, padding=1, input_norm=True), IMAGE),
@@ -82,13 +81,12 @@ def test_an_empty_joint_batch_changes_nothing(
 
 def only_training_communicates() -> None:
     x = torch.randn(4, 3)
-    for track in (True, False):
-        norm = synchronise_means_(InputMeanNorm(3, track_running_stats=track))
-        with CommDebugMode() as training:
-            norm(x)
-        with CommDebugMode() as evaluation:
-            norm.eval()(x)
-        assert training.get_total_counts() == 1 and evaluation.get_total_counts() == 0
+    norm = synchronise_means_(InputMeanNorm(3))
+    with CommDebugMode() as training:
+        norm(x)
+    with CommDebugMode() as evaluation:
+        norm.eval()(x)
+    assert training.get_total_counts() == 1 and evaluation.get_total_counts() == 0
 
 
 def a_group_of_one_is_local() -> None:

@@ -145,7 +145,7 @@ def compute_input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
     mean of evaluation. With groups there is one length for each, where the channels were.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))  # squares overflow float16
-    mean = _input_mean(layer, x)
+    mean = _input_mean(layer)
     size = getattr(layer, "kernel_size", ())
     if not size:
         return torch.linalg.vector_norm(x if mean is None else x - mean, dim=-1)
@@ -164,13 +164,12 @@ def compute_input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
     return sums.clamp(min=0).sqrt()
 
 
-def _input_mean(layer: nn.Module, x: Tensor) -> Tensor | None:
+def _input_mean(layer: nn.Module) -> Tensor | None:
     """Return the mean that the layer subtracts from its input; no running mean is updated."""
     norm = layer.input_norm if isinstance(layer, GmPLayer) else layer
     if not isinstance(norm, TrackedMean):
         return None
-    mean = norm.mean(x) if norm.running_mean is None else norm.running_mean
-    return mean.view(-1, *[1] * len(getattr(layer, "kernel_size", ())))
+    return norm.running_mean.view(-1, *[1] * len(getattr(layer, "kernel_size", ())))
 
 
 class MaxPool:
