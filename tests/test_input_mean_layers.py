@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import geoparam as gp
 from geoparam import centred_map
 from geoparam.centred_map import Geometry, channel_mean, map_centred, shift_bias
+from geoparam.checkpoints import fold_state_dict
 from geoparam.input_mean_layers import InputMeanConv2d, adopt
 
 DOUBLE = {"dtype": torch.float64}
@@ -321,6 +322,17 @@ def test_layers_without_a_norm_are_left() -> None:
     text = str(gp.plan(model, norm="imn", weights="plain", example_inputs=x))
     assert "1 of 3 layers with plain weights and IMN" in text
     assert "3: Linear (no BatchNorm follows it)" in text
+
+
+def test_a_file_folds_as_the_model_does() -> None:
+    model, x = network(), images()
+    model(x)
+    gp.convert_(model, norm="imn", weights="plain", example_inputs=x)
+    state = fold_state_dict(model.state_dict())
+    folded = gp.fold_(copy.deepcopy(model))
+    assert state.keys() == folded.state_dict().keys()
+    folded.load_state_dict(state)
+    assert gp.verify(model, folded, x) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")

@@ -33,15 +33,10 @@ class Points(Dataset):
         return {"x": self.x[index], "labels": self.x[index].sum(0, keepdim=True)}
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_post_hook(gp.retract(model))
-    return optimizer
-
-
 def by_hand(epochs: int = 1, accumulate: int = 1, **options: Any) -> gp.BoundaryTracker:
     model = network()
-    optimizer = sgd(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(gp.retract(model))
     tracker = gp.BoundaryTracker(model, **options)
     for _ in range(epochs):
         for index, batch in enumerate(DataLoader(Points(), batch_size=2)):
@@ -69,7 +64,7 @@ def lightning_run(
     folder: Path, epochs: int = 1, accumulate: int = 1, resume: Path | None = None, **options: Any
 ) -> gp.BoundaryTracker | None:
     lightning = pytest.importorskip("lightning.pytorch")
-    from geoparam.integrations.lightning import TrackBoundaries
+    from geoparam.integrations.lightning import Retract, TrackBoundaries
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -80,7 +75,7 @@ def lightning_run(
             return (self.net(batch["x"]) - batch["labels"]).square().mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return sgd(self)
+            return torch.optim.SGD(self.parameters(), lr=0.1)
 
     track = TrackBoundaries(module="net", **options)
     trainer = lightning.Trainer(
@@ -88,7 +83,7 @@ def lightning_run(
         max_epochs=epochs,
         accumulate_grad_batches=accumulate,
         default_root_dir=folder,
-        callbacks=[track],
+        callbacks=[track, Retract()],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -131,7 +126,7 @@ def transformers_run(
     folder: Path, epochs: int = 1, resume: bool = False, **options: Any
 ) -> gp.BoundaryTracker | None:
     transformers = pytest.importorskip("transformers")
-    from geoparam.integrations.transformers import TrackBoundaries
+    from geoparam.integrations.transformers import Retract, TrackBoundaries
 
     track = TrackBoundaries(**options)
     arguments = transformers.TrainingArguments(
@@ -140,6 +135,8 @@ def transformers_run(
         num_train_epochs=epochs,
         max_grad_norm=0,
         lr_scheduler_type="constant",
+        optim="sgd",
+        learning_rate=0.1,
         save_strategy="steps",
         save_steps=STEPS,
         report_to=[],
@@ -151,8 +148,9 @@ def transformers_run(
         def _get_train_sampler(self, *args: object) -> torch.utils.data.Sampler:
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
-    model, given = WithLoss(), {"train_dataset": Points(), "callbacks": [track]}
-    trainer = InOrder(model=model, args=arguments, optimizers=(sgd(model), None), **given)
+    trainer = InOrder(
+        model=WithLoss(), args=arguments, train_dataset=Points(), callbacks=[track, Retract()]
+    )
     trainer.train(resume_from_checkpoint=resume)
     return track.tracker
 

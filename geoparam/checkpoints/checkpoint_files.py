@@ -7,6 +7,7 @@ pip install 'geoparam[cli]'.
 """
 
 import importlib
+import inspect
 import os
 import pickle
 import re
@@ -14,8 +15,9 @@ import sys
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from geoparam.checkpoints.state_dicts import Folding, fold_entries, layers_in
-from geoparam.storage import list_few, open_zip, refuse_overwrite, replacing
+from geoparam.storage import list_few, open_zip, read_json, refuse_overwrite, replacing
 
-IN_A_FOLDER = ("model.safetensors", "pytorch_model.bin")
+INDEX = "model.safetensors.index.json"
+IN_A_FOLDER = (INDEX, "model.safetensors", "pytorch_model.bin")
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 DEEPEST = 8  # mappings around a state_dict
 EXPANDED = 1 << 26  # bytes to which a stored element may be repeated
@@ -39,23 +42,26 @@ def fold_checkpoint(
     arch: str | None = None,
     like: Path | None = None,
     linear: bool = False,
+    prefix: str = "",
     force: bool = False,
 ) -> Folding:
     """Fold the GmP layers of a checkpoint file and write a plain safetensors file.
 
     Args:
-        checkpoint: A safetensors file, a torch file with a state_dict, which may be one of its
-            entries ("state_dict", "model", ...), or a folder with such a file of transformers.
+        checkpoint: A safetensors file, a folder of them with an index, the index, or a torch file
+            with a state_dict, which may be one of its entries ("state_dict", "model", ...).
         out: The file to write; it appears under its name when it is complete.
         arch: The plain model, as `build` takes it.
         like: A plain checkpoint of the same architecture, instead of `arch`.
         linear: Every converted layer is an nn.Linear or attention: no plain model is needed.
+        prefix: Take only entries that begin with this, and remove it ("model." for Lightning).
         force: Overwrite `out`.
     """
     if (arch is not None) + (like is not None) + linear > 1:
         raise ValueError("--arch, --like and --linear say one thing in three ways: give one.")
     _check_out(out, checkpoint, force)
     entries, notes = read(checkpoint)
+    entries, more = _take_prefix(prefix, entries)
     plain = build(arch) if arch is not None else None if like is None else read(like)[0]
     ours = [name for name, parts in layers_in(entries).items() if "theta" not in parts]
     if plain is None and not linear and ours:  # a file has rows, but not a kernel's shape
@@ -66,31 +72,56 @@ def fold_checkpoint(
         )
     folding = fold_entries(entries, plain)
     write(folding.state, out)
-    return replace(folding, notes=(*notes, *folding.notes))
+    return replace(folding, notes=(*notes, *more, *folding.notes))
+
+
+def _take_prefix(prefix: str, entries: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    if not prefix:
+        return entries, []
+    prefix = prefix.rstrip(".") + "."
+    chosen = {k.removeprefix(prefix): x for k, x in entries.items() if k.startswith(prefix)}
+    if not chosen:
+        first = sorted({key.partition(".")[0] + "." for key in entries})
+        raise ValueError(f"no entry begins with {prefix!r}; they begin with {list_few(first)}.")
+    left = len(entries) - len(chosen)
+    return chosen, [f"{left} entries outside {prefix!r} are left out."] if left else []
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors of a checkpoint by name, without wrappers' prefixes, and notes."""
-    file = find_file(path)
-    is_safe = file.suffix == ".safetensors"
-    entries, left = (_read_safetensors(file), []) if is_safe else _read_torch(file)
+    entries: dict[str, Tensor] = {}
+    notes: list[str] = []
+    for file in files_of(path):
+        safe = file.suffix == ".safetensors"
+        tensors, left = (_read_safetensors(file), []) if safe else _read_torch(file)
+        entries |= tensors
+        notes += [f"left out, because they are not tensors: {list_few(left)}."] if left else []
     if not entries:
         raise ValueError(f"{path} holds no tensors.")
-    notes = [f"left out, because they are not tensors: {list_few(left)}."] if left else []
     return _strip_wrappers(entries), notes
 
 
-def find_file(path: Path) -> Path:
-    """Return the file with the tensors of a checkpoint, which may be a folder."""
+def files_of(path: Path) -> list[Path]:
+    """Return the files with the tensors of a checkpoint: one, or those of an index."""
     if path.is_dir():
         found = next((path / name for name in IN_A_FOLDER if (path / name).is_file()), None)
         if found is None:
-            names = " nor ".join(IN_A_FOLDER)
-            raise ValueError(f"{path} holds neither {names}: name one file that has all tensors.")
-        return found
+            raise ValueError(f"{path} holds none of {', '.join(IN_A_FOLDER)}: name the file.")
+        return files_of(found)
     if not path.is_file():
         raise ValueError(f"{path} does not exist.")
-    return path
+    if path.suffix != ".json":
+        return [path]
+    names = read_json(path.read_bytes(), path).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(
+            f"{path} is no index of safetensors files: it has no weight_map of names."
+        )
+    files = [path.parent / name for name in sorted(set(names.values()))]
+    lost = [file.name for file in files if file.parent != path.parent or not file.is_file()]
+    if lost:
+        raise ValueError(f"{path} names files that are not beside it: {list_few(lost)}.")
+    return files
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -190,24 +221,19 @@ def _strip_wrappers(entries: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def build(arch: str) -> nn.Module:
-    """Build a plain model on the meta device, or in memory if it reads its tensors' values.
+    """Build a plain model from its name, on the meta device where it can be.
 
     Args:
-        arch: `package.module:function`, which is called without arguments; `torchvision` stands
-            for `torchvision.models`.
+        arch: `torchvision:resnet50`, `timm:resnet50`, `transformers:FOLDER` with a config.json,
+            or `package.module:function`, which is called without arguments.
     """
     package, _, name = arch.partition(":")
     if not package or not name:
         raise ValueError(
-            f"--arch is package.module:function, such as torchvision:resnet50; got {arch!r}."
+            "--arch is torchvision:NAME, timm:NAME, transformers:FOLDER or package.module:"
+            f"function; got {arch!r}."
         )
-    package = "torchvision.models" if package == "torchvision" else package
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as python -m does, and installed commands do not
-    try:
-        make = getattr(importlib.import_module(package), name)
-    except (ModuleNotFoundError, AttributeError, TypeError) as error:
-        raise ValueError(f"--arch {arch} is not there: {error}.") from error
+    make = _find_builder(package, name)
     try:
         try:
             with torch.device("meta"):
@@ -221,10 +247,39 @@ def build(arch: str) -> nn.Module:
     return model
 
 
+def _find_builder(package: str, name: str) -> Callable[[], Any]:
+    """Return the function that builds a model, which downloads nothing."""
+    if package == "torchvision":
+        models = importlib.import_module("torchvision.models")
+        if name not in models.list_models():
+            raise ValueError(
+                f"torchvision has no model {name!r}: see torchvision.models.list_models."
+            )
+        builder = models.get_model_builder(name)
+        weights = [p for p in inspect.signature(builder).parameters if p.startswith("weights")]
+        return partial(builder, **dict.fromkeys(weights))
+    if package == "timm":
+        return partial(importlib.import_module("timm").create_model, name, pretrained=False)
+    if package == "transformers":
+        transformers = importlib.import_module("transformers")
+        if not (Path(name) / "config.json").is_file():
+            raise ValueError(f"--arch transformers:FOLDER needs a config.json; {name} has none.")
+        config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+        if not config.architectures:
+            raise ValueError(f"{name}/config.json does not name its class under 'architectures'.")
+        return lambda: getattr(transformers, config.architectures[0])(config)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as python -m does, and installed commands do not
+    try:
+        return getattr(importlib.import_module(package), name)
+    except (ModuleNotFoundError, AttributeError, TypeError) as error:
+        raise ValueError(f"--arch {package}:{name} is not there: {error}.") from error
+
+
 def _check_out(out: Path, checkpoint: Path, force: bool) -> None:
     if out.suffix != ".safetensors" or out.is_dir():
         raise ValueError(f"the result is a file NAME.safetensors; got {out}.")
-    if out.exists() and out.samefile(find_file(checkpoint)):
+    if out.exists() and any(out.samefile(file) for file in files_of(checkpoint)):
         raise ValueError(f"{out} is the checkpoint itself: write to another file.")
     refuse_overwrite(out, force)
 

@@ -1,12 +1,14 @@
 """Fold a state_dict without its model: the entries of GmP layers in, those of plain layers out.
 
 A layer X is recognised by its names, `X.r` beside one of `X.latitude`, `X.unit` and `X.sign`. It
-becomes `X.weight` = r u and `X.bias` = r lam.
+becomes `X.weight` = r u and `X.bias` = r lam - w^T m, where m is the running mean of its input. A
+layer with a plain weight and its input's mean, `X.running_mean` beside `X.weight`, becomes one
+with the bias b - w^T m.
 
 Three things the names do not tell. The weight's shape: (out, in) unless the plain model is given.
-Where the mean of a centred input goes, into a bias or a norm: refused. Whether r stands outside an
-activation, as in a layer built with `activation=`: it is taken to be inside, as in all that
-`convert_` makes. `fold_` knows all three, from the model.
+Whether zeros are padded to a centred input, so that its mean cannot go into a bias: refused where
+that may be. Whether r stands outside an activation, as in a layer built with `activation=`: it is
+taken to be inside, as in all that `convert_` makes. `fold_` knows all three, from the model.
 """
 
 import functools
@@ -20,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam.conversion.plan import kind_of
+from geoparam.centred_map import shift_bias
+from geoparam.conversion.plan import CONVOLUTIONS, kind_of
 from geoparam.coordinates import Angles, Coordinates, Intrinsic, Sign
 from geoparam.sphere import wide
 from geoparam.storage import list_few
@@ -31,9 +34,9 @@ Parts = dict[str, Tensor]
 
 COORDINATES: dict[str, Coordinates] = {c.name: c for c in (Angles(), Intrinsic(), Sign())}
 OURS = (*COORDINATES, "r", "lam")
-MEAN = "input_norm.running_mean"
+MEAN, COUNT = "input_norm.running_mean", "input_norm.num_batches_tracked"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-ENTRY = re.compile(rf"(?:(.*)\.)?({'|'.join((*OURS, 'theta', MEAN))})")
+ENTRY = re.compile(rf"(?:(.*)\.)?({'|'.join((*OURS, 'theta', MEAN, COUNT))})")
 
 
 @dataclass(frozen=True)
@@ -82,12 +85,11 @@ def fold_entries(
     """Do what `fold_state_dict` does, and tell what was done."""
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise ValueError(f"a state_dict maps names to tensors; got a {type(state).__name__}.")
-    layers = layers_in(state)
-    if not layers:
+    layers, centred = layers_in(state), _find_centred(state)
+    if not layers and not centred:
         raise ValueError(
-            "nothing to fold: no GmP layer is in this checkpoint, which would have an entry 'r' "
-            "beside a 'latitude', 'unit' or 'sign'. Input means beside plain weights fold with "
-            "the model alone: load the checkpoint into it and call geoparam.fold_."
+            "nothing to fold: no layer of geoparam is in this checkpoint, which would have an "
+            "entry 'r' beside a 'latitude', 'unit' or 'sign', or a 'running_mean' of its input."
         )
     plain = None if like is None else Plain.of(like)
     owners = {_join(name, part): name for name, parts in layers.items() for part in parts}
@@ -95,11 +97,13 @@ def fold_entries(
     result: dict[str, Tensor] = {}
     for key, tensor in state.items():  # a folded layer stands where its first entry was
         result |= folded.pop(owners[key], {}) if key in owners else {key: tensor}
+    for name in centred:
+        _fold_mean(name, result)
     notes = _collect_notes(layers)
     if plain is not None:
         notes += _match_keys(result, plain)
     kept = sum(result.get(key) is x for key, x in state.items())
-    return Folding(result, len(layers), kept, tuple(notes))
+    return Folding(result, len(layers) + len(centred), kept, tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,25 @@ def layers_in(state: Mapping[str, Tensor]) -> dict[str, Parts]:
     return layers
 
 
+def _find_centred(state: Mapping[str, Tensor]) -> list[str]:
+    """Return the layers with a plain weight and the mean of their input; BatchNorm has others."""
+    split = [key.rpartition(".") for key in state]
+    names = [name for name, _, part in split if part == "running_mean"]
+    keys = {name: _join(name, "weight") for name in names if _join(name, "bias") in state}
+    return [name for name, key in keys.items() if key in state and state[key].ndim > 1]
+
+
+def _fold_mean(name: str, state: dict[str, Tensor]) -> None:
+    """Let a layer's bias take its input's mean over."""
+    weight, bias = (state[_join(name, part)] for part in ("weight", "bias"))
+    mean = state.pop(_join(name, "running_mean"))
+    state.pop(_join(name, "num_batches_tracked"), None)
+    if mean.ndim != 1 or len(mean) % weight.shape[1] or len(bias) != len(weight):
+        raise ValueError(f"{name!r} has a running_mean or bias that does not fit its weight.")
+    shifted = shift_bias(wide(bias), wide(weight), wide(mean))
+    state[_join(name, "bias")] = _round(_join(name, "bias"), shifted, bias.dtype)
+
+
 def _is_weight_norm(name: str, parts: Parts) -> bool:
     """Whether this is the CLIP project's layer: r (out, 1) and theta in the weight's shape."""
     if parts.keys() != {"theta", "r"}:
@@ -178,19 +201,13 @@ def _check_parts(name: str, parts: Parts) -> None:
             f"{name!r} is not complete: a layer has 'r' and one of {', '.join(COORDINATES)}; "
             f"got {', '.join(parts)}."
         )
-    if MEAN in parts:
-        raise ValueError(
-            f"{name!r} centres its input, and the checkpoint does not tell whether before or "
-            "after zeros are padded: build the model as it was trained, load the checkpoint into "
-            "it and call geoparam.fold_."
-        )
     rows = parts[stored[0]]
     units = len(rows) if rows.ndim else 0
     ranks = {stored[0]: 1 if stored[0] == "sign" else 2}
     for part, x in parts.items():
         rank = rows.ndim if "theta" in parts else ranks.get(part, 1)
-        fits = x.ndim == rank and x.numel() > 0 and len(x) == units
-        if not fits or x.dtype not in FLOATS:
+        fits = x.ndim == rank and x.numel() > 0 and (part == MEAN or len(x) == units)
+        if part != COUNT and (not fits or x.dtype not in FLOATS):
             raise ValueError(
                 f"{_join(name, part)!r} does not fit a layer of {units} units in float16, "
                 f"bfloat16, float32 or float64: it is a tensor of shape {tuple(x.shape)} and "
@@ -206,13 +223,17 @@ def _fold_layer(
     key = _weight_key(name, rows, state, plain)
     weight = _shape_rows(key, rows, parts, plain)
     bias = wide(parts["r"]) * wide(parts["lam"]) if "lam" in parts else None
+    if MEAN in parts:
+        _check_mean(name, key, weight, parts[MEAN], plain)
+        bias = shift_bias(bias, weight, wide(parts[MEAN]))
     own = (key,) if "theta" in parts else (key, _bias_key(key))  # theta has a bias of its own
     if leftovers := [key for key in own if key in state]:
         raise ValueError(
             f"{', '.join(leftovers)} stands beside {', '.join(parts)} of {name!r}, and a layer is "
             "either plain or under GmP. Remove what is left over from the checkpoint."
         )
-    dtype = functools.reduce(torch.promote_types, (x.dtype for x in parts.values()))
+    floats = [x.dtype for part, x in parts.items() if part not in (MEAN, COUNT)]
+    dtype = functools.reduce(torch.promote_types, floats)
     result = {key: weight} if bias is None else {key: weight, _bias_key(key): bias}
     return {key: _round(key, x, dtype) for key, x in result.items()}
 
@@ -243,12 +264,14 @@ def _shape_rows(key: str, rows: Tensor, parts: Parts, plain: Plain | None) -> Te
     if plain is None or key not in plain.shapes:
         return rows.view(parts["theta"].shape) if "theta" in parts else rows
     shape, module = plain.shapes[key], plain.modules.get(key)
-    if module is None and plain.has_transposed:
+    square = shape == (out, n) and out == n
+    if module is None and square and plain.has_transposed:
         raise ValueError(
-            "some layers of this model store their weight as (in, out), and a checkpoint does not "
-            f"tell whether {key!r} is one. Give the model itself instead (--arch)."
+            f"{key!r} is square, and this model has layers that store their weight as (in, out): "
+            "its shape does not tell whether it is one. Give the model itself instead (--arch)."
         )
-    transposed = module is not None and kind_of(module) == "transposed"
+    fits_transposed = shape == (n, out) and not square
+    transposed = fits_transposed if module is None else kind_of(module) == "transposed"
     if transposed and shape == (n, out):
         return rows.t().contiguous()
     if transposed or math.prod(shape[1:]) != n:
@@ -257,6 +280,20 @@ def _shape_rows(key: str, rows: Tensor, parts: Parts, plain: Plain | None) -> Te
             f"with {n} inputs."
         )
     return rows.view(out, *shape[1:])
+
+
+def _check_mean(name: str, key: str, weight: Tensor, mean: Tensor, plain: Plain | None) -> None:
+    """Refuse a mean that may be subtracted before zeros are padded."""
+    module = None if plain is None else plain.modules.get(key)
+    unpadded = isinstance(module, CONVOLUTIONS) and (
+        module.padding == "valid" or not any(module.padding) or module.padding_mode != "zeros"
+    )
+    if not unpadded and (weight.ndim != 2 or weight.shape[1] != len(mean)):
+        raise ValueError(
+            f"{name!r} is a convolution that centres its input, and the checkpoint does not tell "
+            "whether before or after zeros are padded: build the model as it was trained, load "
+            "the checkpoint into it and call geoparam.fold_."
+        )
 
 
 def _round(key: str, x: Tensor, dtype: torch.dtype) -> Tensor:

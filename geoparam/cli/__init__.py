@@ -17,6 +17,7 @@ EXTRAS = {
     "hf": ("transformers",),
 }
 INSTALL = {name: f"'geoparam[{extra}]'" for extra, names in EXTRAS.items() for name in names}
+INSTALL["timm"] = "timm"
 
 
 def main() -> None:

@@ -18,14 +18,14 @@ from geoparam.storage import printable
 
 def fold(
     checkpoint: Annotated[
-        Path, Argument(help="safetensors file, torch state_dict, or transformers' folder.")
+        Path, Argument(help="safetensors file, sharded folder or index, or torch state_dict.")
     ],
     out: Annotated[Path, Option(help="The safetensors file to write.")],
     arch: Annotated[
         str | None,
         Option(
-            help="The plain model as package.module:function, such as "
-            "torchvision:resnet50. Only its shapes are used."
+            help="The plain model: torchvision:NAME, timm:NAME, transformers:FOLDER with a "
+            "config.json, or package.module:function. Only its shapes are used."
         ),
     ] = None,
     like: Annotated[
@@ -37,6 +37,9 @@ def fold(
             "--linear", help="Every converted layer is nn.Linear or attention: no model needed."
         ),
     ] = False,
+    prefix: Annotated[
+        str, Option(help="Take only entries that begin with this, and remove it.")
+    ] = "",
     force: Annotated[bool, Option("--force", help="Overwrite the output.")] = False,
 ) -> None:
     """Turn the checkpoint of a converted model into one of the plain model."""
@@ -44,7 +47,7 @@ def fold(
 
     plain: dict[str, Any] = {"arch": arch, "like": like, "linear": linear}
     try:
-        report = fold_checkpoint(checkpoint, out, **plain, force=force)
+        report = fold_checkpoint(checkpoint, out, **plain, prefix=prefix, force=force)
     except (ValueError, OSError) as error:
         sys.exit(printable(f"Nothing written. {error}"))
     shown = Table("layers folded", "entries kept as they are", "size")

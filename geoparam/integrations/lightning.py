@@ -1,10 +1,11 @@
-"""A Lightning callback that tracks boundaries. Needs the extra: 'geoparam[lightning]'."""
+"""Lightning callbacks: tracking and retraction. Needs the extra: 'geoparam[lightning]'."""
 
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from geoparam.analysis.tracker.tracker import BoundaryTracker
+from geoparam.step_hooks import retract
 
 
 class TrackBoundaries(Callback):
@@ -53,3 +54,11 @@ class TrackBoundaries(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._state = state_dict or None
+
+
+class Retract(Callback):
+    """Pulls intrinsic directions back to length 1 after every optimizer step."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_post_hook(retract(pl_module))

@@ -1,4 +1,4 @@
-"""For transformers' Trainer: a callback, and GeometricOptimizer. Needs the extra: 'geoparam[hf]'.
+"""For transformers' Trainer: callbacks, and GeometricOptimizer. Needs the extra: 'geoparam[hf]'.
 
 In a loop of one's own, with Accelerate, the tracker is used as it is: `tracker.step()` after
 `optimizer.step()`, and `accelerator.register_for_checkpointing(tracker)` for its state.
@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 from geoparam.analysis.tracker.tracker import BoundaryTracker
 from geoparam.optim import GeometricOptimizer
+from geoparam.step_hooks import retract
 
 STATE = "boundaries.pt"
 
@@ -65,6 +66,15 @@ class Geometric:
 
     def __call__(self, model: nn.Module, **options: Any) -> GeometricOptimizer:
         return GeometricOptimizer(model, **options)
+
+
+class Retract(TrainerCallback):
+    """Pulls intrinsic directions back to length 1 after every optimizer step."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer = kwargs["optimizer"]
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
+        optimizer.register_step_post_hook(retract(kwargs["model"]))
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

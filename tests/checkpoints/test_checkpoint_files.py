@@ -1,6 +1,7 @@
 """Folded checkpoint files load into the plain model, and damaged or foreign ones are refused."""
 
 import copy
+import json
 import pickle
 import re
 import zipfile
@@ -82,6 +83,35 @@ def test_torch_files_and_wrappers(kind: str, zipped: bool, tmp_path: Path, out: 
     file = tmp_path / "gmp.pt"
     torch.save(wrapped(kind, model.state_dict()), file, _use_new_zipfile_serialization=zipped)
     fold_checkpoint(file, out, linear=True)
+    assert difference("mlp", model, out) < 1e-5
+
+
+def test_prefix_takes_a_part(tmp_path: Path, out: Path) -> None:
+    model = trained("mlp")
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    torch.save(averaged.state_dict(), tmp_path / "ema.pt")
+    report = fold_checkpoint(tmp_path / "ema.pt", out, prefix="module", linear=True)
+    assert difference("mlp", model, out) < 1e-5
+    assert any("outside 'module.' are left out" in note for note in report.notes)
+    with pytest.raises(ValueError, match="they begin with module., n_averaged."):
+        fold_checkpoint(tmp_path / "ema.pt", out, prefix="net", force=True)
+
+
+def sharded(state: dict[str, Tensor], folder: Path) -> Path:
+    names = {key: f"model-{i % 2}.safetensors" for i, key in enumerate(state)}
+    for name in set(names.values()):
+        part = {key: x for key, x in state.items() if names[key] == name}
+        files.save_file(part, folder / name)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return index
+
+
+@pytest.mark.parametrize("as_folder", (True, False))
+def test_sharded_checkpoint(as_folder: bool, tmp_path: Path, out: Path) -> None:
+    model = trained("mlp")
+    index = sharded(model.state_dict(), tmp_path)
+    fold_checkpoint(tmp_path if as_folder else index, out, linear=True)
     assert difference("mlp", model, out) < 1e-5
 
 
@@ -230,8 +260,23 @@ def test_files_without_one_state_dict(
         fold_checkpoint(tmp_path / "gmp.pt", out, linear=True)
 
 
-def test_folders_and_files_that_are_not_there(tmp_path: Path, out: Path) -> None:
-    with pytest.raises(ValueError, match="holds neither model.safetensors nor"):
+def test_broken_indices_and_folders(tmp_path: Path, out: Path) -> None:
+    index = sharded(trained("mlp").state_dict(), tmp_path)
+    (tmp_path / "model-1.safetensors").unlink()
+    for content, message in (
+        (index.read_text(), "not beside it: model-1.safetensors"),
+        ('{"weight_map": {"a": "../model-0.safetensors"}}', "not beside it"),
+        ("[]", "index.json is damaged: it holds no dict"),
+        ("{", "index.json is damaged"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "index.json is damaged: nested"),
+        ("{}", "is no index"),
+        ('{"weight_map": {"a": 3}}', "is no index"),
+    ):
+        index.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            fold_checkpoint(tmp_path, out)
+    index.unlink()
+    with pytest.raises(ValueError, match="holds none of"):
         fold_checkpoint(tmp_path, out)
     with pytest.raises(ValueError, match="does not exist"):
         fold_checkpoint(tmp_path / "nowhere.safetensors", out)
@@ -247,14 +292,13 @@ def needs_arguments(width: int) -> nn.Module:
 
 def test_architectures_are_built_without_memory() -> None:
     assert next(build("checkpoint_models:conv_net").parameters()).is_meta
-    assert next(build("torchvision:resnet18").parameters()).is_meta
     assert build("test_checkpoint_files:reads_values").weight.shape == (2, 3)
 
 
 @pytest.mark.parametrize(
     ("arch", "message"),
     [
-        ("resnet50", "--arch is package.module:function"),
+        ("resnet50", "--arch is torchvision:NAME"),
         ("no_such_package:model", "is not there: No module named 'no_such_package'"),
         ("test_checkpoint_files:no_such", "is not there"),
         ("test_checkpoint_files:needs_arguments", "fails: TypeError"),
@@ -267,22 +311,32 @@ def test_unknown_architectures(arch: str, message: str) -> None:
         build(arch)
 
 
-def gpt2() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 40, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 2}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False)).eval()
+@pytest.mark.parametrize("name", ("resnet18", "fcn_resnet50"))
+def test_torchvision_architecture(name: str) -> None:
+    pytest.importorskip("torchvision")
+    model = build(f"torchvision:{name}")
+    assert next(model.parameters()).is_meta
+    with pytest.raises(ValueError, match="has no model 'no_such'"):
+        build("torchvision:no_such")
 
 
 def test_gpt2_with_its_transposed_weights(tmp_path: Path, out: Path) -> None:
-    plain = gpt2()
-    plain.save_pretrained(tmp_path)
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=40, n_positions=16, n_embd=12, n_layer=2, n_head=2, use_cache=False
+    )
+    plain = transformers.GPT2LMHeadModel(config).eval()
+    plain.save_pretrained(tmp_path / "plain")
     model = gp.convert_(copy.deepcopy(plain))
     x = {"input_ids": torch.arange(8).view(1, 8)}
     file = save(model, tmp_path / "gmp.safetensors")
-    with pytest.raises(ValueError, match=r"as \(in, out\).* \(--arch\)"):
-        fold_checkpoint(file, out, like=tmp_path)
-    report = fold_checkpoint(
-        file, tmp_path / "model.safetensors", arch="test_checkpoint_files:gpt2", force=True
-    )
+    with pytest.raises(ValueError, match="attn.c_proj.weight' is square"):
+        fold_checkpoint(file, out, like=tmp_path / "plain")
+    folder = tmp_path / "folded"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((tmp_path / "plain" / "config.json").read_bytes())
+    arch = f"transformers:{tmp_path / 'plain'}"
+    report = fold_checkpoint(file, folder / "model.safetensors", arch=arch)
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(folder)
     assert report.layers == 8
-    assert gp.verify(model, type(plain).from_pretrained(tmp_path), x) < 1e-5
+    assert gp.verify(model, loaded, x) < 1e-5

@@ -364,7 +364,7 @@ def test_names_in_files_do_not_steer_the_terminal(
     run = Run.create("run", "levy", {"methods": ["sp"]}, "geoparam run levy", key=("seed",))
     run.append({"method": EVIL, "seed": 0, "lr": 0.1, "test_rmse": 1.0})
     commands = ("fold a.pt --out b.safetensors", "table run")
-    commands += (f"{commands[0]} --linear",)
+    commands += (f"{commands[0]} --linear", "fold a.pt --out c.safetensors --prefix x")
     shown = "".join(str(part) for command in commands for part in geoparam(*command.split()))
     assert r"\x1b]0;owned\x07\u202e" in shown
     assert not any(character in shown for character in EVIL if not character.isprintable())
@@ -403,6 +403,16 @@ def test_fold_says_why_not(gmp_file: Path, tmp_path: Path, geoparam: Geoparam) -
         message = geoparam("fold", *arguments).status
         assert message.startswith("Nothing written.") and reason in message
     assert not out.exists()
+
+
+def test_fold_names_the_missing_library(
+    gmp_file: Path, tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    arguments = (gmp_file, "--out", tmp_path / "a.safetensors", "--arch", "torchvision:resnet18")
+    assert geoparam("fold", *arguments).status.endswith("pip install 'geoparam[vision]'")
 
 
 @pytest.mark.parametrize(
