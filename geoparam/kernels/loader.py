@@ -3,7 +3,7 @@
 The compiler is $CC or cc, for about a second; no header of Python or torch is needed, so nothing
 is built when geoparam is installed. Results are kept in $GEOPARAM_CACHE or ~/.cache/geoparam as
 
-    NAME-KEY-DIGEST.so    KEY of source, flags and the compiler's own macros, DIGEST of the file
+    NAME-KEY-DIGEST.so    KEY of sources, flags and the compiler's own macros, DIGEST of the file
 
 The macros tell the compiler's version and what -march=native stands for, so machines may share a
 home. A file is renamed when it is complete, so processes may race; one that does not match its
@@ -43,8 +43,8 @@ def _compile(source: Path, flags: Sequence[str]) -> Path:
     """Return the compiled file, from the cache where it is there."""
     command = [*shlex.split(os.environ.get("CC", "cc")), "-O3", *flags]
     macros = _run_command([*command, "-dM", "-E", "-x", "c", os.devnull])
-    text = source.read_bytes() + macros + repr(command).encode()
-    name = f"{source.stem}-{_compute_digest(text)}"
+    text = b"".join(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
+    name = f"{source.stem}-{_compute_digest(text + macros + repr(command).encode())}"
     folder = _find_cache()
     for path in folder.glob(f"{name}-*.so"):
         if _is_private(path) and path.stem.endswith(_compute_digest(path.read_bytes())):

@@ -18,7 +18,7 @@
    and (cos(y) - 1 + y^2/2)/y^4 on |y| <= pi/4. Beyond REACH, and for NaN and infinity, the
    library's. Errors are below 2 units in the last place of a double (measured against 120 bits).
 
-   Threads call it for whole groups of four rows each, so that their number does not change a bit.
+   Threads get whole groups of four rows, so that their number does not change a bit.
 
    Left out: half types, which torch converts before and after; a second sine in float arithmetic
    as in weight_triton.py, which would be faster and another thing to get right. */
@@ -26,6 +26,8 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+#include "threads.h"
 
 enum { ROWS = 4, TILE = 128 };
 static const double REACH = 1e6; /* turns * 33 bits of pi/2 is exact up to 1.6e6 */
@@ -167,16 +169,22 @@ INLINE void walk(const Job *job, int64_t row, int rows, int wide)
         walk_left(job, row, rows, wide);
 }
 
-/* Compute w or, where `grad` is given, the gradients, of the rows from `begin` to `end`. */
-void geoparam_run(const void *latitude, const void *r, const void *grad, void *out, void *grad_r,
-                  int64_t n, int wide, int natural, int64_t begin, int64_t end)
+static void run(const void *argument, int64_t begin, int64_t end)
 {
-    const Job job = {latitude, r, grad, out, grad_r, n, wide, natural};
+    const Job *job = argument;
     for (int64_t row = begin, rows; row < end; row += rows) {
         rows = end - row < ROWS ? 1 : ROWS;
-        if (wide)
-            rows == 1 ? walk(&job, row, 1, 1) : walk(&job, row, ROWS, 1);
+        if (job->wide)
+            rows == 1 ? walk(job, row, 1, 1) : walk(job, row, ROWS, 1);
         else
-            rows == 1 ? walk(&job, row, 1, 0) : walk(&job, row, ROWS, 0);
+            rows == 1 ? walk(job, row, 1, 0) : walk(job, row, ROWS, 0);
     }
+}
+
+/* Compute w or, where `grad` is given, the gradients, in `threads` threads, this one included. */
+void geoparam_run(const void *latitude, const void *r, const void *grad, void *out, void *grad_r,
+                  int64_t rows, int64_t n, int wide, int natural, int threads)
+{
+    const Job job = {latitude, r, grad, out, grad_r, n, wide, natural};
+    share_out(run, &job, rows, ROWS, threads);
 }

@@ -12,7 +12,6 @@ import ctypes
 import functools
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -27,8 +26,7 @@ _FLAGS = (
     "-fno-tree-slp-vectorize",  # gcc 12 packs the chains' four rows: slower by 1/4
     f"-DSMALLEST_METRIC={weight.SMALLEST_METRIC}",
 )
-_ANGLES_PER_THREAD = 1 << 18  # 0.5 ms forward; a thread costs 0.1
-_ROWS = 4  # that C takes at a time
+_ANGLES_PER_THREAD = 1 << 16  # 0.1 ms forward; a thread costs 0.05
 
 
 def forward(latitude: Tensor, r: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -77,19 +75,12 @@ def _run(tensors: list[Any], natural: bool) -> None:
 
 
 def _call(tensors: list[Any], natural: bool) -> None:
-    """Call the C code, in several threads where there is much to do: ctypes releases the GIL."""
     latitude = tensors[0]
     rows, angles = latitude.shape
-    pointers = [None if x is None else x.data_ptr() for x in tensors]
-    run = functools.partial(_library(), *pointers, angles + 1, latitude.dtype == torch.float64)
     threads = max(1, min(torch.get_num_threads(), rows * angles // _ANGLES_PER_THREAD))
-    if threads == 1:
-        return run(natural, 0, rows)
-    part = -(-rows // (threads * _ROWS)) * _ROWS
-    with ThreadPoolExecutor(threads) as pool:
-        parts = [pool.submit(run, natural, k, min(k + part, rows)) for k in range(0, rows, part)]
-    for done in parts:
-        done.result()
+    pointers = [None if x is None else x.data_ptr() for x in tensors]
+    wide = latitude.dtype == torch.float64
+    _library()(*pointers, rows, angles + 1, wide, natural, threads)
 
 
 def _check() -> None:
@@ -111,6 +102,5 @@ def _check() -> None:
 def _library() -> Callable[..., None]:
     run = loader.load("weight", _FLAGS).geoparam_run
     run.restype = None
-    c_int, c_int64 = ctypes.c_int, ctypes.c_int64
-    run.argtypes = (*[ctypes.c_void_p] * 5, c_int64, c_int, c_int, c_int64, c_int64)
+    run.argtypes = (*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 2, *[ctypes.c_int] * 3)
     return run

@@ -114,6 +114,14 @@ def test_wrong_code_is_not_used(right: str, wrong: str, cache: Path, sources: Pa
     assert not native.is_available()
 
 
+def test_what_is_included_counts(cache: Path, sources: Path) -> None:
+    """Another header is another file, or old code would be used with a new one."""
+    before, header = binary(), sources / "threads.h"
+    header.write_text(header.read_text() + "int one_more;")
+    assert binary() != before
+    assert len(list(cache.iterdir())) == 2
+
+
 def test_the_cache_is_the_users_alone_whatever_the_umask(cache: Path) -> None:
     before = os.umask(0)
     try:
