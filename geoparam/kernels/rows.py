@@ -209,8 +209,8 @@ def _enter(
 ) -> None:  # fmt: skip
     r.copy_(_norm(w).copysign(r))
     divisor = _nonzero(r)
-    u = torch.div(w, divisor, out=by_v)  # not to take new memory
-    slope.copy_(u.mul_(g).sum(dim=1, keepdim=True))
+    products = torch.mul(g, w, out=by_v)  # not to take new memory
+    slope.copy_(products.sum(dim=1, keepdim=True) / divisor)
     smallest, largest = g.aminmax(dim=1, keepdim=True)
     peak.copy_(torch.maximum(largest, -smallest))
     torch.mul(g, r / length, out=by_v).addcmul_(w, slope / length, value=-1)
@@ -225,8 +225,8 @@ def _leave(w: Tensor, r: Tensor, entered: Tensor) -> None:
 
 def _measure(w: Tensor, d: Tensor, r: Tensor, along: Tensor, across: Tensor) -> None:
     divisor = _nonzero(r)
-    products = (w / divisor).mul_(d)
-    along.copy_(products.sum(dim=1, keepdim=True))
+    products = d * w
+    along.copy_(products.sum(dim=1, keepdim=True) / divisor)
     across.copy_(_norm(torch.addcmul(d, w, along / divisor, value=-1, out=products)))
 
 
