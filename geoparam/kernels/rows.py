@@ -17,8 +17,8 @@ A zero row has no direction: its gradients are 0 and it stays zero. A matrix is 
 or float64 tensor whose memory has one row after the other, each with n elements. All operands have
 the elements of a row in the same order.
 
-`Rows` is plain torch, one matrix after the other, and the specification. `rows_triton` is for
-GPUs.
+`Rows` is plain torch, one matrix after the other, and the specification. `rows_triton` is for GPUs
+and `rows_native` for CPUs with a C compiler.
 """
 
 from collections.abc import Sequence
@@ -208,14 +208,12 @@ def _enter(
     length: Tensor, r: Tensor, slope: Tensor, peak: Tensor, rescales: bool,
 ) -> None:  # fmt: skip
     r.copy_(_norm(w).copysign(r))
-    divisor = _nonzero(r)
-    products = torch.mul(g, w, out=by_v)  # not to take new memory
-    slope.copy_(products.sum(dim=1, keepdim=True) / divisor)
-    smallest, largest = g.aminmax(dim=1, keepdim=True)
-    peak.copy_(torch.maximum(largest, -smallest))
-    torch.mul(g, r / length, out=by_v).addcmul_(w, slope / length, value=-1)
+    u = w / _nonzero(r)
+    slope.copy_((g * u).sum(dim=1, keepdim=True))
+    peak.copy_(torch.linalg.vector_norm(g, ord=torch.inf, dim=1, keepdim=True))
+    by_v.copy_(r / length * (g - slope * u))
     if rescales:
-        w.mul_(length / divisor)
+        w.mul_(length / _nonzero(r))
 
 
 def _leave(w: Tensor, r: Tensor, entered: Tensor) -> None:
@@ -224,14 +222,13 @@ def _leave(w: Tensor, r: Tensor, entered: Tensor) -> None:
 
 
 def _measure(w: Tensor, d: Tensor, r: Tensor, along: Tensor, across: Tensor) -> None:
-    divisor = _nonzero(r)
-    products = d * w
-    along.copy_(products.sum(dim=1, keepdim=True) / divisor)
-    across.copy_(_norm(torch.addcmul(d, w, along / divisor, value=-1, out=products)))
+    u = w / _nonzero(r)
+    along.copy_((d * u).sum(dim=1, keepdim=True))
+    across.copy_(_norm(d - along * u))
 
 
 def _rotate(w: Tensor, d: Tensor, a: Tensor, b: Tensor) -> None:
-    w.mul_(a).addcmul_(d, b)
+    w.copy_(a * w + b * d)
 
 
 _FUNCTIONS: dict[str, Any] = {
@@ -250,8 +247,11 @@ def rows_for(
     """Return the rows in the fastest form for their type and device."""
     make: type[Rows] = Rows
     if any(count for count, _ in shapes) and like.dtype in (torch.float32, torch.float64):
-        if choose_kernels(like) == "triton":
+        kernels = choose_kernels(like)
+        if kernels == "triton":
             from geoparam.kernels.rows_triton import TritonRows as make  # needs Triton
+        elif kernels == "native":
+            from geoparam.kernels.rows_native import NativeRows as make  # builds on this module
     return make(shapes, like, outs, group)
 
 

@@ -1,4 +1,4 @@
-"""Triton's kernels of rows equal the plain form; Muon on rows equals torch's."""
+"""Kernels of rows, in C and in Triton, equal the plain form; Muon on rows equals torch's."""
 
 import importlib
 import os
@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from geoparam.kernels import rows_native
 from geoparam.kernels.rows import Rows
+from geoparam.kernels.weight_native import is_available
 from geoparam.optim.muon import RowMuon
 
+INTERPRETED = [pytest.param("triton", marks=pytest.mark.interpreter)]
+KERNELS = ["native", *(INTERPRETED if os.environ.get("TRITON_INTERPRET") == "1" else [])]
 SHAPES = [(3, 5), (0, 4), (4, 1), (2, 1030), (1, 17)]
 BOUNDS = {t: {"rtol": x, "atol": x} for t, x in ((torch.float32, 4e-6), (torch.float64, 1e-13))}
 
@@ -57,16 +61,20 @@ def results_of_flat_functions(rows: Rows, match: bool) -> list[Tensor]:
     return [*first, b, lam, *mixed]
 
 
-@pytest.mark.interpreter
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize(
     "function, way",
     [(results, True), (results, False),
      (results_of_flat_functions, True), (results_of_flat_functions, False)],
 )  # fmt: skip
-def test_kernels_compute_what_the_plain_form_does(dtype: Any, function: Any, way: Any) -> None:
-    build = importlib.import_module("geoparam.kernels.rows_triton").TritonRows
+def test_kernels_compute_what_the_plain_form_does(
+    kernels: Any, dtype: Any, function: Any, way: Any
+) -> None:
+    if kernels == "native":
+        build: Any = rows_native.NativeRows if is_available() else pytest.skip("no C")
+    else:
+        build = importlib.import_module("geoparam.kernels.rows_triton").TritonRows
     plain, fast = (make(SHAPES, torch.empty(0, dtype=dtype)) for make in (Rows, build))
     torch.testing.assert_close(function(fast, way), function(plain, way), **BOUNDS[dtype])
 
