@@ -126,23 +126,24 @@ def run(
         return None
     config |= {"data": {**source.fingerprint, "classes": source.classes, "size": source.size}}
     try:
+        study = None
         if storage is not None:
-            shared_study.check_storage(storage)
+            study = shared_study.open_study(storage, experiment, config)
         known: Record = {"key": KEY, "may_change": _MAY_CHANGE, "defaults": COMMON}
         folder = Run.create(out, experiment, config, command, resume=resume, **known)
     except BaseException:
         crew.send(None)
         raise
-    _sweep(folder, work, storage, progress)
+    _sweep(folder, work, study, progress)
     crew.send(None)
     return folder
 
 
-def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress | None) -> None:
+def _sweep(folder: Run, work: "_Work", study: Any, progress: Progress | None) -> None:
     """Do all runs that are not done, and redraw the figures now and then."""
     from geoparam_lab.experiments import image_figures
 
-    config, todo, drawn = folder.config, tasks(folder.config), time.monotonic()
+    todo, drawn = tasks(folder.config), time.monotonic()
 
     def finish(task: Task) -> None:
         nonlocal drawn
@@ -151,23 +152,16 @@ def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress |
             image_figures.draw(folder)
             drawn = time.monotonic()
 
-    session = Session(
-        folder,
-        work,
-        len(todo),
-        progress=progress,
-        threads=None,
-        finished=finish,
-    )
+    options: Any = {"progress": progress, "threads": None, "finished": finish}
+    session = Session(folder, work, len(todo), **options)
     there = {record["name"] for record in folder.records()}
     for task in todo:
         if task.name in there:
             work.clean(task)  # a kill may have come between the record and this
-    if storage is None:
+    if study is None:
         session.spread(todo)
     else:
-        study = shared_study.name_study(folder.info["experiment"], config, [])
-        session.share(todo, "val_loss", storage, study)
+        session.share(todo, study, "val_loss")
     image_figures.draw(folder)
     with contextlib.suppress(OSError):  # there may be others, or none
         (work.out / "checkpoints").rmdir()

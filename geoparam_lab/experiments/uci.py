@@ -269,20 +269,23 @@ def run(
     config = _check_options(methods, protocol, seeds, lrs, epochs, folds)
     config["datasets"] = list(dict.fromkeys(datasets))
     loaded = {name: (tables or {}).get(name) or load(name, data) for name in config["datasets"]}
+    study = None
     if storage is not None:
-        shared_study.check_storage(storage)
+        arrays = [array for table in loaded.values() for array in table]
+        study = shared_study.open_study(storage, "uci", config, arrays)
     key, changes = FOLD_KEY if protocol == "cv" else KEY, _MAY_CHANGE
     folder = Run.create(out, "uci", config, command, key=key, resume=resume, may_change=changes)
-    grid = {name: list_grid_tasks(config, name) for name in loaded}
-    count = sum(len(task.members) for own in grid.values() for task in own)
+    sets = sorted(loaded, key=lambda name: -loaded[name][0].size)  # the large ones first
+    grid = [task for name in sets for task in list_grid_tasks(config, name)]
+    count = sum(len(task.members) for task in grid)
     chooses = protocol != "paper"
     count += len(loaded) * len(config["methods"]) * seeds if chooses else 0
     jobs = jobs or (count_cores() if storage is None else 1)
     session = Session(folder, functools.partial(train, loaded, config), count, jobs, progress)
-    _do(session, grid, loaded, storage)
+    _do(session, grid, study)
     if chooses:
-        chosen = {name: list_chosen_tasks(config, name, folder.records()) for name in loaded}
-        _do(session, chosen, loaded, storage)
+        records = folder.records()
+        _do(session, [t for name in sets for t in list_chosen_tasks(config, name, records)], study)
         _draw_rates(folder)
     return folder
 
@@ -305,24 +308,13 @@ def _draw_rates(run: Run) -> None:
     save_figures(run, draw_rates(run, panels, Measure("val_rmse", "validation RMSE")))
 
 
-def _do(
-    session: Session,
-    stacks: Mapping[str, list[Task]],
-    tables: Mapping[str, Table],
-    storage: str | None,
-) -> None:
-    """Do the tasks of all data sets, the large ones first; with a storage, set by set."""
-    config = session.run.config
-    if storage is None:
-        sets = sorted(stacks, key=lambda name: -tables[name][0].size)
-        session.spread([task for name in sets for task in stacks[name]])
-        return
-    judged = "test_rmse" if config["protocol"] == "paper" else "val_rmse"
-    shared = config | {"datasets": None}  # the processes may differ in these
-    for name, own in stacks.items():
-        stage = "chosen" if own[0].chosen else "search"
-        study = shared_study.name_study(f"uci-{name}-{stage}", shared, tables[name])
-        session.share(own, judged, storage, study)
+def _do(session: Session, stacks: Sequence[Task], study: Any) -> None:
+    """Do the tasks; with a study, together with other processes."""
+    if study is None:
+        session.spread(stacks)
+    else:
+        paper = session.run.config["protocol"] == "paper"
+        session.share(stacks, study, "test_rmse" if paper else "val_rmse")
 
 
 def _check_options(

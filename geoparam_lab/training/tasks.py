@@ -93,19 +93,18 @@ class Session:
         for task, done in spread(self.work, todo, *options):
             self._keep(task, done)
 
-    def share(self, tasks: Iterable[Any], value: str, storage: str, study: str) -> None:
+    def share(self, tasks: Iterable[Any], study: Any, value: str) -> None:
         """Do the tasks together with other processes: see `shared_study.share`.
 
         Args:
             tasks: each has a `name`.
+            study: see `shared_study.open_study`.
             value: the field of the records whose mean is a task's value.
-            storage: where the study is.
-            study: its name.
         """
         by_name = {task.name: task for task in tasks}
 
         def work(name: str) -> tuple[float, Any]:
-            done = self._do(by_name[name])
+            [(_, done)] = spread(self.work, [by_name[name]], 1, self._report, self.threads)
             curves = {
                 file: {key: np.asarray(array).tolist() for key, array in arrays.items()}
                 for file, arrays in done.curves.items()
@@ -113,23 +112,9 @@ class Session:
             result = {"records": done.records, "curves": curves}
             return float(np.mean([record[value] for record in done.records])), result
 
-        def show_waiting(left: int) -> None:
-            self._show(f"others work on the last {left} tasks of {study}")
-
-        shared = shared_study.share(work, list(by_name), storage, study, show_waiting)
-        for name, result in shared.items():
+        for name, result in shared_study.share(work, list(by_name), study).items():
             if not self._is_done(by_name[name]):
                 self._keep(by_name[name], Done(**result))
-
-    def _do(self, task: Any) -> Done:
-        """Return a task's result, from the folder if it is there."""
-        if self._is_done(task):
-            records = [record for record in self.run.records() if self._key(record) in task.keys]
-            kept = [task.name] if task.name in self.run.curve_names() else []
-            return Done(records, {name: self.run.curves(name) for name in kept})
-        [(_, done)] = spread(self.work, [task], 1, self._report, self.threads)
-        self._keep(task, done)
-        return done
 
     def _keep(self, task: Any, done: Done) -> None:
         for name, arrays in done.curves.items():

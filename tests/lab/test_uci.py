@@ -232,7 +232,7 @@ def test_two_processes_compute_what_one_does(
 
 @pytest.mark.slow
 def test_processes_that_share_a_study_end_with_all_records(tmp_path: Path, heldout: Run) -> None:
-    options = {"storage": f"sqlite:///{tmp_path}/study.db", "datasets": ["small"]}
+    options = {"storage": f"{tmp_path}/study", "datasets": ["small"]}
     processes = [
         forked.start(run_until, tmp_path / str(number), 10**9, options) for number in range(2)
     ]
