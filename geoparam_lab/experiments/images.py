@@ -101,7 +101,7 @@ def run(
         size: of the images: 32 or 64 in npz files.
         workers: processes that decode JPEG files; by default as many as there are cores.
         checkpoint_every: steps between two checkpoints; there is one after every epoch anyway.
-        keep_weights: keep each run's weights, the best ones where its schedule does, in weights/.
+        keep_weights: keep each run's weights in weights/.
         tensorboard: write scalars for TensorBoard.
         track: follow the units' boundaries, every so many steps.
         storage: share the runs: the URL of a database or the path of a file. Start the same

@@ -81,7 +81,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "wn+mbn": {"method": "wn+mbn"},
     "gmp+imn": {"method": "gmp+imn"},
     "intrinsic+imn": {"method": "intrinsic+imn", "weight_decay": 0.1},
-    "in parts": {"method": "gmp", "accumulate": 2, "schedule": "plateau-top5"},
+    "in parts": {"method": "gmp", "accumulate": 2, "schedule": "cosine"},
 }
 
 

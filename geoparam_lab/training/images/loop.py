@@ -37,8 +37,8 @@ LOOK_EVERY = 50  # steps between two reads of the loss
 HOPELESS = 10.0  # times log(classes), the loss of guessing: a mean loss above it is divergence
 SHORT = 100  # steps of a run that may end at chance without having collapsed: it started there
 MEASURES = ("loss", "top1", "top5")
-_PLAIN = ("epoch", "step", "best_epoch", "best_weights", "seconds", "final", "outcome")
-FINISHED, STOPPED, DIVERGED, COLLAPSED = "finished", "stopped early", "diverged", "collapsed"
+_PLAIN = ("epoch", "step", "seconds", "final", "outcome")
+FINISHED, DIVERGED, COLLAPSED = "finished", "diverged", "collapsed"
 
 
 class Result(NamedTuple):
@@ -128,8 +128,6 @@ class Training:
         names = [f"{split}_{each}" for split in ("train", self.split) for each in MEASURES]
         self.curves: dict[str, list[float]] = {name: [] for name in (*names, "lr", "seconds")}
         self.final = [float("nan")] * len(MEASURES)  # of the unseen images
-        self.best_epoch = -1
-        self.best_weights: run_checkpoints.State | None = None
         self.seconds = 0.0  # of training
         self.outcome: str | None = None
         self.tracker: gp.BoundaryTracker | None = None
@@ -202,7 +200,7 @@ class Training:
         steps, settings = self.batches.steps, self.settings
         rise = max(settings.warmup * settings.epochs * steps, 1)
         warmth = min((self.epoch * steps + step + 1) / rise, 1.0)
-        return warmth * self.schedule.factor(self.epoch + step / steps)
+        return warmth * self.schedule(self.epoch + step / steps)
 
     def _is_finite(self) -> bool:
         return bool(np.isfinite(self.sums.over_processes(self.accelerator)[0]))
@@ -220,17 +218,10 @@ class Training:
         values = (*_percent(trained), *_percent(evaluated), lr, self.seconds)
         for curve, value in zip(self.curves.values(), values, strict=True):
             curve.append(value)
-        verdict = self.schedule.judge(evaluated.top1, evaluated.top5)
-        if verdict.counts:
-            self.best_epoch = self.epoch
-            if self.schedule.keeps_best:
-                self.best_weights = run_checkpoints.get_weights(self.model)
         self.epoch, self.step, self.sums = self.epoch + 1, 0, Sums(self.accelerator.device)
-        if verdict.stop or self.epoch >= self.settings.epochs:
+        if self.epoch >= self.settings.epochs:
             self._finish()
-            self.outcome = STOPPED if verdict.stop else FINISHED
-            if self._has_collapsed():
-                self.outcome = COLLAPSED
+            self.outcome = COLLAPSED if self._has_collapsed() else FINISHED
 
     def _finish(self) -> None:
         """Evaluate once more where statistics are recomputed, or images were kept unseen."""
@@ -253,7 +244,7 @@ class Training:
         return not finite or (self.epoch > 0 and trained.loss > hopeless)
 
     def _has_collapsed(self) -> bool:
-        """Return whether the reported epoch is at chance: its accuracy and its training loss.
+        """Return whether the last epoch is at chance: its accuracy and its training loss.
 
         Chance is a top-1 within three standard errors of 1 / classes, on the images that were
         watched, and a loss no lower than 99 % of log(classes).
@@ -262,9 +253,7 @@ class Training:
             return False
         chance = 1 / self.classes
         error = math.sqrt(chance * (1 - chance) / self.watched.examples)
-        loss, top1 = (
-            self.curves[name][self.best_epoch] for name in ("train_loss", f"{self.split}_top1")
-        )
+        loss, top1 = (self.curves[name][-1] for name in ("train_loss", f"{self.split}_top1"))
         return top1 / 100 <= chance + 3 * error and loss >= 0.99 * math.log(self.classes)
 
     @torch.no_grad()
@@ -284,11 +273,7 @@ class Training:
 
     def reported_weights(self) -> run_checkpoints.State | None:
         """Return the weights that the results are of; None after divergence."""
-        if self.outcome == DIVERGED:
-            return None
-        if self.schedule.keeps_best:
-            return self.best_weights
-        return run_checkpoints.get_weights(self.model)
+        return None if self.outcome == DIVERGED else run_checkpoints.get_weights(self.model)
 
     # --- results ------------------------------------------------------------------------------
 
@@ -312,7 +297,7 @@ class Training:
         """Return the outcome of a run that has ended."""
         settings, diverged = self.settings, self.outcome == DIVERGED
         results = {
-            name: float("nan") if diverged else curve[self.best_epoch]
+            name: float("nan") if diverged else curve[-1]
             for name, curve in self.curves.items()
             if name.endswith(MEASURES)
         }
@@ -328,7 +313,7 @@ class Training:
             **results,
             "outcome": self.outcome,
             "epochs": self.epoch,
-            "best_epoch": -1 if diverged else self.best_epoch,
+            "best_epoch": -1 if diverged else self.epoch - 1,
             "images_per_second": images / duration if duration else float("nan"),
             **({} if diverged else self._times()),
         }
@@ -355,7 +340,6 @@ class Training:
             "curves": {name: list(curve) for name, curve in self.curves.items()},
             "model": run_checkpoints.get_weights(self.model),
             "optimizer": run_checkpoints.get_moments(self.model, self.optimizer),
-            "schedule": self.schedule.state_dict(),
             "sums": self.sums.over_processes(self.accelerator),
             "random": run_checkpoints.get_random_state(self.accelerator.device),
             "tracker": self.tracker.state_dict() if self.tracker is not None else None,
@@ -368,7 +352,6 @@ class Training:
         self.curves = {name: list(state["curves"][name]) for name in self.curves}
         run_checkpoints.load_moments(self.model, self.optimizer, state["optimizer"])
         run_checkpoints.load_weights(self.model, state["model"])
-        self.schedule.load_state_dict(state["schedule"])
         self.sums.load(state["sums"] if self.is_main else [0.0] * 4)
         run_checkpoints.load_random_state(state["random"], self.accelerator.device)
 
