@@ -180,19 +180,6 @@ def test_goes_on_after_a_kill(point: str, tmp_path: Path) -> None:
     assert whole.tobytes() == parts.tobytes()
 
 
-@pytest.mark.parametrize(
-    ("changes", "images", "said"),
-    [({"lr": 0.2}, {}, "settings: lr=0.1; got lr=0.2"), ({}, {"seed": 1}, "images: seed=0")],
-    ids=["settings", "images"],
-)
-def test_does_not_go_on_from_another_run(
-    changes: dict[str, Any], images: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    train(settings(epochs=1), source(), tmp_path)
-    with pytest.raises(ValueError, match=said):
-        train(settings(epochs=1, **changes), source(**images), tmp_path)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["bn", "gmp+imn"])
 @pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")

@@ -108,7 +108,6 @@ class Training:
     ) -> None:
         self.settings, self.accelerator = settings, accelerator
         self.classes = source.classes
-        self.identity = {"settings": settings.as_dict(), "images": dict(source.fingerprint)}
         self.is_main = accelerator.is_main_process
         self._prepare(preparation.make_network(settings, source, accelerator))
         place: dict[str, Any] = {
@@ -335,7 +334,6 @@ class Training:
     def state_dict(self) -> run_checkpoints.State:
         """Return everything that going on needs; a collective call, complete in the main one."""
         return {
-            **self.identity,
             **{name: getattr(self, name) for name in _PLAIN},
             "curves": {name: list(curve) for name, curve in self.curves.items()},
             "model": run_checkpoints.get_weights(self.model),

@@ -13,7 +13,7 @@ settings of that method, of which the best may be chosen.
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,7 @@ BASES = ("sgd", "adamw", "muon")
 class Settings:
     """Everything that decides the numbers of one run, apart from the images.
 
-    A run's checkpoints hold its settings; a run with others does not resume from them. The command
-    line shows what is said here of each.
+    The command line shows what is said here of each.
 
     Args:
         network: as `networks.build` takes it.
@@ -158,11 +157,6 @@ class Settings:
         elif self.widths is not None:
             options["widths"] = tuple(self.widths)
         return options
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the settings as they are written into files."""
-        values = asdict(self).items()
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in values}
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def train(
         settings: everything that decides the numbers.
         source: the images.
         folder: for the checkpoint, the final weights (``weights.pt``), TensorBoard's files and
-            the tracker's. A checkpoint of other settings or other images in it is an error.
+            the tracker's. A checkpoint in it is of the same settings and images.
         accelerator: for several runs in one process; made here if None.
         checkpoint_every: steps between two checkpoints; there is always one after an epoch.
         tensorboard: whether the curves are written for TensorBoard too.
@@ -56,23 +56,9 @@ def _resume(training: Training, folder: Path, track: int | None) -> None:
 
     [state] = broadcast_object_list([run_checkpoints.read(folder) if training.is_main else None])
     if state is not None:
-        _check_same_run(training, state, folder)
         training.load_state_dict(state)
     if track is not None:
         training.follow(track, folder, state)
-
-
-def _check_same_run(training: Training, state: run_checkpoints.State, folder: Path) -> None:
-    for what, ours in training.identity.items():
-        theirs = state[what]
-        other = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-        if other:
-            had = ", ".join(f"{name}={theirs.get(name)!r}" for name in other)
-            have = ", ".join(f"{name}={ours.get(name)!r}" for name in other)
-            raise ValueError(
-                f"the checkpoint in {folder} is of a run with other {what}: {had}; got {have}. "
-                "Use another folder, or remove it."
-            )
 
 
 def _finish(
