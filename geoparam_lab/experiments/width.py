@@ -36,13 +36,7 @@ from geoparam_lab.data import splits as parts
 from geoparam_lab.data import uci_data as data_sets
 from geoparam_lab.data.synthetic import levy_regression
 from geoparam_lab.experiments.experiment import RMSE, Experiment, Layout, Measure
-from geoparam_lab.experiments.measurements import (
-    Panels,
-    Task,
-    draw_panels,
-    measure_missing,
-    select_records,
-)
+from geoparam_lab.experiments.measurements import Task, measure_missing, select_records
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.stacked import Protocol
@@ -187,7 +181,7 @@ def run(
     command: str | None = None,
     progress: Progress | None = None,
 ) -> Run:
-    """Measure and train networks of all widths; write records and figures to a folder.
+    """Measure and train networks of all widths; write records to a folder.
 
     Args:
         widths: numbers of hidden units.
@@ -214,9 +208,6 @@ def run(
     folder = Run.create(out, "width", config, command, key=Member._fields, resume=resume)
     measure_missing(folder, make_tasks(config), Measurer(energy, steps), jobs, progress)
     folder.append_missing(find_answers(folder.records(), config))
-    for kind, panels in FIGURES.items():
-        drawn = draw_panels(select_records(folder.records(), kind=kind), panels)
-        folder.figure(kind, drawn, panels.caption)
     return folder
 
 
@@ -316,35 +307,6 @@ def compare_rates(errors: Array, rates: Sequence[float], papers: float) -> Recor
 
 # --- what it says -------------------------------------------------------------------------------
 
-FIGURES = {
-    "start": Panels(
-        """Networks before training, over the width of their hidden layer: root mean
-    squares, mean over seeds. The step is Adam's first, at rate 0.01. Flat lines do not depend on
-    the width: activations and outputs under the text's initialisation and under He's.""",
-        *("dataset", "width", "width"),
-        {
-            "activation": "hidden activations",
-            "output": "outputs",
-            "gradient_offset": "gradient of offsets",
-            "gradient_output": "gradient of output weights",
-            "output_change": "change of outputs in a step",
-        },
-        lines=("method", "init"),
-        scales=("log", "log"),
-        names=VARIANTS,
-    ),
-    "trained": Panels(
-        """Test error after a fixed number of steps over the learning rate, one line a
-    width, mean over seeds. Where the lowest points lie above each other, one rate serves all
-    widths.""",
-        *("dataset", "lr", "learning rate"),
-        {"test_rmse": "test RMSE"},
-        columns=("method", "init"),
-        lines=("width",),
-        scales=("log", "log"),
-        names=VARIANTS,
-    ),
-}
 _EXPONENTS = Layout(
     group="dataset",
     where={"kind": "answer"},

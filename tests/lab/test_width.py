@@ -91,13 +91,6 @@ def test_a_killed_run_resumes_to_the_same_records(tmp_path: Path, finished: Run)
     assert sorted(again) == sorted(text)
 
 
-def test_figures_have_captions(finished: Run) -> None:
-    folder = finished.folder / "figures"
-    names = {path.stem for path in folder.glob("*.png")}
-    assert names == {"start", "trained"}
-    assert names == {path.stem for path in folder.glob("*.txt") if path.read_text().strip()}
-
-
 @pytest.mark.parametrize(("method", "init"), [("sp", "glorot"), ("sp", "he"), ("gmp", "sphere")])
 def test_sizes_are_those_of_the_network(method: str, init: str) -> None:
     x = torch.randn(200, 8, dtype=torch.float64)
