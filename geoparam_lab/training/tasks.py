@@ -55,8 +55,7 @@ Report = Callable[[Any, int, float, str], None]
 class Session:
     """The work that one call does for a run, and its progress.
 
-    A task is hashable and has the `keys` of its records; its text is its title. One that is shared
-    has the `name` of its arrays.
+    A task is hashable and has the `keys` of its records; its text is its title.
 
     Args:
         run: the folder.
@@ -97,11 +96,11 @@ class Session:
         """Do the tasks together with other processes: see `shared_study.share`.
 
         Args:
-            tasks: each has a `name`.
+            tasks: a task's name in the study is the first of its keys.
             study: see `shared_study.open_study`.
             value: the field of the records whose mean is a task's value.
         """
-        by_name = {task.name: task for task in tasks}
+        by_name = {str(task.keys[0]): task for task in tasks}
 
         def work(name: str) -> tuple[float, Any]:
             [(_, done)] = spread(self.work, [by_name[name]], 1, self._report, self.threads)
