@@ -23,10 +23,16 @@ from geoparam_lab.data import banana_data, uci_data
 from geoparam_lab.experiments import claims_measures as measures
 from geoparam_lab.experiments.claims_measures import QUANTITIES, Member, Sets
 from geoparam_lab.experiments.experiment import Experiment, Layout, Measure
-from geoparam_lab.experiments.measurements import Task, measure_missing, select_records
 from geoparam_lab.experiments.rank_correlations import correlate
-from geoparam_lab.run_folder import Record, Run, group_records
-from geoparam_lab.training.tasks import Progress, Tick, check_counts, check_names
+from geoparam_lab.run_folder import Record, Run, group_records, select_records
+from geoparam_lab.training.tasks import (
+    Progress,
+    Task,
+    Tick,
+    check_counts,
+    check_names,
+    measure_missing,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

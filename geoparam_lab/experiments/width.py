@@ -36,11 +36,10 @@ from geoparam_lab.data import splits as parts
 from geoparam_lab.data import uci_data as data_sets
 from geoparam_lab.data.synthetic import levy_regression
 from geoparam_lab.experiments.experiment import RMSE, Experiment, Layout, Measure
-from geoparam_lab.experiments.measurements import Task, measure_missing, select_records
-from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.run_folder import Record, Run, select_records
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.stacked import Protocol
-from geoparam_lab.training.tasks import Progress, Tick, check_names
+from geoparam_lab.training.tasks import Progress, Task, Tick, check_names, measure_missing
 
 Array = np.ndarray
 

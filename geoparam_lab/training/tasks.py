@@ -10,6 +10,7 @@ alone writes, and they end when it ends. (For large networks a session may leave
 """
 
 import contextlib
+import functools
 import itertools
 import math
 import multiprocessing
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,7 +49,18 @@ class Done:
     curves: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
 
 
+class Task(NamedTuple):
+    """Networks or layers that are measured together; each is the key of its record."""
+
+    title: str
+    keys: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return self.title
+
+
 Work = Callable[[Any, Tick], Any]
+Meter = Callable[[Sequence[Any], Tick], Iterable[Record]]  # measures some keys
 Report = Callable[[Any, int, float, str], None]
 
 
@@ -139,6 +151,20 @@ class Session:
     def _show(self, title: str) -> None:
         begun = sum(len(task.keys) - left for task, left in self.open.items())
         self.progress(title, min(len(self.keys) + begun, self.total), self.total)
+
+
+def measure_missing(
+    run: Run, tasks: Sequence[Task], measure: Meter, jobs: int | None, progress: Progress | None
+) -> None:
+    """Do the tasks that are not done; `measure` gives the results of each of a task's keys."""
+    total = sum(len(task.keys) for task in tasks)
+    work = functools.partial(_measure, measure)
+    Session(run, work, total, jobs or count_cores(), progress).spread(tasks)
+
+
+def _measure(measure: Meter, task: Task, tick: Tick) -> Done:
+    found = zip(task.keys, measure(task.keys, tick), strict=True)
+    return Done([key._asdict() | own for key, own in found])
 
 
 def check_names(what: str, names: Sequence[str], allowed: Sequence[str]) -> None:

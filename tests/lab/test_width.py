@@ -12,10 +12,9 @@ from torch import nn
 
 from geoparam_lab.data import splits
 from geoparam_lab.experiments import width
-from geoparam_lab.experiments.measurements import select_records
 from geoparam_lab.experiments.width import Measurer, Member
 from geoparam_lab.methods import mlp
-from geoparam_lab.run_folder import Run
+from geoparam_lab.run_folder import Run, select_records
 from geoparam_lab.training.stacks import stacked
 
 OPTIONS: dict[str, Any] = {
