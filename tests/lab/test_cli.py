@@ -184,28 +184,6 @@ def test_ctrl_c_says_how_to_go_on(
     assert status == 130 and f"geoparam run levy --seeds 3 --out '{out}' --resume" in told
 
 
-INTERRUPTED_IMPORT = """
-import os, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-class Interrupt:
-    def find_spec(self, name, *rest):
-        if name == sys.argv[1]:
-            os.kill(os.getpid(), signal.SIGINT)
-sys.meta_path.insert(0, Interrupt())
-from geoparam_lab.start import main
-main()
-"""
-
-
-@pytest.mark.parametrize(
-    "module", ["torch", pytest.param("geoparam_lab.cli.demo", marks=pytest.mark.slow)]
-)
-def test_ctrl_c_while_importing_ends_quietly(module: str) -> None:
-    command = [sys.executable, "-c", INTERRUPTED_IMPORT, module]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
 @pytest.mark.slow
 def test_a_run_that_was_interrupted_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from geoparam.cli import main; main()", "run", "levy"]
