@@ -75,7 +75,6 @@ def run(
     seeds: int = 3,
     size: int = 32,
     workers: int | None = None,
-    checkpoint_every: int | None = None,
     keep_weights: bool = False,
     tensorboard: bool = False,
     track: int | None = None,
@@ -100,7 +99,6 @@ def run(
         seeds: how many, from 0 on.
         size: of the images: 32 or 64 in npz files.
         workers: processes that decode JPEG files; by default as many as there are cores.
-        checkpoint_every: steps between two checkpoints; there is one after every epoch anyway.
         keep_weights: keep each run's weights in weights/.
         tensorboard: write scalars for TensorBoard.
         track: follow the units' boundaries, every so many steps.
@@ -113,12 +111,12 @@ def run(
     """
     if method:
         methods = [*(methods or ()), *method]
-    check_counts(checkpoint_every=checkpoint_every, track=track, size=size, seeds=seeds)
+    check_counts(track=track, size=size, seeds=seeds)
     config = _check_options(experiment, network, methods, batch_sizes, lrs, seeds, settings)
     source = _load_images(experiment, data, size, workers)
     crew = _gather_crew(config, source)
     part = source.hold_out(config["select"]) if config["select"] else source
-    options = {"checkpoint_every": checkpoint_every, "tensorboard": tensorboard, "track": track}
+    options = {"tensorboard": tensorboard, "track": track}
     work = _Work(Path(out), source, crew, keep_weights, options, part.fingerprint["train"])
     if not crew.leads:
         for task in crew.receive():

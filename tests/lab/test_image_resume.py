@@ -65,13 +65,13 @@ def kill_method(owner: Any, name: str, call: int) -> Callable[[pytest.MonkeyPatc
 
 
 mid_epoch = kill_method(Training, "train_on", 2 * STEPS + 3)
-after_evaluation = kill_method(run_checkpoints, "write", 2 * STEPS)
+after_evaluation = kill_method(run_checkpoints, "write", 2)
 POINTS = {
     "mid-epoch": mid_epoch,
     "before the end of an epoch": kill_method(Training, "end_epoch", 2),
     "after evaluation": after_evaluation,
-    "after the end of an epoch": kill_method(Training, "steps", 3),
-    "while writing": lambda patch: patch.setattr(torch, "save", save_half(STEPS + 2, die)),
+    "after the end of an epoch": kill_method(Training, "train_epoch", 3),
+    "while writing": lambda patch: patch.setattr(torch, "save", save_half(2, die)),
 }
 
 
@@ -85,7 +85,7 @@ def interrupt(
     """Begin a run that is killed."""
     with monkeypatch.context() as patch, pytest.raises(Killed):
         point(patch)
-        train(chosen, source(), folder, **{"checkpoint_every": 1, **options})
+        train(chosen, source(), folder, **options)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_goes_on_as_if_nothing_had_happened(
     chosen = settings(**RUNS[name])
     interrupt(chosen, tmp_path, monkeypatch, POINTS[point])
     torch.manual_seed(9)  # another process
-    outcome = train(chosen, source(), tmp_path, checkpoint_every=1)
+    outcome = train(chosen, source(), tmp_path)
     assert_same_run(outcome, expected, tmp_path, whole)
 
 
@@ -159,8 +159,8 @@ def train_until(folder: Path, point: str) -> None:
     if point == "step":
         Training.train_on = kill_at(5, Training.train_on, kill)
     elif point == "write":
-        torch.save = save_half(5, kill)
-    train(settings("gmp+imn"), source(), folder, checkpoint_every=2, track=2)
+        torch.save = save_half(2, kill)
+    train(settings("gmp+imn"), source(), folder, track=2)
     for name in ("tensorboard", "optuna", "rich", "matplotlib"):
         assert name not in sys.modules, name
 
@@ -197,7 +197,7 @@ def test_goes_on_to_the_bit_on_a_gpu(
 def test_the_tracker_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train(settings(), source(), tmp_path / "plain")
     expected = train(settings(), source(), tmp_path / "whole", track=2)
-    interrupt(settings(), tmp_path / "parts", monkeypatch, track=2, checkpoint_every=2)
+    interrupt(settings(), tmp_path / "parts", monkeypatch, track=2)
     outcome = train(settings(), source(), tmp_path / "parts", track=2)
     assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
     assert_same_run(outcome, plain, tmp_path / "parts", tmp_path / "plain")

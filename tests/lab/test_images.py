@@ -139,10 +139,9 @@ def test_weights_and_scalars_are_kept_where_asked_for(
 def test_a_sweep_killed_within_a_run_goes_on_to_the_same_records(
     data: Path, tmp_path: Path, finished: Run, undrawn: None
 ) -> None:
-    """At 2.4 of 4 runs: the third has a checkpoint of its first steps."""
-    third = 2.375
-    said, often = tmp_path / "said", {"checkpoint_every": 1}
-    killed = forked.start(run_and_say, tmp_path / "run", data, said, third, often)
+    """At 2.6 of 4 runs: the third has a checkpoint of its first epoch."""
+    said = tmp_path / "said"
+    killed = forked.start(run_and_say, tmp_path / "run", data, said, 2.6)
     assert forked.end(killed) == -signal.SIGKILL and len(said.read_text().splitlines()) == 3
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
     resumed = run(tmp_path / "run", data, resume=True)

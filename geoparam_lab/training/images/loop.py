@@ -3,15 +3,15 @@
 A step launches its work on the device and waits for nothing. Loss and hits are summed there, and
 read every 50 steps, to notice a run that has diverged, and at the end of an epoch.
 
-`Training.state_dict` is everything that a run needs to go on. The images of a step depend on seed,
-epoch and step alone, so a resumed run repeats the same steps, and on one device in deterministic
-mode (on a CPU always) the same bits.
+`Training.state_dict` is everything that a run needs to go on after an epoch. The images of a step
+depend on seed, epoch and step alone, so a resumed run repeats the same steps, and on one device in
+deterministic mode (on a CPU always) the same bits.
 """
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,7 +37,7 @@ LOOK_EVERY = 50  # steps between two reads of the loss
 HOPELESS = 10.0  # times log(classes), the loss of guessing: a mean loss above it is divergence
 SHORT = 100  # steps of a run that may end at chance without having collapsed: it started there
 MEASURES = ("loss", "top1", "top5")
-_PLAIN = ("epoch", "step", "seconds", "final", "outcome")
+_PLAIN = ("epoch", "seconds", "final", "outcome")
 FINISHED, DIVERGED, COLLAPSED = "finished", "diverged", "collapsed"
 
 
@@ -72,10 +72,6 @@ class Sums:
         """Return the totals of all processes; a collective call."""
         joint: Tensor = accelerator.reduce(self.totals, "sum")
         return joint.tolist()
-
-    def load(self, totals: list[float]) -> None:
-        """Continue from these totals."""
-        self.totals.copy_(torch.tensor(totals, dtype=self.totals.dtype))
 
 
 def average(totals: list[float]) -> Result:
@@ -121,7 +117,7 @@ class Training:
         self.watched = part.val(batch, **place)  # evaluated after every epoch
         self.unseen = source.val(batch, **place) if select else None  # evaluated at the end
         self.schedule = SCHEDULES[settings.schedule](settings.epochs, settings.warmup)
-        self.epoch = self.step = 0  # steps of the epoch that are done
+        self.epoch = 0
         self.sums = Sums(accelerator.device)
         self.split = "select" if select else "val"
         names = [f"{split}_{each}" for split in ("train", self.split) for each in MEASURES]
@@ -153,28 +149,19 @@ class Training:
 
     # --- steps --------------------------------------------------------------------------------
 
-    def steps(self) -> Iterator[int]:
-        """Do the rest of an epoch, and yield after each step how many are done.
-
-        It ends early, with an outcome, when the loss is no longer finite.
-        """
-        first, begin = self.step, time.perf_counter()
-        start = begin
-        for batch in self.batches.epoch(self.epoch, self.step):
-            factor = self._factor(self.step)
+    def train_epoch(self) -> None:
+        """Do all steps of an epoch, or until the loss is no longer finite: that is an outcome."""
+        start = time.perf_counter()
+        for step, batch in enumerate(self.batches.epoch(self.epoch)):
+            factor = self._factor(step)
             for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
                 group["lr"] = rate * factor
             self.train_on(*batch)
-            self.step += 1
             if self._tick is not None:
-                images = (self.step - first) * self.settings.batch_size
-                self._tick(self.epoch, self.step, images / (time.perf_counter() - begin))
-            if self.step % LOOK_EVERY == 0 and not self._is_finite():
-                self.outcome = DIVERGED
-                return
-            self.seconds += time.perf_counter() - start
-            yield self.step
-            start = time.perf_counter()  # a checkpoint is no training
+                images = (step + 1) * self.settings.batch_size
+                self._tick(self.epoch, step + 1, images / (time.perf_counter() - start))
+            if (step + 1) % LOOK_EVERY == 0 and not self._is_finite():
+                break
         if not self._is_finite():  # waits for the device
             self.outcome = DIVERGED
         self.seconds += time.perf_counter() - start
@@ -213,11 +200,11 @@ class Training:
         if self._has_diverged(trained, evaluated):
             self.outcome = DIVERGED
             return
-        lr = self.settings.lr * self._factor(self.step - 1)
+        lr = self.settings.lr * self._factor(self.batches.steps - 1)
         values = (*_percent(trained), *_percent(evaluated), lr, self.seconds)
         for curve, value in zip(self.curves.values(), values, strict=True):
             curve.append(value)
-        self.epoch, self.step, self.sums = self.epoch + 1, 0, Sums(self.accelerator.device)
+        self.epoch, self.sums = self.epoch + 1, Sums(self.accelerator.device)
         if self.epoch >= self.settings.epochs:
             self._finish()
             self.outcome = COLLAPSED if self._has_collapsed() else FINISHED
@@ -289,7 +276,7 @@ class Training:
             resume=state is not None and file.exists(),
         )
         if state is not None:  # the run before may have had no tracker
-            done = {"step": self.epoch * self.batches.steps + self.step}
+            done = {"step": self.epoch * self.batches.steps}
             self.tracker.load_state_dict(state["tracker"] or done)
 
     def result(self) -> Outcome:
@@ -338,19 +325,22 @@ class Training:
             "curves": {name: list(curve) for name, curve in self.curves.items()},
             "model": run_checkpoints.get_weights(self.model),
             "optimizer": run_checkpoints.get_moments(self.model, self.optimizer),
-            "sums": self.sums.over_processes(self.accelerator),
             "random": run_checkpoints.get_random_state(self.accelerator.device),
             "tracker": self.tracker.state_dict() if self.tracker is not None else None,
         }
 
     def load_state_dict(self, state: run_checkpoints.State) -> None:
-        """Go on from a state."""
+        """Go on from the end of an epoch."""
+        if state["outcome"] is None and state.get("step"):
+            raise ValueError(
+                "the checkpoint is of an earlier version, within an epoch. Remove it, and the run "
+                "starts anew."
+            )
         for name in _PLAIN:
             setattr(self, name, state[name])
         self.curves = {name: list(state["curves"][name]) for name in self.curves}
         run_checkpoints.load_moments(self.model, self.optimizer, state["optimizer"])
         run_checkpoints.load_weights(self.model, state["model"])
-        self.sums.load(state["sums"] if self.is_main else [0.0] * 4)
         run_checkpoints.load_random_state(state["random"], self.accelerator.device)
 
 
