@@ -11,9 +11,9 @@ A run that diverges is a record like any other, with NaN for its results, and th
 checkpoints/NAME of the folder, from which the same command with `resume` goes on. What the numbers
 depend on, the images' checksum too, is in config.json, and a resumed sweep must have the same.
 
-**In company.** Under torchrun or accelerate launch all processes train each network together
-(`Crew`). Apart from that, processes or machines that are called with the same `storage`
-take runs in turn (`shared_study`), and each ends with the records and curves of all.
+**In company.** Under torchrun or accelerate launch all processes train each network together; the
+main one chooses it and writes. Apart from that, processes or machines that are called with the
+same `storage` take runs in turn (`shared_study`), and each ends with the records and curves of all.
 """
 
 import contextlib
@@ -47,7 +47,8 @@ from geoparam_lab.training.tasks import (
 )
 
 if TYPE_CHECKING:
-    from geoparam_lab.training.images.preparation import Crew
+    from accelerate import Accelerator
+
 KEY = ("name",)
 DRAW_EVERY = 60  # seconds between two drawings of a sweep's figures
 
@@ -114,12 +115,12 @@ def run(
     check_counts(track=track, size=size, seeds=seeds)
     config = _check_options(experiment, network, methods, batch_sizes, lrs, seeds, settings)
     source = _load_images(experiment, data, size, workers)
-    crew = _gather_crew(config, source)
+    accelerator = _check_runs(config, source)
     part = source.hold_out(config["select"]) if config["select"] else source
     options = {"tensorboard": tensorboard, "track": track}
-    work = _Work(Path(out), source, crew, keep_weights, options, part.fingerprint["train"])
-    if not crew.leads:
-        for task in crew.receive():
+    work = _Work(Path(out), source, accelerator, keep_weights, options, part.fingerprint["train"])
+    if not accelerator.is_main_process:
+        while (task := _send(None)) is not None:
             work.train(task)
         return None
     config |= {"data": {**source.fingerprint, "classes": source.classes, "size": source.size}}
@@ -130,11 +131,19 @@ def run(
         known: Record = {"key": KEY, "may_change": _MAY_CHANGE, "defaults": COMMON}
         folder = Run.create(out, experiment, config, command, resume=resume, **known)
     except BaseException:
-        crew.send(None)
+        _send(None)
         raise
     _sweep(folder, work, study, progress)
-    crew.send(None)
+    _send(None)
     return folder
+
+
+def _send(task: Task | None) -> Task | None:
+    """Return in all processes what the main one sends: the next run, or None at the end."""
+    from accelerate.utils import broadcast_object_list
+
+    [sent] = broadcast_object_list([task])
+    return sent
 
 
 def _sweep(folder: Run, work: "_Work", study: Any, progress: Progress | None) -> None:
@@ -171,13 +180,13 @@ class _Work:
 
     out: Path
     source: Source
-    crew: "Crew"
+    accelerator: "Accelerator"
     keep_weights: bool
     options: Record  # of `train.train`
     images: int  # that are trained on
 
     def __call__(self, task: Task, tick: Tick) -> Done:
-        self.crew.send(task)
+        _send(task)
         return self.train(task, tick)
 
     def train(self, task: Task, tick: Tick | None = None) -> Done:
@@ -194,12 +203,12 @@ class _Work:
             one,
             self.source,
             self.folder(task),
-            accelerator=self.crew.accelerator,
+            accelerator=self.accelerator,
             tick=report,
             **self.options,
         )
         named = {"name": task.name, "method": task.method, "tuned": task.tuned}
-        record = outcome.record | named | {"processes": self.crew.size}
+        record = outcome.record | named | {"processes": self.accelerator.num_processes}
         return Done([record], {task.name: outcome.curves})
 
     def folder(self, task: Task) -> Path:
@@ -268,24 +277,24 @@ def _check_options(
     return config
 
 
-def _gather_crew(config: Record, source: Source) -> "Crew":
-    """Return the processes that were started together.
+def _check_runs(config: Record, source: Source) -> "Accelerator":
+    """Return the Accelerator of all runs.
 
     Raises ValueError where a run could not begin: hours later, it would end the sweep.
     """
     from geoparam_lab.training.images import preparation
 
-    crew, todo = preparation.Crew(preparation.make_accelerator(config["precision"])), tasks(config)
-    place: Record = {"device": crew.accelerator.device, "world": crew.size}
+    accelerator, todo = preparation.make_accelerator(config["precision"]), tasks(config)
+    place: Record = {"device": accelerator.device, "world": accelerator.num_processes}
     for one in (task.settings for task in todo):
-        preparation.check(one, crew.accelerator)
+        preparation.check(one, accelerator)
         part = source.hold_out(one.select) if one.select else source
         part.train(one.batch_size, seed=0, crop=one.crop, **place)
     for one in {task.method: task.settings for task in todo}.values():
         options = {"size": source.size, "seed": 0, **one.network_options}
         model = networks.build(one.network, one.method, source.classes, **options)
         preparation.make_optimizer(one, model)
-    return crew
+    return accelerator
 
 
 # --- what they say ------------------------------------------------------------------------------
