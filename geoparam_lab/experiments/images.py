@@ -13,7 +13,7 @@ depend on, the images' checksum too, is in config.json, and a resumed sweep must
 
 **In company.** Under torchrun or accelerate launch all processes train each network together; the
 main one chooses it and writes. Apart from that, processes or machines that are called with the
-same `storage` take runs in turn (`shared_study`), and each ends with the records and curves of all.
+same `storage` take runs in turn (`shared_study`), and each ends with all records and curves.
 """
 
 import contextlib

@@ -13,9 +13,9 @@ variance 2 / (n + units) lets them fall as 1 / sqrt(units). Gradients of hidden 
 with the output weights, as 1 / sqrt(units), under all.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,27 +63,20 @@ class Member(NamedTuple):
     seed: int
 
 
-@dataclass(frozen=True)
-class Measurer:
-    """Measures the members of any task of a run."""
-
-    energy: tuple[Array, Array] | None  # the whole set, where it is asked for
-
-    def __call__(self, members: Sequence[Member], tick: Tick) -> list[Record]:
-        found = []
-        for _, dataset, method, init, width, seed in members:
-            x, y = map(torch.from_numpy, self._data(dataset, seed))
-            model = methods.mlp(method, (x.shape[-1], width, 1), seed=seed, init=init)
-            found.append(measure_start(model, x, y))
-        return found
-
-    def _data(self, dataset: str, seed: int) -> tuple[Array, Array]:
-        """Return the training points of a seed."""
-        if dataset == "levy":
-            return levy_regression()[:2]
-        assert self.energy is not None
-        split = parts.stack(*self.energy, [seed])
-        return split.x_train[0], split.y_train[0]
+def measure(
+    energy: tuple[Array, Array] | None, members: Sequence[Member], tick: Tick
+) -> list[Record]:
+    """Measure the members of a task; `energy` is the whole set, where it is asked for."""
+    found = []
+    for _, dataset, method, init, width, seed in members:
+        x, y = levy_regression()[:2]
+        if dataset == "energy":
+            assert energy is not None
+            split = parts.stack(*energy, [seed])
+            x, y = split.x_train[0], split.y_train[0]
+        model = methods.mlp(method, (x.shape[-1], width, 1), seed=seed, init=init)
+        found.append(measure_start(model, torch.from_numpy(x), torch.from_numpy(y)))
+    return found
 
 
 def measure_start(model: nn.Sequential, x: Tensor, y: Tensor) -> Record:
@@ -153,7 +146,8 @@ def run(
     }
     energy = data_sets.load("energy", data) if "energy" in datasets else None
     folder = Run.create(out, "width", config, command, key=Member._fields, resume=resume)
-    measure_missing(folder, make_tasks(config), Measurer(energy), jobs, progress)
+    meter = functools.partial(measure, energy)
+    measure_missing(folder, make_tasks(config), meter, jobs, progress)
     folder.append_missing(find_answers(folder.records(), config))
     return folder
 
