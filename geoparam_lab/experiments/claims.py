@@ -196,6 +196,7 @@ _TABLES: dict[str, tuple[str, str, dict[str, str]]] = {  # column, its title, me
         "drift": "Change of that mean in an epoch, with the batch's means",
     }),
     "shell": ("dataset", "data set", _ERROR | {
+        "relative_start": "Median |λ| over median ‖x‖ before training",
         "relative": "Median |λ| over median ‖x‖", "on_shell": "Share of units on the shell",
     }),
     "products": ("size", "fan-in", _ERROR | {
