@@ -5,12 +5,12 @@
 VGG-6 on images of 32 by 32, batch 1024, bf16, channels last. The whole loop is the one that
 `train` runs: batches made on the device (order, flips, scaling), metrics, a look at the loss every
 50 steps, a progress display. The bare loop has the same network, precision, layout, code and
-optimizer, and nothing else. They are taken in turn, five steps at a time, since a loop does not
-wait for the device after each. The CPU's numbers only show that it runs: a small network.
+optimizer, and nothing else. They are taken in turn, an epoch of 50 steps at a time, since a loop
+does not wait for the device after each. The CPU's numbers only show that it runs: a small network.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from geoparam_lab.training.images import preparation
 from geoparam_lab.training.images.loop import Training
 from geoparam_lab.training.images.settings import Settings
 
-AT_A_TIME, WARMUP = 5, 6
+STEPS, WARMUP = 50, 1  # of an epoch; epochs
 CLASSES = 1000
 TARGET = 0.95
 
@@ -40,26 +40,19 @@ def images(count: int) -> PackedImages:
 
 
 def whole_loop(settings: Settings, source: PackedImages, accelerator: Any) -> Callable[[], None]:
-    """Return five steps of the loop that users run, progress display included."""
+    """Return an epoch of the loop that users run, progress display included."""
     told: list[tuple[int, int, float]] = []
     training = Training(settings, source, accelerator, lambda *now: told.append(now))
 
-    def endless() -> Iterator[int]:
-        while True:
-            yield from training.steps()
-            training.epoch, training.step = training.epoch + 1, 0
-
-    steps = endless()
-
     def run() -> None:
-        for _ in range(AT_A_TIME):
-            next(steps)
+        training.train_epoch()
+        training.epoch += 1
 
     return run
 
 
 def bare_loop(settings: Settings, source: PackedImages, accelerator: Any) -> Callable[[], None]:
-    """Return five steps on one batch."""
+    """Return as many steps on one batch."""
     device = accelerator.device
     model = preparation.make_network(settings, source, accelerator)
     optimizer = preparation.make_optimizer(settings, model)
@@ -72,7 +65,7 @@ def bare_loop(settings: Settings, source: PackedImages, accelerator: Any) -> Cal
     x, y = next(source.train(settings.batch_size, seed=0, device=device).epoch(0))
 
     def run() -> None:
-        for _ in range(AT_A_TIME):
+        for _ in range(STEPS):
             loss = F.cross_entropy(forward(x), y)
             optimizer.zero_grad()
             loss.backward()
@@ -84,14 +77,14 @@ def bare_loop(settings: Settings, source: PackedImages, accelerator: Any) -> Cal
 def compare(settings: Settings, source: PackedImages, accelerator: Any, repeats: int) -> None:
     """Print one row: both steps in ms, images per second, and the loop's share of the speed."""
     device = accelerator.device
-    with preparation.surroundings(settings, device):
+    with preparation.prepare_torch(settings, device):
         loops = {
             "bare": bare_loop(settings, source, accelerator),
             "whole": whole_loop(settings, source, accelerator),
         }
         times = medians(loops, device.type, repeats, WARMUP)
     accelerator.free_memory()
-    bare, whole = (times[name] / AT_A_TIME for name in ("bare", "whole"))
+    bare, whole = (times[name] / STEPS for name in ("bare", "whole"))
     kind = settings.method + (", compiled" if settings.compile else ", eager")
     speed = f"{settings.batch_size / whole:,.0f}"
     print(f"| {kind} | {bare * 1e3:.2f} | {whole * 1e3:.2f} | {speed} | {bare / whole:.3f} |")
@@ -103,14 +96,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--methods", default="bn,gmp+imn")
-    parser.add_argument("--repeats", type=int, default=50, help="of five steps each")
+    parser.add_argument("--repeats", type=int, default=5, help="epochs of 50 steps")
     parser.add_argument("--compile", action="store_true", help="compiled steps as well")
     given = parser.parse_args()
     on_cpu = given.device == "cpu"
     accelerator = Accelerator(mixed_precision="bf16", cpu=on_cpu)
     small: dict[str, Any] = {"batch_size": 64, "widths": (8, 8, 16, 16, 32, 32)}
     chosen = small if on_cpu else {"batch_size": 1024}
-    source = images(chosen["batch_size"] * AT_A_TIME * (given.repeats + WARMUP))
+    source = images(chosen["batch_size"] * STEPS)
     print(f"VGG-6, batch {chosen['batch_size']}, bf16; {hardware(given.device)}\n")
     print("| | bare step, ms | whole step, ms | images/s | speed over the bare loop's |")
     print("| --- | --- | --- | --- | --- |")

@@ -211,6 +211,11 @@ def group_records(records: Iterable[Record], *fields: str) -> dict[tuple[Any, ..
     return found
 
 
+def select_records(records: Iterable[Record], **fields: Any) -> list[Record]:
+    """Return the records that have these values."""
+    return [r for r in records if all(r[name] == value for name, value in fields.items())]
+
+
 def _check_folder(folder: Path) -> Path:
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"a run is a folder, and {folder} is a file. Choose another name")

@@ -7,7 +7,7 @@ Krizhevsky's colour noise; validation takes the middle of images whose shorter s
 other sizes of crop all of these lengths are scaled.
 
 Each image's draws come from a generator seeded by (seed, epoch, place in the epoch), so neither
-the number of workers nor that of processes changes anything, and an epoch can be entered anywhere.
+the number of workers nor that of processes changes anything.
 
 Reference:
     Krizhevsky, Sutskever & Hinton, *ImageNet classification with deep convolutional neural
@@ -114,9 +114,9 @@ class FolderBatches(Batches):
         )
 
     def _load(
-        self, number: int, order: Tensor, rng: torch.Generator | None, steps: range
+        self, number: int, order: Tensor, rng: torch.Generator | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        self._sampler.batches = _list_places(self.shares, number, order, steps)
+        self._sampler.batches = _list_places(self.shares, number, order)
         return map(self._finish, self._loader)
 
     def _finish(self, batch: Batch | str) -> tuple[Tensor, Tensor]:
@@ -140,11 +140,9 @@ class _Batches(Sampler[list[Place]]):
 
 # No method of the class that holds the loader: in a reference cycle, workers end only when the
 # garbage collector runs, and take five seconds for it.
-def _list_places(
-    shares: Shares, number: int, order: Tensor, steps: range
-) -> Iterator[list[Place]]:
+def _list_places(shares: Shares, number: int, order: Tensor) -> Iterator[list[Place]]:
     """Yield the places of each batch, with the image that is there."""
-    for step in steps:
+    for step in range(shares.steps):
         first, end = shares.span(step)
         images = order[first:end].tolist()
         yield [(number, *pair) for pair in zip(range(first, end), images, strict=True)]

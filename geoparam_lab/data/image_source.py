@@ -4,7 +4,7 @@ Two rules hold for every source:
 
 - The order of the images and their augmentation depend on the seed, the epoch and the place in
   the epoch alone. So several processes together see the batches that one would see, and a run that
-  is resumed within an epoch sees what it would have seen.
+  is resumed sees what it would have seen.
 - Batch sizes are those of all processes together. Training leaves out the incomplete last batch;
   validation has every image exactly once, so a process's share of a batch may be empty.
 """
@@ -66,8 +66,8 @@ class Batches(abc.ABC):
         self.examples = min(self.steps * shares.batch_size, shares.images)  # over all processes
         self.seed = seed  # None for images in their own order, as they are
 
-    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this process's images and labels of an epoch, from batch `start` on.
+    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this process's images and labels of an epoch.
 
         Images are float32 (b, 3, H, W), channels last in memory, labels int64, on the device.
         """
@@ -75,13 +75,13 @@ class Batches(abc.ABC):
         if self.seed is not None:
             rng = torch.Generator().manual_seed(mix_seed(self.seed, number))
             order = torch.randperm(self.shares.images, generator=rng)
-        return self._load(number, order, rng, range(start, self.steps))
+        return self._load(number, order, rng)
 
     @abc.abstractmethod
     def _load(
-        self, number: int, order: Tensor, rng: torch.Generator | None, steps: range
+        self, number: int, order: Tensor, rng: torch.Generator | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the batches of some steps, from images in this order; with `rng` augmented."""
+        """Yield the batches of an epoch, from images in this order; with `rng` augmented."""
 
 
 class Source(abc.ABC):

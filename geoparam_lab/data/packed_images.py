@@ -94,7 +94,7 @@ class PackedBatches(Batches):
         self.split, self.mean, self.crop = split, mean, crop
 
     def _load(
-        self, number: int, order: Tensor, rng: torch.Generator | None, steps: range
+        self, number: int, order: Tensor, rng: torch.Generator | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Draw flips and crops of the epoch: on the CPU, the same for every device."""
         flips = torch.zeros(len(order), 1, dtype=torch.bool)
@@ -103,7 +103,8 @@ class PackedBatches(Batches):
             flips.random_(2, generator=rng)
             shifts.random_(2 * self.crop + 1, generator=rng).sub_(self.crop)
         drawn = [part.to(self.mean.device) for part in (order, flips, shifts)]
-        return (self._take(*(part[slice(*self.shares.span(s))] for part in drawn)) for s in steps)
+        spans = [slice(*self.shares.span(step)) for step in range(self.steps)]
+        return (self._take(*(part[span] for part in drawn)) for span in spans)
 
     def _take(self, chosen: Tensor, flips: Tensor, shifts: Tensor) -> tuple[Tensor, Tensor]:
         size = self.split.images.shape[1]

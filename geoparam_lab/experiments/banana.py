@@ -169,15 +169,12 @@ def draw(run: Run, data: Banana) -> Drawings:
         draw_decisions,
         draw_paths,
         draw_rotations,
-        draw_seeds,
     )
 
     config = run.config
     names = list_in_words(methods.title(name) for name in config["methods"])
     rates = list_in_words(f"{rate:g}" for rate in config["lrs"])
     points = "KEEL's points" if data.source == "KEEL" else "generated points, not KEEL's"
-    label, grid = "test accuracy (higher is better)", make_grid(data)
-    printed = EXPERIMENT if data.source == "KEEL" else None  # the papers' accuracies are of KEEL's
     return {
         "figure3a-h": (lambda: draw_paths(run, data), "Figure 3a-h. Where the units' locations "
             f"go in training, one colour a unit, for {names} at the rates {rates}, each from its "
@@ -185,15 +182,11 @@ def draw(run: Run, data: Banana) -> Drawings:
         "figure3i": (lambda: draw_rotations(run), "Figure 3i. Largest turn of any unit in one "
             f"update, all methods at the rate {max(config['lrs']):g}, each from its median seed, "
             f"on {points}. Thin lines are single updates, bold ones their running median."),
-        "figure3j-m": (lambda: draw_decisions(run, data, grid), "Figure 3j-m. What the trained "
-            "networks decide, and the locations of their units, each method at the papers' rate, "
-            f"from the seed with its median test accuracy, on {points} (the 200 test points are "
-            "drawn). WN's locations are those of its hidden units; the papers' notebook drew them "
-            "with another layer's bias."),
-        "seeds": (lambda: draw_seeds(run, "test_accuracy", label, printed), "Test "
-            f"accuracy of every seed: {config['seeds']} at each rate, filled where the rate is "
-            f"the papers' for the method, on {points}. The papers show one seed, and training "
-            f"is judged on {'held-out' if data.x_val is not None else 'the test'} points. "
+        "figure3j-m": (lambda: draw_decisions(run, data, make_grid(data)), "Figure 3j-m. What the "
+            "trained networks decide, and the locations of their units, each method at the "
+            "papers' rate, from the seed with its median test accuracy, on "
+            f"{points} (the 200 test points are drawn). WN's locations are those of its hidden "
+            "units; the papers' notebook drew them with another layer's bias. "
             + _describe_seed(run)),
     }  # fmt: skip
 

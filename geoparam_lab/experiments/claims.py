@@ -23,16 +23,16 @@ from geoparam_lab.data import banana_data, uci_data
 from geoparam_lab.experiments import claims_measures as measures
 from geoparam_lab.experiments.claims_measures import QUANTITIES, Member, Sets
 from geoparam_lab.experiments.experiment import Experiment, Layout, Measure
-from geoparam_lab.experiments.measurements import (
-    Panels,
-    Task,
-    draw_panels,
-    measure_missing,
-    select_records,
-)
 from geoparam_lab.experiments.rank_correlations import correlate
-from geoparam_lab.run_folder import Record, Run, group_records
-from geoparam_lab.training.tasks import Progress, Tick, check_counts, check_names
+from geoparam_lab.run_folder import Record, Run, group_records, select_records
+from geoparam_lab.training.tasks import (
+    Progress,
+    Task,
+    Tick,
+    check_counts,
+    check_names,
+    measure_missing,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,7 +96,7 @@ def run(
     command: str | None = None,
     progress: Progress | None = None,
 ) -> Run:
-    """Measure the papers' claims that have no table; write records and figures to a folder.
+    """Measure the papers' claims that have no table; write records and a picture to a folder.
 
     Args:
         parts: some of covariance, cost, shift, shell, products, deep.
@@ -116,7 +116,7 @@ def run(
     tasks = [task for part in chosen for task in make_tasks(part, seeds)]
     measure_missing(folder, tasks, functools.partial(_measure, sets), jobs, progress)
     folder.append_missing(find_answers(folder.records()))
-    _draw(folder)
+    folder.figure("covariance", _draw_norms(), _COVARIANCE)
     return folder
 
 
@@ -157,46 +157,11 @@ def find_answers(records: Sequence[Record]) -> list[Record]:
     return found + correlate(by_part["deep"], ("dataset", "method"), QUANTITIES, groups)
 
 
-# --- figures ------------------------------------------------------------------------------------
+# --- a picture ----------------------------------------------------------------------------------
 
-
-_FIGURES = {
-    "cost": Panels(
-        """Remark 3.4. Processor time of a layer's forward and backward pass over the number of
-        inputs or units (512 of the other), batch 128, as multiples of SP's.""",
-        "dataset", "size", "inputs, units", {"ratio": "time over SP's"},
-    ),
-    "shift": Panels(
-        """Remark 3.6. Length of the mean of each layer's input over the size of the input after
-        training: with the batch's means, as in training, and with running means.""",
-        "dataset", "size", "layer",
-        {"offset": "mean over size", "offset_running": "mean over size, running"},
-        scales=("linear", "linear"),
-    ),
-    "shell": Panels(
-        """Section 3.1. Median distance |λ| of the units' boundaries over the median length of the
-        inputs, over training; one row a rate, mean over seeds and the three sets.""",
-        "lr", "epochs", "epoch", {"path": "|λ| over ‖x‖"}, scales=("symlog", "linear"),
-    ),
-    "products": Panels(
-        """Appendix E. A layer of 32 units over its fan-in, one row a rate: smallest product of
-        sines times the root of the fan-in, share of angles whose metric is below 1e-4, share of
-        activations that are 0; before training (pale) and after it.""",
-        "lr", "size", "fan-in",
-        {"smallest": "product × √n", "negligible": "share of angles", "sparsity": "share of 0"},
-    ),
-}  # fmt: skip
 _COVARIANCE = """Equation 9. Two inputs with correlations 0, 0.5 and 0.9 (points), and weights of
     length 1: in the norm of their covariance, as BN has it (line), and in the usual norm, as WN
     has it (dashed). Across the data's long axis BN's weights are long."""
-
-
-def _draw(run: Run) -> None:
-    """Draw the figures of all parts that a run has."""
-    run.figure("covariance", _draw_norms(), _COVARIANCE)
-    for part, panels in _FIGURES.items():
-        if own := select_records(run.records(), part=part):
-            run.figure(part, draw_panels(own, panels), panels.caption)
 
 
 def _draw_norms() -> "Figure":
@@ -231,9 +196,11 @@ _TABLES: dict[str, tuple[str, str, dict[str, str]]] = {  # column, its title, me
         "drift": "Change of that mean in an epoch, with the batch's means",
     }),
     "shell": ("dataset", "data set", _ERROR | {
+        "relative_start": "Median |λ| over median ‖x‖ before training",
         "relative": "Median |λ| over median ‖x‖", "on_shell": "Share of units on the shell",
     }),
     "products": ("size", "fan-in", _ERROR | {
+        "smallest_start": "Smallest product times √fan-in before training",
         "smallest": "Smallest product times √fan-in",
         "negligible": "Share of angles with metric below 1e-4",
         "sparsity": "Share of activations that are 0",
@@ -255,7 +222,7 @@ _TABLES: dict[str, tuple[str, str, dict[str, str]]] = {  # column, its title, me
 
 
 def _layout(part: str, column: str, title: str, texts: dict[str, str]) -> Layout:
-    small = ("error", "smallest")  # with three significant digits
+    small = ("error", "smallest", "smallest_start")  # with three significant digits
     shown = tuple(Measure(n, text, None if n in small else 3) for n, text in texts.items())
     group = "" if column == "dataset" else "dataset"
     return Layout(shown, column, title, group, {"part": part}, compare=False, details=())

@@ -203,8 +203,9 @@ def measure_shell(members: Members, data: Sets, epochs: int) -> list[Record]:
         low, high = lengths.quantile(0.05), lengths.quantile(0.95)
         path = [float(distance.nanmedian() / lengths.median()) for distance in distances]
         on_shell = (distances[-1] >= low) & (distances[-1] <= high)
-        own = {"relative": path[-1], "on_shell": float(on_shell.double().mean())}
-        found.append({"test_error": error, "epochs": frames, "path": path} | own)
+        own = {"relative": path[-1], "relative_start": path[0], "path": path, "epochs": frames}
+        own["on_shell"] = float(on_shell.double().mean())
+        found.append({"test_error": error} | own)
     return found
 
 

@@ -11,9 +11,9 @@ A run that diverges is a record like any other, with NaN for its results, and th
 checkpoints/NAME of the folder, from which the same command with `resume` goes on. What the numbers
 depend on, the images' checksum too, is in config.json, and a resumed sweep must have the same.
 
-**In company.** Under torchrun or accelerate launch all processes train each network together
-(`Crew`). Apart from that, processes or machines that are called with the same `storage`
-take runs in turn (`shared_study`), and each ends with the records and curves of all.
+**In company.** Under torchrun or accelerate launch all processes train each network together; the
+main one chooses it and writes. Apart from that, processes or machines that are called with the
+same `storage` take runs in turn (`shared_study`), and each ends with all records and curves.
 """
 
 import contextlib
@@ -47,7 +47,8 @@ from geoparam_lab.training.tasks import (
 )
 
 if TYPE_CHECKING:
-    from geoparam_lab.training.images.preparation import Crew
+    from accelerate import Accelerator
+
 KEY = ("name",)
 DRAW_EVERY = 60  # seconds between two drawings of a sweep's figures
 
@@ -75,7 +76,6 @@ def run(
     seeds: int = 3,
     size: int = 32,
     workers: int | None = None,
-    checkpoint_every: int | None = None,
     keep_weights: bool = False,
     tensorboard: bool = False,
     track: int | None = None,
@@ -100,8 +100,7 @@ def run(
         seeds: how many, from 0 on.
         size: of the images: 32 or 64 in npz files.
         workers: processes that decode JPEG files; by default as many as there are cores.
-        checkpoint_every: steps between two checkpoints; there is one after every epoch anyway.
-        keep_weights: keep each run's weights, the best ones where its schedule does, in weights/.
+        keep_weights: keep each run's weights in weights/.
         tensorboard: write scalars for TensorBoard.
         track: follow the units' boundaries, every so many steps.
         storage: share the runs: the URL of a database or the path of a file. Start the same
@@ -113,36 +112,45 @@ def run(
     """
     if method:
         methods = [*(methods or ()), *method]
-    check_counts(checkpoint_every=checkpoint_every, track=track, size=size, seeds=seeds)
+    check_counts(track=track, size=size, seeds=seeds)
     config = _check_options(experiment, network, methods, batch_sizes, lrs, seeds, settings)
     source = _load_images(experiment, data, size, workers)
-    crew = _gather_crew(config, source)
+    accelerator = _check_runs(config, source)
     part = source.hold_out(config["select"]) if config["select"] else source
-    options = {"checkpoint_every": checkpoint_every, "tensorboard": tensorboard, "track": track}
-    work = _Work(Path(out), source, crew, keep_weights, options, part.fingerprint["train"])
-    if not crew.leads:
-        for task in crew.receive():
+    options = {"tensorboard": tensorboard, "track": track}
+    work = _Work(Path(out), source, accelerator, keep_weights, options, part.fingerprint["train"])
+    if not accelerator.is_main_process:
+        while (task := _send(None)) is not None:
             work.train(task)
         return None
     config |= {"data": {**source.fingerprint, "classes": source.classes, "size": source.size}}
     try:
+        study = None
         if storage is not None:
-            shared_study.check_storage(storage)
+            study = shared_study.open_study(storage, experiment, config)
         known: Record = {"key": KEY, "may_change": _MAY_CHANGE, "defaults": COMMON}
         folder = Run.create(out, experiment, config, command, resume=resume, **known)
     except BaseException:
-        crew.send(None)
+        _send(None)
         raise
-    _sweep(folder, work, storage, progress)
-    crew.send(None)
+    _sweep(folder, work, study, progress)
+    _send(None)
     return folder
 
 
-def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress | None) -> None:
+def _send(task: Task | None) -> Task | None:
+    """Return in all processes what the main one sends: the next run, or None at the end."""
+    from accelerate.utils import broadcast_object_list
+
+    [sent] = broadcast_object_list([task])
+    return sent
+
+
+def _sweep(folder: Run, work: "_Work", study: Any, progress: Progress | None) -> None:
     """Do all runs that are not done, and redraw the figures now and then."""
     from geoparam_lab.experiments import image_figures
 
-    config, todo, drawn = folder.config, tasks(folder.config), time.monotonic()
+    todo, drawn = tasks(folder.config), time.monotonic()
 
     def finish(task: Task) -> None:
         nonlocal drawn
@@ -151,23 +159,16 @@ def _sweep(folder: Run, work: "_Work", storage: str | None, progress: Progress |
             image_figures.draw(folder)
             drawn = time.monotonic()
 
-    session = Session(
-        folder,
-        work,
-        len(todo),
-        progress=progress,
-        threads=None,
-        finished=finish,
-    )
+    options: Any = {"progress": progress, "threads": None, "finished": finish}
+    session = Session(folder, work, len(todo), **options)
     there = {record["name"] for record in folder.records()}
     for task in todo:
         if task.name in there:
             work.clean(task)  # a kill may have come between the record and this
-    if storage is None:
+    if study is None:
         session.spread(todo)
     else:
-        study = shared_study.name_study(folder.info["experiment"], config, [])
-        session.share(todo, "val_loss", storage, study)
+        session.share(todo, study, "val_loss")
     image_figures.draw(folder)
     with contextlib.suppress(OSError):  # there may be others, or none
         (work.out / "checkpoints").rmdir()
@@ -179,13 +180,13 @@ class _Work:
 
     out: Path
     source: Source
-    crew: "Crew"
+    accelerator: "Accelerator"
     keep_weights: bool
     options: Record  # of `train.train`
     images: int  # that are trained on
 
     def __call__(self, task: Task, tick: Tick) -> Done:
-        self.crew.send(task)
+        _send(task)
         return self.train(task, tick)
 
     def train(self, task: Task, tick: Tick | None = None) -> Done:
@@ -202,12 +203,12 @@ class _Work:
             one,
             self.source,
             self.folder(task),
-            accelerator=self.crew.accelerator,
+            accelerator=self.accelerator,
             tick=report,
             **self.options,
         )
         named = {"name": task.name, "method": task.method, "tuned": task.tuned}
-        record = outcome.record | named | {"processes": self.crew.size}
+        record = outcome.record | named | {"processes": self.accelerator.num_processes}
         return Done([record], {task.name: outcome.curves})
 
     def folder(self, task: Task) -> Path:
@@ -276,24 +277,24 @@ def _check_options(
     return config
 
 
-def _gather_crew(config: Record, source: Source) -> "Crew":
-    """Return the processes that were started together.
+def _check_runs(config: Record, source: Source) -> "Accelerator":
+    """Return the Accelerator of all runs.
 
     Raises ValueError where a run could not begin: hours later, it would end the sweep.
     """
     from geoparam_lab.training.images import preparation
 
-    crew, todo = preparation.Crew(preparation.make_accelerator(config["precision"])), tasks(config)
-    place: Record = {"device": crew.accelerator.device, "world": crew.size}
+    accelerator, todo = preparation.make_accelerator(config["precision"]), tasks(config)
+    place: Record = {"device": accelerator.device, "world": accelerator.num_processes}
     for one in (task.settings for task in todo):
-        preparation.check(one, crew.accelerator)
+        preparation.check(one, accelerator)
         part = source.hold_out(one.select) if one.select else source
         part.train(one.batch_size, seed=0, crop=one.crop, **place)
     for one in {task.method: task.settings for task in todo}.values():
         options = {"size": source.size, "seed": 0, **one.network_options}
         model = networks.build(one.network, one.method, source.classes, **options)
         preparation.make_optimizer(one, model)
-    return crew
+    return accelerator
 
 
 # --- what they say ------------------------------------------------------------------------------

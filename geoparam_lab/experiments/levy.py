@@ -16,8 +16,8 @@ evaluates, units move much further (`largest_move` in the records).
 
 **One seed is an anecdote.** Under GmP the papers' schedule comes out in two groups, by whether the
 rate is first cut early or late (`first_cut` in the records), and at rate 0.1 that is chance: see
-results/LOG.md. Hence several seeds, and a figure of all of them. So is one draw of the 50 points:
-with `draws` each seed trains on its own.
+results/LOG.md. Hence several seeds. So is one draw of the 50 points: with `draws` each seed trains
+on its own.
 """
 
 import functools
@@ -123,28 +123,22 @@ def find_errors(predictions: Array, targets: Array) -> Array:
 
 def draw(run: Run, data: Regression) -> Drawings:
     """Return all figures of a run, from what is in its folder."""
-    from geoparam_lab.experiments.toy_figures import draw_fits, draw_moves, draw_seeds
+    from geoparam_lab.experiments.toy_figures import draw_fits, draw_moves
 
     names = list_in_words(methods.title(name) for name in run.config["methods"])
     rates = list_in_words(f"{rate:g}" for rate in run.config["lrs"])
-    label, one = "test RMSE (lower is better)", data.x_train.ndim == 2
     fits: Drawings = {
         "figure2d-g": (lambda: draw_fits(run, data), "Figure 2d-g. Above: the network before and "
             "after training, the 50 training points and the true function, each method at the "
             "papers' rate, from the seed with its median test RMSE. Below: where the units "
             "switch, from the start at the bottom to the end."),
     }  # fmt: skip
-    return (fits if one else {}) | {
+    return (fits if data.x_train.ndim == 2 else {}) | {
         "figure2c": (lambda: draw_moves(run), "Figure 2c. Largest move of a unit's boundary in "
             f"one update, for {names} at the rates {rates}, each from its median seed. Thin lines "
             "are single updates, bold ones their running median; the dotted line is 1, below "
             "which GmP is to stay. BN is read by the batch's statistics, as it trains. The papers "
             "do not say at which rate theirs was drawn."),
-        "seeds": (lambda: draw_seeds(run, "test_rmse", label, EXPERIMENT), "Test RMSE "
-            f"of every seed: {run.config['seeds']} initial weights at each rate, filled where the "
-            "rate is the papers' for the method. The papers show one seed. Where points of one "
-            "method form two groups, one seed tells little."
-            + (" All train on one draw of 50 points." if one else "")),
     }  # fmt: skip
 
 

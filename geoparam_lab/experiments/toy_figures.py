@@ -8,9 +8,7 @@ from geoparam import plots
 from geoparam_lab import methods
 from geoparam_lab.data.banana_data import Banana
 from geoparam_lab.data.synthetic import Regression
-from geoparam_lab.experiments import papers
-from geoparam_lab.experiments.experiment import Experiment
-from geoparam_lab.experiments.toy_seeds import find_papers_lr, find_records, load_medians
+from geoparam_lab.experiments.toy_seeds import find_papers_lr, load_medians
 from geoparam_lab.experiments.toys import Array
 from geoparam_lab.run_folder import Run
 
@@ -35,44 +33,6 @@ def new_columns(count: int, deep: int, size: tuple[float, float]) -> tuple[Figur
     for spare in columns[count:].flat:
         spare.axis("off")
     return figure, columns[:count], axes[0, -1]
-
-
-def draw_seeds(run: Run, measure: str, label: str, printed: Experiment | None = None) -> Figure:
-    """Draw a point for every seed, method and rate, and the one seed that an experiment's papers
-    print, where it is given."""
-    config = run.config
-    columns = [(method, lr) for method in config["methods"] for lr in config["lrs"]]
-    wide = max(1.6 + 0.95 * len(columns), 7.0)  # words need that much, however few the columns
-    figure, axes = plots.new_figure(1, 1, size=(wide, 4.2))
-    ax = axes[0, 0]
-    for x, (method, lr) in enumerate(columns):
-        values = [r[measure] for r in find_records(run, method, lr) if np.isfinite(r[measure])]
-        _draw_seed_column(ax, x, values, method, lr)
-        known = printed.find_printed(measure, method) if printed else None
-        if known and lr == papers.RATES.get(method):
-            ax.plot([x], [known.value], "D", color="white", mec="black", ms=8, zorder=4)
-    if printed:
-        ax.plot([], [], "D", color="white", mec="black", ms=8, label="papers, one seed")
-    ax.plot([], [], "_", color="black", ms=16, mew=2, label="median")
-    names = [f"{methods.title(method)}\n{lr:g}" for method, lr in columns]
-    ax.set_xticks(range(len(columns)), names)
-    ax.set(ylabel=label, xlim=(-0.6, len(columns) - 0.4))
-    ax.set_xlabel("method and learning rate (filled: the rate that the papers chose)")
-    ax.grid(visible=False, axis="x")
-    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
-    return figure
-
-
-def _draw_seed_column(ax: Axes, x: int, values: list[float], method: str, lr: float) -> None:
-    """One method at one rate: filled where the rate is the papers' for it."""
-    colour = plots.method_style(methods.without_options(method)).colour
-    order = np.argsort(np.argsort(values))
-    middle = (min(len(values), 5) - 1) / 2
-    beside = x + 0.11 * (order % 5 - middle)  # so that equal values do not hide each other
-    filled = lr == methods.get(method).lr
-    ax.plot(beside, values, "o", color=colour, mfc=colour if filled else "none", ms=5, alpha=0.75)
-    if values:
-        ax.plot([x], [np.median(values)], "_", color="black", ms=26, mew=2, zorder=3)
 
 
 # --- Levy ----------------------------------------------------------------------------------------

@@ -20,14 +20,13 @@ from torch import nn
 
 from geoparam_lab import methods as methods_table
 from geoparam_lab.experiments.experiment import Config, Drawings, Measure
-from geoparam_lab.experiments.measurements import Task
 from geoparam_lab.experiments.rate_tolerance import draw_rates
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import tasks
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.snapshots import Film, frame_epochs
 from geoparam_lab.training.stacks.stacked import Protocol, Result
-from geoparam_lab.training.tasks import Done, Progress, Session, Tick
+from geoparam_lab.training.tasks import Done, Progress, Session, Task, Tick
 
 Array = np.ndarray
 Arrays = dict[str, Array]

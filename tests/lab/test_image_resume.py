@@ -23,7 +23,7 @@ from image_runs import (
     source,
 )
 
-from geoparam_lab.training.images import run_checkpoints, schedules
+from geoparam_lab.training.images import run_checkpoints
 from geoparam_lab.training.images.loop import Training
 from geoparam_lab.training.images.settings import Outcome, Settings
 from geoparam_lab.training.images.train import train
@@ -37,7 +37,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "unit vectors": {"method": "intrinsic+imn"},
     "no momentum": {"method": "intrinsic", "momentum": 0.0},
     "autocast": {"method": "natural+imn", "precision": "bf16", "accumulate": 2, "crop": 1},
-    "plateau": {"method": "bn", "schedule": "plateau-top1", "epochs": 6},
     "kept back": {
         "method": "gmp+imn",
         "schedule": "linear",
@@ -57,7 +56,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "nesterov": True,
     },
     "turn": {"method": "bn", "optimizer": "geometric", "base": "muon", "turn": 2.0, "lr": 1e-3},
-    "best weights": {"method": "gmp+imn", "schedule": "plateau-top5", "epochs": 6},
 }
 
 
@@ -67,13 +65,13 @@ def kill_method(owner: Any, name: str, call: int) -> Callable[[pytest.MonkeyPatc
 
 
 mid_epoch = kill_method(Training, "train_on", 2 * STEPS + 3)
-after_evaluation = kill_method(run_checkpoints, "write", 2 * STEPS)
+after_evaluation = kill_method(run_checkpoints, "write", 2)
 POINTS = {
     "mid-epoch": mid_epoch,
     "before the end of an epoch": kill_method(Training, "end_epoch", 2),
     "after evaluation": after_evaluation,
-    "after the end of an epoch": kill_method(Training, "steps", 3),
-    "while writing": lambda patch: patch.setattr(torch, "save", save_half(STEPS + 2, die)),
+    "after the end of an epoch": kill_method(Training, "train_epoch", 3),
+    "while writing": lambda patch: patch.setattr(torch, "save", save_half(2, die)),
 }
 
 
@@ -87,7 +85,7 @@ def interrupt(
     """Begin a run that is killed."""
     with monkeypatch.context() as patch, pytest.raises(Killed):
         point(patch)
-        train(chosen, source(), folder, **{"checkpoint_every": 1, **options})
+        train(chosen, source(), folder, **options)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +107,7 @@ CASES: list[Any] = [
     pytest.param(name, "mid-epoch", marks=[pytest.mark.slow] if name in SLOW else [])
     for name in RUNS
 ]
-CASES += [("best weights", point) for point in POINTS if point != "mid-epoch"]
+CASES += [("angles", point) for point in POINTS if point != "mid-epoch"]
 
 
 @pytest.mark.parametrize(("name", "point"), CASES)
@@ -120,13 +118,12 @@ def test_goes_on_as_if_nothing_had_happened(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(schedules, "PATIENCE", 2)
     expected, whole = uninterrupted(name)
     assert len(set(expected.curves["lr"])) > 1  # there is a schedule to lose
     chosen = settings(**RUNS[name])
     interrupt(chosen, tmp_path, monkeypatch, POINTS[point])
     torch.manual_seed(9)  # another process
-    outcome = train(chosen, source(), tmp_path, checkpoint_every=1)
+    outcome = train(chosen, source(), tmp_path)
     assert_same_run(outcome, expected, tmp_path, whole)
 
 
@@ -162,8 +159,8 @@ def train_until(folder: Path, point: str) -> None:
     if point == "step":
         Training.train_on = kill_at(5, Training.train_on, kill)
     elif point == "write":
-        torch.save = save_half(5, kill)
-    train(settings("gmp+imn"), source(), folder, checkpoint_every=2, track=2)
+        torch.save = save_half(2, kill)
+    train(settings("gmp+imn"), source(), folder, track=2)
     for name in ("tensorboard", "optuna", "rich", "matplotlib"):
         assert name not in sys.modules, name
 
@@ -183,19 +180,6 @@ def test_goes_on_after_a_kill(point: str, tmp_path: Path) -> None:
     assert whole.tobytes() == parts.tobytes()
 
 
-@pytest.mark.parametrize(
-    ("changes", "images", "said"),
-    [({"lr": 0.2}, {}, "settings: lr=0.1; got lr=0.2"), ({}, {"seed": 1}, "images: seed=0")],
-    ids=["settings", "images"],
-)
-def test_does_not_go_on_from_another_run(
-    changes: dict[str, Any], images: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    train(settings(epochs=1), source(), tmp_path)
-    with pytest.raises(ValueError, match=said):
-        train(settings(epochs=1, **changes), source(**images), tmp_path)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["bn", "gmp+imn"])
 @pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
@@ -213,7 +197,7 @@ def test_goes_on_to_the_bit_on_a_gpu(
 def test_the_tracker_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train(settings(), source(), tmp_path / "plain")
     expected = train(settings(), source(), tmp_path / "whole", track=2)
-    interrupt(settings(), tmp_path / "parts", monkeypatch, track=2, checkpoint_every=2)
+    interrupt(settings(), tmp_path / "parts", monkeypatch, track=2)
     outcome = train(settings(), source(), tmp_path / "parts", track=2)
     assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
     assert_same_run(outcome, plain, tmp_path / "parts", tmp_path / "plain")

@@ -31,9 +31,9 @@ def source(load: Load) -> Source:
     return load()
 
 
-def train(source: Source, number: int = 0, start: int = 0, seed: int = 0, **share: int) -> Epoch:
+def train(source: Source, number: int = 0, seed: int = 0, **share: int) -> Epoch:
     crop = 2 if isinstance(source, PackedImages) else 0  # others are always cropped
-    return list(source.train(8, seed=seed, device="cpu", crop=crop, **share).epoch(number, start))
+    return list(source.train(8, seed=seed, device="cpu", crop=crop, **share).epoch(number))
 
 
 def val(source: Source, batch_size: int, **share: int) -> Epoch:
@@ -56,13 +56,6 @@ def test_order_depends_on_seed_and_epoch_alone(source: Source) -> None:
     before = torch.random.get_rng_state()
     assert is_same(first, train(source)) and torch.random.get_rng_state().equal(before)
     assert not is_same(first, train(source, 1)) and not is_same(first, train(source, seed=1))
-
-
-@pytest.mark.parametrize("start", [1, 3])
-def test_an_epoch_can_be_entered_anywhere(source: Source, start: int) -> None:
-    assert is_same(train(source, 3, start), train(source, 3)[start:])
-    batches = source.val(3, device="cpu")
-    assert is_same(list(batches.epoch(0, start)), list(batches.epoch(0))[start:])
 
 
 @pytest.mark.parametrize("world", [2, 4])

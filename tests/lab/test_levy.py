@@ -198,7 +198,7 @@ def test_what_was_found_and_what_not_is_said_from_the_records(finished: Run) -> 
 
 
 def test_figures_are_drawn_with_captions(finished: Run) -> None:
-    for name in ("figure2c", "figure2d-g", "seeds"):
+    for name in ("figure2c", "figure2d-g"):
         path = finished.folder / "figures" / f"{name}.png"
         assert path.read_bytes().startswith(b"\x89PNG")
         assert len(path.with_suffix(".txt").read_text()) > 40

@@ -22,7 +22,6 @@ VARIANTS += [("gmp+imn", {"imn": "input"}), ("gmp", {"init": "sphere"})]
 VARIANTS += [("wn+mbn", {"mbn": "before"})]
 IDS = ["-".join((name, *options.values())) for name, options in VARIANTS]
 each_variant = pytest.mark.parametrize(("name", "options"), VARIANTS, ids=IDS)
-each_method = pytest.mark.parametrize("name", methods.METHODS)
 
 MSE = Protocol(metric=stacked.squared_error, epochs=25, patience=3)
 """Short, with a patience that lowers rates within it."""
@@ -91,7 +90,7 @@ def test_a_stack_trains_as_plain_torch_does(name: str, options: dict[str, str]) 
         close(result.metrics[:end, index], metrics)
         close(result.rates[:end, index], rates)
         expected = best.state_dict()
-        for key, found in result.model(index).state_dict().items():
+        for key, found in _without_counts(result.model(index)).items():
             torch.testing.assert_close(found, expected[key], rtol=1e-10, atol=1e-10)
     assert (
         len(set(result.epochs)) > 1 and (np.nanmin(result.rates, axis=0) < result.rates[0]).any()
@@ -122,9 +121,13 @@ def test_the_batched_pass_is_the_modules_own(
         for found, want in zip(gradients, wanted, strict=True):
             torch.testing.assert_close(found[index], want, rtol=1e-10, atol=1e-10)
         again = copy.deepcopy(model)
-        unpack_(again, state[index], batches=int(training))  # buffers were tracked alike
-        for key, tracked in model.state_dict().items():
+        unpack_(again, state[index])  # buffers were tracked alike
+        for key, tracked in _without_counts(model).items():
             torch.testing.assert_close(again.state_dict()[key], tracked, rtol=1e-11, atol=1e-11)
+
+
+def _without_counts(model: nn.Sequential) -> dict[str, Tensor]:
+    return {k: v for k, v in model.state_dict().items() if v.is_floating_point()}
 
 
 def _shaken(model: nn.Sequential) -> nn.Sequential:
@@ -285,20 +288,6 @@ def test_float32_follows_float64(name: str) -> None:
     assert {p.dtype for p in result.model(0).parameters()} == {torch.float32}
     expected = run(name, replace(MSE, epochs=5))
     np.testing.assert_allclose(result.losses, expected.losses, rtol=1e-3)
-
-
-@pytest.mark.gpu
-@each_method
-@pytest.mark.parametrize("batch_size", [None, 16])
-def test_a_gpu_trains_as_a_cpu_does(name: str, batch_size: int | None) -> None:
-    protocol = replace(MSE, batch_size=batch_size, stop_patience=5)
-    lrs = [0.0, 0.01, 0.1]
-    here = run(name, protocol, lr=lrs, track=True)
-    there = run(name, protocol, lr=lrs, track=True, device="cuda")
-    close(there.losses, here.losses)
-    close(there.best_metric, here.best_metric)
-    np.testing.assert_allclose(there.motion.rotation, here.motion.rotation, rtol=1e-6, atol=1e-6)
-    close(there.model(2)(regression()[0][2]).detach(), here.model(2)(regression()[0][2]).detach())
 
 
 @pytest.mark.parametrize(

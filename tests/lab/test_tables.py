@@ -243,11 +243,9 @@ def width_records() -> list[Record]:
 
 
 def test_the_width_experiment_has_answers_and_errors_by_width() -> None:
-    exponents, rates, errors = tables.from_records(width_records(), "width")
+    exponents, errors = tables.from_records(width_records(), "width")
     assert exponents.columns == ("activations",) and "(Levy)" in exponents.title
     assert cell(exponents, "GmP, init sphere", "activations") == "-0.490"
-    assert cell(rates, "GmP, init Glorot", "best rate for each width") == "0.1, 0.01"
-    assert cell(rates, "GmP, init Glorot", "best rate for all widths") == "0.1"
     assert errors.title == "Test RMSE by width (Levy)" and errors.columns == ("16", "1024")
     assert cell(errors, "GmP, init sphere, rate 0.1", "16") == "1.600 ± 0.000"
 

@@ -3,15 +3,15 @@
 A step launches its work on the device and waits for nothing. Loss and hits are summed there, and
 read every 50 steps, to notice a run that has diverged, and at the end of an epoch.
 
-`Training.state_dict` is everything that a run needs to go on. The images of a step depend on seed,
-epoch and step alone, so a resumed run repeats the same steps, and on one device in deterministic
-mode (on a CPU always) the same bits.
+`Training.state_dict` is everything that a run needs to go on after an epoch. The images of a step
+depend on seed, epoch and step alone, so a resumed run repeats the same steps, and on one device in
+deterministic mode (on a CPU always) the same bits.
 """
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,8 +37,8 @@ LOOK_EVERY = 50  # steps between two reads of the loss
 HOPELESS = 10.0  # times log(classes), the loss of guessing: a mean loss above it is divergence
 SHORT = 100  # steps of a run that may end at chance without having collapsed: it started there
 MEASURES = ("loss", "top1", "top5")
-_PLAIN = ("epoch", "step", "best_epoch", "best_weights", "seconds", "final", "outcome")
-FINISHED, STOPPED, DIVERGED, COLLAPSED = "finished", "stopped early", "diverged", "collapsed"
+_PLAIN = ("epoch", "seconds", "final", "outcome")
+FINISHED, DIVERGED, COLLAPSED = "finished", "diverged", "collapsed"
 
 
 class Result(NamedTuple):
@@ -73,10 +73,6 @@ class Sums:
         joint: Tensor = accelerator.reduce(self.totals, "sum")
         return joint.tolist()
 
-    def load(self, totals: list[float]) -> None:
-        """Continue from these totals."""
-        self.totals.copy_(torch.tensor(totals, dtype=self.totals.dtype))
-
 
 def average(totals: list[float]) -> Result:
     """Return means from totals."""
@@ -108,7 +104,6 @@ class Training:
     ) -> None:
         self.settings, self.accelerator = settings, accelerator
         self.classes = source.classes
-        self.identity = {"settings": settings.as_dict(), "images": dict(source.fingerprint)}
         self.is_main = accelerator.is_main_process
         self._prepare(preparation.make_network(settings, source, accelerator))
         place: dict[str, Any] = {
@@ -122,14 +117,12 @@ class Training:
         self.watched = part.val(batch, **place)  # evaluated after every epoch
         self.unseen = source.val(batch, **place) if select else None  # evaluated at the end
         self.schedule = SCHEDULES[settings.schedule](settings.epochs, settings.warmup)
-        self.epoch = self.step = 0  # steps of the epoch that are done
+        self.epoch = 0
         self.sums = Sums(accelerator.device)
         self.split = "select" if select else "val"
         names = [f"{split}_{each}" for split in ("train", self.split) for each in MEASURES]
         self.curves: dict[str, list[float]] = {name: [] for name in (*names, "lr", "seconds")}
         self.final = [float("nan")] * len(MEASURES)  # of the unseen images
-        self.best_epoch = -1
-        self.best_weights: run_checkpoints.State | None = None
         self.seconds = 0.0  # of training
         self.outcome: str | None = None
         self.tracker: gp.BoundaryTracker | None = None
@@ -156,28 +149,19 @@ class Training:
 
     # --- steps --------------------------------------------------------------------------------
 
-    def steps(self) -> Iterator[int]:
-        """Do the rest of an epoch, and yield after each step how many are done.
-
-        It ends early, with an outcome, when the loss is no longer finite.
-        """
-        first, begin = self.step, time.perf_counter()
-        start = begin
-        for batch in self.batches.epoch(self.epoch, self.step):
-            factor = self._factor(self.step)
+    def train_epoch(self) -> None:
+        """Do all steps of an epoch, or until the loss is no longer finite: that is an outcome."""
+        start = time.perf_counter()
+        for step, batch in enumerate(self.batches.epoch(self.epoch)):
+            factor = self._factor(step)
             for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
                 group["lr"] = rate * factor
             self.train_on(*batch)
-            self.step += 1
             if self._tick is not None:
-                images = (self.step - first) * self.settings.batch_size
-                self._tick(self.epoch, self.step, images / (time.perf_counter() - begin))
-            if self.step % LOOK_EVERY == 0 and not self._is_finite():
-                self.outcome = DIVERGED
-                return
-            self.seconds += time.perf_counter() - start
-            yield self.step
-            start = time.perf_counter()  # a checkpoint is no training
+                images = (step + 1) * self.settings.batch_size
+                self._tick(self.epoch, step + 1, images / (time.perf_counter() - start))
+            if (step + 1) % LOOK_EVERY == 0 and not self._is_finite():
+                break
         if not self._is_finite():  # waits for the device
             self.outcome = DIVERGED
         self.seconds += time.perf_counter() - start
@@ -202,7 +186,7 @@ class Training:
         steps, settings = self.batches.steps, self.settings
         rise = max(settings.warmup * settings.epochs * steps, 1)
         warmth = min((self.epoch * steps + step + 1) / rise, 1.0)
-        return warmth * self.schedule.factor(self.epoch + step / steps)
+        return warmth * self.schedule(self.epoch + step / steps)
 
     def _is_finite(self) -> bool:
         return bool(np.isfinite(self.sums.over_processes(self.accelerator)[0]))
@@ -216,21 +200,14 @@ class Training:
         if self._has_diverged(trained, evaluated):
             self.outcome = DIVERGED
             return
-        lr = self.settings.lr * self._factor(self.step - 1)
+        lr = self.settings.lr * self._factor(self.batches.steps - 1)
         values = (*_percent(trained), *_percent(evaluated), lr, self.seconds)
         for curve, value in zip(self.curves.values(), values, strict=True):
             curve.append(value)
-        verdict = self.schedule.judge(evaluated.top1, evaluated.top5)
-        if verdict.counts:
-            self.best_epoch = self.epoch
-            if self.schedule.keeps_best:
-                self.best_weights = run_checkpoints.get_weights(self.model)
-        self.epoch, self.step, self.sums = self.epoch + 1, 0, Sums(self.accelerator.device)
-        if verdict.stop or self.epoch >= self.settings.epochs:
+        self.epoch, self.sums = self.epoch + 1, Sums(self.accelerator.device)
+        if self.epoch >= self.settings.epochs:
             self._finish()
-            self.outcome = STOPPED if verdict.stop else FINISHED
-            if self._has_collapsed():
-                self.outcome = COLLAPSED
+            self.outcome = COLLAPSED if self._has_collapsed() else FINISHED
 
     def _finish(self) -> None:
         """Evaluate once more where statistics are recomputed, or images were kept unseen."""
@@ -253,7 +230,7 @@ class Training:
         return not finite or (self.epoch > 0 and trained.loss > hopeless)
 
     def _has_collapsed(self) -> bool:
-        """Return whether the reported epoch is at chance: its accuracy and its training loss.
+        """Return whether the last epoch is at chance: its accuracy and its training loss.
 
         Chance is a top-1 within three standard errors of 1 / classes, on the images that were
         watched, and a loss no lower than 99 % of log(classes).
@@ -262,9 +239,7 @@ class Training:
             return False
         chance = 1 / self.classes
         error = math.sqrt(chance * (1 - chance) / self.watched.examples)
-        loss, top1 = (
-            self.curves[name][self.best_epoch] for name in ("train_loss", f"{self.split}_top1")
-        )
+        loss, top1 = (self.curves[name][-1] for name in ("train_loss", f"{self.split}_top1"))
         return top1 / 100 <= chance + 3 * error and loss >= 0.99 * math.log(self.classes)
 
     @torch.no_grad()
@@ -284,11 +259,7 @@ class Training:
 
     def reported_weights(self) -> run_checkpoints.State | None:
         """Return the weights that the results are of; None after divergence."""
-        if self.outcome == DIVERGED:
-            return None
-        if self.schedule.keeps_best:
-            return self.best_weights
-        return run_checkpoints.get_weights(self.model)
+        return None if self.outcome == DIVERGED else run_checkpoints.get_weights(self.model)
 
     # --- results ------------------------------------------------------------------------------
 
@@ -305,14 +276,14 @@ class Training:
             resume=state is not None and file.exists(),
         )
         if state is not None:  # the run before may have had no tracker
-            done = {"step": self.epoch * self.batches.steps + self.step}
+            done = {"step": self.epoch * self.batches.steps}
             self.tracker.load_state_dict(state["tracker"] or done)
 
     def result(self) -> Outcome:
         """Return the outcome of a run that has ended."""
         settings, diverged = self.settings, self.outcome == DIVERGED
         results = {
-            name: float("nan") if diverged else curve[self.best_epoch]
+            name: float("nan") if diverged else curve[-1]
             for name, curve in self.curves.items()
             if name.endswith(MEASURES)
         }
@@ -328,7 +299,7 @@ class Training:
             **results,
             "outcome": self.outcome,
             "epochs": self.epoch,
-            "best_epoch": -1 if diverged else self.best_epoch,
+            "best_epoch": -1 if diverged else self.epoch - 1,
             "images_per_second": images / duration if duration else float("nan"),
             **({} if diverged else self._times()),
         }
@@ -350,26 +321,26 @@ class Training:
     def state_dict(self) -> run_checkpoints.State:
         """Return everything that going on needs; a collective call, complete in the main one."""
         return {
-            **self.identity,
             **{name: getattr(self, name) for name in _PLAIN},
             "curves": {name: list(curve) for name, curve in self.curves.items()},
             "model": run_checkpoints.get_weights(self.model),
             "optimizer": run_checkpoints.get_moments(self.model, self.optimizer),
-            "schedule": self.schedule.state_dict(),
-            "sums": self.sums.over_processes(self.accelerator),
             "random": run_checkpoints.get_random_state(self.accelerator.device),
             "tracker": self.tracker.state_dict() if self.tracker is not None else None,
         }
 
     def load_state_dict(self, state: run_checkpoints.State) -> None:
-        """Go on from a state."""
+        """Go on from the end of an epoch."""
+        if state["outcome"] is None and state.get("step"):
+            raise ValueError(
+                "the checkpoint is of an earlier version, within an epoch. Remove it, and the run "
+                "starts anew."
+            )
         for name in _PLAIN:
             setattr(self, name, state[name])
         self.curves = {name: list(state["curves"][name]) for name in self.curves}
         run_checkpoints.load_moments(self.model, self.optimizer, state["optimizer"])
         run_checkpoints.load_weights(self.model, state["model"])
-        self.schedule.load_state_dict(state["schedule"])
-        self.sums.load(state["sums"] if self.is_main else [0.0] * 4)
         run_checkpoints.load_random_state(state["random"], self.accelerator.device)
 
 

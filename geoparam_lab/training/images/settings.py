@@ -13,7 +13,7 @@ settings of that method, of which the best may be chosen.
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,7 @@ BASES = ("sgd", "adamw", "muon")
 class Settings:
     """Everything that decides the numbers of one run, apart from the images.
 
-    A run's checkpoints hold its settings; a run with others does not resume from them. The command
-    line shows what is said here of each.
+    The command line shows what is said here of each.
 
     Args:
         network: as `networks.build` takes it.
@@ -46,9 +45,8 @@ class Settings:
         lr: the schedule scales it.
         batch_size: images in a step, over all processes.
         seed: of the weights, the order of the images and their augmentation.
-        epochs: the most there are.
-        schedule: "steps" (v2), "plateau-top1" (v1), "plateau-top5" (the released code), "linear"
-            or "cosine".
+        epochs: how many there are.
+        schedule: "steps", as in the papers' v2, "linear" or "cosine".
         warmup: share of all steps in which rates rise from 0.
         optimizer: "sgd", "adamw", "muon", "airbench", "rotational", "angularmuown", or "geometric"
             for `gp.GeometricOptimizer`.
@@ -139,11 +137,6 @@ class Settings:
             self.optimizer != "rotational" or self.weight_decay > 0,
             "rotational turns units by decay's angle: weight_decay is above 0.",
         )
-        _check(
-            self.schedule != "plateau-top5" or not (self.select or self.recalibrate),
-            "select and recalibrate are for the weights at the end, and plateau-top5 reports "
-            "those of an earlier epoch. Choose another schedule.",
-        )
         if self.widths is not None:
             is_one = self.network.startswith("resnet")
             fits = 0 < len(self.widths) <= (1 if is_one else math.inf) and min(self.widths) >= 1
@@ -165,16 +158,10 @@ class Settings:
             options["widths"] = tuple(self.widths)
         return options
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the settings as they are written into files."""
-        values = asdict(self).items()
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in values}
-
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a run, of the best epoch where the schedule keeps the best weights and of the
-    last one elsewhere; docs/experiments.md ("What is written") has the fields."""
+    """The results of a run; docs/experiments.md ("What is written") has the fields."""
 
     record: dict[str, Any]
     curves: Mapping[str, np.ndarray] = field(default_factory=dict)  # by epoch

@@ -1,4 +1,4 @@
-"""Train one network on images, so that a kill at any point costs minutes and changes nothing."""
+"""Train one network on images, so that a kill costs an epoch at most and changes nothing."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ def train(
     folder: Path,
     *,
     accelerator: "Accelerator | None" = None,
-    checkpoint_every: int | None = None,
     tensorboard: bool = False,
     track: int | None = None,
     tick: Tick | None = None,
@@ -31,9 +30,8 @@ def train(
         settings: everything that decides the numbers.
         source: the images.
         folder: for the checkpoint, the final weights (``weights.pt``), TensorBoard's files and
-            the tracker's. A checkpoint of other settings or other images in it is an error.
+            the tracker's. A checkpoint in it is of the same settings and images.
         accelerator: for several runs in one process; made here if None.
-        checkpoint_every: steps between two checkpoints; there is always one after an epoch.
         tensorboard: whether the curves are written for TensorBoard too.
         track: steps between two records of a `BoundaryTracker`; None for no tracker.
         tick: called after every step with epoch, step and images per second of the epoch.
@@ -44,7 +42,7 @@ def train(
         try:
             training = Training(settings, source, accelerator, tick)
             _resume(training, folder, track)
-            _finish(training, folder, checkpoint_every, tensorboard)
+            _finish(training, folder, tensorboard)
             return training.result()
         finally:
             accelerator.free_memory()  # else it keeps the networks of all runs
@@ -56,35 +54,13 @@ def _resume(training: Training, folder: Path, track: int | None) -> None:
 
     [state] = broadcast_object_list([run_checkpoints.read(folder) if training.is_main else None])
     if state is not None:
-        _check_same_run(training, state, folder)
         training.load_state_dict(state)
     if track is not None:
         training.follow(track, folder, state)
 
 
-def _check_same_run(training: Training, state: run_checkpoints.State, folder: Path) -> None:
-    for what, ours in training.identity.items():
-        theirs = state[what]
-        other = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-        if other:
-            had = ", ".join(f"{name}={theirs.get(name)!r}" for name in other)
-            have = ", ".join(f"{name}={ours.get(name)!r}" for name in other)
-            raise ValueError(
-                f"the checkpoint in {folder} is of a run with other {what}: {had}; got {have}. "
-                "Use another folder, or remove it."
-            )
-
-
-def _finish(
-    training: Training, folder: Path, checkpoint_every: int | None, tensorboard: bool
-) -> None:
-    """Do the rest of a run."""
-
-    def save() -> None:
-        state = training.state_dict()  # all processes gather
-        if training.is_main:
-            run_checkpoints.write(folder / run_checkpoints.CHECKPOINT, state)
-
+def _finish(training: Training, folder: Path, tensorboard: bool) -> None:
+    """Do the rest of a run, with a checkpoint after every epoch."""
     writer: Any = None
     if tensorboard and training.is_main and training.outcome is None:
         from torch.utils.tensorboard import SummaryWriter
@@ -92,9 +68,7 @@ def _finish(
         place = str(folder / "tensorboard")
         writer = SummaryWriter(place, purge_step=training.epoch + 1)  # hides later ones
     while training.outcome is None:
-        for step in training.steps():
-            if checkpoint_every and step % checkpoint_every == 0 and step < training.batches.steps:
-                save()
+        training.train_epoch()
         if training.outcome is None:
             training.end_epoch()
         if writer and training.outcome != DIVERGED:
@@ -104,6 +78,8 @@ def _finish(
             weights = training.reported_weights()
             if training.is_main and weights is not None:
                 run_checkpoints.write(folder / run_checkpoints.WEIGHTS, weights)
-        save()
+        state = training.state_dict()  # all processes gather
+        if training.is_main:
+            run_checkpoints.write(folder / run_checkpoints.CHECKPOINT, state)
     if writer:
         writer.close()

@@ -54,15 +54,15 @@ def find_factors(model: nn.Sequential, decay: float, angle_lr: str | None) -> Te
 
 
 @torch.no_grad()
-def unpack_(model: nn.Sequential, row: Tensor, batches: int) -> None:
-    """Give a model the state in one row, which has seen so many batches."""
+def unpack_(model: nn.Sequential, row: Tensor) -> None:
+    """Give a model the state in one row; how many batches it has seen is not counted."""
     entries = [tensor for _, _, tensor in _entries(model)]
     parts = row.split([tensor.numel() for tensor in entries])
     for tensor, part in zip(entries, parts, strict=True):
         tensor.copy_(part.view_as(tensor))
     for name, buffer in model.named_buffers():
         if name.endswith("num_batches_tracked"):
-            buffer.fill_(batches)
+            buffer.fill_(1)
 
 
 def _entries(model: nn.Sequential) -> Iterator[tuple[int, str, Tensor]]:
@@ -80,11 +80,11 @@ def _entries(model: nn.Sequential) -> Iterator[tuple[int, str, Tensor]]:
 
 
 def expand_data(data: Data, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return inputs (S, N, d) and targets (S, N, ...) on the device of the members' state."""
+    """Return inputs (S, N, d) and targets (S, N, ...) for the members of a state."""
     x, y = (torch.as_tensor(part) for part in data)
     if y.is_floating_point():
         y = y.to(state.dtype)
-    x, y = x.to(state), y.to(state.device)
+    x = x.to(state)
     if x.ndim == 2:
         x, y = (part.expand(len(state), *part.shape) for part in (x, y))
     if x.ndim != 3 or len(x) != len(state) or x.shape[:2] != y.shape[:2]:

@@ -57,7 +57,7 @@ class Recorder:
         self._measure()
         array = np.full((2, len(self.moves), self.size), np.nan)
         for index, (move, members) in enumerate(zip(self.moves, self.members[1:], strict=True)):
-            array[:, index, members] = move.cpu().numpy()
+            array[:, index, members] = move.numpy()
         return Motion(*array)
 
     def _measure(self) -> None:

@@ -16,7 +16,6 @@ of 54 ms on one thread took 810 ms. Several stacks in processes of their own use
 """
 
 import copy
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -95,7 +94,6 @@ class Result:
     states: Tensor = field(repr=False)  # the best weights, as `packing` has them, (S, numbers)
     snapshots: dict[int, Tensor] = field(repr=False)  # by epoch; the best weights after a stop
     _models: Sequence[nn.Sequential] = field(repr=False)
-    _batches: Array = field(repr=False)  # how many the best weights have seen
 
     @property
     def best_metric(self) -> Array:
@@ -106,10 +104,7 @@ class Result:
     def model(self, member: int, epoch: int | None = None) -> nn.Sequential:
         """Return a member with its best weights, or those of a snapshot, in evaluation mode."""
         model = copy.deepcopy(self._models[member])
-        if epoch is None:
-            unpack_(model, self.states[member], int(self._batches[member]))
-        else:  # its batches are not counted
-            unpack_(model, self.snapshots[epoch][member], batches=1)
+        unpack_(model, (self.states if epoch is None else self.snapshots[epoch])[member])
         return model.eval()
 
     @torch.no_grad()
@@ -133,7 +128,6 @@ def train(
     evaluation: Data | None = None,
     *,
     seeds: Sequence[int] | None = None,
-    device: torch.device | str = "cpu",
     track: bool = False,
     snapshots: Collection[int] = (),
     progress: Progress | None = None,
@@ -148,7 +142,6 @@ def train(
         protocol: loss, metric and schedule.
         evaluation: what the metric is of, in the shapes of `data`.
         seeds: one per member, for the order of its minibatches; 0, 1, ... by default.
-        device: where to train; results come back to the CPU.
         track: measure how the first hidden layer's boundaries move in every step, with norms read
             by the statistics of the training inputs, as they train, and by the running ones.
         snapshots: after how many epochs to keep the states of all members; 0 is the start.
@@ -164,7 +157,7 @@ def train(
         >>> result.predict(x).shape, result.model(2)(x).shape
         ((4, 20), torch.Size([20, 1]))
     """
-    run = _Run(models, data, lr, protocol or Protocol(), evaluation, seeds, device, track)
+    run = _Run(models, data, lr, protocol or Protocol(), evaluation, seeds, track)
     if 0 in snapshots:
         run.keep_states(0)
     for epoch in range(run.protocol.epochs):
@@ -192,7 +185,6 @@ class _Run:
         protocol: Protocol,
         evaluation: Data | None,
         seeds: Sequence[int] | None,
-        device: torch.device | str,
         track: bool,
     ) -> None:
         _check(models, protocol, evaluation)
@@ -200,7 +192,7 @@ class _Run:
         self.models, self.protocol = models, protocol
         self.model = models[0]
         self.members = np.arange(size)
-        self.state = pack(models).to(device)
+        self.state = pack(models)
         self.best = self.state.clone()
         self.numbers = sum(p.numel() for p in models[0].parameters())
         self.tensors, self.parameters = views(self.state, self.model)
@@ -233,7 +225,7 @@ class _Run:
         judged = self.state.clone() if judges_loss else self.state
         losses = self._train()
         metrics = losses if judges_loss else self._evaluate()
-        losses, metrics = torch.stack([losses, metrics]).double().cpu().numpy()  # the only wait
+        losses, metrics = torch.stack([losses, metrics]).double().numpy()
         self.history[:, epoch, self.members] = losses, metrics, self.judge.rates
         diverged = ~np.isfinite(losses + metrics)
         better, stopped = self.judge(np.where(diverged, np.nan, metrics))
@@ -247,13 +239,12 @@ class _Run:
         """Take a snapshot of all members, after so many epochs."""
         states = self.best.clone()
         states[self.members] = self.state
-        self.snapshots[epoch] = states.cpu()
+        self.snapshots[epoch] = states
 
     def result(self) -> Result:
         losses, metrics, rates = self.history
         epochs = np.isfinite(rates).sum(0)
         longest = epochs.max()
-        updates = self.best_epoch + (self.protocol.metric is not None)
         motions = {kind: recorder.motion() for kind, recorder in self.recorders.items()}
         return Result(
             losses[:longest],
@@ -264,10 +255,9 @@ class _Run:
             self.outcomes,
             motions.get("batch"),
             motions.get("running", motions.get("batch")),
-            self.best.cpu(),
+            self.best,
             self.snapshots,
             self.models,
-            updates.clip(0) * self._batches_per_epoch,
         )
 
     def _train(self) -> Tensor:
@@ -300,11 +290,6 @@ class _Run:
         rows = torch.arange(len(x))[:, None]
         x, y = x[rows, order], y[rows, order]
         yield from zip(x.split(size, dim=1), y.split(size, dim=1), strict=True)
-
-    @property
-    def _batches_per_epoch(self) -> int:
-        n = self.data[0].shape[1]
-        return math.ceil(n / (self.protocol.batch_size or n))
 
     @torch.no_grad()
     def _evaluate(self) -> Tensor:
