@@ -114,11 +114,11 @@ def test_the_table_has_a_row_for_each_method_at_its_chosen_setting(whole: Run) -
     rows = {row.label: dict(zip(top1.columns, row.cells, strict=True)) for row in top1.rows}
     assert list(rows) == ["SP", "BN", "BN, optimizer muon"]
     chosen = [r for r in choose(records, "select_top1") if r["method"] == "bn"]
-    assert rows["BN"]["rate"].text == f"{chosen[0]['lr']:g}, decay 0.0005"
-    assert rows["BN"]["settings tried"].text == "2"
+    assert rows["BN"]["rate"] == f"{chosen[0]['lr']:g}, decay 0.0005"
+    assert rows["BN"]["settings tried"] == "2"
     kept_back = sum(record["select_top1"] for record in chosen) / 2
-    assert rows["BN"]["top-1 on images kept back (%)"].text == f"{kept_back:.2f}"
-    assert rows["BN"]["Epochs to 0 % top-1"].text == "1.0"
+    assert rows["BN"]["top-1 on images kept back (%)"] == f"{kept_back:.2f}"
+    assert rows["BN"]["Epochs to 0 % top-1"] == "1.0"
     caption = (whole.folder / "figures" / "figure4.txt").read_text()
     assert "highest top-1 on the images kept back" in caption
     assert f"BN {chosen[0]['lr']:g}, decay 0.0005" in caption

@@ -121,7 +121,7 @@ def test_a_diverging_run_is_recorded_and_the_sweep_goes_on(data: Path, tmp_path:
     said = tables.export([done])
     assert "| SP, rate 1e+10 | 1 diverged" in said
     assert "Diverged: SP (batch 16, rate 1e+10, seed 0) in epoch 1" in said
-    assert "Diverged: SP (batch 16, rate 1·10¹⁰, seed 0) in epoch 1" in report.make_page([done])
+    assert "Diverged: SP (batch 16, rate 1e+10, seed 0) in epoch 1" in report.make_page([done])
 
 
 def test_weights_and_scalars_are_kept_where_asked_for(
