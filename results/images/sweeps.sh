@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # The sweeps behind results/images: every run of one part, which goes on where it was cut off.
 #   sweeps.sh DATA OUT PART...
-#   PART: vgg6-optimizers resnet18-optimizers vgg6-fair resnet18-fair table2 table3, or
+#   PART: vgg6-optimizers resnet18-optimizers vgg6-fair resnet18-fair
+#   table2 table2-512 table2-90 table3, or, each after its fair sweep,
+#   vgg6-why resnet18-why           what could help input means, by one option each
+#   vgg6-tracked resnet18-tracked   the boundaries of three methods in training, or
 #   best-NAME   two more seeds for the two best settings of every method in the sweep NAME
 #   long-NAME   the four best of them for 18 epochs
 #   other-NAME  the four best of them on other images, in DATA: OUT still holds the sweep NAME
@@ -54,6 +57,13 @@ sweep() { # NAME OPTIONS...: a fair sweep; its network is the name's first word
   run "$name" --network "$network" "${compile[@]}" "${fair[@]}" --epochs 9 "$@"
 }
 
+table2=(--methods "bn,gmp+imn,gmp,wn+mbn,wn+mbn:mbn=before,sp,wn,intrinsic+imn")
+table() { # BATCH EPOCHS SEEDS OPTIONS...
+  local name=table2-$1
+  [ "$2" = 30 ] || name=table2-$2-epochs
+  run "$name" --batch-sizes "$1" --epochs "$2" --compile --seeds "$3" "${@:4}"
+}
+
 choose() { # NAME COUNT EACH: set `best` to the COUNT best settings, at most EACH of a method
   mapfile -t best < <(python3 "$(dirname "$0")/best.py" "$out/$1" "$3")
   [ ${#best[@]} -gt 0 ] || { echo "$out/$1 has no records" >&2; exit 1; }
@@ -80,11 +90,21 @@ for part in "$@"; do
     other-*)
       choose "${part#other-}" 4 1
       sweep "${part#other-}-other" --seeds "${SEEDS:-3}" "${best[@]}" ;;
+    vgg6-why | resnet18-why)
+      choose "${part%-why}-fair" 99 1
+      mapfile -t best < <(printf '%s\n' "${best[@]}" | grep intrinsic+imn)
+      sweep "$part" --seeds "${SEEDS:-1}" "${best[@]}" "${best[@]/%/:scale_decay=1e-4,1e-3}" \
+        "${best[@]/%/:scales=relative}" "${best[@]/%/:label_smoothing=0.1}" \
+        "${best[@]/%/:dropout=0.2,0.5}" "${best[@]/%/:accumulate=2}" "${best[@]/%/:crop=4}" ;;
+    vgg6-tracked | resnet18-tracked)
+      choose "${part%-tracked}-fair" 99 1
+      mapfile -t best < <(printf '%s\n' "${best[@]}" | grep -E '=(bn|gmp\+imn|intrinsic\+imn):')
+      sweep "$part" --seeds 1 --track 10 "${best[@]}" ;;
     table2) # the papers' rates and schedule, scaled to 30 epochs; IMN in the papers' border form
-      for batch in 1024 256; do
-        run "$part-$batch" --methods bn,gmp+imn,gmp,wn+mbn,wn+mbn:mbn=before,sp,wn,intrinsic+imn \
-          --batch-sizes "$batch" --epochs 30 --compile --seeds "${SEEDS:-3}"
-      done ;;
+      table 1024 30 "${SEEDS:-3}" "${table2[@]}"
+      table 256 30 "${SEEDS:-3}" "${table2[@]}" ;;
+    table2-512) table 512 30 1 "${table2[@]}" ;;
+    table2-90) table 1024 90 1 --methods bn,gmp,gmp+imn ;;
     table3)
       run "$part" --network resnet18 --batch-sizes 256 --epochs 30 --compile \
         --seeds "${SEEDS:-3}" --methods bn,wn+mbn,gmp+imn,intrinsic+imn \

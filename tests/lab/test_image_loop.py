@@ -97,6 +97,31 @@ def test_rivals_are_for_plain_weights(method: str) -> None:
         preparation.make_optimizer(settings(method, optimizer="muon"), model)
 
 
+def test_scales_decay_or_keep_their_mean_where_asked() -> None:
+    model = networks.build("vgg6", "intrinsic+imn", 2, size=8, widths=(4, 4))
+    layers = [module for module in model.modules() if isinstance(module, gp.GmPLayer)]
+    chosen = settings("intrinsic+imn", weight_decay=0.1, scale_decay=0.5, scales="relative")
+    optimizer = preparation.make_optimizer(chosen, model)
+    decayed = [g["params"] for g in optimizer.param_groups if g["weight_decay"] == 0.5]
+    assert set(map(id, decayed[0])) == {id(p) for each in layers for p in (each.r, each.lam)}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(
+        [*model.parameters()]
+    )
+    optimizer.step()
+    assert [each.r.abs().mean().item() for each in layers] == pytest.approx([1.0, 1.0])
+    with pytest.raises(ValueError, match="are for geometric layers"):
+        settings("bn", scale_decay=0.1)
+
+
+def test_dropout_is_of_the_output_layers_inputs_in_training(tmp_path: Path) -> None:
+    accelerator = preparation.make_accelerator("fp32")
+    model = preparation.make_network(settings("bn", dropout=0.5), source(), accelerator)
+    x = torch.ones(3, model.output.in_features)
+    assert torch.equal(model.output.eval()(x), model.output.forward(x))
+    torch.manual_seed(0)
+    assert not torch.equal(model.output.train()(x), model.output.forward(x))
+
+
 @pytest.mark.parametrize("select", [0.0, 0.25])
 def test_a_run_that_ends_at_chance_has_collapsed(
     select: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import geoparam as gp
 from geoparam.optim import RowMuon
@@ -57,6 +57,9 @@ def make_network(settings: Settings, source: Source, accelerator: "Accelerator")
         seed=settings.seed,
         **settings.network_options,
     )
+    if settings.dropout:
+        *_, output = model.children()
+        output.register_forward_pre_hook(partial(_drop_inputs, settings.dropout))
     if accelerator.num_processes > 1:
         if any(isinstance(module, gp.InputMeanNorm) for module in model.modules()):
             gp.synchronise_means_(model)
@@ -67,6 +70,10 @@ def make_network(settings: Settings, source: Source, accelerator: "Accelerator")
     return model.to(accelerator.device, memory_format=layout)  # type: ignore[call-overload]
 
 
+def _drop_inputs(share: float, layer: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    return nn.functional.dropout(inputs[0], share, layer.training)
+
+
 def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer over all parameters, which keeps unit vectors on the sphere."""
     if settings.optimizer == "geometric":
@@ -74,11 +81,33 @@ def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimize
     elif settings.optimizer in _RIVALS:
         optimizer = _make_rival(settings, model)
     else:
-        groups = gp.param_groups(model, settings.lr, settings.weight_decay, match=None)
         make = _torch_optimizer(settings.optimizer, settings, settings.momentum)
-        optimizer = make(groups, lr=settings.lr)
+        optimizer = make(_make_groups(settings, model), lr=settings.lr)
     optimizer.register_step_post_hook(gp.retract(model))
+    if settings.scales == "relative":
+        optimizer.register_step_post_hook(partial(_divide_scales, model))
     return optimizer
+
+
+def _make_groups(settings: Settings, model: nn.Module) -> list[dict[str, Any]]:
+    """Return the groups of `gp.param_groups`, and one of r and lambda where these decay."""
+    groups = gp.param_groups(model, settings.lr, settings.weight_decay, match=None)
+    if settings.scale_decay:
+        layers = [module for module in model.modules() if isinstance(module, gp.GmPLayer)]
+        scales = [p for each in layers for p in (each.r, each.lam) if p is not None]
+        known = set(map(id, scales))
+        for group in groups:
+            group["params"] = [p for p in group["params"] if id(p) not in known]
+        own = {"params": scales, "weight_decay": settings.scale_decay, "name": "scales"}
+        groups = [*(group for group in groups if group["params"]), groups[0] | own]
+    return groups
+
+
+@torch.no_grad()
+def _divide_scales(model: nn.Module, *_: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, gp.GmPLayer):
+            module.r.div_(module.r.abs().mean())
 
 
 _RIVALS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {  # and the momentum

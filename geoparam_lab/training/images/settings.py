@@ -53,6 +53,10 @@ class Settings:
         momentum: None for the optimizer's own: 0.9 for SGD.
         nesterov: whether SGD's momentum is Nesterov's.
         weight_decay: of the weights that `param_groups` lets decay: never of angles.
+        scale_decay: of r and lambda of geometric layers.
+        scales: r of geometric layers: "free", or "relative" to its layer's mean, by which it is
+            divided after every step.
+        dropout: share of the output layer's inputs that are dropped in training.
         base: with "geometric", the optimizer of units: "sgd", "adamw" or "muon".
         turn: with "geometric", degrees by which units turn in a step.
         coordinates: with "geometric", "intrinsic" or "angles".
@@ -87,6 +91,9 @@ class Settings:
     momentum: float | None = None
     nesterov: bool = False
     weight_decay: float = 0.0
+    scale_decay: float = 0.0
+    scales: str = "free"
+    dropout: float = 0.0
     base: str | None = None
     turn: float | None = None
     coordinates: str | None = None
@@ -113,12 +120,13 @@ class Settings:
         _check_name("schedule", self.schedule, SCHEDULES)
         _check_name("precision", self.precision, PRECISIONS)
         _check_name("skip", self.skip, ("centred", "plain"))
+        _check_name("scales", self.scales, ("free", "relative"))
         _check_name("optimizer", self.optimizer, OPTIMIZERS)
         _check_name("base", self.base or "sgd", BASES)
         _check_name("rest", self.rest or "sgd", BASES[:2])
         for name in ("batch_size", "epochs", "accumulate"):
             _check(getattr(self, name) >= 1, f"{name} is at least 1; got {getattr(self, name)}.")
-        for name in ("momentum", "label_smoothing", "warmup", "select"):
+        for name in ("momentum", "label_smoothing", "dropout", "warmup", "select"):
             value = getattr(self, name)
             _check(0 <= (value or 0) < 1, f"{name} is from 0 to below 1; got {value}.")
         _check(
@@ -133,6 +141,12 @@ class Settings:
         for name in OPTIMIZERS["geometric"]:
             fits = getattr(self, name) is None or name in OPTIMIZERS[self.optimizer]
             _check(fits, f"{name} is not for optimizer {self.optimizer!r}.")
+        is_geometric = methods.get(self.method).is_geometric and self.optimizer in ("sgd", "adamw")
+        _check(
+            is_geometric or not (self.scale_decay or self.scales != "free"),
+            "scale_decay and scales are for geometric layers under sgd or adamw; got "
+            f"{self.method!r} under {self.optimizer!r}.",
+        )
         _check(
             self.optimizer != "rotational" or self.weight_decay > 0,
             "rotational turns units by decay's angle: weight_decay is above 0.",
@@ -179,8 +193,15 @@ def _check(condition: bool, message: str) -> None:
 
 # --- the grid of a method -----------------------------------------------------------------------
 
-WORDS = ("optimizer", "base", "rest", "coordinates", "schedule", "init", "imn", "mbn", "skip")
-NUMBERS = ("lr", "decay", "turn", "rest_lr", "momentum", "warmup", "label_smoothing")
+WORDS = (
+    *("optimizer", "base", "rest", "coordinates", "schedule"),
+    *("init", "imn", "mbn", "skip", "scales"),
+)
+WHOLE = ("accumulate", "crop")  # numbers that are whole
+NUMBERS = (
+    *("lr", "decay", "turn", "rest_lr", "momentum", "warmup"),
+    *("label_smoothing", "scale_decay", "dropout", *WHOLE),
+)
 _FIELDS = {"decay": "weight_decay"}  # where an option is not called as in Settings
 
 _VARIED = ("network", "method", "lr", "batch_size", "seed")
@@ -216,7 +237,8 @@ def list_points(text: str) -> list[Point]:
 def _read_option(part: str) -> tuple[str, list[Any]]:
     option, _, values = part.partition("=")
     try:
-        read = {**dict.fromkeys(WORDS, str), **dict.fromkeys(NUMBERS, float)}[option]
+        kinds = {**dict.fromkeys(WORDS, str), **dict.fromkeys(NUMBERS, float)}
+        read = {**kinds, **dict.fromkeys(WHOLE, int)}[option]
         return option, [read(value) for value in values.split(",")]
     except (KeyError, ValueError):
         raise ValueError(
