@@ -258,7 +258,7 @@ EXPERIMENT = Experiment(
     summary="Banana classification in the plane: figure 3. About a minute on one core.",
     run=run,
     settings=Options,
-    layouts=(Layout((ACCURACY,), details=(*DETAILS, *toys.TURNS)),),
+    layouts=(Layout((ACCURACY,), details=(*DETAILS, *toys.TURNS), notes=(toys.LARGEST,)),),
     papers={
         "test_accuracy": read_table(
             "figure 3, as the released code draws it (one seed, at most 5,000 epochs)",

@@ -89,7 +89,7 @@ class Experiment:
     # Why the papers' numbers are of another problem; what a reader of the tables must know; the
     # records that tables show.
     mismatch: Callable[[Config], str] = lambda config: ""
-    remarks: Callable[[Config, Iterable[Record]], Iterable[str]] = lambda config, records: ()
+    remarks: Callable[[Config], Iterable[str]] = lambda config: ()
     choose: Callable[[Sequence[Record]], Sequence[Record]] = lambda records: records
 
     def find_printed(self, measure: str, method: str, column: object = "") -> Printed | None:

@@ -200,7 +200,13 @@ EXPERIMENT = Experiment(
     summary="Levy regression in one dimension: figure 2. About two minutes on one core.",
     run=run,
     settings=Options,
-    layouts=(Layout((RMSE,), details=(*DETAILS, IN_VIEW, *toys.MOVES, LARGEST_MOVE)),),
+    layouts=(
+        Layout(
+            (RMSE,),
+            details=(*DETAILS, IN_VIEW, *toys.MOVES, LARGEST_MOVE),
+            notes=(toys.LARGEST,),
+        ),
+    ),
     mismatch=lambda config: "The papers trained on one draw of points" * bool(config.get("draws")),
     papers={
         "test_rmse": read_table(

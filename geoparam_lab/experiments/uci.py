@@ -358,7 +358,9 @@ EXPERIMENT = Experiment(
     run=run,
     layouts=(Layout((RMSE,), {"dataset": "data set"}),),
     papers={"test_rmse": read_table("v2, table 1 (ten splits, at most 5,000 epochs)", _PRINTED)},
-    remarks=lambda config, records: [_DECIDED[config.get("protocol", "paper")]],
+    remarks=lambda config: [
+        text for name, text in _DECIDED.items() if name == config.get("protocol", "paper")
+    ],
     mismatch=lambda config: (
         "The papers' protocol is another" * (config.get("protocol", "paper") != "paper")
     ),

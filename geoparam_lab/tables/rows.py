@@ -76,6 +76,10 @@ class Row:
             for record in self.records
         )
 
+    def count_collapsed(self) -> int:
+        """How many runs ended at chance."""
+        return sum(record.get("outcome") == "collapsed" for record in self.records)
+
 
 def arrange(records: Iterable[Record], keys: Iterable[str]) -> list[Row]:
     """Return the rows of a table: by keys, then methods in their usual order, then rates."""

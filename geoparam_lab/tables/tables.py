@@ -127,6 +127,7 @@ def _make_table(
         columns += _make_columns(experiment, layout, measure, rows, config)
     columns.append(("n", [_count(row, measures[0]) for row in rows]))
     columns.append(("diverged", [f"{row.count_diverged(results) or EMPTY}" for row in rows]))
+    columns.append(("collapsed", [f"{row.count_collapsed() or EMPTY}" for row in rows]))
     for detail in (*_find_times(known), *layout.details):
         columns.append((detail.title, [_detail_cell(row.records, detail) for row in rows]))
     kept = [(title, cells) for title, cells in columns if any(cell != EMPTY for cell in cells)]
@@ -260,7 +261,7 @@ def _explain(
     """Yield what a reader must know of a table with these headings."""
     if any(sample(record) != "" for record in records):
         yield _MEANS
-    yield from experiment.remarks(config, records)
+    yield from experiment.remarks(config)
     papers = next((heading for heading in headings if heading.startswith("papers")), "")
     if papers:
         yield f"Papers: {experiment.papers[measure.name].source}."
