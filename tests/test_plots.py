@@ -30,22 +30,8 @@ GAPS[2, 2], GAPS[4] = np.inf, np.nan
 FIGURES: dict[str, Callable[[Axes | None], Axes]] = {
     "unit_1d": lambda ax: plots.unit_1d(-1.0, 0.5, r=-2.0, ax=ax),
     "unit_2d": lambda ax: plots.unit_2d(np.array([0.6, -0.8]), 1.0, ax=ax),
-    "trajectories": lambda ax: plots.trajectories(GAPS.reshape(6, 5, 2), points=SQUARE, ax=ax),
-    "decision_regions": lambda ax: decision_regions(np.where(X > 1, np.nan, X[:, None]), ax),
-    "decision_regions unknown": lambda ax: decision_regions(np.full((9, 9), np.nan), ax),
-    "fit_1d": lambda ax: plots.fit_1d(
-        ax,
-        points=(X, X),
-        grid=X,
-        truth=X,
-        prediction=np.where(X > 0, np.inf, X),
-        units=np.array([0.5, np.nan, np.inf, 9.0]),
-        initial=X,
-    ),
-    "location_spectrum": lambda ax: plots.location_spectrum(GAPS, limits=(0.0, 0.5), ax=ax),
     "displacement_curves": lambda ax: plots.displacement_curves({"sp": GAPS[2]}, ax=ax),
     "rotation_curves": lambda ax: plots.rotation_curves({"sp": GAPS[2], "rest": 0 * X}, ax=ax),
-    "convergence": lambda ax: plots.convergence({"bn": GAPS, "sp": GAPS[:1]}, label="%", ax=ax),
     "layer_heatmap": lambda ax: plots.layer_heatmap(GAPS, layers=LAYERS, label="share", ax=ax),
     "rotation_heatmap": lambda ax: plots.rotation_heatmap(GAPS, layers=LAYERS, ax=ax),
     "at rest": lambda ax: plots.rotation_heatmap(np.zeros((6, 1)), layers=LAYERS, ax=ax),
@@ -56,18 +42,6 @@ FIGURES: dict[str, Callable[[Axes | None], Axes]] = {
         ax=ax,
     ),
 }
-
-
-def decision_regions(scores: np.ndarray, ax: Axes | None = None) -> Axes:
-    return plots.decision_regions(
-        scores,
-        grid=(X, X),
-        points=SQUARE,
-        labels=np.array([0, 1, 1, 0]),
-        locations=np.array([[0.5, 0.5], [np.nan, np.nan], [np.inf, 0.0], [7.0, 0.0]]),
-        level=0.0,
-        ax=ax,
-    )
 
 
 def render(ax: Axes) -> np.ndarray:
@@ -107,15 +81,6 @@ def test_is_drawn_on_the_given_axis_or_in_a_figure_of_its_own(name: str) -> None
 BAD: dict[str, tuple[Callable[[], object], str]] = {
     "unit without a direction": (lambda: plots.unit_2d(np.zeros(2), 1.0), "has no boundary"),
     "unit with three inputs": (lambda: plots.unit_2d(np.ones(3), 0.0), r"\(2,\).*got \(3,\)"),
-    "one input": (lambda: plots.trajectories(np.ones((5, 3))), r"units, 2\).*got \(5, 3\)"),
-    "one row of scores": (lambda: decision_regions(np.ones((1, 9))), r"\(9, 9\).*got \(1, 9\)"),
-    "classes -1 and 1": (
-        lambda: plots.decision_regions(
-            np.ones((9, 9)), grid=(X, X), points=SQUARE, labels=[-1, 1, 1, 1], locations=SQUARE
-        ),
-        "0 or 1; got",
-    ),
-    "seeds forgotten": (lambda: plots.convergence({"bn": X}, label=""), r"got \(9,\)"),
     "a name too many": (
         lambda: plots.dead_units(np.ones((5, 4)), layers=LAYERS),
         r"\(6, records\).*got \(5, 4\)",
@@ -206,52 +171,6 @@ def test_boundary_goes_through_phi_at_right_angles_between_the_shaded_sides(
     )
 
 
-def test_trajectories_are_the_locations_from_start_to_end() -> None:
-    locations = np.random.default_rng(0).normal(size=(20, 3, 2)).cumsum(axis=0)
-    ax = plots.trajectories(locations)
-    paths = [np.transpose(each.get_data()) for each in ax.lines if len(each.get_xdata()) == 20]
-    np.testing.assert_array_equal(paths, locations.swapaxes(0, 1))
-    np.testing.assert_array_equal(np.ravel(line(ax, "start").get_data()), locations[0, 0])
-    np.testing.assert_array_equal(np.ravel(line(ax, "end").get_data()), locations[-1, 0])
-    assert legend(ax) == ["start", "end"]
-
-
-def test_a_leap_out_of_sight_does_not_shrink_the_rest_and_is_counted() -> None:
-    locations = np.random.default_rng(0).uniform(-1, 1, size=(100, 4, 2))
-    locations[-1, 0] = 2.0**16
-    ax = plots.trajectories(locations)
-    assert ax.get_xlim()[1] < 2
-    assert "3 of 4 units end in view" in ax.get_xlabel()
-
-
-def test_decision_is_drawn_at_the_level_and_stars_at_the_locations() -> None:
-    ax = decision_regions(X - 0.25 + 0 * X[:, None])
-    (contour,) = [each for each in ax.collections if hasattr(each, "levels")]
-    np.testing.assert_allclose(contour.get_paths()[0].vertices[:, 0], 0.25)
-    stars = np.transpose(line(ax, "location φ").get_data())
-    np.testing.assert_array_equal(stars[0], [0.5, 0.5])
-    assert "1 of 4 locations in view" in ax.get_xlabel()
-    assert legend(ax) == ["decision", "class 0", "class 1", "location φ"]
-
-
-def test_fit_has_a_tick_at_each_unit_in_view() -> None:
-    ax = FIGURES["fit_1d"](None)
-    (ticks,) = [each for each in ax.collections if isinstance(each, LineCollection)]
-    assert [segment[0, 0] for segment in ticks.get_segments()] == [0.5]
-    assert "1 of 4 in view" in ax.get_xlabel()
-    np.testing.assert_array_equal(line(ax, "at start").get_ydata(), X)
-
-
-def test_spectrum_goes_from_the_first_step_up_to_the_last() -> None:
-    locations = np.arange(40.0).reshape(10, 4)
-    steps = 100 * np.arange(10)
-    ax = plots.location_spectrum(locations, limits=(1.0, 37.0), steps=steps, rows=3)
-    assert [text.get_text() for text in ax.get_yticklabels()] == ["0", "400", "900"]
-    bars = [[tick[0, 0] for tick in bar.get_segments()] for bar in ax.collections]
-    assert bars == [[1, 2, 3], [16, 17, 18, 19], [36, 37]]
-    assert [text.get_text() for text in ax.texts] == ["3", "4", "2", "in view"]
-
-
 def test_stability_shows_every_value_in_powers_of_two() -> None:
     values = 2.0 ** np.array([0, -3, 16, 1])
     curves = {"gmp+imn": values, "sp": 2 * values}
@@ -270,23 +189,6 @@ def test_bold_line_is_the_median_of_each_hundredth() -> None:
     ax = plots.displacement_curves({"sp": values})
     expected = np.nanmedian(values.reshape(100, 10), axis=1)
     np.testing.assert_allclose(line(ax, "SP").get_ydata(), expected)
-
-
-def test_convergence_is_mean_and_standard_error_over_seeds() -> None:
-    values = np.random.default_rng(0).normal(size=(5, 30))
-    values[3:, 20:] = np.nan  # two seeds ended early
-    ax = plots.convergence({"bn": values}, label="top-5 accuracy (%)")
-    left, right = values[:, :20], values[:3, 20:]
-    mean = np.concatenate([left.mean(0), right.mean(0)])
-    error = np.concatenate([left.std(0, ddof=1) / 5**0.5, right.std(0, ddof=1) / 3**0.5])
-    x, y = line(ax, "BN").get_data()
-    np.testing.assert_array_equal(x, np.arange(1, 31))
-    np.testing.assert_allclose(y, mean)
-    corners = ax.collections[0].get_paths()[0].vertices
-    for epoch, low, high in zip(x, mean - error, mean + error, strict=True):
-        at = corners[corners[:, 0] == epoch, 1]
-        assert (at.min(), at.max()) == pytest.approx((low, high))
-    assert ax.get_ylabel() == "top-5 accuracy (%)"
 
 
 def test_heat_map_holds_the_values_and_every_jump() -> None:

@@ -12,56 +12,34 @@ gaps. All figures share these arguments:
 
 import matplotlib  # noqa: F401  here and first, so that its absence is named on every import
 
-from geoparam.plots.curves import (
-    convergence,
-    displacement_curves,
-    fit_1d,
-    location_spectrum,
-    rotation_curves,
-)
-from geoparam.plots.networks import (
-    dead_units,
-    layer_heatmap,
-    region_slice,
-    rotation_heatmap,
-)
+from geoparam.plots.curves import displacement_curves, rotation_curves
+from geoparam.plots.networks import dead_units, layer_heatmap, region_slice, rotation_heatmap
 from geoparam.plots.style import (
     CYCLE,
-    DASHED,
-    DOTTED,
-    SOLID,
-    MethodStyle,
+    INK,
+    MUTED,
     curve_styles,
     legend_beside,
     method_style,
     new_figure,
-    ordered_colours,
 )
-from geoparam.plots.units import decision_regions, plane, trajectories, unit_1d, unit_2d
+from geoparam.plots.units import plane, unit_1d, unit_2d
 
 __all__ = [
     "CYCLE",
-    "DASHED",
-    "DOTTED",
-    "SOLID",
-    "MethodStyle",
-    "convergence",
+    "INK",
+    "MUTED",
     "curve_styles",
     "dead_units",
-    "decision_regions",
     "displacement_curves",
-    "fit_1d",
     "layer_heatmap",
     "legend_beside",
-    "location_spectrum",
     "method_style",
     "new_figure",
-    "ordered_colours",
     "plane",
     "region_slice",
     "rotation_curves",
     "rotation_heatmap",
-    "trajectories",
     "unit_1d",
     "unit_2d",
 ]

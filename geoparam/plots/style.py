@@ -11,7 +11,6 @@ WN+MBN, GmP and GmP+IMN, differ in lightness as well.
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -96,12 +95,6 @@ def curve_styles(names: Iterable[str]) -> list[MethodStyle]:
     return [METHODS.get(_key(name)) or MethodStyle(name, *grey[name]) for name in names]
 
 
-def ordered_colours(count: int) -> list[tuple[float, float, float, float]]:
-    """Colours from dark to light for things with an order, such as layers."""
-    stretch = np.linspace(0.0, 0.8, count)  # the last fifth is too pale for lines on white
-    return [tuple(colour) for colour in matplotlib.colormaps["plasma"](stretch).tolist()]
-
-
 def _key(name: str) -> str:
     return name.replace(" ", "").lower()
 
@@ -145,9 +138,9 @@ def finite(values: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(values), values, np.nan)
 
 
-def step_numbers(steps: np.ndarray | None, count: int, first: int = 0) -> np.ndarray:
-    """The numbers of the recorded steps; first, first + 1, ... if None."""
-    return np.arange(first, first + count) if steps is None else as_array("steps", steps, (count,))
+def step_numbers(steps: np.ndarray | None, count: int) -> np.ndarray:
+    """The numbers of the recorded steps; 0, 1, ... if None."""
+    return np.arange(count) if steps is None else as_array("steps", steps, (count,))
 
 
 def legend_beside(ax: Axes, title: str | None = None) -> None:

@@ -186,31 +186,31 @@ def _draw_norms() -> "Figure":
 
 _ERROR = {"test_error": "Test error: root mean square, or share of wrong classes"}
 _OFFSET = "Mean of a layer's input over its size"
-_TABLES: dict[str, tuple[str, str, dict[str, str]]] = {  # column, its title, measures
-    "covariance": ("size", "correlation", {"error": "Largest difference from BN"}),
-    "cost": ("size", "inputs or units", {"ratio": "Time of a layer over SP's"}),
-    "growth": ("dataset", "what is varied", {"exponent": "Exponent with which time grows"}),
-    "shift": ("size", "layer", {
+_TABLES: dict[str, tuple[str, dict[str, str]]] = {  # what `size` is, and the measures
+    "covariance": ("correlation", {"error": "Largest difference from BN"}),
+    "cost": ("inputs or units", {"ratio": "Time of a layer over SP's"}),
+    "growth": ("", {"exponent": "Exponent with which time grows"}),
+    "shift": ("layer", {
         "offset": f"{_OFFSET}, with the batch's means",
         "offset_running": f"{_OFFSET}, with running means",
         "drift": "Change of that mean in an epoch, with the batch's means",
     }),
-    "shell": ("dataset", "data set", _ERROR | {
+    "shell": ("", _ERROR | {
         "relative_start": "Median |λ| over median ‖x‖ before training",
         "relative": "Median |λ| over median ‖x‖", "on_shell": "Share of units on the shell",
     }),
-    "products": ("size", "fan-in", _ERROR | {
+    "products": ("fan-in", _ERROR | {
         "smallest_start": "Smallest product times √fan-in before training",
         "smallest": "Smallest product times √fan-in",
         "negligible": "Share of angles with metric below 1e-4",
         "sparsity": "Share of activations that are 0",
         "dead": "Share of dead units",
     }),
-    "deep": ("size", "hidden layers", _ERROR),
+    "deep": ("hidden layers", _ERROR),
 } | {
-    part: ("size", "quantity", {
+    part: ("quantity", {
         "correlation": f"Rank correlation with the test error, {how}",
-        "p_holm": f"Its p, corrected by Holm for all comparisons, {how}",
+        "p_holm": "p, corrected by Holm for all comparisons",
     })
     for part, how in {
         "shell: all": "over all networks",
@@ -221,11 +221,11 @@ _TABLES: dict[str, tuple[str, str, dict[str, str]]] = {  # column, its title, me
 }  # fmt: skip
 
 
-def _layout(part: str, column: str, title: str, texts: dict[str, str]) -> Layout:
+def _layout(part: str, size: str, texts: dict[str, str]) -> Layout:
     small = ("error", "smallest", "smallest_start")  # with three significant digits
     shown = tuple(Measure(n, text, None if n in small else 3) for n, text in texts.items())
-    group = "" if column == "dataset" else "dataset"
-    return Layout(shown, column, title, group, {"part": part}, compare=False, details=())
+    keys = {"dataset": "data"} | ({"size": size} if size else {})
+    return Layout(shown, keys, {"part": part}, compare=False, title=f"Part {part}")
 
 
 def _finding(run: Run) -> str:

@@ -30,28 +30,25 @@ ACCURACY = Measure("test_accuracy", "Test accuracy", 3, "higher")
 TOP1 = Measure("top1", "Top-1 accuracy (%)", 2, "higher")
 TOP5 = Measure("top5", "Top-5 accuracy (%)", 2, "higher")
 LARGEST_MOVE = Measure("largest_move", "largest move, running statistics", None)
-LARGEST_TURN = Measure("largest_rotation", "largest turn (°)", None)
 DETAILS = (
     Measure("select_top1", "top-1 on images kept back (%)", 2),
     Measure("tries", "settings tried", 0),
     Measure("epochs", "epochs", 0),
-    Measure("best_epoch", "best epoch", 0),
 )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How some tables of an experiment are laid out; rows are methods."""
+    """A table of an experiment; a row is a method, at one value of each key."""
 
-    measures: tuple[Measure, ...] = ()  # one table each
-    column: str = ""  # the field whose values are the columns; empty where there is one column
-    column_title: str = ""
-    group: str = ""  # a field whose values are in separate tables
-    where: Mapping[str, Any] = field(default_factory=dict)  # what records must have to be in them
-    compare: bool = True  # whether the differences to a baseline are shown
-    details: tuple[Measure, ...] = DETAILS  # shown besides, where there is one column
-    fields: tuple[Measure, ...] = ()  # shown side by side instead, where each row is one record
-    title: str = ""  # of the table of these
+    measures: tuple[Measure, ...]  # means with their errors, beside the papers' numbers
+    # Fields that tell rows of one method apart, and their headings; the first one's values are the
+    # columns of the papers' tables.
+    keys: Mapping[str, str] = field(default_factory=dict)
+    where: Mapping[str, Any] = field(default_factory=dict)  # what records must have to be in it
+    compare: bool = True  # whether ranges and the differences to a baseline are shown
+    details: tuple[Measure, ...] = DETAILS  # shown besides, without errors
+    title: str = ""  # where the experiment has several tables
     notes: tuple[str, ...] = ()  # what a reader must know besides
 
 
@@ -83,7 +80,6 @@ class Experiment:
     papers: Mapping[str, PaperTable] = field(default_factory=dict)  # what they print, by measure
     rates: Mapping[str, float] = field(default_factory=lambda: papers.RATES)  # theirs, by method
     theirs: Mapping[str, Any] = field(default_factory=dict)  # values of fields in their runs
-    epochs: int = 0  # the most that the papers train; 0 where there is no such number
     baseline: str = "sp"  # the method that others are compared with
     names: Mapping[Any, str] = field(default_factory=dict)  # of some values, in tables
     slider: Slider | None = None
@@ -93,7 +89,7 @@ class Experiment:
     # Why the papers' numbers are of another problem; what a reader of the tables must know; the
     # records that tables show.
     mismatch: Callable[[Config], str] = lambda config: ""
-    remarks: Callable[[Config, Iterable[Record]], Iterable[str]] = lambda config, records: ()
+    remarks: Callable[[Config], Iterable[str]] = lambda config: ()
     choose: Callable[[Sequence[Record]], Sequence[Record]] = lambda records: records
 
     def find_printed(self, measure: str, method: str, column: object = "") -> Printed | None:
@@ -101,9 +97,9 @@ class Experiment:
         table = self.papers.get(measure)
         return table.values.get(str(column), {}).get(method) if table else None
 
-    def source(self, measure: str) -> str:
-        """Return where the papers print a measure; empty where they do not."""
-        return self.papers[measure].source if measure in self.papers else ""
+    def make_title(self, config: Config) -> str:
+        """Return what a run with this configuration is called."""
+        return self.retitle(config) or self.title
 
 
 def options_in_words(tuned: str) -> str:

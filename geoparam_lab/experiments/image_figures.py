@@ -75,13 +75,32 @@ def _draw_curves(
                 for method, some in itertools.groupby(own, key=lambda record: record["method"])
             }
             ax.sharey(row[0])
-            plots.convergence(lines, label=label if ax is row[0] else "", legend=False, ax=ax)
+            draw_means(ax, lines)
+            ax.set(xlabel="epoch", ylabel=label if ax is row[0] else "")
             ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     for ax, batch in zip(axes[0], batches, strict=True):
         ax.set_title(f"batch size {batch:,}", fontsize=10)
         ax.set_xlabel("")
     _legend(axes[0, -1], [methods.title(record["method"]) for record in records])
     return figure
+
+
+def draw_means(ax: Axes, curves: Mapping[str, Array]) -> None:
+    """Draw the mean of (seeds, epochs), and the standard error of that mean as a band.
+
+    Where a seed ended early, the mean is that of the seeds still there.
+    """
+    for style, values in zip(curve_styles(curves), curves.values(), strict=True):
+        known = np.isfinite(values)
+        count = known.sum(axis=0)
+        mean = np.where(known, values, 0.0).sum(axis=0) / np.where(count, count, np.nan)
+        squares = np.where(known, values - mean, 0.0) ** 2
+        variance = squares.sum(axis=0) / np.where(count > 1, count - 1, np.nan)
+        error = np.sqrt(variance / np.where(count, count, np.nan))
+        at = np.arange(1, values.shape[1] + 1)
+        alone = "o" if len(at) == 1 else None  # a line needs two points
+        ax.plot(at, mean, **style.line, linewidth=1.8, marker=alone, label=style.title)
+        ax.fill_between(at, mean - error, mean + error, color=style.colour, alpha=0.2, linewidth=0)
 
 
 def _pad(values: Array, length: int) -> Array:

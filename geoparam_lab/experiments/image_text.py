@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from geoparam_lab import methods
-from geoparam_lab.experiments.experiment import Config, options_in_words
+from geoparam_lab.experiments.experiment import Config
 from geoparam_lab.run_folder import Record, group_records
 from geoparam_lab.training.images.settings import Settings
 
@@ -28,7 +27,6 @@ _TOLD = (  # settings that are told where they are not the papers'
     *("weight_decay", "label_smoothing", "crop", "widths"),
 )
 _USUAL = {field.name: field.default for field in fields(Settings)} | {"momentum": 0.9}
-_SHOWN = 8  # failed runs that are named
 
 
 def name_network(config: Config) -> str:
@@ -84,7 +82,7 @@ def explain_mismatch(experiment: str, config: Config) -> str:
     )
 
 
-def remark(config: Config, records: Iterable[Record]) -> Iterator[str]:
+def remark(config: Config) -> Iterator[str]:
     """Yield what a reader must know of a table of a sweep over images."""
     if said := describe_images(config):
         yield f"{name_network(config)}; {said}."
@@ -99,21 +97,10 @@ def remark(config: Config, records: Iterable[Record]) -> Iterator[str]:
     if others:
         said = ", ".join(f"{name.replace('_', ' ')} {_write(config[name])}" for name in others)
         yield f"Not as in the papers: {said}."
-    for outcome, said in (("diverged", "Diverged"), ("collapsed", "Collapsed to chance")):
-        found = [_name_run(record) for record in records if record.get("outcome") == outcome]
-        if found:
-            more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            yield f"{said}: {'; '.join(found[:_SHOWN])}{more}."
 
 
 def _write(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _name_run(record: Record) -> str:
-    tuned = f", {options_in_words(record['tuned'])}" if record.get("tuned") else ""
-    fields = f"batch {record['batch_size']}, rate {record['lr']:g}, seed {record['seed']}{tuned}"
-    return f"{methods.title(record['method'])} ({fields}) in epoch {record['epochs'] + 1}"
 
 
 # --- settings -----------------------------------------------------------------------------------

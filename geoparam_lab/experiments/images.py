@@ -304,7 +304,6 @@ def _experiment(name: str, **own: Any) -> Experiment:
     return Experiment(
         name=name,
         settings=Settings,
-        epochs=90,
         baseline="bn",
         names=image_text.NETWORKS,
         retitle=functools.partial(image_text.make_title, name),
@@ -321,7 +320,7 @@ IMAGENET32 = _experiment(
     about="A convolutional network learns to tell classes of small images apart.",
     summary="VGG-6 on images of 32 by 32 pixels: table 2, figure 4. Wants a GPU.",
     run=run,
-    layouts=(Layout((TOP1, TOP5), "batch_size", "batch size"),),
+    layouts=(Layout((TOP1, TOP5), {"batch_size": "batch size"}),),
     papers=papers.VGG6,
     theirs={"network": "vgg6"},
 )
@@ -333,7 +332,7 @@ IMAGENET = _experiment(
     run=functools.partial(
         run, experiment="imagenet", network="resnet18", batch_sizes=(256,), size=224
     ),
-    layouts=(Layout((TOP1, TOP5), "network", "network"),),
+    layouts=(Layout((TOP1, TOP5), {"network": "network", "batch_size": "batch size"}),),
     papers=papers.RESNET,
     rates=dict.fromkeys(all_methods.METHODS, 0.1),
     theirs={"batch_size": 256},

@@ -103,7 +103,7 @@ def _read_images(source: str, top1: str, top5: str) -> dict[str, PaperTable]:
     return {"top1": read_table(source, top1), "top5": read_table(source, top5)}
 
 
-VGG6 = _read_images("v2, table 2", _VGG_TOP1, _VGG_TOP5)
+VGG6 = _read_images("v2, table 2 (90 epochs)", _VGG_TOP1, _VGG_TOP5)
 RESNET = _read_images(
-    "v2, table 3 (ResNet-18) and v1, table 1 (ResNet-50)", _RESNET_TOP1, _RESNET_TOP5
+    "v2, table 3 (ResNet-18) and v1, table 1 (ResNet-50), 90 epochs", _RESNET_TOP1, _RESNET_TOP5
 )

@@ -278,11 +278,11 @@ EXPERIMENT = Experiment(
         Layout(
             (
                 Measure("rotation", "Turn of the papers' unit (degrees)", None),
-                Measure("rotation_median", "Median turn of many such units (degrees)", None),
-                Measure("rotation_max", "Largest turn of many such units (degrees)", None),
+                Measure("rotation_median", "Median turn of many such units", None),
+                Measure("rotation_max", "Largest turn of many such units", None),
             ),
-            "delta",
-            "size of the perturbation",
+            {"delta": "size of the perturbation"},
+            compare=False,
             notes=(
                 "The papers' picture loses a sign (arccos), so that it shows the mirror image of "
                 "the unit and smaller turns of SP and WN than they make.",

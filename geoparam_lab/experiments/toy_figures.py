@@ -1,18 +1,25 @@
 """Figures of Levy and Banana: each method at the seed with its median test result."""
 
+from typing import Any
+
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from geoparam import plots
+from geoparam.plots import CYCLE, INK, MUTED
 from geoparam_lab import methods
 from geoparam_lab.data.banana_data import Banana
 from geoparam_lab.data.synthetic import Regression
 from geoparam_lab.experiments.toy_seeds import find_papers_lr, load_medians
-from geoparam_lab.experiments.toys import Array
+from geoparam_lab.experiments.toys import Array, Arrays
 from geoparam_lab.run_folder import Run
 
 LOWEST = -20  # the power of 2 at which figure 2c begins: smaller moves are after training
+BARS = 12  # steps of figure 2d-g at which locations are shown
+REACH = 4.0  # of the inputs in view in figure 3a-h
+CLASSES = ((CYCLE[0], "o", "#d6e8f3"), (CYCLE[1], "^", "#fbeccb"))  # colour, marker, fill
 
 
 def new_columns(count: int, deep: int, size: tuple[float, float]) -> tuple[Figure, Array, Axes]:
@@ -33,6 +40,12 @@ def new_columns(count: int, deep: int, size: tuple[float, float]) -> tuple[Figur
     for spare in columns[count:].flat:
         spare.axis("off")
     return figure, columns[:count], axes[0, -1]
+
+
+def _find_in_view(locations: Array, low: Any, high: Any) -> Array:
+    """Return which locations, (units,) or (units, 2), are between two corners."""
+    inside = (locations >= low) & (locations <= high)
+    return inside if inside.ndim == 1 else inside.all(axis=1)
 
 
 # --- Levy ----------------------------------------------------------------------------------------
@@ -57,36 +70,58 @@ def draw_fits(run: Run, data: Regression) -> Figure:
     """Draw figure 2d-g: the fits, and below each where its units switch."""
     shown = load_medians(run, "test_rmse")
     figure, columns, _ = new_columns(len(shown), 2, size=(4.1, 3.6))
-    grid = data.x_test[:, 0]
     for (above, below), (name, curves) in zip(columns, shown.items(), strict=True):
         colour = plots.method_style(methods.without_options(name)).colour
-        plots.fit_1d(
-            above,
-            points=(data.x_train[:, 0], data.y_train),
-            grid=grid,
-            truth=data.y_test,
-            prediction=curves["prediction"][-1],
-            units=curves["locations"][-1],
-            initial=curves["prediction"][0],
-            colour=colour,
-        )
+        draw_fit(above, data, curves, colour)
         above.sharey(columns[0, 0])
         rmse = np.sqrt(np.mean((curves["prediction"][-1] - data.y_test) ** 2))
         rate = find_papers_lr(name, run.config["lrs"])
         title = f"{methods.title(name)}, rate {rate:g}: test RMSE {rmse:.3f}"
         above.set_title(title, loc="left")
-        plots.location_spectrum(
-            curves["locations"],
-            limits=(grid.min(), grid.max()),
-            steps=curves["steps"],
-            colour=colour,
-            ax=below,
-        )
+        draw_locations(below, curves, (data.x_test.min(), data.x_test.max()), colour)
     columns[0, 0].legend(frameon=False)
     return figure
 
 
+def draw_fit(ax: Axes, data: Regression, curves: Arrays, colour: str) -> None:
+    """Draw the network before and after training, and a tick where each unit switches."""
+    grid, units = data.x_test[:, 0], curves["locations"][-1]
+    start, end = (np.where(np.isfinite(y), y, np.nan) for y in curves["prediction"][[0, -1]])
+    pale: dict[str, Any] = {"color": MUTED, "linewidth": 1.2}
+    ax.plot(grid, start, **pale, linestyle=":", label="at start")
+    ax.plot(grid, data.y_test, **pale, linestyle=(0, (4, 2)), label="true function")
+    ax.plot(grid, end, color=colour, linewidth=2.0, label="network")
+    ax.plot(data.x_train[:, 0], data.y_train, "o", color=INK, ms=3.2, label="training data")
+    inside = units[_find_in_view(units, grid.min(), grid.max())]
+    ticks: dict[str, Any] = {"transform": ax.get_xaxis_transform(), "linewidth": 0.9}
+    ax.vlines(inside, 0, 0.05, color=colour, alpha=0.7, **ticks)
+    ax.set(xlim=(grid.min(), grid.max()), ylabel="y")
+    ax.set_xlabel(f"x     (ticks: where units switch; {len(inside)} of {len(units)} in view)")
+    ax.locator_params(axis="x", nbins=5)
+
+
+def draw_locations(ax: Axes, curves: Arrays, limits: tuple[float, float], colour: str) -> None:
+    """Draw bars of ticks, one tick a unit: where the units are, from the first step upwards."""
+    locations, steps = curves["locations"], curves["steps"]
+    chosen = np.unique(np.linspace(0, len(steps) - 1, BARS).round().astype(int))
+    beside: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "size": 8}
+    for row, step in enumerate(chosen):
+        inside = locations[step][_find_in_view(locations[step], *limits)]
+        ax.vlines(inside, row - 0.38, row + 0.38, color=colour, linewidth=1.0, alpha=0.7)
+        ax.annotate(f"{len(inside)}", (1.01, row), va="center", **beside)
+    ax.annotate("in view", (1.01, len(chosen) - 0.3), **beside)
+    ax.set_yticks(range(len(chosen)), [f"{steps[step]:,.0f}" for step in chosen], size=8)
+    ax.grid(visible=False)
+    ax.set(xlim=limits, ylim=(-0.6, len(chosen) - 0.4), xlabel="location φ", ylabel="step")
+    ax.locator_params(axis="x", nbins=5)
+
+
 # --- Banana --------------------------------------------------------------------------------------
+
+
+def find_locations(curves: Arrays) -> Array:
+    """Return the units' locations in every frame, (frames, units, 2)."""
+    return -curves["distance"][..., None] * curves["direction"]
 
 
 def draw_paths(run: Run, data: Banana) -> Figure:
@@ -94,18 +129,26 @@ def draw_paths(run: Run, data: Banana) -> Figure:
     names, rates = run.config["methods"], run.config["lrs"]
     figure, columns, corner = new_columns(len(names), len(rates), size=(3.3, 3.5))
     for row, lr in zip(columns.T, rates, strict=True):
-        for ax, (name, curves) in zip(
-            row, load_medians(run, "test_accuracy", lr).items(), strict=True
-        ):
-            plots.trajectories(
-                -curves["distance"][..., None] * curves["direction"],
-                points=data.x_train,
-                limits=(-4.0, 4.0),
-                legend=ax is corner,
-                ax=ax,
-            )
+        shown = load_medians(run, "test_accuracy", lr)
+        for ax, (name, curves) in zip(row, shown.items(), strict=True):
+            draw_path(ax, find_locations(curves), data.x_train)
             ax.set_title(f"{methods.title(name)}, rate {lr:g}", loc="left")
+    plots.legend_beside(corner)
     return figure
+
+
+def draw_path(ax: Axes, locations: Array, points: Array) -> None:
+    """Draw the paths of the units' locations, (frames, units, 2), and the data's points."""
+    plots.plane(ax, (-REACH, REACH))
+    ax.plot(*points.T, ".", color=MUTED, markersize=2.5, alpha=0.5, label="data")
+    for unit, path in enumerate(locations.swapaxes(0, 1)):
+        colour = CYCLE[unit % len(CYCLE)]
+        ax.plot(*path.T, color=colour, linewidth=1.1, alpha=0.85)
+        first, last = ("start", "end") if unit == 0 else (None, None)
+        ax.plot(*path[0], "o", color=colour, mfc="white", markersize=5, label=first, zorder=5)
+        ax.plot(*path[-1], "*", color=colour, mec=INK, mew=0.6, ms=11, label=last, zorder=6)
+    inside = _find_in_view(locations[-1], -REACH, REACH).sum()
+    ax.set_xlabel(f"$x_1$     ({inside} of {len(locations[-1])} units end in view)")
 
 
 def draw_rotations(run: Run) -> Figure:
@@ -122,18 +165,36 @@ def draw_decisions(run: Run, data: Banana, grid: tuple[Array, Array]) -> Figure:
     shown = load_medians(run, "test_accuracy")
     figure, columns, corner = new_columns(len(shown), 1, size=(3.6, 3.8))
     for ax, (name, curves) in zip(columns[:, 0], shown.items(), strict=True):
-        plots.decision_regions(
-            curves["logits"],
-            grid=grid,
-            points=data.x_test,
-            labels=data.y_test,
-            locations=-curves["distance"][-1][:, None] * curves["direction"][-1],
-            level=0.0,
-            legend=ax is corner,
-            ax=ax,
-        )
+        draw_decision(ax, curves["logits"], grid, data)
+        draw_stars(ax, find_locations(curves)[-1], grid)
         accuracy = curves["frame_accuracy"][-1]
         rate = find_papers_lr(name, run.config["lrs"])
         title = f"{methods.title(name)}, rate {rate:g}: test accuracy {accuracy:.3f}"
         ax.set_title(title, loc="left")
+    plots.legend_beside(corner)
     return figure
+
+
+def draw_decision(ax: Axes, logits: Array, grid: tuple[Array, Array], data: Banana) -> None:
+    """Fill what a network decides on a grid of inputs, and draw the test points."""
+    known = np.isfinite(logits)
+    fills = ListedColormap([fill for *_, fill in CLASSES])
+    sides = np.where(known, logits > 0, np.nan)
+    ax.pcolormesh(*grid, sides, cmap=fills, vmin=0, vmax=1, shading="nearest")
+    if (logits[known] < 0).any() and (logits[known] > 0).any():  # contour warns without a line
+        logits = np.where(known, logits, np.nan)
+        ax.contour(*grid, logits, levels=[0], colors=INK, linewidths=2.6)
+        ax.plot([], [], color=INK, linewidth=2.6, label="decision")
+    for label, (colour, marker, _) in enumerate(CLASSES):
+        part = data.x_test[data.y_test == label].T
+        ax.plot(*part, marker, color=colour, markersize=3.6, alpha=0.8, label=f"class {label}")
+
+
+def draw_stars(ax: Axes, locations: Array, grid: tuple[Array, Array]) -> None:
+    """Draw a star at each unit's location, and say how many are on the grid."""
+    low, high = np.array([[side.min(), side.max()] for side in grid]).T
+    star: dict[str, Any] = {"color": CYCLE[3], "mec": "white", "ms": 15, "zorder": 6}
+    ax.plot(*locations.T, "*", **star, label="location φ")
+    ax.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), ylabel="$x_2$")
+    inside = _find_in_view(locations, low, high).sum()
+    ax.set_xlabel(f"$x_1$     ({inside} of {len(locations)} locations in view)")

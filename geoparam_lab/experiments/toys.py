@@ -42,6 +42,7 @@ TURNS = tuple(
     Measure(f"turn_{q}", f"turn: {w} (°)", 2 if q < 100 else None) for q, w in WORDS.items()
 )
 MOVES = tuple(Measure(f"move_{q}", f"move: {w}", 3 if q < 100 else None) for q, w in WORDS.items())
+LARGEST = "Largest: of any unit of any seed in one update."
 
 
 class Member(NamedTuple):
@@ -258,7 +259,7 @@ def choose_rates(
     return [{"cv_error": e, "chosen": best[m.seed] == (e, m.lr)} for m, e in found.items()]
 
 
-def remark_on_rates(config: Config, records: Iterable[Record]) -> Iterable[str]:
+def remark_on_rates(config: Config) -> Iterable[str]:
     """Yield how rates were chosen, where cross-validation did."""
     if config.get("folds"):
         yield (

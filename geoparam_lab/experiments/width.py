@@ -197,10 +197,9 @@ def find_exponents(records: Sequence[Record]) -> Record:
 
 # --- what it says -------------------------------------------------------------------------------
 
+_KEYS = {"dataset": "data set", "init": "init"}
 _EXPONENTS = Layout(
-    group="dataset",
-    where={"kind": "answer"},
-    fields=(
+    (
         Measure("exponent_activation", "activations"),
         Measure("exponent_output", "outputs"),
         Measure("exponent_output_change", "change of outputs in a step"),
@@ -209,6 +208,9 @@ _EXPONENTS = Layout(
         Measure("exponent_gradient_scale", "gradient of scales"),
         Measure("exponent_gradient_output", "gradient of output weights"),
     ),
+    _KEYS,
+    where={"kind": "answer"},
+    compare=False,
     title="Exponent with which things grow with the width, before training",
     notes=(
         "0: does not depend on the width; 0.5: grows with its square root; -0.5: shrinks with it.",
@@ -226,6 +228,12 @@ EXPERIMENT = Experiment(
     layouts=(
         _EXPONENTS,
         # Earlier runs trained the networks, too.
-        Layout((RMSE,), "width", "width", "dataset", where={"kind": "trained"}, compare=False),
+        Layout(
+            (RMSE,),
+            {**_KEYS, "width": "width"},
+            where={"kind": "trained"},
+            compare=False,
+            title="Trained networks",
+        ),
     ),
 )

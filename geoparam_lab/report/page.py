@@ -27,7 +27,6 @@ from geoparam.storage import replacing
 from geoparam_lab import experiments
 from geoparam_lab.experiments import papers
 from geoparam_lab.experiments.experiment import Experiment
-from geoparam_lab.experiments.image_text import describe_images
 from geoparam_lab.run_folder import Run
 from geoparam_lab.tables import tables
 
@@ -51,7 +50,7 @@ def make_page(runs: Iterable[Run | str | Path], command: str = "") -> str:
     opened = [run if isinstance(run, Run) else Run.open(run) for run in runs]
     if not opened:
         raise ValueError("a report is of one run or more; got none. Name their folders.")
-    titles = list(dict.fromkeys(map(make_title, opened)))
+    titles = list(dict.fromkeys(find_experiment(r).make_title(r.config) for r in opened))
     return _load_template().render(
         title=", ".join(titles) if len(titles) <= 3 else "Experiments with geometric units",
         findings=_say_each(opened, lambda run: find_experiment(run).finding(run)),
@@ -109,14 +108,13 @@ def _describe(run: Run, number: int) -> dict[str, Any]:
     pictures = sorted((run.folder / "figures").glob("*.png"), key=lambda path: path.stem)
     return {
         "number": number,
-        "heading": make_heading(run),
-        "about": describe_experiment(run),
+        "heading": tables.make_heading(run),
+        "about": find_experiment(run).about,
         "slider": _find_slider(run),
         "tables": tables.make_tables(run),
         "figures": list(map(_read_figure, pictures)),
         "commands": list_commands(run),
-        "settings": describe_config(run.config),
-        "sessions": describe_sessions(run),
+        "facts": describe_run(run),
     }
 
 
@@ -202,35 +200,18 @@ def _round(array: Array) -> Array:
 
 def find_experiment(run: Run) -> Experiment:
     """Return the record of a run's experiment."""
-    return experiments.find(str(run.info.get("experiment", "experiment")))
+    return experiments.find(run.info["experiment"])
 
 
-def make_title(run: Run) -> str:
-    """Return what the experiment of a run is called."""
-    experiment = find_experiment(run)
-    return experiment.retitle(run.config) or experiment.title
-
-
-def make_heading(run: Run) -> str:
-    """Return the title with the run's folder, where that says more."""
-    folder, title = run.folder.resolve().name, make_title(run)
-    return title if folder == run.info.get("experiment") else f"{title}: {folder}"
-
-
-def describe_experiment(run: Run) -> str:
-    """Return what the experiment is, in a sentence or two; empty where it is not known."""
-    about, data = find_experiment(run).about, describe_images(run.config)
-    return f"{about} The data: {data}." if data else about
-
-
-def describe_config(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return a configuration as text, under the names of the options.
-
-    Example:
-        >>> describe_config({"batch_sizes": [1, 512], "lrs": None, "data": {"images": 9}})
-        {'batch sizes': '1, 512', 'lrs': 'not given', 'data': 'images 9'}
-    """
-    return {key.replace("_", " "): _write(value) for key, value in config.items()}
+def describe_run(run: Run) -> dict[str, str]:
+    """Return a run's options, and with what it was made; what is not known is left out."""
+    sessions = run.sessions()
+    found = {key.replace("_", " "): _write(value) for key, value in run.config.items()}
+    found["started"] = _write(sessions[0]["started"])
+    for name in ("hardware", "versions", "commit"):  # a run may be resumed on another machine
+        each = dict.fromkeys(_write(session[name]) for session in sessions if session.get(name))
+        found |= {name: "; then ".join(each)} if each else {}
+    return found
 
 
 def _write(value: Any) -> str:
@@ -241,21 +222,6 @@ def _write(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "not given" if value is None else str(value)
-
-
-def describe_sessions(run: Run) -> dict[str, str]:
-    """Return how far a run is, and with what it was made; what is not known is left out."""
-    sessions = run.sessions()
-    first = sessions[0]["started"].replace("T", " ").replace("+00:00", " UTC")
-    more = len(sessions) - 1
-    found = {
-        "results": f"{len(run.records()):,}",
-        "started": first + (f", resumed {more} time{'s' * (more > 1)}" if more else ""),
-    }
-    for name in ("hardware", "versions", "commit"):  # a run may be resumed on another machine
-        each = dict.fromkeys(_write(session[name]) for session in sessions if session.get(name))
-        found |= {name: "; then ".join(each)} if each else {}
-    return found
 
 
 def list_commands(run: Run) -> list[str]:

@@ -1,1 +1,1 @@
-"""Tables of runs: estimates, rows and columns, notes, formats."""
+"""Tables of runs: rows, estimates, and how they are written."""

@@ -2,8 +2,8 @@
 
 **Agreement with a printed number.** Ours and the papers' agree when they are at most two combined
 standard errors apart, 2 sqrt(ours^2 + theirs^2), after allowing for the papers' rounding. A number
-of one seed has no standard error, and nothing can be said of its mean: tables only say whether it
-is within the range of our seeds. With fewer than three results of ours nothing is said.
+of one seed has no standard error, and nothing can be said of its mean. With fewer than three
+results of ours nothing is said.
 
 **Paired differences.** Two methods on the same seed or split share its luck, so that the
 differences vary less than the results: their mean has its own standard error, and Student's t its
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from geoparam_lab.experiments.papers import Printed
+from geoparam_lab.tables.formats import EMPTY
 
 
 class Estimate(NamedTuple):
@@ -84,36 +85,41 @@ def find_p_value(difference: Estimate) -> float:
     return 1 - ((angle + inside) * 2 / math.pi if degrees % 2 else inside)
 
 
-def count_decimals(errors: Iterable[float | None], least: int) -> int:
-    """Return how many decimals show a digit of the middle error: `least`, or up to two more.
-
-    Example:
-        >>> count_decimals([0.28, 0.14, 0.00001], 3), count_decimals([0.00002], 3)
-        (3, 5)
-    """
-    known = sorted(e for e in errors if e and 10.0 ** -(least + 2) <= e < math.inf)
-    if not known:
-        return least
-    middle = known[len(known) // 2]
-    return min(max(least, -math.floor(math.log10(middle))), least + 2)
-
-
-def write(value: Estimate, digits: int | None) -> str:
+def write(value: Estimate | None, digits: int | None) -> str:
     """Return "mean ± error", with this many decimals, or three significant digits for None.
+
+    An error that these decimals would hide has one more.
 
     Example:
         >>> write(Estimate(2.9712, 0.2443, 10, 2.0, 4.0), 3)
         '2.971 ± 0.244'
+        >>> write(Estimate(0.00163, 0.00012, 10, 0.001, 0.002), 3)
+        '0.0016 ± 0.0001'
         >>> write(Estimate(1234567.0, None, 1, 0.0, 0.0), 3)
         '1.23e+06'
         >>> write(Estimate(-0.0001, 0.013, 10, -1.0, 1.0), 3)
         '0.000 ± 0.013'
     """
-    if digits is None or abs(value.mean) >= 1e5 or (value.error or 0) >= 1e5:
-        return shorten(value.mean) + ("" if value.error is None else f" ± {shorten(value.error)}")
-    error = "" if value.error is None else f" ± {value.error:.{digits}f}"
-    mean = round(value.mean, digits) + 0.0  # which is never the zero with a minus
-    return f"{mean:.{digits}f}{error}"
+    if value is None:
+        return EMPTY
+    numbers = [value.mean] if value.error is None else [value.mean, value.error]
+    return " ± ".join(_write_numbers(numbers, value, digits))
+
+
+def write_range(value: Estimate | None, digits: int | None) -> str:
+    """Return the lowest and the highest value, with as many decimals as the mean."""
+    if value is None or value.error is None:
+        return EMPTY
+    return " to ".join(_write_numbers([value.low, value.high], value, digits))
+
+
+def _write_numbers(numbers: Iterable[float], value: Estimate, digits: int | None) -> list[str]:
+    error = value.error or 0.0
+    if digits is None or max(abs(value.mean), error) >= 1e5:
+        return [shorten(x) for x in numbers]
+    if 10.0 ** -(digits + 2) <= error < 10.0**-digits:
+        digits += 1
+    return [f"{round(x, digits) + 0.0:.{digits}f}" for x in numbers]  # no zero has a minus
 
 
 def shorten(value: float) -> str:

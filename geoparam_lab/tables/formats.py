@@ -3,32 +3,18 @@
 import re
 from dataclasses import dataclass
 
-SAME, OTHER, EMPTY = "≈", "≠", "–"
+EMPTY = "–"
 
 # A star with space on both sides is only a star: a terminal need not show it with a backslash.
 _MARKDOWN = re.compile(r"([\\|_`\[\]<]|(?<!\s)\*|\*(?=\S))")
 
 
 @dataclass(frozen=True)
-class Row:
-    """One row of a table: what it is of, its cells, and whether its numbers are the papers'."""
-
-    label: str
-    cells: tuple[str, ...]
-    papers: bool = False
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """What a reader sees of it; the papers' row stands below ours and need not name it."""
-        return ("papers" if self.papers else self.label, *self.cells)
-
-
-@dataclass(frozen=True)
 class Table:
-    """A table with a title above and notes below.
+    """A table with notes below, and a title above where a run has several.
 
     Example:
-        >>> print(Table("Errors", "method", ("Yacht",), (Row("SP", ("0.64",)),)).markdown())
+        >>> print(Table("Errors", ("method", "Yacht"), (("SP", "0.64"),)).markdown())
         **Errors**
         <BLANKLINE>
         | method | Yacht |
@@ -38,21 +24,21 @@ class Table:
     """
 
     title: str
-    corner: str  # what the rows are
-    columns: tuple[str, ...]  # their headings, without the corner
-    rows: tuple[Row, ...]
+    columns: tuple[str, ...]  # their headings
+    rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
 
     def markdown(self) -> str:
         """Return it in Markdown, its columns aligned so that it can be read as it is."""
-        texts = [(self.corner, *self.columns), *(row.texts for row in self.rows)]
-        lines = [[_markdown(text) for text in line] for line in texts]
+        lines = [[escape(text) for text in line] for line in (self.columns, *self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         lines.insert(1, ["-" * width for width in widths])
         body = "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
-        notes = " ".join(map(_markdown, self.notes))
-        return f"**{_markdown(self.title)}**\n\n{body}\n" + (f"\n{notes}\n" if notes else "")
+        title = f"**{escape(self.title)}**\n\n" if self.title else ""
+        notes = " ".join(map(escape, self.notes))
+        return f"{title}{body}\n" + (f"\n{notes}\n" if notes else "")
 
 
-def _markdown(text: str) -> str:
+def escape(text: str) -> str:
+    """Return a text of one line that Markdown shows as it is."""
     return _MARKDOWN.sub(r"\\\1", " ".join(text.split()))

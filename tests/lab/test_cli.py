@@ -84,7 +84,7 @@ def test_run_prints_the_table_and_where_everything_is(
     out = tmp_path / "levy"
     options = ("--methods", "sp,gmp+imn", "--seeds", 2, "--epochs", 3, "--jobs", 1)
     status, printed, errors = geoparam("run", "levy", "--out", out, *options)
-    assert "GmP+IMN, rate 0.1" in printed and "1.104" in printed and str(out) in printed
+    assert "| GmP+IMN | 0.1 " in printed and "1.104" in printed and str(out) in printed
     assert (status, errors) == (0, "") and "Records, curves are in" in printed  # no figures
     run = Run.open(out)
     assert run.info["command"].startswith("geoparam run levy --out")

@@ -40,7 +40,7 @@ def test_the_example_has_a_command_a_table_and_a_page(
         cli.main()
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    assert "**Training error (Corner)**" in printed and "| GmP" in printed
+    assert "| Training error " in printed and "| GmP" in printed
     assert [r["seed"] for r in Run.open(out).records()] == [0, 1, 0, 1]
     assert "Networks of 8 units fit |x|." in report.make_page([out])
 

@@ -60,10 +60,10 @@ def test_the_page_holds_what_was_promised(page_file: Path) -> None:
         "Levy regression",
         "UCI regression: fair",
         "sp, wn, bn, gmp",
-        "1.104, in our range",
+        "1.104",
         "3.057 ± 0.144",
-        "Difference to SP on the same split",
-        "Learning rates",
+        "difference to SP (k = 21)",
+        "0.01\xa0(4), 0.1\xa0(6)",
         "Figure 2c. How far units move.",
         "geoparam run levy --seeds 5",
         "What this does not show",
@@ -71,7 +71,7 @@ def test_the_page_holds_what_was_promised(page_file: Path) -> None:
         "NeurIPS 2024",
     ):
         assert text in page.text, text
-    assert len(page.all("h1")) == 1 and len(page.all("table")) == 7
+    assert len(page.all("h1")) == 1 and len(page.all("table")) == 4
     assert len([a for a in page.all("input") if a["type"] == "range"]) == 2
     assert [a["lang"] for a in page.all("html")] == ["en"]
 
@@ -153,7 +153,6 @@ def test_the_commands_of_all_sessions_are_listed_once(tmp_path: Path) -> None:
         "geoparam run levy --out x",
         "geoparam run levy --out x --resume",
     ]
-    assert "resumed 2 times" in report_page.describe_sessions(run)["started"]
 
 
 def unpack(packed: dict[str, Any]) -> Array:
