@@ -99,7 +99,7 @@ class Toy:
 
     name: str
     options: Callable[..., Any]  # a dataclass of its own options, about its data
-    load: Callable[[Any, Config], tuple[Any, Record]]  # from these and a resumed configuration
+    load: Callable[[Any], tuple[Any, Record]]  # the data that these ask for
     make_problem: Callable[[Any, int, int], Problem]  # from data, epochs and patience
     # Arrays and measures of each member of a stack; picklable, for other processes.
     describe: Callable[[Any, Result, Film], Iterable[tuple[Arrays, Record]]]
@@ -142,8 +142,7 @@ def run(
     import geoparam.plots  # noqa: F401  says now, not after training, that matplotlib is missing
 
     config = _check_options(methods, seeds, lrs, epochs, patience, folds)
-    there = resume and Path(out, "config.json").exists()
-    data, source = toy.load(toy.options(**own), Run.open(out).config if there else {})
+    data, source = toy.load(toy.options(**own))
     problem = toy.make_problem(data, epochs, patience)
     if folds > (points := problem.data[0].shape[-2]):
         raise ValueError(f"{points} training points cannot be divided into {folds} folds.")
@@ -155,7 +154,7 @@ def run(
     work = functools.partial(_train_stack, problem, describe, choose)
     stacks = list_stacks(done.config)
     count = sum(len(stack.keys) for stack in stacks)
-    session = Session(done, work, count, jobs or tasks.count_cores(), progress)
+    session = Session(done, work, count, jobs, progress)
     session.spread(stacks, patient=True)  # after Ctrl-C, so that no work is lost
     rates = draw_rates(done, {toy.name.capitalize(): done.records()}, toy.measure)
     save_figures(done, toy.draw(done, data) | rates, progress)

@@ -10,10 +10,8 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 if TYPE_CHECKING:
     import optuna
@@ -21,10 +19,8 @@ if TYPE_CHECKING:
 Work = Callable[[str], tuple[float, Any]]
 
 
-def open_study(
-    storage: str, name: str, config: Mapping[str, Any], arrays: Iterable[np.ndarray] = ()
-) -> "optuna.Study":
-    """Return the study of this experiment, configuration and data; it is made if need be.
+def open_study(storage: str, name: str, config: Mapping[str, Any]) -> "optuna.Study":
+    """Return the study of this experiment and configuration; it is made if need be.
 
     `storage` is the URL of a database, or the path of a file.
     """
@@ -34,8 +30,6 @@ def open_study(
     from sqlalchemy.exc import SQLAlchemyError
 
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).tobytes())
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     is_url = "://" in storage
     try:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import forked
-import numpy as np
 import pytest
 
 from geoparam_lab.training import shared_study
@@ -109,13 +108,10 @@ def test_the_study_knows_its_best_task(storage: str) -> None:
     assert study.best_value == 1 and study.best_trial.user_attrs["task"] == "a"
 
 
-def test_study_names_tell_data_and_configuration_apart(storage: str) -> None:
-    names = {
-        shared_study.open_study(storage, "uci", config, [array]).study_name
-        for config in ({"seeds": 3}, {"seeds": 4})
-        for array in (np.zeros(3), np.ones(3))
-    }
-    assert len(names) == 4
+def test_study_names_tell_configurations_apart(storage: str) -> None:
+    configs = ({"seeds": 3}, {"seeds": 4})
+    names = {shared_study.open_study(storage, "uci", each).study_name for each in configs}
+    assert len(names) == 2
 
 
 @pytest.mark.parametrize("storage", ["nonsense://x", "/no/such/folder/search"])
