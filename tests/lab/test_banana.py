@@ -1,12 +1,11 @@
 """Banana classification: which points, the protocol, what a run leaves, how it is resumed."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from run_folders import curves_of, lines
+from run_folders import curves_of
 
 from geoparam_lab.data import banana_data as points
 from geoparam_lab.experiments import banana as experiment
@@ -18,12 +17,6 @@ from geoparam_lab.training import tasks
 SHORT: dict[str, Any] = {
     "seeds": 2, "epochs": 25, "patience": 4, "jobs": 1, "source": "generated"
 }  # fmt: skip
-
-
-def test_without_file_and_network_points_are_generated(nowhere: None, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    for data in (None, tmp_path / "data"):
-        assert points.load(data, "auto").source == "generated"
 
 
 def test_asking_for_keel_never_gives_generated_points(nowhere: None) -> None:
@@ -108,12 +101,3 @@ def test_under_heldout_other_points_judge_than_the_test_ones(
         assert record["val_accuracy"] == pytest.approx(val[record["seed"]].mean())
     assert run.config["protocol"] == "heldout"
     np.testing.assert_allclose(data.x_train.mean(0), 0, atol=1e-12)
-
-
-def test_a_resumed_run_keeps_its_points(
-    finished: Run, tmp_path: Path, undrawn: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(finished.folder, tmp_path / "run")
-    monkeypatch.setattr(points.table_files, "load", None)  # would be KEEL's now
-    again = experiment.run(tmp_path / "run", **SHORT | {"source": "auto"}, resume=True)
-    assert again.config["source"] == "generated" and lines(again) == lines(finished)

@@ -95,7 +95,7 @@ def test_run_prints_the_table_and_where_everything_is(
     ("command", "message"),
     [
         ("levy --methods sp,spp", "sp, sp+imn, wn, wn+imn, wn+mbn, bn, bn+decay, ln, gmp"),
-        ("banana --source here", "auto, KEEL, generated"),
+        ("banana --source here", "KEEL, generated"),
         ("perturbation --methods mbn", "one of sp, wn, bn, ln, gmp, intrinsic; got 'mbn'"),
         ("uci --datasets boston,bostn", "boston, concrete, energy"),
         ("levy --lrs 0.1,fast", "numbers between commas; got '0.1,fast'"),
