@@ -105,7 +105,7 @@ def _check_entry(entry: zipfile.ZipInfo, largest: int) -> None:
 
 
 def read_npz(path: Path, *names: str) -> dict[str, np.ndarray]:
-    """Return the named arrays of an npz file, or all; KeyError where a name is not there.
+    """Return the named arrays of an npz file, or all; KeyError or OSError where one is missing.
 
     numpy raises where a header claims more than memory, or than the file has.
     """
@@ -115,7 +115,7 @@ def read_npz(path: Path, *names: str) -> dict[str, np.ndarray]:
             files = {name: archive.open(f"{name}.npy") for name in names}
             read = np.lib.format.read_array  # which np.load leaves out for what is no array
             return {name: read(file, allow_pickle=False) for name, file in files.items()}
-    except KeyError:
+    except (KeyError, OSError):
         raise
     except Exception as error:  # whatever numpy stumbles over in a damaged file
         raise ValueError(f"{path} is truncated or damaged ({error!s:.200})") from error

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from geoparam_lab.data.image_source import Batches, Device, Shares, Source, mix_seed
 from geoparam_lab.session import count_cores
@@ -100,24 +100,21 @@ class FolderBatches(Batches):
         self, images: "_Images", shares: Shares, device: torch.device, workers: int
     ) -> None:
         super().__init__(shares, images.seed)
-        self.device = device
-        self._sampler = _Batches()
+        self.images, self.device, self.workers = images, device, workers
         self._mean = torch.tensor(MEAN, device=device)
-        self._loader = DataLoader(
-            images,
-            batch_size=None,  # the dataset makes whole batches
-            sampler=self._sampler,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # else it draws from torch's own at each epoch
-        )
 
     def _load(
         self, number: int, order: Tensor, rng: torch.Generator | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        self._sampler.batches = _list_places(self.shares, number, order)
-        return map(self._finish, self._loader)
+        loader = DataLoader(
+            self.images,
+            batch_size=None,  # the dataset makes whole batches
+            sampler=_list_places(self.shares, number, order),
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # else it draws from torch's own
+        )
+        return map(self._finish, loader)
 
     def _finish(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Scale and centre the images of a batch, on the device."""
@@ -127,17 +124,6 @@ class FolderBatches(Batches):
         return images, labels
 
 
-class _Batches(Sampler[list[Place]]):
-    """Names the images of each batch of the next epoch."""
-
-    batches: Iterator[list[Place]] = iter(())
-
-    def __iter__(self) -> Iterator[list[Place]]:
-        return self.batches
-
-
-# No method of the class that holds the loader: in a reference cycle, workers end only when the
-# garbage collector runs, and take five seconds for it.
 def _list_places(shares: Shares, number: int, order: Tensor) -> Iterator[list[Place]]:
     """Yield the places of each batch, with the image that is there."""
     for step in range(shares.steps):

@@ -30,9 +30,7 @@ from geoparam_lab.training.tasks import Done, Progress, Session, Task, Tick
 
 Array = np.ndarray
 Arrays = dict[str, Array]
-Choose = Callable[["Problem", Sequence["Member"]], Sequence[Record]]
 FindErrors = Callable[[Array, Array], Array]
-Describe = Callable[[Result, Film], Iterable[tuple[Arrays, Record]]]
 
 COMPARED = ("sp", "wn", "bn", "gmp")  # by the papers
 LRS = (0.01, 0.1)  # in the papers 0.1 is GmP's, 0.01 that of the others
@@ -149,9 +147,7 @@ def run(
     may_change = ("methods", "seeds") if folds else ("methods", "seeds", "lrs")
     options: Record = {"resume": resume, "may_change": may_change}
     done = Run.create(out, toy.name, config | source, command, key=Member._fields, **options)
-    describe = functools.partial(toy.describe, data)
-    choose = functools.partial(choose_rates, folds, toy.find_errors) if folds else None
-    work = functools.partial(_train_stack, problem, describe, choose)
+    work = functools.partial(_train_stack, toy, data, problem, folds)
     stacks = list_stacks(done.config)
     count = sum(len(stack.keys) for stack in stacks)
     session = Session(done, work, count, jobs, progress)
@@ -225,14 +221,16 @@ def list_stacks(config: Config) -> list[Task]:
 
 
 def _train_stack(
-    problem: Problem, describe: Describe, choose: Choose | None, stack: Task, tick: Tick
+    toy: Toy, data: Any, problem: Problem, folds: int, stack: Task, tick: Tick
 ) -> Done:
     """Train one stack; return arrays and record of each member."""
     members = stack.keys
     result, film = train(problem, members, tick)
-    chosen = [{}] * len(members) if choose is None else choose(problem, members)
+    chosen: Sequence[Record] = [{}] * len(members)
+    if folds:
+        chosen = choose_rates(folds, toy.find_errors, problem, members)
     records, curves = [], {}
-    for i, (arrays, measures) in enumerate(describe(result, film)):
+    for i, (arrays, measures) in enumerate(toy.describe(data, result, film)):
         records.append(_record(members[i], result, i) | chosen[i] | measures)
         curves[members[i].name] = _to_single(arrays)
     return Done(records, curves)

@@ -204,13 +204,12 @@ def run(
     resume: bool = False,
     command: str | None = None,
     progress: Progress | None = None,
-    tables: Mapping[str, Table] | None = None,
 ) -> Run:
     """Train all methods on all splits of all sets; write records to a folder.
 
     Args:
-        datasets: names of the sets, or of `tables`; levy2, levy4 and levy8 are Levy's function
-            summed over so many inputs.
+        datasets: names of the sets; levy2, levy4 and levy8 are Levy's function summed over so
+            many inputs.
         methods: names of `methods.METHODS`, perhaps with options: "wn+mbn:mbn=before".
         protocol: "paper", where the test split decides when to stop, "heldout", or "cv", where
             rates are chosen by cross-validation.
@@ -221,13 +220,11 @@ def run(
         epochs: the most there are.
         folds: of the training part, under "cv".
         jobs: how many processes work; by default as many as there are cores.
-        tables: inputs and targets of other data sets, by name.
     """
-    known = (*NAMES, *COPIES, *(tables or {}))
-    check_names("datasets", datasets, known)
+    check_names("datasets", datasets, (*NAMES, *COPIES))
     config = _check_options(methods, protocol, seeds, lrs, epochs, folds)
     config["datasets"] = list(dict.fromkeys(datasets))
-    loaded = {name: (tables or {}).get(name) or load(name, data) for name in config["datasets"]}
+    loaded = {name: load(name, data) for name in config["datasets"]}
     key, changes = FOLD_KEY if protocol == "cv" else KEY, _MAY_CHANGE
     folder = Run.create(out, "uci", config, command, key=key, resume=resume, may_change=changes)
     sets = sorted(loaded, key=lambda name: -loaded[name][0].size)  # the large ones first

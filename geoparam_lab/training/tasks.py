@@ -14,6 +14,7 @@ import functools
 import math
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import threading
@@ -30,7 +31,6 @@ import torch
 from geoparam_lab import methods
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.session import count_cores as count_cores
-from geoparam_lab.training import shared_study
 
 Progress = Callable[[str, float, int], None]  # a title, how much is done, and of how much
 Tick = Callable[..., None]  # the epoch, how many records are left, and perhaps a remark
@@ -44,6 +44,14 @@ class Done:
 
     records: list[Record]
     curves: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
+
+    def to_json(self) -> Record:
+        """Return it with lists in place of arrays."""
+        curves = {
+            file: {name: np.asarray(array).tolist() for name, array in arrays.items()}
+            for file, arrays in self.curves.items()
+        }
+        return {"records": self.records, "curves": curves}
 
 
 class Task(NamedTuple):
@@ -110,28 +118,42 @@ class Session:
         if interrupts:
             raise KeyboardInterrupt
 
-    def share(self, tasks: Iterable[Any], study: Any, value: str) -> None:
-        """Do the tasks together with other processes: see `shared_study.share`.
+    def share(self, tasks: Sequence[Any], study: Any, value: str) -> None:
+        """Do the tasks with every process that makes this call, and return when all are done.
+
+        A trial of the study is one try at a task; it has the task's name and, at the end, its
+        result. Each process takes a task that nobody has begun. Where there is none left, it
+        repeats one that is not finished: whoever began that may have been killed. So no process
+        waits for another, and every folder ends with the results of all.
 
         Args:
             tasks: a task's name in the study is the first of its keys.
             study: see `shared_study.open_study`.
-            value: the field of the records whose mean is a task's value.
+            value: the field of the records whose mean is a task's value, the lower the better.
         """
-        by_name = {str(task.keys[0]): task for task in tasks}
+        from optuna.trial import TrialState
 
-        def work(name: str) -> tuple[float, Any]:
-            done = self._do(by_name[name])
-            curves = {
-                file: {key: np.asarray(array).tolist() for key, array in arrays.items()}
-                for file, arrays in done.curves.items()
-            }
-            result = {"records": done.records, "curves": curves}
-            return float(np.mean([record[value] for record in done.records])), result
-
-        for name, result in shared_study.share(work, list(by_name), study).items():
-            if not self._is_done(by_name[name]):
-                self._keep(by_name[name], Done(**result))
+        names = {task: str(task.keys[0]) for task in tasks}
+        while True:
+            trials = study.get_trials(deepcopy=False)
+            ended = [trial.user_attrs for trial in trials if "result" in trial.user_attrs]
+            results = {
+                each["task"]: each["result"] for each in reversed(ended)
+            }  # the first counts
+            left = [task for task in tasks if names[task] not in results]
+            for task in tasks:
+                if task not in left and not self._is_done(task):
+                    self._keep(task, Done(**results[names[task]]))
+            if not left:
+                return
+            begun = [t.user_attrs.get("task") for t in trials if t.state == TrialState.RUNNING]
+            task = random.choice([task for task in left if names[task] not in begun] or left)
+            trial = study.ask()
+            trial.set_user_attr("task", names[task])
+            done = self._do(task)
+            trial.set_user_attr("result", done.to_json())
+            mean = float(np.mean([record[value] for record in done.records]))
+            study.tell(trial, mean if math.isfinite(mean) else math.inf)  # NaN would be a failure
 
     def _keep(self, task: Any, done: Done) -> None:
         for name, arrays in done.curves.items():

@@ -30,9 +30,9 @@ def table(rows: int = 40, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return x, np.abs(x).sum(1) + 0.1 * random.randn(rows)
 
 
+TABLES = {"small": table(), "large": table(60, seed=1)}
 OPTIONS: dict[str, Any] = {
     "datasets": ["small", "large"],
-    "tables": {"small": table(), "large": table(60, seed=1)},
     "methods": ["sp", "gmp"],
     "seeds": 3,
     "lrs": [0.01, 0.1],
@@ -41,8 +41,11 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def run(folder: Path, protocol: str = "heldout", **options: Any) -> Run:
-    return uci.run(folder, protocol=protocol, **(OPTIONS | options))
+def run(folder: Path, protocol: str = "heldout", tables: Any = TABLES, **options: Any) -> Run:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uci, "NAMES", tuple(tables))
+        patch.setattr(uci, "load", lambda name, data: tables[name])
+        return uci.run(folder, protocol=protocol, **(OPTIONS | options))
 
 
 def by_key(run: Run) -> dict[tuple[Any, ...], Record]:
@@ -234,7 +237,7 @@ def test_a_run_that_diverges_is_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"datasets": ["bostn"]}, "datasets must be of boston, .*, small, large; got 'bostn'"),
+        ({"datasets": ["bostn"]}, "datasets must be of small, .*, levy8; got 'bostn'"),
         ({"methods": ["gpm"]}, "methods must be of sp, .*got 'gpm'"),
         ({"protocol": "test"}, "protocol must be of paper, heldout, cv; got 'test'"),
         ({"folds": 1}, "folds, parts of the training part, must be >= 2; got 1"),
