@@ -70,7 +70,7 @@ class Run:
         config: Mapping[str, Any],
         command: str | None = None,
         *,
-        key: Sequence[str],
+        key: Sequence[str] = (),
         resume: bool = False,
         may_change: Sequence[str] = (),
         defaults: Mapping[str, Any] | None = None,
@@ -82,7 +82,8 @@ class Run:
             experiment: its name.
             config: all that decides the numbers, as JSON can hold it.
             command: what a user types to do it again; by default, what was typed now.
-            key: the fields whose values tell one piece of work from another.
+            key: the fields whose values tell one piece of work from another; without them every
+                record counts.
             resume: go on where there is a run; without it, that is an error.
             may_change: entries of the configuration that say how much is done, not how.
             defaults: of options that an older run did not have.
@@ -141,8 +142,9 @@ class Run:
     def records(self) -> list[Record]:
         """The records, the first for each key, in the order in which they were finished."""
         first: dict[Any, Record] = {}
-        for record in _read_lines(self.folder / "metrics.jsonl", self.info["key"]):
-            first.setdefault(self.key_of(record), record)
+        lines = _read_lines(self.folder / "metrics.jsonl", self.info["key"])
+        for number, record in enumerate(lines):
+            first.setdefault(self.key_of(record) or number, record)
         return list(first.values())
 
     def has_record(self, **fields: Any) -> bool:
