@@ -10,21 +10,19 @@
 A piece of work has a key: the values of some fields of its record, such as method, data set and
 seed. Save a piece's curves first and append its record last: a record then says that all of it is
 there, and a resumed run asks ``has_record`` and leaves it out. Of several records with one key the
-first counts, so that processes that share a folder may do a piece twice without harm.
+first counts. One process writes to a folder.
 
-A record is one line, written under a lock at the end of the file. A line without its end is what
-a kill or a full disk left: readers leave it out, the next append puts its own line in its place.
-JSON has no NaN and no infinities: they are written as the strings "NaN", "Infinity", "-Infinity",
-and these strings come back as numbers.
+A record is one line. A line without its end is what a kill or a full disk left: readers leave it
+out, and a resumed run removes it. JSON has no NaN and no infinities: they are written as the
+strings "NaN", "Infinity", "-Infinity", and these strings come back as numbers.
 """
 
-import contextlib
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,7 +82,8 @@ class Run:
             experiment: its name.
             config: all that decides the numbers, as JSON can hold it.
             command: what a user types to do it again; by default, what was typed now.
-            key: the fields whose values tell one piece of work from another; by default all.
+            key: the fields whose values tell one piece of work from another; without them every
+                record counts.
             resume: go on where there is a run; without it, that is an error.
             may_change: entries of the configuration that say how much is done, not how.
             defaults: of options that an older run did not have.
@@ -104,7 +103,9 @@ class Run:
                 f"{run.info['started']}). Continue it with --resume, or choose another folder"
             )
         before = {**run.info, "config": {**(defaults or {}), **run.info["config"]}}
-        _check_same(folder, before, _from_json(_to_json(wanted)), may_change)
+        _check_same(folder, before, wanted, may_change)
+        for name in ("metrics.jsonl", "sessions.jsonl"):
+            _remove_unfinished_line(folder / name)
         _append(folder / "sessions.jsonl", {**now, "config": wanted["config"]})
         return run
 
@@ -133,25 +134,26 @@ class Run:
 
     def append_missing(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Add the records whose keys are not there yet."""
-        there = set(map(self._key_of, self.records()))
+        there = set(map(self.key_of, self.records()))
         for record in records:
-            if self._key_of(_from_json(_to_json(record))) not in there:
+            if self.key_of(record) not in there:
                 self.append(record)
 
     def records(self) -> list[Record]:
         """The records, the first for each key, in the order in which they were finished."""
         first: dict[Any, Record] = {}
-        for record in _read_lines(self.folder / "metrics.jsonl", self.info["key"]):
-            first.setdefault(self._key_of(record), record)
+        lines = _read_lines(self.folder / "metrics.jsonl", self.info["key"])
+        for number, record in enumerate(lines):
+            first.setdefault(self.key_of(record) or number, record)
         return list(first.values())
 
     def has_record(self, **fields: Any) -> bool:
-        """Whether there is a record of this key."""
-        wanted = self._key_of(_from_json(_to_json(fields)))
-        return any(self._key_of(record) == wanted for record in self.records())
+        """Whether there is a record with these values."""
+        return bool(select_records(self.records(), **fields))
 
-    def _key_of(self, record: Record) -> Any:
-        return _values_of(record, self.info["key"] or sorted(record))
+    def key_of(self, record: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return the values that tell a record from others."""
+        return tuple(record[name] for name in self.info["key"])
 
     @property
     def config(self) -> Record:
@@ -168,7 +170,7 @@ class Run:
 
     def save_curves(self, name: str, **arrays: Any) -> Path:
         """Write arrays to curves/NAME.npz, whole or not at all."""
-        path = self._path("curves", name, ".npz")
+        path = self.folder / "curves" / f"{name}.npz"
         for key, array in arrays.items():
             arrays[key] = array.detach().cpu() if isinstance(array, torch.Tensor) else array
         with replacing(path) as unfinished:
@@ -177,30 +179,21 @@ class Run:
 
     def curves(self, name: str) -> dict[str, np.ndarray]:
         """The arrays of curves/NAME.npz."""
-        path = self._path("curves", name, ".npz")
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing; there are {self.curve_names()}")
-        return read_npz(path)
+        return read_npz(self.folder / "curves" / f"{name}.npz")
 
     def curve_names(self) -> list[str]:
         """Names under which there are curves."""
         return sorted(path.stem for path in (self.folder / "curves").glob("*.npz"))
 
-    def figure(self, name: str, figure: Any, caption: str = "", dpi: int = 150) -> Path:
+    def figure(self, name: str, figure: Any, caption: str = "") -> Path:
         """Write a matplotlib figure to figures/NAME.png and its caption to NAME.txt."""
-        path = self._path("figures", name, ".png")
+        path = self.folder / "figures" / f"{name}.png"
         with replacing(path) as unfinished:
-            figure.savefig(unfinished, dpi=dpi)
+            figure.savefig(unfinished, dpi=150)
         if caption:
             with replacing(path.with_suffix(".txt")) as unfinished:
                 unfinished.write_text(" ".join(caption.split()) + "\n", encoding="utf-8")
         return path
-
-    def _path(self, kind: str, name: str, suffix: str) -> Path:
-        """Return the path of a file in a folder of the run."""
-        if not name or name.startswith(".") or any(c in name for c in '/\\:*?"<>|\n'):
-            raise ValueError(f"a name of {kind} must be that of a file, without folders: {name!r}")
-        return self.folder / kind / f"{name}{suffix}"
 
 
 def group_records(records: Iterable[Record], *fields: str) -> dict[tuple[Any, ...], list[Record]]:
@@ -235,7 +228,7 @@ def _check_same(folder: Path, info: Record, wanted: Record, may_change: Sequence
     changes = [
         f"{name}={old.get(name)!r}, now {new.get(name)!r}"
         for name in {**old, **new}
-        if name not in may_change and _values_of(old, [name]) != _values_of(new, [name])
+        if name not in may_change and _to_json(old.get(name)) != _to_json(new.get(name))
     ]
     if changes:
         raise ValueError(
@@ -248,31 +241,15 @@ def _check_same(folder: Path, info: Record, wanted: Record, may_change: Sequence
 
 
 def _append(path: Path, record: Record) -> None:
-    line = (json.dumps(_to_json(record), allow_nan=False) + "\n").encode()
-    with open(path, "ab+") as file:
-        _lock(file)
-        file.truncate(_find_end(file))
+    line = json.dumps(_to_json(record), allow_nan=False) + "\n"
+    with open(path, "a", encoding="utf-8") as file:
         file.write(line)
 
 
-def _lock(file: IO[bytes]) -> None:
-    """Wait until no other process writes to the file, until it is closed."""
-    with contextlib.suppress(ImportError, OSError):  # not on Windows, nor on every file system
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX)
-
-
-def _find_end(file: IO[bytes]) -> int:
-    """The size of a file without the line at its end that has none."""
-    size = file.seek(0, os.SEEK_END)
-    if size == 0:
-        return 0
-    file.seek(size - 1)
-    if file.read() == b"\n":
-        return size
-    file.seek(0)
-    return file.read().rfind(b"\n") + 1
+def _remove_unfinished_line(path: Path) -> None:
+    """Remove what a kill left of the last line."""
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def _read_lines(path: Path, fields: Iterable[str]) -> list[Record]:
@@ -290,18 +267,12 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
         value = value.tolist()
     if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise ValueError(f"names in a record must be strings; got {list(value)}")
         return {key: _to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, range)):
         return [_to_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return next(name for name, x in _SPECIAL.items() if repr(x) == repr(value))
-    if isinstance(value, Path):
-        return str(value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise ValueError(f"a record holds numbers, strings, lists and dicts; got {type(value)}")
+        return json.dumps(value)
+    return value
 
 
 def _from_json(value: Any) -> Any:
@@ -313,17 +284,6 @@ def _from_json(value: Any) -> Any:
     return _SPECIAL.get(value, value) if isinstance(value, str) else value
 
 
-def _hashable(value: Any) -> Any:
-    """The value as something that a dict can look up; 1 and 1.0 are the same."""
-    if isinstance(value, dict):
-        return tuple(sorted((key, _hashable(item)) for key, item in value.items()))
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value
-
-
-def _values_of(record: Record, fields: Iterable[str]) -> Any:
-    return tuple((field, _hashable(record.get(field))) for field in fields)
-
-
 def _decode(
     content: bytes,
     where: str,
@@ -333,6 +293,8 @@ def _decode(
     """Return the object in a piece of JSON, which must have these fields."""
     try:
         record: Record = _from_json(read_json(content, where))
+    except RecursionError as error:
+        raise ValueError(f"{where} is damaged: nested too deeply. {advice}") from error
     except ValueError as error:
         raise ValueError(f"{error}. {advice}") from error
     missing = [name for name in fields if name not in record]

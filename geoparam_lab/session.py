@@ -31,7 +31,12 @@ def describe_session(command: str | None = None) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "commit": find_commit(),
-        "hardware": _describe_hardware(),
+        "hardware": {
+            "cpu": _name_processor(),
+            "cores": count_cores(),  # that this process may use
+            "threads": torch.get_num_threads(),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        },
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -84,16 +89,6 @@ def count_cores() -> int:
     """Return how many cores this process may use."""
     allowed = getattr(os, "sched_getaffinity", None)
     return len(allowed(0)) if allowed else os.cpu_count() or 1
-
-
-def _describe_hardware() -> dict[str, Any]:
-    """Return the processor, the cores and threads that this process may use, and the GPUs."""
-    return {
-        "cpu": _name_processor(),
-        "cores": count_cores(),
-        "threads": torch.get_num_threads(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-    }
 
 
 def _name_processor() -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from geoparam.storage import DEEPEST, open_zip, read_json, read_npz, refuse_overwrite
+from geoparam.storage import open_zip, read_json, read_npz, refuse_overwrite
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,6 @@ from geoparam.storage import DEEPEST, open_zip, read_json, read_npz, refuse_over
         b"\xff\xfe{\x00}\x00",
         b'{"a": ' + b"1" * 5000 + b"}",
         b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-        b'{"a":' + b"[" * DEEPEST + b"1" + b"]" * DEEPEST + b"}",
     ],
     ids=lambda content: repr(content[:10]),
 )
@@ -59,15 +58,13 @@ def zipped(entries: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes
         b"no archive",
         zipped({"a.npy": array((2**43,))}),
         zipped({"a.npy": array((-1,))}),
-        zipped({"a.npy": array((2**60,), "|S0")}),
         zipped({"a.npy": array((1,), "|O")}),
         zipped({"a.npy": b"\x93NUMPY\3\0"}),
         zipped({"a.npy": b""}),
         zipped({"a.npy": b"\x93NUMPY\1\0\1\0{"}),
         zipped({"a.npy": array((2,))})[:-30],
-        zipped({"a.npy": array((2,))}, zipfile.ZIP_LZMA),
     ],
-    ids=range(11),
+    ids=range(9),
 )
 def test_arrays_that_cannot_be_read_are_named(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.npz"

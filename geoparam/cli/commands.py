@@ -6,10 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.filesize import decimal
-from rich.markup import escape
-from rich.table import Table
 from typer import Argument, Option
 
 import geoparam as gp
@@ -50,13 +46,10 @@ def fold(
         report = fold_checkpoint(checkpoint, out, **plain, prefix=prefix, force=force)
     except (ValueError, OSError) as error:
         sys.exit(printable(f"Nothing written. {error}"))
-    shown = Table("layers folded", "entries kept as they are", "size")
-    shown.add_row(f"{report.layers}", f"{report.kept}", decimal(out.stat().st_size))
-    console = Console()
-    console.print(shown)
+    print(f"{report.layers} layers folded, {report.kept} entries kept as they are.")
     for note in report.notes:
-        console.print(f"[bold]Note:[/] {escape(printable(note))}", soft_wrap=True)
-    console.print(f"The plain checkpoint is [bold]{escape(str(out))}[/]", soft_wrap=True)
+        print(printable(f"Note: {note}"))
+    print(printable(f"The plain checkpoint is {out}, {out.stat().st_size / 1e6:,.1f} MB."))
 
 
 def bench(

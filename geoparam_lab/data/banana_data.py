@@ -2,8 +2,8 @@
 
 The papers take 1,000 of KEEL's 5,300 points at random, and of these 200 for the test; both draws
 are here the very ones of their notebook (seed 0 of numpy's old generator, then scikit-learn's
-split). Without the file the generator of `data.synthetic` serves, so that the demo
-needs neither file nor network; ``source`` says which it was.
+split). With the generator of `data.synthetic` the demo needs neither file nor network; `source`
+says which it was.
 """
 
 from pathlib import Path
@@ -50,19 +50,17 @@ def load(data: str | Path | None = None, source: str = "KEEL") -> Banana:
     """
     if source not in SOURCES:
         raise ValueError(f"source is one of {', '.join(SOURCES)}; got {source!r}.")
-    table_files.find(KEEL, data)  # a folder that does not exist is an error in any case
-    try:
-        if source != "generated":
-            table = table_files.load(KEEL, data)
-            chosen = table[np.random.RandomState(0).choice(len(table), POINTS, replace=False)]
-            return _divide(chosen[:, :2], (chosen[:, 2] + 1) / 2, "KEEL")
-    except FileNotFoundError:
-        if source == "KEEL":
-            raise
-    return _divide(*synthetic.banana(0, POINTS), "generated")
-
-
-def _divide(x: np.ndarray, y: np.ndarray, source: str) -> Banana:
+    if source == "auto":
+        try:
+            return load(data, "KEEL")
+        except FileNotFoundError:
+            return load(data, "generated")
+    if source == "KEEL":
+        table = table_files.load(KEEL, data)
+        chosen = table[np.random.RandomState(0).choice(len(table), POINTS, replace=False)]
+        x, y = chosen[:, :2], (chosen[:, 2] + 1) / 2
+    else:
+        x, y = synthetic.banana(0, POINTS)
     train, test = split(POINTS, seed=0)
     x_train, x_test = standardise(x[train], x[test])
     return Banana(x_train, y[train], x_test, y[test], source)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from geoparam_lab.data.image_source import Batches, Device, Shares, Source, mix_seed
 from geoparam_lab.session import count_cores
@@ -100,46 +100,30 @@ class FolderBatches(Batches):
         self, images: "_Images", shares: Shares, device: torch.device, workers: int
     ) -> None:
         super().__init__(shares, images.seed)
-        self.device = device
-        self._sampler = _Batches()
+        self.images, self.device, self.workers = images, device, workers
         self._mean = torch.tensor(MEAN, device=device)
-        self._loader = DataLoader(
-            images,
-            batch_size=None,  # the dataset makes whole batches
-            sampler=self._sampler,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # else it draws from torch's own at each epoch
-        )
 
     def _load(
         self, number: int, order: Tensor, rng: torch.Generator | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        self._sampler.batches = _list_places(self.shares, number, order)
-        return map(self._finish, self._loader)
+        loader = DataLoader(
+            self.images,
+            batch_size=None,  # the dataset makes whole batches
+            sampler=_list_places(self.shares, number, order),
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # else it draws from torch's own
+        )
+        return map(self._finish, loader)
 
-    def _finish(self, batch: Batch | str) -> tuple[Tensor, Tensor]:
+    def _finish(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Scale and centre the images of a batch, on the device."""
-        if isinstance(batch, str):
-            raise ValueError(batch)
         images, shifts, labels = (part.to(self.device, non_blocking=True) for part in batch)
         images = images.contiguous(memory_format=torch.channels_last).div(255)
         images += (shifts - self._mean)[:, :, None, None]
         return images, labels
 
 
-class _Batches(Sampler[list[Place]]):
-    """Names the images of each batch of the next epoch."""
-
-    batches: Iterator[list[Place]] = iter(())
-
-    def __iter__(self) -> Iterator[list[Place]]:
-        return self.batches
-
-
-# No method of the class that holds the loader: in a reference cycle, workers end only when the
-# garbage collector runs, and take five seconds for it.
 def _list_places(shares: Shares, number: int, order: Tensor) -> Iterator[list[Place]]:
     """Yield the places of each batch, with the image that is there."""
     for step in range(shares.steps):
@@ -151,12 +135,8 @@ def _list_places(shares: Shares, number: int, order: Tensor) -> Iterator[list[Pl
 # --- in the workers -----------------------------------------------------------------------------
 
 
-class _Images(Dataset[Batch | str]):
-    """The images at some places of an epoch; with a seed augmented, by draws of the place alone.
-
-    Where one cannot be decoded, a message is returned in place of the batch: an error raised in a
-    worker would come with a page of tracebacks.
-    """
+class _Images(Dataset[Batch]):
+    """The images at some places of an epoch; with a seed augmented, by the place's own draws."""
 
     def __init__(
         self,
@@ -167,16 +147,11 @@ class _Images(Dataset[Batch | str]):
     ) -> None:
         self.listing, self.transform, self.size, self.seed = listing, transform, size, seed
 
-    def __getitem__(self, places: Sequence[Place]) -> Batch | str:
+    def __getitem__(self, places: Sequence[Place]) -> Batch:
         images = torch.empty(len(places), 3, self.size, self.size, dtype=torch.uint8)
         shifts = torch.zeros(len(places), 3)
         for index, (epoch, place, number) in enumerate(places):
-            path = os.fsdecode(self.listing.paths[number])
-            try:
-                picture = _decode(path)
-            except Exception as error:  # Pillow raises anything for a damaged file
-                advice = "Get it anew, or remove it from its folder."
-                return f"{path} cannot be decoded ({error}). {advice}"
+            picture = _decode(os.fsdecode(self.listing.paths[number]))
             if self.seed is None:
                 images[index] = self.transform(picture)
                 continue
@@ -191,8 +166,12 @@ class _Images(Dataset[Batch | str]):
 def _decode(path: str) -> Any:
     from PIL import Image
 
-    with Image.open(path) as picture:
-        return picture.convert("RGB")
+    try:
+        with Image.open(path) as picture:
+            return picture.convert("RGB")
+    except Exception as error:  # Pillow raises anything for a damaged file
+        advice = "Get it anew, or remove it from its folder."
+        raise ValueError(f"{path} cannot be decoded ({error}). {advice}") from error
 
 
 def _draw_colour_shift() -> Tensor:

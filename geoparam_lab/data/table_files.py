@@ -35,20 +35,19 @@ class Table:
 
     name: str  # `NAME.csv` is looked for first
     rows: int
-    columns: int  # with the target, which is the last
+    columns: int  # with the target, which is the last; further ones in a file are left out
     checksum: str  # `checksum` of the table
     files: tuple[str, ...]  # names of the original file
     urls: tuple[str, ...]  # where it can be downloaded, in order of preference
     folder: str = ""  # a subfolder of the data folder that is searched, too
-    surplus: int = 0  # columns after the target in the original, which are left out
     note: str = ""  # a hint for the error about wrong numbers
 
 
-def load(table: Table, data: str | Path | None = None, download: bool = True) -> np.ndarray:
+def load(table: Table, data: str | Path | None = None) -> np.ndarray:
     """Return the table (rows, columns) in float64, from disk or else from its source."""
     path = find(table, data)
     if path is None:
-        return _download(table, data, table.urls if download else ())
+        return _download(table, data)
     try:
         with path.open("rb") as file:
             return _read_table(table, file.read(LARGEST + 1))
@@ -98,18 +97,12 @@ def _read_table(table: Table, content: bytes) -> np.ndarray:
     """Return the table in a file's bytes; raise ValueError where it has other numbers."""
     if len(content) > LARGEST:
         raise ValueError(f"it has more than {LARGEST:,} bytes, and no table here comes near")
-    numbers = parse(content, table.files)
-    if numbers.shape[1] == table.columns + table.surplus:
-        numbers = np.ascontiguousarray(numbers[:, : table.columns])
-    rows, columns = numbers.shape
-    if (rows, columns) != (table.rows, table.columns):
-        raise ValueError(
-            f"it has {rows} rows of {columns} columns where {table.name} has {table.rows} of "
-            f"{table.columns}: truncated, or another data set"
-        )
+    numbers = np.ascontiguousarray(parse(content, table.files)[:, : table.columns])
     if checksum(numbers) != table.checksum:
+        rows, columns = numbers.shape
         raise ValueError(
-            f"its numbers are not those of {table.name}, or are in another order: checksum "
+            f"its numbers, {rows} rows of {columns}, are not the {table.rows} rows of "
+            f"{table.columns} of {table.name}, or are in another order: checksum "
             f"{checksum(numbers)} instead of {table.checksum}"
             + (f" ({table.note})" if table.note else "")
         )
@@ -119,9 +112,9 @@ def _read_table(table: Table, content: bytes) -> np.ndarray:
 # --- downloading ------------------------------------------------------------------------------
 
 
-def _download(table: Table, data: str | Path | None, urls: Sequence[str]) -> np.ndarray:
+def _download(table: Table, data: str | Path | None) -> np.ndarray:
     attempts = []
-    for url in urls:
+    for url in table.urls:
         try:
             numbers = _read_table(table, fetch(url))
         except (OSError, http.client.HTTPException, ValueError, ImportError) as error:
@@ -139,13 +132,10 @@ def _download(table: Table, data: str | Path | None, urls: Sequence[str]) -> np.
 
 
 def fetch(url: str) -> bytes:
-    """Return what a server sends, up to LARGEST; an answer that breaks off is an error."""
+    """Return what a server sends, up to a little more than LARGEST."""
     request = urllib.request.Request(url, headers={"User-Agent": "geoparam"})
     with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
         content: bytes = response.read(LARGEST + 1)
-        expected = response.headers.get("Content-Length")
-    if expected and len(content) != int(expected):
-        raise ValueError(f"the download broke off after {len(content)} of {expected} bytes")
     return content
 
 
@@ -161,23 +151,22 @@ def _write_to_cache(table: Table, numbers: np.ndarray) -> None:
 
 def parse(content: bytes, files: Sequence[str] = ()) -> np.ndarray:
     """Return the table of numbers in a file's bytes; in a zip archive, in one of these files."""
-    if content.startswith(b"PK\x03\x04"):
-        return _parse_zip(content, files)
+    wanted = {PurePosixPath(file).name for file in files}
+    for _ in range(4):  # an archive may hold another, and a workbook is one
+        if not content.startswith(b"PK\x03\x04"):
+            break
+        with open_zip(io.BytesIO(content), LARGEST) as archive:
+            names = archive.namelist()
+            if "xl/workbook.xml" in names:
+                return _stack_rows(_read_xlsx(archive))
+            found = [name for name in names if PurePosixPath(name).name in wanted]
+            if not found:
+                held = f"none of {', '.join(sorted(wanted))}, only {list_few(names)}"
+                raise ValueError(f"it holds {held}")
+            content = archive.read(found[0])
     if content.startswith(b"\xd0\xcf\x11\xe0"):
         return _stack_rows(_read_xls(content))
     return _stack_rows(_read_text(content.decode("utf-8-sig", errors="replace")))
-
-
-def _parse_zip(content: bytes, files: Sequence[str]) -> np.ndarray:
-    wanted = {PurePosixPath(file).name for file in files}
-    with open_zip(io.BytesIO(content), LARGEST) as archive:
-        names = archive.namelist()
-        if "xl/workbook.xml" in names:
-            return _stack_rows(_read_xlsx(archive))
-        for name in names:
-            if PurePosixPath(name).name in wanted:
-                return parse(archive.read(name), files)
-    raise ValueError(f"it holds none of {', '.join(sorted(wanted))}, only {list_few(names)}")
 
 
 def _read_text(text: str) -> list[list[float]]:
@@ -216,11 +205,8 @@ def _read_xlsx(archive: zipfile.ZipFile) -> list[list[float]]:
 
 def _read_xls(content: bytes) -> list[list[float]]:
     """The same for a workbook of Excel 97, a binary format."""
-    try:
-        import xlrd
-    except ModuleNotFoundError as error:
-        message = "an .xls workbook is read with xlrd: pip install xlrd. Or save its sheet as CSV"
-        raise ModuleNotFoundError(message, name="xlrd") from error
+    import xlrd
+
     try:
         sheet = xlrd.open_workbook(file_contents=content, logfile=io.StringIO()).sheet_by_index(0)
     except Exception as error:  # xlrd raises anything for a damaged file
@@ -231,12 +217,6 @@ def _read_xls(content: bytes) -> list[list[float]]:
 
 
 def _stack_rows(rows: list[list[float]]) -> np.ndarray:
-    if not rows:
-        raise ValueError("it holds no table of numbers")
-    for number, row in enumerate(rows, start=1):
-        if len(row) != len(rows[0]):
-            raise ValueError(
-                f"its row {number} has {len(row)} numbers where the first has {len(rows[0])}: "
-                "truncated or altered"
-            )
+    if len({len(row) for row in rows}) != 1:
+        raise ValueError("it holds no table of numbers, with equally many in each row")
     return np.array(rows, dtype=np.float64)

@@ -31,7 +31,6 @@ _SHAPES = {  # rows, columns with the target, checksum
     "wine": (1599, 12, "7b621768e7709769"),
     "yacht": (308, 7, "00d39ec153d5b2c8"),
 }
-_SURPLUS = {"energy": 1, "naval": 1}
 _FILES: dict[str, tuple[str, ...]] = {  # the original's names; but for Boston, an archive's too
     "boston": ("housing.data",),
     "concrete": ("Concrete_Data.xls",),
@@ -62,24 +61,21 @@ def _make_table(name: str) -> Table:
     if name in _ARCHIVES:
         urls = (f"{_UCI}/static/public/{_ARCHIVES[name]}",)
         files += (urls[0].rpartition("/")[2],)
-    options = {"surplus": _SURPLUS.get(name, 0), "note": _NOTES.get(name, "")}
-    return Table(name, *_SHAPES[name], files, urls, folder="uci", **options)  # type: ignore[arg-type]
+    return Table(name, *_SHAPES[name], files, urls, folder="uci", note=_NOTES.get(name, ""))
 
 
 TABLES = {name: _make_table(name) for name in _SHAPES}
 NAMES = tuple(TABLES)
 
 
-def load(
-    name: str, data: str | Path | None = None, download: bool = True
-) -> tuple[np.ndarray, np.ndarray]:
+def load(name: str, data: str | Path | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs (points, features) and targets (points,), raw, in float64.
 
     The folder `data` comes before $GEOPARAM_DATA, the cache and the network.
     """
     if name not in NAMES:
         raise ValueError(f"name must be one of {', '.join(NAMES)}; got {name!r}")
-    table = load_table(TABLES[name], data, download)
+    table = load_table(TABLES[name], data)
     if name == "boston":  # in the order of Keras's boston_housing.load_data
         order = np.arange(len(table))
         np.random.RandomState(113).shuffle(order)

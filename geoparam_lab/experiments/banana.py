@@ -6,9 +6,8 @@ cross-entropy, Keras's Adam, batches of 128. The rate falls to a tenth after 50 
 better test accuracy, training stops after 100, and the weights with the best one are the result:
 all **judged on the 200 test points themselves**, so that every accuracy is a little too good.
 Under the protocol "heldout" a fifth of the training points judges, and the test points do not.
-Where KEEL's file can be neither read nor downloaded, a generated banana-shaped set replaces it
-(`data.synthetic.banana`). Records and captions say which it was; the papers' accuracies are of
-KEEL's.
+Where KEEL's file can be neither read nor downloaded, a banana-shaped set of ours replaces it
+(`data.synthetic`). Records and captions say which it was; the papers' accuracies are of KEEL's.
 
 All methods are trained at both rates, 0.01 and 0.1: figure 3a-h has two panels a method, and
 figure 3i has 0.1 for all. Locations of all methods are phi = -b w / ||w||^2 of the hidden units
@@ -72,11 +71,10 @@ class Options:
     protocol: str = "paper"
 
 
-def load(options: Options, earlier: Config) -> tuple[Banana, Record]:
-    """Return the points, and which they are; a resumed run keeps its own."""
+def load(options: Options) -> tuple[Banana, Record]:
+    """Return the points, and which they are."""
     check_names("protocol", [options.protocol], splits.PROTOCOLS)
-    source = earlier.get("source", "auto") if options.source == "auto" else options.source
-    found = points.load(options.data, source)
+    found = points.load(options.data, options.source)
     if options.protocol == "paper":
         return found, {"source": found.source}
     return hold_out(found), {"source": found.source, "protocol": options.protocol}

@@ -26,12 +26,13 @@ from geoparam_lab.experiments.experiment import Experiment, Layout, Measure
 from geoparam_lab.experiments.rank_correlations import correlate
 from geoparam_lab.run_folder import Record, Run, group_records, select_records
 from geoparam_lab.training.tasks import (
+    Done,
     Progress,
+    Session,
     Task,
     Tick,
     check_counts,
     check_names,
-    measure_missing,
 )
 
 if TYPE_CHECKING:
@@ -80,9 +81,10 @@ PARTS = {
 }  # fmt: skip
 
 
-def _measure(data: Sets, members: Sequence[Member], tick: Tick) -> list[Record]:
-    part = PARTS[members[0].part]
-    return part.measure(members, data, part.epochs)
+def _measure(data: Sets, task: Task, tick: Tick) -> Done:
+    part = PARTS[task.keys[0].part]
+    found = zip(task.keys, part.measure(task.keys, data, part.epochs), strict=True)
+    return Done([member._asdict() | own for member, own in found])
 
 
 def run(
@@ -114,7 +116,9 @@ def run(
     options: Any = {"key": Member._fields, "resume": resume, "may_change": ("parts",)}
     folder = Run.create(out, "claims", {"parts": chosen, "seeds": seeds}, command, **options)
     tasks = [task for part in chosen for task in make_tasks(part, seeds)]
-    measure_missing(folder, tasks, functools.partial(_measure, sets), jobs, progress)
+    total = sum(len(task.keys) for task in tasks)
+    work = functools.partial(_measure, sets)
+    Session(folder, work, total, jobs, progress).spread(tasks)
     folder.append_missing(find_answers(folder.records()))
     folder.figure("covariance", _draw_norms(), _COVARIANCE)
     return folder

@@ -34,7 +34,6 @@ from geoparam_lab.experiments.experiment import (
     DETAILS,
     LARGEST_MOVE,
     RMSE,
-    Config,
     Drawings,
     Experiment,
     Layout,
@@ -66,7 +65,7 @@ class Options:
     draws: int = 0
 
 
-def load(options: Options, earlier: Config) -> tuple[Regression, Record]:
+def load(options: Options) -> tuple[Regression, Record]:
     """Return the papers' 50 points, or several draws of 50, and which they are."""
     data, draws = levy_regression(), options.draws
     if draws < 0:

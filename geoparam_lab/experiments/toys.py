@@ -30,9 +30,7 @@ from geoparam_lab.training.tasks import Done, Progress, Session, Task, Tick
 
 Array = np.ndarray
 Arrays = dict[str, Array]
-Choose = Callable[["Problem", Sequence["Member"]], Sequence[Record]]
 FindErrors = Callable[[Array, Array], Array]
-Describe = Callable[[Result, Film], Iterable[tuple[Arrays, Record]]]
 
 COMPARED = ("sp", "wn", "bn", "gmp")  # by the papers
 LRS = (0.01, 0.1)  # in the papers 0.1 is GmP's, 0.01 that of the others
@@ -100,7 +98,7 @@ class Toy:
 
     name: str
     options: Callable[..., Any]  # a dataclass of its own options, about its data
-    load: Callable[[Any, Config], tuple[Any, Record]]  # from these and a resumed configuration
+    load: Callable[[Any], tuple[Any, Record]]  # the data that these ask for
     make_problem: Callable[[Any, int, int], Problem]  # from data, epochs and patience
     # Arrays and measures of each member of a stack; picklable, for other processes.
     describe: Callable[[Any, Result, Film], Iterable[tuple[Arrays, Record]]]
@@ -143,20 +141,17 @@ def run(
     import geoparam.plots  # noqa: F401  says now, not after training, that matplotlib is missing
 
     config = _check_options(methods, seeds, lrs, epochs, patience, folds)
-    there = resume and Path(out, "config.json").exists()
-    data, source = toy.load(toy.options(**own), Run.open(out).config if there else {})
+    data, source = toy.load(toy.options(**own))
     problem = toy.make_problem(data, epochs, patience)
     if folds > (points := problem.data[0].shape[-2]):
         raise ValueError(f"{points} training points cannot be divided into {folds} folds.")
     may_change = ("methods", "seeds") if folds else ("methods", "seeds", "lrs")
     options: Record = {"resume": resume, "may_change": may_change}
     done = Run.create(out, toy.name, config | source, command, key=Member._fields, **options)
-    describe = functools.partial(toy.describe, data)
-    choose = functools.partial(choose_rates, folds, toy.find_errors) if folds else None
-    work = functools.partial(_train_stack, problem, describe, choose)
+    work = functools.partial(_train_stack, toy, data, problem, folds)
     stacks = list_stacks(done.config)
     count = sum(len(stack.keys) for stack in stacks)
-    session = Session(done, work, count, jobs or tasks.count_cores(), progress)
+    session = Session(done, work, count, jobs, progress)
     session.spread(stacks, patient=True)  # after Ctrl-C, so that no work is lost
     rates = draw_rates(done, {toy.name.capitalize(): done.records()}, toy.measure)
     save_figures(done, toy.draw(done, data) | rates, progress)
@@ -227,14 +222,16 @@ def list_stacks(config: Config) -> list[Task]:
 
 
 def _train_stack(
-    problem: Problem, describe: Describe, choose: Choose | None, stack: Task, tick: Tick
+    toy: Toy, data: Any, problem: Problem, folds: int, stack: Task, tick: Tick
 ) -> Done:
     """Train one stack; return arrays and record of each member."""
     members = stack.keys
     result, film = train(problem, members, tick)
-    chosen = [{}] * len(members) if choose is None else choose(problem, members)
+    chosen: Sequence[Record] = [{}] * len(members)
+    if folds:
+        chosen = choose_rates(folds, toy.find_errors, problem, members)
     records, curves = [], {}
-    for i, (arrays, measures) in enumerate(describe(result, film)):
+    for i, (arrays, measures) in enumerate(toy.describe(data, result, film)):
         records.append(_record(members[i], result, i) | chosen[i] | measures)
         curves[members[i].name] = _to_single(arrays)
     return Done(records, curves)

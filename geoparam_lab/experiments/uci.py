@@ -21,8 +21,7 @@ as the papers say they did: the lowest mean squared error over the folds, each o
 training that it judges.
 
 **Stacks.** A task is a stack of up to ten splits of one set, method and rate: a larger one leaves
-the cache (60 networks on Energy took 12 times as long as 10). Processes of this machine share the
-tasks (`tasks`), or machines with a common study do (`shared_study`).
+the cache (60 networks on Energy took 12 times as long as 10). Processes share the tasks.
 """
 
 import functools
@@ -30,7 +29,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,10 +43,10 @@ from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.experiments.rate_tolerance import draw_rates
 from geoparam_lab.experiments.toys import COMPARED, save_figures
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.training import shared_study, tasks
+from geoparam_lab.training import tasks
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.stacked import Protocol, Result
-from geoparam_lab.training.tasks import Done, Progress, Session, Tick, check_names, count_cores
+from geoparam_lab.training.tasks import Done, Progress, Session, Task, Tick, check_names
 
 Array = np.ndarray
 Table = tuple[Array, Array]
@@ -56,8 +54,6 @@ Table = tuple[Array, Array]
 NAMES = data_sets.NAMES
 COPIES = {f"levy{inputs}": inputs for inputs in (2, 4, 8)}
 PROTOCOLS = (*parts.PROTOCOLS, "cv")
-KEY = ("dataset", "method", "split", "lr", "chosen")
-FOLD_KEY = (*KEY, "fold")  # under "cv"
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # the papers' grid
 WIDE_RATES = (*RATES, 1.0, 3.0)  # of "cv": SP and WN often chose the edge of the papers' grid
 FOLDS = 5
@@ -68,50 +64,45 @@ _MAY_CHANGE = ("datasets", "methods", "seeds")  # when a run is resumed
 
 
 class Member(NamedTuple):
-    """One network of a stack."""
-
-    split: int
-    lr: float
-
-
-@dataclass(frozen=True)
-class Task:
-    """Networks that are trained in one stack."""
+    """One network of a stack: the fields that tell its record apart."""
 
     dataset: str
     method: str
-    members: tuple[Member, ...]
-    chosen: bool = True  # whether the search is over, so that the test part may be used
-    fold: int | None = None  # under "cv": 1, 2, ... in the search, 0 for the held-out part
+    split: int
+    lr: float
+    chosen: bool  # whether the search is over, so that the test part may be used
+    fold: int = 0  # a field under "cv" alone: 1, 2, ... in the search, 0 for the held-out part
 
-    @property
-    def keys(self) -> list[tuple[Any, ...]]:
-        end = (self.chosen,) if self.fold is None else (self.chosen, self.fold)
-        return [(self.dataset, self.method, *member, *end) for member in self.members]
 
-    def __str__(self) -> str:
-        return f"{self.dataset}, {all_methods.title(self.method)}"
+KEY, FOLD_KEY = Member._fields[:-1], Member._fields
 
 
 def list_grid_tasks(config: Record, dataset: str) -> list[Task]:
     """Return the tasks of a data set at given rates: all under "paper", else the search."""
-    final, splits, found = config["protocol"] == "paper", range(config["seeds"]), []
-    folds = range(1, config["folds"] + 1) if config.get("folds") else [None]
+    final, found = config["protocol"] == "paper", []
+    folds = [(n + 1,) for n in range(config["folds"])] if config.get("folds") else [()]
     for method, fold in itertools.product(config["methods"], folds):
         for lr in config["lrs"] or [all_methods.get(method).lr]:
-            stacks = _split([Member(split, lr) for split in splits])
-            found += [Task(dataset, method, stack, final, fold) for stack in stacks]
+            ends = (lr, final, *fold)
+            found += _stack([(dataset, method, s, *ends) for s in range(config["seeds"])])
     return found
 
 
 def list_chosen_tasks(config: Record, dataset: str, records: Iterable[Record]) -> list[Task]:
     """Return the tasks of a data set that train each split at the rate chosen for it."""
     chosen, found = choose_rates(r for r in records if r["dataset"] == dataset), []
+    end = (True, 0) if config.get("folds") else (True,)
     for method in config["methods"]:
-        members = [Member(s, chosen[dataset, method, s]) for s in range(config["seeds"])]
-        fold = 0 if config.get("folds") else None
-        found += [Task(dataset, method, stack, fold=fold) for stack in _split(members)]
+        splits = [(dataset, method, split) for split in range(config["seeds"])]
+        found += _stack([(*split, chosen[split], *end) for split in splits])
     return found
+
+
+def _stack(keys: Sequence[tuple[Any, ...]]) -> list[Task]:
+    """Return the networks of one data set and method as tasks."""
+    title = f"{keys[0][0]}, {all_methods.title(keys[0][1])}"
+    firsts = range(0, len(keys), AT_ONCE)
+    return [Task(title, tuple(keys[first : first + AT_ONCE])) for first in firsts]
 
 
 def choose_rates(records: Iterable[Record]) -> dict[tuple[str, str, int], float]:
@@ -135,10 +126,6 @@ def sum_folds(records: Iterable[Record]) -> dict[tuple[str, str, int], dict[floa
     return errors
 
 
-def _split(members: Sequence[Member]) -> list[tuple[Member, ...]]:
-    return [tuple(members[i : i + AT_ONCE]) for i in range(0, len(members), AT_ONCE)]
-
-
 # --- one stack ----------------------------------------------------------------------------------
 
 
@@ -146,17 +133,19 @@ def train(
     tables: Mapping[str, Table], config: Record, task: Task, tick: Tick | None = None
 ) -> Done:
     """Train a task's networks on its table: inputs (points, features) and targets (points,)."""
-    method, seeds = all_methods.get(task.method), [member.split for member in task.members]
+    members = [Member(*key) for key in task.keys]
+    first, seeds = members[0], [member.split for member in members]
+    method = all_methods.get(first.method)
     protocol = "paper" if config["protocol"] == "paper" else "heldout"
-    fold = (task.fold - 1, config["folds"]) if task.fold else None
-    x, y = tables[task.dataset]
+    fold = (first.fold - 1, config["folds"]) if first.fold else None
+    x, y = tables[first.dataset]
     order = method.draw_order(x.shape[1]).numpy()
     data = parts.stack(x[:, order], y, seeds, protocol, fold)
     widths = (data.x_train.shape[-1], UNITS, 1)
     result = stacked.train(
-        [all_methods.mlp(task.method, widths, seed=seed) for seed in seeds],
+        [all_methods.mlp(first.method, widths, seed=seed) for seed in seeds],
         (data.x_train, data.y_train),
-        [member.lr for member in task.members],
+        [member.lr for member in members],
         Protocol(
             stacked.absolute_error,
             stacked.squared_error,
@@ -170,7 +159,7 @@ def train(
         seeds=seeds,
         progress=tick,
     )
-    errors = _errors(task, result, data, protocol)
+    errors = _errors(first.chosen, result, data, protocol)
     records = [
         {
             **dict(zip(FOLD_KEY, task.keys[i], strict=False)),
@@ -186,12 +175,12 @@ def train(
     return Done(records)
 
 
-def _errors(task: Task, result: Result, data: parts.Splits, protocol: str) -> dict[str, Array]:
+def _errors(chosen: bool, result: Result, data: parts.Splits, protocol: str) -> dict[str, Array]:
     """Return the errors of the kept weights; on the test part for chosen rates alone."""
     judged = np.sqrt(result.best_metric)
     if protocol == "paper":
         return {"test_rmse": judged}
-    if not task.chosen:
+    if not chosen:
         return {"val_rmse": judged}
     test = np.sqrt(((result.predict(data.x_test) - data.y_test) ** 2).mean(1))
     return {"val_rmse": judged, "test_rmse": np.where(np.isfinite(judged), test, np.nan)}
@@ -211,18 +200,16 @@ def run(
     lrs: Sequence[float] | None = None,
     epochs: int = EPOCHS,
     folds: int = FOLDS,
-    storage: str | None = None,
     jobs: int | None = None,
     resume: bool = False,
     command: str | None = None,
     progress: Progress | None = None,
-    tables: Mapping[str, Table] | None = None,
 ) -> Run:
     """Train all methods on all splits of all sets; write records to a folder.
 
     Args:
-        datasets: names of the sets, or of `tables`; levy2, levy4 and levy8 are Levy's function
-            summed over so many inputs.
+        datasets: names of the sets; levy2, levy4 and levy8 are Levy's function summed over so
+            many inputs.
         methods: names of `methods.METHODS`, perhaps with options: "wn+mbn:mbn=before".
         protocol: "paper", where the test split decides when to stop, "heldout", or "cv", where
             rates are chosen by cross-validation.
@@ -232,34 +219,24 @@ def run(
             papers' grid under "heldout", and up to 3.0 under "cv".
         epochs: the most there are.
         folds: of the training part, under "cv".
-        storage: share the work: the URL of a database or the path of a file. Start the same
-            command as often as there are cores, each with an --out of its own.
-        jobs: how many processes of this machine work; by default as many as there are cores, and
-            one with a storage.
-        tables: inputs and targets of other data sets, by name.
+        jobs: how many processes work; by default as many as there are cores.
     """
-    known = (*NAMES, *COPIES, *(tables or {}))
-    check_names("datasets", datasets, known)
+    check_names("datasets", datasets, (*NAMES, *COPIES))
     config = _check_options(methods, protocol, seeds, lrs, epochs, folds)
     config["datasets"] = list(dict.fromkeys(datasets))
-    loaded = {name: (tables or {}).get(name) or load(name, data) for name in config["datasets"]}
-    study = None
-    if storage is not None:
-        arrays = [array for table in loaded.values() for array in table]
-        study = shared_study.open_study(storage, "uci", config, arrays)
+    loaded = {name: load(name, data) for name in config["datasets"]}
     key, changes = FOLD_KEY if protocol == "cv" else KEY, _MAY_CHANGE
     folder = Run.create(out, "uci", config, command, key=key, resume=resume, may_change=changes)
     sets = sorted(loaded, key=lambda name: -loaded[name][0].size)  # the large ones first
     grid = [task for name in sets for task in list_grid_tasks(config, name)]
-    count = sum(len(task.members) for task in grid)
     chooses = protocol != "paper"
+    count = sum(len(task.keys) for task in grid)
     count += len(loaded) * len(config["methods"]) * seeds if chooses else 0
-    jobs = jobs or (count_cores() if storage is None else 1)
     session = Session(folder, functools.partial(train, loaded, config), count, jobs, progress)
-    _do(session, grid, study)
+    session.spread(grid)
     if chooses:
         records = folder.records()
-        _do(session, [t for name in sets for t in list_chosen_tasks(config, name, records)], study)
+        session.spread([t for name in sets for t in list_chosen_tasks(config, name, records)])
         _draw_rates(folder)
     return folder
 
@@ -280,15 +257,6 @@ def _draw_rates(run: Run) -> None:
         found = [{"method": method, "lr": lr, "val_rmse": math.sqrt(e)} for lr, e in own.items()]
         panels.setdefault(dataset.capitalize(), []).extend(found)
     save_figures(run, draw_rates(run, panels, Measure("val_rmse", "validation RMSE")))
-
-
-def _do(session: Session, stacks: Sequence[Task], study: Any) -> None:
-    """Do the tasks; with a study, together with other processes."""
-    if study is None:
-        session.spread(stacks)
-    else:
-        paper = session.run.config["protocol"] == "paper"
-        session.share(stacks, study, "test_rmse" if paper else "val_rmse")
 
 
 def _check_options(

@@ -13,7 +13,6 @@ variance 2 / (n + units) lets them fall as 1 / sqrt(units). Gradients of hidden 
 with the output weights, as 1 / sqrt(units), under all.
 """
 
-import functools
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,14 +29,7 @@ from geoparam_lab.data.synthetic import levy_regression
 from geoparam_lab.experiments.experiment import RMSE, Experiment, Layout, Measure
 from geoparam_lab.run_folder import Record, Run, select_records
 from geoparam_lab.training.stacks import stacked
-from geoparam_lab.training.tasks import (
-    Progress,
-    Task,
-    Tick,
-    check_counts,
-    check_names,
-    measure_missing,
-)
+from geoparam_lab.training.tasks import Progress, check_counts, check_names, limit_threads
 
 Array = np.ndarray
 
@@ -61,22 +53,6 @@ class Member(NamedTuple):
     init: str
     width: int  # of the hidden layer
     seed: int
-
-
-def measure(
-    energy: tuple[Array, Array] | None, members: Sequence[Member], tick: Tick
-) -> list[Record]:
-    """Measure the members of a task; `energy` is the whole set, where it is asked for."""
-    found = []
-    for _, dataset, method, init, width, seed in members:
-        x, y = levy_regression()[:2]
-        if dataset == "energy":
-            assert energy is not None
-            split = parts.stack(*energy, [seed])
-            x, y = split.x_train[0], split.y_train[0]
-        model = methods.mlp(method, (x.shape[-1], width, 1), seed=seed, init=init)
-        found.append(measure_start(model, torch.from_numpy(x), torch.from_numpy(y)))
-    return found
 
 
 def measure_start(model: nn.Sequential, x: Tensor, y: Tensor) -> Record:
@@ -123,7 +99,6 @@ def run(
     datasets: Sequence[str] = DATASETS,
     seeds: int = 20,
     data: str | Path | None = None,
-    jobs: int | None = None,
     resume: bool = False,
     command: str | None = None,
     progress: Progress | None = None,
@@ -135,7 +110,6 @@ def run(
         datasets: "levy", "energy" or both.
         seeds: how many initial weights.
         data: folder with the Energy data, before $GEOPARAM_DATA, the cache and the network.
-        jobs: how many processes of this machine work; by default as many as there are cores.
     """
     check_names("datasets", datasets, DATASETS)
     check_counts(seeds=seeds, widths=min(widths, default=0))
@@ -146,20 +120,36 @@ def run(
     }
     energy = data_sets.load("energy", data) if "energy" in datasets else None
     folder = Run.create(out, "width", config, command, key=Member._fields, resume=resume)
-    meter = functools.partial(measure, energy)
-    measure_missing(folder, make_tasks(config), meter, jobs, progress)
+    done = set(map(folder.key_of, folder.records()))
+    members = list_members(config)
+    for count, member in enumerate(members, start=1):
+        if member not in done:
+            with limit_threads(1):
+                folder.append(member._asdict() | measure(member, energy))
+        if progress is not None:
+            progress(f"Width {member.width:,}", count, len(members))
     folder.append_missing(find_answers(folder.records(), config))
     return folder
 
 
-def make_tasks(config: Record) -> list[Task]:
-    """Return all tasks of a run, the long ones first."""
-    found = []
-    for width, variant in itertools.product(sorted(config["widths"], reverse=True), VARIANTS):
-        for dataset in config["datasets"]:
-            own = [Member("start", dataset, *variant, width, s) for s in range(config["seeds"])]
-            found.append(Task(f"{dataset}, {VARIANTS[variant]}, width {width:,}", tuple(own)))
-    return found
+def list_members(config: Record) -> list[Member]:
+    """Return all networks of a run."""
+    sizes = itertools.product(config["datasets"], VARIANTS, config["widths"])
+    return [
+        Member("start", d, *v, w, seed) for d, v, w in sizes for seed in range(config["seeds"])
+    ]
+
+
+def measure(member: Member, energy: tuple[Array, Array] | None) -> Record:
+    """Measure one network; `energy` is the whole set, where it is asked for."""
+    x, y = levy_regression()[:2]
+    if member.dataset == "energy":
+        assert energy is not None
+        split = parts.stack(*energy, [member.seed])
+        x, y = split.x_train[0], split.y_train[0]
+    widths = (x.shape[-1], member.width, 1)
+    model = methods.mlp(member.method, widths, seed=member.seed, init=member.init)
+    return measure_start(model, torch.from_numpy(x), torch.from_numpy(y))
 
 
 # --- what comes out -----------------------------------------------------------------------------

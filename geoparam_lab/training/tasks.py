@@ -11,17 +11,16 @@ alone writes, and they end when it ends. (For large networks a session may leave
 
 import contextlib
 import functools
-import itertools
 import math
 import multiprocessing
 import os
-import queue
+import random
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -32,9 +31,7 @@ import torch
 from geoparam_lab import methods
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.session import count_cores as count_cores
-from geoparam_lab.training import shared_study
 
-Key = tuple[Any, ...]
 Progress = Callable[[str, float, int], None]  # a title, how much is done, and of how much
 Tick = Callable[..., None]  # the epoch, how many records are left, and perhaps a remark
 
@@ -48,6 +45,14 @@ class Done:
     records: list[Record]
     curves: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
 
+    def to_json(self) -> Record:
+        """Return it with lists in place of arrays."""
+        curves = {
+            file: {name: np.asarray(array).tolist() for name, array in arrays.items()}
+            for file, arrays in self.curves.items()
+        }
+        return {"records": self.records, "curves": curves}
+
 
 class Task(NamedTuple):
     """Networks or layers that are measured together; each is the key of its record."""
@@ -59,9 +64,8 @@ class Task(NamedTuple):
         return self.title
 
 
-Work = Callable[[Any, Tick], Any]
-Meter = Callable[[Sequence[Any], Tick], Iterable[Record]]  # measures some keys
-Report = Callable[[Any, int, float, str], None]
+Work = Callable[[Any, Tick], Done]
+Results = Generator[tuple[Any, Done], None, None]
 
 
 class Session:
@@ -71,78 +75,99 @@ class Session:
 
     Args:
         run: the folder.
-        work: does a task and returns `Done`; calls a `Tick` now and then.
+        work: does a task; calls a `Tick` now and then. With several jobs it must be picklable.
         total: how many records there will be.
-        jobs: how many processes work; 1 is this one.
+        jobs: how many processes work; 1 is this one, None is one for each core.
         progress: shows how many records are done.
-        threads: for a task; None leaves them as they are.
+        threads: for a task in this process; None leaves them. Other processes have one.
         finished: called with a task when all of it is in the folder.
     """
 
     def __init__(
         self,
         run: Run,
-        work: Callable[[Any, Tick], Done],
+        work: Work,
         total: int,
-        jobs: int = 1,
+        jobs: int | None = 1,
         progress: Progress | None = None,
         *,
         threads: int | None = 1,
         finished: Callable[[Any], None] | None = None,
     ) -> None:
-        self.run, self.work, self.total, self.jobs = run, work, total, jobs
+        self.run, self.work, self.total = run, work, total
+        self.jobs = jobs or count_cores()
         self.progress = progress or (lambda title, done, total: None)
         self.threads = threads
         self.finished = finished or (lambda task: None)
-        self.keys = {self._key(record) for record in run.records()}
+        self.keys = {run.key_of(record) for record in run.records()}
         self.open: dict[Any, float] = {}  # records that are left of each task that has begun
 
     def spread(self, tasks: Iterable[Any], patient: bool = False) -> None:
-        """Do the tasks that are not done, in this order; if patient, as `spread` is."""
-        todo = [task for task in tasks if not self._is_done(task)]
-        options = (self.jobs, self._report, self.threads, patient)
-        for task, done in spread(self.work, todo, *options):
-            self._keep(task, done)
+        """Do the tasks that are not done, in this order.
 
-    def share(self, tasks: Iterable[Any], study: Any, value: str) -> None:
-        """Do the tasks together with other processes: see `shared_study.share`.
+        If patient, Ctrl-C lets the tasks end that have begun; a second one stops at once.
+        """
+        todo = [task for task in tasks if not self._is_done(task)]
+        work = self._work_in_processes if min(self.jobs, len(todo)) > 1 else self._work_here
+        with (
+            _note_interrupts(patient) as interrupts,
+            contextlib.closing(work(todo, interrupts)) as results,
+        ):
+            for task, done in results:
+                self._keep(task, done)
+        if interrupts:
+            raise KeyboardInterrupt
+
+    def share(self, tasks: Sequence[Any], study: Any, value: str) -> None:
+        """Do the tasks with every process that makes this call, and return when all are done.
+
+        A trial of the study is one try at a task; it has the task's name and, at the end, its
+        result. Each process takes a task that nobody has begun. Where there is none left, it
+        repeats one that is not finished: whoever began that may have been killed. So no process
+        waits for another, and every folder ends with the results of all.
 
         Args:
             tasks: a task's name in the study is the first of its keys.
             study: see `shared_study.open_study`.
-            value: the field of the records whose mean is a task's value.
+            value: the field of the records whose mean is a task's value, the lower the better.
         """
-        by_name = {str(task.keys[0]): task for task in tasks}
+        from optuna.trial import TrialState
 
-        def work(name: str) -> tuple[float, Any]:
-            [(_, done)] = spread(self.work, [by_name[name]], 1, self._report, self.threads)
-            curves = {
-                file: {key: np.asarray(array).tolist() for key, array in arrays.items()}
-                for file, arrays in done.curves.items()
-            }
-            result = {"records": done.records, "curves": curves}
-            return float(np.mean([record[value] for record in done.records])), result
-
-        for name, result in shared_study.share(work, list(by_name), study).items():
-            if not self._is_done(by_name[name]):
-                self._keep(by_name[name], Done(**result))
+        names = {task: str(task.keys[0]) for task in tasks}
+        while True:
+            trials = study.get_trials(deepcopy=False)
+            ended = [trial.user_attrs for trial in trials if "result" in trial.user_attrs]
+            results = {
+                each["task"]: each["result"] for each in reversed(ended)
+            }  # the first counts
+            left = [task for task in tasks if names[task] not in results]
+            for task in tasks:
+                if task not in left and not self._is_done(task):
+                    self._keep(task, Done(**results[names[task]]))
+            if not left:
+                return
+            begun = [t.user_attrs.get("task") for t in trials if t.state == TrialState.RUNNING]
+            task = random.choice([task for task in left if names[task] not in begun] or left)
+            trial = study.ask()
+            trial.set_user_attr("task", names[task])
+            done = self._do(task)
+            trial.set_user_attr("result", done.to_json())
+            mean = float(np.mean([record[value] for record in done.records]))
+            study.tell(trial, mean if math.isfinite(mean) else math.inf)  # NaN would be a failure
 
     def _keep(self, task: Any, done: Done) -> None:
         for name, arrays in done.curves.items():
             self.run.save_curves(name, **arrays)
         for record in done.records:
-            if self._key(record) not in self.keys:
+            if self.run.key_of(record) not in self.keys:
                 self.run.append(record)
-                self.keys.add(self._key(record))
+                self.keys.add(self.run.key_of(record))
         self.open.pop(task, None)
         self.finished(task)
         self._show(str(task))
 
     def _is_done(self, task: Any) -> bool:
         return self.keys.issuperset(task.keys)
-
-    def _key(self, record: Record) -> Key:
-        return tuple(record[name] for name in self.run.info["key"])
 
     def _report(self, task: Any, epoch: int, left: float, remark: str) -> None:
         self.open[task] = left
@@ -152,19 +177,42 @@ class Session:
         begun = sum(len(task.keys) - left for task, left in self.open.items())
         self.progress(title, min(len(self.keys) + begun, self.total), self.total)
 
+    def _do(self, task: Any) -> Done:
+        with limit_threads(self.threads):
+            return self.work(task, _throttle(functools.partial(self._report, task)))
 
-def measure_missing(
-    run: Run, tasks: Sequence[Task], measure: Meter, jobs: int | None, progress: Progress | None
-) -> None:
-    """Do the tasks that are not done; `measure` gives the results of each of a task's keys."""
-    total = sum(len(task.keys) for task in tasks)
-    work = functools.partial(_measure, measure)
-    Session(run, work, total, jobs or count_cores(), progress).spread(tasks)
+    def _work_here(self, todo: Sequence[Any], interrupts: list[int]) -> Results:
+        for task in todo:
+            if not interrupts:
+                yield task, self._do(task)
 
-
-def _measure(measure: Meter, task: Task, tick: Tick) -> Done:
-    found = zip(task.keys, measure(task.keys, tick), strict=True)
-    return Done([key._asdict() | own for key, own in found])
+    def _work_in_processes(self, todo: Sequence[Any], interrupts: list[int]) -> Results:
+        context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+        ticks, stop = context.Queue(), context.Event()
+        jobs = min(self.jobs, len(todo))
+        with ProcessPoolExecutor(jobs, context, _start_worker, (ticks, stop)) as pool:
+            try:
+                with _handle_interrupts(signal.SIG_IGN):  # which processes started here inherit
+                    tasks = {pool.submit(_call, self.work, t, n): t for n, t in enumerate(todo)}
+                left = set(tasks)
+                while left:
+                    finished, left = wait(left, INTERVAL, FIRST_COMPLETED)
+                    while not ticks.empty():
+                        number, *ticked = ticks.get()
+                        self._report(todo[number], *ticked)
+                    for future in finished:
+                        yield tasks[future], future.result()
+                    if interrupts:
+                        left = {future for future in left if not future.cancel()}
+            except BrokenProcessPool as error:
+                raise RuntimeError(
+                    "a working process ended without a word: killed, or out of memory; or a "
+                    "script started it that does not guard its own calls by if __name__ == "
+                    "'__main__'. Go on with resume, or try jobs=1."
+                ) from error
+            finally:
+                stop.set()
+                pool.shutdown(cancel_futures=True)
 
 
 def check_names(what: str, names: Sequence[str], allowed: Sequence[str]) -> None:
@@ -197,40 +245,6 @@ def check_methods(names: Sequence[str]) -> list[str]:
 
 
 # --- processes ----------------------------------------------------------------------------------
-
-
-def spread(
-    work: Work,
-    tasks: Sequence[Any],
-    jobs: int = 1,
-    report: Report | None = None,
-    threads: int | None = 1,
-    patient: bool = False,
-) -> Iterator[tuple[Any, Any]]:
-    """Do all tasks, and yield each with its result as soon as it is done.
-
-    Args:
-        work: called with a task and a `Tick`. With several jobs it must be picklable.
-        tasks: in the order in which they are begun.
-        jobs: how many processes do them; 1 is this one.
-        report: called with a task and what it ticked, at most every INTERVAL seconds.
-        threads: for a task in this process; None leaves them. Other processes have one.
-        patient: after Ctrl-C finish the tasks that have begun; a second one stops at once.
-    """
-    report = report or (lambda task, epoch, left, remark: None)
-    jobs = min(jobs, len(tasks))
-    with _note_interrupts(patient) as interrupts:
-        if jobs > 1:
-            yield from _spread_over_processes(work, tasks, jobs, report, interrupts)
-        else:
-            for task in tasks:
-                with limit_threads(threads):
-                    result = work(task, _throttle(report, task))
-                yield task, result
-                if interrupts:
-                    break
-    if interrupts:
-        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -272,7 +286,7 @@ def _note_interrupts(patient: bool) -> Iterator[list[int]]:
         yield interrupts
 
 
-def _throttle(report: Report, task: Any) -> Tick:
+def _throttle(report: Callable[[int, float, str], None]) -> Tick:
     """Return a tick that reports at most every INTERVAL seconds."""
     last = time.monotonic()
 
@@ -280,46 +294,9 @@ def _throttle(report: Report, task: Any) -> Tick:
         nonlocal last
         if time.monotonic() - last >= INTERVAL:
             last = time.monotonic()
-            report(task, epoch, left, remark)
+            report(epoch, left, remark)
 
     return tick
-
-
-def _spread_over_processes(
-    work: Work, tasks: Sequence[Any], jobs: int, report: Report, interrupts: Sequence[int]
-) -> Iterator[tuple[Any, Any]]:
-    context = multiprocessing.get_context("spawn")  # torch and its threads do not survive a fork
-    ticks, stop = context.Queue(), context.Event()
-    with ProcessPoolExecutor(jobs, context, _start_worker, (ticks, stop)) as pool:
-        running: dict[Future[Any], int] = {}
-        waiting = iter(enumerate(tasks))
-
-        def submit() -> None:
-            with _handle_interrupts(signal.SIG_IGN):  # which processes started here inherit
-                for n, task in itertools.islice(waiting, jobs - len(running)):
-                    running[pool.submit(_call, work, task, n)] = n
-
-        try:
-            submit()
-            while running:
-                finished, _ = wait(running, INTERVAL, FIRST_COMPLETED)
-                with contextlib.suppress(queue.Empty):
-                    while True:
-                        number, *ticked = ticks.get_nowait()
-                        report(tasks[number], *ticked)
-                for future in finished:
-                    yield tasks[running.pop(future)], future.result()
-                if not interrupts:
-                    submit()
-        except BrokenProcessPool as error:
-            raise RuntimeError(
-                "a working process ended without a word: killed, or out of memory; or a script "
-                "started it that does not guard its own calls by if __name__ == '__main__'. "
-                "Go on with resume, or try jobs=1."
-            ) from error
-        finally:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
 
 
 # --- in a working process -----------------------------------------------------------------------
@@ -347,8 +324,8 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _call(work: Work, task: Any, number: int) -> Any:
-    report = _throttle(lambda *ticked: _ticks.put(ticked), number)
+def _call(work: Work, task: Any, number: int) -> Done:
+    report = _throttle(lambda *ticked: _ticks.put((number, *ticked)))
 
     def tick(epoch: int, left: float, remark: str = "") -> None:
         if _stop.is_set():

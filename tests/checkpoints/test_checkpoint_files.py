@@ -268,7 +268,7 @@ def test_broken_indices_and_folders(tmp_path: Path, out: Path) -> None:
         ('{"weight_map": {"a": "../model-0.safetensors"}}', "not beside it"),
         ("[]", "index.json is damaged: it holds no dict"),
         ("{", "index.json is damaged"),
-        ('{"a":' * 100_000 + "1" + "}" * 100_000, "index.json is damaged: nested"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "index.json is damaged: maximum recursion"),
         ("{}", "is no index"),
         ('{"weight_map": {"a": 3}}', "is no index"),
     ):

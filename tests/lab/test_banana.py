@@ -1,12 +1,11 @@
 """Banana classification: which points, the protocol, what a run leaves, how it is resumed."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from run_folders import curves_of, lines
+from run_folders import curves_of
 
 from geoparam_lab.data import banana_data as points
 from geoparam_lab.experiments import banana as experiment
@@ -21,8 +20,7 @@ SHORT: dict[str, Any] = {
 
 
 def test_without_file_and_network_points_are_generated(nowhere: None, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    for data in (None, tmp_path / "data"):
+    for data in (None, tmp_path):
         assert points.load(data, "auto").source == "generated"
 
 
@@ -108,12 +106,3 @@ def test_under_heldout_other_points_judge_than_the_test_ones(
         assert record["val_accuracy"] == pytest.approx(val[record["seed"]].mean())
     assert run.config["protocol"] == "heldout"
     np.testing.assert_allclose(data.x_train.mean(0), 0, atol=1e-12)
-
-
-def test_a_resumed_run_keeps_its_points(
-    finished: Run, tmp_path: Path, undrawn: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(finished.folder, tmp_path / "run")
-    monkeypatch.setattr(points.table_files, "load", None)  # would be KEEL's now
-    again = experiment.run(tmp_path / "run", **SHORT | {"source": "auto"}, resume=True)
-    assert again.config["source"] == "generated" and lines(again) == lines(finished)

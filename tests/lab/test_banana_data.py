@@ -15,7 +15,7 @@ from geoparam_lab.data.splits import split
 def keel() -> np.ndarray:
     if not os.environ.get("GEOPARAM_DATA") or table_files.find(banana_data.KEEL) is None:
         pytest.skip("needs banana.csv in GEOPARAM_DATA")
-    return table_files.load(banana_data.KEEL, download=False)
+    return table_files.load(banana_data.KEEL)
 
 
 def check(data: banana_data.Banana) -> None:
@@ -65,14 +65,12 @@ def test_keels_own_format_gives_the_same(keel: np.ndarray, tmp_path: Path, nowhe
     zipped = banana_data.load(tmp_path)
     assert plain.source == zipped.source == "KEEL"
     np.testing.assert_array_equal(plain.x_train, zipped.x_train)
-    np.testing.assert_array_equal(
-        table_files.load(banana_data.KEEL, tmp_path, download=False), keel
-    )
+    np.testing.assert_array_equal(table_files.load(banana_data.KEEL, tmp_path), keel)
 
 
 def test_an_altered_file_is_an_error_and_not_replaced(tmp_path: Path, nowhere: None) -> None:
     (tmp_path / "banana.csv").write_text("At1,At2,Class\n1.14,-0.114,-1\n")
-    with pytest.raises(ValueError, match="banana.csv cannot be used: it has 1 rows of 3"):
+    with pytest.raises(ValueError, match="banana.csv cannot be used: its numbers, 1 rows of 3"):
         banana_data.load(tmp_path)
 
 

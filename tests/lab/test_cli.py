@@ -95,7 +95,7 @@ def test_run_prints_the_table_and_where_everything_is(
     ("command", "message"),
     [
         ("levy --methods sp,spp", "sp, sp+imn, wn, wn+imn, wn+mbn, bn, bn+decay, ln, gmp"),
-        ("banana --source here", "auto, KEEL, generated"),
+        ("banana --source here", "KEEL, generated"),
         ("perturbation --methods mbn", "one of sp, wn, bn, ln, gmp, intrinsic; got 'mbn'"),
         ("uci --datasets boston,bostn", "boston, concrete, energy"),
         ("levy --lrs 0.1,fast", "numbers between commas; got '0.1,fast'"),
@@ -135,7 +135,7 @@ def replace_run(
             {"datasets": ["energy", "yacht"], "protocol": "heldout", "lrs": [0.1], "seeds": 4}
             | {"resume": True, "methods": ["sp", "wn", "bn", "gmp"]},
         ),
-        ("width --widths 16,64 --seeds 5 --jobs 1", {"widths": [16, 64], "seeds": 5, "jobs": 1}),
+        ("width --widths 16,64 --seeds 5", {"widths": [16, 64], "seeds": 5}),
         (
             "imagenet32 --data npz --batch-sizes 256,1024 --widths 8,8 --keep-weights "
             "--methods gmp --method bn:lr=0.4,0.8 --method sp --time-to 40,45 --select 0.1",

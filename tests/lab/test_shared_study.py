@@ -3,19 +3,20 @@
 import math
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import forked
-import numpy as np
 import pytest
 
+from geoparam_lab.run_folder import Run
 from geoparam_lab.training import shared_study
+from geoparam_lab.training.tasks import Done, Session, Task, Tick
 
-TASKS = ["a", "bb", "ccc", "dddd", "e-e-e", "ffffff"]
-EXPECTED = {task: [task] for task in TASKS}
+NAMES = ["a", "bb", "ccc", "dddd", "e-e-e", "ffffff"]
 
 pytest.importorskip("optuna")
 
@@ -32,15 +33,21 @@ class Work:
         self.number, self.instead = number, instead
         self.tasks: list[str] = []
 
-    def __call__(self, task: str) -> tuple[float, Any]:
-        self.tasks.append(task)
+    def __call__(self, task: Task, tick: Tick) -> Done:
+        self.tasks.append(task.title)
         if len(self.tasks) == self.number and self.instead is not None:
             self.instead()
-        return len(task), [task]
+        return Done([{"name": task.title, "value": len(task.title)}])
 
 
-def share(work: Any, storage: str, **config: Any) -> dict[str, Any]:
-    return shared_study.share(work, TASKS, shared_study.open_study(storage, "study", config))
+def share(work: Any, storage: str, **config: Any) -> list[str]:
+    """Do the tasks, and return the names in the folder."""
+    tasks = [Task(name, ((name,),)) for name in NAMES]
+    study = shared_study.open_study(storage, "study", config)
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run.create(folder, "study", {}, key=("name",))
+        Session(run, work, len(tasks)).share(tasks, study, "value")
+        return sorted(record["name"] for record in run.records())
 
 
 def kill_at_the_third(storage: str) -> None:
@@ -58,11 +65,11 @@ def hold_the_first(storage: str, pipe: Connection) -> None:
 
 def test_every_task_is_done_once_in_each_study(storage: str) -> None:
     first, again, other = Work(), Work(), Work()
-    assert share(first, storage) == share(again, storage) == EXPECTED
-    assert sorted(first.tasks) == TASKS
+    assert share(first, storage) == share(again, storage) == NAMES
+    assert sorted(first.tasks) == NAMES
     assert again.tasks == []
     share(other, storage, seeds=4)
-    assert len(other.tasks) == len(EXPECTED)
+    assert len(other.tasks) == len(NAMES)
 
 
 @pytest.mark.parametrize(("number", "error"), [(1, KeyboardInterrupt()), (6, RuntimeError())])
@@ -75,47 +82,43 @@ def test_a_task_that_failed_is_done_by_the_next(
     first, second = Work(number, fail), Work()
     with pytest.raises(type(error)):
         share(first, storage)
-    assert share(second, storage) == EXPECTED
-    assert len(first.tasks) == number and len(second.tasks) == len(EXPECTED) - number + 1
+    assert share(second, storage) == NAMES
+    assert len(first.tasks) == number and len(second.tasks) == len(NAMES) - number + 1
 
 
 def test_tasks_of_a_killed_process_are_done_by_others(storage: str) -> None:
     assert forked.end(forked.start(kill_at_the_third, storage)) == -signal.SIGKILL
     work = Work()
-    assert share(work, storage) == EXPECTED
-    assert len(work.tasks) == len(EXPECTED) - 2
+    assert share(work, storage) == NAMES
+    assert len(work.tasks) == len(NAMES) - 2
 
 
 def test_a_task_that_another_process_works_on_is_done_last(storage: str) -> None:
     pipe, its = forked.CONTEXT.Pipe()
     forked.start(hold_the_first, storage, its)
     held, work = pipe.recv(), Work()
-    assert share(work, storage) == EXPECTED
-    assert sorted(work.tasks) == TASKS and work.tasks[-1] == held
+    assert share(work, storage) == NAMES
+    assert sorted(work.tasks) == NAMES and work.tasks[-1] == held
     pipe.send("go on")
-    assert pipe.recv() == (EXPECTED, [held])
+    assert pipe.recv() == (NAMES, [held])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_task_without_a_finite_value_is_done(storage: str, value: float) -> None:
-    study = shared_study.open_study(storage, "study", {})
-    results = shared_study.share(lambda task: (value, value), ["x"], study)
-    assert repr(results) == repr({"x": value})
+    work = lambda task, tick: Done([{"name": task.title, "value": value}])  # noqa: E731
+    assert share(work, storage) == NAMES
 
 
 def test_the_study_knows_its_best_task(storage: str) -> None:
     share(Work(), storage)
     study = shared_study.open_study(storage, "study", {})
-    assert study.best_value == 1 and study.best_trial.user_attrs["task"] == "a"
+    assert study.best_value == 1 and study.best_trial.user_attrs["task"] == "('a',)"
 
 
-def test_study_names_tell_data_and_configuration_apart(storage: str) -> None:
-    names = {
-        shared_study.open_study(storage, "uci", config, [array]).study_name
-        for config in ({"seeds": 3}, {"seeds": 4})
-        for array in (np.zeros(3), np.ones(3))
-    }
-    assert len(names) == 4
+def test_study_names_tell_configurations_apart(storage: str) -> None:
+    configs = ({"seeds": 3}, {"seeds": 4})
+    names = {shared_study.open_study(storage, "uci", each).study_name for each in configs}
+    assert len(names) == 2
 
 
 @pytest.mark.parametrize("storage", ["nonsense://x", "/no/such/folder/search"])

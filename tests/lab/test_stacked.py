@@ -47,7 +47,8 @@ def run(
     if protocol.metric is not None:
         arguments.setdefault("evaluation", regression(size, rows=15, seed=1))
     models = arguments.pop("models", None) or networks(name, size=size)
-    return stacked.train(models, data, lr, protocol, **arguments)
+    rates = lr if isinstance(lr, list) else [lr] * len(models)
+    return stacked.train(models, data, rates, protocol, **arguments)
 
 
 @pytest.mark.parametrize("name", ["gmp", "intrinsic", "sp"])
@@ -295,8 +296,8 @@ def test_float32_follows_float64(name: str) -> None:
     [
         ({"models": [*networks("sp"), *networks("gmp")]}, "all of one method and shape"),
         ({"models": [nn.Sequential(nn.Linear(3, 1), nn.GELU())] * 3}, "got GELU"),
-        ({"lr": [0.1, 0.2]}, "lr needs one value for each of 3 models; got 2"),
-        ({"seeds": [1]}, "seeds needs one value for each of 3 models; got 1"),
+        ({"lr": [0.1, 0.2]}, "lr and seeds need one value for each of 3 models"),
+        ({"seeds": [1]}, "lr and seeds need one value for each of 3 models"),
         ({"data": regression(size=2)}, "or both with 3 members first; got shapes"),
         ({"protocol": Protocol(), "evaluation": regression()}, "only the data"),
         ({"evaluation": None}, "only the metric"),

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training import tasks
-from geoparam_lab.training.tasks import Done, Session, spread
+from geoparam_lab.training.tasks import Done, Session
 
 
 @pytest.fixture
@@ -47,40 +48,44 @@ def squares(task: Batch, tick: tasks.Tick) -> Done:
     return Done(records, {task.name: {"numbers": np.array(task.numbers)}})
 
 
-def count_threads(task: int, tick: tasks.Tick) -> int:
-    if task == 9:
-        raise ZeroDivisionError(f"task {task}")
-    return torch.get_num_threads()
+def count_threads(task: Batch, tick: tasks.Tick) -> Done:
+    if task.numbers == (9,):
+        raise ZeroDivisionError("task 9")
+    return Done([{"number": task.numbers[0], "threads": torch.get_num_threads()}])
 
 
-def interrupt(task: tuple[int, int], tick: tasks.Tick) -> int:
-    """Press Ctrl-C in the process that asked, if the task says so, and finish all the same."""
-    number, asker = task
-    if asker:
+def interrupt(asker: int, task: Batch, tick: tasks.Tick) -> Done:
+    """Press Ctrl-C in the process that asked, at the first task, and finish all the same."""
+    if task.numbers == (0,):
         os.kill(asker, signal.SIGINT)
     time.sleep(0.1)  # all would be done before the asker has heard of it
-    return number
+    return squares(task, tick)
 
 
-def vanish(task: int, tick: tasks.Tick) -> None:
+def vanish(task: Batch, tick: tasks.Tick) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def endless(task: int, tick: tasks.Tick) -> int:
-    while task == 0:
+def endless(task: Batch, tick: tasks.Tick) -> Done:
+    while task.numbers == (0,):
         tick(0, 1)
-    return task
+    return squares(task, tick)
 
 
-def say_and_sleep(port: int, tick: tasks.Tick) -> None:
+def say_and_sleep(port: int, task: Batch, tick: tasks.Tick) -> None:
     with socket.create_connection(("127.0.0.1", port)) as line:
         line.sendall(b"here")
         time.sleep(600)
 
 
-def spread_sleepers(port: int) -> None:
+def spread_sleepers(folder: Path, port: int) -> None:
     multiprocessing.get_context = lambda method: forked.CONTEXT
-    list(spread(say_and_sleep, [port, port], jobs=2))
+    run = Run.create(folder, "squares", {}, key=("number",))
+    Session(run, partial(say_and_sleep, port), 2, jobs=2).spread(singles(2))
+
+
+def singles(count: int) -> list[Batch]:
+    return [Batch((number,)) for number in range(count)]
 
 
 TASKS = [Batch((0, 1)), Batch((2, 3, 4)), Batch((5,))]
@@ -117,18 +122,18 @@ def test_a_task_with_missing_records_is_done_whole_and_written_once(run: Run) ->
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_a_task_has_one_thread_and_its_error_is_raised(jobs: int, quick: None) -> None:
-    before, found = torch.get_num_threads(), {}
+def test_a_task_has_one_thread_and_its_error_is_raised(jobs: int, run: Run, quick: None) -> None:
+    before = torch.get_num_threads()
     with pytest.raises(ZeroDivisionError, match="task 9"):
-        for task, threads in spread(count_threads, [1, 2, 3, 9], jobs):
-            found[task] = threads
-    assert set(found.values()) == {1}
+        session(run, count_threads, jobs=jobs).spread(singles(10))
+    assert {record["threads"] for record in run.records()} == {1}
     assert torch.get_num_threads() == before
 
 
-def test_threads_may_be_left() -> None:
+def test_threads_may_be_left(run: Run) -> None:
     with tasks.limit_threads(2):
-        assert dict(spread(count_threads, [1], threads=None)) == {1: 2}
+        session(run, count_threads, threads=None).spread(singles(1))
+    assert run.records() == [{"number": 0, "threads": 2}]
 
 
 def test_a_part_of_a_task_counts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,39 +168,43 @@ def default_interrupt() -> Iterator[None]:
 
 @pytest.mark.usefixtures("default_interrupt", "quick")
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_what_has_begun_is_finished_after_ctrl_c(jobs: int) -> None:
-    found = []
+def test_what_has_begun_is_finished_after_ctrl_c(jobs: int, run: Run) -> None:
+    work = partial(interrupt, os.getpid())
     with pytest.raises(KeyboardInterrupt):
-        todo = [(0, os.getpid()), *((number, 0) for number in range(1, 40))]
-        for _, number in tasks.spread(interrupt, todo, jobs, patient=True):
-            found.append(number)
-    assert 0 in found and len(found) < 40
+        session(run, work, jobs=jobs).spread(singles(40), patient=True)
+    assert run.has_record(number=0) and len(run.records()) < 40
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.usefixtures("default_interrupt")
-def test_a_second_ctrl_c_stops_at_once() -> None:
+def test_a_second_ctrl_c_stops_at_once(run: Run) -> None:
+    def press(task: Batch) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("went on")
+
+    work = partial(interrupt, os.getpid())
     with pytest.raises(KeyboardInterrupt):
-        for _ in tasks.spread(interrupt, [(0, os.getpid()), (1, 0)], patient=True):
-            os.kill(os.getpid(), signal.SIGINT)
-            pytest.fail("went on")
+        session(run, work, finished=press).spread(singles(2), patient=True)
 
 
-def test_a_process_that_vanishes_is_told(quick: None) -> None:
+def test_a_process_that_vanishes_is_told(run: Run, quick: None) -> None:
     with pytest.raises(RuntimeError, match="ended without a word.*jobs=1"):
-        list(spread(vanish, [1, 2], jobs=2))
+        session(run, vanish, jobs=2).spread(singles(2))
 
 
-def test_who_stops_listening_stops_the_work(quick: None) -> None:
-    results = spread(endless, [0, 1], jobs=2)
-    assert next(results) == (1, 1)
-    results.close()  # returns only when the other process has ended
+def test_an_error_stops_the_work(run: Run, quick: None) -> None:
+    def fail(task: Batch) -> None:
+        raise ValueError("a full disk")
+
+    with pytest.raises(ValueError, match="full disk"):  # only when the other process has ended
+        session(run, endless, jobs=2, finished=fail).spread(singles(2))
 
 
-def test_a_killed_process_takes_its_processes_along() -> None:
+def test_a_killed_process_takes_its_processes_along(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
-        process = forked.start(spread_sleepers, server.getsockname()[1], daemon=False)
+        port = server.getsockname()[1]
+        process = forked.start(spread_sleepers, tmp_path, port, daemon=False)
         lines = [server.accept()[0] for _ in range(2)]
         for line in lines:
             line.settimeout(60)

@@ -19,7 +19,7 @@ from geoparam_lab import methods
 from geoparam_lab.data import splits
 from geoparam_lab.data.synthetic import levy
 from geoparam_lab.experiments import uci
-from geoparam_lab.experiments.uci import Member, Task, choose_rates
+from geoparam_lab.experiments.uci import Task, choose_rates
 from geoparam_lab.run_folder import Record, Run, group_records
 from geoparam_lab.training.stacks.stacked import Protocol, squared_error
 
@@ -30,9 +30,9 @@ def table(rows: int = 40, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return x, np.abs(x).sum(1) + 0.1 * random.randn(rows)
 
 
+TABLES = {"small": table(), "large": table(60, seed=1)}
 OPTIONS: dict[str, Any] = {
     "datasets": ["small", "large"],
-    "tables": {"small": table(), "large": table(60, seed=1)},
     "methods": ["sp", "gmp"],
     "seeds": 3,
     "lrs": [0.01, 0.1],
@@ -41,8 +41,11 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def run(folder: Path, protocol: str = "heldout", **options: Any) -> Run:
-    return uci.run(folder, protocol=protocol, **(OPTIONS | options))
+def run(folder: Path, protocol: str = "heldout", tables: Any = TABLES, **options: Any) -> Run:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uci, "NAMES", tuple(tables))
+        patch.setattr(uci, "load", lambda name, data: tables[name])
+        return uci.run(folder, protocol=protocol, **(OPTIONS | options))
 
 
 def by_key(run: Run) -> dict[tuple[Any, ...], Record]:
@@ -88,10 +91,9 @@ def test_a_protocol_is_that_of_one_network_in_plain_torch(
 ) -> None:
     monkeypatch.setattr(uci, "BATCH_SIZE", 16)
     monkeypatch.setattr(uci, "PATIENCE", 4)
-    task = Task("small", method, tuple(Member(split, 0.1) for split in range(3)))
-    records = uci.train(
-        {task.dataset: table()}, {"protocol": protocol, "epochs": 40}, task
-    ).records
+    task = Task("", tuple(("small", method, split, 0.1, True) for split in range(3)))
+    config = {"protocol": protocol, "epochs": 40}
+    records = uci.train({"small": table()}, config, task).records
     parts = [torch.from_numpy(part) for part in splits._parts(*table(), 1, protocol)]
     model = methods.mlp(method, (3, 100, 1), seed=1)
     rules = Protocol(metric=squared_error, batch_size=16, epochs=40, patience=4, stop_patience=8)
@@ -224,20 +226,6 @@ def test_two_processes_compute_what_one_does(
     assert by_key(both) == by_key(one) and lines(both) == lines(one)
 
 
-@pytest.mark.slow
-def test_processes_that_share_a_study_end_with_all_records(tmp_path: Path, heldout: Run) -> None:
-    options = {"storage": f"{tmp_path}/study", "datasets": ["small"]}
-    processes = [
-        forked.start(run_until, tmp_path / str(number), 10**9, options) for number in range(2)
-    ]
-    assert [forked.end(process) for process in processes] == [0, 0]
-    runs = [Run.open(tmp_path / str(number)) for number in range(2)]
-    runs.append(run(tmp_path / "late", **options))  # when all is done
-    expected = {key: record for key, record in by_key(heldout).items() if key[0] == "small"}
-    assert [by_key(one) for one in runs] == [expected] * 3
-    assert [lines(one) for one in runs] == [len(expected)] * 3
-
-
 def test_a_run_that_diverges_is_recorded(tmp_path: Path) -> None:
     records = run(tmp_path / "run", methods=["sp"], lrs=[0.01, 1e160]).records()
     outcomes = {(r["lr"], r["outcome"]) for r in records}
@@ -249,7 +237,7 @@ def test_a_run_that_diverges_is_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"datasets": ["bostn"]}, "datasets must be of boston, .*, small, large; got 'bostn'"),
+        ({"datasets": ["bostn"]}, "datasets must be of small, .*, levy8; got 'bostn'"),
         ({"methods": ["gpm"]}, "methods must be of sp, .*got 'gpm'"),
         ({"protocol": "test"}, "protocol must be of paper, heldout, cv; got 'test'"),
         ({"folds": 1}, "folds, parts of the training part, must be >= 2; got 1"),

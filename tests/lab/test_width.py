@@ -14,7 +14,7 @@ from geoparam_lab.experiments import width
 from geoparam_lab.methods import mlp
 from geoparam_lab.run_folder import Run, select_records
 
-OPTIONS: dict[str, Any] = {"widths": (16, 64, 256), "seeds": 8, "jobs": 1}
+OPTIONS: dict[str, Any] = {"widths": (16, 64, 256), "seeds": 8}
 
 
 def energy(rows: int = 50) -> tuple[np.ndarray, np.ndarray]:

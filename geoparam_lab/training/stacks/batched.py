@@ -135,15 +135,9 @@ class Signal:
         """Return the features' variances (S, k) over the batch, of a settled signal."""
         centred = self.x - self.x.mean(1, keepdim=True)
         covariance = torch.bmm(centred.mT, centred) / centred.shape[1]
-        weight = self.rows()
+        assert self.weight is not None  # a layer's, in `methods.mlp`
+        weight = self.weight
         return (torch.bmm(weight, covariance) * weight).sum(-1)
-
-    def rows(self) -> Tensor:
-        """Return W, also where it is a scale or nothing."""
-        if self.weight is not None:
-            return self.weight
-        scale = self.x.new_ones(self.x.shape[::2]) if self.scale is None else self.scale
-        return torch.diag_embed(scale)
 
     def settle(self) -> "Signal":
         """Return the same signal with the activations computed, so that a = x."""
@@ -311,7 +305,8 @@ def _track(layer: nn.BatchNorm1d | gp.InputMeanNorm, running: Tensor, now: Tenso
 
 def _layer_norm(layer: nn.LayerNorm, own: Tensors, signal: Signal, training: bool) -> Signal:
     signal = signal.settle()
-    weight = signal.rows()
+    weight = signal.weight
+    assert weight is not None  # a layer's, in `methods.mlp`
     bias = weight.new_zeros(weight.shape[:2]) if signal.bias is None else signal.bias
     both = torch.cat([weight, bias.unsqueeze(-1)], dim=-1)
     both = both - both.mean(1, keepdim=True)

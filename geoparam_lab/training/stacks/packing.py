@@ -99,13 +99,3 @@ def select_members(data: tuple[Tensor, Tensor], index: Array) -> tuple[Tensor, T
     """Return the data of some members, without a copy of what is shared."""
     x, y = (part[: len(index)] if part.stride(0) == 0 else part[index] for part in data)
     return x, y
-
-
-def expand_values(values: float | Sequence[float], size: int, name: str) -> Array:
-    """Return one value for each of `size` members."""
-    array = np.asarray(values)
-    if array.ndim == 0:
-        array = np.full(size, values)
-    if array.shape != (size,):
-        raise ValueError(f"{name} needs one value for each of {size} models; got {len(array)}.")
-    return array

@@ -34,43 +34,34 @@ class Recorder:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.members: list[Array] = []  # of each record
-        self.moves: list[Tensor] = []  # rotation and displacement, (2, members)
-        self.waiting: list[tuple[Tensor, Tensor]] = []  # the last records, of the same members
-        self.last: Tensor | None = None  # place of these members before those
+        self.left: list[Array] = []  # who was left at each record
+        self.moves: list[Tensor] = []  # rotation and displacement, (2, records, S)
+        self.waiting: list[tuple[Tensor, Tensor]] = []  # since the last one that was measured
 
     @torch.no_grad()
     def add(self, members: Array, normal: Tensor, offset: Tensor) -> None:
         """Record normals (S, units, d) and offsets (S, units) of these members."""
-        if self.waiting and len(members) < len(self.members[-1]):
-            self._measure()
-        if self.last is not None and not self.waiting:
-            self.last = self.last[:, np.searchsorted(self.members[-1], members)]
-        self.members.append(members)
-        self.waiting.append((normal.clone(), offset.clone()))  # views of what training changes
-        if len(self.waiting) == BLOCK:
+        every = [
+            part.new_full((self.size, *part.shape[1:]), torch.nan) for part in (normal, offset)
+        ]
+        every[0][members], every[1][members] = normal, offset
+        self.left.append(np.isin(np.arange(self.size), members))
+        self.waiting.append((every[0], every[1]))
+        if len(self.waiting) > BLOCK:
             self._measure()
 
     @torch.no_grad()
     def motion(self) -> Motion:
         """Return everything recorded so far."""
         self._measure()
-        array = np.full((2, len(self.moves), self.size), np.nan)
-        for index, (move, members) in enumerate(zip(self.moves, self.members[1:], strict=True)):
-            array[:, index, members] = move.numpy()
-        return Motion(*array)
+        array = torch.cat(self.moves, dim=1).numpy()
+        return Motion(*np.where(np.stack(self.left)[1:], array, np.nan))
 
     def _measure(self) -> None:
-        """Measure the records that wait."""
-        if not self.waiting:
-            return
-        normals, offsets = map(torch.stack, zip(*self.waiting, strict=True))
-        places = _place(normals, offsets)  # (2, records, S, units, d)
-        if self.last is not None:
-            places = torch.cat([self.last.unsqueeze(1), places], dim=1)
-        self.moves += _measure_moves(places[:, :-1], places[:, 1:]).unbind(1)
-        self.last = places[:, -1]
-        self.waiting = []
+        """Measure the records that wait; the last of them waits for the next."""
+        places = _place(*map(torch.stack, zip(*self.waiting, strict=True)))
+        self.moves.append(_measure_moves(places[:, :-1], places[:, 1:]))
+        self.waiting = self.waiting[-1:]
 
 
 def _place(normal: Tensor, offset: Tensor) -> Tensor:

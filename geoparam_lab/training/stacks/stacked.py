@@ -29,7 +29,6 @@ from geoparam_lab.training.stacks.keras_rules import Adam, Judge
 from geoparam_lab.training.stacks.packing import (
     Data,
     expand_data,
-    expand_values,
     find_factors,
     pack,
     select_members,
@@ -123,7 +122,7 @@ class Result:
 def train(
     models: Sequence[nn.Sequential],
     data: Data,
-    lr: float | Sequence[float],
+    lr: Sequence[float],
     protocol: Protocol | None = None,
     evaluation: Data | None = None,
     *,
@@ -138,7 +137,7 @@ def train(
         models: networks of `methods.mlp`, all of one method and shape.
         data: inputs (N, d) and targets (N, ...) for all members, or (S, N, d) and (S, N, ...).
             Outputs are given to the loss as (S, N, outputs), or (S, N) where there is one output.
-        lr: the learning rate, or one per member.
+        lr: each member's learning rate.
         protocol: loss, metric and schedule.
         evaluation: what the metric is of, in the shapes of `data`.
         seeds: one per member, for the order of its minibatches; 0, 1, ... by default.
@@ -151,7 +150,7 @@ def train(
         >>> from geoparam_lab import methods
         >>> x = torch.linspace(-1, 1, 20, dtype=torch.float64)[:, None]
         >>> models = [methods.mlp("gmp", (1, 16, 1), seed=seed) for seed in range(4)]
-        >>> result = train(models, (x, x[:, 0].abs()), lr=0.1, protocol=Protocol(epochs=200))
+        >>> result = train(models, (x, x[:, 0].abs()), [0.1] * 4, Protocol(epochs=200))
         >>> result.losses.shape, bool((result.best_metric < 0.05).all())
         ((200, 4), True)
         >>> result.predict(x).shape, result.model(2)(x).shape
@@ -181,7 +180,7 @@ class _Run:
         self,
         models: Sequence[nn.Sequential],
         data: Data,
-        lr: float | Sequence[float],
+        lr: Sequence[float],
         protocol: Protocol,
         evaluation: Data | None,
         seeds: Sequence[int] | None,
@@ -203,13 +202,11 @@ class _Run:
             factors = find_factors(self.model, protocol.decay, protocol.angle_lr).to(self.state)
         self.adam = Adam(self.state[:, : self.numbers], factors)
         stop = 2 * protocol.patience if protocol.stop_patience is None else protocol.stop_patience
-        rates = expand_values(lr, size, "lr")
-        self.judge = Judge(rates, protocol.patience, stop, protocol.higher_is_better)
+        self.judge = Judge(np.array(lr), protocol.patience, stop, protocol.higher_is_better)
         seeds = range(size) if seeds is None else seeds
-        self.generators = [
-            torch.Generator().manual_seed(int(seed))
-            for seed in expand_values(seeds, size, "seeds")
-        ]
+        if not len(lr) == len(seeds) == size:
+            raise ValueError(f"lr and seeds need one value for each of {size} models.")
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.history = np.full((3, protocol.epochs, size), np.nan)
         self.best_epoch = np.full(size, -1)
         self.outcomes = ["epochs"] * size
