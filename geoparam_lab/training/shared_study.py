@@ -45,10 +45,14 @@ def open_study(
             load_if_exists=True,
         )
     except (SQLAlchemyError, ImportError, OSError) as error:
-        raise ValueError(
-            f"the storage {storage!r} cannot be opened: {str(error).splitlines()[0]}. It is the "
-            "path of a file, or a URL such as postgresql://host/name with an installed driver."
-        ) from error
+        why = str(error).splitlines()[0]
+    except (ValueError, LookupError, TypeError):
+        why = "it holds something else"
+    raise ValueError(
+        f"the storage {storage!r} cannot be opened: {why}. It is the path of a file of its own, "
+        "or a URL such as postgresql://host/name with an installed driver; of an SQLite file, "
+        "sqlite:///search.db."
+    )
 
 
 def share(work: Work, tasks: Sequence[str], study: "optuna.Study") -> dict[str, Any]:
