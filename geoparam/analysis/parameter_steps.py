@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.weight_norm import WeightNorm
 
 from geoparam import sphere
 from geoparam.analysis.boundary import gather
@@ -153,9 +154,13 @@ def _layer_names(layer: Any) -> dict[str, str]:
         return {"direction": layer._coordinates.name, "scale": "r", "offset": "lam"}
     if isinstance(layer, nn.MultiheadAttention):
         return {"direction": "in_proj_weight", "offset": "in_proj_bias"}
+    units_dim = int(is_transposed(layer))
+    hooks = layer._forward_pre_hooks.values()
+    if any(isinstance(hook, WeightNorm) and hook.dim == units_dim for hook in hooks):
+        return {"direction": "weight_v", "length": "weight_g", "offset": "bias"}
     if not is_parametrized(layer, "weight"):
         return {"direction": "weight", "offset": "bias"}
     chain, original = layer.parametrizations.weight, "parametrizations.weight.original"
-    if len(chain) == 1 and isinstance(chain[0], _WeightNorm) and chain[0].dim == 0:
+    if len(chain) == 1 and isinstance(chain[0], _WeightNorm) and chain[0].dim == units_dim:
         return {"direction": f"{original}1", "length": f"{original}0", "offset": "bias"}
     return {}

@@ -198,11 +198,14 @@ class Collector:
     """
 
     def __init__(self, inputs: Inputs) -> None:
-        self.examples = len(next(tensors_in(inputs)))
+        first = next(tensors_in(inputs), None)  # None for lists of words, as tokenizers take
+        self.examples = None if first is None else len(first)
         self._parts: dict[int, Pattern] = {}
         self._layers: dict[str, set[int]] = {}
 
     def __call__(self, site: Site, z: Tensor, step: int) -> None:
+        if self.examples is None:
+            self.examples = len(z)
         bits = _find_bits(site, z.detach())
         if bits is None or len(z) % max(1, self.examples):
             return

@@ -126,8 +126,8 @@ class Slot:
 
     def _fit(self, value: Any) -> Any:
         """Return an entry in the parameter's shape and type; half precision stays as it is."""
-        if not self._has_elements(value):
-            return value
+        if not self._has_elements(value):  # pickles of earlier versions share counters
+            return value.clone() if isinstance(value, Tensor) else value
         if {value.dtype, self.parameter.dtype} <= {*FULL_PRECISION}:
             value = value.to(self.parameter.dtype)
         if self.layout is None:

@@ -29,7 +29,11 @@ def open_study(storage: str, name: str, config: Mapping[str, Any]) -> "optuna.St
             load_if_exists=True,
         )
     except (SQLAlchemyError, ImportError, OSError) as error:
-        raise ValueError(
-            f"the storage {storage!r} cannot be opened: {str(error).splitlines()[0]}. It is the "
-            "path of a file, or a URL such as postgresql://host/name with an installed driver."
-        ) from error
+        why = str(error).splitlines()[0]
+    except (ValueError, LookupError, TypeError):
+        why = "it holds something else"
+    raise ValueError(
+        f"the storage {storage!r} cannot be opened: {why}. It is the path of a file of its own, "
+        "or a URL such as postgresql://host/name with an installed driver; of an SQLite file, "
+        "sqlite:///search.db."
+    )

@@ -271,3 +271,12 @@ def test_a_tracker_counts_the_switches() -> None:
     change = patterns(model, IMAGES).changes(before)
     assert tracker.history["0"]["pattern_change"][0] == change.network.share > 0
     assert tracker.history["0"]["regions"][0] == change.network.regions
+
+
+def test_inputs_may_be_words() -> None:
+    def count(model: nn.Module, words: list[str]) -> Tensor:
+        return F.relu(model.layer(torch.tensor([[len(w), w.count("a")] for w in words]).float()))
+
+    model = FunctionModel(count, layer=nn.Linear(2, 3))
+    words = ["abba", "a", "banana"]
+    assert len(patterns(model, {"words": words})["layer"].packed) == len(words)

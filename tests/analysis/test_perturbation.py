@@ -413,3 +413,16 @@ def test_other_parametrizations_are_refused(wrap: str) -> None:
     layer = getattr(parametrizations, wrap)(nn.Linear(3, 3), dim=1)
     with pytest.raises(ValueError, match="Leave it out by `layers`"):
         perturb(layer)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_the_older_weight_norm_answers_as_the_newer_one() -> None:
+    x, found = torch.randn(8, 5), []
+    for wrap in (nn.utils.weight_norm, parametrizations.weight_norm):
+        torch.manual_seed(0)
+        model = nn.Sequential(wrap(nn.Linear(5, 6)), nn.BatchNorm1d(6), nn.ReLU())
+        before = model[0].weight.clone()
+        found.append(perturb(model, x, "constant", 0.1, statistics="batch")["0"])
+        assert torch.equal(model[0].weight, before)
+    for name in ("rotation", "displacements", "bound"):
+        assert torch.allclose(*(getattr(each, name) for each in found)), name

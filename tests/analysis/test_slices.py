@@ -312,6 +312,8 @@ def test_three_inputs_on_a_line_are_refused() -> None:
         (torch.zeros(2), torch.ones(2, 2), (-1, 1, -1, 1), "two different directions"),
         (torch.full((2,), torch.nan), torch.eye(2), (-1, 1, -1, 1), "finite"),
         (torch.zeros(2), torch.eye(2), (1, -1, -1, 1), "a0 < a1"),
+        (torch.zeros(3), torch.eye(3), (-1, 1, -1, 1), "two axes"),
+        (torch.zeros(2), torch.eye(2), (-1, 1), "two axes"),
     ],
 )
 def test_what_is_no_window_is_refused(
@@ -319,3 +321,8 @@ def test_what_is_no_window_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check_plane(Plane(origin, axes, extent))
+
+
+def test_a_point_is_no_plane() -> None:
+    with pytest.raises(ValueError, match="needs the plane"):
+        slice_regions(mlp(2, 3), torch.zeros(2))

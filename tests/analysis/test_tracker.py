@@ -285,6 +285,11 @@ def test_options_are_checked(options: dict) -> None:
         BoundaryTracker(network("sp"), **options)
 
 
+def test_a_model_without_parameters_has_no_units() -> None:
+    with pytest.raises(ValueError, match="no layer to look at"):
+        BoundaryTracker(nn.Sequential(nn.ReLU()), probe=torch.zeros(2, 3))
+
+
 def test_under_autocast_directions_keep_their_precision() -> None:
     model = nn.Sequential(nn.Linear(64, 8), nn.ReLU())
     tracker = BoundaryTracker(model, probe=torch.randn(4, 64))

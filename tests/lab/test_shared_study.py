@@ -125,3 +125,10 @@ def test_study_names_tell_configurations_apart(storage: str) -> None:
 def test_a_storage_that_cannot_be_opened_is_a_clear_error(storage: str) -> None:
     with pytest.raises(ValueError, match="cannot be opened"):
         shared_study.open_study(storage, "study", {})
+
+
+@pytest.mark.parametrize("content", [b"SQLite format 3\0\xdf\n", b"words\nwords\n", b'{"a": 1}\n'])
+def test_a_file_of_another_kind_is_no_storage(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "search").write_bytes(content)
+    with pytest.raises(ValueError, match="holds something else"):
+        shared_study.open_study(str(tmp_path / "search"), "uci", {})

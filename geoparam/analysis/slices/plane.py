@@ -56,6 +56,11 @@ def plane_through(p: Tensor, q: Tensor, r: Tensor, margin: float = 0.25) -> Plan
 
 def check_plane(plane: Plane) -> Plane:
     """Return the plane in float64; raise ValueError if shapes, axes or extent are wrong."""
+    if not isinstance(plane, Plane) or len(plane.axes) != 2 or len(plane.extent) != 4:
+        raise ValueError(
+            "slice_regions needs the plane: Plane(origin, two axes, (a0, a1, b0, b1)), or "
+            f"plane_through(p, q, r); got {plane}."
+        )
     origin, first, second = (_float64(tensor) for tensor in (plane.origin, *plane.axes))
     if not first.shape == second.shape == origin.shape:
         raise ValueError(

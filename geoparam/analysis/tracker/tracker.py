@@ -128,7 +128,7 @@ class BoundaryTracker:
         if every < 1 or (units is not None and units < 1):
             raise ValueError(f"every and units are at least 1; got {every} and {units}.")
         self.model = unwrap(model)
-        device = next(self.model.parameters()).device
+        device = next((p.device for p in self.model.parameters()), None)
         known = probe if example_inputs is None else example_inputs
         probe, known = tree_map_only(Tensor, lambda tensor: tensor.to(device), (probe, known))
         self.schedule = schedule or (lambda step: step % every == 0)
