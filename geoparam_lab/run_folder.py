@@ -9,8 +9,8 @@
 
 A piece of work has a key: the values of some fields of its record, such as method, data set and
 seed. Save a piece's curves first and append its record last: a record then says that all of it is
-there, and a resumed run asks ``has_record`` and leaves it out. Of several records with one key the
-first counts. One process writes to a folder.
+there, and a resumed run leaves it out. Of several records with one key the first counts. One
+process writes to a folder.
 
 A record is one line. A line without its end is what a kill or a full disk left: readers leave it
 out, and a resumed run removes it. JSON has no NaN and no infinities: they are written as the
@@ -49,8 +49,6 @@ class Run:
         >>> for seed in range(3):
         ...     run.append({"seed": seed, "test_rmse": 0.5 / (seed + 1)})
         >>> run = Run.create(folder, "uci", {"epochs": 5}, "...", key=("seed",), resume=True)
-        >>> [seed for seed in range(5) if not run.has_record(seed=seed)]
-        [3, 4]
         >>> Run.open(folder).records()[1]
         {'seed': 1, 'test_rmse': 0.25}
         >>> temporary.cleanup()
@@ -146,10 +144,6 @@ class Run:
         for number, record in enumerate(lines):
             first.setdefault(self.key_of(record) or number, record)
         return list(first.values())
-
-    def has_record(self, **fields: Any) -> bool:
-        """Whether there is a record with these values."""
-        return bool(select_records(self.records(), **fields))
 
     def key_of(self, record: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the values that tell a record from others."""

@@ -17,7 +17,6 @@ from geoparam import plots
 from geoparam.plots import curve_styles, legend_beside
 from geoparam_lab import methods
 from geoparam_lab.experiments import image_text
-from geoparam_lab.experiments.experiment import options_in_words
 from geoparam_lab.run_folder import Record, Run
 
 Array = np.ndarray
@@ -55,7 +54,7 @@ def draw(run: Run) -> None:
         figure = _draw_curves([r for r in shown if r["name"] in curves], curves, longest)
         how = _HOW["one" if all(record["tries"] == 1 for record in shown) else measure]
         data = f"{image_text.name_network(run.config)}; {image_text.describe_images(run.config)}"
-        run.figure("figure4", figure, f"{_FIGURE_4} {how}: {_list_settings(shown)}. {data}.")
+        run.figure("figure4", figure, f"{_FIGURE_4} {how}; the table has it. {data}.")
 
 
 def _draw_curves(
@@ -91,12 +90,9 @@ def draw_means(ax: Axes, curves: Mapping[str, Array]) -> None:
     Where a seed ended early, the mean is that of the seeds still there.
     """
     for style, values in zip(curve_styles(curves), curves.values(), strict=True):
-        known = np.isfinite(values)
-        count = known.sum(axis=0)
-        mean = np.where(known, values, 0.0).sum(axis=0) / np.where(count, count, np.nan)
-        squares = np.where(known, values - mean, 0.0) ** 2
-        variance = squares.sum(axis=0) / np.where(count > 1, count - 1, np.nan)
-        error = np.sqrt(variance / np.where(count, count, np.nan))
+        known = np.ma.masked_invalid(values)
+        mean = known.mean(axis=0).filled(np.nan)
+        error = (known.std(axis=0, ddof=1) / np.sqrt(known.count(axis=0))).filled(np.nan)
         at = np.arange(1, values.shape[1] + 1)
         alone = "o" if len(at) == 1 else None  # a line needs two points
         ax.plot(at, mean, **style.line, linewidth=1.8, marker=alone, label=style.title)
@@ -114,26 +110,3 @@ def _legend(ax: Axes, names: Sequence[str]) -> None:
         if style.title not in ax.get_legend_handles_labels()[1]:
             ax.plot([], [], **style.line, label=style.title)
     legend_beside(ax)
-
-
-def _list_settings(records: Sequence[Record]) -> str:
-    """Return the settings by method, and by batch size where that matters.
-
-    Example:
-        >>> bn = {"method": "bn", "batch_size": 256, "lr": 0.1, "tuned": "decay=0.1"}
-        >>> large = bn | {"batch_size": 512}
-        >>> _list_settings([bn, large, large | {"method": "sp"}])
-        'BN 0.1, decay 0.1; SP 0.1, decay 0.1 (batch 512)'
-    """
-    found: dict[str, set[int]] = {}
-    for record in records:
-        rate, tuned = image_text.read_setting(record)
-        words = filter(
-            None, (f"{methods.title(record['method'])} {rate:g}", options_in_words(tuned))
-        )
-        found.setdefault(", ".join(words), set()).add(record["batch_size"])
-    every = {record["batch_size"] for record in records}
-    return "; ".join(
-        said + (f" (batch {', '.join(map(str, sorted(own)))})" if own != every else "")
-        for said, own in found.items()
-    )

@@ -7,7 +7,6 @@ results are those of another problem: they are shown without the papers' numbers
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
 
 import numpy as np
 
@@ -89,18 +88,11 @@ def remark(config: Config) -> Iterator[str]:
     if schedule := SCHEDULES.get(str(config.get("schedule"))):
         yield f"Schedule: {schedule}."
     if isinstance(config.get("select"), float) and config["select"] > 0:
-        yield (
-            f"{config['select']:.0%} of the training images were kept back. By the mean top-1 on "
-            "these, over the seeds that all have, the settings were chosen that the table shows."
-        )
+        yield f"{config['select']:.0%} of the training images were kept back and chose settings."
     others = [name for name in _TOLD if config.get(name) not in (None, _USUAL[name])]
     if others:
-        said = ", ".join(f"{name.replace('_', ' ')} {_write(config[name])}" for name in others)
+        said = ", ".join(f"{name.replace('_', ' ')} {config[name]}" for name in others)
         yield f"Not as in the papers: {said}."
-
-
-def _write(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 # --- settings -----------------------------------------------------------------------------------
@@ -116,28 +108,25 @@ def choose_shown(records: Sequence[Record]) -> Sequence[Record]:
 def choose(records: Iterable[Record], measure: str) -> list[Record]:
     """Return the records at each method's best setting: its rate, and what else was tuned.
 
-    A setting's value is the mean of a measure over the seeds that all settings have, so that more
-    seeds of the best one do not change the choice. One that diverged counts only where there is no
-    other; of equal ones, that of the lowest rate. How many `tries` there were is added.
+    That is the highest mean of a measure among the settings with the most seeds: the others were
+    behind with fewer. One that diverged counts only where there is no other; of equal ones, that
+    of the lowest rate. How many `tries` there were is added.
     """
     chosen: list[Record] = []
     for own in group_records(records, "method", "network", "batch_size").values():
         settings: dict[tuple[float, str], dict[int, Record]] = {}
         for record in own:
-            settings.setdefault(read_setting(record), {})[record["seed"]] = record
-        seeds = set.intersection(*map(set, settings.values()))
+            at = record["lr"], record.get("tuned", "")
+            settings.setdefault(at, {})[record["seed"]] = record
+        most = max(map(len, settings.values()))
         values = {
-            at: _mean([some[seed].get(measure, math.nan) for seed in seeds])
+            at: _mean([record.get(measure, math.nan) for record in some.values()])
             for at, some in sorted(settings.items())
+            if len(some) == most
         }
         best = max(values, key=lambda at: values[at])
         chosen += [record | {"tries": len(settings)} for record in settings[best].values()]
     return chosen
-
-
-def read_setting(record: Record) -> tuple[float, str]:
-    """Return a record's rate, and its other tuned options."""
-    return record["lr"], record.get("tuned", "")
 
 
 def _mean(values: Sequence[float]) -> float:

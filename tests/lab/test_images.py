@@ -261,7 +261,7 @@ def test_the_best_rate_has_the_highest_mean_and_no_divergence() -> None:
         return {record["lr"] for record in image_text.choose(records, "top1")}
 
     assert best(good + better + partly) == {0.3} and best(partly) == {1.0}
-    assert best(good + better + some(0.2, 41)) == {0.2}  # by the seed that all have
+    assert best(good + better + some(0.2, 50)) == {0.3}  # one seed is fewer
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +282,7 @@ def test_figure_4_is_drawn_with_its_caption(sweep: Run) -> None:
     found = sorted(path.name for path in (sweep.folder / "figures").iterdir())
     assert found == ["figure4.png", "figure4.txt"]
     caption = (sweep.folder / "figures" / "figure4.txt").read_text()
-    assert "BN 0.1; GmP+IMN 3" in caption and "flatters" in caption
+    assert "flatters" in caption
     assert "VGG-6; 8 classes, 64 training and 32 validation images" in caption
 
 
@@ -324,7 +324,7 @@ def test_the_page_says_what_the_data_were_and_has_the_figures(page_file: Path) -
         ({"lrs": [float("nan")]}, "above 0 and finite"),
         ({"widths": ()}, r"from 1 on, one or more for vgg6; got \[\]"),
         ({"crop": 32}, "below the size 32; got 32"),
-        ({"dropout": 0.5}, "settings are epochs, .*; got dropout"),
+        ({"blur": 0.5}, "settings are epochs, .*; got blur"),
         ({"size": 64}, "64"),
     ],
 )

@@ -78,7 +78,6 @@ def test_any_value_survives_as_valid_json(run: Run, value: Any) -> None:
 def test_numbers_of_numpy_and_torch_become_plain(run: Run) -> None:
     run.append({"method": "sp", "seed": np.int64(3), "a": torch.tensor(0.5), "b": np.arange(2)})
     assert run.records() == [{"method": "sp", "seed": 3, "a": 0.5, "b": [0, 1]}]
-    assert run.has_record(seed=torch.tensor(3), method="sp")
 
 
 def test_a_record_must_have_the_key(run: Run) -> None:
@@ -93,12 +92,6 @@ def test_what_json_cannot_hold_is_refused_and_nothing_written(run: Run, value: A
     assert run.records() == [] and not (run.folder / "metrics.jsonl").exists()
 
 
-def test_done_is_what_has_a_record(run: Run) -> None:
-    run.append({"method": "sp", "seed": 1, "lr": 1.0})
-    assert run.has_record(method="sp", seed=1)
-    assert not run.has_record(method="sp", seed=2) and not run.has_record(method="gmp", seed=1)
-
-
 def test_of_two_records_with_one_key_the_first_counts(run: Run) -> None:
     run.append({"method": "sp", "seed": 1, "test_rmse": 1.0})
     run.append({"method": "sp", "seed": 1.0, "test_rmse": 2.0})
@@ -111,7 +104,7 @@ def test_a_half_written_line_is_ignored_and_overwritten(run: Run) -> None:
     with open(metrics, "ab") as file:
         file.write(b'{"method": "sp", "seed": 1, "test_r')
     resumed = create(run.folder, resume=True)
-    assert resumed.has_record(method="sp", seed=0) and not resumed.has_record(method="sp", seed=1)
+    assert [record["seed"] for record in resumed.records()] == [0]
     resumed.append({"method": "sp", "seed": 1})
     assert [record["seed"] for record in resumed.records()] == [0, 1]
     assert len(metrics.read_text().splitlines()) == 2

@@ -7,7 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.functional import dropout
 
 import geoparam as gp
 from geoparam.optim import RowMuon
@@ -59,7 +60,9 @@ def make_network(settings: Settings, source: Source, accelerator: "Accelerator")
     )
     if settings.dropout:
         *_, output = model.children()
-        output.register_forward_pre_hook(partial(_drop_inputs, settings.dropout))
+        output.register_forward_pre_hook(
+            lambda layer, inputs: dropout(inputs[0], settings.dropout, layer.training)
+        )
     if accelerator.num_processes > 1:
         if any(isinstance(module, gp.InputMeanNorm) for module in model.modules()):
             gp.synchronise_means_(model)
@@ -68,10 +71,6 @@ def make_network(settings: Settings, source: Source, accelerator: "Accelerator")
     # FSDP2 takes no parameters in channels_last.
     layout = torch.contiguous_format if accelerator.is_fsdp2 else torch.channels_last
     return model.to(accelerator.device, memory_format=layout)  # type: ignore[call-overload]
-
-
-def _drop_inputs(share: float, layer: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-    return nn.functional.dropout(inputs[0], share, layer.training)
 
 
 def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
@@ -93,14 +92,13 @@ def _make_groups(settings: Settings, model: nn.Module) -> list[dict[str, Any]]:
     """Return the groups of `gp.param_groups`, and one of r and lambda where these decay."""
     groups = gp.param_groups(model, settings.lr, settings.weight_decay, match=None)
     if settings.scale_decay:
-        layers = [module for module in model.modules() if isinstance(module, gp.GmPLayer)]
-        scales = [p for each in layers for p in (each.r, each.lam) if p is not None]
+        scales = [p for name, p in model.named_parameters() if name.endswith((".r", ".lam"))]
         known = set(map(id, scales))
         for group in groups:
             group["params"] = [p for p in group["params"] if id(p) not in known]
         own = {"params": scales, "weight_decay": settings.scale_decay, "name": "scales"}
-        groups = [*(group for group in groups if group["params"]), groups[0] | own]
-    return groups
+        groups.append(groups[0] | own)
+    return [group for group in groups if group["params"]]
 
 
 @torch.no_grad()

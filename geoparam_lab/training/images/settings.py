@@ -193,15 +193,10 @@ def _check(condition: bool, message: str) -> None:
 
 # --- the grid of a method -----------------------------------------------------------------------
 
-WORDS = (
-    *("optimizer", "base", "rest", "coordinates", "schedule"),
-    *("init", "imn", "mbn", "skip", "scales"),
-)
+WORDS = tuple("optimizer base rest coordinates schedule init imn mbn skip scales".split())
 WHOLE = ("accumulate", "crop")  # numbers that are whole
-NUMBERS = (
-    *("lr", "decay", "turn", "rest_lr", "momentum", "warmup"),
-    *("label_smoothing", "scale_decay", "dropout", *WHOLE),
-)
+_NUMBERS = "lr decay turn rest_lr momentum warmup label_smoothing scale_decay dropout"
+NUMBERS = (*_NUMBERS.split(), *WHOLE)
 _FIELDS = {"decay": "weight_decay"}  # where an option is not called as in Settings
 
 _VARIED = ("network", "method", "lr", "batch_size", "seed")
