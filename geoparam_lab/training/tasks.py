@@ -121,10 +121,10 @@ class Session:
     def share(self, tasks: Sequence[Any], study: Any, value: str) -> None:
         """Do the tasks with every process that makes this call, and return when all are done.
 
-        A trial of the study is one try at a task; it has the task's name and, at the end, its
-        result. Each process takes a task that nobody has begun. Where there is none left, it
-        repeats one that is not finished: whoever began that may have been killed. So no process
-        waits for another, and every folder ends with the results of all.
+        A trial of the study is one try at a task. Each process takes the next task that no other
+        process has started. When all are started, it repeats one that is not finished, because the
+        process that started it may have been killed. So no process waits for another, and every
+        folder ends with the results of all.
 
         Args:
             tasks: a task's name in the study is the first of its keys.
