@@ -4,7 +4,8 @@
 #   PART: vgg6-optimizers resnet18-optimizers vgg6-fair resnet18-fair
 #   table2 table2-512 table2-90 table3, or, each after its fair sweep,
 #   vgg6-why resnet18-why           what could help input means, by one option each
-#   vgg6-tracked resnet18-tracked   the boundaries of three methods in training, or
+#   vgg6-tracked resnet18-tracked   the boundaries of three methods in training
+#   resnet18-optimizers-tracked     the same for SGD, Muon with decay and `turn`, or
 #   best-NAME   two more seeds for the two best settings of every method in the sweep NAME
 #   long-NAME   the four best of them for 18 epochs
 #   other-NAME  the four best of them on other images, in DATA: OUT still holds the sweep NAME
@@ -45,9 +46,24 @@ momenta=( # four tries more for each of these: Muon with decay gained by less mo
   --method bn:optimizer=airbench:momentum=0.4,0.8:lr=0.24,0.36:rest_lr=1e-3
   --method bn:optimizer=angularmuown:momentum=0.8,0.6:lr=0.1,0.16:rest_lr=1e-3
 )
-plain=(
-  --method bn:decay=5e-4,1e-3:lr=0.4,0.8 --method wn+mbn:decay=0,5e-4:lr=0.1,0.4
-  --method sp:decay=0,5e-4:lr=0.05,0.2 --method wn:decay=0,5e-4:lr=0.05,0.2
+output=( # and some with decay or another rate of the output layer, which the rest steps
+  --method bn:optimizer=geometric:base=muon:momentum=0.8:turn=5.4:decay=2,5,10:lr=1e-3
+  --method bn:optimizer=geometric:base=muon:momentum=0.8:turn=3.6:decay=5:lr=1e-3
+  --method bn:optimizer=angularmuown:momentum=0.8:decay=2,5:lr=0.1:rest_lr=1e-3
+)
+output_vgg6=(
+  --method bn:optimizer=geometric:base=muon:momentum=0.8:turn=5.4:lr=3e-3,1e-2
+  --method bn:optimizer=muon:momentum=0.8:decay=0.1:lr=0.2:rest_lr=3e-3,1e-2
+  --method bn:optimizer=airbench:decay=1,5:lr=0.24:rest_lr=3e-3
+)
+output_resnet18=(
+  --method bn:optimizer=geometric:base=muon:momentum=0.8:turn=5.4:decay=1,20:lr=1e-3
+  --method bn:optimizer=geometric:base=muon:momentum=0.8:turn=9:decay=5:lr=1e-3
+  --method bn:optimizer=muon:momentum=0.8:decay=0.4:lr=0.05:rest_lr=3e-3,1e-2
+  --method bn:optimizer=airbench:decay=2,5:lr=0.24:rest_lr=1e-3
+)
+plain=( # six tries each
+  --method bn:decay=5e-4,1e-3:lr=0.4,0.8,1.6 --method wn+mbn:decay=0,5e-4:lr=0.1,0.2,0.4
 )
 
 sweep() { # NAME OPTIONS...: a fair sweep; its network is the name's first word
@@ -74,13 +90,18 @@ choose() { # NAME COUNT EACH: set `best` to the COUNT best settings, at most EAC
 for part in "$@"; do
   case $part in
     vgg6-optimizers | resnet18-optimizers)
-      sweep "$part" --seeds 1 "${finalists[@]}" "${momenta[@]}" "${optimizers[@]}" ;;
+      own="output_${part%-optimizers}[@]"
+      sweep "$part" --seeds 1 "${finalists[@]}" "${momenta[@]}" "${output[@]}" "${!own}" \
+        "${optimizers[@]}" ;;
     vgg6-fair) # IMN in the bias form
-      sweep "$part" --seeds 1 "${plain[@]}" --method gmp+imn:imn=input:decay=0,5e-4:lr=0.2,0.4 \
-        --method intrinsic+imn:imn=input:decay=0,5e-4:lr=0.2,0.4 ;;
+      sweep "$part" --seeds 1 "${plain[@]}" --method sp:decay=0,5e-4:lr=0.05,0.1,0.2 \
+        --method wn:decay=0,5e-4:lr=0.05,0.1,0.2 --method gmp:decay=0,5e-4:lr=0.05,0.1,0.2 \
+        --method gmp+imn:imn=input:decay=0,5e-4:lr=0.2,0.4,0.6 \
+        --method intrinsic+imn:imn=input:decay=0,5e-4:lr=0.2,0.3,0.4 ;;
     resnet18-fair)
-      sweep "$part" --seeds 1 "${plain[@]}" --method gmp+imn:skip=plain:decay=0,5e-4:lr=0.2,0.4 \
-        --method intrinsic+imn:skip=plain:decay=0,5e-4:lr=0.2,0.4 ;;
+      sweep "$part" --seeds 1 "${plain[@]}" \
+        --method gmp+imn:skip=plain:decay=0,5e-4:lr=0.1,0.2,0.4 \
+        --method intrinsic+imn:skip=plain:decay=0,5e-4:lr=0.1,0.2,0.4 ;;
     best-*)
       choose "${part#best-}" 99 2
       sweep "${part#best-}" --seeds 3 "${best[@]}" ;;
@@ -92,10 +113,18 @@ for part in "$@"; do
       sweep "${part#other-}-other" --seeds "${SEEDS:-3}" "${best[@]}" ;;
     vgg6-why | resnet18-why)
       choose "${part%-why}-fair" 99 1
+      mapfile -t peer < <(printf '%s\n' "${best[@]}" | grep '=bn:')
       mapfile -t best < <(printf '%s\n' "${best[@]}" | grep intrinsic+imn)
       sweep "$part" --seeds "${SEEDS:-1}" "${best[@]}" "${best[@]/%/:scale_decay=1e-4,1e-3}" \
         "${best[@]/%/:scales=relative}" "${best[@]/%/:label_smoothing=0.1}" \
-        "${best[@]/%/:dropout=0.2,0.5}" "${best[@]/%/:accumulate=2}" "${best[@]/%/:crop=4}" ;;
+        "${best[@]/%/:dropout=0.2,0.5}" "${best[@]/%/:accumulate=2}" "${best[@]/%/:crop=4}" \
+        --method sp+imn:optimizer=geometric:base=muon:momentum=0.8:turn=2.6,5.4,9:lr=1e-3 \
+        --method sp+imn:optimizer=geometric:base=muon:momentum=0.8:turn=5.4,9:decay=2,5:lr=1e-3 \
+        "${peer[@]/%/:label_smoothing=0.1}" "${peer[@]/%/:crop=4}" ;;
+    resnet18-optimizers-tracked)
+      sweep "$part" --seeds 1 --track 10 --method bn:decay=1e-3:lr=1.6 \
+        --method bn:optimizer=muon:momentum=0.8:decay=0.4:lr=0.05 \
+        --method bn:optimizer=geometric:base=muon:momentum=0.8:turn=5.4:lr=1e-3 ;;
     vgg6-tracked | resnet18-tracked)
       choose "${part%-tracked}-fair" 99 1
       mapfile -t best < <(printf '%s\n' "${best[@]}" | grep -E '=(bn|gmp\+imn|intrinsic\+imn):')
