@@ -20,7 +20,7 @@ import contextlib
 import functools
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,7 @@ def run(
     seeds: int = 3,
     size: int = 32,
     workers: int | None = None,
+    jobs: int = 1,
     keep_weights: bool = False,
     tensorboard: bool = False,
     track: int | None = None,
@@ -100,6 +101,8 @@ def run(
         seeds: how many, from 0 on.
         size: of the images: 32 or 64 in npz files.
         workers: processes that decode JPEG files; by default as many as there are cores.
+        jobs: runs that are trained side by side on this machine's GPU, each in a process of its
+            own: small networks do not fill a GPU alone.
         keep_weights: keep each run's weights in weights/.
         tensorboard: write scalars for TensorBoard.
         track: follow the units' boundaries, every so many steps.
@@ -112,13 +115,15 @@ def run(
     """
     if method:
         methods = [*(methods or ()), *method]
-    check_counts(track=track, size=size, seeds=seeds)
+    check_counts(track=track, size=size, seeds=seeds, jobs=jobs)
     config = _check_options(experiment, network, methods, batch_sizes, lrs, seeds, settings)
     source = _load_images(experiment, data, size, workers)
     accelerator = _check_runs(config, source)
-    part = source.hold_out(config["select"]) if config["select"] else source
+    _check_jobs(jobs, accelerator.num_processes, storage)
     options = {"tensorboard": tensorboard, "track": track}
-    work = _Work(Path(out), source, accelerator, keep_weights, options, part.fingerprint["train"])
+    there = functools.partial(_load_once, experiment, data, size, workers)
+    load = there if jobs > 1 else lambda: source
+    work = _Work(Path(out), load, keep_weights, options)
     if not accelerator.is_main_process:
         while (task := _send(None)) is not None:
             work.train(task)
@@ -133,7 +138,7 @@ def run(
     except BaseException:
         _send(None)
         raise
-    _sweep(folder, work, study, progress)
+    _sweep(folder, work, jobs, study, progress)
     _send(None)
     return folder
 
@@ -146,7 +151,7 @@ def _send(task: Task | None) -> Task | None:
     return sent
 
 
-def _sweep(folder: Run, work: "_Work", study: Any, progress: Progress | None) -> None:
+def _sweep(folder: Run, work: "_Work", jobs: int, study: Any, progress: Progress | None) -> None:
     """Do all runs that are not done, and redraw the figures now and then."""
     from geoparam_lab.experiments import image_figures
 
@@ -160,7 +165,7 @@ def _sweep(folder: Run, work: "_Work", study: Any, progress: Progress | None) ->
             drawn = time.monotonic()
 
     options: Any = {"progress": progress, "threads": None, "finished": finish}
-    session = Session(folder, work, len(todo), **options)
+    session = Session(folder, work, len(todo), jobs, **options)
     there = {record["name"] for record in folder.records()}
     for task in todo:
         if task.name in there:
@@ -179,20 +184,21 @@ class _Work:
     """Does one run, with all processes that were started together."""
 
     out: Path
-    source: Source
-    accelerator: "Accelerator"
+    load: Callable[[], Source]
     keep_weights: bool
     options: Record  # of `train.train`
-    images: int  # that are trained on
 
     def __call__(self, task: Task, tick: Tick) -> Done:
         _send(task)
         return self.train(task, tick)
 
     def train(self, task: Task, tick: Tick | None = None) -> Done:
-        from geoparam_lab.training.images import train
+        from geoparam_lab.training.images import preparation, train
 
-        one, steps = task.settings, self.images // task.settings.batch_size
+        one, source = task.settings, self.load()
+        part = source.hold_out(one.select) if one.select else source
+        steps = part.fingerprint["train"] // one.batch_size
+        accelerator = preparation.make_accelerator(one.precision)
 
         def report(epoch: int, step: int, speed: float) -> None:
             left = 1 - (epoch + step / steps) / one.epochs  # of the record
@@ -200,15 +206,10 @@ class _Work:
                 tick(epoch + 1, left, f"{speed:,.0f} images/s")
 
         outcome = train.train(
-            one,
-            self.source,
-            self.folder(task),
-            accelerator=self.accelerator,
-            tick=report,
-            **self.options,
+            one, source, self.folder(task), accelerator=accelerator, tick=report, **self.options
         )
         named = {"name": task.name, "method": task.method, "tuned": task.tuned}
-        record = outcome.record | named | {"processes": self.accelerator.num_processes}
+        record = outcome.record | named | {"processes": accelerator.num_processes}
         return Done([record], {task.name: outcome.curves})
 
     def folder(self, task: Task) -> Path:
@@ -246,6 +247,11 @@ def _load_images(
     return ImageFolders(data, size, workers)
 
 
+@functools.lru_cache(maxsize=1)  # a working process has many runs
+def _load_once(*arguments: Any) -> Source:
+    return _load_images(*arguments)
+
+
 def _check_options(
     experiment: str,
     network: str,
@@ -275,6 +281,14 @@ def _check_options(
         config[name] = list(value) if isinstance(value, tuple) else value
     tasks(config)  # raises where a run cannot be
     return config
+
+
+def _check_jobs(jobs: int, processes: int, storage: str | None) -> None:
+    if jobs > 1 and (processes > 1 or storage is not None):
+        raise ValueError(
+            "jobs are runs side by side on one GPU: use them without torchrun and without "
+            f"storage; got jobs={jobs}, {processes} processes, storage={storage!r}."
+        )
 
 
 def _check_runs(config: Record, source: Source) -> "Accelerator":

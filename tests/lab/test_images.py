@@ -115,6 +115,20 @@ def test_every_run_of_the_grid_has_a_record_and_curves(finished: Run) -> None:
     assert not (finished.folder / "checkpoints").exists()
 
 
+@pytest.mark.slow
+def test_runs_side_by_side_are_the_runs_one_after_the_other(
+    finished: Run, data: Path, tmp_path: Path
+) -> None:
+    done = run(tmp_path / "jobs", data, jobs=2)
+    assert by_name(done) == by_name(finished)
+    assert not (done.folder / "checkpoints").exists()
+
+
+def test_runs_side_by_side_are_refused_where_others_take_part(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="without storage"):
+        run(tmp_path / "jobs", data, jobs=2, storage=str(tmp_path / "study"))
+
+
 def test_a_diverging_run_is_recorded_and_the_sweep_goes_on(data: Path, tmp_path: Path) -> None:
     done = run(tmp_path / "run", data, lrs=[0.1, 1e10], seeds=1, methods=["sp"], epochs=1)
     outcomes = {record["lr"]: record["outcome"] for record in done.records()}
