@@ -1,7 +1,10 @@
 """nn.MultiheadAttention with its input projection under geometric parameterization."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
+from geoparam.computed import as_computed
 from geoparam.input_mean_layers import copy_as
 from geoparam.layers import GmPLinear
 
@@ -10,8 +13,7 @@ class GmPMultiheadAttention(nn.MultiheadAttention):
     """torch's attention, whose `in_proj_weight` and `in_proj_bias` are views of a `GmPLinear`.
 
     Query, key and value of all heads are rows of one matrix, so one layer `in_proj` holds them.
-    `convert_` makes it from an attention that is there, and `fold_` takes it off; everything else,
-    forward included, is torch's.
+    `convert_` makes it from an attention that is there; all else, forward included, is torch's.
 
     Example:
         >>> import copy, torch
@@ -47,8 +49,15 @@ class GmPMultiheadAttention(nn.MultiheadAttention):
 
     @property
     def in_proj_weight(self) -> Tensor:  # type: ignore[override]
-        return self.in_proj._current_weight(None)
+        return as_computed(self.in_proj._current_weight(None))
 
     @property
     def in_proj_bias(self) -> Tensor | None:  # type: ignore[override]
-        return self.in_proj._bias
+        return self.in_proj.bias
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set the parameters of `in_proj` where its weight or bias is assigned."""
+        if name in ("in_proj_weight", "in_proj_bias"):
+            setattr(self.in_proj, name.removeprefix("in_proj_"), value)
+        else:
+            super().__setattr__(name, value)

@@ -2,14 +2,13 @@
 
 A unit with input x (a patch, for a convolution) is r (u^T x + lam), or r g(u^T x + lam) when the
 layer is given its activation g: u is a unit vector, lam the signed distance of the unit's boundary
-{x : u^T x + lam = 0} from the origin, r its scale. The layer holds parameters and delegates: the
-directions to `coordinates`, the mean of the input to `norm`, the arithmetic to torch.
+{x : u^T x + lam = 0} from the origin, r its scale.
 """
 
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +38,17 @@ _LARGEST_ROUNDING = 0.02  # of a unit vector's length: bfloat16 has three digits
 _BLOCK = 1 << 18  # elements encoded at once: bounds the float64 copies
 
 
+class UnitOptions(NamedTuple):
+    """What all layers take by keyword; `GmPLinear` says what it means."""
+
+    activation: Activation | None
+    init: Init | None
+    coordinates: Name
+    natural: bool
+    input_norm: InputNorm
+    momentum: float | None
+
+
 class GmPLayer(nn.Module):
     """The parameters of a layer's units and the views of them.
 
@@ -46,14 +56,12 @@ class GmPLayer(nn.Module):
     lam, since r then stays outside. `direction` and `location` have the weight's shape. All four,
     and `theta`, are computed from the parameters. Assigning `weight` or `bias` sets the
     parameters; writing into any of the five in place raises, as it would be lost.
-
-    In version 2 of the state `input_norm=True` is the bias form; in version 1 it was the border
-    form.
     """
 
-    _version = 2
+    _version = 2  # in version 1 `input_norm=True` was the border form
     _plain: ClassVar[type[nn.Module]]  # the torch.nn layer, and what both are built from
     _arguments: ClassVar[tuple[str, ...]]
+    _extra: tuple[str, ...] = ()  # what a user had set on the layer that this one stands for
 
     r: nn.Parameter
     lam: nn.Parameter | None
@@ -67,16 +75,11 @@ class GmPLayer(nn.Module):
         bias: bool,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
-        *,
-        activation: Activation | None,
-        init: Init | None,
-        coordinates: Name,
-        natural: bool,
-        input_norm: InputNorm,
-        momentum: float | None,
+        options: UnitOptions,
     ) -> None:
         super().__init__()
-        _check_options(weight_shape, coordinates, natural, input_norm)
+        activation, init, coordinates, natural, input_norm, momentum = options
+        _check_options(weight_shape, options)
         out, n = weight_shape[0], math.prod(weight_shape[1:])
         self.weight_shape = weight_shape
         self.channel_dim = 1 - len(weight_shape)  # -1, or before the positions
@@ -99,7 +102,8 @@ class GmPLayer(nn.Module):
         self.lam = nn.Parameter(torch.empty(out, **place)) if bias else None
         self.is_retracted = True
         self._remembered = Memory()
-        self.reset_parameters()
+        if init is not None:
+            self.reset_parameters()
         watch(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -107,11 +111,14 @@ class GmPLayer(nn.Module):
         watch(self)  # a copy, or from a file
 
     def reset_parameters(self) -> None:
-        """Draw new parameters: `init` says how; None leaves them as they are."""
+        """Draw new parameters as `init` says; with None, those of a new torch.nn layer."""
         if self.input_norm is not None:
             self.input_norm.reset_parameters()
-        if self.init is None or self.r.is_meta:
+        if self.r.is_meta:
             return
+        if self.init is None:
+            plain = self._new_plain(self.r.device, self.r.dtype, self.lam is not None)
+            return self._set_affine(plain.weight, plain.bias)
         out, n, device = self.weight_shape[0], self.fan_in, self.r.device
         rows = draw(out, n, self.init, device=device, dtype=self.r.dtype)
         r = sphere.length(rows) if self.init == "glorot" else torch.ones(out, device=device)
@@ -229,8 +236,8 @@ class GmPLayer(nn.Module):
     def _rows(self, scale: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         return self._coordinates.decode(self._stored, scale, self.natural, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        z = self._affine(x)
+    def forward(self, input: Tensor) -> Tensor:  # torch's name for it
+        z = self._affine(input)
         if self.activation is None:
             return z
         z = self.activation(z)
@@ -302,15 +309,18 @@ class GmPLayer(nn.Module):
 
     def build_plain(self, weight: Tensor, bias: Tensor | None) -> Any:
         """Return the torch.nn layer with this weight and bias, frozen and in the mode of self."""
-        arguments = {name: getattr(self, name) for name in self._arguments}
-        place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
-        layer: Any = nn.utils.skip_init(self._plain, **arguments, bias=bias is not None, **place)
+        layer = self._new_plain("meta", weight.dtype, bias is not None)
         learned = self._stored if isinstance(self._stored, nn.Parameter) else self.r
         layer.weight = nn.Parameter(weight, requires_grad=learned.requires_grad)
         if bias is not None:
             trained = self.r if self.lam is None else self.lam
             layer.bias = nn.Parameter(bias, requires_grad=trained.requires_grad)
+        layer.__dict__.update({name: getattr(self, name) for name in self._extra})
         return layer.train(self.training)
+
+    def _new_plain(self, device: torch.device | str, dtype: torch.dtype, bias: bool) -> Any:
+        arguments = {name: getattr(self, name) for name in self._arguments}
+        return self._plain(**arguments, bias=bias, device=device, dtype=dtype)
 
     @torch.no_grad()
     def retract_(self) -> None:
@@ -344,22 +354,20 @@ class GmPLayer(nn.Module):
         return text
 
 
-def _check_options(
-    weight_shape: tuple[int, ...], coordinates: str, natural: bool, input_norm: InputNorm
-) -> None:
+def _check_options(weight_shape: tuple[int, ...], options: UnitOptions) -> None:
     if min(weight_shape) < 1:
         out, n = weight_shape[0], math.prod(weight_shape[1:])
         raise ValueError(
             "a layer needs at least one unit with at least one input; got a weight of shape "
             f"{weight_shape}, that is {out} units with fan-in {n}."
         )
-    if natural and coordinates != "angles":
+    if options.natural and options.coordinates != "angles":
         raise ValueError(
             "natural=True corrects the gradient of angles; intrinsic coordinates need no "
             "correction. Use coordinates='angles' or natural=False."
         )
-    if input_norm not in (False, True, "bias", "border"):
-        raise ValueError(f"input_norm is False, True, 'bias' or 'border'; got {input_norm!r}.")
+    if (form := options.input_norm) not in (False, True, "bias", "border"):
+        raise ValueError(f"input_norm is False, True, 'bias' or 'border'; got {form!r}.")
 
 
 def _check_assigned(name: str, value: Any, shape: tuple[int, ...]) -> None:

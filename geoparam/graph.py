@@ -94,9 +94,8 @@ class Graph:
     def receivers(self, layer: str) -> dict[str, Tensor]:
         """Return for each next layer which channel of `layer` each of its input channels carries.
 
-        Conversion uses it to move one sign per channel from a layer into the next ones. So it
-        raises ValueError where a sign does not pass: sums, norms, activations, max pooling, the
-        output, a next layer that mixes the channels or is used for other inputs as well.
+        ValueError where one factor per channel does not pass: sums, norms, activations, max
+        pooling, the output, a next layer that mixes the channels or is used for other inputs too.
         """
         found: dict[str, Tensor] = {}
         reached: dict[str, list[int]] = {}

@@ -41,8 +41,8 @@ class InputMeanLayer(TrackedMean):
         place = self.weight.device, self.weight.dtype
         self._start_tracking(channels, momentum, -1 - len(size), *place)
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight  # once: a parametrization computes it each time
+    def forward(self, input: Tensor) -> Tensor:  # torch's name for it
+        x, weight = input, self.weight  # once: a parametrization computes it each time
         if self.training and not self.is_shared and self._uses_map_centred(x, weight):
             self._check_channels(x)
             z, mean = map_centred(x, weight, self.bias, self._geometry)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam.base_layer import Activation, GmPLayer, InputNorm
+from geoparam.base_layer import Activation, GmPLayer, InputNorm, UnitOptions
 from geoparam.coordinates import Init, Name
 from geoparam.norm import MOMENTUM
 
@@ -67,19 +67,8 @@ class GmPLinear(GmPLayer):
         input_norm: InputNorm = False,
         momentum: float | None = MOMENTUM,
     ) -> None:
-        super().__init__(
-            (out_features, in_features),
-            in_features,
-            bias,
-            device,
-            dtype,
-            activation=activation,
-            init=init,
-            coordinates=coordinates,
-            natural=natural,
-            input_norm=input_norm,
-            momentum=momentum,
-        )
+        options = UnitOptions(activation, init, coordinates, natural, input_norm, momentum)
+        super().__init__((out_features, in_features), in_features, bias, device, dtype, options)
         self.in_features = in_features
         self.out_features = out_features
         self.transposed = False  # whether it stands for transformers' Conv1D, (in, out)
@@ -149,19 +138,8 @@ class _GmPConv(GmPLayer):
             raise ValueError(
                 f"kernel_size is one number or {self._rank} of them; got {kernel_size}."
             )
-        super().__init__(
-            tuple(conv.weight.shape),
-            in_channels,
-            bias,
-            device,
-            dtype,
-            activation=activation,
-            init=init,
-            coordinates=coordinates,
-            natural=natural,
-            input_norm=input_norm,
-            momentum=momentum,
-        )
+        options = UnitOptions(activation, init, coordinates, natural, input_norm, momentum)
+        super().__init__(tuple(conv.weight.shape), in_channels, bias, device, dtype, options)
         for name in (*self._arguments, "output_padding", "_reversed_padding_repeated_twice"):
             setattr(self, name, getattr(conv, name))
 
@@ -241,14 +219,23 @@ def _convert(kind: type[Layer], plain: Any, coordinates: Name, natural: bool) ->
 
 
 def build_like(kind: type[Layer], plain: Any, **options: Any) -> Layer:
-    """Return a new layer with the sizes, type, mode and frozen parameters of a torch.nn layer."""
+    """Return a new layer with the sizes, type, mode, flags and attributes of a torch.nn layer."""
     sizes: dict[str, Any] = {name: getattr(plain, name) for name in kind._arguments}
     place = {"device": plain.weight.device, "dtype": plain.weight.dtype}
     layer = kind(**sizes, **{"bias": plain.bias is not None, **place, **options})
     for name, parameter in layer.named_parameters():
-        own = plain.bias if name == "lam" and plain.bias is not None else plain.weight
-        parameter.requires_grad_(own.requires_grad)
+        own = "bias" if name == "lam" and plain.bias is not None else "weight"
+        parameter.requires_grad_(_is_trained(plain, own))
+    extra = {key: value for key, value in vars(plain).items() if not hasattr(layer, key)}
+    layer.__dict__.update(extra, _extra=tuple(extra))
     return layer.train(plain.training)
+
+
+def _is_trained(plain: nn.Module, name: str) -> bool:
+    """Return whether a tensor learns, or what it is computed from (weight_norm)."""
+    learned = [key for key, p in plain.named_parameters() if p.requires_grad]
+    behind = any(key.removeprefix("parametrizations.").startswith(name) for key in learned)
+    return behind or getattr(plain, name).requires_grad
 
 
 def as_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

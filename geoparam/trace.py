@@ -14,10 +14,8 @@ hooks turn the call of a layer, norm or activation module into one step with the
 - Under a function mode torch's attention takes its readable path. There it is one function, which
   is recorded as the layers that it holds and the mixing between them.
 
-The call order of hooks would take the ReLU after a residual sum for that of the norm before it;
-`fx.symbolic_trace` fails on many models of transformers, and `torch.export` takes seconds. Not
-seen are branches that the example inputs do not take, what only training runs (auxiliary heads),
-scripted functions, foreign kernels, and values that leave torch and return.
+Not seen are branches that the example inputs do not take, what only training runs (auxiliary
+heads), scripted functions, foreign kernels, and values that leave torch and return.
 """
 
 import inspect
@@ -85,8 +83,7 @@ def trace(
         inputs: A tensor, a tuple of positional arguments, or a mapping of keyword arguments.
         kwargs: Further keyword arguments.
         visit: Called before each call, and with the outputs: with the number that its step will
-            have and the tensors of the run that it reads, which a later step may overwrite. A
-            call that leaves no step is visited too, under the next one's number.
+            have, or the next step's, and the tensors of the run that it reads.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
@@ -98,14 +95,9 @@ def trace(
         >>> norm.name, exclusive
         ('1', True)
     """
-    if any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers())):
-        raise ValueError("the model has lazy layers without shapes: run it once, then trace it")
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise ValueError("what is scripted shows no steps: trace the model before it is scripted")
-    arguments = arguments_of(model, inputs, **(kwargs or {}))
+    refuse_unready(model)
     with inspection_mode(model):
-        # A model may change what it gets. The same tensor, given twice, stays one.
-        args, kwargs = tree_map_only(Tensor, cache(Tensor.clone), arguments)
+        args, kwargs = arguments_of(model, inputs, **(kwargs or {}))
         recorder = _Recorder(model, visit)
         for tensor in tensors_in((args, kwargs)):
             kind = "input" if tensor.is_floating_point() else "index"
@@ -117,8 +109,17 @@ def trace(
     return Graph(recorder.nodes)
 
 
+def refuse_unready(model: nn.Module) -> None:
+    """Raise where a layer has no shape yet, or is scripted and shows no steps."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(f"{name!r} is lazy and has no shape yet: run the model once first.")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise ValueError("scripted modules show no steps: use the model before torch.jit.script.")
+
+
 def arguments_of(model: nn.Module, inputs: Any, /, **more: Any) -> tuple[tuple, dict[str, Any]]:
-    """Return the positional and keyword arguments of one call, if the model can be called so."""
+    """Return copies of the positional and keyword arguments of one call, if they fit the model."""
     args: tuple = (inputs,)
     if isinstance(inputs, Mapping):
         args, more = (), {**inputs, **more}
@@ -129,7 +130,8 @@ def arguments_of(model: nn.Module, inputs: Any, /, **more: Any) -> tuple[tuple, 
             f"{type(model).__name__}.forward cannot be called with these inputs: {error}. A tuple "
             "or list is the arguments of one call: of a batch (x, y) give x alone."
         )
-    return args, more
+    # A model may change what it gets. The same tensor, given twice, stays one.
+    return tree_map_only(Tensor, cache(Tensor.clone), (args, more))
 
 
 def why_not_callable(model: nn.Module, /, *args: Any, **kwargs: Any) -> str:
@@ -158,9 +160,6 @@ def output_layers(model: nn.Module) -> tuple[str, ...]:
     Example:
         >>> output_layers(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
         ('2',)
-        >>> heads = nn.ModuleDict({"class": nn.Linear(8, 10), "box": nn.Linear(8, 4)})
-        >>> output_layers(nn.ModuleList([nn.Linear(4, 8), heads]))
-        ('1.class', '1.box')
     """
     layers = [(n, m) for n, m in model.named_modules() if n and _step(m).kind == "layer"]
     first = len(layers) - 1
@@ -198,6 +197,11 @@ class _Recorder(TorchFunctionMode):
         self.calls: list[list[_Read]] = []  # known modules under way, and what they read
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.owner[tensor] = re.sub(r"\bparametrizations\.(\w+)\..*", r"\1", name)
+        for name, module in model.named_modules():
+            if isinstance(getattr(type(module), "weight", None), property):  # a GmP layer
+                self.owner.update(
+                    dict.fromkeys(module.parameters(recurse=False), f"{name}.weight")
+                )
 
     def __torch_function__(
         self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
@@ -210,7 +214,9 @@ class _Recorder(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             self.attention(inspect.signature(func).bind(*args, **kwargs).arguments, result)
         else:
-            node = self.classify(_op(func), read)
+            # A rounded quotient is no arithmetic that passes a factor on.
+            op = "round" if kwargs.get("rounding_mode") else _op(func)
+            node = self.classify(op, read)
             if len(read) == 1 and args and args[0] is read[0].tensor:
                 node = replace(node, func=func, args=args[1:], kwargs=kwargs)
             self.record(node, read, result)
@@ -238,7 +244,8 @@ class _Recorder(TorchFunctionMode):
             if (weight := given.get(name)) is not None:
                 shape = torch.Size((*given["query"].shape[:-1], len(weight)))
                 inner.append(len(self.nodes))
-                self.write(Node("layer", "linear", self.owner.get(weight), sources, shape, -1), [])
+                owner = self.owner.get(weight, "").removesuffix(".weight")
+                self.write(Node("layer", "linear", owner, sources, shape, -1), [])
         self.write(Node("other", "attention", inputs=tuple(inner)), [])
         out = self.owner.get(given["out_proj_weight"], "").removesuffix(".weight")
         made, mixed = [*tensors_in(result)], len(self.nodes) - 1
@@ -276,7 +283,11 @@ class _Recorder(TorchFunctionMode):
         return read
 
     def read(self, values: object) -> list[_Read]:
-        return [_Read(t, _version(t), self.sources(t)) for t in tensors_in(values)]
+        tensors = list(tensors_in(values))
+        for t in tensors:  # `layer.weight` of a GmP layer is a view that no function has made
+            if owner := self.owner.get(_base(t)):
+                self.owner.setdefault(t, owner)
+        return [_Read(t, _version(t), self.sources(t)) for t in tensors]
 
     def sources(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the step that made `tensor`, and one that changed it since in another view."""
@@ -291,6 +302,8 @@ class _Recorder(TorchFunctionMode):
         sources = _sources(read)
         if not made or node.kind == "constant":
             return
+        if node.kind == "same" and not (made[0].is_floating_point() or made[0].is_complex()):
+            node = replace(node, kind="other")  # integers: values are rounded
         if sources or node.kind == "layer":
             self.write(replace(node, inputs=sources, shape=made[0].shape), made, changed)
             return
@@ -381,4 +394,5 @@ def _version(tensor: Tensor) -> int:
 
 
 def _base(tensor: Tensor) -> Tensor:
-    return tensor if tensor._base is None else tensor._base
+    with torch._C.DisableTorchFunctionSubclass():  # the object itself, not a copy of a subclass
+        return tensor if tensor._base is None else tensor._base

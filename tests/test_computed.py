@@ -40,6 +40,20 @@ def test_writes_in_place_are_refused(write: Callable[[Tensor], object]) -> None:
         write(layer.weight)
 
 
+def test_an_attentions_projection_is_assigned_to_and_refuses_writes() -> None:
+    attention = gp.convert_(nn.MultiheadAttention(8, 2))
+    names, x = list(attention.state_dict()), torch.randn(3, 1, 8)
+    for computed in (attention.in_proj_weight, attention.in_proj_bias):
+        with pytest.raises(RuntimeError, match="would be lost"):
+            nn.init.zeros_(computed)
+    plain = nn.MultiheadAttention(8, 2)
+    nn.init.normal_(plain.in_proj_bias)
+    attention.in_proj_weight, attention.in_proj_bias = plain.in_proj_weight, plain.in_proj_bias
+    attention.out_proj = plain.out_proj
+    assert list(attention.state_dict()) == names
+    torch.testing.assert_close(attention(x, x, x)[0], plain(x, x, x)[0], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("coordinates", COORDINATES)
 @pytest.mark.parametrize("name", ["weight", "bias", "direction", "location", "theta"])
 def test_all_that_is_computed_refuses_writes(name: str, coordinates: str) -> None:

@@ -42,6 +42,14 @@ def test_weight_and_gradient(n: int, dtype: torch.dtype, device: str) -> None:
         assert (a - b).abs().max() < 4 * BOUND[dtype] * g.double().norm(dim=1).max()
 
 
+def test_long_rows_keep_their_digits() -> None:
+    plain = nn.Linear(1_000_000, 1, bias=False)
+    layer = GmPLinear.from_linear(plain, coordinates="intrinsic")
+    assert (layer.weight / plain.weight - 1).abs().max() < 1e-6
+    layer.retract_()
+    assert abs(layer.unit.double().norm() - 1) < 1e-7
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_zero_vector_stays_finite(device: str) -> None:
     d, r, g = case(3, 6, torch.float32, device)

@@ -1,13 +1,14 @@
 """Layers compute what torch.nn's do, from directions, distances and scales."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, InputMeanNorm, sphere
+from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, InputMeanNorm, convert_, sphere
 from geoparam.base_layer import GmPLayer
 
 DOUBLE = {"dtype": torch.float64}
@@ -154,6 +155,16 @@ def test_meta_layers_can_be_materialised() -> None:
     layer.reset_parameters()
     assert not layer.input_norm.running_mean.any()
     torch.testing.assert_close(layer.direction.norm(dim=1), torch.ones(4))
+
+
+@pytest.mark.parametrize("build", [lambda: nn.Linear(5, 4), lambda: nn.Conv2d(4, 6, 3, groups=2)])
+def test_converted_layers_are_drawn_anew_as_torchs_are(build: Callable) -> None:
+    plain, converted = build(), convert_(build().to("meta")).to_empty(device="cpu")
+    for layer in (plain, converted):
+        torch.manual_seed(0)
+        layer.reset_parameters()
+    torch.testing.assert_close(converted.weight, plain.weight.detach())
+    torch.testing.assert_close(converted.bias, plain.bias.detach())
 
 
 @pytest.mark.parametrize("options", CONV_OPTIONS, ids=str)

@@ -2,8 +2,7 @@
 
 Nothing is ever unpickled: safetensors files hold tensors alone, and torch files are loaded with
 `weights_only=True`. Both are mapped into memory (compressed torch files are not), so that folding
-takes the memory of the result and of one tensor in float64. Needs safetensors:
-pip install 'geoparam[cli]'.
+takes the memory of the result and of one tensor in float64. Needs safetensors (the `cli` extra).
 """
 
 import importlib

@@ -5,10 +5,9 @@ becomes `X.weight` = r u and `X.bias` = r lam - w^T m, where m is the running me
 layer with a plain weight and its input's mean, `X.running_mean` beside `X.weight`, becomes one
 with the bias b - w^T m.
 
-Three things the names do not tell. The weight's shape: (out, in) unless the plain model is given.
-Whether zeros are padded to a centred input, so that its mean cannot go into a bias: refused where
-that may be. Whether r stands outside an activation, as in a layer built with `activation=`: it is
-taken to be inside, as in all that `convert_` makes. `fold_` knows all three, from the model.
+Three things the names do not tell: a kernel's shape, whether zeros are padded to a centred input
+(refused where that may be), and whether r stands outside an activation (taken to be inside, as in
+all that `convert_` makes). `fold_` knows them from the model.
 """
 
 import functools
@@ -154,7 +153,8 @@ def layers_in(state: Mapping[str, Tensor]) -> dict[str, Parts]:
     layers = {}
     for name, parts in found.items():
         ours = [part for part in parts if part in OURS]
-        if _is_weight_norm(name, parts) or len(ours) > 1 or "latitude" in ours:
+        alone = "latitude" in ours and parts["latitude"].ndim == 2  # a buffer may be called so
+        if _is_weight_norm(name, parts) or len(ours) > 1 or alone:
             _check_parts(name, parts)
             layers[name] = parts
     return layers

@@ -1,35 +1,81 @@
 """Put a network under geometric parameterization: one line, the same function.
 
 `convert_` lets `plan` look at the whole model first, and then replaces one layer after the other,
-so that no second copy of the model is in memory.
-
-A layer without activation computes r (u^T x + lam) = w^T x + b, whatever follows it; so conversion
-is exact for any network. With `norm="imn"` a BatchNorm that follows a layer goes: gamma / sigma
-goes into r, and the layer gets input mean normalization instead.
+so that no second copy of the model is in memory. A layer without activation computes
+r (u^T x + lam) = w^T x + b, so that conversion is exact, whatever follows it.
 """
 
 import logging
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from geoparam.conversion.plan import Filter, Inputs, Plan, module_name, plan
-from geoparam.conversion.replacement import Options, RemovedNorm, build_replacement
-from geoparam.conversion.surgery import replace_modules
-from geoparam.conversion.verification import check_reads, check_same_outputs, run_and_record
-from geoparam.coordinates import Init, Name
+from geoparam.attention import GmPMultiheadAttention
+from geoparam.base_layer import GmPLayer
+from geoparam.centred_map import shift_bias
+from geoparam.conversion.plan import (
+    Decision,
+    Filter,
+    Inputs,
+    Plan,
+    absorb_norm,
+    affine_of,
+    kind_of,
+    module_name,
+    plan,
+)
+from geoparam.conversion.verification import replace_checked
+from geoparam.coordinates import Init, Name, draw
+from geoparam.input_mean_layers import adopt
+from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, as_linear, build_like
 from geoparam.norm import MOMENTUM
-from geoparam.step_hooks import note_replaced
 from geoparam.trace import trace
 
 log = logging.getLogger("geoparam")
+
+LAYERS: tuple[type[GmPLayer], ...] = (GmPLinear, GmPConv1d, GmPConv2d, GmPConv3d)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How layers are built; `means` has each layer's input mean and its number of batches."""
+
+    coordinates: Name
+    natural: bool
+    init: Init | None
+    weights: Literal["geometric", "plain"]
+    momentum: float | None
+    means: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+
+
+class RemovedNorm(nn.Module):
+    """The place of a BatchNorm that a layer has absorbed: it passes its input on.
+
+    It keeps the norm and the layer outside of the model's state, so that folding can put a norm
+    back. What the norm held besides (timm's hold their activation) still runs.
+    """
+
+    norm: nn.Module
+    layer: nn.Module
+
+    def __init__(self, norm: nn.Module, old: nn.Module, new: nn.Module) -> None:
+        super().__init__()
+        for name, child in norm.named_children():
+            self.add_module(name, child)
+        self.__dict__.update(norm=norm, layer=new, layer_had_bias=old.bias is not None)
+
+    def forward(self, input: Tensor) -> Tensor:  # torch's name for it
+        for child in self._modules.values():  # children() takes longer than most calls of this
+            assert child is not None
+            input = child(input)
+        return input
 
 
 def convert_(
@@ -54,25 +100,21 @@ def convert_(
 
     Args:
         model: Any model. A bare layer is converted too; use what is returned.
-        filter_fn: `filter_fn(module, name) -> bool` chooses the layers instead, the output
-            layer included.
+        filter_fn: `filter_fn(module, name) -> bool` chooses the layers, output layers too.
         coordinates: `"angles"` (the default) or `"intrinsic"`.
         natural: Divide the angles' gradient by the metric.
         init: `"sphere"` or `"glorot"` for new parameters instead of the same function.
-        norm: `"imn"` removes each BatchNorm that follows a layer and gives that layer input mean
-            normalization, z = conv(x, w, b - w_summed E[x]), which folds into a bias; with `init`
-            every converted layer but the first has it.
+        norm: `"imn"` lets a layer absorb the BatchNorm that follows it, and gives it input mean
+            normalization instead; with `init` every converted layer but the first has it.
         pretrained: Whether the statistics of BatchNorm are worth keeping. `norm="imn"` without
             `init` warns if they are those of a new model, unless this says True.
-        weights: `"geometric"` stores directions, r and lam; `"plain"`, with `norm="imn"`, leaves
-            each weight the same Parameter under its old key, and adds a bias and the running mean
-            of the layer's input: for `GeometricOptimizer` or any other.
+        weights: `"geometric"` stores directions, r and lam; `"plain"`, with `norm="imn"`, keeps
+            each weight's Parameter and key, and adds a bias and the running mean of the input.
         momentum: Share of a new batch in the running means of `norm="imn"`.
         example_inputs: A small batch, as a tensor, a tuple or list of arguments, or a mapping of
             keyword arguments; needed for `norm`, and finds the output layers exactly. The model
             is run on it before and after, and put back with an error if its outputs differ or it
-            still computes with a replaced layer. Without it, layers that the forward reaches
-            through global names go on as they were, and are not trained.
+            still computes with a replaced layer.
         calibration: A batch, or a list or other iterable of batches, whose means the layers start
             from where BatchNorm is replaced; by default `example_inputs`.
 
@@ -99,12 +141,16 @@ def convert_(
         # A list of example_inputs is one call's arguments; a calibration list is of batches.
         batches = [example_inputs] if calibration is None else calibration
         options.means.update(_measure_input_means(model, absorbing, batches))
-    parameters = [weakref.ref(p) for p in model.parameters()]
-    if example_inputs is None:
-        model = replace_modules(model, _build_pairs(model, decided, options))
-    else:
-        model = _replace_checked(model, decided, options, example_inputs)
-    note_replaced(parameters, model)
+    # Plain weights are written to in place.
+    names = [d.name for d in decided.decisions if d.converted and weights == "plain"]
+    model = replace_checked(
+        model,
+        _build_pairs(model, decided, options),
+        example_inputs,
+        "converted",
+        changed=[p for name in names for p in model.get_submodule(name).parameters()],
+        same=init is None,
+    )
     log.info("%s", decided)
     return model
 
@@ -134,9 +180,8 @@ def _find_misuse(model: nn.Module, decided: Plan, pretrained: bool) -> str | Non
             "init='glorot'; else leave out norm."
         )
     norms: list[Any] = [model.get_submodule(name) for name in names]
-    if pretrained or any(norm.running_mean.is_meta for norm in norms):
-        return None
-    if any(norm.running_mean.any() or (norm.running_var != 1).any() for norm in norms):
+    states = [t for norm in norms for t in (norm.running_mean, norm.running_var - 1)]
+    if pretrained or any(t.is_meta or t.any() for t in states):
         return None
     return (
         "norm='imn' keeps the function that this model has in evaluation, and its BatchNorms have "
@@ -174,51 +219,10 @@ def _build_pairs(
         if decision.converted:
             old = modules.pop(module_name(decision.name))
             norm = modules[decision.norm] if decision.norm else None
-            new = build_replacement(old, decision, norm, options)
+            new = _build_replacement(old, decision, norm, options)
             if norm is not None:
                 yield norm, RemovedNorm(norm, old, new)
             yield old, new
-
-
-def _replace_checked(
-    model: nn.Module, decided: Plan, options: Options, inputs: Inputs
-) -> nn.Module:
-    """Replace the layers and run the model; if it is not as it was, put them back and raise.
-
-    A run shows what no look at the modules can: a forward that reads a layer's weight or a norm's
-    statistics, or that reaches an old layer through an object, a global name or a closure.
-    """
-    names = [module_name(d.name) for d in decided.decisions if d.converted]
-    old, children = _parameters(model, names), [(m, dict(m._modules)) for m in model.modules()]
-    before, read_before = run_and_record(model, inputs)
-    # Plain weights are written to in place.
-    changed = [p for own in old.values() for p in own] if options.weights == "plain" else []
-    values = [t.detach().clone() for t in changed]
-    try:
-        converted = replace_modules(model, _build_pairs(model, decided, options))
-        try:
-            after, read = run_and_record(converted, inputs)
-        except Exception as error:
-            raise ValueError(
-                f"the converted model does not run on example_inputs ({type(error).__name__}: "
-                f"{error}): something reads a layer or norm otherwise than by calling it. Leave "
-                "it out with filter_fn."
-            ) from error
-        check_reads(old, read_before, _parameters(converted, names), read)
-        if options.init is None:
-            check_same_outputs(before, after)
-    except BaseException:
-        for module, own in children:
-            module._modules.update(own)
-        with torch.no_grad():
-            for t, value in zip(changed, values, strict=True):
-                t.copy_(value)
-        raise
-    return converted
-
-
-def _parameters(model: nn.Module, names: list[str]) -> dict[str, list[Tensor]]:
-    return {name: list(model.get_submodule(name).parameters()) for name in names}
 
 
 def _measure_input_means(
@@ -228,25 +232,89 @@ def _measure_input_means(
     sums: dict[str, Tensor] = {}
     counts: Counter[str] = Counter()
 
-    def add(name: str, layer: nn.Module, args: tuple) -> None:
+    def add(name: str, layer: nn.Module, args: tuple, kwargs: dict[str, Tensor]) -> None:
         channel = -1 - len(getattr(layer, "kernel_size", ()))
-        x = args[0].detach().double().movedim(channel, 0).flatten(1)
+        x = [*args, *kwargs.values()][0].detach().double().movedim(channel, 0).flatten(1)
         sums[name] = sums.get(name, 0) + x.sum(dim=1)
         counts[name] += x.shape[1]
 
     seen = 0
     with ExitStack() as hooks:
         for name in names:
-            hook = model.get_submodule(name).register_forward_pre_hook(partial(add, name))
+            layer = model.get_submodule(name)
+            hook = layer.register_forward_pre_hook(partial(add, name), with_kwargs=True)
             hooks.callback(hook.remove)
         single = isinstance(batches, Tensor | tuple | Mapping)
         for batch in [batches] if single else batches:
             trace(model, batch)  # evaluation, no gradients, nothing left behind
             seen += 1
+    means = {name: sums[name] / counts[name] for name in sums}
     for name in names:
-        if name not in sums or not sums[name].isfinite().all():
+        if name not in means or not (means[name].is_meta or means[name].isfinite().all()):
             raise ValueError(
                 f"calibration gives no finite mean for the input of {name!r}: there are no "
-                "batches, they hold NaN, or the layer's weight is used without calling the layer."
+                "batches, they are empty or hold NaN, or the layer's weight is used without "
+                "calling the layer."
             )
-    return {name: (sums[name] / counts[name], seen) for name in names}
+    return {name: (mean, seen) for name, mean in means.items()}
+
+
+@torch.no_grad()
+def _build_replacement(
+    old: Any, decision: Decision, norm: nn.Module | None, options: Options
+) -> nn.Module:
+    """Return the layer that takes the place of `old`, and of the BatchNorm that it absorbs."""
+    weight, bias = affine_of(old)
+    mean, batches = options.means.get(decision.name, (None, 0))
+    gain = None
+    if norm is not None and options.init is None and not weight.is_meta:
+        gain, bias = absorb_norm(bias, norm)
+        if mean is not None:  # the layer will subtract w^T m, of m in its own type
+            bias = bias - gain * shift_bias(None, weight, mean.to(weight.dtype))
+    learns = norm is not None and any(p.requires_grad for p in norm.parameters(recurse=False))
+    if options.weights == "plain":
+        new = tracked = adopt(old, options.momentum, centred=bool(decision.input_norm))
+        _set_plain(new, gain, bias, options.init)
+    else:
+        new = _build_geometric(old, decision, norm is not None, options)
+        if options.init is None and not weight.is_meta:
+            new._set_affine(weight, bias, gain)
+        new.r.requires_grad_(new.r.requires_grad or learns)
+        tracked = new.input_norm
+    if norm is not None:  # what takes over from a BatchNorm learns if the norm did
+        (new.bias if options.weights == "plain" else new.lam).requires_grad_(learns)
+    if mean is not None:
+        tracked.running_mean.copy_(mean)
+        tracked.num_batches_tracked.fill_(batches)
+    return GmPMultiheadAttention.around(old, new) if kind_of(old) == "attention" else new
+
+
+def _build_geometric(old: Any, decision: Decision, absorbs: bool, options: Options) -> Any:
+    """Return a layer of the sizes of `old`; one that absorbs a norm has a bias."""
+    kind = kind_of(old)
+    plain: Any = old if kind in ("linear", "conv") else as_linear(*affine_of(old))
+    layer: Any = build_like(
+        next(ours for ours in LAYERS if isinstance(plain, ours._plain)),
+        plain,
+        bias=plain.bias is not None or absorbs,
+        input_norm=decision.input_norm,
+        coordinates=options.coordinates,
+        natural=options.natural,
+        init=options.init,
+        momentum=options.momentum,
+    )
+    if kind == "transposed":
+        layer.transposed = True
+    return layer
+
+
+def _set_plain(layer: Any, gain: Tensor | None, bias: Tensor | None, init: Init | None) -> None:
+    """Write new values into a plain layer's own Parameters."""
+    weight = layer.weight
+    if init is not None:
+        place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        weight.copy_(draw(len(weight), weight[0].numel(), init, **place).view(weight.shape))
+        layer.bias.zero_()
+    elif gain is not None and bias is not None:
+        weight.copy_(gain.view(-1, *[1] * (weight.ndim - 1)) * weight)
+        layer.bias.copy_(bias)

@@ -1,15 +1,13 @@
 """Take geometric parameterization off again: plain torch.nn layers with the same function.
 
-Each GmP layer gives the standard layer it was or could have been. What else it did goes where it
-is exact: a mean that is subtracted as a constant goes into the bias; one that is subtracted before
-zeros are padded becomes a BatchNorm; a BatchNorm that was absorbed comes back as one
-that only adds the bias; and r outside an activation goes into the weights, r g(s) = g(r s), where
-g is ReLU-like and r >= 0, or else as a factor into the layers that read the result.
+What a GmP layer did besides goes where it is exact: a mean that is subtracted as a constant into
+the bias; one that is subtracted before zeros are padded becomes a BatchNorm; a BatchNorm that was
+absorbed comes back as one that only adds the bias; and r outside an activation goes into the
+weights, r g(s) = g(r s), where g is ReLU-like and r >= 0, or else into the layers that read it.
 """
 
 import copy
 import logging
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,24 +17,19 @@ from torch import Tensor, nn
 
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
-from geoparam.conversion.plan import Inputs
-from geoparam.conversion.replacement import RemovedNorm
-from geoparam.conversion.surgery import refuse_wrapped, replace_modules
+from geoparam.conversion.convert import RemovedNorm
+from geoparam.conversion.plan import Inputs, computes_as, kind_of, refuse_wrapped
+from geoparam.conversion.verification import replace_checked
 from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer, release
 from geoparam.layers import GmPLinear
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean
-from geoparam.step_hooks import note_replaced
 from geoparam.trace import trace
 
 log = logging.getLogger("geoparam")
 
 HOMOGENEOUS = (nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.Identity)
-MODULES: dict[Callable, Callable[[], nn.Module]] = {
-    **{torch.relu: nn.ReLU, F.relu: nn.ReLU, F.relu6: nn.ReLU6, F.leaky_relu: nn.LeakyReLU},
-    **{F.elu: nn.ELU, F.gelu: nn.GELU, F.silu: nn.SiLU, F.hardswish: nn.Hardswish},
-    **{torch.tanh: nn.Tanh, torch.sigmoid: nn.Sigmoid},
-}
+MODULES = {name.lower(): name for name in nn.modules.activation.__all__}  # by function
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # by ndim - 2
 
 
@@ -51,8 +44,9 @@ def fold_(
 
     Args:
         model: Any model. A bare layer is folded too; use what is returned.
-        example_inputs: A small batch; needed where r < 0 stands outside an activation, so that it
-            must go into the next layer, and for `InputMeanNorm` modules.
+        example_inputs: A small batch; needed where r < 0 stands outside an activation, and for
+            `InputMeanNorm` modules. The model is run on it before and after, and put back with an
+            error if its outputs differ.
         restore_norm: Whether a BatchNorm comes back where `convert_(norm="imn")` took one out. It
             adds the layer's bias and does nothing else (gamma = 1, mu = 0, sigma^2 = 1 - eps), so
             that the original's files load. By default it does where weights are geometric, and
@@ -63,13 +57,10 @@ def fold_(
         >>> model = nn.Sequential(gp.GmPLinear(4, 8, activation=torch.relu), nn.Linear(8, 2))
         >>> x = torch.randn(3, 4)
         >>> before = model(x)
-        >>> fold_(model)
+        >>> fold_(model)[0]
         Sequential(
-          (0): Sequential(
-            (0): Linear(in_features=4, out_features=8, bias=True)
-            (1): ReLU()
-          )
-          (1): Linear(in_features=8, out_features=2, bias=True)
+          (0): Linear(in_features=4, out_features=8, bias=True)
+          (1): ReLU()
         )
         >>> torch.allclose(model(x), before, atol=1e-6)
         True
@@ -77,15 +68,11 @@ def fold_(
     ours = _find_ours(model)
     if not ours:
         raise ValueError("nothing to fold: the model has no layers of geoparam.")
-    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
-        raise ValueError(
-            "this model is sharded: gather its state dict into an unsharded converted model, and "
-            "fold that (docs/training.md)."
-        )
     refuse_wrapped(model, "fold")
     graph = None if example_inputs is None else trace(model, example_inputs)
     slots = _find_slots(ours)
     factors = _find_factors(model, ours, graph)
+    ours |= {name: model.get_submodule(name) for name in factors if name not in ours}
     folded: dict[nn.Module, nn.Module] = {}
     for name, module in ours.items():
         if isinstance(module, InputMeanNorm):
@@ -102,15 +89,11 @@ def fold_(
                 dropped = nn.Sequential(*children) if children else nn.Identity()
                 folded[slot] = dropped if restored is None else restored
     _check_finite(ours, folded)
-    _scale_plain_layers(model, {n: f for n, f in factors.items() if n not in ours})
     pairs = (
         (old, old.to_attention() if isinstance(old, GmPMultiheadAttention) else folded[old])
         for old in reversed(ours.values())  # children before the attention that holds them
     )
-    parameters = [weakref.ref(p) for p in model.parameters()]
-    model = replace_modules(model, pairs)
-    note_replaced(parameters, model)
-    return model
+    return replace_checked(model, pairs, example_inputs, "folded")
 
 
 def _find_ours(model: nn.Module) -> dict[str, nn.Module]:
@@ -179,12 +162,14 @@ def _build_plain(layer: Any, weight: Tensor, bias: Tensor | None) -> nn.Module:
 def _as_module(name: str, activation: Callable) -> nn.Module:
     if isinstance(activation, nn.Module):
         return activation
-    if activation not in MODULES:
+    called = getattr(activation, "__name__", "")
+    kind = MODULES.get(called.replace("_", ""))
+    if kind is None or all(getattr(p, called, None) is not activation for p in (F, torch, Tensor)):
         raise ValueError(
-            f"{name!r} has an activation that torch.nn has no module for: {activation}. Give the "
-            "layer an nn.Module as its activation."
+            f"{name!r} has an activation that is no function of torch with a module in torch.nn: "
+            f"{activation}. Give the layer an nn.Module as its activation."
         )
-    return MODULES[activation]()
+    return getattr(nn, kind)()
 
 
 def _as_conv1d(linear: nn.Linear) -> nn.Module:
@@ -199,15 +184,19 @@ def _as_conv1d(linear: nn.Linear) -> nn.Module:
 
 def _restore_norm(slot: RemovedNorm, bias: Tensor) -> tuple[nn.Module, Tensor | None]:
     """Return a BatchNorm that adds `bias` and does nothing else, and the layer's own bias."""
-    norm: Any = copy.deepcopy(slot.norm).to(bias.device, bias.dtype)
+    norm: Any = copy.deepcopy(slot.norm)
+    if norm.running_mean.is_meta and not bias.is_meta:  # converted before it had values
+        norm.to_empty(device=bias.device).reset_running_stats()
+    norm.to(bias.device, bias.dtype)
     for child_name, child in slot.named_children():
         norm.add_module(child_name, child)
     norm.running_mean.zero_()
     norm.running_var.fill_(1 - norm.eps)
+    if norm.weight is not None:
+        norm.weight.fill_(1)
     if norm.bias is None:
         norm.running_mean.copy_(-bias)
     else:
-        norm.weight.fill_(1)
         norm.bias.copy_(bias)
     return norm, torch.zeros_like(bias) if slot.layer_had_bias else None
 
@@ -243,7 +232,8 @@ def _split_r(name: str, layer: GmPLayer) -> tuple[Tensor | None, Tensor | None]:
     if layer.activation is None:
         return layer.r, None
     inside, outside = None, layer.r.detach()
-    if isinstance(_as_module(name, layer.activation), HOMOGENEOUS):
+    activation = _as_module(name, layer.activation)
+    if any(isinstance(activation, kind) and computes_as(activation, kind) for kind in HOMOGENEOUS):
         inside, outside = layer.r.abs(), torch.where(outside < 0, -1, 1).to(outside.dtype)
     return inside, None if (outside == 1).all() else outside
 
@@ -254,10 +244,15 @@ def _find_receivers(name: str, model: nn.Module, graph: Graph | None) -> dict[st
         if graph is None:
             raise ValueError("without example_inputs the next layer is not known")
         found = graph.receivers(name)
+        modules = dict(model.named_modules())
         for receiver in found:
-            module = model.get_submodule(receiver)
-            if not isinstance(module, GmPLayer | nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-                raise ValueError(f"{receiver!r} is a {type(module).__name__}")
+            module = modules.get(receiver, nn.Identity())
+            is_plain = kind_of(module) in ("linear", "conv") and "weight" in module._parameters
+            if not is_plain and not isinstance(module, GmPLayer | InputMeanLayer):
+                raise ValueError(
+                    f"{receiver!r} computes something else than nn.Linear or a convolution, or "
+                    "its weight is computed (weight_norm, spectral_norm, pruning)"
+                )
     except ValueError as error:
         raise ValueError(
             f"{name!r} has an r outside its activation (negative, or the activation is no ReLU) "
@@ -266,13 +261,6 @@ def _find_receivers(name: str, model: nn.Module, graph: Graph | None) -> dict[st
             "after it."
         ) from error
     return found
-
-
-@torch.no_grad()
-def _scale_plain_layers(model: nn.Module, factors: dict[str, Tensor]) -> None:
-    for name, factor in factors.items():
-        weight: Any = model.get_submodule(name).weight
-        weight.mul_(_spread_over_inputs(factor, weight))
 
 
 def _build_subtraction(mean: Tensor, ndim: int, factor: Tensor | None = None) -> nn.Module:

@@ -1,8 +1,7 @@
 """Decide about every layer of a model: converted or left, and why.
 
-Nothing is changed here, so an error leaves the model as it was. Which layers there are, what
-follows them and where the outputs are comes from `trace`, or, without example inputs, from
-the order of the modules.
+Nothing is changed here, so an error leaves the model as it was. What follows a layer, and where
+the outputs are, comes from `trace`, or, without example inputs, from the order of the modules.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +15,10 @@ from torch.nn.utils import parametrize
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer, InputNorm
 from geoparam.conversion.sharing import ties_and_holders
-from geoparam.conversion.surgery import refuse_wrapped
 from geoparam.coordinates import Init
 from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer
-from geoparam.trace import output_layers, trace
+from geoparam.trace import output_layers, refuse_unready, trace
 
 Filter = Callable[[nn.Module, str], bool]
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -95,7 +93,8 @@ def plan(
         raise ValueError(
             "norm='imn' needs example_inputs, to see which BatchNorm follows a layer."
         )
-    _refuse_unready(model)
+    refuse_unready(model)
+    refuse_wrapped(model, "convert")
     graph = None if example_inputs is None else trace(model, example_inputs)
     outputs = set(output_layers(model) if graph is None else graph.outputs)
     ties, held = ties_and_holders(model)
@@ -136,12 +135,12 @@ def kind_of(module: nn.Module) -> str | None:
     ):
         return "transposed"
     for base, kind in ((nn.Linear, "linear"), *((conv, "conv") for conv in CONVOLUTIONS)):
-        if isinstance(module, base) and _computes_as(module, base):
+        if isinstance(module, base) and computes_as(module, base):
             return kind
     return None
 
 
-def _computes_as(module: nn.Module, base: type[nn.Module]) -> bool:
+def computes_as(module: nn.Module, base: type[nn.Module]) -> bool:
     """Return whether nothing of what `base` computes is overridden or added to."""
     own = type(module)
     names = ("forward", "_conv_forward", "__call__", "_call_impl", "__getattr__")
@@ -212,15 +211,21 @@ def _reason_to_leave(
     return others and f"the output layer, tied to {others}"
 
 
-def _refuse_unready(model: nn.Module) -> None:
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise ValueError("scripted modules cannot be converted: convert before torch.jit.script.")
-    refuse_wrapped(model, "convert")
+def refuse_wrapped(model: nn.Module, verb: str) -> None:
+    """Raise where a wrapper has noted the model's parameters: new ones would not be reduced."""
     for name, parameter in model.named_parameters():
-        if nn.parameter.is_lazy(parameter):
-            raise ValueError(f"{name!r} is lazy and has no shape yet: run the model once first.")
         if hasattr(parameter, "to_local"):
-            raise ValueError(f"{name!r} is sharded already: convert the model before fully_shard.")
+            raise ValueError(
+                f"{name!r} is sharded already: convert the model before fully_shard, and to fold "
+                "it gather its state dict into an unsharded converted model (docs/training.md)."
+            )
+    for module in model.modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if found := kinds & {"DistributedDataParallel", "FullyShardedDataParallel"}:
+            raise ValueError(
+                f"the model is wrapped in {found.pop()}, which would not see its new parameters: "
+                f"processes would drift apart. First {verb} the model, then wrap it."
+            )
 
 
 def _refuse_parametrized(module: nn.Module, name: str) -> None:
@@ -325,7 +330,8 @@ def _norm_to_absorb(
         return None, ""
     found = model.get_submodule(norm.name)
     if not isinstance(found, BATCH_NORMS):
-        return None, ""
+        shared = isinstance(found, nn.SyncBatchNorm)  # which would hide means of the joint batch
+        return None, f"{norm.name} stays: convert before convert_sync_batchnorm" if shared else ""
     if norm.op == "batch_norm" and next(found.children(), None) is None:
         return None, f"{norm.name} stays: its statistics are used without calling it"
     if not _is_plain_batch_norm(found):

@@ -1,9 +1,8 @@
 """What else in a model holds a layer, or memory of its parameters.
 
 Conversion replaces registered modules. Whatever reaches a layer otherwise would go on with the old
-one, and parameters that share memory would part: both are found here, without running the model.
-What cannot be seen so is what a function reads from global names or context variables; `convert_`
-with example_inputs sees it in its run.
+one, and parameters that share memory would part: both are found here, without running the model,
+but for what a function reads from global names or context variables.
 """
 
 import gc

@@ -23,6 +23,8 @@ def test_other_entries_are_the_same_tensors() -> None:
     state = trained("conv_net").state_dict()
     result = fold_state_dict(state, conv_net())
     assert result["1.running_var"] is state["1.running_var"]
+    grid = torch.linspace(-90, 90, 5)  # a buffer that is called as a layer's parameter is
+    assert fold_state_dict({**state, "grid.latitude": grid})["grid.latitude"] is grid
     assert list(result) == list(conv_net().state_dict())
 
 

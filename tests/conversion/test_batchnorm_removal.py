@@ -99,9 +99,10 @@ class Doubling(nn.BatchNorm2d):
         return super().forward(x) * 2
 
 
-def test_a_norm_that_computes_something_else_stays() -> None:
+@pytest.mark.parametrize("norm", [Doubling(6), nn.SyncBatchNorm(6)])
+def test_a_norm_that_computes_something_else_stays(norm: nn.Module) -> None:
     model = TwoConvs()
-    model.norm2 = Doubling(6)
+    model.norm2 = norm
     original = copy.deepcopy(model)
     assert "norm2 stays" in str(gp.plan(model, norm="imn", example_inputs=X))
     gp.convert_(model, norm="imn", example_inputs=X)
@@ -132,6 +133,7 @@ def with_broken_norm() -> nn.Module:
         (with_broken_norm, {}, "'norm1' has statistics.*'first' cannot absorb"),
         (TwoConvs, {"calibration": X * torch.nan}, "no finite mean.*'second'"),
         (TwoConvs, {"calibration": []}, "no finite mean"),
+        (TwoConvs, {"calibration": X[:0]}, "no finite mean.*they are empty"),
     ],
 )
 def test_imn_errors_leave_the_model_alone(build, options, message) -> None:  # noqa: ANN001
@@ -213,3 +215,22 @@ def test_norm_needs_example_inputs_and_a_known_name() -> None:
         gp.convert_(TwoConvs(), norm="imn", pretrained=True)
     with pytest.raises(ValueError, match="norm is None or 'imn'"):
         gp.convert_(TwoConvs(), norm="bn")
+
+
+@pytest.mark.parametrize("without", ["weight", "bias"])
+def test_a_norm_with_half_of_its_parameters_is_restored(without: str) -> None:
+    model = TwoConvs()
+    for norm in (model.norm1, model.norm2):
+        setattr(norm, without, None)
+    original = copy.deepcopy(model)
+    gp.fold_(gp.convert_(model, norm="imn", example_inputs=X))
+    assert gp.verify(original, model, X) < 1e-5
+    original.load_state_dict(model.state_dict())
+
+
+def test_a_model_without_values_converts_and_loads_and_folds() -> None:
+    model = gp.convert_(TwoConvs(), norm="imn", example_inputs=X)
+    empty = gp.convert_(TwoConvs().to("meta"), norm="imn", example_inputs=X.to("meta"))
+    empty.load_state_dict(model.state_dict(), assign=True)
+    assert gp.verify(model, empty, X) == 0
+    assert gp.verify(model, gp.fold_(empty), X) < 1e-5

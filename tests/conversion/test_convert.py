@@ -125,13 +125,17 @@ def test_errors_name_the_layer_and_leave_the_model_alone(message: str, change: C
     assert [type(m) for m in model.modules()] == kinds
 
 
-def test_torchs_weight_norm_is_absorbed() -> None:
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_torchs_weight_norm_is_absorbed_and_goes_on_learning() -> None:
     model = net()
     parametrizations.weight_norm(model.hidden)
     original = copy.deepcopy(model)
     gp.convert_(model)
     assert isinstance(model.hidden, gp.GmPLinear)
     assert gp.verify(original, model, X) < 1e-5
+    assert all(p.requires_grad for p in model.hidden.parameters())
+    with torch.no_grad():
+        assert gp.GmPLinear.from_linear(weight_norm(nn.Linear(3, 2))).latitude.requires_grad
 
 
 def test_a_tied_output_layer_is_left_alone() -> None:
@@ -291,6 +295,62 @@ def test_verify_sees_nan_and_restores_the_mode() -> None:
         broken[0].weight.fill_(torch.nan)
     assert math.isnan(gp.verify(model, broken, torch.ones(1, 2)))
     assert model.training and model[1].training
+
+
+def test_verify_sees_imaginary_parts_and_lets_equal_infinities_be() -> None:
+    first, second = (FunctionModel(lambda m, x, s=s: torch.complex(x, s * x)) for s in (1, -1))
+    assert gp.verify(first, second, torch.ones(3)) == pytest.approx(2**0.5)
+    x = torch.tensor([1.0, -torch.inf])
+    assert gp.verify(nn.Identity(), nn.Identity(), x) == 0
+    assert gp.verify(nn.Identity(), nn.ReLU(), x) == math.inf
+
+
+def test_verify_compares_attention_on_torchs_plain_path() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1).eval()
+    mask = torch.tensor([[False, False, True], [False, False, False]])
+    inputs = {"src": torch.randn(2, 3, 8), "src_key_padding_mask": mask}
+    converted = gp.convert_(copy.deepcopy(model), example_inputs=inputs)
+    assert gp.verify(model, converted, inputs) < 1e-5
+
+
+def two_layers(function: Callable) -> nn.Module:
+    return FunctionModel(function, hidden=nn.Linear(4, 4), head=nn.Linear(4, 4))
+
+
+def test_a_model_may_change_its_inputs() -> None:
+    model = two_layers(lambda m, x: m.head(m.hidden(x.sub_(1)).relu()))
+    x, ones = torch.ones(3, 4), torch.ones(3, 4)
+    assert gp.verify(model, model, x) == 0
+    gp.convert_(model, example_inputs=x)
+    assert torch.equal(x, ones)
+
+
+def test_other_outputs_are_seen_beside_infinite_ones() -> None:
+    is_plain = lambda m: type(m.hidden) is nn.Linear  # noqa: E731
+    model = two_layers(lambda m, x: (m.head(m.hidden(x) + is_plain(m)), x / 0))
+    with pytest.raises(ValueError, match="differs by"):
+        gp.convert_(model, example_inputs=torch.ones(3, 4))
+    assert is_plain(model)
+
+
+def test_layers_and_norms_take_their_input_by_torchs_name() -> None:
+    model = two_layers(lambda m, x: m.head(input=m.norm(input=m.hidden(input=m.first(input=x)))))
+    model.first, model.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+    x = torch.randn(6, 4)
+    model(x)
+    for options in ({}, {"norm": "imn"}, {"norm": "imn", "weights": "plain"}):
+        converted = gp.convert_(copy.deepcopy(model), example_inputs=x, **options)
+        assert gp.verify(model, converted, x) < 1e-5
+
+
+def test_attributes_that_a_user_set_survive_conversion_and_folding() -> None:
+    model = two_layers(lambda m, x: m.head(m.hidden(x) * m.hidden.gain))
+    model.hidden.gain = 2.0
+    gp.convert_(model)(torch.ones(1, 4))
+    model.hidden.gain = 3.0
+    hidden = gp.fold_(model).hidden
+    assert vars(hidden).keys() == {*vars(nn.Linear(1, 1)), "gain"} and hidden.gain == 3
 
 
 def test_without_example_inputs_heads_beside_each_other_stay_plain() -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from function_model import FunctionModel
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from zoo import pretend_pretrained
 
 import geoparam as gp
@@ -102,7 +103,12 @@ def test_negative_r_goes_into_the_next_layer(model: nn.Module) -> None:
     assert_folds(perturb(model), x, example_inputs=x)
 
 
-@pytest.mark.parametrize("activation", [torch.tanh, nn.GELU(), nn.ReLU6()])
+class SquaredReLU(nn.ReLU):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square()
+
+
+@pytest.mark.parametrize("activation", [torch.tanh, F.mish, nn.GELU(), nn.ReLU6(), SquaredReLU()])
 def test_r_of_zero_leaves_the_mean_that_is_subtracted(activation) -> None:  # noqa: ANN001
     model = nn.Sequential(
         gp.GmPConv2d(3, 6, 3, activation=activation, **DOUBLE),
@@ -116,13 +122,19 @@ def test_r_of_zero_leaves_the_mean_that_is_subtracted(activation) -> None:  # no
     assert_folds(model, x, example_inputs=x)
 
 
-def test_one_layer_that_feeds_two() -> None:
+def test_one_layer_that_feeds_three_and_not_the_twin_of_one() -> None:
     model = FunctionModel(
-        lambda m, x: m.left(y := m.stem(x)) + m.right(y),
+        lambda m, x: (
+            m.left(y := m.stem(x)) + m.right(y) + m.twin(m.other(x)) + m.attention(y, y, y)[0]
+        ),
         stem=gp.GmPLinear(4, 6, activation=torch.relu, **DOUBLE),
-        left=nn.Linear(6, 2, **DOUBLE),
-        right=gp.GmPLinear(6, 2, **DOUBLE),
+        left=nn.Linear(6, 6, **DOUBLE),
+        right=gp.GmPLinear(6, 6, **DOUBLE),
+        other=nn.Linear(4, 6, **DOUBLE),
+        twin=nn.Linear(6, 6, **DOUBLE),
+        attention=gp.convert_(nn.MultiheadAttention(6, 2, **DOUBLE)),
     )
+    model.twin.weight = model.left.weight
     x = torch.randn(3, 4, **DOUBLE)
     assert_folds(perturb(model), x, example_inputs=x)
 
@@ -134,6 +146,21 @@ RESIDUAL = FunctionModel(
 )
 
 
+class Absolute(nn.Conv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.abs())
+
+
+class AbsoluteGmP(gp.GmPConv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.abs())
+
+
+CONV = 6, 4, 1
+FLOOR = FunctionModel(lambda m, x: torch.div(x, 0.1, rounding_mode="floor"))
+INTEGER = FunctionModel(lambda m, x: x.mul(9).to(torch.int32).double())
+
+
 @pytest.mark.parametrize(
     ("model", "shape", "message"),
     [
@@ -141,18 +168,25 @@ RESIDUAL = FunctionModel(
         (through(nn.BatchNorm2d(6, **DOUBLE), nn.Conv2d(6, 4, 1, **DOUBLE)), (2, 3, 6, 6), "norm"),
         (RESIDUAL, (3, 4), "'layer'.*add"),
         (through(), (2, 3, 6, 6), "'0'.*output"),
+        (through(weight_norm(nn.Conv2d(*CONV, **DOUBLE))), (2, 3, 6, 6), "weight is computed"),
+        (through(spectral_norm(nn.Conv2d(*CONV, **DOUBLE))), (2, 3, 6, 6), "weight is computed"),
+        (through(Absolute(*CONV, **DOUBLE)), (2, 3, 6, 6), "'1' computes something else"),
+        (through(AbsoluteGmP(*CONV, **DOUBLE)), (2, 3, 6, 6), "the folded model differs by"),
+        (through(FLOOR, nn.Conv2d(*CONV, **DOUBLE)), (2, 3, 6, 6), "does not pass round"),
+        (through(INTEGER, nn.Conv2d(*CONV, **DOUBLE)), (2, 3, 6, 6), "does not pass to"),
     ],
-    ids=["max pooling", "batch norm", "residual", "output"],
+    ids="pool norm residual output weight_norm spectral_norm subclass ours floor integer".split(),
 )
 def test_negative_r_is_refused_where_it_cannot_go(
     model: nn.Module, shape: tuple[int, ...], message: str
 ) -> None:
     perturb(model)
-    before = {k: v.clone() for k, v in model.state_dict().items()}
+    before, modules = {k: v.clone() for k, v in model.state_dict().items()}, list(model.modules())
     x = torch.randn(shape, **DOUBLE)
     with pytest.raises(ValueError, match=message):
         gp.fold_(model, example_inputs=x)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert list(model.modules()) == modules
     with pytest.raises(ValueError, match="example_inputs"):
         gp.fold_(model)
 
