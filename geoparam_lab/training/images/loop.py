@@ -267,14 +267,11 @@ class Training:
         """Start a tracker that writes to the folder, or continue the one of a checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / BOUNDARIES
+        if state is None and self.is_main:  # the run before was killed in its first epoch
+            file.unlink(missing_ok=True)
         images, _ = next(self.watched.epoch(0))
-        self.tracker = gp.BoundaryTracker(
-            self.model,
-            every,
-            probe=images[:PROBE],
-            file=file,
-            resume=state is not None and file.exists(),
-        )
+        probe = images[:PROBE]
+        self.tracker = gp.BoundaryTracker(self.model, every, probe=probe, file=file, resume=True)
         if state is not None:  # the run before may have had no tracker
             done = {"step": self.epoch * self.batches.steps}
             self.tracker.load_state_dict(state["tracker"] or done)
