@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ def open_study(storage: str, name: str, config: Mapping[str, Any]) -> "optuna.St
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     is_url = "://" in storage
     try:
+        if not is_url:
+            _check_journal(Path(storage))
         return optuna.create_study(
             storage=storage if is_url else JournalStorage(JournalFileBackend(storage)),
             study_name=f"{name}-{digest.hexdigest()[:12]}",
@@ -37,3 +40,12 @@ def open_study(storage: str, name: str, config: Mapping[str, Any]) -> "optuna.St
         "or a URL such as postgresql://host/name with an installed driver; of an SQLite file, "
         "sqlite:///search.db."
     )
+
+
+def _check_journal(path: Path) -> None:
+    """Raise for a file that is not Optuna's, which would write to it before it reads."""
+    if path.exists():
+        with path.open("rb") as file:
+            first = file.readline()
+        if first and "op_code" not in json.loads(first):
+            raise ValueError

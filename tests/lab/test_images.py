@@ -22,7 +22,7 @@ from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import tables
 from geoparam_lab.training import tasks
 from geoparam_lab.training.images import train
-from geoparam_lab.training.images.settings import Outcome, Settings
+from geoparam_lab.training.images.settings import COMMON, Outcome, Settings
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -257,6 +257,14 @@ def test_results_of_other_networks_and_batch_sizes_do_not() -> None:
         config = {"data": IMAGENET | {"size": 224}}
         [table] = tables.from_records(some, "imagenet", config)
         assert ("66.85" in table.markdown()) == fits
+
+
+def test_every_setting_that_decides_numbers_is_told_where_it_is_not_the_papers() -> None:
+    changes = {"dropout": 0.2, "scale_decay": 0.1, "accumulate": 2, "mbn": "before", "epochs": 9}
+    [said] = image_text.remark(COMMON | changes | {"schedule": None})
+    for name, value in changes.items():
+        assert f"{name.replace('_', ' ')} {value}" in said
+    assert [*image_text.remark(COMMON | {"schedule": None})] == []
 
 
 def test_what_is_not_as_in_the_papers_is_said() -> None:
