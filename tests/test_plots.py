@@ -139,12 +139,6 @@ def test_curves_that_are_no_methods_are_told_apart() -> None:
     assert len({(s.colour, s.dash) for s in found}) == 4
 
 
-def test_a_method_with_options_has_its_colour_and_another_dash() -> None:
-    found = style.curve_styles(["GmP+IMN, skip plain", "GmP+IMN, init sphere", "GmP+IMN"])
-    assert {s.colour for s in found} == {plots.method_style("gmp+imn").colour}
-    assert found[2] == plots.method_style("gmp+imn") and len({s.dash for s in found}) == 3
-
-
 @pytest.mark.parametrize("direction", [1.0, -3.0])
 def test_unit_over_one_input_is_r_relu(direction: float) -> None:
     ax = plots.unit_1d(direction, 0.7, r=-1.5)

@@ -290,25 +290,21 @@ def test_what_a_model_keeps_outside_of_buffers_is_left_alone() -> None:
     shared: list = []
 
     def forward(m: FunctionModel, x: Tensor) -> Tensor:
-        m.count += 1
+        m.count = m.new = m.count + 1
         m.mean.add_(x.mean())
         m.replaced = x.mean() + float(np.random.rand()) + random.random()
-        m.new = 1
         m.seen.append(m.count)
         m.conv.seen.append(m.count)
-        m.table["last"] = m.count
         assert m.tied[0] is m.conv.weight and shared == [1, 1]
         return m.conv(x)
 
     model = FunctionModel(forward, conv=conv())
     model.count, model.mean, model.replaced = 0, torch.zeros(()), torch.zeros(())
-    model.seen = model.conv.seen = shared
-    model.table, model.tied = {}, [model.conv.weight]
-    before = dict(vars(model))
-    states = str(np.random.get_state()), random.getstate()
+    model.seen, model.conv.seen, model.tied = shared, shared, [model.conv.weight]
+    before, states = dict(vars(model)), (str(np.random.get_state()), random.getstate())
     trace(model, PIXELS)
     assert vars(model) == before and model.mean == 0
-    assert model.seen is model.conv.seen is shared and shared == [] and model.table == {}
+    assert model.seen is model.conv.seen is shared and shared == []
     assert (str(np.random.get_state()), random.getstate()) == states
 
 

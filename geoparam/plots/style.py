@@ -89,8 +89,9 @@ def curve_styles(names: Iterable[str]) -> list[MethodStyle]:
     Example:
         >>> [style.title for style in curve_styles(["sp", "no training"])]
         ['SP', 'no training']
-        >>> [style.colour for style in curve_styles(["BN", "BN, optimizer muon"])]
-        ['#009e73', '#009e73']
+        >>> bn, muon = curve_styles(["BN", "BN, optimizer muon"])
+        >>> bn.colour == muon.colour, bn.dash == muon.dash
+        (True, False)
     """
     dashes = (DOTTED, DASHED, DASH_DOTTED, SOLID)  # solid last: to some eyes BN's green is grey
     greys = [(colour, dash) for colour in ("#666666", "#aaaaaa") for dash in dashes]

@@ -182,20 +182,8 @@ def draw(run: Run, data: Banana) -> Drawings:
             "trained networks decide, and the locations of their units, each method at the "
             "papers' rate, from the seed with its median test accuracy, on "
             f"{points} (the 200 test points are drawn). WN's locations are those of its hidden "
-            "units; the papers' notebook drew them with another layer's bias. "
-            + _describe_seed(run)),
+            "units; the papers' notebook drew them with another layer's bias."),
     }  # fmt: skip
-
-
-def _describe_seed(run: Run) -> str:
-    """Return what seed 0 gave under each method at the papers' rate."""
-    said = [
-        f"{methods.title(name)} {record['test_accuracy']:.3f}"
-        for name in run.config["methods"]
-        for record in toy_seeds.find_records(run, name)
-        if record["seed"] == 0
-    ]
-    return f"Seed 0 alone would say: {list_in_words(said)}." if said else ""
 
 
 def _film(run: Run, data: Banana) -> Arrays:

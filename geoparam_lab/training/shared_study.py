@@ -24,8 +24,10 @@ def open_study(storage: str, name: str, config: Mapping[str, Any]) -> "optuna.St
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     is_url = "://" in storage
     try:
-        if not is_url:
-            _check_journal(Path(storage))
+        if not is_url and Path(storage).exists():  # Optuna would write to it before it reads
+            first = Path(storage).read_bytes().partition(b"\n")[0]
+            if first and "op_code" not in json.loads(first):
+                raise ValueError
         return optuna.create_study(
             storage=storage if is_url else JournalStorage(JournalFileBackend(storage)),
             study_name=f"{name}-{digest.hexdigest()[:12]}",
@@ -40,12 +42,3 @@ def open_study(storage: str, name: str, config: Mapping[str, Any]) -> "optuna.St
         "or a URL such as postgresql://host/name with an installed driver; of an SQLite file, "
         "sqlite:///search.db."
     )
-
-
-def _check_journal(path: Path) -> None:
-    """Raise for a file that is not Optuna's, which would write to it before it reads."""
-    if path.exists():
-        with path.open("rb") as file:
-            first = file.readline()
-        if first and "op_code" not in json.loads(first):
-            raise ValueError

@@ -304,14 +304,11 @@ def test_a_layer_of_no_units_is_left_out() -> None:
     assert list(BoundaryTracker(model, probe=torch.zeros(2, 4)).history) == ["0"]
 
 
-def test_the_history_of_a_run_without_a_file_is_said_to_be_lost() -> None:
+def test_a_lost_history_and_states_of_others_are_told_in_words() -> None:
     with pytest.warns(UserWarning, match="the history begins here"):
         BoundaryTracker(network("sp"), resume=True)
-
-
-def test_states_of_others_are_refused_in_words() -> None:
     tracker = BoundaryTracker(nn.Linear(3, 2), example_inputs=torch.zeros(1, 3), every=2)
-    with pytest.raises(ValueError, match="got an empty one"):
+    with pytest.raises(ValueError, match="what its state_dict"):
         tracker.load_state_dict({})
     other = BoundaryTracker(nn.Linear(3, 4), example_inputs=torch.zeros(1, 3), every=2)
     other.step()

@@ -198,7 +198,6 @@ def test_goes_on_to_the_bit_on_a_gpu(
 def test_the_tracker_goes_on_too(
     step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where there was no checkpoint yet."""
     plain = train(settings(), source(), tmp_path / "plain")
     expected = train(settings(), source(), tmp_path / "whole", track=2)
     point = kill_method(Training, "train_on", step)

@@ -254,17 +254,15 @@ class Measurement:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Compare the next measurement with an earlier one."""
-        shapes, own = (
-            {name: tuple(rows.shape) for name, rows in reference.items()}
-            for reference in (state["reference"], self._motion.reference)
-        )
-        if others := [name for name in {**shapes, **own} if shapes.get(name) != own.get(name)]:
+        reference, theirs = self._motion.reference, state["reference"]
+        shapes = [{n: rows.shape for n, rows in each.items()} for each in (reference, theirs)]
+        if shapes[0] != shapes[1]:
             raise ValueError(
-                "the tracker's state is of another model or other options: it has other units at "
-                f"{', '.join(others)}. Load the state that was saved with this model."
+                "the tracker's state is of another model or other options: its units are others. "
+                "Load the state that was saved with this model."
             )
-        for name, directions in state["reference"].items():
-            self._motion.reference[name].copy_(directions)
+        for name, directions in theirs.items():
+            reference[name].copy_(directions)
         assert self._motion.before is not None
         self._motion.before.copy_(state["before"])
         packed = state.get("packed", {})

@@ -208,10 +208,7 @@ class BoundaryTracker:
         Records of later steps, of a run that was killed after the checkpoint, are dropped.
         """
         if "step" not in state:
-            raise ValueError(
-                f"a tracker's state has a step; got {', '.join(state) or 'an empty one'}. Load "
-                "what its state_dict() returned."
-            )
+            raise ValueError("a tracker's state has a step: load what its state_dict() returned.")
         self._steps, self._loaded = state["step"], state
         if self._measurement is not None:
             self._go_on(self._measurement, state)
