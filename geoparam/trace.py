@@ -18,15 +18,19 @@ Not seen are branches that the example inputs do not take, what only training ru
 heads), scripted functions, foreign kernels, and values that leave torch and return.
 """
 
+import copy
 import inspect
+import random
 import re
 import sys
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -64,6 +68,8 @@ OPS = {
 ACTIVATIONS = {op.replace("_", ""): op for op, kind in OPS.items() if kind == "activation"}
 LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.Bilinear, nn.RNNBase, nn.RNNCellBase)
 Visit = Callable[[int, list[Tensor]], None]
+TORCHS = vars(nn.Module()).keys()  # attributes that every module has
+CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 CHANNEL = {"linear": -1, "addmm": -1, "conv1d": -2, "conv2d": -3, "conv3d": -4}
 
 
@@ -75,8 +81,8 @@ def trace(
 ) -> Graph:
     """Run `model` once on example inputs and return the graph of what it did.
 
-    The run is in evaluation mode, without gradients and on copies of the inputs; training flags,
-    buffers and torch's random state are restored. One or two examples are enough.
+    The run is in evaluation mode, without gradients and on copies of the inputs; afterwards the
+    model is as it was (see `inspection_mode`). One or two examples are enough.
 
     Args:
         model: Any module. It runs eagerly, also where it is compiled.
@@ -121,14 +127,15 @@ def refuse_unready(model: nn.Module) -> None:
 def arguments_of(model: nn.Module, inputs: Any, /, **more: Any) -> tuple[tuple, dict[str, Any]]:
     """Return copies of the positional and keyword arguments of one call, if they fit the model."""
     args: tuple = (inputs,)
+    advice = "A tuple or list is the arguments of one call: of a batch (x, y) give x alone."
     if isinstance(inputs, Mapping):
         args, more = (), {**inputs, **more}
+        advice = "A mapping is keyword arguments: if the model takes one mapping, give ({...},)."
     elif isinstance(inputs, tuple | list):
         args = tuple(inputs)
     if error := why_not_callable(model, *args, **more):
         raise ValueError(
-            f"{type(model).__name__}.forward cannot be called with these inputs: {error}. A tuple "
-            "or list is the arguments of one call: of a batch (x, y) give x alone."
+            f"{type(model).__name__}.forward cannot be called with these inputs: {error}. {advice}"
         )
     # A model may change what it gets. The same tensor, given twice, stays one.
     return tree_map_only(Tensor, cache(Tensor.clone), (args, more))
@@ -321,23 +328,43 @@ class _Recorder(TorchFunctionMode):
 
 @contextmanager
 def inspection_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation, no gradients, no compiling; restores flags, buffers and random state."""
+    """Evaluation, no gradients, no compiling; afterwards the model is as it was.
+
+    Restored are training flags, buffers, plain attributes of modules (tensors, and what lists,
+    dicts and sets hold) and the random states of torch, numpy and Python. Not restored is what
+    other objects hold. Forward hooks of the user run.
+    """
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.random.fork_rng(devices))
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
         if "torch._dynamo" in sys.modules:  # its import takes a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         copy_once = cache(Tensor.clone)  # copies, since BatchNorm's writes count no version
         for module in model.modules():  # not model.eval(), which may be made to do more
-            stack.callback(setattr, module, "training", module.training)
-            stack.callback(module._buffers.update, module._buffers.copy())
+            attributes, buffers = vars(module), module._buffers
+            own = [value for name, value in attributes.items() if name not in TORCHS]
+            for held in (attributes, buffers, *own):
+                if type(held) in CONTAINERS:
+                    stack.callback(_refill, held, copy.copy(held))
             module.training = False
-            module._buffers.update(
-                {k: copy_once(t) for k, t in module._buffers.items() if t is not None}
-            )
+            buffers.update({k: copy_once(t) for k, t in buffers.items() if t is not None})
+            attributes.update({k: copy_once(t) for k, t in attributes.items() if _is_state(t)})
         yield
+
+
+def _is_state(value: object) -> bool:
+    """Return whether it is a tensor that a module may write to; with a history it is computed."""
+    return isinstance(value, Tensor) and value.is_leaf and not isinstance(value, nn.Parameter)
+
+
+def _refill(held: Any, content: Any) -> None:
+    """Give a container, which others may share, its contents back."""
+    held.clear()
+    (held.extend if isinstance(held, list | deque) else held.update)(content)
 
 
 def _step(module: nn.Module) -> Node:

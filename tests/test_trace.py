@@ -1,9 +1,11 @@
 """The trace says what a model's author would: what follows a layer, where data enters and ends."""
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -284,6 +286,28 @@ def test_model_and_random_state_are_left_alone() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_what_a_model_keeps_outside_of_buffers_is_left_alone() -> None:
+    shared: list = []
+
+    def forward(m: FunctionModel, x: Tensor) -> Tensor:
+        m.count = m.new = m.count + 1
+        m.mean.add_(x.mean())
+        m.replaced = x.mean() + float(np.random.rand()) + random.random()
+        m.seen.append(m.count)
+        m.conv.seen.append(m.count)
+        assert m.tied[0] is m.conv.weight and shared == [1, 1]
+        return m.conv(x)
+
+    model = FunctionModel(forward, conv=conv())
+    model.count, model.mean, model.replaced = 0, torch.zeros(()), torch.zeros(())
+    model.seen, model.conv.seen, model.tied = shared, shared, [model.conv.weight]
+    before, states = dict(vars(model)), (str(np.random.get_state()), random.getstate())
+    trace(model, PIXELS)
+    assert vars(model) == before and model.mean == 0
+    assert model.seen is model.conv.seen is shared and shared == []
+    assert (str(np.random.get_state()), random.getstate()) == states
+
+
 def test_model_is_left_alone_when_its_forward_fails() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 6))
     with pytest.raises(RuntimeError):
@@ -319,5 +343,6 @@ def test_compiled_model_is_run_eagerly() -> None:
 @pytest.mark.parametrize("inputs", [(PIXELS, 1), [PIXELS, 1], (), {"x": PIXELS, "labels": 1}])
 def test_inputs_that_do_not_fit_are_refused_in_words(inputs: object) -> None:
     """What a DataLoader yields has labels besides."""
-    with pytest.raises(ValueError, match=r"of a batch \(x, y\) give x alone"):
+    advice = r"give \(\{\.\.\.\},\)" if isinstance(inputs, dict) else r"\(x, y\) give x alone"
+    with pytest.raises(ValueError, match=advice):
         trace(nn.Sequential(nn.Flatten()), inputs)

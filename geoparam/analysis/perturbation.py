@@ -159,9 +159,7 @@ def _perturb_site(
     moments = None
     if inputs is not None and needs_batch(site.norm, batch):
         values = add_steps(site.layer, site.norm, steps)
-        own = vars(site.layer)
         with ExitStack() as after:
-            after.callback(own.update, own.copy())  # the older weight_norm leaves what it computed
             for (module, name), value in values.items():
                 parameter = module.get_parameter(name)
                 after.callback(setattr, parameter, "data", parameter.data)

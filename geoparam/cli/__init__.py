@@ -21,9 +21,12 @@ INSTALL["timm"] = "timm"
 
 
 def main() -> None:
-    """Run the command line; where an extra is missing, name it instead of a traceback."""
+    """Run the command line; name an extra that is missing, and end quietly after Ctrl-C."""
     try:
         app()(prog_name="geoparam")
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        sys.exit(130)
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
         if "pip install" in str(error):  # the message is more exact than ours

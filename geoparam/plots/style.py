@@ -8,6 +8,7 @@ purple and BN's green are nearly one grey). The two pairs that share a figure in
 WN+MBN, GmP and GmP+IMN, differ in lightness as well.
 """
 
+import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -83,16 +84,25 @@ def method_style(name: str) -> MethodStyle:
 def curve_styles(names: Iterable[str]) -> list[MethodStyle]:
     """A style for each name: its own for a method, greys told apart by dashes for the rest.
 
+    A method with options, after a comma or in brackets, has its colour and another dash.
+
     Example:
         >>> [style.title for style in curve_styles(["sp", "no training"])]
         ['SP', 'no training']
+        >>> bn, muon = curve_styles(["BN", "BN, optimizer muon"])
+        >>> bn.colour == muon.colour, bn.dash == muon.dash
+        (True, False)
     """
     dashes = (DOTTED, DASHED, DASH_DOTTED, SOLID)  # solid last: to some eyes BN's green is grey
     greys = [(colour, dash) for colour in ("#666666", "#aaaaaa") for dash in dashes]
-    names = list(names)
-    others = [name for name in names if _key(name) not in METHODS]
-    grey = {name: greys[i % len(greys)] for i, name in enumerate(others)}
-    return [METHODS.get(_key(name)) or MethodStyle(name, *grey[name]) for name in names]
+    found = {name: METHODS.get(_key(name)) for name in names}
+    taken = [(style.colour, style.dash) for style in found.values() if style is not None]
+    for name in (name for name, style in found.items() if style is None):
+        base = METHODS.get(_key(re.split(r"[,(]", name)[0]))
+        free = greys if base is None else [(base.colour, dash) for dash in (base.dash, *dashes)]
+        taken.append(min(free, key=taken.count))  # the first of those that are the least used
+        found[name] = MethodStyle(name, *taken[-1])
+    return [style for style in found.values() if style is not None]
 
 
 def _key(name: str) -> str:

@@ -63,7 +63,7 @@ def show(out: Path, size: dict[str, int], jobs: int | None, resume: bool) -> Non
         console.print("-", module.EXPERIMENT.finding(run))
     console.print("\n[bold]What this does not show:[/] that GmP is always better.")
     for module, run in done:
-        console.print("-", module.EXPERIMENT.limits(run))
+        console.print("-", module.EXPERIMENT.describe_limits(run))
     command = shlex.join(["geoparam", "demo", "--out", str(out)])
     page = report.write([run for _, run in done], out / "report.html", command=command)
     console.print("\n[bold]With every seed, in tables and pictures:[/] open this in a browser.")

@@ -46,7 +46,8 @@ def load(data: str | Path | None = None, source: str = "KEEL") -> Banana:
     """Return 800 training and 200 test points, standardised on the training part.
 
     "KEEL" are those of KEEL's file, in a folder, in $GEOPARAM_DATA or in the cache, or else
-    downloaded; "generated" are as many of `synthetic.banana`; "auto" prefers KEEL's.
+    downloaded; "generated" are as many of `synthetic.banana`; "auto" are KEEL's, or generated ones
+    where these cannot be had and no folder is given.
     """
     if source not in SOURCES:
         raise ValueError(f"source is one of {', '.join(SOURCES)}; got {source!r}.")
@@ -54,6 +55,8 @@ def load(data: str | Path | None = None, source: str = "KEEL") -> Banana:
         try:
             return load(data, "KEEL")
         except FileNotFoundError:
+            if data is not None:
+                raise
             return load(data, "generated")
     if source == "KEEL":
         table = table_files.load(KEEL, data)

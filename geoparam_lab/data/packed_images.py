@@ -140,11 +140,10 @@ def _read(folder: Path, size: int) -> tuple[Split, Split, int, str]:
     train = _read_split(train_files, size, digest)
     val = _read_split([val_file], size, digest)
     known, seen = (set(split.labels.unique().tolist()) for split in (train, val))
-    if max(known) != max(seen) or not seen <= known:
+    if others := sorted(label + 1 for label in seen - known):
         raise ValueError(
-            f"{val_file} has labels up to {max(seen) + 1}, the training files have up to "
-            f"{max(known) + 1}, or lack one of its labels: they are not of one data set. Use "
-            "files that belong together."
+            f"{val_file} has labels that the training files do not have: "
+            f"{', '.join(map(str, others[:5]))}. Use files that belong together."
         )
     return train, val, max(known) + 1, digest.hexdigest()[:16]
 

@@ -85,6 +85,7 @@ class Experiment:
     slider: Slider | None = None
     finding: Callable[[Run], str] = lambda run: ""  # says what was found, from a run's records
     limits: Callable[[Run], str] = lambda run: ""  # says what the results do not show
+    epochs: int = 0  # of the papers: with fewer, that is what is said instead
     retitle: Callable[[Config], str] = lambda config: ""  # a title that depends on these
     # Why the papers' numbers are of another problem; what a reader of the tables must know; the
     # records that tables show.
@@ -96,6 +97,14 @@ class Experiment:
         """Return what the papers print for a method in a column of a table, or None."""
         table = self.papers.get(measure)
         return table.values.get(str(column), {}).get(method) if table else None
+
+    def describe_limits(self, run: Run) -> str:
+        """Return what a run's results do not show."""
+        said = self.limits(run)
+        if run.config.get("epochs", self.epochs) < self.epochs:
+            said = f"{self.title}: training was cut short here, so that its results say little."
+        reason = self.mismatch(run.config)
+        return f"{said} {reason}." if reason else said
 
     def make_title(self, config: Config) -> str:
         """Return what a run with this configuration is called."""

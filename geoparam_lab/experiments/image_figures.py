@@ -5,7 +5,6 @@ mean top-1 among those at which no seed diverged, for each batch size alone: on 
 back for that, or else on the validation images.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -64,15 +63,16 @@ def _draw_curves(
     batches = sorted({record["batch_size"] for record in records})
     figure, axes = plots.new_figure(2, len(batches), size=(3.9 * len(batches) + 2.0, 6.4))
     rows = {name: label for name, label in _ROWS.items() if name in next(iter(curves.values()))}
+    titles = dict.fromkeys(methods.title(record["method"]) for record in records)
     for row, (curve, label) in zip(axes, rows.items(), strict=True):
         for ax, batch in zip(row, batches, strict=True):
-            own = [record for record in records if record["batch_size"] == batch]
-            lines = {
-                methods.title(method): np.stack(
-                    [_pad(curves[r["name"]][curve], epochs) for r in some]
-                )
-                for method, some in itertools.groupby(own, key=lambda record: record["method"])
-            }
+            # All titles, those too that the axis does not have: they decide styles and legend.
+            found: dict[str, list[Array]] = {title: [] for title in titles}
+            for record in (record for record in records if record["batch_size"] == batch):
+                values = _pad(curves[record["name"]][curve], epochs)
+                found[methods.title(record["method"])].append(values)
+            nothing = [np.full(epochs, np.nan)]
+            lines = {title: np.stack(own or nothing) for title, own in found.items()}
             ax.sharey(row[0])
             draw_means(ax, lines)
             ax.set(xlabel="epoch", ylabel=label if ax is row[0] else "")
@@ -80,7 +80,7 @@ def _draw_curves(
     for ax, batch in zip(axes[0], batches, strict=True):
         ax.set_title(f"batch size {batch:,}", fontsize=10)
         ax.set_xlabel("")
-    _legend(axes[0, -1], [methods.title(record["method"]) for record in records])
+    legend_beside(axes[0, -1])
     return figure
 
 
@@ -102,11 +102,3 @@ def draw_means(ax: Axes, curves: Mapping[str, Array]) -> None:
 def _pad(values: Array, length: int) -> Array:
     """Return a curve with NaN for the epochs that it does not have."""
     return np.append(values.astype(float), np.full(length - len(values), np.nan))
-
-
-def _legend(ax: Axes, names: Sequence[str]) -> None:
-    """Name all curves of the figure, those too that the axis does not have."""
-    for style in curve_styles(dict.fromkeys(names)):
-        if style.title not in ax.get_legend_handles_labels()[1]:
-            ax.plot([], [], **style.line, label=style.title)
-    legend_beside(ax)

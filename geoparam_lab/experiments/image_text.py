@@ -21,11 +21,16 @@ SCHEDULES = {
     "linear": "the rate falls to 0 along a line, a little in every step",
     "cosine": "the rate falls to 0 along half a cosine, a little in every step",
 }
-_TOLD = (  # settings that are told where they are not the papers'
-    *("init", "imn", "skip", "optimizer", "momentum", "nesterov", "warmup", "recalibrate"),
-    *("weight_decay", "label_smoothing", "crop", "widths"),
+# Settings that are told elsewhere, or that decide digits alone.
+_NOT_TOLD = (
+    *("network", "method", "lr", "batch_size", "seed", "schedule", "select", "time_to"),
+    *("precision", "compile", "deterministic"),
 )
-_USUAL = {field.name: field.default for field in fields(Settings)} | {"momentum": 0.9}
+_USUAL = {
+    field.name: 0.9 if field.name == "momentum" else field.default
+    for field in fields(Settings)
+    if field.name not in _NOT_TOLD
+}
 
 
 def name_network(config: Config) -> str:
@@ -89,7 +94,7 @@ def remark(config: Config) -> Iterator[str]:
         yield f"Schedule: {schedule}."
     if isinstance(config.get("select"), float) and config["select"] > 0:
         yield f"{config['select']:.0%} of the training images were kept back and chose settings."
-    others = [name for name in _TOLD if config.get(name) not in (None, _USUAL[name])]
+    others = [name for name, usual in _USUAL.items() if config.get(name) not in (None, usual)]
     if others:
         said = ", ".join(f"{name.replace('_', ' ')} {config[name]}" for name in others)
         yield f"Not as in the papers: {said}."

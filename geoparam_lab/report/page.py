@@ -54,7 +54,7 @@ def make_page(runs: Iterable[Run | str | Path], command: str = "") -> str:
     return _load_template().render(
         title=", ".join(titles) if len(titles) <= 3 else "Experiments with geometric units",
         findings=_say_each(opened, lambda run: find_experiment(run).finding(run)),
-        limits=_say_each(opened, lambda run: find_experiment(run).limits(run)),
+        limits=_say_each(opened, lambda run: find_experiment(run).describe_limits(run)),
         runs=[_describe(run, number) for number, run in enumerate(opened)],
         command=command,
         papers=papers.WHICH,
@@ -159,7 +159,7 @@ def pack_slider(arrays: Mapping[str, Array]) -> dict[str, Any]:
     """
     kind, *lists = (arrays[name].tolist() for name in _ABOUT)
     methods, seeds, median, steps = lists
-    styles = curve_styles(title.partition(",")[0].partition("(")[0].strip() for title in methods)
+    styles = curve_styles(methods)
     return {
         "kind": kind,
         "methods": methods,

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 EMPTY = "–"
 
-# A star with space on both sides is only a star: a terminal need not show it with a backslash.
-_MARKDOWN = re.compile(r"([\\|_`\[\]<]|(?<!\s)\*|\*(?=\S))")
+# Stars with space on both sides, brackets without a link and a _ within a word are only that:
+# a terminal need not show them with a backslash.
+_STARS = r"(?<!\S)\*+(?!\S)"
+_MARKDOWN = re.compile(rf"{_STARS}|([\\|`*]|<(?=\S)|\](?=[(\[:])|(?<!\w)_|_(?!\w))")
 
 
 @dataclass(frozen=True)
@@ -40,5 +42,10 @@ class Table:
 
 
 def escape(text: str) -> str:
-    """Return a text of one line that Markdown shows as it is."""
-    return _MARKDOWN.sub(r"\\\1", " ".join(text.split()))
+    """Return a text of one line that Markdown shows as it is.
+
+    Example:
+        >>> print(escape("widths [4, 4], val_loss ** [a](b) *c*"))
+        widths [4, 4], val_loss ** [a\\](b) \\*c\\*
+    """
+    return _MARKDOWN.sub(lambda m: f"\\{m[0]}" if m[1] else m[0], " ".join(text.split()))

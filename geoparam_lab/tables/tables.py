@@ -45,7 +45,8 @@ _PAPERS = (
     "where the papers have one seed or another rate."
 )
 _DIFFERENCES = (
-    "Differences are paired by seed or split, at the same rate where the baseline has several. "
+    "A difference is the mean over seeds or splits of a method's result minus the baseline's; if "
+    "the baseline has results at several rates, that at the method's own rate. "
     f"* p below {LEVEL:g} in a t-test, corrected for the points that splits of one data set share "
     "(Nadeau and Bengio); ** also after Holm's correction for the k differences in the column."
 )
@@ -55,9 +56,14 @@ Column = tuple[str, list[str]]  # a heading, and a cell for each row
 
 def export(runs: Iterable[Run]) -> str:
     """Return the tables of some runs as one text in Markdown, with a heading for each run."""
+    runs = list(runs)
     found = [(make_heading(run), make_tables(run)) for run in runs]
     if not any(own for _, own in found):
-        raise ValueError("no table can be made: there is no finished piece of work yet.")
+        why = "there is no finished piece of work yet"
+        if any(run.records() for run in runs):
+            known = ", ".join(experiments.EXPERIMENTS)
+            why = f"the records have no field that tables show; the known experiments are {known}"
+        raise ValueError(f"no table can be made: {why}.")
     texts = [
         "\n".join([f"## {escape(heading)}\n", *(table.markdown() for table in own)])
         for heading, own in found

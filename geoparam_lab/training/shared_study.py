@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ def open_study(storage: str, name: str, config: Mapping[str, Any]) -> "optuna.St
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     is_url = "://" in storage
     try:
+        if not is_url and Path(storage).exists():  # Optuna would write to it before it reads
+            first = Path(storage).read_bytes().partition(b"\n")[0]
+            if first and "op_code" not in json.loads(first):
+                raise ValueError
         return optuna.create_study(
             storage=storage if is_url else JournalStorage(JournalFileBackend(storage)),
             study_name=f"{name}-{digest.hexdigest()[:12]}",

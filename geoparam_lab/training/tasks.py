@@ -124,7 +124,7 @@ class Session:
         A trial of the study is one try at a task. Each process takes the next task that no other
         process has started. When all are started, it repeats one that is not finished, because the
         process that started it may have been killed. So no process waits for another, and every
-        folder ends with the results of all.
+        folder ends with the results of all. What this folder holds already is not done again.
 
         Args:
             tasks: a task's name in the study is the first of its keys.
@@ -137,13 +137,13 @@ class Session:
         while True:
             trials = study.get_trials(deepcopy=False)
             ended = [trial.user_attrs for trial in trials if "result" in trial.user_attrs]
-            results = {
-                each["task"]: each["result"] for each in reversed(ended)
-            }  # the first counts
-            left = [task for task in tasks if names[task] not in results]
-            for task in tasks:
-                if task not in left and not self._is_done(task):
+            results = {each["task"]: each["result"] for each in reversed(ended)}  # the first ones
+            left = []
+            for task in (task for task in tasks if not self._is_done(task)):
+                if names[task] in results:
                     self._keep(task, Done(**results[names[task]]))
+                else:
+                    left.append(task)
             if not left:
                 return
             begun = [t.user_attrs.get("task") for t in trials if t.state == TrialState.RUNNING]

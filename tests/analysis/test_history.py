@@ -88,6 +88,15 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     assert len(np.load(tmp_path / "h.npy")) == 9
 
 
+@pytest.mark.parametrize("content", [b"hello", b"PK", None])
+def test_a_foreign_or_truncated_file_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "a.npy"
+    GrowingArray(TYPE, path).append(rows(1, 2))
+    path.write_bytes(content or path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"a\.npy is damaged"):
+        GrowingArray(TYPE, path, resume=True)
+
+
 def test_a_file_without_units_is_not_continued_with_them(tmp_path: Path) -> None:
     make_history(tmp_path / "h.npy")
     with pytest.raises(ValueError, match="3 records and .* 0: it was not made with keep='full'"):

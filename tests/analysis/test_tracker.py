@@ -278,11 +278,42 @@ def test_without_any_example_the_first_batch_shows_what_follows() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"keep": "all"}, {"every": 0}, {"units": 0}, {"statistics": "batch"}]
+    "options",
+    [{"keep": "all"}, {"every": 0}, {"every": 1.5}, {"units": 0}, {"statistics": "batch"}],
 )
 def test_options_are_checked(options: dict) -> None:
     with pytest.raises(ValueError, match="keep|every|statistics"):
         BoundaryTracker(network("sp"), **options)
+
+
+def test_the_network_has_the_dead_units_of_all_layers_and_the_probe_is_a_copy() -> None:
+    model, probe = network("sp"), torch.randn(16, 3, dtype=TYPE)
+    tracker = BoundaryTracker(model, probe=probe)
+    probe.zero_()
+    tracker.step()
+    history, together = tracker.history, tracker.history.network
+    assert together["points_changed"] == 0
+    for quantity in ("dead", "always_on"):
+        assert together[quantity] == np.nansum(history.table(quantity))
+    assert 0 < together["separated_median"] <= 0.5
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_layer_of_no_units_is_left_out() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 0))
+    assert list(BoundaryTracker(model, probe=torch.zeros(2, 4)).history) == ["0"]
+
+
+def test_a_lost_history_and_states_of_others_are_told_in_words() -> None:
+    with pytest.warns(UserWarning, match="the history begins here"):
+        BoundaryTracker(network("sp"), resume=True)
+    tracker = BoundaryTracker(nn.Linear(3, 2), example_inputs=torch.zeros(1, 3), every=2)
+    with pytest.raises(ValueError, match="what its state_dict"):
+        tracker.load_state_dict({})
+    other = BoundaryTracker(nn.Linear(3, 4), example_inputs=torch.zeros(1, 3), every=2)
+    other.step()
+    with pytest.raises(ValueError, match="of another model"):
+        tracker.load_state_dict(other.state_dict())
 
 
 def test_a_model_without_parameters_has_no_units() -> None:

@@ -159,7 +159,8 @@ def test_two_refuse_odd_batches_and_notice_together_that_they_diverge(
 
 def own_means_are_evaluated_alike() -> None:
     both = accelerator()
-    training = Training(settings("bn"), source(), both)
+    with pytest.warns(UserWarning, match="synchronises BatchNorm on GPUs alone"):
+        training = Training(settings("bn"), source(), both)
     training.train_epoch()
     training.end_epoch()
     found = torch.cat([buffer.reshape(-1).float() for buffer in training.model.buffers()])

@@ -20,8 +20,9 @@ SHORT: dict[str, Any] = {
 
 
 def test_without_file_and_network_points_are_generated(nowhere: None, tmp_path: Path) -> None:
-    for data in (None, tmp_path):
-        assert points.load(data, "auto").source == "generated"
+    assert points.load(source="auto").source == "generated"
+    with pytest.raises(FileNotFoundError):  # a folder was named that does not have them
+        points.load(tmp_path, "auto")
 
 
 def test_asking_for_keel_never_gives_generated_points(nowhere: None) -> None:

@@ -23,6 +23,7 @@ from torch import nn
 
 import geoparam as gp
 from geoparam import cli
+from geoparam_lab import start
 from geoparam_lab.cli import running, runs
 from geoparam_lab.experiments import EXPERIMENTS, levy, perturbation, toys
 from geoparam_lab.run_folder import Run
@@ -237,6 +238,18 @@ def test_followers_are_silent(
     given = replace_run(monkeypatch, "imagenet32", lambda: None)
     assert geoparam("run", "imagenet32", "--data", "npz", "--out", tmp_path) == (0, "", "")
     assert given["progress"] is None
+
+
+def test_an_interrupt_before_a_command_begins_ends_quietly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("geoparam.cli.app", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        start.main()
+    assert capsys.readouterr().err == "\nInterrupted.\n"
 
 
 def test_the_package_is_a_command(

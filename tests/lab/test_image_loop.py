@@ -321,6 +321,7 @@ def test_leaves_random_numbers_and_switches_as_they_were(tmp_path: Path) -> None
         ({"lr": float("inf")}, "lr is above 0 and finite"),
         ({"widths": (4, 0)}, "widths are numbers of channels from 1 on"),
         ({"optimizer": "lion"}, "optimizer is one of sgd, adamw, muon"),
+        ({"optimizer": "geometric", "turn": 1.0, "rest_lr": 0.1}, "leave rest_lr out"),
         ({"turn": 2.4}, "turn is not for optimizer 'sgd'"),
         ({"optimizer": "muon", "base": "sgd"}, "base is not for optimizer 'muon'"),
         ({"optimizer": "rotational"}, "weight_decay is above 0"),

@@ -194,10 +194,14 @@ def test_goes_on_to_the_bit_on_a_gpu(
     assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
 
 
-def test_the_tracker_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", [2 * STEPS + 3, 3])
+def test_the_tracker_goes_on_too(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = train(settings(), source(), tmp_path / "plain")
     expected = train(settings(), source(), tmp_path / "whole", track=2)
-    interrupt(settings(), tmp_path / "parts", monkeypatch, track=2)
+    point = kill_method(Training, "train_on", step)
+    interrupt(settings(), tmp_path / "parts", monkeypatch, point, track=2)
     outcome = train(settings(), source(), tmp_path / "parts", track=2)
     assert_same_run(outcome, expected, tmp_path / "parts", tmp_path / "whole")
     assert_same_run(outcome, plain, tmp_path / "parts", tmp_path / "plain")

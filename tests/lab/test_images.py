@@ -22,7 +22,7 @@ from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import tables
 from geoparam_lab.training import tasks
 from geoparam_lab.training.images import train
-from geoparam_lab.training.images.settings import Outcome, Settings
+from geoparam_lab.training.images.settings import COMMON, Outcome, Settings
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -259,9 +259,13 @@ def test_results_of_other_networks_and_batch_sizes_do_not() -> None:
         assert ("66.85" in table.markdown()) == fits
 
 
-def test_what_is_not_as_in_the_papers_is_said() -> None:
-    said = show_tables({"data": IMAGENET, "schedule": "cosine", "weight_decay": 5e-4})
-    assert "weight decay 0.0005" in said and "half a cosine" in said
+def test_every_setting_that_decides_numbers_is_told_where_it_is_not_the_papers() -> None:
+    changes = {"dropout": 0.2, "scale_decay": 0.1, "accumulate": 2, "mbn": "before", "epochs": 9}
+    said = show_tables(COMMON | changes | {"data": IMAGENET, "schedule": "cosine"})
+    assert "half a cosine" in said
+    for name, value in changes.items():
+        assert f"{name.replace('_', ' ')} {value}" in said
+    assert "Not as in the papers" not in show_tables(COMMON | {"data": IMAGENET})
 
 
 def test_the_best_rate_has_the_highest_mean_and_no_divergence() -> None:

@@ -194,7 +194,8 @@ def test_what_was_found_and_what_not_is_said_from_the_records(finished: Run) -> 
     said = experiment.EXPERIMENT.finding(finished)
     results = [record["test_rmse"] for record in toy_seeds.find_records(finished, "gmp")]
     assert f"the median test RMSE is {np.median(results):.2f} under GmP" in said
-    assert "cut short" in experiment.EXPERIMENT.limits(finished)
+    assert "cut short" in experiment.EXPERIMENT.describe_limits(finished)
+    assert f"of {len(results)} seeds" in experiment.EXPERIMENT.limits(finished)
 
 
 def test_figures_are_drawn_with_captions(finished: Run) -> None:

@@ -127,8 +127,21 @@ def test_a_storage_that_cannot_be_opened_is_a_clear_error(storage: str) -> None:
         shared_study.open_study(storage, "study", {})
 
 
-@pytest.mark.parametrize("content", [b"SQLite format 3\0\xdf\n", b"words\nwords\n", b'{"a": 1}\n'])
+@pytest.mark.parametrize(
+    "content", [b"SQLite format 3\0\xdf\n", b"words\nwords\n", b'{"a": 1}\n', b"12", b"word"]
+)
 def test_a_file_of_another_kind_is_no_storage(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "search").write_bytes(content)
     with pytest.raises(ValueError, match="holds something else"):
         shared_study.open_study(str(tmp_path / "search"), "uci", {})
+    assert (tmp_path / "search").read_bytes() == content
+
+
+def test_what_a_resumed_folder_holds_is_not_done_again(tmp_path: Path) -> None:
+    tasks = [Task(name, ((name,),)) for name in NAMES]
+    run = Run.create(tmp_path / "run", "study", {}, key=("name",))
+    for name in NAMES[:2]:
+        run.append({"name": name, "value": 1})
+    study, work = shared_study.open_study(str(tmp_path / "study"), "study", {}), Work()
+    Session(run, work, len(tasks)).share(tasks, study, "value")
+    assert sorted(work.tasks) == NAMES[2:] and len(run.records()) == len(NAMES)

@@ -248,6 +248,10 @@ def test_nothing_finished_makes_no_table_and_says_so(tmp_path: Path) -> None:
     assert tables.make_tables(run) == []
     with pytest.raises(ValueError, match="no finished piece of work"):
         tables.export([run])
+    other = Run.create(tmp_path / "other", "mine", {}, key=("seed",))
+    other.append({"seed": 0, "method": "sp", "own": 1.0})
+    with pytest.raises(ValueError, match="the records have no field .* known .* levy, banana"):
+        tables.export([other])
 
 
 def parse_markdown(text: str) -> list[list[str]]:

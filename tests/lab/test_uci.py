@@ -226,6 +226,18 @@ def test_two_processes_compute_what_one_does(
     assert by_key(both) == by_key(one) and lines(both) == lines(one)
 
 
+def test_a_method_that_diverged_is_not_the_best_and_a_short_run_says_so(tmp_path: Path) -> None:
+    config = {"protocol": "paper", "epochs": 5, "methods": ["sp", "gmp"]}
+    done = Run.create(tmp_path / "run", "uci", config, key=uci.KEY)
+    for dataset, error in (("yacht", math.nan), ("energy", 2.0)):
+        for method, rmse in (("sp", error), ("gmp", 1.0)):
+            key = {"dataset": dataset, "method": method, "split": 0, "lr": 0.1, "chosen": True}
+            done.append(key | {"test_rmse": rmse})
+    said = uci.EXPERIMENT.finding(done)
+    assert said.endswith("of 2 data sets, the lowest mean test RMSE has GmP on 2.")
+    assert "cut short" in uci.EXPERIMENT.describe_limits(done)
+
+
 def test_a_run_that_diverges_is_recorded(tmp_path: Path) -> None:
     records = run(tmp_path / "run", methods=["sp"], lrs=[0.01, 1e160]).records()
     outcomes = {(r["lr"], r["outcome"]) for r in records}

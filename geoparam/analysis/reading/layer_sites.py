@@ -126,7 +126,7 @@ def has_units(module: nn.Module, name: str = "") -> bool:
     if isinstance(module, nn.MultiheadAttention):
         return name.endswith("in_proj_weight") and module.in_proj_weight is not None
     known = kind_of(module) in ("linear", "conv", "transposed")
-    return known or isinstance(module, GmPLayer | InputMeanLayer)
+    return (known or isinstance(module, GmPLayer | InputMeanLayer)) and count_units(module) > 0
 
 
 def count_units(layer: Any) -> int:

@@ -35,11 +35,11 @@ class GrowingArray:
                 f"{self.path} exists. Go on with it by resume=True, or give another."
             )
         if self.path.exists() and self.path.stat().st_size:  # else killed before the header
-            self._parts = [np.load(self.path)]
+            self._parts = [_read(self.path)]
             if self.rows.dtype != dtype:
                 raise ValueError(
-                    f"{self.path} is of another model or other options: it does not hold the "
-                    f"columns {dtype.names}. Give another file."
+                    f"{self.path} is not a tracker's, or of another model or version: its columns "
+                    "are others. Give another file."
                 )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
@@ -83,11 +83,22 @@ class GrowingArray:
             self._header_size = file.tell()
 
 
+def _read(path: Path) -> np.ndarray:
+    try:
+        with path.open("rb") as file:
+            return np.lib.format.read_array(file, allow_pickle=False)
+    except (ValueError, EOFError, MemoryError) as error:
+        raise ValueError(
+            f"{path} is damaged, or not a tracker's ({error!s:.100}). Give another file."
+        ) from error
+
+
 class History(Mapping[str, Mapping[str, np.ndarray]]):
     """The records of a tracker: `history[layer][quantity]` has one value for each record.
 
     Every layer has the quantities of the summary and, where `counts` says how many units of it
-    are kept, those of its units, (records, units). `network` has those of all layers together.
+    are kept, those of its units, (records, units). `network` has those of all layers together, and
+    NaN for lengths of inputs and products of cosines.
     """
 
     def __init__(
@@ -157,7 +168,7 @@ class History(Mapping[str, Mapping[str, np.ndarray]]):
 
     @property
     def network(self) -> Mapping[str, np.ndarray]:
-        """The quantities of all layers together."""
+        """The quantities of all layers together; NaN where there is no such thing."""
         return self[NETWORK]
 
     def __getitem__(self, layer: str) -> Mapping[str, np.ndarray]:

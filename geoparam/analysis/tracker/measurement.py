@@ -195,18 +195,24 @@ class Measurement:
 
     def _unit_columns(self, readings: ProbeReadings, distance: Tensor) -> dict[str, Tensor]:
         lengths = self._column(readings.lengths)
-        active = readings.active.items()
         smaller = {
-            name: median(torch.minimum(share, 1 - share).flatten())
+            name: torch.minimum(share, 1 - share).flatten().to(self.device)
             for name, share in readings.above.items()
         }
+        together = median(torch.cat([*smaller.values()])) if smaller else None
         return {
             "input_length_median": lengths,
             "relative_distance_median": distance / lengths,
-            "dead": self._column({name: (share == 0).sum() for name, share in active}),
-            "always_on": self._column({name: (share == 1).sum() for name, share in active}),
-            "separated_median": self._column(smaller),
+            "dead": self._count_active(readings, 0),
+            "always_on": self._count_active(readings, 1),
+            "separated_median": self._column({n: median(s) for n, s in smaller.items()}, together),
         }
+
+    def _count_active(self, readings: ProbeReadings, share: float) -> Tensor:
+        """Return how many units are active at this share of the points, and of all layers."""
+        active = readings.active.items()
+        counts = {name: (own == share).sum().to(self.device) for name, own in active}
+        return self._column(counts, torch.stack([*counts.values()]).sum() if counts else None)
 
     def _region_columns(self, patterns: Patterns) -> dict[str, Tensor]:
         earlier = self._patterns
@@ -248,13 +254,21 @@ class Measurement:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Compare the next measurement with an earlier one."""
-        for name, directions in state["reference"].items():
-            self._motion.reference[name].copy_(directions)
+        reference, theirs = self._motion.reference, state["reference"]
+        shapes = [{n: rows.shape for n, rows in each.items()} for each in (reference, theirs)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                "the tracker's state is of another model or other options: its units are others. "
+                "Load the state that was saved with this model."
+            )
+        for name, directions in theirs.items():
+            reference[name].copy_(directions)
         assert self._motion.before is not None
         self._motion.before.copy_(state["before"])
-        if self._patterns is not None and "packed" in state:
+        packed = state.get("packed", {})
+        if self._patterns is not None and packed.keys() == self._patterns.parts.keys():
             earlier = {
-                step: Pattern(state["packed"][step].to(part.packed.device), part.bits)
+                step: Pattern(packed[step].to(part.packed.device), part.bits)
                 for step, part in self._patterns.parts.items()
             }
             self._patterns = Patterns(earlier, self._patterns.layers)

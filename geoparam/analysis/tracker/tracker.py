@@ -7,7 +7,9 @@ small asynchronous copy to the host, which only reading the history waits for.
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -125,12 +127,20 @@ class BoundaryTracker:
     ) -> None:
         if keep not in ("summary", "full"):
             raise ValueError(f"keep is 'summary' or 'full'; got {keep!r}.")
-        if every < 1 or (units is not None and units < 1):
-            raise ValueError(f"every and units are at least 1; got {every} and {units}.")
+        if any(count is not None and (count < 1 or count % 1) for count in (every, units)):
+            raise ValueError(f"every and units are whole, from 1 on; got {every} and {units}.")
+        if resume and file is None:
+            warnings.warn(
+                "resume=True without file=: earlier records are not there, and the history begins "
+                "here. Give the file of the run before.",
+                stacklevel=2,
+            )
         self.model = unwrap(model)
         device = next((p.device for p in self.model.parameters()), None)
         known = probe if example_inputs is None else example_inputs
-        probe, known = tree_map_only(Tensor, lambda tensor: tensor.to(device), (probe, known))
+        # A copy: a loader may fill the same memory with the next batch.
+        place = partial(Tensor.to, device=device, copy=True)
+        probe, known = tree_map_only(Tensor, place, (probe, known))
         self.schedule = schedule or (lambda step: step % every == 0)
         self._layers, self._probe = layers, probe
         self._options: dict[str, Any] = {
@@ -197,6 +207,8 @@ class BoundaryTracker:
 
         Records of later steps, of a run that was killed after the checkpoint, are dropped.
         """
+        if "step" not in state:
+            raise ValueError("a tracker's state has a step: load what its state_dict() returned.")
         self._steps, self._loaded = state["step"], state
         if self._measurement is not None:
             self._go_on(self._measurement, state)

@@ -42,7 +42,7 @@ FINISHED, DIVERGED, COLLAPSED = "finished", "diverged", "collapsed"
 
 
 class Result(NamedTuple):
-    """Means over some images; `top1` and `top5` are shares of them."""
+    """Means over some images; `top1` and `top5` in percent."""
 
     loss: float
     top1: float
@@ -76,8 +76,8 @@ class Sums:
 
 def average(totals: list[float]) -> Result:
     """Return means from totals."""
-    *sums, count = totals
-    return Result(*(value / count for value in sums))
+    loss, top1, top5, count = totals
+    return Result(loss / count, 100 * top1 / count, 100 * top5 / count)
 
 
 def find_epoch(accuracies: Sequence[float], level: float) -> int | None:
@@ -201,7 +201,7 @@ class Training:
             self.outcome = DIVERGED
             return
         lr = self.settings.lr * self._factor(self.batches.steps - 1)
-        values = (*_percent(trained), *_percent(evaluated), lr, self.seconds)
+        values = (*trained, *evaluated, lr, self.seconds)
         for curve, value in zip(self.curves.values(), values, strict=True):
             curve.append(value)
         self.epoch, self.sums = self.epoch + 1, Sums(self.accelerator.device)
@@ -219,10 +219,10 @@ class Training:
             with torch.compiler.set_stance("force_eager"):  # else all is compiled once more
                 gp.recalibrate_(self.model, (images for images, _ in some))
             curves = list(self.curves.values())[len(MEASURES) :]
-            for curve, value in zip(curves, _percent(self.evaluate(self.watched)), strict=False):
+            for curve, value in zip(curves, self.evaluate(self.watched), strict=False):
                 curve[-1] = value
         if self.unseen is not None:
-            self.final = list(_percent(self.evaluate(self.unseen)))
+            self.final = list(self.evaluate(self.unseen))
 
     def _has_diverged(self, trained: Result, evaluated: Result) -> bool:
         finite = np.isfinite(trained.loss) and np.isfinite(evaluated.loss)
@@ -267,14 +267,11 @@ class Training:
         """Start a tracker that writes to the folder, or continue the one of a checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / BOUNDARIES
+        if state is None and self.is_main:  # the run before was killed in its first epoch
+            file.unlink(missing_ok=True)
         images, _ = next(self.watched.epoch(0))
-        self.tracker = gp.BoundaryTracker(
-            self.model,
-            every,
-            probe=images[:PROBE],
-            file=file,
-            resume=state is not None and file.exists(),
-        )
+        probe = images[:PROBE]
+        self.tracker = gp.BoundaryTracker(self.model, every, probe=probe, file=file, resume=True)
         if state is not None:  # the run before may have had no tracker
             done = {"step": self.epoch * self.batches.steps}
             self.tracker.load_state_dict(state["tracker"] or done)
@@ -331,18 +328,9 @@ class Training:
 
     def load_state_dict(self, state: run_checkpoints.State) -> None:
         """Go on from the end of an epoch."""
-        if state["outcome"] is None and state.get("step"):
-            raise ValueError(
-                "the checkpoint is of an earlier version, within an epoch. Remove it, and the run "
-                "starts anew."
-            )
         for name in _PLAIN:
             setattr(self, name, state[name])
         self.curves = {name: list(state["curves"][name]) for name in self.curves}
         run_checkpoints.load_moments(self.model, self.optimizer, state["optimizer"])
         run_checkpoints.load_weights(self.model, state["model"])
         run_checkpoints.load_random_state(state["random"], self.accelerator.device)
-
-
-def _percent(result: Result) -> tuple[float, float, float]:
-    return result.loss, 100 * result.top1, 100 * result.top5

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -68,8 +69,16 @@ def make_network(settings: Settings, source: Source, accelerator: "Accelerator")
             gp.synchronise_means_(model)
         if accelerator.device.type == "cuda":  # torch has no other SyncBatchNorm
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    # FSDP2 takes no parameters in channels_last.
-    layout = torch.contiguous_format if accelerator.is_fsdp2 else torch.channels_last
+        elif any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
+            warnings.warn(
+                "torch synchronises BatchNorm on GPUs alone: each of these processes normalises "
+                "by its own part of a batch, and the numbers are not those of one process.",
+                stacklevel=2,
+            )
+    # FSDP2 takes no parameters in channels_last, and torch's convolutions of few channels crash
+    # in it on CPUs, in backward.
+    plain = accelerator.is_fsdp2 or accelerator.device.type == "cpu"
+    layout = torch.contiguous_format if plain else torch.channels_last
     return model.to(accelerator.device, memory_format=layout)  # type: ignore[call-overload]
 
 

@@ -148,6 +148,10 @@ class Settings:
             f"{self.method!r} under {self.optimizer!r}.",
         )
         _check(
+            self.turn is None or self.rest_lr is None,
+            "with turn, lr is the rate of what is no unit: leave rest_lr out, and give lr.",
+        )
+        _check(
             self.optimizer != "rotational" or self.weight_decay > 0,
             "rotational turns units by decay's angle: weight_decay is above 0.",
         )
