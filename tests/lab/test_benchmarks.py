@@ -26,6 +26,7 @@ def test_a_benchmark_prints_its_table(
     x = np.random.default_rng(0).standard_normal((40, 6))
     monkeypatch.setattr(uci_data, "load", lambda name, data: (x, x.sum(1)))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # restored afterwards
     name, *arguments = command.split()
     module = importlib.import_module(f"benchmarks.{name}")
     monkeypatch.setattr(module, "REPEATS", 1, raising=False)
