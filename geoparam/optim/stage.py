@@ -73,7 +73,8 @@ class Stage:
 
     Directions are unit vectors times R. By default the base steps the vectors themselves. With
     `turn` or `max_turn` it steps an increment d, which starts at 0, so that a small one keeps all
-    its digits. Its part across u, |d - <d, u> u|, gives the angle of the turn.
+    its digits. Its part across u, |d - <d, u> u|, gives the angle of the turn. Units with one
+    input have no angle, and their r may change its sign.
 
     Args:
         group: the parameter group, whose `lr` is the turn where `turns`.
@@ -133,9 +134,9 @@ class Stage:
         return torch.linalg.vector_norm(m.rows(), dim=1)
 
     def _layer_means(self, per_row: Tensor) -> Tensor:
-        """Return the mean of each layer; 1 without `match`."""
+        """Return the mean of each layer; 1 where it is 0 or NaN, and without `match`."""
         means = self.rows.layer_means(per_row)
-        return means if self.match else torch.ones_like(means)
+        return torch.where(means > 0, means, 1) if self.match else torch.ones_like(means)
 
     def _add_flat(
         self, name: str, states: list[dict[str, Any]], flat: Tensor, is_stepped: bool = True
@@ -164,7 +165,8 @@ class Stage:
     def _build_directions(self) -> None:
         """Divide scratch memory among gradients, increments and copies of the weights."""
         members, is_copied = self.members, self.first.is_copied
-        self.by_increment = self.turns or self.max_turn is not None
+        is_bounded = self.turns or self.max_turn is not None
+        self.by_increment = is_bounded and self.first.has_direction
         sizes = [m.shape[0] * m.shape[1] for m in members]
         self.scratch = self.r.new_empty(1 + self.by_increment + is_copied, sum(sizes))
         parts = [
@@ -174,7 +176,7 @@ class Stage:
         in_memory = [m.own.as_strided(m.shape, (m.shape[1], 1)) for m in members if not is_copied]
         self.w, self.by_v = in_memory or parts[-1], parts[0]
         self.increments = parts[1] if self.by_increment else []
-        self.radians = torch.full((len(members),), math.radians(1)).to(self.r)
+        self.radians = self.r.new_full((len(members),), math.radians(1))
         if self.first.has_direction:
             stepped = self.increments or self.w
             self._add_slots("direction", self.states, stepped, self.by_v, in_memory_order=True)

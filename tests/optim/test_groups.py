@@ -1,12 +1,14 @@
 """Parameter groups: each parameter once, with the right decay and rate."""
 
 import math
+from typing import Any
 
 import pytest
+import torch
 from plain_models import both_coordinates
 from torch import nn
 
-from geoparam import GmPConv2d, GmPLinear, param_groups, sphere
+from geoparam import GmPConv2d, GmPLinear, convert_, param_groups, retract, sphere
 
 
 class Model(nn.Module):
@@ -64,6 +66,30 @@ def test_matched_rates_undo_the_layers_own_scale(coordinates: str, kind: str, po
     assert groups[stored]["lr"] == pytest.approx(0.1 / (length * math.sqrt(g)) ** power)
     assert groups["lam"]["lr"] == pytest.approx(0.1 / length**power)
     assert groups["r"]["lr"] == 0.1
+
+
+@both_coordinates
+@pytest.mark.parametrize("kind, lr", [("sgd", 0.05), ("sgd", 0.2), ("adam", 0.01)])
+def test_layers_with_tiny_rows_stay_stable_under_matched_rates(
+    coordinates: str, kind: Any, lr: float
+) -> None:
+    torch.manual_seed(0)
+    relu, layers = nn.ReLU(), [nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 4)]
+    model = nn.Sequential(layers[0], relu, layers[1], relu, layers[2])
+    layers[1].weight.data *= 1e-4
+    layers[1].bias.data *= 0
+    x = torch.randn(64, 16)
+    y, model = (x[:, :4] * x[:, 4:8]).tanh(), convert_(model, coordinates=coordinates)
+    base = torch.optim.SGD if kind == "sgd" else torch.optim.Adam
+    optimizer = base(param_groups(model, lr, kind=kind))
+    optimizer.register_step_post_hook(retract(model))
+    losses = []
+    for _ in range(60):
+        losses.append(nn.functional.mse_loss(model(x), y))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert max(losses) < 1.05 * losses[0] and losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("name", ["NormFreeLinear", "NormalizedAttention"])

@@ -78,6 +78,7 @@ def test_an_error_on_the_way_into_a_step_leaves_all_weights(monkeypatch: Any) ->
     train(model, optimizer)
     before, enter = copy.deepcopy(model), Stage.enter
     optimizer._stages.append(broken := copy.copy(optimizer._stages[0]))
+    optimizer._signature = optimizer._sign()
     monkeypatch.setattr(Stage, "enter", lambda self: 1 / 0 if self is broken else enter(self))
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
@@ -224,6 +225,14 @@ def test_a_pruned_row_stays_zero_and_the_others_go_on_as_they_were(kind: str) ->
     model[0].weight.data[2] = 0.5
     train(model, optimizer, 1)
     assert 0 < (rows(model[0])[2] - 0.5).abs().max() < 0.2
+
+
+@pm.every_kind
+def test_a_layer_that_is_zero_at_its_first_step_stays_zero_and_finite(kind: str) -> None:
+    model, optimizer = start(kind)
+    nn.init.zeros_(model[3].weight)
+    train(model, optimizer)
+    assert not model[3].weight.any() and all(p.isfinite().all() for p in model.parameters())
 
 
 @pm.both_coordinates

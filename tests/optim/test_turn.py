@@ -44,6 +44,16 @@ def test_the_rms_is_turn_at_any_scale(make: Any, base: str, turn: float, scale: 
             schedule.step()
 
 
+def test_the_turn_does_not_depend_on_torchs_default_type() -> None:
+    model = mlp()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = turns(model, build(model, turn=2.4, max_turn=180))[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.square().mean().sqrt().item() == pytest.approx(2.4, rel=1e-6)
+
+
 @pytest.mark.parametrize("base", BASES)
 def test_a_layer_without_gradient_does_not_turn_even_through_momentum(base: str) -> None:
     model = mlp()
@@ -142,12 +152,16 @@ def test_a_unit_that_vanishes_and_comes_back_stays_finite(bound: Any, bias: bool
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-@both_coordinates
-@pytest.mark.parametrize("fan_in", [1, 2])
-def test_r_crosses_zero_and_the_weight_with_it(fan_in: int, coordinates: str) -> None:
+@pytest.mark.parametrize(
+    "fan_in, options",
+    [(1, {}), (2, {}), (1, {"turn": 2.4}), (1, {"max_turn": 9.0}), (1, {"coordinates": "angles"}),
+     (2, {"coordinates": "angles"}), (1, {"coordinates": "angles", "max_turn": 9.0})],
+)  # fmt: skip
+def test_r_crosses_zero_and_the_weight_with_it(fan_in: int, options: Any) -> None:
+    """With one input there is no turn to bound: a weight may change its sign."""
     model = nn.Sequential(nn.Linear(fan_in, 1, bias=False), nn.Linear(1, 1)).double()
     nn.init.constant_(model[0].weight, 0.1)
-    optimizer = build(model, lr=0.01, coordinates=coordinates)
+    optimizer = build(model, lr=0.01, **options)
     for _ in range(45):
         model[0].weight.grad = torch.ones_like(model[0].weight)  # along the unit: r alone
         optimizer.step()
