@@ -101,7 +101,8 @@ class GeometricOptimizer(Optimizer):
             self._rest = Maker("rest", rest, lr, {})
             decay = self._rest.named.get("weight_decay", decay)
         rate = self._rest.named.get("lr", lr)
-        if not (lr and rate) and (scale_lr is not None or (groups and turn is not None)):
+        is_relative = groups and (turn is not None or rate is not lr)
+        if (is_relative and not lr) or (scale_lr is not None and not rate):
             raise ValueError("lr=0 has no multiple: give an lr above 0, to which others relate.")
         self._rest_options = {**self._rest.options(decay), "lr": rate, "geometry": "rest"}
         self._coordinates, self._turn, self._max_turn = coordinates, turn, max_turn
@@ -111,19 +112,14 @@ class GeometricOptimizer(Optimizer):
         self._undecayed = undecayed_names(model)
         self._size = sum(p.numel() for p in model.parameters())
         self._forget()
-        own = {"lr": lr if turn is None else turn, "geometry": self._form}
+        kind = (
+            coordinates + ("" if turn is None else ", turn") + ("" if match else ", match=False")
+        )
+        form = f"{kind}, {self._base.name}; rest {self._rest.name}"  # a loaded state must have it
+        own = {"lr": lr if turn is None else turn, "geometry": form}
         options = {**self._base.options(0.0), **own}, self._rest_options
         super().__init__(divide_groups(model, groups, self._units, options, lr), {})
         self.defaults = self._base.options(0.0)
-
-    # --- groups -------------------------------------------------------------------------------
-
-    @property
-    def _form(self) -> str:
-        """What a loaded state must have been made with."""
-        turn = "" if self._turn is None else ", turn"
-        match = "" if self._match else ", match=False"
-        return f"{self._coordinates}{turn}{match}, {self._base.name}; rest {self._rest.name}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; those that come after construction are part of the rest."""
@@ -135,8 +131,6 @@ class GeometricOptimizer(Optimizer):
             param_group = {**self._rest_options, **param_group, **own}
         Optimizer.add_param_group(self, param_group)
         self._forget()
-
-    # --- the step -----------------------------------------------------------------------------
 
     @_disable_dynamo
     @torch.no_grad()
@@ -174,10 +168,7 @@ class GeometricOptimizer(Optimizer):
         is_zero = [not isinstance(rate, Tensor) and rate == 0 for rate in rates]
         members = [m for stage in self._stages for m in stage.members if is_zero[m.at]]
         still = [m for m in members if is_zero[m.at + 1] or m.unit.is_fixed]
-        masters = [m.own for m in still if m.own.dtype != m.weight.dtype]
-        return [(own, own.clone()) for own in [*(local(m.weight) for m in still), *masters]]
-
-    # --- what is built for the step -----------------------------------------------------------
+        return [(own, own.clone()) for m in still for own in (local(m.weight), m.own)]
 
     def _forget(self) -> None:
         """Drop what is built at the next step from parameters and states."""
@@ -286,8 +277,6 @@ class GeometricOptimizer(Optimizer):
         self._slots.append(Slot("plain", self.state[p], p))
         return self._slots[-1].pair
 
-    # --- states -------------------------------------------------------------------------------
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of the same model and settings; tensors keep their types."""
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
@@ -313,9 +302,9 @@ class GeometricOptimizer(Optimizer):
             if states[name]:
                 self.state[p] = {k: _copy(v) for k, v in states[name].items()}
         # Which biases are distances is as it was then, whatever the values are now.
-        for i, unit in enumerate(self._units):
-            was = states.get(unit.name, {}).get("has_distance", unit.has_distance)
-            self._units[i] = replace(unit, has_distance=bool(was))
+        were = [states.get(u.name, {}).get("has_distance", u.has_distance) for u in self._units]
+        pairs = zip(self._units, map(bool, were), strict=True)
+        self._units = [replace(unit, has_distance=was) for unit, was in pairs]
 
     def _check_groups(self, saved: Sequence[dict[str, Any]]) -> None:
         pairs: Iterator[Any] = zip_longest(self.param_groups, saved, fillvalue={"param_names": []})

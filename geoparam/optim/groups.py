@@ -102,10 +102,7 @@ def divide_groups(
     options: tuple[dict[str, Any], dict[str, Any]],
     lr: float | Tensor,
 ) -> list[dict[str, Any]]:
-    """Divide each group into units and rest, with their options: the rest's after the units'.
-
-    A group's own rate is one beside `lr`: it scales a turn, or the rest's own rate, as it does lr.
-    """
+    """Divide each group into units and rest, with their options: the rest's after the units'."""
     names = {id(p): name for name, p in model.named_parameters()}
     unit_names = {unit.name for unit in units}
     divided: list[dict[str, Any]] = []
@@ -121,7 +118,7 @@ def divide_groups(
         rate = given.pop("lr", lr)
         pair = [{**own, **given, "geometry": own["geometry"]} for own in options]
         for group, is_unit in zip(pair, (True, False), strict=True):
-            if rate is not lr:
+            if rate is not lr:  # it scales a turn, or the rest's own rate, as it does lr
                 group["lr"] = rate if group["lr"] is lr else rate / lr * group["lr"]
             group["params"] = [p for p in params if (names[id(p)] in unit_names) == is_unit]
             group["param_names"] = [names[id(p)] for p in group["params"]]

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from geoparam.optim.muon import RowMuon
 
 MakeOptimizer = Callable[..., Any]
-Pair = tuple[Tensor, dict[str, Any]]  # a parameter and its state
+State = dict[str, Any]
+Pair = tuple[Tensor, State]  # a parameter and its state
 FULL_PRECISION = (torch.float32, torch.float64)
-OUTER_KEYS = {"params", "param_names", "geometry"}  # of a group, not for the inner optimizers
-SET_KEYS = OUTER_KEYS | {"lr", "weight_decay"}  # not taken back from them
+OUTER_KEYS = ("params", "lr", "weight_decay")  # of a group: not taken back from an inner one
 
 
 class Maker:
@@ -90,7 +90,7 @@ class Inner:
         groups = self.optimizer.param_groups
         for (at, factor, decay), own in zip(self.keys, groups, strict=True):
             outer = outer_groups[at]
-            own.update({k: _own(k, x) for k, x in outer.items() if k not in OUTER_KEYS})
+            own.update({k: _own(k, x) for k, x in outer.items() if k != "params"})
             if factor != 1.0:
                 own["lr"] = 1.0 if factor is None else outer["lr"] * factor
             if decay is not None and "weight_decay" in own:
@@ -99,7 +99,7 @@ class Inner:
         for (at, _, _), own in zip(self.keys, groups, strict=True):
             outer = outer_groups[at]
             for key, value in own.items():
-                if key in SET_KEYS or outer.get(key, outer) is value:
+                if key in OUTER_KEYS or outer.get(key, outer) is value:
                     continue
                 if isinstance(value, Tensor) and isinstance(outer.get(key), Tensor):
                     outer[key].copy_(value)  # in place, as a CUDA graph needs it
@@ -125,12 +125,7 @@ class Slot:
     """
 
     def __init__(
-        self,
-        name: str,
-        outer: dict[str, Any],
-        value: Tensor,
-        grad: Tensor | None = None,
-        layout: Tensor | None = None,
+        self, name: str, outer: State, value: Tensor, grad: Any = None, layout: Any = None
     ) -> None:
         self.prefix, self.outer, self.layout, self.parameter = f"{name}/", outer, layout, value
         if grad is not None:
@@ -148,8 +143,8 @@ class Slot:
 
     def _fit(self, value: Any) -> Any:
         """Return an entry in the parameter's shape and type; half precision stays as it is."""
-        if not self._has_elements(value):  # pickles of earlier versions share counters
-            return value.clone() if isinstance(value, Tensor) else value
+        if not self._has_elements(value):
+            return value
         if {value.dtype, self.parameter.dtype} <= {*FULL_PRECISION}:
             value = value.to(self.parameter.dtype)
         if self.layout is None:
@@ -170,7 +165,7 @@ class Slot:
         return is_tensor and value.numel() == self.parameter.numel()
 
 
-def fit_state(state: dict[str, Any], p: Any, step_on_device: bool) -> None:
+def fit_state(state: State, p: Any, step_on_device: bool) -> None:
     """Bring a state to its parameter's present device and type; counters keep their own type.
 
     Half precision is widened where the whole state has it, because the parameter had it too. Else
@@ -188,7 +183,7 @@ def fit_state(state: dict[str, Any], p: Any, step_on_device: bool) -> None:
         state[key] = value.to(p.device, full if has_type and is_wide else value.dtype)
 
 
-def find_master(p: Any, state: dict[str, Any]) -> Tensor:
+def find_master(p: Any, state: State) -> Tensor:
     """Return this process's rows of a parameter; of one in half precision, its float32 copy."""
     own = local(p)
     if own.dtype in FULL_PRECISION:

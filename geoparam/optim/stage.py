@@ -19,14 +19,13 @@ have a float32 copy in the state, their master, which stands for them in all of 
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from geoparam.kernels.rows import rows_for
-from geoparam.optim.inner import Slot, find_master, local, shard_like
+from geoparam.optim.inner import Slot, State, find_master, local, shard_like
 from geoparam.optim.units import Unit
 
 
@@ -38,12 +37,7 @@ class Member:
     """
 
     def __init__(
-        self,
-        unit: Unit,
-        weight: Any,
-        bias: Any,
-        places: tuple[int, int],
-        states: Mapping[Any, Any],
+        self, unit: Unit, weight: Any, bias: Any, places: tuple[int, int], states: Any
     ) -> None:
         self.unit, self.weight, self.bias = unit, weight, bias
         self.at, self.bias_at = places  # their parameter groups
@@ -81,20 +75,14 @@ class Stage:
     """
 
     def __init__(
-        self,
-        members: Sequence[Member],
-        group: dict[str, Any],
-        *,
-        match: bool,
-        turns: bool,
-        max_turn: float | None,
+        self, members: list[Member], group: State, *, match: bool, turns: bool, max_turn: Any
     ) -> None:
         self.members, self.group, self.first = members, group, members[0]
-        self.match, self.turns, self.max_turn = match, turns, max_turn
+        self.turns, self.max_turn = turns, max_turn
         self.slots: dict[str, list[Slot]] = {"direction": [], "r": [], "lam": []}
         self.states, bias_states = [m.state for m in members], [m.bias_state for m in members]
         shapes, outs = [m.shape for m in members], [m.unit.out for m in members]
-        self.rows = rows_for(shapes, self.first.own, outs, self.first.process_group)
+        self.rows = rows_for(shapes, self.first.own, outs, self.first.process_group, match)
         self._start()
         self.length = self.rows.per_row(torch.stack([m.state["length"] for m in members]))
         self.r = torch.cat([local(state["r"]) for state in self.states])
@@ -136,10 +124,10 @@ class Stage:
     def _layer_means(self, per_row: Tensor) -> Tensor:
         """Return the mean of each layer; 1 where it is 0 or NaN, and without `match`."""
         means = self.rows.layer_means(per_row)
-        return torch.where(means > 0, means, 1) if self.match else torch.ones_like(means)
+        return torch.where(means > 0, means, 1) if self.rows.match else torch.ones_like(means)
 
     def _add_flat(
-        self, name: str, states: list[dict[str, Any]], flat: Tensor, is_stepped: bool = True
+        self, name: str, states: list[State], flat: Tensor, is_stepped: bool = True
     ) -> Tensor:
         """Put each layer's part of a tensor of all rows into its state; return a gradient."""
         by_flat, parts = torch.zeros_like(flat), self.rows.split(flat)
@@ -152,9 +140,9 @@ class Stage:
     def _add_slots(
         self,
         name: str,
-        states: list[dict[str, Any]],
-        values: Sequence[Tensor],
-        grads: Sequence[Tensor],
+        states: list[State],
+        values: Any,
+        grads: Any,
         in_memory_order: bool = False,
     ) -> None:
         """Make a parameter of an inner optimizer for each layer."""
@@ -181,8 +169,6 @@ class Stage:
             stepped = self.increments or self.w
             self._add_slots("direction", self.states, stepped, self.by_v, in_memory_order=True)
 
-    # --- before and after the step ------------------------------------------------------------
-
     def enter(self) -> None:
         """Write the parameters and gradients that the inner optimizers step."""
         for half, master in zip(self.halves, self.masters, strict=True):
@@ -192,16 +178,14 @@ class Stage:
         if self.biases:
             self.bias = torch.cat(self.biases)
             by_bias = torch.cat([gradient(m.bias, self.r.dtype) for m in self.members])
-            self.rows.enter_biases(
-                self.bias, by_bias, self.r, self.by_r, self.lam, self.by_lam, self.match
-            )
+            self.rows.enter_biases(self.bias, by_bias, self.r, self.by_r, self.lam, self.by_lam)
         self.entered = self.r if self.first.unit.is_fixed else self.r.clone()
 
     def leave(self) -> None:
         """Write weights and biases from what the inner optimizers have stepped."""
         self._leave_directions()
         if self.biases:
-            self.rows.leave_biases(self.bias, self.r, self.entered, self.lam, self.match)
+            self.rows.leave_biases(self.bias, self.r, self.entered, self.lam)
             torch._foreach_copy_(self.biases, self.rows.split(self.bias))
         if self.halves:
             torch._foreach_copy_(self.halves, self.masters)
@@ -218,7 +202,7 @@ class Stage:
                 w.copy_(m.rows())
         grads = [_gradient_in_memory(m) for m in self.members]
         per_row = self.length, self.r, self.by_r, self.peak
-        self.rows.enter(self.w, grads, self.by_v, *per_row, rescales=not self.by_increment)
+        self.rows.enter(self.w, grads, self.by_v, per_row, rescales=not self.by_increment)
 
     def _leave_directions(self) -> None:
         """Write r times the new directions into the weights."""
@@ -235,12 +219,11 @@ class Stage:
 
     def _turn(self) -> None:
         """Turn each row by the angle of its increment, as `turn` and `max_turn` say."""
-        along, across = self.rows.measure(self.w, self.increments, self.entered)
+        measured = self.rows.measure(self.w, self.increments, self.entered)
         turn = (self.radians * self.group["lr"]).to(self.r) if self.turns else None
         limit = math.radians(self.max_turn or 0)
-        a, b = self.rows.mix(
-            along, across, self.length, self.peak, self.entered, self.r, turn, limit
-        )
+        per_row = *measured, self.length, self.peak, self.entered, self.r
+        a, b = self.rows.mix(per_row, turn, limit)
         self.rows.rotate(self.w, self.increments, a, b)
 
 

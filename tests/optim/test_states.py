@@ -366,15 +366,3 @@ def test_layout_and_type_may_change_in_mid_run(change: str, kind: str, at: int) 
                 p.grad = p.grad.movedim(0, -1).contiguous().movedim(-1, 0)
         same.step()
     assert_same_weights(model.double(), other.double(), 2e-2 if kind == "Muon" else 1e-4)
-
-
-def test_counters_that_layers_share_count_once_in_a_step() -> None:
-    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
-    optimizer = gp.GeometricOptimizer(model, torch.optim.Adam, lr=0.1)
-    for _ in range(2):  # as whole optimizers that earlier versions pickled
-        first = optimizer.state[model[0].weight].get("r/step")
-        optimizer.state[model[1].weight].update({} if first is None else {"r/step": first})
-        optimizer._forget()
-        model(torch.ones(2, 3)).square().sum().backward()
-        optimizer.step()
-    assert [optimizer.state[layer.weight]["r/step"] for layer in model[:2]] == [2, 2]
