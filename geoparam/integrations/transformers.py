@@ -62,7 +62,7 @@ class Geometric:
     the options have them as `args` and name no `lr` or `weight_decay`.
 
     Example:
-        >>> options = {"args": TrainingArguments(weight_decay=0.1), "base": torch.optim.AdamW}
+        >>> options = {"lr": 1e-3, "base": torch.optim.AdamW}
         >>> choice = (Geometric, options)  # Trainer(..., optimizer_cls_and_kwargs=choice)
     """
 

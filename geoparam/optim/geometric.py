@@ -2,7 +2,7 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any, Literal
@@ -149,7 +149,7 @@ class GeometricOptimizer(Optimizer):
                 entered.append(stage)
             for inner in self._inner:
                 inner.step(self.param_groups)
-            if _entry_ids(slot.state for slot in self._slots) != self._signature[-1]:
+            if self._published != _entry_ids([slot.state for slot in self._slots]):
                 self._publish()
         finally:
             for stage in entered:
@@ -182,9 +182,10 @@ class GeometricOptimizer(Optimizer):
         """Write the inner states' entries into the outer ones."""
         for slot in self._slots:
             slot.publish()
+        self._published = _entry_ids([slot.state for slot in self._slots])
         self._signature = self._sign()
 
-    def _sign(self) -> tuple[Any, ...]:
+    def _sign(self) -> Any:
         """Return what must be as it was for what the last step built to serve again.
 
         Others may replace a parameter, its memory, its state, or an entry of a unit's state.
@@ -193,10 +194,9 @@ class GeometricOptimizer(Optimizer):
         owns = [getattr(p, "_local_tensor", p) for p in self._watched]
         layouts = [(x.data_ptr(), x.stride(), x.dtype) for x in owns]
         has_gradient = [p.grad is not None for p in self._watched]
-        members = chain.from_iterable(stage.members for stage in self._stages)
-        outer = _entry_ids(state for m in members for state in (m.state, m.bias_state))
-        inner = _entry_ids(slot.state for slot in self._slots)
-        return ids, layouts, has_gradient, [*map(id, self.state.values())], outer, inner
+        members = [m for stage in self._stages for m in stage.members]
+        entries = _entry_ids([m.state for m in members] + [m.bias_state for m in members])
+        return ids, layouts, has_gradient, [*map(id, self.state.values())], entries
 
     def _prepare(self) -> None:
         """Build stages and inner optimizers anew where parameters have changed since."""
@@ -322,7 +322,7 @@ class GeometricOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
-        built = ("_signature", "_watched", "_stages", "_slots", "_inner", "step")
+        built = ("_signature", "_published", "_watched", "_stages", "_slots", "_inner", "step")
         own = {k: v for k, v in self.__dict__.items() if not k.endswith("_hooks")}
         return {k: v for k, v in own.items() if k not in built}
 
@@ -378,7 +378,7 @@ def _unwrap_names(group: Mapping[str, Any]) -> list[str]:
     return [".".join(part for part in own if part not in WRAPPERS) for own in parts]
 
 
-def _entry_ids(states: Iterable[dict[str, Any]]) -> list[int]:
+def _entry_ids(states: list[dict[str, Any]]) -> list[int]:
     return [*map(id, chain.from_iterable(map(dict.values, states)))]
 
 

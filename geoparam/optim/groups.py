@@ -16,7 +16,7 @@ from geoparam.optim.units import Unit
 AngleRate = float | Literal["fan_in"] | None
 Match = Literal["plain"] | bool | None
 Kind = Literal["adam", "sgd"]
-SHORTEST = 0.1  # the least R for which rates are matched
+SHORTEST = 0.2  # the least R for which rates are matched
 
 
 def param_groups(
@@ -42,7 +42,7 @@ def param_groups(
 
     since SGD's step is proportional to the gradient, which has a factor R of its own, and an
     adaptive optimizer's is not. In intrinsic coordinates this is exact for rows with |r| = R. A
-    layer with R < 0.1 has the rates of R = 0.1: r moves at lr, so it soon is many times R, and
+    layer with R < 0.2 has the rates of R = 0.2: r moves at lr, so it soon is many times R, and
     with it the speed of W and b. They begin more slowly than plain ones, and stay stable.
     `GeometricOptimizer` does the same without having to know the kind. Matched groups keep it
     under `kind`: printing SGD with `kind: adam` shows that the rates are for another optimizer.

@@ -27,40 +27,45 @@ class Counting(Optimizer):
                     p.sub_(p.grad, alpha=group["lr"] / group["k"] / float(group["step"]))
 
 
+class Noting(SGD):
+    """Has more than numbers in its states."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p].update(note="stepped", buffer=None, sizes=[p.numel()])
+
+
+MOMENTUM, NOTING = (functools.partial(base, momentum=0.9) for base in (SGD, Noting))
+
+
 def timm_base(name: str) -> Any:
     return getattr(pytest.importorskip("timm.optim"), name)
 
 
 def lookahead(params: Any, **options: Any) -> Any:
-    return timm_base("Lookahead")(SGD(params, momentum=0.9, **options), k=2)
-
-
-def step_with_gaps(model: nn.Module, optimizer: Any, steps: range) -> None:
-    """Train; in every third step the first layer has no gradient."""
-    for step in steps:
-        backward(model, step)
-        model[0].weight.grad = None if step % 3 == 2 else model[0].weight.grad
-        optimizer.step()
+    return timm_base("Lookahead")(MOMENTUM(params, **options), k=2)
 
 
 @both_coordinates
-@pytest.mark.parametrize("base", [Counting, lookahead, "Lamb", "Adan", "AdafactorBigVision"])
-def test_a_base_goes_on_where_it_was_after_gaps_and_from_a_copy(
-    base: Any, coordinates: str
-) -> None:
+@pytest.mark.parametrize("base", [Counting, NOTING, lookahead, "Lamb", "AdafactorBigVision"])
+def test_a_base_goes_on_after_gaps_and_from_a_copy(base: Any, coordinates: str) -> None:
     base = timm_base(base) if isinstance(base, str) else base
+    options = {"base": base, "lr": 0.02, "coordinates": coordinates}
     models = [mlp(torch.float32) for _ in range(3)]
-    ours = [build(m, base, lr=0.02, coordinates=coordinates) for m in models]
-    step_with_gaps(models[0], ours[0], range(8))
+    ours = [build(m, **options) for m in models]
+    ours[0] = build(models[0], **{**options, "base": MOMENTUM}) if base is NOTING else ours[0]
     for step in range(8):
-        step_with_gaps(models[1], ours[1], range(step, step + 1))
         ours[1]._forget()
-    step_with_gaps(models[2], ours[2], range(4))
-    fresh = build(models[2], base, lr=0.02, coordinates=coordinates)
-    fresh.load_state_dict(copy.deepcopy(ours[2].state_dict()))
-    step_with_gaps(models[2], fresh, range(4, 8))
-    assert_same_weights(models[0], models[1])
-    assert_same_weights(models[0], models[2])
+        if step == 4:
+            saved, ours[2] = copy.deepcopy(ours[2].state_dict()), build(models[2], **options)
+            ours[2].load_state_dict(saved)
+        for model, optimizer in zip(models, ours, strict=True):
+            backward(model, step)
+            model[0].weight.grad = None if step % 3 == 2 else model[0].weight.grad
+            optimizer.step()
+    for other in models[1:]:
+        assert_same_weights(models[0], other)
 
 
 def test_counters_in_groups_count_each_step_once_and_directions_move_beside_plain_biases() -> None:
@@ -69,38 +74,21 @@ def test_counters_in_groups_count_each_step_once_and_directions_move_beside_plai
     optimizer, before = build(model, Counting), model[0].weight.detach().clone()
     train(model, optimizer, 5)
     assert [(group["k"], group["step"].item()) for group in optimizer.param_groups] == [(5, 5)] * 2
-    u, v = (nn.functional.normalize(x.detach(), dim=1) for x in (before, model[0].weight))
-    assert (u - v).abs().max() > 1e-3
+    assert nn.functional.cosine_similarity(before, model[0].weight).min() < 1 - 1e-6
 
 
-def test_lookahead_is_not_its_base() -> None:
-    models = mlp(), mlp()
-    for model, base in zip(models, (functools.partial(SGD, momentum=0.9), lookahead), strict=True):
-        train(model, build(model, base), 4)
-    assert (models[0][0].weight - models[1][0].weight).abs().max() > 1e-4
-
-
-@pytest.mark.parametrize("way", ["replaced", "deleted", "entry"])
-def test_a_state_that_others_reset_starts_anew_and_is_saved(way: str) -> None:
+@pytest.mark.parametrize(
+    "reset",
+    [lambda states, weight: states.pop(weight), lambda states, weight: states.update({weight: {}}),
+     lambda states, weight: states[weight].update({"direction/step": torch.zeros(())})],
+)  # fmt: skip
+def test_a_state_or_entry_that_others_reset_starts_anew(reset: Any) -> None:
     model = mlp()
     optimizer = build(model, torch.optim.Adam, lr=0.01)
     train(model, optimizer)
-    weight = model[3].weight
-    if way == "deleted":
-        del optimizer.state[weight], optimizer.state[model[3].bias]
-    elif way == "replaced":
-        optimizer.state[weight], optimizer.state[model[3].bias] = {}, {}
-    else:
-        optimizer.state[weight]["direction/step"] = torch.zeros(())
+    reset(optimizer.state, model[3].weight)
     train(model, optimizer, 2)
-    assert optimizer.state[weight]["direction/step"] == 2
-    assert optimizer.state[model[0].weight]["direction/step"] == 5
-    new = copy.deepcopy(model)
-    resumed = build(new, torch.optim.Adam, lr=0.01)
-    resumed.load_state_dict(optimizer.state_dict())
-    train(model, optimizer, first=5)
-    train(new, resumed, first=5)
-    assert_same_weights(new, model)
+    assert [optimizer.state[model[i].weight]["direction/step"] for i in (0, 3)] == [5, 2]
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
@@ -111,9 +99,8 @@ def test_a_state_saved_under_a_wrapper_is_loaded(wrap: Any) -> None:
     plain.load_state_dict(model.state_dict())
     resumed = build(plain, momentum=0.9)
     resumed.load_state_dict(optimizer.state_dict())
-    assert resumed.param_groups[0]["param_names"] == ["0.weight", "3.weight"]
-    train(model, optimizer, first=3)
-    train(plain, resumed, first=3)
+    for one, its in ((model, optimizer), (plain, resumed)):
+        train(one, its, first=3)
     assert_same_weights(plain, model)
 
 
@@ -127,19 +114,3 @@ def test_what_a_partial_names_is_kept() -> None:
     assert build(model, Muon, lr=0.02, rest=rest, groups=slower).param_groups[1]["lr"] == 5e-4
     decayed = build(mlp(), functools.partial(SGD, weight_decay=0.2))
     assert [group["weight_decay"] for group in decayed.param_groups] == [0.0, 0.2]
-
-
-@pytest.mark.parametrize("options", [{}, {"coordinates": "angles"}, {"turn": 2.0}], ids=str)
-def test_decay_written_into_any_group_reaches_matrices_of_the_rest_alone(options: Any) -> None:
-    model, norm, matrix = mlp(), nn.BatchNorm1d(3), nn.Parameter(torch.ones(2, 2))
-    optimizer = build(model, AdamW, **options)
-    optimizer.add_param_group({"params": [*norm.parameters(), matrix]})
-    before = copy.deepcopy(model)
-    for group in optimizer.param_groups:
-        group["weight_decay"] = 0.5
-    for p in (*model.parameters(), *norm.parameters(), matrix):
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    for i in (0, 3):
-        torch.testing.assert_close(model[i].weight, before[i].weight, rtol=1e-14, atol=0)
-    assert (norm.weight == 1).all() and (matrix == 1 - 0.05 * 0.5).all()
