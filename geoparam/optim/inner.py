@@ -108,8 +108,8 @@ class Inner:
 
 
 def _own(key: str, value: Any) -> Any:
-    """Return an option for one inner group, which may count in it; a rate is never written to."""
-    return value.clone() if isinstance(value, Tensor) and key != "lr" else value
+    """Return an option for one inner group, which may count in it; rates are never written to."""
+    return value.clone() if isinstance(value, Tensor) and "lr" not in key else value
 
 
 class Slot:

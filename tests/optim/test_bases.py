@@ -105,11 +105,10 @@ def test_a_state_saved_under_a_wrapper_is_loaded(wrap: Any) -> None:
 
 
 def test_what_a_partial_names_is_kept() -> None:
-    rest = functools.partial(AdamW, lr=1e-3, weight_decay=0.1)
-    optimizer = build(mlp(), Muon, lr=0.02, weight_decay=0.3, rest=rest, scale_lr=3e-3)
+    rest, model = functools.partial(AdamW, lr=1e-3, weight_decay=0.1), mlp()
+    optimizer = build(model, Muon, lr=0.02, weight_decay=0.3, rest=rest, scale_lr=3e-3)
     found = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     assert found == [(0.02, 0.0), (1e-3, 0.1)] and optimizer._scale_factor == pytest.approx(3)
-    model = mlp()
     slower = [{"params": model.parameters(), "lr": 0.01}]
     assert build(model, Muon, lr=0.02, rest=rest, groups=slower).param_groups[1]["lr"] == 5e-4
     decayed = build(mlp(), functools.partial(SGD, weight_decay=0.2))

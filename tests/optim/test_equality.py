@@ -77,7 +77,6 @@ def test_trains_as_the_converted_model(make: Any, coordinates: str, options: Any
 @both_coordinates
 @pytest.mark.parametrize("size", [2, 99, 101])
 def test_large_biases_train_as_in_the_converted_model(coordinates: str, size: float) -> None:
-    """With few inputs torch's own first biases exceed |r|. convert_ leaves |b| > 100 |r|."""
     model = mlp()
     model[3].bias.data[0] = size * model[3].weight[0].norm()
     plain, twin = trainings(model, coordinates, **SGD)

@@ -132,7 +132,7 @@ def test_any_base_lowers_the_loss(base: str, options: Any, coordinates: str) -> 
         (mlp, {"base": "SGD"}, "an optimizer's class"), (mlp, {"rest": 3}, "rest is an optimizer"),
         (mlp, {"base": torch.optim.Muon, "rest": torch.optim.Muon}, "the rest has vectors"),
         (mlp, {"base": functools.partial(torch.optim.SGD, lr=1.0)}, "not in a partial"),
-        (mlp, {"rest": torch.optim.Muon}, "vectors"), (mlp, {"turn": 2, "max_turn": 1}, "turn, 2:"),
+        (mlp, {"rest": torch.optim.Muon}, "Muon"), (mlp, {"turn": 2, "max_turn": 1}, "below turn"),
         (mlp, {"turn": 0}, "an angle in degrees"), (mlp, {"turn": 181}, "at most 180; got 181"),
         (mlp, {"weight_decay": -1.0}, "0 or more"), (mlp, {"scale_lr": -1.0}, "scale_lr is 0"),
         (mlp, {"groups": [{"lr": 1.0}]}, "under 'params'"),
