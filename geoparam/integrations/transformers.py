@@ -57,15 +57,20 @@ class TrackBoundaries(TrainerCallback):
 class Geometric:
     """Makes a `GeometricOptimizer` when Trainer asks for one: under FSDP, after sharding.
 
-    Trainer refuses `optimizers=` with FSDP, because those hold the parameters of before.
+    Trainer refuses `optimizers=` with FSDP, because those hold the parameters of before. It gives
+    its arguments to no optimizer of others: their `learning_rate` and `weight_decay` count where
+    the options have them as `args` and name no `lr` or `weight_decay`.
 
     Example:
         >>> options = {"lr": 1e-3, "base": torch.optim.AdamW}
         >>> choice = (Geometric, options)  # Trainer(..., optimizer_cls_and_kwargs=choice)
     """
 
-    def __call__(self, model: nn.Module, **options: Any) -> GeometricOptimizer:
-        return GeometricOptimizer(model, **options)
+    def __call__(self, model: nn.Module, args: Any = None, **options: Any) -> GeometricOptimizer:
+        given = (
+            {} if args is None else {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+        )
+        return GeometricOptimizer(model, **{**given, **options})
 
 
 class Retract(TrainerCallback):

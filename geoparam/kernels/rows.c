@@ -33,10 +33,9 @@ typedef struct {
 #define NAME(name) name##_double
 #include "rows.h"
 
-enum { ENTER, LEAVE, MEASURE, ROTATE };
-
 void geoparam_rows(int function, int wide, int threads, int64_t chunks, const Job *job)
 {
+    /* in the order of rows_native.py */
     static void (*const run[4][2])(const void *, int64_t, int64_t) = {
         {enter_float, enter_double},
         {leave_float, leave_double},

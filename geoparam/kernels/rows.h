@@ -40,23 +40,6 @@ static double NAME(distance)(const TYPE *x, const TYPE *y, double s, int64_t n)
     return sqrt(sum);
 }
 
-/* Return the largest |y|. */
-static TYPE NAME(peak)(const TYPE *y, int64_t n)
-{
-    TYPE peaks[LANES] = {0}, largest = 0;
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int lane = 0; lane < LANES; lane++) {
-            TYPE size = y[i + lane] < 0 ? -y[i + lane] : y[i + lane];
-            peaks[lane] = size > peaks[lane] ? size : peaks[lane];
-        }
-    for (; i < n; i++)
-        largest = y[i] > largest ? y[i] : -y[i] > largest ? -y[i] : largest;
-    for (int lane = 0; lane < LANES; lane++)
-        largest = peaks[lane] > largest ? peaks[lane] : largest;
-    return largest;
-}
-
 static void NAME(enter)(const void *argument, int64_t begin, int64_t end)
 {
     const Job *job = argument;
@@ -76,7 +59,7 @@ static void NAME(enter)(const void *argument, int64_t begin, int64_t end)
                 w[i] = stretch * w[i];
         PER_ROW(1) = (TYPE)r;
         PER_ROW(2) = (TYPE)slope;
-        PER_ROW(3) = NAME(peak)(g, n);
+        PER_ROW(3) = (TYPE)NAME(distance)(g, g, 0, n);
     }
 }
 

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from geoparam.kernels.selection import choose_kernels
 
-Matrices = list[Tensor] | tuple[Tensor, ...]
+PerRow = tuple[Tensor, ...]  # flat tensors, one element for each row
+Matrices = list[Tensor] | PerRow
 SHORTEST = 1e-3  # of R: the least |r| of a row that is kept from changing its sign
 
 
@@ -38,13 +39,14 @@ class Rows:
     """The rows of matrices of given shapes, of the type and device of `like`.
 
     Where the processes of a `group` share the matrices, `outs` are the rows of each in all.
+    Without `match` biases are stepped as in converted layers.
 
     Example:
         >>> w, r = torch.tensor([[3.0, 4.0]]), torch.tensor([1.0])
         >>> rows = Rows([w.shape], w)
         >>> g, by_v = torch.tensor([[1.0, 0.0]]), torch.empty(1, 2)
         >>> slope, peak = torch.empty(2, 1)
-        >>> rows.enter([w], [g], [by_v], torch.ones(1), r, slope, peak, rescales=True)
+        >>> rows.enter([w], [g], [by_v], (torch.ones(1), r, slope, peak), rescales=True)
         >>> r, slope, w  # w is at length 1 until it leaves
         (tensor([5.]), tensor([0.6000]), tensor([[0.6000, 0.8000]]))
         >>> rows.leave([w], r, entered=r)
@@ -58,8 +60,9 @@ class Rows:
         like: Tensor,
         outs: Sequence[int] | None = None,
         group: Any = None,
+        match: bool = True,
     ) -> None:
-        self.shapes = shapes
+        self.shapes, self.match = shapes, match
         self.counts, self.widths = ([shape[i] for shape in shapes] for i in (0, 1))
         self.device, self.dtype, self.group = like.device, like.dtype, group
         self.total = sum(self.counts)
@@ -67,22 +70,14 @@ class Rows:
         self.outs = torch.tensor(outs or self.counts, dtype=like.dtype, device=self.device)
 
     def enter(
-        self,
-        w: Matrices,
-        g: Matrices,
-        by_v: Matrices,
-        length: Tensor,
-        r: Tensor,
-        slope: Tensor,
-        peak: Tensor,
-        rescales: bool,
+        self, w: Matrices, g: Matrices, by_v: Matrices, per_row: PerRow, rescales: bool
     ) -> None:
         """Write dL/dv to `by_v`; where it `rescales`, w becomes R u.
 
-        `length` is R for each row, and r has its sign. This writes r = sign |w|, the slope
-        dL/dr = <g, u>, and the peak, which is the largest |g|.
+        `per_row` are the length R, and r, which has its sign. This writes r = sign |w|, the slope
+        dL/dr = <g, u>, and the peak, a norm of g: it is 0 where all of g is.
         """
-        self._run("enter", (w, g, by_v), (length, r, slope, peak), rescales=rescales)
+        self._run("enter", (w, g, by_v), per_row, rescales=rescales)
 
     def leave(self, w: Matrices, r: Tensor, entered: Tensor) -> None:
         """Bring rows of any length to length r; a row that entered as zeros stays zero."""
@@ -110,17 +105,7 @@ class Rows:
         for each in zip(*matrices, *columns, strict=True):
             _FUNCTIONS[name](*each, **options)
 
-    def mix(
-        self,
-        along: Tensor,
-        across: Tensor,
-        length: Tensor,
-        peak: Tensor,
-        entered: Tensor,
-        r: Tensor,
-        turn: Tensor | None,
-        limit: float,
-    ) -> tuple[Tensor, Tensor]:
+    def mix(self, per_row: PerRow, turn: Tensor | None, limit: float) -> tuple[Tensor, Tensor]:
         """Return a and b that turn each row by the angle of its increment d, at most by `limit`.
 
         `turn` has an angle in radians for each matrix, or is None. With it, the angles are scaled
@@ -128,6 +113,7 @@ class Rows:
         of 0 stands for 4 times the turn. r keeps the sign with which it entered: to cross 0 would
         turn a row by pi.
         """
+        along, across, length, peak, entered, r = per_row
         keep_signs(r, entered, length)
         if turn is None:
             angle = torch.atan2(across, length + along).clamp(max=limit)
@@ -142,39 +128,30 @@ class Rows:
         return r / scale * angle.cos() - b * along / scale, b
 
     def enter_biases(
-        self,
-        b: Tensor,
-        by_b: Tensor,
-        r: Tensor,
-        slope: Tensor,
-        lam: Tensor,
-        by_lam: Tensor,
-        match: bool,
+        self, b: Tensor, by_b: Tensor, r: Tensor, slope: Tensor, lam: Tensor, by_lam: Tensor
     ) -> None:
         """Write what is stepped for the biases b = r lam, and its gradient, to `lam` and `by_lam`.
 
         Where |b| <= |r| that is R' lam, so that b moves as fast as a plain one, and lam dL/db is
         added to the slope. Elsewhere it is b itself: lam would move it 1 + lam^2 times as fast.
-        Without `match` it is lam everywhere, as in converted layers.
+        Without `match` it is lam everywhere.
         """
-        is_near, _, stretch = self._stretch(b, r, match)
+        is_near, _, stretch = self._stretch(b, r)
         torch.mul(stretch, b, out=lam)
         torch.div(by_b, stretch, out=by_lam)
         slope.add_(torch.where(is_near, b / _nonzero(r), 0) * by_b)
 
-    def leave_biases(
-        self, b: Tensor, r: Tensor, entered: Tensor, lam: Tensor, match: bool
-    ) -> None:
+    def leave_biases(self, b: Tensor, r: Tensor, entered: Tensor, lam: Tensor) -> None:
         """Write the biases from the stepped `lam`, which becomes b / r; `entered` is r before."""
-        is_near, mean, stretch = self._stretch(b, entered, match)
+        is_near, mean, stretch = self._stretch(b, entered)
         is_still = (lam == stretch * b) & (r == entered)
         stepped = torch.where(is_near, r * lam / mean, lam)
         b.copy_(torch.where(is_still, b, stepped))
         lam.copy_(torch.where(r == 0, 0, b / _nonzero(r)))
 
-    def _stretch(self, b: Tensor, r: Tensor, match: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _stretch(self, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return which biases are stepped as R' b / r, R' by row, and the factor: R' / r, or 1."""
-        if not match:
+        if not self.match:
             is_near, mean = r != 0, torch.ones_like(r)
         else:
             is_near = (r != 0) & (b.abs() <= r.abs())
@@ -241,10 +218,8 @@ def addresses(matrices: Matrices) -> tuple[int, ...]:
     return tuple([x.data_ptr() for x in matrices])
 
 
-def rows_for(
-    shapes: Sequence[tuple[int, int]], like: Tensor, outs: Sequence[int], group: Any
-) -> Rows:
-    """Return the rows in the fastest form for their type and device."""
+def rows_for(shapes: Sequence[tuple[int, int]], like: Tensor, *others: Any) -> Rows:
+    """Return the rows, with the arguments of `Rows`, in the fastest form for type and device."""
     make: type[Rows] = Rows
     if any(count for count, _ in shapes) and like.dtype in (torch.float32, torch.float64):
         kernels = choose_kernels(like)
@@ -252,7 +227,7 @@ def rows_for(
             from geoparam.kernels.rows_triton import TritonRows as make  # needs Triton
         elif kernels == "native":
             from geoparam.kernels.rows_native import NativeRows as make  # builds on this module
-    return make(shapes, like, outs, group)
+    return make(shapes, like, *others)
 
 
 def keep_signs(r: Tensor, entered: Tensor, length: Tensor) -> None:

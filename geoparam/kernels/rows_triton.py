@@ -42,25 +42,22 @@ class TritonRows(Rows):
         self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
         self.captured: list[tuple[Tensor, Tensor]] = []
 
-    def mix(self, along, across, length, peak, entered, r, turn, limit) -> tuple[Tensor, Tensor]:
-        inputs = along, across, length, peak, entered, r, turn, limit
+    def mix(self, per_row, turn, limit) -> tuple[Tensor, Tensor]:
         if turn is None or self.group is not None:
-            return super().mix(*inputs)
-        a, b = torch.empty_like(r), torch.empty_like(r)
-        self._launch(_mix, len(self.counts), self.first, *inputs, a, b)
+            return super().mix(per_row, turn, limit)
+        a, b = torch.empty_like(per_row[0]), torch.empty_like(per_row[0])
+        self._launch(_mix, len(self.counts), self.first, *per_row, turn, limit, a, b)
         return a, b
 
-    def enter_biases(self, b, by_b, r, slope, lam, by_lam, match) -> None:
-        inputs = b, by_b, r, slope, lam, by_lam
+    def enter_biases(self, *inputs) -> None:
         if self.group is not None:
-            return super().enter_biases(*inputs, match)
-        self._launch(_enter_biases, len(self.counts), self.first, *inputs, MATCH=match)
+            return super().enter_biases(*inputs)
+        self._launch(_enter_biases, len(self.counts), self.first, *inputs, MATCH=self.match)
 
-    def leave_biases(self, b, r, entered, lam, match) -> None:
+    def leave_biases(self, *inputs) -> None:
         if self.group is not None:
-            return super().leave_biases(b, r, entered, lam, match)
-        inputs = b, r, entered, lam
-        self._launch(_leave_biases, len(self.counts), self.first, *inputs, MATCH=match)
+            return super().leave_biases(*inputs)
+        self._launch(_leave_biases, len(self.counts), self.first, *inputs, MATCH=self.match)
 
     def _run(self, name, operands, per_row, **options) -> None:
         known = self._table(operands), self.layer, self.first, self.width

@@ -41,7 +41,6 @@ class AngularStage(Stage):
             return
         latitude = sphere.to_latitude(self._weights())
         means = self._layer_means(sphere.metric(latitude).mean(dim=1))
-        means = torch.where(means.isfinite(), means, 1).to(self.r.dtype)
         stored = latitude * (self.length * self.rows.per_row(means).sqrt())[:, None]
         parts = zip(self.members, means, self.rows.split(stored.to(self.r.dtype)), strict=True)
         for m, g, own in parts:
@@ -59,7 +58,7 @@ class AngularStage(Stage):
         self.by_r.copy_(by_r)
 
     def _leave_directions(self) -> None:
-        if self.max_turn is None:
+        if self.max_turn is None or not self.first.has_direction:
             self.r.mul_(self.entered != 0)  # a row of zeros has no direction to grow in
         else:
             keep_signs(self.r, self.entered, self.length)
@@ -94,7 +93,7 @@ class AngularStage(Stage):
         u = sphere.normalise(self._weights() * self.entered.sign()[:, None])
         v = sphere.normalise(self._compute_rows() * self.r.sign()[:, None])
         far = sphere.angle_between(u, v) > limit
-        if not (self.first.has_direction and far.any()):
+        if not far.any():
             return
         u, v = u[far], v[far]
         across = sphere.normalise(v - (u * v).sum(dim=1, keepdim=True) * u)

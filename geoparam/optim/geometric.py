@@ -18,6 +18,8 @@ from geoparam.optim.inner import Inner, MakeOptimizer, Maker, Pair, Slot, fit_st
 from geoparam.optim.stage import Member, Stage
 from geoparam.optim.units import Filter, Unit, find_units, print_table
 
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
 
 class GeometricOptimizer(Optimizer):
     r"""Train a plain model as if its units were geometric: W = r u, b = r lam, with |u| = 1.
@@ -44,7 +46,7 @@ class GeometricOptimizer(Optimizer):
             is often faster, but no longer the plain model's speed.
         scale_decay: weight decay of r where it is free.
         rest: class of the optimizer for r, lam and all that is no unit; by default the base's,
-            AdamW where the base is Muon.
+            AdamW where the base is Muon. A partial may name its own `lr` and `weight_decay`.
         groups: parameter groups, as torch's or timm's; each is divided into units and rest, and
             keeps its other keys.
         filter_fn: which layers have units, `filter_fn(module, name)`; by default all but the
@@ -92,33 +94,32 @@ class GeometricOptimizer(Optimizer):
         decay = base_options.pop("weight_decay", None)
         rates = {"weight_decay": decay, "scale_lr": scale_lr, "scale_decay": scale_decay}
         _check_options(coordinates, turn, max_turn, scale, **rates)
-        if not lr and (scale_lr is not None or (groups and turn is not None)):
+        self._base = self._rest = Maker("base", base, lr, base_options)
+        decay = self._base.named.get("weight_decay", 0.0) if decay is None else decay
+        rest = torch.optim.AdamW if rest is None and self._base.is_muon else rest
+        if rest is not None and (rest is not base or self._base.is_muon):
+            self._rest = Maker("rest", rest, lr, {})
+            decay = self._rest.named.get("weight_decay", decay)
+        rate = self._rest.named.get("lr", lr)
+        is_relative = groups and (turn is not None or rate is not lr)
+        if (is_relative and not lr) or (scale_lr is not None and not rate):
             raise ValueError("lr=0 has no multiple: give an lr above 0, to which others relate.")
-        self._base = self._rest = Maker("base", base, {"lr": lr, **base_options})
-        if rest is not None and rest is not base:
-            self._rest = Maker("rest", rest, {"lr": lr})
-        elif self._base.is_muon:
-            self._rest = Maker("rest", torch.optim.AdamW, {"lr": lr})
-        self._rest_options = {**self._rest.options(decay or 0.0), "geometry": "rest"}
+        self._rest_options = {**self._rest.options(decay), "lr": rate, "geometry": "rest"}
         self._coordinates, self._turn, self._max_turn = coordinates, turn, max_turn
         self._match, self._scale_decay = match, scale_decay
-        self._scale_factor: Any = 1.0 if scale_lr is None else scale_lr / lr
-        self._units, self._plain = find_units(model, filter_fn, example_inputs, scale)
+        self._scale_factor: Any = 1.0 if scale_lr is None else scale_lr / rate
+        self._units, self._plain = find_units(model, filter_fn, example_inputs, scale, match)
         self._undecayed = undecayed_names(model)
         self._size = sum(p.numel() for p in model.parameters())
         self._forget()
-        options = {**self._base.options(0.0), "geometry": self._form}, self._rest_options
-        super().__init__(divide_groups(model, groups, self._units, options, lr, turn), {})
+        kind = (
+            coordinates + ("" if turn is None else ", turn") + ("" if match else ", match=False")
+        )
+        form = f"{kind}, {self._base.name}; rest {self._rest.name}"  # a loaded state must have it
+        own = {"lr": lr if turn is None else turn, "geometry": form}
+        options = {**self._base.options(0.0), **own}, self._rest_options
+        super().__init__(divide_groups(model, groups, self._units, options, lr), {})
         self.defaults = self._base.options(0.0)
-
-    # --- groups -------------------------------------------------------------------------------
-
-    @property
-    def _form(self) -> str:
-        """What a loaded state must have been made with."""
-        turn = "" if self._turn is None else ", turn"
-        match = "" if self._match else ", match=False"
-        return f"{self._coordinates}{turn}{match}, {self._base.name}; rest {self._rest.name}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; those that come after construction are part of the rest."""
@@ -130,8 +131,6 @@ class GeometricOptimizer(Optimizer):
             param_group = {**self._rest_options, **param_group, **own}
         Optimizer.add_param_group(self, param_group)
         self._forget()
-
-    # --- the step -----------------------------------------------------------------------------
 
     @_disable_dynamo
     @torch.no_grad()
@@ -150,8 +149,8 @@ class GeometricOptimizer(Optimizer):
                 entered.append(stage)
             for inner in self._inner:
                 inner.step(self.param_groups)
-            for slot in self._slots:
-                slot.publish()
+            if self._published != _entry_ids([slot.state for slot in self._slots]):
+                self._publish()
         finally:
             for stage in entered:
                 stage.leave()
@@ -169,10 +168,7 @@ class GeometricOptimizer(Optimizer):
         is_zero = [not isinstance(rate, Tensor) and rate == 0 for rate in rates]
         members = [m for stage in self._stages for m in stage.members if is_zero[m.at]]
         still = [m for m in members if is_zero[m.at + 1] or m.unit.is_fixed]
-        masters = [m.own for m in still if m.own.dtype != m.weight.dtype]
-        return [(own, own.clone()) for own in [*(local(m.weight) for m in still), *masters]]
-
-    # --- what is built for the step -----------------------------------------------------------
+        return [(own, own.clone()) for m in still for own in (local(m.weight), m.own)]
 
     def _forget(self) -> None:
         """Drop what is built at the next step from parameters and states."""
@@ -182,13 +178,25 @@ class GeometricOptimizer(Optimizer):
         self._slots: list[Slot] = []
         self._inner: list[Inner] = []
 
+    def _publish(self) -> None:
+        """Write the inner states' entries into the outer ones."""
+        for slot in self._slots:
+            slot.publish()
+        self._published = _entry_ids([slot.state for slot in self._slots])
+        self._signature = self._sign()
+
     def _sign(self) -> Any:
-        """Return what must be as it was for what the last step built to serve again."""
+        """Return what must be as it was for what the last step built to serve again.
+
+        Others may replace a parameter, its memory, its state, or an entry of a unit's state.
+        """
         ids = [id(p) for group in self.param_groups for p in group["params"]]
         owns = [getattr(p, "_local_tensor", p) for p in self._watched]
         layouts = [(x.data_ptr(), x.stride(), x.dtype) for x in owns]
-        has_state = not self._stages or self._stages[0].first.weight in self.state
-        return ids, layouts, [p.grad is None for p in self._watched], has_state
+        has_gradient = [p.grad is not None for p in self._watched]
+        members = [m for stage in self._stages for m in stage.members]
+        entries = _entry_ids([m.state for m in members] + [m.bias_state for m in members])
+        return ids, layouts, has_gradient, [*map(id, self.state.values())], entries
 
     def _prepare(self) -> None:
         """Build stages and inner optimizers anew where parameters have changed since."""
@@ -208,7 +216,7 @@ class GeometricOptimizer(Optimizer):
             fit_state(self.state[p], p, bool(group.get("capturable") or group.get("fused")))
         self._build_stages(places)
         self._build_inner()
-        self._signature = self._sign()
+        self._publish()
 
     def _warn_of_one_peak(self) -> None:
         """Warn where a schedule has the same peak for angles and for rates."""
@@ -243,23 +251,23 @@ class GeometricOptimizer(Optimizer):
 
     def _build_inner(self) -> None:
         """Give parameters to the base and the rest: see `Inner` for the keys."""
-        directions, others = defaultdict[Any, list[Pair]](list), defaultdict[Any, list[Pair]](list)
+        is_one = self._base is self._rest and self._turn is None  # some look at all (a norm)
+        directions = defaultdict[Any, list[Pair]](list)
+        others = directions if is_one else defaultdict[Any, list[Pair]](list)
         factor, biases = None if self._turn is not None else 1.0, set()
         for stage in self._stages:
             at, bias_at, slots = stage.first.at, stage.first.bias_at, stage.slots
             scale = at + 1, self._scale_factor, self._scale_decay
-            directions[at, factor, None] += [slot.pair for slot in slots["direction"]]
+            directions[at, factor, 0.0] += [slot.pair for slot in slots["direction"]]
             others[scale] += [slot.pair for slot in slots["r"]]
             others[bias_at, 1.0, 0.0] += [slot.pair for slot in slots["lam"]]
             biases |= {id(m.bias) for m in stage.members}
         for at, group in enumerate(self.param_groups):
             for name, p in _name_params(group) if group["geometry"] == "rest" else ():
                 if id(p) not in biases:
-                    decay = 0.0 if name in self._undecayed else None
+                    decay = 0.0 if p.ndim < 2 or name in self._undecayed else None
                     others[at, 1.0, decay].append(self._find_plain_state(p))
-        parts = [(self._base, directions), (self._rest, others)]
-        if self._base is self._rest and self._turn is None:  # some look at all parameters (a norm)
-            parts = [(self._base, directions | others)]
+        parts = [(self._base, directions), (self._rest, others)][: 1 if is_one else 2]
         self._inner = [Inner(maker, pairs) for maker, pairs in parts if any(pairs.values())]
 
     def _find_plain_state(self, p: nn.Parameter) -> Pair:
@@ -268,8 +276,6 @@ class GeometricOptimizer(Optimizer):
             return p, self.state[p]
         self._slots.append(Slot("plain", self.state[p], p))
         return self._slots[-1].pair
-
-    # --- states -------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of the same model and settings; tensors keep their types."""
@@ -288,20 +294,22 @@ class GeometricOptimizer(Optimizer):
         for unit in self._units:
             if states.get(unit.name):
                 _check_size(unit, states[unit.name])
-        super().load_state_dict({**state_dict, "state": {}})
+        named = zip(saved, self.param_groups, strict=True)
+        groups = [{**group, "param_names": own["param_names"]} for group, own in named]
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         self._forget()
         for name, p in chain.from_iterable(map(_name_params, self.param_groups)):
             if states[name]:
                 self.state[p] = {k: _copy(v) for k, v in states[name].items()}
         # Which biases are distances is as it was then, whatever the values are now.
-        for i, unit in enumerate(self._units):
-            was = states.get(unit.name, {}).get("has_distance", unit.has_distance)
-            self._units[i] = replace(unit, has_distance=bool(was))
+        were = [states.get(u.name, {}).get("has_distance", u.has_distance) for u in self._units]
+        pairs = zip(self._units, map(bool, were), strict=True)
+        self._units = [replace(unit, has_distance=was) for unit, was in pairs]
 
     def _check_groups(self, saved: Sequence[dict[str, Any]]) -> None:
         pairs: Iterator[Any] = zip_longest(self.param_groups, saved, fillvalue={"param_names": []})
         for i, (own, other) in enumerate(pairs):
-            mine, theirs = own["param_names"], other.get("param_names", own["param_names"])
+            mine, theirs = map(_unwrap_names, (own, {**own, **other}))
             if mine != theirs:
                 raise ValueError(
                     f"the state's group {i} differs from the optimizer's in "
@@ -314,7 +322,7 @@ class GeometricOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
-        built = ("_signature", "_watched", "_stages", "_slots", "_inner", "step")
+        built = ("_signature", "_published", "_watched", "_stages", "_slots", "_inner", "step")
         own = {k: v for k, v in self.__dict__.items() if not k.endswith("_hooks")}
         return {k: v for k, v in own.items() if k not in built}
 
@@ -346,6 +354,10 @@ def _check_options(
         if value is not None and not 0 < value <= 180:
             words = "an angle in degrees, above 0 and at most 180"
             raise ValueError(f"{name} is {words}; got {value}.")
+    if turn is not None and max_turn is not None and max_turn < turn:
+        raise ValueError(
+            f"max_turn, {max_turn}, is below turn, {turn}: no unit could turn so far."
+        )
     if turn is not None and coordinates == "angles":
         raise ValueError(
             "turn needs coordinates='intrinsic': a step along latitudes is no arc of a circle. "
@@ -358,6 +370,16 @@ def _check_options(
 
 def _name_params(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     return zip(group["param_names"], group["params"], strict=True)
+
+
+def _unwrap_names(group: Mapping[str, Any]) -> list[str]:
+    """Return the names of a group's parameters without those of wrappers, as DDP's `module`."""
+    parts = [name.split(".") for name in group["param_names"]]
+    return [".".join(part for part in own if part not in WRAPPERS) for own in parts]
+
+
+def _entry_ids(states: list[dict[str, Any]]) -> list[int]:
+    return [*map(id, chain.from_iterable(map(dict.values, states)))]
 
 
 def _check_size(unit: Unit, state: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from geoparam.optim.units import Unit
 AngleRate = float | Literal["fan_in"] | None
 Match = Literal["plain"] | bool | None
 Kind = Literal["adam", "sgd"]
+SHORTEST = 0.2  # the least R for which rates are matched
 
 
 def param_groups(
@@ -40,7 +41,9 @@ def param_groups(
         sgd       lr / (R^2 g)        lr / R^2    lr / R^2    lr
 
     since SGD's step is proportional to the gradient, which has a factor R of its own, and an
-    adaptive optimizer's is not. In intrinsic coordinates this is exact for rows with |r| = R.
+    adaptive optimizer's is not. In intrinsic coordinates this is exact for rows with |r| = R. A
+    layer with R < 0.2 has the rates of R = 0.2: r moves at lr, so it soon is many times R, and
+    with it the speed of W and b. They begin more slowly than plain ones, and stay stable.
     `GeometricOptimizer` does the same without having to know the kind. Matched groups keep it
     under `kind`: printing SGD with `kind: adam` shows that the rates are for another optimizer.
 
@@ -72,7 +75,8 @@ def param_groups(
     if angle_lr is not None and angle_lr != "fan_in" and not is_rate:
         raise ValueError(f"angle_lr is a rate, 'fan_in' or None; got {angle_lr!r}.")
     members: dict[tuple[str, float, float], list[nn.Parameter]] = defaultdict(list)
-    for parameter, owner, name in _unique_parameters(model):
+    for path, parameter in model.named_parameters():
+        owner, name = _find_owner(model, path)
         if isinstance(owner, GmPLayer) and name in ("latitude", "unit"):
             rate = lr * _speed(owner, name, kind) if match else lr
             if angle_lr is not None:
@@ -97,7 +101,6 @@ def divide_groups(
     units: Sequence[Unit],
     options: tuple[dict[str, Any], dict[str, Any]],
     lr: float | Tensor,
-    turn: float | None,
 ) -> list[dict[str, Any]]:
     """Divide each group into units and rest, with their options: the rest's after the units'."""
     names = {id(p): name for name, p in model.named_parameters()}
@@ -113,14 +116,14 @@ def divide_groups(
         if strangers := [getattr(p, "shape", p) for p in params if id(p) not in names]:
             raise ValueError(f"groups hold parameters that the model does not: {strangers}.")
         rate = given.pop("lr", lr)
-        pair = [{**own, **given, "lr": rate, "geometry": own["geometry"]} for own in options]
+        pair = [{**own, **given, "geometry": own["geometry"]} for own in options]
         for group, is_unit in zip(pair, (True, False), strict=True):
+            if rate is not lr:  # it scales a turn, or the rest's own rate, as it does lr
+                group["lr"] = rate if group["lr"] is lr else rate / lr * group["lr"]
             group["params"] = [p for p in params if (names[id(p)] in unit_names) == is_unit]
             group["param_names"] = [names[id(p)] for p in group["params"]]
         if "weight_decay" in pair[0]:
             pair[0]["weight_decay"] = 0.0
-        if turn is not None:  # a group's own rate scales its turn
-            pair[0]["lr"] = turn if rate is lr else rate / lr * turn
         divided += pair if pair[0]["params"] else pair[1:] if pair[1]["params"] else []
     return divided
 
@@ -133,19 +136,14 @@ def list_params(params: Any) -> list[Any]:
 
 def undecayed_names(model: nn.Module) -> set[str]:
     """Return the names of biases, of norms' parameters and of all others that decay spares."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    found = _unique_parameters(model)
-    return {names[id(p)] for p, owner, key in found if _is_undecayed(p, owner, key)}
+    named = model.named_parameters()
+    return {path for path, p in named if _is_undecayed(p, *_find_owner(model, path))}
 
 
-def _unique_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Module, str]]:
-    """Yield each parameter once, with the module that holds it and its name there."""
-    seen = set()
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield parameter, module, name
+def _find_owner(model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """Return the module that holds a parameter, and its name there."""
+    owner, _, name = path.rpartition(".")
+    return model.get_submodule(owner), name
 
 
 @torch.no_grad()
@@ -154,13 +152,14 @@ def _speed(layer: GmPLayer, name: str, kind: Kind) -> float:
     if layer.r.is_meta:
         return 1.0
     r: Any = layer.r
-    length = float(r.full_tensor().abs().mean() if hasattr(r, "full_tensor") else r.abs().mean())
+    mean = float(r.full_tensor().abs().mean() if hasattr(r, "full_tensor") else r.abs().mean())
+    length = max(mean, SHORTEST)
     g = 1.0
     if name == "latitude":
         latitude: Any = layer.latitude
         latitude = latitude.full_tensor() if hasattr(latitude, "full_tensor") else latitude
         g = float(sphere.metric(latitude).mean())
-    speed = 1 / (length * math.sqrt(g)) if length and g else 1.0
+    speed = 1 / (length * math.sqrt(g)) if g else 1.0
     return speed if kind == "adam" else speed**2
 
 

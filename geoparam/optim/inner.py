@@ -17,24 +17,30 @@ from torch.optim import Optimizer
 from geoparam.optim.muon import RowMuon
 
 MakeOptimizer = Callable[..., Any]
-Pair = tuple[Tensor, dict[str, Any]]  # a parameter and its state
+State = dict[str, Any]
+Pair = tuple[Tensor, State]  # a parameter and its state
 FULL_PRECISION = (torch.float32, torch.float64)
+OUTER_KEYS = ("params", "lr", "weight_decay")  # of a group: not taken back from an inner one
 
 
 class Maker:
     """A class or callable that makes optimizers, with its options and their defaults.
 
-    `RowMuon` replaces torch's Muon.
+    `RowMuon` replaces torch's Muon. What a partial names is kept, as `named`.
     """
 
-    def __init__(self, role: str, make: Any, options: dict[str, Any]) -> None:
+    def __init__(self, role: str, make: Any, lr: Any, options: Mapping[str, Any]) -> None:
         if isinstance(make, Optimizer) or not callable(make):
             raise ValueError(f"{role} is an optimizer's class, as torch.optim.SGD; got {make!r}.")
         given = make if isinstance(make, functools.partial) else functools.partial(make)
         self.name = getattr(given.func, "__name__", type(given.func).__name__)
-        self.is_muon = given.func is torch.optim.Muon
+        self.is_muon, self.named = given.func is torch.optim.Muon, given.keywords
+        if role == "base" and "lr" in self.named:
+            raise ValueError("the base's rate is lr= of GeometricOptimizer: not in a partial.")
+        if role == "rest" and self.is_muon:
+            raise ValueError("Muon steps matrices, but the rest has vectors: make Muon the base.")
         func: MakeOptimizer = RowMuon if self.is_muon else given.func
-        self.make = functools.partial(func, *given.args, **{**given.keywords, **options})
+        self.make = functools.partial(func, *given.args, **{"lr": lr, **self.named, **options})
         probe = self.make([nn.Parameter(torch.zeros(1, 1))])
         if not isinstance(probe, Optimizer):
             raise ValueError(f"{role} must make a torch optimizer; it made {type(probe)}.")
@@ -59,6 +65,8 @@ class Maker:
 class Inner:
     """An optimizer the groups of which follow those of the outer one.
 
+    What it writes into its groups itself, such as a number of steps, is kept in the outer ones.
+
     Args:
         pairs: parameters with their states, by outer group, factor of its rate (None: the rate is
             1) and decay (None: the group's own).
@@ -68,23 +76,40 @@ class Inner:
         pairs = {key: own for key, own in pairs.items() if own}
         self.keys = list(pairs)
         self.optimizer = maker.make([{"params": [p for p, _ in own]} for own in pairs.values()])
-        made = dict(self.optimizer.state)  # by the constructor; it is for empty states only
-        self.optimizer.state.clear()
-        for p, state in chain.from_iterable(pairs.values()):
-            if not state:
-                state.update(made.get(p, {}))
-            self.optimizer.state[p] = state
+        wrapped = [x for x in vars(self.optimizer).values() if isinstance(x, Optimizer)]
+        for holder in (self.optimizer, *wrapped):  # timm's Lookahead leaves states to another
+            made = dict(holder.state)  # by the constructor; it is for empty states only
+            holder.state.clear()
+            for p, state in chain.from_iterable(pairs.values()):
+                if not state:
+                    state.update(made.get(p, {}))
+                holder.state[p] = state
 
     def step(self, outer_groups: Sequence[dict[str, Any]]) -> None:
         """Copy options, which schedules and users may have changed, and take a step."""
-        for (at, factor, decay), own in zip(self.keys, self.optimizer.param_groups, strict=True):
+        groups = self.optimizer.param_groups
+        for (at, factor, decay), own in zip(self.keys, groups, strict=True):
             outer = outer_groups[at]
-            own.update({key: outer[key] for key in own if key in outer and key != "params"})
+            own.update({k: _own(k, x) for k, x in outer.items() if k != "params"})
             if factor != 1.0:
                 own["lr"] = 1.0 if factor is None else outer["lr"] * factor
             if decay is not None and "weight_decay" in own:
                 own["weight_decay"] = decay
         self.optimizer.step()
+        for (at, _, _), own in zip(self.keys, groups, strict=True):
+            outer = outer_groups[at]
+            for key, value in own.items():
+                if key in OUTER_KEYS or outer.get(key, outer) is value:
+                    continue
+                if isinstance(value, Tensor) and isinstance(outer.get(key), Tensor):
+                    outer[key].copy_(value)  # in place, as a CUDA graph needs it
+                else:
+                    outer[key] = value
+
+
+def _own(key: str, value: Any) -> Any:
+    """Return an option for one inner group, which may count in it; rates are never written to."""
+    return value.clone() if isinstance(value, Tensor) and "lr" not in key else value
 
 
 class Slot:
@@ -100,12 +125,7 @@ class Slot:
     """
 
     def __init__(
-        self,
-        name: str,
-        outer: dict[str, Any],
-        value: Tensor,
-        grad: Tensor | None = None,
-        layout: Tensor | None = None,
+        self, name: str, outer: State, value: Tensor, grad: Any = None, layout: Any = None
     ) -> None:
         self.prefix, self.outer, self.layout, self.parameter = f"{name}/", outer, layout, value
         if grad is not None:
@@ -114,20 +134,17 @@ class Slot:
         own = {key: value for key, value in outer.items() if key.startswith(self.prefix)}
         self.state = {key.removeprefix(self.prefix): self._fit(x) for key, x in own.items()}
         self.pair: Pair = self.parameter, self.state
-        self.published: dict[str, Any] = {}
-        self.publish()
 
     def publish(self) -> None:
-        """Write entries that are new or have been replaced."""
+        """Write all entries; they are held here too, so that no new one has the id of an old."""
+        self.published = [*self.state.values()]
         for key, value in self.state.items():
-            if self.published.get(key, self) is not value:
-                self.published[key] = value
-                self.outer[self.prefix + key] = self._lay_out(value)
+            self.outer[self.prefix + key] = self._lay_out(value)
 
     def _fit(self, value: Any) -> Any:
         """Return an entry in the parameter's shape and type; half precision stays as it is."""
-        if not self._has_elements(value):  # pickles of earlier versions share counters
-            return value.clone() if isinstance(value, Tensor) else value
+        if not self._has_elements(value):
+            return value
         if {value.dtype, self.parameter.dtype} <= {*FULL_PRECISION}:
             value = value.to(self.parameter.dtype)
         if self.layout is None:
@@ -148,22 +165,25 @@ class Slot:
         return is_tensor and value.numel() == self.parameter.numel()
 
 
-def fit_state(state: dict[str, Any], p: Any, step_on_device: bool) -> None:
+def fit_state(state: State, p: Any, step_on_device: bool) -> None:
     """Bring a state to its parameter's present device and type; counters keep their own type.
 
-    Half precision is not widened where the parameter has it too, nor are masters rounded.
+    Half precision is widened where the whole state has it, because the parameter had it too. Else
+    it is the optimizer's choice. Masters are not rounded.
     """
     full = torch.float64 if p.dtype == torch.float64 else torch.float32
+    arrays = [x for x in state.values() if isinstance(x, Tensor) and x.ndim]
+    is_widened = p.dtype in FULL_PRECISION and not any(x.dtype in FULL_PRECISION for x in arrays)
     for key, value in state.items():
         is_step = key.rpartition("/")[2] == "step"
         if not isinstance(value, Tensor) or (is_step and not step_on_device):
             continue
-        is_wide = p.dtype in FULL_PRECISION or value.dtype in FULL_PRECISION
+        is_wide = is_widened or value.dtype in FULL_PRECISION
         has_type = value.is_floating_point() and (value.ndim or key in ("length", "metric"))
         state[key] = value.to(p.device, full if has_type and is_wide else value.dtype)
 
 
-def find_master(p: Any, state: dict[str, Any]) -> Tensor:
+def find_master(p: Any, state: State) -> Tensor:
     """Return this process's rows of a parameter; of one in half precision, its float32 copy."""
     own = local(p)
     if own.dtype in FULL_PRECISION:

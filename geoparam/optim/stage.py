@@ -19,14 +19,13 @@ have a float32 copy in the state, their master, which stands for them in all of 
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from geoparam.kernels.rows import rows_for
-from geoparam.optim.inner import Slot, find_master, local, shard_like
+from geoparam.optim.inner import Slot, State, find_master, local, shard_like
 from geoparam.optim.units import Unit
 
 
@@ -38,12 +37,7 @@ class Member:
     """
 
     def __init__(
-        self,
-        unit: Unit,
-        weight: Any,
-        bias: Any,
-        places: tuple[int, int],
-        states: Mapping[Any, Any],
+        self, unit: Unit, weight: Any, bias: Any, places: tuple[int, int], states: Any
     ) -> None:
         self.unit, self.weight, self.bias = unit, weight, bias
         self.at, self.bias_at = places  # their parameter groups
@@ -73,27 +67,22 @@ class Stage:
 
     Directions are unit vectors times R. By default the base steps the vectors themselves. With
     `turn` or `max_turn` it steps an increment d, which starts at 0, so that a small one keeps all
-    its digits. Its part across u, |d - <d, u> u|, gives the angle of the turn.
+    its digits. Its part across u, |d - <d, u> u|, gives the angle of the turn. Units with one
+    input have no angle, and their r may change its sign.
 
     Args:
         group: the parameter group, whose `lr` is the turn where `turns`.
     """
 
     def __init__(
-        self,
-        members: Sequence[Member],
-        group: dict[str, Any],
-        *,
-        match: bool,
-        turns: bool,
-        max_turn: float | None,
+        self, members: list[Member], group: State, *, match: bool, turns: bool, max_turn: Any
     ) -> None:
         self.members, self.group, self.first = members, group, members[0]
-        self.match, self.turns, self.max_turn = match, turns, max_turn
+        self.turns, self.max_turn = turns, max_turn
         self.slots: dict[str, list[Slot]] = {"direction": [], "r": [], "lam": []}
         self.states, bias_states = [m.state for m in members], [m.bias_state for m in members]
         shapes, outs = [m.shape for m in members], [m.unit.out for m in members]
-        self.rows = rows_for(shapes, self.first.own, outs, self.first.process_group)
+        self.rows = rows_for(shapes, self.first.own, outs, self.first.process_group, match)
         self._start()
         self.length = self.rows.per_row(torch.stack([m.state["length"] for m in members]))
         self.r = torch.cat([local(state["r"]) for state in self.states])
@@ -133,12 +122,12 @@ class Stage:
         return torch.linalg.vector_norm(m.rows(), dim=1)
 
     def _layer_means(self, per_row: Tensor) -> Tensor:
-        """Return the mean of each layer; 1 without `match`."""
+        """Return the mean of each layer; 1 where it is 0 or NaN, and without `match`."""
         means = self.rows.layer_means(per_row)
-        return means if self.match else torch.ones_like(means)
+        return torch.where(means > 0, means, 1) if self.rows.match else torch.ones_like(means)
 
     def _add_flat(
-        self, name: str, states: list[dict[str, Any]], flat: Tensor, is_stepped: bool = True
+        self, name: str, states: list[State], flat: Tensor, is_stepped: bool = True
     ) -> Tensor:
         """Put each layer's part of a tensor of all rows into its state; return a gradient."""
         by_flat, parts = torch.zeros_like(flat), self.rows.split(flat)
@@ -151,9 +140,9 @@ class Stage:
     def _add_slots(
         self,
         name: str,
-        states: list[dict[str, Any]],
-        values: Sequence[Tensor],
-        grads: Sequence[Tensor],
+        states: list[State],
+        values: Any,
+        grads: Any,
         in_memory_order: bool = False,
     ) -> None:
         """Make a parameter of an inner optimizer for each layer."""
@@ -164,7 +153,8 @@ class Stage:
     def _build_directions(self) -> None:
         """Divide scratch memory among gradients, increments and copies of the weights."""
         members, is_copied = self.members, self.first.is_copied
-        self.by_increment = self.turns or self.max_turn is not None
+        is_bounded = self.turns or self.max_turn is not None
+        self.by_increment = is_bounded and self.first.has_direction
         sizes = [m.shape[0] * m.shape[1] for m in members]
         self.scratch = self.r.new_empty(1 + self.by_increment + is_copied, sum(sizes))
         parts = [
@@ -174,12 +164,10 @@ class Stage:
         in_memory = [m.own.as_strided(m.shape, (m.shape[1], 1)) for m in members if not is_copied]
         self.w, self.by_v = in_memory or parts[-1], parts[0]
         self.increments = parts[1] if self.by_increment else []
-        self.radians = torch.full((len(members),), math.radians(1)).to(self.r)
+        self.radians = self.r.new_full((len(members),), math.radians(1))
         if self.first.has_direction:
             stepped = self.increments or self.w
             self._add_slots("direction", self.states, stepped, self.by_v, in_memory_order=True)
-
-    # --- before and after the step ------------------------------------------------------------
 
     def enter(self) -> None:
         """Write the parameters and gradients that the inner optimizers step."""
@@ -190,16 +178,14 @@ class Stage:
         if self.biases:
             self.bias = torch.cat(self.biases)
             by_bias = torch.cat([gradient(m.bias, self.r.dtype) for m in self.members])
-            self.rows.enter_biases(
-                self.bias, by_bias, self.r, self.by_r, self.lam, self.by_lam, self.match
-            )
+            self.rows.enter_biases(self.bias, by_bias, self.r, self.by_r, self.lam, self.by_lam)
         self.entered = self.r if self.first.unit.is_fixed else self.r.clone()
 
     def leave(self) -> None:
         """Write weights and biases from what the inner optimizers have stepped."""
         self._leave_directions()
         if self.biases:
-            self.rows.leave_biases(self.bias, self.r, self.entered, self.lam, self.match)
+            self.rows.leave_biases(self.bias, self.r, self.entered, self.lam)
             torch._foreach_copy_(self.biases, self.rows.split(self.bias))
         if self.halves:
             torch._foreach_copy_(self.halves, self.masters)
@@ -216,7 +202,7 @@ class Stage:
                 w.copy_(m.rows())
         grads = [_gradient_in_memory(m) for m in self.members]
         per_row = self.length, self.r, self.by_r, self.peak
-        self.rows.enter(self.w, grads, self.by_v, *per_row, rescales=not self.by_increment)
+        self.rows.enter(self.w, grads, self.by_v, per_row, rescales=not self.by_increment)
 
     def _leave_directions(self) -> None:
         """Write r times the new directions into the weights."""
@@ -233,12 +219,11 @@ class Stage:
 
     def _turn(self) -> None:
         """Turn each row by the angle of its increment, as `turn` and `max_turn` say."""
-        along, across = self.rows.measure(self.w, self.increments, self.entered)
+        measured = self.rows.measure(self.w, self.increments, self.entered)
         turn = (self.radians * self.group["lr"]).to(self.r) if self.turns else None
         limit = math.radians(self.max_turn or 0)
-        a, b = self.rows.mix(
-            along, across, self.length, self.peak, self.entered, self.r, turn, limit
-        )
+        per_row = *measured, self.length, self.peak, self.entered, self.r
+        a, b = self.rows.mix(per_row, turn, limit)
         self.rows.rotate(self.w, self.increments, a, b)
 
 

@@ -14,6 +14,7 @@ from geoparam.graph import Graph
 from geoparam.trace import output_layers, trace
 
 Filter = Callable[[nn.Module, str], bool]
+STEEPEST = 100  # |b| / |r| beyond which `convert_` leaves a layer
 CHANNEL_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -50,14 +51,15 @@ class Unit:
 
 def print_table(units: Sequence[Unit], plain: Mapping[str, str], trained: Collection[str]) -> str:
     """Return a line for each weight: what its units are, or why it stays plain."""
-    lines = [f"  {'units of':40} {'rows':>6} {'fan-in':>6}  {'bias':5}  scale"]
+    width = min(max(40, *(len(name) for name in (*plain, *(u.name for u in units)))), 100)
+    lines = [f"  {'units of':{width}} {'rows':>6} {'fan-in':>6}  {'bias':5}  scale"]
     for u in (u for u in units if u.name in trained):
         norm = f", {u.norm} follows" if u.norm else ""
         scale = f"fixed{norm}" if u.is_fixed else "free"
         bias = "lam" if u.has_distance else "plain" if u.bias else "-"
-        lines.append(f"  {u.name:40} {u.out:6} {u.fan_in:6}  {bias:5}  {scale}")
+        lines.append(f"  {u.name:{width}} {u.out:6} {u.fan_in:6}  {bias:5}  {scale}")
     others = {u.name: "frozen, or in no group" for u in units if u.name not in trained}
-    reasons = [f"  {name:40} {why}" for name, why in {**plain, **others}.items()]
+    reasons = [f"  {name:{width}} {why}" for name, why in {**plain, **others}.items()]
     return "\n".join([*lines, "  plain", *reasons])
 
 
@@ -66,6 +68,7 @@ def find_units(
     filter_fn: Filter | None = None,
     example_inputs: Any = None,
     scale: str = "auto",
+    match: bool = True,
 ) -> tuple[list[Unit], dict[str, str]]:
     """Return the units of a model, and for each other matrix the reason why it stays plain.
 
@@ -98,7 +101,7 @@ def find_units(
         sizes = out, weight.numel() // out, column_groups
         found.setdefault(name, Unit(name, *sizes, own, is_own, norm, is_fixed))
     parameters = dict(model.named_parameters())
-    units = _check_values(parameters, found, plain)
+    units = _check_values(parameters, found, plain, match)
     if not units:
         why = "; ".join(f"{name}: {reason}" for name, reason in plain.items()) or "none was found"
         raise ValueError(f"no layer of this model has units to train ({why}).")
@@ -146,16 +149,17 @@ def _weights(
 
 
 def _check_values(
-    parameters: dict[str, nn.Parameter], found: dict[str, Unit], plain: dict[str, str]
+    parameters: dict[str, nn.Parameter], found: dict[str, Unit], plain: dict[str, str], match: bool
 ) -> list[Unit]:
     """Return the weights without a zero row, which has no direction.
 
     lam = b / r moves a bias 1 + lam^2 times as fast as plain training, so it is stored only where
-    |b| <= |r| in every row. Processes that share a model combine their flags, since each has some
-    of the rows.
+    |b| <= |r| in every row. Without `match` the rule is that of `convert_`, which leaves a layer
+    with |b| > 100 |r|. Processes that share a model combine their flags, since each has some of
+    the rows.
     """
-    units = [u for name, u in found.items() if name not in plain]
-    flags = torch.tensor([_value_flags(u, parameters) for u in units], dtype=torch.int32)
+    units, most = [u for name, u in found.items() if name not in plain], 1 if match else STEEPEST
+    flags = torch.tensor([_value_flags(u, parameters, most) for u in units], dtype=torch.int32)
     sharded = next((p for p in parameters.values() if hasattr(p, "device_mesh")), None)
     if sharded is not None:
         flags = flags.to(sharded.device)
@@ -164,20 +168,24 @@ def _check_values(
     for unit, (has_zero_row, is_far) in zip(units, flags.view(-1, 2).tolist(), strict=True):
         if has_zero_row:
             plain[unit.name] = "a row of zeros has no direction"
+        elif is_far and not match:
+            plain[unit.name] = f"|bias| > {STEEPEST:.0f} |weight| in a row"
         else:
             kept.append(replace(unit, has_distance=False) if is_far else unit)
     return kept
 
 
-def _value_flags(unit: Unit, parameters: dict[str, nn.Parameter]) -> tuple[bool, bool]:
-    """Return whether a row is zero, and whether a bias is larger than its row."""
+def _value_flags(
+    unit: Unit, parameters: dict[str, nn.Parameter], most: float
+) -> tuple[bool, bool]:
+    """Return whether a row is zero, and whether a bias is more than `most` times its row."""
     weight: Any = parameters[unit.name]
     bias: Any = None if unit.bias is None else parameters[unit.bias]
     if weight.is_meta:
         return False, False
     weight, bias = (x.to_local() if hasattr(x, "to_local") else x for x in (weight, bias))
     r = torch.linalg.vector_norm(unit.to_rows(weight.detach()).float(), dim=1)
-    is_far = bias is not None and len(bias) == len(r) and bool((bias.detach().abs() > r).any())
+    is_far = bias is not None and len(bias) == len(r) and bool((bias.abs() > most * r).any())
     return bool((r == 0).any()), is_far
 
 

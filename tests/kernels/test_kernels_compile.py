@@ -106,12 +106,12 @@ def test_rows(launches: list[str], layers: int, dtype: torch.dtype) -> None:
     rows = TritonRows([tuple(x.shape) for x in w], w[0], None, None)
     x, turn = torch.zeros(4 * layers, dtype=dtype), torch.zeros(layers, dtype=dtype)
     for rescales in (True, False):
-        rows.enter(w, w, w, x, x, x, x, rescales)
+        rows.enter(w, w, w, (x, x, x, x), rescales)
     rows.leave(w, x, x)
     rows.measure(w, w, x)
     rows.rotate(w, w, x, x)
-    rows.mix(x, x, x, x, x, x, turn, 0.1)
-    for match in (True, False):
-        rows.enter_biases(x, x, x, x, x, x, match)
-        rows.leave_biases(x, x, x, x, match)
+    rows.mix((x, x, x, x, x, x), turn, 0.1)
+    for rows.match in (True, False):
+        rows.enter_biases(x, x, x, x, x, x)
+        rows.leave_biases(x, x, x, x)
     assert len(launches) == 10

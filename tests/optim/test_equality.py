@@ -74,6 +74,17 @@ def test_trains_as_the_converted_model(make: Any, coordinates: str, options: Any
     assert_same_weights(plain[0], gp.fold_(twin[0]), 1e-10)
 
 
+@both_coordinates
+@pytest.mark.parametrize("size", [2, 99, 101])
+def test_large_biases_train_as_in_the_converted_model(coordinates: str, size: float) -> None:
+    model = mlp()
+    model[3].bias.data[0] = size * model[3].weight[0].norm()
+    plain, twin = trainings(model, coordinates, **SGD)
+    assert largest_difference(plain, twin, 1 if size == 99 else 50) < 1e-12
+    is_unit = "3.weight" in plain[1].param_groups[0]["param_names"]
+    assert isinstance(twin[0][3], gp.GmPLinear) == is_unit == (size < 100)
+
+
 @pytest.mark.slow
 @both_coordinates
 def test_resnet_trains_as_the_converted_one(coordinates: str) -> None:

@@ -1,12 +1,14 @@
 """Parameter groups: each parameter once, with the right decay and rate."""
 
 import math
+from typing import Any
 
 import pytest
-from plain_models import both_coordinates
+import torch
+from plain_models import both_coordinates, mlp, train
 from torch import nn
 
-from geoparam import GmPConv2d, GmPLinear, param_groups, sphere
+from geoparam import GmPConv2d, GmPLinear, convert_, param_groups, retract, sphere
 
 
 class Model(nn.Module):
@@ -64,6 +66,20 @@ def test_matched_rates_undo_the_layers_own_scale(coordinates: str, kind: str, po
     assert groups[stored]["lr"] == pytest.approx(0.1 / (length * math.sqrt(g)) ** power)
     assert groups["lam"]["lr"] == pytest.approx(0.1 / length**power)
     assert groups["r"]["lr"] == 0.1
+
+
+@both_coordinates
+@pytest.mark.parametrize("kind, lr", [("SGD", 0.05), ("SGD", 0.2), ("Adam", 0.01)])
+def test_layers_with_tiny_rows_stay_stable(coordinates: str, kind: str, lr: float) -> None:
+    model = mlp(torch.float32)
+    for p in model[3].parameters():
+        p.data *= 1e-4
+    model = convert_(model, coordinates=coordinates)
+    groups: Any = param_groups(model, lr, kind="sgd" if kind == "SGD" else "adam")
+    optimizer = getattr(torch.optim, kind)(groups)
+    optimizer.register_step_post_hook(retract(model))
+    losses = [train(model, optimizer, 1)[0] for _ in range(60)]
+    assert max(losses) < 1.05 * losses[0] and losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("name", ["NormFreeLinear", "NormalizedAttention"])

@@ -26,7 +26,7 @@ def results(rows: Rows, rescales: bool) -> list[Tensor]:
     r, length, a, b, slope, peak = (torch.randn(rows.total, dtype=rows.dtype) for _ in range(6))
     by_v, sign, length = [torch.empty_like(x) for x in w], r.sign(), length.abs() + 0.5
     before = [x.clone() for x in w]
-    rows.enter(w, g, by_v, length, r, slope, peak, rescales)
+    rows.enter(w, g, by_v, (length, r, slope, peak), rescales)
     assert r[1] == 0 and peak[4] == 0 and torch.equal(r.sign(), sign * (r != 0))
     assert rescales or all(map(torch.equal, w, before))
     measured = rows.measure(w, g, r)
@@ -35,29 +35,29 @@ def results(rows: Rows, rescales: bool) -> list[Tensor]:
     r.add_(b)  # some change their sign
     rows.leave(v, r, entered)
     assert r[1] == 0 and not v[0][1].any()
-    return [*by_v, *w, *v, r, slope, peak, *measured]
+    return [*by_v, *w, *v, r, slope, peak > 0, *measured]
 
 
-def results_of_flat_functions(rows: Rows, match: bool) -> list[Tensor]:
+def results_of_flat_functions(rows: Rows, _: bool) -> list[Tensor]:
     """Return what becomes of biases, some far out, and how rows are turned, per row."""
     torch.manual_seed(0)
     r, slope, b, by_b, along, stepped = torch.randn(6, rows.total, dtype=rows.dtype)
     r[2] = b[1] = 0
     before, lam, by_lam = b.clone(), torch.zeros_like(b), torch.zeros_like(b)
-    rows.enter_biases(b, by_b, r, slope, lam, by_lam, match)
+    rows.enter_biases(b, by_b, r, slope, lam, by_lam)
     entered, first = r.clone(), [lam.clone(), by_lam.clone(), slope.clone()]
-    rows.leave_biases(b, r, entered, lam, match)
+    rows.leave_biases(b, r, entered, lam)
     assert torch.equal(b, before)  # no step
     lam.copy_(first[0])
     lam[::2] += stepped[::2]
     r += stepped * (r != 0)
-    rows.leave_biases(b, r, entered, lam, match)
+    rows.leave_biases(b, r, entered, lam)
     peak = (torch.arange(rows.total) > 2).to(r)
     turn, length = torch.rand(len(SHAPES), dtype=rows.dtype), torch.ones_like(r)
     mixed = []
     for limit, turns in ((0.0, turn), (0.3, turn), (0.3, None)):
         scale, across = r.clone(), along.abs() * (along > 0)
-        mixed += [*rows.mix(along, across, length, peak, entered, scale, turns, limit), scale]
+        mixed += [*rows.mix((along, across, length, peak, entered, scale), turns, limit), scale]
     return [*first, b, lam, *mixed]
 
 
@@ -75,7 +75,8 @@ def test_kernels_compute_what_the_plain_form_does(
         build: Any = rows_native.NativeRows if is_available() else pytest.skip("no C")
     else:
         build = importlib.import_module("geoparam.kernels.rows_triton").TritonRows
-    plain, fast = (make(SHAPES, torch.empty(0, dtype=dtype)) for make in (Rows, build))
+    like = torch.empty(0, dtype=dtype)
+    plain, fast = (make(SHAPES, like, None, None, way) for make in (Rows, build))
     torch.testing.assert_close(function(fast, way), function(plain, way), **BOUNDS[dtype])
 
 

@@ -81,6 +81,16 @@ def transformers_trainer(model: Any, epoch: int, folder: Path) -> None:
     transformers.Trainer(model, arguments, **pair).train(resume_from_checkpoint=bool(epoch))
 
 
+def test_trainers_factory_takes_rate_and_decay_of_its_arguments(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    Geometric = pytest.importorskip("geoparam.integrations.transformers").Geometric
+    args = transformers.TrainingArguments(str(tmp_path), weight_decay=0.3, learning_rate=0.02)
+    choice = Geometric, {"base": torch.optim.AdamW, "args": args}
+    trainer = transformers.Trainer(mlp(), args, optimizer_cls_and_kwargs=choice)
+    found = [(g["lr"], g["weight_decay"]) for g in trainer.create_optimizer().param_groups]
+    assert found == [(0.02, 0.0), (0.02, 0.3)]
+
+
 @pytest.mark.parametrize("kind", ["Adam", "angles", "turn"])
 @pytest.mark.parametrize("stack", [accelerate, lightning, transformers_trainer])
 def test_a_second_epoch_goes_on_from_a_file(stack: Any, kind: str, tmp_path: Path) -> None:

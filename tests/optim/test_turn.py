@@ -44,6 +44,14 @@ def test_the_rms_is_turn_at_any_scale(make: Any, base: str, turn: float, scale: 
             schedule.step()
 
 
+def test_the_turn_does_not_depend_on_torchs_default_type(request: Any) -> None:
+    model = mlp()
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    torch.set_default_dtype(torch.bfloat16)
+    found = turns(model, build(model, turn=2.4, max_turn=180))[0]
+    assert found.square().mean().sqrt().item() == pytest.approx(2.4, rel=1e-6)
+
+
 @pytest.mark.parametrize("base", BASES)
 def test_a_layer_without_gradient_does_not_turn_even_through_momentum(base: str) -> None:
     model = mlp()
@@ -110,14 +118,20 @@ def test_scale_lr_and_scale_decay_are_those_of_r() -> None:
 
 
 @pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Muon])
-@pytest.mark.parametrize("decay", [{}, {"weight_decay": 0.5}], ids=str)
-def test_decay_reaches_matrices_of_the_rest_alone(base: Any, decay: Any) -> None:
+@pytest.mark.parametrize("decay, is_written", [(0.0, False), (0.5, False), (0.5, True)])
+def test_decay_reaches_matrices_of_the_rest_alone(base: Any, decay: Any, is_written: bool) -> None:
     model, before = mlp(norm=nn.LayerNorm), mlp(norm=nn.LayerNorm)
-    optimizer = build(model, base, **decay)
+    model.extra, before.extra = (nn.ParameterList([torch.ones(3), torch.ones(2, 2)]) for _ in "ab")
+    options = {} if is_written or not decay else {"weight_decay": decay}
+    optimizer = build(model[:7], base, **options)
+    optimizer.add_param_group({"params": model.extra.parameters()})
+    for group in optimizer.param_groups if is_written else ():
+        group["weight_decay"] = decay
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    before[6].weight.data *= 1 - 0.05 * decay.get("weight_decay", 0)
+    for p in (before[6].weight, before.extra[1]):
+        p.data *= 1 - 0.05 * decay
     torch.testing.assert_close(model.state_dict(), before.state_dict(), rtol=1e-14, atol=0)
 
 
@@ -143,11 +157,11 @@ def test_a_unit_that_vanishes_and_comes_back_stays_finite(bound: Any, bias: bool
 
 
 @both_coordinates
-@pytest.mark.parametrize("fan_in", [1, 2])
-def test_r_crosses_zero_and_the_weight_with_it(fan_in: int, coordinates: str) -> None:
+@pytest.mark.parametrize("fan_in, options", [(1, {}), (2, {}), (1, {"max_turn": 9.0})])
+def test_r_crosses_zero_with_its_weight(fan_in: int, options: Any, coordinates: str) -> None:
     model = nn.Sequential(nn.Linear(fan_in, 1, bias=False), nn.Linear(1, 1)).double()
     nn.init.constant_(model[0].weight, 0.1)
-    optimizer = build(model, lr=0.01, coordinates=coordinates)
+    optimizer = build(model, lr=0.01, coordinates=coordinates, **options)
     for _ in range(45):
         model[0].weight.grad = torch.ones_like(model[0].weight)  # along the unit: r alone
         optimizer.step()

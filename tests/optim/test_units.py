@@ -32,6 +32,12 @@ def test_the_table_names_turn_and_counts_no_frozen_layer() -> None:
     assert lines[2] == "  plain" and "0.weight" in lines[-1] and "frozen" in lines[-1]
 
 
+def test_long_names_do_not_break_the_tables_columns() -> None:
+    title, *lines = str(build(nn.ModuleDict({"long" * 11: mlp(), "b": mlp()}))).splitlines()[1:]
+    units = [line for line in lines if line.endswith(" free")]
+    assert {line.rindex(" free") for line in units} == {title.rindex(" scale")} and len(units) > 3
+
+
 def test_a_frozen_norm_leaves_r_free_and_only_a_neighbour_fixes_it() -> None:
     frozen = mlp(norm=nn.BatchNorm1d)
     frozen[1].eval().requires_grad_(False)
@@ -124,6 +130,9 @@ def test_any_base_lowers_the_loss(base: str, options: Any, coordinates: str) -> 
         (mlp, {"base": torch.optim.Adam, "differentiable": True}, "differentiable=True"),
         (mlp, {"base": torch.optim.SGD(mlp().parameters())}, "an optimizer's class"),
         (mlp, {"base": "SGD"}, "an optimizer's class"), (mlp, {"rest": 3}, "rest is an optimizer"),
+        (mlp, {"base": torch.optim.Muon, "rest": torch.optim.Muon}, "the rest has vectors"),
+        (mlp, {"base": functools.partial(torch.optim.SGD, lr=1.0)}, "not in a partial"),
+        (mlp, {"rest": torch.optim.Muon}, "Muon"), (mlp, {"turn": 2, "max_turn": 1}, "below turn"),
         (mlp, {"turn": 0}, "an angle in degrees"), (mlp, {"turn": 181}, "at most 180; got 181"),
         (mlp, {"weight_decay": -1.0}, "0 or more"), (mlp, {"scale_lr": -1.0}, "scale_lr is 0"),
         (mlp, {"groups": [{"lr": 1.0}]}, "under 'params'"),

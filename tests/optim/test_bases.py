@@ -1,0 +1,115 @@
+"""Bases that keep counters in their groups, wrap others or choose types; partials; resets."""
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from plain_models import assert_same_weights, backward, both_coordinates, build, mlp, train
+from torch import nn
+from torch.optim import SGD, AdamW, Muon, Optimizer
+
+
+class Counting(Optimizer):
+    """Counts steps in its groups: in a default, and in a tensor that its first step adds."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            group.setdefault("step", torch.zeros(())).add_(1)
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / group["k"] / float(group["step"]))
+
+
+class Noting(SGD):
+    """Has more than numbers in its states."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p].update(note="stepped", buffer=None, sizes=[p.numel()])
+
+
+MOMENTUM, NOTING = (functools.partial(base, momentum=0.9) for base in (SGD, Noting))
+
+
+def timm_base(name: str) -> Any:
+    return getattr(pytest.importorskip("timm.optim"), name)
+
+
+def lookahead(params: Any, **options: Any) -> Any:
+    return timm_base("Lookahead")(MOMENTUM(params, **options), k=2)
+
+
+@both_coordinates
+@pytest.mark.parametrize("base", [Counting, NOTING, lookahead, "Lamb", "AdafactorBigVision"])
+def test_a_base_goes_on_after_gaps_and_from_a_copy(base: Any, coordinates: str) -> None:
+    base = timm_base(base) if isinstance(base, str) else base
+    options = {"base": base, "lr": 0.02, "coordinates": coordinates}
+    models = [mlp(torch.float32) for _ in range(3)]
+    ours = [build(m, **options) for m in models]
+    ours[0] = build(models[0], **{**options, "base": MOMENTUM}) if base is NOTING else ours[0]
+    for step in range(8):
+        ours[1]._forget()
+        if step == 4:
+            saved, ours[2] = copy.deepcopy(ours[2].state_dict()), build(models[2], **options)
+            ours[2].load_state_dict(saved)
+        for model, optimizer in zip(models, ours, strict=True):
+            backward(model, step)
+            model[0].weight.grad = None if step % 3 == 2 else model[0].weight.grad
+            optimizer.step()
+    for other in models[1:]:
+        assert_same_weights(models[0], other)
+
+
+def test_counters_in_groups_count_each_step_once_and_directions_move_beside_plain_biases() -> None:
+    model = mlp()
+    model[0].bias.data[2] = 9.0
+    optimizer, before = build(model, Counting), model[0].weight.detach().clone()
+    train(model, optimizer, 5)
+    assert [(group["k"], group["step"].item()) for group in optimizer.param_groups] == [(5, 5)] * 2
+    assert nn.functional.cosine_similarity(before, model[0].weight).min() < 1 - 1e-6
+
+
+@pytest.mark.parametrize(
+    "reset",
+    [lambda states, weight: states.pop(weight), lambda states, weight: states.update({weight: {}}),
+     lambda states, weight: states[weight].update({"direction/step": torch.zeros(())})],
+)  # fmt: skip
+def test_a_state_or_entry_that_others_reset_starts_anew(reset: Any) -> None:
+    model = mlp()
+    optimizer = build(model, torch.optim.Adam, lr=0.01)
+    train(model, optimizer)
+    reset(optimizer.state, model[3].weight)
+    train(model, optimizer, 2)
+    assert [optimizer.state[model[i].weight]["direction/step"] for i in (0, 3)] == [5, 2]
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
+def test_a_state_saved_under_a_wrapper_is_loaded(wrap: Any) -> None:
+    model, plain = mlp(), mlp()
+    optimizer = build(wrap(model), momentum=0.9)
+    train(model, optimizer)
+    plain.load_state_dict(model.state_dict())
+    resumed = build(plain, momentum=0.9)
+    resumed.load_state_dict(optimizer.state_dict())
+    for one, its in ((model, optimizer), (plain, resumed)):
+        train(one, its, first=3)
+    assert_same_weights(plain, model)
+
+
+def test_what_a_partial_names_is_kept() -> None:
+    rest, model = functools.partial(AdamW, lr=1e-3, weight_decay=0.1), mlp()
+    optimizer = build(model, Muon, lr=0.02, weight_decay=0.3, rest=rest, scale_lr=3e-3)
+    found = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert found == [(0.02, 0.0), (1e-3, 0.1)] and optimizer._scale_factor == pytest.approx(3)
+    slower = [{"params": model.parameters(), "lr": 0.01}]
+    assert build(model, Muon, lr=0.02, rest=rest, groups=slower).param_groups[1]["lr"] == 5e-4
+    decayed = build(mlp(), functools.partial(SGD, weight_decay=0.2))
+    assert [group["weight_decay"] for group in decayed.param_groups] == [0.0, 0.2]
