@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from geoparam.inspection import arguments_of, why_not_callable
 from geoparam.norm import TrackedMean
-from geoparam.trace import arguments_of, why_not_callable
 
 Model = TypeVar("Model", bound=nn.Module)
 

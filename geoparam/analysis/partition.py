@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from geoparam.analysis.reading.layer_sites import Layers, Site, find_sites, unwrap
 from geoparam.analysis.reading.probe import MaxPool, find_pools, observe
 from geoparam.conversion.plan import Inputs
-from geoparam.trace import tensors_in
+from geoparam.inspection import tensors_in
 
 # Eight bools in memory are the bytes of one integer, 2^8i for the i-th. The product with this,
 # which has 2^(63 - 9i) for each i, has the i-th at bit 63 - i, and no two terms meet: no carry.

@@ -18,7 +18,8 @@ from geoparam.conversion.sharing import ties_and_holders
 from geoparam.coordinates import Init
 from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer
-from geoparam.trace import output_layers, refuse_unready, trace
+from geoparam.inspection import refuse_unready
+from geoparam.trace import output_layers, trace
 
 Filter = Callable[[nn.Module, str], bool]
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]

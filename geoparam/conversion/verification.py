@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from geoparam.conversion.plan import Inputs
+from geoparam.inspection import arguments_of, inspection_mode, tensors_in
 from geoparam.step_hooks import note_replaced
-from geoparam.trace import arguments_of, inspection_mode, tensors_in
 
 _ADVICE = {
     "converted": "Leave it out with filter_fn.",

@@ -46,7 +46,7 @@ from geoparam.analysis.slices.polygons import (
     side_on,
     split,
 )
-from geoparam.trace import tensors_in
+from geoparam.inspection import tensors_in
 
 CONSTANT = 1e-13  # of the largest pre-activation
 BENT = 1e-9  # of the largest value of the step
