@@ -148,6 +148,14 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         train(settings(), source(), tmp_path)
 
 
+def test_the_checkpoint_of_another_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(settings("sp"), tmp_path, monkeypatch)
+    with pytest.raises(ValueError, match="is not of this run"):
+        train(settings("gmp"), source(), tmp_path)
+
+
 def train_until(folder: Path, point: str) -> None:
     """Train in a process that is killed at a step or in the middle of writing, or never."""
 

@@ -54,7 +54,13 @@ def _resume(training: Training, folder: Path, track: int | None) -> None:
 
     [state] = broadcast_object_list([run_checkpoints.read(folder) if training.is_main else None])
     if state is not None:
-        training.load_state_dict(state)
+        try:
+            training.load_state_dict(state)
+        except (RuntimeError, LookupError, ValueError) as error:
+            raise ValueError(
+                f"the checkpoint in {folder} is not of this run ({error!s:.100}). Remove it, and "
+                "the run starts anew."
+            ) from error
     if track is not None:
         training.follow(track, folder, state)
 
