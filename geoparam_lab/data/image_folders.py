@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from geoparam_lab.data.image_source import Batches, Device, Shares, Source, mix_seed
+from geoparam_lab.data.image_source import Batches, Device, Shares, Source, find_layout, mix_seed
 from geoparam_lab.session import count_cores
 
 MEAN = (0.485, 0.456, 0.406)
@@ -119,7 +119,7 @@ class FolderBatches(Batches):
     def _finish(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Scale and centre the images of a batch, on the device."""
         images, shifts, labels = (part.to(self.device, non_blocking=True) for part in batch)
-        images = images.contiguous(memory_format=torch.channels_last).div(255)
+        images = images.contiguous(memory_format=find_layout(images.device)).div(255)
         images += (shifts - self._mean)[:, :, None, None]
         return images, labels
 

@@ -69,13 +69,15 @@ class Batches(abc.ABC):
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this process's images and labels of an epoch.
 
-        Images are float32 (b, 3, H, W), channels last in memory, labels int64, on the device.
+        Images are float32 (b, 3, H, W), in the layout of `find_layout`, labels int64, on the
+        device.
         """
         rng, order = None, torch.arange(self.shares.images)
         if self.seed is not None:
             rng = torch.Generator().manual_seed(mix_seed(self.seed, number))
             order = torch.randperm(self.shares.images, generator=rng)
-        return self._load(number, order, rng)
+        for images, labels in self._load(number, order, rng):
+            yield images.contiguous(memory_format=find_layout(images.device)), labels
 
     @abc.abstractmethod
     def _load(
@@ -144,6 +146,11 @@ class Source(abc.ABC):
         self, split: Any, shares: Shares, device: Device, seed: int | None = None, crop: int = 0
     ) -> Batches:
         """Return a split's batches; with a seed shuffled and augmented."""
+
+
+def find_layout(device: torch.device) -> torch.memory_format:
+    """Return channels last; on CPUs not, where torch's backward crashes with few channels."""
+    return torch.contiguous_format if device.type == "cpu" else torch.channels_last
 
 
 def mix_seed(*key: int) -> int:

@@ -14,7 +14,7 @@ from torch.nn.functional import dropout
 import geoparam as gp
 from geoparam.optim import RowMuon
 from geoparam_lab import networks
-from geoparam_lab.data.image_source import Source
+from geoparam_lab.data.image_source import Source, find_layout
 from geoparam_lab.training.images import rival_optimizers
 from geoparam_lab.training.images.settings import PRECISIONS, Settings
 
@@ -75,10 +75,9 @@ def make_network(settings: Settings, source: Source, accelerator: "Accelerator")
                 "by its own part of a batch, and the numbers are not those of one process.",
                 stacklevel=2,
             )
-    # FSDP2 takes no parameters in channels_last, and torch's convolutions of few channels crash
-    # in it on CPUs, in backward.
-    plain = accelerator.is_fsdp2 or accelerator.device.type == "cpu"
-    layout = torch.contiguous_format if plain else torch.channels_last
+    # FSDP2 takes no parameters in channels_last.
+    own = find_layout(accelerator.device)
+    layout = torch.contiguous_format if accelerator.is_fsdp2 else own
     return model.to(accelerator.device, memory_format=layout)  # type: ignore[call-overload]
 
 
