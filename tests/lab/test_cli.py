@@ -23,7 +23,6 @@ from torch import nn
 
 import geoparam as gp
 from geoparam import cli
-from geoparam_lab import start
 from geoparam_lab.cli import running, runs
 from geoparam_lab.experiments import EXPERIMENTS, levy, perturbation, toys
 from geoparam_lab.run_folder import Run
@@ -248,7 +247,7 @@ def test_an_interrupt_before_a_command_begins_ends_quietly(
 
     monkeypatch.setattr("geoparam.cli.app", interrupt)
     with pytest.raises(SystemExit, match="130"):
-        start.main()
+        cli.main()
     assert capsys.readouterr().err == "\nInterrupted.\n"
 
 
