@@ -125,7 +125,12 @@ class Slot:
     """
 
     def __init__(
-        self, name: str, outer: State, value: Tensor, grad: Any = None, layout: Any = None
+        self,
+        name: str,
+        outer: State,
+        value: Tensor,
+        grad: Tensor | None = None,
+        layout: Tensor | None = None,
     ) -> None:
         self.prefix, self.outer, self.layout, self.parameter = f"{name}/", outer, layout, value
         if grad is not None:

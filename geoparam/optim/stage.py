@@ -19,6 +19,7 @@ have a float32 copy in the state, their master, which stands for them in all of 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,7 +76,13 @@ class Stage:
     """
 
     def __init__(
-        self, members: list[Member], group: State, *, match: bool, turns: bool, max_turn: Any
+        self,
+        members: list[Member],
+        group: State,
+        *,
+        match: bool,
+        turns: bool,
+        max_turn: float | None,
     ) -> None:
         self.members, self.group, self.first = members, group, members[0]
         self.turns, self.max_turn = turns, max_turn
@@ -141,8 +148,8 @@ class Stage:
         self,
         name: str,
         states: list[State],
-        values: Any,
-        grads: Any,
+        values: Sequence[Tensor],
+        grads: Sequence[Tensor],
         in_memory_order: bool = False,
     ) -> None:
         """Make a parameter of an inner optimizer for each layer."""
