@@ -127,17 +127,14 @@ class FolderBatches(Batches):
 # --- in the workers -----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class _Images(Dataset[Batch]):
     """The images at some places of an epoch; with a seed augmented, by the place's own draws."""
 
-    def __init__(
-        self,
-        listing: "_Listing",
-        transform: Callable[[Any], Tensor],
-        size: int,
-        seed: int | None = None,
-    ) -> None:
-        self.listing, self.transform, self.size, self.seed = listing, transform, size, seed
+    listing: "_Listing"
+    transform: Callable[[Any], Tensor]
+    size: int
+    seed: int | None = None
 
     def __getitem__(self, places: Sequence[Place]) -> Batch:
         images = torch.empty(len(places), 3, self.size, self.size, dtype=torch.uint8)

@@ -36,27 +36,23 @@ def train(
         track: steps between two records of a `BoundaryTracker`; None for no tracker.
         tick: called after every step with epoch, step and images per second of the epoch.
     """
+    from accelerate.utils import broadcast_object_list
+
     accelerator = accelerator or preparation.make_accelerator(settings.precision)
     preparation.check(settings, accelerator)
     with preparation.prepare_torch(settings, accelerator.device):
         try:
             training = Training(settings, source, accelerator, tick)
-            _resume(training, folder, track)
+            is_main = training.is_main
+            [state] = broadcast_object_list([run_checkpoints.read(folder) if is_main else None])
+            if state is not None:
+                training.load_state_dict(state)
+            if track is not None:
+                training.follow(track, folder, state)
             _finish(training, folder, tensorboard)
             return training.result()
         finally:
             accelerator.free_memory()  # else it keeps the networks of all runs
-
-
-def _resume(training: Training, folder: Path, track: int | None) -> None:
-    """Go on from the checkpoint, if there is one."""
-    from accelerate.utils import broadcast_object_list
-
-    [state] = broadcast_object_list([run_checkpoints.read(folder) if training.is_main else None])
-    if state is not None:
-        training.load_state_dict(state)
-    if track is not None:
-        training.follow(track, folder, state)
 
 
 def _finish(training: Training, folder: Path, tensorboard: bool) -> None:
@@ -74,11 +70,9 @@ def _finish(training: Training, folder: Path, tensorboard: bool) -> None:
         if writer and training.outcome != DIVERGED:
             for name, curve in training.curves.items():
                 writer.add_scalar(name, curve[-1], training.epoch)
-        if training.outcome is not None:
-            weights = training.reported_weights()
-            if training.is_main and weights is not None:
-                run_checkpoints.write(folder / run_checkpoints.WEIGHTS, weights)
         state = training.state_dict()  # all processes gather
+        if training.is_main and training.outcome not in (None, DIVERGED):
+            run_checkpoints.write(folder / run_checkpoints.WEIGHTS, state["model"])
         if training.is_main:
             run_checkpoints.write(folder / run_checkpoints.CHECKPOINT, state)
     if writer:
