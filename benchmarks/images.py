@@ -36,7 +36,7 @@ def images(count: int) -> PackedImages:
         pixels = torch.randint(256, (count, 32, 32, 3), generator=random, dtype=torch.uint8)
         return Split(pixels, torch.randint(CLASSES, (count,), generator=random))
 
-    return PackedImages(split(count), split(CLASSES), CLASSES, {"name": "noise"})
+    return PackedImages(split(count), split(CLASSES), CLASSES, "noise")
 
 
 def whole_loop(settings: Settings, source: PackedImages, accelerator: Any) -> Callable[[], None]:

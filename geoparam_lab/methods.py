@@ -34,7 +34,7 @@ AdamW has it.
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -81,9 +81,7 @@ class Method:
 
     def __post_init__(self) -> None:
         for option, known in _WORDS.items():
-            if getattr(self, option) not in known:
-                words = ", ".join(map(str, known))
-                raise ValueError(f"{option} is one of {words}; got {getattr(self, option)!r}.")
+            check_word(option, getattr(self, option), known)
         if not str(self.order).isdecimal():
             raise ValueError(f"order is a seed, from 0 on; got {self.order!r}.")
         if self.init == "he" and self.is_geometric:
@@ -185,6 +183,12 @@ METHODS: dict[str, Method] = {
 OPTIONS = ("init", "imn", "mbn", "angle_lr", "order")
 TITLES = {name: method.title for name, method in METHODS.items()}
 LEARNING_RATES = {name: method.lr for name, method in METHODS.items()}
+
+
+def check_word(what: str, word: object, known: Collection[object]) -> None:
+    """Raise ValueError where a word is none of those that are known."""
+    if word not in known:
+        raise ValueError(f"{what} is one of {', '.join(map(str, known))}; got {word!r}.")
 
 
 def without_options(name: str) -> str:

@@ -29,6 +29,7 @@ import geoparam as gp
 from geoparam_lab import methods
 from geoparam_lab.methods import Method
 
+VGG6_WIDTHS = (128, 128, 256, 256, 512, 512)
 NETWORKS = ("vgg6", "resnet18", "resnet34", "resnet50")
 _DEPTHS = {  # kernels of a block's convolutions, its expansion, blocks of each stage
     18: ((3, 3), 1, (2, 2, 2, 2)),
@@ -38,27 +39,32 @@ _DEPTHS = {  # kernels of a block's convolutions, its expansion, blocks of each 
 
 
 def build(
-    network: str, method: str, classes: int, *, size: int, seed: int = 0, **options: Any
+    network: str,
+    method: str,
+    classes: int,
+    *,
+    size: int,
+    widths: Sequence[int] | None = None,
+    skip: str = "centred",
+    **options: Any,
 ) -> nn.Module:
-    """Return the network of this name for images of this size, drawn from `seed`.
+    """Return the network of this name for images of this size.
 
-    `options` are `widths` or `width`, `skip`, which VGG-6 has none of, and the method's: `init`,
-    `imn`.
+    `widths` are VGG-6's, or that of a ResNet's first stage; VGG-6 has no `skip`. `options` are
+    `seed` and the method's: `init`, `imn`.
     """
-    if network not in NETWORKS:
-        raise ValueError(f"a network is one of {', '.join(NETWORKS)}; got {network!r}.")
+    methods.check_word("a network", network, NETWORKS)
     if network == "vgg6":
-        options.pop("skip", None)
-        return vgg6(method, classes, seed=seed, **options)
-    depth = int(network.removeprefix("resnet"))
-    return resnet(depth, method, classes, seed=seed, small=size <= 64, **options)
+        return vgg6(method, classes, widths=widths or VGG6_WIDTHS, **options)
+    depth, [width] = int(network.removeprefix("resnet")), widths or [64]
+    return resnet(depth, method, classes, small=size <= 64, width=width, skip=skip, **options)
 
 
 def vgg6(
     method: str,
     classes: int,
     *,
-    widths: Sequence[int] = (128, 128, 256, 256, 512, 512),
+    widths: Sequence[int] = VGG6_WIDTHS,
     seed: int = 0,
     **options: str,
 ) -> nn.Sequential:
@@ -100,7 +106,15 @@ def resnet(
     pool. `width` is the number of channels of the first stage, `options` are the method's.
     """
     builder = methods.get(method, **options)
-    _check_resnet(depth, builder, skip)
+    methods.check_word("the depth", depth, _DEPTHS)
+    methods.check_word("skip", skip, ("centred", "plain"))
+    if builder.norm == "imn" and builder.imn != "output":
+        raise ValueError(
+            "in a ResNet, IMN at each convolution's input is skip='plain'; got "
+            f"imn={builder.imn!r}. Leave imn as it is."
+        )
+    if builder.norm == "imn" and skip == "plain" and not builder.is_geometric:
+        raise ValueError(f"skip='plain' converts to geometric layers; got {builder.title}.")
     is_plain = builder.norm == "imn" and skip == "plain"
     with methods.use_seed(seed):
         first = methods.get("bn") if is_plain else builder  # plain skips: converted below
@@ -188,9 +202,8 @@ class ResNet(nn.Module):
         width: int,
     ) -> None:
         super().__init__()
-        self.conv1 = (
-            _make_conv(method, 3, width, 3, 1) if small else _make_conv(method, 3, width, 7, 2)
-        )
+        kernel, stride = (3, 1) if small else (7, 2)
+        self.conv1 = _make_conv(method, 3, width, kernel, stride)
         self.bn1 = _make_norm(method, width)
         self.activation = _make_activation(method, width)
         self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, 2, padding=1)
@@ -210,17 +223,3 @@ class ResNet(nn.Module):
         for part in self.children():
             x = part(x)
         return x
-
-
-def _check_resnet(depth: int, method: Method, skip: str) -> None:
-    if depth not in _DEPTHS:
-        raise ValueError(f"the depth is one of {', '.join(map(str, _DEPTHS))}; got {depth}.")
-    if skip not in ("centred", "plain"):
-        raise ValueError(f"skip is 'centred' or 'plain'; got {skip!r}.")
-    if method.norm == "imn" and method.imn != "output":
-        raise ValueError(
-            "in a ResNet, IMN at each convolution's input is skip='plain'; got "
-            f"imn={method.imn!r}. Leave imn as it is."
-        )
-    if method.norm == "imn" and skip == "plain" and not method.is_geometric:
-        raise ValueError(f"skip='plain' converts to geometric layers; got {method.title}.")

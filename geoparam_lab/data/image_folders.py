@@ -70,10 +70,8 @@ class ImageFolders(Source):
                 f"{folder}: train and val have a folder for every class, but {len(only)} classes "
                 f"are in one of them alone, the first of them {only[0]}."
             )
-        counts = {"train": len(train.labels), "val": len(val.labels)}
-        fingerprint = {"name": "folders", "size": size, "classes": len(classes), **counts}
-        fingerprint["checksum"] = _checksum(Path(folder), train, val)
-        super().__init__(train, val, len(classes), size, fingerprint)
+        checksum = _checksum(Path(folder), train, val)
+        super().__init__(train, val, len(classes), size, "folders", checksum)
 
     def _make_batches(
         self,
@@ -106,10 +104,12 @@ class FolderBatches(Batches):
     def _load(
         self, number: int, order: Tensor, rng: torch.Generator | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
+        images, spans = order.tolist(), map(self.shares.span, range(self.steps))
+        places = ([(number, place, images[place]) for place in range(*span)] for span in spans)
         loader = DataLoader(
             self.images,
             batch_size=None,  # the dataset makes whole batches
-            sampler=_list_places(self.shares, number, order),
+            sampler=places,
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # else it draws from torch's own
@@ -124,28 +124,17 @@ class FolderBatches(Batches):
         return images, labels
 
 
-def _list_places(shares: Shares, number: int, order: Tensor) -> Iterator[list[Place]]:
-    """Yield the places of each batch, with the image that is there."""
-    for step in range(shares.steps):
-        first, end = shares.span(step)
-        images = order[first:end].tolist()
-        yield [(number, *pair) for pair in zip(range(first, end), images, strict=True)]
-
-
 # --- in the workers -----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class _Images(Dataset[Batch]):
     """The images at some places of an epoch; with a seed augmented, by the place's own draws."""
 
-    def __init__(
-        self,
-        listing: "_Listing",
-        transform: Callable[[Any], Tensor],
-        size: int,
-        seed: int | None = None,
-    ) -> None:
-        self.listing, self.transform, self.size, self.seed = listing, transform, size, seed
+    listing: "_Listing"
+    transform: Callable[[Any], Tensor]
+    size: int
+    seed: int | None = None
 
     def __getitem__(self, places: Sequence[Place]) -> Batch:
         images = torch.empty(len(places), 3, self.size, self.size, dtype=torch.uint8)
@@ -185,15 +174,10 @@ def _make_transforms(size: int) -> tuple[Callable[[Any], Tensor], Callable[[Any]
     from torchvision.transforms import v2
 
     shortest, longest, middle = (round(length * size / 224) for length in (256, 480, 368))
-    augment = [
-        v2.RandomShortestSize(range(shortest, longest + 1)),
-        v2.RandomCrop(size),
-        v2.RandomHorizontalFlip(),
-    ]
-    crop_middle = [v2.Resize(middle), v2.CenterCrop(size)]
+    any_size, to_tensor = v2.RandomShortestSize(range(shortest, longest + 1)), v2.PILToTensor()
     return (
-        v2.Compose([*augment, v2.PILToTensor()]),
-        v2.Compose([*crop_middle, v2.PILToTensor()]),
+        v2.Compose([any_size, v2.RandomCrop(size), v2.RandomHorizontalFlip(), to_tensor]),
+        v2.Compose([v2.Resize(middle), v2.CenterCrop(size), to_tensor]),
     )
 
 

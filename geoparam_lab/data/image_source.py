@@ -94,14 +94,22 @@ class Source(abc.ABC):
         val: the validation split.
         classes: how many there are; labels count from 0.
         size: height and width of the images.
-        fingerprint: to recognise the same data.
+        name: of the layout of its files.
+        checksum: of these. Both are in the `fingerprint`, by which the same data are recognised.
     """
 
     def __init__(
-        self, train: Any, val: Any, classes: int, size: int, fingerprint: dict[str, Any]
+        self, train: Any, val: Any, classes: int, size: int, name: str = "", checksum: str = ""
     ) -> None:
-        self.classes, self.size, self.fingerprint = classes, size, fingerprint
+        self.classes, self.size = classes, size
         self._train, self._val = train, val
+        counts = {"classes": classes, "train": len(train.labels), "val": len(val.labels)}
+        self.fingerprint: dict[str, Any] = {
+            "name": name,
+            "size": size,
+            **counts,
+            "checksum": checksum,
+        }
         self._parts: dict[float, Source] = {}
 
     def train(

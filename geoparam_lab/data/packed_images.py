@@ -36,7 +36,7 @@ _ADVICE = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Split:
     """Images (N, H, W, 3) in uint8 and labels (N,) in int64, from 0."""
 
@@ -58,19 +58,17 @@ class PackedImages(Source):
     """
 
     def __init__(
-        self, train: Split, val: Split, classes: int, fingerprint: dict[str, Any] | None = None
+        self, train: Split, val: Split, classes: int, name: str = "npz", checksum: str = ""
     ) -> None:
-        super().__init__(train, val, classes, train.images.shape[1], fingerprint or {})
+        super().__init__(train, val, classes, train.images.shape[1], name, checksum)
         self.mean = _mean(train.images)  # also that of a part
-        self._resident: dict[tuple[int, torch.device], tuple[Split, Split]] = {}
+        self._resident: dict[tuple[Split, torch.device], Split] = {}
 
     @classmethod
     def load(cls, folder: str | Path, size: int = 32) -> "PackedImages":
         """Read and check ``train_data_batch_*.npz`` and ``val_data.npz`` of a folder."""
         train, val, classes, checksum = _read(Path(folder), size)
-        counts = {"train": len(train.labels), "val": len(val.labels)}
-        fingerprint = {"name": "npz", "size": size, "classes": classes, **counts}
-        return cls(train, val, classes, {**fingerprint, "checksum": checksum})
+        return cls(train, val, classes, checksum=checksum)
 
     def _make_batches(
         self, split: Split, shares: Shares, device: Device, seed: int | None = None, crop: int = 0
@@ -78,10 +76,10 @@ class PackedImages(Source):
         if not 0 <= crop < self.size:
             raise ValueError(f"crop is at least 0 and below the size {self.size}; got {crop}.")
         mean = torch.tensor(self.mean, dtype=torch.float32, device=device).view(3, 1, 1)
-        place = id(split), mean.device
-        if place not in self._resident:  # with the split itself, so that its id stays its own
-            self._resident[place] = split, split.to(mean.device)
-        return PackedBatches(self._resident[place][1], shares, mean, seed, crop)
+        place = split, mean.device
+        if place not in self._resident:
+            self._resident[place] = split.to(mean.device)
+        return PackedBatches(self._resident[place], shares, mean, seed, crop)
 
 
 class PackedBatches(Batches):

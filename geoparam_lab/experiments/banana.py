@@ -161,26 +161,23 @@ def make_grid(data: Banana) -> tuple[Array, Array]:
 
 def draw(run: Run, data: Banana) -> Drawings:
     """Return all figures of a run, from what is in its folder."""
-    from geoparam_lab.experiments.toy_figures import (  # it imports matplotlib
-        draw_decisions,
-        draw_paths,
-        draw_rotations,
-    )
+    from geoparam_lab.experiments import toy_figures as figures  # it imports matplotlib
 
     config = run.config
     names = list_in_words(methods.title(name) for name in config["methods"])
     rates = list_in_words(f"{rate:g}" for rate in config["lrs"])
     points = "KEEL's points" if data.source == "KEEL" else "generated points, not KEEL's"
     return {
-        "figure3a-h": (lambda: draw_paths(run, data), "Figure 3a-h. Where the units' locations "
-            f"go in training, one colour a unit, for {names} at the rates {rates}, each from its "
-            f"median seed, on {points}. Frames are an epoch apart at first and farther later."),
-        "figure3i": (lambda: draw_rotations(run), "Figure 3i. Largest turn of any unit in one "
-            f"update, all methods at the rate {max(config['lrs']):g}, each from its median seed, "
-            f"on {points}. Thin lines are single updates, bold ones their running median."),
-        "figure3j-m": (lambda: draw_decisions(run, data, make_grid(data)), "Figure 3j-m. What the "
-            "trained networks decide, and the locations of their units, each method at the "
-            "papers' rate, from the seed with its median test accuracy, on "
+        "figure3a-h": (lambda: figures.draw_paths(run, data), "Figure 3a-h. Where the units' "
+            f"locations go in training, one colour a unit, for {names} at the rates {rates}, each "
+            f"from its median seed, on {points}. Frames are an epoch apart at first and farther "
+            "later."),
+        "figure3i": (lambda: figures.draw_rotations(run), "Figure 3i. Largest turn of any unit in "
+            f"one update, all methods at the rate {max(config['lrs']):g}, each from its median "
+            f"seed, on {points}. Thin lines are single updates, bold ones their running median."),
+        "figure3j-m": (lambda: figures.draw_decisions(run, data, make_grid(data)), "Figure 3j-m. "
+            "What the trained networks decide, and the locations of their units, each method at "
+            "the papers' rate, from the seed with its median test accuracy, on "
             f"{points} (the 200 test points are drawn). WN's locations are those of its hidden "
             "units; the papers' notebook drew them with another layer's bias."),
     }  # fmt: skip
@@ -200,15 +197,12 @@ def _film(run: Run, data: Banana) -> Arrays:
 
 def _finding(run: Run) -> str:
     lr = max(run.config["lrs"])
-    found = toy_seeds.compare_gmp_with_sp(run, "test_accuracy", "largest_rotation", lr)
-    if found is None:
-        return ""
-    (gmp, turn), (sp, far) = found
-    return (
-        f"Banana: with all methods at rate {lr:g} no unit turns by more than {turn:.0f}° in one "
-        f"update under GmP, and one turns by {far:.0f}° under SP; the median test accuracy is "
-        f"{gmp:.2f} under GmP and {sp:.2f} under SP."
+    text = (
+        f"Banana: with all methods at rate {lr:g} no unit turns by more than {{gmp_most:.0f}}° in "
+        "one update under GmP, and one turns by {sp_most:.0f}° under SP; the median test accuracy "
+        "is {gmp:.2f} under GmP and {sp:.2f} under SP."
     )
+    return toy_seeds.compare_gmp_with_sp(run, text, "test_accuracy", "largest_rotation", lr)
 
 
 def _remark(config: Config) -> Iterator[str]:

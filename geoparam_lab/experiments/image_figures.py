@@ -69,8 +69,10 @@ def _draw_curves(
             # All titles, those too that the axis does not have: they decide styles and legend.
             found: dict[str, list[Array]] = {title: [] for title in titles}
             for record in (record for record in records if record["batch_size"] == batch):
-                values = _pad(curves[record["name"]][curve], epochs)
-                found[methods.title(record["method"])].append(values)
+                values = curves[record["name"]][curve].astype(float)
+                lacking = (0, epochs - len(values))
+                padded = np.pad(values, lacking, constant_values=np.nan)
+                found[methods.title(record["method"])].append(padded)
             nothing = [np.full(epochs, np.nan)]
             lines = {title: np.stack(own or nothing) for title, own in found.items()}
             ax.sharey(row[0])
@@ -97,8 +99,3 @@ def draw_means(ax: Axes, curves: Mapping[str, Array]) -> None:
         alone = "o" if len(at) == 1 else None  # a line needs two points
         ax.plot(at, mean, **style.line, linewidth=1.8, marker=alone, label=style.title)
         ax.fill_between(at, mean - error, mean + error, color=style.colour, alpha=0.2, linewidth=0)
-
-
-def _pad(values: Array, length: int) -> Array:
-    """Return a curve with NaN for the epochs that it does not have."""
-    return np.append(values.astype(float), np.full(length - len(values), np.nan))

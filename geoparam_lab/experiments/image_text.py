@@ -125,16 +125,11 @@ def choose(records: Iterable[Record], measure: str) -> list[Record]:
             settings.setdefault(at, {})[record["seed"]] = record
         most = max(map(len, settings.values()))
         values = {
-            at: _mean([record.get(measure, math.nan) for record in some.values()])
+            at: float(np.mean([record.get(measure, math.nan) for record in some.values()]))
             for at, some in sorted(settings.items())
             if len(some) == most
         }
-        best = max(values, key=lambda at: values[at])
+        finite = [at for at in values if math.isfinite(values[at])]
+        best = max(finite or values, key=values.__getitem__)
         chosen += [record | {"tries": len(settings)} for record in settings[best].values()]
     return chosen
-
-
-def _mean(values: Sequence[float]) -> float:
-    """Return the mean, below every other where one value is not finite."""
-    finite = len(values) > 0 and all(map(math.isfinite, values))
-    return float(np.mean(values)) if finite else -math.inf

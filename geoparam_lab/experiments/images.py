@@ -305,9 +305,7 @@ def _check_runs(config: Record, source: Source) -> "Accelerator":
         part = source.hold_out(one.select) if one.select else source
         part.train(one.batch_size, seed=0, crop=one.crop, **place)
     for one in {task.method: task.settings for task in todo}.values():
-        options = {"size": source.size, "seed": 0, **one.network_options}
-        model = networks.build(one.network, one.method, source.classes, **options)
-        preparation.make_optimizer(one, model)
+        preparation.make_optimizer(one, preparation.build(one, source))
     return accelerator
 
 

@@ -122,22 +122,22 @@ def find_errors(predictions: Array, targets: Array) -> Array:
 
 def draw(run: Run, data: Regression) -> Drawings:
     """Return all figures of a run, from what is in its folder."""
-    from geoparam_lab.experiments.toy_figures import draw_fits, draw_moves
+    from geoparam_lab.experiments import toy_figures as figures  # it imports matplotlib
 
     names = list_in_words(methods.title(name) for name in run.config["methods"])
     rates = list_in_words(f"{rate:g}" for rate in run.config["lrs"])
     fits: Drawings = {
-        "figure2d-g": (lambda: draw_fits(run, data), "Figure 2d-g. Above: the network before and "
-            "after training, the 50 training points and the true function, each method at the "
-            "papers' rate, from the seed with its median test RMSE. Below: where the units "
+        "figure2d-g": (lambda: figures.draw_fits(run, data), "Figure 2d-g. Above: the network "
+            "before and after training, the 50 training points and the true function, each method "
+            "at the papers' rate, from the seed with its median test RMSE. Below: where the units "
             "switch, from the start at the bottom to the end."),
     }  # fmt: skip
     return (fits if data.x_train.ndim == 2 else {}) | {
-        "figure2c": (lambda: draw_moves(run), "Figure 2c. Largest move of a unit's boundary in "
-            f"one update, for {names} at the rates {rates}, each from its median seed. Thin lines "
-            "are single updates, bold ones their running median; the dotted line is 1, below "
-            "which GmP is to stay. BN is read by the batch's statistics, as it trains. The papers "
-            "do not say at which rate theirs was drawn."),
+        "figure2c": (lambda: figures.draw_moves(run), "Figure 2c. Largest move of a unit's "
+            f"boundary in one update, for {names} at the rates {rates}, each from its median "
+            "seed. Thin lines are single updates, bold ones their running median; the dotted line "
+            "is 1, below which GmP is to stay. BN is read by the batch's statistics, as it "
+            "trains. The papers do not say at which rate theirs was drawn."),
     }  # fmt: skip
 
 
@@ -157,16 +157,11 @@ def _film(run: Run, data: Regression) -> Arrays:
 # --- what it says -------------------------------------------------------------------------------
 
 
-def _finding(run: Run) -> str:
-    found = toy_seeds.compare_gmp_with_sp(run, "test_rmse", "largest_move")
-    if found is None:
-        return ""
-    (gmp, move), (sp, far) = found
-    return (
-        f"Levy: in one update no unit's boundary moves by more than {move:.2g} under GmP, and one "
-        f"moves by {far:,.0f} under SP; the median test RMSE is {gmp:.2f} under GmP and {sp:.2f} "
-        "under SP."
-    )
+_FOUND = (
+    "Levy: in one update no unit's boundary moves by more than {gmp_most:.2g} under GmP, and one "
+    "moves by {sp_most:,.0f} under SP; the median test RMSE is {gmp:.2f} under GmP and {sp:.2f} "
+    "under SP."
+)
 
 
 def _limits(run: Run) -> str:
@@ -218,7 +213,7 @@ EXPERIMENT = Experiment(
         "first, when most happens.",
         {"loss": "Training loss", "moves": "Largest move of a unit since the frame before"},
     ),
-    finding=_finding,
+    finding=lambda run: toy_seeds.compare_gmp_with_sp(run, _FOUND, "test_rmse", "largest_move"),
     limits=_limits,
     epochs=EPOCHS,
     remarks=toys.remark_on_rates,

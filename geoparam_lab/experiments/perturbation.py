@@ -49,7 +49,7 @@ from geoparam_lab.experiments.experiment import (
     list_in_words,
 )
 from geoparam_lab.experiments.papers import read_table
-from geoparam_lab.methods import TITLES
+from geoparam_lab.methods import TITLES, check_word
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training.tasks import Progress, check_counts
 
@@ -138,8 +138,7 @@ def perturb(method: str, seeds: int = 1000) -> Turns:
 
 def build(method: str, seeds: Iterable[int]) -> nn.Module:
     """Return a layer of two inputs with one unit for each seed, stored as the method does."""
-    if method not in METHODS:
-        raise ValueError(f"a method is one of {', '.join(METHODS)}; got {method!r}.")
+    check_word("a method", method, METHODS)
     draws = [SIZE * np.random.RandomState(seed).randn(1 + OTHERS, 3) for seed in seeds]
     units = torch.from_numpy(np.stack(draws))  # each w, then b; the first is the unit
     units = units[:, 0] - units[:, 1:].mean(1) if method == "ln" else units[:, 0]
@@ -190,8 +189,7 @@ def draw(turns: Mapping[str, Turns]) -> Drawings:
         "figure1": (lambda: _draw_panels(turns), "Figure 1. (a) A unit over two inputs: its "
             "boundary, its location φ, its direction u and its two sides, active where u points. "
             f"(b)-(e) The papers' unit under {names}, before and after every stored parameter is "
-            "moved by δ; dotted lines end at φ. SP, WN and BN turn alike, LN nearly so, and the "
-            "papers' own picture shows smaller turns of them, because it loses a sign."),
+            "moved by δ; dotted lines end at φ. SP, WN and BN turn alike, LN nearly so."),
         "figure2a-b": (lambda: _draw_1d(((1, -1, 1), (-1, -1, 1))), "Figure 2a-b. A unit over one "
             "input: its boundary is a point φ, and its direction a sign."),
         "figure5": (lambda: _draw_1d(((1, -1, 1), (1, 1, 1), (-1, 1, 2), (-1, -1, -1))),

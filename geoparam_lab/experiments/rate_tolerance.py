@@ -39,12 +39,8 @@ class Tolerance:
     def plateau(self) -> np.ndarray:
         """The rates around the best one that are nearly as good."""
         near = self.medians <= NEAR * self.medians.min()
-        low = high = int(np.argmin(self.medians))
-        while low > 0 and near[low - 1]:
-            low -= 1
-        while high < len(near) - 1 and near[high + 1]:
-            high += 1
-        return self.rates[low : high + 1]
+        gaps = np.cumsum(~near)  # how many rates up to each are not as good
+        return self.rates[near & (gaps == gaps[np.argmin(self.medians)])]
 
     @property
     def width(self) -> float:

@@ -30,17 +30,19 @@ def find_records(run: Run, method: str, lr: float | None = None) -> list[Record]
 
 
 def compare_gmp_with_sp(
-    run: Run, measure: str, motion: str, lr: float | None = None
-) -> list[tuple[float, float]] | None:
-    """Return GmP's median result and largest motion, then SP's; None where one is missing."""
-    found = []
+    run: Run, text: str, measure: str, motion: str, lr: float | None = None
+) -> str:
+    """Return a text with the median results {gmp} and {sp}, and the largest motions {gmp_most} and
+    {sp_most}; empty where one is missing.
+    """
+    found: dict[str, float] = {}
     for method in ("gmp", "sp"):
         own = find_records(run, method, lr)
         results = [r[measure] for r in own if math.isfinite(r[measure])]
         if not results:
-            return None
-        found.append((float(np.median(results)), max(r[motion] for r in own)))
-    return found
+            return ""
+        found |= {method: np.median(results), f"{method}_most": max(r[motion] for r in own)}
+    return text.format(**found)
 
 
 def find_median_seed(records: Iterable[Record], measure: str) -> int:

@@ -42,7 +42,7 @@ from geoparam_lab.experiments.experiment import RMSE, Experiment, Layout, Measur
 from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.experiments.rate_tolerance import draw_rates
 from geoparam_lab.experiments.toys import COMPARED, save_figures
-from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.run_folder import Record, Run, group_records, select_records
 from geoparam_lab.training import tasks
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.stacked import Protocol, Result
@@ -292,20 +292,17 @@ def _check_options(
 
 def _finding(run: Run) -> str:
     """Count the data sets on which each of several methods has the lowest mean test error."""
-    errors: dict[str, dict[str, list[float]]] = {}
-    for record in run.records():
-        if record["chosen"]:
-            own = errors.setdefault(record["dataset"], {})
-            own.setdefault(record["method"], []).append(record["test_rmse"])
+    sets = group_records(select_records(run.records(), chosen=True), "dataset")
     best: Counter[str] = Counter()
-    for own in errors.values():
-        means = {method: float(np.mean(results)) for method, results in own.items()}
-        means = {method: mean for method, mean in means.items() if math.isfinite(mean)}
-        best.update([min(means, key=lambda m: means[m])] if len(own) > 1 and means else [])
+    for results in sets.values():
+        own = group_records(results, "method")
+        means = {m: float(np.mean([r["test_rmse"] for r in own[m]])) for m in own}
+        finite = [(mean, m) for (m,), mean in means.items() if math.isfinite(mean)]
+        best.update([min(finite, key=lambda one: one[0])[1]] if len(own) > 1 and finite else [])
     if not best:
         return ""
     said = ", ".join(f"{all_methods.title(name)} on {n}" for name, n in best.most_common())
-    first = f"UCI ({run.config['protocol']} protocol): of {len(errors)} data sets"
+    first = f"UCI ({run.config['protocol']} protocol): of {len(sets)} data sets"
     return f"{first}, the lowest mean test RMSE has {said}."
 
 

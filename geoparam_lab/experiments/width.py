@@ -13,6 +13,7 @@ variance 2 / (n + units) lets them fall as 1 / sqrt(units). Gradients of hidden 
 with the output weights, as 1 / sqrt(units), under all.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,15 @@ from geoparam_lab.data.synthetic import levy_regression
 from geoparam_lab.experiments.experiment import RMSE, Experiment, Layout, Measure
 from geoparam_lab.run_folder import Record, Run, select_records
 from geoparam_lab.training.stacks import stacked
-from geoparam_lab.training.tasks import Progress, check_counts, check_names, limit_threads
+from geoparam_lab.training.tasks import (
+    Done,
+    Progress,
+    Session,
+    Task,
+    Tick,
+    check_counts,
+    check_names,
+)
 
 Array = np.ndarray
 
@@ -120,14 +129,9 @@ def run(
     }
     energy = data_sets.load("energy", data) if "energy" in datasets else None
     folder = Run.create(out, "width", config, command, key=Member._fields, resume=resume)
-    done = set(map(folder.key_of, folder.records()))
-    members = list_members(config)
-    for count, member in enumerate(members, start=1):
-        if member not in done:
-            with limit_threads(1):
-                folder.append(member._asdict() | measure(member, energy))
-        if progress is not None:
-            progress(f"Width {member.width:,}", count, len(members))
+    tasks = [Task(f"Width {member.width:,}", (member,)) for member in list_members(config)]
+    work = functools.partial(measure, energy)
+    Session(folder, work, len(tasks), 1, progress).spread(tasks)
     folder.append_missing(find_answers(folder.records(), config))
     return folder
 
@@ -140,8 +144,9 @@ def list_members(config: Record) -> list[Member]:
     ]
 
 
-def measure(member: Member, energy: tuple[Array, Array] | None) -> Record:
+def measure(energy: tuple[Array, Array] | None, task: Task, tick: Tick) -> Done:
     """Measure one network; `energy` is the whole set, where it is asked for."""
+    [member] = task.keys
     x, y = levy_regression()[:2]
     if member.dataset == "energy":
         assert energy is not None
@@ -149,7 +154,8 @@ def measure(member: Member, energy: tuple[Array, Array] | None) -> Record:
         x, y = split.x_train[0], split.y_train[0]
     widths = (x.shape[-1], member.width, 1)
     model = methods.mlp(member.method, widths, seed=member.seed, init=member.init)
-    return measure_start(model, torch.from_numpy(x), torch.from_numpy(y))
+    found = measure_start(model, torch.from_numpy(x), torch.from_numpy(y))
+    return Done([member._asdict() | found])
 
 
 # --- what comes out -----------------------------------------------------------------------------

@@ -157,19 +157,13 @@ def pack_slider(arrays: Mapping[str, Array]) -> dict[str, Any]:
 
     Arrays over training have the axes seeds, methods, frames, and more.
     """
-    kind, *lists = (arrays[name].tolist() for name in _ABOUT)
-    methods, seeds, median, steps = lists
-    styles = curve_styles(methods)
-    return {
-        "kind": kind,
-        "methods": methods,
-        "seeds": seeds,
-        "median": median,
+    about = {name: arrays[name].tolist() for name in _ABOUT}
+    styles = curve_styles(about["methods"])
+    return about | {
         "colours": [style.colour for style in styles],
         # in widths of the line; none for a solid line
         "dashes": [[] if isinstance(s.dash, str) else [2 * n for n in s.dash[1]] for s in styles],
         "units": list(CYCLE),
-        "steps": steps,
         "arrays": {name: pack(array) for name, array in arrays.items() if name not in _ABOUT},
     }
 

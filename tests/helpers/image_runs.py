@@ -41,8 +41,7 @@ def source(train: int = TRAIN, seed: int = 0) -> PackedImages:
         noise = torch.randint(96, (count, 8, 8, 3), generator=random)
         return Split((noise + 25 * labels.view(-1, 1, 1, 1)).to(torch.uint8), labels)
 
-    name = {"name": "noise", "seed": seed, "train": train}
-    return PackedImages(split(train), split(22), CLASSES, name)
+    return PackedImages(split(train), split(22), CLASSES, "noise", str(seed))
 
 
 def settings(method: str = "gmp+imn", **changes: Any) -> Settings:

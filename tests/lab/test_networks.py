@@ -74,7 +74,7 @@ def test_vgg6_of_weight_normalization_normalises_every_layer() -> None:
 @pytest.mark.parametrize("network", ["vgg6", "resnet18"])
 def test_networks_follow_from_their_seed(network: str) -> None:
     def weights(seed: int) -> Tensor:
-        options = {"widths": WIDTHS} if network == "vgg6" else {"width": 4}
+        options = {"widths": WIDTHS if network == "vgg6" else [4]}
         model = networks.build(network, "gmp+imn", 3, size=32, seed=seed, **options)
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -97,13 +97,13 @@ def test_resnet_with_bn_is_torchvisions(depth: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_resnet_trains_a_step_under_every_method(name: str) -> None:
-    before, after = step(networks.build("resnet18", name, 3, size=32, width=4))
+    before, after = step(networks.build("resnet18", name, 3, size=32, widths=[4]))
     assert after < before
 
 
 @pytest.mark.parametrize(("name", "skip"), [("gmp+imn", "centred"), ("intrinsic+imn", "plain")])
 def test_bottlenecks_with_imn_train_a_step(name: str, skip: str) -> None:
-    before, after = step(networks.build("resnet50", name, 3, size=32, width=4, skip=skip))
+    before, after = step(networks.build("resnet50", name, 3, size=32, widths=[4], skip=skip))
     assert after < before
 
 
@@ -111,7 +111,7 @@ def test_bottlenecks_with_imn_train_a_step(name: str, skip: str) -> None:
     ("size", "kernel", "stride", "pool"), [(64, 3, 1, nn.Identity), (224, 7, 2, nn.MaxPool2d)]
 )
 def test_the_stem_fits_the_images(size: int, kernel: int, stride: int, pool: type) -> None:
-    model = networks.build("resnet18", "gmp+imn", 3, size=size, width=4)
+    model = networks.build("resnet18", "gmp+imn", 3, size=size, widths=[4])
     assert model.conv1.kernel_size == (kernel, kernel) and model.conv1.stride == (stride, stride)
     assert isinstance(model.maxpool, pool)
 

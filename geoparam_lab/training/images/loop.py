@@ -68,16 +68,10 @@ class Sums:
         self.totals[:3] += torch.cat([loss.detach().reshape(1), hits])
         self.totals[3] += len(labels)
 
-    def over_processes(self, accelerator: "Accelerator") -> list[float]:
-        """Return the totals of all processes; a collective call."""
-        joint: Tensor = accelerator.reduce(self.totals, "sum")
-        return joint.tolist()
-
-
-def average(totals: list[float]) -> Result:
-    """Return means from totals."""
-    loss, top1, top5, count = totals
-    return Result(loss / count, 100 * top1 / count, 100 * top5 / count)
+    def average(self, accelerator: "Accelerator") -> Result:
+        """Return the means over all processes; a collective call."""
+        loss, top1, top5, count = accelerator.reduce(self.totals, "sum").tolist()
+        return Result(loss / count, 100 * top1 / count, 100 * top5 / count)
 
 
 def find_epoch(accuracies: Sequence[float], level: float) -> int | None:
@@ -189,13 +183,13 @@ class Training:
         return warmth * self.schedule(self.epoch + step / steps)
 
     def _is_finite(self) -> bool:
-        return bool(np.isfinite(self.sums.over_processes(self.accelerator)[0]))
+        return math.isfinite(self.sums.average(self.accelerator).loss)
 
     # --- epochs -------------------------------------------------------------------------------
 
     def end_epoch(self) -> None:
         """Evaluate, and decide how to go on."""
-        trained = average(self.sums.over_processes(self.accelerator))
+        trained = self.sums.average(self.accelerator)
         evaluated = self.evaluate(self.watched)
         if self._has_diverged(trained, evaluated):
             self.outcome = DIVERGED
@@ -255,11 +249,7 @@ class Training:
             logits = self.model(images)
             sums.add(F.cross_entropy(logits, labels, reduction="sum"), logits, labels)
         self.model.train()
-        return average(sums.over_processes(self.accelerator))
-
-    def reported_weights(self) -> run_checkpoints.State | None:
-        """Return the weights that the results are of; None after divergence."""
-        return None if self.outcome == DIVERGED else run_checkpoints.get_weights(self.model)
+        return sums.average(self.accelerator)
 
     # --- results ------------------------------------------------------------------------------
 

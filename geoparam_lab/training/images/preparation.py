@@ -49,16 +49,16 @@ def check(settings: Settings, accelerator: "Accelerator") -> None:
         )
 
 
+def build(settings: Settings, source: Source) -> nn.Module:
+    """Return the network for these images."""
+    place = {"size": source.size, "seed": settings.seed}
+    options = place | settings.network_options
+    return networks.build(settings.network, settings.method, source.classes, **options)
+
+
 def make_network(settings: Settings, source: Source, accelerator: "Accelerator") -> nn.Module:
     """Return the network on its device, its norms synchronised over processes."""
-    model = networks.build(
-        settings.network,
-        settings.method,
-        source.classes,
-        size=source.size,
-        seed=settings.seed,
-        **settings.network_options,
-    )
+    model = build(settings, source)
     if settings.dropout:
         *_, output = model.children()
         output.register_forward_pre_hook(

@@ -117,13 +117,13 @@ class Settings:
     def __post_init__(self) -> None:
         method = methods.get(self.method, init=self.init, imn=self.imn, mbn=self.mbn)
         _check(not method.decay, "decay is an option of images: bn:decay=5e-4; got bn+decay.")
-        _check_name("schedule", self.schedule, SCHEDULES)
-        _check_name("precision", self.precision, PRECISIONS)
-        _check_name("skip", self.skip, ("centred", "plain"))
-        _check_name("scales", self.scales, ("free", "relative"))
-        _check_name("optimizer", self.optimizer, OPTIMIZERS)
-        _check_name("base", self.base or "sgd", BASES)
-        _check_name("rest", self.rest or "sgd", BASES[:2])
+        methods.check_word("schedule", self.schedule, SCHEDULES)
+        methods.check_word("precision", self.precision, PRECISIONS)
+        methods.check_word("skip", self.skip, ("centred", "plain"))
+        methods.check_word("scales", self.scales, ("free", "relative"))
+        methods.check_word("optimizer", self.optimizer, OPTIMIZERS)
+        methods.check_word("base", self.base or "sgd", BASES)
+        methods.check_word("rest", self.rest or "sgd", BASES[:2])
         for name in ("batch_size", "epochs", "accumulate"):
             _check(getattr(self, name) >= 1, f"{name} is at least 1; got {getattr(self, name)}.")
         for name in ("momentum", "label_smoothing", "dropout", "warmup", "select"):
@@ -167,14 +167,7 @@ class Settings:
     @property
     def network_options(self) -> dict[str, Any]:
         """What `networks.build` is given besides network, method, classes, size and seed."""
-        options: dict[str, Any] = {"init": self.init, "imn": self.imn, "mbn": self.mbn}
-        if self.network.startswith("resnet"):
-            options["skip"] = self.skip
-        if self.widths is not None and self.network.startswith("resnet"):
-            options["width"] = self.widths[0]
-        elif self.widths is not None:
-            options["widths"] = tuple(self.widths)
-        return options
+        return {name: getattr(self, name) for name in ("init", "imn", "mbn", "skip", "widths")}
 
 
 @dataclass(frozen=True)
@@ -183,11 +176,6 @@ class Outcome:
 
     record: dict[str, Any]
     curves: Mapping[str, np.ndarray] = field(default_factory=dict)  # by epoch
-
-
-def _check_name(what: str, name: str, known: Any) -> None:
-    if name not in known:
-        raise ValueError(f"{what} is one of {', '.join(known)}; got {name!r}.")
 
 
 def _check(condition: bool, message: str) -> None:
@@ -201,6 +189,8 @@ WORDS = tuple("optimizer base rest coordinates schedule init imn mbn skip scales
 WHOLE = ("accumulate", "crop")  # numbers that are whole
 _NUMBERS = "lr decay turn rest_lr momentum warmup label_smoothing scale_decay dropout"
 NUMBERS = (*_NUMBERS.split(), *WHOLE)
+_READERS: dict[str, Any] = dict.fromkeys(WORDS, str) | dict.fromkeys(NUMBERS, float)
+_READERS |= dict.fromkeys(WHOLE, int)
 _FIELDS = {"decay": "weight_decay"}  # where an option is not called as in Settings
 
 _VARIED = ("network", "method", "lr", "batch_size", "seed")
@@ -236,9 +226,7 @@ def list_points(text: str) -> list[Point]:
 def _read_option(part: str) -> tuple[str, list[Any]]:
     option, _, values = part.partition("=")
     try:
-        kinds = {**dict.fromkeys(WORDS, str), **dict.fromkeys(NUMBERS, float)}
-        read = {**kinds, **dict.fromkeys(WHOLE, int)}[option]
-        return option, [read(value) for value in values.split(",")]
+        return option, [_READERS[option](value) for value in values.split(",")]
     except (KeyError, ValueError):
         raise ValueError(
             f"a method's options are {', '.join((*WORDS, *NUMBERS))}, with values between commas "
@@ -275,11 +263,6 @@ class Task:
         return ":".join(filter(None, (self.method, self.tuned)))
 
 
-def papers_rate(network: str, method: str) -> float:
-    """Return the learning rate that a method has in the papers, or would have by their rule."""
-    return 0.1 if network.startswith("resnet") else methods.LEARNING_RATES[method]
-
-
 def tasks(config: Record) -> list[Task]:
     """Return the runs of a sweep with this configuration, the first seed's first."""
     names = {field.name for field in fields(Settings)}
@@ -289,19 +272,18 @@ def tasks(config: Record) -> list[Task]:
         if name in names
     }
     by_name: dict[str, Task] = {}
-    for seed in range(config["seeds"]):
-        for batch_size in config["batch_sizes"]:
-            for text in config["methods"]:
-                for task in _list_runs(text, config, common | {"batch_size": batch_size}, seed):
-                    by_name.setdefault(task.name, task)
+    grid = itertools.product(range(config["seeds"]), config["batch_sizes"], config["methods"])
+    for seed, batch_size, text in grid:
+        for task in _list_runs(text, config, common | {"batch_size": batch_size}, seed):
+            by_name.setdefault(task.name, task)
     return list(by_name.values())
 
 
 def _list_runs(text: str, config: Record, common: Record, seed: int) -> Iterator[Task]:
     """Yield the runs of a method with one batch size and seed."""
     method = methods.without_options(text)
+    papers = 0.1 if config["network"].startswith("resnet") else methods.LEARNING_RATES[method]
     for label, tuned, own in list_points(text):
-        usual = config["lrs"] or [papers_rate(config["network"], method)]
-        for lr in [own["lr"]] if "lr" in own else usual:
+        for lr in [own["lr"]] if "lr" in own else config["lrs"] or [papers]:
             settings = {**common, **own, "method": method, "lr": lr, "seed": seed}
             yield Task(Settings(**settings), label, tuned)

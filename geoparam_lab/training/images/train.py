@@ -80,11 +80,9 @@ def _finish(training: Training, folder: Path, tensorboard: bool) -> None:
         if writer and training.outcome != DIVERGED:
             for name, curve in training.curves.items():
                 writer.add_scalar(name, curve[-1], training.epoch)
-        if training.outcome is not None:
-            weights = training.reported_weights()
-            if training.is_main and weights is not None:
-                run_checkpoints.write(folder / run_checkpoints.WEIGHTS, weights)
         state = training.state_dict()  # all processes gather
+        if training.is_main and training.outcome not in (None, DIVERGED):
+            run_checkpoints.write(folder / run_checkpoints.WEIGHTS, state["model"])
         if training.is_main:
             run_checkpoints.write(folder / run_checkpoints.CHECKPOINT, state)
     if writer:
