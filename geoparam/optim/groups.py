@@ -16,7 +16,7 @@ from geoparam.optim.units import Unit
 AngleRate = float | Literal["fan_in"] | None
 Match = Literal["plain"] | bool | None
 Kind = Literal["adam", "sgd"]
-SHORTEST = 0.2  # the least R for which rates are matched
+LEAST_R = {"adam": 20, "sgd": 2}  # in units of lr: what r moves by in a few steps
 
 
 def param_groups(
@@ -41,9 +41,9 @@ def param_groups(
         sgd       lr / (R^2 g)        lr / R^2    lr / R^2    lr
 
     since SGD's step is proportional to the gradient, which has a factor R of its own, and an
-    adaptive optimizer's is not. In intrinsic coordinates this is exact for rows with |r| = R. A
-    layer with R < 0.2 has the rates of R = 0.2: r moves at lr, so it soon is many times R, and
-    with it the speed of W and b. They begin more slowly than plain ones, and stay stable.
+    adaptive optimizer's is not. In intrinsic coordinates this is exact for rows with |r| = R. R
+    counts as 20 lr at least (adam) or 2 lr (sgd), up to 0.2: r moves at lr, so in a shorter row it
+    soon is many times R, and with it the speed of W and b, which would become unstable.
     `GeometricOptimizer` does the same without having to know the kind. Matched groups keep it
     under `kind`: printing SGD with `kind: adam` shows that the rates are for another optimizer.
 
@@ -78,12 +78,12 @@ def param_groups(
     for path, parameter in model.named_parameters():
         owner, name = _find_owner(model, path)
         if isinstance(owner, GmPLayer) and name in ("latitude", "unit"):
-            rate = lr * _speed(owner, name, kind) if match else lr
+            rate = _find_rate(owner, name, kind, lr) if match else lr
             if angle_lr is not None:
                 rate = lr / math.sqrt(owner.fan_in) if angle_lr == "fan_in" else float(angle_lr)
             members["directions", rate, 0.0].append(parameter)
         elif isinstance(owner, GmPLayer) and name == "lam" and match:
-            members["undecayed", lr * _speed(owner, name, kind), 0.0].append(parameter)
+            members["undecayed", _find_rate(owner, name, kind, lr), 0.0].append(parameter)
         elif _is_undecayed(parameter, owner, name):
             members["undecayed", lr, 0.0].append(parameter)
         else:
@@ -147,20 +147,20 @@ def _find_owner(model: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 @torch.no_grad()
-def _speed(layer: GmPLayer, name: str, kind: Kind) -> float:
-    """Return the factor by which a parameter's rate exceeds the plain one."""
+def _find_rate(layer: GmPLayer, name: str, kind: Kind, lr: float) -> float:
+    """Return the rate at which a parameter moves the weight as `lr` moves a plain one."""
     if layer.r.is_meta:
-        return 1.0
+        return lr
     r: Any = layer.r
     mean = float(r.full_tensor().abs().mean() if hasattr(r, "full_tensor") else r.abs().mean())
-    length = max(mean, SHORTEST)
+    length = max(mean, min(0.2, LEAST_R[kind] * lr))
     g = 1.0
     if name == "latitude":
         latitude: Any = layer.latitude
         latitude = latitude.full_tensor() if hasattr(latitude, "full_tensor") else latitude
         g = float(sphere.metric(latitude).mean())
     speed = 1 / (length * math.sqrt(g)) if g else 1.0
-    return speed if kind == "adam" else speed**2
+    return lr * (speed if kind == "adam" else speed**2)
 
 
 def _is_undecayed(parameter: nn.Parameter, owner: nn.Module, name: str) -> bool:
