@@ -65,6 +65,12 @@ _WORDS = {  # options, and what they may be
 }
 
 
+def check_word(what: str, word: object, known: Collection[object]) -> None:
+    """Raise ValueError where a word is none of those that are known."""
+    if word not in known:
+        raise ValueError(f"{what} is one of {', '.join(map(str, known))}; got {word!r}.")
+
+
 @dataclass(frozen=True)
 class Method:
     """How weights are held and what is normalised."""
@@ -183,12 +189,6 @@ METHODS: dict[str, Method] = {
 OPTIONS = ("init", "imn", "mbn", "angle_lr", "order")
 TITLES = {name: method.title for name, method in METHODS.items()}
 LEARNING_RATES = {name: method.lr for name, method in METHODS.items()}
-
-
-def check_word(what: str, word: object, known: Collection[object]) -> None:
-    """Raise ValueError where a word is none of those that are known."""
-    if word not in known:
-        raise ValueError(f"{what} is one of {', '.join(map(str, known))}; got {word!r}.")
 
 
 def without_options(name: str) -> str:
