@@ -8,7 +8,6 @@ from matplotlib.axes import Axes
 
 from geoparam.plots.style import (
     MUTED,
-    MethodStyle,
     as_array,
     axis_or_new,
     curve_styles,
@@ -35,8 +34,8 @@ def displacement_curves(
         ['SP', 'GmP']
     """
     ax = axis_or_new(ax)
-    for values, style in _with_styles(curves):
-        values = as_array("a curve", values, ("steps",))
+    for style, curve in zip(curve_styles(curves), curves.values(), strict=True):
+        values = as_array("a curve", curve, ("steps",))
         at = step_numbers(steps, len(values))
         ax.plot(at, _loggable(values), color=style.colour, linewidth=0.5, alpha=0.25, zorder=1.5)
         centres, medians = _medians(at, values)
@@ -72,18 +71,14 @@ def rotation_curves(
     return ax
 
 
-def _with_styles(curves: Mapping[str, Any]) -> list[tuple[Any, MethodStyle]]:
-    return list(zip(curves.values(), curve_styles(curves), strict=True))
-
-
 def _loggable(values: np.ndarray) -> np.ndarray:
     """The values that a logarithmic axis can show; NaN, a gap, for the others."""
     return np.where(values > 0, finite(values), np.nan)
 
 
-def _medians(at: np.ndarray, values: np.ndarray, bins: int = 100) -> tuple[np.ndarray, np.ndarray]:
-    """Centres of equal stretches of the curve, and the median of what is finite in each."""
-    parts = np.array_split(np.arange(len(values)), min(bins, len(values)))
+def _medians(at: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Centres of 100 equal stretches of the curve, and the median of what is finite in each."""
+    parts = np.array_split(np.arange(len(values)), min(100, len(values)))
     known = [values[p][np.isfinite(values[p])] for p in parts]
     middle = [np.median(v) if len(v) else np.nan for v in known]
     return np.array([at[p].mean() for p in parts]), np.array(middle)

@@ -25,11 +25,9 @@ parameters: its weight and bias (SP), a normalised weight (WN, BN), or the direc
 distance of the boundary itself (GmP). Three experiments show what difference that makes.
 """
 
-Out = Annotated[Path, Option(help="Folder for the runs and the page.")]
-
 
 def command(
-    out: Out = Path("demo"),
+    out: Annotated[Path, Option(help="Folder for the runs and the page.")] = Path("demo"),
     seeds: Annotated[int, Option(min=1, help="Initial weights to train from.")] = 5,
     epochs: Annotated[
         int | None, Option(min=1, help="The most to train for, for a quick look.")
@@ -45,29 +43,25 @@ def command(
 
     with explain_errors(out):
         refuse_overwrite(out / "report.html", force, report.MARK)
-        show(out, {"seeds": seeds} | ({} if epochs is None else {"epochs": epochs}), jobs, resume)
-
-
-def show(out: Path, size: dict[str, int], jobs: int | None, resume: bool) -> None:
-    """Run the experiments in this size, print what came out, and write the page."""
-    from geoparam_lab import report
-
-    console = Console()
-    console.print(BEGINNING)
-    units = _run(perturbation.EXPERIMENT, out, resume)
-    lines = _run(levy.EXPERIMENT, out, resume, jobs, **size)
-    planes = _run(banana.EXPERIMENT, out, resume, 1, **size, source="generated")
-    done = [(levy, lines), (banana, planes), (perturbation, units)]
-    console.print("[bold]What was found[/]")
-    for module, run in done:
-        console.print("-", module.EXPERIMENT.finding(run))
-    console.print("\n[bold]What this does not show:[/] that GmP is always better.")
-    for module, run in done:
-        console.print("-", module.EXPERIMENT.describe_limits(run))
-    command = shlex.join(["geoparam", "demo", "--out", str(out)])
-    page = report.write([run for _, run in done], out / "report.html", command=command)
-    console.print("\n[bold]With every seed, in tables and pictures:[/] open this in a browser.")
-    console.print(escape(str(page)), soft_wrap=True)
+        size = {"seeds": seeds} | ({} if epochs is None else {"epochs": epochs})
+        console = Console()
+        console.print(BEGINNING)
+        units = _run(perturbation.EXPERIMENT, out, resume)
+        lines = _run(levy.EXPERIMENT, out, resume, jobs, **size)
+        planes = _run(banana.EXPERIMENT, out, resume, 1, **size, source="generated")
+        done = [(levy, lines), (banana, planes), (perturbation, units)]
+        console.print("[bold]What was found[/]")
+        for module, run in done:
+            console.print("-", module.EXPERIMENT.finding(run))
+        console.print("\n[bold]What this does not show:[/] that GmP is always better.")
+        for module, run in done:
+            console.print("-", module.EXPERIMENT.describe_limits(run))
+        again = shlex.join(["geoparam", "demo", "--out", str(out)])
+        page = report.write([run for _, run in done], out / "report.html", command=again)
+        console.print(
+            "\n[bold]With every seed, in tables and pictures:[/] open this in a browser."
+        )
+        console.print(escape(str(page)), soft_wrap=True)
 
 
 def _run(

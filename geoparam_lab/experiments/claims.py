@@ -25,15 +25,8 @@ from geoparam_lab.experiments.claims_measures import QUANTITIES, Member, Sets
 from geoparam_lab.experiments.experiment import Experiment, Layout, Measure
 from geoparam_lab.experiments.rank_correlations import correlate
 from geoparam_lab.run_folder import Record, Run, group_records, select_records
-from geoparam_lab.training.tasks import (
-    Done,
-    Progress,
-    Session,
-    Task,
-    Tick,
-    check_counts,
-    check_names,
-)
+from geoparam_lab.training import tasks
+from geoparam_lab.training.tasks import Done, Progress, Session, Task, Tick
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -106,8 +99,8 @@ def run(
         data: folder with the UCI and Banana data, before $GEOPARAM_DATA, the cache, the network.
         jobs: how many processes of this machine work; by default as many as there are cores.
     """
-    check_names("parts", parts, tuple(PARTS))
-    check_counts(seeds=seeds)
+    tasks.check_names("parts", parts, tuple(PARTS))
+    tasks.check_counts(seeds=seeds)
     import geoparam.plots  # noqa: F401  says now that matplotlib is missing
 
     chosen = [part for part in PARTS if part in parts]
@@ -115,10 +108,10 @@ def run(
     sets = {name: load(name, data) for name in dict.fromkeys(trained.split())}
     options: Any = {"key": Member._fields, "resume": resume, "may_change": ("parts",)}
     folder = Run.create(out, "claims", {"parts": chosen, "seeds": seeds}, command, **options)
-    tasks = [task for part in chosen for task in make_tasks(part, seeds)]
-    total = sum(len(task.keys) for task in tasks)
+    todo = [task for part in chosen for task in make_tasks(part, seeds)]
+    total = sum(len(task.keys) for task in todo)
     work = functools.partial(_measure, sets)
-    Session(folder, work, total, jobs, progress).spread(tasks)
+    Session(folder, work, total, jobs, progress).spread(todo)
     folder.append_missing(find_answers(folder.records()))
     folder.figure("covariance", _draw_norms(), _COVARIANCE)
     return folder

@@ -111,16 +111,6 @@ class Experiment:
         return self.retitle(config) or self.title
 
 
-def options_in_words(tuned: str) -> str:
-    """Return tuned options as words.
-
-    Example:
-        >>> options_in_words("decay=0.0005:turn=2.4")
-        'decay 0.0005, turn 2.4'
-    """
-    return str(tuned).replace(":", ", ").replace("=", " ").replace("_", " ")
-
-
 def list_in_words(values: Iterable[Any]) -> str:
     """Return values as a list in a sentence.
 

@@ -188,26 +188,24 @@ def train(
     problem: Problem, members: Sequence[Member], progress: Tick | None = None
 ) -> tuple[Result, Film]:
     """Train members of one method in one stack, and keep its state at some epochs."""
-    models, shown = _make_models(problem, members), frame_epochs(problem.protocol.epochs)
-    options = {"track": True, "snapshots": set(shown.tolist()), "progress": progress}
-    result = _train_models(models, problem, members, **options)
+    shown = set(frame_epochs(problem.protocol.epochs).tolist())
+    model, result = _train(problem, members, track=True, snapshots=shown, progress=progress)
     frames = result.snapshots | {len(result.losses): result.states}
     data = problem.select([member.seed for member in members])
-    return result, Film(np.array([*frames]), torch.stack([*frames.values()]), models[0], data)
+    return result, Film(np.array([*frames]), torch.stack([*frames.values()]), model, data)
 
 
-def _make_models(problem: Problem, members: Sequence[Member]) -> list[nn.Sequential]:
-    return [methods_table.mlp(m.method, problem.widths, seed=m.seed) for m in members]
-
-
-def _train_models(
-    models: Sequence[nn.Sequential], problem: Problem, members: Sequence[Member], **options: Any
-) -> Result:
+def _train(
+    problem: Problem, members: Sequence[Member], **options: Any
+) -> tuple[nn.Sequential, Result]:
+    """Return one of the models, and the result of training all of them."""
+    models = [methods_table.mlp(m.method, problem.widths, seed=m.seed) for m in members]
     (method, *_), rates, seeds = zip(*members, strict=True)
     own = methods_table.get(method)
     protocol = replace(problem.protocol, decay=own.decay, angle_lr=own.angle_lr)
     data, judge = problem.select(seeds), problem.evaluation
-    return stacked.train(models, data, rates, protocol, judge, seeds=seeds, **options)
+    result = stacked.train(models, data, rates, protocol, judge, seeds=seeds, **options)
+    return models[0], result
 
 
 def list_stacks(config: Config) -> list[Task]:
@@ -233,7 +231,9 @@ def _train_stack(
     records, curves = [], {}
     for i, (arrays, measures) in enumerate(toy.describe(data, result, film)):
         records.append(_record(members[i], result, i) | chosen[i] | measures)
-        curves[members[i].name] = _to_single(arrays)
+        with np.errstate(over="ignore"):  # what diverged; single precision is enough to draw it
+            single = {k: v.astype("f4") for k, v in arrays.items() if v.dtype == np.float64}
+        curves[members[i].name] = arrays | single
     return Done(records, curves)
 
 
@@ -247,7 +247,7 @@ def choose_rates(
     seeds, total = [member.seed for member in members], np.zeros(len(members))
     for fold in range(folds):
         part, left_out = problem.divide(fold, folds)
-        result = _train_models(_make_models(part, members), part, members)
+        _, result = _train(part, members)
         x, y = left_out.select(seeds)
         errors = find_errors(result.predict(x), y)
         total += np.where(np.isfinite(errors), errors, np.inf)
@@ -293,12 +293,6 @@ def _record(member: Member, result: Result, i: int) -> Record:
 
 def _find_quantiles(name: str, values: Array) -> Record:
     return {f"{name}_{q}": float(np.nanquantile(values, q / 100)) for q in WORDS}
-
-
-def _to_single(arrays: Arrays) -> Arrays:
-    """Return the arrays in single precision, which is enough to draw them."""
-    with np.errstate(over="ignore"):  # what diverged
-        return {k: v.astype("f4") if v.dtype == np.float64 else v for k, v in arrays.items()}
 
 
 def save_figures(run: Run, drawings: Drawings, progress: Progress | None = None) -> None:

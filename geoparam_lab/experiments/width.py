@@ -29,16 +29,9 @@ from geoparam_lab.data import uci_data as data_sets
 from geoparam_lab.data.synthetic import levy_regression
 from geoparam_lab.experiments.experiment import RMSE, Experiment, Layout, Measure
 from geoparam_lab.run_folder import Record, Run, select_records
+from geoparam_lab.training import tasks
 from geoparam_lab.training.stacks import stacked
-from geoparam_lab.training.tasks import (
-    Done,
-    Progress,
-    Session,
-    Task,
-    Tick,
-    check_counts,
-    check_names,
-)
+from geoparam_lab.training.tasks import Done, Progress, Session, Task, Tick
 
 Array = np.ndarray
 
@@ -120,8 +113,8 @@ def run(
         seeds: how many initial weights.
         data: folder with the Energy data, before $GEOPARAM_DATA, the cache and the network.
     """
-    check_names("datasets", datasets, DATASETS)
-    check_counts(seeds=seeds, widths=min(widths, default=0))
+    tasks.check_names("datasets", datasets, DATASETS)
+    tasks.check_counts(seeds=seeds, widths=min(widths, default=0))
     config: Record = {
         "datasets": list(dict.fromkeys(datasets)),
         "widths": sorted(set(widths)),
@@ -129,9 +122,9 @@ def run(
     }
     energy = data_sets.load("energy", data) if "energy" in datasets else None
     folder = Run.create(out, "width", config, command, key=Member._fields, resume=resume)
-    tasks = [Task(f"Width {member.width:,}", (member,)) for member in list_members(config)]
+    todo = [Task(f"Width {member.width:,}", (member,)) for member in list_members(config)]
     work = functools.partial(measure, energy)
-    Session(folder, work, len(tasks), 1, progress).spread(tasks)
+    Session(folder, work, len(todo), 1, progress).spread(todo)
     folder.append_missing(find_answers(folder.records(), config))
     return folder
 

@@ -7,13 +7,13 @@ each split, whatever its rate.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from geoparam_lab import methods
-from geoparam_lab.experiments.experiment import options_in_words
 from geoparam_lab.run_folder import Record
 from geoparam_lab.tables.estimates import Estimate, estimate, number
 from geoparam_lab.tables.formats import EMPTY
@@ -45,20 +45,14 @@ class Row:
         Example:
             >>> Row("sp", (), [{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.03}]).rate_text
             '0.03 (1), 0.1 (2)'
-            >>> Row("bn", (), [{"lr": 0.4, "tuned": "decay=0.0005"}] * 3).rate_text
-            '0.4, decay 0.0005'
+            >>> Row("bn", (), [{"lr": 0.4, "tuned": "decay=0.0005:turn=2.4"}] * 3).rate_text
+            '0.4, decay 0.0005, turn 2.4'
         """
-        said = [
-            ", ".join(filter(None, (f"{rate:g}", options_in_words(tuned))))
-            + f" ({count})" * (len(self.settings) > 1)
-            for (rate, tuned), count in sorted(self.settings.items())
-        ]
+        said = []
+        for (rate, tuned), count in sorted(self.settings.items()):
+            words = [f"{rate:g}", *filter(None, re.sub("[=_]", " ", tuned).split(":"))]
+            said.append(", ".join(words) + f" ({count})" * (len(self.settings) > 1))
         return ", ".join(said) or EMPTY
-
-    @property
-    def has_splits(self) -> bool:
-        """Whether its results are of random splits of one data set."""
-        return "split" in self.records[0]
 
     def estimate(self, measure: str) -> Estimate | None:
         """The mean of its results."""
@@ -75,10 +69,6 @@ class Row:
             or any(not math.isfinite(number(record.get(name, 0.0))) for name in measures)
             for record in self.records
         )
-
-    def count_collapsed(self) -> int:
-        """How many runs ended at chance."""
-        return sum(record.get("outcome") == "collapsed" for record in self.records)
 
 
 def arrange(records: Iterable[Record], keys: Iterable[str]) -> list[Row]:

@@ -19,17 +19,8 @@ from geoparam_lab.data.splits import TEST_SHARE
 from geoparam_lab.experiments.experiment import Config, Experiment, Layout, Measure
 from geoparam_lab.experiments.rank_correlations import adjust
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.tables.estimates import (
-    Estimate,
-    agrees,
-    estimate,
-    find_p_value,
-    number,
-    pair,
-    shorten,
-    write,
-    write_range,
-)
+from geoparam_lab.tables import estimates
+from geoparam_lab.tables.estimates import Estimate, number
 from geoparam_lab.tables.formats import EMPTY, Table, escape
 from geoparam_lab.tables.rows import Row, arrange, sample
 
@@ -133,7 +124,8 @@ def _make_table(
         columns += _make_columns(experiment, layout, measure, rows, config)
     columns.append(("n", [_count(row, measures[0]) for row in rows]))
     columns.append(("diverged", [f"{row.count_diverged(results) or EMPTY}" for row in rows]))
-    columns.append(("collapsed", [f"{row.count_collapsed() or EMPTY}" for row in rows]))
+    outcomes = [[record.get("outcome") for record in row.records] for row in rows]
+    columns.append(("collapsed", [f"{own.count('collapsed') or EMPTY}" for own in outcomes]))
     for detail in (*_find_times(known), *layout.details):
         columns.append((detail.title, [_detail_cell(row.records, detail) for row in rows]))
     kept = [(title, cells) for title, cells in columns if any(cell != EMPTY for cell in cells)]
@@ -148,11 +140,11 @@ def _make_columns(
 ) -> Iterator[Column]:
     """Yield the columns of a measure: ours, the papers', the range, differences."""
     ours = [row.estimate(measure.name) for row in rows]
-    yield measure.title, [write(each, measure.digits) for each in ours]
+    yield measure.title, [estimates.write(each, measure.digits) for each in ours]
     if not experiment.mismatch(config):
         yield _make_papers_column(experiment, measure, rows, ours)
     if layout.compare:
-        yield "range", [write_range(each, measure.digits) for each in ours]
+        yield "range", [estimates.write_range(each, measure.digits) for each in ours]
         for title, pairs in find_pairs(experiment, measure.name, rows).items():
             yield _make_difference_column(title, pairs, measure, rows)
 
@@ -170,7 +162,7 @@ def _make_papers_column(
         elif rate is not None and row.rates - {rate}:
             cells.append(f"{printed.text} (rate {rate:g})")
         else:
-            verdict = agrees(mean, printed)
+            verdict = estimates.agrees(mean, printed)
             verdicts += [] if verdict is None else [verdict]
             cells.append({True: "≈ ", False: "≠ ", None: ""}[verdict] + printed.text)
     return "papers" + f" (≈ {sum(verdicts)} of {len(verdicts)})" * bool(verdicts), cells
@@ -210,12 +202,15 @@ def _make_difference_column(
     found = {}
     for row, base in pairs.items():
         own, theirs = row.values(measure.name), base.values(measure.name)
-        if difference := pair(own, theirs, OVERLAP if row.has_splits else 0.0):
+        overlap = OVERLAP if "split" in row.records[0] else 0.0
+        if difference := estimates.pair(own, theirs, overlap):
             found[row] = difference
-    p_values = {row: find_p_value(each) for row, each in found.items() if each.n >= LEAST}
+    p_values = {
+        row: estimates.find_p_value(each) for row, each in found.items() if each.n >= LEAST
+    }
     holm = adjust(p_values)
     marks = {row: " **" if holm[row] < LEVEL else " *" for row in holm if p_values[row] < LEVEL}
-    cells = [write(found.get(row), measure.digits) + marks.get(row, "") for row in rows]
+    cells = [estimates.write(found.get(row), measure.digits) + marks.get(row, "") for row in rows]
     return title + f" (k = {len(holm)})" * bool(holm), cells
 
 
@@ -251,8 +246,8 @@ def _detail_cell(records: Sequence[Record], detail: Measure) -> str:
     if not values:
         return EMPTY
     if detail.digits is None:
-        return shorten(math.nan if any(map(math.isnan, values)) else max(values))
-    found = estimate(values)
+        return estimates.shorten(math.nan if any(map(math.isnan, values)) else max(values))
+    found = estimates.estimate(values)
     some = f" ({len(values)} of {len(records)})" if len(values) < len(records) else ""
     return f"{found.mean:,.{detail.digits}f}{some}" if found else EMPTY
 

@@ -192,7 +192,7 @@ def test_the_form_of_directions_goes_into_every_layer() -> None:
 @pytest.mark.parametrize(
     ("depth", "options", "message"),
     [
-        (18, {"skip": "both"}, "skip is 'centred' or 'plain'; got 'both'"),
+        (18, {"skip": "both"}, "skip is one of centred, plain; got 'both'"),
         (18, {"imn": "input"}, "is skip='plain'; got imn='input'"),
         (20, {}, "one of 18, 34, 50; got 20"),
     ],

@@ -24,17 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from geoparam_lab.training.stacks import batched
+from geoparam_lab.training.stacks import batched, packing
 from geoparam_lab.training.stacks.keras_rules import Adam, Judge
-from geoparam_lab.training.stacks.packing import (
-    Data,
-    expand_data,
-    find_factors,
-    pack,
-    select_members,
-    unpack_,
-    views,
-)
+from geoparam_lab.training.stacks.packing import Data
 from geoparam_lab.training.stacks.stack_motion import Motion, Recorder
 
 Array = np.ndarray
@@ -103,7 +95,7 @@ class Result:
     def model(self, member: int, epoch: int | None = None) -> nn.Sequential:
         """Return a member with its best weights, or those of a snapshot, in evaluation mode."""
         model = copy.deepcopy(self._models[member])
-        unpack_(model, (self.states if epoch is None else self.snapshots[epoch])[member])
+        packing.unpack_(model, (self.states if epoch is None else self.snapshots[epoch])[member])
         return model.eval()
 
     @torch.no_grad()
@@ -113,9 +105,8 @@ class Result:
         Inputs are (N, d), the same for all members, or (S, N, d).
         """
         model = self._models[0]
-        tensors, _ = views(self.states, model)
-        inputs = torch.as_tensor(x).to(self.states)
-        inputs = inputs.expand(len(self.states), *inputs.shape) if inputs.ndim == 2 else inputs
+        tensors, _ = packing.views(self.states, model)
+        inputs = torch.as_tensor(x).to(self.states).expand(len(self.states), *x.shape[-2:])
         return _squeeze(batched.forward(model, tensors, inputs, training=False)).numpy()
 
 
@@ -191,15 +182,15 @@ class _Run:
         self.models, self.protocol = models, protocol
         self.model = models[0]
         self.members = np.arange(size)
-        self.state = pack(models)
+        self.state = packing.pack(models)
         self.best = self.state.clone()
         self.numbers = sum(p.numel() for p in models[0].parameters())
-        self.tensors, self.parameters = views(self.state, self.model)
-        self.data = expand_data(data, self.state)
-        self.evaluation = None if evaluation is None else expand_data(evaluation, self.state)
+        self.tensors, self.parameters = packing.views(self.state, self.model)
+        self.data = packing.expand_data(data, self.state)
+        self.evaluation = evaluation and packing.expand_data(evaluation, self.state)
         factors = None
         if protocol.decay or protocol.angle_lr:
-            factors = find_factors(self.model, protocol.decay, protocol.angle_lr).to(self.state)
+            factors = packing.find_factors(self.model, protocol.decay, protocol.angle_lr)
         self.adam = Adam(self.state[:, : self.numbers], factors)
         stop = 2 * protocol.patience if protocol.stop_patience is None else protocol.stop_patience
         self.judge = Judge(np.array(lr), protocol.patience, stop, protocol.higher_is_better)
@@ -310,9 +301,9 @@ class _Run:
         left = np.flatnonzero(~(stopped | diverged))
         self.members = self.members[left]
         self.state = self.state[left]
-        self.tensors, self.parameters = views(self.state, self.model)
-        self.data = select_members(self.data, left)
-        self.evaluation = self.evaluation and select_members(self.evaluation, left)
+        self.tensors, self.parameters = packing.views(self.state, self.model)
+        self.data = packing.select_members(self.data, left)
+        self.evaluation = self.evaluation and packing.select_members(self.evaluation, left)
         self.generators = [self.generators[index] for index in left]
         self.adam.keep_only(left)
         self.judge.keep_only(left)
