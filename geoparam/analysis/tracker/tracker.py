@@ -34,6 +34,19 @@ class _Pending(NamedTuple):
     arrived: torch.cuda.Event | None  # None: it is there
 
 
+def _check_options(keep: str, every: int, units: int | None, is_lost: bool) -> None:
+    if keep not in ("summary", "full"):
+        raise ValueError(f"keep is 'summary' or 'full'; got {keep!r}.")
+    if any(count is not None and (count < 1 or count % 1) for count in (every, units)):
+        raise ValueError(f"every and units are whole, from 1 on; got {every} and {units}.")
+    if is_lost:
+        warnings.warn(
+            "resume=True without file=: earlier records are not there, and the history begins "
+            "here. Give the file of the run before.",
+            stacklevel=3,
+        )
+
+
 class _FirstBatch:
     """The hook that shows a tracker the first batch; in a copy of the model it does nothing."""
 
@@ -125,16 +138,7 @@ class BoundaryTracker:
         resume: bool = False,
         writer: Any = None,
     ) -> None:
-        if keep not in ("summary", "full"):
-            raise ValueError(f"keep is 'summary' or 'full'; got {keep!r}.")
-        if any(count is not None and (count < 1 or count % 1) for count in (every, units)):
-            raise ValueError(f"every and units are whole, from 1 on; got {every} and {units}.")
-        if resume and file is None:
-            warnings.warn(
-                "resume=True without file=: earlier records are not there, and the history begins "
-                "here. Give the file of the run before.",
-                stacklevel=2,
-            )
+        _check_options(keep, every, units, resume and file is None)
         self.model = unwrap(model)
         device = next((p.device for p in self.model.parameters()), None)
         known = probe if example_inputs is None else example_inputs
