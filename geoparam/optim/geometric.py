@@ -112,11 +112,9 @@ class GeometricOptimizer(Optimizer):
         self._undecayed = undecayed_names(model)
         self._size = sum(p.numel() for p in model.parameters())
         self._forget()
-        kind = (
-            coordinates + ("" if turn is None else ", turn") + ("" if match else ", match=False")
-        )
-        form = f"{kind}, {self._base.name}; rest {self._rest.name}"  # a loaded state must have it
-        own = {"lr": lr if turn is None else turn, "geometry": form}
+        words = [coordinates, "turn" if turn else "", "" if match else "match=False"]
+        form = ", ".join(filter(None, words)) + f", {self._base.name}; rest {self._rest.name}"
+        own = {"lr": lr if turn is None else turn, "geometry": form}  # a loaded state must have it
         options = {**self._base.options(0.0), **own}, self._rest_options
         super().__init__(divide_groups(model, groups, self._units, options, lr), {})
         self.defaults = self._base.options(0.0)
@@ -131,6 +129,8 @@ class GeometricOptimizer(Optimizer):
             param_group = {**self._rest_options, **param_group, **own}
         Optimizer.add_param_group(self, param_group)
         self._forget()
+
+    # --- the step -----------------------------------------------------------------------------
 
     @_disable_dynamo
     @torch.no_grad()
@@ -276,6 +276,8 @@ class GeometricOptimizer(Optimizer):
             return p, self.state[p]
         self._slots.append(Slot("plain", self.state[p], p))
         return self._slots[-1].pair
+
+    # --- states -------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of the same model and settings; tensors keep their types."""
