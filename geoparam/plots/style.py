@@ -84,14 +84,13 @@ def method_style(name: str) -> MethodStyle:
 def curve_styles(names: Iterable[str]) -> list[MethodStyle]:
     """A style for each name: its own for a method, greys told apart by dashes for the rest.
 
-    A method with options, after a comma or in brackets, has its colour and another dash.
+    A method with options (after a comma) has its style, or another colour if that is drawn too.
 
     Example:
         >>> [style.title for style in curve_styles(["sp", "no training"])]
         ['SP', 'no training']
-        >>> bn, muon = curve_styles(["BN", "BN, optimizer muon"])
-        >>> bn.colour == muon.colour, bn.dash == muon.dash
-        (True, False)
+        >>> [style.colour == GREEN for style in curve_styles(["BN, crop 4", "BN, turn 2.4"])]
+        [True, False]
     """
     dashes = (DOTTED, DASHED, DASH_DOTTED, SOLID)  # solid last: to some eyes BN's green is grey
     greys = [(colour, dash) for colour in ("#666666", "#aaaaaa") for dash in dashes]
@@ -99,7 +98,8 @@ def curve_styles(names: Iterable[str]) -> list[MethodStyle]:
     taken = [(style.colour, style.dash) for style in found.values() if style is not None]
     for name in (name for name, style in found.items() if style is None):
         base = METHODS.get(_key(re.split(r"[,(]", name)[0]))
-        free = greys if base is None else [(base.colour, dash) for dash in (base.dash, *dashes)]
+        cycle = [(colour, dash) for dash in (SOLID, DASHED) for colour in CYCLE]
+        free = greys if base is None else [(base.colour, base.dash), *cycle]
         taken.append(min(free, key=taken.count))  # the first of those that are the least used
         found[name] = MethodStyle(name, *taken[-1])
     return [style for style in found.values() if style is not None]
