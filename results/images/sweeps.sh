@@ -2,12 +2,13 @@
 # The sweeps behind results/images: every run of one part, which goes on where it was cut off.
 #   sweeps.sh DATA OUT PART...
 #   PART: vgg6-optimizers resnet18-optimizers vgg6-fair resnet18-fair
-#   table2 table2-512 table2-90 table3, or, each after its fair sweep,
+#   table2 table2-90 table3, bn-rate (the rate 0.3 under the papers' schedule), or, each after its
+#   fair sweep,
 #   vgg6-why resnet18-why           what could help input means, by one option each
 #   vgg6-tracked resnet18-tracked   the boundaries of three methods in training
 #   resnet18-optimizers-tracked     the same for SGD, Muon with decay and `turn`, or
-#   best-NAME   two more seeds for the two best settings of every method in the sweep NAME
-#   long-NAME   the four best of them for 18 epochs
+#   best-NAME   two more seeds for the EACH (2) best settings of every method in the sweep NAME
+#   long-NAME   the BEST (4) best of them for 18 epochs
 #   other-NAME  the four best of them on other images, in DATA: OUT still holds the sweep NAME
 # DATA holds train_data_batch_*.npz and val_data.npz. JOBS=6 trains six networks side by side: with
 # CUDA's MPS (nvidia-cuda-mps-control -d) an H200 does 180,000 images a second of VGG-6 then, and
@@ -76,12 +77,9 @@ sweep() { # NAME OPTIONS...: a fair sweep; its network is the name's first word
   run "$name" --network "$network" "${compile[@]}" "${fair[@]}" --epochs 9 "$@"
 }
 
-table2=(--methods "bn,gmp+imn,gmp,wn+mbn,wn+mbn:mbn=before,sp,wn,intrinsic+imn")
-table() { # BATCH EPOCHS SEEDS OPTIONS...
-  local name=table2-$1
-  [ "$2" = 30 ] || name=table2-$2-epochs
-  run "$name" --batch-sizes "$1" --epochs "$2" --compile --seeds "$3" "${@:4}"
-}
+# The papers' rates and schedule, scaled to 30 epochs; IMN in the papers' border form.
+table=(--epochs 30 --compile)
+table2=("${table[@]}" --methods "bn,gmp+imn,gmp,wn+mbn,wn+mbn:mbn=before,sp,wn,intrinsic+imn")
 
 choose() { # NAME COUNT EACH: set `best` to the COUNT best settings, at most EACH of a method
   mapfile -t best < <(python3 "$(dirname "$0")/best.py" "$out/$1" "$3")
@@ -106,10 +104,10 @@ for part in "$@"; do
         --method gmp+imn:skip=plain:decay=0,5e-4:lr=0.1,0.2,0.4 \
         --method intrinsic+imn:skip=plain:decay=0,5e-4:lr=0.1,0.2,0.4 ;;
     best-*)
-      choose "${part#best-}" 99 2
+      choose "${part#best-}" 99 "${EACH:-2}"
       sweep "${part#best-}" --seeds 3 "${best[@]}" ;;
     long-*)
-      choose "${part#long-}" 4 1
+      choose "${part#long-}" "${BEST:-4}" 1
       sweep "${part#long-}-18" --epochs 18 --seeds "${SEEDS:-3}" "${best[@]}" ;;
     other-*)
       choose "${part#other-}" 4 1
@@ -132,15 +130,17 @@ for part in "$@"; do
       choose "${part%-tracked}-fair" 99 1
       mapfile -t best < <(printf '%s\n' "${best[@]}" | grep -E '=(bn|gmp\+imn|intrinsic\+imn):')
       sweep "$part" --seeds 1 --track 10 "${best[@]}" ;;
-    table2) # the papers' rates and schedule, scaled to 30 epochs; IMN in the papers' border form
-      table 1024 30 "${SEEDS:-3}" "${table2[@]}"
-      table 256 30 "${SEEDS:-3}" "${table2[@]}" ;;
-    table2-512) table 512 30 1 "${table2[@]}" ;;
-    table2-90) table 1024 90 1 --methods bn,gmp,gmp+imn ;;
+    table2)
+      run "$part" "${table2[@]}" --batch-sizes 512 --seeds 1
+      run "$part" "${table2[@]}" --batch-sizes 256,1024 --seeds "${SEEDS:-3}" ;;
+    table2-90) run "$part" --epochs 90 --compile --batch-sizes 1024 --seeds 1 \
+      --methods bn,gmp,gmp+imn ;;
     table3)
-      run "$part" --network resnet18 --batch-sizes 256 --epochs 30 --compile \
-        --seeds "${SEEDS:-3}" --methods bn,wn+mbn,gmp+imn,intrinsic+imn \
-        --method gmp+imn:skip=plain --method intrinsic+imn:skip=plain ;;
+      run "$part" "${table[@]}" --network resnet18 --batch-sizes 256 --seeds "${SEEDS:-3}" \
+        --methods bn,wn+mbn,gmp+imn,intrinsic+imn,gmp+imn:skip=plain,intrinsic+imn:skip=plain ;;
+    bn-rate)
+      run "$part" --epochs 18 --batch-sizes 1024 --seeds 2 --recalibrate 80 --track 10 \
+        --method bn:lr=0.1,0.3 --method bn:warmup=0.1:lr=0.3 ;;
     *) echo "no part $part" >&2; exit 2 ;;
   esac
 done
