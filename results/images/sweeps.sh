@@ -121,6 +121,7 @@ for part in "$@"; do
         "${best[@]/%/:dropout=0.2,0.5}" "${best[@]/%/:accumulate=2}" "${best[@]/%/:crop=4}" \
         --method sp+imn:optimizer=geometric:base=muon:momentum=0.8:turn=2.6,5.4,9:lr=1e-3 \
         --method sp+imn:optimizer=geometric:base=muon:momentum=0.8:turn=5.4,9:decay=2,5:lr=1e-3 \
+        --method sp+imn:optimizer=geometric:base=muon:momentum=0.8:turn=5.4,9:crop=4:lr=1e-3 \
         "${peer[@]/%/:label_smoothing=0.1}" "${peer[@]/%/:crop=4}" ;;
     resnet18-optimizers-tracked)
       sweep "$part" --seeds 1 --track 10 --method bn:decay=1e-3:lr=1.6 \
