@@ -196,7 +196,7 @@ class _Map(torch.autograd.Function):
 
 
 def _without_autocast(kind: str) -> Any:
-    """Return a context without autocast, in eager code one that takes no twenty microseconds."""
+    """Return a context without autocast. Entering torch's takes 20 microseconds in eager code."""
     if torch.compiler.is_compiling():
         return torch.autocast(kind, enabled=False)
     return _EagerWithoutAutocast(kind)

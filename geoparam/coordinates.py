@@ -19,6 +19,7 @@ Name = Literal["angles", "intrinsic"]
 Init = Literal["sphere", "glorot"]
 Type = torch.dtype | None
 
+STEEPEST = 100  # |b| / |r| beyond which a small change of r moves the bias too far
 _SHORTEST = 1e-12  # a vector that was set to 0 stays finite
 
 

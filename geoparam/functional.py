@@ -21,6 +21,8 @@ from torch.fx import Proxy
 from geoparam import sphere
 from geoparam.kernels.selection import weight_kernel
 
+Type = torch.dtype | None
+
 __all__ = ["compute_gradients", "compute_weight", "is_eager", "weight"]
 
 
@@ -29,7 +31,7 @@ def weight(
     r: Tensor | None = None,
     *,
     natural: bool = False,
-    dtype: torch.dtype | None = None,
+    dtype: Type = None,
 ) -> Tensor:
     """Return the weight rows (..., n) for latitudes (..., n - 1) and scales (...).
 
@@ -56,7 +58,7 @@ def weight(
     return _weight(latitude, r, natural, dtype)
 
 
-def _weight_of_shards(latitude: Any, r: Any, natural: bool, dtype: torch.dtype | None) -> Tensor:
+def _weight_of_shards(latitude: Any, r: Any, natural: bool, dtype: Type) -> Tensor:
     """Return the weight of DTensors, which parameters are under FSDP2 outside of forward.
 
     A row of the weight comes from one row of the latitudes: each process computes its own.
@@ -84,7 +86,7 @@ def _weight_of_shards(latitude: Any, r: Any, natural: bool, dtype: torch.dtype |
     )
 
 
-def compute_weight(latitude: Tensor, r: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+def compute_weight(latitude: Tensor, r: Tensor | None, dtype: Type = None) -> Tensor:
     """Return the weight without autograd."""
     flat, scale = _as_rows(latitude, r)
     rows = weight_kernel(latitude).forward(flat, scale, dtype or _result_type(latitude, r))
@@ -130,7 +132,7 @@ class _Weight(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, latitude: Tensor, r: Tensor | None, natural: bool, dtype: torch.dtype | None
+        ctx: Any, latitude: Tensor, r: Tensor | None, natural: bool, dtype: Type
     ) -> Tensor:
         _check_shapes(latitude, r)
         ctx.save_for_backward(latitude, r)
@@ -153,10 +155,7 @@ class _Weight(torch.autograd.Function):
 
 @torch.library.custom_op("geoparam::weight", mutates_args=())
 def _weight(
-    latitude: Tensor,
-    r: Tensor | None = None,
-    natural: bool = False,
-    dtype: torch.dtype | None = None,
+    latitude: Tensor, r: Tensor | None = None, natural: bool = False, dtype: Type = None
 ) -> Tensor:
     _check_shapes(latitude, r)
     if _in_forward_mode():
@@ -169,10 +168,7 @@ def _weight(
 
 @_weight.register_fake
 def _weight_fake(
-    latitude: Tensor,
-    r: Tensor | None = None,
-    natural: bool = False,
-    dtype: torch.dtype | None = None,
+    latitude: Tensor, r: Tensor | None = None, natural: bool = False, dtype: Type = None
 ) -> Tensor:
     _check_shapes(latitude, r)
     size = (*latitude.shape[:-1], latitude.shape[-1] + 1)

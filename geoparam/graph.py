@@ -20,7 +20,8 @@ class Node:
     """One step of the run."""
 
     # layer, norm, activation, embedding, sum (of several results), scale (arithmetic with
-    # constants), view, same, average, max, other; input (index if not floating), output
+    # constants), view, same (cast, clone, dropout), average, max, other; input, index (an input
+    # of integers), output
     kind: str
     op: str  # the function's name, or the class's in small letters: relu, batchnorm2d
     name: str | None = None  # the module's, or that of the weight's owner
@@ -137,7 +138,7 @@ class Graph:
     def _ends(
         self, order: Iterable[int], near: Sequence[tuple[int, ...]], end: str
     ) -> tuple[str, ...]:
-        """Return the layers from which following `near` reaches `end` and no other layer."""
+        """Return the layers that reach `end` along `near` without another layer in between."""
         reach: set[int] = set()
         between: set[int] = set()
         for index in order:

@@ -5,28 +5,56 @@ import inspect
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
-TORCHS = vars(nn.Module()).keys()  # attributes that every module has
-CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # in names
+CONTAINERS = {list, dict, set, deque, defaultdict, OrderedDict, Counter}
 
 
 def refuse_unready(model: nn.Module) -> None:
     """Raise where a layer has no shape yet, or is scripted and shows no steps."""
+    refuse_lazy(model)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise ValueError("scripted modules show no steps: use the model before torch.jit.script.")
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise where a layer has no shape yet."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"{name!r} is lazy and has no shape yet: run the model once first.")
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise ValueError("scripted modules show no steps: use the model before torch.jit.script.")
+
+
+def computes_as(module: nn.Module, base: type[nn.Module]) -> bool:
+    """Return whether nothing of what `base` computes is overridden or added to."""
+    own = type(module)
+    names = ("forward", "_conv_forward", "__call__", "_call_impl", "__getattr__")
+    inherited = all(getattr(own, name, None) is getattr(base, name, None) for name in names)
+    patched = "forward" in module.__dict__ or "_conv_forward" in module.__dict__
+    # A weight that is no parameter (old weight_norm, pruning) is refused later, with advice.
+    own_state = set(module._parameters) - {"weight", "bias"} or module._buffers or module._modules
+    more = "weight" in module._parameters and own_state
+    return inherited and not patched and not more
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether it is transformers' Conv1D, a linear layer with weight (in, out)."""
+    kind = type(module)
+    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def full_tensor(value: Any) -> Tensor:
+    """Return a tensor whole, also where FSDP keeps it in shards: then all processes take part."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def arguments_of(model: nn.Module, inputs: Any, /, **more: Any) -> tuple[tuple, dict[str, Any]]:
@@ -43,7 +71,15 @@ def arguments_of(model: nn.Module, inputs: Any, /, **more: Any) -> tuple[tuple, 
             f"{type(model).__name__}.forward cannot be called with these inputs: {error}. {advice}"
         )
     # A model may change what it gets. The same tensor, given twice, stays one.
-    return tree_map_only(Tensor, cache(Tensor.clone), (args, more))
+    return tree_map(partial(_copy_leaf, cache(Tensor.clone)), (args, more))
+
+
+def _copy_leaf(clone: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+    """Return a copy of a tensor, or of an object that holds some; anything else itself."""
+    copies = {id(tensor): clone(tensor) for tensor in tensors_in(leaf)}
+    if isinstance(leaf, Tensor):
+        return copies[id(leaf)]
+    return copy.deepcopy(leaf, dict(copies)) if copies else leaf
 
 
 def why_not_callable(model: nn.Module, /, *args: Any, **kwargs: Any) -> str:
@@ -60,9 +96,9 @@ def why_not_callable(model: nn.Module, /, *args: Any, **kwargs: Any) -> str:
 def inspection_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation, no gradients, no compiling; afterwards the model is as it was.
 
-    Restored are training flags, buffers, plain attributes of modules (tensors, and what lists,
-    dicts and sets hold) and the random states of torch, numpy and Python. Not restored is what
-    other objects hold. Forward hooks of the user run.
+    Restored are training flags, buffers, attributes of modules (tensors, and what lists, dicts and
+    sets hold), hooks and modules that the run adds, and the random states of torch, numpy and
+    Python. Not restored is what other objects hold. Forward hooks of the user run.
     """
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with ExitStack() as stack:
@@ -74,12 +110,13 @@ def inspection_mode(model: nn.Module) -> Iterator[None]:
         if "torch._dynamo" in sys.modules:  # its import takes a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         copy_once = cache(Tensor.clone)  # copies, since BatchNorm's writes count no version
+        kept: list[tuple[Any, Any]] = []
+        stack.callback(_refill, kept)
         for module in model.modules():  # not model.eval(), which may be made to do more
             attributes, buffers = vars(module), module._buffers
-            own = [value for name, value in attributes.items() if name not in TORCHS]
-            for held in (attributes, buffers, *own):
-                if type(held) in CONTAINERS:
-                    stack.callback(_refill, held, copy.copy(held))
+            kept += [
+                (x, x.copy()) for x in (attributes, *attributes.values()) if type(x) in CONTAINERS
+            ]
             module.training = False
             buffers.update({k: copy_once(t) for k, t in buffers.items() if t is not None})
             attributes.update({k: copy_once(t) for k, t in attributes.items() if _is_state(t)})
@@ -91,20 +128,27 @@ def _is_state(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_leaf and not isinstance(value, nn.Parameter)
 
 
-def _refill(held: Any, content: Any) -> None:
-    """Give a container, which others may share, its contents back."""
-    held.clear()
-    (held.extend if isinstance(held, list | deque) else held.update)(content)
+def _refill(kept: list[tuple[Any, Any]]) -> None:
+    """Give containers, which others may share, their contents back."""
+    for held, content in kept:
+        if held or content:  # most hold no hooks, before and after
+            held.clear()
+            (held.extend if isinstance(held, list | deque) else held.update)(content)
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists, mappings and dataclasses (model outputs)."""
+def tensors_in(value: object, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists, mappings and objects (model outputs).
+
+    Not looked into are modules, classes and functions; `inside` are the ids of objects around.
+    """
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        yield from tensors_in([*value.values()])
+        yield from tensors_in([*value.values()], inside)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item)
+            yield from tensors_in(item, inside)
     elif is_dataclass(value):
-        yield from tensors_in([getattr(value, entry.name) for entry in fields(value)])
+        yield from tensors_in([getattr(value, entry.name) for entry in fields(value)], inside)
+    elif hasattr(value, "__dict__") and not callable(value) and id(value) not in inside:
+        yield from tensors_in([*vars(value).values()], (*inside, id(value)))

@@ -1,7 +1,7 @@
 """Running statistics of a whole model: recomputed, or shared by several processes."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -20,15 +20,15 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
     """Recompute the running statistics of `model` as plain averages over some batches, in place.
 
     It is for all mean normalization, that of layers too, and for torch's BatchNorm: after
-    averaging weights, after editing them, or where the moving average lags behind. What has
-    statistics alone is in training mode meanwhile; dropout, momentum and training flags stay. A
-    norm that does not run keeps what it has, and after an error all do.
+    averaging weights, after editing them, or where the moving average lags behind. Only modules
+    with running statistics are in training mode meanwhile, so dropout stays off. Momentum and
+    flags are restored. A norm that does not run keeps its statistics; after an error all do.
 
     Args:
         model: a model with such norms.
         batches: each a tensor, a tuple of arguments, a mapping of keyword arguments, or a list as
-            DataLoader yields it, whose first entry is the input; a tensor alone is one batch. What
-            a tuple has beyond what forward takes, such as labels, is left out.
+            DataLoader yields it, whose first entry is the input; a tensor or mapping alone is one.
+            What a tuple has beyond what forward takes, such as labels, is left out.
 
     Example:
         >>> batches = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0]])]
@@ -38,7 +38,7 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
     kinds = (TrackedMean, _BatchNorm)
     found = [module for module in model.modules() if isinstance(module, kinds)]
     norms = [norm for norm in found if norm.running_mean is not None]
-    iterator = iter([batches] if isinstance(batches, Tensor) else batches)
+    iterator = iter([batches] if isinstance(batches, Tensor | Mapping) else batches)
     first = list(itertools.islice(iterator, 1))
     if not norms or not first:
         lacking = "batches" if norms else "a model whose norms have running statistics"

@@ -92,7 +92,7 @@ def to_latitude(vector: Tensor) -> Tensor:
 def normalise(vector: Tensor) -> Tensor:
     """Return the directions of vectors (..., n) in float64; a zero vector stays zero."""
     x = _rescale(wide(vector))
-    return x / _nonzero(torch.linalg.vector_norm(x, dim=-1, keepdim=True))
+    return x / nonzero(torch.linalg.vector_norm(x, dim=-1, keepdim=True))
 
 
 def length(vector: Tensor) -> Tensor:
@@ -144,10 +144,11 @@ def sample(
 
 def _rescale(x: Tensor) -> Tensor:
     """Bring the largest coordinate to 1, so that squares neither underflow nor overflow."""
-    return x / _nonzero(torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, keepdim=True))
+    return x / nonzero(torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, keepdim=True))
 
 
-def _nonzero(x: Tensor) -> Tensor:
+def nonzero(x: Tensor) -> Tensor:
+    """Return x with 1 for 0, to divide by."""
     return torch.where(x == 0, 1, x)
 
 

@@ -11,8 +11,8 @@ hooks turn the call of a layer, norm or activation module into one step with the
 - A call that returns its input untouched (Identity, Dropout in evaluation) leaves no step.
 - A weight that a function uses, as in `F.linear(x, embedding.weight)`, is recognised, also through
   `weight.t()`; such a layer is named by the parameter, without a last ".weight".
-- Under a function mode torch's attention takes its readable path. There it is one function, which
-  is recorded as the layers that it holds and the mixing between them.
+- Under a TorchFunctionMode torch does not use its fused attention. It then calls one function,
+  which is recorded as its input projection, the attention, and its output projection.
 
 Not seen are branches that the example inputs do not take, what only training runs (auxiliary
 heads), scripted functions, foreign kernels, and values that leave torch and return.
@@ -34,6 +34,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from geoparam.graph import Graph, Node
 from geoparam.inspection import arguments_of, inspection_mode, refuse_unready, tensors_in
+
+Filter = Callable[[nn.Module, str], bool]  # of a module and its name
 
 # What a function is, by its name without outer underscores; activation modules go by the same
 # names.
@@ -81,8 +83,8 @@ def trace(
         model: Any module. It runs eagerly, also where it is compiled.
         inputs: A tensor, a tuple of positional arguments, or a mapping of keyword arguments.
         kwargs: Further keyword arguments.
-        visit: Called before each call, and with the outputs: with the number that its step will
-            have, or the next step's, and the tensors of the run that it reads.
+        visit: Called before each call, and once with the outputs. It gets the number that the
+            step will have if one is recorded, and the tensors of the run that the call reads.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
@@ -99,7 +101,8 @@ def trace(
         args, kwargs = arguments_of(model, inputs, **(kwargs or {}))
         recorder = _Recorder(model, visit)
         for tensor in tensors_in((args, kwargs)):
-            kind = "input" if tensor.is_floating_point() else "index"
+            is_index = not (tensor.is_floating_point() or tensor.is_complex())
+            kind = "index" if is_index and tensor.dtype != torch.uint8 else "input"  # or an image
             recorder.write(Node(kind, kind), [tensor])
         with recorder.hook_modules(model), recorder:
             result = model(*args, **kwargs)
@@ -117,8 +120,9 @@ def is_tracing() -> bool:
 def output_layers(model: nn.Module) -> tuple[str, ...]:
     """Guess the output layers without running the model: the last one in order of registration.
 
-    The layers right before it count too if they take as many inputs and give a number of outputs
-    that it does not take: several heads. A bare layer is none.
+    Where some layers are trained and others frozen, it is the last one that is trained. The layers
+    right before it count too if they take as many inputs and give a number of outputs that it does
+    not take: several heads. A bare layer is none.
     `trace(model, inputs).outputs` does not guess.
 
     Example:
@@ -126,6 +130,8 @@ def output_layers(model: nn.Module) -> tuple[str, ...]:
         ('2',)
     """
     layers = [(n, m) for n, m in model.named_modules() if n and _step(m).kind == "layer"]
+    trained = [(n, m) for n, m in layers if any(p.requires_grad for p in m.parameters())]
+    layers = trained or layers  # a frozen teacher may come after the student
     first = len(layers) - 1
     while first > 0 and _are_beside(layers[first - 1][1], layers[-1][1]):
         first -= 1
@@ -295,7 +301,7 @@ def _step(module: nn.Module) -> Node:
     layer = Node("layer", op, channel=-1 - (len(size) if isinstance(size, tuple) else 0))
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return Node("embedding", op)
-    if leaf and "norm" in op:
+    if leaf and "norm" in op and not isinstance(module, LAYERS):
         return Node("norm", op)
     if leaf and op in ACTIVATIONS:
         return Node("activation", ACTIVATIONS[op])

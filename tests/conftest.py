@@ -1,6 +1,7 @@
 """Shared by all tests: a seed before each, and what to skip on this machine."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,23 @@ HERE = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(HERE / "helpers"), os.environ.get("PYTHONPATH")])
 )
+os.environ["ACCELERATE_USE_CPU"] = "true"  # tests compare runs to the bit
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """Accelerate has one precision for the life of a process; tests have several."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks set here

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from same_training import check_same_training
 from torch import Tensor, nn
 
 import geoparam as gp
@@ -53,16 +54,7 @@ def test_training_is_that_of_a_centred_input(
     x = torch.randn(shape, **DOUBLE) + 3
     if large and x.ndim == 4:
         x = x.to(memory_format=torch.channels_last)
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    found, expected = layer(a), pair(b)
-    torch.testing.assert_close(found, expected)
-    target = torch.randn_like(found)
-    (found * target).sum().backward()
-    (expected * target).sum().backward()
-    torch.testing.assert_close(a.grad, b.grad)
-    torch.testing.assert_close(layer.weight.grad, pair[1].weight.grad)
-    torch.testing.assert_close(layer.running_mean, pair[0].running_mean)
-    torch.testing.assert_close(layer.eval()(x), pair.eval()(x))
+    check_same_training(layer, pair, x)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
+from training_stacks import fit_by_lightning, fit_by_trainer
 
 import geoparam as gp
 
@@ -20,28 +21,27 @@ def network(coordinates: str = "intrinsic") -> nn.Sequential:
     return gp.convert_(nn.Sequential(*layers), coordinates=coordinates)
 
 
-class Points(Dataset):
-    """Eight points: four batches of two."""
+DRAWN = torch.randn(2 * STEPS, 3, generator=torch.Generator().manual_seed(1))
+POINTS = [{"x": x, "labels": x.sum(0, keepdim=True)} for x in DRAWN]
 
+
+class WithLoss(nn.Module):
     def __init__(self) -> None:
-        self.x = torch.randn(2 * STEPS, 3, generator=torch.Generator().manual_seed(1))
+        super().__init__()
+        self.net = network()
 
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": self.x[index], "labels": self.x[index].sum(0, keepdim=True)}
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.net(x) - labels).square().mean()}
 
 
 def by_hand(epochs: int = 1, accumulate: int = 1, **options: Any) -> gp.BoundaryTracker:
-    model = network()
+    model = WithLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_post_hook(gp.retract(model))
-    tracker = gp.BoundaryTracker(model, **options)
+    tracker = gp.BoundaryTracker(model.net, **options)
     for _ in range(epochs):
-        for index, batch in enumerate(DataLoader(Points(), batch_size=2)):
-            loss = (model(batch["x"]) - batch["labels"]).square().mean() / accumulate
-            loss.backward()
+        for index, batch in enumerate(DataLoader(POINTS, batch_size=2)):
+            (model(**batch)["loss"] / accumulate).backward()
             if (index + 1) % accumulate == 0:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -61,97 +61,38 @@ def assert_same(
 
 
 def lightning_run(
-    folder: Path, epochs: int = 1, accumulate: int = 1, resume: Path | None = None, **options: Any
+    folder: Path, epochs: int = 1, accumulate: int = 1, resume: bool = False, **options: Any
 ) -> gp.BoundaryTracker | None:
-    lightning = pytest.importorskip("lightning.pytorch")
-    from geoparam.integrations.lightning import Retract, TrackBoundaries
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = network()
-
-        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-            return (self.net(batch["x"]) - batch["labels"]).square().mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    track = TrackBoundaries(module="net", **options)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        accumulate_grad_batches=accumulate,
-        default_root_dir=folder,
-        callbacks=[track, Retract()],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
-    trainer.fit(Module(), DataLoader(Points(), batch_size=2), ckpt_path=resume, weights_only=True)
-    trainer.save_checkpoint(folder / "last.ckpt")
+    callbacks = pytest.importorskip("geoparam.integrations.lightning")
+    track, model = callbacks.TrackBoundaries(module="model.net", **options), WithLoss()
+    chosen = {"callbacks": [track, callbacks.Retract()], "accumulate_grad_batches": accumulate}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fit_by_lightning(model, optimizer, POINTS, folder, epochs, resume, **chosen)
     return track.tracker
 
 
-LIGHTNING = pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*:FutureWarning")
-
-
-@LIGHTNING
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_lightning_records_every_optimizer_step(tmp_path: Path, accumulate: int) -> None:
     found = lightning_run(tmp_path, accumulate=accumulate, probe=torch.zeros(2, 3))
     assert_same(found, by_hand(accumulate=accumulate, probe=torch.zeros(2, 3)))
 
 
-@LIGHTNING
 @pytest.mark.parametrize("every", [1, 3])
 def test_lightning_goes_on_from_a_checkpoint(tmp_path: Path, every: int) -> None:
     options = {"file": tmp_path / "history.npy", "every": every}
     lightning_run(tmp_path, epochs=1, **options)
-    found = lightning_run(tmp_path, epochs=2, resume=tmp_path / "last.ckpt", **options)
+    found = lightning_run(tmp_path, epochs=2, resume=True, **options)
     assert_same(found, by_hand(epochs=2, every=every))
-
-
-class WithLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": (self.net(x) - labels).square().mean()}
 
 
 def transformers_run(
     folder: Path, epochs: int = 1, resume: bool = False, **options: Any
 ) -> gp.BoundaryTracker | None:
-    transformers = pytest.importorskip("transformers")
-    from geoparam.integrations.transformers import Retract, TrackBoundaries
-
-    track = TrackBoundaries(**options)
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        num_train_epochs=epochs,
-        max_grad_norm=0,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        learning_rate=0.1,
-        save_strategy="steps",
-        save_steps=STEPS,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-    )
-
-    class InOrder(transformers.Trainer):
-        def _get_train_sampler(self, *args: object) -> torch.utils.data.Sampler:
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
-    trainer = InOrder(
-        model=WithLoss(), args=arguments, train_dataset=Points(), callbacks=[track, Retract()]
-    )
-    trainer.train(resume_from_checkpoint=resume)
+    callbacks = pytest.importorskip("geoparam.integrations.transformers")
+    track, model = callbacks.TrackBoundaries(**options), WithLoss()
+    both = [track, callbacks.Retract()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fit_by_trainer(model, optimizer, POINTS, folder, epochs, resume, callbacks=both)
     return track.tracker
 
 

@@ -6,10 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from same_training import check_same_training
 from torch import nn
 
 from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, InputMeanNorm, convert_, sphere
 from geoparam.base_layer import GmPLayer
+from geoparam.input_mean_layers import InputMeanLinear
 
 DOUBLE = {"dtype": torch.float64}
 CONVS = {1: (GmPConv1d, nn.Conv1d), 2: (GmPConv2d, nn.Conv2d), 3: (GmPConv3d, nn.Conv3d)}
@@ -184,22 +186,6 @@ def test_fused_input_norm_of_linear(shape: tuple[int, ...], mode: bool | str) ->
     check_same_training(fused, pair, torch.randn(shape, **DOUBLE) + 2)
 
 
-def check_same_training(fused: nn.Module, pair: nn.Sequential, x: torch.Tensor) -> None:
-    """Outputs, gradients and running means agree in training, and outputs in evaluation."""
-    pair[1].load_state_dict(fused.state_dict(), strict=False)
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    out, expected = fused(a), pair(b)
-    torch.testing.assert_close(out, expected)
-    target = torch.randn_like(out)
-    (out * target).sum().backward()
-    (expected * target).sum().backward()
-    torch.testing.assert_close(a.grad, b.grad)
-    for name, parameter in pair[1].named_parameters():
-        torch.testing.assert_close(fused.get_parameter(name).grad, parameter.grad)
-    torch.testing.assert_close(fused.input_norm.running_mean, pair[0].running_mean)
-    torch.testing.assert_close(fused.eval()(x), pair.eval()(x))
-
-
 @pytest.mark.parametrize("form", [True, "bias"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_bias_form_subtracts_a_constant_and_folds(groups: int, form: bool | str) -> None:
@@ -247,6 +233,24 @@ def test_other_states_load_and_one_without_a_version_warns() -> None:
         same.load_state_dict(old_state(same))  # without padding the forms are one
     with pytest.warns(UserWarning, match="has no version"):
         layer.load_state_dict(dict(layer.state_dict()))
+
+
+def test_layers_that_compute_something_else_are_not_taken_for_their_base() -> None:
+    with pytest.raises(ValueError, match="InputMeanLinear computes something else"):
+        GmPLinear.from_linear(InputMeanLinear(4, 3))
+
+
+@pytest.mark.parametrize("coordinates", COORDINATES)
+@torch.no_grad()
+def test_evaluation_sees_every_write(coordinates: str) -> None:
+    """Here as another process writes into shared memory: torch sees nothing of it."""
+    layer, fresh = (GmPLinear(6, 8, coordinates=coordinates).eval() for _ in range(2))
+    x = torch.randn(4, 6)
+    layer(x)
+    for p in layer.parameters():
+        p.numpy()[:] *= 2
+    fresh.load_state_dict(layer.state_dict())
+    assert torch.equal(layer(x), fresh(x))
 
 
 def test_layers_take_a_momentum() -> None:

@@ -346,3 +346,12 @@ def test_inputs_that_do_not_fit_are_refused_in_words(inputs: object) -> None:
     advice = r"give \(\{\.\.\.\},\)" if isinstance(inputs, dict) else r"\(x, y\) give x alone"
     with pytest.raises(ValueError, match=advice):
         trace(nn.Sequential(nn.Flatten()), inputs)
+
+
+def test_a_linear_layer_is_one_whatever_its_name_and_bytes_are_images() -> None:
+    class NormInitLinear(nn.Linear):
+        pass
+
+    assert trace(nn.Sequential(NormInitLinear(3, 3)), torch.zeros(1, 3)).outputs == ("0",)
+    model = FunctionModel(lambda m, x: m.conv(x / 255), conv=nn.Conv2d(3, 4, 1))
+    assert trace(model, PIXELS.byte()).first == ("conv",)

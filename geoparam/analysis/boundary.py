@@ -45,13 +45,13 @@ from geoparam.analysis.reading.layer_sites import (
     find_sites,
     has_positions,
     has_units,
-    is_transposed,
     unwrap,
 )
 from geoparam.analysis.reading.norms import Moments, has_running
 from geoparam.analysis.reading.probe import read_moments
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs
+from geoparam.inspection import full_tensor, is_conv1d
 
 Statistics = Literal["running", "batch"]
 
@@ -80,8 +80,8 @@ class Boundaries:
         return -self.distances[..., None] * self.direction
 
 
-class Parts(NamedTuple):
-    """What the pre-activations of units are made of, one element for each unit, (out,)."""
+class Terms(NamedTuple):
+    """The coefficients of pre-activations, one element for each unit, (out,)."""
 
     gain: Tensor  # r inside
     offset: Tensor  # b, or lam
@@ -93,16 +93,16 @@ class Parts(NamedTuple):
     eps: Tensor
 
 
-Given = dict[str, Tensor | float | None]  # parts by name; None: as if it were not there
-ABSENT = dict.fromkeys(("gain", "outer", "gamma", "variance"), 1.0)
-ABSENT |= dict.fromkeys(("offset", "beta", "mean", "eps"), 0.0)
+Found = dict[str, Tensor | float | None]  # coefficients by name; None: as if it were not there
+DEFAULTS = dict.fromkeys(("gain", "outer", "gamma", "variance"), 1.0)
+DEFAULTS |= dict.fromkeys(("offset", "beta", "mean", "eps"), 0.0)
 
 
 class Units(NamedTuple):
     """The units of a layer: the weight as rows (out, n), and what is added to it."""
 
     rows: Tensor
-    parts: Parts
+    parts: Terms
     normalised: bool  # all rows are unit vectors
 
 
@@ -189,7 +189,7 @@ def choose_activation(layer: nn.Module, activation: Any = None) -> Any:
 @torch.no_grad()
 def compute_boundaries(units: Units, breaks: Breaks | None) -> Boundaries:
     """Return the boundaries of these units, in float64."""
-    rows = sphere.wide(gather(units.rows))
+    rows = sphere.wide(full_tensor(units.rows))
     length = sphere.length(rows)
     points = (torch.nan,) if breaks is None else breaks.points
     levels = torch.stack([spread(point, length) for point in points])
@@ -197,7 +197,7 @@ def compute_boundaries(units: Units, breaks: Breaks | None) -> Boundaries:
     return Boundaries(sign[:, None] * sphere.normalise(rows), scale, distances)
 
 
-def place_boundaries(of: Parts, length: Tensor, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def place_boundaries(of: Terms, length: Tensor, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sign of the gain, the scale and, at breakpoints (K, out), the signed distances.
 
     This is the formula of this file, for rows of this length. All are NaN for a constant unit. A
@@ -230,9 +230,9 @@ def read_units(
     dtype: torch.dtype = torch.float64,
 ) -> Units:
     """Return the units of a layer and the norm after it, the rows in a type of their own."""
-    given: Given
+    given: Found
     if isinstance(layer, GmPLayer):
-        r = gather(layer.r)
+        r = full_tensor(layer.r)
         rows = layer._rows(None, torch.promote_types(r.dtype, torch.float32))
         given = {"gain" if layer.activation is None else "outer": r, "offset": layer.lam}
     else:
@@ -247,15 +247,15 @@ def read_units(
         normalised = normalised and not groups
     like = torch.empty(len(rows), dtype=dtype, device=rows.device)
     known = {name: value for name, value in given.items() if value is not None}
-    parts = {name: spread(value, like) for name, value in (ABSENT | known).items()}
-    return Units(rows, Parts(**parts), normalised)
+    parts = {name: spread(value, like) for name, value in (DEFAULTS | known).items()}
+    return Units(rows, Terms(**parts), normalised)
 
 
 def spread(value: Tensor | float, like: Tensor) -> Tensor:
     """Return a number, or a tensor, in the shape and type of `like`."""
     if not isinstance(value, Tensor):
         value = _constant(value, like.dtype, like.device)
-    return gather(value.detach()).to(like).expand_as(like)
+    return full_tensor(value.detach()).to(like).expand_as(like)
 
 
 @functools.cache
@@ -264,17 +264,12 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=dtype, device=device)
 
 
-def gather(value: Tensor) -> Tensor:
-    """Return a tensor whole, also where FSDP keeps it in shards: then all processes take part."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
 def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
     """Return the weight as rows (out, n) and the bias of a layer that is not ours.
 
-    They are those of its next call: the attribute that torch's older hooks write is that of the
-    last one. Parametrizations evaluate meanwhile: in training, reading spectral_norm's weight
-    moves it.
+    They are those of its next call. torch's older hooks (weight_norm, pruning) write
+    `layer.weight` in a call only, so it is computed here. Parametrizations are read in evaluation
+    mode: in training, reading spectral_norm's weight takes a step of its power iteration.
     """
     if isinstance(layer, nn.MultiheadAttention):
         return layer.in_proj_weight, layer.in_proj_bias
@@ -291,13 +286,13 @@ def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
         elif isinstance(hook, BasePruningMethod):
             own[hook._tensor_name] = hook.apply_mask(layer)
     weight: Any = own["weight"]
-    return (weight.t() if is_transposed(layer) else weight.flatten(1)), own["bias"]
+    return (weight.t() if is_conv1d(layer) else weight.flatten(1)), own["bias"]
 
 
-def _read_norm(norm: Any, centred: bool, moments: Moments | None) -> Given:
+def _read_norm(norm: Any, centred: bool, moments: Moments | None) -> Found:
     """Return the parts that a norm adds; unknown statistics make distances NaN."""
     gamma, beta = (getattr(norm, name, None) for name in ("weight", "bias"))
-    found: Given = {"gamma": gamma, "beta": beta}
+    found: Found = {"gamma": gamma, "beta": beta}
     if moments is not None:
         mean = 0.0 if centred else moments.mean
         return {**found, "mean": mean, "variance": moments.deviation.square()}
@@ -309,13 +304,13 @@ def _read_norm(norm: Any, centred: bool, moments: Moments | None) -> Given:
 
 
 def count_groups(norm: nn.Module, positions: bool) -> int:
-    """Return how many groups of units share a mean at one point, where that is all it is over."""
+    """Return how many groups of units a norm centres at each point; 0 if it does not do that."""
     if isinstance(norm, nn.LayerNorm):
         return 1
     return norm.num_groups if isinstance(norm, nn.GroupNorm) and not positions else 0
 
 
-def _centre(rows: Tensor, given: Given, groups: int) -> tuple[Tensor, Given]:
+def _centre(rows: Tensor, given: Found, groups: int) -> tuple[Tensor, Found]:
     """Subtract the mean over the units of each group, which is an affine map too."""
 
     def subtract_mean(t: Tensor) -> Tensor:
@@ -326,5 +321,5 @@ def _centre(rows: Tensor, given: Given, groups: int) -> tuple[Tensor, Given]:
         return (t - t.mean(dim=1, keepdim=True)).flatten(0, 1)
 
     offset = given["offset"]
-    offset = subtract_mean(gather(offset)) if isinstance(offset, Tensor) else offset
-    return subtract_mean(gather(rows)), {**given, "gain": 1.0, "offset": offset}
+    offset = subtract_mean(full_tensor(offset)) if isinstance(offset, Tensor) else offset
+    return subtract_mean(full_tensor(rows)), {**given, "gain": 1.0, "offset": offset}

@@ -16,10 +16,10 @@ all roles but r, as in the papers' figure 1:
     adversarial   -(1 + delta) w is added to w, or to v, and nothing to the other roles
                   (Propositions 2.3-2.5). All units of a layer flip together, so LayerNorm's too.
 
-GmP has no w to be reversed. Its adversary gets a step as long as the one that reverses the same
-unit under SP, (1 + delta) |r|, and spends it as badly as can be. Among angles that is theta_1,
-the only one whose metric is 1 everywhere: the unit turns by exactly that length, up to pi. An
-intrinsic d turns by arcsin of it, and reverses where it is above 1, which is no small step.
+GmP stores no w to reverse. Its adversary takes a step of the same length as the one that reverses
+the unit under SP, (1 + delta) |r|, in the worst direction. Among angles that is theta_1: its
+metric is 1, so the unit turns by the full length, at most by pi. For an intrinsic d it is the
+tangent from the origin: the unit turns by arcsin of the length, and is reversed above 1.
 """
 
 from collections.abc import Mapping
@@ -32,9 +32,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.weight_norm import WeightNorm
 
 from geoparam import sphere
-from geoparam.analysis.boundary import gather
-from geoparam.analysis.reading.layer_sites import is_transposed
 from geoparam.base_layer import GmPLayer
+from geoparam.inspection import full_tensor, is_conv1d
 
 Kind = Literal["constant", "gaussian", "adversarial"]
 Steps = Mapping[str, Tensor]  # what is added, by role
@@ -90,7 +89,7 @@ def _reversal(layer: nn.Module, delta: float) -> Tensor:
     d = sphere.wide(read_stored(layer)["direction"])
     if not isinstance(layer, GmPLayer):
         return -(1 + delta) * d
-    reach = (1 + delta) * sphere.wide(gather(layer.r.detach())).abs()[:, None]
+    reach = (1 + delta) * sphere.wide(full_tensor(layer.r.detach())).abs()[:, None]
     if coordinates(layer) == "latitude":
         return torch.cat([-reach, torch.zeros_like(d[:, 1:])], dim=1)
     u, share = sphere.normalise(d), reach / sphere.length(d)[:, None]
@@ -103,7 +102,9 @@ def _reversal(layer: nn.Module, delta: float) -> Tensor:
 def read_stored(layer: nn.Module, norm: nn.Module | None = None) -> dict[str, Tensor]:
     """Return the parameters that a layer and the norm after it store, by their roles."""
     places = _find_stored(layer, norm)
-    return {role: gather(m.get_parameter(name).detach()) for role, (m, name) in places.items()}
+    return {
+        role: full_tensor(m.get_parameter(name).detach()) for role, (m, name) in places.items()
+    }
 
 
 def add_steps(
@@ -129,7 +130,7 @@ def coordinates(layer: nn.Module) -> str:
 def read_direction_rows(layer: nn.Module) -> Tensor:
     """Return the stored direction of each unit as a row: its angles, or a vector along it."""
     held = read_stored(layer)["direction"]
-    return held.t() if is_transposed(layer) else held.flatten(1)
+    return held.t() if is_conv1d(layer) else held.flatten(1)
 
 
 def _find_stored(
@@ -154,7 +155,7 @@ def _layer_names(layer: Any) -> dict[str, str]:
         return {"direction": layer._coordinates.name, "scale": "r", "offset": "lam"}
     if isinstance(layer, nn.MultiheadAttention):
         return {"direction": "in_proj_weight", "offset": "in_proj_bias"}
-    units_dim = int(is_transposed(layer))
+    units_dim = int(is_conv1d(layer))
     hooks = layer._forward_pre_hooks.values()
     if any(isinstance(hook, WeightNorm) and hook.dim == units_dim for hook in hooks):
         return {"direction": "weight_v", "length": "weight_g", "offset": "bias"}

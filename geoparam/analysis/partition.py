@@ -5,8 +5,7 @@ so it has no direction to follow from step to step (the papers leave it open). W
 is the partition that all boundaries make together. A point's activation pattern has one bit for
 each breakpoint t of each unit, at each position: whether its pre-activation z > t. Two points with
 the same pattern are in the same region, on which a piecewise linear network is one affine map.
-A max pool has one bit for each place of each window: whether the input there wins. They belong to
-the layer before the pool.
+A max pool has one bit for each place of each window: whether the input there wins.
 
 Bits are packed by eight, one activation at a time, and never unpacked: a network may have 10^7 for
 each point. All results stay on the model's device, without a synchronisation. Different patterns
@@ -26,12 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam.analysis.reading.layer_sites import Layers, Site, find_sites, unwrap
-from geoparam.analysis.reading.probe import MaxPool, find_pools, observe
+from geoparam.analysis.reading.probe import MaxPool, find_other_activations, observe
 from geoparam.conversion.plan import Inputs
 from geoparam.inspection import tensors_in
 
-# Eight bools in memory are the bytes of one integer, 2^8i for the i-th. The product with this,
-# which has 2^(63 - 9i) for each i, has the i-th at bit 63 - i, and no two terms meet: no carry.
+# Read as one integer, eight bools are the sum of b_i 2^(8i). Times the sum of 2^(63 - 9j), b_i is
+# at bit 63 - i. Other terms have exponents of their own below 56 or above 63: nothing carries.
 GATHER = 0x8040201008040201 - (1 << 64)
 
 
@@ -112,8 +111,8 @@ class Changes(NamedTuple):
 class Patterns(Mapping[str, Pattern]):
     """The pattern of each layer, by name, and that of the network: each activation counts once.
 
-    The network's is of the max pools and the activations that follow layers; one that reads a sum
-    which goes on beside it, as in a pre-activation ResNet, follows none. `slices` sees these too.
+    An activation or max pool that shows no layer's units, as one after a sum or a concatenation,
+    belongs to the layer before it. `abs`, `maximum`, `where` and sorting have no bits.
 
     Args:
         parts: The pattern of each activation and max pool, by the number of its step.
@@ -247,7 +246,8 @@ def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Pattern
     """
     collector, sites = Collector(inputs), find_sites(model, inputs, layers)
     model = unwrap(model)
-    observe(model, inputs, sites | find_pools(model, inputs, sites), pre_activation=collector)
+    sites = sites | find_other_activations(model, inputs, sites)
+    observe(model, inputs, sites, pre_activation=collector)
     found = collector.patterns()
     if found is None:
         raise ValueError(

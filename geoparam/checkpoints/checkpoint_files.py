@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from geoparam.checkpoints.state_dicts import Folding, fold_entries, layers_in
+from geoparam.inspection import WRAPPERS
 from geoparam.storage import list_few, open_zip, read_json, refuse_overwrite, replacing
 
 INDEX = "model.safetensors.index.json"
@@ -31,7 +32,6 @@ IN_A_FOLDER = (INDEX, "model.safetensors", "pytorch_model.bin")
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 DEEPEST = 8  # mappings around a state_dict
 EXPANDED = 1 << 26  # bytes to which a stored element may be repeated
-WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def fold_checkpoint(
@@ -288,20 +288,14 @@ def write(entries: Mapping[str, Tensor], out: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    try:
-        with replacing(out) as unfinished:
-            save_file(_copy_shared(entries), unfinished, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{out} cannot be written: {error}.") from error
-
-
-def _copy_shared(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors that share no memory, as safetensors needs: tied ones are copied."""
-    result = {}
-    seen = set()
+    tensors, seen = {}, set()
     for key, x in entries.items():
         x = x.detach().contiguous()
         memory = x.untyped_storage().data_ptr()
-        result[key] = x.clone() if memory in seen else x
+        tensors[key] = x.clone() if memory in seen else x  # safetensors refuses shared memory
         seen.add(memory)
-    return result
+    try:
+        with replacing(out) as unfinished:
+            save_file(tensors, unfinished, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{out} cannot be written: {error}.") from error

@@ -135,13 +135,9 @@ class Plain:
     @functools.cached_property
     def has_transposed(self) -> bool:
         """Whether some weight is (in, out), as transformers' Conv1D has it; its bias tells."""
-        return any(
-            len(shape) == 2
-            and shape[0] != shape[1]
-            and self.shapes.get(_bias_key(key)) == shape[1:]
-            for key, shape in self.shapes.items()
-            if key.endswith("weight")
-        )
+        weights = {key: shape for key, shape in self.shapes.items() if key.endswith("weight")}
+        oblong = {k: s for k, s in weights.items() if len(s) == 2 and s[0] != s[1]}
+        return any(self.shapes.get(_bias_key(key)) == s[1:] for key, s in oblong.items())
 
 
 def layers_in(state: Mapping[str, Tensor]) -> dict[str, Parts]:

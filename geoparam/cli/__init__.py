@@ -50,15 +50,12 @@ def app() -> "Typer":
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
+    shown = typer.Option(
+        "--version", callback=_version, is_eager=True, help="Show the version and exit."
+    )
+
     @application.callback()
-    def geoparam(
-        version: Annotated[
-            bool,
-            typer.Option(
-                "--version", callback=_version, is_eager=True, help="Show the version and exit."
-            ),
-        ] = False,
-    ) -> None:
+    def geoparam(version: Annotated[bool, shown] = False) -> None:
         """Geometric Parameterization for PyTorch."""
 
     application.command("demo")(demo.command)
@@ -72,7 +69,6 @@ def app() -> "Typer":
 
 
 def _version(asked: bool) -> None:
-    """Print the versions of geoparam and torch, and end, where that was asked for."""
     if asked:
         import torch
 

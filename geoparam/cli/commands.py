@@ -59,7 +59,8 @@ def bench(
     ] = None,
 ) -> None:
     """Run a performance comparison; what follows its name is given to it, also -- --help."""
-    root = checkout()
+    folders = (Path(gp.__file__).parents[1], Path.cwd())  # the package's, or the current one
+    root = next((each for each in folders if (each / "benchmarks/__init__.py").exists()), None)
     if root is None:
         sys.exit(
             "The benchmarks are in geoparam's repository, not in the installed package. They need "
@@ -74,12 +75,6 @@ def bench(
         sys.exit(f"a benchmark is one of {', '.join(known)}; got {name!r}.")
     command = [sys.executable, "-m", f"benchmarks.{name}", *context.args]
     raise SystemExit(subprocess.run(command, cwd=root).returncode)
-
-
-def checkout() -> Path | None:
-    """Return the folder with the benchmarks: that of the package, or the current one."""
-    folders = [Path(gp.__file__).parents[1], Path.cwd()]
-    return next((root for root in folders if (root / "benchmarks" / "__init__.py").exists()), None)
 
 
 def _first_lines(folder: Path) -> dict[str, str]:

@@ -22,7 +22,6 @@ from geoparam.base_layer import GmPLayer
 from geoparam.centred_map import shift_bias
 from geoparam.conversion.plan import (
     Decision,
-    Filter,
     Inputs,
     Plan,
     absorb_norm,
@@ -36,7 +35,7 @@ from geoparam.coordinates import Init, Name, draw
 from geoparam.input_mean_layers import adopt
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear, as_linear, build_like
 from geoparam.norm import MOMENTUM
-from geoparam.trace import trace
+from geoparam.trace import Filter, trace
 
 log = logging.getLogger("geoparam")
 
@@ -70,6 +69,7 @@ class RemovedNorm(nn.Module):
         for name, child in norm.named_children():
             self.add_module(name, child)
         self.__dict__.update(norm=norm, layer=new, layer_had_bias=old.bias is not None)
+        self.layer_type = old.weight.dtype
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name for it
         for child in self._modules.values():  # children() takes longer than most calls of this
@@ -264,7 +264,8 @@ def _build_replacement(
     old: Any, decision: Decision, norm: nn.Module | None, options: Options
 ) -> nn.Module:
     """Return the layer that takes the place of `old`, and of the BatchNorm that it absorbs."""
-    weight, bias = affine_of(old)
+    weight, old_bias = affine_of(old)
+    bias = old_bias
     mean, batches = options.means.get(decision.name, (None, 0))
     gain = None
     if norm is not None and options.init is None and not weight.is_meta:
@@ -272,6 +273,7 @@ def _build_replacement(
         if mean is not None:  # the layer will subtract w^T m, of m in its own type
             bias = bias - gain * shift_bias(None, weight, mean.to(weight.dtype))
     learns = norm is not None and any(p.requires_grad for p in norm.parameters(recurse=False))
+    bias_learns = learns or (old_bias is not None and old_bias.requires_grad)
     if options.weights == "plain":
         new = tracked = adopt(old, options.momentum, centred=bool(decision.input_norm))
         _set_plain(new, gain, bias, options.init)
@@ -281,8 +283,8 @@ def _build_replacement(
             new._set_affine(weight, bias, gain)
         new.r.requires_grad_(new.r.requires_grad or learns)
         tracked = new.input_norm
-    if norm is not None:  # what takes over from a BatchNorm learns if the norm did
-        (new.bias if options.weights == "plain" else new.lam).requires_grad_(learns)
+    if norm is not None:  # what takes over from a BatchNorm learns if the norm or the bias did
+        (new.bias if options.weights == "plain" else new.lam).requires_grad_(bias_learns)
     if mean is not None:
         tracked.running_mean.copy_(mean)
         tracked.num_batches_tracked.fill_(batches)

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.convert import RemovedNorm
-from geoparam.conversion.plan import Inputs, computes_as, kind_of, refuse_wrapped
+from geoparam.conversion.plan import Inputs, kind_of, refuse_wrapped
 from geoparam.conversion.verification import replace_checked
 from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer, release
+from geoparam.inspection import computes_as
 from geoparam.layers import GmPLinear
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean
 from geoparam.trace import trace
@@ -70,7 +71,7 @@ def fold_(
         raise ValueError("nothing to fold: the model has no layers of geoparam.")
     refuse_wrapped(model, "fold")
     graph = None if example_inputs is None else trace(model, example_inputs)
-    slots = _find_slots(ours)
+    removed = _find_removed_norms(ours)
     factors = _find_factors(model, ours, graph)
     ours |= {name: model.get_submodule(name) for name in factors if name not in ours}
     folded: dict[nn.Module, nn.Module] = {}
@@ -78,7 +79,7 @@ def fold_(
         if isinstance(module, InputMeanNorm):
             folded[module] = _fold_norm(name, module, graph)
         elif not isinstance(module, RemovedNorm | GmPMultiheadAttention):
-            slot = slots.get(module)
+            slot = removed.get(module)
             restores = isinstance(module, GmPLayer) if restore_norm is None else restore_norm
             if slot is not None and slot.norm.running_mean is None:
                 restores = False  # it would go by the batch in evaluation too
@@ -108,18 +109,18 @@ def _find_ours(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _find_slots(ours: dict[str, nn.Module]) -> dict[nn.Module, RemovedNorm]:
+def _find_removed_norms(ours: dict[str, nn.Module]) -> dict[nn.Module, RemovedNorm]:
     """Return the place of the BatchNorm that each layer has absorbed."""
-    slots = {}
+    removed = {}
     for name, module in ours.items():
         if isinstance(module, RemovedNorm):
-            slots[module.layer] = module
+            removed[module.layer] = module
             if module.layer not in ours.values():
                 raise ValueError(
                     f"{name!r} is the place of a BatchNorm that a layer outside of this model has "
                     "absorbed. Fold the whole model, before it is taken apart."
                 )
-    return slots
+    return removed
 
 
 @torch.no_grad()
@@ -187,7 +188,8 @@ def _restore_norm(slot: RemovedNorm, bias: Tensor) -> tuple[nn.Module, Tensor | 
     norm: Any = copy.deepcopy(slot.norm)
     if norm.running_mean.is_meta and not bias.is_meta:  # converted before it had values
         norm.to_empty(device=bias.device).reset_running_stats()
-    norm.to(bias.device, bias.dtype)
+    had_layers_type = norm.running_mean.dtype == slot.layer_type
+    norm.to(bias.device, bias.dtype if had_layers_type else None)
     for child_name, child in slot.named_children():
         norm.add_module(child_name, child)
     norm.running_mean.zero_()
@@ -225,9 +227,9 @@ def _find_factors(
 
 
 def _split_r(name: str, layer: GmPLayer) -> tuple[Tensor | None, Tensor | None]:
-    """Return what goes into the layer's weight, and the factors that the next layers take over.
+    """Return the scale that goes into the weight, and the factors that the next layers take over.
 
-    These are the signs of r, or r itself where the activation is no ReLU; None where all are 1.
+    The factors are the signs of r, or r where the activation is no ReLU; None where all are 1.
     """
     if layer.activation is None:
         return layer.r, None

@@ -4,7 +4,7 @@ Nothing is changed here, so an error leaves the model as it was. What follows a 
 the outputs are, comes from `trace`, or, without example inputs, from the order of the modules.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,18 +15,16 @@ from torch.nn.utils import parametrize
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer, InputNorm
 from geoparam.conversion.sharing import ties_and_holders
-from geoparam.coordinates import Init
+from geoparam.coordinates import STEEPEST, Init
 from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer
-from geoparam.inspection import refuse_unready
-from geoparam.trace import output_layers, trace
+from geoparam.inspection import computes_as, is_conv1d, refuse_unready
+from geoparam.trace import Filter, output_layers, trace
 
-Filter = Callable[[nn.Module, str], bool]
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-STEEPEST = 100.0  # |b| / |r| beyond which a small change of r moves the bias too far
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ def plan(
             decision = _decide_norm(decision, module, model, graph, init, norm)
             reason = "" if init else _check_values(module, decision, model)
             if weights == "plain":
-                reason = _reason_to_keep_plain(module, decision, init)
+                reason = _reason_to_leave_plain(module, decision, init)
             decision = _add_facts(decision, module)
         left = Decision(decision.name, decision.kind, False, (reason,))
         decisions.append(left if reason else decision)
@@ -130,27 +128,12 @@ def kind_of(module: nn.Module) -> str | None:
     """Return how a module is converted; a subclass only if it computes what its base does."""
     if isinstance(module, nn.MultiheadAttention):
         return None if isinstance(module, GmPMultiheadAttention) else "attention"
-    if (
-        type(module).__name__ == "Conv1D"
-        and type(module).__module__ == "transformers.pytorch_utils"
-    ):
+    if is_conv1d(module):
         return "transposed"
     for base, kind in ((nn.Linear, "linear"), *((conv, "conv") for conv in CONVOLUTIONS)):
         if isinstance(module, base) and computes_as(module, base):
             return kind
     return None
-
-
-def computes_as(module: nn.Module, base: type[nn.Module]) -> bool:
-    """Return whether nothing of what `base` computes is overridden or added to."""
-    own = type(module)
-    names = ("forward", "_conv_forward", "__call__", "_call_impl", "__getattr__")
-    inherited = all(getattr(own, name, None) is getattr(base, name, None) for name in names)
-    patched = "forward" in module.__dict__ or "_conv_forward" in module.__dict__
-    # A weight that is no parameter (old weight_norm, pruning) is refused later, with advice.
-    own_state = set(module._parameters) - {"weight", "bias"} or module._buffers or module._modules
-    more = "weight" in module._parameters and own_state
-    return inherited and not patched and not more
 
 
 def weight_name(name: str, module: nn.Module) -> str:
@@ -273,12 +256,12 @@ def _check_values(module: nn.Module, decision: Decision, model: nn.Module) -> st
     if (longest := r.max().item()) > torch.finfo(weight.dtype).max:
         return f"a row of length {longest:.0f}, beyond the largest {weight.dtype}"
     if bias is not None and (steep := int((bias.abs() > STEEPEST * r).sum())):
-        return f"{steep} rows with |bias| > {STEEPEST:.0f} |weight|"
+        return f"{steep} rows with |bias| > {STEEPEST} |weight|"
     return ""
 
 
-def _reason_to_keep_plain(module: nn.Module, decision: Decision, init: str | None) -> str:
-    """Return why a layer that keeps its weight is left; the numbers were checked before."""
+def _reason_to_leave_plain(module: nn.Module, decision: Decision, init: str | None) -> str:
+    """Return why weights="plain" leaves a layer: `_check_values` is about r, which it has not."""
     if kind_of(module) not in ("linear", "conv"):
         return "input means are for nn.Linear and nn.Conv1d/2d/3d"
     if parametrize.is_parametrized(module):
@@ -316,7 +299,9 @@ def _decide_norm(
     absorbed, note = _norm_to_absorb(decision.name, graph, model, init)
     first = decision.name in graph.first
     if init:
-        form: InputNorm = not first
+        is_called = any(n.is_call for n in graph.nodes if n.name == decision.name)
+        form: InputNorm = not first and is_called
+        note = note or ("" if is_called else "no input mean: its weight is used without a call")
     else:
         form = "bias" if absorbed and not first else False
     return replace(decision, notes=(note,) if note else (), norm=absorbed, input_norm=form)

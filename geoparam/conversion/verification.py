@@ -84,6 +84,7 @@ def replace_checked(
         modules = dict(model.named_modules())
         children = [(module, dict(module._modules)) for module in model.modules()]
         values = [t.detach().clone() for t in changed]
+        flags = {p: p.requires_grad for p in model.parameters()}
         before, read_before = _run(model, inputs)
         try:
             new = _replace(model, pairs)
@@ -98,6 +99,8 @@ def replace_checked(
         except BaseException:
             for module, own in children:
                 module._modules.update(own)
+            for p, flag in flags.items():
+                p.requires_grad_(flag)
             with torch.no_grad():
                 for t, value in zip(changed, values, strict=True):
                     t.copy_(value)
@@ -157,7 +160,7 @@ def _check_same(before: list[Tensor], after: list[Tensor], done: str) -> None:
 def _refusal(done: str, text: str) -> ValueError:
     return ValueError(
         f"the {done} model {text}: something reads a layer, a norm or its output otherwise than "
-        f"by calling the next module. {_ADVICE[done]}"
+        f"by calling the next module, or sorts values that nearly tie. {_ADVICE[done]}"
     )
 
 

@@ -46,14 +46,14 @@ static void NAME(enter)(const void *argument, int64_t begin, int64_t end)
     EACH_ROW {
         const Chunk chunk = job->chunks[at];
         const TYPE *g = OPERAND(1);
-        TYPE *w = OPERAND(0), *by_v = OPERAND(2);
+        TYPE *w = OPERAND(0), *grad_v = OPERAND(2);
         double norm = NAME(distance)(w, w, 0, n), length = PER_ROW(0);
         double r = PER_ROW(1) < 0 ? -norm : norm, divisor = norm ? r : 1;
         double slope = NAME(product)(w, g, n) / divisor;
         double by_g = r / length, by_w = norm ? slope / length : 0;
         TYPE stretch = (TYPE)(length / divisor);
         for (int64_t i = 0; i < n; i++)
-            by_v[i] = (TYPE)(by_g * g[i] - by_w * w[i]);
+            grad_v[i] = (TYPE)(by_g * g[i] - by_w * w[i]);
         if (job->rescales)
             for (int64_t i = 0; i < n; i++)
                 w[i] = stretch * w[i];

@@ -2,14 +2,14 @@
 
 A row w of a weight is r u, with |u| = 1 and r of either sign. All rows of a model are numbered one
 after the other, so each quantity of a row (r, the length R at which its direction is stored, ...)
-is one flat tensor.
+is one flat tensor. `grad_v` is dL/dv.
 
     enter    r = sign(r) |w|,  u = w / r,  slope = <g, u>
              dL/dv = (r / R) (g - slope u)         the gradient for W = r v / |v| at |v| = R
              w = R u                               where w is stepped itself
     leave    w = r w / |w|
     measure  along = <d, u>,  across = |d - along u|       of an increment d to R u
-    mix      a and b such that a w + b d is w after a turn
+    turn_coefficients      a and b such that a w + b d is w after a turn
     rotate   w = a w + b d
     enter_biases, leave_biases                     b = r L / R', R' the layer's mean |r|
 
@@ -29,10 +29,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from geoparam.kernels.selection import choose_kernels
+from geoparam.sphere import nonzero
 
 PerRow = tuple[Tensor, ...]  # flat tensors, one element for each row
 Matrices = list[Tensor] | PerRow
-SHORTEST = 1e-3  # of R: the least |r| of a row that is kept from changing its sign
+SMALLEST_R = 1e-3  # times R: the least |r| of a row whose r would have changed its sign
 
 
 class Rows:
@@ -44,9 +45,9 @@ class Rows:
     Example:
         >>> w, r = torch.tensor([[3.0, 4.0]]), torch.tensor([1.0])
         >>> rows = Rows([w.shape], w)
-        >>> g, by_v = torch.tensor([[1.0, 0.0]]), torch.empty(1, 2)
+        >>> g, grad_v = torch.tensor([[1.0, 0.0]]), torch.empty(1, 2)
         >>> slope, peak = torch.empty(2, 1)
-        >>> rows.enter([w], [g], [by_v], (torch.ones(1), r, slope, peak), rescales=True)
+        >>> rows.enter([w], [g], [grad_v], (torch.ones(1), r, slope, peak), rescales=True)
         >>> r, slope, w  # w is at length 1 until it leaves
         (tensor([5.]), tensor([0.6000]), tensor([[0.6000, 0.8000]]))
         >>> rows.leave([w], r, entered=r)
@@ -70,14 +71,15 @@ class Rows:
         self.outs = torch.tensor(outs or self.counts, dtype=like.dtype, device=self.device)
 
     def enter(
-        self, w: Matrices, g: Matrices, by_v: Matrices, per_row: PerRow, rescales: bool
+        self, w: Matrices, g: Matrices, grad_v: Matrices, per_row: PerRow, rescales: bool
     ) -> None:
-        """Write dL/dv to `by_v`; where it `rescales`, w becomes R u.
+        """Write dL/dv to `grad_v`; where it `rescales`, w becomes R u.
 
         `per_row` are the length R, and r, which has its sign. This writes r = sign |w|, the slope
-        dL/dr = <g, u>, and the peak, a norm of g: it is 0 where all of g is.
+        dL/dr = <g, u>, and the peak, a norm of g, of which only `peak > 0` is used: the row has a
+        gradient.
         """
-        self._run("enter", (w, g, by_v), per_row, rescales=rescales)
+        self._run("enter", (w, g, grad_v), per_row, rescales=rescales)
 
     def leave(self, w: Matrices, r: Tensor, entered: Tensor) -> None:
         """Bring rows of any length to length r; a row that entered as zeros stays zero."""
@@ -105,7 +107,9 @@ class Rows:
         for each in zip(*matrices, *columns, strict=True):
             _FUNCTIONS[name](*each, **options)
 
-    def mix(self, per_row: PerRow, turn: Tensor | None, limit: float) -> tuple[Tensor, Tensor]:
+    def turn_coefficients(
+        self, per_row: PerRow, turn: Tensor | None, limit: float
+    ) -> tuple[Tensor, Tensor]:
         """Return a and b that turn each row by the angle of its increment d, at most by `limit`.
 
         `turn` has an angle in radians for each matrix, or is None. With it, the angles are scaled
@@ -120,17 +124,17 @@ class Rows:
         else:
             square, moving = self.layer_sums(across.square(), peak > 0).unbind(dim=1)
             rms = (square / self.outs.clamp(min=1)).sqrt()
-            speed = torch.where((rms == 0) | (moving == 0), 0, turn / _nonzero(rms))
+            speed = torch.where((rms == 0) | (moving == 0), 0, turn / nonzero(rms))
             most = turn.new_full(turn.shape, limit) if limit else 4 * turn
             angle = torch.minimum(across * self.per_row(speed), self.per_row(most))
-        scale = _nonzero(entered)
+        scale = nonzero(entered)
         b = torch.where(across > 0, r * angle.sin() / across, 0)
         return r / scale * angle.cos() - b * along / scale, b
 
     def enter_biases(
-        self, b: Tensor, by_b: Tensor, r: Tensor, slope: Tensor, lam: Tensor, by_lam: Tensor
+        self, b: Tensor, grad_b: Tensor, r: Tensor, slope: Tensor, lam: Tensor, grad_lam: Tensor
     ) -> None:
-        """Write what is stepped for the biases b = r lam, and its gradient, to `lam` and `by_lam`.
+        """Write what is stepped for biases b = r lam, and its gradient, to `lam` and `grad_lam`.
 
         Where |b| <= |r| that is R' lam, so that b moves as fast as a plain one, and lam dL/db is
         added to the slope. Elsewhere it is b itself: lam would move it 1 + lam^2 times as fast.
@@ -138,8 +142,8 @@ class Rows:
         """
         is_near, _, stretch = self._stretch(b, r)
         torch.mul(stretch, b, out=lam)
-        torch.div(by_b, stretch, out=by_lam)
-        slope.add_(torch.where(is_near, b / _nonzero(r), 0) * by_b)
+        torch.div(grad_b, stretch, out=grad_lam)
+        slope.add_(torch.where(is_near, b / nonzero(r), 0) * grad_b)
 
     def leave_biases(self, b: Tensor, r: Tensor, entered: Tensor, lam: Tensor) -> None:
         """Write the biases from the stepped `lam`, which becomes b / r; `entered` is r before."""
@@ -147,7 +151,7 @@ class Rows:
         is_still = (lam == stretch * b) & (r == entered)
         stepped = torch.where(is_near, r * lam / mean, lam)
         b.copy_(torch.where(is_still, b, stepped))
-        lam.copy_(torch.where(r == 0, 0, b / _nonzero(r)))
+        lam.copy_(torch.where(r == 0, 0, b / nonzero(r)))
 
     def _stretch(self, b: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return which biases are stepped as R' b / r, R' by row, and the factor: R' / r, or 1."""
@@ -157,7 +161,7 @@ class Rows:
             is_near = (r != 0) & (b.abs() <= r.abs())
             means = self.layer_means(r.abs())
             mean = self.per_row(torch.where(means == 0, 1, means))
-        return is_near, mean, torch.where(is_near, mean / _nonzero(r), 1)
+        return is_near, mean, torch.where(is_near, mean / nonzero(r), 1)
 
     def layer_sums(self, *per_row: Tensor) -> Tensor:
         """Return the sums over the rows of each matrix, in all processes: (matrices, columns)."""
@@ -181,25 +185,25 @@ class Rows:
 
 
 def _enter(
-    w: Tensor, g: Tensor, by_v: Tensor,
+    w: Tensor, g: Tensor, grad_v: Tensor,
     length: Tensor, r: Tensor, slope: Tensor, peak: Tensor, rescales: bool,
 ) -> None:  # fmt: skip
     r.copy_(_norm(w).copysign(r))
-    u = w / _nonzero(r)
+    u = w / nonzero(r)
     slope.copy_((g * u).sum(dim=1, keepdim=True))
     peak.copy_(torch.linalg.vector_norm(g, ord=torch.inf, dim=1, keepdim=True))
-    by_v.copy_(r / length * (g - slope * u))
+    grad_v.copy_(r / length * (g - slope * u))
     if rescales:
-        w.mul_(length / _nonzero(r))
+        w.mul_(length / nonzero(r))
 
 
 def _leave(w: Tensor, r: Tensor, entered: Tensor) -> None:
     r.mul_(entered != 0)
-    w.mul_(r / _nonzero(_norm(w)))
+    w.mul_(r / nonzero(_norm(w)))
 
 
 def _measure(w: Tensor, d: Tensor, r: Tensor, along: Tensor, across: Tensor) -> None:
-    u = w / _nonzero(r)
+    u = w / nonzero(r)
     along.copy_((d * u).sum(dim=1, keepdim=True))
     across.copy_(_norm(d - along * u))
 
@@ -231,15 +235,11 @@ def rows_for(shapes: Sequence[tuple[int, int]], like: Tensor, *others: Any) -> R
 
 
 def keep_signs(r: Tensor, entered: Tensor, length: Tensor) -> None:
-    """Where r has changed its sign, set it to a tenth of what entered, or SHORTEST R if more."""
-    least = torch.minimum(entered.abs(), SHORTEST * length)
+    """Where r has changed its sign, set it to a tenth of what entered, at least SMALLEST_R R."""
+    least = torch.minimum(entered.abs(), SMALLEST_R * length)
     kept = torch.maximum(0.1 * entered.abs(), least).copysign(entered)
     r.copy_(torch.where(r * entered < 0, kept, r) * (entered != 0))
 
 
 def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=1, keepdim=True)
-
-
-def _nonzero(x: Tensor) -> Tensor:
-    return torch.where(x == 0, 1, x)

@@ -5,7 +5,7 @@ matrix's address, `first` (matrices + 1,) the matrix's first row and `width` (ma
 columns. Rows are read twice in chunks of BLOCK columns: once for the sums, once, from the cache,
 for the results. Sums have the matrices' own type, float32 or float64.
 
-Functions of one value per row and of sums over a layer's rows (biases, `mix`) have one program per
+Functions of one value per row and of sums over a layer's rows (biases, turns) have one program per
 matrix. Where processes share the rows, the plain form is used, which sums over them.
 
 Addresses of gradients change from step to step, but a training loop soon repeats them: the newest
@@ -23,11 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from geoparam.kernels.rows import SHORTEST, Rows, addresses
+from geoparam.kernels.rows import SMALLEST_R, Rows, addresses
 
 _BLOCK = 1024
 _TABLES = 8  # cached address tables
-_SHORTEST_OF_R = tl.constexpr(SHORTEST)
+_SMALLEST_R = tl.constexpr(SMALLEST_R)
 
 
 class TritonRows(Rows):
@@ -42,9 +42,9 @@ class TritonRows(Rows):
         self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
         self.captured: list[tuple[Tensor, Tensor]] = []
 
-    def mix(self, per_row, turn, limit) -> tuple[Tensor, Tensor]:
+    def turn_coefficients(self, per_row, turn, limit) -> tuple[Tensor, Tensor]:
         if turn is None or self.group is not None:
-            return super().mix(per_row, turn, limit)
+            return super().turn_coefficients(per_row, turn, limit)
         a, b = torch.empty_like(per_row[0]), torch.empty_like(per_row[0])
         self._launch(_mix, len(self.counts), self.first, *per_row, turn, limit, a, b)
         return a, b
@@ -111,7 +111,7 @@ def _enter(
     row, matrix, offset, n = _own_row(layer, first, width)
     w = _place(addresses, matrix, 0, layers, offset, r)
     g = _place(addresses, matrix, 1, layers, offset, r)
-    by_v = _place(addresses, matrix, 2, layers, offset, r)
+    grad_v = _place(addresses, matrix, 2, layers, offset, r)
     column = tl.arange(0, BLOCK)
     zeros = tl.zeros((BLOCK,), dtype=r.dtype.element_ty)
     square, product, largest = zeros, zeros, zeros
@@ -134,7 +134,7 @@ def _enter(
         inside = at + column < n
         x = tl.load(w + at + column, inside, 0)
         y = tl.load(g + at + column, inside, 0)
-        tl.store(by_v + at + column, by_g * y - by_w * x, inside)
+        tl.store(grad_v + at + column, by_g * y - by_w * x, inside)
         if rescales:
             tl.store(w + at + column, to_length * x, inside)
     tl.store(r + row, scale)
@@ -230,7 +230,7 @@ def _mix(first, along, across, length, peak, entered, r, turn, limit, a, b, BLOC
         scale = tl.load(r + row, inside, 0)
         # as `keep_signs`
         size = tl.abs(before)
-        least = tl.minimum(size, _SHORTEST_OF_R * tl.load(length + row, inside, 0))
+        least = tl.minimum(size, _SMALLEST_R * tl.load(length + row, inside, 0))
         kept = tl.maximum(0.1 * size, least)
         scale = tl.where(scale * before < 0, tl.where(before < 0, -kept, kept), scale)
         scale = tl.where(before == 0, 0.0, scale)
@@ -268,17 +268,19 @@ def _stretch(value, scale, mean, MATCH: tl.constexpr):
 
 
 @triton.jit
-def _enter_biases(first, b, by_b, r, slope, lam, by_lam, MATCH: tl.constexpr, BLOCK: tl.constexpr):
-    # slope is read and written, lam and by_lam are written
+def _enter_biases(
+    first, b, grad_b, r, slope, lam, grad_lam, MATCH: tl.constexpr, BLOCK: tl.constexpr
+):
+    # slope is read and written, lam and grad_lam are written
     begin, end = _own_rows(first)
     mean = _mean(first, r, BLOCK) if MATCH else 1.0
     for at in range(begin, end, BLOCK):
         row = at + tl.arange(0, BLOCK)
         inside = row < end
-        value, by_value = tl.load(b + row, inside, 0), tl.load(by_b + row, inside, 0)
+        value, by_value = tl.load(b + row, inside, 0), tl.load(grad_b + row, inside, 0)
         is_near, distance, stretch = _stretch(value, tl.load(r + row, inside, 0), mean, MATCH)
         tl.store(lam + row, stretch * value, inside)
-        tl.store(by_lam + row, by_value / stretch, inside)
+        tl.store(grad_lam + row, by_value / stretch, inside)
         tl.store(slope + row, tl.load(slope + row, inside, 0) + distance * by_value, inside)
 
 

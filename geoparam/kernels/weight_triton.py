@@ -100,8 +100,8 @@ def _forward_kernel(
         k = start + tl.arange(0, BLOCK)
         before = tl.load(latitude + k - 1, (k > 0) & (k < n), 0).to(TYPE)
         _, near_here, far_here = sine_and_cosine(before)
-        near_here, far_here = tl.associative_scan((near_here, far_here), 0, gather)
-        near_here, far_here = gather(near, far, near_here, far_here)
+        near_here, far_here = tl.associative_scan((near_here, far_here), 0, multiply)
+        near_here, far_here = multiply(near, far, near_here, far_here)
         sine, _, _ = sine_and_cosine(tl.load(latitude + k, k < n - 1, 0).to(TYPE))
         u = tl.where(k == n - 1, 1.0, sine) * product(near_here, far_here)
         tl.store(weight + row * n + k, (scale * u).to(weight.dtype.element_ty), k < n)
@@ -140,7 +140,7 @@ def _backward_kernel(
         k = chunk * BLOCK + tl.arange(0, BLOCK)
         sine, near, far = sine_and_cosine(tl.load(latitude + k, k < n - 1, 0).to(TYPE))
         tangent = sine / product(near, far)
-        near_here, far_here = tl.associative_scan((near, far), 0, gather)
+        near_here, far_here = tl.associative_scan((near, far), 0, multiply)
         q = product(near_here, far_here)
         if not ONE_CHUNK:
             q *= tl.load(starts + chunk)
@@ -168,8 +168,8 @@ def _write_starts(latitude, starts, n, chunks, TYPE: tl.constexpr, BLOCK: tl.con
         tl.store(starts + chunk, product(near, far))
         k = chunk * BLOCK + tl.arange(0, BLOCK)
         _, near_here, far_here = sine_and_cosine(tl.load(latitude + k, k < n - 1, 0).to(TYPE))
-        near_here, far_here = tl.reduce((near_here, far_here), 0, gather)
-        near, far = gather(near, far, near_here, far_here)
+        near_here, far_here = tl.reduce((near_here, far_here), 0, multiply)
+        near, far = multiply(near, far, near_here, far_here)
     tl.debug_barrier()  # the whole program reads what one of its threads wrote
 
 
@@ -177,7 +177,7 @@ def _write_starts(latitude, starts, n, chunks, TYPE: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def gather(near, far, near_2, far_2):
+def multiply(near, far, near_2, far_2):
     """Return the product of (1 - near) far and (1 - near_2) far_2 in this form."""
     return tl.fma(-near, near_2, near + near_2), far * far_2
 

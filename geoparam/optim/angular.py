@@ -1,4 +1,4 @@
-"""Directions as the papers' angles, kept in the state as R sqrt(g) times the latitudes."""
+"""Directions as the papers' angles, stored as R sqrt(g) latitude, to which a plain rate fits."""
 
 import math
 from typing import Any
@@ -51,11 +51,11 @@ class AngularStage(Stage):
         if not (self.r.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._read_changed_rows()
         g = torch.cat([m.unit.to_rows(gradient(m.weight, self.r.dtype)) for m in self.members])
-        by_latitude, by_r = functional.compute_gradients(
+        grad_latitude, grad_r = functional.compute_gradients(
             g, self.stored / self.scale, self.r, False
         )
-        torch.div(by_latitude, self.scale, out=self.by_stored)
-        self.by_r.copy_(by_r)
+        torch.div(grad_latitude, self.scale, out=self.by_stored)
+        self.grad_r.copy_(grad_r)
 
     def _leave_directions(self) -> None:
         if self.max_turn is None or not self.first.has_direction:

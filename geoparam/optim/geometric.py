@@ -4,7 +4,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from geoparam.optim import saved_states
 from geoparam.optim.angular import AngularStage
 from geoparam.optim.groups import divide_groups, list_params, undecayed_names
 from geoparam.optim.inner import Inner, MakeOptimizer, Maker, Pair, Slot, fit_state, local
 from geoparam.optim.stage import Member, Stage
-from geoparam.optim.units import Filter, Unit, find_units, print_table
-
-WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+from geoparam.optim.units import ZERO_ROW, find_units, print_table
+from geoparam.trace import Filter
 
 
 class GeometricOptimizer(Optimizer):
@@ -98,7 +98,10 @@ class GeometricOptimizer(Optimizer):
         decay = self._base.named.get("weight_decay", 0.0) if decay is None else decay
         rest = torch.optim.AdamW if rest is None and self._base.is_muon else rest
         if rest is not None and (rest is not base or self._base.is_muon):
-            self._rest = Maker("rest", rest, lr, {})
+            is_same = getattr(rest, "func", rest) is getattr(base, "func", base)
+            own = base_options if is_same else {}
+            named = getattr(rest, "keywords", {})
+            self._rest = Maker("rest", rest, lr, {k: v for k, v in own.items() if k not in named})
             decay = self._rest.named.get("weight_decay", decay)
         rate = self._rest.named.get("lr", lr)
         is_relative = groups and (turn is not None or rate is not lr)
@@ -108,7 +111,11 @@ class GeometricOptimizer(Optimizer):
         self._coordinates, self._turn, self._max_turn = coordinates, turn, max_turn
         self._match, self._scale_decay = match, scale_decay
         self._scale_factor: Any = 1.0 if scale_lr is None else scale_lr / rate
-        self._units, self._plain = find_units(model, filter_fn, example_inputs, scale, match)
+        found = find_units(model, filter_fn, example_inputs, scale, match)
+        self._units, self._plain, self._candidates = found
+        self._guesses_scale = scale == "auto"
+        zero_rows = [name for name, why in self._plain.items() if why == ZERO_ROW]
+        self._rest_options["zero_rows"] = zero_rows
         self._undecayed = undecayed_names(model)
         self._size = sum(p.numel() for p in model.parameters())
         self._forget()
@@ -117,7 +124,8 @@ class GeometricOptimizer(Optimizer):
         own = {"lr": lr if turn is None else turn, "geometry": form}  # a loaded state must have it
         options = {**self._base.options(0.0), **own}, self._rest_options
         super().__init__(divide_groups(model, groups, self._units, options, lr), {})
-        self.defaults = self._base.options(0.0)
+        defaults, rest_defaults = self._base.options(0.0), self._rest.defaults
+        self.defaults = {k: v for k, v in defaults.items() if k != "betas" or k in rest_defaults}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; those that come after construction are part of the rest."""
@@ -136,10 +144,7 @@ class GeometricOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; parameters without a gradient are left as they are."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self._prepare()
         kept = self._copy_still_weights()
         entered: list[Stage] = []
@@ -183,10 +188,10 @@ class GeometricOptimizer(Optimizer):
         for slot in self._slots:
             slot.publish()
         self._published = _entry_ids([slot.state for slot in self._slots])
-        self._signature = self._sign()
+        self._signature = self._compute_signature()
 
-    def _sign(self) -> Any:
-        """Return what must be as it was for what the last step built to serve again.
+    def _compute_signature(self) -> Any:
+        """Return a fingerprint: while it is unchanged, the stages of the last step are reused.
 
         Others may replace a parameter, its memory, its state, or an entry of a unit's state.
         """
@@ -200,7 +205,7 @@ class GeometricOptimizer(Optimizer):
 
     def _prepare(self) -> None:
         """Build stages and inner optimizers anew where parameters have changed since."""
-        if self._signature == self._sign():
+        if self._signature == self._compute_signature():
             return
         self._forget()
         places = {
@@ -251,7 +256,7 @@ class GeometricOptimizer(Optimizer):
 
     def _build_inner(self) -> None:
         """Give parameters to the base and the rest: see `Inner` for the keys."""
-        is_one = self._base is self._rest and self._turn is None  # some look at all (a norm)
+        is_one = self._base is self._rest and self._turn is None  # it may take a norm over all
         directions = defaultdict[Any, list[Pair]](list)
         others = directions if is_one else defaultdict[Any, list[Pair]](list)
         factor, biases = None if self._turn is not None else 1.0, set()
@@ -281,46 +286,46 @@ class GeometricOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of the same model and settings; tensors keep their types."""
-        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-            raise ValueError("an optimizer's state dict has entries 'state' and 'param_groups'.")
+        saved_states.check_form(state_dict)
         saved = state_dict["param_groups"]
-        if any("geometry" not in group for group in saved):
-            raise ValueError(
-                "this is the state of another optimizer. Its moments belong to plain weights, not "
-                "to directions: load the model's weights and let GeometricOptimizer start anew."
-            )
-        self._check_groups(saved)
+        zero_rows = self._rest_options["zero_rows"]
+        if names := saved_states.find_saved_names(self.param_groups, saved, zero_rows):
+            self._regroup(names)
+        saved_states.check_groups(self.param_groups, saved)
         ids = chain.from_iterable(group["params"] for group in saved)
-        names = chain.from_iterable(group["param_names"] for group in self.param_groups)
-        states = {n: state_dict["state"].get(key, {}) for n, key in zip(names, ids, strict=True)}
+        own_names = chain.from_iterable(group["param_names"] for group in self.param_groups)
+        pairs = zip(own_names, ids, strict=True)
+        states = {name: state_dict["state"].get(key, {}) for name, key in pairs}
         for unit in self._units:
             if states.get(unit.name):
-                _check_size(unit, states[unit.name])
+                saved_states.check_size(unit, states[unit.name])
         named = zip(saved, self.param_groups, strict=True)
         groups = [{**group, "param_names": own["param_names"]} for group, own in named]
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         self._forget()
         for name, p in chain.from_iterable(map(_name_params, self.param_groups)):
             if states[name]:
-                self.state[p] = {k: _copy(v) for k, v in states[name].items()}
-        # Which biases are distances is as it was then, whatever the values are now.
-        were = [states.get(u.name, {}).get("has_distance", u.has_distance) for u in self._units]
-        pairs = zip(self._units, map(bool, were), strict=True)
-        self._units = [replace(unit, has_distance=was) for unit, was in pairs]
+                own = states[name].items()
+                self.state[p] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in own}
+        # The saved state decides what values, or the model's mode, might decide otherwise now.
+        kept = ("has_distance", "is_fixed") if self._guesses_scale else ("has_distance",)
+        for i, unit in enumerate(self._units):
+            own = states.get(unit.name, {})
+            decided: Any = {key: bool(own[key]) for key in kept if key in own}
+            self._units[i] = replace(unit, **decided)
 
-    def _check_groups(self, saved: Sequence[dict[str, Any]]) -> None:
-        pairs: Iterator[Any] = zip_longest(self.param_groups, saved, fillvalue={"param_names": []})
-        for i, (own, other) in enumerate(pairs):
-            mine, theirs = map(_unwrap_names, (own, {**own, **other}))
-            if mine != theirs:
-                raise ValueError(
-                    f"the state's group {i} differs from the optimizer's in "
-                    f"{sorted({*mine} ^ {*theirs}) or mine}. (A layer with a row of zeros has no "
-                    "units: build the optimizer before pruning.)"
-                )
-        forms, found = ([g["geometry"] for g in groups] for groups in (self.param_groups, saved))
-        if forms != found:
-            raise ValueError(f"the state is for groups {found}; this optimizer has {forms}.")
+    def _regroup(self, names: Sequence[list[str]]) -> None:
+        """Give each group the parameters of these names; those of unit groups become units."""
+        params = dict(chain.from_iterable(map(_name_params, self.param_groups)))
+        for group, own in zip(self.param_groups, names, strict=True):
+            group.update(params=[params[name] for name in own], param_names=own)
+        rest = {n for g in self.param_groups if g["geometry"] == "rest" for n in g["param_names"]}
+        known = {unit.name: unit for unit in (*self._candidates, *self._units)}
+        before = {unit.name for unit in self._units}
+        dropped, added = before & rest, params.keys() - rest - before
+        self._units = [u for u in known.values() if u.name in (before - dropped) | added]
+        self._plain |= dict.fromkeys(dropped, "plain in the state that was loaded")
+        self._plain = {name: why for name, why in self._plain.items() if name not in added}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
@@ -374,27 +379,5 @@ def _name_params(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     return zip(group["param_names"], group["params"], strict=True)
 
 
-def _unwrap_names(group: Mapping[str, Any]) -> list[str]:
-    """Return the names of a group's parameters without those of wrappers, as DDP's `module`."""
-    parts = [name.split(".") for name in group["param_names"]]
-    return [".".join(part for part in own if part not in WRAPPERS) for own in parts]
-
-
 def _entry_ids(states: list[dict[str, Any]]) -> list[int]:
     return [*map(id, chain.from_iterable(map(dict.values, states)))]
-
-
-def _check_size(unit: Unit, state: Mapping[str, Any]) -> None:
-    """Raise where a state is damaged, or of units of another size."""
-    if any(state.get(key) is None for key in ("r", "length", "fan_in")):
-        raise ValueError(f"the state of {unit.name!r} lacks 'r', 'length' or 'fan_in'.")
-    rows, fan_in = len(state["r"]), state["fan_in"]
-    if (rows, fan_in) != (unit.out, unit.fan_in):
-        raise ValueError(
-            f"the state of {unit.name!r} has {rows} units of fan-in {fan_in}; the model's has "
-            f"{unit.out} of {unit.fan_in}."
-        )
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from geoparam import sphere
 from geoparam.base_layer import GmPLayer
+from geoparam.inspection import full_tensor
 from geoparam.optim.units import Unit
 
 AngleRate = float | Literal["fan_in"] | None
@@ -41,9 +42,10 @@ def param_groups(
         sgd       lr / (R^2 g)        lr / R^2    lr / R^2    lr
 
     since SGD's step is proportional to the gradient, which has a factor R of its own, and an
-    adaptive optimizer's is not. In intrinsic coordinates this is exact for rows with |r| = R. R
-    counts as 20 lr at least (adam) or 2 lr (sgd), up to 0.2: r moves at lr, so in a shorter row it
-    soon is many times R, and with it the speed of W and b, which would become unstable.
+    adaptive optimizer's is not. In intrinsic coordinates this is exact for rows with |r| = R and
+    no bias; a bias moves 1 + lam^2 times as fast, and r with it. R counts as 20 lr at least (adam)
+    or 2 lr (sgd), up to 0.2: r moves at lr, so in a shorter row it soon is many times R, and with
+    it the speed of W and b, which would become unstable.
     `GeometricOptimizer` does the same without having to know the kind. Matched groups keep it
     under `kind`: printing SGD with `kind: adam` shows that the rates are for another optimizer.
 
@@ -151,14 +153,11 @@ def _find_rate(layer: GmPLayer, name: str, kind: Kind, lr: float) -> float:
     """Return the rate at which a parameter moves the weight as `lr` moves a plain one."""
     if layer.r.is_meta:
         return lr
-    r: Any = layer.r
-    mean = float(r.full_tensor().abs().mean() if hasattr(r, "full_tensor") else r.abs().mean())
+    mean = float(full_tensor(layer.r).abs().mean())
     length = max(mean, min(0.2, LEAST_R[kind] * lr))
     g = 1.0
     if name == "latitude":
-        latitude: Any = layer.latitude
-        latitude = latitude.full_tensor() if hasattr(latitude, "full_tensor") else latitude
-        g = float(sphere.metric(latitude).mean())
+        g = float(sphere.metric(full_tensor(layer.latitude)).mean())
     speed = 1 / (length * math.sqrt(g)) if g else 1.0
     return lr * (speed if kind == "adam" else speed**2)
 

@@ -141,7 +141,10 @@ class Slot:
         self.pair: Pair = self.parameter, self.state
 
     def publish(self) -> None:
-        """Write all entries; they are held here too, so that no new one has the id of an old."""
+        """Copy the state into the outer one.
+
+        The values are kept alive here: the id of a freed tensor could be used again.
+        """
         self.published = [*self.state.values()]
         for key, value in self.state.items():
             self.outer[self.prefix + key] = self._lay_out(value)
@@ -173,8 +176,8 @@ class Slot:
 def fit_state(state: State, p: Any, step_on_device: bool) -> None:
     """Bring a state to its parameter's present device and type; counters keep their own type.
 
-    Half precision is widened where the whole state has it, because the parameter had it too. Else
-    it is the optimizer's choice. Masters are not rounded.
+    If all tensors are in half precision, the parameter was, too, when they were saved: they are
+    widened. If only some are, the optimizer chose it: they stay. Masters are not rounded.
     """
     full = torch.float64 if p.dtype == torch.float64 else torch.float32
     arrays = [x for x in state.values() if isinstance(x, Tensor) and x.ndim]

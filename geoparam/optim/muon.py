@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from geoparam.inspection import full_tensor
+
 _SMALL = 1 << 22  # elements; a smaller matrix may be padded
 
 
@@ -28,10 +30,7 @@ class RowMuon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None and p.numel()]
             if params:
@@ -51,8 +50,7 @@ class RowMuon(Optimizer):
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         # Newton-Schulz needs all rows of a sharded matrix together.
-        whole = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in updates]
-        found = _orthogonalise_all([x.flatten(1) for x in whole], group)
+        found = _orthogonalise_all([full_tensor(x).flatten(1) for x in updates], group)
         changes = [_shape_like(p, change) for p, change in zip(params, found, strict=True)]
         if isinstance(group["lr"], Tensor):
             torch._foreach_mul_(changes, group["lr"].to(changes[0].device))

@@ -1,4 +1,4 @@
-"""Before the base optimizer's step: gradients by coordinates. After it: weights from these.
+"""One optimizer step on directions, r and lam: gradients of these before, weights after it.
 
 A unit's weight is W = r u and its bias b = r lam. The base optimizer steps not W but the stored
 direction, at a length R that is the layer's mean |r| at the start (R = 1 with match=False):
@@ -64,7 +64,7 @@ class Member:
 
 
 class Stage:
-    """Weights that are stepped together: see `key`.
+    """Weights that one call of the row kernels handles: they share device, type, group (`key`).
 
     Directions are unit vectors times R. By default the base steps the vectors themselves. With
     `turn` or `max_turn` it steps an increment d, which starts at 0, so that a small one keeps all
@@ -94,12 +94,12 @@ class Stage:
         self.length = self.rows.per_row(torch.stack([m.state["length"] for m in members]))
         self.r = torch.cat([local(state["r"]) for state in self.states])
         self.peak, is_fixed = torch.zeros_like(self.r), self.first.unit.is_fixed
-        self.by_r = self._add_flat("r", self.states, self.r, is_stepped=not is_fixed)
+        self.grad_r = self._add_flat("r", self.states, self.r, is_stepped=not is_fixed)
         with_bias = [m for m in members if m.bias is not None]  # all or none
         self.biases = [find_master(m.bias, m.bias_state) for m in with_bias]
         if self.biases:
             self.lam = torch.zeros_like(self.r)
-            self.by_lam = self._add_flat("lam", bias_states, self.lam)
+            self.grad_lam = self._add_flat("lam", bias_states, self.lam)
         parameters = [m.weight for m in members] + [m.bias for m in with_bias]
         pairs = zip(parameters, [m.own for m in members] + self.biases, strict=True)
         half = [(local(p), own) for p, own in pairs if p.dtype != own.dtype]
@@ -124,6 +124,7 @@ class Stage:
             if "r" not in m.state:
                 m.state.update(r=m.shard(own), length=length.clone(), fan_in=m.unit.fan_in)
                 m.state["has_distance"] = int(m.unit.has_distance)
+                m.state["is_fixed"] = int(m.unit.is_fixed)
 
     def _first_scale(self, m: Member) -> Tensor:
         return torch.linalg.vector_norm(m.rows(), dim=1)
@@ -137,12 +138,12 @@ class Stage:
         self, name: str, states: list[State], flat: Tensor, is_stepped: bool = True
     ) -> Tensor:
         """Put each layer's part of a tensor of all rows into its state; return a gradient."""
-        by_flat, parts = torch.zeros_like(flat), self.rows.split(flat)
+        grad_flat, parts = torch.zeros_like(flat), self.rows.split(flat)
         for m, state, own in zip(self.members, states, parts, strict=True):
             state[name] = m.shard(own)
         if is_stepped:
-            self._add_slots(name, states, parts, self.rows.split(by_flat))
-        return by_flat
+            self._add_slots(name, states, parts, self.rows.split(grad_flat))
+        return grad_flat
 
     def _add_slots(
         self,
@@ -169,12 +170,12 @@ class Stage:
             for memory in self.scratch
         ]
         in_memory = [m.own.as_strided(m.shape, (m.shape[1], 1)) for m in members if not is_copied]
-        self.w, self.by_v = in_memory or parts[-1], parts[0]
+        self.w, self.grad_v = in_memory or parts[-1], parts[0]
         self.increments = parts[1] if self.by_increment else []
         self.radians = self.r.new_full((len(members),), math.radians(1))
         if self.first.has_direction:
             stepped = self.increments or self.w
-            self._add_slots("direction", self.states, stepped, self.by_v, in_memory_order=True)
+            self._add_slots("direction", self.states, stepped, self.grad_v, in_memory_order=True)
 
     def enter(self) -> None:
         """Write the parameters and gradients that the inner optimizers step."""
@@ -184,8 +185,10 @@ class Stage:
         self._enter_directions()
         if self.biases:
             self.bias = torch.cat(self.biases)
-            by_bias = torch.cat([gradient(m.bias, self.r.dtype) for m in self.members])
-            self.rows.enter_biases(self.bias, by_bias, self.r, self.by_r, self.lam, self.by_lam)
+            grad_bias = torch.cat([gradient(m.bias, self.r.dtype) for m in self.members])
+            self.rows.enter_biases(
+                self.bias, grad_bias, self.r, self.grad_r, self.lam, self.grad_lam
+            )
         self.entered = self.r if self.first.unit.is_fixed else self.r.clone()
 
     def leave(self) -> None:
@@ -198,7 +201,7 @@ class Stage:
             torch._foreach_copy_(self.halves, self.masters)
 
     def _enter_directions(self) -> None:
-        """Write v and its gradient for the base, r = |W| with its sign, and by_r = <G, u>."""
+        """Write v and its gradient for the base, r = |W| with its sign, and grad_r = <G, u>."""
         storage = self.scratch.untyped_storage()
         if storage.nbytes() != self.scratch.nbytes:
             storage.resize_(self.scratch.nbytes)
@@ -208,8 +211,8 @@ class Stage:
             for m, w in zip(self.members, self.w, strict=True):
                 w.copy_(m.rows())
         grads = [_gradient_in_memory(m) for m in self.members]
-        per_row = self.length, self.r, self.by_r, self.peak
-        self.rows.enter(self.w, grads, self.by_v, per_row, rescales=not self.by_increment)
+        per_row = self.length, self.r, self.grad_r, self.peak
+        self.rows.enter(self.w, grads, self.grad_v, per_row, rescales=not self.by_increment)
 
     def _leave_directions(self) -> None:
         """Write r times the new directions into the weights."""
@@ -230,7 +233,7 @@ class Stage:
         turn = (self.radians * self.group["lr"]).to(self.r) if self.turns else None
         limit = math.radians(self.max_turn or 0)
         per_row = *measured, self.length, self.peak, self.entered, self.r
-        a, b = self.rows.mix(per_row, turn, limit)
+        a, b = self.rows.turn_coefficients(per_row, turn, limit)
         self.rows.rotate(self.w, self.increments, a, b)
 
 

@@ -1,7 +1,7 @@
 """Finds the weights of a model whose rows are units, and says why others stay plain."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geoparam.base_layer import GmPLayer
+from geoparam.coordinates import STEEPEST
 from geoparam.graph import Graph
-from geoparam.trace import output_layers, trace
+from geoparam.inspection import is_conv1d, refuse_lazy
+from geoparam.trace import Filter, output_layers, trace
 
-Filter = Callable[[nn.Module, str], bool]
-STEEPEST = 100  # |b| / |r| beyond which `convert_` leaves a layer
+ZERO_ROW = "a row of zeros has no direction"
 CHANNEL_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -58,7 +59,8 @@ def print_table(units: Sequence[Unit], plain: Mapping[str, str], trained: Collec
         scale = f"fixed{norm}" if u.is_fixed else "free"
         bias = "lam" if u.has_distance else "plain" if u.bias else "-"
         lines.append(f"  {u.name:{width}} {u.out:6} {u.fan_in:6}  {bias:5}  {scale}")
-    others = {u.name: "frozen, or in no group" for u in units if u.name not in trained}
+    why = "frozen, or not in the groups that were given first"
+    others = {u.name: why for u in units if u.name not in trained}
     reasons = [f"  {name:{width}} {why}" for name, why in {**plain, **others}.items()]
     return "\n".join([*lines, "  plain", *reasons])
 
@@ -69,8 +71,8 @@ def find_units(
     example_inputs: Any = None,
     scale: str = "auto",
     match: bool = True,
-) -> tuple[list[Unit], dict[str, str]]:
-    """Return the units of a model, and for each other matrix the reason why it stays plain.
+) -> tuple[list[Unit], dict[str, str], list[Unit]]:
+    """Return the units, why other matrices stay plain, and what could be units by its kind.
 
     Arguments are as in `GeometricOptimizer`.
 
@@ -86,7 +88,9 @@ def find_units(
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     embedded = {names[id(module.weight)] for module in embeddings}
-    found, plain = dict[str, Unit](), dict[str, str]()
+    parameters = dict(model.named_parameters())
+    shared, found = _find_overlaps(parameters), dict[str, Unit]()
+    plain = {name: why for name, why in shared.items() if parameters[name].ndim > 1}
     for layer, module, weight, bias, column_groups in _weights(model):
         name = names[id(weight)]
         is_plain = layer in outputs if filter_fn is None else not filter_fn(module, layer)
@@ -94,20 +98,42 @@ def find_units(
             plain[name] = "tied to an embedding"
         elif is_plain:
             plain[name] = "the output layer" if filter_fn is None else "filter_fn"
-        is_own = bias is not None and holders[id(bias)] == holders[id(weight)]  # tied alike
+        is_tied_alike = bias is not None and holders[id(bias)] == holders[id(weight)]
+        is_own = is_tied_alike and names[id(bias)] not in shared
         own, norm = names[id(bias)] if is_own else None, norms.get(layer)
         is_fixed = scale == "fixed" or (scale == "auto" and norm is not None)
         out = weight.shape[1] * column_groups if column_groups else len(weight)
         sizes = out, weight.numel() // out, column_groups
         found.setdefault(name, Unit(name, *sizes, own, is_own, norm, is_fixed))
-    parameters = dict(model.named_parameters())
-    units = _check_values(parameters, found, plain, match)
+    candidates = [unit for name, unit in found.items() if name not in plain]
+    units = _select_units(parameters, candidates, plain, match)
+    for name in (name for name, p in parameters.items() if p.ndim > 1 and name not in found):
+        plain.setdefault(name, "an embedding" if name in embedded else "not in a known layer")
     if not units:
         why = "; ".join(f"{name}: {reason}" for name, reason in plain.items()) or "none was found"
         raise ValueError(f"no layer of this model has units to train ({why}).")
-    others = [name for name, p in parameters.items() if p.ndim > 1 and name not in found]
-    reasons = ["an embedding" if n in embedded else "not in a known layer" for n in others]
-    return units, plain | dict(zip(others, reasons, strict=True))
+    return units, plain, candidates
+
+
+def _find_overlaps(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
+    """Return the parameters in whose memory others lie, as after `w.data = v.data.t()`, and whose.
+
+    A step on one would change the other in the middle of its own.
+    """
+    own = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in parameters.items()}
+    spans = [
+        (p.data_ptr(), sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True)), p, name)
+        for name, p in own.items()
+        if p.numel() and not p.is_meta and p.layout == torch.strided and torch._C._has_storage(p)
+    ]
+    found: dict[str, str] = {}
+    last, end = "", 0
+    for start, distance, p, name in sorted(spans, key=lambda span: span[0]):
+        if start < end:
+            found |= {name: f"shares memory with {last}", last: f"shares memory with {name}"}
+        if (own_end := start + (distance + 1) * p.element_size()) > end:
+            last, end = name, own_end
+    return found
 
 
 def _check_model(model: nn.Module) -> None:
@@ -119,9 +145,7 @@ def _check_model(model: nn.Module) -> None:
                 f"{name!r} has its geometry in the layer already. Give such a model's "
                 "param_groups to a torch optimizer, or fold it with fold_ first."
             )
-    for name, p in model.named_parameters():
-        if nn.parameter.is_lazy(p):
-            raise ValueError(f"{name!r} is lazy and has no shape yet: run the model once first.")
+    refuse_lazy(model)
 
 
 def _weights(
@@ -129,12 +153,10 @@ def _weights(
 ) -> Iterator[tuple[str, nn.Module, nn.Parameter, nn.Parameter | None, int]]:
     """Yield layer, module, weight, bias and `column_groups` of each weight that has units."""
     for name, module in model.named_modules():
-        kind = type(module)
-        is_conv1d = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
         column_groups, keys = 0, {"weight": "bias"}
         if isinstance(module, nn.modules.conv._ConvTransposeNd):
             column_groups = module.groups
-        elif is_conv1d:
+        elif is_conv1d(module):
             column_groups = 1
         elif isinstance(module, nn.MultiheadAttention):  # its three weights share a bias
             keys = {"in_proj_weight": "in_proj_bias"}
@@ -148,17 +170,17 @@ def _weights(
                 yield layer, module, weight, bias, column_groups
 
 
-def _check_values(
-    parameters: dict[str, nn.Parameter], found: dict[str, Unit], plain: dict[str, str], match: bool
+def _select_units(
+    parameters: dict[str, nn.Parameter], units: list[Unit], plain: dict[str, str], match: bool
 ) -> list[Unit]:
-    """Return the weights without a zero row, which has no direction.
+    """Return the weights that have units (no zero row), and whether each bias is stored as lam.
 
     lam = b / r moves a bias 1 + lam^2 times as fast as plain training, so it is stored only where
     |b| <= |r| in every row. Without `match` the rule is that of `convert_`, which leaves a layer
     with |b| > 100 |r|. Processes that share a model combine their flags, since each has some of
     the rows.
     """
-    units, most = [u for name, u in found.items() if name not in plain], 1 if match else STEEPEST
+    most = 1 if match else STEEPEST
     flags = torch.tensor([_value_flags(u, parameters, most) for u in units], dtype=torch.int32)
     sharded = next((p for p in parameters.values() if hasattr(p, "device_mesh")), None)
     if sharded is not None:
@@ -167,9 +189,9 @@ def _check_values(
     kept = []
     for unit, (has_zero_row, is_far) in zip(units, flags.view(-1, 2).tolist(), strict=True):
         if has_zero_row:
-            plain[unit.name] = "a row of zeros has no direction"
+            plain[unit.name] = ZERO_ROW
         elif is_far and not match:
-            plain[unit.name] = f"|bias| > {STEEPEST:.0f} |weight| in a row"
+            plain[unit.name] = f"|bias| > {STEEPEST} |weight| in a row"
         else:
             kept.append(replace(unit, has_distance=False) if is_far else unit)
     return kept
@@ -195,15 +217,21 @@ def _norms_by_graph(model: nn.Module, graph: Graph) -> dict[str, str]:
     for layer in graph.layers:
         norm, exclusive = graph.norm_after(layer)
         if exclusive and norm is not None and norm.name:
-            if _undoes_scale(model.get_submodule(norm.name)):
+            if _undoes_scale(model.get_submodule(norm.name), model.training):
                 found[layer] = norm.name
     return found
 
 
-def _undoes_scale(norm: nn.Module) -> bool:
-    """Whether a norm divides by the scale of its input; a frozen one does not."""
-    is_frozen = not norm.training and not any(p.requires_grad for p in norm.parameters())
-    return isinstance(norm, CHANNEL_NORMS) and not is_frozen
+def _undoes_scale(norm: nn.Module, model_trains: bool) -> bool:
+    """Return whether a norm divides by the scale of its input, in training.
+
+    One with running statistics does not if it is frozen: in evaluation mode, without parameters
+    that are trained. If it has no parameters, and all of the model evaluates, nothing tells.
+    """
+    is_trained = [p.requires_grad for p in norm.parameters()] or [not model_trains]
+    is_frozen = not norm.training and not any(is_trained)
+    has_statistics = getattr(norm, "track_running_stats", True)
+    return isinstance(norm, CHANNEL_NORMS) and not (is_frozen and has_statistics)
 
 
 def _norms_by_order(model: nn.Module) -> dict[str, str]:
@@ -213,7 +241,11 @@ def _norms_by_order(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         if isinstance(module, CHANNEL_NORMS):
             is_beside = name.rpartition(".")[0] == layer.rpartition(".")[0]
-            if is_beside and width == module.num_features and _undoes_scale(module):
+            if (
+                is_beside
+                and width == module.num_features
+                and _undoes_scale(module, model.training)
+            ):
                 found[layer] = name
             width = 0
         elif isinstance(module, nn.Linear | nn.modules.conv._ConvNd):

@@ -11,7 +11,6 @@ from geoparam.plots.style import (
     as_array,
     axis_or_new,
     curve_styles,
-    finite,
     legend_beside,
     step_numbers,
 )
@@ -73,7 +72,7 @@ def rotation_curves(
 
 def _loggable(values: np.ndarray) -> np.ndarray:
     """The values that a logarithmic axis can show; NaN, a gap, for the others."""
-    return np.where(values > 0, finite(values), np.nan)
+    return np.where((values > 0) & np.isfinite(values), values, np.nan)
 
 
 def _medians(at: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

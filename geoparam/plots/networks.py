@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
@@ -10,13 +11,7 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.ticker import Formatter, FuncFormatter, MaxNLocator
 
-from geoparam.plots.style import (
-    as_array,
-    axis_or_new,
-    finite,
-    legend_beside,
-    step_numbers,
-)
+from geoparam.plots.style import as_array, axis_or_new, legend_beside, step_numbers
 
 ROW = 0.16  # inches a layer's name needs at 7 points
 COLUMNS = 400  # cells that a figure 900 pixels wide can show
@@ -48,7 +43,8 @@ def layer_heatmap(
         >>> [text.get_text() for text in ax.get_yticklabels()]
         ['conv1', 'fc']
     """
-    values = finite(_by_layer(values, layers))
+    values = as_array("values", values, (len(layers), "records"))
+    values = np.where(np.isfinite(values), values, np.nan)  # matplotlib leaves a gap at NaN only
     steps = step_numbers(steps, records := values.shape[1])
     starts = np.arange(min(records, COLUMNS)) * records // min(records, COLUMNS)
     values, steps = np.fmax.reduceat(values, starts, axis=1), steps[starts]
@@ -63,10 +59,6 @@ def layer_heatmap(
     _number_steps(ax, steps)
     ax.figure.colorbar(image, ax=ax, label=label, format=ticks, pad=0.02, fraction=0.05)
     return ax
-
-
-def _by_layer(values: np.ndarray, layers: Sequence[str]) -> np.ndarray:
-    return as_array("values", values, (len(layers), "records"))
 
 
 def _name_layers(ax: Axes, layers: Sequence[str]) -> None:
@@ -104,7 +96,7 @@ def rotation_heatmap(
         >>> ax.images[0].norm.vmin, ax.images[0].norm.vmax
         (0.1, 10.0)
     """
-    values = _by_layer(values, layers)
+    values = as_array("values", values, (len(layers), "records"))
     positive = values[np.isfinite(values) & (values > 0)]
     positive = positive if len(positive) else np.array([1e-3, 1.0])
     low, high = limits or (positive.min(), max(positive.max(), 1.01 * positive.min()))
@@ -129,19 +121,12 @@ def dead_units(
         >>> ax.images[0].norm.vmax
         0.5
     """
-    shares = _by_layer(values, layers)
+    shares = as_array("values", values, (len(layers), "records"))
     known = shares[np.isfinite(shares)]
     highest = max(0.01, known.max(initial=0.0))  # one unit in a thousand must not look like all
-    return layer_heatmap(
-        shares,
-        layers=layers,
-        label="dead units",
-        steps=steps,
-        norm=Normalize(*(limits or (0.0, highest))),
-        cmap="magma_r",
-        ticks=PERCENT,
-        ax=ax,
-    )
+    norm = Normalize(*(limits or (0.0, highest)))
+    style: dict[str, Any] = {"label": "dead units", "cmap": "magma_r", "ticks": PERCENT}
+    return layer_heatmap(shares, layers=layers, steps=steps, norm=norm, ax=ax, **style)
 
 
 def region_slice(

@@ -111,9 +111,8 @@ def _key(name: str) -> str:
 
 def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, np.ndarray]:
     """A figure outside of pyplot, `size` in inches, and its axes in an array (rows, columns)."""
-    figure = Figure(
-        figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, compress=True)
-    )
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, compress=True)
+    figure = Figure(figsize=size, layout=layout)
     axes = figure.subplots(rows, columns, squeeze=False)
     for ax in axes.flat:
         ax.spines[["top", "right"]].set_visible(False)
@@ -143,11 +142,6 @@ def as_array(name: str, values: ArrayLike, shape: tuple[str | int, ...]) -> np.n
     return array
 
 
-def finite(values: np.ndarray) -> np.ndarray:
-    """The values with NaN for infinities: matplotlib leaves a gap at NaN only."""
-    return np.where(np.isfinite(values), values, np.nan)
-
-
 def step_numbers(steps: np.ndarray | None, count: int) -> np.ndarray:
     """The numbers of the recorded steps; 0, 1, ... if None."""
     return np.arange(count) if steps is None else as_array("steps", steps, (count,))
@@ -155,11 +149,5 @@ def step_numbers(steps: np.ndarray | None, count: int) -> np.ndarray:
 
 def legend_beside(ax: Axes, title: str | None = None) -> None:
     """Put a legend to the right of the axis, where it covers no data."""
-    ax.legend(
-        title=title,
-        loc="upper left",
-        bbox_to_anchor=(1.01, 1.0),
-        borderaxespad=0.0,
-        handlelength=2.6,
-        frameon=False,
-    )
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
+    ax.legend(title=title, **place, borderaxespad=0.0, handlelength=2.6, frameon=False)

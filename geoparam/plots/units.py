@@ -5,15 +5,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from geoparam.plots.style import (
-    BLUE,
-    BROWN,
-    INK,
-    VERMILLION,
-    as_array,
-    axis_or_new,
-    legend_beside,
-)
+from geoparam.plots.style import BLUE, BROWN, INK, VERMILLION, as_array, axis_or_new, legend_beside
 
 SIDES = (("active", "#d3e6f2"), ("inactive", "#f8efe6"))
 ACTIVE, INACTIVE = BLUE, VERMILLION  # the papers' green and red are one colour to some
@@ -114,8 +106,7 @@ def _arrows(ax: Axes, location: np.ndarray, towards: np.ndarray, length: float) 
     beside = 11 * (along / length - towards)  # in points, the same in large and small panels
     text: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center"}
     for word, (x, y) in [("u", location + 1.8 * length * towards), ("φ", location)]:
-        place = (beside[0], beside[1])
-        ax.annotate(word, (x, y), xytext=place, **text, size=12, annotation_clip=True)
+        ax.annotate(word, (x, y), xytext=tuple(beside), **text, size=12, annotation_clip=True)
 
 
 def plane(ax: Axes | None, limits: tuple[float, float]) -> Axes:

@@ -280,3 +280,49 @@ def test_inputs_may_be_words() -> None:
     model = FunctionModel(count, layer=nn.Linear(2, 3))
     words = ["abba", "a", "banana"]
     assert len(patterns(model, {"words": words})["layer"].packed) == len(words)
+
+
+def wide() -> dict[str, nn.Module]:
+    torch.manual_seed(3)
+    return {"a": nn.Linear(2, 8), "b": nn.Linear(8, 5), "c": nn.ConvTranspose1d(1, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x, act: m.b(act(m.a(x).view(-1, 2, 4)).flatten(1)),
+        lambda m, x, act: m.b(act(z := m.a(x)) + z),
+        lambda m, x, act: m.b(act(F.avg_pool1d(torch.cat([m.a(x), 2 * m.a(x)], dim=1), 2))),
+        lambda m, x, act: act(torch.cat([m.a(x), m.a(x) - 1], dim=1)),
+        lambda m, x, act: act(m.c(x[:, None])),
+        lambda m, x, act: act(x @ m.a.weight.t()[:, :3]),
+    ],
+)
+def test_every_relu_counts_wherever_it_is(forward: Callable) -> None:
+    """The second computation collects the bits in the forward itself."""
+    x = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
+    bits: list[Tensor] = []
+
+    def act(z: Tensor) -> Tensor:
+        bits.append((z > 0).flatten(1))
+        return z.relu()
+
+    model = FunctionModel(lambda m, x: forward(m, x, torch.relu), **wide())
+    forward(model, x, act)
+    expected = torch.cat(bits, dim=1)
+    found, regions = patterns(model, x), len(expected.unique(dim=0))
+    assert found.distinct() == regions > 1 and found.network.bits == expected.shape[1]
+    tracker = gp.BoundaryTracker(model, probe=x)
+    tracker.step()
+    assert tracker.history.network["regions"][0] == regions
+
+
+def test_a_dead_unit_after_a_sum_counts_once_in_the_network() -> None:
+    model = FunctionModel(
+        lambda m, x: (m.a(x) + m.b(x)).relu(), a=nn.Linear(2, 3), b=nn.Linear(2, 3)
+    )
+    model.a.bias.data[0] = -99.0
+    tracker = gp.BoundaryTracker(model, probe=torch.rand(9, 2))
+    tracker.step()
+    dead = [tracker.history[name]["dead"][0] for name in "ab"]
+    assert dead[0] == dead[1] == tracker.history.network["dead"][0] >= 1

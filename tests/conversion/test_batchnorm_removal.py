@@ -234,3 +234,34 @@ def test_a_model_without_values_converts_and_loads_and_folds() -> None:
     empty.load_state_dict(model.state_dict(), assign=True)
     assert gp.verify(model, empty, X) == 0
     assert gp.verify(model, gp.fold_(empty), X) < 1e-5
+
+
+@pytest.mark.parametrize("weights", ["geometric", "plain"])
+def test_a_bias_before_a_frozen_norm_goes_on_learning(weights: str) -> None:
+    model = TwoConvs()
+    for norm in (model.norm1, model.norm2):
+        norm.requires_grad_(False)
+    gp.convert_(model, norm="imn", weights=weights, example_inputs=X)
+    key = "lam" if weights == "geometric" else "bias"
+    assert getattr(model.first, key).requires_grad
+    assert not getattr(model.second, key).requires_grad  # it had no bias
+    assert gp.fold_(model).first.bias.requires_grad
+
+
+def test_after_an_error_frozen_is_what_was() -> None:
+    model = TwoConvs().eval()
+    model.norm1.requires_grad_(False)
+    model.first.bias.requires_grad_(False)
+    model.second.register_forward_hook(lambda layer, x, y: 2 * y + 1)
+    flags = [p.requires_grad for p in model.parameters()]
+    with pytest.raises(ValueError, match="differs by"):
+        gp.convert_(model, norm="imn", weights="plain", example_inputs=X)
+    assert flags == [p.requires_grad for p in model.parameters()]
+
+
+def test_a_layer_that_is_not_called_gets_no_input_mean() -> None:
+    block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model, x = nn.Sequential(nn.Linear(8, 8), block, nn.Linear(8, 2)), torch.randn(4, 5, 8)
+    gp.convert_(model, norm="imn", init="glorot", example_inputs=x)
+    assert model[1].self_attn.out_proj.input_norm is None  # attention reads its weight
+    assert model[1].linear1.input_norm is not None

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn.utils import parametrizations, prune, weight_norm
 from zoo import pretend_pretrained
 
 import geoparam as gp
-from geoparam.conversion.plan import STEEPEST
+from geoparam.coordinates import STEEPEST
 
 
 class Net(nn.Module):
@@ -154,7 +155,7 @@ def test_zero_rows_are_reported_and_steep_rows_left() -> None:
     original = copy.deepcopy(model)
     text = str(gp.plan(model))
     assert "shared: Conv2d (1 zero rows have r = 0)" in text
-    assert f"hidden: Linear (1 rows with |bias| > {STEEPEST:.0f} |weight|)" in text
+    assert f"hidden: Linear (1 rows with |bias| > {STEEPEST} |weight|)" in text
     gp.convert_(model)
     assert type(model.hidden) is nn.Linear
     assert gp.verify(original, model, X) < 1e-5
@@ -324,6 +325,27 @@ def test_a_model_may_change_its_inputs() -> None:
     assert gp.verify(model, model, x) == 0
     gp.convert_(model, example_inputs=x)
     assert torch.equal(x, ones)
+
+
+def test_inputs_in_objects_are_copied_and_outputs_in_objects_compared() -> None:
+    model = two_layers(lambda m, d: SimpleNamespace(y=m.head(m.hidden(d.x.mul_(2)).relu())))
+    given = SimpleNamespace(x=torch.ones(3, 4))
+    gp.convert_(model, example_inputs=(given,))
+    assert type(model.head) is nn.Linear and torch.equal(given.x, torch.ones(3, 4))
+    assert gp.verify(model, two_layers(model.function), given) > 0
+
+
+def test_what_a_first_run_adds_does_not_stay() -> None:
+    """transformers' models install hooks in their first run, and remember that they have."""
+
+    def run(m: FunctionModel, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(m, "ready"):
+            m.ready = m.hidden.register_forward_hook(lambda layer, x, y: 2 * y)
+        return m.head(m.hidden(x))
+
+    model, x = two_layers(run), torch.randn(3, 4)
+    gp.plan(model, example_inputs=x)
+    assert not model.hidden._forward_hooks and gp.verify(model, copy.deepcopy(model), x) == 0
 
 
 def test_other_outputs_are_seen_beside_infinite_ones() -> None:

@@ -12,7 +12,6 @@ from image_runs import (
     Killed,
     assert_same_run,
     die,
-    forget_accelerate,  # noqa: F401
     kill_at,
     settings,
     source,
@@ -29,6 +28,7 @@ from geoparam_lab.training.images.settings import Outcome
 from geoparam_lab.training.images.train import train
 
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 CLOSE = {"atol": 2e-5, "rtol": 1e-3}
 

@@ -36,7 +36,3 @@ def test_script_runs(title: str, tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-
-
-def test_there_are_scripts() -> None:
-    assert list(SCRIPTS) == ["DDP", "FSDP2", "Accelerate"]

@@ -1,11 +1,10 @@
 """Small runs on images in memory, broken off where a test wants it, and compared to the bit."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from geoparam_lab.data.packed_images import PackedImages, Split
@@ -15,17 +14,6 @@ from geoparam_lab.training.images.settings import Outcome, Settings
 WIDTHS = (4, 4, 6, 6, 8, 8)
 CLASSES, TRAIN, BATCH = 6, 48, 16
 STEPS = TRAIN // BATCH
-
-
-@pytest.fixture(autouse=True)
-def forget_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Accelerate has one precision for the life of a process; tests have several."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 class Killed(BaseException):

@@ -110,7 +110,7 @@ def test_rows(launches: list[str], layers: int, dtype: torch.dtype) -> None:
     rows.leave(w, x, x)
     rows.measure(w, w, x)
     rows.rotate(w, w, x, x)
-    rows.mix((x, x, x, x, x, x), turn, 0.1)
+    rows.turn_coefficients((x, x, x, x, x, x), turn, 0.1)
     for rows.match in (True, False):
         rows.enter_biases(x, x, x, x, x, x)
         rows.leave_biases(x, x, x, x)

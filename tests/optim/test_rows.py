@@ -24,9 +24,9 @@ def results(rows: Rows, rescales: bool) -> list[Tensor]:
     w, g, v = ([torch.randn(s, dtype=rows.dtype) for s in SHAPES] for _ in range(3))
     w[0][1] = g[2][1] = 0
     r, length, a, b, slope, peak = (torch.randn(rows.total, dtype=rows.dtype) for _ in range(6))
-    by_v, sign, length = [torch.empty_like(x) for x in w], r.sign(), length.abs() + 0.5
+    grad_v, sign, length = [torch.empty_like(x) for x in w], r.sign(), length.abs() + 0.5
     before = [x.clone() for x in w]
-    rows.enter(w, g, by_v, (length, r, slope, peak), rescales)
+    rows.enter(w, g, grad_v, (length, r, slope, peak), rescales)
     assert r[1] == 0 and peak[4] == 0 and torch.equal(r.sign(), sign * (r != 0))
     assert rescales or all(map(torch.equal, w, before))
     measured = rows.measure(w, g, r)
@@ -35,17 +35,17 @@ def results(rows: Rows, rescales: bool) -> list[Tensor]:
     r.add_(b)  # some change their sign
     rows.leave(v, r, entered)
     assert r[1] == 0 and not v[0][1].any()
-    return [*by_v, *w, *v, r, slope, peak > 0, *measured]
+    return [*grad_v, *w, *v, r, slope, peak > 0, *measured]
 
 
 def results_of_flat_functions(rows: Rows, _: bool) -> list[Tensor]:
     """Return what becomes of biases, some far out, and how rows are turned, per row."""
     torch.manual_seed(0)
-    r, slope, b, by_b, along, stepped = torch.randn(6, rows.total, dtype=rows.dtype)
+    r, slope, b, grad_b, along, stepped = torch.randn(6, rows.total, dtype=rows.dtype)
     r[2] = b[1] = 0
-    before, lam, by_lam = b.clone(), torch.zeros_like(b), torch.zeros_like(b)
-    rows.enter_biases(b, by_b, r, slope, lam, by_lam)
-    entered, first = r.clone(), [lam.clone(), by_lam.clone(), slope.clone()]
+    before, lam, grad_lam = b.clone(), torch.zeros_like(b), torch.zeros_like(b)
+    rows.enter_biases(b, grad_b, r, slope, lam, grad_lam)
+    entered, first = r.clone(), [lam.clone(), grad_lam.clone(), slope.clone()]
     rows.leave_biases(b, r, entered, lam)
     assert torch.equal(b, before)  # no step
     lam.copy_(first[0])
@@ -57,7 +57,10 @@ def results_of_flat_functions(rows: Rows, _: bool) -> list[Tensor]:
     mixed = []
     for limit, turns in ((0.0, turn), (0.3, turn), (0.3, None)):
         scale, across = r.clone(), along.abs() * (along > 0)
-        mixed += [*rows.mix((along, across, length, peak, entered, scale), turns, limit), scale]
+        mixed += [
+            *rows.turn_coefficients((along, across, length, peak, entered, scale), turns, limit),
+            scale,
+        ]
     return [*first, b, lam, *mixed]
 
 

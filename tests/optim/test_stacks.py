@@ -9,6 +9,7 @@ from plain_models import assert_same_weights, backward, every_kind, mlp, start
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
+from training_stacks import fit_by_lightning, fit_by_trainer
 
 
 @every_kind
@@ -45,40 +46,18 @@ POINTS = [{"x": torch.arange(6).mul(i + 1.0).sin(), "labels": i % 3} for i in ra
 BATCHES = DataLoader(POINTS, batch_size=2)
 
 
-def accelerate(model: Any, epoch: int, folder: Path) -> None:
+def fit_by_accelerate(
+    model: nn.Module, optimizer: Any, points: Any, folder: Path, epochs: int, resume: bool
+) -> None:
     accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
-    run, optimizer = accelerator.prepare(model, model.its_optimizer)
-    if epoch:
+    run, optimizer = accelerator.prepare(model, optimizer)
+    if resume:
         accelerator.load_state(folder)
     for part in BATCHES:
         optimizer.zero_grad()
         accelerator.backward(run(**part)["loss"])
         optimizer.step()
     accelerator.save_state(folder)
-
-
-def lightning(model: Any, epoch: int, folder: Path) -> None:
-    pl = pytest.importorskip("lightning.pytorch")
-    options = {f"enable_{x}": False for x in ("progress_bar", "model_summary", "checkpointing")}
-    module = pl.LightningModule()
-    module.model = model
-    module.training_step = lambda batch, batch_idx: model(**batch)["loss"]
-    module.configure_optimizers = lambda: model.its_optimizer
-    trainer = pl.Trainer(max_epochs=1 + epoch, accelerator="cpu", logger=False, **options)
-    path = folder / "last.ckpt"
-    trainer.fit(module, BATCHES, ckpt_path=path if epoch else None, weights_only=True)
-    trainer.save_checkpoint(path)
-
-
-def transformers_trainer(model: Any, epoch: int, folder: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    options = {"max_grad_norm": 0, "report_to": [], "disable_tqdm": True, "use_cpu": True}
-    options |= {"train_sampling_strategy": "sequential", "save_strategy": "epoch"}
-    options |= {"per_device_train_batch_size": 2, "num_train_epochs": 1 + epoch}
-    arguments = transformers.TrainingArguments(str(folder), **options)
-    constant = lr_scheduler.LambdaLR(model.its_optimizer, lambda step: 1.0)
-    pair = {"optimizers": (model.its_optimizer, constant), "train_dataset": POINTS}
-    transformers.Trainer(model, arguments, **pair).train(resume_from_checkpoint=bool(epoch))
 
 
 def test_trainers_factory_takes_rate_and_decay_of_its_arguments(tmp_path: Path) -> None:
@@ -92,8 +71,8 @@ def test_trainers_factory_takes_rate_and_decay_of_its_arguments(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["Adam", "angles", "turn"])
-@pytest.mark.parametrize("stack", [accelerate, lightning, transformers_trainer])
-def test_a_second_epoch_goes_on_from_a_file(stack: Any, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fit", [fit_by_accelerate, fit_by_lightning, fit_by_trainer])
+def test_a_second_epoch_goes_on_from_a_file(fit: Any, kind: str, tmp_path: Path) -> None:
     expected = WithLoss(kind)
     for part in [*BATCHES] * 2:
         expected.zero_grad()
@@ -101,5 +80,5 @@ def test_a_second_epoch_goes_on_from_a_file(stack: Any, kind: str, tmp_path: Pat
         expected.its_optimizer.step()
     for epoch in range(2):
         model = WithLoss(kind)
-        stack(model, epoch, tmp_path)
+        fit(model, model.its_optimizer, POINTS, tmp_path, 1 + epoch, resume=epoch > 0)
     assert_same_weights(model.net, expected.net)

@@ -1,6 +1,7 @@
 """Nobody is overwritten and nothing is lost: states, writes by others, frozen and zero rows."""
 
 import copy
+import functools
 import io
 import pickle
 from typing import Any
@@ -76,7 +77,7 @@ def test_an_error_on_the_way_into_a_step_leaves_all_weights(monkeypatch: Any) ->
     train(model, optimizer)
     before, enter = copy.deepcopy(model), Stage.enter
     optimizer._stages.append(broken := copy.copy(optimizer._stages[0]))
-    optimizer._signature = optimizer._sign()
+    optimizer._signature = optimizer._compute_signature()
     monkeypatch.setattr(Stage, "enter", lambda self: 1 / 0 if self is broken else enter(self))
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
@@ -111,6 +112,35 @@ def test_weights_may_be_loaded_before_the_optimizer_is_built(kind: str) -> None:
     train(model, optimizer, first=3)
     train(new, resumed, first=3)
     assert_same_weights(new, model)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_rows_of_zeros_may_come_and_go_between_two_sessions(first: bool) -> None:
+    """LoRA's B starts at zero and stays plain; a row that was pruned later stays a unit's."""
+    model, new = mlp(), mlp()
+    model[3].weight.data[1] *= 0.0 if first else 1.0
+    optimizer = build(model, momentum=0.9)
+    train(model, optimizer)
+    model[3].weight.data[1] *= 1.0 if first else 0.0
+    assert first == bool(model[3].weight[1].any())
+    new.load_state_dict(model.state_dict())
+    resumed = build(new, momentum=0.9)
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    train(model, optimizer, first=3)
+    train(new, resumed, first=3)
+    assert_same_weights(new, model)
+
+
+def test_a_scale_that_was_held_stays_held_whatever_the_models_mode() -> None:
+    model, new = (mlp(norm=functools.partial(nn.BatchNorm1d, affine=False)) for _ in range(2))
+    optimizer = build(model, momentum=0.9)
+    train(model, optimizer)
+    new.load_state_dict(model.state_dict())
+    new[1].eval()
+    resumed = build(new, momentum=0.9)
+    assert str(resumed).count("fixed") == 1
+    resumed.load_state_dict(optimizer.state_dict())
+    assert str(resumed).count("fixed") == 2
 
 
 @pytest.mark.parametrize(

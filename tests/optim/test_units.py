@@ -32,6 +32,29 @@ def test_the_table_names_turn_and_counts_no_frozen_layer() -> None:
     assert lines[2] == "  plain" and "0.weight" in lines[-1] and "frozen" in lines[-1]
 
 
+def test_weights_that_share_memory_stay_plain() -> None:
+    """A step scales rows in place: on shared memory the second would start from the first's."""
+    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 6), nn.Linear(6, 5), mlp())
+    model[1].weight.data = model[0].weight.data.t()
+    flat = torch.randn(60, dtype=torch.float64)
+    model[2].weight.data = flat[:30].view(5, 6)  # parts of one memory are no ties
+    optimizer = build(model)
+    assert "0.weight                                 shares memory with 1.weight" in str(optimizer)
+    assert "  2.weight                                      5      6  lam" in str(optimizer)
+
+
+def test_a_frozen_teacher_is_not_the_output_layer() -> None:
+    model = nn.ModuleDict({"student": mlp(), "teacher": mlp().requires_grad_(False)})
+    assert "student.6.weight                         the output layer" in str(build(model))
+
+
+def test_instance_norm_fixes_r_in_evaluation_mode_too() -> None:
+    norms = nn.InstanceNorm1d(8), nn.BatchNorm1d(8, affine=False)
+    for norm in norms:
+        model = nn.Sequential(nn.Conv1d(6, 8, 1), norm, nn.ReLU(), nn.Conv1d(8, 3, 1)).eval()
+        assert "fixed, 1 follows" in str(build(model))
+
+
 def test_long_names_do_not_break_the_tables_columns() -> None:
     title, *lines = str(build(nn.ModuleDict({"long" * 11: mlp(), "b": mlp()}))).splitlines()[1:]
     units = [line for line in lines if line.endswith(" free")]

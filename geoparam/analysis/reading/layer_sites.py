@@ -4,7 +4,7 @@ They are found in one run of the model, as conversion finds them.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,22 +16,22 @@ from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs, kind_of, module_name, weight_name
 from geoparam.graph import Call, Graph
 from geoparam.input_mean_layers import InputMeanLayer
-from geoparam.trace import OPS, trace
+from geoparam.inspection import WRAPPERS, is_conv1d
+from geoparam.trace import OPS, Filter, trace
 
-Layers = Iterable[str] | Callable[[nn.Module, str], bool] | None
+Layers = Iterable[str] | Filter | None
 
-INNER = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 INSIDE_ATTENTION = (nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear)
-WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 @dataclass(frozen=True)
 class Site:
     """A layer and what follows it.
 
-    Between layer and activation, what is not understood is an `UnknownNorm`: then boundaries have
-    no distance. A function that uses the layer's weight is none of its calls. Another run shows
-    the same layers only if it takes the same steps.
+    If something between layer and activation is not understood, `norm` is an `UnknownNorm`, and
+    distances are NaN. `F.linear(x, layer.weight)` is no call of the layer. The numbers of steps
+    hold for another run only if it takes the same steps.
     """
 
     name: str  # without the additions of torch.compile
@@ -75,7 +75,7 @@ def find_sites(
     for name in dict.fromkeys((*ran, *all_names)):  # a layer that did not run has directions too
         module = modules.get(module_name(name))
         if module is not None and has_units(module, name):
-            public = ".".join(part for part in name.split(".") if part not in INNER)
+            public = ".".join(part for part in name.split(".") if part not in WRAPPERS)
             channel = -1 - len(getattr(module, "kernel_size", ()))
             site = Site(public, module, channel=channel, graph=graph)
             if graph is not None and name in ran:
@@ -101,8 +101,8 @@ def took_same_steps(sites: Iterable[Site], graph: Graph) -> bool:
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside of DDP and torch.compile."""
     inner: Any = model
-    while isinstance(inner, WRAPPERS) or hasattr(inner, "_orig_mod"):
-        inner = inner.module if isinstance(inner, WRAPPERS) else inner._orig_mod
+    while isinstance(inner, PARALLEL) or hasattr(inner, "_orig_mod"):
+        inner = inner.module if isinstance(inner, PARALLEL) else inner._orig_mod
     return inner
 
 
@@ -135,14 +135,9 @@ def count_units(layer: Any) -> int:
         return 3 * layer.embed_dim
     if isinstance(layer, GmPLayer):
         return layer.weight_shape[0]
-    if is_transposed(layer):
+    if is_conv1d(layer):
         return layer.nf
     return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
-
-
-def is_transposed(layer: nn.Module) -> bool:
-    """Return whether it is transformers' Conv1D, a linear layer with weight (in, out)."""
-    return kind_of(layer) == "transposed"
 
 
 def has_positions(layer: nn.Module) -> bool:

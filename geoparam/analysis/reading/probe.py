@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam.analysis.reading.layer_sites import Site, took_same_steps
+from geoparam.analysis.reading.activations import SReLU, breaks
+from geoparam.analysis.reading.layer_sites import Site, has_units, took_same_steps
 from geoparam.analysis.reading.norms import Moments, compute_moments, has_running, needs_batch
 from geoparam.base_layer import GmPLayer
-from geoparam.conversion.plan import Inputs
+from geoparam.conversion.plan import Inputs, module_name
 from geoparam.graph import Call, Graph, Node
 from geoparam.norm import TrackedMean
 from geoparam.trace import trace
@@ -57,7 +58,7 @@ def observe(
             watch(call.norm, norm_input if site.norm is not None else None, site)
             if site.readable and not site.own_activation:
                 watch(call.activation, pre_activation, site)
-    held: dict[int, Tensor] = {}  # the latest visit; only the next one shows that it made a step
+    held: dict[int, Tensor] = {}  # the latest call's input; a later call shows it made a step
 
     def show() -> None:
         for step, tensor in held.items():
@@ -216,24 +217,37 @@ class MaxPool:
         return torch.stack(rows).to(device)
 
 
-def find_pools(model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) -> dict[str, Site]:
-    """Run the model and return its max pools as sites, so that `observe` can read their inputs.
+def find_other_activations(
+    model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]
+) -> dict[str, Site]:
+    """Run the model and return its max pools, and the activations that no site shows, as sites.
 
-    A pool has the name of the layer before it; if there is none, that of its function. Pools after
-    layers outside of `sites`, and calls that pass their input by keyword, are left out.
+    `observe` can read their inputs, but not by units. Each has the name of the layer before it; if
+    there is none, that of its function. What follows a layer with units outside of `sites`, and
+    calls that pass their input by keyword, are left out.
     """
-    graph = trace(model, inputs)
-    layers = {call.layer: site.name for site in sites.values() for call in site.calls}
-    found = {}
+    graph, modules = trace(model, inputs), dict(model.named_modules())
+    names: dict[int | None, str] = {
+        call.layer: site.name for site in sites.values() for call in site.calls
+    }
+    shown = [site for site in sites.values() if site.readable and site.breaks is not None]
+    known = {call.activation for site in shown for call in site.calls}
+    analysed, found = {site.layer for site in sites.values()}, dict[str, Site]()
     for step, node in enumerate(graph.nodes):
-        if node.kind != "max" or node.func is None:
+        activation: Any = MaxPool(node) if node.kind == "max" and node.func is not None else None
+        if node.kind == "activation" and step not in known:
+            activation = (None if node.name is None else modules.get(node.name)) or node
+        if activation is None or not (node.kind == "max" or breaks(activation)):
             continue
         before = _layer_before(graph, step)
-        if before is None or before in layers:
-            name = node.op if before is None else layers[before]
-            calls = (Call(-1, None, step, ()),)
+        layer = "" if before is None else graph.nodes[before].name or ""
+        module = modules.get(module_name(layer)) if layer else None
+        if module is None or module in analysed or not has_units(module, layer):
+            name = names.get(before, layer or node.op)
+            dim = activation.dim - len(node.shape) if isinstance(activation, SReLU) else -1
+            call = Call(-1, None, step, ())
             found[f"{step} {name}"] = Site(
-                name, nn.Identity(), activation=MaxPool(node), calls=calls, graph=graph
+                name, nn.Identity(), None, activation, dim, (call,), graph=graph
             )
     return found
 

@@ -42,10 +42,7 @@ class Network:
         self.size = sum(math.prod(node.shape) for node in self.graph.nodes) // 2
 
     def compute_jets(self, site: Site, points: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return the pre-activations at points, (N, ...), and their slopes, (2, N, ...).
-
-        Slopes are those of forward mode, one run along each axis of the plane.
-        """
+        """Return the pre-activations at points, (N, ...), and their slopes, (2, N, ...)."""
         x = self.plane.at(points)
         values: list[Tensor] = []
         slopes: list[Tensor] = []
@@ -57,15 +54,12 @@ class Network:
 
         for axis in self.plane.axes:
             with forward_mode.dual_level():
-                observe(self.model, _make_dual(x, axis), {site.name: site}, see)
+                with warnings.catch_warnings():  # torch warns at its own first use of forward mode
+                    warnings.filterwarnings("ignore", r"`torch\.jit\.script` is deprecated")
+                    dual = forward_mode.make_dual(x, axis.expand_as(x).clone())
+                observe(self.model, dual, {site.name: site}, see)
         _check_values(site.name, values[0], len(points))
         return values[0], torch.stack(slopes)
-
-
-def _make_dual(x: Tensor, axis: Tensor) -> Tensor:
-    with warnings.catch_warnings():  # torch warns at its own first use of forward mode
-        warnings.filterwarnings("ignore", message=r"`torch\.jit\.script` is deprecated")
-        return forward_mode.make_dual(x, axis.expand_as(x).clone())
 
 
 def _check_values(name: str, z: Tensor, points: int) -> None:
@@ -79,10 +73,7 @@ def _check_values(name: str, z: Tensor, points: int) -> None:
 
 
 def find_activations(model: nn.Module, graph: Graph) -> dict[str, Site]:
-    """Return every activation of the run, one call each, by the name of its layer.
-
-    Max pools are among them, by the name of their function.
-    """
+    """Return each call of an activation, by its layer's name, and of a max pool, by its own."""
     modules = dict(model.named_modules())
     layers = {
         call.activation: layer for layer in reversed(graph.layers) for call in graph.calls(layer)

@@ -204,19 +204,14 @@ def _lines(network: Network, site: Site, points: np.ndarray) -> tuple[np.ndarray
     normal = gradient / length[:, :, None]
     normal[constant] = 0
     offsets = []
-    for level in _levels(site, z[0]):
+    assert site.breaks is not None  # `find_activations` has checked it
+    like = z[0].movedim(site.channel, -1)
+    for point in site.breaks.points:
+        level = spread(point, like).movedim(-1, site.channel).flatten().numpy()
         offset = (value - level) / length - np.einsum("pud,pd->pu", normal, points)
         side = np.where(value - level > rounding, np.inf, -np.inf)  # a constant meets no line
         offsets.append(np.where(constant, side, offset))
     return np.tile(normal, (1, len(offsets), 1)), np.concatenate(offsets, axis=1)
-
-
-def _levels(site: Site, z: Tensor) -> np.ndarray:
-    """Return the breakpoints (K, units) of one example's pre-activations."""
-    like = z.movedim(site.channel, -1)
-    assert site.breaks is not None  # `find_activations` has checked it
-    levels = [spread(point, like).movedim(-1, site.channel) for point in site.breaks.points]
-    return torch.stack(levels).flatten(1).numpy()
 
 
 def _groups(

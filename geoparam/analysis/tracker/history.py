@@ -118,10 +118,10 @@ class History(Mapping[str, Mapping[str, np.ndarray]]):
         self._summary = GrowingArray(dtype, path, resume)
         self._check_layers()
         self._units = None
-        self._stretches: dict[str, slice] = {}  # of the units of all layers
+        self._columns: dict[str, slice] = {}  # of each layer's units in the arrays of all
         if counts is not None:
             ends = np.cumsum([0, *counts]).tolist()
-            self._stretches = dict(zip(layers, map(slice, ends, ends[1:]), strict=True))
+            self._columns = dict(zip(layers, map(slice, ends, ends[1:]), strict=True))
             own = np.dtype([("step", "i8"), *((name, "f8", (ends[-1],)) for name in PER_UNIT)])
             beside = None if path is None else Path(path).with_suffix(".units.npy")
             self._units = GrowingArray(own, beside, resume)
@@ -176,8 +176,8 @@ class History(Mapping[str, Mapping[str, np.ndarray]]):
             raise KeyError(f"no layer {layer!r}; there are: {', '.join(self.layers)}")
         rows = self._summary.rows[self._index[layer] :: len(self._index)]
         found = {name: rows[name] for name in ("step", *self.quantities)}
-        if self._units is not None and layer in self._stretches:
-            units, own = self._units.rows, self._stretches[layer]
+        if self._units is not None and layer in self._columns:
+            units, own = self._units.rows, self._columns[layer]
             found |= {name: units[name][:, own] for name in PER_UNIT}
         return {name: column.copy() for name, column in found.items()}
 

@@ -14,7 +14,7 @@ from geoparam.analysis.reading.norms import Moments, compute_moments
 from geoparam.analysis.reading.probe import (
     average_seen,
     compute_input_lengths,
-    find_pools,
+    find_other_activations,
     observe,
     prepare_moments,
 )
@@ -57,14 +57,14 @@ class ProbeReadings:
         model: nn.Module,
         inputs: Inputs,
         sites: Mapping[str, Site],
-        pools: Mapping[str, Site],
+        others: Mapping[str, Site],
         batch: bool = False,
     ) -> None:
         self._collector = Collector(inputs)
         self._seen: dict[str, dict[str, list[Tensor]]] = {"active": {}, "above": {}, "lengths": {}}
         self._moments = prepare_moments(sites, batch)
         see = self._see_pre_activation, self._see_input, self._see_norm
-        self.same_steps = observe(model, inputs, {**sites, **pools}, *see, training=batch)
+        self.same_steps = observe(model, inputs, {**sites, **others}, *see, training=batch)
         if not self.same_steps:
             self._moments = prepare_moments(sites, batch)
             self._seen = {quantity: {} for quantity in self._seen}
@@ -81,7 +81,7 @@ class ProbeReadings:
     def _see_pre_activation(self, site: Site, z: Tensor, step: int) -> None:
         breaks = site.breaks
         self._collector(site, z, step)
-        if breaks is None or not z.numel():
+        if breaks is None or not z.numel() or isinstance(site.layer, nn.Identity):
             return
         above = [_share(side, site.channel) for side in breaks.above(z, site.channel)]
         self._keep("active", site, _share(breaks.active(z, site.channel), site.channel))
@@ -125,7 +125,7 @@ class Measurement:
         read = {name: _modules_of(site) for name, site in sites.items()}
         self._replay = GraphReplay(self._measure_motion, itertools.chain(*read.values()))
         self._read = {name: set(own).intersection(model.modules()) for name, own in read.items()}
-        self._pools = {} if probe is None else find_pools(model, probe, sites)
+        self._others = {} if probe is None else find_other_activations(model, probe, sites)
         self._patterns: Patterns | None = None
 
     @torch.inference_mode(False)  # tensors that are kept may be used outside of it
@@ -135,7 +135,7 @@ class Measurement:
         self._check_model()
         readings = None
         if self.probe is not None:
-            readings = ProbeReadings(self.model, self.probe, self.sites, self._pools, self._batch)
+            readings = ProbeReadings(self.model, self.probe, self.sites, self._others, self._batch)
             reshard(self.model)
             if not readings.same_steps:
                 warnings.warn(OTHER_STEPS, stacklevel=4)
@@ -209,10 +209,17 @@ class Measurement:
         }
 
     def _count_active(self, readings: ProbeReadings, share: float) -> Tensor:
-        """Return how many units are active at this share of the points, and of all layers."""
+        """Return how many units are active at this share of the points, and in the network.
+
+        Two layers that are summed before one activation show the same units: they count once.
+        """
         active = readings.active.items()
         counts = {name: (own == share).sum().to(self.device) for name, own in active}
-        return self._column(counts, torch.stack([*counts.values()]).sum() if counts else None)
+        steps = {
+            name: tuple(call.activation for call in self.sites[name].calls) for name in counts
+        }
+        once = {steps[n] if any(steps[n]) else n: count for n, count in counts.items()}  # of a sum
+        return self._column(counts, torch.stack([*once.values()]).sum() if counts else None)
 
     def _region_columns(self, patterns: Patterns) -> dict[str, Tensor]:
         earlier = self._patterns

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from geoparam.analysis.boundary import (
-    Parts,
+    Terms,
     Units,
     displacement,
-    gather,
     place_boundaries,
     read_units,
     spread,
@@ -33,6 +32,7 @@ from geoparam.analysis.boundary import (
 from geoparam.analysis.reading.layer_sites import Site, count_units
 from geoparam.analysis.reading.norms import Moments
 from geoparam.base_layer import GmPLayer
+from geoparam.inspection import full_tensor
 
 Result = TypeVar("Result")
 
@@ -91,7 +91,7 @@ class Motion:
                 columns.append([self._cast(vector) for vector in (*turns, *rest)])
                 angular.append(self._cast(_angle_metric(site, u)))
         length, apart, together, low, high, *parts = map(torch.cat, zip(*columns, strict=True))
-        located = place_boundaries(Parts(*parts), length, torch.stack([low, high]))
+        located = place_boundaries(Terms(*parts), length, torch.stack([low, high]))
         return self._compare(apart, together, located, torch.stack(angular))
 
     def pick(self, name: str, value: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Motion:
     def _compare_directions(self, name: str, units: Units) -> tuple[Tensor, list[Tensor]]:
         """Return a layer's directions u, and the lengths of its rows, of u - u' and of u + u'."""
         rows = units.rows.detach()
-        rows = rows if self.chosen[name] is None else self.pick(name, gather(rows))
+        rows = rows if self.chosen[name] is None else self.pick(name, full_tensor(rows))
         u = rows.to(torch.promote_types(rows.dtype, torch.float32))
         length = spread(1.0, units.parts.gain[: len(u)])
         if not units.normalised:
@@ -116,7 +116,7 @@ class Motion:
         before = self.reference[name]
         apart, together = (torch.linalg.vector_norm(t, dim=1) for t in (u - before, u + before))
         before.copy_(u)
-        return u, [gather(each) for each in (length, apart, together)]
+        return u, [full_tensor(each) for each in (length, apart, together)]
 
     def _compare(
         self, apart: Tensor, together: Tensor, located: tuple[Tensor, ...], angular: Tensor
@@ -152,7 +152,7 @@ def _angle_metric(site: Site, u: Tensor) -> Tensor:
     some = u[:: -(-len(u) // SAMPLED)]
     used_up = some[:, :-2].square().cumsum(1) > 1 - NEGLIGIBLE  # P_1 = 1 is never small
     share = used_up.sum() / some[:, 1:].numel()
-    return gather(torch.stack([smallest, share.to(smallest.dtype)]))
+    return full_tensor(torch.stack([smallest, share.to(smallest.dtype)]))
 
 
 class GraphReplay(Generic[Result]):

@@ -1,0 +1,75 @@
+"""What a saved state of `GeometricOptimizer` must have in common with the optimizer."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, zip_longest
+from typing import Any
+
+from geoparam.inspection import WRAPPERS
+from geoparam.optim.units import Unit
+
+Group = Mapping[str, Any]
+
+
+def check_form(state_dict: Any) -> None:
+    """Raise where it is no state of a GeometricOptimizer."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise ValueError("an optimizer's state dict has entries 'state' and 'param_groups'.")
+    if any("geometry" not in group for group in state_dict["param_groups"]):
+        raise ValueError(
+            "this is the state of another optimizer. Its moments belong to plain weights, not to "
+            "directions: load the model's weights and let GeometricOptimizer start anew."
+        )
+
+
+def find_saved_names(
+    own: Sequence[Group], saved: Sequence[Group], zero_rows: Iterable[str]
+) -> list[list[str]] | None:
+    """Return the names by group as they were saved, if only rows of zeros have come or gone.
+
+    A weight with a row of zeros is no unit: LoRA's B when it starts, or one that was pruned since.
+    Where nothing has changed, or something else, it is None.
+    """
+    names = {_unwrap(name): name for group in own for name in group["param_names"]}
+    merged = [{**mine, **theirs} for mine, theirs in zip(own, saved, strict=False)]
+    wanted = [[names.get(n, n) for n in map(_unwrap, group["param_names"])] for group in merged]
+    moved = {
+        name
+        for group, group_names in zip(own, wanted, strict=False)
+        for name in {*group["param_names"]} ^ {*group_names}
+    }
+    then = chain.from_iterable(group.get("zero_rows", ()) for group in saved)
+    may_move = {*zero_rows, *(names.get(_unwrap(name)) for name in then)}
+    is_all = sorted(chain.from_iterable(wanted)) == sorted(names.values())
+    return wanted if moved and moved <= may_move and is_all else None
+
+
+def check_groups(own: Sequence[Group], saved: Sequence[Group]) -> None:
+    """Raise where groups have other parameters, or were made with other settings."""
+    pairs: Iterator[Any] = zip_longest(own, saved, fillvalue={"param_names": []})
+    for i, (mine, theirs) in enumerate(pairs):
+        here, there = ([*map(_unwrap, g["param_names"])] for g in (mine, {**mine, **theirs}))
+        if here != there:
+            raise ValueError(
+                f"the state's group {i} differs from the optimizer's in "
+                f"{sorted({*here} ^ {*there}) or here}."
+            )
+    forms, found = ([group["geometry"] for group in groups] for groups in (own, saved))
+    if forms != found:
+        raise ValueError(f"the state is for groups {found}; this optimizer has {forms}.")
+
+
+def check_size(unit: Unit, state: Group) -> None:
+    """Raise where a state is damaged, or of units of another size."""
+    if any(state.get(key) is None for key in ("r", "length", "fan_in")):
+        raise ValueError(f"the state of {unit.name!r} lacks 'r', 'length' or 'fan_in'.")
+    rows, fan_in = len(state["r"]), state["fan_in"]
+    if (rows, fan_in) != (unit.out, unit.fan_in):
+        raise ValueError(
+            f"the state of {unit.name!r} has {rows} units of fan-in {fan_in}; the model's has "
+            f"{unit.out} of {unit.fan_in}."
+        )
+
+
+def _unwrap(name: str) -> str:
+    """Return a parameter's name without those of wrappers, as DDP's `module`."""
+    return ".".join(part for part in name.split(".") if part not in ("module", *WRAPPERS))
