@@ -34,7 +34,7 @@ AdamW has it.
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -44,6 +44,7 @@ from torch.nn.utils import parametrize, skip_init
 from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
+from geoparam_lab.checks import check_names
 
 EPSILON = 1e-3
 MOMENTUM = 0.01
@@ -65,12 +66,6 @@ _WORDS = {  # options, and what they may be
 }
 
 
-def check_word(what: str, word: object, known: Collection[object]) -> None:
-    """Raise ValueError where a word is none of those that are known."""
-    if word not in known:
-        raise ValueError(f"{what} is one of {', '.join(map(str, known))}; got {word!r}.")
-
-
 @dataclass(frozen=True)
 class Method:
     """How weights are held and what is normalised."""
@@ -87,7 +82,7 @@ class Method:
 
     def __post_init__(self) -> None:
         for option, known in _WORDS.items():
-            check_word(option, getattr(self, option), known)
+            check_names(option, known, getattr(self, option))
         if not str(self.order).isdecimal():
             raise ValueError(f"order is a seed, from 0 on; got {self.order!r}.")
         if self.init == "he" and self.is_geometric:
@@ -216,12 +211,17 @@ def title(name: str) -> str:
 def get(name: str, **options: str) -> Method:
     """Return the method of this name, with options other than its defaults."""
     plain, *own = name.split(":")
-    if plain not in METHODS:
-        raise ValueError(f"a method is one of {', '.join(METHODS)}; got {name!r}.")
+    check_names("a method", METHODS, plain)
     pairs = dict(each.partition("=")[::2] for each in own)
     if not pairs.keys() <= set(OPTIONS):
         raise ValueError(f"a method's options are {', '.join(OPTIONS)}; got {name!r}.")
     return replace(METHODS[plain], **(options | pairs))  # type: ignore[arg-type]
+
+
+def check_methods(names: Sequence[str]) -> list[str]:
+    """Return methods, each once; raise ValueError where one is not known. Options may follow."""
+    check_names("each of methods", METHODS, *map(without_options, names))
+    return list(dict.fromkeys(names))
 
 
 def mlp(

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import geoparam as gp
 from geoparam_lab import methods
+from geoparam_lab.checks import check_names
 from geoparam_lab.methods import Method
 
 VGG6_WIDTHS = (128, 128, 256, 256, 512, 512)
@@ -53,7 +54,7 @@ def build(
     `widths` are VGG-6's, or that of a ResNet's first stage; VGG-6 has no `skip`. `options` are
     `seed` and the method's: `init`, `imn`.
     """
-    methods.check_word("a network", network, NETWORKS)
+    check_names("a network", NETWORKS, network)
     if network == "vgg6":
         return vgg6(method, classes, widths=widths or VGG6_WIDTHS, **options)
     depth, [width] = int(network.removeprefix("resnet")), widths or [64]
@@ -106,8 +107,8 @@ def resnet(
     pool. `width` is the number of channels of the first stage, `options` are the method's.
     """
     builder = methods.get(method, **options)
-    methods.check_word("the depth", depth, _DEPTHS)
-    methods.check_word("skip", skip, ("centred", "plain"))
+    check_names("the depth", _DEPTHS, depth)
+    check_names("skip", ("centred", "plain"), skip)
     if builder.norm == "imn" and builder.imn != "output":
         raise ValueError(
             "in a ResNet, IMN at each convolution's input is skip='plain'; got "

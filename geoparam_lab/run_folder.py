@@ -145,10 +145,6 @@ class Run:
             first.setdefault(self.key_of(record) or number, record)
         return list(first.values())
 
-    def has_record(self, **fields: Any) -> bool:
-        """Whether there is a record with these values."""
-        return bool(select_records(self.records(), **fields))
-
     def key_of(self, record: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the values that tell a record from others."""
         return tuple(record[name] for name in self.info["key"])

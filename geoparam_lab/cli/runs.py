@@ -22,7 +22,7 @@ from geoparam_lab.experiments import EXPERIMENTS
 from geoparam_lab.experiments.experiment import Experiment
 
 _PLAIN = (bool, int, float, str, Path)
-_INTERNAL = ("out", "command", "progress", "experiment")  # no options, or the same for all
+_INTERNAL = ("out", "command", "progress", "experiment")  # arguments that are not options
 
 
 class Reader(NamedTuple):
@@ -98,11 +98,9 @@ def find_reader(annotation: Any) -> Reader | None:
         ([0.01, 0.1], 3)
     """
     union = get_origin(annotation) in (types.UnionType, typing.Union)
-    kinds = [kind for kind in get_args(annotation) if kind is not type(None)] if union else []
-    kinds = kinds or [annotation]
-    if Path in kinds:
-        return Reader(Path, lambda value: value)
-    kind = kinds[0]
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+    kinds = kinds if union else [annotation]
+    kind = Path if Path in kinds else kinds[0]
     if kind in _PLAIN or kind == list[str]:
         return Reader(kind, lambda value: value)
     if get_origin(kind) in (Sequence, tuple):

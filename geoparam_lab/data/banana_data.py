@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from geoparam_lab.checks import check_names
 from geoparam_lab.data import synthetic, table_files
 from geoparam_lab.data.splits import split, standardise
 
@@ -49,8 +50,7 @@ def load(data: str | Path | None = None, source: str = "KEEL") -> Banana:
     downloaded; "generated" are as many of `synthetic.banana`; "auto" are KEEL's, or generated ones
     where these cannot be had and no folder is given.
     """
-    if source not in SOURCES:
-        raise ValueError(f"source is one of {', '.join(SOURCES)}; got {source!r}.")
+    check_names("source", SOURCES, source)
     if source == "auto":
         try:
             return load(data, "KEEL")

@@ -61,15 +61,11 @@ def stack(
     the same seed and left out of training and of the standardisation; the test part is the same.
     With `fold` (i, k) it is the i-th of k folds of the training part instead.
     """
-    if protocol not in PROTOCOLS:
-        raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}; got {protocol!r}")
-    parts = [_parts(x, y, seed, protocol, fold) for seed in seeds]
-    if not parts:
-        raise ValueError("seeds must hold at least one seed; got none")
+    parts = [_make_parts(x, y, seed, protocol, fold) for seed in seeds]
     return Splits(*(np.stack(arrays) for arrays in zip(*parts, strict=True)))
 
 
-def _parts(
+def _make_parts(
     x: np.ndarray, y: np.ndarray, seed: int, protocol: str, fold: tuple[int, int] | None = None
 ) -> tuple[np.ndarray, ...]:
     train, test = split(len(x), seed)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from geoparam_lab.checks import check_names
 from geoparam_lab.data.table_files import Table
 from geoparam_lab.data.table_files import load as load_table
 
@@ -73,8 +74,7 @@ def load(name: str, data: str | Path | None = None) -> tuple[np.ndarray, np.ndar
 
     The folder `data` comes before $GEOPARAM_DATA, the cache and the network.
     """
-    if name not in NAMES:
-        raise ValueError(f"name must be one of {', '.join(NAMES)}; got {name!r}")
+    check_names("name", NAMES, name)
     table = load_table(TABLES[name], data)
     if name == "boston":  # in the order of Keras's boston_housing.load_data
         order = np.arange(len(table))

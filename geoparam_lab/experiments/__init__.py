@@ -1,4 +1,4 @@
-"""The experiments, one file each. A new one is a file with its record, and one line below."""
+"""The experiments, one file each. A new one is a file with an `Experiment`, and a line below."""
 
 from geoparam_lab.experiments import banana, claims, images, levy, perturbation, uci, width
 from geoparam_lab.experiments.experiment import Experiment
@@ -19,5 +19,5 @@ EXPERIMENTS: dict[str, Experiment] = {
 
 
 def find(name: str) -> Experiment:
-    """Return the experiment of a run; one that is not known has a record all the same."""
+    """Return the experiment of this name; for an unknown one, one that has only the name."""
     return EXPERIMENTS.get(name) or Experiment(name, name)

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from geoparam_lab import methods
+from geoparam_lab.checks import check_names
 from geoparam_lab.data import banana_data as points
 from geoparam_lab.data import splits
 from geoparam_lab.data.banana_data import Banana
@@ -44,16 +45,11 @@ from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.snapshots import Film
 from geoparam_lab.training.stacks.stacked import Protocol, Result
-from geoparam_lab.training.tasks import check_names
 
 UNITS = 10
 EPOCHS = 5_000
 PATIENCE = 50
 SIDE = 60  # points of the grid a side
-JUDGED = (
-    "Training is judged on the test points themselves, so that every accuracy is a little too "
-    "good."
-)
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ class Options:
 
 def load(options: Options) -> tuple[Banana, Record]:
     """Return the points, and which they are."""
-    check_names("protocol", [options.protocol], splits.PROTOCOLS)
+    check_names("protocol", splits.PROTOCOLS, options.protocol)
     found = points.load(options.data, options.source)
     if options.protocol == "paper":
         return found, {"source": found.source}
@@ -116,11 +112,12 @@ def describe(data: Banana, result: Result, film: Film) -> Iterator[tuple[Arrays,
     per_epoch = make_problem(data).steps_per_epoch
     for i, end in enumerate(result.epochs.tolist()):
         steps, frames = film.until(end)
+        clipped = np.clip(logits[i, frames].reshape(-1, SIDE, SIDE), -50, 50)
         arrays = {
             "loss": result.losses[:end, i],
             "rotation": result.motion.rotation[: per_epoch * end, i],
             "steps": steps,
-            "score": _bytes(logits[i, frames].reshape(-1, SIDE, SIDE)),
+            "score": np.round(255 / (1 + np.exp(-clipped))).astype(np.uint8),  # probabilities
             "logits": logits[i, -1].reshape(SIDE, SIDE),
             "direction": directions[i, frames],
             "distance": distances[i, frames],
@@ -137,11 +134,6 @@ def describe(data: Banana, result: Result, film: Film) -> Iterator[tuple[Arrays,
 def find_errors(logits: Array, labels: Array) -> Array:
     """Return each member's share of points on the wrong side."""
     return ((logits > 0) != (labels > 0.5)).mean(axis=-1)
-
-
-def _bytes(logits: Array) -> Array:
-    """Return probabilities times 255, as bytes."""
-    return np.round(255 / (1 + np.exp(-np.clip(logits, -50, 50)))).astype(np.uint8)
 
 
 def find_limits(data: Banana) -> Array:
@@ -208,7 +200,10 @@ def _finding(run: Run) -> str:
 def _remark(config: Config) -> Iterator[str]:
     yield from toys.remark_on_rates(config)
     if config.get("protocol") != "heldout":
-        yield JUDGED
+        yield (
+            "Training is judged on the test points themselves, so that every accuracy is a little "
+            "too good."
+        )
 
 
 def _mismatch(config: Config) -> str:

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from geoparam_lab.checks import check_counts, check_names
 from geoparam_lab.data import banana_data, uci_data
 from geoparam_lab.experiments import claims_measures as measures
 from geoparam_lab.experiments.claims_measures import QUANTITIES, Member, Sets
 from geoparam_lab.experiments.experiment import Experiment, Layout, Measure
 from geoparam_lab.experiments.rank_correlations import correlate
 from geoparam_lab.run_folder import Record, Run, group_records, select_records
-from geoparam_lab.training import tasks
 from geoparam_lab.training.tasks import Done, Progress, Session, Task, Tick
 
 if TYPE_CHECKING:
@@ -99,9 +99,9 @@ def run(
         data: folder with the UCI and Banana data, before $GEOPARAM_DATA, the cache, the network.
         jobs: how many processes of this machine work; by default as many as there are cores.
     """
-    tasks.check_names("parts", parts, tuple(PARTS))
-    tasks.check_counts(seeds=seeds)
-    import geoparam.plots  # noqa: F401  says now that matplotlib is missing
+    check_names("each of parts", PARTS, *parts)
+    check_counts(seeds=seeds)
+    import geoparam.plots  # noqa: F401  fails now if matplotlib is missing
 
     chosen = [part for part in PARTS if part in parts]
     trained = " ".join(PARTS[part].datasets for part in chosen if PARTS[part].epochs)
@@ -218,7 +218,7 @@ _TABLES: dict[str, tuple[str, dict[str, str]]] = {  # what `size` is, and the me
 }  # fmt: skip
 
 
-def _layout(part: str, size: str, texts: dict[str, str]) -> Layout:
+def _make_layout(part: str, size: str, texts: dict[str, str]) -> Layout:
     small = ("error", "smallest", "smallest_start")  # with three significant digits
     shown = tuple(Measure(n, text, None if n in small else 3) for n, text in texts.items())
     keys = {"dataset": "data"} | ({"size": size} if size else {})
@@ -243,7 +243,7 @@ EXPERIMENT = Experiment(
     about="Claims of the papers that have no figure or table there, each measured on its own.",
     summary="Claims of the papers that have no figure there, each measured. Fifteen minutes.",
     run=run,
-    layouts=tuple(_layout(part, *table) for part, table in _TABLES.items()),
+    layouts=tuple(_make_layout(part, *table) for part, table in _TABLES.items()),
     finding=_finding,
     choose=lambda records: [{k: v for k, v in r.items() if v is not None} for r in records],
     limits=lambda run: (

@@ -1,4 +1,4 @@
-"""One record for each experiment, which commands, tables, the page and the docs all read."""
+"""`Experiment`: what commands, tables, the page and the docs read about an experiment."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ class Slider:
 
 @dataclass(frozen=True)
 class Experiment:
-    """All that is known of an experiment.
+    """An experiment: its command, its tables, and what the page says of it.
 
     `run` does it and returns the run's folder. Its arguments are the command's options, and its
     docstring has their help. All take `out`, the folder; `resume`, to go on with the run there;
@@ -78,20 +78,20 @@ class Experiment:
     settings: type | None = None  # a dataclass whose fields are options too, taken by keyword
     layouts: tuple[Layout, ...] = (Layout((RMSE, ACCURACY, TOP1, TOP5)),)
     papers: Mapping[str, PaperTable] = field(default_factory=dict)  # what they print, by measure
-    rates: Mapping[str, float] = field(default_factory=lambda: papers.RATES)  # theirs, by method
-    theirs: Mapping[str, Any] = field(default_factory=dict)  # values of fields in their runs
+    rates: Mapping[str, float] = field(
+        default_factory=lambda: papers.RATES
+    )  # the papers', by method
+    papers_fields: Mapping[str, Any] = field(default_factory=dict)  # fields of the papers' runs
     baseline: str = "sp"  # the method that others are compared with
-    names: Mapping[Any, str] = field(default_factory=dict)  # of some values, in tables
+    names: Mapping[Any, str] = field(default_factory=dict)  # what tables call some values
     slider: Slider | None = None
     finding: Callable[[Run], str] = lambda run: ""  # says what was found, from a run's records
     limits: Callable[[Run], str] = lambda run: ""  # says what the results do not show
-    epochs: int = 0  # of the papers: with fewer, that is what is said instead
-    retitle: Callable[[Config], str] = lambda config: ""  # a title that depends on these
-    # Why the papers' numbers are of another problem; what a reader of the tables must know; the
-    # records that tables show.
-    mismatch: Callable[[Config], str] = lambda config: ""
-    remarks: Callable[[Config], Iterable[str]] = lambda config: ()
-    choose: Callable[[Sequence[Record]], Sequence[Record]] = lambda records: records
+    epochs: int = 0  # the papers' number of epochs; a run with fewer is reported as cut short
+    retitle: Callable[[Config], str] = lambda config: ""  # a title for a run's config
+    mismatch: Callable[[Config], str] = lambda config: ""  # why the papers' problem is another
+    remarks: Callable[[Config], Iterable[str]] = lambda config: ()  # notes below the tables
+    choose: Callable[[Sequence[Record]], Sequence[Record]] = lambda records: records  # for tables
 
     def find_printed(self, measure: str, method: str, column: object = "") -> Printed | None:
         """Return what the papers print for a method in a column of a table, or None."""

@@ -66,7 +66,7 @@ def _draw_curves(
     titles = dict.fromkeys(methods.title(record["method"]) for record in records)
     for row, (curve, label) in zip(axes, rows.items(), strict=True):
         for ax, batch in zip(row, batches, strict=True):
-            # All titles, those too that the axis does not have: they decide styles and legend.
+            # Every title, so that styles and legend are the same on all axes.
             found: dict[str, list[Array]] = {title: [] for title in titles}
             for record in (record for record in records if record["batch_size"] == batch):
                 values = curves[record["name"]][curve].astype(float)

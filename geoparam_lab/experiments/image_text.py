@@ -21,15 +21,15 @@ SCHEDULES = {
     "linear": "the rate falls to 0 along a line, a little in every step",
     "cosine": "the rate falls to 0 along half a cosine, a little in every step",
 }
-# Settings that are told elsewhere, or that decide digits alone.
-_NOT_TOLD = (
+# Settings that are reported elsewhere, or that change only rounding.
+_NOT_REPORTED = (
     *("network", "method", "lr", "batch_size", "seed", "schedule", "select", "time_to"),
     *("precision", "compile", "deterministic"),
 )
 _USUAL = {
     field.name: 0.9 if field.name == "momentum" else field.default
     for field in fields(Settings)
-    if field.name not in _NOT_TOLD
+    if field.name not in _NOT_REPORTED
 }
 
 
@@ -74,7 +74,7 @@ def describe_images(config: Config) -> str:
 
 
 def explain_mismatch(experiment: str, config: Config) -> str:
-    """Say that the images are not the papers'; a configuration that names none is believed."""
+    """Say that the images are not the papers'; empty where they are, or the data is not known."""
     data = config.get("data")
     small = experiment == "imagenet32"
     wanted = IMAGENET | {"size": 32 if small else 224}

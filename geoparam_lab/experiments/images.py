@@ -7,19 +7,18 @@ for all with ResNets.
 
 A run that diverges is a record like any other, with NaN for its results, and the sweep goes on.
 
-**Cut anywhere.** A run's record is written when it is finished; until then it has checkpoints in
+**Resuming.** A run's record is written when it is finished; until then it has checkpoints in
 checkpoints/NAME of the folder, from which the same command with `resume` goes on. What the numbers
 depend on, the images' checksum too, is in config.json, and a resumed sweep must have the same.
 
-**In company.** Under torchrun or accelerate launch all processes train each network together; the
-main one chooses it and writes. Apart from that, processes or machines that are called with the
-same `storage` take runs in turn (`shared_study`), and each ends with all records and curves.
+**Several processes.** Under torchrun or accelerate launch all processes train each network
+together; the main one chooses it and writes. Otherwise, processes or machines that are called with
+the same `storage` take runs in turn (`shared_study`), and each ends with all records and curves.
 """
 
 import contextlib
 import functools
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from geoparam_lab import methods as all_methods
 from geoparam_lab import networks
+from geoparam_lab.checks import check_counts, check_names, check_rates
 from geoparam_lab.data.image_source import Source
 from geoparam_lab.experiments import image_text, papers
 from geoparam_lab.experiments.experiment import TOP1, TOP5, Experiment, Layout
@@ -34,25 +34,14 @@ from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import shared_study
 from geoparam_lab.training.images.loop import BOUNDARIES
 from geoparam_lab.training.images.run_checkpoints import WEIGHTS
-from geoparam_lab.training.images.settings import COMMON, Settings, Task, tasks
-from geoparam_lab.training.tasks import (
-    Done,
-    Progress,
-    Session,
-    Tick,
-    check_counts,
-    check_methods,
-    check_names,
-    check_rates,
-)
+from geoparam_lab.training.images.settings import COMMON, ImageTask, Settings, list_tasks
+from geoparam_lab.training.tasks import Done, Progress, Session, Tick, throttle
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 KEY = ("name",)
 DRAW_EVERY = 60  # seconds between two drawings of a sweep's figures
-
-
 PAPERS_METHODS = {
     "imagenet32": ("sp", "wn", "wn+mbn", "bn", "gmp", "gmp+imn"),
     "imagenet": ("wn+mbn", "bn", "gmp+imn"),
@@ -113,37 +102,45 @@ def run(
     Returns:
         The sweep's folder; None in all but the leading one of several processes.
     """
-    if method:
-        methods = [*(methods or ()), *method]
+    methods = [*(methods or ()), *method] if method else methods
     check_counts(track=track, size=size, seeds=seeds, jobs=jobs)
     config = _check_options(experiment, network, methods, batch_sizes, lrs, seeds, settings)
     source = _load_images(experiment, data, size, workers)
-    accelerator = _check_runs(config, source)
-    _check_jobs(jobs, accelerator.num_processes, storage)
+    config["data"] = source.fingerprint
+    accelerator = _check_runs(config, source, jobs, storage)
+    load = functools.partial(_load_once, experiment, data, size, workers)
     options = {"tensorboard": tensorboard, "track": track}
-    there = functools.partial(_load_once, experiment, data, size, workers)
-    load = there if jobs > 1 else lambda: source
-    work = _Work(Path(out), load, keep_weights, options)
+    work = _Work(Path(out), load if jobs > 1 else lambda: source, keep_weights, options)
     if not accelerator.is_main_process:
-        while (task := _send(None)) is not None:
-            work.train(task)
+        work.assist()
         return None
-    config |= {"data": {**source.fingerprint, "classes": source.classes, "size": source.size}}
-    try:
-        study = None
-        if storage is not None:
-            study = shared_study.open_study(storage, experiment, config)
-        known: Record = {"key": KEY, "may_change": _MAY_CHANGE, "defaults": COMMON}
-        folder = Run.create(out, experiment, config, command, resume=resume, **known)
-    except BaseException:
-        _send(None)
-        raise
+    folder, study = _open_folder(out, experiment, config, command, resume, storage)
     _sweep(folder, work, jobs, study, progress)
     _send(None)
     return folder
 
 
-def _send(task: Task | None) -> Task | None:
+def _open_folder(
+    out: str | Path,
+    experiment: str,
+    config: Record,
+    command: str | None,
+    resume: bool,
+    storage: str | None,
+) -> tuple[Run, Any]:
+    """Return the sweep's folder and its shared study, or None; on an error all processes end."""
+    known: Record = {"key": KEY, "may_change": _MAY_CHANGE, "defaults": COMMON}
+    try:
+        study = None
+        if storage is not None:
+            study = shared_study.open_study(storage, experiment, config)
+        return Run.create(out, experiment, config, command, resume=resume, **known), study
+    except BaseException:
+        _send(None)
+        raise
+
+
+def _send(task: ImageTask | None) -> ImageTask | None:
     """Return in all processes what the main one sends: the next run, or None at the end."""
     from accelerate.utils import broadcast_object_list
 
@@ -155,27 +152,25 @@ def _sweep(folder: Run, work: "_Work", jobs: int, study: Any, progress: Progress
     """Do all runs that are not done, and redraw the figures now and then."""
     from geoparam_lab.experiments import image_figures
 
-    todo, drawn = tasks(folder.config), time.monotonic()
+    todo = list_tasks(folder.config)
+    draw = throttle(functools.partial(image_figures.draw, folder), DRAW_EVERY)
 
-    def finish(task: Task) -> None:
-        nonlocal drawn
+    def finish(task: ImageTask) -> None:
         work.clean(task)
-        if time.monotonic() - drawn > DRAW_EVERY:
-            image_figures.draw(folder)
-            drawn = time.monotonic()
+        draw()
 
     options: Any = {"progress": progress, "threads": None, "finished": finish}
     session = Session(folder, work, len(todo), jobs, **options)
-    there = {record["name"] for record in folder.records()}
+    finished = {record["name"] for record in folder.records()}
     for task in todo:
-        if task.name in there:
-            work.clean(task)  # a kill may have come between the record and this
+        if task.name in finished:
+            work.clean(task)  # a kill may have come after its record, before it was cleaned
     if study is None:
         session.spread(todo)
     else:
         session.share(todo, study, "val_loss")
     image_figures.draw(folder)
-    with contextlib.suppress(OSError):  # there may be others, or none
+    with contextlib.suppress(OSError):  # absent, or not empty
         (work.out / "checkpoints").rmdir()
 
 
@@ -188,11 +183,16 @@ class _Work:
     keep_weights: bool
     options: Record  # of `train.train`
 
-    def __call__(self, task: Task, tick: Tick) -> Done:
+    def __call__(self, task: ImageTask, tick: Tick) -> Done:
         _send(task)
         return self.train(task, tick)
 
-    def train(self, task: Task, tick: Tick | None = None) -> Done:
+    def assist(self) -> None:
+        """Train every run that the main process sends."""
+        while (task := _send(None)) is not None:
+            self.train(task)
+
+    def train(self, task: ImageTask, tick: Tick | None = None) -> Done:
         from geoparam_lab.training.images import preparation, train
 
         one, source = task.settings, self.load()
@@ -201,21 +201,21 @@ class _Work:
         accelerator = preparation.make_accelerator(one.precision)
 
         def report(epoch: int, step: int, speed: float) -> None:
-            left = 1 - (epoch + step / steps) / one.epochs  # of the record
+            left = 1 - (epoch + step / steps) / one.epochs  # share of this run that is left
             if tick is not None:
                 tick(epoch + 1, left, f"{speed:,.0f} images/s")
 
         outcome = train.train(
-            one, source, self.folder(task), accelerator=accelerator, tick=report, **self.options
+            one, source, self.folder(task), accelerator=accelerator, report=report, **self.options
         )
         named = {"name": task.name, "method": task.method, "tuned": task.tuned}
         record = outcome.record | named | {"processes": accelerator.num_processes}
         return Done([record], {task.name: outcome.curves})
 
-    def folder(self, task: Task) -> Path:
+    def folder(self, task: ImageTask) -> Path:
         return self.out / "checkpoints" / task.name
 
-    def clean(self, task: Task) -> None:
+    def clean(self, task: ImageTask) -> None:
         """Remove the checkpoints of a run whose record is written; put the rest in its place."""
         folder, name = self.folder(task), task.name
         places = {"tensorboard": f"tensorboard/{name}", BOUNDARIES: f"boundaries/{name}.npy"}
@@ -224,7 +224,7 @@ class _Work:
         for left, place in places.items():
             if (folder / left).exists():
                 (self.out / place).parent.mkdir(exist_ok=True)
-                shutil.rmtree(self.out / place, ignore_errors=True)  # of a run that began anew
+                shutil.rmtree(self.out / place, ignore_errors=True)  # left by an earlier start
                 shutil.move(folder / left, self.out / place)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -247,7 +247,7 @@ def _load_images(
     return ImageFolders(data, size, workers)
 
 
-@functools.lru_cache(maxsize=1)  # a working process has many runs
+@functools.lru_cache(maxsize=1)  # a working process trains many runs on the same images
 def _load_once(*arguments: Any) -> Source:
     return _load_images(*arguments)
 
@@ -261,10 +261,10 @@ def _check_options(
     seeds: int,
     settings: Record,
 ) -> Record:
-    """Return the configuration, if all of it exists."""
-    check_names("experiment", [experiment], tuple(PAPERS_METHODS))
-    check_names("network", [network], networks.NETWORKS)
-    chosen = check_methods(PAPERS_METHODS[experiment] if names is None else names)
+    """Return the configuration; raise ValueError where some of it is wrong."""
+    check_names("experiment", PAPERS_METHODS, experiment)
+    check_names("network", networks.NETWORKS, network)
+    chosen = all_methods.check_methods(PAPERS_METHODS[experiment] if names is None else names)
     if not batch_sizes:
         raise ValueError("batch_sizes must be some; got none.")
     unknown = [name for name in settings if name not in COMMON]
@@ -279,26 +279,18 @@ def _check_options(
     }
     for name, value in (COMMON | settings).items():
         config[name] = list(value) if isinstance(value, tuple) else value
-    tasks(config)  # raises where a run cannot be
+    list_tasks(config)  # raises where settings are wrong
     return config
 
 
-def _check_jobs(jobs: int, processes: int, storage: str | None) -> None:
-    if jobs > 1 and (processes > 1 or storage is not None):
-        raise ValueError(
-            "jobs are runs side by side on one GPU: use them without torchrun and without "
-            f"storage; got jobs={jobs}, {processes} processes, storage={storage!r}."
-        )
-
-
-def _check_runs(config: Record, source: Source) -> "Accelerator":
+def _check_runs(config: Record, source: Source, jobs: int, storage: str | None) -> "Accelerator":
     """Return the Accelerator of all runs.
 
     Raises ValueError where a run could not begin: hours later, it would end the sweep.
     """
     from geoparam_lab.training.images import preparation
 
-    accelerator, todo = preparation.make_accelerator(config["precision"]), tasks(config)
+    accelerator, todo = preparation.make_accelerator(config["precision"]), list_tasks(config)
     place: Record = {"device": accelerator.device, "world": accelerator.num_processes}
     for one in (task.settings for task in todo):
         preparation.check(one, accelerator)
@@ -306,13 +298,19 @@ def _check_runs(config: Record, source: Source) -> "Accelerator":
         part.train(one.batch_size, seed=0, crop=one.crop, **place)
     for one in {task.method: task.settings for task in todo}.values():
         preparation.make_optimizer(one, preparation.build(one, source))
+    processes = accelerator.num_processes
+    if jobs > 1 and (processes > 1 or storage is not None):
+        raise ValueError(
+            "jobs are runs side by side on one GPU: use them without torchrun and without "
+            f"storage; got jobs={jobs}, {processes} processes, storage={storage!r}."
+        )
     return accelerator
 
 
 # --- what they say ------------------------------------------------------------------------------
 
 
-def _experiment(name: str, **own: Any) -> Experiment:
+def _make_experiment(name: str, **own: Any) -> Experiment:
     return Experiment(
         name=name,
         settings=Settings,
@@ -326,7 +324,7 @@ def _experiment(name: str, **own: Any) -> Experiment:
     )
 
 
-IMAGENET32 = _experiment(
+IMAGENET32 = _make_experiment(
     "imagenet32",
     title="VGG-6 on ImageNet32",
     about="A convolutional network learns to tell classes of small images apart.",
@@ -334,9 +332,9 @@ IMAGENET32 = _experiment(
     run=run,
     layouts=(Layout((TOP1, TOP5), {"batch_size": "batch size"}),),
     papers=papers.VGG6,
-    theirs={"network": "vgg6"},
+    papers_fields={"network": "vgg6"},
 )
-IMAGENET = _experiment(
+IMAGENET = _make_experiment(
     "imagenet",
     title="ResNet on ImageNet",
     about="A residual network learns to tell classes of images apart.",
@@ -347,5 +345,5 @@ IMAGENET = _experiment(
     layouts=(Layout((TOP1, TOP5), {"network": "network", "batch_size": "batch size"}),),
     papers=papers.RESNET,
     rates=dict.fromkeys(all_methods.METHODS, 0.1),
-    theirs={"batch_size": 256},
+    papers_fields={"batch_size": 256},
 )

@@ -11,8 +11,8 @@ With one input a unit has no angle: its direction is a sign, its boundary a sing
 GmP learns where that point lies (lam) and how much the unit weighs (r). Under SP the point is
 -b / w, which is thrown far where w is small.
 
-BN is read by the statistics of the 50 points, as it trains; by its running statistics, as it
-evaluates, units move much further (`largest_move` in the records).
+BN's boundaries are those under the statistics of the 50 points, as in training; under its running
+statistics, as in evaluation, units move much further (`largest_move` in the records).
 
 **One seed is an anecdote.** Under GmP the papers' schedule comes out in two groups, by whether the
 rate is first cut early or late (`first_cut` in the records), and at rate 0.1 that is chance: see
@@ -159,8 +159,8 @@ def _film(run: Run, data: Regression) -> Arrays:
 
 _FOUND = (
     "Levy: in one update no unit's boundary moves by more than {gmp_most:.2g} under GmP, and one "
-    "moves by {sp_most:,.0f} under SP; the median test RMSE is {gmp:.2f} under GmP and {sp:.2f} "
-    "under SP."
+    "moves by {sp_most:,.0f} under SP; the median test RMSE at the papers' rates is {gmp:.2f} "
+    "under GmP and {sp:.2f} under SP."
 )
 
 
@@ -193,9 +193,7 @@ EXPERIMENT = Experiment(
     settings=Options,
     layouts=(
         Layout(
-            (RMSE,),
-            details=(*DETAILS, IN_VIEW, *toys.MOVES, LARGEST_MOVE),
-            notes=(toys.LARGEST,),
+            (RMSE,), details=(*DETAILS, IN_VIEW, *toys.MOVES, LARGEST_MOVE), notes=(toys.LARGEST,)
         ),
     ),
     mismatch=lambda config: "The papers trained on one draw of points" * bool(config.get("draws")),

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-WHICH = (
+CITATION = (
     "The papers are two versions of one work by W. Chen and H. Ge: v1, “Neural Characteristic "
     "Activation Value Analysis for Improved ReLU Network Feature Learning”, and v2, “Neural "
     "Characteristic Activation Analysis and Geometric Parameterization for ReLU Networks” "

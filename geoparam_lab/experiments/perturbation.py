@@ -40,6 +40,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
 from geoparam.analysis import DELTAS, layer_boundaries, make_steps, respond
+from geoparam_lab.checks import check_counts, check_names
 from geoparam_lab.experiments import toys
 from geoparam_lab.experiments.experiment import (
     Drawings,
@@ -49,9 +50,9 @@ from geoparam_lab.experiments.experiment import (
     list_in_words,
 )
 from geoparam_lab.experiments.papers import read_table
-from geoparam_lab.methods import TITLES, check_word
+from geoparam_lab.methods import TITLES
 from geoparam_lab.run_folder import Run
-from geoparam_lab.training.tasks import Progress, check_counts
+from geoparam_lab.training.tasks import Progress
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,7 +102,7 @@ def run(
     """
     check_counts(seeds=seeds)
     turns = {method: perturb(method, seeds) for method in methods}
-    import geoparam.plots  # noqa: F401  says now that matplotlib is missing
+    import geoparam.plots  # noqa: F401  fails now if matplotlib is missing
 
     config = {"methods": [*turns], "units": seeds}
     options: Any = {"key": ("method", "delta"), "resume": resume, "may_change": ("methods",)}
@@ -138,7 +139,7 @@ def perturb(method: str, seeds: int = 1000) -> Turns:
 
 def build(method: str, seeds: Iterable[int]) -> nn.Module:
     """Return a layer of two inputs with one unit for each seed, stored as the method does."""
-    check_word("a method", method, METHODS)
+    check_names("a method", METHODS, method)
     draws = [SIZE * np.random.RandomState(seed).randn(1 + OTHERS, 3) for seed in seeds]
     units = torch.from_numpy(np.stack(draws))  # each w, then b; the first is the unit
     units = units[:, 0] - units[:, 1:].mean(1) if method == "ln" else units[:, 0]
@@ -150,9 +151,8 @@ def build(method: str, seeds: Iterable[int]) -> nn.Module:
         return weight_norm(linear)
     if method in ("sp", "ln"):
         return linear
-    if method == "gmp":
-        return gp.GmPLinear.from_linear(linear)
-    return gp.GmPLinear.from_linear(linear, coordinates="intrinsic")
+    kind: Any = "intrinsic" if method == "intrinsic" else "angles"
+    return gp.GmPLinear.from_linear(linear, coordinates=kind)
 
 
 def make_records(turns: Mapping[str, Turns]) -> list[dict[str, Any]]:

@@ -77,12 +77,10 @@ def rank_correlation(
 
 def _rank(values: Array, at: Array) -> Array:
     """Return ranks within groups from -1 to 1, ties in the middle."""
-    ranks = np.zeros(len(values))
-    for group in np.unique(at):
-        own = values[at == group]
-        above = (own[:, None] > own).sum(axis=1) - (own[:, None] < own).sum(axis=1)
-        ranks[at == group] = above / max(1, len(own) - 1)
-    return ranks
+    same = at[:, None] == at
+    lower = (same & (values < values[:, None])).sum(axis=1)
+    higher = (same & (values > values[:, None])).sum(axis=1)
+    return (lower - higher) / np.maximum(1, same.sum(axis=1) - 1)
 
 
 def adjust(p_values: Mapping[Any, float]) -> dict[Any, float]:
@@ -92,8 +90,6 @@ def adjust(p_values: Mapping[Any, float]) -> dict[Any, float]:
         >>> adjust({"a": 0.01, "b": 0.04, "c": 0.03})
         {'a': 0.03, 'c': 0.06, 'b': 0.06}
     """
-    found, largest = {}, 0.0
-    for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p))
-        found[name] = largest
-    return found
+    ranked = sorted(p_values, key=lambda name: p_values[name])
+    raised = [min(1.0, (len(ranked) - i) * p_values[name]) for i, name in enumerate(ranked)]
+    return dict(zip(ranked, itertools.accumulate(raised, max), strict=True))

@@ -53,8 +53,8 @@ def measure_tolerance(records: Iterable[Record], measure: Measure) -> dict[str, 
     errors: dict[str, dict[float, list[float]]] = {}
     for record in records:
         value = record[measure.name]
-        value = value if math.isfinite(value) else math.inf
-        error = 1 - value if measure.better == "higher" and math.isfinite(value) else value
+        error = 1 - value if measure.better == "higher" else value
+        error = error if math.isfinite(error) else math.inf
         errors.setdefault(record["method"], {}).setdefault(record["lr"], []).append(error)
     own = {method: np.concatenate([*by_rate.values()]) for method, by_rate in errors.items()}
     bar, found = FAILED * float(np.median(np.concatenate([*own.values()]))), {}
@@ -83,10 +83,7 @@ def describe_tolerance(panels: Panels) -> str:
 
 
 def draw_rates(run: Run, records: Mapping[str, Iterable[Record]], measure: Measure) -> Drawings:
-    """Return the figure of a run over its rates, where there are enough of them.
-
-    `records` has those of each panel, by its title.
-    """
+    """Return a run's figure over its rates, if there are enough; `records` are by panel title."""
     if len(run.config["lrs"]) < FEWEST:
         return {}
     panels = {title: measure_tolerance(own, measure) for title, own in records.items()}

@@ -45,7 +45,7 @@ def new_columns(count: int, deep: int, size: tuple[float, float]) -> tuple[Figur
 def _find_in_view(locations: Array, low: Any, high: Any) -> Array:
     """Return which locations, (units,) or (units, 2), are between two corners."""
     inside = (locations >= low) & (locations <= high)
-    return inside if inside.ndim == 1 else inside.all(axis=1)
+    return inside.reshape(len(inside), -1).all(axis=1)
 
 
 # --- Levy ----------------------------------------------------------------------------------------

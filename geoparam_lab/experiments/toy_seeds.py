@@ -7,7 +7,7 @@ import numpy as np
 
 from geoparam_lab import methods as methods_table
 from geoparam_lab.experiments.toys import Arrays, Member
-from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.run_folder import Record, Run, select_records
 from geoparam_lab.training.stacks import snapshots
 
 SHOWN = 5  # seeds that the slider offers, or more where methods have more medians
@@ -26,7 +26,7 @@ def find_papers_lr(method: str, lrs: Sequence[float]) -> float:
 def find_records(run: Run, method: str, lr: float | None = None) -> list[Record]:
     """Return a method's records at a rate, or else at the papers'."""
     lr = lr or find_papers_lr(method, run.config["lrs"])
-    return [r for r in run.records() if r["method"] == method and r["lr"] == lr]
+    return select_records(run.records(), method=method, lr=lr)
 
 
 def compare_gmp_with_sp(
@@ -87,11 +87,11 @@ def film_seeds(
         for seed in seeds
         for method in own
     ]
-    together = snapshots.together(films, [*frames.values()])
-    steps = together["steps"]
-    found = {name: together[kept] for name, kept in frames.items()}
+    aligned = snapshots.align(films, [*frames.values()])
+    steps = aligned["steps"]
+    found = {name: aligned[kept] for name, kept in frames.items()}
     found[motion] = np.array(
-        [snapshots.largest_since(film[motion], steps, per_epoch) for film in films]
+        [snapshots.find_largest_since(film[motion], steps, per_epoch) for film in films]
     )
     shape = (len(seeds), len(own))
     return {name: array.reshape(*shape, *array.shape[1:]) for name, array in found.items()} | {

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from geoparam_lab import methods as methods_table
+from geoparam_lab.checks import check_counts, check_rates
 from geoparam_lab.experiments.experiment import Config, Drawings, Measure
 from geoparam_lab.experiments.rate_tolerance import draw_rates
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.training import tasks
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.snapshots import Film, frame_epochs
 from geoparam_lab.training.stacks.stacked import Protocol, Result
@@ -74,10 +73,8 @@ class Problem:
     def select(self, seeds: Sequence[int]) -> tuple[Array, Array]:
         """Return the data of members with these seeds: all of it, or a draw for each."""
         x, y = self.data
-        if x.ndim == 2:
-            return x, y
-        index = np.array(seeds) % len(x)
-        return x[index], y[index]
+        draws = np.array(seeds) % len(x)
+        return (x, y) if x.ndim == 2 else (x[draws], y[draws])
 
     def divide(self, fold: int, folds: int) -> tuple["Problem", "Problem"]:
         """Return the problem without one of several folds of its points, and with it alone.
@@ -104,7 +101,7 @@ class Toy:
     describe: Callable[[Any, Result, Film], Iterable[tuple[Arrays, Record]]]
     draw: Callable[[Run, Any], Drawings]
     film: Callable[[Run, Any], Arrays]  # the slider's arrays, or none
-    measure: Measure  # what is judged
+    measure: Measure  # the test result that is drawn over rates
     find_errors: FindErrors  # of each row of predictions; chooses rates under cross-validation
 
 
@@ -138,7 +135,7 @@ def run(
         jobs: how many processes train, by default one a core; numbers do not depend on it.
         own: the experiment's own options, about its data.
     """
-    import geoparam.plots  # noqa: F401  says now, not after training, that matplotlib is missing
+    import geoparam.plots  # noqa: F401  fails now, not after training, without it
 
     config = _check_options(methods, seeds, lrs, epochs, patience, folds)
     data, source = toy.load(toy.options(**own))
@@ -164,21 +161,14 @@ def _check_options(
     names: Sequence[str], seeds: int, lrs: Sequence[float], epochs: int, patience: int, folds: int
 ) -> Record:
     """Return this part of a run's configuration; raise ValueError where some of it is wrong."""
-    chosen, rates = tasks.check_methods(names), tasks.check_rates(lrs)
-    tasks.check_counts(seeds=seeds, epochs=epochs, patience=patience)
+    chosen, rates = methods_table.check_methods(names), check_rates(lrs)
+    check_counts(seeds=seeds, epochs=epochs, patience=patience)
     if any(int(methods_table.get(name).order) for name in names):
         raise ValueError("another order of the inputs is an option of uci; leave it out here.")
     if folds < 0 or folds == 1:
         raise ValueError(f"folds, parts of the training points, are 2 or more, or 0; got {folds}.")
-    return {
-        "methods": chosen,
-        "seeds": seeds,
-        "lrs": rates,
-        "init": "glorot",  # an option of earlier runs
-        "epochs": epochs,
-        "patience": patience,
-        **({"folds": folds} if folds else {}),
-    }
+    schedule = {"epochs": epochs, "patience": patience} | ({"folds": folds} if folds else {})
+    return {"methods": chosen, "seeds": seeds, "lrs": rates} | schedule
 
 
 # --- training -----------------------------------------------------------------------------------
@@ -189,29 +179,25 @@ def train(
 ) -> tuple[Result, Film]:
     """Train members of one method in one stack, and keep its state at some epochs."""
     shown = set(frame_epochs(problem.protocol.epochs).tolist())
-    model, result = _train(problem, members, track=True, snapshots=shown, progress=progress)
+    result = _train(problem, members, track=True, snapshots=shown, progress=progress)
     frames = result.snapshots | {len(result.losses): result.states}
-    data = problem.select([member.seed for member in members])
-    return result, Film(np.array([*frames]), torch.stack([*frames.values()]), model, data)
+    states, data = torch.stack([*frames.values()]), problem.select([m.seed for m in members])
+    return result, Film(np.array([*frames]), states, result.model(0), data)
 
 
-def _train(
-    problem: Problem, members: Sequence[Member], **options: Any
-) -> tuple[nn.Sequential, Result]:
-    """Return one of the models, and the result of training all of them."""
+def _train(problem: Problem, members: Sequence[Member], **options: Any) -> Result:
     models = [methods_table.mlp(m.method, problem.widths, seed=m.seed) for m in members]
     (method, *_), rates, seeds = zip(*members, strict=True)
     own = methods_table.get(method)
     protocol = replace(problem.protocol, decay=own.decay, angle_lr=own.angle_lr)
     data, judge = problem.select(seeds), problem.evaluation
-    result = stacked.train(models, data, rates, protocol, judge, seeds=seeds, **options)
-    return models[0], result
+    return stacked.train(models, data, rates, protocol, judge, seeds=seeds, **options)
 
 
 def list_stacks(config: Config) -> list[Task]:
     """Return the stacks of a run."""
-    firsts = range(0, config["seeds"], BLOCK)
-    blocks = [range(first, min(first + BLOCK, config["seeds"])) for first in firsts]
+    seeds = range(config["seeds"])
+    blocks = [seeds[first : first + BLOCK] for first in seeds[::BLOCK]]
     found = []
     for method, block in itertools.product(config["methods"], blocks):
         members = tuple(Member(method, lr, seed) for lr in config["lrs"] for seed in block)
@@ -230,7 +216,7 @@ def _train_stack(
         chosen = choose_rates(folds, toy.find_errors, problem, members)
     records, curves = [], {}
     for i, (arrays, measures) in enumerate(toy.describe(data, result, film)):
-        records.append(_record(members[i], result, i) | chosen[i] | measures)
+        records.append(_make_record(members[i], result, i) | chosen[i] | measures)
         with np.errstate(over="ignore"):  # what diverged; single precision is enough to draw it
             single = {k: v.astype("f4") for k, v in arrays.items() if v.dtype == np.float64}
         curves[members[i].name] = arrays | single
@@ -247,9 +233,8 @@ def choose_rates(
     seeds, total = [member.seed for member in members], np.zeros(len(members))
     for fold in range(folds):
         part, left_out = problem.divide(fold, folds)
-        _, result = _train(part, members)
         x, y = left_out.select(seeds)
-        errors = find_errors(result.predict(x), y)
+        errors = find_errors(_train(part, members).predict(x), y)
         total += np.where(np.isfinite(errors), errors, np.inf)
     found = dict(zip(members, (total / folds).tolist(), strict=True))
     best = {m.seed: min((e, k.lr) for k, e in found.items() if k.seed == m.seed) for m in members}
@@ -265,7 +250,7 @@ def remark_on_rates(config: Config) -> Iterable[str]:
         )
 
 
-def _record(member: Member, result: Result, i: int) -> Record:
+def _make_record(member: Member, result: Result, i: int) -> Record:
     """Return what the records of both experiments have in common.
 
     Quantiles are over the updates before the first cut of the rate, of the largest turn or move of
@@ -277,7 +262,7 @@ def _record(member: Member, result: Result, i: int) -> Record:
     first = int(lower[0]) if len(lower) else None  # the first epoch with a lower rate
     epochs = int(result.epochs[i])
     steps = (epochs if first is None else first) * (len(motion.rotation) // len(result.rates))
-    return {
+    record = {
         **member._asdict(),
         "init": methods_table.get(member.method).init,
         "epochs": epochs,
@@ -286,13 +271,11 @@ def _record(member: Member, result: Result, i: int) -> Record:
         "outcome": "diverged" if result.outcomes[i] == "diverged" else "finished",
         "largest_move": float(np.nanmax(running.displacement[:, i])),
         "largest_rotation": float(np.nanmax(running.rotation[:, i])),
-        **_find_quantiles("turn", motion.rotation[:steps, i]),
-        **_find_quantiles("move", motion.displacement[:steps, i]),
     }
-
-
-def _find_quantiles(name: str, values: Array) -> Record:
-    return {f"{name}_{q}": float(np.nanquantile(values, q / 100)) for q in WORDS}
+    for name, values in (("turn", motion.rotation), ("move", motion.displacement)):
+        quantiles = np.nanquantile(values[:steps, i], [q / 100 for q in WORDS]).tolist()
+        record |= {f"{name}_{q}": value for q, value in zip(WORDS, quantiles, strict=True)}
+    return record
 
 
 def save_figures(run: Run, drawings: Drawings, progress: Progress | None = None) -> None:

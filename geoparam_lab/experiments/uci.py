@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from geoparam_lab import methods as all_methods
+from geoparam_lab.checks import check_counts, check_names, check_rates
 from geoparam_lab.data import splits as parts
 from geoparam_lab.data import uci_data as data_sets
 from geoparam_lab.data.synthetic import levy
@@ -43,10 +44,9 @@ from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.experiments.rate_tolerance import draw_rates
 from geoparam_lab.experiments.toys import COMPARED, save_figures
 from geoparam_lab.run_folder import Record, Run, group_records, select_records
-from geoparam_lab.training import tasks
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.stacks.stacked import Protocol, Result
-from geoparam_lab.training.tasks import Done, Progress, Session, Task, Tick, check_names
+from geoparam_lab.training.tasks import Done, Progress, Session, Task, Tick
 
 Array = np.ndarray
 Table = tuple[Array, Array]
@@ -55,11 +55,10 @@ NAMES = data_sets.NAMES
 COPIES = {f"levy{inputs}": inputs for inputs in (2, 4, 8)}
 PROTOCOLS = (*parts.PROTOCOLS, "cv")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # the papers' grid
-WIDE_RATES = (*RATES, 1.0, 3.0)  # of "cv": SP and WN often chose the edge of the papers' grid
+WIDE_RATES = (*RATES, 1.0, 3.0)  # under "cv": SP and WN often chose the edge of the papers' grid
 FOLDS = 5
 UNITS, BATCH_SIZE, EPOCHS, PATIENCE = 100, 1024, 5000, 50
 AT_ONCE = 10  # networks in a stack
-_FIXED = {"init": "glorot", "device": "cpu", "dtype": "float64"}  # options of earlier runs
 _MAY_CHANGE = ("datasets", "methods", "seeds")  # when a run is resumed
 
 
@@ -70,8 +69,8 @@ class Member(NamedTuple):
     method: str
     split: int
     lr: float
-    chosen: bool  # whether the search is over, so that the test part may be used
-    fold: int = 0  # a field under "cv" alone: 1, 2, ... in the search, 0 for the held-out part
+    chosen: bool  # True for the final training at the chosen rate; only these see the test part
+    fold: int = 0  # under "cv": 1..k in the search, 0 for the final training
 
 
 KEY, FOLD_KEY = Member._fields[:-1], Member._fields
@@ -146,20 +145,12 @@ def train(
         [all_methods.mlp(first.method, widths, seed=seed) for seed in seeds],
         (data.x_train, data.y_train),
         [member.lr for member in members],
-        Protocol(
-            stacked.absolute_error,
-            stacked.squared_error,
-            batch_size=BATCH_SIZE,
-            epochs=config["epochs"],
-            patience=PATIENCE,
-            decay=method.decay,
-            angle_lr=method.angle_lr,
-        ),
+        _make_protocol(method, config["epochs"]),
         (data.x_val, data.y_val),
         seeds=seeds,
         progress=tick,
     )
-    errors = _errors(first.chosen, result, data, protocol)
+    errors = _find_errors(first.chosen, result, data, protocol)
     records = [
         {
             **dict(zip(FOLD_KEY, task.keys[i], strict=False)),
@@ -175,7 +166,16 @@ def train(
     return Done(records)
 
 
-def _errors(chosen: bool, result: Result, data: parts.Splits, protocol: str) -> dict[str, Array]:
+def _make_protocol(method: all_methods.Method, epochs: int) -> Protocol:
+    """Return the papers' losses and schedule, with the method's own decay and rates."""
+    schedule: Any = {"batch_size": BATCH_SIZE, "epochs": epochs, "patience": PATIENCE}
+    own: Any = {"decay": method.decay, "angle_lr": method.angle_lr}
+    return Protocol(stacked.absolute_error, stacked.squared_error, **schedule, **own)
+
+
+def _find_errors(
+    chosen: bool, result: Result, data: parts.Splits, protocol: str
+) -> dict[str, Array]:
     """Return the errors of the kept weights; on the test part for chosen rates alone."""
     judged = np.sqrt(result.best_metric)
     if protocol == "paper":
@@ -221,7 +221,7 @@ def run(
         folds: of the training part, under "cv".
         jobs: how many processes work; by default as many as there are cores.
     """
-    check_names("datasets", datasets, (*NAMES, *COPIES))
+    check_names("each of datasets", (*NAMES, *COPIES), *datasets)
     config = _check_options(methods, protocol, seeds, lrs, epochs, folds)
     config["datasets"] = list(dict.fromkeys(datasets))
     loaded = {name: load(name, data) for name in config["datasets"]}
@@ -267,12 +267,12 @@ def _check_options(
     epochs: int,
     folds: int,
 ) -> Record:
-    """Return this part of the configuration, if all of it exists."""
-    check_names("protocol", [protocol], PROTOCOLS)
-    chosen = tasks.check_methods(names)
+    """Return this part of the configuration; raise ValueError where some of it is wrong."""
+    check_names("protocol", PROTOCOLS, protocol)
+    chosen = all_methods.check_methods(names)
     for name in names:
         all_methods.get(name)
-    tasks.check_counts(seeds=seeds, epochs=epochs)
+    check_counts(seeds=seeds, epochs=epochs)
     if folds < 2:
         raise ValueError(f"folds, parts of the training part, must be >= 2; got {folds}.")
     grid = {"heldout": RATES, "cv": WIDE_RATES}.get(protocol) if lrs is None else lrs
@@ -281,9 +281,8 @@ def _check_options(
         "methods": chosen,
         "protocol": protocol,
         "seeds": seeds,
-        "lrs": None if grid is None else tasks.check_rates(grid),
+        "lrs": None if grid is None else check_rates(grid),
         "epochs": epochs,
-        **_FIXED,
     }
 
 

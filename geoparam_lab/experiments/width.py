@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from geoparam_lab import methods
+from geoparam_lab.checks import check_counts, check_names
 from geoparam_lab.data import splits as parts
 from geoparam_lab.data import uci_data as data_sets
 from geoparam_lab.data.synthetic import levy_regression
 from geoparam_lab.experiments.experiment import RMSE, Experiment, Layout, Measure
 from geoparam_lab.run_folder import Record, Run, select_records
-from geoparam_lab.training import tasks
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.tasks import Done, Progress, Session, Task, Tick
 
@@ -44,6 +44,12 @@ VARIANTS = {  # method and initialisation
 DATASETS = ("levy", "energy")
 WIDTHS = tuple(4**k for k in range(2, 8))  # 16 ... 16384
 STEP = 0.01  # rate of the step that is measured
+GROUPS = {  # parameters by what they are for; an output layer is number 1 under GmP, 2 under SP
+    "direction": ("0.latitude", "0.weight"),
+    "offset": ("0.lam", "0.bias"),
+    "scale": ("0.r",),
+    "output": ("1.weight", "2.weight"),
+}
 
 
 class Member(NamedTuple):
@@ -63,31 +69,20 @@ def measure_start(model: nn.Sequential, x: Tensor, y: Tensor) -> Record:
     """
     hidden = model[:-1](x)
     output = model[-1](hidden).squeeze(-1)
-    stacked.absolute_error(output[None], y[None]).backward()
-    gradients = {
-        f"gradient_{group}": _rms(parameter.grad)
-        for group, parameter in _group_parameters(model).items()
-        if parameter.grad is not None
-    }
-    found = {"activation": _rms(hidden), "output": _rms(output), **gradients}
+    loss = stacked.absolute_error(output[None], y[None])
+    parameters = dict(model.named_parameters())
+    slopes = torch.autograd.grad(loss, list(parameters.values()))
+    by_name = dict(zip(parameters, slopes, strict=True))
+    found = {"activation": _rms(hidden), "output": _rms(output)}
+    for group, names in GROUPS.items():
+        found |= {f"gradient_{group}": _rms(by_name[name]) for name in names if name in by_name}
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.sub_(STEP * parameter.grad.sign())
+        for parameter, slope in zip(parameters.values(), slopes, strict=True):
+            parameter.sub_(STEP * slope.sign())
     return found | {"output_change": _rms(model(x).squeeze(-1) - output)}
 
 
-def _group_parameters(model: nn.Sequential) -> dict[str, nn.Parameter]:
-    """Return the hidden units' parameters by what they are for, and the output weights."""
-    names = {"latitude": "direction", "weight": "direction", "lam": "offset", "bias": "offset"}
-    hidden = dict(model[0].named_parameters())
-    found = {names.get(name, "scale"): parameter for name, parameter in hidden.items()}
-    output = dict(model[-1].named_parameters())["weight"]
-    return {group: found[group] for group in sorted(found)} | {"output": output}
-
-
-def _rms(values: Tensor | None) -> float:
-    assert values is not None
+def _rms(values: Tensor) -> float:
     return float(values.detach().square().mean().sqrt())
 
 
@@ -113,28 +108,18 @@ def run(
         seeds: how many initial weights.
         data: folder with the Energy data, before $GEOPARAM_DATA, the cache and the network.
     """
-    tasks.check_names("datasets", datasets, DATASETS)
-    tasks.check_counts(seeds=seeds, widths=min(widths, default=0))
-    config: Record = {
-        "datasets": list(dict.fromkeys(datasets)),
-        "widths": sorted(set(widths)),
-        "seeds": seeds,
-    }
+    check_names("each of datasets", DATASETS, *datasets)
+    check_counts(seeds=seeds, widths=min(widths, default=0))
+    datasets, widths = list(dict.fromkeys(datasets)), sorted(set(widths))
+    config: Record = {"datasets": datasets, "widths": widths, "seeds": seeds}
     energy = data_sets.load("energy", data) if "energy" in datasets else None
     folder = Run.create(out, "width", config, command, key=Member._fields, resume=resume)
-    todo = [Task(f"Width {member.width:,}", (member,)) for member in list_members(config)]
+    grid = itertools.product(datasets, VARIANTS, widths, range(seeds))
+    todo = [Task(f"Width {w:,}", (Member("start", d, *v, w, seed),)) for d, v, w, seed in grid]
     work = functools.partial(measure, energy)
     Session(folder, work, len(todo), 1, progress).spread(todo)
     folder.append_missing(find_answers(folder.records(), config))
     return folder
-
-
-def list_members(config: Record) -> list[Member]:
-    """Return all networks of a run."""
-    sizes = itertools.product(config["datasets"], VARIANTS, config["widths"])
-    return [
-        Member("start", d, *v, w, seed) for d, v, w in sizes for seed in range(config["seeds"])
-    ]
 
 
 def measure(energy: tuple[Array, Array] | None, task: Task, tick: Tick) -> Done:
@@ -216,7 +201,7 @@ EXPERIMENT = Experiment(
     run=run,
     layouts=(
         _EXPONENTS,
-        # Earlier runs trained the networks, too.
+        # For results/runs/width, whose networks were also trained.
         Layout(
             (RMSE,),
             {**_KEYS, "width": "width"},

@@ -57,7 +57,7 @@ def make_page(runs: Iterable[Run | str | Path], command: str = "") -> str:
         limits=_say_each(opened, lambda run: find_experiment(run).describe_limits(run)),
         runs=[_describe(run, number) for number, run in enumerate(opened)],
         command=command,
-        papers=papers.WHICH,
+        papers=papers.CITATION,
         version=gp.__version__,
         style=_read("page.css"),
         script="\n" + "\n".join(map(_read, SCRIPTS)),
@@ -178,22 +178,17 @@ def pack(array: Array) -> dict[str, Any]:
     if array.dtype == np.uint8:
         content, kind = np.diff(array, axis=-3, prepend=array[..., :1, :, :] * 0), "u1"
     else:
-        content, kind = _round(array.astype("<f4")), "f4"
+        bits = array.astype("<f4").view("<u4") + np.uint32(0x400) * np.isfinite(array)
+        content, kind = bits & np.uint32(0xFFFFF800), "f4"
     text = base64.b64encode(zlib.compress(np.ascontiguousarray(content).tobytes(), 9)).decode()
     return {"shape": list(array.shape), "type": kind, "data": text}
-
-
-def _round(array: Array) -> Array:
-    """Return float32 with 12 bits of mantissa; the others are 0."""
-    bits = array.view("<u4") + np.uint32(0x400) * np.isfinite(array)
-    return (bits & np.uint32(0xFFFFF800)).view("<f4")
 
 
 # --- a run in words --------------------------------------------------------------------------
 
 
 def find_experiment(run: Run) -> Experiment:
-    """Return the record of a run's experiment."""
+    """Return a run's experiment."""
     return experiments.find(run.info["experiment"])
 
 

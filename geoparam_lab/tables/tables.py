@@ -11,6 +11,7 @@ the same rate, and where the papers gave the two different rates, at theirs too.
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,8 @@ _PAPERS = (
 _DIFFERENCES = (
     "A difference is the mean over seeds or splits of a method's result minus the baseline's; if "
     "the baseline has results at several rates, that at the method's own rate. "
-    f"* p below {LEVEL:g} in a t-test, corrected for the points that splits of one data set share "
+    f"* p below {LEVEL:g} in a t-test, made from n = {LEAST} on and corrected for the points that "
+    "splits of one data set share "
     "(Nadeau and Bengio); ** also after Holm's correction for the k differences in the column."
 )
 
@@ -55,11 +57,10 @@ def export(runs: Iterable[Run]) -> str:
             known = ", ".join(experiments.EXPERIMENTS)
             why = f"the records have no field that tables show; the known experiments are {known}"
         raise ValueError(f"no table can be made: {why}.")
-    texts = [
-        "\n".join([f"## {escape(heading)}\n", *(table.markdown() for table in own)])
-        for heading, own in found
-    ]
-    return "\n".join(texts)
+    parts = []
+    for heading, own in found:
+        parts += [f"## {escape(heading)}\n", *(table.markdown() for table in own)]
+    return "\n".join(parts)
 
 
 def make_heading(run: Run) -> str:
@@ -75,9 +76,7 @@ def make_tables(run: Run) -> list[Table]:
 
 
 def from_records(
-    records: Iterable[Record],
-    name: str,
-    config: Mapping[str, Any] | None = None,
+    records: Iterable[Record], name: str, config: Mapping[str, Any] | None = None
 ) -> list[Table]:
     """Return the tables of some records.
 
@@ -156,8 +155,8 @@ def _make_papers_column(
     cells, verdicts = [], []
     for row, mean in zip(rows, ours, strict=True):
         printed = experiment.find_printed(measure.name, row.method, *row.keys[:1])
-        theirs, rate = experiment.theirs.items(), experiment.rates.get(row.method)
-        if printed is None or any(r.get(k, v) != v for r in row.records for k, v in theirs):
+        fields, rate = experiment.papers_fields.items(), experiment.rates.get(row.method)
+        if printed is None or any(r.get(k, v) != v for r in row.records for k, v in fields):
             cells.append(EMPTY)
         elif rate is not None and row.rates - {rate}:
             cells.append(f"{printed.text} (rate {rate:g})")
@@ -231,12 +230,9 @@ def _count(row: Row, measure: Measure) -> str:
 
 def _find_times(records: Iterable[Record]) -> list[Measure]:
     """Return the measures of how long runs took to an accuracy, such as epochs_to_45."""
-    found = []
-    for name in sorted({name for record in records for name in record}):
-        unit, _, level = name.partition("_to_")
-        if level and unit in ("epochs", "seconds"):
-            found.append(Measure(name, f"{unit} to {level} % top-1", 1))
-    return found
+    names = sorted({name for record in records for name in record})
+    times = [found for name in names if (found := re.fullmatch("(epochs|seconds)_to_(.+)", name))]
+    return [Measure(time[0], f"{time[1]} to {time[2]} % top-1", 1) for time in times]
 
 
 def _detail_cell(records: Sequence[Record], detail: Measure) -> str:

@@ -28,12 +28,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from geoparam_lab import methods
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.session import count_cores as count_cores
 
-Progress = Callable[[str, float, int], None]  # a title, how much is done, and of how much
-Tick = Callable[..., None]  # the epoch, how many records are left, and perhaps a remark
+Progress = Callable[[str, float, int], None]  # takes a title, how much is done, of how much
+Tick = Callable[..., None]  # takes the epoch, how many records are left, perhaps a remark
 
 INTERVAL = 0.3  # seconds between two reports of a task
 
@@ -169,7 +168,7 @@ class Session:
     def _is_done(self, task: Any) -> bool:
         return self.keys.issuperset(task.keys)
 
-    def _report(self, task: Any, epoch: int, left: float, remark: str) -> None:
+    def _report(self, task: Any, epoch: int, left: float, remark: str = "") -> None:
         self.open[task] = left
         self._show(f"{task}, epoch {epoch:,}" + (f", {remark}" if remark else ""))
 
@@ -179,7 +178,7 @@ class Session:
 
     def _do(self, task: Any) -> Done:
         with limit_threads(self.threads):
-            return self.work(task, _throttle(functools.partial(self._report, task)))
+            return self.work(task, throttle(functools.partial(self._report, task), INTERVAL))
 
     def _work_here(self, todo: Sequence[Any], interrupts: list[int]) -> Results:
         for task in todo:
@@ -213,35 +212,6 @@ class Session:
             finally:
                 stop.set()
                 pool.shutdown(cancel_futures=True)
-
-
-def check_names(what: str, names: Sequence[str], allowed: Sequence[str]) -> None:
-    """Raise ValueError where a name is not allowed, or there is none."""
-    wrong = [name for name in names if name not in allowed]
-    if wrong or not names:
-        got = ", ".join(map(repr, wrong)) or "none"
-        raise ValueError(f"{what} must be of {', '.join(allowed)}; got {got}.")
-
-
-def check_counts(**counts: int | None) -> None:
-    """Raise ValueError where a number of things is below 1; None stands for no number."""
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ValueError(f"{name} must be >= 1; got {count}.")
-
-
-def check_rates(lrs: Sequence[float]) -> list[float]:
-    """Return learning rates in order, each once; raise ValueError where one cannot be."""
-    if not lrs or not all(0 < lr < math.inf for lr in lrs):
-        raise ValueError(f"lrs must be learning rates above 0 and finite; got {list(lrs)}.")
-    return sorted({float(lr) for lr in lrs})
-
-
-def check_methods(names: Sequence[str]) -> list[str]:
-    """Return methods, each once; raise ValueError where one is not known."""
-    plain = [methods.without_options(name) for name in names]
-    check_names("methods", plain, tuple(methods.METHODS))
-    return list(dict.fromkeys(names))
 
 
 # --- processes ----------------------------------------------------------------------------------
@@ -286,17 +256,17 @@ def _note_interrupts(patient: bool) -> Iterator[list[int]]:
         yield interrupts
 
 
-def _throttle(report: Callable[[int, float, str], None]) -> Tick:
-    """Return a tick that reports at most every INTERVAL seconds."""
+def throttle(function: Callable[..., None], seconds: float) -> Callable[..., None]:
+    """Return a function that calls this one at most every so many seconds, and not at first."""
     last = time.monotonic()
 
-    def tick(epoch: int, left: float, remark: str = "") -> None:
+    def call(*arguments: Any) -> None:
         nonlocal last
-        if time.monotonic() - last >= INTERVAL:
+        if time.monotonic() - last >= seconds:
+            function(*arguments)
             last = time.monotonic()
-            report(epoch, left, remark)
 
-    return tick
+    return call
 
 
 # --- in a working process -----------------------------------------------------------------------
@@ -325,11 +295,11 @@ def _exit_with_parent() -> None:
 
 
 def _call(work: Work, task: Any, number: int) -> Done:
-    report = _throttle(lambda *ticked: _ticks.put((number, *ticked)))
+    report = throttle(lambda *ticked: _ticks.put((number, *ticked)), INTERVAL)
 
-    def tick(epoch: int, left: float, remark: str = "") -> None:
+    def tick(*ticked: Any) -> None:
         if _stop.is_set():
             raise _Stopped
-        report(epoch, left, remark)
+        report(*ticked)
 
     return work(task, tick)

@@ -1,6 +1,5 @@
 """Shared by the tests of the laboratory."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,13 +25,3 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("no network")
 
     monkeypatch.setattr(table_files, "fetch", fail)
-
-
-@pytest.fixture
-def fresh_accelerate() -> Iterator[None]:
-    """Accelerate has one precision for the life of a process; other tests have others."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)

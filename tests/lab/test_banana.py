@@ -1,4 +1,4 @@
-"""Banana classification: which points, the protocol, what a run leaves, how it is resumed."""
+"""Banana classification: which points, the protocol, and what a run leaves."""
 
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,6 @@ def test_without_file_and_network_points_are_generated(nowhere: None, tmp_path: 
     assert points.load(source="auto").source == "generated"
     with pytest.raises(FileNotFoundError):  # a folder was named that does not have them
         points.load(tmp_path, "auto")
-
-
-def test_asking_for_keel_never_gives_generated_points(nowhere: None) -> None:
-    with pytest.raises(FileNotFoundError, match="no network"):
-        points.load(source="KEEL")
 
 
 def train(data: points.Banana, *members: Member) -> Any:

@@ -3,13 +3,8 @@
 import dataclasses
 import inspect
 import io
-import json
-import os
 import runpy
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -182,27 +177,6 @@ def test_ctrl_c_says_how_to_go_on(
     out = tmp_path / "my run"
     status, _, told = geoparam("run", "levy", "--seeds", 3, "--out", out)
     assert status == 130 and f"geoparam run levy --seeds 3 --out '{out}' --resume" in told
-
-
-@pytest.mark.slow
-def test_a_run_that_was_interrupted_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from geoparam.cli import main; main()", "run", "levy"]
-    command += ["--seeds", "2", "--epochs", "2000", "--lrs", "0.1", "--jobs", "1", "--out"]
-    process = subprocess.Popen([*command, str(tmp_path / "one")], stderr=subprocess.PIPE)
-    metrics = tmp_path / "one" / "metrics.jsonl"
-    while not metrics.exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGINT)
-    assert b"--resume" in process.communicate()[1] and process.returncode == 130
-    assert len(metrics.read_text().splitlines()) < 8
-    subprocess.run([*command, str(tmp_path / "one"), "--resume"], check=True)
-    subprocess.run([*command, str(tmp_path / "two")], check=True)
-    records = [
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("one", "two")
-    ]
-    assert records[0] == records[1]
 
 
 SMALL = ("--methods", "gmp+imn", "--batch-sizes", "8", "--seeds", "1", "--epochs", "1")
@@ -395,16 +369,6 @@ def test_fold_says_why_not(gmp_file: Path, tmp_path: Path, geoparam: Geoparam) -
     assert not out.exists()
 
 
-def test_fold_names_the_missing_library(
-    gmp_file: Path, tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    arguments = (gmp_file, "--out", tmp_path / "a.safetensors", "--arch", "torchvision:resnet18")
-    assert geoparam("fold", *arguments).status.endswith("pip install 'geoparam[vision]'")
-
-
 @pytest.mark.parametrize(
     ("missing", "extra"), [("typer", "cli"), ("rich", "cli"), ("matplotlib", "plots")]
 )
@@ -415,8 +379,6 @@ def test_missing_extra_is_named(
     for name in [name for name in sys.modules if f"{name}.".startswith(gone)]:
         if name != "geoparam.cli":
             monkeypatch.delitem(sys.modules, name)
-    for name in ("demo", "files", "runs", "running"):
-        monkeypatch.delattr(cli, name, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     assert f"pip install 'geoparam[{extra}]'" in geoparam("demo", "--out", tmp_path).status
 

@@ -1,8 +1,10 @@
 """An experiment is one record: the example in the docs has a command, a table and a page."""
 
+import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +51,38 @@ def test_the_example_has_a_command_a_table_and_a_page(
 def test_every_experiment_says_what_it_is(experiment: Experiment) -> None:
     assert all((experiment.title, experiment.about, experiment.summary, experiment.layouts))
     assert f"geoparam run {experiment.name}" in DOCS.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        ("levy", {"methods": []}, "got none"),
+        ("levy", {"methods": ["gmp:init=he"]}, "Use 'glorot' or 'sphere'"),
+        ("levy", {"seeds": 0}, ">= 1; got 0"),
+        ("levy", {"lrs": [0.1, math.inf]}, "above 0 and finite"),
+        ("levy", {"folds": 1}, "2 or more"),
+        ("levy", {"folds": 999}, "cannot be divided"),
+        ("perturbation", {"seeds": 0}, ">= 1"),
+        ("width", {"datasets": ["yacht"]}, "datasets .* of levy, energy; got 'yacht'"),
+        ("width", {"widths": ()}, "widths must be >= 1"),
+        ("width", {"seeds": 0}, "seeds must be >= 1"),
+        ("claims", {"parts": ["levy"]}, "parts .* of covariance, .*; got 'levy'"),
+        ("claims", {"seeds": 0}, "seeds must be >= 1"),
+        ("uci", {"datasets": ["bostn"]}, "datasets .* of boston, .*, levy8; got 'bostn'"),
+        ("uci", {"methods": ["gpm"]}, "methods .* of sp, .*; got 'gpm'"),
+        ("uci", {"protocol": "test"}, "protocol .* of paper, heldout, cv; got 'test'"),
+        ("uci", {"folds": 1}, "folds, parts of the training part, must be >= 2; got 1"),
+        ("uci", {"seeds": 0}, "seeds must be >= 1; got 0"),
+        ("uci", {"lrs": []}, "lrs must be learning rates above 0 and finite"),
+        ("uci", {"lrs": [math.nan, 0.1]}, "finite"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_written(
+    tmp_path: Path, name: str, options: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        EXPERIMENTS[name].run(tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("folder", sorted((DOCS.parents[1] / "results" / "runs").iterdir()))

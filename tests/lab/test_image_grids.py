@@ -6,22 +6,23 @@ from typing import Any
 
 import pytest
 import tiny_images
-from image_runs import forget_accelerate, without_times  # noqa: F401
+from image_runs import without_times
 
 from geoparam_lab.experiments import images
 from geoparam_lab.experiments.image_text import choose
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.tables import tables
-from geoparam_lab.training.images.settings import list_points, tasks
+from geoparam_lab.training.images.settings import list_points, list_tasks
 
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 STORED = Path(__file__).parents[2] / "results" / "runs" / "tinyimagenet32"
 CONFIG = {"network": "vgg6", "batch_sizes": [8], "lrs": None, "seeds": 1}
 
 
 def runs(*methods: str, **changes: Any) -> list[Any]:
-    return tasks({**CONFIG, "methods": list(methods), **changes})
+    return list_tasks({**CONFIG, "methods": list(methods), **changes})
 
 
 def test_a_method_has_the_product_of_its_options() -> None:

@@ -10,7 +10,6 @@ from image_runs import (
     BATCH,
     CLASSES,
     die,
-    forget_accelerate,  # noqa: F401
     settings,
     source,
     weights,
@@ -25,6 +24,7 @@ from geoparam_lab.training.images.settings import Outcome
 from geoparam_lab.training.images.train import train
 
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 @pytest.fixture
@@ -317,6 +317,8 @@ def test_leaves_random_numbers_and_switches_as_they_were(tmp_path: Path) -> None
         ({"schedule": "sine"}, "schedule is one of steps"),
         ({"init": "ones"}, "init is"),
         ({"epochs": 0}, "epochs is at least 1"),
+        ({"recalibrate": -1}, "recalibrate is 0 or more"),
+        ({"time_to": (40.0, 101.0)}, "from 0 to 100; got .101"),
         ({"momentum": 1.0}, "momentum is from 0 to below 1"),
         ({"lr": float("inf")}, "lr is above 0 and finite"),
         ({"widths": (4, 0)}, "widths are numbers of channels from 1 on"),

@@ -16,7 +16,6 @@ from image_runs import (
     Killed,
     assert_same_run,
     die,
-    forget_accelerate,  # noqa: F401
     kill_at,
     save_half,
     settings,
@@ -29,6 +28,7 @@ from geoparam_lab.training.images.settings import Outcome, Settings
 from geoparam_lab.training.images.train import train
 
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -162,7 +162,6 @@ def train_until(folder: Path, point: str) -> None:
     def kill() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    os.environ["ACCELERATE_USE_CPU"] = "true"
     torch.set_num_threads(1)
     if point == "step":
         Training.train_on = kill_at(5, Training.train_on, kill)

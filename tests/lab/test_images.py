@@ -334,9 +334,9 @@ def test_the_page_says_what_the_data_were_and_has_the_figures(page_file: Path) -
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"methods": []}, "methods must be .*got none"),
-        ({"network": "vgg7"}, "network must be of vgg6, .*got 'vgg7'"),
-        ({"experiment": "cifar"}, "experiment must be of imagenet32, imagenet; got 'cifar'"),
+        ({"methods": []}, "each of methods is one of .*got none"),
+        ({"network": "vgg7"}, "network is one of vgg6, .*got 'vgg7'"),
+        ({"experiment": "cifar"}, "experiment is one of imagenet32, imagenet; got 'cifar'"),
         ({"batch_sizes": []}, "batch_sizes must be some; got none"),
         ({"batch_sizes": [16, 65]}, "no batch of 65 can be taken from 64 images"),
         ({"lrs": [float("nan")]}, "above 0 and finite"),

@@ -103,10 +103,3 @@ def test_batches_wait_for_nothing_and_equal_the_cpus(source: PackedImages) -> No
     for (images, labels), (theirs, their_labels) in zip(batches, expected, strict=True):
         assert torch.allclose(images.cpu(), theirs, atol=1e-6)
         assert labels.cpu().equal(their_labels)
-
-
-def test_impossible_batches_are_refused(source: PackedImages) -> None:
-    with pytest.raises(ValueError, match="no batch of 41 .* from 40 images"):
-        source.train(41, seed=0, device="cpu")
-    with pytest.raises(ValueError, match="below the size 8; got 8"):
-        source.train(8, seed=0, device="cpu", crop=8)

@@ -1,8 +1,6 @@
 """Figure 1's experiment against plain numpy geometry and the papers' numbers."""
 
 import math
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -69,19 +67,6 @@ def test_the_papers_seed_gives_the_turns_that_are_known(
     assert np.allclose(np.abs(theta[1:] - theta[0]), (4.1, 12.2, 18.3, 23.7), atol=0.05)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"methods": ["mbn"]}, "one of sp, wn, bn, ln, gmp, intrinsic; got 'mbn'"),
-        ({"seeds": 0}, ">= 1"),
-    ],
-)
-def test_mistakes_are_told(options: dict, match: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=match):
-        run(tmp_path / "run", **options)
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(tmp_path_factory.mktemp("perturbation") / "run", seeds=50)
@@ -114,14 +99,3 @@ def test_a_run_draws_its_figures_with_captions(finished: Run) -> None:
     folder = finished.folder / "figures"
     assert {path.stem for path in folder.glob("*.png")} == names
     assert all(len((folder / f"{name}.txt").read_text()) > 40 for name in names)
-
-
-def test_a_killed_run_resumes_to_the_same_records(
-    finished: Run, tmp_path: Path, undrawn: None
-) -> None:
-    shutil.copytree(finished.folder, tmp_path / "run")
-    path = tmp_path / "run" / "metrics.jsonl"
-    text = path.read_text()
-    path.write_text(text[: len(text) // 2])
-    run(tmp_path / "run", seeds=50, resume=True)
-    assert path.read_text() == text

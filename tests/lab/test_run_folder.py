@@ -98,6 +98,14 @@ def test_of_two_records_with_one_key_the_first_counts(run: Run) -> None:
     assert [record["test_rmse"] for record in run.records()] == [1.0]
 
 
+def test_only_records_with_new_keys_are_appended(run: Run) -> None:
+    kept, new = {"method": "sp", "seed": 1, "test_rmse": 1.0}, {"method": "sp", "seed": 2}
+    run.append(kept)
+    run.append_missing([kept | {"test_rmse": 2.0}, new])
+    assert run.records() == [kept, new]
+    assert len((run.folder / "metrics.jsonl").read_text().splitlines()) == 2
+
+
 def test_a_half_written_line_is_ignored_and_overwritten(run: Run) -> None:
     metrics = run.folder / "metrics.jsonl"
     run.append({"method": "sp", "seed": 0})
@@ -166,14 +174,6 @@ def test_what_is_no_record_is_named(run: Run, file: str, content: bytes) -> None
         opened = Run.open(run.folder)
         opened.records()
         opened.sessions()
-
-
-@pytest.mark.parametrize("content", [b"", b"PK\3\4"])
-def test_truncated_curves_are_named(run: Run, content: bytes) -> None:
-    run.save_curves("a", x=np.arange(3))
-    (run.folder / "curves" / "a.npz").write_bytes(content)
-    with pytest.raises(ValueError, match="a.npz is truncated or damaged"):
-        run.curves("a")
 
 
 def test_a_folder_with_files_of_others_is_not_adopted(tmp_path: Path) -> None:

@@ -115,12 +115,6 @@ def test_the_study_knows_its_best_task(storage: str) -> None:
     assert study.best_value == 1 and study.best_trial.user_attrs["task"] == "('a',)"
 
 
-def test_study_names_tell_configurations_apart(storage: str) -> None:
-    configs = ({"seeds": 3}, {"seeds": 4})
-    names = {shared_study.open_study(storage, "uci", each).study_name for each in configs}
-    assert len(names) == 2
-
-
 @pytest.mark.parametrize("storage", ["nonsense://x", "/no/such/folder/search"])
 def test_a_storage_that_cannot_be_opened_is_a_clear_error(storage: str) -> None:
     with pytest.raises(ValueError, match="cannot be opened"):

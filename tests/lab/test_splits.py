@@ -63,12 +63,3 @@ def test_each_seed_gives_its_own_split_whatever_the_others() -> None:
     parts = stack(X, Y, [3, 7])
     np.testing.assert_array_equal(parts.x_train[1], stack(X, Y, [7]).x_train[0])
     assert (parts.y_test[0] != parts.y_test[1]).any()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"protocol": "held-out"}, "paper, heldout; got 'held-out'"), ({"seeds": []}, "got none")],
-)
-def test_wrong_options_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        stack(X, Y, **options)  # type: ignore[arg-type]

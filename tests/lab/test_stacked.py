@@ -13,7 +13,7 @@ from torch_rules import train_alone
 from geoparam.analysis import boundaries
 from geoparam_lab import methods
 from geoparam_lab.training.stacks import batched, stack_motion, stacked
-from geoparam_lab.training.stacks.keras_rules import Judge
+from geoparam_lab.training.stacks.keras_rules import PlateauRule
 from geoparam_lab.training.stacks.packing import pack, unpack_, views
 from geoparam_lab.training.stacks.stacked import Protocol, Result
 
@@ -183,7 +183,7 @@ def test_a_member_stops_after_its_patience(stop: int | None, epochs: int) -> Non
 @pytest.mark.parametrize("higher_is_better", [False, True])
 def test_a_rate_falls_when_the_patience_is_reached(drop: float, higher_is_better: bool) -> None:
     sign = -1 if higher_is_better else 1
-    judge = Judge(np.ones(2), 3, 100, higher_is_better=higher_is_better)
+    judge = PlateauRule(np.ones(2), 3, 100, higher_is_better=higher_is_better)
     rates = []
     for value in (1.0, 1.0 - drop, 1.0 - drop, 1.0 - drop):
         judge(sign * np.array([value, value]))

@@ -61,10 +61,3 @@ def test_tables_show_the_chosen_rates(tmp_path: Path, undrawn: None) -> None:
     mean = np.mean([record["test_rmse"] for record in chosen])
     assert len(table.rows) == 1 and table.rows[0][2].startswith(f"{mean:.3f}")
     assert any("cross-validation with 2 folds" in note for note in table.notes)
-
-
-@pytest.mark.parametrize(("folds", "words"), [(1, "2 or more"), (999, "cannot be divided")])
-def test_one_fold_and_empty_folds_are_refused(tmp_path: Path, folds: int, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        levy.run(tmp_path / "run", folds=folds)
-    assert not (tmp_path / "run").exists()

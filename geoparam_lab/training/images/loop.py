@@ -29,13 +29,13 @@ from geoparam_lab.training.images.settings import Outcome, Settings
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-Tick = Callable[[int, int, float], None]  # epoch, step, and images per second of the epoch
+StepReport = Callable[[int, int, float], None]  # takes epoch, step, images per second
 
 BOUNDARIES = "boundaries.npy"  # the tracker's history
 PROBE = 64  # images on which a tracker sees dead units and regions
 LOOK_EVERY = 50  # steps between two reads of the loss
 HOPELESS = 10.0  # times log(classes), the loss of guessing: a mean loss above it is divergence
-SHORT = 100  # steps of a run that may end at chance without having collapsed: it started there
+SHORT = 100  # steps; a run with fewer never counts as collapsed, since it starts at chance
 MEASURES = ("loss", "top1", "top5")
 _PLAIN = ("epoch", "seconds", "final", "outcome")
 FINISHED, DIVERGED, COLLAPSED = "finished", "diverged", "collapsed"
@@ -87,14 +87,14 @@ def find_epoch(accuracies: Sequence[float], level: float) -> int | None:
 
 
 class Training:
-    """A run in progress; `tick` is that of `train`."""
+    """A run in progress; `report` is that of `train`."""
 
     def __init__(
         self,
         settings: Settings,
         source: Source,
         accelerator: "Accelerator",
-        tick: Tick | None = None,
+        report: StepReport | None = None,
     ) -> None:
         self.settings, self.accelerator = settings, accelerator
         self.classes = source.classes
@@ -120,7 +120,7 @@ class Training:
         self.seconds = 0.0  # of training
         self.outcome: str | None = None
         self.tracker: gp.BoundaryTracker | None = None
-        self._tick = tick if self.is_main else None
+        self._report = report if self.is_main else None
 
     def _prepare(self, model: nn.Module) -> None:
         """Let Accelerate prepare network and optimizer.
@@ -151,9 +151,9 @@ class Training:
             for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
                 group["lr"] = rate * factor
             self.train_on(*batch)
-            if self._tick is not None:
+            if self._report is not None:
                 images = (step + 1) * self.settings.batch_size
-                self._tick(self.epoch, step + 1, images / (time.perf_counter() - start))
+                self._report(self.epoch, step + 1, images / (time.perf_counter() - start))
             if (step + 1) % LOOK_EVERY == 0 and not self._is_finite():
                 break
         if not self._is_finite():  # waits for the device
@@ -294,7 +294,7 @@ class Training:
         return Outcome(record, {name: np.array(curve) for name, curve in repeatable.items()})
 
     def _times(self) -> dict[str, float]:
-        """Return epochs and seconds to each accuracy that was reached for good."""
+        """Return epochs and seconds to each accuracy that was reached and not lost again."""
         times: dict[str, float] = {}
         for level in self.settings.time_to:
             epoch = find_epoch(self.curves[f"{self.split}_top1"], level)
@@ -306,7 +306,7 @@ class Training:
     # --- checkpoints --------------------------------------------------------------------------
 
     def state_dict(self) -> run_checkpoints.State:
-        """Return everything that going on needs; a collective call, complete in the main one."""
+        """Return the state to resume from; a collective call, complete in the main process."""
         return {
             **{name: getattr(self, name) for name in _PLAIN},
             "curves": {name: list(curve) for name, curve in self.curves.items()},

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from geoparam_lab import methods
+from geoparam_lab.checks import check_names
 from geoparam_lab.run_folder import Record
 from geoparam_lab.training.images.schedules import SCHEDULES
 
@@ -117,13 +118,13 @@ class Settings:
     def __post_init__(self) -> None:
         method = methods.get(self.method, init=self.init, imn=self.imn, mbn=self.mbn)
         _check(not method.decay, "decay is an option of images: bn:decay=5e-4; got bn+decay.")
-        methods.check_word("schedule", self.schedule, SCHEDULES)
-        methods.check_word("precision", self.precision, PRECISIONS)
-        methods.check_word("skip", self.skip, ("centred", "plain"))
-        methods.check_word("scales", self.scales, ("free", "relative"))
-        methods.check_word("optimizer", self.optimizer, OPTIMIZERS)
-        methods.check_word("base", self.base or "sgd", BASES)
-        methods.check_word("rest", self.rest or "sgd", BASES[:2])
+        check_names("schedule", SCHEDULES, self.schedule)
+        check_names("precision", PRECISIONS, self.precision)
+        check_names("skip", ("centred", "plain"), self.skip)
+        check_names("scales", ("free", "relative"), self.scales)
+        check_names("optimizer", OPTIMIZERS, self.optimizer)
+        check_names("base", BASES, self.base or "sgd")
+        check_names("rest", BASES[:2], self.rest or "sgd")
         for name in ("batch_size", "epochs", "accumulate"):
             _check(getattr(self, name) >= 1, f"{name} is at least 1; got {getattr(self, name)}.")
         for name in ("momentum", "label_smoothing", "dropout", "warmup", "select"):
@@ -134,6 +135,9 @@ class Settings:
             "lr is above 0 and finite, weight_decay and crop are not below; got "
             f"lr={self.lr}, weight_decay={self.weight_decay}, crop={self.crop}.",
         )
+        _check(self.recalibrate >= 0, f"recalibrate is 0 or more; got {self.recalibrate}.")
+        wrong = [level for level in self.time_to if not 0 <= level <= 100]
+        _check(not wrong, f"time_to is in percent, from 0 to 100; got {wrong}.")
         self._check_combinations()
 
     def _check_combinations(self) -> None:
@@ -172,7 +176,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a run; docs/experiments.md ("What is written") has the fields."""
+    """The results of a run; docs/experiments.md ("What is written") lists the fields."""
 
     record: dict[str, Any]
     curves: Mapping[str, np.ndarray] = field(default_factory=dict)  # by epoch
@@ -238,8 +242,8 @@ def _read_option(part: str) -> tuple[str, list[Any]]:
 
 
 @dataclass(frozen=True)
-class Task:
-    """One run of a sweep."""
+class ImageTask:
+    """One run of a sweep, as a task of `training.tasks.Session`."""
 
     settings: Settings
     method: str  # with its options in words; see `list_points`
@@ -263,7 +267,7 @@ class Task:
         return ":".join(filter(None, (self.method, self.tuned)))
 
 
-def tasks(config: Record) -> list[Task]:
+def list_tasks(config: Record) -> list[ImageTask]:
     """Return the runs of a sweep with this configuration, the first seed's first."""
     names = {field.name for field in fields(Settings)}
     common = {
@@ -271,19 +275,21 @@ def tasks(config: Record) -> list[Task]:
         for name, value in config.items()
         if name in names
     }
-    by_name: dict[str, Task] = {}
+    by_name: dict[str, ImageTask] = {}
     grid = itertools.product(range(config["seeds"]), config["batch_sizes"], config["methods"])
     for seed, batch_size, text in grid:
-        for task in _list_runs(text, config, common | {"batch_size": batch_size}, seed):
+        for task in _list_method_tasks(text, config, common | {"batch_size": batch_size}, seed):
             by_name.setdefault(task.name, task)
     return list(by_name.values())
 
 
-def _list_runs(text: str, config: Record, common: Record, seed: int) -> Iterator[Task]:
+def _list_method_tasks(
+    text: str, config: Record, common: Record, seed: int
+) -> Iterator[ImageTask]:
     """Yield the runs of a method with one batch size and seed."""
     method = methods.without_options(text)
     papers = 0.1 if config["network"].startswith("resnet") else methods.LEARNING_RATES[method]
     for label, tuned, own in list_points(text):
         for lr in [own["lr"]] if "lr" in own else config["lrs"] or [papers]:
             settings = {**common, **own, "method": method, "lr": lr, "seed": seed}
-            yield Task(Settings(**settings), label, tuned)
+            yield ImageTask(Settings(**settings), label, tuned)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from geoparam_lab.data.image_source import Source
 from geoparam_lab.training.images import preparation, run_checkpoints
-from geoparam_lab.training.images.loop import DIVERGED, Tick, Training
+from geoparam_lab.training.images.loop import DIVERGED, StepReport, Training
 from geoparam_lab.training.images.settings import Outcome, Settings
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def train(
     accelerator: "Accelerator | None" = None,
     tensorboard: bool = False,
     track: int | None = None,
-    tick: Tick | None = None,
+    report: StepReport | None = None,
 ) -> Outcome:
     """Train a network, from the checkpoint in `folder` if there is one.
 
@@ -34,13 +34,13 @@ def train(
         accelerator: for several runs in one process; made here if None.
         tensorboard: whether the curves are written for TensorBoard too.
         track: steps between two records of a `BoundaryTracker`; None for no tracker.
-        tick: called after every step with epoch, step and images per second of the epoch.
+        report: called after every step with epoch, step and images per second of the epoch.
     """
     accelerator = accelerator or preparation.make_accelerator(settings.precision)
     preparation.check(settings, accelerator)
     with preparation.prepare_torch(settings, accelerator.device):
         try:
-            training = Training(settings, source, accelerator, tick)
+            training = Training(settings, source, accelerator, report)
             _resume(training, folder, track)
             _finish(training, folder, tensorboard)
             return training.result()

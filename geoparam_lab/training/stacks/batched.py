@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -83,8 +84,7 @@ def retract_(modules: Iterable[nn.Module], tensors: Sequence[Tensors]) -> None:
     """Pull the unit vectors of intrinsic layers back to length 1, after a step."""
     for module, own in zip(modules, tensors, strict=True):
         if isinstance(module, gp.GmPLinear) and "unit" in own:
-            length = torch.linalg.vector_norm(own["unit"], dim=-1, keepdim=True)
-            own["unit"].div_(torch.where(length == 0, 1, length))
+            F.normalize(own["unit"], dim=-1, out=own["unit"])
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Signal:
         return replace(self, scale=scale, bias=bias)
 
     def mean(self) -> Tensor:
-        """Return the features' means (S, k) over the batch, of a settled signal."""
+        """Return the features' means (S, k) over the batch, of a materialised signal."""
         mean = self.x.mean(1)
         if self.weight is not None:
             mean = _rows(self.weight, mean)
@@ -132,15 +132,14 @@ class Signal:
         return mean if self.bias is None else mean + self.bias
 
     def variance(self) -> Tensor:
-        """Return the features' variances (S, k) over the batch, of a settled signal."""
+        """Return the features' variances (S, k) over the batch, of a materialised signal."""
         centred = self.x - self.x.mean(1, keepdim=True)
         covariance = torch.bmm(centred.mT, centred) / centred.shape[1]
         assert self.weight is not None  # a layer's, in `methods.mlp`
-        weight = self.weight
-        return (torch.bmm(weight, covariance) * weight).sum(-1)
+        return (torch.bmm(self.weight, covariance) * self.weight).sum(-1)
 
-    def settle(self) -> "Signal":
-        """Return the same signal with the activations computed, so that a = x."""
+    def materialise(self) -> "Signal":
+        """Return the signal with its pending ReLU layer computed, so that a = x."""
         if self.hidden is None:
             return self
         weight, bias = self.hidden
@@ -159,7 +158,7 @@ class Signal:
     def compute(self) -> Tensor:
         """Return the values (S, N, k)."""
         if self.weight is None:
-            a = self.settle().x
+            a = self.materialise().x
             a = a if self.scale is None else a * self.scale.unsqueeze(1)
             return a if self.bias is None else a + self.bias.unsqueeze(1)
         bias = self.weight.new_zeros(self.weight.shape[:2]) if self.bias is None else self.bias
@@ -255,9 +254,7 @@ def _geometric(layer: gp.GmPLinear, own: Tensors, signal: Signal, training: bool
     coordinates = coordinates_for(layer.coordinates, layer.fan_in)
     unit = coordinates.decode(own[coordinates.name], None, layer.natural, None)
     signal = signal.apply_linear(unit, own.get("lam"))
-    if layer.activation is None:
-        return signal.multiply(own["r"])
-    return signal.relu().multiply(own["r"])
+    return (signal if layer.activation is None else signal.relu()).multiply(own["r"])
 
 
 def _relu(layer: nn.ReLU, own: Tensors, signal: Signal, training: bool) -> Signal:
@@ -267,7 +264,7 @@ def _relu(layer: nn.ReLU, own: Tensors, signal: Signal, training: bool) -> Signa
 def _batch_norm(layer: nn.BatchNorm1d, own: Tensors, signal: Signal, training: bool) -> Signal:
     mean, variance = own["running_mean"], own["running_var"]
     if training:
-        signal = signal.settle()
+        signal = signal.materialise()
         n = signal.x.shape[1]
         if n < 2:
             raise ValueError("BN needs at least 2 rows in every batch, the last too; got 1.")
@@ -289,7 +286,7 @@ def _mean_norm(layer: gp.InputMeanNorm, own: Tensors, signal: Signal, training: 
         signal = signal.add(-mean)
     else:  # of the activations only the tracked mean is needed, which has no gradient
         with torch.no_grad():
-            _track(layer, running, signal.settle().mean())
+            _track(layer, running, signal.materialise().mean())
         signal = replace(signal, bias=None, centred=True)
     return signal.add(own["bias"]) if "bias" in own else signal
 
@@ -304,7 +301,7 @@ def _track(layer: nn.BatchNorm1d | gp.InputMeanNorm, running: Tensor, now: Tenso
 
 
 def _layer_norm(layer: nn.LayerNorm, own: Tensors, signal: Signal, training: bool) -> Signal:
-    signal = signal.settle()
+    signal = signal.materialise()
     weight = signal.weight
     assert weight is not None  # a layer's, in `methods.mlp`
     bias = weight.new_zeros(weight.shape[:2]) if signal.bias is None else signal.bias

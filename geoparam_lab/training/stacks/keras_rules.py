@@ -14,14 +14,14 @@ from torch import Tensor
 Array = np.ndarray
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-7  # Adam's
 FACTOR = 0.1  # what a rate is multiplied by when it falls
-MIN_DELTA = 1e-4  # what a value must be better by to count for the rate; to go on: anything
+MIN_DELTA = 1e-4  # least improvement for the rate to stay; for training to go on, any will do
 
 
 class Adam:
-    """Adam for parameters (S, numbers), with a rate for each member.
+    """Adam for parameters (S, elements), with a rate for each member.
 
-    `factors` (2, numbers) are each number's rate over the member's, and what a step removes of it
-    over that rate, as AdamW does.
+    `factors` (2, elements) are each element's rate over the member's, and its weight decay, as in
+    AdamW.
     """
 
     def __init__(self, like: Tensor, factors: Tensor | None = None) -> None:
@@ -48,8 +48,8 @@ class Adam:
         self.m, self.v = self.m[index], self.v[index]
 
 
-class Judge:
-    """ReduceLROnPlateau and EarlyStopping: whose value is better, whose rate falls, who stops.
+class PlateauRule:
+    """ReduceLROnPlateau and EarlyStopping as Keras counts them, for each member.
 
     Rates are (S,); after `patience` epochs without a better value a rate falls, after
     `stop_patience` a member stops.
@@ -58,11 +58,7 @@ class Judge:
     ARRAYS = ("rates", "best", "plateau", "wait", "plateau_wait")  # its state, each (S,)
 
     def __init__(
-        self,
-        rates: Array,
-        patience: int,
-        stop_patience: int,
-        higher_is_better: bool = False,
+        self, rates: Array, patience: int, stop_patience: int, higher_is_better: bool = False
     ) -> None:
         self.patience, self.stop_patience = patience, stop_patience
         self.sign = -1.0 if higher_is_better else 1.0
@@ -71,7 +67,7 @@ class Judge:
         self.wait, self.plateau_wait = np.zeros((2, len(rates)), dtype=int)
 
     def __call__(self, values: Array) -> tuple[Array, Array]:
-        """Take each member's value of one epoch; return who is at its best, and who stops."""
+        """Take the values of one epoch; return which members are at their best, which stop."""
         values = self.sign * values
         better = values < self.best
         self.best = np.where(better, values, self.best)

@@ -1,4 +1,4 @@
-"""Many models as one tensor (S, numbers), and their data in the shapes that a stack works with.
+"""Many models as one tensor (S, elements), and their data in the shapes that a stack works with.
 
 A row of the tensor holds the parameters of one model, then its buffers.
 """
@@ -41,7 +41,7 @@ def views(state: Tensor, model: nn.Sequential) -> tuple[list[dict[str, Tensor]],
 
 
 def find_factors(model: nn.Sequential, decay: float, angle_lr: str | None) -> Tensor:
-    """Return for each parameter of a row its rate over the member's, and its decay: (2, numbers).
+    """Return for each parameter of a row its rate over the member's, and its decay: (2, elements).
 
     They are those of `gp.param_groups`.
     """
@@ -67,13 +67,11 @@ def unpack_(model: nn.Sequential, row: Tensor) -> None:
 
 def _entries(model: nn.Sequential) -> Iterator[tuple[int, str, Tensor]]:
     """Yield what a row holds: index of the module, name of the tensor in it, and the tensor."""
-    for index, module in enumerate(model):
-        for name, parameter in module.named_parameters():
-            yield index, name, parameter
-    for index, module in enumerate(model):
-        for name, buffer in module.named_buffers():
-            if buffer.is_floating_point():  # the others count batches
-                yield index, name, buffer
+    for kind in (nn.Module.named_parameters, nn.Module.named_buffers):
+        for index, module in enumerate(model):
+            for name, tensor in kind(module):
+                if tensor.is_floating_point():  # other buffers count batches
+                    yield index, name, tensor
 
 
 # --- data ---------------------------------------------------------------------------------------

@@ -24,23 +24,20 @@ class Film:
     """The states of a stack at some epochs."""
 
     epochs: Array  # how many epochs of training came before each frame, (T,)
-    states: Tensor  # parameters and buffers of all members, (T, S, numbers)
+    states: Tensor  # parameters and buffers of all members, (T, S, elements)
     model: nn.Sequential  # one of the members
     data: tuple[Array, Array] | None = None  # inputs and targets that they were trained on
 
     def until(self, end: int) -> tuple[Array, Array]:
-        """Return the epochs of a member's frames, all before its end and it, and their numbers."""
+        """Return the epochs of a member's frames, `end` the last of them, and their indices."""
         frames = np.append(np.flatnonzero(self.epochs < end), len(self.epochs) - 1)
         return np.append(self.epochs[frames[:-1]], end), frames
 
     @torch.no_grad()
     def predict(self, x: Array) -> Array:
         """Return outputs (S, T, N) for inputs (N, d) or (S, N, d), in evaluation mode."""
-        frames = [
-            batched.forward(self.model, tensors, inputs, False).squeeze(-1)
-            for tensors, inputs in self._frames(x)
-        ]
-        return torch.stack(frames, dim=1).numpy()
+        outputs = [batched.forward(self.model, *frame, False) for frame in self._frames(x)]
+        return torch.stack(outputs, dim=1).squeeze(-1).numpy()
 
     @torch.no_grad()
     def boundaries(self, x: Array) -> tuple[Array, Array]:
@@ -48,13 +45,10 @@ class Film:
 
         `x` are inputs, over which LN's deviation is averaged; others do not need them.
         """
-        directions, distances = [], []
-        for tensors, inputs in self._frames(x):
-            normal, offset = batched.boundaries(self.model, tensors, inputs)
-            length = sphere.length(normal)
-            directions.append(normal / length.unsqueeze(-1))
-            distances.append(offset / length)
-        return torch.stack(directions, dim=1).numpy(), torch.stack(distances, dim=1).numpy()
+        each = [batched.boundaries(self.model, *frame) for frame in self._frames(x)]
+        normal, offset = (torch.stack(part, dim=1) for part in zip(*each, strict=True))
+        length = sphere.length(normal)
+        return (normal / length.unsqueeze(-1)).numpy(), (offset / length).numpy()
 
     def _frames(self, x: Array) -> Iterator[tuple[list[dict[str, Tensor]], Tensor]]:
         """Yield each frame's tensors, and the inputs for all members."""
@@ -73,7 +67,7 @@ def frame_epochs(epochs: int, count: int = FRAMES) -> Array:
     return np.unique(np.append(0, np.geomspace(1, epochs, count).round().astype(int)))
 
 
-def together(films: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict[str, Array]:
+def align(films: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict[str, Array]:
     """Return some arrays of several films, each (M, T, ...), at the "steps" of the longest one.
 
     A film has "steps", the epochs of its frames, and shows its last frame after its end.
@@ -81,7 +75,7 @@ def together(films: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict
     Example:
         >>> long = {"steps": np.array([0, 1, 4]), "loss": np.array([3, 2, 1])}
         >>> short = {"steps": np.array([0, 1]), "loss": np.array([3, 2])}
-        >>> together([long, short], ["loss"])["loss"].tolist()
+        >>> align([long, short], ["loss"])["loss"].tolist()
         [[3, 2, 1], [3, 2, 2]]
     """
     steps = max((film["steps"] for film in films), key=lambda epochs: epochs[-1])
@@ -90,16 +84,15 @@ def together(films: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict
     return {"steps": steps} | {name: np.stack([f[name][i] for f, i in pairs]) for name in names}
 
 
-def largest_since(values: Array, steps: Array, per_epoch: int = 1) -> Array:
+def find_largest_since(values: Array, steps: Array, per_epoch: int = 1) -> Array:
     """Return the largest value of any update since the frame before, 0 where there was none.
 
     `values` has one for each update, of which there are `per_epoch`; `steps` are frames' epochs.
 
     Example:
-        >>> largest_since(np.array([1.0, 5.0, 2.0]), np.array([0, 1, 3, 9]))
+        >>> find_largest_since(np.array([1.0, 5.0, 2.0]), np.array([0, 1, 3, 9]))
         array([0., 1., 5., 0.])
     """
     edges = np.minimum(np.asarray(steps) * per_epoch, len(values))
     parts = [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]
-    known = [part[np.isfinite(part)] for part in parts]
-    return np.array([0.0, *(part.max() if len(part) else 0.0 for part in known)])
+    return np.array([0.0, *(part[np.isfinite(part)].max(initial=0.0) for part in parts)])

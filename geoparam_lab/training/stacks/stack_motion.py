@@ -34,19 +34,17 @@ class Recorder:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.left: list[Array] = []  # who was left at each record
+        self.left: list[Array] = []  # which members were left at each record
         self.moves: list[Tensor] = []  # rotation and displacement, (2, records, S)
-        self.waiting: list[tuple[Tensor, Tensor]] = []  # since the last one that was measured
+        self.waiting: list[list[Tensor]] = []  # not measured yet, and one before them
 
     @torch.no_grad()
     def add(self, members: Array, normal: Tensor, offset: Tensor) -> None:
         """Record normals (S, units, d) and offsets (S, units) of these members."""
-        every = [
-            part.new_full((self.size, *part.shape[1:]), torch.nan) for part in (normal, offset)
-        ]
+        every = [x.new_full((self.size, *x.shape[1:]), torch.nan) for x in (normal, offset)]
         every[0][members], every[1][members] = normal, offset
         self.left.append(np.isin(np.arange(self.size), members))
-        self.waiting.append((every[0], every[1]))
+        self.waiting.append(every)
         if len(self.waiting) > BLOCK:
             self._measure()
 
@@ -59,21 +57,13 @@ class Recorder:
 
     def _measure(self) -> None:
         """Measure the records that wait; the last of them waits for the next."""
-        places = _place(*map(torch.stack, zip(*self.waiting, strict=True)))
-        self.moves.append(_measure_moves(places[:, :-1], places[:, 1:]))
+        normal, offset = map(torch.stack, zip(*self.waiting, strict=True))
+        length = sphere.length(normal)
+        length = torch.where(length == 0, torch.nan, length)
+        direction = sphere.normalise(normal) + 0 * length.unsqueeze(-1)
+        location = -(offset / length).unsqueeze(-1) * direction
+        rotation = sphere.angle_between(direction[:-1], direction[1:]).rad2deg()
+        displacement = (location[1:] - location[:-1]).norm(dim=-1)
+        moves = torch.stack([rotation, displacement]).nan_to_num(0.0, posinf=torch.inf)
+        self.moves.append(moves.amax(-1))
         self.waiting = self.waiting[-1:]
-
-
-def _place(normal: Tensor, offset: Tensor) -> Tensor:
-    """Return directions and locations, (2, ..., units, d), in float64."""
-    length = sphere.length(normal)
-    length = torch.where(length == 0, torch.nan, length)
-    direction = sphere.normalise(normal) + 0 * length.unsqueeze(-1)
-    return torch.stack([direction, -(offset / length).unsqueeze(-1) * direction])
-
-
-def _measure_moves(before: Tensor, after: Tensor) -> Tensor:
-    """Return the largest rotation and displacement over units, (2, ...)."""
-    rotation = sphere.angle_between(before[0], after[0]).rad2deg()
-    displacement = (after[1] - before[1]).norm(dim=-1)
-    return torch.stack([rotation, displacement]).nan_to_num(0.0, posinf=torch.inf).amax(-1)

@@ -1,7 +1,7 @@
 """Trains many small networks at once: seeds, learning rates and splits are one leading axis.
 
 A small network spends its time in calls rather than in arithmetic, so ten of them in a stack take
-about twice as long as one. Parameters and buffers of all members are one tensor (S, numbers),
+about twice as long as one. Parameters and buffers of all members are one tensor (S, elements),
 which Adam updates in a few calls; the forward pass is `batched.forward`. Each member has its own
 data, order of minibatches, rate, plateau, patience and best weights, and comes out as if it were
 trained alone. A member that stops, or whose loss is not finite, leaves the stack.
@@ -25,16 +25,15 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from geoparam_lab.training.stacks import batched, packing
-from geoparam_lab.training.stacks.keras_rules import Adam, Judge
+from geoparam_lab.training.stacks.keras_rules import Adam, PlateauRule
 from geoparam_lab.training.stacks.packing import Data
 from geoparam_lab.training.stacks.stack_motion import Motion, Recorder
 
 Array = np.ndarray
-Measure = Callable[[Tensor, Tensor], Tensor]
-Progress = Callable[[int, int], None]
+Score = Callable[[Tensor, Tensor], Tensor]
 
 
-# --- what is minimised and judged: outputs and targets (S, N, ...) -> a number each, (S,) -------
+# --- losses and metrics: outputs and targets (S, N, ...) -> a number for each member, (S,) -------
 
 
 def absolute_error(output: Tensor, target: Tensor) -> Tensor:
@@ -59,8 +58,8 @@ def binary_accuracy(output: Tensor, target: Tensor) -> Tensor:
 class Protocol:
     """How every member is trained."""
 
-    loss: Measure = absolute_error
-    metric: Measure | None = None  # judged on the evaluation data; None judges the training loss
+    loss: Score = absolute_error
+    metric: Score | None = None  # judged on the evaluation data; None judges the training loss
     higher_is_better: bool = False
     batch_size: int | None = None  # None for all rows; else each epoch has its own order of them
     epochs: int = 5000  # the most there are
@@ -81,8 +80,8 @@ class Result:
     best_epoch: Array  # the epoch whose weights were kept, (S,); -1 if there was none
     outcomes: list[str]  # why each stopped: "patience", "epochs" or "diverged"
     motion: Motion | None  # how the boundaries moved in each step, if that was tracked
-    running_motion: Motion | None  # the same with norms read by their running statistics
-    states: Tensor = field(repr=False)  # the best weights, as `packing` has them, (S, numbers)
+    running_motion: Motion | None  # the same with the norms' running statistics
+    states: Tensor = field(repr=False)  # the best weights, as `packing` has them, (S, elements)
     snapshots: dict[int, Tensor] = field(repr=False)  # by epoch; the best weights after a stop
     _models: Sequence[nn.Sequential] = field(repr=False)
 
@@ -120,7 +119,7 @@ def train(
     seeds: Sequence[int] | None = None,
     track: bool = False,
     snapshots: Collection[int] = (),
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Result:
     """Train copies of all models at once, each for itself.
 
@@ -132,8 +131,8 @@ def train(
         protocol: loss, metric and schedule.
         evaluation: what the metric is of, in the shapes of `data`.
         seeds: one per member, for the order of its minibatches; 0, 1, ... by default.
-        track: measure how the first hidden layer's boundaries move in every step, with norms read
-            by the statistics of the training inputs, as they train, and by the running ones.
+        track: measure how the first hidden layer's boundaries move in every step, once with the
+            norms' statistics of the training inputs, as in training, and once with running ones.
         snapshots: after how many epochs to keep the states of all members; 0 is the start.
         progress: called after each epoch with its number, from 1, and that of members left.
 
@@ -165,7 +164,7 @@ def train(
 
 
 class _Run:
-    """The members that are still in training, and what is known of all."""
+    """The members that are still in training, and the results of all."""
 
     def __init__(
         self,
@@ -184,16 +183,16 @@ class _Run:
         self.members = np.arange(size)
         self.state = packing.pack(models)
         self.best = self.state.clone()
-        self.numbers = sum(p.numel() for p in models[0].parameters())
+        self.parameter_count = sum(p.numel() for p in models[0].parameters())
         self.tensors, self.parameters = packing.views(self.state, self.model)
         self.data = packing.expand_data(data, self.state)
         self.evaluation = evaluation and packing.expand_data(evaluation, self.state)
         factors = None
         if protocol.decay or protocol.angle_lr:
             factors = packing.find_factors(self.model, protocol.decay, protocol.angle_lr)
-        self.adam = Adam(self.state[:, : self.numbers], factors)
+        self.adam = Adam(self.state[:, : self.parameter_count], factors)
         stop = 2 * protocol.patience if protocol.stop_patience is None else protocol.stop_patience
-        self.judge = Judge(np.array(lr), protocol.patience, stop, protocol.higher_is_better)
+        self.rule = PlateauRule(np.array(lr), protocol.patience, stop, protocol.higher_is_better)
         seeds = range(size) if seeds is None else seeds
         if not len(lr) == len(seeds) == size:
             raise ValueError(f"lr and seeds need one value for each of {size} models.")
@@ -214,9 +213,9 @@ class _Run:
         losses = self._train()
         metrics = losses if judges_loss else self._evaluate()
         losses, metrics = torch.stack([losses, metrics]).double().numpy()
-        self.history[:, epoch, self.members] = losses, metrics, self.judge.rates
+        self.history[:, epoch, self.members] = losses, metrics, self.rule.rates
         diverged = ~np.isfinite(losses + metrics)
-        better, stopped = self.judge(np.where(diverged, np.nan, metrics))
+        better, stopped = self.rule(np.where(diverged, np.nan, metrics))
         if better.any():
             self.best_epoch[self.members[better]] = epoch
             self.best[self.members[better]] = judged[better]
@@ -230,14 +229,13 @@ class _Run:
         self.snapshots[epoch] = states
 
     def result(self) -> Result:
-        losses, metrics, rates = self.history
-        epochs = np.isfinite(rates).sum(0)
-        longest = epochs.max()
+        epochs = np.isfinite(self.history[2]).sum(0)
+        losses, metrics, rates = self.history[:, : epochs.max()]
         motions = {kind: recorder.motion() for kind, recorder in self.recorders.items()}
         return Result(
-            losses[:longest],
-            metrics[:longest],
-            rates[:longest],
+            losses,
+            metrics,
+            rates,
             epochs,
             self.best_epoch,
             self.outcomes,
@@ -252,20 +250,15 @@ class _Run:
         """Go once through the data; return the members' mean losses."""
         total = torch.zeros(())
         for x, y in self._batches():
-            share = x.shape[1] / self.data[0].shape[1]
-            total = total + share * self._step(x, y)
+            outputs = batched.forward(self.model, self.tensors, x, training=True)
+            losses = self.protocol.loss(_squeeze(outputs), y)
+            gradients = torch.autograd.grad(losses.sum(), self.parameters, materialize_grads=True)
+            gradient = torch.cat([g.flatten(1) for g in gradients], dim=1)
+            self.adam.step(self.state[:, : self.parameter_count], gradient, self.rule.rates)
+            batched.retract_(self.model, self.tensors)
+            self._record()
+            total = total + x.shape[1] / self.data[0].shape[1] * losses.detach()
         return total
-
-    def _step(self, x: Tensor, y: Tensor) -> Tensor:
-        """Update on one batch; return the losses before the update."""
-        outputs = batched.forward(self.model, self.tensors, x, training=True)
-        losses = self.protocol.loss(_squeeze(outputs), y)
-        gradients = torch.autograd.grad(losses.sum(), self.parameters, materialize_grads=True)
-        gradient = torch.cat([g.flatten(1) for g in gradients], dim=1)
-        self.adam.step(self.state[:, : self.numbers], gradient, self.judge.rates)
-        batched.retract_(self.model, self.tensors)
-        self._record()
-        return losses.detach()
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the training data, or minibatches of it in each member's own order."""
@@ -306,7 +299,7 @@ class _Run:
         self.evaluation = self.evaluation and packing.select_members(self.evaluation, left)
         self.generators = [self.generators[index] for index in left]
         self.adam.keep_only(left)
-        self.judge.keep_only(left)
+        self.rule.keep_only(left)
 
 
 def _squeeze(outputs: Tensor) -> Tensor:
