@@ -115,7 +115,7 @@ class GeometricOptimizer(Optimizer):
         self._units, self._plain, self._candidates = found
         self._guesses_scale = scale == "auto"
         zero_rows = [name for name, why in self._plain.items() if why == ZERO_ROW]
-        self._rest_options["zero_rows"] = zero_rows
+        self._rest_options["zero_rows"] = " ".join(zero_rows)  # DCP loses an empty list
         self._undecayed = undecayed_names(model)
         self._size = sum(p.numel() for p in model.parameters())
         self._forget()
@@ -288,7 +288,7 @@ class GeometricOptimizer(Optimizer):
         """Load a state of the same model and settings; tensors keep their types."""
         saved_states.check_form(state_dict)
         saved = state_dict["param_groups"]
-        zero_rows = self._rest_options["zero_rows"]
+        zero_rows = self._rest_options["zero_rows"].split()
         if names := saved_states.find_saved_names(self.param_groups, saved, zero_rows):
             self._regroup(names)
         saved_states.check_groups(self.param_groups, saved)

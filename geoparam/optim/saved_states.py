@@ -37,7 +37,7 @@ def find_saved_names(
         for group, group_names in zip(own, wanted, strict=False)
         for name in {*group["param_names"]} ^ {*group_names}
     }
-    then = chain.from_iterable(group.get("zero_rows", ()) for group in saved)
+    then = chain.from_iterable(group.get("zero_rows", "").split() for group in saved)
     may_move = {*zero_rows, *(names.get(_unwrap(name)) for name in then)}
     is_all = sorted(chain.from_iterable(wanted)) == sorted(names.values())
     return wanted if moved and moved <= may_move and is_all else None
