@@ -95,12 +95,12 @@ def unbroken(text: str) -> str:
 
 
 def _say_each(runs: Sequence[Run], what: Callable[[Run], str]) -> list[str]:
-    """Return what experiments say of runs; nothing of one that lacks what that needs."""
+    """Return what experiments say of runs, once each; nothing where a run lacks what it needs."""
     found = []
     for run in runs:
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, IndexError):
             found.append(what(run))
-    return list(filter(None, found))
+    return list(dict.fromkeys(filter(None, found)))
 
 
 def _describe(run: Run, number: int) -> dict[str, Any]:
