@@ -5,7 +5,7 @@ import inspect
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
@@ -34,16 +34,20 @@ def refuse_lazy(model: nn.Module) -> None:
             raise ValueError(f"{name!r} is lazy and has no shape yet: run the model once first.")
 
 
-def computes_as(module: nn.Module, base: type[nn.Module]) -> bool:
-    """Return whether nothing of what `base` computes is overridden or added to."""
+def overrides(module: nn.Module, base: type[nn.Module]) -> bool:
+    """Return whether the module's class, or the module, computes otherwise than `base`."""
     own = type(module)
     names = ("forward", "_conv_forward", "__call__", "_call_impl", "__getattr__")
     inherited = all(getattr(own, name, None) is getattr(base, name, None) for name in names)
-    patched = "forward" in module.__dict__ or "_conv_forward" in module.__dict__
+    return not inherited or "forward" in vars(module) or "_conv_forward" in vars(module)
+
+
+def computes_as(module: nn.Module, base: type[nn.Module]) -> bool:
+    """Return whether nothing of what `base` computes is overridden or added to."""
     # A weight that is no parameter (old weight_norm, pruning) is refused later, with advice.
     own_state = set(module._parameters) - {"weight", "bias"} or module._buffers or module._modules
     more = "weight" in module._parameters and own_state
-    return inherited and not patched and not more
+    return not overrides(module, base) and not more
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -71,15 +75,23 @@ def arguments_of(model: nn.Module, inputs: Any, /, **more: Any) -> tuple[tuple, 
             f"{type(model).__name__}.forward cannot be called with these inputs: {error}. {advice}"
         )
     # A model may change what it gets. The same tensor, given twice, stays one.
-    return tree_map(partial(_copy_leaf, cache(Tensor.clone)), (args, more))
+    return tree_map(partial(_copy_leaf, {}), (args, more))
 
 
-def _copy_leaf(clone: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+def _copy_leaf(copies: dict[int, Any], leaf: Any) -> Any:
     """Return a copy of a tensor, or of an object that holds some; anything else itself."""
-    copies = {id(tensor): clone(tensor) for tensor in tensors_in(leaf)}
-    if isinstance(leaf, Tensor):
+    if id(leaf) in copies:
         return copies[id(leaf)]
-    return copy.deepcopy(leaf, dict(copies)) if copies else leaf
+    if isinstance(leaf, Tensor):
+        return copies.setdefault(id(leaf), leaf.clone())
+    if not _is_record(leaf) or next(tensors_in(leaf), None) is None:
+        return leaf
+    try:
+        new = copies[id(leaf)] = copy.copy(leaf)
+    except Exception:  # an object that cannot be copied
+        return leaf
+    vars(new).update({k: tree_map(partial(_copy_leaf, copies), v) for k, v in vars(leaf).items()})
+    return new
 
 
 def why_not_callable(model: nn.Module, /, *args: Any, **kwargs: Any) -> str:
@@ -112,15 +124,23 @@ def inspection_mode(model: nn.Module) -> Iterator[None]:
         copy_once = cache(Tensor.clone)  # copies, since BatchNorm's writes count no version
         kept: list[tuple[Any, Any]] = []
         stack.callback(_refill, kept)
+        stack.callback(reshard, model)
         for module in model.modules():  # not model.eval(), which may be made to do more
             attributes, buffers = vars(module), module._buffers
-            kept += [
-                (x, x.copy()) for x in (attributes, *attributes.values()) if type(x) in CONTAINERS
-            ]
+            own = [x for name, x in attributes.items() if name != "_parameters"]
+            kept += [(x, x.copy()) for x in (attributes, *own) if type(x) in CONTAINERS]
             module.training = False
             buffers.update({k: copy_once(t) for k, t in buffers.items() if t is not None})
             attributes.update({k: copy_once(t) for k, t in attributes.items() if _is_state(t)})
         yield
+
+
+def reshard(model: nn.Module) -> None:
+    """Shard the parameters of an FSDP2 model again, which a run leaves whole at the root."""
+    for module in model.modules():
+        own: Any = module
+        if hasattr(own, "unshard") and callable(getattr(own, "reshard", None)):
+            own.reshard()
 
 
 def _is_state(value: object) -> bool:
@@ -130,25 +150,32 @@ def _is_state(value: object) -> bool:
 
 def _refill(kept: list[tuple[Any, Any]]) -> None:
     """Give containers, which others may share, their contents back."""
-    for held, content in kept:
+    for held, content in reversed(kept):  # modules may share them
         if held or content:  # most hold no hooks, before and after
             held.clear()
             (held.extend if isinstance(held, list | deque) else held.update)(content)
 
 
-def tensors_in(value: object, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists, mappings and objects (model outputs).
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists, mappings and objects (model outputs)."""
+    todo, seen = [value], set[int]()
+    while todo:
+        here = todo.pop()
+        parts: list[Any] = []
+        if isinstance(here, Tensor):
+            yield here
+        elif isinstance(here, Mapping):
+            parts = [*here.values()]
+        elif isinstance(here, list | tuple):
+            parts = [*here]
+        elif id(here) not in seen and is_dataclass(here) and not isinstance(here, type):
+            parts = [getattr(here, entry.name) for entry in fields(here)]
+        elif id(here) not in seen and _is_record(here):
+            parts = [*vars(here).values()]
+        seen.add(id(here))
+        todo += reversed(parts)
 
-    Not looked into are modules, classes and functions; `inside` are the ids of objects around.
-    """
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in([*value.values()], inside)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item, inside)
-    elif is_dataclass(value):
-        yield from tensors_in([getattr(value, entry.name) for entry in fields(value)], inside)
-    elif hasattr(value, "__dict__") and not callable(value) and id(value) not in inside:
-        yield from tensors_in([*vars(value).values()], (*inside, id(value)))
+
+def _is_record(value: object) -> bool:
+    """Return whether it is an object with attributes; no module, class or function."""
+    return getattr(type(value), "__dictoffset__", 0) != 0 and not callable(value)

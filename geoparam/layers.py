@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from geoparam.base_layer import Activation, GmPLayer, InputNorm, UnitOptions
 from geoparam.coordinates import Init, Name
-from geoparam.inspection import computes_as
+from geoparam.inspection import overrides
 from geoparam.norm import MOMENTUM
 
 Layer = TypeVar("Layer", bound=GmPLayer)
@@ -214,7 +214,7 @@ def _convert(kind: type[Layer], plain: Any, coordinates: Name, natural: bool) ->
     if not issubclass(type(plain), kind._plain):
         expected = f"{kind.__name__} is made from an nn.{kind._plain.__name__}"
         raise ValueError(f"{expected}; got {type(plain).__name__}.")
-    if not computes_as(plain, kind._plain):
+    if overrides(plain, kind._plain):
         base = f"its base class nn.{kind._plain.__name__}"
         raise ValueError(f"{type(plain).__name__} computes something else than {base}.")
     layer = build_like(kind, plain, init=None, coordinates=coordinates, natural=natural)

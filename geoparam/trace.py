@@ -120,9 +120,9 @@ def is_tracing() -> bool:
 def output_layers(model: nn.Module) -> tuple[str, ...]:
     """Guess the output layers without running the model: the last one in order of registration.
 
-    Where some layers are trained and others frozen, it is the last one that is trained. The layers
-    right before it count too if they take as many inputs and give a number of outputs that it does
-    not take: several heads. A bare layer is none.
+    A frozen copy of another part, as a teacher, does not count. The layers right before it do if
+    they take as many inputs and give a number of outputs that it does not take: several heads. A
+    bare layer is none.
     `trace(model, inputs).outputs` does not guess.
 
     Example:
@@ -130,12 +130,20 @@ def output_layers(model: nn.Module) -> tuple[str, ...]:
         ('2',)
     """
     layers = [(n, m) for n, m in model.named_modules() if n and _step(m).kind == "layer"]
-    trained = [(n, m) for n, m in layers if any(p.requires_grad for p in m.parameters())]
-    layers = trained or layers  # a frozen teacher may come after the student
+    copies = _find_frozen_copies(model)
+    layers = [(n, m) for n, m in layers if n.partition(".")[0] not in copies]
     first = len(layers) - 1
     while first > 0 and _are_beside(layers[first - 1][1], layers[-1][1]):
         first -= 1
     return tuple(name for name, _ in layers[max(first, 0) :])
+
+
+def _find_frozen_copies(model: nn.Module) -> set[str]:
+    """Return the parts of several layers that are frozen and have the shapes of a trained part."""
+    parts = [(n, m) for n, m in model.named_children() if next(m.children(), None) is not None]
+    shapes = {name: [p.shape for p in part.parameters()] for name, part in parts}
+    trained = [n for n, part in parts if any(p.requires_grad for p in part.parameters())]
+    return {n for n in shapes if n not in trained and shapes[n] in [shapes[t] for t in trained]}
 
 
 def _are_beside(layer: nn.Module, last: nn.Module) -> bool:

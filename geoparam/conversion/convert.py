@@ -264,8 +264,8 @@ def _build_replacement(
     old: Any, decision: Decision, norm: nn.Module | None, options: Options
 ) -> nn.Module:
     """Return the layer that takes the place of `old`, and of the BatchNorm that it absorbs."""
-    weight, old_bias = affine_of(old)
-    bias = old_bias
+    weight, bias = affine_of(old)
+    bias_learns = bias is not None and bias.requires_grad
     mean, batches = options.means.get(decision.name, (None, 0))
     gain = None
     if norm is not None and options.init is None and not weight.is_meta:
@@ -273,7 +273,6 @@ def _build_replacement(
         if mean is not None:  # the layer will subtract w^T m, of m in its own type
             bias = bias - gain * shift_bias(None, weight, mean.to(weight.dtype))
     learns = norm is not None and any(p.requires_grad for p in norm.parameters(recurse=False))
-    bias_learns = learns or (old_bias is not None and old_bias.requires_grad)
     if options.weights == "plain":
         new = tracked = adopt(old, options.momentum, centred=bool(decision.input_norm))
         _set_plain(new, gain, bias, options.init)
@@ -284,7 +283,7 @@ def _build_replacement(
         new.r.requires_grad_(new.r.requires_grad or learns)
         tracked = new.input_norm
     if norm is not None:  # what takes over from a BatchNorm learns if the norm or the bias did
-        (new.bias if options.weights == "plain" else new.lam).requires_grad_(bias_learns)
+        (new.bias if options.weights == "plain" else new.lam).requires_grad_(learns or bias_learns)
     if mean is not None:
         tracked.running_mean.copy_(mean)
         tracked.num_batches_tracked.fill_(batches)

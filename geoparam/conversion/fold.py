@@ -188,8 +188,7 @@ def _restore_norm(slot: RemovedNorm, bias: Tensor) -> tuple[nn.Module, Tensor | 
     norm: Any = copy.deepcopy(slot.norm)
     if norm.running_mean.is_meta and not bias.is_meta:  # converted before it had values
         norm.to_empty(device=bias.device).reset_running_stats()
-    had_layers_type = norm.running_mean.dtype == slot.layer_type
-    norm.to(bias.device, bias.dtype if had_layers_type else None)
+    norm.to(bias.device, bias.dtype if norm.running_mean.dtype == slot.layer_type else None)
     for child_name, child in slot.named_children():
         norm.add_module(child_name, child)
     norm.running_mean.zero_()

@@ -289,16 +289,16 @@ class GeometricOptimizer(Optimizer):
         saved_states.check_form(state_dict)
         saved = state_dict["param_groups"]
         zero_rows = self._rest_options["zero_rows"].split()
-        if names := saved_states.find_saved_names(self.param_groups, saved, zero_rows):
-            self._regroup(names)
-        saved_states.check_groups(self.param_groups, saved)
-        ids = chain.from_iterable(group["params"] for group in saved)
-        own_names = chain.from_iterable(group["param_names"] for group in self.param_groups)
-        pairs = zip(own_names, ids, strict=True)
-        states = {name: state_dict["state"].get(key, {}) for name, key in pairs}
-        for unit in self._units:
-            if states.get(unit.name):
-                saved_states.check_size(unit, states[unit.name])
+        before = [dict(group) for group in self.param_groups], self._units, self._plain
+        try:
+            if names := saved_states.find_saved_names(self.param_groups, saved, zero_rows):
+                self._regroup(names)
+            states = saved_states.check_fit(self.param_groups, state_dict, self._units)
+        except ValueError:
+            for group, own in zip(self.param_groups, before[0], strict=True):
+                group.update(own)
+            self._units, self._plain = before[1:]
+            raise
         named = zip(saved, self.param_groups, strict=True)
         groups = [{**group, "param_names": own["param_names"]} for group, own in named]
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
@@ -324,8 +324,8 @@ class GeometricOptimizer(Optimizer):
         before = {unit.name for unit in self._units}
         dropped, added = before & rest, params.keys() - rest - before
         self._units = [u for u in known.values() if u.name in (before - dropped) | added]
-        self._plain |= dict.fromkeys(dropped, "plain in the state that was loaded")
-        self._plain = {name: why for name, why in self._plain.items() if name not in added}
+        plain = self._plain | dict.fromkeys(dropped, "plain in the state that was loaded")
+        self._plain = {name: why for name, why in plain.items() if name not in added}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""

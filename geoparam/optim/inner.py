@@ -90,7 +90,10 @@ class Inner:
         groups = self.optimizer.param_groups
         for (at, factor, decay), own in zip(self.keys, groups, strict=True):
             outer = outer_groups[at]
-            own.update({k: _own(k, x) for k, x in outer.items() if k != "params"})
+            for key, value in outer.items():
+                if key != "params":  # tensors may be counted in; rates are never written to
+                    is_count = isinstance(value, Tensor) and "lr" not in key
+                    own[key] = value.clone() if is_count else value
             if factor != 1.0:
                 own["lr"] = 1.0 if factor is None else outer["lr"] * factor
             if decay is not None and "weight_decay" in own:
@@ -105,11 +108,6 @@ class Inner:
                     outer[key].copy_(value)  # in place, as a CUDA graph needs it
                 else:
                     outer[key] = value
-
-
-def _own(key: str, value: Any) -> Any:
-    """Return an option for one inner group, which may count in it; rates are never written to."""
-    return value.clone() if isinstance(value, Tensor) and "lr" not in key else value
 
 
 class Slot:
@@ -141,10 +139,7 @@ class Slot:
         self.pair: Pair = self.parameter, self.state
 
     def publish(self) -> None:
-        """Copy the state into the outer one.
-
-        The values are kept alive here: the id of a freed tensor could be used again.
-        """
+        """Copy the state into the outer one; values stay alive, so that no id is used again."""
         self.published = [*self.state.values()]
         for key, value in self.state.items():
             self.outer[self.prefix + key] = self._lay_out(value)

@@ -24,26 +24,35 @@ def check_form(state_dict: Any) -> None:
 def find_saved_names(
     own: Sequence[Group], saved: Sequence[Group], zero_rows: Iterable[str]
 ) -> list[list[str]] | None:
-    """Return the names by group as they were saved, if only rows of zeros have come or gone.
+    """Return the names by group as they were saved, if rows of zeros alone have come or gone.
 
-    A weight with a row of zeros is no unit: LoRA's B when it starts, or one that was pruned since.
-    Where nothing has changed, or something else, it is None.
+    LoRA's B starts with them, pruning makes them. If it is something else, or nothing, it is None.
     """
     names = {_unwrap(name): name for group in own for name in group["param_names"]}
     merged = [{**mine, **theirs} for mine, theirs in zip(own, saved, strict=False)]
     wanted = [[names.get(n, n) for n in map(_unwrap, group["param_names"])] for group in merged]
-    moved = {
-        name
-        for group, group_names in zip(own, wanted, strict=False)
-        for name in {*group["param_names"]} ^ {*group_names}
-    }
-    then = chain.from_iterable(group.get("zero_rows", "").split() for group in saved)
-    may_move = {*zero_rows, *(names.get(_unwrap(name)) for name in then)}
+    pairs = zip(own, wanted, strict=False)
+    moved = {name for group, then in pairs for name in {*group["param_names"]} ^ {*then}}
+    more = chain.from_iterable(group.get("zero_rows", "").split() for group in (*own, *saved))
+    may_move = {*zero_rows, *(names.get(_unwrap(name)) for name in more)}
     is_all = sorted(chain.from_iterable(wanted)) == sorted(names.values())
     return wanted if moved and moved <= may_move and is_all else None
 
 
-def check_groups(own: Sequence[Group], saved: Sequence[Group]) -> None:
+def check_fit(own: Sequence[Group], state_dict: Group, units: Iterable[Unit]) -> dict[str, Any]:
+    """Return the saved states by the names of parameters; raise where they do not fit."""
+    saved = state_dict["param_groups"]
+    _check_groups(own, saved)
+    ids = chain.from_iterable(group["params"] for group in saved)
+    names = chain.from_iterable(group["param_names"] for group in own)
+    states = {n: state_dict["state"].get(key, {}) for n, key in zip(names, ids, strict=True)}
+    for unit in units:
+        if states.get(unit.name):
+            _check_size(unit, states[unit.name])
+    return states
+
+
+def _check_groups(own: Sequence[Group], saved: Sequence[Group]) -> None:
     """Raise where groups have other parameters, or were made with other settings."""
     pairs: Iterator[Any] = zip_longest(own, saved, fillvalue={"param_names": []})
     for i, (mine, theirs) in enumerate(pairs):
@@ -58,7 +67,7 @@ def check_groups(own: Sequence[Group], saved: Sequence[Group]) -> None:
         raise ValueError(f"the state is for groups {found}; this optimizer has {forms}.")
 
 
-def check_size(unit: Unit, state: Group) -> None:
+def _check_size(unit: Unit, state: Group) -> None:
     """Raise where a state is damaged, or of units of another size."""
     if any(state.get(key) is None for key in ("r", "length", "fan_in")):
         raise ValueError(f"the state of {unit.name!r} lacks 'r', 'length' or 'fan_in'.")

@@ -59,8 +59,7 @@ def print_table(units: Sequence[Unit], plain: Mapping[str, str], trained: Collec
         scale = f"fixed{norm}" if u.is_fixed else "free"
         bias = "lam" if u.has_distance else "plain" if u.bias else "-"
         lines.append(f"  {u.name:{width}} {u.out:6} {u.fan_in:6}  {bias:5}  {scale}")
-    why = "frozen, or not in the groups that were given first"
-    others = {u.name: why for u in units if u.name not in trained}
+    others = {u.name: "frozen, or in no group at first" for u in units if u.name not in trained}
     reasons = [f"  {name:{width}} {why}" for name, why in {**plain, **others}.items()]
     return "\n".join([*lines, "  plain", *reasons])
 
@@ -116,22 +115,16 @@ def find_units(
 
 
 def _find_overlaps(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
-    """Return the parameters in whose memory others lie, as after `w.data = v.data.t()`, and whose.
-
-    A step on one would change the other in the middle of its own.
-    """
-    own = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in parameters.items()}
-    spans = [
-        (p.data_ptr(), sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True)), p, name)
-        for name, p in own.items()
-        if p.numel() and not p.is_meta and p.layout == torch.strided and torch._C._has_storage(p)
-    ]
+    """Return parameters in one memory, as after `w.data = v.data.t()`: their steps would mix."""
+    local = [(n, p.to_local() if hasattr(p, "to_local") else p) for n, p in parameters.items()]
+    dense = [x for x in local if not x[1].is_nested and torch._C._has_storage(x[1])]
     found: dict[str, str] = {}
     last, end = "", 0
-    for start, distance, p, name in sorted(spans, key=lambda span: span[0]):
-        if start < end:
+    for name, p in sorted(dense, key=lambda pair: pair[1].data_ptr()):
+        if 0 < p.data_ptr() < end:
             found |= {name: f"shares memory with {last}", last: f"shares memory with {name}"}
-        if (own_end := start + (distance + 1) * p.element_size()) > end:
+        span = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True)) + 1
+        if (own_end := p.data_ptr() + span * p.element_size()) > end:
             last, end = name, own_end
     return found
 
@@ -177,8 +170,7 @@ def _select_units(
 
     lam = b / r moves a bias 1 + lam^2 times as fast as plain training, so it is stored only where
     |b| <= |r| in every row. Without `match` the rule is that of `convert_`, which leaves a layer
-    with |b| > 100 |r|. Processes that share a model combine their flags, since each has some of
-    the rows.
+    with |b| > 100 |r|. Processes that share the rows combine their flags.
     """
     most = 1 if match else STEEPEST
     flags = torch.tensor([_value_flags(u, parameters, most) for u in units], dtype=torch.int32)
@@ -223,11 +215,8 @@ def _norms_by_graph(model: nn.Module, graph: Graph) -> dict[str, str]:
 
 
 def _undoes_scale(norm: nn.Module, model_trains: bool) -> bool:
-    """Return whether a norm divides by the scale of its input, in training.
-
-    One with running statistics does not if it is frozen: in evaluation mode, without parameters
-    that are trained. If it has no parameters, and all of the model evaluates, nothing tells.
-    """
+    """Return whether a norm divides by its input's scale in training; a frozen one does not."""
+    # Of a norm without parameters the mode tells, unless all of the model evaluates.
     is_trained = [p.requires_grad for p in norm.parameters()] or [not model_trains]
     is_frozen = not norm.training and not any(is_trained)
     has_statistics = getattr(norm, "track_running_stats", True)

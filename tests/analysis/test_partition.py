@@ -326,3 +326,12 @@ def test_a_dead_unit_after_a_sum_counts_once_in_the_network() -> None:
     tracker.step()
     dead = [tracker.history[name]["dead"][0] for name in "ab"]
     assert dead[0] == dead[1] == tracker.history.network["dead"][0] >= 1
+
+
+def test_chosen_layers_bring_no_others_and_own_activations_hide_none() -> None:
+    model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.ConvTranspose1d(4, 2, 3), nn.ReLU())
+    model.append(nn.Conv1d(2, 2, 1))
+    assert set(patterns(model, torch.randn(8, 1, 6), layers=["0"])) == {"0"}
+    own = gp.GmPLinear(3, 4, activation=torch.relu)
+    twice = patterns(nn.Sequential(own, nn.BatchNorm1d(4), nn.ReLU()), torch.randn(8, 3))
+    assert twice.network.bits == 8

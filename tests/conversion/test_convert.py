@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -333,6 +334,8 @@ def test_inputs_in_objects_are_copied_and_outputs_in_objects_compared() -> None:
     gp.convert_(model, example_inputs=(given,))
     assert type(model.head) is nn.Linear and torch.equal(given.x, torch.ones(3, 4))
     assert gp.verify(model, two_layers(model.function), given) > 0
+    given.lock, given.itself, given.layer = threading.Lock(), given, model.hidden
+    assert gp.verify(model, model, given) == 0 and torch.equal(given.x, torch.ones(3, 4))
 
 
 def test_what_a_first_run_adds_does_not_stay() -> None:

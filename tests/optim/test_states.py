@@ -131,6 +131,16 @@ def test_rows_of_zeros_may_come_and_go_between_two_sessions(first: bool) -> None
     assert_same_weights(new, model)
 
 
+def test_a_state_that_is_refused_leaves_the_units_as_they_were() -> None:
+    model, other = mlp(), mlp()
+    other[3].weight.data[1] = 0.0
+    optimizer = build(model, momentum=0.9)
+    before = str(optimizer), copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="RMSprop"):
+        optimizer.load_state_dict(build(other, torch.optim.RMSprop).state_dict())
+    assert before == (str(optimizer), optimizer.state_dict())
+
+
 def test_a_scale_that_was_held_stays_held_whatever_the_models_mode() -> None:
     model, new = (mlp(norm=functools.partial(nn.BatchNorm1d, affine=False)) for _ in range(2))
     optimizer = build(model, momentum=0.9)

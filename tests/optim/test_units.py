@@ -46,6 +46,9 @@ def test_weights_that_share_memory_stay_plain() -> None:
 def test_a_frozen_teacher_is_not_the_output_layer() -> None:
     model = nn.ModuleDict({"student": mlp(), "teacher": mlp().requires_grad_(False)})
     assert "student.6.weight                         the output layer" in str(build(model))
+    head = mlp()
+    head[6].requires_grad_(False)
+    assert "6.weight                                 the output layer" in str(build(head))
 
 
 def test_instance_norm_fixes_r_in_evaluation_mode_too() -> None:

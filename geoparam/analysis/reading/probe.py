@@ -19,7 +19,7 @@ from geoparam.analysis.reading.activations import SReLU, breaks
 from geoparam.analysis.reading.layer_sites import Site, has_units, took_same_steps
 from geoparam.analysis.reading.norms import Moments, compute_moments, has_running, needs_batch
 from geoparam.base_layer import GmPLayer
-from geoparam.conversion.plan import Inputs, module_name
+from geoparam.conversion.plan import Inputs, module_name, weight_name
 from geoparam.graph import Call, Graph, Node
 from geoparam.norm import TrackedMean
 from geoparam.trace import trace
@@ -222,17 +222,16 @@ def find_other_activations(
 ) -> dict[str, Site]:
     """Run the model and return its max pools, and the activations that no site shows, as sites.
 
-    `observe` can read their inputs, but not by units. Each has the name of the layer before it; if
-    there is none, that of its function. What follows a layer with units outside of `sites`, and
-    calls that pass their input by keyword, are left out.
+    Each has the name of the layer before it; if there is none, that of its function. What follows
+    layers outside of `sites`, and calls that pass their input by keyword, are left out.
     """
     graph, modules = trace(model, inputs), dict(model.named_modules())
-    names: dict[int | None, str] = {
-        call.layer: site.name for site in sites.values() for call in site.calls
-    }
-    shown = [site for site in sites.values() if site.readable and site.breaks is not None]
-    known = {call.activation for site in shown for call in site.calls}
+    names = {call.layer: site.name for site in sites.values() for call in site.calls}
+    shown = [site for site in sites.values() if site.readable and not site.own_activation]
+    known = {call.activation for site in shown if site.breaks for call in site.calls}
     analysed, found = {site.layer for site in sites.values()}, dict[str, Site]()
+    all_units = {m for n, m in modules.items() if has_units(m, weight_name(n, m))}
+    are_chosen = not all_units <= analysed
     for step, node in enumerate(graph.nodes):
         activation: Any = MaxPool(node) if node.kind == "max" and node.func is not None else None
         if node.kind == "activation" and step not in known:
@@ -242,8 +241,9 @@ def find_other_activations(
         before = _layer_before(graph, step)
         layer = "" if before is None else graph.nodes[before].name or ""
         module = modules.get(module_name(layer)) if layer else None
-        if module is None or module in analysed or not has_units(module, layer):
-            name = names.get(before, layer or node.op)
+        is_free = before is None and node.kind == "max" if are_chosen else module not in all_units
+        if module in analysed or is_free:
+            name = names.get(-1 if before is None else before, layer or node.op)
             dim = activation.dim - len(node.shape) if isinstance(activation, SReLU) else -1
             call = Call(-1, None, step, ())
             found[f"{step} {name}"] = Site(

@@ -122,7 +122,8 @@ class Measurement:
         self._layer_of = torch.arange(len(counts)).repeat_interleave(counts).to(self.device)
         sizes = torch.tensor([count_units(site.layer) for site in sites.values()]).double()
         self._sizes = _with_network(sizes, sizes.sum()).to(self.device)
-        read = {name: _modules_of(site) for name, site in sites.items()}
+        parts = {name: (s.layer, s.norm, s.activation) for name, s in sites.items()}
+        read = {n: [m for m in own if isinstance(m, nn.Module)] for n, own in parts.items()}
         self._replay = GraphReplay(self._measure_motion, itertools.chain(*read.values()))
         self._read = {name: set(own).intersection(model.modules()) for name, own in read.items()}
         self._others = {} if probe is None else find_other_activations(model, probe, sites)
@@ -136,7 +137,6 @@ class Measurement:
         readings = None
         if self.probe is not None:
             readings = ProbeReadings(self.model, self.probe, self.sites, self._others, self._batch)
-            reshard(self.model)
             if not readings.same_steps:
                 warnings.warn(OTHER_STEPS, stacklevel=4)
         if readings is None or not readings.moments:
@@ -209,16 +209,14 @@ class Measurement:
         }
 
     def _count_active(self, readings: ProbeReadings, share: float) -> Tensor:
-        """Return how many units are active at this share of the points, and in the network.
-
-        Two layers that are summed before one activation show the same units: they count once.
-        """
+        """Return how many units are active at this share of points; after a sum, once in all."""
         active = readings.active.items()
         counts = {name: (own == share).sum().to(self.device) for name, own in active}
-        steps = {
-            name: tuple(call.activation for call in self.sites[name].calls) for name in counts
-        }
-        once = {steps[n] if any(steps[n]) else n: count for n, count in counts.items()}  # of a sum
+        once: dict[Any, Tensor] = {}
+        for name, count in counts.items():
+            site = self.sites[name]
+            steps = tuple(call.activation for call in site.calls)
+            once[name if site.own_activation or not any(steps) else steps] = count
         return self._column(counts, torch.stack([*once.values()]).sum() if counts else None)
 
     def _region_columns(self, patterns: Patterns) -> dict[str, Tensor]:
@@ -323,20 +321,6 @@ def compute_quantiles(
     )
     between = torch.lerp(low, high, place - place.floor())
     return torch.where(low == high, low, between)  # infinity less infinity is NaN
-
-
-def reshard(model: nn.Module) -> None:
-    """Shard the parameters of an FSDP2 model again, which a run leaves whole at the root."""
-    for module in model.modules():
-        reshard_module = getattr(module, "reshard", None)
-        if callable(reshard_module) and hasattr(module, "unshard"):
-            reshard_module()
-
-
-def _modules_of(site: Site) -> list[nn.Module]:
-    """Return the modules whose tensors decide where the boundaries are."""
-    held = (site.layer, site.norm, site.activation)
-    return [part for part in held if isinstance(part, nn.Module)]
 
 
 def _with_network(layers: Tensor, network: Tensor | None = None) -> Tensor:

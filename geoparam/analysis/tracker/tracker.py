@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from geoparam.analysis.boundary import Statistics, is_batch
 from geoparam.analysis.reading.layer_sites import Layers, find_sites, unwrap
 from geoparam.analysis.tracker.history import NETWORK, History
-from geoparam.analysis.tracker.measurement import QUANTITIES, Measurement, reshard
+from geoparam.analysis.tracker.measurement import QUANTITIES, Measurement
 from geoparam.conversion.plan import Inputs
 from geoparam.trace import is_tracing
 
@@ -224,7 +224,6 @@ class BoundaryTracker:
     def _begin(self, inputs: Inputs, kwargs: Mapping[str, Any] | None = None) -> None:
         """Find what follows each layer, and take the first measurement, to compare with."""
         sites = find_sites(self.model, inputs, self._layers, kwargs)
-        reshard(self.model)
         measurement = Measurement(self.model, sites, self._probe, **self._options)
         measurement.measure()
         self._measurement = measurement
