@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -137,10 +137,9 @@ def inspection_mode(model: nn.Module) -> Iterator[None]:
 
 def reshard(model: nn.Module) -> None:
     """Shard the parameters of an FSDP2 model again, which a run leaves whole at the root."""
-    for module in model.modules():
-        own: Any = module
-        if hasattr(own, "unshard") and callable(getattr(own, "reshard", None)):
-            own.reshard()
+    for module in cast(Any, model).modules():
+        if hasattr(module, "unshard") and callable(getattr(module, "reshard", None)):
+            module.reshard()
 
 
 def _is_state(value: object) -> bool:

@@ -122,8 +122,7 @@ def output_layers(model: nn.Module) -> tuple[str, ...]:
 
     A frozen copy of another part, as a teacher, does not count. The layers right before it do if
     they take as many inputs and give a number of outputs that it does not take: several heads. A
-    bare layer is none.
-    `trace(model, inputs).outputs` does not guess.
+    bare layer is none. `trace(model, inputs).outputs` does not guess.
 
     Example:
         >>> output_layers(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))

@@ -94,14 +94,10 @@ class GeometricOptimizer(Optimizer):
         decay = base_options.pop("weight_decay", None)
         rates = {"weight_decay": decay, "scale_lr": scale_lr, "scale_decay": scale_decay}
         _check_options(coordinates, turn, max_turn, scale, **rates)
-        self._base = self._rest = Maker("base", base, lr, base_options)
+        self._base = Maker("base", base, lr, base_options)
+        self._rest = _make_rest(self._base, base, rest, lr, base_options)
         decay = self._base.named.get("weight_decay", 0.0) if decay is None else decay
-        rest = torch.optim.AdamW if rest is None and self._base.is_muon else rest
-        if rest is not None and (rest is not base or self._base.is_muon):
-            is_same = getattr(rest, "func", rest) is getattr(base, "func", base)
-            own = base_options if is_same else {}
-            named = getattr(rest, "keywords", {})
-            self._rest = Maker("rest", rest, lr, {k: v for k, v in own.items() if k not in named})
+        if self._rest is not self._base:
             decay = self._rest.named.get("weight_decay", decay)
         rate = self._rest.named.get("lr", lr)
         is_relative = groups and (turn is not None or rate is not lr)
@@ -347,6 +343,17 @@ class GeometricOptimizer(Optimizer):
         share = f"{sum(sizes):,} of {self._size:,} parameters are units"
         table = print_table(self._units, self._plain, trained)
         return f"GeometricOptimizer ({form}): {share}\n{table}"
+
+
+def _make_rest(maker: Maker, base: Any, rest: Any, lr: Any, options: dict[str, Any]) -> Maker:
+    """Return what makes the rest's optimizer: by default the base's maker; AdamW beside Muon."""
+    rest = torch.optim.AdamW if rest is None and maker.is_muon else rest
+    if rest is None or (rest is base and not maker.is_muon):
+        return maker
+    is_same = getattr(rest, "func", rest) is getattr(base, "func", base)
+    named = getattr(rest, "keywords", {})
+    own = {key: value for key, value in options.items() if is_same and key not in named}
+    return Maker("rest", rest, lr, own)
 
 
 def _check_options(

@@ -118,8 +118,7 @@ def _find_overlaps(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
     """Return parameters in one memory, as after `w.data = v.data.t()`: their steps would mix."""
     local = [(n, p.to_local() if hasattr(p, "to_local") else p) for n, p in parameters.items()]
     dense = [x for x in local if not x[1].is_nested and torch._C._has_storage(x[1])]
-    found: dict[str, str] = {}
-    last, end = "", 0
+    found, last, end = dict[str, str](), "", 0
     for name, p in sorted(dense, key=lambda pair: pair[1].data_ptr()):
         if 0 < p.data_ptr() < end:
             found |= {name: f"shares memory with {last}", last: f"shares memory with {name}"}
@@ -226,15 +225,11 @@ def _undoes_scale(norm: nn.Module, model_trains: bool) -> bool:
 def _norms_by_order(model: nn.Module) -> dict[str, str]:
     """Guess the same without a run: the norm comes next among the modules, with equal width."""
     found: dict[str, str] = {}
-    layer, width = "", 0
+    layer, width, trains = "", 0, model.training
     for name, module in model.named_modules():
         if isinstance(module, CHANNEL_NORMS):
             is_beside = name.rpartition(".")[0] == layer.rpartition(".")[0]
-            if (
-                is_beside
-                and width == module.num_features
-                and _undoes_scale(module, model.training)
-            ):
+            if is_beside and width == module.num_features and _undoes_scale(module, trains):
                 found[layer] = name
             width = 0
         elif isinstance(module, nn.Linear | nn.modules.conv._ConvNd):

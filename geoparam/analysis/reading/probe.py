@@ -233,10 +233,8 @@ def find_other_activations(
     all_units = {m for n, m in modules.items() if has_units(m, weight_name(n, m))}
     are_chosen = not all_units <= analysed
     for step, node in enumerate(graph.nodes):
-        activation: Any = MaxPool(node) if node.kind == "max" and node.func is not None else None
-        if node.kind == "activation" and step not in known:
-            activation = (None if node.name is None else modules.get(node.name)) or node
-        if activation is None or not (node.kind == "max" or breaks(activation)):
+        activation = None if step in known else read_activation(node, modules)
+        if not (isinstance(activation, MaxPool) or breaks(activation)):
             continue
         before = _layer_before(graph, step)
         layer = "" if before is None else graph.nodes[before].name or ""
@@ -244,12 +242,22 @@ def find_other_activations(
         is_free = before is None and node.kind == "max" if are_chosen else module not in all_units
         if module in analysed or is_free:
             name = names.get(-1 if before is None else before, layer or node.op)
-            dim = activation.dim - len(node.shape) if isinstance(activation, SReLU) else -1
-            call = Call(-1, None, step, ())
-            found[f"{step} {name}"] = Site(
-                name, nn.Identity(), None, activation, dim, (call,), graph=graph
-            )
+            found[f"{step} {name}"] = make_site(name, activation, step, graph)
     return found
+
+
+def read_activation(node: Node, modules: Mapping[str, nn.Module]) -> Any:
+    """Return the activation that a step is: a module, a function, a max pool, or None."""
+    if node.kind == "activation":
+        return (None if node.name is None else modules.get(node.name)) or node
+    return MaxPool(node) if node.kind == "max" and node.func is not None else None
+
+
+def make_site(name: str, activation: Any, step: int, graph: Graph, layer: Any = None) -> Site:
+    """Return the site of an activation in one step; `layer` is one that applies it itself."""
+    call = Call(-1, None, step, ()) if layer is None else Call(step, None, None, ())
+    dim = activation.dim - len(graph.nodes[step].shape) if isinstance(activation, SReLU) else -1
+    return Site(name, layer or nn.Identity(), None, activation, dim, (call,), graph=graph)
 
 
 def _layer_before(graph: Graph, step: int) -> int | None:

@@ -7,20 +7,19 @@ not, by name; `explain_bend` names the place where only the values show a bend.
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 import torch.autograd.forward_ad as forward_mode
 from torch import Tensor, nn
 
-from geoparam.analysis.reading.activations import Activation, SReLU, breaks
+from geoparam.analysis.reading.activations import Activation, breaks
 from geoparam.analysis.reading.layer_sites import Site, copy_in_float64, unwrap
 from geoparam.analysis.reading.norms import has_running
-from geoparam.analysis.reading.probe import MaxPool, observe
+from geoparam.analysis.reading.probe import MaxPool, make_site, observe, read_activation
 from geoparam.analysis.slices.plane import Plane
 from geoparam.base_layer import GmPLayer
-from geoparam.graph import Call, Graph, Node
+from geoparam.graph import Graph, Node
 from geoparam.trace import trace
 
 
@@ -82,18 +81,11 @@ def find_activations(model: nn.Module, graph: Graph) -> dict[str, Site]:
     for step, node in enumerate(graph.nodes):
         module = None if node.name is None else modules.get(node.name)
         layer = module if isinstance(module, GmPLayer) else None  # may apply its own activation
-        activation: Any = None if layer is None else layer.activation
-        if node.kind == "activation":
-            activation = module or node
-        elif node.kind == "max" and node.func is not None:
-            activation = MaxPool(node)
+        activation = read_activation(node, modules) or (layer and layer.activation)
         _check_straight(node, step, module, activation)
         if activation is not None:
             name = _free_name(layers.get(step) or node.name or node.op, found)
-            call = Call(-1, None, step, ()) if layer is None else Call(step, None, None, ())
-            dim = activation.dim - len(node.shape) if isinstance(activation, SReLU) else -1
-            site = Site(name, layer or nn.Identity(), None, activation, dim, (call,), graph=graph)
-            found[name] = site
+            found[name] = make_site(name, activation, step, graph, layer)
     if not found:
         raise ValueError(
             "regions are made by activations with breakpoints, as ReLU; no step of the run is one."
