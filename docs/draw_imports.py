@@ -47,14 +47,14 @@ def draw(rooms: list[str], pairs: set[tuple[str, str]]) -> Figure:
     for room, y in place.items():
         is_lab = room.startswith("geoparam_lab")
         axes.text(0, y, room, ha="center", va="center", color="C1" if is_lab else "C0")
+    longest = max(abs(place[own] - place[other]) for own, other in pairs)
     for own, other in pairs:
         height = abs(place[own] - place[other])
         is_lab = own.startswith("geoparam_lab")
         middle = (place[own] + place[other]) / 2
         side, angles = (3.6, (270, 90)) if is_lab else (-3.6, (90, 270))
-        arc = Arc(
-            (side, middle), height * 0.55, height, theta1=angles[0], theta2=angles[1], lw=0.8
-        )
+        width = height * 14 / longest  # the widest one ends within the picture
+        arc = Arc((side, middle), width, height, theta1=angles[0], theta2=angles[1], lw=0.8)
         arc.set_edgecolor("C1" if is_lab else "C0")
         axes.add_patch(arc)
     axes.set(xlim=(-11, 11), ylim=(-len(rooms), 1))

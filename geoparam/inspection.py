@@ -1,4 +1,4 @@
-"""Run a model to look at it, and leave it as it was."""
+"""Look at a model and leave it as it was: run it, and ask what its modules and tensors are."""
 
 import copy
 import inspect
