@@ -18,8 +18,8 @@ from benchmarks.timing import hardware
 from geoparam_lab import methods
 from geoparam_lab.experiments import uci
 from geoparam_lab.run_folder import Run
+from geoparam_lab.session import count_cores
 from geoparam_lab.tables.estimates import agrees, estimate
-from geoparam_lab.training.tasks import count_cores
 
 
 def cells(run: Run) -> dict[tuple[str, str], tuple[str, bool | None]]:

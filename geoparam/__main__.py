@@ -1,4 +1,4 @@
-"""``python -m geoparam``; so do torchrun and accelerate launch, with -m geoparam."""
+"""``python -m geoparam``, also for torchrun and accelerate launch with ``-m geoparam``."""
 
 import sys
 

@@ -61,7 +61,7 @@ class GmPLayer(nn.Module):
     _version = 2  # in version 1 `input_norm=True` was the border form
     _plain: ClassVar[type[nn.Module]]  # the torch.nn layer, and what both are built from
     _arguments: ClassVar[tuple[str, ...]]
-    _extra: tuple[str, ...] = ()  # what a user had set on the layer that this one stands for
+    _extra: tuple[str, ...] = ()  # attributes a user set on the torch.nn layer
 
     r: nn.Parameter
     lam: nn.Parameter | None
@@ -393,7 +393,7 @@ def _check_version(name: str, version: int | None) -> None:
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the type autocast would give a weight, so that it can be made in it directly."""
+    """Return autocast's type for a weight; None without autocast."""
     if isinstance(x, Proxy) or x.dtype == torch.float64:
         return None
     return autocast_type(x.device.type)

@@ -32,7 +32,7 @@ from geoparam.kernels.selection import choose_kernels
 LARGE = 2**22  # elements; below it, calls cost more than passes over memory
 
 
-class Geometry(NamedTuple):
+class ConvOptions(NamedTuple):
     """What a convolution without groups has besides its weight."""
 
     stride: tuple[int, ...]
@@ -40,12 +40,12 @@ class Geometry(NamedTuple):
     dilation: tuple[int, ...]
 
 
-_POINTWISE = Geometry((1, 1), (0, 0), (1, 1))
+_POINTWISE = ConvOptions((1, 1), (0, 0), (1, 1))
 
 
 def has_own_backward(x: Tensor, weight: Tensor | None = None) -> bool:
     """Return whether a mean of `x`, or a map of it, uses the backward pass of this module."""
-    # A compiler is asked for first: to compare sizes in it would be a guard on the batch's size.
+    # The compiler comes first: comparing sizes in it would make a guard on the batch's size.
     return not torch.compiler.is_compiling() and x.numel() >= LARGE and is_eager(x, weight)
 
 
@@ -54,11 +54,11 @@ def working_type(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def autocast_type(kind: str) -> torch.dtype | None:
-    """Return autocast's type on a kind of device, None where it is off. Meta tensors have none."""
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+def autocast_type(device_type: str) -> torch.dtype | None:
+    """Return autocast's type on a type of device, None where it is off. Meta tensors have none."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
-    return torch.get_autocast_dtype(kind)
+    return torch.get_autocast_dtype(device_type)
 
 
 def channel_mean(x: Tensor, dims: list[int]) -> Tensor:
@@ -83,9 +83,9 @@ def shift_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
         >>> shift_bias(torch.ones(1), torch.ones(1, 2, 3, 3), torch.tensor([1., 2.]))
         tensor([-26.])
     """
-    kind = weight.device.type
-    if autocast_type(kind) is not None:
-        with _without_autocast(kind):
+    device_type = weight.device.type
+    if autocast_type(device_type) is not None:
+        with _without_autocast(device_type):
             return shift_bias(bias, weight, mean)
     wide, width = working_type(mean), weight.shape[1]
     mean, bias = cast(mean, wide), None if bias is None else cast(bias, wide)
@@ -98,11 +98,11 @@ def shift_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
 
 
 def map_centred(
-    x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: ConvOptions | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return w^T (x - m) + b and the mean m of each channel; see `has_own_backward`.
 
-    Without a geometry, x has its channels last. With one, x is a batch of images in channels_last,
+    Without options, x has its channels last. With them, x is a batch of images in channels_last,
     and m is subtracted as one constant per unit, also where zeros are padded. No gradient flows
     through the returned mean. Under autocast x is rounded first.
 
@@ -112,13 +112,13 @@ def map_centred(
         >>> z.tolist(), mean.tolist()
         ([[-2.0], [4.0]], [2.0, 4.0])
     """
-    kind = x.device.type
-    dtype = autocast_type(kind)
+    device_type = x.device.type
+    dtype = autocast_type(device_type)
     if dtype is None:
-        return _Map.apply(x, weight, bias, geometry)
+        return _Map.apply(x, weight, bias, options)
     x = cast(x, dtype)
-    with _without_autocast(kind):
-        return _Map.apply(x, weight, bias, geometry)
+    with _without_autocast(device_type):
+        return _Map.apply(x, weight, bias, options)
 
 
 class _Mean(torch.autograd.Function):
@@ -140,52 +140,51 @@ class _Map(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Any
     ) -> tuple[Tensor, Tensor]:
-        rows = _to_rows(x, geometry)
+        rows = _to_rows(x, options)
         mean, w, summed = _prepare(rows, weight)
         ctx.save_for_backward(x, weight, mean, w, summed)
-        ctx.geometry, ctx.bias_type = geometry, None if bias is None else bias.dtype
+        ctx.options, ctx.bias_type = options, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean)
         bias = mean.new_zeros(1) if bias is None else cast(bias, mean.dtype)
         shift = torch.addmv(bias, summed, mean, alpha=-1)
-        if _is_product(weight, geometry):
-            z = _make_empty(x, len(weight), geometry)
-            out = _to_rows(z, geometry)
+        if _is_product(weight, options):
+            z = _make_empty(x, len(weight), options)
+            out = _to_rows(z, options)
             torch.addmm(cast(shift, x.dtype), rows, w.flatten(1).t(), out=out)
         elif _has_kernel(x):
-            z = _add_row(F.conv2d(x, w, None, *geometry), shift, 1.0)
+            z = _add_row(F.conv2d(x, w, None, *options), shift, 1.0)
         else:
-            z = F.conv2d(x, w, cast(shift, x.dtype), *geometry)
+            z = F.conv2d(x, w, cast(shift, x.dtype), *options)
         return z, mean
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        kind = grad.device.type
-        if autocast_type(kind) is not None:  # backward() was called inside of it
-            with _without_autocast(kind):
+        device_type = grad.device.type
+        if autocast_type(device_type) is not None:  # backward() was called inside of it
+            with _without_autocast(device_type):
                 return _Map.backward(ctx, grad, _)
         x, weight, mean, w, summed = ctx.saved_tensors
-        geometry, (of_x, of_weight, *_) = ctx.geometry, ctx.needs_input_grad
-        if geometry is not None and torch._C._has_storage(grad):  # unlike a batch of gradients
+        options, (of_x, of_weight, *_) = ctx.options, ctx.needs_input_grad
+        if options is not None and torch._C._has_storage(grad):  # unlike a batch of gradients
             grad = grad.contiguous(memory_format=torch.channels_last)
-        rows, by_rows = _to_rows(x, geometry), _to_rows(grad, geometry)
+        rows, by_rows = _to_rows(x, options), _to_rows(grad, options)
         if torch.is_grad_enabled():  # second derivatives need the graph of these
             mean, w, summed = _prepare(rows, weight)
         sums, by_mean = _sum_rows(by_rows), -1 / len(rows)
         grad_x: Any = None
         grad_weight: Any = None
-        if _is_product(weight, geometry):
+        if _is_product(weight, options):
             if of_x:
                 shift = cast(summed.t().mv(sums) * by_mean, x.dtype)
-                grad_x = _from_rows(torch.addmm(shift, by_rows, w.flatten(1)), x, geometry)
+                grad_x = _from_rows(torch.addmm(shift, by_rows, w.flatten(1)), x, options)
             if of_weight:
                 grad_weight = by_rows.t().mm(rows).view(weight.shape)
         else:
-            options = *geometry, False, (0, 0), 1, (of_x, of_weight, False)
-            grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-                grad, x, w, None, *options
-            )
+            more = False, (0, 0), 1, (of_x, of_weight, False)
+            backward = torch.ops.aten.convolution_backward
+            grad_x, grad_weight, _ = backward(grad, x, w, None, *options, *more)
             grad_x = _add_row(grad_x, summed.t().mv(sums), by_mean) if of_x else None
         if of_weight:
             ones = [1] * (weight.ndim - 2)
@@ -195,22 +194,22 @@ class _Map(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _without_autocast(kind: str) -> Any:
+def _without_autocast(device_type: str) -> Any:
     """Return a context without autocast. Entering torch's takes 20 microseconds in eager code."""
     if torch.compiler.is_compiling():
-        return torch.autocast(kind, enabled=False)
-    return _EagerWithoutAutocast(kind)
+        return torch.autocast(device_type, enabled=False)
+    return _EagerWithoutAutocast(device_type)
 
 
 class _EagerWithoutAutocast:
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
 
     def __enter__(self) -> None:
-        torch.set_autocast_enabled(self.kind, False)
+        torch.set_autocast_enabled(self.device_type, False)
 
     def __exit__(self, *_: object) -> None:
-        torch.set_autocast_enabled(self.kind, True)
+        torch.set_autocast_enabled(self.device_type, True)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -224,9 +223,9 @@ def _prepare(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return mean, cast(weight, rows.dtype), _sum_kernel(weight, mean.dtype)
 
 
-def _is_product(weight: Tensor, geometry: Geometry | None) -> bool:
+def _is_product(weight: Tensor, options: ConvOptions | None) -> bool:
     """Return whether each position is mapped by itself, so that all are one matrix product."""
-    return geometry is None or (geometry == _POINTWISE and weight.shape[2:].numel() == 1)
+    return options is None or (options == _POINTWISE and weight.shape[2:].numel() == 1)
 
 
 def _sum_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -261,20 +260,20 @@ def _add_row(images: Tensor, row: Tensor, factor: float) -> Tensor:
     return images + (row * factor).to(images.dtype).view(-1, 1, 1)
 
 
-def _to_rows(x: Tensor, geometry: Geometry | None) -> Tensor:
-    rows = x if geometry is None else x.permute(0, 2, 3, 1)
+def _to_rows(x: Tensor, options: ConvOptions | None) -> Tensor:
+    rows = x if options is None else x.permute(0, 2, 3, 1)
     return rows.reshape(-1, rows.shape[-1])
 
 
-def _from_rows(rows: Tensor, like: Tensor, geometry: Geometry | None) -> Tensor:
-    if geometry is None:
+def _from_rows(rows: Tensor, like: Tensor, options: ConvOptions | None) -> Tensor:
+    if options is None:
         return rows.view(like.shape)
     return rows.view(like.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
 
 
-def _make_empty(x: Tensor, channels: int, geometry: Geometry | None) -> Tensor:
+def _make_empty(x: Tensor, channels: int, options: ConvOptions | None) -> Tensor:
     """Return a new tensor for z. It is no view: an in-place ReLU on a view would copy it."""
-    if geometry is None:
+    if options is None:
         return x.new_empty(*x.shape[:-1], channels)
     batch, _, *size = x.shape
     layout: Any = {"memory_format": torch.channels_last}

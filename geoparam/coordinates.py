@@ -75,8 +75,7 @@ Coordinates = Angles | Intrinsic | Sign
 
 def normalise_(unit: Tensor) -> None:
     """Divide the rows of `unit` (out, n) by their lengths in place; zero rows stay zero."""
-    length = _length(unit)
-    unit.div_(torch.where(length == 0, 1, length))
+    unit.div_(sphere.nonzero(_length(unit)))
 
 
 def _length(rows: Tensor) -> Tensor:
@@ -118,7 +117,7 @@ def compute_distance(bias: Tensor, r: Tensor, dtype: torch.dtype) -> Tensor:
             f"rows {lost[:8]} have a zero weight and a bias: such a unit has no boundary, "
             "and r * lam cannot hold its bias. Leave the layer standard or prune the row."
         )
-    lam = torch.where(r == 0, 0, b / torch.where(r == 0, 1, r))
+    lam = torch.where(r == 0, 0, b / sphere.nonzero(r))
     if not lam.to(dtype).isfinite().all():
         raise ValueError(
             f"a weight is so short beside its bias that lam = b / r is no {dtype}. "

@@ -53,7 +53,7 @@ def weight(
         return w.to(dtype or _result_type(latitude, r))
     if hasattr(latitude, "placements") and not isinstance(latitude, Proxy):
         return _weight_of_shards(latitude, r, natural, dtype)
-    if not torch.compiler.is_compiling() and _is_plain(latitude, r):
+    if is_eager(latitude, r):
         return _Weight.apply(latitude, r, natural, dtype)
     return _weight(latitude, r, natural, dtype)
 
@@ -128,7 +128,7 @@ def _gradient_formula(
 
 
 class _Weight(torch.autograd.Function):
-    """Without setup_context: with it torch binds arguments for longer than a weight takes."""
+    """Without setup_context, for which torch binds arguments: that takes longer than a weight."""
 
     @staticmethod
     def forward(
@@ -145,7 +145,7 @@ class _Weight(torch.autograd.Function):
         if torch.is_grad_enabled():
             _refuse_natural(ctx.natural)
             compute: Any = _gradient_formula
-        elif not torch.compiler.is_compiling() and _is_plain(grad, latitude, r):
+        elif is_eager(grad, latitude, r):
             compute = compute_gradients
         else:
             compute = _weight_backward
@@ -224,11 +224,7 @@ def _result_type(latitude: Tensor, r: Tensor | None) -> torch.dtype:
 
 
 def _check_shapes(latitude: Tensor, r: Tensor | None) -> None:
-    if latitude.ndim == 0 or not latitude.is_floating_point():
-        raise ValueError(
-            "latitude needs its n - 1 angles in the last dimension, in a floating type; "
-            f"got shape {tuple(latitude.shape)} of {latitude.dtype}."
-        )
+    sphere.check_rank(latitude, "latitude")
     if r is not None and r.shape != latitude.shape[:-1]:
         raise ValueError(
             "r needs one scale per row of latitude, of shape "

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam.centred_map import (
-    Geometry,
+    ConvOptions,
     autocast_type,
     has_own_backward,
     map_centred,
@@ -45,7 +45,7 @@ class InputMeanLayer(TrackedMean):
         x, weight = input, self.weight  # once: a parametrization computes it each time
         if self.training and not self.is_shared and self._uses_map_centred(x, weight):
             self._check_channels(x)
-            z, mean = map_centred(x, weight, self.bias, self._geometry)
+            z, mean = map_centred(x, weight, self.bias, self._conv_options)
             self._track(mean)
             return z
         bias = shift_bias(self.bias, weight, self.mean(x))
@@ -75,11 +75,11 @@ class InputMeanLayer(TrackedMean):
         return x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
 
     @property
-    def _geometry(self) -> Geometry | None:
+    def _conv_options(self) -> ConvOptions | None:
         layer: Any = self
         if not hasattr(self, "kernel_size"):
             return None
-        return Geometry(layer.stride, layer.padding, layer.dilation)
+        return ConvOptions(layer.stride, layer.padding, layer.dilation)
 
     @property
     def base_layer(self) -> nn.Module:

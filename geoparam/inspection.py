@@ -17,7 +17,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # in names
+PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 CONTAINERS = {list, dict, set, deque, defaultdict, OrderedDict, Counter}
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside of DDP and torch.compile."""
+    inner: Any = model
+    while isinstance(inner, PARALLEL) or hasattr(inner, "_orig_mod"):
+        inner = inner.module if isinstance(inner, PARALLEL) else inner._orig_mod
+    return inner
+
+
+def strip_wrappers(name: str, *others: str) -> str:
+    """Return a name without the parts that wrappers, or those of other names, put into it."""
+    return ".".join(part for part in name.split(".") if part not in (*WRAPPERS, *others))
 
 
 def refuse_unready(model: nn.Module) -> None:

@@ -29,10 +29,10 @@ def remembered(model: Model) -> Iterator[Model]:
     """Compute the weights of all GmP layers once, and use them until the context is left.
 
     For evaluation without gradients: where gradients are recorded, layers compute their weights
-    as ever. Inside, parameters must not be written to; nothing would notice. Several threads may
-    share a model, on CUDA streams of their own, and contexts may be nested. A CUDA graph that is
-    captured inside computes its weights itself, so that it may be replayed outside. A model that
-    is served for long is better folded.
+    as ever. Inside, parameters must not be written to: the weights in use would not change.
+    Several threads may share a model, on CUDA streams of their own, and contexts may be nested. A
+    CUDA graph that is captured inside computes its weights itself, so that it may be replayed
+    outside. A model that is served for long is better folded.
 
     Example:
         >>> from geoparam import GmPLinear

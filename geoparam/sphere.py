@@ -62,7 +62,7 @@ def to_unit(latitude: Tensor) -> Tensor:
         >>> to_unit(torch.zeros(3))
         tensor([0., 0., 0., 1.])
     """
-    _check_rank(latitude, "latitude")
+    check_rank(latitude, "latitude")
     a = wide(latitude)
     p = products(a.cos())
     u = torch.cat([a.sin() * p[..., :-1], p[..., -1:]], dim=-1)
@@ -80,7 +80,7 @@ def to_latitude(vector: Tensor) -> Tensor:
         >>> to_latitude(torch.tensor([0., 0., -2.])).tolist()
         [0.0, 3.141592653589793]
     """
-    _check_rank(vector, "vector")
+    check_rank(vector, "vector")
     if vector.shape[-1] == 0:
         raise ValueError("a direction needs at least one coordinate; got a vector of length 0.")
     x = _rescale(wide(vector))
@@ -152,7 +152,7 @@ def nonzero(x: Tensor) -> Tensor:
     return torch.where(x == 0, 1, x)
 
 
-def _check_rank(x: Tensor, name: str) -> None:
+def check_rank(x: Tensor, name: str) -> None:
     if x.ndim == 0 or not x.is_floating_point():
         raise ValueError(
             f"{name} needs its coordinates in the last dimension, in a floating type; got shape "

@@ -1,8 +1,8 @@
 """Read files that others wrote, within bounds; write without losing what is there.
 
 A file may claim anything: JSON may be nested so deeply that Python's stack ends, an archive of
-40 kB may unpack to gigabytes. Each function here reads one kind of file and raises ValueError, in
-words, where it holds something else.
+40 kB may unpack to gigabytes. Functions that read raise ValueError, in words, where
+a file holds something else.
 """
 
 import contextlib
@@ -65,12 +65,12 @@ def read_json(content: bytes, where: object) -> dict[str, Any]:
         >>> read_json(b"3", "a.json")
         Traceback (most recent call last):
         ...
-        ValueError: a.json is damaged: it holds no dict, but a int
+        ValueError: a.json is damaged: expected a JSON object, got int
     """
     try:
         value = json.loads(content.decode("utf-8-sig"))
         if not isinstance(value, dict):
-            raise ValueError(f"it holds no dict, but a {type(value).__name__}")
+            raise ValueError(f"expected a JSON object, got {type(value).__name__}")
     except (ValueError, RecursionError) as error:  # no JSON, not UTF-8, or nested too deeply
         raise ValueError(f"{where} is damaged: {error}") from error
     return value

@@ -129,20 +129,23 @@ def output_layers(model: nn.Module) -> tuple[str, ...]:
         ('2',)
     """
     layers = [(n, m) for n, m in model.named_modules() if n and _step(m).kind == "layer"]
-    copies = _find_frozen_copies(model)
-    layers = [(n, m) for n, m in layers if n.partition(".")[0] not in copies]
+    copies = tuple(_find_frozen_copies(model))
+    layers = [(n, m) for n, m in layers if not n.startswith(copies)]
     first = len(layers) - 1
     while first > 0 and _are_beside(layers[first - 1][1], layers[-1][1]):
         first -= 1
     return tuple(name for name, _ in layers[max(first, 0) :])
 
 
-def _find_frozen_copies(model: nn.Module) -> set[str]:
-    """Return the parts of several layers that are frozen and have the shapes of a trained part."""
-    parts = [(n, m) for n, m in model.named_children() if next(m.children(), None) is not None]
-    shapes = {name: [p.shape for p in part.parameters()] for name, part in parts}
-    trained = [n for n, part in parts if any(p.requires_grad for p in part.parameters())]
-    return {n for n in shapes if n not in trained and shapes[n] in [shapes[t] for t in trained]}
+def _find_frozen_copies(model: nn.Module) -> Iterator[str]:
+    """Yield the prefixes of frozen parts, of several layers, that a trained one beside is like."""
+    for prefix, parent in model.named_modules():
+        parts = {n: m for n, m in parent.named_children() if list(m.children())}
+        shapes = {n: [p.shape for p in part.parameters()] for n, part in parts.items()}
+        trained = [n for n, m in parts.items() if any(p.requires_grad for p in m.parameters())]
+        for n in parts:
+            if n not in trained and shapes[n] in [shapes[t] for t in trained]:
+                yield f"{prefix}.{n}.".lstrip(".")
 
 
 def _are_beside(layer: nn.Module, last: nn.Module) -> bool:
@@ -191,7 +194,7 @@ class _Recorder(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             self.attention(inspect.signature(func).bind(*args, **kwargs).arguments, result)
         else:
-            # A rounded quotient is no arithmetic that passes a factor on.
+            # A division with rounding is not linear.
             op = "round" if kwargs.get("rounding_mode") else _op(func)
             node = self.classify(op, read)
             if len(read) == 1 and args and args[0] is read[0].tensor:

@@ -23,7 +23,7 @@ import geoparam as gp
 def describe_session(command: str | None = None) -> dict[str, Any]:
     """Return what a run's folder keeps of the process that works on it."""
     return {
-        "command": command or write_command(sys.argv),
+        "command": command or format_command(sys.argv),
         "versions": {
             "geoparam": gp.__version__,
             "torch": torch.__version__,
@@ -41,14 +41,14 @@ def describe_session(command: str | None = None) -> dict[str, Any]:
     }
 
 
-def write_command(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> str:
+def format_command(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> str:
     """Return what a user types to start this process, or these processes, again.
 
     Example:
-        >>> write_command(["/usr/bin/geoparam", "run", "levy", "--out", "my runs"], {})
+        >>> format_command(["/usr/bin/geoparam", "run", "levy", "--out", "my runs"], {})
         "geoparam run levy --out 'my runs'"
         >>> here = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
-        >>> write_command([".../geoparam/__main__.py", "run", "imagenet"], here)
+        >>> format_command([".../geoparam/__main__.py", "run", "imagenet"], here)
         'torchrun --nnodes 2 --nproc-per-node 8 -m geoparam run imagenet'
     """
     program, *rest = arguments

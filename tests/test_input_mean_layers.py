@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import geoparam as gp
 from geoparam import centred_map
-from geoparam.centred_map import Geometry, channel_mean, map_centred, shift_bias
+from geoparam.centred_map import ConvOptions, channel_mean, map_centred, shift_bias
 from geoparam.checkpoints import fold_state_dict
 from geoparam.input_mean_layers import InputMeanConv2d, adopt
 
@@ -59,15 +59,15 @@ def test_training_is_that_of_a_centred_input(
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
-    ("x_shape", "w_shape", "geometry"),
+    ("x_shape", "w_shape", "options"),
     [
         ((5, 4), (3, 4), None),
-        ((2, 4, 3, 3), (3, 4, 1, 1), Geometry((1, 1), (0, 0), (1, 1))),
-        ((2, 4, 3, 4), (2, 4, 3, 2), Geometry((1, 2), (1, 0), (1, 1))),
+        ((2, 4, 3, 3), (3, 4, 1, 1), ConvOptions((1, 1), (0, 0), (1, 1))),
+        ((2, 4, 3, 4), (2, 4, 3, 2), ConvOptions((1, 2), (1, 0), (1, 1))),
     ],
 )
 def test_centred_maps_and_their_two_derivatives(
-    x_shape: tuple, w_shape: tuple, geometry: Geometry | None, bias: bool
+    x_shape: tuple, w_shape: tuple, options: ConvOptions | None, bias: bool
 ) -> None:
     x, w, b = (
         torch.randn(shape, **DOUBLE, requires_grad=True)
@@ -76,14 +76,14 @@ def test_centred_maps_and_their_two_derivatives(
     inputs = (x, w, b if bias else None)
 
     def found(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        if geometry is not None:
+        if options is not None:
             x = x.contiguous(memory_format=torch.channels_last)
-        return map_centred(x, w, b, geometry)[0]
+        return map_centred(x, w, b, options)[0]
 
     def formula(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        if geometry is None:
+        if options is None:
             return F.linear(x - x.mean(0), w, b)
-        return F.conv2d(x, w, shift_bias(b, w, x.mean((0, 2, 3))), *geometry)
+        return F.conv2d(x, w, shift_bias(b, w, x.mean((0, 2, 3))), *options)
 
     torch.testing.assert_close(found(*inputs), formula(*inputs))
     assert torch.autograd.gradcheck(found, inputs)

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.resources
 import inspect
+import re
 import subprocess
 import sys
 import typing
@@ -10,6 +11,7 @@ import typing
 import pytest
 
 import geoparam
+from geoparam.cli import EXTRAS
 
 OPTIONAL = ("matplotlib", "rich", "safetensors", "sklearn", "torchvision", "transformers", "typer")
 
@@ -46,3 +48,10 @@ def imported() -> set[str]:
 @pytest.mark.parametrize("name", (*OPTIONAL, "geoparam.kernels.weight_triton", "geoparam_lab"))
 def test_import_leaves_out(name: str, imported: set[str]) -> None:
     assert name not in imported
+
+
+def test_packages_of_the_command_line_are_named_where_they_are_missing() -> None:
+    requires = importlib.metadata.requires("geoparam") or []
+    for extra in ("cli", "plots"):
+        own = [r.split(";")[0].strip() for r in requires if re.search(f"extra == .{extra}.", r)]
+        assert sorted(own) == sorted(EXTRAS[extra])

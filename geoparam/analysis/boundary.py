@@ -45,13 +45,12 @@ from geoparam.analysis.reading.layer_sites import (
     find_sites,
     has_positions,
     has_units,
-    unwrap,
 )
 from geoparam.analysis.reading.norms import Moments, has_running
 from geoparam.analysis.reading.probe import read_moments
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs
-from geoparam.inspection import full_tensor, is_conv1d
+from geoparam.inspection import full_tensor, is_conv1d, unwrap
 
 Statistics = Literal["running", "batch"]
 
@@ -142,7 +141,7 @@ def boundaries(
         >>> found.distance.item(), found.location.round(decimals=6).tolist()
         (-1.414213562373095, [[1.0, 1.0]])
     """
-    batch = is_batch(statistics, inputs)
+    batch = uses_batch_statistics(statistics, inputs)
     sites = find_sites(model, inputs, layers)
     moments = {} if inputs is None else read_moments(unwrap(model), inputs, sites, batch)
     return {
@@ -151,7 +150,7 @@ def boundaries(
     }
 
 
-def is_batch(statistics: str, inputs: Inputs | None) -> bool:
+def uses_batch_statistics(statistics: str, inputs: Inputs | None) -> bool:
     """Return whether norms are read by the statistics of the batch `inputs`."""
     if statistics not in ("running", "batch"):
         raise ValueError(f"statistics is 'running' or 'batch'; got {statistics!r}.")

@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam.analysis.reading.layer_sites import Layers, Site, find_sites, unwrap
+from geoparam.analysis.reading.layer_sites import Layers, Site, find_sites
 from geoparam.analysis.reading.probe import MaxPool, find_other_activations, observe
 from geoparam.conversion.plan import Inputs
-from geoparam.inspection import tensors_in
+from geoparam.inspection import tensors_in, unwrap
 
 # Read as one integer, eight bools are the sum of b_i 2^(8i). Times the sum of 2^(63 - 9j), b_i is
 # at bit 63 - i. Other terms have exponents of their own below 56 or above 63: nothing carries.

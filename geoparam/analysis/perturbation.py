@@ -41,6 +41,7 @@ from geoparam.analysis.reading.layer_sites import Layers, Site
 from geoparam.analysis.reading.norms import Moments, needs_batch
 from geoparam.analysis.reading.probe import read_moments
 from geoparam.conversion.plan import Inputs
+from geoparam.inspection import unwrap
 
 DELTAS = (1e-4, 1e-3, 1e-2, 1e-1)  # figure 1's
 
@@ -92,8 +93,8 @@ def perturb(
         >>> perturb(model, torch.zeros(1, 2), "adversarial", 0.5)["0"].rotation.tolist()
         [180.0]
     """
-    batch = boundary.is_batch(statistics, inputs)
-    model = layer_sites.unwrap(model)
+    batch = boundary.uses_batch_statistics(statistics, inputs)
+    model = unwrap(model)
     found = {}
     for name, site in layer_sites.find_sites(model, inputs, layers).items():
         steps = make_steps(site.layer, kind, delta, norm=site.norm, generator=generator)

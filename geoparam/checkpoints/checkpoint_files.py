@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from geoparam.checkpoints.state_dicts import Folding, fold_entries, layers_in
-from geoparam.inspection import WRAPPERS
+from geoparam.inspection import strip_wrappers
 from geoparam.storage import list_few, open_zip, read_json, refuse_overwrite, replacing
 
 INDEX = "model.safetensors.index.json"
@@ -210,7 +210,7 @@ def _is_dense(x: Tensor) -> bool:
 
 def _strip_wrappers(entries: dict[str, Tensor]) -> dict[str, Tensor]:
     """Remove what torch.compile, FSDP and checkpointing add to names, and DDP's "module."."""
-    names = {key: [part for part in key.split(".") if part not in WRAPPERS] for key in entries}
+    names = {key: strip_wrappers(key).split(".") for key in entries}
     while all(len(parts) > 1 and parts[0] == "module" for parts in names.values()):
         names = {key: parts[1:] for key, parts in names.items()}
     result = {".".join(names[key]): x for key, x in entries.items()}

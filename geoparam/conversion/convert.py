@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -51,7 +51,7 @@ class Options:
     init: Init | None
     weights: Literal["geometric", "plain"]
     momentum: float | None
-    means: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+    means: Mapping[str, tuple[Tensor, int]]
 
 
 class RemovedNorm(nn.Module):
@@ -135,12 +135,13 @@ def convert_(
         warnings.warn(advice, stacklevel=2)
     if norm == "imn" and init is not None and (advice := _find_new_keys(model, decided)):
         warnings.warn(advice, stacklevel=2)
-    options = Options(coordinates or "angles", natural, init, weights, momentum)
+    means: dict[str, tuple[Tensor, int]] = {}
     absorbing = [d.name for d in decided.decisions if d.norm and d.input_norm]
     if absorbing and init is None:
         # A list of example_inputs is one call's arguments; a calibration list is of batches.
         batches = [example_inputs] if calibration is None else calibration
-        options.means.update(_measure_input_means(model, absorbing, batches))
+        means = _measure_input_means(model, absorbing, batches)
+    options = Options(coordinates or "angles", natural, init, weights, momentum, means)
     # Plain weights are written to in place.
     names = [d.name for d in decided.decisions if d.converted and weights == "plain"]
     model = replace_checked(

@@ -49,8 +49,8 @@ static void NAME(enter)(const void *argument, int64_t begin, int64_t end)
         TYPE *w = OPERAND(0), *grad_v = OPERAND(2);
         double norm = NAME(distance)(w, w, 0, n), length = PER_ROW(0);
         double r = PER_ROW(1) < 0 ? -norm : norm, divisor = norm ? r : 1;
-        double slope = NAME(product)(w, g, n) / divisor;
-        double by_g = r / length, by_w = norm ? slope / length : 0;
+        double grad_r = NAME(product)(w, g, n) / divisor;
+        double by_g = r / length, by_w = norm ? grad_r / length : 0;
         TYPE stretch = (TYPE)(length / divisor);
         for (int64_t i = 0; i < n; i++)
             grad_v[i] = (TYPE)(by_g * g[i] - by_w * w[i]);
@@ -58,7 +58,7 @@ static void NAME(enter)(const void *argument, int64_t begin, int64_t end)
             for (int64_t i = 0; i < n; i++)
                 w[i] = stretch * w[i];
         PER_ROW(1) = (TYPE)r;
-        PER_ROW(2) = (TYPE)slope;
+        PER_ROW(2) = (TYPE)grad_r;
         PER_ROW(3) = (TYPE)NAME(distance)(g, g, 0, n);
     }
 }

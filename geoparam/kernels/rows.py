@@ -4,8 +4,8 @@ A row w of a weight is r u, with |u| = 1 and r of either sign. All rows of a mod
 after the other, so each quantity of a row (r, the length R at which its direction is stored, ...)
 is one flat tensor. `grad_v` is dL/dv.
 
-    enter    r = sign(r) |w|,  u = w / r,  slope = <g, u>
-             dL/dv = (r / R) (g - slope u)         the gradient for W = r v / |v| at |v| = R
+    enter    r = sign(r) |w|,  u = w / r,  grad_r = <g, u>
+             dL/dv = (r / R) (g - grad_r u)        the gradient for W = r v / |v| at |v| = R
              w = R u                               where w is stepped itself
     leave    w = r w / |w|
     measure  along = <d, u>,  across = |d - along u|       of an increment d to R u
@@ -39,18 +39,18 @@ SMALLEST_R = 1e-3  # times R: the least |r| of a row whose r would have changed 
 class Rows:
     """The rows of matrices of given shapes, of the type and device of `like`.
 
-    Where the processes of a `group` share the matrices, `outs` are the rows of each in all.
+    With a process `group`, `outs` are each matrix's numbers of rows over all processes.
     Without `match` biases are stepped as in converted layers.
 
     Example:
         >>> w, r = torch.tensor([[3.0, 4.0]]), torch.tensor([1.0])
         >>> rows = Rows([w.shape], w)
         >>> g, grad_v = torch.tensor([[1.0, 0.0]]), torch.empty(1, 2)
-        >>> slope, peak = torch.empty(2, 1)
-        >>> rows.enter([w], [g], [grad_v], (torch.ones(1), r, slope, peak), rescales=True)
-        >>> r, slope, w  # w is at length 1 until it leaves
+        >>> grad_r, grad_norm = torch.empty(2, 1)
+        >>> rows.enter([w], [g], [grad_v], (torch.ones(1), r, grad_r, grad_norm), rescales=True)
+        >>> r, grad_r, w  # w is at length 1 until it leaves
         (tensor([5.]), tensor([0.6000]), tensor([[0.6000, 0.8000]]))
-        >>> rows.leave([w], r, entered=r)
+        >>> rows.leave([w], r, r_before=r)
         >>> w
         tensor([[3., 4.]])
     """
@@ -75,15 +75,15 @@ class Rows:
     ) -> None:
         """Write dL/dv to `grad_v`; where it `rescales`, w becomes R u.
 
-        `per_row` are the length R, and r, which has its sign. This writes r = sign |w|, the slope
-        dL/dr = <g, u>, and the peak, a norm of g, of which only `peak > 0` is used: the row has a
+        `per_row` are the length R, and r, which has its sign. This writes r = sign |w|,
+        grad_r = <g, u>, and a norm of g, of which only `grad_norm > 0` is used: the row has a
         gradient.
         """
         self._run("enter", (w, g, grad_v), per_row, rescales=rescales)
 
-    def leave(self, w: Matrices, r: Tensor, entered: Tensor) -> None:
-        """Bring rows of any length to length r; a row that entered as zeros stays zero."""
-        self._run("leave", (w,), (r, entered))
+    def leave(self, w: Matrices, r: Tensor, r_before: Tensor) -> None:
+        """Bring rows of any length to length r; a row of zeros stays zero."""
+        self._run("leave", (w,), (r, r_before))
 
     def measure(self, w: Matrices, d: Matrices, r: Tensor) -> tuple[Tensor, Tensor]:
         """Return how far each row of d goes along w / r, and across it."""
@@ -100,8 +100,11 @@ class Rows:
     ) -> None:
         """Run a function on every matrix; `per_row` are flat tensors. Subclasses have kernels."""
         matrices = [
-            [x.as_strided(shape, (shape[1], 1)) for x, shape in zip(own, self.shapes, strict=True)]
-            for own in operands
+            [
+                x.as_strided(shape, (shape[1], 1))
+                for x, shape in zip(each, self.shapes, strict=True)
+            ]
+            for each in operands
         ]
         columns = [x[:, None].split(self.counts) for x in per_row]
         for each in zip(*matrices, *columns, strict=True):
@@ -114,41 +117,40 @@ class Rows:
 
         `turn` has an angle in radians for each matrix, or is None. With it, the angles are scaled
         to this root mean square; they are 0 where all increments or all gradients are 0. A limit
-        of 0 stands for 4 times the turn. r keeps the sign with which it entered: to cross 0 would
-        turn a row by pi.
+        of 0 stands for 4 times the turn. r keeps its sign: to cross 0 would turn a row by pi.
         """
-        along, across, length, peak, entered, r = per_row
-        keep_signs(r, entered, length)
+        along, across, length, grad_norm, r_before, r = per_row
+        keep_signs(r, r_before, length)
         if turn is None:
             angle = torch.atan2(across, length + along).clamp(max=limit)
         else:
-            square, moving = self.layer_sums(across.square(), peak > 0).unbind(dim=1)
+            square, moving = self.layer_sums(across.square(), grad_norm > 0).unbind(dim=1)
             rms = (square / self.outs.clamp(min=1)).sqrt()
             speed = torch.where((rms == 0) | (moving == 0), 0, turn / nonzero(rms))
             most = turn.new_full(turn.shape, limit) if limit else 4 * turn
             angle = torch.minimum(across * self.per_row(speed), self.per_row(most))
-        scale = nonzero(entered)
+        scale = nonzero(r_before)
         b = torch.where(across > 0, r * angle.sin() / across, 0)
         return r / scale * angle.cos() - b * along / scale, b
 
     def enter_biases(
-        self, b: Tensor, grad_b: Tensor, r: Tensor, slope: Tensor, lam: Tensor, grad_lam: Tensor
+        self, b: Tensor, grad_b: Tensor, r: Tensor, grad_r: Tensor, lam: Tensor, grad_lam: Tensor
     ) -> None:
         """Write what is stepped for biases b = r lam, and its gradient, to `lam` and `grad_lam`.
 
         Where |b| <= |r| that is R' lam, so that b moves as fast as a plain one, and lam dL/db is
-        added to the slope. Elsewhere it is b itself: lam would move it 1 + lam^2 times as fast.
+        added to grad_r. Elsewhere it is b itself: lam would move it 1 + lam^2 times as fast.
         Without `match` it is lam everywhere.
         """
         is_near, _, stretch = self._stretch(b, r)
         torch.mul(stretch, b, out=lam)
         torch.div(grad_b, stretch, out=grad_lam)
-        slope.add_(torch.where(is_near, b / nonzero(r), 0) * grad_b)
+        grad_r.add_(torch.where(is_near, b / nonzero(r), 0) * grad_b)
 
-    def leave_biases(self, b: Tensor, r: Tensor, entered: Tensor, lam: Tensor) -> None:
-        """Write the biases from the stepped `lam`, which becomes b / r; `entered` is r before."""
-        is_near, mean, stretch = self._stretch(b, entered)
-        is_still = (lam == stretch * b) & (r == entered)
+    def leave_biases(self, b: Tensor, r: Tensor, r_before: Tensor, lam: Tensor) -> None:
+        """Write the biases from the stepped `lam`, which becomes b / r."""
+        is_near, mean, stretch = self._stretch(b, r_before)
+        is_still = (lam == stretch * b) & (r == r_before)
         stepped = torch.where(is_near, r * lam / mean, lam)
         b.copy_(torch.where(is_still, b, stepped))
         lam.copy_(torch.where(r == 0, 0, b / nonzero(r)))
@@ -160,7 +162,7 @@ class Rows:
         else:
             is_near = (r != 0) & (b.abs() <= r.abs())
             means = self.layer_means(r.abs())
-            mean = self.per_row(torch.where(means == 0, 1, means))
+            mean = self.per_row(nonzero(means))
         return is_near, mean, torch.where(is_near, mean / nonzero(r), 1)
 
     def layer_sums(self, *per_row: Tensor) -> Tensor:
@@ -186,19 +188,19 @@ class Rows:
 
 def _enter(
     w: Tensor, g: Tensor, grad_v: Tensor,
-    length: Tensor, r: Tensor, slope: Tensor, peak: Tensor, rescales: bool,
+    length: Tensor, r: Tensor, grad_r: Tensor, grad_norm: Tensor, rescales: bool,
 ) -> None:  # fmt: skip
     r.copy_(_norm(w).copysign(r))
     u = w / nonzero(r)
-    slope.copy_((g * u).sum(dim=1, keepdim=True))
-    peak.copy_(torch.linalg.vector_norm(g, ord=torch.inf, dim=1, keepdim=True))
-    grad_v.copy_(r / length * (g - slope * u))
+    grad_r.copy_((g * u).sum(dim=1, keepdim=True))
+    grad_norm.copy_(torch.linalg.vector_norm(g, ord=torch.inf, dim=1, keepdim=True))
+    grad_v.copy_(r / length * (g - grad_r * u))
     if rescales:
         w.mul_(length / nonzero(r))
 
 
-def _leave(w: Tensor, r: Tensor, entered: Tensor) -> None:
-    r.mul_(entered != 0)
+def _leave(w: Tensor, r: Tensor, r_before: Tensor) -> None:
+    r.mul_(r_before != 0)
     w.mul_(r / nonzero(_norm(w)))
 
 
@@ -234,11 +236,11 @@ def rows_for(shapes: Sequence[tuple[int, int]], like: Tensor, *others: Any) -> R
     return make(shapes, like, *others)
 
 
-def keep_signs(r: Tensor, entered: Tensor, length: Tensor) -> None:
-    """Where r has changed its sign, set it to a tenth of what entered, at least SMALLEST_R R."""
-    least = torch.minimum(entered.abs(), SMALLEST_R * length)
-    kept = torch.maximum(0.1 * entered.abs(), least).copysign(entered)
-    r.copy_(torch.where(r * entered < 0, kept, r) * (entered != 0))
+def keep_signs(r: Tensor, r_before: Tensor, length: Tensor) -> None:
+    """Where r has changed its sign, set it to a tenth of r before, at least SMALLEST_R R."""
+    least = torch.minimum(r_before.abs(), SMALLEST_R * length)
+    kept = torch.maximum(0.1 * r_before.abs(), least).copysign(r_before)
+    r.copy_(torch.where(r * r_before < 0, kept, r) * (r_before != 0))
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -33,8 +33,8 @@ class NativeRows(Rows):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         chunks = _chunks(self.counts, self.widths)
-        self.chunks = torch.tensor(chunks, dtype=torch.int64)
-        self.column_counts = torch.tensor(self.widths, dtype=torch.int64)
+        self.chunks = torch.tensor(chunks, dtype=torch.int64, device="cpu")
+        self.column_counts = torch.tensor(self.widths, dtype=torch.int64, device="cpu")
         self.pointers = ctypes.c_void_p * len(self.counts)
 
     def _run(

@@ -35,7 +35,8 @@ class TritonRows(Rows):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        numbers, counts = torch.arange(len(self.counts)), torch.tensor(self.counts)
+        counts = torch.tensor(self.counts, device="cpu")
+        numbers = torch.arange(len(counts), device="cpu")
         self.layer = numbers.repeat_interleave(counts).int().to(self.device)
         self.first = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(self.device)
         self.width = torch.tensor(self.widths).to(self.device)
@@ -66,14 +67,14 @@ class TritonRows(Rows):
     def _launch(self, kernel: Any, programs: int, *arguments: Any, **options: bool) -> None:
         on_gpu = self.device.type == "cuda"  # else Triton's interpreter
         with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
-            # Not fused: a product must equal the same product, stored, to the last bit.
+            # No fused multiply-add: _leave_biases compares a product with a stored one.
             kernel[(programs,)](*arguments, BLOCK=_BLOCK, enable_fp_fusion=False, **options)
 
     def _table(self, operands: list) -> Tensor:
         places = tuple(map(addresses, operands))
         found = self.tables.pop(places, None)
         if found is None:
-            host = torch.tensor(list(chain.from_iterable(places)))
+            host = torch.tensor(list(chain.from_iterable(places)), device="cpu")
             host = host.pin_memory() if self.device.type == "cuda" else host
             found = host.to(self.device, non_blocking=True), host
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -103,11 +104,11 @@ def _own_row(layer, first, width):
 
 @triton.jit
 def _enter(
-    addresses, layer, first, width, length, r, slope, peak, layers,
+    addresses, layer, first, width, length, r, grad_r, grad_norm, layers,
     rescales: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # addresses is (3, layers): w, g, dL/dv. r has a sign and becomes sign |w|; slope and peak are
-    # written.
+    # addresses is (3, layers): w, g, dL/dv. r has a sign and becomes sign |w|; grad_r and
+    # grad_norm are written.
     row, matrix, offset, n = _own_row(layer, first, width)
     w = _place(addresses, matrix, 0, layers, offset, r)
     g = _place(addresses, matrix, 1, layers, offset, r)
@@ -138,12 +139,12 @@ def _enter(
         if rescales:
             tl.store(w + at + column, to_length * x, inside)
     tl.store(r + row, scale)
-    tl.store(slope + row, along)
-    tl.store(peak + row, tl.max(largest, 0))
+    tl.store(grad_r + row, along)
+    tl.store(grad_norm + row, tl.max(largest, 0))
 
 
 @triton.jit
-def _leave(addresses, layer, first, width, r, entered, layers, BLOCK: tl.constexpr):
+def _leave(addresses, layer, first, width, r, r_before, layers, BLOCK: tl.constexpr):
     row, matrix, offset, n = _own_row(layer, first, width)
     w = _place(addresses, matrix, 0, layers, offset, r)
     column = tl.arange(0, BLOCK)
@@ -152,7 +153,7 @@ def _leave(addresses, layer, first, width, r, entered, layers, BLOCK: tl.constex
         x = tl.load(w + at + column, at + column < n, 0)
         square += x * x
     norm = tl.sqrt(tl.sum(square, 0))
-    length = tl.where(tl.load(entered + row) == 0, 0.0, tl.load(r + row))
+    length = tl.where(tl.load(r_before + row) == 0, 0.0, tl.load(r + row))
     tl.store(r + row, length)
     scale = length / tl.where(norm == 0, 1.0, norm)
     for at in range(0, n, BLOCK):
@@ -207,7 +208,9 @@ def _own_rows(first):
 
 
 @triton.jit
-def _mix(first, along, across, length, peak, entered, r, turn, limit, a, b, BLOCK: tl.constexpr):
+def _mix(
+    first, along, across, length, grad_norm, r_before, r, turn, limit, a, b, BLOCK: tl.constexpr
+):
     # turn is (layers,), all others are (rows,); r is read and written, a and b are written
     begin, end = _own_rows(first)
     square = tl.zeros((BLOCK,), dtype=r.dtype.element_ty)
@@ -216,7 +219,7 @@ def _mix(first, along, across, length, peak, entered, r, turn, limit, a, b, BLOC
         row = at + tl.arange(0, BLOCK)
         x = tl.load(across + row, row < end, 0)
         square += x * x
-        largest = tl.maximum(largest, tl.load(peak + row, row < end, 0))
+        largest = tl.maximum(largest, tl.load(grad_norm + row, row < end, 0))
     count = tl.maximum(end - begin, 1).to(r.dtype.element_ty)
     rms = tl.sqrt(tl.sum(square, 0) / count)
     rate = tl.load(turn + tl.program_id(0))
@@ -226,7 +229,7 @@ def _mix(first, along, across, length, peak, entered, r, turn, limit, a, b, BLOC
     for at in range(begin, end, BLOCK):
         row = at + tl.arange(0, BLOCK)
         inside = row < end
-        before = tl.load(entered + row, inside, 0)
+        before = tl.load(r_before + row, inside, 0)
         scale = tl.load(r + row, inside, 0)
         # as `keep_signs`
         size = tl.abs(before)
@@ -269,9 +272,9 @@ def _stretch(value, scale, mean, MATCH: tl.constexpr):
 
 @triton.jit
 def _enter_biases(
-    first, b, grad_b, r, slope, lam, grad_lam, MATCH: tl.constexpr, BLOCK: tl.constexpr
+    first, b, grad_b, r, grad_r, lam, grad_lam, MATCH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # slope is read and written, lam and grad_lam are written
+    # grad_r is read and written, lam and grad_lam are written
     begin, end = _own_rows(first)
     mean = _mean(first, r, BLOCK) if MATCH else 1.0
     for at in range(begin, end, BLOCK):
@@ -281,19 +284,19 @@ def _enter_biases(
         is_near, distance, stretch = _stretch(value, tl.load(r + row, inside, 0), mean, MATCH)
         tl.store(lam + row, stretch * value, inside)
         tl.store(grad_lam + row, by_value / stretch, inside)
-        tl.store(slope + row, tl.load(slope + row, inside, 0) + distance * by_value, inside)
+        tl.store(grad_r + row, tl.load(grad_r + row, inside, 0) + distance * by_value, inside)
 
 
 @triton.jit
-def _leave_biases(first, b, r, entered, lam, MATCH: tl.constexpr, BLOCK: tl.constexpr):
+def _leave_biases(first, b, r, r_before, lam, MATCH: tl.constexpr, BLOCK: tl.constexpr):
     # b and lam are read and written
     begin, end = _own_rows(first)
-    mean = _mean(first, entered, BLOCK) if MATCH else 1.0
+    mean = _mean(first, r_before, BLOCK) if MATCH else 1.0
     for at in range(begin, end, BLOCK):
         row = at + tl.arange(0, BLOCK)
         inside = row < end
         value, stepped = tl.load(b + row, inside, 0), tl.load(lam + row, inside, 0)
-        before, scale = tl.load(entered + row, inside, 0), tl.load(r + row, inside, 0)
+        before, scale = tl.load(r_before + row, inside, 0), tl.load(r + row, inside, 0)
         is_near, _, stretch = _stretch(value, before, mean, MATCH)
         is_still = (stepped == stretch * value) & (scale == before)
         new = tl.where(is_near, scale * stepped / mean, stepped)

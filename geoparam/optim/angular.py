@@ -59,9 +59,9 @@ class AngularStage(Stage):
 
     def _leave_directions(self) -> None:
         if self.max_turn is None or not self.first.has_direction:
-            self.r.mul_(self.entered != 0)  # a row of zeros has no direction to grow in
+            self.r.mul_(self.r_before != 0)  # a row of zeros has no direction to grow in
         else:
-            keep_signs(self.r, self.entered, self.length)
+            keep_signs(self.r, self.r_before, self.length)
             self._limit(math.radians(self.max_turn))
         self.written = self._compute_rows()
         for m, own in zip(self.members, self.rows.split(self.written), strict=True):
@@ -90,7 +90,7 @@ class AngularStage(Stage):
 
     def _limit(self, limit: float) -> None:
         """Turn units back that are further than `limit` from the weights' present ones."""
-        u = sphere.normalise(self._weights() * self.entered.sign()[:, None])
+        u = sphere.normalise(self._weights() * self.r_before.sign()[:, None])
         v = sphere.normalise(self._compute_rows() * self.r.sign()[:, None])
         far = sphere.angle_between(u, v) > limit
         if not far.any():

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from geoparam.inspection import unwrap
 from geoparam.optim import saved_states
 from geoparam.optim.angular import AngularStage
 from geoparam.optim.groups import divide_groups, list_params, undecayed_names
 from geoparam.optim.inner import Inner, MakeOptimizer, Maker, Pair, Slot, fit_state, local
 from geoparam.optim.stage import Member, Stage
-from geoparam.optim.units import ZERO_ROW, find_units, print_table
+from geoparam.optim.units import BY_VALUES, find_units, format_table
 from geoparam.trace import Filter
 
 
@@ -37,7 +38,8 @@ class GeometricOptimizer(Optimizer):
         turn: let each step turn the units of a layer by this many degrees, root mean square,
             whatever the gradient's size. The unit groups' `lr` is then this angle, so that any
             schedule scales it; `lr` is for all the rest: where the base is Muon, AdamW's rate.
-        max_turn: no unit turns by more degrees in one step; by default 4 times the turn.
+        max_turn: no unit turns by more degrees in one step; by default 4 times the turn;
+            without `turn`, no limit.
         match: store directions so that `lr` has the speed it has for the plain model. False: as
             converted layers have it.
         scale: r is `"free"`, `"fixed"`, or with `"auto"` fixed where BatchNorm or InstanceNorm
@@ -94,6 +96,7 @@ class GeometricOptimizer(Optimizer):
         decay = base_options.pop("weight_decay", None)
         rates = {"weight_decay": decay, "scale_lr": scale_lr, "scale_decay": scale_decay}
         _check_options(coordinates, turn, max_turn, scale, **rates)
+        model = unwrap(model)
         self._base = Maker("base", base, lr, base_options)
         self._rest = _make_rest(self._base, base, rest, lr, base_options)
         decay = self._base.named.get("weight_decay", 0.0) if decay is None else decay
@@ -102,7 +105,7 @@ class GeometricOptimizer(Optimizer):
         rate = self._rest.named.get("lr", lr)
         is_relative = groups and (turn is not None or rate is not lr)
         if (is_relative and not lr) or (scale_lr is not None and not rate):
-            raise ValueError("lr=0 has no multiple: give an lr above 0, to which others relate.")
+            raise ValueError("lr is above 0 where other rates are multiples of it; got 0.")
         self._rest_options = {**self._rest.options(decay), "lr": rate, "geometry": "rest"}
         self._coordinates, self._turn, self._max_turn = coordinates, turn, max_turn
         self._match, self._scale_decay = match, scale_decay
@@ -110,8 +113,8 @@ class GeometricOptimizer(Optimizer):
         found = find_units(model, filter_fn, example_inputs, scale, match)
         self._units, self._plain, self._candidates = found
         self._guesses_scale = scale == "auto"
-        zero_rows = [name for name, why in self._plain.items() if why == ZERO_ROW]
-        self._rest_options["zero_rows"] = " ".join(zero_rows)  # DCP loses an empty list
+        by_values = [name for name, why in self._plain.items() if why in BY_VALUES]
+        self._rest_options["plain_by_values"] = "\n".join(by_values)  # DCP loses an empty list
         self._undecayed = undecayed_names(model)
         self._size = sum(p.numel() for p in model.parameters())
         self._forget()
@@ -131,6 +134,8 @@ class GeometricOptimizer(Optimizer):
             names = [f"added.{start + i}" for i in range(len(params))]
             own = {"params": params, "param_names": names}
             param_group = {**self._rest_options, **param_group, **own}
+        if isinstance(rate := param_group["lr"], Tensor):
+            param_group = {**param_group, "lr": rate.clone()}  # else a change of one changes all
         Optimizer.add_param_group(self, param_group)
         self._forget()
 
@@ -155,21 +160,21 @@ class GeometricOptimizer(Optimizer):
         finally:
             for stage in entered:
                 stage.leave()
-            for own, before in kept:
-                own.copy_(before)
+            for weight, before in kept:
+                weight.copy_(before)
         return loss
 
     def _copy_still_weights(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the weights, and copies of them, that no rate moves: they stay bit for bit.
+        """Return weights whose rates are all 0, with copies: rounding must not change them.
 
         torch.distributed.checkpoint takes a first step with rates of 0. A rate in a tensor counts
-        as another: reading it would wait.
+        as nonzero: reading it would wait for the GPU.
         """
         rates = [group["lr"] for group in self.param_groups]
         is_zero = [not isinstance(rate, Tensor) and rate == 0 for rate in rates]
         members = [m for stage in self._stages for m in stage.members if is_zero[m.at]]
         still = [m for m in members if is_zero[m.at + 1] or m.unit.is_fixed]
-        return [(own, own.clone()) for m in still for own in (local(m.weight), m.own)]
+        return [(w, w.clone()) for m in still for w in (local(m.weight), m.own)]
 
     def _forget(self) -> None:
         """Drop what is built at the next step from parameters and states."""
@@ -191,7 +196,7 @@ class GeometricOptimizer(Optimizer):
 
         Others may replace a parameter, its memory, its state, or an entry of a unit's state.
         """
-        ids = [id(p) for group in self.param_groups for p in group["params"]]
+        ids = [id(x) for group in self.param_groups for x in (group, *group["params"])]
         owns = [getattr(p, "_local_tensor", p) for p in self._watched]
         layouts = [(x.data_ptr(), x.stride(), x.dtype) for x in owns]
         has_gradient = [p.grad is not None for p in self._watched]
@@ -204,6 +209,7 @@ class GeometricOptimizer(Optimizer):
         if self._signature == self._compute_signature():
             return
         self._forget()
+        self._fit_units()
         places = {
             name: (at, p)
             for at, group in enumerate(self.param_groups)
@@ -218,6 +224,11 @@ class GeometricOptimizer(Optimizer):
         self._build_stages(places)
         self._build_inner()
         self._publish()
+
+    def _fit_units(self) -> None:
+        """Take up the present sizes of weights."""
+        params = dict(chain.from_iterable(map(_name_params, self.param_groups)))
+        self._units = [u.fit(params[u.name]) if u.name in params else u for u in self._units]
 
     def _warn_of_one_peak(self) -> None:
         """Warn where a schedule has the same peak for angles and for rates."""
@@ -240,6 +251,8 @@ class GeometricOptimizer(Optimizer):
                 continue
             if bias is not None and bias.grad is None:
                 bias = None
+            if "r" in self.state[weight]:
+                saved_states.check_size(unit, self.state[weight])
             m = Member(unit, weight, bias, (at, bias_at), self.state)
             members[make.key(m)].append(m)
         for found in members.values():
@@ -284,37 +297,38 @@ class GeometricOptimizer(Optimizer):
         """Load a state of the same model and settings; tensors keep their types."""
         saved_states.check_form(state_dict)
         saved = state_dict["param_groups"]
-        zero_rows = self._rest_options["zero_rows"].split()
+        by_values = self._rest_options["plain_by_values"].split("\n")
+        self._fit_units()
         before = [dict(group) for group in self.param_groups], self._units, self._plain
         try:
-            if names := saved_states.find_saved_names(self.param_groups, saved, zero_rows):
+            if names := saved_states.find_saved_names(self.param_groups, saved, by_values):
                 self._regroup(names)
             states = saved_states.check_fit(self.param_groups, state_dict, self._units)
         except ValueError:
-            for group, own in zip(self.param_groups, before[0], strict=True):
-                group.update(own)
+            for group, kept in zip(self.param_groups, before[0], strict=True):
+                group.update(kept)
             self._units, self._plain = before[1:]
             raise
-        named = zip(saved, self.param_groups, strict=True)
-        groups = [{**group, "param_names": own["param_names"]} for group, own in named]
+        pairs = zip(saved, self.param_groups, strict=True)
+        groups = [{**theirs, "param_names": mine["param_names"]} for theirs, mine in pairs]
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         self._forget()
         for name, p in chain.from_iterable(map(_name_params, self.param_groups)):
             if states[name]:
-                own = states[name].items()
-                self.state[p] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in own}
-        # The saved state decides what values, or the model's mode, might decide otherwise now.
-        kept = ("has_distance", "is_fixed") if self._guesses_scale else ("has_distance",)
+                entries = states[name].items()
+                self.state[p] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in entries}
+        # Keep the choices that were saved: present weights or the model's mode may give others.
+        keys = ("has_distance", "is_fixed") if self._guesses_scale else ("has_distance",)
         for i, unit in enumerate(self._units):
-            own = states.get(unit.name, {})
-            decided: Any = {key: bool(own[key]) for key in kept if key in own}
+            state = states.get(unit.name, {})
+            decided: Any = {key: bool(state[key]) for key in keys if key in state}
             self._units[i] = replace(unit, **decided)
 
     def _regroup(self, names: Sequence[list[str]]) -> None:
         """Give each group the parameters of these names; those of unit groups become units."""
         params = dict(chain.from_iterable(map(_name_params, self.param_groups)))
-        for group, own in zip(self.param_groups, names, strict=True):
-            group.update(params=[params[name] for name in own], param_names=own)
+        for group, members in zip(self.param_groups, names, strict=True):
+            group.update(params=[params[name] for name in members], param_names=members)
         rest = {n for g in self.param_groups if g["geometry"] == "rest" for n in g["param_names"]}
         known = {unit.name: unit for unit in (*self._candidates, *self._units)}
         before = {unit.name for unit in self._units}
@@ -337,11 +351,12 @@ class GeometricOptimizer(Optimizer):
         named = chain.from_iterable(map(_name_params, self.param_groups))
         trained = {name for name, p in named if p.requires_grad}
         sizes = [u.out * u.fan_in for u in self._units if u.name in trained]
-        turn = "" if self._turn is None else f", turn {self._turn:g}"
+        group = self.param_groups[0]
+        turn = "" if self._turn is None else f", turn {group.get('initial_lr', group['lr']):g}"
         turn += "" if self._max_turn is None else f", max_turn {self._max_turn:g}"
         form = f"{self._coordinates}{turn}, {self._base.name}; rest {self._rest.name}"
         share = f"{sum(sizes):,} of {self._size:,} parameters are units"
-        table = print_table(self._units, self._plain, trained)
+        table = format_table(self._units, self._plain, trained)
         return f"GeometricOptimizer ({form}): {share}\n{table}"
 
 

@@ -20,7 +20,7 @@ MakeOptimizer = Callable[..., Any]
 State = dict[str, Any]
 Pair = tuple[Tensor, State]  # a parameter and its state
 FULL_PRECISION = (torch.float32, torch.float64)
-OUTER_KEYS = ("params", "lr", "weight_decay")  # of a group: not taken back from an inner one
+OUTER_KEYS = ("params", "lr", "weight_decay")  # of a group: only the outer optimizer sets them
 
 
 class Maker:
@@ -73,12 +73,12 @@ class Inner:
     """
 
     def __init__(self, maker: Maker, pairs: Mapping[Any, Sequence[Pair]]) -> None:
-        pairs = {key: own for key, own in pairs.items() if own}
+        pairs = {key: members for key, members in pairs.items() if members}
         self.keys = list(pairs)
-        self.optimizer = maker.make([{"params": [p for p, _ in own]} for own in pairs.values()])
+        self.optimizer = maker.make([{"params": [p for p, _ in each]} for each in pairs.values()])
         wrapped = [x for x in vars(self.optimizer).values() if isinstance(x, Optimizer)]
         for holder in (self.optimizer, *wrapped):  # timm's Lookahead leaves states to another
-            made = dict(holder.state)  # by the constructor; it is for empty states only
+            made = dict(holder.state)  # what the constructor made is used where our state is empty
             holder.state.clear()
             for p, state in chain.from_iterable(pairs.values()):
                 if not state:
@@ -88,20 +88,22 @@ class Inner:
     def step(self, outer_groups: Sequence[dict[str, Any]]) -> None:
         """Copy options, which schedules and users may have changed, and take a step."""
         groups = self.optimizer.param_groups
-        for (at, factor, decay), own in zip(self.keys, groups, strict=True):
+        for (at, factor, decay), group in zip(self.keys, groups, strict=True):
             outer = outer_groups[at]
             for key, value in outer.items():
-                if key != "params":  # tensors may be counted in; rates are never written to
+                if (
+                    key != "params"
+                ):  # the optimizer may update a counter in place, and never a rate
                     is_count = isinstance(value, Tensor) and "lr" not in key
-                    own[key] = value.clone() if is_count else value
+                    group[key] = value.clone() if is_count else value
             if factor != 1.0:
-                own["lr"] = 1.0 if factor is None else outer["lr"] * factor
-            if decay is not None and "weight_decay" in own:
-                own["weight_decay"] = decay
+                group["lr"] = 1.0 if factor is None else outer["lr"] * factor
+            if decay is not None and "weight_decay" in group:
+                group["weight_decay"] = decay
         self.optimizer.step()
-        for (at, _, _), own in zip(self.keys, groups, strict=True):
+        for (at, _, _), group in zip(self.keys, groups, strict=True):
             outer = outer_groups[at]
-            for key, value in own.items():
+            for key, value in group.items():
                 if key in OUTER_KEYS or outer.get(key, outer) is value:
                     continue
                 if isinstance(value, Tensor) and isinstance(outer.get(key), Tensor):

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
-from geoparam.inspection import WRAPPERS
+from geoparam.inspection import strip_wrappers
 from geoparam.optim.units import Unit
 
 Group = Mapping[str, Any]
@@ -22,19 +22,20 @@ def check_form(state_dict: Any) -> None:
 
 
 def find_saved_names(
-    own: Sequence[Group], saved: Sequence[Group], zero_rows: Iterable[str]
+    own: Sequence[Group], saved: Sequence[Group], by_values: Iterable[str]
 ) -> list[list[str]] | None:
-    """Return the names by group as they were saved, if rows of zeros alone have come or gone.
+    """Return the saved names by group if groups differ only in weights that values leave plain.
 
-    LoRA's B starts with them, pruning makes them. If it is something else, or nothing, it is None.
+    Such are rows of zeros, with which LoRA's B starts and which pruning makes, and, without
+    `match`, large biases. Otherwise, and if groups are equal, it is None.
     """
     names = {_unwrap(name): name for group in own for name in group["param_names"]}
     merged = [{**mine, **theirs} for mine, theirs in zip(own, saved, strict=False)]
     wanted = [[names.get(n, n) for n in map(_unwrap, group["param_names"])] for group in merged]
     pairs = zip(own, wanted, strict=False)
     moved = {name for group, then in pairs for name in {*group["param_names"]} ^ {*then}}
-    more = chain.from_iterable(group.get("zero_rows", "").split() for group in (*own, *saved))
-    may_move = {*zero_rows, *(names.get(_unwrap(name)) for name in more)}
+    more = chain.from_iterable(g.get("plain_by_values", "").split("\n") for g in (*own, *saved))
+    may_move = {*by_values, *(names.get(_unwrap(name)) for name in more)}
     is_all = sorted(chain.from_iterable(wanted)) == sorted(names.values())
     return wanted if moved and moved <= may_move and is_all else None
 
@@ -48,7 +49,7 @@ def check_fit(own: Sequence[Group], state_dict: Group, units: Iterable[Unit]) ->
     states = {n: state_dict["state"].get(key, {}) for n, key in zip(names, ids, strict=True)}
     for unit in units:
         if states.get(unit.name):
-            _check_size(unit, states[unit.name])
+            check_size(unit, states[unit.name])
     return states
 
 
@@ -67,7 +68,7 @@ def _check_groups(own: Sequence[Group], saved: Sequence[Group]) -> None:
         raise ValueError(f"the state is for groups {found}; this optimizer has {forms}.")
 
 
-def _check_size(unit: Unit, state: Group) -> None:
+def check_size(unit: Unit, state: Group) -> None:
     """Raise where a state is damaged, or of units of another size."""
     if any(state.get(key) is None for key in ("r", "length", "fan_in")):
         raise ValueError(f"the state of {unit.name!r} lacks 'r', 'length' or 'fan_in'.")
@@ -75,10 +76,9 @@ def _check_size(unit: Unit, state: Group) -> None:
     if (rows, fan_in) != (unit.out, unit.fan_in):
         raise ValueError(
             f"the state of {unit.name!r} has {rows} units of fan-in {fan_in}; the model's has "
-            f"{unit.out} of {unit.fan_in}."
+            f"{unit.out} of {unit.fan_in}. Delete a weight's state to let it start anew."
         )
 
 
 def _unwrap(name: str) -> str:
-    """Return a parameter's name without those of wrappers, as DDP's `module`."""
-    return ".".join(part for part in name.split(".") if part not in ("module", *WRAPPERS))
+    return strip_wrappers(name, "module")  # DDP's

@@ -93,7 +93,7 @@ class Stage:
         self._start()
         self.length = self.rows.per_row(torch.stack([m.state["length"] for m in members]))
         self.r = torch.cat([local(state["r"]) for state in self.states])
-        self.peak, is_fixed = torch.zeros_like(self.r), self.first.unit.is_fixed
+        self.grad_norm, is_fixed = torch.zeros_like(self.r), self.first.unit.is_fixed
         self.grad_r = self._add_flat("r", self.states, self.r, is_stepped=not is_fixed)
         with_bias = [m for m in members if m.bias is not None]  # all or none
         self.biases = [find_master(m.bias, m.bias_state) for m in with_bias]
@@ -189,13 +189,13 @@ class Stage:
             self.rows.enter_biases(
                 self.bias, grad_bias, self.r, self.grad_r, self.lam, self.grad_lam
             )
-        self.entered = self.r if self.first.unit.is_fixed else self.r.clone()
+        self.r_before = self.r if self.first.unit.is_fixed else self.r.clone()
 
     def leave(self) -> None:
         """Write weights and biases from what the inner optimizers have stepped."""
         self._leave_directions()
         if self.biases:
-            self.rows.leave_biases(self.bias, self.r, self.entered, self.lam)
+            self.rows.leave_biases(self.bias, self.r, self.r_before, self.lam)
             torch._foreach_copy_(self.biases, self.rows.split(self.bias))
         if self.halves:
             torch._foreach_copy_(self.halves, self.masters)
@@ -211,7 +211,7 @@ class Stage:
             for m, w in zip(self.members, self.w, strict=True):
                 w.copy_(m.rows())
         grads = [_gradient_in_memory(m) for m in self.members]
-        per_row = self.length, self.r, self.grad_r, self.peak
+        per_row = self.length, self.r, self.grad_r, self.grad_norm
         self.rows.enter(self.w, grads, self.grad_v, per_row, rescales=not self.by_increment)
 
     def _leave_directions(self) -> None:
@@ -219,20 +219,20 @@ class Stage:
         if self.by_increment:
             self._turn()
         else:
-            self.rows.leave(self.w, self.r, self.entered)
+            self.rows.leave(self.w, self.r, self.r_before)
         torch.autograd.graph.increment_version(self.w)  # kernels do not
         if self.first.is_copied:
             for m, w in zip(self.members, self.w, strict=True):
                 m.unit.write(m.own, w)
-        if not self.scratch.is_cpu:  # new pages took 40 of 55 ms (ResNet-18, one core)
+        if not self.scratch.is_cpu:  # there new pages took 40 of 55 ms (ResNet-18, one core)
             self.scratch.untyped_storage().resize_(0)
 
     def _turn(self) -> None:
         """Turn each row by the angle of its increment, as `turn` and `max_turn` say."""
-        measured = self.rows.measure(self.w, self.increments, self.entered)
+        measured = self.rows.measure(self.w, self.increments, self.r_before)
         turn = (self.radians * self.group["lr"]).to(self.r) if self.turns else None
         limit = math.radians(self.max_turn or 0)
-        per_row = *measured, self.length, self.peak, self.entered, self.r
+        per_row = *measured, self.length, self.grad_norm, self.r_before, self.r
         a, b = self.rows.turn_coefficients(per_row, turn, limit)
         self.rows.rotate(self.w, self.increments, a, b)
 

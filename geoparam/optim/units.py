@@ -15,7 +15,7 @@ from geoparam.graph import Graph
 from geoparam.inspection import is_conv1d, refuse_lazy
 from geoparam.trace import Filter, output_layers, trace
 
-ZERO_ROW = "a row of zeros has no direction"
+BY_VALUES = ("a row of zeros has no direction", f"|bias| > {STEEPEST} |weight| in a row")
 CHANNEL_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -36,6 +36,11 @@ class Unit:
     norm: str | None  # the norm that reads its output, so that r has no effect
     is_fixed: bool  # whether r is held
 
+    def fit(self, weight: Tensor) -> "Unit":
+        """Return the unit with the weight's present sizes: pruning may have cut rows."""
+        out = weight.shape[1] * self.column_groups if self.column_groups else len(weight)
+        return replace(self, out=out, fan_in=weight.numel() // out)
+
     def to_rows(self, weight: Tensor) -> Tensor:
         """Return the units as rows (out, fan-in); a view where there is one."""
         if self.column_groups:
@@ -50,7 +55,7 @@ class Unit:
         weight.copy_(rows.reshape(weight.shape))
 
 
-def print_table(units: Sequence[Unit], plain: Mapping[str, str], trained: Collection[str]) -> str:
+def format_table(units: Sequence[Unit], plain: Mapping[str, str], trained: Collection[str]) -> str:
     """Return a line for each weight: what its units are, or why it stays plain."""
     width = min(max(40, *(len(name) for name in (*plain, *(u.name for u in units)))), 100)
     lines = [f"  {'units of':{width}} {'rows':>6} {'fan-in':>6}  {'bias':5}  scale"]
@@ -71,7 +76,7 @@ def find_units(
     scale: str = "auto",
     match: bool = True,
 ) -> tuple[list[Unit], dict[str, str], list[Unit]]:
-    """Return the units, why other matrices stay plain, and what could be units by its kind.
+    """Return the units, why other matrices stay plain, and all that could be units.
 
     Arguments are as in `GeometricOptimizer`.
 
@@ -86,7 +91,7 @@ def find_units(
     names = {id(p): name for name, p in model.named_parameters()}
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    embedded = {names[id(module.weight)] for module in embeddings}
+    embedded = {names.get(id(module.weight)) for module in embeddings}
     parameters = dict(model.named_parameters())
     shared, found = _find_overlaps(parameters), dict[str, Unit]()
     plain = {name: why for name, why in shared.items() if parameters[name].ndim > 1}
@@ -101,9 +106,8 @@ def find_units(
         is_own = is_tied_alike and names[id(bias)] not in shared
         own, norm = names[id(bias)] if is_own else None, norms.get(layer)
         is_fixed = scale == "fixed" or (scale == "auto" and norm is not None)
-        out = weight.shape[1] * column_groups if column_groups else len(weight)
-        sizes = out, weight.numel() // out, column_groups
-        found.setdefault(name, Unit(name, *sizes, own, is_own, norm, is_fixed))
+        unit = Unit(name, 0, 0, column_groups, own, is_own, norm, is_fixed).fit(weight)
+        found.setdefault(name, unit)
     candidates = [unit for name, unit in found.items() if name not in plain]
     units = _select_units(parameters, candidates, plain, match)
     for name in (name for name, p in parameters.items() if p.ndim > 1 and name not in found):
@@ -172,7 +176,8 @@ def _select_units(
     with |b| > 100 |r|. Processes that share the rows combine their flags.
     """
     most = 1 if match else STEEPEST
-    flags = torch.tensor([_value_flags(u, parameters, most) for u in units], dtype=torch.int32)
+    found = [_value_flags(u, parameters, most) for u in units]
+    flags = torch.tensor(found, dtype=torch.int32, device="cpu")
     sharded = next((p for p in parameters.values() if hasattr(p, "device_mesh")), None)
     if sharded is not None:
         flags = flags.to(sharded.device)
@@ -180,9 +185,9 @@ def _select_units(
     kept = []
     for unit, (has_zero_row, is_far) in zip(units, flags.view(-1, 2).tolist(), strict=True):
         if has_zero_row:
-            plain[unit.name] = ZERO_ROW
+            plain[unit.name] = BY_VALUES[0]
         elif is_far and not match:
-            plain[unit.name] = f"|bias| > {STEEPEST} |weight| in a row"
+            plain[unit.name] = BY_VALUES[1]
         else:
             kept.append(replace(unit, has_distance=False) if is_far else unit)
     return kept
@@ -215,9 +220,8 @@ def _norms_by_graph(model: nn.Module, graph: Graph) -> dict[str, str]:
 
 def _undoes_scale(norm: nn.Module, model_trains: bool) -> bool:
     """Return whether a norm divides by its input's scale in training; a frozen one does not."""
-    # Of a norm without parameters the mode tells, unless all of the model evaluates.
-    is_trained = [p.requires_grad for p in norm.parameters()] or [not model_trains]
-    is_frozen = not norm.training and not any(is_trained)
+    trained = [p.requires_grad for p in norm.parameters()] or [True]
+    is_frozen = not norm.training and (model_trains or not any(trained))
     has_statistics = getattr(norm, "track_running_stats", True)
     return isinstance(norm, CHANNEL_NORMS) and not (is_frozen and has_statistics)
 

@@ -1,8 +1,8 @@
 """Arrays in, matplotlib axes out. Needs the extra: pip install 'geoparam[plots]'.
 
-Every function takes arrays and returns the axis: save with ``ax.figure.savefig(path, dpi=150)``.
+Drawing functions take arrays and return the axis: save with ``ax.figure.savefig(path, dpi=150)``.
 Nothing here computes results or touches pyplot's global state. Values that are not finite leave
-gaps. All figures share these arguments:
+gaps. Arguments, where they apply:
 
     ax       the axis to draw on; None makes a figure
     legend   whether to explain the marks beside the axis

@@ -67,7 +67,7 @@ def command(
 def _run(
     experiment: Experiment, out: Path, resume: bool, jobs: int | None = None, **options: Any
 ) -> "Run":
-    """Run an experiment under a bar; what it says of its command is what does it again."""
+    """Run an experiment under a progress bar; its folder keeps the command that repeats it."""
     assert experiment.run is not None
     folder = out / experiment.name
     words = [part for name, value in options.items() for part in (f"--{name}", str(value))]

@@ -10,7 +10,7 @@ from typer import Argument, Option
 from geoparam.storage import printable, refuse_overwrite, replacing
 from geoparam_lab.cli.running import Force, explain_errors
 from geoparam_lab.run_folder import Run
-from geoparam_lab.session import write_command
+from geoparam_lab.session import format_command
 
 Runs = Annotated[
     list[Path], Argument(help="Folders of runs, or folders of such folders, as demo makes.")
@@ -46,7 +46,7 @@ def report(
 
     with explain_errors():
         refuse_overwrite(out, force, pages.MARK)
-        path = pages.write(open_runs(runs), out, write_command(sys.argv))
+        path = pages.write(open_runs(runs), out, format_command(sys.argv))
         print(f"The page is {path}")
 
 

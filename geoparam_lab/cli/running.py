@@ -12,7 +12,7 @@ from rich.table import Column
 from typer import Option
 
 from geoparam.storage import printable
-from geoparam_lab.session import write_command
+from geoparam_lab.session import format_command
 from geoparam_lab.training import tasks
 
 Force = Annotated[bool, Option("--force", help="Overwrite the output.")]
@@ -59,7 +59,7 @@ def explain_errors(out: Path | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         message = "\nInterrupted."
         if out is not None:
-            command = write_command([word for word in sys.argv if word != "--resume"])
+            command = format_command([word for word in sys.argv if word != "--resume"])
             message += f" What is finished is in {out}. Go on with:\n  {command} --resume"
         print(message, file=sys.stderr)
         raise SystemExit(130) from None

@@ -27,7 +27,7 @@ class Estimate(NamedTuple):
 
     mean: float  # of the finite values
     error: float | None  # its standard error; None where there is one value
-    n: int  # how many values there are; 0 where that is not known, as for the papers'
+    n: int  # how many values there are
     low: float
     high: float
 
@@ -85,19 +85,19 @@ def find_p_value(difference: Estimate) -> float:
     return 1 - ((angle + inside) * 2 / math.pi if degrees % 2 else inside)
 
 
-def write(value: Estimate | None, digits: int | None) -> str:
+def format_estimate(value: Estimate | None, digits: int | None) -> str:
     """Return "mean ± error", with this many decimals, or three significant digits for None.
 
     An error that these decimals would hide has one more.
 
     Example:
-        >>> write(Estimate(2.9712, 0.2443, 10, 2.0, 4.0), 3)
+        >>> format_estimate(Estimate(2.9712, 0.2443, 10, 2.0, 4.0), 3)
         '2.971 ± 0.244'
-        >>> write(Estimate(0.00163, 0.00012, 10, 0.001, 0.002), 3)
+        >>> format_estimate(Estimate(0.00163, 0.00012, 10, 0.001, 0.002), 3)
         '0.0016 ± 0.0001'
-        >>> write(Estimate(1234567.0, None, 1, 0.0, 0.0), 3)
+        >>> format_estimate(Estimate(1234567.0, None, 1, 0.0, 0.0), 3)
         '1.23e+06'
-        >>> write(Estimate(-0.0001, 0.013, 10, -1.0, 1.0), 3)
+        >>> format_estimate(Estimate(-0.0001, 0.013, 10, -1.0, 1.0), 3)
         '0.000 ± 0.013'
     """
     if value is None:
@@ -106,7 +106,7 @@ def write(value: Estimate | None, digits: int | None) -> str:
     return " ± ".join(_write_numbers(numbers, value, digits))
 
 
-def write_range(value: Estimate | None, digits: int | None) -> str:
+def format_range(value: Estimate | None, digits: int | None) -> str:
     """Return the lowest and the highest value, with as many decimals as the mean."""
     if value is None or value.error is None:
         return EMPTY

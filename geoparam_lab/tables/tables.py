@@ -139,11 +139,11 @@ def _make_columns(
 ) -> Iterator[Column]:
     """Yield the columns of a measure: ours, the papers', the range, differences."""
     ours = [row.estimate(measure.name) for row in rows]
-    yield measure.title, [estimates.write(each, measure.digits) for each in ours]
+    yield measure.title, [estimates.format_estimate(each, measure.digits) for each in ours]
     if not experiment.mismatch(config):
         yield _make_papers_column(experiment, measure, rows, ours)
     if layout.compare:
-        yield "range", [estimates.write_range(each, measure.digits) for each in ours]
+        yield "range", [estimates.format_range(each, measure.digits) for each in ours]
         for title, pairs in find_pairs(experiment, measure.name, rows).items():
             yield _make_difference_column(title, pairs, measure, rows)
 
@@ -209,7 +209,10 @@ def _make_difference_column(
     }
     holm = adjust(p_values)
     marks = {row: " **" if holm[row] < LEVEL else " *" for row in holm if p_values[row] < LEVEL}
-    cells = [estimates.write(found.get(row), measure.digits) + marks.get(row, "") for row in rows]
+    cells = [
+        estimates.format_estimate(found.get(row), measure.digits) + marks.get(row, "")
+        for row in rows
+    ]
     return title + f" (k = {len(holm)})" * bool(holm), cells
 
 

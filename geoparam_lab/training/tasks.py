@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.session import count_cores as count_cores
+from geoparam_lab.session import count_cores
 
 Progress = Callable[[str, float, int], None]  # takes a title, how much is done, of how much
 Tick = Callable[..., None]  # takes the epoch, how many records are left, perhaps a remark

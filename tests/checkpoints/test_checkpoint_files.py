@@ -266,7 +266,7 @@ def test_broken_indices_and_folders(tmp_path: Path, out: Path) -> None:
     for content, message in (
         (index.read_text(), "not beside it: model-1.safetensors"),
         ('{"weight_map": {"a": "../model-0.safetensors"}}', "not beside it"),
-        ("[]", "index.json is damaged: it holds no dict"),
+        ("[]", "index.json is damaged: expected a JSON object"),
         ("{", "index.json is damaged"),
         ('{"a":' * 100_000 + "1" + "}" * 100_000, "index.json is damaged: maximum recursion"),
         ("{}", "is no index"),

@@ -23,42 +23,46 @@ def results(rows: Rows, rescales: bool) -> list[Tensor]:
     torch.manual_seed(0)
     w, g, v = ([torch.randn(s, dtype=rows.dtype) for s in SHAPES] for _ in range(3))
     w[0][1] = g[2][1] = 0
-    r, length, a, b, slope, peak = (torch.randn(rows.total, dtype=rows.dtype) for _ in range(6))
+    r, length, a, b, grad_r, grad_norm = (
+        torch.randn(rows.total, dtype=rows.dtype) for _ in range(6)
+    )
     grad_v, sign, length = [torch.empty_like(x) for x in w], r.sign(), length.abs() + 0.5
     before = [x.clone() for x in w]
-    rows.enter(w, g, grad_v, (length, r, slope, peak), rescales)
-    assert r[1] == 0 and peak[4] == 0 and torch.equal(r.sign(), sign * (r != 0))
+    rows.enter(w, g, grad_v, (length, r, grad_r, grad_norm), rescales)
+    assert r[1] == 0 and grad_norm[4] == 0 and torch.equal(r.sign(), sign * (r != 0))
     assert rescales or all(map(torch.equal, w, before))
     measured = rows.measure(w, g, r)
     rows.rotate(w, g, a, b)
-    entered = r.clone()
+    r_before = r.clone()
     r.add_(b)  # some change their sign
-    rows.leave(v, r, entered)
+    rows.leave(v, r, r_before)
     assert r[1] == 0 and not v[0][1].any()
-    return [*grad_v, *w, *v, r, slope, peak > 0, *measured]
+    return [*grad_v, *w, *v, r, grad_r, grad_norm > 0, *measured]
 
 
 def results_of_flat_functions(rows: Rows, _: bool) -> list[Tensor]:
     """Return what becomes of biases, some far out, and how rows are turned, per row."""
     torch.manual_seed(0)
-    r, slope, b, grad_b, along, stepped = torch.randn(6, rows.total, dtype=rows.dtype)
+    r, grad_r, b, grad_b, along, stepped = torch.randn(6, rows.total, dtype=rows.dtype)
     r[2] = b[1] = 0
     before, lam, grad_lam = b.clone(), torch.zeros_like(b), torch.zeros_like(b)
-    rows.enter_biases(b, grad_b, r, slope, lam, grad_lam)
-    entered, first = r.clone(), [lam.clone(), grad_lam.clone(), slope.clone()]
-    rows.leave_biases(b, r, entered, lam)
+    rows.enter_biases(b, grad_b, r, grad_r, lam, grad_lam)
+    r_before, first = r.clone(), [lam.clone(), grad_lam.clone(), grad_r.clone()]
+    rows.leave_biases(b, r, r_before, lam)
     assert torch.equal(b, before)  # no step
     lam.copy_(first[0])
     lam[::2] += stepped[::2]
     r += stepped * (r != 0)
-    rows.leave_biases(b, r, entered, lam)
-    peak = (torch.arange(rows.total) > 2).to(r)
+    rows.leave_biases(b, r, r_before, lam)
+    grad_norm = (torch.arange(rows.total) > 2).to(r)
     turn, length = torch.rand(len(SHAPES), dtype=rows.dtype), torch.ones_like(r)
     mixed = []
     for limit, turns in ((0.0, turn), (0.3, turn), (0.3, None)):
         scale, across = r.clone(), along.abs() * (along > 0)
         mixed += [
-            *rows.turn_coefficients((along, across, length, peak, entered, scale), turns, limit),
+            *rows.turn_coefficients(
+                (along, across, length, grad_norm, r_before, scale), turns, limit
+            ),
             scale,
         ]
     return [*first, b, lam, *mixed]

@@ -114,6 +114,50 @@ def test_weights_may_be_loaded_before_the_optimizer_is_built(kind: str) -> None:
     assert_same_weights(new, model)
 
 
+@pytest.mark.parametrize("name", ["odd name", "far"])
+def test_what_values_leave_plain_now_may_have_been_units_when_it_was_saved(name: str) -> None:
+    model, new = (nn.ModuleDict({name: mlp()}) for _ in range(2))
+    optimizer, layer = build(model, match=False), model[name][3]
+    backward(model[name])
+    optimizer.step()
+    row, bias = layer.weight.data[1], layer.bias.data[1]
+    bias.copy_(200 * row.norm()) if name == "far" else row.copy_(bias.zero_())
+    new.load_state_dict(model.state_dict())
+    resumed = build(new, match=False)
+    assert "3.weight" not in str(optimizer).partition("  plain\n")[2]
+    assert "3.weight" in str(resumed).partition("  plain\n")[2]
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert str(resumed) == str(optimizer)
+
+
+@pytest.mark.parametrize("rows", [3, 9])
+def test_a_layer_with_another_number_of_rows_starts_anew(rows: int) -> None:
+    model = mlp()
+    optimizer = build(model, turn=2.0)
+    train(model, optimizer)
+    layer, head = model[3], model[6]
+    layer.weight.data, layer.bias.data = torch.randn(rows, 8).double(), torch.zeros(rows).double()
+    head.weight.data = torch.randn(len(head.weight), rows).double()
+    with pytest.raises(ValueError, match=f"model's has {rows} of 8. Delete a weight's state"):
+        train(model, optimizer, first=3)
+    optimizer.state.clear()
+    before = layer.weight.detach().clone()
+    train(model, optimizer, first=3, steps=1)
+    angle = gp.sphere.angle_between(before, layer.weight.detach()).square().mean().sqrt()
+    assert torch.rad2deg(angle).item() == pytest.approx(2.0)
+
+
+def test_a_default_device_does_not_matter() -> None:
+    model, other = mlp(), mlp()
+    train(model, build(model))
+    optimizer = build(other)
+    for step in range(3):
+        backward(other, step)
+        with torch.device("meta"):
+            optimizer.step()
+    assert_same_weights(model, other)
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_rows_of_zeros_may_come_and_go_between_two_sessions(first: bool) -> None:
     """LoRA's B starts at zero and stays plain; a row that was pruned later stays a unit's."""

@@ -1,12 +1,15 @@
 """What is a unit, what stays plain, what is said about it; groups, bases and bad input."""
 
 import functools
+import re
 from typing import Any
 
 import pytest
 import torch
 from plain_models import assert_same_weights, backward, both_coordinates, build, mlp, train
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
 
@@ -45,10 +48,32 @@ def test_weights_that_share_memory_stay_plain() -> None:
 
 def test_a_frozen_teacher_is_not_the_output_layer() -> None:
     model = nn.ModuleDict({"student": mlp(), "teacher": mlp().requires_grad_(False)})
-    assert "student.6.weight                         the output layer" in str(build(model))
+    for wrapped in (model, nn.DataParallel(model), torch.compile(model), nn.ModuleList([model])):
+        assert re.search(r"student\.6\.weight +the output layer", str(build(wrapped)))
+    state = build(model).state_dict()
+    build(torch.compile(model)).load_state_dict(state)
     head = mlp()
     head[6].requires_grad_(False)
     assert "6.weight                                 the output layer" in str(build(head))
+
+
+def test_filter_fn_gets_the_names_of_the_model_inside_of_a_wrapper() -> None:
+    optimizer = build(torch.compile(mlp()), filter_fn=lambda _, name: name != "6")
+    assert re.search(r"\n  6\.weight +filter_fn", str(optimizer))
+
+
+@pytest.mark.parametrize("change", [weight_norm, lambda e: prune.identity(e, "weight")])
+def test_an_embedding_whose_weight_is_computed_stays_plain(change: Any) -> None:
+    model = nn.Sequential(change(nn.Embedding(10, 6)), mlp())
+    assert re.search(r"0\..*orig\S* +not in a known layer", str(build(model)))
+
+
+def test_groups_do_not_share_a_rate_in_a_tensor() -> None:
+    optimizer = build(mlp(), lr=torch.tensor(0.1))
+    optimizer.add_param_group({"params": nn.Parameter(torch.ones(2))})
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.05] * 3)
 
 
 def test_instance_norm_fixes_r_in_evaluation_mode_too() -> None:

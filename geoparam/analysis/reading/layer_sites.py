@@ -16,13 +16,12 @@ from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs, kind_of, module_name, weight_name
 from geoparam.graph import Call, Graph
 from geoparam.input_mean_layers import InputMeanLayer
-from geoparam.inspection import WRAPPERS, is_conv1d
+from geoparam.inspection import is_conv1d, strip_wrappers, unwrap
 from geoparam.trace import OPS, Filter, trace
 
 Layers = Iterable[str] | Filter | None
 
 INSIDE_ATTENTION = (nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear)
-PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def find_sites(
     for name in dict.fromkeys((*ran, *all_names)):  # a layer that did not run has directions too
         module = modules.get(module_name(name))
         if module is not None and has_units(module, name):
-            public = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+            public = strip_wrappers(name)
             channel = -1 - len(getattr(module, "kernel_size", ()))
             site = Site(public, module, channel=channel, graph=graph)
             if graph is not None and name in ran:
@@ -96,14 +95,6 @@ def took_same_steps(sites: Iterable[Site], graph: Graph) -> bool:
         return [(nodes[step].op, nodes[step].name) for step in steps if step < len(nodes)]
 
     return all(describe(site, graph) == describe(site, site.graph) for site in sites)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside of DDP and torch.compile."""
-    inner: Any = model
-    while isinstance(inner, PARALLEL) or hasattr(inner, "_orig_mod"):
-        inner = inner.module if isinstance(inner, PARALLEL) else inner._orig_mod
-    return inner
 
 
 def copy_in_float64(module: nn.Module) -> nn.Module:

@@ -14,12 +14,13 @@ import torch.autograd.forward_ad as forward_mode
 from torch import Tensor, nn
 
 from geoparam.analysis.reading.activations import Activation, breaks
-from geoparam.analysis.reading.layer_sites import Site, copy_in_float64, unwrap
+from geoparam.analysis.reading.layer_sites import Site, copy_in_float64
 from geoparam.analysis.reading.norms import has_running
 from geoparam.analysis.reading.probe import MaxPool, make_site, observe, read_activation
 from geoparam.analysis.slices.plane import Plane
 from geoparam.base_layer import GmPLayer
 from geoparam.graph import Graph, Node
+from geoparam.inspection import strip_wrappers, unwrap
 from geoparam.trace import trace
 
 
@@ -94,7 +95,7 @@ def find_activations(model: nn.Module, graph: Graph) -> dict[str, Site]:
 
 
 def _free_name(name: str, taken: Mapping[str, object]) -> str:
-    name = name.replace("_orig_mod.", "")
+    name = strip_wrappers(name)
     again = (f"{name} ({number})" for number in range(2, len(taken) + 2))
     return next(each for each in (name, *again) if each not in taken)
 

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from geoparam.analysis.boundary import Statistics, is_batch
-from geoparam.analysis.reading.layer_sites import Layers, find_sites, unwrap
+from geoparam.analysis.boundary import Statistics, uses_batch_statistics
+from geoparam.analysis.reading.layer_sites import Layers, find_sites
 from geoparam.analysis.tracker.history import NETWORK, History
 from geoparam.analysis.tracker.measurement import QUANTITIES, Measurement
 from geoparam.conversion.plan import Inputs
+from geoparam.inspection import unwrap
 from geoparam.trace import is_tracing
 
 
@@ -150,7 +151,7 @@ class BoundaryTracker:
         self._options: dict[str, Any] = {
             "units": units,
             "full": keep == "full",
-            "batch": is_batch(statistics, probe),
+            "batch": uses_batch_statistics(statistics, probe),
         }
         self._file, self._resume, self._writer = file, resume, writer
         self._steps = 0

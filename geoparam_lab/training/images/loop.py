@@ -35,7 +35,7 @@ BOUNDARIES = "boundaries.npy"  # the tracker's history
 PROBE = 64  # images on which a tracker sees dead units and regions
 LOOK_EVERY = 50  # steps between two reads of the loss
 HOPELESS = 10.0  # times log(classes), the loss of guessing: a mean loss above it is divergence
-SHORT = 100  # steps; a run with fewer never counts as collapsed, since it starts at chance
+FEWEST_STEPS = 100  # steps; a run with fewer never counts as collapsed, since it starts at chance
 MEASURES = ("loss", "top1", "top5")
 _PLAIN = ("epoch", "seconds", "final", "outcome")
 FINISHED, DIVERGED, COLLAPSED = "finished", "diverged", "collapsed"
@@ -108,8 +108,8 @@ class Training:
         batch, select = settings.batch_size, settings.select
         part = source.hold_out(select) if select else source
         self.batches = part.train(batch, seed=settings.seed, crop=settings.crop, **place)
-        self.watched = part.val(batch, **place)  # evaluated after every epoch
-        self.unseen = source.val(batch, **place) if select else None  # evaluated at the end
+        self.validation = part.val(batch, **place)  # evaluated after every epoch
+        self.test = source.val(batch, **place) if select else None  # evaluated at the end
         self.schedule = SCHEDULES[settings.schedule](settings.epochs, settings.warmup)
         self.epoch = 0
         self.sums = Sums(accelerator.device)
@@ -125,20 +125,20 @@ class Training:
     def _prepare(self, model: nn.Module) -> None:
         """Let Accelerate prepare network and optimizer.
 
-        `run` is the network as it is trained, perhaps inside DDP; `model` is the network itself.
+        `wrapped_model` is the network as it is trained, perhaps inside DDP; `model` is without.
         """
         accelerator, settings = self.accelerator, self.settings
         accelerator.gradient_accumulation_steps = settings.accumulate
         accelerator.step = 0  # an earlier run may have stopped within an accumulation
         optimizer = preparation.make_optimizer(settings, model)
         self.rates = [group["lr"] for group in optimizer.param_groups]
-        self.run, prepared = accelerator.prepare(model, optimizer)
+        self.wrapped_model, prepared = accelerator.prepare(model, optimizer)
         # Accelerate's wrapper is for fp16, and looks for a package on disk in every step: 0.4 ms.
         self.optimizer: torch.optim.Optimizer = prepared.optimizer
-        self.model = accelerator.unwrap_model(self.run, keep_fp32_wrapper=True)
+        self.model = accelerator.unwrap_model(self.wrapped_model, keep_fp32_wrapper=True)
         if settings.compile:
             torch.compiler.reset()  # torch compiles eight variants and no more, some per network
-            self.run.compile()
+            self.wrapped_model.compile()
         self.model.train()
 
     # --- steps --------------------------------------------------------------------------------
@@ -164,8 +164,8 @@ class Training:
         """Make one step of the optimizer."""
         parts = self.settings.accumulate
         for x, y in zip(images.chunk(parts), labels.chunk(parts), strict=True):
-            with self.accelerator.accumulate(self.run):
-                logits = self.run(x)
+            with self.accelerator.accumulate(self.wrapped_model):
+                logits = self.wrapped_model(x)
                 loss = F.cross_entropy(logits, y, label_smoothing=self.settings.label_smoothing)
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients:
@@ -190,7 +190,7 @@ class Training:
     def end_epoch(self) -> None:
         """Evaluate, and decide how to go on."""
         trained = self.sums.average(self.accelerator)
-        evaluated = self.evaluate(self.watched)
+        evaluated = self.evaluate(self.validation)
         if self._has_diverged(trained, evaluated):
             self.outcome = DIVERGED
             return
@@ -213,10 +213,10 @@ class Training:
             with torch.compiler.set_stance("force_eager"):  # else all is compiled once more
                 gp.recalibrate_(self.model, (images for images, _ in some))
             curves = list(self.curves.values())[len(MEASURES) :]
-            for curve, value in zip(curves, self.evaluate(self.watched), strict=False):
+            for curve, value in zip(curves, self.evaluate(self.validation), strict=False):
                 curve[-1] = value
-        if self.unseen is not None:
-            self.final = list(self.evaluate(self.unseen))
+        if self.test is not None:
+            self.final = list(self.evaluate(self.test))
 
     def _has_diverged(self, trained: Result, evaluated: Result) -> bool:
         finite = np.isfinite(trained.loss) and np.isfinite(evaluated.loss)
@@ -229,10 +229,10 @@ class Training:
         Chance is a top-1 within three standard errors of 1 / classes, on the images that were
         watched, and a loss no lower than 99 % of log(classes).
         """
-        if self.epoch * self.batches.steps < SHORT:
+        if self.epoch * self.batches.steps < FEWEST_STEPS:
             return False
         chance = 1 / self.classes
-        error = math.sqrt(chance * (1 - chance) / self.watched.examples)
+        error = math.sqrt(chance * (1 - chance) / self.validation.examples)
         loss, top1 = (self.curves[name][-1] for name in ("train_loss", f"{self.split}_top1"))
         return top1 / 100 <= chance + 3 * error and loss >= 0.99 * math.log(self.classes)
 
@@ -253,13 +253,13 @@ class Training:
 
     # --- results ------------------------------------------------------------------------------
 
-    def follow(self, every: int, folder: Path, state: run_checkpoints.State | None) -> None:
+    def start_tracker(self, every: int, folder: Path, state: run_checkpoints.State | None) -> None:
         """Start a tracker that writes to the folder, or continue the one of a checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / BOUNDARIES
         if state is None and self.is_main:  # the run before was killed in its first epoch
             file.unlink(missing_ok=True)
-        images, _ = next(self.watched.epoch(0))
+        images, _ = next(self.validation.epoch(0))
         probe = images[:PROBE]
         self.tracker = gp.BoundaryTracker(self.model, every, probe=probe, file=file, resume=True)
         if state is not None:  # the run before may have had no tracker

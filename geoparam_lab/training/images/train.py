@@ -62,7 +62,7 @@ def _resume(training: Training, folder: Path, track: int | None) -> None:
                 "the run starts anew."
             ) from error
     if track is not None:
-        training.follow(track, folder, state)
+        training.start_tracker(track, folder, state)
 
 
 def _finish(training: Training, folder: Path, tensorboard: bool) -> None:

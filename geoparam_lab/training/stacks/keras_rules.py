@@ -2,7 +2,8 @@
 
 The papers' numbers come from Keras, and its rules differ from torch's in what they count: Adam's
 epsilon joins the root of v before the bias correction; a rate falls when the epochs without a
-better value reach the patience, not when they exceed it; better means by 1e-4, absolute.
+better value reach the patience, not when they exceed it; it falls unless the loss got better by
+1e-4, absolute.
 """
 
 import math
