@@ -45,7 +45,7 @@ OPS = {
         "activation": """relu relu6 leaky_relu prelu rrelu elu selu celu srelu gelu new_gelu
             quick_gelu fast_gelu gelu_tanh silu swish mish glu hardswish hardsigmoid hardtanh
             sigmoid logsigmoid tanh tanhshrink softplus softsign softshrink hardshrink threshold
-            clamp clamp_min clip sin""",
+            clamp clamp_min clamp_max clip sin""",
         "norm": "batch_norm layer_norm group_norm instance_norm rms_norm local_response_norm",
         "linear": """linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d
             conv_transpose3d matmul rmatmul mm bmm addmm baddbmm einsum tensordot""",
@@ -64,6 +64,8 @@ OPS = {
 }
 ACTIVATIONS = {op.replace("_", ""): op for op, kind in OPS.items() if kind == "activation"}
 LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.Bilinear, nn.RNNBase, nn.RNNCellBase)
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+KNOWN = ("torch", "torchvision", "timm", "transformers", "geoparam")  # by their classes' names
 Visit = Callable[[int, list[Tensor]], None]
 CHANNEL = {"linear": -1, "addmm": -1, "conv1d": -2, "conv2d": -3, "conv3d": -4}
 
@@ -302,7 +304,8 @@ class _Recorder(TorchFunctionMode):
 def _step(module: nn.Module) -> Node:
     """Return the node of a call of `module`; its kind is empty if the inside is traced instead.
 
-    A norm or activation with children is traced inside: timm's BatchNormAct2d holds both.
+    A norm or activation with children is traced inside: timm's BatchNormAct2d holds both. So is
+    one that only has the name, or the base class, of a known one.
     """
     op = type(module).__name__.lower().removesuffix("activation")
     leaf = next(module.children(), None) is None
@@ -311,9 +314,12 @@ def _step(module: nn.Module) -> Node:
     layer = Node("layer", op, channel=-1 - (len(size) if isinstance(size, tuple) else 0))
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return Node("embedding", op)
-    if leaf and "norm" in op and not isinstance(module, LAYERS):
+    home = type(module).forward.__module__.partition(".")[0]
+    is_known = home in KNOWN and "forward" not in vars(module)
+    is_norm = leaf and "norm" in op and not isinstance(module, LAYERS)
+    if is_norm and (is_known or not isinstance(module, NORMS)):
         return Node("norm", op)
-    if leaf and op in ACTIVATIONS:
+    if leaf and op in ACTIVATIONS and is_known:
         return Node("activation", ACTIVATIONS[op])
     matrix = leaf and isinstance(weight, Tensor) and weight.ndim > 1
     # A weight that is a property is computed: our own layers, torch's parametrizations.
@@ -326,7 +332,7 @@ def _op(func: Callable) -> str:
     """Return one name for `__iadd__`, `add_` and `aten.add.Tensor`; `x.T`, a property, is "T"."""
     name = getattr(func, "__name__", "")
     name = getattr(func, "__self__", func).__name__ if name == "__get__" else name
-    name = name.partition(".")[0].strip("_")
+    name = name.partition(".")[0].strip("_").removesuffix("_with_indices")
     operators = {"iadd": "add", "radd": "add", "imul": "mul", "rmul": "mul", "truediv": "div"}
     return operators.get(name, name)
 

@@ -114,12 +114,12 @@ def boundaries(
     """Return the boundaries of every layer's units, in float64, by layer name.
 
     A layer has distances only if its norm and activation are understood. They are NaN for smooth
-    activations, output layers, foreign norms, norms over other features than the units, norms
-    with a view (transpose, reshape) before the activation, averages and arithmetic with constants
-    there, and calls with different norms; then the directions are those of the weight's rows.
-    `layer_boundaries` takes what follows a layer from you instead. Subclasses of torch's layers
-    that compute something else are left out. Before a residual sum, the boundary is that of the
-    layer and its norm alone.
+    activations, output layers, foreign norms, norms over other features than the units, norms with
+    a view (transpose, reshape) before the activation, averages and arithmetic with constants
+    there, a norm after a sum, results that are used twice, and calls with different norms; then
+    the directions are those of the weight's rows. `layer_boundaries` takes what follows a layer
+    from you instead. Subclasses of torch's layers that compute something else are left out. Before
+    a residual sum, the boundary is that of the layer and its norm alone.
 
     Exact are layers without a norm, BatchNorm and MBN. LayerNorm on the units and GroupNorm
     without positions have exact directions; their deviation differs from point to point, so

@@ -16,6 +16,7 @@ w_i of 32 bits, with random keys k_i. Two different patterns get the same one wi
 Smooth activations have no bits. `slices` draws the regions themselves.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from geoparam.analysis.reading.layer_sites import Layers, Site, find_sites
 from geoparam.analysis.reading.probe import MaxPool, find_other_activations, observe
 from geoparam.conversion.plan import Inputs
-from geoparam.inspection import tensors_in, unwrap
+from geoparam.inspection import arguments_of, tensors_in, unwrap
 
 # Read as one integer, eight bools are the sum of b_i 2^(8i). Times the sum of 2^(63 - 9j), b_i is
 # at bit 63 - i. Other terms have exponents of their own below 56 or above 63: nothing carries.
@@ -188,29 +189,28 @@ def _combine(prints: Sequence[Tensor]) -> Tensor:
 class Collector:
     """Packs pre-activations and inputs of max pools: the `pre_activation` of `observe`.
 
-    A layer is left out if its activation has no breakpoints, if its input is empty, or if the
-    first dimension of the pre-activation is neither the number of examples nor, as with windows
-    or tokens of each example in turn, a multiple of it.
+    A layer is left out if its activation has no breakpoints, if its input is empty, or if its
+    values cannot be divided by the number of examples.
 
     Args:
-        inputs: The batch; the first dimension of its first tensor is the number of examples.
+        inputs: The batch.
+        blocks: For each step, how often its values go through all examples, one after the other:
+            see `find_blocks`. By default the values of an example are together.
     """
 
-    def __init__(self, inputs: Inputs) -> None:
-        first = next(tensors_in(inputs), None)  # None for lists of words, as tokenizers take
-        self.examples = None if first is None else len(first)
+    def __init__(self, inputs: Inputs, blocks: Mapping[int, int] | None = None) -> None:
+        self.examples, self.blocks = _count_examples(inputs), blocks or {}
         self._parts: dict[int, Pattern] = {}
         self._layers: dict[str, set[int]] = {}
 
     def __call__(self, site: Site, z: Tensor, step: int) -> None:
         if self.examples is None:
             self.examples = len(z)
-        bits = _find_bits(site, z.detach())
-        if bits is None or len(z) % max(1, self.examples):
+        bits, blocks = _find_bits(site, z.detach()), self.blocks.get(step, 1)
+        if bits is None or blocks not in _list_blocks(z, self.examples):
             return
         if step not in self._parts:
-            rows = [side.reshape(self.examples, -1) for side in bits]
-            self._parts[step] = _join([Pattern(pack(row), row.shape[1]) for row in rows])
+            self._parts[step] = _pack_examples(bits, self.examples, blocks)
         self._layers.setdefault(site.name, set()).add(step)
 
     def patterns(self) -> Patterns | None:
@@ -220,13 +220,76 @@ class Collector:
         return Patterns(parts, layers) if parts else None
 
 
-def _find_bits(site: Site, z: Tensor) -> Sequence[Tensor] | Tensor | None:
+def _count_examples(inputs: Inputs) -> int | None:
+    """Return the most frequent first dimension, 1 only where all are 1; None without tensors.
+
+    A list as the first argument, as detectors take it, has an example in each entry.
+    """
+    first = inputs[0] if isinstance(inputs, tuple) and inputs else None
+    if isinstance(first, list):
+        return len(first)
+    sizes = [len(tensor) for tensor in tensors_in(inputs) if tensor.ndim]
+    counts = Counter(size for size in sizes if size != 1) or Counter(sizes)
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def _list_blocks(z: Tensor, examples: int) -> list[int]:
+    """Return how values may be divided: by example in turn, by copies of the batch, by time."""
+    if not z.ndim or not examples:
+        return []
+    fits, is_second = len(z) % examples == 0, z.shape[1:2] == (examples,)
+    return [1, len(z) // examples] * fits + [len(z)] * is_second
+
+
+def _pack_examples(bits: Sequence[Tensor], examples: int, blocks: int) -> Pattern:
+    rows = [side.reshape(blocks, examples, -1).transpose(0, 1).flatten(1) for side in bits]
+    return _join([Pattern(pack(row), row.shape[1]) for row in rows])
+
+
+@torch.no_grad()
+def find_blocks(model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) -> dict[int, int]:
+    """Return for each step how its values are divided among examples: see `Collector`.
+
+    The model runs on noisy examples, and on the same in another order, which the bits must follow.
+    It is 0 where they do not: such values belong to no example.
+    """
+    args, kwargs = arguments_of(model, inputs)
+    examples, random = _count_examples(inputs), torch.Generator().manual_seed(0)
+    moving = [t for t in tensors_in((args, kwargs)) if t.shape[:1] == (examples,)]
+    if not moving or not examples or examples < 2:
+        return {}
+    for tensor in moving:
+        if tensor.is_floating_point():
+            noise = torch.randn(tensor.shape, generator=random, device="cpu").to(tensor.device)
+            tensor += (noise * tensor.float().std()).to(tensor.dtype)
+    ways: list[dict[tuple[int, int], Pattern]] = [{}, {}]
+    for shift, found in enumerate(ways):
+
+        def see(site: Site, z: Tensor, step: int, found: dict = found) -> None:
+            if (bits := _find_bits(site, z)) is not None:
+                for blocks in _list_blocks(z, examples):
+                    found[step, blocks] = _pack_examples(bits, examples, blocks)
+
+        for tensor in moving:
+            tensor.copy_(tensor.roll(shift, 0))
+        if not observe(model, args or kwargs, sites, pre_activation=see):
+            return {}
+    result = dict.fromkeys((step for step, _ in ways[0]), 0)
+    for (step, blocks), first in reversed(ways[0].items()):
+        second = ways[1].get((step, blocks))
+        rolled = Pattern(first.packed.roll(1, 0), first.bits)
+        if second and second.hamming(rolled).double().mean() <= 0.01 * first.bits:
+            result[step] = blocks
+    return result
+
+
+def _find_bits(site: Site, z: Tensor) -> Sequence[Tensor] | None:
     """Return bools in the shape of z for each breakpoint, or a max pool's winners, or None."""
     if not z.numel():
         return None
     if isinstance(site.activation, MaxPool):
         return [site.activation(z)]
-    return None if site.breaks is None else site.breaks.above(z, site.channel)
+    return None if site.breaks is None else [*site.breaks.above(z, site.channel)]
 
 
 def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Patterns:
@@ -244,15 +307,16 @@ def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Pattern
         >>> found["0"].packed.tolist(), found.distinct().item()
         ([[128], [0], [128]], 2)
     """
-    collector, sites = Collector(inputs), find_sites(model, inputs, layers)
-    model = unwrap(model)
+    sites, model = find_sites(model, inputs, layers), unwrap(model)
     sites = sites | find_other_activations(model, inputs, sites)
+    collector = Collector(inputs, find_blocks(model, inputs, sites))
     observe(model, inputs, sites, pre_activation=collector)
     found = collector.patterns()
     if found is None:
         raise ValueError(
             "a pattern needs an activation with breakpoints (ReLU and its relatives, ReLU6, "
-            "Hardtanh, SReLU) or a max pool after a layer that is analysed; none ran. Smooth "
-            "activations have no regions: follow their units' directions instead."
+            "Hardtanh, SReLU) or a max pool after a layer that is analysed, with values for each "
+            "example; none ran. Smooth activations have no regions: follow their units' "
+            "directions instead."
         )
     return found

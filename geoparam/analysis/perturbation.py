@@ -158,7 +158,7 @@ def _perturb_site(
     For that the model runs with the perturbed values in place of its own.
     """
     moments = None
-    if inputs is not None and needs_batch(site.norm, batch):
+    if inputs is not None and needs_batch(site.norm, model, batch):
         values = add_steps(site.layer, site.norm, steps)
         with ExitStack() as after:
             for (module, name), value in values.items():

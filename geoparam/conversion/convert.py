@@ -127,10 +127,10 @@ def convert_(
         >>> type(model[0]).__name__, type(model[3]).__name__
         ('GmPConv2d', 'Linear')
     """
-    _check_weights(weights, norm, coordinates, natural)
     decided = plan(
         model, filter_fn, init=init, norm=norm, weights=weights, example_inputs=example_inputs
     )
+    _check_coordinates(weights, coordinates, natural)
     if norm == "imn" and init is None and (advice := _find_misuse(model, decided, pretrained)):
         warnings.warn(advice, stacklevel=2)
     if norm == "imn" and init is not None and (advice := _find_new_keys(model, decided)):
@@ -156,14 +156,7 @@ def convert_(
     return model
 
 
-def _check_weights(weights: str, norm: str | None, coordinates: str | None, natural: bool) -> None:
-    if weights not in ("geometric", "plain"):
-        raise ValueError(f"weights are 'geometric' or 'plain'; got {weights!r}.")
-    if weights == "plain" and norm != "imn":
-        raise ValueError(
-            "weights='plain' leaves weights as they are, and without norm='imn' there is nothing "
-            "else to do: for a plain model use GeometricOptimizer alone."
-        )
+def _check_coordinates(weights: str, coordinates: str | None, natural: bool) -> None:
     if weights == "plain" and (coordinates is not None or natural):
         raise ValueError(
             "coordinates and natural say how directions are stored, and with weights='plain' none "

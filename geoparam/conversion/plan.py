@@ -6,7 +6,7 @@ the outputs are, comes from `trace`, or, without example inputs, from the order 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,15 @@ def plan(
     """Return what `convert_` would do with these arguments, or raise what it would raise."""
     if norm not in (None, "imn"):
         raise ValueError(f"norm is None or 'imn'; got {norm!r}.")
+    if weights not in ("geometric", "plain"):
+        raise ValueError(f"weights are 'geometric' or 'plain'; got {weights!r}.")
+    if init not in (None, *get_args(Init)):
+        raise ValueError(f"init is None or one of {get_args(Init)}; got {init!r}.")
+    if weights == "plain" and norm != "imn":
+        raise ValueError(
+            "weights='plain' leaves weights as they are, and without norm='imn' there is nothing "
+            "else to do: for a plain model use GeometricOptimizer alone."
+        )
     if norm == "imn" and example_inputs is None:
         raise ValueError(
             "norm='imn' needs example_inputs, to see which BatchNorm follows a layer."
@@ -115,7 +124,7 @@ def plan(
             reason = "" if init else _check_values(module, decision, model)
             if weights == "plain":
                 reason = _reason_to_leave_plain(module, decision, init)
-            decision = _add_facts(decision, module)
+            decision = _add_facts(decision, module, model, init)
         left = Decision(decision.name, decision.kind, False, (reason,))
         decisions.append(left if reason else decision)
     if not any(d.converted for d in decisions):
@@ -271,11 +280,15 @@ def _reason_to_leave_plain(module: nn.Module, decision: Decision, init: str | No
     return ""
 
 
-def _add_facts(decision: Decision, module: nn.Module) -> Decision:
+def _add_facts(
+    decision: Decision, module: nn.Module, model: nn.Module, init: str | None
+) -> Decision:
     """Add a layer's number of parameters, and what is worth knowing about them."""
     weight, bias = affine_of(module)
-    notes = list(decision.notes)
-    if not weight.is_meta and (zero := int((~weight.flatten(1).any(dim=1)).sum())):
+    notes, is_zero = list(decision.notes), ~weight.flatten(1).any(dim=1)
+    if decision.norm and init is None:
+        is_zero |= absorb_norm(bias, model.get_submodule(decision.norm))[0] == 0
+    if not weight.is_meta and (zero := int(is_zero.sum())):
         notes.append(f"{zero} zero rows have r = 0")
     if bias is not None and weight.requires_grad and not bias.requires_grad:
         notes.append("its frozen bias moves with r: bias = r * lam, and only lam stays frozen")

@@ -15,7 +15,8 @@ from geoparam.inspection import arguments_of, inspection_mode, tensors_in
 from geoparam.step_hooks import note_replaced
 
 _ADVICE = {
-    "converted": "Leave it out with filter_fn.",
+    "converted": "Leave it out with filter_fn; of a detector, whose boxes are sorted, convert "
+    "the backbone by itself.",
     "folded": "Call the layer there, or put a layer's activation= after it as a module.",
 }
 

@@ -42,10 +42,11 @@ def param_groups(
         sgd       lr / (R^2 g)        lr / R^2    lr / R^2    lr
 
     since SGD's step is proportional to the gradient, which has a factor R of its own, and an
-    adaptive optimizer's is not. In intrinsic coordinates this is exact for rows with |r| = R and
-    no bias; a bias moves 1 + lam^2 times as fast, and r with it. R counts as 20 lr at least (adam)
-    or 2 lr (sgd), up to 0.2: r moves at lr, so in a shorter row it soon is many times R, and with
-    it the speed of W and b, which would become unstable.
+    adaptive optimizer's is not. In intrinsic coordinates this is exact under SGD for rows with |r|
+    = R and no bias; under Adam steps are as long, not alike. A bias moves 1 + lam^2 times as fast,
+    and r with it. R counts as 20 lr at least (adam) or 2 lr (sgd), up to 0.2: r moves at lr, so in
+    a shorter row it soon is many times R, and with it the speed of W and b, which would become
+    unstable.
     `GeometricOptimizer` does the same without having to know the kind. Matched groups keep it
     under `kind`: printing SGD with `kind: adam` shows that the rates are for another optimizer.
 

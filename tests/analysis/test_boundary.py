@@ -16,6 +16,7 @@ from boundary_checks import CLOSE, check, pre_activation, predict, randomise
 from patches import by_unit, patches, responses
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
+from torchvision.ops import FrozenBatchNorm2d
 
 from geoparam import (
     GmPConv1d,
@@ -269,6 +270,16 @@ def test_batch_statistics_reach_later_layers_and_means_of_inputs() -> None:
     z = by_unit(pre_activation(model, x, model[5]), -3)
     centred = given - given.mean(dim=(0, 2, 3), keepdim=True)
     torch.testing.assert_close(predict(found, model[3], centred), z, **CLOSE)
+
+
+@pytest.mark.parametrize("norm", [FrozenBatchNorm2d(4), nn.BatchNorm2d(4).eval()])
+def test_a_norm_that_is_frozen_in_training_is_read_by_its_running_statistics(norm: Any) -> None:
+    norm.running_mean += 1.0
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), norm, nn.ReLU())
+    x = torch.randn(5, 2, 8, 8)
+    assert model.training
+    found, expected = (boundaries(model, x, statistics=s)["0"] for s in ("batch", "running"))
+    assert torch.equal(found.distance, expected.distance)
 
 
 def old(function: Callable, *args: Any, **kwargs: Any) -> nn.Module:

@@ -77,6 +77,14 @@ def with_other_calls(m: nn.Module, x: Tensor) -> Tensor:
     return F.relu(x) * scale + x.size(1)
 
 
+class ShiftedReLU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x - 0.2)
+
+
+ShiftedReLU.__name__ = "ReLU"
+
+
 # A model whose first layer is "a", its inputs, and the bits of that layer, one tensor for each
 # breakpoint and call.
 Case = tuple[Callable[..., Tensor], dict[str, nn.Module], Tensor, Callable[..., list[Tensor]]]
@@ -130,6 +138,27 @@ CASES: dict[str, Case] = {
         X,
         lambda m, x: [(m.a(x.view(-1, 2)) > 0).view(6, -1)],
     ),
+    "two batches one after the other": (
+        lambda m, x: F.relu(m.a(torch.cat([x, -x]))),
+        {"a": nn.Linear(4, 3)},
+        X,
+        lambda m, x: [torch.cat([m.a(x), m.a(-x)], dim=1) > 0],
+    ),
+    "time first": (
+        lambda m, x: F.relu(m.a(x.view(6, 2, 2).transpose(0, 1))),
+        {"a": nn.Linear(2, 3)},
+        X,
+        lambda m, x: [m.a(x.view(6, 2, 2)).flatten(1) > 0],
+    ),
+    "the name of another": (
+        lambda m, x: m.act(m.a(x)),
+        {"a": nn.Linear(4, 5), "act": ShiftedReLU()},
+        X,
+        lambda m, x: [m.a(x) > 0.2],
+    ),
+    "from above": (
+        lambda m, x: m.a(x).clamp_max(0.1), {"a": nn.Linear(4, 9)}, X, lambda m, x: [m.a(x) > 0.1]
+    ),
 }  # fmt: skip
 
 
@@ -143,6 +172,12 @@ def test_a_layer_has_one_bit_for_each_breakpoint_of_each_unit_and_position(
     assert found["a"].bits == sum(each[0].numel() for each in expected)
     packed = np.concatenate([rows(each) for each in expected], axis=1)
     assert np.array_equal(found["a"].packed.numpy(), packed)
+
+
+def test_a_first_argument_of_one_number_is_not_the_examples() -> None:
+    model = FunctionModel(lambda m, t, x: F.relu(m.a(x) + t), a=nn.Linear(4, 9))
+    for t in (torch.tensor(0.3), torch.tensor([0.3])):
+        assert len(patterns(model, (t, X))["a"]) == len(X)
 
 
 def test_what_is_not_told_by_example_is_left_out() -> None:

@@ -174,6 +174,17 @@ def test_a_unit_without_a_boundary_is_counted_and_left_out() -> None:
     assert np.isnan(history["rotation"][0]).nonzero()[0].tolist() == [0, 5]
     assert np.isfinite(history["rotation_max"]) and history["rotation_max"] > 0
     np.testing.assert_allclose(history["rotation_median"], np.nanmedian(history["rotation"]))
+    model[1].weight.data[[0, 5]] = 1.0
+    tracker.step()
+    assert tracker.history["0"]["undefined"][-1] == 0  # though they cannot have turned
+
+
+def test_units_that_have_diverged_are_not_dead() -> None:
+    model = network("bn")
+    tracker = BoundaryTracker(model, probe=torch.randn(8, 3, dtype=TYPE), keep="full")
+    model[0].weight.data[2] = torch.nan
+    tracker.step()
+    assert np.isnan(tracker.history["0"]["active"]).sum() == 1
 
 
 @pytest.mark.parametrize("turn", ["gamma", "row", "r"])

@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -156,12 +157,26 @@ def test_zero_rows_are_reported_and_steep_rows_left() -> None:
     original = copy.deepcopy(model)
     text = str(gp.plan(model))
     assert "shared: Conv2d (1 zero rows have r = 0)" in text
+    normed = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    normed[1].weight.data[:2] = 0.0
+    found = str(gp.plan(normed, norm="imn", example_inputs=torch.ones(1, 4)))
+    assert "absorbs 1; 2 zero rows have r = 0" in found
     assert f"hidden: Linear (1 rows with |bias| > {STEEPEST} |weight|)" in text
     gp.convert_(model)
     assert type(model.hidden) is nn.Linear
     assert gp.verify(original, model, X) < 1e-5
     gp.fold_(model)
     assert gp.verify(original, model, X) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{"weights": "foo"}, {"init": "foo"}, {"weights": "plain"}])
+def test_a_plan_raises_what_convert_would(options: Any) -> None:
+    words = []
+    for function in (gp.plan, gp.convert_):
+        with pytest.raises(ValueError) as raised:
+            function(net(), **options)
+        words.append(str(raised.value))
+    assert words[0] == words[1]
 
 
 def test_other_layers_are_listed() -> None:

@@ -121,7 +121,7 @@ def breaks(activation: Activation | None) -> Breaks | None:
     name = _name(activation)
     if isinstance(activation, SReLU):
         return Breaks(tuple(point.detach() for point in activation.breakpoints()))
-    if name in ("hardtanh", "clamp", "clamp_min", "clip", "threshold"):
+    if name in ("hardtanh", "clamp", "clamp_min", "clamp_max", "clip", "threshold"):
         return _limits(activation, name)
     return FIXED.get(name)
 
@@ -139,6 +139,7 @@ def _name(activation: Activation) -> str:
 def _limits(activation: Activation, name: str) -> Breaks | None:
     """Return the breakpoints of an activation that has them as arguments."""
     names = {"hardtanh": ("min_val", "max_val"), "threshold": ("threshold",)}
+    names["clamp_max"] = ("max",)
     by_place = names.get(name, ("min", "max"))
     given: dict[str, Any] = {"min_val": -1.0, "max_val": 1.0}
     if isinstance(activation, nn.Module):
@@ -148,4 +149,5 @@ def _limits(activation: Activation, name: str) -> Breaks | None:
     limits = [given.get(each) for each in by_place]
     points = tuple(float(limit) for limit in limits if limit is not None)
     closes = name != "threshold" and limits[-1] is not None
-    return Breaks(points, limits[0] is not None, closes) if points else None
+    opens = name != "clamp_max" and limits[0] is not None
+    return Breaks(points, opens, closes) if points else None

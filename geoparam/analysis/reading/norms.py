@@ -28,9 +28,19 @@ def has_running(norm: nn.Module | None) -> bool:
     return getattr(norm, "running_mean", None) is not None
 
 
-def needs_batch(norm: nn.Module | None, batch: bool) -> bool:
+def uses_batch(norm: nn.Module, model: nn.Module) -> bool:
+    """Return whether a norm with running statistics uses the batch's when the model trains."""
+    is_frozen = model.training and not norm.training  # fine-tuning with fixed statistics
+    return has_running(norm) and not is_frozen and not _is_always_frozen(norm)
+
+
+def needs_batch(norm: nn.Module | None, model: nn.Module, batch: bool) -> bool:
     """Return whether a norm is read by a batch's statistics: with `batch`, or having no others."""
-    return norm is not None and (batch or not has_running(norm))
+    return norm is not None and (not has_running(norm) or (batch and uses_batch(norm, model)))
+
+
+def _is_always_frozen(norm: nn.Module) -> bool:
+    return type(norm).__name__.startswith("FrozenBatchNorm")  # torchvision's
 
 
 def mixes_units(norm: nn.Module) -> bool:
@@ -60,8 +70,7 @@ def find_feature_dim(norm: Any, units: int, rank: int, positions: bool) -> int |
 def _count_features(norm: Any) -> int | None:
     if isinstance(norm, BatchNorm | InstanceNorm | InputMeanNorm):
         return norm.num_features
-    frozen = type(norm).__name__.startswith("FrozenBatchNorm")
-    return norm.running_mean.numel() if frozen else None
+    return norm.running_mean.numel() if _is_always_frozen(norm) else None
 
 
 class Moments(NamedTuple):

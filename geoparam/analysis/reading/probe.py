@@ -8,7 +8,7 @@ the first in the window's order wins.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from geoparam.analysis.reading.activations import SReLU, breaks
 from geoparam.analysis.reading.layer_sites import Site, has_units, took_same_steps
-from geoparam.analysis.reading.norms import Moments, compute_moments, has_running, needs_batch
+from geoparam.analysis.reading.norms import Moments, compute_moments, needs_batch, uses_batch
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs, module_name, weight_name
 from geoparam.graph import Call, Graph, Node
@@ -43,8 +43,8 @@ def observe(
 
     The functions are called with the site, the tensor and the number of its step: the layer's
     input, the input of the norm after it, and the activation's, units in dimension `site.channel`;
-    not where there is none, or where units are elsewhere. With `training`, norms with running
-    statistics use the batch's.
+    not where there is none, or where units are elsewhere. With `training`, norms use
+    the batch's statistics if they do so in training.
     """
     watched: dict[int, list[tuple[See, Site]]] = {}
 
@@ -74,7 +74,9 @@ def observe(
 
     with ExitStack() as stack:
         if training:
-            stack.enter_context(model.register_forward_pre_hook(_train_norms))
+            norms = [module for module in model.modules() if uses_batch(module, model)]
+            train = partial(_train_norms, norms)  # in the trace, which restores them
+            stack.enter_context(model.register_forward_pre_hook(train))
         for site in sites.values():
             if site.own_activation and site.calls and pre_activation is not None:
                 _show_own_activation(site, pre_activation, stack)
@@ -107,7 +109,7 @@ def read_moments(
     model: nn.Module, inputs: Inputs, sites: Mapping[str, Site], batch: bool = False
 ) -> dict[str, Moments]:
     """Run the model and return the moments of norms that are read by a batch, by layer."""
-    seen = prepare_moments(sites, batch)
+    seen = prepare_moments(model, sites, batch)
 
     def see(site: Site, z: Tensor, _: int) -> None:
         seen[site.name].append(compute_moments(site.norm, z))
@@ -118,9 +120,11 @@ def read_moments(
     return average_seen(seen)
 
 
-def prepare_moments(sites: Mapping[str, Site], batch: bool) -> dict[str, list[Moments]]:
+def prepare_moments(
+    model: nn.Module, sites: Mapping[str, Site], batch: bool
+) -> dict[str, list[Moments]]:
     """Return an empty list for each layer whose norm is read by a batch."""
-    return {name: [] for name, site in sites.items() if needs_batch(site.norm, batch)}
+    return {name: [] for name, site in sites.items() if needs_batch(site.norm, model, batch)}
 
 
 def average_seen(seen: Mapping[str, Sequence[Moments]]) -> dict[str, Moments]:
@@ -132,11 +136,9 @@ def average_seen(seen: Mapping[str, Sequence[Moments]]) -> dict[str, Moments]:
     }
 
 
-def _train_norms(model: nn.Module, _: object) -> None:
-    """Let norms with running statistics use the batch's in a trace, which restores the norms."""
-    for module in model.modules():
-        if has_running(module):
-            module.training = True
+def _train_norms(norms: list[nn.Module], *_: object) -> None:
+    for norm in norms:
+        norm.training = True
 
 
 def compute_input_lengths(layer: nn.Module, x: Tensor) -> Tensor:
@@ -211,6 +213,7 @@ class MaxPool:
         shape = [n if k == d else 1 for k in range(self.dims)]
         probe = torch.eye(n, device="cpu").view(n, 1, *shape).expand(n, 1, *sizes).contiguous()
         pooled = func(probe, *self.node.args, **self.node.kwargs)
+        pooled = pooled[0] if isinstance(pooled, tuple) else pooled  # or with indices
         inside = pooled.movedim(2 + d, 1).flatten(2)[:, :, 0].t() > 0.5  # of each output
         size, rows = int(inside.sum(dim=1).max()), [row.nonzero()[:, 0] for row in inside]
         rows = [F.pad(row, (0, size - len(row)), value=int(row[0])) for row in rows]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from geoparam.analysis.partition import Collector, Pattern, Patterns
+from geoparam.analysis.partition import Collector, Pattern, Patterns, find_blocks
 from geoparam.analysis.reading.layer_sites import Site, count_units
 from geoparam.analysis.reading.norms import Moments, compute_moments
 from geoparam.analysis.reading.probe import (
@@ -59,14 +59,15 @@ class ProbeReadings:
         sites: Mapping[str, Site],
         others: Mapping[str, Site],
         batch: bool = False,
+        blocks: Mapping[int, int] | None = None,
     ) -> None:
-        self._collector = Collector(inputs)
+        self._collector = Collector(inputs, blocks)
         self._seen: dict[str, dict[str, list[Tensor]]] = {"active": {}, "above": {}, "lengths": {}}
-        self._moments = prepare_moments(sites, batch)
+        self._moments = prepare_moments(model, sites, batch)
         see = self._see_pre_activation, self._see_input, self._see_norm
         self.same_steps = observe(model, inputs, {**sites, **others}, *see, training=batch)
         if not self.same_steps:
-            self._moments = prepare_moments(sites, batch)
+            self._moments = prepare_moments(model, sites, batch)
             self._seen = {quantity: {} for quantity in self._seen}
         self.active, self.above, self.lengths = (
             {name: torch.stack(each).mean(dim=0) for name, each in seen.items()}
@@ -83,9 +84,11 @@ class ProbeReadings:
         self._collector(site, z, step)
         if breaks is None or not z.numel() or isinstance(site.layer, nn.Identity):
             return
-        above = [_share(side, site.channel) for side in breaks.above(z, site.channel)]
-        self._keep("active", site, _share(breaks.active(z, site.channel), site.channel))
-        self._keep("above", site, torch.stack(above))
+        sides = torch.cat([breaks.active(z, site.channel)[None], breaks.above(z, site.channel)])
+        shares = torch.stack([_share(side, site.channel) for side in sides])
+        shares[:, _share(z.isnan(), site.channel) > 0] = torch.nan  # a unit that has diverged
+        self._keep("active", site, shares[0])
+        self._keep("above", site, shares[1:])
 
     def _see_input(self, site: Site, x: Tensor, _: int) -> None:
         if x.is_floating_point() and x.numel():
@@ -127,6 +130,8 @@ class Measurement:
         self._replay = GraphReplay(self._measure_motion, itertools.chain(*read.values()))
         self._read = {name: set(own).intersection(model.modules()) for name, own in read.items()}
         self._others = {} if probe is None else find_other_activations(model, probe, sites)
+        seen = {**sites, **self._others}
+        self._blocks = {} if probe is None else find_blocks(model, probe, seen)
         self._patterns: Patterns | None = None
 
     @torch.inference_mode(False)  # tensors that are kept may be used outside of it
@@ -136,7 +141,8 @@ class Measurement:
         self._check_model()
         readings = None
         if self.probe is not None:
-            readings = ProbeReadings(self.model, self.probe, self.sites, self._others, self._batch)
+            options = self.sites, self._others, self._batch, self._blocks
+            readings = ProbeReadings(self.model, self.probe, *options)
             if not readings.same_steps:
                 warnings.warn(OTHER_STEPS, stacklevel=4)
         if readings is None or not readings.moments:
@@ -183,7 +189,7 @@ class Measurement:
             },
             "rotation_rms": (squares / self._layer_sums(1 - missing)).sqrt(),
             "units": self._sizes,
-            "undefined": self._layer_sums(missing),
+            "undefined": self._layer_sums(measured.is_undefined.double()),
             "smallest_product": _with_network(measured.smallest_product.double()),
             "negligible_metric": _with_network(measured.negligible_metric.double()),
         }

@@ -47,6 +47,7 @@ class Measured(NamedTuple):
     displacement: Tensor
     scale: Tensor
     distance: Tensor
+    is_undefined: Tensor
     smallest_product: Tensor
     negligible_metric: Tensor
 
@@ -134,6 +135,7 @@ class Motion:
             displacement=displacement(before[1:], distances, near, far).amax(dim=0),
             scale=scale,
             distance=distances[0],
+            is_undefined=sign.isnan(),
             smallest_product=angular[:, 0],
             negligible_metric=angular[:, 1],
         )
