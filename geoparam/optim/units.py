@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from geoparam.base_layer import GmPLayer
 from geoparam.coordinates import STEEPEST
 from geoparam.graph import Graph
-from geoparam.inspection import is_conv1d, refuse_lazy
+from geoparam.inspection import is_conv1d, refuse_lazy, strip_wrappers
 from geoparam.trace import Filter, output_layers, trace
 
 BY_VALUES = ("a row of zeros has no direction", f"|bias| > {STEEPEST} |weight| in a row")
@@ -97,7 +97,8 @@ def find_units(
     plain = {name: why for name, why in shared.items() if parameters[name].ndim > 1}
     for layer, module, weight, bias, column_groups in _weights(model):
         name = names[id(weight)]
-        is_plain = layer in outputs if filter_fn is None else not filter_fn(module, layer)
+        public = strip_wrappers(layer)
+        is_plain = layer in outputs if filter_fn is None else not filter_fn(module, public)
         if name in embedded:
             plain[name] = "tied to an embedding"
         elif is_plain:
