@@ -126,7 +126,7 @@ def test_dropout_is_of_the_output_layers_inputs_in_training(tmp_path: Path) -> N
 def test_a_run_that_ends_at_chance_has_collapsed(
     select: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "SHORT", 6)
+    monkeypatch.setattr(loop, "FEWEST_STEPS", 6)
     chosen = settings("gmp+imn", lr=1e-9, select=select)
     record = train(chosen, source(), tmp_path).record
     assert record["outcome"] == "collapsed" and np.isfinite(record["top1"])
@@ -134,7 +134,7 @@ def test_a_run_that_ends_at_chance_has_collapsed(
     with monkeypatch.context() as patch:
         patch.setattr(Training, "train_on", die)
         assert train(chosen, source(), tmp_path).record == record  # it is not done again
-    monkeypatch.setattr(loop, "SHORT", 100)
+    monkeypatch.setattr(loop, "FEWEST_STEPS", 100)
     assert train(chosen, source(), tmp_path / "short").record["outcome"] == "finished"
 
 
