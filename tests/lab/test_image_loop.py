@@ -44,9 +44,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
 def test_every_method_trains_a_step(method: str, tmp_path: Path) -> None:
     chosen, images = settings(method, epochs=1, lr=0.05), source(BATCH)
     train(chosen, images, tmp_path)
-    untrained = networks.build(
-        "vgg6", method, images.classes, size=8, seed=chosen.seed, **chosen.network_options
-    )
+    untrained = preparation.build(chosen, images)
     found = weights(tmp_path)
     for name, parameter in untrained.named_parameters():
         assert found[name].isfinite().all() and not torch.equal(found[name], parameter), name
@@ -316,7 +314,7 @@ def test_leaves_random_numbers_and_switches_as_they_were(tmp_path: Path) -> None
         ({"method": "magic"}, "a method is one of"),
         ({"schedule": "sine"}, "schedule is one of steps"),
         ({"init": "ones"}, "init is"),
-        ({"epochs": 0}, "epochs is at least 1"),
+        ({"epochs": 0}, "epochs must be >= 1"),
         ({"recalibrate": -1}, "recalibrate is 0 or more"),
         ({"time_to": (40.0, 101.0)}, "from 0 to 100; got .101"),
         ({"momentum": 1.0}, "momentum is from 0 to below 1"),
