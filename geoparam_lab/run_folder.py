@@ -165,8 +165,6 @@ class Run:
     def save_curves(self, name: str, **arrays: Any) -> Path:
         """Write arrays to curves/NAME.npz, whole or not at all."""
         path = self.folder / "curves" / f"{name}.npz"
-        for key, array in arrays.items():
-            arrays[key] = array.detach().cpu() if isinstance(array, torch.Tensor) else array
         with replacing(path) as unfinished:
             np.savez_compressed(unfinished, **arrays)
         return path
