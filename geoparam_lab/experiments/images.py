@@ -40,7 +40,6 @@ from geoparam_lab.training.tasks import Done, Progress, Session, Tick, throttle
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-KEY = ("name",)
 DRAW_EVERY = 60  # seconds between two drawings of a sweep's figures
 PAPERS_METHODS = {
     "imagenet32": ("sp", "wn", "wn+mbn", "bn", "gmp", "gmp+imn"),
@@ -114,7 +113,7 @@ def run(
     if not accelerator.is_main_process:
         work.assist()
         return None
-    known: Record = {"key": KEY, "may_change": _MAY_CHANGE, "defaults": COMMON}
+    known: Record = {"key": ["name"], "may_change": _MAY_CHANGE, "defaults": COMMON}
     try:
         study = None
         if storage is not None:

@@ -56,7 +56,6 @@ COPIES = {f"levy{inputs}": inputs for inputs in (2, 4, 8)}
 PROTOCOLS = (*parts.PROTOCOLS, "cv")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # the papers' grid
 WIDE_RATES = (*RATES, 1.0, 3.0)  # under "cv": SP and WN often chose the edge of the papers' grid
-FOLDS = 5
 UNITS, BATCH_SIZE, EPOCHS, PATIENCE = 100, 1024, 5000, 50
 AT_ONCE = 10  # networks in a stack
 _MAY_CHANGE = ("datasets", "methods", "seeds")  # when a run is resumed
@@ -194,7 +193,7 @@ def run(
     data: str | Path | None = None,
     lrs: Sequence[float] | None = None,
     epochs: int = EPOCHS,
-    folds: int = FOLDS,
+    folds: int = 5,
     jobs: int | None = None,
     resume: bool = False,
     command: str | None = None,

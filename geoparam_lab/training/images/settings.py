@@ -194,10 +194,8 @@ _FIELDS = {"decay": "weight_decay"}  # where an option is not called as in Setti
 _VARIED = ("network", "method", "lr", "batch_size", "seed")
 COMMON = {field.name: field.default for field in fields(Settings) if field.name not in _VARIED}
 
-Point = tuple[str, str, dict[str, Any]]
 
-
-def list_points(text: str) -> list[Point]:
+def list_points(text: str) -> list[tuple[str, str, dict[str, Any]]]:
     """Return for each combination the method with its words, its numbers, and its settings.
 
     The rate is not among the numbers: it has a place of its own everywhere.
