@@ -78,13 +78,14 @@ class Method:
     mbn: str = "after"  # where MBN's offset is: "after" the mean, or "before" it, without effect
     decay: float = 0.0  # share of a weight that a step removes, over the rate
     angle_lr: str | None = None  # the rate of directions: None for that of all, or "fan_in"
-    order: int | str = 0  # of the inputs; 0 as they are, others are drawn from it
+    order: int = 0  # of the inputs; 0 as they are, others are drawn from it
 
     def __post_init__(self) -> None:
         for option, known in _WORDS.items():
             check_names(option, known, getattr(self, option))
         if not str(self.order).isdecimal():
             raise ValueError(f"order is a seed, from 0 on; got {self.order!r}.")
+        object.__setattr__(self, "order", int(self.order))  # in a method's name it is text
         if self.init == "he" and self.is_geometric:
             raise ValueError(
                 f"init='he' draws weights, and {self.title} has directions and scales instead. "
@@ -109,9 +110,9 @@ class Method:
 
     def draw_order(self, features: int) -> Tensor:
         """Return the order of the inputs."""
-        generator = torch.Generator().manual_seed(int(self.order))
+        generator = torch.Generator().manual_seed(self.order)
         order = natural = torch.arange(features)
-        while int(self.order) and features > 1 and order.equal(natural):
+        while self.order and features > 1 and order.equal(natural):
             order = torch.randperm(features, generator=generator)
         return order
 
@@ -253,7 +254,7 @@ def mlp(
             for index, (n, out) in enumerate(zip(hidden, hidden[1:], strict=False))
         ]
         output = method.output(hidden[-1], outputs, dtype=dtype)
-    if int(method.order):
+    if method.order:
         _permute_(blocks[0][0], method.draw_order(widths[0]))
     return nn.Sequential(*(module for block in blocks for module in block), output)
 
@@ -288,7 +289,14 @@ def _make_plain(
 ) -> Any:
     """Return a layer of torch.nn with a drawn weight and a bias of 0, under WN if `normalise`."""
     layer = skip_init(kind, *sizes, **options)  # its own draw would set the methods apart
-    _draw(layer.weight, init, normalise)
+    weight = layer.weight
+    fan_in, positions = weight[0].numel(), weight[0, 0].numel()  # 1, or a kernel's k^2
+    if init == "he":
+        nn.init.normal_(weight, std=math.sqrt(2 / fan_in))
+    else:
+        fan_out = len(weight) if normalise else len(weight) * positions
+        bound = math.sqrt(6 / (fan_in + fan_out))
+        nn.init.uniform_(weight, -bound, bound)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
     return weight_norm(layer) if normalise else layer
@@ -304,13 +312,3 @@ def _permute_(layer: Any, order: Tensor) -> None:
         layer.weight = layer.weight[:, order]
     else:
         layer.weight.copy_(layer.weight[:, order])
-
-
-def _draw(weight: Tensor, init: str, normalise: bool) -> None:
-    fan_in, positions = weight[0].numel(), weight[0, 0].numel()  # 1, or a kernel's k^2
-    if init == "he":
-        nn.init.normal_(weight, std=math.sqrt(2 / fan_in))
-    else:
-        fan_out = len(weight) if normalise else len(weight) * positions
-        bound = math.sqrt(6 / (fan_in + fan_out))
-        nn.init.uniform_(weight, -bound, bound)

@@ -132,8 +132,7 @@ def resnet(
 
 def _make_conv(method: Method, inputs: int, units: int, kernel: int, stride: int = 1) -> nn.Module:
     shape = {"stride": stride, "padding": kernel // 2}
-    layer: nn.Module = method.make_layer(nn.Conv2d, inputs, units, kernel, **shape)
-    return layer
+    return method.make_layer(nn.Conv2d, inputs, units, kernel, **shape)
 
 
 def _make_norm(method: Method, units: int) -> nn.Module:

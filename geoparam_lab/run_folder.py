@@ -102,8 +102,9 @@ class Run:
             )
         before = {**run.info, "config": {**(defaults or {}), **run.info["config"]}}
         _check_same(folder, before, wanted, may_change)
-        for name in ("metrics.jsonl", "sessions.jsonl"):
-            _remove_unfinished_line(folder / name)
+        for path in (folder / "metrics.jsonl", folder / "sessions.jsonl"):
+            if path.exists():  # remove what a kill left of the last line
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         _append(folder / "sessions.jsonl", {**now, "config": wanted["config"]})
         return run
 
@@ -152,8 +153,7 @@ class Run:
     @property
     def config(self) -> Record:
         """The configuration, as the last session had it."""
-        config: Record = self.sessions()[-1]["config"]
-        return config
+        return self.sessions()[-1]["config"]
 
     def sessions(self) -> list[Record]:
         """Command, versions, commit, hardware and start of each session, the first one first."""
@@ -165,8 +165,6 @@ class Run:
     def save_curves(self, name: str, **arrays: Any) -> Path:
         """Write arrays to curves/NAME.npz, whole or not at all."""
         path = self.folder / "curves" / f"{name}.npz"
-        for key, array in arrays.items():
-            arrays[key] = array.detach().cpu() if isinstance(array, torch.Tensor) else array
         with replacing(path) as unfinished:
             np.savez_compressed(unfinished, **arrays)
         return path
@@ -238,12 +236,6 @@ def _append(path: Path, record: Record) -> None:
     line = json.dumps(_to_json(record), allow_nan=False) + "\n"
     with open(path, "a", encoding="utf-8") as file:
         file.write(line)
-
-
-def _remove_unfinished_line(path: Path) -> None:
-    """Remove what a kill left of the last line."""
-    if path.exists():
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def _read_lines(path: Path, fields: Iterable[str]) -> list[Record]:

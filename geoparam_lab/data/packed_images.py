@@ -61,14 +61,26 @@ class PackedImages(Source):
         self, train: Split, val: Split, classes: int, name: str = "npz", checksum: str = ""
     ) -> None:
         super().__init__(train, val, classes, train.images.shape[1], name, checksum)
-        self.mean = _mean(train.images)  # also that of a part
+        white = 255 * train.images[..., 0].numel()
+        # Each channel's mean in [0, 1], from exact sums; also that of a part.
+        self.mean = [total / white for total in train.images.sum(dim=(0, 1, 2)).tolist()]
         self._resident: dict[tuple[Split, torch.device], Split] = {}
 
     @classmethod
     def load(cls, folder: str | Path, size: int = 32) -> "PackedImages":
         """Read and check ``train_data_batch_*.npz`` and ``val_data.npz`` of a folder."""
-        train, val, classes, checksum = _read(Path(folder), size)
-        return cls(train, val, classes, checksum=checksum)
+        train_files, val_file = _list_training_files(Path(folder)), Path(folder, VAL)
+        if not val_file.is_file():
+            raise FileNotFoundError(f"{val_file} is missing. {_ADVICE}")
+        digest = hashlib.sha256()
+        train, val = (_read_split(files, size, digest) for files in (train_files, [val_file]))
+        known, seen = (set(split.labels.unique().tolist()) for split in (train, val))
+        if others := sorted(label + 1 for label in seen - known):
+            raise ValueError(
+                f"{val_file} has labels that the training files do not have: "
+                f"{', '.join(map(str, others[:5]))}. Use files that belong together."
+            )
+        return cls(train, val, max(known) + 1, checksum=digest.hexdigest()[:16])
 
     def _make_batches(
         self, split: Split, shares: Shares, device: Device, seed: int | None = None, crop: int = 0
@@ -120,30 +132,7 @@ def _reflect(index: Tensor, size: int) -> Tensor:
     return last - (last - index.abs()).abs()
 
 
-def _mean(images: Tensor) -> list[float]:
-    """Return each channel's mean in [0, 1], from exact sums."""
-    white = 255 * images[..., 0].numel()
-    return [total / white for total in images.sum(dim=(0, 1, 2)).tolist()]
-
-
 # --- files --------------------------------------------------------------------------------------
-
-
-def _read(folder: Path, size: int) -> tuple[Split, Split, int, str]:
-    """Return both splits of a folder, the number of classes, and a checksum of all of it."""
-    train_files, val_file = _list_training_files(folder), folder / VAL
-    if not val_file.is_file():
-        raise FileNotFoundError(f"{val_file} is missing. {_ADVICE}")
-    digest = hashlib.sha256()
-    train = _read_split(train_files, size, digest)
-    val = _read_split([val_file], size, digest)
-    known, seen = (set(split.labels.unique().tolist()) for split in (train, val))
-    if others := sorted(label + 1 for label in seen - known):
-        raise ValueError(
-            f"{val_file} has labels that the training files do not have: "
-            f"{', '.join(map(str, others[:5]))}. Use files that belong together."
-        )
-    return train, val, max(known) + 1, digest.hexdigest()[:16]
 
 
 def _list_training_files(folder: Path) -> list[Path]:

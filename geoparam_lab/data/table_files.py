@@ -120,7 +120,11 @@ def _download(table: Table, data: str | Path | None) -> np.ndarray:
         except (OSError, http.client.HTTPException, ValueError, ImportError) as error:
             attempts.append(f"{url}: {error or type(error).__name__}")
         else:
-            _write_to_cache(table, numbers)
+            rows = [",".join(map(repr, row)) for row in numbers.tolist()]
+            cached = _cache_folder() / table.folder / f"{table.name}.csv"
+            # Where it cannot be written, it is downloaded again next time.
+            with contextlib.suppress(OSError), replacing(cached) as unfinished:
+                unfinished.write_text("\n".join([*rows, ""]))
             return numbers
     folders = ", ".join(map(str, _list_folders(data)))
     files = ", ".join((f"{table.name}.csv", *table.files))
@@ -135,15 +139,7 @@ def fetch(url: str) -> bytes:
     """Return what a server sends, up to a little more than LARGEST."""
     request = urllib.request.Request(url, headers={"User-Agent": "geoparam"})
     with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
-        content: bytes = response.read(LARGEST + 1)
-    return content
-
-
-def _write_to_cache(table: Table, numbers: np.ndarray) -> None:
-    rows = [",".join(map(repr, row)) for row in numbers.tolist()]
-    with contextlib.suppress(OSError):  # it is downloaded again next time
-        with replacing(_cache_folder() / table.folder / f"{table.name}.csv") as unfinished:
-            unfinished.write_text("\n".join([*rows, ""]))
+        return response.read(LARGEST + 1)
 
 
 # --- reading ----------------------------------------------------------------------------------

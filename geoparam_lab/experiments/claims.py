@@ -31,8 +31,6 @@ from geoparam_lab.training.tasks import Done, Progress, Session, Task, Tick
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SEEDS = 5
-
 
 class Part(NamedTuple):
     """One claim: its measurement, and the grid of what is measured."""
@@ -84,7 +82,7 @@ def run(
     out: str | Path,
     *,
     parts: Sequence[str] = tuple(PARTS),
-    seeds: int = SEEDS,
+    seeds: int = 5,
     data: str | Path | None = None,
     jobs: int | None = None,
     resume: bool = False,

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from geoparam_lab.experiments import papers
-from geoparam_lab.experiments.papers import PaperTable, Printed
+from geoparam_lab.experiments.papers import RATES, PaperTable, Printed
 from geoparam_lab.run_folder import Record, Run
 
 if TYPE_CHECKING:
@@ -78,9 +77,7 @@ class Experiment:
     settings: type | None = None  # a dataclass whose fields are options too, taken by keyword
     layouts: tuple[Layout, ...] = (Layout((RMSE, ACCURACY, TOP1, TOP5)),)
     papers: Mapping[str, PaperTable] = field(default_factory=dict)  # what they print, by measure
-    rates: Mapping[str, float] = field(
-        default_factory=lambda: papers.RATES
-    )  # the papers', by method
+    rates: Mapping[str, float] = field(default_factory=RATES.copy)  # the papers', by method
     papers_fields: Mapping[str, Any] = field(default_factory=dict)  # fields of the papers' runs
     baseline: str = "sp"  # the method that others are compared with
     names: Mapping[Any, str] = field(default_factory=dict)  # what tables call some values

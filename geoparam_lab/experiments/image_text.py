@@ -6,13 +6,12 @@ results are those of another problem: they are shown without the papers' numbers
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 
 import numpy as np
 
 from geoparam_lab.experiments.experiment import Config
 from geoparam_lab.run_folder import Record, group_records
-from geoparam_lab.training.images.settings import Settings
+from geoparam_lab.training.images.settings import COMMON
 
 IMAGENET = {"classes": 1000, "train": 1_281_167, "val": 50_000}  # ILSVRC 2012
 NETWORKS = {"vgg6": "VGG-6"} | {f"resnet{depth}": f"ResNet-{depth}" for depth in (18, 34, 50)}
@@ -22,15 +21,8 @@ SCHEDULES = {
     "cosine": "the rate falls to 0 along half a cosine, a little in every step",
 }
 # Settings that are reported elsewhere, or that change only rounding.
-_NOT_REPORTED = (
-    *("network", "method", "lr", "batch_size", "seed", "schedule", "select", "time_to"),
-    *("precision", "compile", "deterministic"),
-)
-_USUAL = {
-    field.name: 0.9 if field.name == "momentum" else field.default
-    for field in fields(Settings)
-    if field.name not in _NOT_REPORTED
-}
+_NOT_REPORTED = ("schedule", "select", "time_to", "precision", "compile", "deterministic")
+_USUAL = {name: COMMON[name] for name in COMMON if name not in _NOT_REPORTED} | {"momentum": 0.9}
 
 
 def name_network(config: Config) -> str:

@@ -40,7 +40,6 @@ from geoparam_lab.training.tasks import Done, Progress, Session, Tick, throttle
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-KEY = ("name",)
 DRAW_EVERY = 60  # seconds between two drawings of a sweep's figures
 PAPERS_METHODS = {
     "imagenet32": ("sp", "wn", "wn+mbn", "bn", "gmp", "gmp+imn"),
@@ -114,30 +113,18 @@ def run(
     if not accelerator.is_main_process:
         work.assist()
         return None
-    folder, study = _open_folder(out, experiment, config, command, resume, storage)
-    _sweep(folder, work, jobs, study, progress)
-    _send(None)
-    return folder
-
-
-def _open_folder(
-    out: str | Path,
-    experiment: str,
-    config: Record,
-    command: str | None,
-    resume: bool,
-    storage: str | None,
-) -> tuple[Run, Any]:
-    """Return the sweep's folder and its shared study, or None; on an error all processes end."""
-    known: Record = {"key": KEY, "may_change": _MAY_CHANGE, "defaults": COMMON}
+    known: Record = {"key": ["name"], "may_change": _MAY_CHANGE, "defaults": COMMON}
     try:
         study = None
         if storage is not None:
             study = shared_study.open_study(storage, experiment, config)
-        return Run.create(out, experiment, config, command, resume=resume, **known), study
-    except BaseException:
+        folder = Run.create(out, experiment, config, command, resume=resume, **known)
+    except BaseException:  # on which the other processes end too
         _send(None)
         raise
+    _sweep(folder, work, jobs, study, progress)
+    _send(None)
+    return folder
 
 
 def _send(task: ImageTask | None) -> ImageTask | None:

@@ -169,9 +169,8 @@ def _limits(run: Run) -> str:
     good = sum(error < GOOD for error in own)
     here = f" GmP fits well in {good} of {len(own)} seeds (test RMSE below {GOOD})." if own else ""
     return (
-        f"Levy:{here} In our runs (results/README.md) the papers' schedule often cut GmP's rate "
-        "too early: 13 of 20 seeds ended at 0.39-0.55, six at 1.06-1.24. That was one draw of 50 "
-        "points; over twenty draws GmP was lower than SP on 15."
+        f"Levy:{here} The papers' schedule may cut GmP's rate too early. See results/README.md "
+        "for what 20 seeds gave, and 20 draws of the points."
     )
 
 

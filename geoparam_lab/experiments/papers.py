@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from geoparam_lab.methods import METHODS
+
 CITATION = (
     "The papers are two versions of one work by W. Chen and H. Ge: v1, “Neural Characteristic "
     "Activation Value Analysis for Improved ReLU Network Feature Learning”, and v2, “Neural "
@@ -16,7 +18,7 @@ CITATION = (
     "(NeurIPS 2024)."
 )
 # The learning rates behind the papers' numbers, but for ImageNet, where all have 0.1.
-RATES = {"sp": 0.01, "wn": 0.01, "wn+mbn": 0.01, "bn": 0.01, "gmp": 0.1, "gmp+imn": 0.1}
+RATES = {name: METHODS[name].lr for name in ("sp", "wn", "wn+mbn", "bn", "gmp", "gmp+imn")}
 
 
 @dataclass(frozen=True)

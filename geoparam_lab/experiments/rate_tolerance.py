@@ -50,19 +50,16 @@ class Tolerance:
 
 def measure_tolerance(records: Iterable[Record], measure: Measure) -> dict[str, Tolerance]:
     """Return the tolerance of each method, from one record for each rate and seed or split."""
-    errors: dict[str, dict[float, list[float]]] = {}
-    for record in records:
-        value = record[measure.name]
-        error = 1 - value if measure.better == "higher" else value
-        error = error if math.isfinite(error) else math.inf
-        errors.setdefault(record["method"], {}).setdefault(record["lr"], []).append(error)
-    own = {method: np.concatenate([*by_rate.values()]) for method, by_rate in errors.items()}
-    bar, found = FAILED * float(np.median(np.concatenate([*own.values()]))), {}
-    for method, by_rate in errors.items():
-        rates = np.array(sorted(by_rate))
-        medians = np.array([np.median(by_rate[rate]) for rate in rates])
-        failed = (own[method] > bar) | ~np.isfinite(own[method])
-        found[method] = Tolerance(rates, medians, float(failed.mean()))
+    records, found = list(records), {}
+    lrs, values = (np.array([r[name] for r in records], float) for name in ("lr", measure.name))
+    errors = 1 - values if measure.better == "higher" else values
+    errors = np.where(np.isfinite(errors), errors, np.inf)
+    failed = np.isinf(errors) | (errors > FAILED * np.median(errors))
+    for method in dict.fromkeys(record["method"] for record in records):
+        own = np.array([record["method"] == method for record in records])
+        rates = np.unique(lrs[own])
+        medians = np.array([np.median(errors[own & (lrs == rate)]) for rate in rates])
+        found[method] = Tolerance(rates, medians, float(failed[own].mean()))
     return found
 
 

@@ -137,7 +137,14 @@ def run(
     """
     import geoparam.plots  # noqa: F401  fails now, not after training, without it
 
-    config = _check_options(methods, seeds, lrs, epochs, patience, folds)
+    chosen, rates = methods_table.check_methods(methods), check_rates(lrs)
+    check_counts(seeds=seeds, epochs=epochs, patience=patience)
+    if any(methods_table.get(name).order for name in chosen):
+        raise ValueError("another order of the inputs is an option of uci; leave it out here.")
+    if folds < 0 or folds == 1:
+        raise ValueError(f"folds, parts of the training points, are 2 or more, or 0; got {folds}.")
+    config: Record = {"methods": chosen, "seeds": seeds, "lrs": rates}
+    config |= {"epochs": epochs, "patience": patience} | ({"folds": folds} if folds else {})
     data, source = toy.load(toy.options(**own))
     problem = toy.make_problem(data, epochs, patience)
     if folds > (points := problem.data[0].shape[-2]):
@@ -150,25 +157,11 @@ def run(
     count = sum(len(stack.keys) for stack in stacks)
     session = Session(done, work, count, jobs, progress)
     session.spread(stacks, patient=True)  # after Ctrl-C, so that no work is lost
-    rates = draw_rates(done, {toy.name.capitalize(): done.records()}, toy.measure)
-    save_figures(done, toy.draw(done, data) | rates, progress)
+    over_rates = draw_rates(done, {toy.name.capitalize(): done.records()}, toy.measure)
+    save_figures(done, toy.draw(done, data) | over_rates, progress)
     if arrays := toy.film(done, data):
         done.save_curves(f"slider_{toy.name}", kind=toy.name, **arrays)
     return done
-
-
-def _check_options(
-    names: Sequence[str], seeds: int, lrs: Sequence[float], epochs: int, patience: int, folds: int
-) -> Record:
-    """Return this part of a run's configuration; raise ValueError where some of it is wrong."""
-    chosen, rates = methods_table.check_methods(names), check_rates(lrs)
-    check_counts(seeds=seeds, epochs=epochs, patience=patience)
-    if any(int(methods_table.get(name).order) for name in names):
-        raise ValueError("another order of the inputs is an option of uci; leave it out here.")
-    if folds < 0 or folds == 1:
-        raise ValueError(f"folds, parts of the training points, are 2 or more, or 0; got {folds}.")
-    schedule = {"epochs": epochs, "patience": patience} | ({"folds": folds} if folds else {})
-    return {"methods": chosen, "seeds": seeds, "lrs": rates} | schedule
 
 
 # --- training -----------------------------------------------------------------------------------

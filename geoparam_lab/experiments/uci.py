@@ -56,7 +56,6 @@ COPIES = {f"levy{inputs}": inputs for inputs in (2, 4, 8)}
 PROTOCOLS = (*parts.PROTOCOLS, "cv")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # the papers' grid
 WIDE_RATES = (*RATES, 1.0, 3.0)  # under "cv": SP and WN often chose the edge of the papers' grid
-FOLDS = 5
 UNITS, BATCH_SIZE, EPOCHS, PATIENCE = 100, 1024, 5000, 50
 AT_ONCE = 10  # networks in a stack
 _MAY_CHANGE = ("datasets", "methods", "seeds")  # when a run is resumed
@@ -141,11 +140,13 @@ def train(
     order = method.draw_order(x.shape[1]).numpy()
     data = parts.stack(x[:, order], y, seeds, protocol, fold)
     widths = (data.x_train.shape[-1], UNITS, 1)
+    schedule: Any = {"batch_size": BATCH_SIZE, "epochs": config["epochs"], "patience": PATIENCE}
+    schedule |= {"decay": method.decay, "angle_lr": method.angle_lr}
     result = stacked.train(
         [all_methods.mlp(first.method, widths, seed=seed) for seed in seeds],
         (data.x_train, data.y_train),
         [member.lr for member in members],
-        _make_protocol(method, config["epochs"]),
+        Protocol(stacked.absolute_error, stacked.squared_error, **schedule),
         (data.x_val, data.y_val),
         seeds=seeds,
         progress=tick,
@@ -164,13 +165,6 @@ def train(
         for i in range(len(seeds))
     ]
     return Done(records)
-
-
-def _make_protocol(method: all_methods.Method, epochs: int) -> Protocol:
-    """Return the papers' losses and schedule, with the method's own decay and rates."""
-    schedule: Any = {"batch_size": BATCH_SIZE, "epochs": epochs, "patience": PATIENCE}
-    own: Any = {"decay": method.decay, "angle_lr": method.angle_lr}
-    return Protocol(stacked.absolute_error, stacked.squared_error, **schedule, **own)
 
 
 def _find_errors(
@@ -199,7 +193,7 @@ def run(
     data: str | Path | None = None,
     lrs: Sequence[float] | None = None,
     epochs: int = EPOCHS,
-    folds: int = FOLDS,
+    folds: int = 5,
     jobs: int | None = None,
     resume: bool = False,
     command: str | None = None,
@@ -222,18 +216,33 @@ def run(
         jobs: how many processes work; by default as many as there are cores.
     """
     check_names("each of datasets", (*NAMES, *COPIES), *datasets)
-    config = _check_options(methods, protocol, seeds, lrs, epochs, folds)
-    config["datasets"] = list(dict.fromkeys(datasets))
+    check_names("protocol", PROTOCOLS, protocol)
+    chosen = all_methods.check_methods(methods)
+    for name in chosen:
+        all_methods.get(name)  # raises where an option is wrong
+    check_counts(seeds=seeds, epochs=epochs)
+    if folds < 2:
+        raise ValueError(f"folds, parts of the training part, must be >= 2; got {folds}.")
+    grid = {"heldout": RATES, "cv": WIDE_RATES}.get(protocol) if lrs is None else lrs
+    config: Record = {"folds": folds} if protocol == "cv" else {}
+    config |= {
+        "methods": chosen,
+        "protocol": protocol,
+        "seeds": seeds,
+        "lrs": None if grid is None else check_rates(grid),
+        "epochs": epochs,
+        "datasets": list(dict.fromkeys(datasets)),
+    }
     loaded = {name: load(name, data) for name in config["datasets"]}
     key, changes = FOLD_KEY if protocol == "cv" else KEY, _MAY_CHANGE
     folder = Run.create(out, "uci", config, command, key=key, resume=resume, may_change=changes)
     sets = sorted(loaded, key=lambda name: -loaded[name][0].size)  # the large ones first
-    grid = [task for name in sets for task in list_grid_tasks(config, name)]
+    tasks = [task for name in sets for task in list_grid_tasks(config, name)]
     chooses = protocol != "paper"
-    count = sum(len(task.keys) for task in grid)
+    count = sum(len(task.keys) for task in tasks)
     count += len(loaded) * len(config["methods"]) * seeds if chooses else 0
     session = Session(folder, functools.partial(train, loaded, config), count, jobs, progress)
-    session.spread(grid)
+    session.spread(tasks)
     if chooses:
         records = folder.records()
         session.spread([t for name in sets for t in list_chosen_tasks(config, name, records)])
@@ -257,33 +266,6 @@ def _draw_rates(run: Run) -> None:
         found = [{"method": method, "lr": lr, "val_rmse": math.sqrt(e)} for lr, e in own.items()]
         panels.setdefault(dataset.capitalize(), []).extend(found)
     save_figures(run, draw_rates(run, panels, Measure("val_rmse", "validation RMSE")))
-
-
-def _check_options(
-    names: Sequence[str],
-    protocol: str,
-    seeds: int,
-    lrs: Sequence[float] | None,
-    epochs: int,
-    folds: int,
-) -> Record:
-    """Return this part of the configuration; raise ValueError where some of it is wrong."""
-    check_names("protocol", PROTOCOLS, protocol)
-    chosen = all_methods.check_methods(names)
-    for name in names:
-        all_methods.get(name)
-    check_counts(seeds=seeds, epochs=epochs)
-    if folds < 2:
-        raise ValueError(f"folds, parts of the training part, must be >= 2; got {folds}.")
-    grid = {"heldout": RATES, "cv": WIDE_RATES}.get(protocol) if lrs is None else lrs
-    return {
-        **({"folds": folds} if protocol == "cv" else {}),
-        "methods": chosen,
-        "protocol": protocol,
-        "seeds": seeds,
-        "lrs": None if grid is None else check_rates(grid),
-        "epochs": epochs,
-    }
 
 
 # --- what it says -------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from geoparam_lab.checks import check_counts, check_names
 from geoparam_lab.data import splits as parts
 from geoparam_lab.data import uci_data as data_sets
 from geoparam_lab.data.synthetic import levy_regression
-from geoparam_lab.experiments.experiment import RMSE, Experiment, Layout, Measure
+from geoparam_lab.experiments.experiment import Experiment, Layout, Measure
 from geoparam_lab.run_folder import Record, Run, select_records
 from geoparam_lab.training.stacks import stacked
 from geoparam_lab.training.tasks import Done, Progress, Session, Task, Tick
@@ -171,7 +171,6 @@ def find_exponents(records: Sequence[Record]) -> Record:
 
 # --- what it says -------------------------------------------------------------------------------
 
-_KEYS = {"dataset": "data set", "init": "init"}
 _EXPONENTS = Layout(
     (
         Measure("exponent_activation", "activations"),
@@ -182,7 +181,7 @@ _EXPONENTS = Layout(
         Measure("exponent_gradient_scale", "gradient of scales"),
         Measure("exponent_gradient_output", "gradient of output weights"),
     ),
-    _KEYS,
+    {"dataset": "data set", "init": "init"},
     where={"kind": "answer"},
     compare=False,
     title="Exponent with which things grow with the width, before training",
@@ -199,15 +198,5 @@ EXPERIMENT = Experiment(
     about="The same network is built at several widths, to see what depends on the width.",
     summary="What depends on the width: activations, outputs and gradients at the start. Seconds.",
     run=run,
-    layouts=(
-        _EXPONENTS,
-        # For results/runs/width, whose networks were also trained.
-        Layout(
-            (RMSE,),
-            {**_KEYS, "width": "width"},
-            where={"kind": "trained"},
-            compare=False,
-            title="Trained networks",
-        ),
-    ),
+    layouts=(_EXPONENTS,),
 )

@@ -44,9 +44,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
 def test_every_method_trains_a_step(method: str, tmp_path: Path) -> None:
     chosen, images = settings(method, epochs=1, lr=0.05), source(BATCH)
     train(chosen, images, tmp_path)
-    untrained = networks.build(
-        "vgg6", method, images.classes, size=8, seed=chosen.seed, **chosen.network_options
-    )
+    untrained = preparation.build(chosen, images)
     found = weights(tmp_path)
     for name, parameter in untrained.named_parameters():
         assert found[name].isfinite().all() and not torch.equal(found[name], parameter), name
@@ -126,7 +124,7 @@ def test_dropout_is_of_the_output_layers_inputs_in_training(tmp_path: Path) -> N
 def test_a_run_that_ends_at_chance_has_collapsed(
     select: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "SHORT", 6)
+    monkeypatch.setattr(loop, "FEWEST_STEPS", 6)
     chosen = settings("gmp+imn", lr=1e-9, select=select)
     record = train(chosen, source(), tmp_path).record
     assert record["outcome"] == "collapsed" and np.isfinite(record["top1"])
@@ -134,7 +132,7 @@ def test_a_run_that_ends_at_chance_has_collapsed(
     with monkeypatch.context() as patch:
         patch.setattr(Training, "train_on", die)
         assert train(chosen, source(), tmp_path).record == record  # it is not done again
-    monkeypatch.setattr(loop, "SHORT", 100)
+    monkeypatch.setattr(loop, "FEWEST_STEPS", 100)
     assert train(chosen, source(), tmp_path / "short").record["outcome"] == "finished"
 
 
@@ -316,7 +314,7 @@ def test_leaves_random_numbers_and_switches_as_they_were(tmp_path: Path) -> None
         ({"method": "magic"}, "a method is one of"),
         ({"schedule": "sine"}, "schedule is one of steps"),
         ({"init": "ones"}, "init is"),
-        ({"epochs": 0}, "epochs is at least 1"),
+        ({"epochs": 0}, "epochs must be >= 1"),
         ({"recalibrate": -1}, "recalibrate is 0 or more"),
         ({"time_to": (40.0, 101.0)}, "from 0 to 100; got .101"),
         ({"momentum": 1.0}, "momentum is from 0 to below 1"),

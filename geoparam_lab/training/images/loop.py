@@ -191,7 +191,8 @@ class Training:
         """Evaluate, and decide how to go on."""
         trained = self.sums.average(self.accelerator)
         evaluated = self.evaluate(self.validation)
-        if self._has_diverged(trained, evaluated):
+        is_hopeless = self.epoch > 0 and trained.loss > HOPELESS * math.log(self.classes)
+        if is_hopeless or not math.isfinite(trained.loss + evaluated.loss):
             self.outcome = DIVERGED
             return
         lr = self.settings.lr * self._factor(self.batches.steps - 1)
@@ -217,11 +218,6 @@ class Training:
                 curve[-1] = value
         if self.test is not None:
             self.final = list(self.evaluate(self.test))
-
-    def _has_diverged(self, trained: Result, evaluated: Result) -> bool:
-        finite = np.isfinite(trained.loss) and np.isfinite(evaluated.loss)
-        hopeless = HOPELESS * float(np.log(self.classes))
-        return not finite or (self.epoch > 0 and trained.loss > hopeless)
 
     def _has_collapsed(self) -> bool:
         """Return whether the last epoch is at chance: its accuracy and its training loss.
@@ -310,9 +306,7 @@ class Training:
         return {
             **{name: getattr(self, name) for name in _PLAIN},
             "curves": {name: list(curve) for name, curve in self.curves.items()},
-            "model": run_checkpoints.get_weights(self.model),
-            "optimizer": run_checkpoints.get_moments(self.model, self.optimizer),
-            "random": run_checkpoints.get_random_state(self.accelerator.device),
+            **run_checkpoints.get_state(self.model, self.optimizer, self.accelerator.device),
             "tracker": self.tracker.state_dict() if self.tracker is not None else None,
         }
 
@@ -321,6 +315,4 @@ class Training:
         for name in _PLAIN:
             setattr(self, name, state[name])
         self.curves = {name: list(state["curves"][name]) for name in self.curves}
-        run_checkpoints.load_moments(self.model, self.optimizer, state["optimizer"])
-        run_checkpoints.load_weights(self.model, state["model"])
-        run_checkpoints.load_random_state(state["random"], self.accelerator.device)
+        run_checkpoints.load_state(state, self.model, self.optimizer, self.accelerator.device)

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,9 @@ from torch import nn
 from torch.nn.functional import dropout
 
 import geoparam as gp
-from geoparam.optim import RowMuon
 from geoparam_lab import networks
 from geoparam_lab.data.image_source import Source, find_layout
-from geoparam_lab.training.images import rival_optimizers
+from geoparam_lab.training.images.rival_optimizers import RIVALS, Together
 from geoparam_lab.training.images.settings import PRECISIONS, Settings
 
 if TYPE_CHECKING:
@@ -51,8 +50,8 @@ def check(settings: Settings, accelerator: "Accelerator") -> None:
 
 def build(settings: Settings, source: Source) -> nn.Module:
     """Return the network for these images."""
-    place = {"size": source.size, "seed": settings.seed}
-    options = place | settings.network_options
+    names = ("init", "imn", "mbn", "skip", "widths", "seed")
+    options = {name: getattr(settings, name) for name in names} | {"size": source.size}
     return networks.build(settings.network, settings.method, source.classes, **options)
 
 
@@ -85,7 +84,7 @@ def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimize
     """Return the optimizer over all parameters, which keeps unit vectors on the sphere."""
     if settings.optimizer == "geometric":
         optimizer = _make_geometric(settings, model)
-    elif settings.optimizer in _RIVALS:
+    elif settings.optimizer in RIVALS:
         optimizer = _make_rival(settings, model)
     else:
         make = _torch_optimizer(settings.optimizer, settings, settings.momentum)
@@ -116,14 +115,6 @@ def _divide_scales(model: nn.Module, *_: Any) -> None:
             module.r.div_(module.r.abs().mean())
 
 
-_RIVALS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {  # and the momentum
-    "muon": (RowMuon, 0.95),
-    "airbench": (rival_optimizers.Airbench, 0.6),
-    "rotational": (rival_optimizers.RotationalSGD, 0.9),
-    "angularmuown": (rival_optimizers.AngularMuown, 0.95),
-}
-
-
 def _torch_optimizer(name: str, settings: Settings, momentum: float | None = None) -> partial[Any]:
     """Return a constructor of torch's optimizer that takes parameters, rate and decay."""
     if name == "muon":
@@ -146,7 +137,7 @@ def _make_rival(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
             f"optimizer {settings.optimizer!r} is for plain weights; method {settings.method!r} "
             "has others. Use sp, bn or ln."
         )
-    kind, momentum = _RIVALS[settings.optimizer]
+    kind, momentum = RIVALS[settings.optimizer]
     rest = settings.rest or ("sgd" if settings.optimizer == "rotational" else "adamw")
     rest_lr = settings.rest_lr or (settings.lr if rest == "sgd" else 1e-3)
     rows = set(map(id, weights))
@@ -155,9 +146,8 @@ def _make_rival(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
         group["params"] = [each for each in group["params"] if id(each) not in rows]
     momentum = momentum if settings.momentum is None else settings.momentum
     options = {"lr": settings.lr, "momentum": momentum, "weight_decay": settings.weight_decay}
-    return rival_optimizers.Together(
-        kind(weights, **options), _torch_optimizer(rest, settings)(groups, lr=rest_lr)
-    )
+    others = _torch_optimizer(rest, settings)(groups, lr=rest_lr)
+    return Together(kind(weights, **options), others)
 
 
 def _make_geometric(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from geoparam.optim import RowMuon
 from geoparam.optim import orthogonalise as polar
 
 State = dict[str, Tensor]
@@ -75,7 +76,11 @@ class RowOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
-            for weights in _group_by_shape(group["params"]):
+            by_shape = defaultdict(list)
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    by_shape[weight.flatten(1).shape, weight.dtype, weight.device].append(weight)
+            for weights in by_shape.values():
                 self._step(weights, group)
         return loss
 
@@ -92,14 +97,6 @@ class RowOptimizer(torch.optim.Optimizer):
         for i, weight in enumerate(weights):
             weight.copy_(updated[i].view(weight.shape))
             self.state[weight] = {name: values[i] for name, values in state.items()}
-
-
-def _group_by_shape(weights: Sequence[Tensor]) -> list[list[Tensor]]:
-    groups = defaultdict(list)
-    for weight in weights:
-        if weight.grad is not None:
-            groups[weight.flatten(1).shape, weight.dtype, weight.device].append(weight)
-    return list(groups.values())
 
 
 class Airbench(RowOptimizer):
@@ -156,12 +153,8 @@ class AngularMuown(RowOptimizer):
         lengths = weight.norm(dim=1, keepdim=True)
         scale = torch.where(lengths > 0, lengths, math.sqrt(0.33))
         zeros, steps = torch.zeros_like(lengths), lengths.new_zeros(1, 1)
-        return super().start(weight) | {
-            "scale": scale,
-            "mean": zeros,
-            "square": zeros.clone(),
-            "steps": steps,
-        }
+        own = {"scale": scale, "mean": zeros, "square": zeros.clone(), "steps": steps}
+        return super().start(weight) | own
 
     def update(self, w: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> Tensor:
         mu, scale = group["momentum"], state["scale"]
@@ -188,3 +181,11 @@ class AngularMuown(RowOptimizer):
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(dim=-1, keepdim=True)
+
+
+RIVALS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {  # and the momentum
+    "muon": (RowMuon, 0.95),
+    "airbench": (Airbench, 0.6),
+    "rotational": (RotationalSGD, 0.9),
+    "angularmuown": (AngularMuown, 0.95),
+}

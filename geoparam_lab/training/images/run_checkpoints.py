@@ -44,56 +44,41 @@ def read(folder: Path) -> State | None:
     if not path.exists():
         return None
     try:
-        state: State = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(
             f"{path} is damaged ({error!s:.100}). Remove it, and the run starts anew."
         ) from error
-    return state
 
 
-# --- model and optimizer ------------------------------------------------------------------------
+# --- what training changes ----------------------------------------------------------------------
 
 
-def get_weights(model: nn.Module) -> State:
-    """Return a copy of a model's whole state on the CPU; empty in all but the main process."""
-    state: State = get_model_state_dict(model, options=_WHOLE)
-    return {name: value.clone() for name, value in state.items()}  # on a CPU they are the model's
+def get_state(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> State:
+    """Return a copy of all that training changes, on the CPU; complete in the main process.
 
-
-def load_weights(model: nn.Module, weights: State) -> None:
-    """Load a whole state into a model, sharded or not."""
-    set_model_state_dict(model, dict(weights), options=_WHOLE)
-
-
-def get_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Return an optimizer's whole state on the CPU; empty where it has none."""
-    # SGD without momentum has none. torch would take a step of rate 0 to find out, which calls the
-    # hook that retracts and may change the last bit.
-    if not optimizer.state:
-        return {}
-    return dict(get_optimizer_state_dict(model, optimizer, options=_WHOLE))
-
-
-def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, moments: State) -> None:
-    """Load an optimizer's state. Load the weights afterwards: torch takes a step of rate 0."""
-    if moments:
-        set_optimizer_state_dict(model, optimizer, dict(moments), options=_WHOLE)
-
-
-# --- random numbers -----------------------------------------------------------------------------
-
-
-def get_random_state(device: torch.device) -> State:
-    """Return the state of torch's generators, of the CPU and of a GPU."""
-    state = {"cpu": torch.get_rng_state()}
+    It is the states of the model, of its optimizer, and of torch's generators.
+    """
+    weights: State = get_model_state_dict(model, options=_WHOLE)
+    weights = {name: value.clone() for name, value in weights.items()}  # on a CPU the model's own
+    moments: State = {}
+    # SGD without momentum has no state. torch would take a step of rate 0 to find out, which calls
+    # the hook that retracts and may change the last bit.
+    if optimizer.state:
+        moments = dict(get_optimizer_state_dict(model, optimizer, options=_WHOLE))
+    random = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+        random["cuda"] = torch.cuda.get_rng_state(device)
+    return {"model": weights, "optimizer": moments, "random": random}
 
 
-def load_random_state(state: State, device: torch.device) -> None:
-    """Restore the generators; the state may come from another kind of device."""
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+def load_state(
+    state: State, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> None:
+    """Load the result of `get_state`, sharded or not, perhaps of another kind of device."""
+    if state["optimizer"]:  # before the weights: torch takes a step of rate 0
+        set_optimizer_state_dict(model, optimizer, dict(state["optimizer"]), options=_WHOLE)
+    set_model_state_dict(model, dict(state["model"]), options=_WHOLE)
+    torch.set_rng_state(state["random"]["cpu"])
+    if device.type == "cuda" and "cuda" in state["random"]:
+        torch.cuda.set_rng_state(state["random"]["cuda"], device)

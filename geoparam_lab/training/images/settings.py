@@ -12,23 +12,23 @@ settings of that method, of which the best may be chosen.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
 from geoparam_lab import methods
-from geoparam_lab.checks import check_names
+from geoparam_lab.checks import check_counts, check_names
 from geoparam_lab.run_folder import Record
+from geoparam_lab.training.images.rival_optimizers import RIVALS
 from geoparam_lab.training.images.schedules import SCHEDULES
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16"}  # and what Accelerate calls them
-_RIVALS = dict.fromkeys(("muon", "airbench", "rotational", "angularmuown"), ("rest", "rest_lr"))
 OPTIMIZERS: dict[str, tuple[str, ...]] = {  # and the settings that are theirs alone
     "sgd": (),
     "adamw": (),
-    **_RIVALS,
+    **dict.fromkeys(RIVALS, ("rest", "rest_lr")),
     "geometric": ("rest", "rest_lr", "base", "turn", "coordinates"),
 }
 BASES = ("sgd", "adamw", "muon")
@@ -125,8 +125,7 @@ class Settings:
         check_names("optimizer", OPTIMIZERS, self.optimizer)
         check_names("base", BASES, self.base or "sgd")
         check_names("rest", BASES[:2], self.rest or "sgd")
-        for name in ("batch_size", "epochs", "accumulate"):
-            _check(getattr(self, name) >= 1, f"{name} is at least 1; got {getattr(self, name)}.")
+        check_counts(batch_size=self.batch_size, epochs=self.epochs, accumulate=self.accumulate)
         for name in ("momentum", "label_smoothing", "dropout", "warmup", "select"):
             value = getattr(self, name)
             _check(0 <= (value or 0) < 1, f"{name} is from 0 to below 1; got {value}.")
@@ -168,11 +167,6 @@ class Settings:
                 f"for {self.network}; got {list(self.widths)}.",
             )
 
-    @property
-    def network_options(self) -> dict[str, Any]:
-        """What `networks.build` is given besides network, method, classes, size and seed."""
-        return {name: getattr(self, name) for name in ("init", "imn", "mbn", "skip", "widths")}
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -200,10 +194,8 @@ _FIELDS = {"decay": "weight_decay"}  # where an option is not called as in Setti
 _VARIED = ("network", "method", "lr", "batch_size", "seed")
 COMMON = {field.name: field.default for field in fields(Settings) if field.name not in _VARIED}
 
-Point = tuple[str, str, dict[str, Any]]
 
-
-def list_points(text: str) -> list[Point]:
+def list_points(text: str) -> list[tuple[str, str, dict[str, Any]]]:
     """Return for each combination the method with its words, its numbers, and its settings.
 
     The rate is not among the numbers: it has a place of its own everywhere.
@@ -278,18 +270,11 @@ def list_tasks(config: Record) -> list[ImageTask]:
     by_name: dict[str, ImageTask] = {}
     grid = itertools.product(range(config["seeds"]), config["batch_sizes"], config["methods"])
     for seed, batch_size, text in grid:
-        for task in _list_method_tasks(text, config, common | {"batch_size": batch_size}, seed):
-            by_name.setdefault(task.name, task)
+        method = methods.without_options(text)
+        papers = 0.1 if config["network"].startswith("resnet") else methods.METHODS[method].lr
+        place = {"method": method, "batch_size": batch_size, "seed": seed}
+        for label, tuned, own in list_points(text):
+            for lr in [own["lr"]] if "lr" in own else config["lrs"] or [papers]:
+                task = ImageTask(Settings(**{**common, **own, **place, "lr": lr}), label, tuned)
+                by_name.setdefault(task.name, task)
     return list(by_name.values())
-
-
-def _list_method_tasks(
-    text: str, config: Record, common: Record, seed: int
-) -> Iterator[ImageTask]:
-    """Yield the runs of a method with one batch size and seed."""
-    method = methods.without_options(text)
-    papers = 0.1 if config["network"].startswith("resnet") else methods.LEARNING_RATES[method]
-    for label, tuned, own in list_points(text):
-        for lr in [own["lr"]] if "lr" in own else config["lrs"] or [papers]:
-            settings = {**common, **own, "method": method, "lr": lr, "seed": seed}
-            yield ImageTask(Settings(**settings), label, tuned)

@@ -224,7 +224,7 @@ def _rows(weight: Tensor, vector: Tensor) -> Tensor:
 def layer_for(module: nn.Module) -> Layer:
     """Return the function that does for a stack what `module` does for one network."""
     if parametrize.is_parametrized(module, "weight"):
-        return _weight_normalised
+        return _linear
     if type(module) not in _LAYERS:
         known = ", ".join(kind.__name__ for kind in _LAYERS)
         raise ValueError(
@@ -237,12 +237,10 @@ def layer_for(module: nn.Module) -> Layer:
 
 
 def _linear(layer: nn.Linear, own: Tensors, signal: Signal, training: bool) -> Signal:
-    return signal.apply_linear(own["weight"], own.get("bias"))
-
-
-def _weight_normalised(layer: nn.Linear, own: Tensors, signal: Signal, training: bool) -> Signal:
-    length, v = (own[f"parametrizations.weight.original{i}"] for i in (0, 1))
-    weight = v * (length / torch.linalg.vector_norm(v, dim=-1, keepdim=True))
+    weight = own.get("weight")
+    if weight is None:  # under weight_norm
+        length, v = (own[f"parametrizations.weight.original{i}"] for i in (0, 1))
+        weight = v * (length / torch.linalg.vector_norm(v, dim=-1, keepdim=True))
     return signal.apply_linear(weight, own.get("bias"))
 
 
@@ -255,10 +253,6 @@ def _geometric(layer: gp.GmPLinear, own: Tensors, signal: Signal, training: bool
     unit = coordinates.decode(own[coordinates.name], None, layer.natural, None)
     signal = signal.apply_linear(unit, own.get("lam"))
     return (signal if layer.activation is None else signal.relu()).multiply(own["r"])
-
-
-def _relu(layer: nn.ReLU, own: Tensors, signal: Signal, training: bool) -> Signal:
-    return signal.relu()
 
 
 def _batch_norm(layer: nn.BatchNorm1d, own: Tensors, signal: Signal, training: bool) -> Signal:
@@ -317,7 +311,7 @@ def _layer_norm(layer: nn.LayerNorm, own: Tensors, signal: Signal, training: boo
 _LAYERS: dict[type[nn.Module], Layer] = {
     nn.Linear: _linear,
     gp.GmPLinear: _geometric,
-    nn.ReLU: _relu,
+    nn.ReLU: lambda layer, own, signal, training: signal.relu(),
     nn.BatchNorm1d: _batch_norm,
     nn.LayerNorm: _layer_norm,
     gp.InputMeanNorm: _mean_norm,
