@@ -214,9 +214,21 @@ def get(name: str, **options: str) -> Method:
     plain, *own = name.split(":")
     check_names("a method", METHODS, plain)
     pairs = dict(each.partition("=")[::2] for each in own)
+    check_options(plain, [each.partition("=")[0] for each in own])
     if not pairs.keys() <= set(OPTIONS):
         raise ValueError(f"a method's options are {', '.join(OPTIONS)}; got {name!r}.")
     return replace(METHODS[plain], **(options | pairs))  # type: ignore[arg-type]
+
+
+def check_options(method: str, names: Sequence[str]) -> None:
+    """Raise where an option is given twice, or is of a norm that the method does not have."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{method!r} has {name} twice: give its values between commas.")
+        if name in ("imn", "mbn") and name not in method:
+            raise ValueError(
+                f"{name} is an option of methods with {name.upper()}; got {method!r}."
+            )
 
 
 def check_methods(names: Sequence[str]) -> list[str]:

@@ -171,7 +171,12 @@ class Run:
 
     def curves(self, name: str) -> dict[str, np.ndarray]:
         """The arrays of curves/NAME.npz."""
-        return read_npz(self.folder / "curves" / f"{name}.npz")
+        path = self.folder / "curves" / f"{name}.npz"
+        if not path.exists():
+            raise ValueError(
+                f"{path} is missing. Remove its line from metrics.jsonl, and --resume trains it again."
+            )
+        return read_npz(path)
 
     def curve_names(self) -> list[str]:
         """Names under which there are curves."""

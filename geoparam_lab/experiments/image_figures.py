@@ -46,11 +46,10 @@ def draw(run: Run) -> None:
         return
     measure = "select_top1" if "select_top1" in records[0] else "top1"
     shown = image_text.choose(records, measure)
-    kept = set(run.curve_names())
-    curves = {r["name"]: run.curves(r["name"]) for r in shown if r["name"] in kept}
+    curves = {record["name"]: run.curves(record["name"]) for record in shown}
     longest = max((len(each["train_top5"]) for each in curves.values()), default=0)
     if longest:
-        figure = _draw_curves([r for r in shown if r["name"] in curves], curves, longest)
+        figure = _draw_curves(shown, curves, longest)
         how = _HOW["one" if all(record["tries"] == 1 for record in shown) else measure]
         data = f"{image_text.name_network(run.config)}; {image_text.describe_images(run.config)}"
         run.figure("figure4", figure, f"{_FIGURE_4} {how}; the table has it. {data}.")

@@ -39,7 +39,10 @@ TURNS = tuple(
     Measure(f"turn_{q}", f"turn: {w} (°)", 2 if q < 100 else None) for q, w in WORDS.items()
 )
 MOVES = tuple(Measure(f"move_{q}", f"move: {w}", 3 if q < 100 else None) for q, w in WORDS.items())
-LARGEST = "Largest: of any unit of any seed in one update."
+LARGEST = (
+    "Largest: of any unit of any seed in one update. Turns and moves, but for running statistics, "
+    "are those before the first cut of the rate."
+)
 
 
 class Member(NamedTuple):

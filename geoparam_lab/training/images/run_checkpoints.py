@@ -47,7 +47,7 @@ def read(folder: Path) -> State | None:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(
-            f"{path} is damaged ({error!s:.100}). Remove it, and the run starts anew."
+            f"{path} is damaged ({type(error).__name__}). Remove it, and the run starts anew."
         ) from error
 
 

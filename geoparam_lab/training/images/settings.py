@@ -208,6 +208,7 @@ def list_points(text: str) -> list[tuple[str, str, dict[str, Any]]]:
     """
     name, *parts = text.split(":")
     options = dict(map(_read_option, parts))
+    methods.check_options(name, [part.partition("=")[0] for part in parts])
     grid = {option: options[option] for option in (*WORDS, *NUMBERS) if option in options}
     points = []
     for combination in itertools.product(*grid.values()):
