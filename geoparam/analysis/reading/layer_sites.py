@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from geoparam.analysis.reading.activations import Activation, Breaks, SReLU, breaks
-from geoparam.analysis.reading.norms import UnknownNorm, find_feature_dim, mixes_units
+from geoparam.analysis.reading.norms import UnknownNorm, find_feature_dim
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs, kind_of, module_name, weight_name
 from geoparam.graph import Call, Graph
@@ -179,7 +179,7 @@ def _norm(
         return UnknownNorm()
     rank = len(node.shape)
     dim = find_feature_dim(norm, count_units(site.layer), rank, has_positions(site.layer))
-    pooled = "max" in kinds and mixes_units(norm)
+    pooled = "max" in kinds and isinstance(norm, nn.LayerNorm | nn.GroupNorm)  # they mix units
     if dim is None or pooled or not _has_units_in(graph, call, call.norm, dim):
         return UnknownNorm()
     return norm

@@ -43,11 +43,6 @@ def _is_always_frozen(norm: nn.Module) -> bool:
     return type(norm).__name__.startswith("FrozenBatchNorm")  # torchvision's
 
 
-def mixes_units(norm: nn.Module) -> bool:
-    """Return whether it takes mean or deviation over several units at a point."""
-    return isinstance(norm, nn.LayerNorm | nn.GroupNorm)
-
-
 def find_feature_dim(norm: Any, units: int, rank: int, positions: bool) -> int | None:
     """Return the dimension of an input of `rank` in which `norm` has one feature for each unit.
 
