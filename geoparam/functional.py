@@ -65,7 +65,7 @@ def _weight_of_shards(latitude: Any, r: Any, natural: bool, dtype: Type) -> Tens
     """
     from torch.distributed.tensor import DTensor  # slow to import, and not in every build
 
-    last, placements = latitude.ndim - 1, latitude.placements
+    last, placements, mesh = latitude.ndim - 1, latitude.placements, latitude.device_mesh
     by_rows = not any(place.is_partial() or place.is_shard(last) for place in placements)
     if not by_rows or (r is not None and getattr(r, "placements", None) != placements):
         raise ValueError(
@@ -77,12 +77,7 @@ def _weight_of_shards(latitude: Any, r: Any, natural: bool, dtype: Type) -> Tens
     rows = weight(latitude.to_local(), local_r, natural=natural, dtype=dtype)
     whole = torch.empty((*latitude.shape[:-1], latitude.shape[-1] + 1), device="meta")
     return DTensor.from_local(
-        rows,
-        latitude.device_mesh,
-        placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
+        rows, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
 
 
@@ -183,11 +178,9 @@ def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
 _weight.register_autograd(_Weight.backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("geoparam::weight_backward", mutates_args=())
-def _weight_backward(
-    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
-) -> tuple[Tensor, Tensor]:
-    return compute_gradients(grad, latitude, r, natural)
+_weight_backward = torch.library.custom_op(
+    "geoparam::weight_backward", compute_gradients, mutates_args=()
+)
 
 
 @_weight_backward.register_fake

@@ -87,12 +87,11 @@ def compute_moments(norm: Any, z: Tensor) -> Moments:
     if isinstance(norm, nn.LayerNorm):
         mean, deviation = _moments_over(z, (-1,), norm.eps)
         return Moments(mean.mean(), deviation.mean())
-    if isinstance(norm, nn.GroupNorm):
-        mean, deviation = _moments_over(z.reshape(len(z), norm.num_groups, -1), (2,), norm.eps)
-        width = norm.num_channels // norm.num_groups
-        return Moments(*(t.mean(dim=0).repeat_interleave(width) for t in (mean, deviation)))
-    if isinstance(norm, InstanceNorm):
-        return Moments(*(t.mean(dim=0) for t in _moments_over(z.flatten(2), (2,), norm.eps)))
+    if isinstance(norm, nn.GroupNorm | InstanceNorm):
+        groups = getattr(norm, "num_groups", z.shape[1])  # InstanceNorm: each channel is one
+        per_group = _moments_over(z.reshape(len(z), groups, -1), (2,), norm.eps)
+        width = z.shape[1] // groups
+        return Moments(*(t.mean(dim=0).repeat_interleave(width) for t in per_group))
     channel = getattr(norm, "dim", 1) % z.ndim
     others = tuple(d for d in range(z.ndim) if d != channel)
     mean, deviation = _moments_over(z, others, getattr(norm, "eps", 0.0))

@@ -237,11 +237,11 @@ class Measurement:
 
     def _all_units(self, measured: Measured, readings: ProbeReadings | None) -> Tensor:
         """Return the values of PER_UNIT of all units, (5, total); NaN where one is not known."""
+        shares = {} if readings is None else readings.active
         active = []
         for name, count in zip(self.sites, self.counts, strict=True):
-            share = None if readings is None else readings.active.get(name)
-            unknown = torch.full((count,), torch.nan, dtype=torch.float64, device=self.device)
-            active.append(unknown if share is None else self._motion.pick(name, share))
+            unknown = self._sizes.new_full((count,), torch.nan)
+            active.append(self._motion.pick(name, shares[name]) if name in shares else unknown)
         return torch.stack([*(each.double() for each in measured[:4]), torch.cat(active)])
 
     def state_dict(self) -> dict[str, Any]:
@@ -249,8 +249,7 @@ class Measurement:
         motion = self._motion
         state: dict[str, Any] = {"reference": dict(motion.reference), "before": motion.before}
         if self._patterns is not None:
-            parts = self._patterns.parts
-            state["packed"] = {step: part.packed for step, part in parts.items()}
+            state["packed"] = {step: part.packed for step, part in self._patterns.parts.items()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
