@@ -63,16 +63,19 @@ def is_available() -> bool:
 
 def _run(tensors: list[Any], natural: bool) -> None:
     """Fill the last two of (latitude, r or None, grad or None, out, grad_r or None)."""
-    is_wide = any(x is not None and x.dtype == torch.float64 for x in tensors)
-    working = torch.float64 if is_wide else torch.float32
-    converted = [None if x is None else x.to(working) for x in tensors]
+    types = {x.dtype for x in tensors if x is not None}
+    working = torch.float64 if torch.float64 in types else torch.float32
+    converted = tensors
+    if types != {working}:
+        converted = [None if x is None else x.to(working) for x in tensors]
     pointers = [None if x is None else x.data_ptr() for x in converted]
     rows, angles = tensors[0].shape
     threads = max(1, min(torch.get_num_threads(), rows * angles // _ANGLES_PER_THREAD))
-    _library()(*pointers, rows, angles + 1, is_wide, natural, threads)
-    for x, result in zip(tensors[3:], converted[3:], strict=True):
-        if x is not result:
-            x.copy_(result)
+    _library()(*pointers, rows, angles + 1, working == torch.float64, natural, threads)
+    if converted is not tensors:
+        for x, result in zip(tensors[3:], converted[3:], strict=True):
+            if x is not result:
+                x.copy_(result)
 
 
 def _check() -> None:
