@@ -42,9 +42,7 @@ class GmPMultiheadAttention(nn.MultiheadAttention):
         linear = plain._modules.pop("in_proj")
         linear = linear.to_linear() if isinstance(linear, GmPLinear) else linear
         assert isinstance(linear, nn.Linear)
-        plain._parameters.update(
-            {f"in_proj_{name}": parameter for name, parameter in linear.named_parameters()}
-        )
+        plain._parameters.update({f"in_proj_{n}": p for n, p in linear.named_parameters()})
         return plain
 
     @property

@@ -27,6 +27,7 @@ from geoparam.coordinates import (
     draw,
     normalise_,
 )
+from geoparam.functional import result_type
 from geoparam.memory import Memory
 from geoparam.norm import InputMeanNorm
 from geoparam.step_hooks import watch
@@ -230,7 +231,7 @@ class GmPLayer(nn.Module):
 
     def _weight(self, dtype: torch.dtype | None) -> Tensor:
         scale = self.r if self.activation is None else None
-        dtype = dtype or torch.promote_types(self._stored.dtype, self.r.dtype)
+        dtype = dtype or result_type(self._stored, self.r)
         return self._rows(scale, dtype).view(self.weight_shape)
 
     def _rows(self, scale: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
@@ -262,7 +263,7 @@ class GmPLayer(nn.Module):
         kept = None if torch.is_grad_enabled() else self._remembered.value
         if kept is not None and not (kept[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             weight, stored, r = kept
-            wanted = dtype or torch.promote_types(stored.dtype, r.dtype)
+            wanted = dtype or result_type(stored, r)
             if stored is self._stored and r is self.r and weight.dtype == wanted:
                 return weight
         return self._weight(dtype)

@@ -112,13 +112,11 @@ def map_centred(
         >>> z.tolist(), mean.tolist()
         ([[-2.0], [4.0]], [2.0, 4.0])
     """
-    device_type = x.device.type
-    dtype = autocast_type(device_type)
+    dtype = autocast_type(x.device.type)
     if dtype is None:
         return _Map.apply(x, weight, bias, options)
-    x = cast(x, dtype)
-    with _without_autocast(device_type):
-        return _Map.apply(x, weight, bias, options)
+    with _without_autocast(x.device.type):
+        return _Map.apply(cast(x, dtype), weight, bias, options)
 
 
 class _Mean(torch.autograd.Function):

@@ -69,7 +69,6 @@ def _is_part_of(result: Any, args: tuple) -> bool:
     """Return whether a result is in the memory of a computed tensor: a view of it, its data."""
     if type(result) is not Tensor or not torch._C._has_storage(result):
         return False
-    return any(
-        isinstance(x, Computed) and x.untyped_storage()._cdata == result.untyped_storage()._cdata
-        for x in args[:1]
-    )
+    x: Any = args[0] if args else None
+    is_computed = isinstance(x, Computed)
+    return is_computed and x.untyped_storage()._cdata == result.untyped_storage()._cdata

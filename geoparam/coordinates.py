@@ -52,9 +52,8 @@ class Intrinsic:
     def decode(self, stored: Tensor, r: Tensor | None, natural: bool, dtype: Type) -> Tensor:
         d = stored if stored.dtype == torch.float64 else stored.float()
         scale = _length(d).clamp(min=_SHORTEST).reciprocal()
-        if dtype is None:
-            dtype = stored.dtype if r is None else torch.promote_types(stored.dtype, r.dtype)
-        return (d * (scale if r is None else scale * r[..., None])).to(dtype)
+        rows = d * (scale if r is None else scale * r[..., None])
+        return rows.to(functional.result_type(stored, r) if dtype is None else dtype)
 
 
 class Sign:
@@ -82,7 +81,7 @@ def _length(rows: Tensor) -> Tensor:
     """Return the lengths (out, 1) of rows, in float32 or better."""
     precise = torch.promote_types(rows.dtype, torch.float32)
     is_long = rows.shape[-1] > 1 << 16  # float32 loses 2e-6 in a sum of 300,000 squares (CPU)
-    dtype = sphere.wide(rows[:0]).dtype if is_long else precise
+    dtype = sphere.wide_type(rows.device) if is_long else precise
     return torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=dtype).to(precise)
 
 

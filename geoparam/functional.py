@@ -50,7 +50,7 @@ def weight(
         _refuse_natural(natural)
         u = sphere.to_unit(latitude)
         w = u if r is None else r[..., None] * u
-        return w.to(dtype or _result_type(latitude, r))
+        return w.to(dtype or result_type(latitude, r))
     if hasattr(latitude, "placements") and not isinstance(latitude, Proxy):
         return _weight_of_shards(latitude, r, natural, dtype)
     if is_eager(latitude, r):
@@ -65,7 +65,7 @@ def _weight_of_shards(latitude: Any, r: Any, natural: bool, dtype: Type) -> Tens
     """
     from torch.distributed.tensor import DTensor  # slow to import, and not in every build
 
-    last, placements = latitude.ndim - 1, latitude.placements
+    last, placements, mesh = latitude.ndim - 1, latitude.placements, latitude.device_mesh
     by_rows = not any(place.is_partial() or place.is_shard(last) for place in placements)
     if not by_rows or (r is not None and getattr(r, "placements", None) != placements):
         raise ValueError(
@@ -77,19 +77,14 @@ def _weight_of_shards(latitude: Any, r: Any, natural: bool, dtype: Type) -> Tens
     rows = weight(latitude.to_local(), local_r, natural=natural, dtype=dtype)
     whole = torch.empty((*latitude.shape[:-1], latitude.shape[-1] + 1), device="meta")
     return DTensor.from_local(
-        rows,
-        latitude.device_mesh,
-        placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
+        rows, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
 
 
 def compute_weight(latitude: Tensor, r: Tensor | None, dtype: Type = None) -> Tensor:
     """Return the weight without autograd."""
     flat, scale = _as_rows(latitude, r)
-    rows = weight_kernel(latitude).forward(flat, scale, dtype or _result_type(latitude, r))
+    rows = weight_kernel(latitude).forward(flat, scale, dtype or result_type(latitude, r))
     return torch.ops.aten._unsafe_view(rows, (*latitude.shape[:-1], latitude.shape[-1] + 1))
 
 
@@ -172,7 +167,7 @@ def _weight_fake(
 ) -> Tensor:
     _check_shapes(latitude, r)
     size = (*latitude.shape[:-1], latitude.shape[-1] + 1)
-    return latitude.new_empty(size, dtype=dtype or _result_type(latitude, r))
+    return latitude.new_empty(size, dtype=dtype or result_type(latitude, r))
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -183,11 +178,9 @@ def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
 _weight.register_autograd(_Weight.backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("geoparam::weight_backward", mutates_args=())
-def _weight_backward(
-    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
-) -> tuple[Tensor, Tensor]:
-    return compute_gradients(grad, latitude, r, natural)
+_weight_backward = torch.library.custom_op(
+    "geoparam::weight_backward", compute_gradients, mutates_args=()
+)
 
 
 @_weight_backward.register_fake
@@ -199,16 +192,12 @@ def _weight_backward_fake(
 
 
 def is_eager(*tensors: Tensor | None) -> bool:
-    """Return whether an autograd.Function may serve: no compiler, torch.func or forward mode."""
-    return not torch.compiler.is_compiling() and not _in_forward_mode() and _is_plain(*tensors)
+    """Return whether an autograd.Function may serve.
 
-
-def _in_forward_mode() -> bool:
-    return forward_ad._current_level >= 0
-
-
-def _is_plain(*tensors: Tensor | None) -> bool:
-    """Return whether the elements are in memory, and no mode or tracer is active."""
+    The elements are in memory; no compiler, torch.func, forward mode or tracer is active.
+    """
+    if torch.compiler.is_compiling() or _in_forward_mode():
+        return False
     for x in tensors:
         if x is not None and type(x) not in (Tensor, nn.Parameter):
             return False
@@ -219,8 +208,13 @@ def _is_plain(*tensors: Tensor | None) -> bool:
     return not modes and torch._C._get_tracing_state() is None
 
 
-def _result_type(latitude: Tensor, r: Tensor | None) -> torch.dtype:
-    return latitude.dtype if r is None else torch.promote_types(latitude.dtype, r.dtype)
+def _in_forward_mode() -> bool:
+    return forward_ad._current_level >= 0
+
+
+def result_type(stored: Tensor, r: Tensor | None) -> torch.dtype:
+    """Return the type of a weight that is computed from stored directions and scales."""
+    return stored.dtype if r is None else torch.promote_types(stored.dtype, r.dtype)
 
 
 def _check_shapes(latitude: Tensor, r: Tensor | None) -> None:

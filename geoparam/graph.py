@@ -100,9 +100,7 @@ class Graph:
         """
         found: dict[str, Tensor] = {}
         reached: dict[str, list[int]] = {}
-        stack = [
-            (index, _number_channels(self.nodes[index])) for index in self._layer_calls(layer)
-        ]
+        stack = [(i, _number_channels(self.nodes[i])) for i in self._layer_calls(layer)]
         while stack:
             here, channels = stack.pop()
             if not self.users[here]:

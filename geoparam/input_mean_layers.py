@@ -45,7 +45,10 @@ class InputMeanLayer(TrackedMean):
         x, weight = input, self.weight  # once: a parametrization computes it each time
         if self.training and not self.is_shared and self._uses_map_centred(x, weight):
             self._check_channels(x)
-            z, mean = map_centred(x, weight, self.bias, self._conv_options)
+            layer: Any = self
+            is_conv = isinstance(self, nn.Conv2d)
+            options = ConvOptions(layer.stride, layer.padding, layer.dilation) if is_conv else None
+            z, mean = map_centred(x, weight, self.bias, options)
             self._track(mean)
             return z
         bias = shift_bias(self.bias, weight, self.mean(x))
@@ -73,13 +76,6 @@ class InputMeanLayer(TrackedMean):
         if self.padding_mode != "zeros" or isinstance(self.padding, str):
             return False
         return x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
-
-    @property
-    def _conv_options(self) -> ConvOptions | None:
-        layer: Any = self
-        if not hasattr(self, "kernel_size"):
-            return None
-        return ConvOptions(layer.stride, layer.padding, layer.dilation)
 
     @property
     def base_layer(self) -> nn.Module:

@@ -5,11 +5,11 @@ import inspect
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # in names
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 CONTAINERS = {list, dict, set, deque, defaultdict, OrderedDict, Counter}
+Label = TypeVar("Label")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -73,6 +74,32 @@ def is_conv1d(module: nn.Module) -> bool:
 def full_tensor(value: Any) -> Tensor:
     """Return a tensor whole, also where FSDP keeps it in shards: then all processes take part."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def group_by_memory(labelled: Iterable[tuple[Tensor, Label]]) -> Iterator[list[Label]]:
+    """Yield the labels of tensors in groups that have memory in common."""
+    group: list[Label] = []
+    before, end = "", 0
+    spans = [(_find_span(tensor), label) for tensor, label in labelled]
+    for (device, start, last), label in sorted(spans, key=lambda pair: pair[0]):
+        if group and (device != before or start > end):
+            yield group
+            group, end = [], 0
+        group.append(label)
+        before, end = device, max(end, last)
+    yield group
+
+
+def _find_span(tensor: Tensor) -> tuple[str, int, int]:
+    """Return a tensor's device, and the addresses of its first and last byte."""
+    try:
+        if start := tensor.data_ptr():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            elements = 1 + sum((n - 1) * step for n, step in steps)
+            return str(tensor.device), start, start + elements * tensor.element_size() - 1
+    except (RuntimeError, ValueError):  # lazy, nested, or a subclass that wraps tensors
+        pass
+    return "", id(tensor), id(tensor)  # no memory, as on meta: the object itself stands for it
 
 
 def arguments_of(model: nn.Module, inputs: Any, /, **more: Any) -> tuple[tuple, dict[str, Any]]:

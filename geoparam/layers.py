@@ -104,9 +104,8 @@ class _GmPConv(GmPLayer):
 
     _plain: ClassVar[type[PlainConv]]
     _rank: ClassVar[int]
-    _arguments = (
-        *("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation"),
-        *("groups", "padding_mode"),
+    _arguments = tuple(
+        "in_channels out_channels kernel_size stride padding dilation groups padding_mode".split()
     )
     padding_mode: str
     _reversed_padding_repeated_twice: list[int]

@@ -30,12 +30,7 @@ class TrackedMean(nn.Module):
     num_batches_tracked: Tensor
 
     def _start_tracking(
-        self,
-        num_features: int,
-        momentum: float | None,
-        dim: int,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        self, num_features: int, momentum: float | None, dim: int, device: Any, dtype: Any
     ) -> None:
         if num_features < 1:
             raise ValueError(f"num_features is the number of channels, >= 1; got {num_features}.")

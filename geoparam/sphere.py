@@ -21,9 +21,14 @@ import torch
 from torch import Tensor
 
 
+def wide_type(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 for devices that have no float64 (Apple's GPUs)."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def wide(x: Tensor) -> Tensor:
-    """Return `x` in float64, or in float32 on devices that have no float64 (Apple's GPUs)."""
-    return x.float() if x.device.type == "mps" else x.double()
+    """Return `x` in float64, or in float32 where there is none."""
+    return x.to(wide_type(x.device))
 
 
 def scan(a: Tensor, b: Tensor) -> Tensor:
@@ -98,7 +103,7 @@ def normalise(vector: Tensor) -> Tensor:
 def length(vector: Tensor) -> Tensor:
     """Return the lengths of vectors (..., n) in float64, of very short and long ones too."""
     if vector.dtype != torch.float64:  # squares of narrower types do not leave float64
-        return torch.linalg.vector_norm(vector, dim=-1, dtype=wide(vector[:0]).dtype)
+        return torch.linalg.vector_norm(vector, dim=-1, dtype=wide_type(vector.device))
     scale = torch.linalg.vector_norm(vector, ord=torch.inf, dim=-1)
     return scale * torch.linalg.vector_norm(_rescale(vector), dim=-1)
 
@@ -138,7 +143,7 @@ def sample(
         >>> sample(5, 3).shape
         torch.Size([5, 3])
     """
-    dtype = torch.float32 if torch.device(device or "cpu").type == "mps" else torch.float64
+    dtype = wide_type(torch.device(device or "cpu"))
     return normalise(torch.randn(*shape, generator=generator, device=device, dtype=dtype))
 
 

@@ -130,9 +130,9 @@ def output_layers(model: nn.Module) -> tuple[str, ...]:
         >>> output_layers(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
         ('2',)
     """
-    layers = [(n, m) for n, m in model.named_modules() if n and _step(m).kind == "layer"]
     copies = tuple(_find_frozen_copies(model))
-    layers = [(n, m) for n, m in layers if not n.startswith(copies)]
+    own = [(n, m) for n, m in model.named_modules() if n and not n.startswith(copies)]
+    layers = [(n, m) for n, m in own if _step(m).kind == "layer"]
     first = len(layers) - 1
     while first > 0 and _are_beside(layers[first - 1][1], layers[-1][1]):
         first -= 1

@@ -61,9 +61,8 @@ def make_steps(
         raise ValueError(f"a kind is one of {', '.join(KINDS)}; got {kind!r}.")
     if kind == "adversarial" and delta <= 0:
         raise ValueError("the adversarial -(1 + delta) w needs delta > 0; at 0 nothing is left.")
-    held = {
-        role: sphere.wide(t) for role, t in read_stored(layer, norm).items() if role != "scale"
-    }
+    held = {role: sphere.wide(t) for role, t in read_stored(layer, norm).items()}
+    held.pop("scale", None)
     if kind == "adversarial":
         return {"direction": _reversal(layer, delta)} if "direction" in held else {}
     steps = {}
@@ -101,10 +100,8 @@ def _reversal(layer: nn.Module, delta: float) -> Tensor:
 
 def read_stored(layer: nn.Module, norm: nn.Module | None = None) -> dict[str, Tensor]:
     """Return the parameters that a layer and the norm after it store, by their roles."""
-    places = _find_stored(layer, norm)
-    return {
-        role: full_tensor(m.get_parameter(name).detach()) for role, (m, name) in places.items()
-    }
+    places = _find_stored(layer, norm).items()
+    return {role: full_tensor(m.get_parameter(name).detach()) for role, (m, name) in places}
 
 
 def add_steps(

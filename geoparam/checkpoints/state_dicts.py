@@ -246,12 +246,12 @@ def _weight_key(name: str, rows: Tensor, state: Mapping[str, Tensor], plain: Pla
     """Return the weight's name; a layer `in_proj` may be the projection of torch's attention."""
     parent, _, last = name.rpartition(".")
     packed = f"{name}_weight"
-    if last != "in_proj":
-        return _join(name, "weight")
     if plain is not None:
-        return packed if packed in plain.shapes else _join(name, "weight")
-    beside = any(key.startswith(_join(parent, "out_proj.")) for key in state)
-    return packed if beside and len(rows) == 3 * rows.shape[1] else _join(name, "weight")
+        is_packed = packed in plain.shapes
+    else:
+        beside = any(key.startswith(_join(parent, "out_proj.")) for key in state)
+        is_packed = beside and len(rows) == 3 * rows.shape[1]
+    return packed if last == "in_proj" and is_packed else _join(name, "weight")
 
 
 def _shape_rows(key: str, rows: Tensor, parts: Parts, plain: Plain | None) -> Tensor:

@@ -111,16 +111,14 @@ def _find_ours(model: nn.Module) -> dict[str, nn.Module]:
 
 def _find_removed_norms(ours: dict[str, nn.Module]) -> dict[nn.Module, RemovedNorm]:
     """Return the place of the BatchNorm that each layer has absorbed."""
-    removed = {}
-    for name, module in ours.items():
-        if isinstance(module, RemovedNorm):
-            removed[module.layer] = module
-            if module.layer not in ours.values():
-                raise ValueError(
-                    f"{name!r} is the place of a BatchNorm that a layer outside of this model has "
-                    "absorbed. Fold the whole model, before it is taken apart."
-                )
-    return removed
+    slots = {name: module for name, module in ours.items() if isinstance(module, RemovedNorm)}
+    for name, slot in slots.items():
+        if slot.layer not in ours.values():
+            raise ValueError(
+                f"{name!r} is the place of a BatchNorm that a layer outside of this model has "
+                "absorbed. Fold the whole model, before it is taken apart."
+            )
+    return {slot.layer: slot for slot in slots.values()}
 
 
 @torch.no_grad()
@@ -206,7 +204,7 @@ def _spread_over_inputs(factor: Tensor, weight: Tensor) -> Tensor:
     """Bring a factor per input channel into the shape of a weight, whose inputs are per group."""
     out, width = weight.shape[:2]
     groups = factor.numel() // width
-    rows = factor.view(groups, 1, width).expand(-1, out // groups, -1).reshape(out, width)
+    rows = factor.view(groups, width).repeat_interleave(out // groups, dim=0)
     return rows.view(out, width, *[1] * (weight.ndim - 2)).to(weight.dtype)
 
 

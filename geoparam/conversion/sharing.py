@@ -8,19 +8,10 @@ but for what a function reads from global names or context variables.
 import gc
 from collections.abc import Iterable, Iterator
 from types import FrameType, FunctionType, GeneratorType, ModuleType, TracebackType
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
-
-class Claim(NamedTuple):
-    """A tensor's place in memory, and who holds it: a module's state, or an attribute if None."""
-
-    device: str
-    start: int
-    end: int
-    place: str
-    owner: nn.Module | None
+from geoparam.inspection import group_by_memory
 
 
 def ties_and_holders(model: nn.Module) -> tuple[dict[nn.Module, list[str]], dict[nn.Module, str]]:
@@ -29,54 +20,30 @@ def ties_and_holders(model: nn.Module) -> tuple[dict[nn.Module, list[str]], dict
     Ties go by memory: `nn.Parameter(encoder.weight.data.t())` is a parameter of its own, with the
     encoder's elements.
     """
-    claims: list[Claim] = []
+    # Each tensor, and who holds it: a module's state, or an attribute if the owner is None.
+    claims: list[tuple[Tensor, tuple[nn.Module | None, str]]] = []
     held: dict[nn.Module, str] = {}
     for name, owner in model.named_modules():
         for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is not None:
-                claims.append(_build_claim(tensor, f"{name}.{key}".lstrip("."), owner))
+                claims.append((tensor, (owner, f"{name}.{key}".lstrip("."))))
         for key, value in owner.__dict__.items():
             place = f"{key!r} of {name or 'the model'!r}"
             for item in () if key in ("_modules", "_parameters", "_buffers") else _walk(value):
                 if isinstance(item, Tensor):
-                    claims.append(_build_claim(item, place))
+                    claims.append((item, (None, place)))
                 elif item is not owner:
                     held[item] = place
     ties: dict[nn.Module, list[str]] = {}
-    for group in _group_overlapping(claims):
-        attributes = [claim.place for claim in group if claim.owner is None]
-        owned = [(c.owner, c.place) for c in group if c.owner is not None]
+    for group in group_by_memory(claims):
+        attributes = [place for holder, place in group if holder is None]
+        owned = [(holder, place) for holder, place in group if holder is not None]
         for module, place in owned:
             if attributes:
                 held[module] = attributes[0]
             if others := [other for _, other in owned if other != place]:
                 ties.setdefault(module, []).extend(others)
     return ties, held
-
-
-def _build_claim(tensor: Tensor, place: str, owner: nn.Module | None = None) -> Claim:
-    try:
-        start = tensor.data_ptr()
-    except (RuntimeError, ValueError):  # a lazy parameter, or a subclass that wraps tensors
-        start = 0
-    if start == 0:  # no memory, as on the meta device: the object itself stands for it
-        return Claim("", id(tensor), id(tensor), place, owner)
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    end = start + last * tensor.element_size()
-    return Claim(str(tensor.device), start, end, place, owner)
-
-
-def _group_overlapping(claims: list[Claim]) -> Iterator[list[Claim]]:
-    """Yield the claims in groups that have memory in common."""
-    group: list[Claim] = []
-    end = 0
-    for claim in sorted(claims, key=lambda claim: claim[:3]):
-        if group and (claim.device != group[0].device or claim.start > end):
-            yield group
-            group, end = [], 0
-        group.append(claim)
-        end = max(end, claim.end)
-    yield group
 
 
 def _walk(value: object) -> Iterator[nn.Module | Tensor]:

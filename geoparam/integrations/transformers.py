@@ -67,10 +67,9 @@ class Geometric:
     """
 
     def __call__(self, model: nn.Module, args: Any = None, **options: Any) -> GeometricOptimizer:
-        given = (
-            {} if args is None else {"lr": args.learning_rate, "weight_decay": args.weight_decay}
-        )
-        return GeometricOptimizer(model, **{**given, **options})
+        if args is not None:
+            options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, **options}
+        return GeometricOptimizer(model, **options)
 
 
 class Retract(TrainerCallback):

@@ -61,24 +61,17 @@ def _find_cache() -> Path:
     folder = Path(os.environ.get("GEOPARAM_CACHE") or Path.home() / ".cache" / "geoparam")
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
-    if _is_private(folder):
-        return folder
-    return _make_own_folder(folder)
+    return folder if _is_private(folder) else Path(_make_own_folder(folder).name)
 
 
 @functools.cache
-def _make_own_folder(instead_of: Path) -> Path:
+def _make_own_folder(instead_of: Path) -> tempfile.TemporaryDirectory:
     warnings.warn(
         f"{instead_of} belongs to another user, or others may write to it: compiled code is not "
         "kept there. Make it yours alone (chmod 700), or set GEOPARAM_CACHE to a folder that is.",
         stacklevel=2,
     )
-    folder = tempfile.TemporaryDirectory(prefix="geoparam-")  # removed when the process ends
-    _OWN_FOLDERS.append(folder)
-    return Path(folder.name)
-
-
-_OWN_FOLDERS: list[tempfile.TemporaryDirectory] = []
+    return tempfile.TemporaryDirectory(prefix="geoparam-")  # removed when the process ends
 
 
 def _is_private(path: Path) -> bool:

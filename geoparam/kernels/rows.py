@@ -99,16 +99,10 @@ class Rows:
         self, name: str, operands: Sequence[Matrices], per_row: Sequence[Tensor], **options: bool
     ) -> None:
         """Run a function on every matrix; `per_row` are flat tensors. Subclasses have kernels."""
-        matrices = [
-            [
-                x.as_strided(shape, (shape[1], 1))
-                for x, shape in zip(each, self.shapes, strict=True)
-            ]
-            for each in operands
-        ]
         columns = [x[:, None].split(self.counts) for x in per_row]
-        for each in zip(*matrices, *columns, strict=True):
-            _FUNCTIONS[name](*each, **options)
+        for i, (count, width) in enumerate(self.shapes):
+            matrices = [each[i].as_strided((count, width), (width, 1)) for each in operands]
+            _FUNCTIONS[name](*matrices, *(each[i] for each in columns), **options)
 
     def turn_coefficients(
         self, per_row: PerRow, turn: Tensor | None, limit: float

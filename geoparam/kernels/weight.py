@@ -16,7 +16,7 @@ Precision. Cosines are taken and multiplied in float64: rounded to float32, the 
 import torch
 from torch import Tensor
 
-from geoparam.sphere import wide
+from geoparam.sphere import wide, wide_type
 
 SMALLEST_METRIC = 0.01
 """The natural gradient divides by the metric, bounded below by this."""
@@ -53,7 +53,7 @@ def backward(
 def _angles_and_lengths(latitude: Tensor) -> tuple[Tensor, Tensor]:
     """Return the latitudes in the working type, and Q_0 = 1, Q_1, ..., Q_{n-1} in float64."""
     a = latitude if latitude.dtype == torch.float64 else latitude.float()
-    q = torch.empty(a.shape[0], a.shape[1] + 1, dtype=wide(a[:0]).dtype, device=a.device)
+    q = torch.empty(a.shape[0], a.shape[1] + 1, dtype=wide_type(a.device), device=a.device)
     q[:, 0] = 1
     torch.cos(wide(a), out=q[:, 1:])
     return a, q.cumprod_(dim=-1)

@@ -65,22 +65,17 @@ def _run(tensors: list[Any], natural: bool) -> None:
     """Fill the last two of (latitude, r or None, grad or None, out, grad_r or None)."""
     types = {x.dtype for x in tensors if x is not None}
     working = torch.float64 if torch.float64 in types else torch.float32
-    if types == {working}:
-        return _call(tensors, natural)
-    converted = [None if x is None else x.to(working) for x in tensors]
-    _call(converted, natural)
-    for x, result in zip(tensors[3:], converted[3:], strict=True):
-        if x is not None and x.dtype != working:
-            x.copy_(result)
-
-
-def _call(tensors: list[Any], natural: bool) -> None:
-    latitude = tensors[0]
-    rows, angles = latitude.shape
+    converted = tensors
+    if types != {working}:
+        converted = [None if x is None else x.to(working) for x in tensors]
+    pointers = [None if x is None else x.data_ptr() for x in converted]
+    rows, angles = tensors[0].shape
     threads = max(1, min(torch.get_num_threads(), rows * angles // _ANGLES_PER_THREAD))
-    pointers = [None if x is None else x.data_ptr() for x in tensors]
-    wide = latitude.dtype == torch.float64
-    _library()(*pointers, rows, angles + 1, wide, natural, threads)
+    _library()(*pointers, rows, angles + 1, working == torch.float64, natural, threads)
+    if converted is not tensors:
+        for x, result in zip(tensors[3:], converted[3:], strict=True):
+            if x is not result:
+                x.copy_(result)
 
 
 def _check() -> None:

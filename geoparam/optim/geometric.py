@@ -340,8 +340,8 @@ class GeometricOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
         built = ("_signature", "_published", "_watched", "_stages", "_slots", "_inner", "step")
-        own = {k: v for k, v in self.__dict__.items() if not k.endswith("_hooks")}
-        return {k: v for k, v in own.items() if k not in built}
+        own = self.__dict__.items()
+        return {k: v for k, v in own if not k.endswith("_hooks") and k not in built}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -156,9 +156,8 @@ def _find_rate(layer: GmPLayer, name: str, kind: Kind, lr: float) -> float:
         return lr
     mean = float(full_tensor(layer.r).abs().mean())
     length = max(mean, min(0.2, LEAST_R[kind] * lr))
-    g = 1.0
-    if name == "latitude":
-        g = float(sphere.metric(full_tensor(layer.latitude)).mean())
+    is_angle = name == "latitude"
+    g = float(sphere.metric(full_tensor(layer.latitude)).mean()) if is_angle else 1.0
     speed = 1 / (length * math.sqrt(g)) if g else 1.0
     return lr * (speed if kind == "adam" else speed**2)
 

@@ -91,9 +91,7 @@ class Inner:
         for (at, factor, decay), group in zip(self.keys, groups, strict=True):
             outer = outer_groups[at]
             for key, value in outer.items():
-                if (
-                    key != "params"
-                ):  # the optimizer may update a counter in place, and never a rate
+                if key != "params":  # it may update a counter in place, and never a rate
                     is_count = isinstance(value, Tensor) and "lr" not in key
                     group[key] = value.clone() if is_count else value
             if factor != 1.0:

@@ -19,7 +19,6 @@ have a float32 copy in the state, their master, which stands for them in all of 
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -138,25 +137,13 @@ class Stage:
         self, name: str, states: list[State], flat: Tensor, is_stepped: bool = True
     ) -> Tensor:
         """Put each layer's part of a tensor of all rows into its state; return a gradient."""
-        grad_flat, parts = torch.zeros_like(flat), self.rows.split(flat)
-        for m, state, own in zip(self.members, states, parts, strict=True):
+        grad_flat = torch.zeros_like(flat)
+        parts = self.rows.split(flat), self.rows.split(grad_flat)
+        for m, state, own, grad in zip(self.members, states, *parts, strict=True):
             state[name] = m.shard(own)
-        if is_stepped:
-            self._add_slots(name, states, parts, self.rows.split(grad_flat))
+            if is_stepped:
+                self.slots[name].append(Slot(name, state, m.shard(own), m.shard(grad)))
         return grad_flat
-
-    def _add_slots(
-        self,
-        name: str,
-        states: list[State],
-        values: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        in_memory_order: bool = False,
-    ) -> None:
-        """Make a parameter of an inner optimizer for each layer."""
-        for m, state, value, grad in zip(self.members, states, values, grads, strict=True):
-            layout = m.layout if in_memory_order else None
-            self.slots[name].append(Slot(name, state, m.shard(value), m.shard(grad), layout))
 
     def _build_directions(self) -> None:
         """Divide scratch memory among gradients, increments and copies of the weights."""
@@ -174,8 +161,11 @@ class Stage:
         self.increments = parts[1] if self.by_increment else []
         self.radians = self.r.new_full((len(members),), math.radians(1))
         if self.first.has_direction:
-            stepped = self.increments or self.w
-            self._add_slots("direction", self.states, stepped, self.grad_v, in_memory_order=True)
+            stepped = zip(members, self.increments or self.w, self.grad_v, strict=True)
+            self.slots["direction"] = [
+                Slot("direction", m.state, m.shard(value), m.shard(grad), m.layout)
+                for m, value, grad in stepped
+            ]
 
     def enter(self) -> None:
         """Write the parameters and gradients that the inner optimizers step."""

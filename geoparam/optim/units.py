@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from geoparam.base_layer import GmPLayer
 from geoparam.coordinates import STEEPEST
 from geoparam.graph import Graph
-from geoparam.inspection import is_conv1d, refuse_lazy, strip_wrappers
+from geoparam.inspection import group_by_memory, is_conv1d, refuse_lazy, strip_wrappers
 from geoparam.trace import Filter, output_layers, trace
 
 BY_VALUES = ("a row of zeros has no direction", f"|bias| > {STEEPEST} |weight| in a row")
@@ -121,15 +122,10 @@ def find_units(
 
 def _find_overlaps(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
     """Return parameters in one memory, as after `w.data = v.data.t()`: their steps would mix."""
-    local = [(n, p.to_local() if hasattr(p, "to_local") else p) for n, p in parameters.items()]
-    dense = [x for x in local if not x[1].is_nested and torch._C._has_storage(x[1])]
-    found, last, end = dict[str, str](), "", 0
-    for name, p in sorted(dense, key=lambda pair: pair[1].data_ptr()):
-        if 0 < p.data_ptr() < end:
-            found |= {name: f"shares memory with {last}", last: f"shares memory with {name}"}
-        span = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True)) + 1
-        if (own_end := p.data_ptr() + span * p.element_size()) > end:
-            last, end = name, own_end
+    local = [(p.to_local() if hasattr(p, "to_local") else p, n) for n, p in parameters.items()]
+    found: dict[str, str] = {}
+    for first, second in chain.from_iterable(map(pairwise, group_by_memory(local))):
+        found |= {second: f"shares memory with {first}", first: f"shares memory with {second}"}
     return found
 
 

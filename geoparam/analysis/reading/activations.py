@@ -138,9 +138,8 @@ def _name(activation: Activation) -> str:
 
 def _limits(activation: Activation, name: str) -> Breaks | None:
     """Return the breakpoints of an activation that has them as arguments."""
-    names = {"hardtanh": ("min_val", "max_val"), "threshold": ("threshold",)}
-    names["clamp_max"] = ("max",)
-    by_place = names.get(name, ("min", "max"))
+    single = {"threshold": ("threshold",), "clamp_max": ("max",)}
+    by_place = {**single, "hardtanh": ("min_val", "max_val")}.get(name, ("min", "max"))
     given: dict[str, Any] = {"min_val": -1.0, "max_val": 1.0}
     if isinstance(activation, nn.Module):
         given |= vars(activation)

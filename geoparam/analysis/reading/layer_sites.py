@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from geoparam.analysis.reading.activations import Activation, Breaks, SReLU, breaks
-from geoparam.analysis.reading.norms import UnknownNorm, find_feature_dim, mixes_units
+from geoparam.analysis.reading.norms import UnknownNorm, find_feature_dim
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.plan import Inputs, kind_of, module_name, weight_name
 from geoparam.graph import Call, Graph
@@ -160,7 +160,7 @@ def _follow(site: Site, graph: Graph, name: str, modules: Mapping[str, nn.Module
         norm=UnknownNorm() if differ else norms[0],
         activation=_activation(graph, calls, modules),
         calls=tuple(calls),
-        readable=all(_keeps_units(site, graph, call) for call in calls),
+        readable=all(_has_units_in(graph, c, c.activation, site.channel) for c in calls),
     )
 
 
@@ -179,7 +179,7 @@ def _norm(
         return UnknownNorm()
     rank = len(node.shape)
     dim = find_feature_dim(norm, count_units(site.layer), rank, has_positions(site.layer))
-    pooled = "max" in kinds and mixes_units(norm)
+    pooled = "max" in kinds and isinstance(norm, nn.LayerNorm | nn.GroupNorm)  # they mix units
     if dim is None or pooled or not _has_units_in(graph, call, call.norm, dim):
         return UnknownNorm()
     return norm
@@ -195,7 +195,6 @@ def _activation(
         return None
     found = modules.get(step.name) if step.name else None
     for call in calls:
-        assert call.activation is not None
         if "getitem" in call.path:  # it may have left units out
             return None
         if isinstance(found, SReLU) and found.lower.numel() > 1:
@@ -204,21 +203,16 @@ def _activation(
     return step if found is None else found
 
 
-def _keeps_units(site: Site, graph: Graph, call: Call) -> bool:
-    """Return whether the activation's input has the units where the layer's output has them."""
-    step = call.activation
-    return step is not None and _has_units_in(
-        graph, call, step, len(graph.nodes[step].shape) + site.channel
-    )
-
-
-def _has_units_in(graph: Graph, call: Call, step: int, dim: int) -> bool:
-    """Return whether the input of `step` is known to have the layer's units in `dim`.
+def _has_units_in(graph: Graph, call: Call, step: int | None, dim: int) -> bool:
+    """Return whether there is a `step` whose input is known to have the layer's units in `dim`.
 
     A norm with as many features as a layer has units may still have others: positions, the units
     of one head, or the units in another order. So no step up to the activation may be a view.
     """
+    if step is None:
+        return False
     layer, shape = graph.nodes[call.layer], graph.nodes[step].shape
+    dim = len(shape) + dim if dim < 0 else dim
     channel = len(layer.shape) + (-1 if layer.channel is None else layer.channel)
     moved = any(OPS.get(name) in ("view", "average") for name in call.path)
     return not moved and dim == channel and shape[dim] == layer.shape[channel]

@@ -43,11 +43,6 @@ def _is_always_frozen(norm: nn.Module) -> bool:
     return type(norm).__name__.startswith("FrozenBatchNorm")  # torchvision's
 
 
-def mixes_units(norm: nn.Module) -> bool:
-    """Return whether it takes mean or deviation over several units at a point."""
-    return isinstance(norm, nn.LayerNorm | nn.GroupNorm)
-
-
 def find_feature_dim(norm: Any, units: int, rank: int, positions: bool) -> int | None:
     """Return the dimension of an input of `rank` in which `norm` has one feature for each unit.
 
@@ -92,12 +87,11 @@ def compute_moments(norm: Any, z: Tensor) -> Moments:
     if isinstance(norm, nn.LayerNorm):
         mean, deviation = _moments_over(z, (-1,), norm.eps)
         return Moments(mean.mean(), deviation.mean())
-    if isinstance(norm, nn.GroupNorm):
-        mean, deviation = _moments_over(z.reshape(len(z), norm.num_groups, -1), (2,), norm.eps)
-        width = norm.num_channels // norm.num_groups
-        return Moments(*(t.mean(dim=0).repeat_interleave(width) for t in (mean, deviation)))
-    if isinstance(norm, InstanceNorm):
-        return Moments(*(t.mean(dim=0) for t in _moments_over(z.flatten(2), (2,), norm.eps)))
+    if isinstance(norm, nn.GroupNorm | InstanceNorm):
+        groups = getattr(norm, "num_groups", z.shape[1])  # InstanceNorm: each channel is one
+        per_group = _moments_over(z.reshape(len(z), groups, -1), (2,), norm.eps)
+        width = z.shape[1] // groups
+        return Moments(*(t.mean(dim=0).repeat_interleave(width) for t in per_group))
     channel = getattr(norm, "dim", 1) % z.ndim
     others = tuple(d for d in range(z.ndim) if d != channel)
     mean, deviation = _moments_over(z, others, getattr(norm, "eps", 0.0))

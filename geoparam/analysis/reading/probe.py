@@ -6,7 +6,7 @@ it returns one input of each window, and its regions end where another input win
 the first in the window's order wins.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from typing import Any
@@ -73,13 +73,9 @@ def observe(
             held[step] = tensors[0].clone()
 
     with ExitStack() as stack:
-        if training:
-            norms = [module for module in model.modules() if uses_batch(module, model)]
-            train = partial(_train_norms, norms)  # in the trace, which restores them
-            stack.enter_context(model.register_forward_pre_hook(train))
-        for site in sites.values():
-            if site.own_activation and site.calls and pre_activation is not None:
-                _show_own_activation(site, pre_activation, stack)
+        norms = [m for m in model.modules() if training and uses_batch(m, model)]
+        prepare = partial(_prepare_run, norms, sites.values(), pre_activation)
+        stack.enter_context(model.register_forward_pre_hook(prepare))
         # Autocast casts the weights again: its cached ones may be older than the last step.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
@@ -88,9 +84,20 @@ def observe(
     return took_same_steps(sites.values(), graph)
 
 
-def _show_own_activation(site: Site, see: See, stack: ExitStack) -> None:
+def _prepare_run(
+    norms: Iterable[nn.Module], sites: Iterable[Site], see: See | None, *_: object
+) -> None:
+    """Let norms use the batch, and own activations show their input; the trace restores both."""
+    for norm in norms:
+        norm.training = True
+    for site in sites:
+        if site.own_activation and site.calls and see is not None:
+            _show_own_activation(site, see)
+
+
+def _show_own_activation(site: Site, see: See) -> None:
     """Show the input of an activation that the layer itself applies, in the layer's step."""
-    attributes, activation = vars(site.layer), site.activation
+    activation = site.activation
     assert callable(activation)
     steps = (call.layer for call in site.calls)
 
@@ -98,47 +105,39 @@ def _show_own_activation(site: Site, see: See, stack: ExitStack) -> None:
         see(site, z.clone(), next(steps, -1))  # the activation may overwrite z
         return activation(z)
 
-    if "activation" in attributes:  # a function; a module is in _modules, behind attributes
-        stack.callback(attributes.update, activation=activation)
-    else:
-        stack.callback(attributes.pop, "activation")
-    attributes["activation"] = show_and_activate
+    vars(site.layer)["activation"] = show_and_activate  # a module is in _modules, behind it
 
 
 def read_moments(
     model: nn.Module, inputs: Inputs, sites: Mapping[str, Site], batch: bool = False
 ) -> dict[str, Moments]:
     """Run the model and return the moments of norms that are read by a batch, by layer."""
-    seen = prepare_moments(model, sites, batch)
-
-    def see(site: Site, z: Tensor, _: int) -> None:
-        seen[site.name].append(compute_moments(site.norm, z))
-
-    if seen:
-        read = {name: sites[name] for name in seen}
-        observe(model, inputs, read, norm_input=see, training=batch)
-    return average_seen(seen)
+    reader = MomentReader(model, sites, batch)
+    if reader.seen:
+        read = {name: sites[name] for name in reader.seen}
+        observe(model, inputs, read, norm_input=reader, training=batch)
+    return reader.average()
 
 
-def prepare_moments(
-    model: nn.Module, sites: Mapping[str, Site], batch: bool
-) -> dict[str, list[Moments]]:
-    """Return an empty list for each layer whose norm is read by a batch."""
-    return {name: [] for name, site in sites.items() if needs_batch(site.norm, model, batch)}
+class MomentReader:
+    """Collects the moments of norms that are read by a batch: the `norm_input` of `observe`."""
 
+    def __init__(self, model: nn.Module, sites: Mapping[str, Site], batch: bool) -> None:
+        read = [name for name, site in sites.items() if needs_batch(site.norm, model, batch)]
+        self.seen: dict[str, list[Moments]] = {name: [] for name in read}
 
-def average_seen(seen: Mapping[str, Sequence[Moments]]) -> dict[str, Moments]:
-    """Return the moments of each norm, averaged over its calls; NaN for one that did not run."""
-    unknown = [Moments(*torch.full((2,), torch.nan))]
-    return {
-        name: Moments(*(torch.stack(t).mean(dim=0) for t in zip(*(each or unknown), strict=True)))
-        for name, each in seen.items()
-    }
+    def __call__(self, site: Site, z: Tensor, _: int) -> None:
+        if site.name in self.seen:
+            self.seen[site.name].append(compute_moments(site.norm, z))
 
-
-def _train_norms(norms: list[nn.Module], *_: object) -> None:
-    for norm in norms:
-        norm.training = True
+    def average(self, is_known: bool = True) -> dict[str, Moments]:
+        """Return the moments of each norm, averaged over its calls; NaN where none is known."""
+        unknown = [Moments(*torch.full((2,), torch.nan))]
+        calls = {name: each if each and is_known else unknown for name, each in self.seen.items()}
+        return {
+            name: Moments(*(torch.stack(t).mean(dim=0) for t in zip(*each, strict=True)))
+            for name, each in calls.items()
+        }
 
 
 def compute_input_lengths(layer: nn.Module, x: Tensor) -> Tensor:

@@ -75,9 +75,7 @@ def _check_values(name: str, z: Tensor, points: int) -> None:
 def find_activations(model: nn.Module, graph: Graph) -> dict[str, Site]:
     """Return each call of an activation, by its layer's name, and of a max pool, by its own."""
     modules = dict(model.named_modules())
-    layers = {
-        call.activation: layer for layer in reversed(graph.layers) for call in graph.calls(layer)
-    }
+    layers = {c.activation: n for n in reversed(graph.layers) for c in graph.calls(n)}
     found: dict[str, Site] = {}
     for step, node in enumerate(graph.nodes):
         module = None if node.name is None else modules.get(node.name)

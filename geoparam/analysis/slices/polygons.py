@@ -41,8 +41,7 @@ def split(polygon: Polygon, normal: np.ndarray, offset: float) -> list[Polygon]:
 def chord(polygon: Polygon, normal: np.ndarray, offset: float) -> np.ndarray:
     """Return both ends of the piece of a line in a polygon, (2, 2)."""
     walk, heights, crosses = _walk(polygon, normal, offset)
-    found = walk[np.stack([heights == 0, crosses], axis=1).ravel()]
-    return _ends(found)
+    return _ends(walk[np.stack([heights == 0, crosses], axis=1).ravel()])
 
 
 def cell_above(polygon: Polygon, normal: np.ndarray, offset: np.ndarray) -> Polygon:

@@ -25,7 +25,6 @@ of each region. Kinks nearer to a side are missed.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +51,10 @@ CONSTANT = 1e-13  # of the largest pre-activation
 BENT = 1e-9  # of the largest value of the step
 ROUNDING = 1e-13  # of the largest value so far: the error where large values cancel
 ELEMENTS = 1 << 21  # in all tensors of one run, to bound its memory
+
+# Regions cut along an activation's boundaries, or where a pool's winners change: the pieces, and
+# both ends of the pieces of the boundaries, (2, 2) each.
+Cut = tuple[list[Polygon], list[np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -96,42 +99,35 @@ def slice_regions(model: nn.Module, plane: Plane, *, max_regions: int = 100_000)
     regions: list[Polygon] = [np.array([[-1.0, -1.0], [1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]])]
     segments = {}
     for name, site in network.sites.items():
-        cut = _cut_regions(network, site, regions, max_regions)
-        regions = cut.polygons
-        segments[name] = middle + half * np.array(cut.ends).reshape(-1, 2, 2)
+        regions, ends = _cut_regions(network, site, regions, max_regions)
+        segments[name] = middle + half * np.array(ends).reshape(-1, 2, 2)
     patterns = _read_patterns(network, regions)
     areas = np.array([area(region) for region in regions]) * half.prod()
     polygons = [middle + half * region for region in regions]
     return Slice(plane, polygons, areas, patterns, segments)
 
 
-class _Cut(NamedTuple):
-    """Regions cut along the boundaries of an activation, or where a pool's winners change."""
-
-    polygons: list[Polygon]  # the pieces
-    ends: list[np.ndarray]  # both ends of the pieces of the boundaries, (2, 2) each
-
-
-def _cut_regions(network: Network, site: Site, regions: Sequence[Polygon], limit: int) -> _Cut:
+def _cut_regions(network: Network, site: Site, regions: Sequence[Polygon], limit: int) -> Cut:
     """Cut every region; raise ValueError if there are more than `limit` pieces."""
     pool = isinstance(site.activation, MaxPool)
     find, cut = (_inputs, _cut_at_winners) if pool else (_lines, _cut_along_lines)
-    found = _Cut([], [])
+    polygons: list[Polygon] = []
+    ends: list[np.ndarray] = []
     for group in _groups(network, regions, points=2):
         points = np.stack([region.mean(axis=0) for region in group])
         for region, normal, offset in zip(group, *find(network, site, points), strict=True):
-            pieces, ends = cut(region, normal, offset)
-            found.polygons.extend(pieces)
-            found.ends.extend(ends)
-            if len(found.polygons) > limit:
+            pieces, own_ends = cut(region, normal, offset)
+            polygons += pieces
+            ends += own_ends
+            if len(polygons) > limit:
                 raise ValueError(
                     "the window has more regions than `max_regions`. Take a smaller window or "
                     "a smaller network, or allow more."
                 )
-    return found
+    return polygons, ends
 
 
-def _cut_along_lines(region: Polygon, normal: np.ndarray, offset: np.ndarray) -> _Cut:
+def _cut_along_lines(region: Polygon, normal: np.ndarray, offset: np.ndarray) -> Cut:
     """Cut one region along the lines with normals (L, 2) and offsets (L,)."""
     heights = region @ normal.T + offset
     crosses = (heights.min(axis=0) < -ON_LINE) & (heights.max(axis=0) > ON_LINE)
@@ -140,10 +136,10 @@ def _cut_along_lines(region: Polygon, normal: np.ndarray, offset: np.ndarray) ->
     for line in lines:
         halves = [split(piece, normal[line], offset[line]) for piece in pieces]
         pieces = [half for both in halves for half in both]
-    return _Cut(pieces, [chord(region, normal[line], offset[line]) for line in lines])
+    return pieces, [chord(region, normal[line], offset[line]) for line in lines]
 
 
-def _cut_at_winners(region: Polygon, slope: np.ndarray, value: np.ndarray) -> _Cut:
+def _cut_at_winners(region: Polygon, slope: np.ndarray, value: np.ndarray) -> Cut:
     """Cut one region where inputs value + slope^T (a, b), (O, K), win in another order."""
     rounding = CONSTANT * (np.abs(value).max() + np.abs(slope).max())
     heights = slope @ region.mean(axis=0) + value
@@ -163,7 +159,7 @@ def _cut_at_winners(region: Polygon, slope: np.ndarray, value: np.ndarray) -> _C
         for k, j in itertools.combinations(winners, 2):
             normal, offset = duels[k]
             ends += side_on(cells[k], normal[j], offset[j])
-    return _Cut(pieces, ends)
+    return pieces, ends
 
 
 def _duels(
@@ -183,9 +179,7 @@ def _inputs(network: Network, site: Site, points: np.ndarray) -> tuple[np.ndarra
     """Return the inputs of a max pool's windows by region: slope (P, O, K, 2), value at (0, 0)."""
     assert isinstance(site.activation, MaxPool)
     z, slopes = network.compute_jets(site, points)
-    value, *each = (
-        site.activation.windows(t).flatten(1, -2).numpy() for t in (z, slopes[0], slopes[1])
-    )
+    value, *each = (site.activation.windows(t).flatten(1, -2).numpy() for t in (z, *slopes))
     slope = np.stack(each, axis=3)
     return slope, value - np.einsum("pokd,pd->pok", slope, points)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,13 +11,12 @@ from torch import Tensor, nn
 
 from geoparam.analysis.partition import Collector, Pattern, Patterns, find_blocks
 from geoparam.analysis.reading.layer_sites import Site, count_units
-from geoparam.analysis.reading.norms import Moments, compute_moments
+from geoparam.analysis.reading.norms import Moments
 from geoparam.analysis.reading.probe import (
-    average_seen,
+    MomentReader,
     compute_input_lengths,
     find_other_activations,
     observe,
-    prepare_moments,
 )
 from geoparam.analysis.tracker.history import PER_UNIT
 from geoparam.analysis.tracker.motion import GraphReplay, Measured, Motion
@@ -62,22 +62,16 @@ class ProbeReadings:
         blocks: Mapping[int, int] | None = None,
     ) -> None:
         self._collector = Collector(inputs, blocks)
-        self._seen: dict[str, dict[str, list[Tensor]]] = {"active": {}, "above": {}, "lengths": {}}
-        self._moments = prepare_moments(model, sites, batch)
-        see = self._see_pre_activation, self._see_input, self._see_norm
+        self._active, self._above, self._lengths = (defaultdict[str, list](list) for _ in range(3))
+        self._moments = MomentReader(model, sites, batch)
+        see = self._see_pre_activation, self._see_input, self._moments
         self.same_steps = observe(model, inputs, {**sites, **others}, *see, training=batch)
-        if not self.same_steps:
-            self._moments = prepare_moments(model, sites, batch)
-            self._seen = {quantity: {} for quantity in self._seen}
         self.active, self.above, self.lengths = (
-            {name: torch.stack(each).mean(dim=0) for name, each in seen.items()}
-            for seen in self._seen.values()
+            {name: torch.stack(each).mean(dim=0) for name, each in seen.items() if self.same_steps}
+            for seen in (self._active, self._above, self._lengths)
         )
-        self.moments = average_seen(self._moments)
+        self.moments = self._moments.average(is_known=self.same_steps)
         self.patterns: Patterns | None = self._collector.patterns() if self.same_steps else None
-
-    def _keep(self, quantity: str, site: Site, value: Tensor) -> None:
-        self._seen[quantity].setdefault(site.name, []).append(value)
 
     def _see_pre_activation(self, site: Site, z: Tensor, step: int) -> None:
         breaks = site.breaks
@@ -87,17 +81,13 @@ class ProbeReadings:
         sides = torch.cat([breaks.active(z, site.channel)[None], breaks.above(z, site.channel)])
         shares = torch.stack([_share(side, site.channel) for side in sides])
         shares[:, _share(z.isnan(), site.channel) > 0] = torch.nan  # a unit that has diverged
-        self._keep("active", site, shares[0])
-        self._keep("above", site, shares[1:])
+        self._active[site.name].append(shares[0])
+        self._above[site.name].append(shares[1:])
 
     def _see_input(self, site: Site, x: Tensor, _: int) -> None:
         if x.is_floating_point() and x.numel():
             lengths = compute_input_lengths(site.layer, x).double()
-            self._keep("lengths", site, median(lengths.flatten()))
-
-    def _see_norm(self, site: Site, z: Tensor, _: int) -> None:
-        if site.name in self._moments:
-            self._moments[site.name].append(compute_moments(site.norm, z))
+            self._lengths[site.name].append(median(lengths.flatten()))
 
 
 class Measurement:
@@ -247,11 +237,11 @@ class Measurement:
 
     def _all_units(self, measured: Measured, readings: ProbeReadings | None) -> Tensor:
         """Return the values of PER_UNIT of all units, (5, total); NaN where one is not known."""
+        shares = {} if readings is None else readings.active
         active = []
         for name, count in zip(self.sites, self.counts, strict=True):
-            share = None if readings is None else readings.active.get(name)
-            unknown = torch.full((count,), torch.nan, dtype=torch.float64, device=self.device)
-            active.append(unknown if share is None else self._motion.pick(name, share))
+            unknown = self._sizes.new_full((count,), torch.nan)
+            active.append(self._motion.pick(name, shares[name]) if name in shares else unknown)
         return torch.stack([*(each.double() for each in measured[:4]), torch.cat(active)])
 
     def state_dict(self) -> dict[str, Any]:
@@ -259,8 +249,7 @@ class Measurement:
         motion = self._motion
         state: dict[str, Any] = {"reference": dict(motion.reference), "before": motion.before}
         if self._patterns is not None:
-            parts = self._patterns.parts
-            state["packed"] = {step: part.packed for step, part in parts.items()}
+            state["packed"] = {step: part.packed for step, part in self._patterns.parts.items()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -66,12 +66,10 @@ class Motion:
         self.device = some[0].device
         double = any(parameter.dtype == torch.float64 for parameter in some)
         self.dtype = torch.float64 if double else torch.float32
-        self.chosen = {
-            name: None
-            if count == size
-            else torch.linspace(0, size - 1, count, device=self.device).round().long()
-            for name, size, count in zip(self.sites, sizes, self.counts, strict=True)
-        }
+        self.chosen: dict[str, Tensor | None] = {}
+        for name, size, count in zip(self.sites, sizes, self.counts, strict=True):
+            spaced = torch.linspace(0, size - 1, count, device=self.device).round().long()
+            self.chosen[name] = None if count == size else spaced
         self.reference: dict[str, Tensor] = {}  # the directions, without signs
         self.before: Tensor | None = None  # signs and distances at both ends, (3, total)
 
@@ -82,9 +80,8 @@ class Motion:
         angular: list[Tensor] = []
         with torch.autocast(self.device.type, enabled=False):
             for name, site in self.sites.items():
-                units = read_units(
-                    site.layer, site.norm, (moments or {}).get(name), dtype=self.dtype
-                )
+                known = None if moments is None else moments.get(name)
+                units = read_units(site.layer, site.norm, known, self.dtype)
                 u, turns = self._compare_directions(name, units)
                 ends = (torch.nan,) if site.breaks is None else site.breaks.points
                 levels = [spread(end, units.parts.gain) for end in (ends[0], ends[-1])]

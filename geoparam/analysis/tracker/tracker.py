@@ -273,10 +273,9 @@ class BoundaryTracker:
 
 def _start_copy(step: int, values: Tensor, units: Tensor | None) -> _Pending:
     """Start copying a record to the host, to pinned memory, without waiting for it."""
-    if not values.is_cuda:  # elsewhere no event says when a copy has arrived
-        return _Pending(step, values.cpu(), None if units is None else units.cpu(), None)
-    host = values.to("cpu", non_blocking=True)
-    units = None if units is None else units.to("cpu", non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(values.device))
+    arrived = torch.cuda.Event() if values.is_cuda else None  # elsewhere it is waited for
+    host = values.to("cpu", non_blocking=values.is_cuda)
+    units = None if units is None else units.to("cpu", non_blocking=values.is_cuda)
+    if arrived is not None:
+        arrived.record(torch.cuda.current_stream(values.device))
     return _Pending(step, host, units, arrived)
