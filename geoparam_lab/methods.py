@@ -226,9 +226,7 @@ def check_options(method: str, names: Sequence[str]) -> None:
         if names.count(name) > 1:
             raise ValueError(f"{method!r} has {name} twice: give its values between commas.")
         if name in ("imn", "mbn") and name not in method:
-            raise ValueError(
-                f"{name} is an option of methods with {name.upper()}; got {method!r}."
-            )
+            raise ValueError(f"{name} is an option of methods with {name}; got {method!r}.")
 
 
 def check_methods(names: Sequence[str]) -> list[str]:

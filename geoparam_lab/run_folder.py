@@ -174,7 +174,7 @@ class Run:
         path = self.folder / "curves" / f"{name}.npz"
         if not path.exists():
             raise ValueError(
-                f"{path} is missing. Remove its line from metrics.jsonl, and --resume trains it again."
+                f"{path} is missing: remove its line from metrics.jsonl, and --resume makes both."
             )
         return read_npz(path)
 

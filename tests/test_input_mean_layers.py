@@ -351,7 +351,7 @@ def test_peft_refuses_to_adapt_a_layer_whose_bias_depends_on_its_weight() -> Non
         ({"weights": "plain", "norm": "imn", "coordinates": "angles"}, "none are"),
         ({"weights": "plain", "norm": "imn", "natural": True}, "none are"),
         ({"weights": "flat"}, "'geometric' or 'plain'"),
-        ({"weights": "plain", "norm": "imn", "init": "he"}, "init is 'sphere'"),
+        ({"weights": "plain", "norm": "imn", "init": "he"}, "init is None or one of"),
     ],
 )
 def test_wrong_options_are_refused(options: dict, message: str) -> None:

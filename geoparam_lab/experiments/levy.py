@@ -205,7 +205,7 @@ EXPERIMENT = Experiment(
     slider=Slider(
         "Dots are the training data, the dashed line is the true function and the solid one the "
         "network. Each tick at the bottom is a point where a unit switches. Frames are closer at "
-        "first, when most happens.",
+        "first, when most happens. Each method is at the papers' rate for it.",
         {"loss": "Training loss", "moves": "Largest move of a unit since the frame before"},
     ),
     finding=lambda run: toy_seeds.compare_gmp_with_sp(run, _FOUND, "test_rmse", "largest_move"),

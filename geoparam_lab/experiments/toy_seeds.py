@@ -75,7 +75,7 @@ def film_seeds(
 
     The result has the arrays of `frames`, by their names in the curves, as (S, M, T, ...) on one
     time axis; `motion`, the largest of any update since the frame before; the `steps` of its
-    frames, the methods' titles and rates, the seeds, and the place of each method's median seed.
+    frames, the methods' titles, the seeds, and the place of each method's median seed among them.
     """
     config = run.config
     own = {method: find_records(run, method) for method in config["methods"]}
@@ -97,7 +97,6 @@ def film_seeds(
     return {name: array.reshape(*shape, *array.shape[1:]) for name, array in found.items()} | {
         "steps": steps,
         "methods": np.array([methods_table.title(name) for name in own]),
-        "rates": np.array([find_papers_lr(name, config["lrs"]) for name in own]),
         "seeds": np.array(seeds),
         "median": np.array([seeds.index(seed) for seed in medians]),
     }

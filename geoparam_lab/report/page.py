@@ -149,14 +149,7 @@ def _read_figure(path: Path) -> dict[str, Any]:
 # --- the arrays behind a slider -----------------------------------------------------------------
 
 
-_ABOUT = (
-    "kind",
-    "methods",
-    "rates",
-    "seeds",
-    "median",
-    "steps",
-)  # what is shown; the rest is numbers
+_ABOUT = ("kind", "methods", "seeds", "median", "steps")  # what is shown; the rest is numbers
 
 
 def pack_slider(arrays: Mapping[str, Array]) -> dict[str, Any]:

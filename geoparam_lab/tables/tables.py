@@ -37,11 +37,11 @@ _PAPERS = (
     "where the papers have one seed or another rate."
 )
 _DIFFERENCES = (
-    "A difference is the mean over seeds or splits of a method's result minus the baseline's, both "
-    "at the settings that were chosen for them, or else at the method's rate if the baseline has "
-    f"several. * p below {LEVEL:g} in a t-test, made from n = {LEAST} on; for splits of one data "
-    "set corrected for the points they share (Nadeau and Bengio); ** also after Holm's correction "
-    "for the k differences in the column."
+    "A difference is the mean over seeds or splits of a method's result minus the baseline's, "
+    "both at the settings that were chosen for them, or else at the method's rate if the baseline "
+    f"has several. * p below {LEVEL:g} in a t-test, made from n = {LEAST} on; for splits of one "
+    "data set corrected for the points they share (Nadeau and Bengio); ** also after Holm's "
+    "correction for the k differences in the column."
 )
 
 Column = tuple[str, list[str]]  # a heading, and a cell for each row

@@ -65,6 +65,8 @@ def test_the_same_run_in_two_grids_is_one() -> None:
         ("bn:lr=fast", "got 'lr=fast'"),
         ("bn:decay", "got 'decay'"),
         ("bn:optimizer=lion", "optimizer is one of sgd"),
+        ("bn:lr=0.1:lr=0.2", "'bn' has lr twice"),
+        ("bn:mbn=before", "mbn is an option of methods with mbn"),
     ],
 )
 def test_mistaken_options_are_named(text: str, said: str) -> None:

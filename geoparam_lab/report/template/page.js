@@ -30,7 +30,7 @@ async function start(root) {
       const m = panels.indexOf(canvas);
       const texts =
         m >= 0
-          ? [`rate ${film.rates[m]}, seed ${film.seeds[film.seed[m]]}: ` + KINDS[film.kind](film, canvas, m, t, look)]
+          ? [`seed ${film.seeds[film.seed[m]]}: ` + KINDS[film.kind](film, canvas, m, t, look)]
           : strip(film, canvas, canvas.dataset.what, t, look);
       if (m >= 0) title.style.color = colours[m];
       reading.replaceChildren(...texts.map((text, i) => coloured(text, m >= 0 ? "" : colours[i])));
