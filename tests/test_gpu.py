@@ -45,8 +45,7 @@ def test_training_follows_the_cpu(coordinates: str, natural: bool, layout) -> No
     model = network(coordinates, natural)
     expected = train(copy.deepcopy(model), "cpu")
     found = train(model, "cuda", memory_format=layout)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("coordinates", "natural"), CASES)

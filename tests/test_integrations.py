@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from training_stacks import fit_by_lightning, fit_by_trainer
+from training_stacks import Fit
 
 import geoparam as gp
 
@@ -49,67 +49,55 @@ def by_hand(epochs: int = 1, accumulate: int = 1, **options: Any) -> gp.Boundary
     return tracker
 
 
-def assert_same(
-    found: gp.BoundaryTracker | None, expected: gp.BoundaryTracker, prefix: str = ""
-) -> None:
-    assert found is not None
+def run_in(stack: str, folder: Path, epochs: int = 1, accumulate: int = 1, **options: Any) -> Any:
+    """Return the tracker of a run by Lightning or by transformers' Trainer."""
+    callbacks, model = pytest.importorskip(f"geoparam.integrations.{stack}"), WithLoss()
+    fit = Fit(model, torch.optim.SGD(model.parameters(), lr=0.1), POINTS, folder, epochs)
+    options |= {"module": "model.net"} if stack == "lightning" else {}
+    track = callbacks.TrackBoundaries(**options)
+    both = [track, callbacks.Retract()]
+    if stack == "lightning":
+        fit.by_lightning(callbacks=both, accumulate_grad_batches=accumulate)
+    else:
+        fit.by_trainer(callbacks=both)
+    return track.tracker
+
+
+def assert_same(stack: str, found: Any, expected: gp.BoundaryTracker) -> None:
     assert found.history.steps.tolist() == expected.history.steps.tolist()
+    prefix = "" if stack == "lightning" else "net."
     for name in ("0", "3"):
         for quantity in ("rotation_max", "displacement_max", "scale_max"):
             values = found.history[prefix + name][quantity], expected.history[name][quantity]
             np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-6, err_msg=quantity)
 
 
-def lightning_run(
-    folder: Path, epochs: int = 1, accumulate: int = 1, resume: bool = False, **options: Any
-) -> gp.BoundaryTracker | None:
-    callbacks = pytest.importorskip("geoparam.integrations.lightning")
-    track, model = callbacks.TrackBoundaries(module="model.net", **options), WithLoss()
-    chosen = {"callbacks": [track, callbacks.Retract()], "accumulate_grad_batches": accumulate}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fit_by_lightning(model, optimizer, POINTS, folder, epochs, resume, **chosen)
-    return track.tracker
+ZEROS = torch.zeros(2, 3)
+BATCH = {"x": ZEROS, "labels": ZEROS[:, :1]}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_lightning_records_every_optimizer_step(tmp_path: Path, accumulate: int) -> None:
-    found = lightning_run(tmp_path, accumulate=accumulate, probe=torch.zeros(2, 3))
-    assert_same(found, by_hand(accumulate=accumulate, probe=torch.zeros(2, 3)))
-
-
-@pytest.mark.parametrize("every", [1, 3])
-def test_lightning_goes_on_from_a_checkpoint(tmp_path: Path, every: int) -> None:
-    options = {"file": tmp_path / "history.npy", "every": every}
-    lightning_run(tmp_path, epochs=1, **options)
-    found = lightning_run(tmp_path, epochs=2, resume=True, **options)
-    assert_same(found, by_hand(epochs=2, every=every))
-
-
-def transformers_run(
-    folder: Path, epochs: int = 1, resume: bool = False, **options: Any
-) -> gp.BoundaryTracker | None:
-    callbacks = pytest.importorskip("geoparam.integrations.transformers")
-    track, model = callbacks.TrackBoundaries(**options), WithLoss()
-    both = [track, callbacks.Retract()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fit_by_trainer(model, optimizer, POINTS, folder, epochs, resume, callbacks=both)
-    return track.tracker
-
-
-@pytest.mark.parametrize("probe", [False, True])
-def test_transformers_records_every_optimizer_step(tmp_path: Path, probe: bool) -> None:
-    zeros = torch.zeros(2, 3)
-    given = {"probe": {"x": zeros, "labels": zeros[:, :1]}} if probe else {}
-    found = transformers_run(tmp_path, **given)
-    assert_same(found, by_hand(**({"probe": zeros} if probe else {})), prefix="net.")
+@pytest.mark.parametrize(
+    "stack, options, same",
+    [
+        ("lightning", {"probe": ZEROS}, {"probe": ZEROS}),
+        ("lightning", {"probe": ZEROS, "accumulate": 2}, {"probe": ZEROS, "accumulate": 2}),
+        ("transformers", {"probe": BATCH}, {"probe": ZEROS}),
+        ("transformers", {}, {}),
+    ],
+)
+def test_every_optimizer_step_is_recorded(
+    stack: str, options: Any, same: Any, tmp_path: Path
+) -> None:
+    assert_same(stack, run_in(stack, tmp_path, **options), by_hand(**same))
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_transformers_goes_on_from_a_checkpoint(tmp_path: Path, every: int) -> None:
+@pytest.mark.parametrize("stack", ["lightning", "transformers"])
+def test_tracking_goes_on_from_a_checkpoint(stack: str, every: int, tmp_path: Path) -> None:
     options = {"file": tmp_path / "history.npy", "every": every}
-    transformers_run(tmp_path, epochs=1, **options)
-    found = transformers_run(tmp_path, epochs=2, resume=True, **options)
-    assert_same(found, by_hand(epochs=2, every=every), prefix="net.")
+    run_in(stack, tmp_path, epochs=1, **options)
+    found = run_in(stack, tmp_path, epochs=2, **options)
+    assert_same(stack, found, by_hand(epochs=2, every=every))
 
 
 def test_accelerate_checkpoints_the_tracker_itself(tmp_path: Path) -> None:

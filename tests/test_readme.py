@@ -6,20 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-
-
-PAGES = (
-    "README.md",
-    "docs/optimizer.md",
-    "docs/layers.md",
-    "docs/conversion.md",
-    "docs/training.md",
-    "docs/checkpoints.md",
-    "docs/analysis.md",
-    "docs/experiments.md",
-)
-
-
+GUIDES = "optimizer layers conversion training checkpoints analysis experiments".split()
+PAGES = ("README.md", *(f"docs/{guide}.md" for guide in GUIDES))
 LAUNCHED = "# torchrun ", "# accelerate launch "  # tests/distributed/test_recipes.py runs these
 
 

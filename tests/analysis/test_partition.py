@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from function_model import FunctionModel
 from torch import Tensor, nn
+from tracked_networks import record
 
 import geoparam as gp
 from geoparam.analysis import SReLU
@@ -49,11 +50,6 @@ def test_hamming_counts_the_bits_that_differ(bits: int, device: str) -> None:
     a, b = random_bits(20, bits, device), random_bits(20, bits, device)
     b[::3] = a[::3]
     assert torch.equal(pattern(a).hamming(pattern(b)), (a != b).sum(dim=1))
-
-
-def test_only_patterns_of_one_shape_are_compared() -> None:
-    with pytest.raises(ValueError, match="same points and units"):
-        pattern(random_bits(3, 8)).hamming(pattern(random_bits(3, 16)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -211,11 +207,6 @@ def test_layers_before_one_sum_count_once_in_the_network() -> None:
     assert np.array_equal(found.network.packed.numpy(), expected)
 
 
-def test_chosen_layers_alone() -> None:
-    found = patterns(residual(), X, layers=["b"])
-    assert list(found) == ["b"] and found.network.bits == 4
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_changes_are_those_of_the_bits(device: str) -> None:
     model, x = residual().to(device), torch.randn(50, 4, device=device).round()
@@ -233,8 +224,10 @@ def test_changes_are_those_of_the_bits(device: str) -> None:
     assert after.distinct() == network.regions
 
 
-def test_patterns_of_other_layers_are_not_compared() -> None:
+def test_patterns_of_other_layers_or_shapes_are_not_compared() -> None:
     model = residual()
+    with pytest.raises(ValueError, match="same points and units"):
+        pattern(random_bits(3, 8)).hamming(pattern(random_bits(3, 16)))
     with pytest.raises(ValueError, match="same layers"):
         patterns(model, X).changes(patterns(model, X, layers=["a"]))
 
@@ -347,9 +340,7 @@ def test_every_relu_counts_wherever_it_is(forward: Callable) -> None:
     expected = torch.cat(bits, dim=1)
     found, regions = patterns(model, x), len(expected.unique(dim=0))
     assert found.distinct() == regions > 1 and found.network.bits == expected.shape[1]
-    tracker = gp.BoundaryTracker(model, probe=x)
-    tracker.step()
-    assert tracker.history.network["regions"][0] == regions
+    assert record(model, probe=x).network["regions"][0] == regions
 
 
 def test_a_dead_unit_after_a_sum_counts_once_in_the_network() -> None:
@@ -357,13 +348,14 @@ def test_a_dead_unit_after_a_sum_counts_once_in_the_network() -> None:
         lambda m, x: (m.a(x) + m.b(x)).relu(), a=nn.Linear(2, 3), b=nn.Linear(2, 3)
     )
     model.a.bias.data[0] = -99.0
-    tracker = gp.BoundaryTracker(model, probe=torch.rand(9, 2))
-    tracker.step()
-    dead = [tracker.history[name]["dead"][0] for name in "ab"]
-    assert dead[0] == dead[1] == tracker.history.network["dead"][0] >= 1
+    history = record(model, probe=torch.rand(9, 2))
+    dead = [history[name]["dead"][0] for name in "ab"]
+    assert dead[0] == dead[1] == history.network["dead"][0] >= 1
 
 
 def test_chosen_layers_bring_no_others_and_own_activations_hide_none() -> None:
+    found = patterns(residual(), X, layers=["b"])
+    assert list(found) == ["b"] and found.network.bits == 4
     model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.ConvTranspose1d(4, 2, 3), nn.ReLU())
     model.append(nn.Conv1d(2, 2, 1))
     assert set(patterns(model, torch.randn(8, 1, 6), layers=["0"])) == {"0"}

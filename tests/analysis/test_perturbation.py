@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import geoparam as gp
 from geoparam import sphere
@@ -22,24 +22,18 @@ from geoparam.analysis.perturbation import Response, perturb, respond
 
 SIZES = (2, 3, 147, 4608)
 METHODS = ("sp", "wn", "gmp", "intrinsic")
+COORDINATES = {"gmp": "angles", "intrinsic": "intrinsic"}
 
 
-def make(
-    method: str,
-    n: int,
-    out: int = 4,
-    dtype: torch.dtype = torch.float64,
-    length: float = 0.01,
-) -> nn.Module:
+def make(method: str, n: int, out: int = 4, length: float = 0.01) -> nn.Module:
     """Units with random weights of about this length, and biases."""
-    layer = nn.Linear(n, out, dtype=dtype)
+    layer = nn.Linear(n, out, dtype=torch.float64)
     nn.init.normal_(layer.weight, std=length / math.sqrt(n))
     nn.init.normal_(layer.bias, std=length)
     if method == "wn":
-        return parametrizations.weight_norm(layer)
-    if method in ("gmp", "intrinsic"):
-        held = "angles" if method == "gmp" else method
-        return gp.GmPLinear.from_linear(layer, coordinates=held)
+        return weight_norm(layer)
+    if method in COORDINATES:
+        return gp.GmPLinear.from_linear(layer, coordinates=COORDINATES[method])
     return layer
 
 
@@ -71,7 +65,7 @@ NETWORKS = [m + norm for m in METHODS for norm in ("", "+bn", "+ln")] + ["wn+mbn
 def test_the_adversary_reverses_units_under_sp_wn_and_bn(
     method: str, n: int, norm: nn.Module | None
 ) -> None:
-    layer = make(method, n, dtype=torch.float32)
+    layer = make(method, n).float()
     response = respond(layer, make_steps(layer, "adversarial", 0.01, norm=norm), norm)
     assert torch.allclose(response.rotation, torch.full((4,), 180.0).double(), atol=1e-4)
     assert (response.bound == 180).all()
@@ -99,23 +93,17 @@ def test_the_adversary_reverses_units_under_bn_with_the_batchs_statistics(n: int
     assert torch.allclose(found.displacement, 2 * distance.abs())
 
 
-def samples(n: int, count: int = 500) -> tuple[np.ndarray, np.ndarray]:
-    """Centred samples and the root L of their covariance L L^T."""
-    rng = np.random.default_rng(n)
-    x = rng.normal(size=(count, n)) @ rng.normal(size=(n, n))
-    x -= x.mean(axis=0)
-    return x, np.linalg.cholesky(x.T @ x / count)
-
-
 @pytest.mark.parametrize("kind", ["constant", "adversarial"])
 def test_bn_on_whitened_data_answers_as_weight_normalization_does(kind: str) -> None:
-    n = 9
-    x, root = samples(n)
+    rng, n = np.random.default_rng(9), 9
+    x = rng.normal(size=(500, n)) @ rng.normal(size=(n, n))
+    x -= x.mean(axis=0)
+    root = np.linalg.cholesky(x.T @ x / len(x))  # of the covariance
     whitened = torch.from_numpy(np.linalg.solve(root, x.T).T.copy())
     linear, norm = make("sp", n), nn.BatchNorm1d(4, eps=1e-15).double()
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
-    wn = parametrizations.weight_norm(copy.deepcopy(linear))
+    wn = weight_norm(copy.deepcopy(linear))
     with torch.no_grad():
         wn.parametrizations.weight.original0.copy_(norm.weight[:, None])
         wn.parametrizations.weight.original1.copy_(linear.weight)
@@ -260,13 +248,12 @@ def test_no_unit_of_a_network_turns_by_more_than_its_bound(
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("method", ["gmp", "intrinsic"])
+@pytest.mark.parametrize("method", COORDINATES)
 def test_an_adversary_of_the_same_strength_turns_gmp_by_the_length_of_the_weight(
     method: str, n: int
 ) -> None:
     standard = make("sp", n)
-    held = "angles" if method == "gmp" else method
-    layer = gp.GmPLinear.from_linear(standard, coordinates=held)
+    layer = gp.GmPLinear.from_linear(standard, coordinates=COORDINATES[method])
     step = make_steps(layer, "adversarial", 0.1)
     length = make_steps(standard, "adversarial", 0.1)["direction"].norm(dim=1)
     assert torch.allclose(step["direction"].norm(dim=1), length)
@@ -302,18 +289,16 @@ def test_a_flipped_length_or_gamma_reverses_a_unit(role: str) -> None:
 
 @pytest.mark.parametrize("delta", [0.01, 3.0])
 @pytest.mark.parametrize(
-    "wrap",
+    "build",
     [
-        lambda layer: pytest.importorskip("transformers.pytorch_utils").Conv1D(3, 4),
-        lambda layer: gp.GmPLinear(1, 4, dtype=torch.float64),
-        lambda layer: nn.MultiheadAttention(4, 2, dtype=torch.float64),
+        lambda: pytest.importorskip("transformers.pytorch_utils").Conv1D(3, 4),
+        lambda: gp.GmPLinear(1, 4, dtype=torch.float64),
+        lambda: nn.MultiheadAttention(4, 2, dtype=torch.float64),
     ],
     ids="transposed one-input attention".split(),
 )
-def test_bounds_hold_for_less_common_layers(
-    wrap: Callable[[nn.Module], nn.Module], delta: float
-) -> None:
-    layer = wrap(make("sp", 4, out=5, length=1.0))
+def test_bounds_hold_for_less_common_layers(build: Callable, delta: float) -> None:
+    layer = build()
     for kind in KINDS:
         assert_bounded(respond(layer, make_steps(layer, kind, delta)))
 
@@ -381,33 +366,30 @@ def test_a_step_is_rounded_to_what_the_parameter_can_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "match"),
+    ("call", "words"),
     [
-        ({"kind": "uniform"}, "a kind is one of constant, gaussian, adversarial; got 'uniform'"),
-        ({"kind": "adversarial", "delta": 0.0}, "needs delta > 0"),
+        (
+            lambda layer: perturb(layer, kind="uniform"),
+            "a kind is one of constant, gaussian, adversarial; got 'uniform'",
+        ),
+        (lambda layer: perturb(layer, kind="adversarial", delta=0.0), "needs delta > 0"),
+        (
+            lambda layer: respond(layer, {"length": torch.ones(3)}),
+            r"roles direction, offset; got steps of \['length'\]",
+        ),
+        (lambda layer: perturb(weight_norm(layer, dim=1)), "Leave it out by `layers`"),
+        (lambda layer: perturb(spectral_norm(layer, dim=1)), "Leave it out by `layers`"),
     ],
 )
-def test_mistakes_are_told(options: dict, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        perturb(nn.Linear(3, 2), **options)
-
-
-def test_steps_of_roles_that_are_not_there_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"roles direction, offset; got steps of \['length'\]"):
-        respond(nn.Linear(3, 2), {"length": torch.ones(2)})
-
-
-@pytest.mark.parametrize("wrap", ["weight_norm", "spectral_norm"])
-def test_other_parametrizations_are_refused(wrap: str) -> None:
-    layer = getattr(parametrizations, wrap)(nn.Linear(3, 3), dim=1)
-    with pytest.raises(ValueError, match="Leave it out by `layers`"):
-        perturb(layer)
+def test_what_cannot_be_answered_says_why(call: Callable, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call(nn.Linear(3, 3))
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_the_older_weight_norm_answers_as_the_newer_one() -> None:
     x, found = torch.randn(8, 5), []
-    for wrap in (nn.utils.weight_norm, parametrizations.weight_norm):
+    for wrap in (nn.utils.weight_norm, weight_norm):
         torch.manual_seed(0)
         model = nn.Sequential(wrap(nn.Linear(5, 6)), nn.BatchNorm1d(6), nn.ReLU())
         before = model[0].weight.clone()

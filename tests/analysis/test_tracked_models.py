@@ -1,4 +1,4 @@
-"""Trackers of models that change, branch, are copied, or change their inputs."""
+"""Trackers of models that change, branch, are copied or compiled, or change their inputs."""
 
 import copy
 import pickle
@@ -10,7 +10,7 @@ import pytest
 import torch
 from function_model import FunctionModel
 from torch import Tensor, nn
-from tracked_networks import TYPE, ZEROS, linear, network, train
+from tracked_networks import TYPE, ZEROS, linear, network, record, train
 
 from geoparam import BoundaryTracker
 
@@ -27,18 +27,16 @@ def test_layers_that_were_replaced_are_an_error_that_names_them() -> None:
 def test_a_layer_may_have_no_name_or_that_of_a_column() -> None:
     named = nn.Sequential(OrderedDict(step=linear(3, 8), act=nn.ReLU(), out=linear(8, 1)))
     for model, name in ((linear(3, 8), ""), (named, "step")):
-        tracker = BoundaryTracker(model, example_inputs=ZEROS, keep="full")
-        tracker.step()
-        assert tracker.history[name]["rotation"].shape == (1, 8)
+        history = record(model, example_inputs=ZEROS, keep="full")
+        assert history[name]["rotation"].shape == (1, 8)
 
 
 def test_a_model_that_changes_its_input_changes_neither_the_probe_nor_the_first_batch() -> None:
     model = FunctionModel(lambda m, x: m.layer(x.sub_(1)).relu(), layer=linear(3, 8))
     x = torch.zeros(4, 3, dtype=TYPE)
-    tracker = BoundaryTracker(model, probe=x)
-    tracker.step()
+    history = record(model, probe=x)["layer"]
     assert torch.equal(x, torch.zeros_like(x))
-    assert tracker.history["layer"]["input_length_median"] == [pytest.approx(3**0.5)]
+    assert history["input_length_median"] == [pytest.approx(3**0.5)]
     first = BoundaryTracker(model)
     model(x)
     first.step()
@@ -133,3 +131,29 @@ def test_the_probe_sees_the_weights_after_the_step_also_inside_of_autocast() -> 
         tracker.step()
         assert torch.is_autocast_cache_enabled()
     assert tracker.history["0"]["always_on"].tolist() == [8]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("inner", [False, True], ids=["compiled", "inner"])
+def test_a_compiled_model_has_the_same_history(inner: bool) -> None:
+    model = network("bn")
+    compiled_one = copy.deepcopy(model)
+    compiled = torch.compile(compiled_one, backend="aot_eager", fullgraph=True)
+    plain = BoundaryTracker(model, example_inputs=ZEROS)
+    seen = {"example_inputs": ZEROS} if inner else {}  # else the first batch, outside of the graph
+    tracker = BoundaryTracker(compiled_one if inner else compiled, **seen)
+    train(model, 4, plain.step)
+    train(compiled, 4, tracker.step)
+    assert list(tracker.history) == ["0", "3"]
+    for quantity in ("rotation_max", "displacement_max", "scale_median"):
+        expected = plain.history["0"][quantity]
+        np.testing.assert_allclose(tracker.history["0"][quantity], expected, rtol=1e-8)
+
+
+@pytest.mark.compile
+def test_a_compiled_model_that_hides_its_batches_is_an_error_with_advice() -> None:
+    model = network("sp")
+    tracker = BoundaryTracker(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(ValueError, match="example_inputs"):
+        train(compiled, 1, tracker.step)

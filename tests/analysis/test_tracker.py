@@ -9,7 +9,7 @@ import pytest
 import torch
 from function_model import FunctionModel
 from torch import Tensor, nn
-from tracked_networks import NETWORKS, TYPE, ZEROS, gmp, linear, network, train
+from tracked_networks import NETWORKS, TYPE, ZEROS, gmp, linear, network, record, train
 
 import geoparam as gp
 from geoparam import BoundaryTracker
@@ -31,12 +31,12 @@ def test_rotation_and_displacement_are_those_of_plain_geometry(name: str) -> Non
     read_boundaries()
     train(model, 6, lambda: (tracker.step(), read_boundaries()))
     history = tracker.history["0"]
-    for record, ((u, lam), (v, mu)) in enumerate(zip(seen[1:], seen, strict=False)):
+    for number, ((u, lam), (v, mu)) in enumerate(zip(seen[1:], seen, strict=False)):
         turn = np.degrees(np.arccos(np.clip((u * v).sum(1), -1, 1)))
-        np.testing.assert_allclose(history["rotation"][record], turn, atol=2e-6)
+        np.testing.assert_allclose(history["rotation"][number], turn, atol=2e-6)
         moved = np.linalg.norm(lam[..., None] * u - mu[..., None] * v, axis=-1).max(0)
-        np.testing.assert_allclose(history["displacement"][record], moved, rtol=1e-8, atol=1e-9)
-        np.testing.assert_allclose(history["distance"][record], lam[0], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(history["displacement"][number], moved, rtol=1e-8, atol=1e-9)
+        np.testing.assert_allclose(history["distance"][number], lam[0], rtol=1e-9, atol=1e-12)
     assert history["rotation"].max() > 0.1
 
 
@@ -88,9 +88,7 @@ def test_dead_units_are_those_that_no_probe_point_activates(name: str) -> None:
         shift[2:5] += 100
         if name == "gmp outside":
             model[0].r.abs_()  # so that what is active is positive
-    tracker = BoundaryTracker(model, probe=probe, keep="full")
-    tracker.step()
-    history = tracker.history["0"]
+    history = record(model, probe=probe, keep="full")["0"]
     share = (copy.deepcopy(model).eval()[:-1](probe) > 0).double().mean(0).numpy()
     np.testing.assert_allclose(history["active"][0], share)
     assert history["dead"] == (share == 0).sum() >= 2
@@ -115,17 +113,15 @@ def test_dead_units_are_counted_where_no_view_moves_the_units(
     move: Callable, is_readable: bool
 ) -> None:
     model = FunctionModel(lambda m, x: torch.relu(move(m.fc(x))), fc=linear(5, 4))
-    tracker = BoundaryTracker(model, probe=torch.randn(2, 3, 5, dtype=TYPE))
-    tracker.step()
-    assert np.isfinite(tracker.history["fc"]["dead"]).all() == is_readable
+    history = record(model, probe=torch.randn(2, 3, 5, dtype=TYPE))
+    assert np.isfinite(history["fc"]["dead"]).all() == is_readable
 
 
 def test_one_unit_is_not_counted_in_a_sum_with_many() -> None:
     members = {"one": linear(3, 1), "many": linear(3, 4)}
     model = FunctionModel(lambda m, x: torch.relu(m.one(x) + m.many(x)), **members)
-    tracker = BoundaryTracker(model, probe=torch.randn(5, 3, dtype=TYPE))
-    tracker.step()
-    dead = [tracker.history[name]["dead"].item() for name in members]
+    history = record(model, probe=torch.randn(5, 3, dtype=TYPE))
+    dead = [history[name]["dead"].item() for name in members]
     assert np.isnan(dead).tolist() == [True, False]
 
 
@@ -140,11 +136,11 @@ def test_pattern_changes_are_those_of_the_signs() -> None:
 
     train(model, 5, after)
     for history in (tracker.history["0"], tracker.history.network):
-        for record, (now, before) in enumerate(zip(signs[1:], signs, strict=False)):
+        for number, (now, before) in enumerate(zip(signs[1:], signs, strict=False)):
             changed = now != before
-            assert history["pattern_change"][record] == pytest.approx(changed.double().mean())
-            assert history["points_changed"][record] == changed.any(1).sum()
-            assert history["regions"][record] == len({tuple(row) for row in now.tolist()})
+            assert history["pattern_change"][number] == pytest.approx(changed.double().mean())
+            assert history["points_changed"][number] == changed.any(1).sum()
+            assert history["regions"][number] == len({tuple(row) for row in now.tolist()})
 
 
 def test_batch_norm_is_read_by_running_or_by_the_probes_statistics() -> None:
@@ -204,15 +200,13 @@ def test_angular_layers_tell_their_products_of_cosines() -> None:
     model = nn.Sequential(layer, nn.ReLU(), gmp(2, 1, coordinates="intrinsic"))
     with torch.no_grad():
         layer.latitude.copy_(torch.tensor([[0.1, 1.5, 1.5, 0.2], [0.3, 0.1, -0.2, 0.3]]))
-    tracker = BoundaryTracker(model, example_inputs=torch.zeros(2, 5, dtype=TYPE))
-    tracker.step()
+    found = record(model, example_inputs=torch.zeros(2, 5, dtype=TYPE))
     cosines = layer.latitude.detach().cos()
     products = torch.cat([torch.ones(2, 1, dtype=TYPE), cosines.cumprod(1)[:, :-1]], 1)
-    history = tracker.history["0"]
-    np.testing.assert_allclose(history["smallest_product"], products.min(), rtol=1e-10)
+    np.testing.assert_allclose(found["0"]["smallest_product"], products.min(), rtol=1e-10)
     share = (products.square() < 1e-4).double().mean()
-    np.testing.assert_allclose(history["negligible_metric"], share)
-    assert share > 0 and np.isnan(tracker.history["2"]["smallest_product"]).all()
+    np.testing.assert_allclose(found["0"]["negligible_metric"], share)
+    assert share > 0 and np.isnan(found["2"]["smallest_product"]).all()
 
 
 def test_a_smooth_activation_leaves_rotation_alone() -> None:
@@ -239,9 +233,7 @@ def test_before_a_residual_sum_dead_is_counted_after_it_and_phi_is_the_layers_ow
     with torch.no_grad():
         model.norm.bias[0] = -100  # dead by itself, and after the sum
         model.norm.bias[1] = -0.1
-    tracker = BoundaryTracker(model, probe=probe, keep="full")
-    tracker.step()
-    history = tracker.history["conv"]
+    history = record(model, probe=probe, keep="full")["conv"]
     share = (copy.deepcopy(model).eval()(probe) > 0).double().mean(dim=(0, 2, 3)).detach()
     np.testing.assert_allclose(history["active"][0], share)
     assert history["dead"] == (share == 0).sum() >= 1
@@ -388,29 +380,3 @@ def test_a_state_is_small_where_the_model_tells_the_rest() -> None:
     assert tracker.state_dict() == {"step": 2}
     train(model, 1, tracker.step)
     assert set(tracker.state_dict()) == {"step", "measured_at", "measurement"}
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize("inner", [False, True], ids=["compiled", "inner"])
-def test_a_compiled_model_has_the_same_history(inner: bool) -> None:
-    model = network("bn")
-    compiled_one = copy.deepcopy(model)
-    compiled = torch.compile(compiled_one, backend="aot_eager", fullgraph=True)
-    plain = BoundaryTracker(model, example_inputs=ZEROS)
-    seen = {"example_inputs": ZEROS} if inner else {}  # else the first batch, outside of the graph
-    tracker = BoundaryTracker(compiled_one if inner else compiled, **seen)
-    train(model, 4, plain.step)
-    train(compiled, 4, tracker.step)
-    assert list(tracker.history) == ["0", "3"]
-    for quantity in ("rotation_max", "displacement_max", "scale_median"):
-        expected = plain.history["0"][quantity]
-        np.testing.assert_allclose(tracker.history["0"][quantity], expected, rtol=1e-8)
-
-
-@pytest.mark.compile
-def test_a_compiled_model_that_hides_its_batches_is_an_error_with_advice() -> None:
-    model = network("sp")
-    tracker = BoundaryTracker(model)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with pytest.raises(ValueError, match="example_inputs"):
-        train(compiled, 1, tracker.step)

@@ -304,6 +304,7 @@ def test_architectures_are_built_without_memory() -> None:
         ("test_checkpoint_files:needs_arguments", "fails: TypeError"),
         ("test_checkpoint_files:MODELS", "fails: TypeError"),
         ("builtins:dict", "gives a dict"),
+        ("torchvision:no_such", "has no model 'no_such'"),
     ],
 )
 def test_unknown_architectures(arch: str, message: str) -> None:
@@ -314,10 +315,7 @@ def test_unknown_architectures(arch: str, message: str) -> None:
 @pytest.mark.parametrize("name", ("resnet18", "fcn_resnet50"))
 def test_torchvision_architecture(name: str) -> None:
     pytest.importorskip("torchvision")
-    model = build(f"torchvision:{name}")
-    assert next(model.parameters()).is_meta
-    with pytest.raises(ValueError, match="has no model 'no_such'"):
-        build("torchvision:no_such")
+    assert next(build(f"torchvision:{name}").parameters()).is_meta
 
 
 def test_gpt2_with_its_transposed_weights(tmp_path: Path, out: Path) -> None:

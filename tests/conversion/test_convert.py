@@ -67,17 +67,13 @@ def test_filter_chooses_and_may_take_the_output_layer() -> None:
     assert isinstance(model.head, gp.GmPLinear) and type(model.hidden) is nn.Linear
 
 
-def test_nothing_matched_is_an_error() -> None:
+def test_nothing_matched_and_converting_twice_are_errors() -> None:
     with pytest.raises(ValueError, match="nothing to convert"):
         gp.convert_(net(), filter_fn=lambda module, name: False)
     with pytest.raises(ValueError, match="no layers"):
         gp.convert_(nn.Sequential(nn.ReLU()))
-
-
-def test_converting_twice_changes_nothing_more() -> None:
-    model = gp.convert_(net())
     with pytest.raises(ValueError, match="already converted"):
-        gp.convert_(model)
+        gp.convert_(gp.convert_(net()))
 
 
 def test_frozen_parameters_mode_dtype_and_hooks_stay() -> None:

@@ -100,9 +100,7 @@ def goes_on(options: dict[str, Any], sharded: bool, whole: Path, parts: Path) ->
     both = accelerator(sharded)
     chosen, images = settings(**options), source()
     expected = train(chosen, images, whole, accelerator=both)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Training, "train_on", kill_at(STEPS + 3, Training.train_on, die))
-        train(chosen, images, parts, accelerator=both)
+    is_killed(options, sharded, parts)
     outcome = train(chosen, images, parts, accelerator=both)
     dist.barrier()
     if dist.get_rank() == 0:

@@ -1,6 +1,7 @@
 """The tracker with two processes: the first records under DDP; under FSDP2 both take part."""
 
 import copy
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -63,16 +64,13 @@ def sharded_parameters_have_the_same_history(kind: str, probe: bool, units: int 
         assert_same_history(tracker, alone)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("probe", [False, True], ids=["motion", "probe"])
-def test_sharded_parameters_have_the_same_history(
-    processes: Processes, kind: str, probe: bool
+@pytest.mark.parametrize(
+    ("kind", "probe", "units"), [*product(KINDS, [False, True], [None]), ("bn", True, 3)]
+)
+def test_sharded_parameters_have_the_same_history_whole_or_sampled(
+    processes: Processes, kind: str, probe: bool, units: int | None
 ) -> None:
-    processes.run(sharded_parameters_have_the_same_history, kind, probe, None)
-
-
-def test_sharded_parameters_can_be_sampled(processes: Processes) -> None:
-    processes.run(sharded_parameters_have_the_same_history, "bn", True, 3)
+    processes.run(sharded_parameters_have_the_same_history, kind, probe, units)
 
 
 def sharded_without_example() -> None:

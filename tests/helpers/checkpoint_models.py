@@ -18,14 +18,9 @@ def narrow() -> nn.Module:
 
 def conv_net() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.Conv2d(8, 8, 3, groups=4, stride=2),
-        nn.Conv2d(8, 4, 1),
-        nn.Flatten(),
-        nn.Linear(36, 5),
-    )
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=4, stride=2), nn.Conv2d(8, 4, 1), nn.Flatten(), nn.Linear(36, 5),
+    )  # fmt: skip
 
 
 class Attends(nn.Module):

@@ -34,15 +34,9 @@ def source(train: int = TRAIN, seed: int = 0) -> PackedImages:
 
 def settings(method: str = "gmp+imn", **changes: Any) -> Settings:
     """Return the settings of a run of nine steps."""
-    given: dict[str, Any] = {
-        "lr": 0.1,
-        "batch_size": BATCH,
-        "seed": 3,
-        "epochs": 3,
-        "precision": "fp32",
-        "widths": WIDTHS,
-    }
-    return Settings("vgg6", method, **{**given, **changes})
+    given: dict[str, Any] = {"lr": 0.1, "batch_size": BATCH, "seed": 3, "epochs": 3}
+    given |= {"precision": "fp32", "widths": WIDTHS, **changes}
+    return Settings("vgg6", method, **given)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -45,8 +45,8 @@ def build(model: nn.Module, base: Any = torch.optim.SGD, **options: Any) -> gp.G
     return gp.GeometricOptimizer(model, base, **{"lr": 0.05, **options})
 
 
-def start(kind: str, make: Any = mlp) -> tuple[nn.Sequential, gp.GeometricOptimizer]:
-    options = dict(KINDS[kind])
+def start(kind: str, make: Any = mlp, **others: Any) -> tuple[nn.Sequential, Any]:
+    options = {**KINDS[kind], **others}
     model = make(options.pop("dtype", torch.float64))
     return model, build(model, **options)
 
@@ -74,6 +74,13 @@ def train(model: nn.Module, optimizer: Any, steps: int = 3, first: int = 0) -> l
         losses.append(backward(model, step))
         optimizer.step()
     return losses
+
+
+def assert_same_training(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
+    """Go on with two models and their optimizers, and assert that their weights are the same."""
+    for pair in (one, other):
+        train(*pair, first=3)
+    assert_same_weights(one[0], other[0])
 
 
 def rows(layer: nn.Module) -> Tensor:

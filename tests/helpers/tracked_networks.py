@@ -8,6 +8,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
 from geoparam.analysis import SReLU
+from geoparam.analysis.tracker.history import History
 
 TYPE = torch.float64
 ZEROS = torch.zeros(2, 3, dtype=TYPE)
@@ -46,6 +47,13 @@ NETWORKS: dict[str, Callable[[], list[nn.Module]]] = {
 def network(name: str) -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(*NETWORKS[name](), linear(8, 1))
+
+
+def record(model: nn.Module, **options: object) -> History:
+    """Return what a tracker of the model records in one step."""
+    tracker = gp.BoundaryTracker(model, **options)
+    tracker.step()
+    return tracker.history
 
 
 def train(

@@ -1,8 +1,9 @@
-"""Epochs in batches of two by Lightning and by transformers' Trainer, gone on with from a file.
+"""Epochs in batches of two by Accelerate, Lightning and transformers' Trainer, or on from a file.
 
 The model takes what a point holds and returns its loss, as transformers' models do.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,42 +12,52 @@ from torch import nn, optim
 from torch.utils.data import DataLoader
 
 
-def fit_by_lightning(
-    model: nn.Module,
-    optimizer: optim.Optimizer,
-    points: Any,
-    folder: Path,
-    epochs: int,
-    resume: bool,
-    **options: Any,
-) -> None:
-    pl = pytest.importorskip("lightning.pytorch")
-    options |= {f"enable_{x}": False for x in ("progress_bar", "model_summary", "checkpointing")}
-    options |= {"default_root_dir": folder, "accelerator": "cpu", "logger": False}
-    module, path = pl.LightningModule(), folder / "last.ckpt"
-    module.model = model
-    module.training_step = lambda batch, batch_idx: model(**batch)["loss"]
-    module.configure_optimizers = lambda: optimizer
-    trainer = pl.Trainer(max_epochs=epochs, **options)
-    batches = DataLoader(points, batch_size=2)
-    trainer.fit(module, batches, ckpt_path=path if resume else None, weights_only=True)
-    trainer.save_checkpoint(path)
+@dataclass
+class Fit:
+    """One training: each method runs it in one stack, and leaves a checkpoint in `folder`.
 
+    With more than one epoch it goes on from the checkpoint there, for the last epoch.
+    """
 
-def fit_by_trainer(
-    model: nn.Module,
-    optimizer: optim.Optimizer,
-    points: Any,
-    folder: Path,
-    epochs: int,
-    resume: bool,
-    **options: Any,
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    chosen = {"max_grad_norm": 0, "report_to": [], "disable_tqdm": True, "use_cpu": True}
-    chosen |= {"train_sampling_strategy": "sequential", "save_strategy": "epoch"}
-    chosen |= {"per_device_train_batch_size": 2, "num_train_epochs": epochs}
-    arguments = transformers.TrainingArguments(str(folder), **chosen)
-    options["optimizers"] = optimizer, optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    trainer = transformers.Trainer(model, arguments, train_dataset=points, **options)
-    trainer.train(resume_from_checkpoint=resume)
+    model: nn.Module
+    optimizer: optim.Optimizer
+    points: Any
+    folder: Path
+    epochs: int = 1
+
+    def by_accelerate(self) -> None:
+        accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+        run, optimizer = accelerator.prepare(self.model, self.optimizer)
+        if self.epochs > 1:
+            accelerator.load_state(self.folder)
+        for batch in DataLoader(self.points, batch_size=2):
+            optimizer.zero_grad()
+            accelerator.backward(run(**batch)["loss"])
+            optimizer.step()
+        accelerator.save_state(self.folder)
+
+    def by_lightning(self, **options: Any) -> None:
+        pl = pytest.importorskip("lightning.pytorch")
+        extras = "progress_bar", "model_summary", "checkpointing"
+        options |= {f"enable_{name}": False for name in extras}
+        options |= {"default_root_dir": self.folder, "accelerator": "cpu", "logger": False}
+        module, path = pl.LightningModule(), self.folder / "last.ckpt"
+        module.model = self.model
+        module.training_step = lambda batch, batch_idx: self.model(**batch)["loss"]
+        module.configure_optimizers = lambda: self.optimizer
+        trainer = pl.Trainer(max_epochs=self.epochs, **options)
+        batches = DataLoader(self.points, batch_size=2)
+        start = path if self.epochs > 1 else None
+        trainer.fit(module, batches, ckpt_path=start, weights_only=True)
+        trainer.save_checkpoint(path)
+
+    def by_trainer(self, **options: Any) -> None:
+        transformers = pytest.importorskip("transformers")
+        chosen = {"max_grad_norm": 0, "report_to": [], "disable_tqdm": True, "use_cpu": True}
+        chosen |= {"train_sampling_strategy": "sequential", "save_strategy": "epoch"}
+        chosen |= {"per_device_train_batch_size": 2, "num_train_epochs": self.epochs}
+        arguments = transformers.TrainingArguments(str(self.folder), **chosen)
+        constant = optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
+        options |= {"optimizers": (self.optimizer, constant), "train_dataset": self.points}
+        trainer = transformers.Trainer(self.model, arguments, **options)
+        trainer.train(resume_from_checkpoint=self.epochs > 1)

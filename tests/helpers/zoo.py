@@ -53,15 +53,9 @@ def ids(length: int = 7) -> torch.Tensor:
     return torch.randint(2, 50, (2, length))
 
 
-TEXT = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-}
-VISION = {**TEXT, "image_size": 32, "patch_size": 8}
-VISION.pop("vocab_size")
+BLOCKS = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+TEXT = {"vocab_size": 50, "hidden_size": 16, **BLOCKS}
+VISION = {"image_size": 32, "patch_size": 8, "hidden_size": 16, **BLOCKS}
 
 FAMILIES = [
     Family("resnet18", torchvision("resnet18", num_classes=10), image(32), 20,

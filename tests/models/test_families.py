@@ -142,9 +142,8 @@ def test_compiling_adds_no_graph_breaks(family: Family) -> None:
         breaks = [graph_breaks(m, inputs) for m in (original, model)]
         assert breaks[0] == breaks[1]
         compiled = torch.compile(copy.deepcopy(model), backend="eager")
-        expected = list(tensors_in(call(model, inputs)))
-        for found, wanted in zip(tensors_in(call(compiled, inputs)), expected, strict=True):
-            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        found, expected = (list(tensors_in(call(m, inputs))) for m in (compiled, model))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def graph_breaks(model: nn.Module, inputs: Any) -> int:
@@ -165,5 +164,4 @@ def test_export_keeps_the_function(family: Family) -> None:
     with torch.no_grad():
         found = list(tensors_in(program.module()(*positional, **keywords)))
         expected = list(tensors_in(model(*positional, **keywords)))
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

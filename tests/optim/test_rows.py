@@ -23,9 +23,7 @@ def results(rows: Rows, rescales: bool) -> list[Tensor]:
     torch.manual_seed(0)
     w, g, v = ([torch.randn(s, dtype=rows.dtype) for s in SHAPES] for _ in range(3))
     w[0][1] = g[2][1] = 0
-    r, length, a, b, grad_r, grad_norm = (
-        torch.randn(rows.total, dtype=rows.dtype) for _ in range(6)
-    )
+    r, length, a, b, grad_r, grad_norm = torch.randn(6, rows.total, dtype=rows.dtype)
     grad_v, sign, length = [torch.empty_like(x) for x in w], r.sign(), length.abs() + 0.5
     before = [x.clone() for x in w]
     rows.enter(w, g, grad_v, (length, r, grad_r, grad_norm), rescales)
@@ -59,22 +57,15 @@ def results_of_flat_functions(rows: Rows, _: bool) -> list[Tensor]:
     mixed = []
     for limit, turns in ((0.0, turn), (0.3, turn), (0.3, None)):
         scale, across = r.clone(), along.abs() * (along > 0)
-        mixed += [
-            *rows.turn_coefficients(
-                (along, across, length, grad_norm, r_before, scale), turns, limit
-            ),
-            scale,
-        ]
+        given = along, across, length, grad_norm, r_before, scale
+        mixed += [*rows.turn_coefficients(given, turns, limit), scale]
     return [*first, b, lam, *mixed]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize(
-    "function, way",
-    [(results, True), (results, False),
-     (results_of_flat_functions, True), (results_of_flat_functions, False)],
-)  # fmt: skip
+@pytest.mark.parametrize("way", [True, False])
+@pytest.mark.parametrize("function", [results, results_of_flat_functions])
 def test_kernels_compute_what_the_plain_form_does(
     kernels: Any, dtype: Any, function: Any, way: Any
 ) -> None:

@@ -9,7 +9,7 @@ from plain_models import assert_same_weights, backward, every_kind, mlp, start
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
-from training_stacks import fit_by_lightning, fit_by_trainer
+from training_stacks import Fit
 
 
 @every_kind
@@ -43,21 +43,6 @@ class WithLoss(nn.Module):
 
 
 POINTS = [{"x": torch.arange(6).mul(i + 1.0).sin(), "labels": i % 3} for i in range(8)]
-BATCHES = DataLoader(POINTS, batch_size=2)
-
-
-def fit_by_accelerate(
-    model: nn.Module, optimizer: Any, points: Any, folder: Path, epochs: int, resume: bool
-) -> None:
-    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
-    run, optimizer = accelerator.prepare(model, optimizer)
-    if resume:
-        accelerator.load_state(folder)
-    for part in BATCHES:
-        optimizer.zero_grad()
-        accelerator.backward(run(**part)["loss"])
-        optimizer.step()
-    accelerator.save_state(folder)
 
 
 def test_trainers_factory_takes_rate_and_decay_of_its_arguments(tmp_path: Path) -> None:
@@ -71,14 +56,14 @@ def test_trainers_factory_takes_rate_and_decay_of_its_arguments(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["Adam", "angles", "turn"])
-@pytest.mark.parametrize("fit", [fit_by_accelerate, fit_by_lightning, fit_by_trainer])
-def test_a_second_epoch_goes_on_from_a_file(fit: Any, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", [Fit.by_accelerate, Fit.by_lightning, Fit.by_trainer])
+def test_a_second_epoch_goes_on_from_a_file(run: Any, kind: str, tmp_path: Path) -> None:
     expected = WithLoss(kind)
-    for part in [*BATCHES] * 2:
+    for part in [*DataLoader(POINTS, batch_size=2)] * 2:
         expected.zero_grad()
         expected(**part)["loss"].backward()
         expected.its_optimizer.step()
-    for epoch in range(2):
+    for epochs in (1, 2):
         model = WithLoss(kind)
-        fit(model, model.its_optimizer, POINTS, tmp_path, 1 + epoch, resume=epoch > 0)
+        run(Fit(model, model.its_optimizer, POINTS, tmp_path, epochs))
     assert_same_weights(model.net, expected.net)

@@ -55,9 +55,7 @@ def test_goes_on_bit_for_bit(way: str, make: Any, kind: str) -> None:
     new, resumed = copied(way, model, optimizer, start(kind, make))
     assert new[0].weight is not model[0].weight
     assert_same_states(resumed, optimizer.state_dict())
-    train(model, optimizer, first=3)
-    train(new, resumed, first=3)
-    assert_same_weights(new, model)
+    pm.assert_same_training((new, resumed), (model, optimizer))
 
 
 def test_weight_and_bias_of_two_precisions_go_on() -> None:
@@ -98,20 +96,27 @@ def test_a_layer_that_missed_a_step_does_not_part_the_others() -> None:
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["SGD", "angles"])
-def test_weights_may_be_loaded_before_the_optimizer_is_built(kind: str) -> None:
-    """A bias that has outgrown its row since stays a distance; one that was plain stays plain."""
-    (model, optimizer), (new, _) = start(kind), start(kind)
+@pytest.mark.parametrize(
+    "kind, case", [("SGD", "bias"), ("angles", "bias"), ("SGD", "first row"), ("SGD", "last row")]
+)
+def test_weights_may_be_loaded_before_the_optimizer_is_built(kind: str, case: str) -> None:
+    """A bias that has outgrown its row stays a distance, a row that was pruned stays a unit's.
+
+    LoRA's B starts at zero and stays plain.
+    """
+    model, new = mlp(), mlp()
+    model[3].weight.data[1] *= case != "first row"
+    optimizer = build(model, **pm.KINDS[kind])
     train(model, optimizer)
-    model[0].bias.data[2] = 5.0
+    model[3].weight.data[1] *= case != "last row"
+    model[0].bias.data[2] += 5.0 * (case == "bias")
     new.load_state_dict(model.state_dict())
-    options = {k: v for k, v in pm.KINDS[kind].items() if k != "dtype"}
-    resumed = build(new, **options)
-    assert " plain " in str(resumed) and " plain " not in str(optimizer)
+    resumed = build(new, **pm.KINDS[kind])
+    words = " plain " if case == "bias" else "a row of zeros has no direction"
+    found = [words in str(each) for each in (optimizer, resumed)]
+    assert found == [case == "first row", case != "first row"]
     resumed.load_state_dict(through_a_file(optimizer.state_dict()))
-    train(model, optimizer, first=3)
-    train(new, resumed, first=3)
-    assert_same_weights(new, model)
+    pm.assert_same_training((new, resumed), (model, optimizer))
 
 
 @pytest.mark.parametrize("name", ["odd name", "far"])
@@ -158,33 +163,6 @@ def test_a_default_device_does_not_matter() -> None:
     assert_same_weights(model, other)
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_rows_of_zeros_may_come_and_go_between_two_sessions(first: bool) -> None:
-    """LoRA's B starts at zero and stays plain; a row that was pruned later stays a unit's."""
-    model, new = mlp(), mlp()
-    model[3].weight.data[1] *= 0.0 if first else 1.0
-    optimizer = build(model, momentum=0.9)
-    train(model, optimizer)
-    model[3].weight.data[1] *= 1.0 if first else 0.0
-    assert first == bool(model[3].weight[1].any())
-    new.load_state_dict(model.state_dict())
-    resumed = build(new, momentum=0.9)
-    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
-    train(model, optimizer, first=3)
-    train(new, resumed, first=3)
-    assert_same_weights(new, model)
-
-
-def test_a_state_that_is_refused_leaves_the_units_as_they_were() -> None:
-    model, other = mlp(), mlp()
-    other[3].weight.data[1] = 0.0
-    optimizer = build(model, momentum=0.9)
-    before = str(optimizer), copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match="RMSprop"):
-        optimizer.load_state_dict(build(other, torch.optim.RMSprop).state_dict())
-    assert before == (str(optimizer), optimizer.state_dict())
-
-
 def test_a_scale_that_was_held_stays_held_whatever_the_models_mode() -> None:
     model, new = (mlp(norm=functools.partial(nn.BatchNorm1d, affine=False)) for _ in range(2))
     optimizer = build(model, momentum=0.9)
@@ -197,11 +175,16 @@ def test_a_scale_that_was_held_stays_held_whatever_the_models_mode() -> None:
     assert str(resumed).count("fixed") == 2
 
 
+PRUNED = nn.Linear(8, 7).double()
+PRUNED.weight.data[1] = 0.0
+
+
 @pytest.mark.parametrize(
     "make, layers, options, words",
     [
         (mlp, {}, {"coordinates": "angles"}, "angles.*intrinsic"), (mlp, {}, {"turn": 2}, "turn"),
         (mlp, {}, {"match": False}, "match"), (mlp, {}, {"base": torch.optim.RMSprop}, "RMSprop"),
+        (mlp, {3: PRUNED}, {"base": torch.optim.RMSprop}, "RMSprop"),
         (mlp, {}, {"filter_fn": lambda module, name: name == "0"}, "3.weight"),
         (mlp, {0: nn.Linear(6, 9).double(), 3: nn.Linear(9, 7).double()}, {}, "'0.weight'"),
         (cnn, {3: nn.Conv2d(6, 8, 3).double()}, {}, "'3.weight'"),
@@ -217,10 +200,12 @@ def test_a_foreign_state_is_refused(make: Any, layers: Any, options: Any, words:
     optimizer = build(model, momentum=0.9)
     train(model, optimizer)
     train(other, foreign)
-    before = copy.deepcopy(optimizer.state_dict())
+    before, table = copy.deepcopy(optimizer.state_dict()), str(optimizer)
     with pytest.raises(ValueError, match=words):
         optimizer.load_state_dict(foreign.state_dict())
     assert_same_states(optimizer, before)
+    assert before["param_groups"] == optimizer.state_dict()["param_groups"]
+    assert table == str(optimizer)
 
 
 def test_a_damaged_state_is_refused_in_a_sentence() -> None:
@@ -348,9 +333,7 @@ def test_what_is_frozen_or_has_no_gradient_is_never_written(kind: str) -> None:
 @pm.every_kind
 def test_units_at_rate_0_stay_bit_for_bit(kind: str, scale: str) -> None:
     """Where r is free, the rest's rate is 0 too: it is that of r."""
-    options = dict(pm.KINDS[kind])
-    model = mlp(options.pop("dtype", torch.float64))
-    optimizer = build(model, scale=scale, **options)
+    model, optimizer = start(kind, scale=scale)
     train(model, optimizer)
     before = copy.deepcopy(model.state_dict())
     for group in optimizer.param_groups[: 1 if scale == "fixed" else None]:
