@@ -101,7 +101,7 @@ class Experiment:
         if run.config.get("epochs", self.epochs) < self.epochs:
             said = f"{self.title}: training was cut short here, so that its results say little."
         reason = self.mismatch(run.config)
-        return f"{said or f'{self.title}:'} {reason}." if reason else said
+        return f"{said or f'{self.make_title(run.config)}:'} {reason}." if reason else said
 
     def make_title(self, config: Config) -> str:
         """Return what a run with this configuration is called."""
