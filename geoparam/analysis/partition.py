@@ -19,7 +19,7 @@ Smooth activations have no bits. `slices` draws the regions themselves.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -251,36 +251,53 @@ def find_blocks(model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) -> 
     """Return for each step how its values are divided among examples: see `Collector`.
 
     The model runs on noisy examples, and on the same in another order, which the bits must follow.
-    It is 0 where they do not: such values belong to no example.
+    A step is left out where they do not, and all are where the model does not take such inputs.
     """
     args, kwargs = arguments_of(model, inputs)
-    examples, random = _count_examples(inputs), torch.Generator().manual_seed(0)
-    moving = [t for t in tensors_in((args, kwargs)) if t.shape[:1] == (examples,)]
-    if not moving or not examples or examples < 2:
+    examples = _count_examples(inputs)
+    unique = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
+    moving = [tensor for tensor in unique.values() if tensor.shape[:1] == (examples,)]
+    if not moving or not examples or examples < 2 or (args and isinstance(args[0], list)):
         return {}
-    for tensor in moving:
-        if tensor.is_floating_point():
-            noise = torch.randn(tensor.shape, generator=random, device="cpu").to(tensor.device)
-            tensor += (noise * tensor.float().std()).to(tensor.dtype)
-    ways: list[dict[tuple[int, int], Pattern]] = [{}, {}]
-    for shift, found in enumerate(ways):
-
-        def see(site: Site, z: Tensor, step: int, found: dict = found) -> None:
-            if (bits := _find_bits(site, z)) is not None:
-                for blocks in _list_blocks(z, examples):
-                    found[step, blocks] = _pack_examples(bits, examples, blocks)
-
-        for tensor in moving:
-            tensor.copy_(tensor.roll(shift, 0))
-        if not observe(model, args or kwargs, sites, pre_activation=see):
-            return {}
-    result = dict.fromkeys((step for step, _ in ways[0]), 0)
+    try:
+        ways = [_pack_ways(model, args or kwargs, sites, examples) for _ in _shuffle(moving)]
+    except Exception:  # noise may be outside of a model's domain, and lengths may be sorted
+        return {}
+    result: dict[int, int] = {}
     for (step, blocks), first in reversed(ways[0].items()):
         second = ways[1].get((step, blocks))
         rolled = Pattern(first.packed.roll(1, 0), first.bits)
         if second and second.hamming(rolled).double().mean() <= 0.01 * first.bits:
             result[step] = blocks
     return result
+
+
+def _shuffle(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Add noise to examples, in place; then move each to the place of the next."""
+    random = torch.Generator().manual_seed(0)
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            noise = torch.randn(tensor.shape, generator=random, device="cpu").to(tensor.device)
+            tensor += (noise * tensor.float().std()).to(tensor.dtype)
+    yield
+    for tensor in tensors:
+        tensor.copy_(tensor.roll(1, 0))
+    yield
+
+
+def _pack_ways(
+    model: nn.Module, inputs: Any, sites: Mapping[str, Site], examples: int
+) -> dict[tuple[int, int], Pattern]:
+    """Return the patterns of a run by step and by each way to divide its values."""
+    found: dict[tuple[int, int], Pattern] = {}
+
+    def see(site: Site, z: Tensor, step: int) -> None:
+        if (bits := _find_bits(site, z)) is not None:
+            for blocks in _list_blocks(z, examples):
+                found[step, blocks] = _pack_examples(bits, examples, blocks)
+
+    is_same = observe(model, inputs, sites, pre_activation=see)
+    return found if is_same else {}
 
 
 def _find_bits(site: Site, z: Tensor) -> Sequence[Tensor] | None:

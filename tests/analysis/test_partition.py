@@ -176,6 +176,16 @@ def test_a_first_argument_of_one_number_is_not_the_examples() -> None:
         assert len(patterns(model, (t, X))["a"]) == len(X)
 
 
+def test_inputs_in_a_narrow_range_or_given_twice_have_patterns() -> None:
+    """A check runs the model on noisy inputs in another order."""
+    bounded = lambda m, x, y: F.relu(m.a(x + torch.bernoulli(y)))  # noqa: E731
+    twice = lambda m, x, y: F.relu(m.a(x + y))  # noqa: E731
+    for function in (bounded, twice):
+        same = X.abs()
+        model = FunctionModel(function, a=nn.Linear(4, 3))
+        assert len(patterns(model, (same, same))["a"]) == len(X)
+
+
 def test_what_is_not_told_by_example_is_left_out() -> None:
     function = lambda m, x: m.b(F.relu(m.a(x))) + F.relu(m.c(x[:4])).sum()  # noqa: E731
     model = FunctionModel(function, a=nn.Linear(4, 3), b=nn.Linear(3, 1), c=nn.Linear(4, 2))
