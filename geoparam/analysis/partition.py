@@ -16,7 +16,6 @@ w_i of 32 bits, with random keys k_i. Two different patterns get the same one wi
 Smooth activations have no bits. `slices` draws the regions themselves.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -221,7 +220,7 @@ class Collector:
 
 
 def _count_examples(inputs: Inputs) -> int | None:
-    """Return the most frequent first dimension, 1 only where all are 1; None without tensors.
+    """Return the first tensor's first dimension that is not 1, or else 1; None without tensors.
 
     A list as the first argument, as detectors take it, has an example in each entry.
     """
@@ -229,8 +228,7 @@ def _count_examples(inputs: Inputs) -> int | None:
     if isinstance(first, list):
         return len(first)
     sizes = [len(tensor) for tensor in tensors_in(inputs) if tensor.ndim]
-    counts = Counter(size for size in sizes if size != 1) or Counter(sizes)
-    return counts.most_common(1)[0][0] if counts else None
+    return next((size for size in sizes if size != 1), 1) if sizes else None
 
 
 def _list_blocks(z: Tensor, examples: int) -> list[int]:
