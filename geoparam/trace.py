@@ -142,6 +142,8 @@ def output_layers(model: nn.Module) -> tuple[str, ...]:
 def _find_frozen_copies(model: nn.Module) -> Iterator[str]:
     """Yield the prefixes of frozen parts, of several layers, that a trained one beside is like."""
     for prefix, parent in model.named_modules():
+        if prefix and isinstance(parent, nn.Sequential | nn.ModuleList):
+            continue  # a stack of equal blocks, the last of which may be frozen
         parts = {n: m for n, m in parent.named_children() if list(m.children())}
         shapes = {n: [p.shape for p in part.parameters()] for n, part in parts.items()}
         trained = [n for n, m in parts.items() if any(p.requires_grad for p in m.parameters())]
@@ -314,7 +316,7 @@ def _step(module: nn.Module) -> Node:
     layer = Node("layer", op, channel=-1 - (len(size) if isinstance(size, tuple) else 0))
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return Node("embedding", op)
-    home = type(module).forward.__module__.partition(".")[0]
+    home = (type(module).forward.__module__ or "").partition(".")[0]  # fx writes code without one
     is_known = home in KNOWN and "forward" not in vars(module)
     is_norm = leaf and "norm" in op and not isinstance(module, LAYERS)
     if is_norm and (is_known or not isinstance(module, NORMS)):

@@ -53,6 +53,8 @@ def test_a_frozen_teacher_is_not_the_output_layer() -> None:
     state = build(model).state_dict()
     build(torch.compile(model)).load_state_dict(state)
     head = mlp()
+    stack = nn.ModuleDict({"blocks": nn.Sequential(mlp(), mlp().requires_grad_(False))})
+    assert re.search(r"blocks\.1\.6\.weight +the output layer", str(build(stack)))
     head[6].requires_grad_(False)
     assert "6.weight                                 the output layer" in str(build(head))
 

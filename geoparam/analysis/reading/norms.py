@@ -49,7 +49,7 @@ def find_feature_dim(norm: Any, units: int, rank: int, positions: bool) -> int |
     None where the norm is not understood, or its features are not units. `positions` says whether
     the layer is a convolution.
     """
-    home = type(norm).forward.__module__.partition(".")[0]
+    home = (type(norm).forward.__module__ or "").partition(".")[0]
     if home not in READ or "forward" in vars(norm):  # a subclass may compute something else
         return None
     if type(norm).forward is nn.LayerNorm.forward:  # LayerNorm2d overrides it
