@@ -248,7 +248,7 @@ def _pack_examples(bits: Sequence[Tensor], examples: int, blocks: int) -> Patter
 def find_blocks(model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) -> dict[int, int]:
     """Return for each step how its values are divided among examples: see `Collector`.
 
-    The model runs on noisy examples, and on the same in another order, which the bits must follow.
+    The model runs on mixed examples, and on the same in another order, which the bits must follow.
     A step is left out where they do not, and all are where the model does not take such inputs.
     """
     args, kwargs = arguments_of(model, inputs)
@@ -259,7 +259,7 @@ def find_blocks(model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) -> 
         return {}
     try:
         ways = [_pack_ways(model, args or kwargs, sites, examples) for _ in _shuffle(moving)]
-    except Exception:  # noise may be outside of a model's domain, and lengths may be sorted
+    except Exception:  # the model may not take such inputs: lengths may have to be sorted
         return {}
     result: dict[int, int] = {}
     for (step, blocks), first in reversed(ways[0].items()):
@@ -271,10 +271,12 @@ def find_blocks(model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) -> 
 
 
 def _shuffle(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Add noise to examples, in place; then move each to the place of the next."""
+    """Mix examples in place, or add noise to equal ones; then move each to the next's place."""
     random = torch.Generator().manual_seed(0)
     for tensor in tensors:
-        if tensor.is_floating_point():
+        chosen = torch.randint(len(tensor), tensor.shape, generator=random, device="cpu")
+        tensor.copy_(tensor.gather(0, chosen.to(tensor.device)))
+        if tensor.is_floating_point() and torch.equal(tensor, tensor[:1].expand_as(tensor)):
             noise = torch.randn(tensor.shape, generator=random, device="cpu").to(tensor.device)
             tensor += (noise * tensor.float().std()).to(tensor.dtype)
     yield

@@ -114,7 +114,7 @@ class GeometricOptimizer(Optimizer):
         self._units, self._plain, self._candidates = found
         self._guesses_scale = scale == "auto"
         by_values = [name for name, why in self._plain.items() if why in BY_VALUES]
-        self._rest_options["plain_by_values"] = "\n".join(by_values)  # DCP loses an empty list
+        self._rest_options["zero_rows"] = "\n".join(by_values)  # DCP loses an empty list
         self._undecayed = undecayed_names(model)
         self._size = sum(p.numel() for p in model.parameters())
         self._forget()
@@ -297,7 +297,7 @@ class GeometricOptimizer(Optimizer):
         """Load a state of the same model and settings; tensors keep their types."""
         saved_states.check_form(state_dict)
         saved = state_dict["param_groups"]
-        by_values = self._rest_options["plain_by_values"].split("\n")
+        by_values = self._rest_options["zero_rows"].split("\n")
         self._fit_units()
         before = [dict(group) for group in self.param_groups], self._units, self._plain
         try:

@@ -34,7 +34,8 @@ def find_saved_names(
     wanted = [[names.get(n, n) for n in map(_unwrap, group["param_names"])] for group in merged]
     pairs = zip(own, wanted, strict=False)
     moved = {name for group, then in pairs for name in {*group["param_names"]} ^ {*then}}
-    more = chain.from_iterable(g.get("plain_by_values", "").split("\n") for g in (*own, *saved))
+    texts = [group.get("zero_rows", "") for group in (*own, *saved)]
+    more = [name for text in texts for name in (*text.split("\n"), *text.split())]
     may_move = {*by_values, *(names.get(_unwrap(name)) for name in more)}
     is_all = sorted(chain.from_iterable(wanted)) == sorted(names.values())
     return wanted if moved and moved <= may_move and is_all else None

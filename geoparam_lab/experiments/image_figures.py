@@ -5,6 +5,7 @@ mean top-1 among those at which no seed diverged, for each batch size alone: on 
 back for that, or else on the validation images.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -46,6 +47,11 @@ def draw(run: Run) -> None:
         return
     measure = "select_top1" if "select_top1" in records[0] else "top1"
     shown = image_text.choose(records, measure)
+    kept = set(run.curve_names())
+    if missing := [r["name"] for r in shown if r["name"] not in kept]:
+        text = f"figure 4 is without these runs, whose curves are missing: {missing}."
+        warnings.warn(text, stacklevel=2)
+    shown = [record for record in shown if record["name"] in kept]
     curves = {record["name"]: run.curves(record["name"]) for record in shown}
     longest = max((len(each["train_top5"]) for each in curves.values()), default=0)
     if longest:

@@ -29,7 +29,10 @@ def has_running(norm: nn.Module | None) -> bool:
 
 
 def uses_batch(norm: nn.Module, model: nn.Module) -> bool:
-    """Return whether a norm with running statistics uses the batch's when the model trains."""
+    """Return whether a norm with running statistics uses the batch's in the model's present mode.
+
+    A model that evaluates is read as if all of its norms trained.
+    """
     is_frozen = model.training and not norm.training  # fine-tuning with fixed statistics
     return has_running(norm) and not is_frozen and not _is_always_frozen(norm)
 
