@@ -86,21 +86,7 @@ def plan(
     example_inputs: Inputs | None = None,
 ) -> Plan:
     """Return what `convert_` would do with these arguments, or raise what it would raise."""
-    if norm not in (None, "imn"):
-        raise ValueError(f"norm is None or 'imn'; got {norm!r}.")
-    if weights not in ("geometric", "plain"):
-        raise ValueError(f"weights are 'geometric' or 'plain'; got {weights!r}.")
-    if init not in (None, *get_args(Init)):
-        raise ValueError(f"init is None or one of {get_args(Init)}; got {init!r}.")
-    if weights == "plain" and norm != "imn":
-        raise ValueError(
-            "weights='plain' leaves weights as they are, and without norm='imn' there is nothing "
-            "else to do: for a plain model use GeometricOptimizer alone."
-        )
-    if norm == "imn" and example_inputs is None:
-        raise ValueError(
-            "norm='imn' needs example_inputs, to see which BatchNorm follows a layer."
-        )
+    _check_options(norm, init, weights, example_inputs)
     refuse_unready(model)
     refuse_wrapped(model, "convert")
     graph = None if example_inputs is None else trace(model, example_inputs)
@@ -131,6 +117,24 @@ def plan(
         listed = "\n".join(f"  {d}" for d in decisions) or "  it has no layers"
         raise ValueError(f"nothing to convert in this model:\n{listed}")
     return Plan(tuple(decisions), sum(p.numel() for p in model.parameters()), weights)
+
+
+def _check_options(norm: Any, init: Any, weights: Any, example_inputs: Any) -> None:
+    if norm not in (None, "imn"):
+        raise ValueError(f"norm is None or 'imn'; got {norm!r}.")
+    if weights not in ("geometric", "plain"):
+        raise ValueError(f"weights are 'geometric' or 'plain'; got {weights!r}.")
+    if init not in (None, *get_args(Init)):
+        raise ValueError(f"init is None or one of {get_args(Init)}; got {init!r}.")
+    if weights == "plain" and norm != "imn":
+        raise ValueError(
+            "weights='plain' leaves weights as they are, and without norm='imn' there is nothing "
+            "else to do: for a plain model use GeometricOptimizer alone."
+        )
+    if norm == "imn" and example_inputs is None:
+        raise ValueError(
+            "norm='imn' needs example_inputs, to see which BatchNorm follows a layer."
+        )
 
 
 def kind_of(module: nn.Module) -> str | None:
