@@ -249,7 +249,7 @@ def find_blocks(model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) -> 
     """Return for each step how its values are divided among examples: see `Collector`.
 
     The model runs on mixed examples, and on the same in another order, which the bits must follow.
-    A step is left out where they do not, and all are where the model does not take such inputs.
+    Steps where they do not follow are not in the result; it is empty if the model refuses the run.
     """
     args, kwargs = arguments_of(model, inputs)
     examples = _count_examples(inputs)
