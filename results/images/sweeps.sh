@@ -69,6 +69,9 @@ output_resnet18=(
 plain=( # six tries each
   --method bn:decay=5e-4,1e-3:lr=0.4,0.8,1.6 --method wn+mbn:decay=0,5e-4:lr=0.1,0.2,0.4
 )
+edges=( # two tries more for each method: most of the best rates were the largest
+  --method bn:decay=5e-4,1e-3:lr=3.2 --method wn+mbn:decay=0,5e-4:lr=0.8
+)
 
 sweep() { # NAME OPTIONS...: a fair sweep; its network is the name's first word
   local name=$1 network=${1%%-*} compile=(--compile)
@@ -98,11 +101,17 @@ for part in "$@"; do
       sweep "$part" --seeds 1 "${plain[@]}" --method sp:decay=0,5e-4:lr=0.05,0.1,0.2 \
         --method wn:decay=0,5e-4:lr=0.05,0.1,0.2 --method gmp:decay=0,5e-4:lr=0.05,0.1,0.2 \
         --method gmp+imn:imn=input:decay=0,5e-4:lr=0.2,0.4,0.6 \
-        --method intrinsic+imn:imn=input:decay=0,5e-4:lr=0.2,0.3,0.4 ;;
+        --method intrinsic+imn:imn=input:decay=0,5e-4:lr=0.2,0.3,0.4
+      sweep "$part" --seeds 3 "${edges[@]}" --method sp:decay=0,5e-4:lr=0.14 \
+        --method wn:decay=0,5e-4:lr=0.14 --method gmp:decay=0,5e-4:lr=0.4 \
+        --method gmp+imn:imn=input:decay=0,5e-4:lr=0.8 \
+        --method intrinsic+imn:imn=input:decay=0,5e-4:lr=0.25 ;;
     resnet18-fair)
       sweep "$part" --seeds 1 "${plain[@]}" \
         --method gmp+imn:skip=plain:decay=0,5e-4:lr=0.1,0.2,0.4 \
-        --method intrinsic+imn:skip=plain:decay=0,5e-4:lr=0.1,0.2,0.4 ;;
+        --method intrinsic+imn:skip=plain:decay=0,5e-4:lr=0.1,0.2,0.4
+      sweep "$part" --seeds 3 "${edges[@]}" --method gmp+imn:skip=plain:decay=0,5e-4:lr=0.8 \
+        --method intrinsic+imn:skip=plain:decay=0,5e-4:lr=0.3 ;;
     best-*)
       choose "${part#best-}" 99 "${EACH:-2}"
       sweep "${part#best-}" --seeds 3 "${best[@]}" ;;
