@@ -63,6 +63,7 @@ class GmPLayer(nn.Module):
     _plain: ClassVar[type[nn.Module]]  # the torch.nn layer, and what both are built from
     _arguments: ClassVar[tuple[str, ...]]
     _extra: tuple[str, ...] = ()  # attributes a user set on the torch.nn layer
+    _made_from: type[nn.Module] | None = None  # that layer's class, which may be a user's own
 
     r: nn.Parameter
     lam: nn.Parameter | None
@@ -317,6 +318,7 @@ class GmPLayer(nn.Module):
             trained = self.r if self.lam is None else self.lam
             layer.bias = nn.Parameter(bias, requires_grad=trained.requires_grad)
         layer.__dict__.update({name: getattr(self, name) for name in self._extra})
+        layer.__class__ = self._made_from or self._plain
         return layer.train(self.training)
 
     def _new_plain(self, device: torch.device | str, dtype: torch.dtype, bias: bool) -> Any:

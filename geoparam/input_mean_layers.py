@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from geoparam.centred_map import (
     ConvOptions,
@@ -171,12 +172,15 @@ def adopt(layer: nn.Module, momentum: float | None = MOMENTUM, centred: bool = T
         new.bias = nn.Parameter(new.weight.detach().new_zeros(len(new.weight)))
     if centred:
         new._start(momentum)
+        new.__dict__["_plain"] = type(layer)  # perhaps a user's own class
     return new
 
 
 def release(layer: nn.Module) -> Any:
     """Return the torch.nn layer with the same Parameters and options, without the mean."""
-    plain = copy_as(getattr(layer, "_plain", type(layer)), layer)
+    plain = copy_as(getattr(layer, "_plain", type_before_parametrizations(layer)), layer)
+    plain._modules.pop("parametrizations", None)
+    plain.__dict__.pop("_plain", None)
     if isinstance(layer, TrackedMean):
         for name in TRACKING:
             plain._buffers.pop(name, None)

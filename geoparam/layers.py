@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from geoparam.base_layer import Activation, GmPLayer, InputNorm, UnitOptions
 from geoparam.coordinates import Init, Name
@@ -228,13 +229,14 @@ def build_like(kind: type[Layer], plain: Any, **options: Any) -> Layer:
     layer = kind(**sizes, **{"bias": plain.bias is not None, **place, **options})
     for name, parameter in layer.named_parameters():
         own = "bias" if name == "lam" and plain.bias is not None else "weight"
-        parameter.requires_grad_(_is_trained(plain, own))
+        parameter.requires_grad_(is_trained(plain, own))
     extra = {key: value for key, value in vars(plain).items() if not hasattr(layer, key)}
     layer.__dict__.update(extra, _extra=tuple(extra))
+    layer._made_from = type_before_parametrizations(plain)
     return layer.train(plain.training)
 
 
-def _is_trained(plain: nn.Module, name: str) -> bool:
+def is_trained(plain: nn.Module, name: str) -> bool:
     """Return whether a tensor learns, or what it is computed from (weight_norm)."""
     learned = [key for key, p in plain.named_parameters() if p.requires_grad]
     behind = any(key.removeprefix("parametrizations.").startswith(name) for key in learned)

@@ -70,6 +70,12 @@ class RemovedNorm(nn.Module):
             self.add_module(name, child)
         self.__dict__.update(norm=norm, layer=new, layer_had_bias=old.bias is not None)
         self.layer_type = old.weight.dtype
+        self.offset_learned = self.offset_learns()
+
+    def offset_learns(self) -> bool:
+        """Return whether the layer trains the offset that it took over from the norm."""
+        offset: Any = self.layer.lam if isinstance(self.layer, GmPLayer) else self.layer.bias
+        return offset.requires_grad
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name for it
         for child in self._modules.values():  # children() takes longer than most calls of this
@@ -211,7 +217,7 @@ def _build_pairs(
     modules = dict(model.named_modules())
     for decision in reversed(decided.decisions):  # children before the attention that holds them
         if decision.converted:
-            old = modules.pop(module_name(decision.name))
+            old = modules.pop(module_name(decision.name, modules))
             norm = modules[decision.norm] if decision.norm else None
             new = _build_replacement(old, decision, norm, options)
             if norm is not None:

@@ -23,7 +23,7 @@ from geoparam.conversion.verification import replace_checked
 from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer, release
 from geoparam.inspection import computes_as
-from geoparam.layers import GmPLinear
+from geoparam.layers import GmPLinear, is_trained
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean
 from geoparam.trace import trace
 
@@ -153,8 +153,8 @@ def _build_plain(layer: Any, weight: Tensor, bias: Tensor | None) -> nn.Module:
         return _as_conv1d(plain) if isinstance(layer, GmPLinear) and layer.transposed else plain
     plain = release(layer)
     if weight is not layer.weight:
-        plain.weight = nn.Parameter(weight, layer.weight.requires_grad)
-    plain.bias = None if bias is None else nn.Parameter(bias, layer.bias.requires_grad)
+        plain.weight = nn.Parameter(weight, is_trained(layer, "weight"))
+    plain.bias = None if bias is None else nn.Parameter(bias, is_trained(layer, "bias"))
     return plain
 
 
@@ -189,6 +189,8 @@ def _restore_norm(slot: RemovedNorm, bias: Tensor) -> tuple[nn.Module, Tensor | 
     norm.to(bias.device, bias.dtype if norm.running_mean.dtype == slot.layer_type else None)
     for child_name, child in slot.named_children():
         norm.add_module(child_name, child)
+    if slot.offset_learns() != slot.offset_learned:  # frozen, or thawed, after the conversion
+        norm.requires_grad_(slot.offset_learns())
     norm.running_mean.zero_()
     norm.running_var.fill_(1 - norm.eps)
     if norm.weight is not None:

@@ -154,7 +154,10 @@ def weight_name(name: str, module: nn.Module) -> str:
     return f"{name}.in_proj_weight".lstrip(".") if kind_of(module) == "attention" else name
 
 
-def module_name(weight_name: str) -> str:
+def module_name(weight_name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return the name of the module that holds the weight: a layer, or an attention."""
+    if weight_name in modules:
+        return weight_name
     return weight_name.removesuffix("in_proj_weight").removesuffix(".")
 
 

@@ -118,7 +118,7 @@ def _replace(model: nn.Module, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> 
             places[child].append((parent, name))
     for old, new in pairs:  # a pair may be built now: the one before is in its place
         for key, value in old.__dict__.items():
-            if key.endswith("_hooks") or "_hooks_" in key:
+            if key.endswith("_hooks") or "_hooks_" in key or key == "_is_full_backward_hook":
                 new.__dict__[key] = value  # the same dict, so that handles can still remove a hook
         new.train(old.training)
         for parent, name in places.pop(old, ()):  # with the last place, the old memory goes

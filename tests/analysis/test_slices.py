@@ -244,6 +244,7 @@ def max_pool_by_keyword(m: nn.Module, x: Tensor) -> Tensor:
     "make, words",
     [
         (lambda: around(nn.GELU()), "gelu '1'"), (lambda: around(nn.ELU()), "elu '1'"),
+        (lambda: around(nn.Hardsigmoid()), "hardsigmoid '1', whose slope torch rounds"),
         (lambda: around(nn.LayerNorm(6)), "layernorm '1'"),
         (lambda: around(nn.BatchNorm1d(6, track_running_stats=False)), "batchnorm1d '1'"),
         (lambda: nn.Sequential(gp.GmPLinear(2, 6, activation=torch.tanh)), "gmplinear '0'"),

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from zoo import pretend_pretrained
 
 import geoparam as gp
@@ -246,6 +247,31 @@ def test_a_bias_before_a_frozen_norm_goes_on_learning(weights: str) -> None:
     assert getattr(model.first, key).requires_grad
     assert not getattr(model.second, key).requires_grad  # it had no bias
     assert gp.fold_(model).first.bias.requires_grad
+
+
+@pytest.mark.parametrize("weights", ["geometric", "plain"])
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_restored_norm_is_frozen_or_thawed_with_its_layer(weights: str, learns: bool) -> None:
+    model = TwoConvs()
+    for part in (model.first, model.norm1):
+        part.requires_grad_(not learns)
+    gp.convert_(model, norm="imn", weights=weights, example_inputs=X)
+    model.first.requires_grad_(learns)
+    gp.fold_(model, restore_norm=True)
+    own = [*model.first.parameters(), *model.norm1.parameters()]
+    assert all(p.requires_grad == learns for p in own)
+    assert all(p.requires_grad for p in model.norm2.parameters())
+
+
+@pytest.mark.parametrize("layer", ["first", "second"])
+def test_a_layer_that_got_a_parametrization_folds_to_one_that_learns(layer: str) -> None:
+    model = gp.convert_(TwoConvs(), norm="imn", weights="plain", example_inputs=X)
+    weight_norm(getattr(model, layer))
+    before = copy.deepcopy(model)
+    folded = getattr(gp.fold_(model), layer)
+    assert gp.verify(before, model, X) < 1e-5
+    assert type(folded) is nn.Conv2d and set(folded._parameters) >= {"weight"}
+    assert folded.weight.requires_grad and not folded._modules
 
 
 def test_after_an_error_frozen_is_what_was() -> None:

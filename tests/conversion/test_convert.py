@@ -83,6 +83,7 @@ def test_frozen_parameters_mode_dtype_and_hooks_stay() -> None:
     model.shared.train()
     calls = []
     handle = model.hidden.register_forward_hook(lambda *_: calls.append("hidden"))
+    model.hidden.register_full_backward_hook(lambda *_: calls.append("backward"))
     plan = gp.plan(model)
     gp.convert_(model)
     assert not model.stem.latitude.requires_grad and not model.stem.r.requires_grad
@@ -92,8 +93,8 @@ def test_frozen_parameters_mode_dtype_and_hooks_stay() -> None:
     assert not model.hidden.training and model.shared.training
     model(X.double())
     handle.remove()
-    model(X.double())
-    assert calls == ["hidden"]
+    model(X.double()).sum().backward()
+    assert calls == ["hidden", "backward"]
 
 
 def tie(model: Net) -> None:

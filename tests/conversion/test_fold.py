@@ -208,6 +208,23 @@ def test_mean_norm_modules_become_batchnorms() -> None:
         gp.fold_(copy.deepcopy(model))
 
 
+class Named(nn.Linear):
+    """A class of one's own that computes what nn.Linear does."""
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": "imn", "weights": "plain", "init": "glorot"}])
+def test_a_class_of_ones_own_comes_back_and_any_name_will_do(options: dict) -> None:
+    model = FunctionModel(
+        lambda m, x: m.out(F.relu(m.in_proj_weight(F.relu(m.first(x))))),
+        first=nn.Linear(3, 4), in_proj_weight=Named(4, 4), out=nn.Linear(4, 2),
+    )  # fmt: skip
+    x = torch.randn(5, 3)
+    assert gp.BoundaryTracker(model, probe=x).history.keys() >= {"first", "in_proj_weight"}
+    gp.convert_(model, example_inputs=x, **options)
+    assert type(model.in_proj_weight) is not Named
+    assert type(gp.fold_(model).in_proj_weight) is Named
+
+
 def test_broken_parameters_unknown_activations_and_plain_models_are_refused() -> None:
     model = gp.convert_(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
     model[0].r.data[1] = torch.nan

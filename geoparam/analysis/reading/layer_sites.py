@@ -72,7 +72,7 @@ def find_sites(
     all_names = (weight_name(name, module) for name, module in modules.items())
     found: dict[str, Site] = {}
     for name in dict.fromkeys((*ran, *all_names)):  # a layer that did not run has directions too
-        module = modules.get(module_name(name))
+        module = modules.get(module_name(name, modules))
         if module is not None and has_units(module, name):
             public = strip_wrappers(name)
             channel = -1 - len(getattr(module, "kernel_size", ()))

@@ -240,7 +240,7 @@ def find_other_activations(
             continue
         before = _layer_before(graph, step)
         layer = "" if before is None else graph.nodes[before].name or ""
-        module = modules.get(module_name(layer)) if layer else None
+        module = modules.get(module_name(layer, modules)) if layer else None
         is_free = before is None and node.kind == "max" if are_chosen else module not in all_units
         if module in analysed or is_free:
             name = names.get(-1 if before is None else before, layer or node.op)

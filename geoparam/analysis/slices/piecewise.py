@@ -105,11 +105,13 @@ def _check_straight(
     known = breaks(activation)
     bent = activation is not None and (known is None or not known.linear)
     smooth = bent and not isinstance(activation, MaxPool)
+    rounded = node.op == "hardsigmoid"  # its slope is off by 3e-8: between regions lie slivers
     norm = node.kind == "norm" and node.op != "batch_norm" and not has_running(module)
-    if smooth or norm or (node.kind == "max" and activation is None):
+    if smooth or rounded or norm or (node.kind == "max" and activation is None):
+        why = "whose slope torch rounds to float32" if rounded else "which is not"
         raise ValueError(
             "regions have straight sides where a network is affine between breakpoints that are "
-            f"known; got {_describe(node, step)}, which is not. Take ReLU or a relative of it, "
+            f"known; got {_describe(node, step)}, {why}. Take ReLU or a relative of it, "
             "BatchNorm, pooling; or give the part of the model before that step."
         )
 
