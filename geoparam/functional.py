@@ -27,11 +27,7 @@ __all__ = ["compute_gradients", "compute_weight", "is_eager", "weight"]
 
 
 def weight(
-    latitude: Tensor,
-    r: Tensor | None = None,
-    *,
-    natural: bool = False,
-    dtype: Type = None,
+    latitude: Tensor, r: Tensor | None = None, *, natural: bool = False, dtype: Type = None
 ) -> Tensor:
     """Return the weight rows (..., n) for latitudes (..., n - 1) and scales (...).
 

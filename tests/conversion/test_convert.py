@@ -254,8 +254,7 @@ def patched(*args: int) -> nn.Conv2d:
 
 
 @pytest.mark.parametrize(
-    "build",
-    [OddConv, OddCall, OddImplementation, OddWeight, WithParameter, WithBuffer, patched],
+    "build", [OddConv, OddCall, OddImplementation, OddWeight, WithParameter, WithBuffer, patched]
 )
 def test_layers_that_compute_something_else_are_left(build: Callable) -> None:
     model = nn.Sequential(build(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1))

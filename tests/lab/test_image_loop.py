@@ -6,14 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_runs import (
-    BATCH,
-    CLASSES,
-    die,
-    settings,
-    source,
-    weights,
-)
+from image_runs import BATCH, CLASSES, die, settings, source, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import geoparam as gp

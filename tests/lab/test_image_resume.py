@@ -11,16 +11,7 @@ import forked
 import numpy as np
 import pytest
 import torch
-from image_runs import (
-    STEPS,
-    Killed,
-    assert_same_run,
-    die,
-    kill_at,
-    save_half,
-    settings,
-    source,
-)
+from image_runs import STEPS, Killed, assert_same_run, die, kill_at, save_half, settings, source
 
 from geoparam_lab.training.images import run_checkpoints
 from geoparam_lab.training.images.loop import Training

@@ -59,10 +59,7 @@ def flat(weights: list[nn.Parameter]) -> list[Tensor]:
 )
 @pytest.mark.parametrize("shape", [(12, 40), (40, 12)])
 def test_singular_values_come_close_to_one(
-    coefficients: Any,
-    least: float,
-    bounds: tuple[float, float],
-    shape: tuple[int, int],
+    coefficients: Any, least: float, bounds: tuple[float, float], shape: tuple[int, int]
 ) -> None:
     torch.manual_seed(0)
     u, _, vh = torch.linalg.svd(torch.randn(3, *shape), full_matrices=False)
