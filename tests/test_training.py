@@ -91,9 +91,11 @@ def test_rates_for_another_kind_of_optimizer_are_noticed_once(make: Any) -> None
     assert step(network(), make(groups(network(), wrong)), 3) == []
 
 
-def test_an_optimizer_of_parameters_that_were_replaced_is_noticed_once() -> None:
+@pytest.mark.parametrize("is_geometric", [False, True])
+def test_an_optimizer_of_parameters_that_were_replaced_is_noticed_once(is_geometric: bool) -> None:
     model = network()
     stepping = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepping = gp.GeometricOptimizer(model, lr=0.1) if is_geometric else stepping
     assert step(model, stepping) == []
     gp.convert_(model, filter_fn=lambda module, name: name == "0")
     (said,) = step(model, stepping, 3)

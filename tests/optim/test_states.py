@@ -343,29 +343,6 @@ def test_units_at_rate_0_stay_bit_for_bit(kind: str, scale: str) -> None:
     assert torch.equal(model[6].weight, before["6.weight"]) == (scale == "free")
 
 
-def test_an_optimizer_built_before_convert_says_that_it_does_not_train() -> None:
-    model, optimizer = start("SGD")
-    train(model, optimizer)
-    gp.convert_(model)
-    optimizer.zero_grad()
-    with pytest.warns(UserWarning, match="build the optimizer afterwards"):
-        train(model, optimizer)
-
-
-@pm.both_coordinates
-def test_tied_weights_are_one_set_of_units(coordinates: str) -> None:
-    layer = nn.Linear(6, 6)
-    looped = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(6, 3)).double()
-    tied = copy.deepcopy(looped)
-    tied[2] = nn.Linear(6, 6)
-    tied[2].weight, tied[2].bias = tied[0].weight, tied[0].bias
-    for model in (tied, looped):
-        optimizer = build(model, coordinates=coordinates, momentum=0.9)
-        train(model, optimizer)
-        assert str(optimizer).count(" lam ") == 1
-    assert_same_weights(tied, looped, 1e-13)
-
-
 @pm.both_coordinates
 def test_tiny_steps_add_up_in_half_precision_beside_other_types(coordinates: str) -> None:
     first, types = nn.Linear(6, 5).bfloat16(), (torch.bfloat16, torch.float16, torch.float32)

@@ -1,5 +1,6 @@
 """What is a unit, what stays plain, what is said about it; groups, bases and bad input."""
 
+import copy
 import functools
 import re
 from typing import Any
@@ -44,6 +45,20 @@ def test_weights_that_share_memory_stay_plain() -> None:
     optimizer = build(model)
     assert "0.weight                                 shares memory with 1.weight" in str(optimizer)
     assert "  2.weight                                      5      6  lam" in str(optimizer)
+
+
+@both_coordinates
+def test_tied_weights_are_one_set_of_units(coordinates: str) -> None:
+    layer = nn.Linear(6, 6)
+    looped = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(6, 3)).double()
+    tied = copy.deepcopy(looped)
+    tied[2] = nn.Linear(6, 6)
+    tied[2].weight, tied[2].bias = tied[0].weight, tied[0].bias
+    for model in (tied, looped):
+        optimizer = build(model, coordinates=coordinates, momentum=0.9)
+        train(model, optimizer)
+        assert str(optimizer).count(" lam ") == 1
+    assert_same_weights(tied, looped, 1e-13)
 
 
 def test_a_frozen_teacher_is_not_the_output_layer() -> None:
