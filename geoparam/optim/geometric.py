@@ -98,15 +98,12 @@ class GeometricOptimizer(Optimizer):
         _check_options(coordinates, turn, max_turn, scale, **rates)
         model = unwrap(model)
         self._base = Maker("base", base, lr, base_options)
-        self._rest = _make_rest(self._base, base, rest, lr, base_options)
-        decay = self._base.named.get("weight_decay", 0.0) if decay is None else decay
-        if self._rest is not self._base:
-            decay = self._rest.named.get("weight_decay", decay)
-        rate = self._rest.named.get("lr", lr)
+        self._rest = self._base.make_rest(rest)
+        self._rest_options = self._find_rest_options(lr, decay)
+        rate = self._rest_options["lr"]
         is_relative = groups and (turn is not None or rate is not lr)
         if (is_relative and not lr) or (scale_lr is not None and not rate):
             raise ValueError("lr is above 0 where other rates are multiples of it; got 0.")
-        self._rest_options = {**self._rest.options(decay), "lr": rate, "geometry": "rest"}
         self._coordinates, self._turn, self._max_turn = coordinates, turn, max_turn
         self._match, self._scale_decay = match, scale_decay
         self._scale_factor: Any = 1.0 if scale_lr is None else scale_lr / rate
@@ -121,10 +118,18 @@ class GeometricOptimizer(Optimizer):
         words = [coordinates, "turn" if turn else "", "" if match else "match=False"]
         form = ", ".join(filter(None, words)) + f", {self._base.name}; rest {self._rest.name}"
         own = {"lr": lr if turn is None else turn, "geometry": form}  # a loaded state must have it
-        options = {**self._base.options(0.0), **own}, self._rest_options
-        super().__init__(divide_groups(model, groups, self._units, options, lr), {})
         defaults, rest_defaults = self._base.options(0.0), self._rest.defaults
+        options = {**defaults, **own}, self._rest_options
+        super().__init__(divide_groups(model, groups, self._units, options, lr), {})
         self.defaults = {k: v for k, v in defaults.items() if k != "betas" or k in rest_defaults}
+
+    def _find_rest_options(self, lr: float | Tensor, decay: float | None) -> dict[str, Any]:
+        """Return the options of the rest's groups; a partial's own rate and decay are kept."""
+        decay = self._base.named.get("weight_decay", 0.0) if decay is None else decay
+        if self._rest is not self._base:
+            decay = self._rest.named.get("weight_decay", decay)
+        own = {"lr": self._rest.named.get("lr", lr), "geometry": "rest"}
+        return {**self._rest.options(decay), **own}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; those that come after construction are part of the rest."""
@@ -227,8 +232,11 @@ class GeometricOptimizer(Optimizer):
 
     def _fit_units(self) -> None:
         """Take up the present sizes of weights."""
-        params = dict(chain.from_iterable(map(_name_params, self.param_groups)))
+        params = self._named_params()
         self._units = [u.fit(params[u.name]) if u.name in params else u for u in self._units]
+
+    def _named_params(self) -> dict[str, Any]:
+        return dict(chain.from_iterable(map(_name_params, self.param_groups)))
 
     def _warn_of_one_peak(self) -> None:
         """Warn where a schedule has the same peak for angles and for rates."""
@@ -249,8 +257,7 @@ class GeometricOptimizer(Optimizer):
             bias_at, bias = places.get(unit.bias, (0, None)) if unit.has_distance else (0, None)
             if weight is None or weight.grad is None:
                 continue
-            if bias is not None and bias.grad is None:
-                bias = None
+            bias = None if bias is None or bias.grad is None else bias
             if "r" in self.state[weight]:
                 saved_states.check_size(unit, self.state[weight])
             m = Member(unit, weight, bias, (at, bias_at), self.state)
@@ -313,7 +320,7 @@ class GeometricOptimizer(Optimizer):
         groups = [{**theirs, "param_names": mine["param_names"]} for theirs, mine in pairs]
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         self._forget()
-        for name, p in chain.from_iterable(map(_name_params, self.param_groups)):
+        for name, p in self._named_params().items():
             if states[name]:
                 entries = states[name].items()
                 self.state[p] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in entries}
@@ -326,7 +333,7 @@ class GeometricOptimizer(Optimizer):
 
     def _regroup(self, names: Sequence[list[str]]) -> None:
         """Give each group the parameters of these names; those of unit groups become units."""
-        params = dict(chain.from_iterable(map(_name_params, self.param_groups)))
+        params = self._named_params()
         for group, members in zip(self.param_groups, names, strict=True):
             group.update(params=[params[name] for name in members], param_names=members)
         rest = {n for g in self.param_groups if g["geometry"] == "rest" for n in g["param_names"]}
@@ -348,8 +355,7 @@ class GeometricOptimizer(Optimizer):
         self._forget()
 
     def __repr__(self) -> str:
-        named = chain.from_iterable(map(_name_params, self.param_groups))
-        trained = {name for name, p in named if p.requires_grad}
+        trained = {name for name, p in self._named_params().items() if p.requires_grad}
         sizes = [u.out * u.fan_in for u in self._units if u.name in trained]
         group = self.param_groups[0]
         turn = "" if self._turn is None else f", turn {group.get('initial_lr', group['lr']):g}"
@@ -358,17 +364,6 @@ class GeometricOptimizer(Optimizer):
         share = f"{sum(sizes):,} of {self._size:,} parameters are units"
         table = format_table(self._units, self._plain, trained)
         return f"GeometricOptimizer ({form}): {share}\n{table}"
-
-
-def _make_rest(maker: Maker, base: Any, rest: Any, lr: Any, options: dict[str, Any]) -> Maker:
-    """Return what makes the rest's optimizer: by default the base's maker; AdamW beside Muon."""
-    rest = torch.optim.AdamW if rest is None and maker.is_muon else rest
-    if rest is None or (rest is base and not maker.is_muon):
-        return maker
-    is_same = getattr(rest, "func", rest) is getattr(base, "func", base)
-    named = getattr(rest, "keywords", {})
-    own = {key: value for key, value in options.items() if is_same and key not in named}
-    return Maker("rest", rest, lr, own)
 
 
 def _check_options(

@@ -32,15 +32,16 @@ class Maker:
     def __init__(self, role: str, make: Any, lr: Any, options: Mapping[str, Any]) -> None:
         if isinstance(make, Optimizer) or not callable(make):
             raise ValueError(f"{role} is an optimizer's class, as torch.optim.SGD; got {make!r}.")
-        given = make if isinstance(make, functools.partial) else functools.partial(make)
-        self.name = getattr(given.func, "__name__", type(given.func).__name__)
-        self.is_muon, self.named = given.func is torch.optim.Muon, given.keywords
+        self.given = make, lr, options
+        call = make if isinstance(make, functools.partial) else functools.partial(make)
+        self.name = getattr(call.func, "__name__", type(call.func).__name__)
+        self.is_muon, self.named = call.func is torch.optim.Muon, call.keywords
         if role == "base" and "lr" in self.named:
             raise ValueError("the base's rate is lr= of GeometricOptimizer: not in a partial.")
         if role == "rest" and self.is_muon:
             raise ValueError("Muon steps matrices, but the rest has vectors: make Muon the base.")
-        func: MakeOptimizer = RowMuon if self.is_muon else given.func
-        self.make = functools.partial(func, *given.args, **{"lr": lr, **self.named, **options})
+        func: MakeOptimizer = RowMuon if self.is_muon else call.func
+        self.make = functools.partial(func, *call.args, **{"lr": lr, **self.named, **options})
         probe = self.make([nn.Parameter(torch.zeros(1, 1))])
         if not isinstance(probe, Optimizer):
             raise ValueError(f"{role} must make a torch optimizer; it made {type(probe)}.")
@@ -60,6 +61,17 @@ class Maker:
             raise ValueError(f"weight_decay was given, but {self.name} has no such option.")
         known = {"weight_decay": decay} if "weight_decay" in self.defaults else {}
         return {**self.defaults, **known}
+
+    def make_rest(self, rest: Any) -> "Maker":
+        """Return what makes the rest's optimizer: by default the same; AdamW beside Muon."""
+        base, lr, options = self.given
+        rest = torch.optim.AdamW if rest is None and self.is_muon else rest
+        if rest is None or (rest is base and not self.is_muon):
+            return self
+        is_same = getattr(rest, "func", rest) is getattr(base, "func", base)
+        named = getattr(rest, "keywords", {})
+        own = {key: value for key, value in options.items() if is_same and key not in named}
+        return Maker("rest", rest, lr, own)
 
 
 class Inner:
