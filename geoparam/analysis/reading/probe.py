@@ -6,6 +6,7 @@ it returns one input of each window, and its regions end where another input win
 the first in the window's order wins.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import lru_cache, partial
@@ -46,18 +47,7 @@ def observe(
     not where there is none, or where units are elsewhere. With `training`, norms use
     the batch's statistics if they do so in training.
     """
-    watched: dict[int, list[tuple[See, Site]]] = {}
-
-    def watch(step: int | None, see: See | None, site: Site) -> None:
-        if step is not None and see is not None:
-            watched.setdefault(step, []).append((see, site))
-
-    for site in sites.values():
-        for call in site.calls:
-            watch(call.layer, layer_input, site)
-            watch(call.norm, norm_input if site.norm is not None else None, site)
-            if site.readable and not site.own_activation:
-                watch(call.activation, pre_activation, site)
+    watched = _list_watched(sites.values(), (layer_input, norm_input, pre_activation))
     held: dict[int, Tensor] = {}  # the latest call's input; a later call shows it made a step
 
     def show() -> None:
@@ -82,6 +72,22 @@ def observe(
         graph = trace(model, inputs, visit=visit)
         show()  # a layer whose result is not returned
     return took_same_steps(sites.values(), graph)
+
+
+def _list_watched(
+    sites: Iterable[Site], functions: tuple[See | None, ...]
+) -> dict[int, list[tuple[See, Site]]]:
+    """Return by step who sees its input; `functions` are for layer, norm and activation."""
+    watched = defaultdict[int, list[tuple[See, Site]]](list)
+    for site in sites:
+        is_shown = site.readable and not site.own_activation
+        for call in site.calls:
+            norm = None if site.norm is None else call.norm
+            steps = call.layer, norm, call.activation if is_shown else None
+            for step, see in zip(steps, functions, strict=True):
+                if step is not None and see is not None:
+                    watched[step].append((see, site))
+    return watched
 
 
 def _prepare_run(
