@@ -42,7 +42,7 @@ def train(method: str, data: splits.Splits, those: slice, protocol: Protocol) ->
     seeds = range(len(data.x_train))[those]
     widths = (x.shape[-1], 100, 1)
     models = [methods.mlp(method, widths, seed=seed) for seed in seeds]
-    rates = [methods.LEARNING_RATES[method]] * len(models)
+    rates = [methods.METHODS[method].lr] * len(models)
     return stacked.train(models, (x, y), rates, protocol, (x_val, y_val), seeds=seeds)
 
 

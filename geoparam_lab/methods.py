@@ -184,7 +184,6 @@ METHODS: dict[str, Method] = {
 }
 OPTIONS = ("init", "imn", "mbn", "angle_lr", "order")
 TITLES = {name: method.title for name, method in METHODS.items()}
-LEARNING_RATES = {name: method.lr for name, method in METHODS.items()}
 
 
 def without_options(name: str) -> str:

@@ -65,7 +65,7 @@ def train(method: str, lr: float, epochs: int, patience: int = 40, seeds: int = 
 
 @pytest.mark.parametrize("method", ["sp", "gmp"])
 def test_a_stack_is_trained_as_one_network_is_by_torch(method: str) -> None:
-    data, lr = levy_regression(), methods.LEARNING_RATES[method]
+    data, lr = levy_regression(), methods.METHODS[method].lr
     result, film = train(method, lr, epochs=150, patience=8)
     rules = Protocol(epochs=150, patience=8, stop_patience=16)
     points = torch.from_numpy(data.x_train), torch.from_numpy(data.y_train)

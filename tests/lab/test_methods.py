@@ -42,8 +42,8 @@ def test_the_table_has_every_method_and_no_other() -> None:
 
 def test_titles_and_the_papers_rates() -> None:
     assert methods.TITLES["wn+mbn"] == "WN+MBN" and methods.TITLES["gmp+imn"] == "GmP+IMN"
-    assert {name for name, lr in methods.LEARNING_RATES.items() if lr == 0.1} == set(GEOMETRIC)
-    assert set(methods.LEARNING_RATES.values()) == {0.1, 0.01}
+    rates = {name: 0.1 if name in GEOMETRIC else 0.01 for name in NAMES}
+    assert {name: method.lr for name, method in methods.METHODS.items()} == rates
 
 
 @pytest.mark.parametrize(
