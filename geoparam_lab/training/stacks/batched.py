@@ -101,8 +101,7 @@ class Signal:
 
     def apply_linear(self, weight: Tensor, bias: Tensor | None) -> "Signal":
         """Return the linear layer's output."""
-        if self.weight is not None:
-            return Signal(self.compute()).apply_linear(weight, bias)
+        assert self.weight is None  # a ReLU comes between two layers
         if self.bias is not None:
             shift = _rows(weight, self.bias)
             bias = shift if bias is None else bias + shift
@@ -150,17 +149,15 @@ class Signal:
 
     def relu(self) -> "Signal":
         """Return its ReLU, not yet computed."""
-        if self.weight is None or self.hidden is not None:
+        if self.hidden is not None:
             return Signal(self.compute().relu())
+        assert self.weight is not None  # a layer's
         bias = self.weight.new_zeros(self.weight.shape[:2]) if self.bias is None else self.bias
         return Signal(self.x, hidden=(self.weight, bias), deviation=self.deviation)
 
     def compute(self) -> Tensor:
         """Return the values (S, N, k)."""
-        if self.weight is None:
-            a = self.materialise().x
-            a = a if self.scale is None else a * self.scale.unsqueeze(1)
-            return a if self.bias is None else a + self.bias.unsqueeze(1)
+        assert self.weight is not None  # a layer comes last
         bias = self.weight.new_zeros(self.weight.shape[:2]) if self.bias is None else self.bias
         if self.hidden is None:
             return torch.baddbmm(bias.unsqueeze(1), self.x, self.weight.mT)
