@@ -115,9 +115,7 @@ def run(
         return None
     known: Record = {"key": ["name"], "may_change": _MAY_CHANGE, "defaults": COMMON}
     try:
-        study = None
-        if storage is not None:
-            study = shared_study.open_study(storage, experiment, config)
+        study = None if storage is None else shared_study.open_study(storage, experiment, config)
         folder = Run.create(out, experiment, config, command, resume=resume, **known)
     except BaseException:  # on which the other processes end too
         _send(None)
