@@ -248,8 +248,8 @@ def _pack_examples(bits: Sequence[Tensor], examples: int, blocks: int) -> Patter
 def find_blocks(model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) -> dict[int, int]:
     """Return for each step how its values are divided among examples: see `Collector`.
 
-    The model runs on mixed examples, and on the same in another order, which the bits must follow.
-    Steps where they do not follow are not in the result; it is empty if the model refuses the run.
+    The model runs on shuffled inputs, and again with their examples rolled by one: the bits must
+    roll with them. Steps where they do not are left out; all are if the model refuses the run.
     """
     args, kwargs = arguments_of(model, inputs)
     examples = _count_examples(inputs)

@@ -58,7 +58,7 @@ class RemovedNorm(nn.Module):
     """The place of a BatchNorm that a layer has absorbed: it passes its input on.
 
     It keeps the norm and the layer outside of the model's state, so that folding can put a norm
-    back. What the norm held besides (timm's hold their activation) still runs.
+    back. The norm's child modules still run: timm's norms hold their activation.
     """
 
     norm: nn.Module

@@ -1,9 +1,9 @@
 """Take geometric parameterization off again: plain torch.nn layers with the same function.
 
-What a GmP layer did besides goes where it is exact: a mean that is subtracted as a constant into
-the bias; one that is subtracted before zeros are padded becomes a BatchNorm; a BatchNorm that was
-absorbed comes back as one that only adds the bias; and r outside an activation goes into the
-weights, r g(s) = g(r s), where g is ReLU-like and r >= 0, or else into the layers that read it.
+The mean of a layer's input goes into its bias; where zeros are padded to the centred input, it
+becomes a BatchNorm. An absorbed BatchNorm comes back as one that only adds the bias. r outside an
+activation g goes into the weights, since r g(s) = g(r s) where g is ReLU-like and r >= 0; else it
+goes into the layers that read the output.
 """
 
 import copy

@@ -24,10 +24,10 @@ def check_form(state_dict: Any) -> None:
 def find_saved_names(
     own: Sequence[Group], saved: Sequence[Group], by_values: Iterable[str]
 ) -> list[list[str]] | None:
-    """Return the saved names by group if groups differ only in weights that values leave plain.
+    """Return the saved names by group if only weights differ that are plain for their values.
 
-    Such are rows of zeros, with which LoRA's B starts and which pruning makes, and, without
-    `match`, large biases. Otherwise, and if groups are equal, it is None.
+    They have a row of zeros, as LoRA's B at its start or after pruning, or, without `match`, a
+    large bias. None if groups are equal, or differ in other weights.
     """
     names = {_unwrap(name): name for group in own for name in group["param_names"]}
     merged = [{**mine, **theirs} for mine, theirs in zip(own, saved, strict=False)]

@@ -17,7 +17,7 @@ STEPS = TRAIN // BATCH
 
 
 class Killed(BaseException):
-    """No error that somebody might catch."""
+    """Stands for a kill; `except Exception` does not catch it."""
 
 
 def source(train: int = TRAIN, seed: int = 0) -> PackedImages:

@@ -1,4 +1,4 @@
-"""Training on images: every method, its results, what ends a run, and who looks on."""
+"""Training on images: every method and optimizer, its results, and what ends a run."""
 
 from pathlib import Path
 from typing import Any

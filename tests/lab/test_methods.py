@@ -132,9 +132,9 @@ def test_imn_at_the_input_is_in_hidden_layers_but_the_first() -> None:
 @pytest.mark.parametrize("name", ["sp", "wn", "bn", "gmp", "gmp+ln", "intrinsic"])
 def test_glorot_weights_fill_the_bound_of_the_papers_code(name: str, kind: str) -> None:
     weight = weight_of(block(name, kind)[0])
-    taps = 9 if kind == "conv2d" else 1
+    positions = 9 if kind == "conv2d" else 1
     plain = name in ("sp", "bn", "ln")
-    bound = math.sqrt(6 / (taps * 6 + (taps * 40 if plain else 40)))
+    bound = math.sqrt(6 / (positions * 6 + (positions * 40 if plain else 40)))
     assert 0.95 * bound < weight.abs().max() <= bound * (1 + 1e-5)
     assert weight.min() < -0.9 * bound and abs(weight.mean()) < 0.2 * bound
 

@@ -1,4 +1,4 @@
-"""Nobody is overwritten and nothing is lost: states, writes by others, frozen and zero rows."""
+"""States are saved and loaded without loss; weights may be written, frozen or zero meanwhile."""
 
 import copy
 import functools

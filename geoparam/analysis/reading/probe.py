@@ -42,13 +42,13 @@ def observe(
     Return whether the run took the steps in which the sites were found. If a branch or a router
     decided otherwise, the tensors may have been of other layers and are of no use.
 
-    The functions are called with the site, the tensor and the number of its step: the layer's
-    input, the input of the norm after it, and the activation's, units in dimension `site.channel`;
-    not where there is none, or where units are elsewhere. With `training`, norms use
-    the batch's statistics if they do so in training.
+    Each function gets a site, a tensor and the number of its step. The tensor is the input of the
+    layer, of the norm after it, or of the activation, which has its units in dimension
+    `site.channel`; activations with units elsewhere are not shown. With `training`, norms use the
+    batch's statistics if they do so in training.
     """
     watched = _list_watched(sites.values(), (layer_input, norm_input, pre_activation))
-    held: dict[int, Tensor] = {}  # the latest call's input; a later call shows it made a step
+    held: dict[int, Tensor] = {}  # input of the latest call, which is a step if the number rises
 
     def show() -> None:
         for step, tensor in held.items():

@@ -188,7 +188,7 @@ class History(Mapping[str, Mapping[str, np.ndarray]]):
         return len(self.layers)
 
     def _check_layers(self) -> None:
-        """Refuse a file of another model, whose records are as long as ours only by chance."""
+        """Refuse a file with the layers of another model; records may have the same length."""
         found = self._summary.rows["layer"]
         if not np.array_equal(found, np.resize(list(self._index), len(found))):
             raise ValueError(
