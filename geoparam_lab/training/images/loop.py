@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import geoparam as gp
+from geoparam import sphere
 from geoparam_lab.data.image_source import Batches, Source
 from geoparam_lab.training.images import preparation, run_checkpoints
 from geoparam_lab.training.images.schedules import SCHEDULES
@@ -56,8 +57,7 @@ class Sums:
     """
 
     def __init__(self, device: torch.device) -> None:
-        precise = torch.float32 if device.type == "mps" else torch.float64
-        self.totals = torch.zeros(4, dtype=precise, device=device)
+        self.totals = torch.zeros(4, dtype=sphere.wide_type(device), device=device)
 
     @torch.no_grad()
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
