@@ -52,8 +52,7 @@ class InputMeanLayer(TrackedMean):
             z, mean = map_centred(x, weight, self.bias, options)
             self._track(mean)
             return z
-        bias = shift_bias(self.bias, weight, self.mean(x))
-        return self._map(x, weight, bias.to(weight.dtype))
+        return self._map(x, weight, shift_bias(self.bias, weight, self.mean(x)).to(weight.dtype))
 
     def _map(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """Return w^T x + bias; convolutions pad as torch's do."""

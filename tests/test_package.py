@@ -22,7 +22,7 @@ def test_version_is_the_metadata_version() -> None:
 
 def test_depends_on_torch_and_numpy_alone() -> None:
     requires = importlib.metadata.requires("geoparam") or []
-    assert sorted(r for r in requires if "extra" not in r) == ["numpy", "torch>=2.8"]
+    assert sorted(r for r in requires if "extra" not in r) == ["numpy", "torch>=2.9"]
 
 
 def test_ships_its_types() -> None:

@@ -296,8 +296,7 @@ def _pack_ways(
             for blocks in _list_blocks(z, examples):
                 found[step, blocks] = _pack_examples(bits, examples, blocks)
 
-    is_same = observe(model, inputs, sites, pre_activation=see)
-    return found if is_same else {}
+    return found if observe(model, inputs, sites, pre_activation=see) else {}
 
 
 def _find_bits(site: Site, z: Tensor) -> Sequence[Tensor] | None:

@@ -132,8 +132,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
             ties = file.metadata() or {}  # save_model notes here what it leaves out, and for what
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}.") from error
-    left_out = {key: entries[twin] for key, twin in ties.items() if twin in entries}
-    return left_out | entries
+    return {key: entries[twin] for key, twin in ties.items() if twin in entries} | entries
 
 
 def _read_torch(path: Path) -> tuple[dict[str, Tensor], list[str]]:

@@ -48,6 +48,8 @@ static void NAME(enter)(const void *argument, int64_t begin, int64_t end)
         const TYPE *g = OPERAND(1);
         TYPE *w = OPERAND(0), *grad_v = OPERAND(2);
         double norm = NAME(distance)(w, w, 0, n), length = PER_ROW(0);
+        if (norm < (sizeof(TYPE) == 4 ? 1e-36 : 1e-300) * length)
+            norm = 0; // length / norm would overflow
         double r = PER_ROW(1) < 0 ? -norm : norm, divisor = norm ? r : 1;
         double grad_r = NAME(product)(w, g, n) / divisor;
         double by_g = r / length, by_w = norm ? grad_r / length : 0;

@@ -58,9 +58,6 @@ def is_available() -> bool:
     return True
 
 
-# --- calling it -------------------------------------------------------------------------------
-
-
 def _run(tensors: list[Any], natural: bool) -> None:
     """Fill the last two of (latitude, r or None, grad or None, out, grad_r or None)."""
     types = {x.dtype for x in tensors if x is not None}

@@ -158,6 +158,8 @@ class GeometricOptimizer(Optimizer):
             for stage in self._stages:
                 stage.enter()
                 entered.append(stage)
+            if self._signature is None:  # now, since a base may copy first values
+                self._build_inner()
             for inner in self._inner:
                 inner.step(self.param_groups)
             if self._published != _entry_ids([slot.state for slot in self._slots]):
@@ -210,7 +212,7 @@ class GeometricOptimizer(Optimizer):
         return ids, layouts, has_gradient, [*map(id, self.state.values())], entries
 
     def _prepare(self) -> None:
-        """Build stages and inner optimizers anew where parameters have changed since."""
+        """Build stages anew where parameters have changed since."""
         if self._signature == self._compute_signature():
             return
         self._forget()
@@ -227,8 +229,6 @@ class GeometricOptimizer(Optimizer):
             group = self.param_groups[at]
             fit_state(self.state[p], p, bool(group.get("capturable") or group.get("fused")))
         self._build_stages(places)
-        self._build_inner()
-        self._publish()
 
     def _fit_units(self) -> None:
         """Take up the present sizes of weights."""
@@ -289,7 +289,10 @@ class GeometricOptimizer(Optimizer):
                     decay = 0.0 if p.ndim < 2 or name in self._undecayed else None
                     others[at, 1.0, decay].append(self._find_plain_state(p))
         parts = [(self._base, directions), (self._rest, others)][: 1 if is_one else 2]
-        self._inner = [Inner(maker, pairs) for maker, pairs in parts if any(pairs.values())]
+        for name, (maker, pairs) in zip(("base", "rest"), parts, strict=False):
+            if any(pairs.values()):
+                self._inner.append(Inner(maker, pairs, self.state, name))
+        self._publish()
 
     def _find_plain_state(self, p: nn.Parameter) -> Pair:
         """Return a parameter with its state; a bias whose weight is not stepped now has two."""
@@ -318,7 +321,8 @@ class GeometricOptimizer(Optimizer):
             raise
         pairs = zip(saved, self.param_groups, strict=True)
         groups = [{**theirs, "param_names": mine["param_names"]} for theirs, mine in pairs]
-        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
+        loose = {k: v for k, v in state_dict["state"].items() if k in ("base", "rest")}
+        super().load_state_dict({**state_dict, "state": loose, "param_groups": groups})
         self._forget()
         for name, p in self._named_params().items():
             if states[name]:
@@ -357,7 +361,7 @@ class GeometricOptimizer(Optimizer):
     def __repr__(self) -> str:
         trained = {name for name, p in self._named_params().items() if p.requires_grad}
         sizes = [u.out * u.fan_in for u in self._units if u.name in trained]
-        group = self.param_groups[0]
+        group = next((g for g in self.param_groups if g["geometry"] != "rest"), {"lr": 0.0})
         turn = "" if self._turn is None else f", turn {group.get('initial_lr', group['lr']):g}"
         turn += "" if self._max_turn is None else f", max_turn {self._max_turn:g}"
         form = f"{self._coordinates}{turn}, {self._base.name}; rest {self._rest.name}"
@@ -393,6 +397,8 @@ def _check_options(
 
 
 def _name_params(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    if len(group["param_names"]) != len(group["params"]):
+        raise ValueError("parameters were taken out of a group: freeze them instead.")
     return zip(group["param_names"], group["params"], strict=True)
 
 

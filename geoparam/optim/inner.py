@@ -52,6 +52,12 @@ class Maker:
                 f"the {role}: here each step has one gradient."
             )
         self.defaults = {k: v for k, v in probe.param_groups[0].items() if k != "params"}
+        rate = self.named.get("lr", lr)
+        if not isinstance(rate, Tensor) and self.defaults.get("lr", rate) != rate:
+            made = self.defaults["lr"]
+            raise ValueError(f"{self.name} makes {made} of lr={rate}: it must take it as it is.")
+        if any(x.state is not probe.state and probe.state for x in find_wrapped(probe)):
+            raise ValueError(f"{self.name} has a state beside that of the optimizer it wraps.")
         if self.defaults.get("differentiable"):
             raise ValueError("differentiable=True is not supported: weights are written in place.")
 
@@ -74,6 +80,10 @@ class Maker:
         return Maker("rest", rest, lr, own)
 
 
+def find_wrapped(optimizer: Optimizer) -> list[Optimizer]:
+    return [x for x in vars(optimizer).values() if isinstance(x, Optimizer)]
+
+
 class Inner:
     """An optimizer the groups of which follow those of the outer one.
 
@@ -82,20 +92,26 @@ class Inner:
     Args:
         pairs: parameters with their states, by outer group, factor of its rate (None: the rate is
             1) and decay (None: the group's own).
+        outer: the outer optimizer's state, which under `name` has what belongs to no parameter.
     """
 
-    def __init__(self, maker: Maker, pairs: Mapping[Any, Sequence[Pair]]) -> None:
+    def __init__(
+        self, maker: Maker, pairs: Mapping[Any, Sequence[Pair]], outer: dict[Any, Any], name: str
+    ) -> None:
         pairs = {key: members for key, members in pairs.items() if members}
-        self.keys = list(pairs)
+        self.keys, self.outer, self.name = list(pairs), outer, name
+        self.count = sum(map(len, pairs.values()))
         self.optimizer = maker.make([{"params": [p for p, _ in each]} for each in pairs.values()])
-        wrapped = [x for x in vars(self.optimizer).values() if isinstance(x, Optimizer)]
-        for holder in (self.optimizer, *wrapped):  # timm's Lookahead leaves states to another
+        # timm's Lookahead leaves states to the optimizer it wraps.
+        for holder in (self.optimizer, *find_wrapped(self.optimizer)):
             made = dict(holder.state)  # what the constructor made is used where our state is empty
             holder.state.clear()
             for p, state in chain.from_iterable(pairs.values()):
                 if not state:
-                    state.update(made.get(p, {}))
+                    state.update(made.pop(p, {}))
                 holder.state[p] = state
+            loose = {key: value for key, value in made.items() if not isinstance(key, Tensor)}
+            holder.state.update({**loose, **outer.get(name, {})})
 
     def step(self, outer_groups: Sequence[dict[str, Any]]) -> None:
         """Copy options, which schedules and users may have changed, and take a step."""
@@ -103,23 +119,38 @@ class Inner:
         for (at, factor, decay), group in zip(self.keys, groups, strict=True):
             outer = outer_groups[at]
             for key, value in outer.items():
-                if key != "params":  # it may update a counter in place, and never a rate
+                if key != "params" and "/" not in key:
+                    # It may update a counter in place, and never a rate.
                     is_count = isinstance(value, Tensor) and "lr" not in key
                     group[key] = value.clone() if is_count else value
+            if len(outer) > len(group):  # where inner groups differ, each has a key of its own
+                group.update({k: outer.get(f"{k}/{factor}/{decay}", group[k]) for k in group})
             if factor != 1.0:
                 group["lr"] = 1.0 if factor is None else outer["lr"] * factor
             if decay is not None and "weight_decay" in group:
                 group["weight_decay"] = decay
         self.optimizer.step()
-        for (at, _, _), group in zip(self.keys, groups, strict=True):
+        if len(self.optimizer.state) > self.count:
+            state = self.optimizer.state.items()
+            self.outer[self.name] = {k: v for k, v in state if not isinstance(k, Tensor)}
+        for i, (at, factor, decay) in enumerate(self.keys):
             outer = outer_groups[at]
-            for key, value in group.items():
+            for key, value in groups[i].items():
                 if key in OUTER_KEYS or outer.get(key, outer) is value:
                     continue
+                label = f"{key}/{factor}/{decay}"
                 if isinstance(value, Tensor) and isinstance(outer.get(key), Tensor):
                     outer[key].copy_(value)  # in place, as a CUDA graph needs it
+                elif label in outer or self._differs(at, key, value):
+                    outer[label] = value
                 else:
                     outer[key] = value
+
+    def _differs(self, at: int, key: str, value: Any) -> bool:
+        """Return whether another inner group of the same outer one has found another number."""
+        pairs = zip(self.keys, self.optimizer.param_groups, strict=True)
+        others = [group.get(key) for (own, _, _), group in pairs if own == at]
+        return isinstance(value, int | float) and any(other != value for other in others)
 
 
 class Slot:
@@ -158,7 +189,9 @@ class Slot:
 
     def _fit(self, value: Any) -> Any:
         """Return an entry in the parameter's shape and type; half precision stays as it is."""
-        if not self._has_elements(value):
+        shape = (self.parameter if self.layout is None else self.layout).shape
+        is_flat = isinstance(value, Tensor) and value.ndim == 1 < len(shape)
+        if is_flat or not self._has_elements(value):
             return value
         if {value.dtype, self.parameter.dtype} <= {*FULL_PRECISION}:
             value = value.to(self.parameter.dtype)
@@ -170,7 +203,8 @@ class Slot:
 
     def _lay_out(self, value: Any) -> Any:
         """Return an entry as others see it."""
-        if self.layout is None or not self._has_elements(value):
+        has_shape = isinstance(value, Tensor) and value.shape == self.parameter.shape
+        if self.layout is None or not has_shape:
             return value
         return value.as_strided(self.layout.shape, self.layout.stride())
 

@@ -104,8 +104,7 @@ def find_reader(annotation: Any) -> Reader | None:
     if kind in _PLAIN or kind == list[str]:
         return Reader(kind, lambda value: value)
     if get_origin(kind) in (Sequence, tuple):
-        item = get_args(kind)[0]
-        return Reader(str, lambda text: read_list(text, item))
+        return Reader(str, lambda text: read_list(text, get_args(kind)[0]))
     return None
 
 

@@ -122,17 +122,13 @@ class PackedBatches(Batches):
         rows, columns = (_reflect(along + shift, size) for shift in shifts.unbind(1))
         columns = torch.where(flips, columns.flip(1), columns)
         images = self.split.images[chosen[:, None, None], rows[:, :, None], columns[:, None, :]]
-        centred = images.permute(0, 3, 1, 2).div(255).sub_(self.mean)
-        return centred, self.split.labels[chosen]
+        return images.permute(0, 3, 1, 2).div(255).sub_(self.mean), self.split.labels[chosen]
 
 
 def _reflect(index: Tensor, size: int) -> Tensor:
     """Reflect an index beyond the border, as F.pad(mode="reflect") does."""
     last = size - 1
     return last - (last - index.abs()).abs()
-
-
-# --- files --------------------------------------------------------------------------------------
 
 
 def _list_training_files(folder: Path) -> list[Path]:

@@ -80,9 +80,6 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("GEOPARAM_CACHE") or Path.home() / ".cache" / "geoparam") / "data"
 
 
-# --- checking ---------------------------------------------------------------------------------
-
-
 def checksum(table: np.ndarray) -> str:
     """Digest of a table's numbers to twelve digits, whatever file they were read from.
 
@@ -107,9 +104,6 @@ def _read_table(table: Table, content: bytes) -> np.ndarray:
             + (f" ({table.note})" if table.note else "")
         )
     return numbers
-
-
-# --- downloading ------------------------------------------------------------------------------
 
 
 def _download(table: Table, data: str | Path | None) -> np.ndarray:
@@ -140,9 +134,6 @@ def fetch(url: str) -> bytes:
     request = urllib.request.Request(url, headers={"User-Agent": "geoparam"})
     with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
         return response.read(LARGEST + 1)
-
-
-# --- reading ----------------------------------------------------------------------------------
 
 
 def parse(content: bytes, files: Sequence[str] = ()) -> np.ndarray:

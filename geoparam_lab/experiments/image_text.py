@@ -92,9 +92,6 @@ def remark(config: Config) -> Iterator[str]:
         yield f"Not as in the papers: {said}."
 
 
-# --- settings -----------------------------------------------------------------------------------
-
-
 def choose_shown(records: Sequence[Record]) -> Sequence[Record]:
     """Return the records that tables show: the chosen settings, where images were kept back."""
     if any("select_top1" in record for record in records):

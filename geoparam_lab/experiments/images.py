@@ -33,7 +33,7 @@ from geoparam_lab.experiments.experiment import TOP1, TOP5, Experiment, Layout
 from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.training import shared_study
 from geoparam_lab.training.images.loop import BOUNDARIES
-from geoparam_lab.training.images.run_checkpoints import WEIGHTS
+from geoparam_lab.training.images.run_checkpoints import FINISHED, WEIGHTS
 from geoparam_lab.training.images.settings import COMMON, ImageTask, Settings, list_tasks
 from geoparam_lab.training.tasks import Done, Progress, Session, Tick, throttle
 
@@ -201,13 +201,15 @@ class _Work:
         return self.out / "checkpoints" / task.name
 
     def clean(self, task: ImageTask) -> None:
-        """Remove the checkpoints of a run whose record is written; put the rest in its place."""
+        """Remove what a recorded run has left; files that are whole go to their place."""
         folder, name = self.folder(task), task.name
         places = {"tensorboard": f"tensorboard/{name}", BOUNDARIES: f"boundaries/{name}.npy"}
         if self.keep_weights:
             places |= {WEIGHTS: f"weights/{name}.pt"}
+        is_done = (folder / FINISHED).exists()
+        whole = (folder / FINISHED).read_text().split("\n") if is_done else []
         for left, place in places.items():
-            if (folder / left).exists():
+            if left in whole and (folder / left).exists():
                 (self.out / place).parent.mkdir(exist_ok=True)
                 shutil.rmtree(self.out / place, ignore_errors=True)  # left by an earlier start
                 shutil.move(folder / left, self.out / place)

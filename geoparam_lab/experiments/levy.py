@@ -117,9 +117,6 @@ def find_errors(predictions: Array, targets: Array) -> Array:
     return np.sqrt(np.mean((predictions - targets) ** 2, axis=-1))
 
 
-# --- figures ------------------------------------------------------------------------------------
-
-
 def draw(run: Run, data: Regression) -> Drawings:
     """Return all figures of a run, from what is in its folder."""
     from geoparam_lab.experiments import toy_figures as figures  # it imports matplotlib
@@ -152,9 +149,6 @@ def _film(run: Run, data: Regression) -> Arrays:
         "x": data.x_train[:, 0],
         "y": data.y_train,
     }
-
-
-# --- what it says -------------------------------------------------------------------------------
 
 
 _FOUND = (

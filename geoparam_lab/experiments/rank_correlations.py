@@ -32,6 +32,8 @@ def correlate(
     way to group them further: the fields in which networks that are ranked together agree.
     """
     found: list[Record] = []
+    order = ("method", "size", "lr", "seed")  # p depends on it; records are in that of their ends
+    records = sorted(records, key=lambda record: [str(record[field]) for field in order])
     for cell, own in group_records(records, *cells).items():
         for part, quantity in itertools.product(parts, quantities):
             x, y = (np.array([r[field] for r in own], float) for field in (quantity, "test_error"))

@@ -48,9 +48,6 @@ def _find_in_view(locations: Array, low: Any, high: Any) -> Array:
     return inside.reshape(len(inside), -1).all(axis=1)
 
 
-# --- Levy ----------------------------------------------------------------------------------------
-
-
 def draw_moves(run: Run) -> Figure:
     """Draw figure 2c: the largest move of a unit in each update, a panel for each rate."""
     rates = run.config["lrs"]
@@ -114,9 +111,6 @@ def draw_locations(ax: Axes, curves: Arrays, limits: tuple[float, float], colour
     ax.grid(visible=False)
     ax.set(xlim=limits, ylim=(-0.6, len(chosen) - 0.4), xlabel="location φ", ylabel="step")
     ax.locator_params(axis="x", nbins=5)
-
-
-# --- Banana --------------------------------------------------------------------------------------
 
 
 def find_locations(curves: Arrays) -> Array:

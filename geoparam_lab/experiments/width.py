@@ -86,9 +86,6 @@ def _rms(values: Tensor) -> float:
     return float(values.detach().square().mean().sqrt())
 
 
-# --- a run --------------------------------------------------------------------------------------
-
-
 def run(
     out: str | Path,
     *,
@@ -134,9 +131,6 @@ def measure(energy: tuple[Array, Array] | None, task: Task, tick: Tick) -> Done:
     model = methods.mlp(member.method, widths, seed=member.seed, init=member.init)
     found = measure_start(model, torch.from_numpy(x), torch.from_numpy(y))
     return Done([member._asdict() | found])
-
-
-# --- what comes out -----------------------------------------------------------------------------
 
 
 def find_answers(records: Sequence[Record], config: Record) -> list[Record]:

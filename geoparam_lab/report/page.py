@@ -91,9 +91,6 @@ def unbroken(text: str) -> str:
     return re.sub("(?<!,) ", "\u00a0", text)
 
 
-# --- what the page says of a run -----------------------------------------------------------------
-
-
 def _say_each(runs: Sequence[Run], what: Callable[[Run], str]) -> list[str]:
     """Return what experiments say of runs, once each; nothing where a run lacks what it needs."""
     found = []
@@ -146,9 +143,6 @@ def _read_figure(path: Path) -> dict[str, Any]:
     return {"path": path, "error": None, "caption": caption, "data": data, **size}
 
 
-# --- the arrays behind a slider -----------------------------------------------------------------
-
-
 _ABOUT = ("kind", "methods", "seeds", "median", "steps")  # what is shown; the rest is numbers
 
 
@@ -182,9 +176,6 @@ def pack(array: Array) -> dict[str, Any]:
         content, kind = bits & np.uint32(0xFFFFF800), "f4"
     text = base64.b64encode(zlib.compress(np.ascontiguousarray(content).tobytes(), 9)).decode()
     return {"shape": list(array.shape), "type": kind, "data": text}
-
-
-# --- a run in words --------------------------------------------------------------------------
 
 
 def find_experiment(run: Run) -> Experiment:

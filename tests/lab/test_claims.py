@@ -159,6 +159,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_correlations, "PERMUTATIONS", 99)
 
 
+def test_answers_wait_for_all_records_whatever_their_order(small: None, tmp_path: Path) -> None:
+    options = {"seeds": 2, "jobs": 1}
+    whole = claims.run(tmp_path / "whole", parts=["shell"], **options).records()
+    cut = claims.run(tmp_path / "cut", parts=["shift"], **options)
+    for record in [r for r in whole if r["part"] == "shell"][::-2]:
+        cut.append(record)
+    claims.run(tmp_path / "cut", parts=["shift"], resume=True, **options)
+    found = claims.run(tmp_path / "cut", parts=["shell"], resume=True, **options).records()
+    answers = [[r for r in records if "shell:" in r["part"]] for records in (whole, found)]
+    assert answers[0] == answers[1] != []
+
+
 def test_a_run_has_records_tables_and_figures_and_goes_on(small: None, tmp_path: Path) -> None:
     before = claims.run(tmp_path / "run", parts=["shift"], seeds=2, jobs=1).records()
     records = claims.run(tmp_path / "run", seeds=2, jobs=1, resume=True).records()

@@ -147,7 +147,12 @@ def test_weights_and_scalars_are_kept_where_asked_for(
     weights = torch.load(done.folder / "weights" / f"{name}.pt", weights_only=True)
     assert "conv1.latitude" in weights
     assert list((done.folder / "tensorboard" / name).iterdir())
-    assert (done.folder / "boundaries" / f"{name}.npy").exists()
+    whole = (done.folder / "boundaries" / f"{name}.npy").read_bytes()
+    cut = done.folder / "checkpoints" / name  # as left by a kill, and recorded by another machine
+    cut.mkdir(parents=True)
+    (cut / "boundaries.npy").write_bytes(whole[:-8])
+    run(tmp_path / "run", data, seeds=1, methods=["gmp+imn"], resume=True, **options)
+    assert (done.folder / "boundaries" / f"{name}.npy").read_bytes() == whole and not cut.exists()
 
 
 def test_a_sweep_killed_within_a_run_goes_on_to_the_same_records(

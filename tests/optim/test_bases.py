@@ -36,6 +36,26 @@ class Noting(SGD):
             self.state[p].update(note="stepped", buffer=None, sizes=[p.numel()])
 
 
+class Storing(Optimizer):
+    """Keeps first values, flat, in its states, a count beside them, and a number in each group."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "seen": 0.0})
+        self.state["k"] = 0
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["first"] = p.detach().flatten().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["k"] += 1
+        for group in self.param_groups:
+            rate, params = group["lr"] / (1 + group["seen"]), group["params"]
+            for p in (p for p in params if p.grad is not None):
+                total = self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                p.copy_(self.state[p]["first"].view_as(p) - rate / self.state["k"] * total)
+            group["seen"] = sum(float(p.grad.norm()) for p in params if p.grad is not None)
+
+
 MOMENTUM, NOTING = (functools.partial(base, momentum=0.9) for base in (SGD, Noting))
 
 
@@ -48,7 +68,9 @@ def lookahead(params: Any, **options: Any) -> Any:
 
 
 @both_coordinates
-@pytest.mark.parametrize("base", [Counting, NOTING, lookahead, "Lamb", "AdafactorBigVision"])
+@pytest.mark.parametrize(
+    "base", [Counting, NOTING, Storing, lookahead, "Lamb", "AdafactorBigVision"]
+)
 def test_a_base_goes_on_after_gaps_and_from_a_copy(base: Any, coordinates: str) -> None:
     base = timm_base(base) if isinstance(base, str) else base
     options = {"base": base, "lr": 0.02, "coordinates": coordinates}
@@ -66,6 +88,27 @@ def test_a_base_goes_on_after_gaps_and_from_a_copy(base: Any, coordinates: str) 
             optimizer.step()
     for other in models[1:]:
         assert_same_weights(models[0], other)
+
+
+@pytest.mark.parametrize("options", [{}, {"turn": 1e-6}, {"coordinates": "angles"}])
+def test_a_base_may_copy_the_first_values_of_what_it_steps(options: dict) -> None:
+    model = mlp()
+    before = copy.deepcopy(model)
+    train(model, build(model, Storing, lr=1e-9, **options), 3)
+    for p, first in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.allclose(p, first, atol=1e-6)
+
+
+def test_bases_that_change_the_rate_or_have_a_second_state_are_refused() -> None:
+    def two(params: Any, lr: float) -> Storing:
+        storing = Storing(params, lr)
+        storing.wrapped = SGD(params, lr)
+        return storing
+
+    with pytest.raises(ValueError, match="makes 0.05 of lr=0.1"):
+        build(mlp(), lambda params, lr: SGD(params, lr / 2), lr=0.1)
+    with pytest.raises(ValueError, match="two has a state beside"):
+        build(mlp(), two)
 
 
 def test_counters_in_groups_count_each_step_once_and_directions_move_beside_plain_biases() -> None:

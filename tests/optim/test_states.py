@@ -302,6 +302,18 @@ def test_a_layer_that_is_zero_at_its_first_step_stays_zero_and_finite(kind: str)
     assert not model[3].weight.any() and all(p.isfinite().all() for p in model.parameters())
 
 
+@pm.every_kind
+@pytest.mark.parametrize("dtype, tiny", [(torch.float32, 1e-41), (torch.float64, 1e-310)])
+def test_a_row_too_small_to_be_divided_by_does_no_harm(
+    kind: str, dtype: torch.dtype, tiny: float
+) -> None:
+    model, optimizer = start(kind)
+    model.to(dtype)
+    model[0].weight.data[2] = tiny
+    train(model, optimizer)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 @pm.both_coordinates
 def test_a_bias_far_out_or_of_a_pruned_row_steps_as_a_plain_one(coordinates: str) -> None:
     model = mlp()

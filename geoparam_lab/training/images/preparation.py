@@ -118,8 +118,6 @@ def _divide_scales(model: nn.Module, *_: Any) -> None:
 def _torch_optimizer(name: str, settings: Settings, momentum: float | None = None) -> partial[Any]:
     """Return a constructor of torch's optimizer that takes parameters, rate and decay."""
     if name == "muon":
-        if not hasattr(torch.optim, "Muon"):
-            raise ValueError(f"base muon needs torch.optim.Muon; torch is {torch.__version__}.")
         return partial(torch.optim.Muon, momentum=0.95 if momentum is None else momentum)
     momentum = 0.9 if momentum is None else momentum
     if name == "adamw":

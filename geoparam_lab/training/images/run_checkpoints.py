@@ -27,6 +27,7 @@ from geoparam.storage import replacing
 State = dict[str, Any]
 
 CHECKPOINT, WEIGHTS = "checkpoint.pt", "weights.pt"
+FINISHED = "finished"  # names the files of a finished run that are whole
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -49,9 +50,6 @@ def read(folder: Path) -> State | None:
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}). Remove it, and the run starts anew."
         ) from error
-
-
-# --- what training changes ----------------------------------------------------------------------
 
 
 def get_state(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> State:

@@ -15,8 +15,7 @@ Factor = Callable[[float], float]
 
 
 def _fall_in_steps(epochs: int, warmup: float) -> Factor:
-    ninths = (3, 6, 8)
-    return lambda epoch: 1 / 10 ** sum(9 * int(epoch) >= n * epochs for n in ninths)
+    return lambda epoch: 1 / 10 ** sum(9 * int(epoch) >= n * epochs for n in (3, 6, 8))
 
 
 def _fall_along(curve: Factor) -> Callable[[int, float], Factor]:

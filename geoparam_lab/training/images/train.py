@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from geoparam_lab.data.image_source import Source
 from geoparam_lab.training.images import preparation, run_checkpoints
-from geoparam_lab.training.images.loop import DIVERGED, StepReport, Training
+from geoparam_lab.training.images.loop import BOUNDARIES, DIVERGED, StepReport, Training
 from geoparam_lab.training.images.settings import Outcome, Settings
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ def train(
             training = Training(settings, source, accelerator, report)
             _resume(training, folder, track)
             _finish(training, folder, tensorboard)
+            made = {run_checkpoints.WEIGHTS: 1, "tensorboard": tensorboard, BOUNDARIES: track}
+            if training.is_main:
+                (folder / run_checkpoints.FINISHED).write_text("\n".join(filter(made.get, made)))
             return training.result()
         finally:
             accelerator.free_memory()  # else it keeps the networks of all runs

@@ -74,9 +74,6 @@ def _entries(model: nn.Sequential) -> Iterator[tuple[int, str, Tensor]]:
                     yield index, name, tensor
 
 
-# --- data ---------------------------------------------------------------------------------------
-
-
 def expand_data(data: Data, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return inputs (S, N, d) and targets (S, N, ...) for the members of a state."""
     x, y = (torch.as_tensor(part) for part in data)
