@@ -116,7 +116,8 @@ def find_units(
         plain.setdefault(name, "an embedding" if name in embedded else "not in a known layer")
     if not units:
         why = "; ".join(f"{name}: {reason}" for name, reason in plain.items()) or "none was found"
-        raise ValueError(f"no layer of this model has units to train ({why}).")
+        hint = " With example_inputs, output layers are found in a run." if graph is None else ""
+        raise ValueError(f"no layer of this model has units to train ({why}).{hint}")
     return units, plain, candidates
 
 
