@@ -5,9 +5,10 @@ layer is given its activation g: u is a unit vector, lam the signed distance of 
 {x : u^T x + lam = 0} from the origin, r its scale.
 """
 
+import contextlib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -63,6 +64,7 @@ class GmPLayer(nn.Module):
     _plain: ClassVar[type[nn.Module]]  # the torch.nn layer, and what both are built from
     _arguments: ClassVar[tuple[str, ...]]
     _extra: tuple[str, ...] = ()  # attributes a user set on the torch.nn layer
+    _hidden: Mapping[str, Any] = {}  # the same, of names that this class uses itself
     _made_from: type[nn.Module] | None = None  # that layer's class, which may be a user's own
 
     r: nn.Parameter
@@ -317,9 +319,11 @@ class GmPLayer(nn.Module):
         if bias is not None:
             trained = self.r if self.lam is None else self.lam
             layer.bias = nn.Parameter(bias, requires_grad=trained.requires_grad)
-        layer.__dict__.update({name: getattr(self, name) for name in self._extra})
-        layer.__class__ = self._made_from or self._plain
-        return layer.train(self.training)
+        layer.__dict__.update({name: getattr(self, name) for name in self._extra}, **self._hidden)
+        layer.train(self.training)
+        with contextlib.suppress(TypeError):  # a class with slots cannot be given back
+            layer.__class__ = self._made_from or self._plain
+        return layer
 
     def _new_plain(self, device: torch.device | str, dtype: torch.dtype, bias: bool) -> Any:
         arguments = {name: getattr(self, name) for name in self._arguments}

@@ -230,8 +230,11 @@ def build_like(kind: type[Layer], plain: Any, **options: Any) -> Layer:
     for name, parameter in layer.named_parameters():
         own = "bias" if name == "lam" and plain.bias is not None else "weight"
         parameter.requires_grad_(is_trained(plain, own))
+    torchs = vars(layer._new_plain("meta", plain.weight.dtype, plain.bias is not None))
     extra = {key: value for key, value in vars(plain).items() if not hasattr(layer, key)}
-    layer.__dict__.update(extra, _extra=tuple(extra))
+    known = {*torchs, *extra, "weight", "bias"}
+    hidden = {k: v for k, v in vars(plain).items() if k not in known and k[0] != "_"}
+    layer.__dict__.update(extra, _extra=tuple(extra), _hidden=hidden)
     layer._made_from = type_before_parametrizations(plain)
     return layer.train(plain.training)
 

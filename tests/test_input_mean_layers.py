@@ -357,8 +357,9 @@ def test_peft_refuses_to_adapt_a_layer_whose_bias_depends_on_its_weight() -> Non
 def test_wrong_options_are_refused(options: dict, message: str) -> None:
     model = network()
     state = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=message):
-        gp.convert_(model, example_inputs=images(), **options)
+    for function in (gp.convert_,) if message == "none are" else (gp.plan, gp.convert_):
+        with pytest.raises(ValueError, match=message):
+            function(model, example_inputs=images(), **options)
     assert all(map(torch.equal, model.state_dict().values(), state.values()))
     assert len(model.state_dict()) == len(state)
 

@@ -187,10 +187,10 @@ def _restore_norm(slot: RemovedNorm, bias: Tensor) -> tuple[nn.Module, Tensor | 
     if norm.running_mean.is_meta and not bias.is_meta:  # converted before it had values
         norm.to_empty(device=bias.device).reset_running_stats()
     norm.to(bias.device, bias.dtype if norm.running_mean.dtype == slot.layer_type else None)
+    if slot.offset_learned not in (None, slot.offset_learns()):  # frozen or thawed since
+        norm.requires_grad_(slot.offset_learns())
     for child_name, child in slot.named_children():
         norm.add_module(child_name, child)
-    if slot.offset_learns() != slot.offset_learned:  # frozen, or thawed, after the conversion
-        norm.requires_grad_(slot.offset_learns())
     norm.running_mean.zero_()
     norm.running_var.fill_(1 - norm.eps)
     if norm.weight is not None:
@@ -298,8 +298,8 @@ def _fold_norm(name: str, norm: InputMeanNorm, graph: Graph | None) -> nn.Module
 def _check_finite(ours: dict[str, nn.Module], folded: dict[nn.Module, nn.Module]) -> None:
     for name, module in ours.items():
         tensors = folded[module].state_dict().values() if module in folded else ()
-        checked = (t for t in tensors if t.is_floating_point() and not t.is_meta)
-        if not all(t.isfinite().all() for t in checked):
+        values = (t for t in tensors if isinstance(t, Tensor) and t.is_floating_point())
+        if not all(t.isfinite().all() for t in values if not t.is_meta):
             raise ValueError(
                 f"{name!r} folds to NaN or infinite values: its parameters are broken."
             )

@@ -1,5 +1,6 @@
 """Geometric parameterization in the optimizer, for a model that stays plain."""
 
+import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -209,7 +210,8 @@ class GeometricOptimizer(Optimizer):
         has_gradient = [p.grad is not None for p in self._watched]
         members = [m for stage in self._stages for m in stage.members]
         entries = _entry_ids([m.state for m in members] + [m.bias_state for m in members])
-        return ids, layouts, has_gradient, [*map(id, self.state.values())], entries
+        states = [id(state) for p, state in self.state.items() if isinstance(p, Tensor)]
+        return ids, layouts, has_gradient, states, entries
 
     def _prepare(self) -> None:
         """Build stages anew where parameters have changed since."""
@@ -321,7 +323,8 @@ class GeometricOptimizer(Optimizer):
             raise
         pairs = zip(saved, self.param_groups, strict=True)
         groups = [{**theirs, "param_names": mine["param_names"]} for theirs, mine in pairs]
-        loose = {k: v for k, v in state_dict["state"].items() if k in ("base", "rest")}
+        kept = state_dict["state"]
+        loose = {k: copy.deepcopy(kept[k]) for k in ("base", "rest") if k in kept}
         super().load_state_dict({**state_dict, "state": loose, "param_groups": groups})
         self._forget()
         for name, p in self._named_params().items():

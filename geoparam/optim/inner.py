@@ -6,6 +6,7 @@ such as `direction/exp_avg` in the weight's entry.
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -53,8 +54,8 @@ class Maker:
             )
         self.defaults = {k: v for k, v in probe.param_groups[0].items() if k != "params"}
         rate = self.named.get("lr", lr)
-        if not isinstance(rate, Tensor) and self.defaults.get("lr", rate) != rate:
-            made = self.defaults["lr"]
+        made = self.defaults.get("lr", rate)
+        if not isinstance(rate, Tensor) and not math.isclose(made, rate, rel_tol=1e-6):
             raise ValueError(f"{self.name} makes {made} of lr={rate}: it must take it as it is.")
         if any(x.state is not probe.state and probe.state for x in find_wrapped(probe)):
             raise ValueError(f"{self.name} has a state beside that of the optimizer it wraps.")
@@ -123,8 +124,8 @@ class Inner:
                     # It may update a counter in place, and never a rate.
                     is_count = isinstance(value, Tensor) and "lr" not in key
                     group[key] = value.clone() if is_count else value
-            if len(outer) > len(group):  # where inner groups differ, each has a key of its own
-                group.update({k: outer.get(f"{k}/{factor}/{decay}", group[k]) for k in group})
+            own = f"/{factor}/{decay}"  # numbers of this inner group
+            group.update({k.removesuffix(own): v for k, v in outer.items() if k.endswith(own)})
             if factor != 1.0:
                 group["lr"] = 1.0 if factor is None else outer["lr"] * factor
             if decay is not None and "weight_decay" in group:
@@ -133,24 +134,19 @@ class Inner:
         if len(self.optimizer.state) > self.count:
             state = self.optimizer.state.items()
             self.outer[self.name] = {k: v for k, v in state if not isinstance(k, Tensor)}
+        before = [dict(outer) for outer in outer_groups]
         for i, (at, factor, decay) in enumerate(self.keys):
             outer = outer_groups[at]
             for key, value in groups[i].items():
-                if key in OUTER_KEYS or outer.get(key, outer) is value:
-                    continue
                 label = f"{key}/{factor}/{decay}"
+                if key in OUTER_KEYS or before[at].get(label, before[at].get(key, self)) is value:
+                    continue
                 if isinstance(value, Tensor) and isinstance(outer.get(key), Tensor):
                     outer[key].copy_(value)  # in place, as a CUDA graph needs it
-                elif label in outer or self._differs(at, key, value):
+                    continue
+                outer[key] = value
+                if isinstance(value, int | float):  # inner groups of one outer may differ
                     outer[label] = value
-                else:
-                    outer[key] = value
-
-    def _differs(self, at: int, key: str, value: Any) -> bool:
-        """Return whether another inner group of the same outer one has found another number."""
-        pairs = zip(self.keys, self.optimizer.param_groups, strict=True)
-        others = [group.get(key) for (own, _, _), group in pairs if own == at]
-        return isinstance(value, int | float) and any(other != value for other in others)
 
 
 class Slot:

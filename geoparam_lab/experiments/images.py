@@ -206,8 +206,9 @@ class _Work:
         places = {"tensorboard": f"tensorboard/{name}", BOUNDARIES: f"boundaries/{name}.npy"}
         if self.keep_weights:
             places |= {WEIGHTS: f"weights/{name}.pt"}
-        is_done = (folder / FINISHED).exists()
-        whole = (folder / FINISHED).read_text().split("\n") if is_done else []
+        whole = list(places) if (folder / WEIGHTS).exists() else []  # written last
+        if (folder / FINISHED).exists():
+            whole = (folder / FINISHED).read_text().split("\n")
         for left, place in places.items():
             if left in whole and (folder / left).exists():
                 (self.out / place).parent.mkdir(exist_ok=True)

@@ -5,7 +5,6 @@ import math
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -164,16 +163,6 @@ def test_zero_rows_are_reported_and_steep_rows_left() -> None:
     assert gp.verify(original, model, X) < 1e-5
     gp.fold_(model)
     assert gp.verify(original, model, X) < 1e-5
-
-
-@pytest.mark.parametrize("options", [{"weights": "foo"}, {"init": "foo"}, {"weights": "plain"}])
-def test_a_plan_raises_what_convert_would(options: Any) -> None:
-    words = []
-    for function in (gp.plan, gp.convert_):
-        with pytest.raises(ValueError) as raised:
-            function(net(), **options)
-        words.append(str(raised.value))
-    assert words[0] == words[1]
 
 
 def test_other_layers_are_listed() -> None:

@@ -220,9 +220,11 @@ def test_a_class_of_ones_own_comes_back_and_any_name_will_do(options: dict) -> N
     )  # fmt: skip
     x = torch.randn(5, 3)
     assert gp.BoundaryTracker(model, probe=x).history.keys() >= {"first", "in_proj_weight"}
+    model.in_proj_weight.init = "mine"  # GmP layers have one, too
     gp.convert_(model, example_inputs=x, **options)
     assert type(model.in_proj_weight) is not Named
-    assert type(gp.fold_(model).in_proj_weight) is Named
+    folded = gp.fold_(model).in_proj_weight
+    assert type(folded) is Named and folded.init == "mine"
 
 
 def test_broken_parameters_unknown_activations_and_plain_models_are_refused() -> None:

@@ -56,6 +56,15 @@ class Storing(Optimizer):
             group["seen"] = sum(float(p.grad.norm()) for p in params if p.grad is not None)
 
 
+class Cycling(SGD):
+    """Counts to three in each group."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["k"] = (group.get("k", 0) + 1) % 3
+
+
 MOMENTUM, NOTING = (functools.partial(base, momentum=0.9) for base in (SGD, Noting))
 
 
@@ -99,10 +108,20 @@ def test_a_base_may_copy_the_first_values_of_what_it_steps(options: dict) -> Non
         assert torch.allclose(p, first, atol=1e-6)
 
 
+def test_groups_of_a_base_that_share_one_of_ours_count_apart() -> None:
+    optimizer = build(model := mlp(), Cycling, lr=0.1, scale_lr=0.2)
+    for step in range(9):
+        backward(model, step)
+        if step == 1:  # r is not stepped
+            model[0].weight.grad = model[3].weight.grad = None
+        optimizer.step()
+    group = optimizer.param_groups[1]
+    assert [group[f"k/{key}"] for key in ("2.0/0.0", "1.0/0.0", "1.0/None")] == [2, 0, 0]
+
+
 def test_bases_that_change_the_rate_or_have_a_second_state_are_refused() -> None:
     def two(params: Any, lr: float) -> Storing:
-        storing = Storing(params, lr)
-        storing.wrapped = SGD(params, lr)
+        (storing := Storing(params, lr)).wrapped = SGD(params, lr)
         return storing
 
     with pytest.raises(ValueError, match="makes 0.05 of lr=0.1"):

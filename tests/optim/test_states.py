@@ -304,9 +304,7 @@ def test_a_layer_that_is_zero_at_its_first_step_stays_zero_and_finite(kind: str)
 
 @pm.every_kind
 @pytest.mark.parametrize("dtype, tiny", [(torch.float32, 1e-41), (torch.float64, 1e-310)])
-def test_a_row_too_small_to_be_divided_by_does_no_harm(
-    kind: str, dtype: torch.dtype, tiny: float
-) -> None:
+def test_a_tiny_row_does_no_harm(kind: str, dtype: torch.dtype, tiny: float) -> None:
     model, optimizer = start(kind)
     model.to(dtype)
     model[0].weight.data[2] = tiny
