@@ -124,7 +124,7 @@ class Inner:
                     # It may update a counter in place, and never a rate.
                     is_count = isinstance(value, Tensor) and "lr" not in key
                     group[key] = value.clone() if is_count else value
-            own = f"/{factor}/{decay}"  # numbers of this inner group
+            own = f"/{factor}/{decay}"  # numbers in which inner groups differ
             group.update({k.removesuffix(own): v for k, v in outer.items() if k.endswith(own)})
             if factor != 1.0:
                 group["lr"] = 1.0 if factor is None else outer["lr"] * factor
@@ -145,8 +145,14 @@ class Inner:
                     outer[key].copy_(value)  # in place, as a CUDA graph needs it
                     continue
                 outer[key] = value
-                if isinstance(value, int | float):  # inner groups of one outer may differ
+                if label in before[at] or self._differs(at, key, value):
                     outer[label] = value
+
+    def _differs(self, at: int, key: str, value: Any) -> bool:
+        """Return whether another inner group of the same outer one has found another number."""
+        pairs = zip(self.keys, self.optimizer.param_groups, strict=True)
+        others = [group.get(key) for (own, _, _), group in pairs if own == at]
+        return isinstance(value, int | float) and any(other != value for other in others)
 
 
 class Slot:
