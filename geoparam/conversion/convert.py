@@ -63,7 +63,7 @@ class RemovedNorm(nn.Module):
 
     norm: nn.Module
     layer: nn.Module
-    offset_learned: bool | None = None
+    offset_learned: bool | None = None  # at the conversion
 
     def __init__(self, norm: nn.Module, old: nn.Module, new: nn.Module) -> None:
         super().__init__()

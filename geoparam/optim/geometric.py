@@ -159,7 +159,7 @@ class GeometricOptimizer(Optimizer):
             for stage in self._stages:
                 stage.enter()
                 entered.append(stage)
-            if self._signature is None:  # now, since a base may copy first values
+            if self._signature is None:  # after enter: bases may copy first values
                 self._build_inner()
             for inner in self._inner:
                 inner.step(self.param_groups)

@@ -56,9 +56,12 @@ class Maker:
         rate = self.named.get("lr", lr)
         made = self.defaults.get("lr", rate)
         if not isinstance(rate, Tensor) and not math.isclose(made, rate, rel_tol=1e-6):
-            raise ValueError(f"{self.name} makes {made} of lr={rate}: it must take it as it is.")
+            raise ValueError(f"{self.name} makes {made} of lr={rate}; a {role} must keep it.")
         if any(x.state is not probe.state and probe.state for x in find_wrapped(probe)):
-            raise ValueError(f"{self.name} has a state beside that of the optimizer it wraps.")
+            raise ValueError(
+                f"{self.name} has a state beside that of the optimizer it wraps, and they would "
+                f"mix: give the wrapped one as {role}."
+            )
         if self.defaults.get("differentiable"):
             raise ValueError("differentiable=True is not supported: weights are written in place.")
 

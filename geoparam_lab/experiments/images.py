@@ -206,7 +206,7 @@ class _Work:
         places = {"tensorboard": f"tensorboard/{name}", BOUNDARIES: f"boundaries/{name}.npy"}
         if self.keep_weights:
             places |= {WEIGHTS: f"weights/{name}.pt"}
-        whole = list(places) if (folder / WEIGHTS).exists() else []  # written last
+        whole = list(places) if (folder / WEIGHTS).exists() else []  # weights come last
         if (folder / FINISHED).exists():
             whole = (folder / FINISHED).read_text().split("\n")
         for left, place in places.items():

@@ -32,7 +32,7 @@ def correlate(
     way to group them further: the fields in which networks that are ranked together agree.
     """
     found: list[Record] = []
-    order = ("method", "size", "lr", "seed")  # p depends on it; records are in that of their ends
+    order = ("method", "size", "lr", "seed")  # p depends on it, and runs end in any order
     records = sorted(records, key=lambda record: [str(record[field]) for field in order])
     for cell, own in group_records(records, *cells).items():
         for part, quantity in itertools.product(parts, quantities):

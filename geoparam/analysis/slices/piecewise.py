@@ -105,7 +105,7 @@ def _check_straight(
     known = breaks(activation)
     bent = activation is not None and (known is None or not known.linear)
     smooth = bent and not isinstance(activation, MaxPool)
-    rounded = node.op == "hardsigmoid"  # its slope is off by 3e-8: between regions lie slivers
+    rounded = node.op == "hardsigmoid"  # torch's slope is off by 3e-8, which leaves slivers
     norm = node.kind == "norm" and node.op != "batch_norm" and not has_running(module)
     if smooth or rounded or norm or (node.kind == "max" and activation is None):
         why = "whose slope torch rounds to float32" if rounded else "which is not"

@@ -43,7 +43,7 @@ def train(
             training = Training(settings, source, accelerator, report)
             _resume(training, folder, track)
             _finish(training, folder, tensorboard)
-            made = {run_checkpoints.WEIGHTS: 1, "tensorboard": tensorboard, BOUNDARIES: track}
+            made = {run_checkpoints.WEIGHTS: True, "tensorboard": tensorboard, BOUNDARIES: track}
             if training.is_main:
                 (folder / run_checkpoints.FINISHED).write_text("\n".join(filter(made.get, made)))
             return training.result()
