@@ -14,7 +14,6 @@ never reads freed memory. Tables that a CUDA graph uses are never dropped: every
 and repeats the transfer of those that were made while it was captured.
 """
 
-import contextlib
 from itertools import chain
 from typing import Any
 
@@ -65,8 +64,7 @@ class TritonRows(Rows):
         self._launch(_KERNELS[name], self.total, *known, *per_row, len(self.counts), **options)
 
     def _launch(self, kernel: Any, programs: int, *arguments: Any, **options: bool) -> None:
-        on_gpu = self.device.type == "cuda"  # else Triton's interpreter
-        with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
+        with torch.cuda.device_of(self.first):  # nothing in Triton's interpreter
             # No fused multiply-add: _leave_biases compares a product with a stored one.
             kernel[(programs,)](*arguments, BLOCK=_BLOCK, enable_fp_fusion=False, **options)
 

@@ -26,7 +26,6 @@ two polynomials on [-pi/2, pi/2], reached by exact subtractions (pi k, in two pa
 twice their product. The last column has no angle: its sine is 1.
 """
 
-import contextlib
 from typing import Any
 
 import torch
@@ -71,8 +70,7 @@ def _launch(
     (rows, angles), block = latitude.shape, _block(latitude)
     working = tl.float64 if latitude.dtype == torch.float64 else tl.float32
     scale = latitude if r is None else r
-    on_gpu = latitude.is_cuda  # else Triton's interpreter
-    with torch.cuda.device(latitude.device) if on_gpu else contextlib.nullcontext():
+    with torch.cuda.device_of(latitude):  # nothing in Triton's interpreter
         if rows:
             kernel[(rows,)](
                 latitude, scale, *tensors, angles + 1, r is not None, working, block,
