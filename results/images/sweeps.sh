@@ -136,7 +136,9 @@ for part in "$@"; do
         "${peer[@]/%/:label_smoothing=0.1}" "${peer[@]/%/:crop=4}"
       sweep "$part" --seeds 3 --method "sp+imn$turned=$turn:decay=0,5:crop=4:lr=1e-3" \
         --method "sp+imn$turned=5.4,7:decay=0:crop=4:lr=1e-3" \
-        --method "sp+imn$turned=$turn:decay=0:label_smoothing=0.1:crop=4:lr=1e-3" ;;
+        --method "sp+imn$turned=$turn:decay=0:label_smoothing=0.1:crop=4:lr=1e-3" \
+        --method "bn$turned=5.4,9:crop=4:lr=1e-3" --method "bn$turned=5.4:decay=5:crop=4:lr=1e-3" \
+        --method "bn$turned=5.4,9:label_smoothing=0.1:crop=4:lr=1e-3" ;;
     resnet18-optimizers-tracked)
       sweep "$part" --seeds 1 --track 10 --method bn:decay=1e-3:lr=1.6 \
         --method bn:optimizer=muon:momentum=0.8:decay=0.4:lr=0.05 \
