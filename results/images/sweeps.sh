@@ -8,8 +8,9 @@
 #   vgg6-tracked resnet18-tracked   the boundaries of three methods in training
 #   resnet18-optimizers-tracked     the same for SGD, Muon with decay and `turn`, or
 #   best-NAME   two more seeds for the EACH (2) best settings of every method in the sweep NAME
-#   long-NAME   the BEST (4) best settings for 18 epochs, at most EACH (1) of a method
+#   long-NAME   for 18 epochs: the EACH (1) best settings of every method, the first BEST (4) of them
 #   other-NAME  the four best of them on other images, in DATA: OUT still holds the sweep NAME
+# Settings are chosen from what OUT holds: each folder's sessions.jsonl has what was run when.
 # DATA holds train_data_batch_*.npz and val_data.npz. JOBS=6 trains six networks side by side: with
 # CUDA's MPS (nvidia-cuda-mps-control -d) an H200 does 180,000 images a second of VGG-6 then, and
 # 85,000 of ResNet-18.
