@@ -89,11 +89,11 @@ def find_units(
     graph = None if example_inputs is None else trace(model, example_inputs)
     outputs = set(output_layers(model) if graph is None else graph.outputs)
     norms = _norms_by_order(model) if graph is None else _norms_by_graph(model, graph)
-    names = {id(p): name for name, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    names = {id(p): name for name, p in parameters.items()}
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     embedded = {names.get(id(module.weight)) for module in embeddings}
-    parameters = dict(model.named_parameters())
     shared, found = _find_overlaps(parameters), dict[str, Unit]()
     plain = {name: why for name, why in shared.items() if parameters[name].ndim > 1}
     for layer, module, weight, bias, column_groups in _weights(model):
@@ -115,10 +115,14 @@ def find_units(
     for name in (name for name, p in parameters.items() if p.ndim > 1 and name not in found):
         plain.setdefault(name, "an embedding" if name in embedded else "not in a known layer")
     if not units:
-        why = "; ".join(f"{name}: {reason}" for name, reason in plain.items()) or "none was found"
-        hint = " With example_inputs, output layers are found in a run." if graph is None else ""
-        raise ValueError(f"no layer of this model has units to train ({why}).{hint}")
+        raise _refusal(plain, is_traced=graph is not None)
     return units, plain, candidates
+
+
+def _refusal(plain: Mapping[str, str], is_traced: bool) -> ValueError:
+    why = "; ".join(f"{name}: {reason}" for name, reason in plain.items()) or "none was found"
+    hint = "" if is_traced else " With example_inputs, output layers are found in a run."
+    return ValueError(f"no layer of this model has units to train ({why}).{hint}")
 
 
 def _find_overlaps(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
