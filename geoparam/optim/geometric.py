@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from geoparam.inspection import unwrap
 from geoparam.optim import saved_states
 from geoparam.optim.angular import AngularStage
-from geoparam.optim.groups import divide_groups, list_params, undecayed_names
+from geoparam.optim.groups import divide_groups, list_params, name_params, undecayed_names
 from geoparam.optim.inner import Inner, MakeOptimizer, Maker, Pair, Slot, fit_state, local
 from geoparam.optim.stage import Member, Stage
 from geoparam.optim.units import BY_VALUES, find_units, format_table
@@ -219,11 +219,8 @@ class GeometricOptimizer(Optimizer):
             return
         self._forget()
         self._fit_units()
-        places = {
-            name: (at, p)
-            for at, group in enumerate(self.param_groups)
-            for name, p in _name_params(group)
-        }
+        groups = enumerate(self.param_groups)
+        places = {name: (at, p) for at, group in groups for name, p in name_params(group)}
         names = [name for unit in self._units for name in (unit.name, unit.bias)]
         self._watched = [places[name][1] for name in names if name in places]
         self._warn_of_one_peak()
@@ -238,7 +235,7 @@ class GeometricOptimizer(Optimizer):
         self._units = [u.fit(params[u.name]) if u.name in params else u for u in self._units]
 
     def _named_params(self) -> dict[str, Any]:
-        return dict(chain.from_iterable(map(_name_params, self.param_groups)))
+        return dict(chain.from_iterable(map(name_params, self.param_groups)))
 
     def _warn_of_one_peak(self) -> None:
         """Warn where a schedule has the same peak for angles and for rates."""
@@ -286,12 +283,12 @@ class GeometricOptimizer(Optimizer):
             others[bias_at, 1.0, 0.0] += [slot.pair for slot in slots["lam"]]
             biases |= {id(m.bias) for m in stage.members}
         for at, group in enumerate(self.param_groups):
-            for name, p in _name_params(group) if group["geometry"] == "rest" else ():
+            for name, p in name_params(group) if group["geometry"] == "rest" else ():
                 if id(p) not in biases:
                     decay = 0.0 if p.ndim < 2 or name in self._undecayed else None
                     others[at, 1.0, decay].append(self._find_plain_state(p))
-        parts = [(self._base, directions), (self._rest, others)][: 1 if is_one else 2]
-        for name, (maker, pairs) in zip(("base", "rest"), parts, strict=False):
+        parts = [("base", self._base, directions), ("rest", self._rest, others)]
+        for name, maker, pairs in parts[:1] if is_one else parts:
             if any(pairs.values()):
                 self._inner.append(Inner(maker, pairs, self.state, name))
         self._publish()
@@ -397,12 +394,6 @@ def _check_options(
     for name, value in rates.items():
         if value is not None and value < 0:
             raise ValueError(f"{name} is 0 or more; got {value}.")
-
-
-def _name_params(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    if len(group["param_names"]) != len(group["params"]):
-        raise ValueError("parameters were taken out of a group: freeze them instead.")
-    return zip(group["param_names"], group["params"], strict=True)
 
 
 def _entry_ids(states: list[dict[str, Any]]) -> list[int]:
