@@ -22,6 +22,7 @@ from geoparam.coordinates import (
     Init,
     Name,
     Sign,
+    check_assigned,
     check_finite,
     compute_distance,
     coordinates_for,
@@ -189,7 +190,7 @@ class GmPLayer(nn.Module):
     @weight.setter
     def weight(self, weight: Tensor) -> None:
         """Set directions and r, and lam so that the bias stays."""
-        _check_assigned("weight", weight, self.weight_shape)
+        check_assigned("weight", weight, self.weight_shape)
         if self.activation is None:
             return self._set_affine(weight, self._bias)
         check_finite(weight, "weight")
@@ -213,7 +214,7 @@ class GmPLayer(nn.Module):
         if bias is None:
             self.lam = None
             return
-        _check_assigned("bias", bias, tuple(self.r.shape))
+        check_assigned("bias", bias, tuple(self.r.shape))
         if self.lam is None:
             self.lam = nn.Parameter(torch.zeros_like(self.r))
         r = self.r if self.activation is None else torch.ones_like(self.r)
@@ -375,14 +376,6 @@ def _check_options(weight_shape: tuple[int, ...], options: UnitOptions) -> None:
         )
     if (form := options.input_norm) not in (False, True, "bias", "border"):
         raise ValueError(f"input_norm is False, True, 'bias' or 'border'; got {form!r}.")
-
-
-def _check_assigned(name: str, value: Any, shape: tuple[int, ...]) -> None:
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta:
-        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"the {name} is a tensor of floating-point values; got {kind}.")
-    if tuple(value.shape) != shape:
-        raise ValueError(f"the {name} has shape {shape}; got {tuple(value.shape)}.")
 
 
 def _check_version(name: str, version: int | None) -> None:

@@ -6,7 +6,7 @@ direction; it gets the last axis. Below them is what else a layer's parameters a
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -132,3 +132,12 @@ def check_finite(x: Tensor, name: str) -> None:
             f"the {name} holds NaN or infinite values, which have no direction; got "
             f"{int((~x.isfinite()).sum())} of them. Repair or reinitialise the layer first."
         )
+
+
+def check_assigned(name: str, value: Any, shape: tuple[int, ...]) -> None:
+    """Raise where a weight or bias, called `name` in the error, cannot be one of this shape."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta:
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"the {name} is a tensor of floating-point values; got {kind}.")
+    if tuple(value.shape) != shape:
+        raise ValueError(f"the {name} has shape {shape}; got {tuple(value.shape)}.")
