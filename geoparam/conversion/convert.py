@@ -142,12 +142,9 @@ def convert_(
         warnings.warn(advice, stacklevel=2)
     if norm == "imn" and init is not None and (advice := _find_new_keys(model, decided)):
         warnings.warn(advice, stacklevel=2)
-    means: dict[str, tuple[Tensor, int]] = {}
-    absorbing = [d.name for d in decided.decisions if d.norm and d.input_norm]
-    if absorbing and init is None:
-        # A list of example_inputs is one call's arguments; a calibration list is of batches.
-        batches = [example_inputs] if calibration is None else calibration
-        means = _measure_input_means(model, absorbing, batches)
+    # A list of example_inputs is one call's arguments; a calibration list is of batches.
+    batches = [example_inputs] if calibration is None else calibration
+    means = _measure_input_means(model, decided, batches) if init is None else {}
     options = Options(coordinates or "angles", natural, init, weights, momentum, means)
     # Plain weights are written to in place.
     names = [d.name for d in decided.decisions if d.converted and weights == "plain"]
@@ -227,9 +224,12 @@ def _build_pairs(
 
 
 def _measure_input_means(
-    model: nn.Module, names: list[str], batches: Any
+    model: nn.Module, decided: Plan, batches: Any
 ) -> dict[str, tuple[Tensor, int]]:
-    """Return the mean of each named layer's input per channel, and of how many batches it is."""
+    """Return the input mean of each layer that absorbs a norm, and of how many batches it is."""
+    names = [d.name for d in decided.decisions if d.norm and d.input_norm]
+    if not names:
+        return {}
     sums: dict[str, Tensor] = {}
     counts: Counter[str] = Counter()
 
