@@ -236,18 +236,23 @@ def run(
     loaded = {name: load(name, data) for name in config["datasets"]}
     key, changes = FOLD_KEY if protocol == "cv" else KEY, _MAY_CHANGE
     folder = Run.create(out, "uci", config, command, key=key, resume=resume, may_change=changes)
+    _train_all(folder, loaded, config, jobs=jobs, progress=progress)
+    return folder
+
+
+def _train_all(folder: Run, loaded: Mapping[str, Table], config: Record, **options: Any) -> None:
+    """Train at the rates of the grid; where these are a search, then at the chosen ones."""
     sets = sorted(loaded, key=lambda name: -loaded[name][0].size)  # the large ones first
     tasks = [task for name in sets for task in list_grid_tasks(config, name)]
-    chooses = protocol != "paper"
+    chooses = config["protocol"] != "paper"
     count = sum(len(task.keys) for task in tasks)
-    count += len(loaded) * len(config["methods"]) * seeds if chooses else 0
-    session = Session(folder, functools.partial(train, loaded, config), count, jobs, progress)
+    count += len(sets) * len(config["methods"]) * config["seeds"] if chooses else 0
+    session = Session(folder, functools.partial(train, loaded, config), count, **options)
     session.spread(tasks)
     if chooses:
         records = folder.records()
         session.spread([t for name in sets for t in list_chosen_tasks(config, name, records)])
         _draw_rates(folder)
-    return folder
 
 
 def load(name: str, data: str | Path | None = None) -> Table:
