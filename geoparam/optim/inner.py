@@ -118,13 +118,22 @@ class Inner:
             holder.state.update({**loose, **outer.get(name, {})})
 
     def step(self, outer_groups: Sequence[dict[str, Any]]) -> None:
-        """Copy options, which schedules and users may have changed, and take a step."""
+        """Take a step with the outer groups' options; keep what it writes beside parameters."""
+        self._copy_options(outer_groups)
+        self.optimizer.step()
+        if len(self.optimizer.state) > self.count:
+            state = self.optimizer.state.items()
+            self.outer[self.name] = {k: v for k, v in state if not isinstance(k, Tensor)}
+        self._keep_written(outer_groups)
+
+    def _copy_options(self, outer_groups: Sequence[dict[str, Any]]) -> None:
+        """Copy options into the inner groups: schedules and users may have changed them."""
         groups = self.optimizer.param_groups
         for (at, factor, decay), group in zip(self.keys, groups, strict=True):
             outer = outer_groups[at]
             for key, value in outer.items():
                 if key != "params" and "/" not in key:
-                    # It may update a counter in place, and never a rate.
+                    # A base may update a counter in place, and never a rate.
                     is_count = isinstance(value, Tensor) and "lr" not in key
                     group[key] = value.clone() if is_count else value
             own = f"/{factor}/{decay}"  # numbers in which inner groups differ
@@ -133,14 +142,14 @@ class Inner:
                 group["lr"] = 1.0 if factor is None else outer["lr"] * factor
             if decay is not None and "weight_decay" in group:
                 group["weight_decay"] = decay
-        self.optimizer.step()
-        if len(self.optimizer.state) > self.count:
-            state = self.optimizer.state.items()
-            self.outer[self.name] = {k: v for k, v in state if not isinstance(k, Tensor)}
+
+    def _keep_written(self, outer_groups: Sequence[dict[str, Any]]) -> None:
+        """Copy what the step has written into its groups, such as a counter, to the outer ones."""
         before = [dict(outer) for outer in outer_groups]
-        for i, (at, factor, decay) in enumerate(self.keys):
+        groups = self.optimizer.param_groups
+        for (at, factor, decay), group in zip(self.keys, groups, strict=True):
             outer = outer_groups[at]
-            for key, value in groups[i].items():
+            for key, value in group.items():
                 label = f"{key}/{factor}/{decay}"
                 if key in OUTER_KEYS or before[at].get(label, before[at].get(key, self)) is value:
                     continue
