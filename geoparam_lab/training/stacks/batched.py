@@ -109,6 +109,12 @@ class Signal:
             weight = weight * self.scale.unsqueeze(1)
         return replace(self, weight=weight, bias=bias, scale=None)
 
+    def affine(self) -> tuple[Tensor, Tensor]:
+        """Return W, and b or zeros; in networks of `methods.mlp` a layer has come before."""
+        assert self.weight is not None
+        bias = self.weight.new_zeros(self.weight.shape[:2]) if self.bias is None else self.bias
+        return self.weight, bias
+
     def add(self, offset: Tensor) -> "Signal":
         """Add one number (S, k) per feature."""
         return replace(self, bias=offset if self.bias is None else self.bias + offset)
@@ -151,17 +157,14 @@ class Signal:
         """Return its ReLU, not yet computed."""
         if self.hidden is not None:
             return Signal(self.compute().relu())
-        assert self.weight is not None  # a layer's
-        bias = self.weight.new_zeros(self.weight.shape[:2]) if self.bias is None else self.bias
-        return Signal(self.x, hidden=(self.weight, bias), deviation=self.deviation)
+        return Signal(self.x, hidden=self.affine(), deviation=self.deviation)
 
     def compute(self) -> Tensor:
         """Return the values (S, N, k)."""
-        assert self.weight is not None  # a layer comes last
-        bias = self.weight.new_zeros(self.weight.shape[:2]) if self.bias is None else self.bias
+        weight, bias = self.affine()
         if self.hidden is None:
-            return torch.baddbmm(bias.unsqueeze(1), self.x, self.weight.mT)
-        z = _Hidden.apply(self.x, *self.hidden, self.weight, bias)
+            return torch.baddbmm(bias.unsqueeze(1), self.x, weight.mT)
+        z = _Hidden.apply(self.x, *self.hidden, weight, bias)
         return z if not self.centred else z - z.mean(1, keepdim=True) + bias.unsqueeze(1)
 
 
@@ -293,9 +296,7 @@ def _track(layer: nn.BatchNorm1d | gp.InputMeanNorm, running: Tensor, now: Tenso
 
 def _layer_norm(layer: nn.LayerNorm, own: Tensors, signal: Signal, training: bool) -> Signal:
     signal = signal.materialise()
-    weight = signal.weight
-    assert weight is not None  # a layer's, in `methods.mlp`
-    bias = weight.new_zeros(weight.shape[:2]) if signal.bias is None else signal.bias
+    weight, bias = signal.affine()
     both = torch.cat([weight, bias.unsqueeze(-1)], dim=-1)
     both = both - both.mean(1, keepdim=True)
     x = torch.cat([signal.x, torch.ones_like(signal.x[..., :1])], dim=-1)
