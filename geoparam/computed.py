@@ -41,7 +41,7 @@ those parameters.
         written = kwargs.get("out")
         in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
         if name in _WRITES or in_place:
-            written = args[0] if args else kwargs.get("tensor")  # nn.init has it by name
+            written = args[0] if args else kwargs.get("tensor")  # nn.init passes it by keyword
         several = written if isinstance(written, list | tuple) else [written]
         if any(isinstance(t, Computed) for t in several):
             raise RuntimeError(

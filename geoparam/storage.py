@@ -113,7 +113,7 @@ def read_npz(path: Path, *names: str) -> dict[str, np.ndarray]:
         with zipfile.ZipFile(path) as archive:
             names = names or tuple(name.removesuffix(".npy") for name in archive.namelist())
             files = {name: archive.open(f"{name}.npy") for name in names}
-            read = np.lib.format.read_array  # which np.load leaves out for what is no array
+            read = np.lib.format.read_array  # np.load returns bytes where there is no array
             return {name: read(file, allow_pickle=False) for name, file in files.items()}
     except (KeyError, OSError):
         raise

@@ -70,7 +70,7 @@ def find_commit(*packages: Path) -> dict[str, Any] | None:
     """
     package, *others = packages or (Path(__file__).parent, Path(gp.__file__).parent)
     try:
-        _git(package, "ls-files", "--error-unmatch", "__init__.py")  # not the repository around
+        _git(package, "ls-files", "--error-unmatch", "__init__.py")  # raises unless it is tracked
         places = [".", *map(str, others)]
         changed = _git(package, "status", "--porcelain", "--untracked-files=no", "--", *places)
         return {"id": _git(package, "rev-parse", "HEAD").strip(), "dirty": bool(changed)}

@@ -119,7 +119,7 @@ class Plain:
             if layers_in(like):
                 raise ValueError(f"not a plain model: {list_few(layers_in(like))} are under GmP.")
             return cls({key: tuple(x.shape) for key, x in like.items()}, {}, [])
-        entries = like.state_dict(keep_vars=True)  # keeps apart what only looks alike
+        entries = like.state_dict(keep_vars=True)  # ties go by identity, on meta too
         tensors = {key: x for key, x in entries.items() if isinstance(x, Tensor)}
         groups: dict[int, list[str]] = {}
         for key, x in tensors.items():

@@ -116,12 +116,12 @@ def _replace(model: nn.Module, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> 
     for parent in model.modules():
         for name, child in parent._modules.items():
             places[child].append((parent, name))
-    for old, new in pairs:  # a pair may be built now: the one before is in its place
+    for old, new in pairs:  # a generator may build each after the last is placed
         for key, value in old.__dict__.items():
             if key.endswith("_hooks") or "_hooks_" in key or key == "_is_full_backward_hook":
                 new.__dict__[key] = value  # the same dict, so that handles can still remove a hook
         new.train(old.training)
-        for parent, name in places.pop(old, ()):  # with the last place, the old memory goes
+        for parent, name in places.pop(old, ()):  # the last one frees the old layer
             parent._modules[name] = new
         model = new if old is model else model
     return model

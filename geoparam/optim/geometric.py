@@ -118,7 +118,7 @@ class GeometricOptimizer(Optimizer):
         self._forget()
         words = [coordinates, "turn" if turn else "", "" if match else "match=False"]
         form = ", ".join(filter(None, words)) + f", {self._base.name}; rest {self._rest.name}"
-        own = {"lr": lr if turn is None else turn, "geometry": form}  # a loaded state must have it
+        own = {"lr": lr if turn is None else turn, "geometry": form}  # loaded states must match it
         defaults, rest_defaults = self._base.options(0.0), self._rest.defaults
         options = {**defaults, **own}, self._rest_options
         super().__init__(divide_groups(model, groups, self._units, options, lr), {})
@@ -271,7 +271,7 @@ class GeometricOptimizer(Optimizer):
 
     def _build_inner(self) -> None:
         """Give parameters to the base and the rest: see `Inner` for the keys."""
-        is_one = self._base is self._rest and self._turn is None  # it may take a norm over all
+        is_one = self._base is self._rest and self._turn is None  # a base may use a global norm
         directions = defaultdict[Any, list[Pair]](list)
         others = directions if is_one else defaultdict[Any, list[Pair]](list)
         factor, biases = None if self._turn is not None else 1.0, set()

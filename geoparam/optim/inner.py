@@ -136,7 +136,7 @@ class Inner:
                     # A base may update a counter in place, and never a rate.
                     is_count = isinstance(value, Tensor) and "lr" not in key
                     group[key] = value.clone() if is_count else value
-            own = f"/{factor}/{decay}"  # numbers in which inner groups differ
+            own = f"/{factor}/{decay}"  # marks numbers in which inner groups differ
             group.update({k.removesuffix(own): v for k, v in outer.items() if k.endswith(own)})
             if factor != 1.0:
                 group["lr"] = 1.0 if factor is None else outer["lr"] * factor

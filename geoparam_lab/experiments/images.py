@@ -117,7 +117,7 @@ def run(
     try:
         study = None if storage is None else shared_study.open_study(storage, experiment, config)
         folder = Run.create(out, experiment, config, command, resume=resume, **known)
-    except BaseException:  # on which the other processes end too
+    except BaseException:  # the other processes wait for a task, or None
         _send(None)
         raise
     _sweep(folder, work, jobs, study, progress)

@@ -136,7 +136,7 @@ class Session:
         while True:
             trials = study.get_trials(deepcopy=False)
             ended = [trial.user_attrs for trial in trials if "result" in trial.user_attrs]
-            results = {each["task"]: each["result"] for each in reversed(ended)}  # the first ones
+            results = {each["task"]: each["result"] for each in reversed(ended)}  # first counts
             left = []
             for task in (task for task in tasks if not self._is_done(task)):
                 if names[task] in results:

@@ -48,7 +48,7 @@ def observe(
     batch's statistics if they do so in training.
     """
     watched = _list_watched(sites.values(), (layer_input, norm_input, pre_activation))
-    held: dict[int, Tensor] = {}  # input of the latest call, which is a step if the number rises
+    held: dict[int, Tensor] = {}  # by number: if a call left no step, the next has the same
 
     def show() -> None:
         for step, tensor in held.items():
@@ -111,7 +111,7 @@ def _show_own_activation(site: Site, see: See) -> None:
         see(site, z.clone(), next(steps, -1))  # the activation may overwrite z
         return activation(z)
 
-    vars(site.layer)["activation"] = show_and_activate  # a module is in _modules, behind it
+    vars(site.layer)["activation"] = show_and_activate  # hides a module of that name
 
 
 def read_moments(
@@ -218,7 +218,7 @@ class MaxPool:
         shape = [n if k == d else 1 for k in range(self.dims)]
         probe = torch.eye(n, device="cpu").view(n, 1, *shape).expand(n, 1, *sizes).contiguous()
         pooled = func(probe, *self.node.args, **self.node.kwargs)
-        pooled = pooled[0] if isinstance(pooled, tuple) else pooled  # or with indices
+        pooled = pooled[0] if isinstance(pooled, tuple) else pooled  # with return_indices
         inside = pooled.movedim(2 + d, 1).flatten(2)[:, :, 0].t() > 0.5  # of each output
         size, rows = int(inside.sum(dim=1).max()), [row.nonzero()[:, 0] for row in inside]
         rows = [F.pad(row, (0, size - len(row)), value=int(row[0])) for row in rows]

@@ -77,7 +77,7 @@ class GrowingArray:
                 file.seek(self._header_size + len(self) * self.dtype.itemsize)
                 file.write(rows.tobytes())
                 file.truncate()
-                file.seek(0)  # which writes what is in the buffer
+                file.seek(0)  # flushes: rows are written before the header
             header["shape"] = (len(self) + len(rows),)
             np.lib.format.write_array_header_2_0(file, header)
             self._header_size = file.tell()

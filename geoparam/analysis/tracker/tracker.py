@@ -273,7 +273,7 @@ class BoundaryTracker:
 
 def _start_copy(step: int, values: Tensor, units: Tensor | None) -> _Pending:
     """Start copying a record to the host, to pinned memory, without waiting for it."""
-    arrived = torch.cuda.Event() if values.is_cuda else None  # elsewhere it is waited for
+    arrived = torch.cuda.Event() if values.is_cuda else None  # other devices copy at once
     host = values.to("cpu", non_blocking=values.is_cuda)
     units = None if units is None else units.to("cpu", non_blocking=values.is_cuda)
     if arrived is not None:

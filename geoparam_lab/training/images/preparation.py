@@ -25,7 +25,7 @@ def make_accelerator(precision: str = "bf16") -> "Accelerator":
     """Return an Accelerator; Accelerate has one precision for the life of a process."""
     from accelerate import Accelerator
 
-    # Without cpu=True, each of torchrun's processes on CPUs would believe to be the only one.
+    # Without cpu=True, each of torchrun's processes on CPUs would take itself for the only one.
     no_gpu = not torch.accelerator.is_available()
     return Accelerator(cpu=no_gpu, mixed_precision=PRECISIONS[precision])
 
