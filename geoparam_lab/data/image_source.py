@@ -103,13 +103,9 @@ class Source(abc.ABC):
     ) -> None:
         self.classes, self.size = classes, size
         self._train, self._val = train, val
-        counts = {"classes": classes, "train": len(train.labels), "val": len(val.labels)}
-        self.fingerprint: dict[str, Any] = {
-            "name": name,
-            "size": size,
-            **counts,
-            "checksum": checksum,
-        }
+        self.fingerprint: dict[str, Any] = {"name": name, "size": size, "classes": classes}
+        self.fingerprint |= {"train": len(train.labels), "val": len(val.labels)}
+        self.fingerprint["checksum"] = checksum
         self._parts: dict[float, Source] = {}
 
     def train(
