@@ -164,9 +164,7 @@ class InputMeanNorm(TrackedMean):
         self.reset_running_stats()
 
     def _along_channels(self, per_channel: Tensor, x: Tensor) -> Tensor:
-        shape = [1] * x.ndim
-        shape[self.dim] = self.num_features
-        return per_channel.view(shape)
+        return per_channel.view(-1, *[1] * (x.ndim - 1 - self.dim % x.ndim))
 
     def extra_repr(self) -> str:
         text = f"{self.num_features}, momentum={self.momentum}"
