@@ -15,14 +15,11 @@ from matplotlib.path import Path
 
 from geoparam import plots
 from geoparam.plots import style
+from geoparam_lab.methods import METHODS
 
 X = np.linspace(-2.0, 2.0, 9)
 SQUARE = np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
 LAYERS = [f"layer{i}.0.conv{j}" for i in range(3) for j in range(2)]
-METHODS = (
-    "sp sp+imn wn wn+imn wn+mbn bn bn+decay ln gmp gmp+imn gmp+mbn gmp+bn gmp+ln natural "
-    "natural+imn intrinsic intrinsic+imn intrinsic+mbn"
-)
 
 # Each figure from data with a gap: NaN and infinity where a unit has no boundary.
 GAPS = np.where(np.arange(60).reshape(6, 10) % 7 == 3, np.nan, np.arange(60.0).reshape(6, 10) / 60)
@@ -97,7 +94,7 @@ def test_what_cannot_be_drawn_is_refused_with_rule_and_finding(name: str) -> Non
 
 
 def test_key_and_title_name_the_same_style_and_no_two_are_alike() -> None:
-    styles = {key: plots.method_style(key) for key in METHODS.split()}
+    styles = {key: plots.method_style(key) for key in METHODS}
     for key, found in styles.items():
         assert found.title.lower() == key
         assert plots.method_style(found.title.replace("+", " + ")) == found
@@ -126,7 +123,7 @@ EYES = {
 
 @pytest.mark.parametrize("eye", EYES)
 def test_methods_with_the_same_dash_differ_in_colour_to(eye: str) -> None:
-    styles = [plots.method_style(key) for key in METHODS.split()]
+    styles = [plots.method_style(key) for key in METHODS]
     for one, other in combinations(styles, 2):
         if one.dash == other.dash:
             distance = np.linalg.norm(lab(one.colour, EYES[eye]) - lab(other.colour, EYES[eye]))
