@@ -239,8 +239,8 @@ class GeometricOptimizer(Optimizer):
 
     def _warn_of_one_peak(self) -> None:
         """Warn where a schedule has the same peak for angles and for rates."""
-        peaks = {group.get("max_lr") for group in self.param_groups}
-        if self._turn is not None and len(self.param_groups) > 1 and len(peaks - {None}) == 1:
+        peaks = {group["max_lr"] for group in self.param_groups if "max_lr" in group}
+        if self._turn is not None and len(self.param_groups) > 1 and len(peaks) == 1:
             warnings.warn(
                 f"OneCycleLR has one max_lr, {peaks.pop()}, for the turn in degrees and for the "
                 "rate of all the rest: give it a list, max_lr=[turn, lr].",
