@@ -374,6 +374,8 @@ def _check_options(weight_shape: tuple[int, ...], options: UnitOptions) -> None:
             "natural=True corrects the gradient of angles; intrinsic coordinates need no "
             "correction. Use coordinates='angles' or natural=False."
         )
+    if options.activation is not None and not callable(options.activation):
+        raise ValueError(f"activation is a function or module; got {options.activation!r}.")
     if (form := options.input_norm) not in (False, True, "bias", "border"):
         raise ValueError(f"input_norm is False, True, 'bias' or 'border'; got {form!r}.")
 

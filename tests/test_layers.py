@@ -306,6 +306,7 @@ HALF = torch.float16
         (lambda: GmPLinear(3, 2, coordinates="polar"), "coordinates are 'angles'"),
         (lambda: GmPLinear(3, 2, coordinates="intrinsic", natural=True), "natural=True corrects"),
         (lambda: GmPLinear(3, 2, input_norm="mean"), "input_norm is False"),
+        (lambda: GmPLinear(3, 2, activation="relu"), "activation is a function"),
         (lambda: GmPLinear.from_linear(nn.Conv2d(1, 1, 1)), "made from an nn.Linear; got Conv2d"),
         (lambda: GmPConv2d.from_conv(nn.Conv1d(1, 1, 1)), "made from an nn.Conv2d; got Conv1d"),
         (lambda: GmPConv2d.from_conv(nn.ConvTranspose2d(1, 1, 1)), "got ConvTranspose2d"),

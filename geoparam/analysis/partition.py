@@ -16,6 +16,7 @@ w_i of 32 bits, with random keys k_i. Two different patterns get the same one wi
 Smooth activations have no bits. `slices` draws the regions themselves.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from geoparam.analysis.reading.layer_sites import Layers, Site, find_sites
 from geoparam.analysis.reading.probe import MaxPool, find_other_activations, observe
 from geoparam.conversion.plan import Inputs
 from geoparam.inspection import arguments_of, tensors_in, unwrap
+from geoparam.storage import list_few
 
 # Read as one integer, eight bools are the sum of b_i 2^(8i). Times the sum of 2^(63 - 9j), b_i is
 # at bit 63 - i. Other terms have exponents of their own below 56 or above 63: nothing carries.
@@ -188,8 +190,8 @@ def _combine(prints: Sequence[Tensor]) -> Tensor:
 class Collector:
     """Packs pre-activations and inputs of max pools: the `pre_activation` of `observe`.
 
-    A layer is left out if its activation has no breakpoints, if its input is empty, or if its
-    values cannot be divided by the number of examples.
+    A layer is left out if its activation has no breakpoints, if its input is empty, if its values
+    cannot be divided by the number of examples, or if they do not stay with them (0 blocks).
 
     Args:
         inputs: The batch.
@@ -199,6 +201,7 @@ class Collector:
 
     def __init__(self, inputs: Inputs, blocks: Mapping[int, int] | None = None) -> None:
         self.examples, self.blocks = _count_examples(inputs), blocks or {}
+        self.left_out: set[str] = set()  # layers whose values could not be divided
         self._parts: dict[int, Pattern] = {}
         self._layers: dict[str, set[int]] = {}
 
@@ -207,6 +210,7 @@ class Collector:
             self.examples = len(z)
         bits, blocks = _find_bits(site, z.detach()), self.blocks.get(step, 1)
         if bits is None or blocks not in _list_blocks(z, self.examples):
+            self.left_out |= {site.name} if bits is not None else set()
             return
         if step not in self._parts:
             self._parts[step] = _pack_examples(bits, self.examples, blocks)
@@ -249,7 +253,8 @@ def find_blocks(model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) -> 
     """Return for each step how its values are divided among examples: see `Collector`.
 
     The model runs on shuffled inputs, and again with their examples rolled by one: the bits must
-    roll with them. Steps where they do not are left out; all are if the model refuses the run.
+    roll with them. A step where they stay, as in a sorted batch, gets 0; one where neither holds,
+    as in a graph, is not in the result, and none is if the model refuses the run.
     """
     args, kwargs = arguments_of(model, inputs)
     examples = _count_examples(inputs)
@@ -267,6 +272,8 @@ def find_blocks(model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) -> 
         rolled = Pattern(first.packed.roll(1, 0), first.bits)
         if second and second.hamming(rolled).double().mean() <= 0.01 * first.bits:
             result[step] = blocks
+        elif second and second.hamming(first).double().mean() <= 0.01 * first.bits:
+            result.setdefault(step, 0)
     return result
 
 
@@ -274,7 +281,7 @@ def _shuffle(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Mix examples in place, or add noise to equal ones; then move each to the next's place."""
     random = torch.Generator().manual_seed(0)
     for tensor in tensors:
-        chosen = torch.randint(len(tensor), tensor.shape, generator=random, device="cpu")
+        chosen = torch.rand(tensor.shape, generator=random, device="cpu").argsort(dim=0)
         tensor.copy_(tensor.gather(0, chosen.to(tensor.device)))
         if tensor.is_floating_point() and torch.equal(tensor, tensor[:1].expand_as(tensor)):
             noise = torch.randn(tensor.shape, generator=random, device="cpu").to(tensor.device)
@@ -313,7 +320,7 @@ def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Pattern
 
     Args:
         model: Any model; layers whose activation is smooth are left out.
-        inputs: A batch as the model takes it, examples in the first dimension.
+        inputs: A batch as the model takes it, examples in the first dimension of its tensors.
         layers: Names, or a function of module and name; all by default.
 
     Example:
@@ -335,4 +342,7 @@ def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Pattern
             "example; none ran. Smooth activations have no regions: follow their units' "
             "directions instead."
         )
+    if collector.left_out:
+        why = "its activation does not see all examples in their order"
+        warnings.warn(f"no bits of {list_few(sorted(collector.left_out))}: {why}.", stacklevel=2)
     return found

@@ -243,7 +243,7 @@ def _find_receivers(name: str, model: nn.Module, graph: Graph | None) -> dict[st
     """Return the layers that take over an r, and which element each input channel takes."""
     try:
         if graph is None:
-            raise ValueError("without example_inputs the next layer is not known")
+            raise ValueError("without example_inputs the next layer is not known: pass them")
         found = graph.receivers(name)
         modules = dict(model.named_modules())
         for receiver in found:
@@ -257,9 +257,8 @@ def _find_receivers(name: str, model: nn.Module, graph: Graph | None) -> dict[st
     except ValueError as error:
         raise ValueError(
             f"{name!r} has an r outside its activation (negative, or the activation is no ReLU) "
-            f"that must go into the next layer, but {error}. Pass example_inputs, keep r >= 0 in "
-            "training (layer.r.clamp_(min=0)), or use the layer without activation= and put that "
-            "after it."
+            f"that must go into the next layer, but {error}. Or keep r >= 0 in training "
+            "(layer.r.clamp_(min=0)), or use the layer without activation= and put that after it."
         ) from error
     return found
 

@@ -56,7 +56,7 @@ def command(
         console.print("\n[bold]What this does not show:[/] that GmP is always better.")
         for module, run in done:
             console.print("-", module.EXPERIMENT.describe_limits(run))
-        again = shlex.join(["geoparam", "demo", "--out", str(out)])
+        again = shlex.join(["geoparam", "demo", *_to_words(size), "--out", str(out)])
         page = report.write([run for _, run in done], out / "report.html", command=again)
         console.print(
             "\n[bold]With every seed, in tables and pictures:[/] open this in a browser."
@@ -70,11 +70,16 @@ def _run(
     """Run an experiment under a progress bar; its folder keeps the command that repeats it."""
     assert experiment.run is not None
     folder = out / experiment.name
-    words = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    command = shlex.join(["geoparam", "run", experiment.name, *words, "--out", str(folder)])
+    again = ["--resume"] if resume and (folder / "config.json").exists() else []
+    words = [experiment.name, *_to_words(options), "--out", str(folder), *again]
+    command = shlex.join(["geoparam", "run", *words])
     if jobs is not None:
         options["jobs"] = jobs
     with progress() as bar:
         done = experiment.run(folder, **options, resume=resume, command=command, progress=bar)
     assert done is not None
     return done
+
+
+def _to_words(options: dict[str, Any]) -> list[str]:
+    return [part for name, value in options.items() for part in (f"--{name}", str(value))]

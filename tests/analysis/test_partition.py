@@ -188,8 +188,11 @@ def test_inputs_in_a_narrow_range_or_given_twice_have_patterns() -> None:
 
 def test_what_is_not_told_by_example_is_left_out() -> None:
     function = lambda m, x: m.b(F.relu(m.a(x))) + F.relu(m.c(x[:4])).sum()  # noqa: E731
-    model = FunctionModel(function, a=nn.Linear(4, 3), b=nn.Linear(3, 1), c=nn.Linear(4, 2))
-    assert list(patterns(model, X)) == ["a"]
+    by_first = lambda m, x: m.b(F.relu(m.a(x))) + F.relu(m.c(x[x[:, 0].argsort()])).sum()  # noqa: E731
+    for each in (function, by_first):
+        model = FunctionModel(each, a=nn.Linear(4, 3), b=nn.Linear(3, 1), c=nn.Linear(4, 2))
+        with pytest.warns(UserWarning, match="no bits of c:"):
+            assert list(patterns(model, X)) == ["a"]
 
 
 def test_smooth_layers_are_left_out() -> None:

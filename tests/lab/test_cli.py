@@ -62,9 +62,10 @@ def test_demo_needs_neither_file_nor_network_and_goes_on_with_what_is_there(
     assert str(out / "report.html") in printed.replace("\n", "")
     page = (out / "report.html").read_text()
     assert "<html" in page[:500] and page.count("data-slider id=") >= 2
-    assert "cannot be drawn" not in page  # the sliders' arrays fit their axes
+    assert "demo --seeds 1 --epochs 2 --out" in page and "cannot be drawn" not in page
     monkeypatch.setattr(toys, "train", None)
     assert geoparam(*short).status == 0
+    assert Run.open(out / "levy").sessions()[-1]["command"].endswith("/levy --resume")
     assert "--resume" in geoparam(*short, "--no-resume").status
     commands = [Run.open(path).info["command"] for path in out.glob("[lb]*")]
     assert sorted(command.split(" --out")[0] for command in commands) == [

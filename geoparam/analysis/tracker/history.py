@@ -89,7 +89,7 @@ def _read(path: Path) -> np.ndarray:
             return np.lib.format.read_array(file, allow_pickle=False)
     except (ValueError, EOFError, MemoryError) as error:
         raise ValueError(
-            f"{path} is damaged, or not a tracker's ({error!s:.100}). Give another file."
+            f"{path} is damaged, or not a tracker's ({error!s:.200}). Give another file."
         ) from error
 
 
