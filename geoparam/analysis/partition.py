@@ -281,8 +281,10 @@ def _shuffle(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Mix examples in place, or add noise to equal ones; then move each to the next's place."""
     random = torch.Generator().manual_seed(0)
     for tensor in tensors:
-        chosen = torch.rand(tensor.shape, generator=random, device="cpu").argsort(dim=0)
-        tensor.copy_(tensor.gather(0, chosen.to(tensor.device)))
+        n, shape = len(tensor), tensor.shape[1:]
+        shifts = torch.randint(n, shape, generator=random, device="cpu")
+        order = torch.randperm(n, generator=random, device="cpu").view(n, *[1] * len(shape))
+        tensor.copy_(tensor.gather(0, ((order + shifts) % n).to(tensor.device)))
         if tensor.is_floating_point() and torch.equal(tensor, tensor[:1].expand_as(tensor)):
             noise = torch.randn(tensor.shape, generator=random, device="cpu").to(tensor.device)
             tensor += (noise * tensor.float().std()).to(tensor.dtype)

@@ -103,9 +103,8 @@ class Source(abc.ABC):
     ) -> None:
         self.classes, self.size = classes, size
         self._train, self._val = train, val
-        self.fingerprint: dict[str, Any] = {"name": name, "size": size, "classes": classes}
-        self.fingerprint |= {"train": len(train.labels), "val": len(val.labels)}
-        self.fingerprint["checksum"] = checksum
+        self.fingerprint: dict[str, Any] = dict(name=name, size=size, classes=classes)
+        self.fingerprint |= dict(train=len(train.labels), val=len(val.labels), checksum=checksum)
         self._parts: dict[float, Source] = {}
 
     def train(
