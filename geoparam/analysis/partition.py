@@ -345,6 +345,6 @@ def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Pattern
             "directions instead."
         )
     if collector.left_out:
-        why = "its activation does not see all examples in their order"
+        why = "an activation there does not see all examples, or not in their order"
         warnings.warn(f"no bits of {list_few(sorted(collector.left_out))}: {why}.", stacklevel=2)
     return found

@@ -257,7 +257,7 @@ def _find_receivers(name: str, model: nn.Module, graph: Graph | None) -> dict[st
     except ValueError as error:
         raise ValueError(
             f"{name!r} has an r outside its activation (negative, or the activation is no ReLU) "
-            f"that must go into the next layer, but {error}. Or keep r >= 0 in training "
+            f"that must go into the next layer, but {error}. Otherwise keep r >= 0 in training "
             "(layer.r.clamp_(min=0)), or use the layer without activation= and put that after it."
         ) from error
     return found

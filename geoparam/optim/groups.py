@@ -125,7 +125,7 @@ def divide_groups(
                 group["lr"] = rate if group["lr"] is lr else rate / lr * group["lr"]
             group["params"] = [p for p in params if (names[id(p)] in unit_names) == is_unit]
             if group["params"] and ", turn" in group["geometry"] and group["lr"] > 180:
-                raise ValueError(f"a group's lr scales its turn, here to {group['lr']} degrees.")
+                raise ValueError(f"a group's lr makes its turn {group['lr']} degrees, above 180.")
             group["param_names"] = [names[id(p)] for p in group["params"]]
         if "weight_decay" in pair[0]:
             pair[0]["weight_decay"] = 0.0

@@ -32,7 +32,7 @@ class Unit:
     out: int
     fan_in: int
     column_groups: int
-    bias: str | None  # its own bias
+    bias: str | None
     has_distance: bool  # whether the bias is stored as b = r lam
     norm: str | None  # the norm that reads its output, so that r has no effect
     is_fixed: bool  # whether r is held
@@ -106,7 +106,7 @@ def find_units(
             plain[name] = "the output layer" if filter_fn is None else "filter_fn"
         is_tied_alike = bias is not None and holders[id(bias)] == holders[id(weight)]
         is_own = is_tied_alike and names[id(bias)] not in shared
-        own, norm = names[id(bias)] if is_own else None, norms.get(layer)
+        own, norm = names.get(id(bias)), norms.get(layer)
         is_fixed = scale == "fixed" or (scale == "auto" and norm is not None)
         unit = Unit(name, 0, 0, column_groups, own, is_own, norm, is_fixed).fit(weight)
         found.setdefault(name, unit)
@@ -200,7 +200,7 @@ def _value_flags(
 ) -> tuple[bool, bool]:
     """Return whether a row is zero, and whether a bias is more than `most` times its row."""
     weight: Any = parameters[unit.name]
-    bias: Any = None if unit.bias is None else parameters[unit.bias]
+    bias: Any = parameters[unit.bias] if unit.bias and unit.has_distance else None
     if weight.is_meta:
         return False, False
     weight, bias = (x.to_local() if hasattr(x, "to_local") else x for x in (weight, bias))

@@ -145,7 +145,7 @@ def test_groups_keep_their_keys_and_what_is_added_is_of_the_rest() -> None:
     found = [(g["lr"], g.get("lr_scale"), g["param_names"]) for g in optimizer.param_groups]
     assert found[:2] == [(2.0, 0.5, ["3.weight"]), (0.025, 0.5, ["3.bias"])]
     assert found[2:] == [(0.05, None, ["6.weight", "6.bias"])]
-    with pytest.raises(ValueError, match="turn, here to 200"):
+    with pytest.raises(ValueError, match="its turn 200.0 degrees"):
         build(model, groups=[{"params": model[3].parameters(), "lr": 2.5}], turn=4.0)
     optimizer.add_param_group({"params": extra, "lr": 0.5})
     extra.grad = torch.ones_like(extra)

@@ -48,7 +48,7 @@ def observe(
     batch's statistics if they do so in training.
     """
     watched = _list_watched(sites.values(), (layer_input, norm_input, pre_activation))
-    held: dict[int, Tensor] = {}  # by number: if a call left no step, the next has the same
+    held: dict[int, Tensor] = {}  # by step; a call that was no step is overwritten by the next
 
     def show() -> None:
         for step, tensor in held.items():
