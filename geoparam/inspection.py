@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # in names
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 CONTAINERS = {list, dict, set, deque, defaultdict, OrderedDict, Counter}
+STATES = np.ndarray, bytearray, torch.Generator, np.random.Generator, random.Random
 Label = TypeVar("Label")
 
 
@@ -60,7 +61,8 @@ def overrides(module: nn.Module, base: type[nn.Module]) -> bool:
 def computes_as(module: nn.Module, base: type[nn.Module]) -> bool:
     """Return whether nothing of what `base` computes is overridden or added to."""
     # A weight that is no parameter (old weight_norm, pruning) is refused later, with advice.
-    own_state = set(module._parameters) - {"weight", "bias"} or module._buffers or module._modules
+    own_modules = set(module._modules) - {"parametrizations"}
+    own_state = set(module._parameters) - {"weight", "bias"} or module._buffers or own_modules
     more = "weight" in module._parameters and own_state
     return not overrides(module, base) and not more
 
@@ -149,9 +151,9 @@ def why_not_callable(model: nn.Module, /, *args: Any, **kwargs: Any) -> str:
 def inspection_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation, no gradients, no compiling; afterwards the model is as it was.
 
-    Restored are training flags, buffers, attributes of modules (tensors, and what lists, dicts and
-    sets hold), hooks and modules that the run adds, and the random states of torch, numpy and
-    Python. Not restored is what other objects hold. Forward hooks of the user run.
+    Restored are training flags, buffers, attributes of modules (tensors, arrays, generators, also
+    in lists, dicts, sets and tuples), hooks and modules that the run adds, and the random states
+    of torch, numpy and Python. Not restored is what other objects hold. The user's hooks run.
     """
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with ExitStack() as stack:
@@ -162,17 +164,13 @@ def inspection_mode(model: nn.Module) -> Iterator[None]:
         stack.callback(np.random.set_state, np.random.get_state())
         if "torch._dynamo" in sys.modules:  # its import takes a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        copy_once = cache(Tensor.clone)  # copies, since BatchNorm's writes count no version
         kept: list[tuple[Any, Any]] = []
         stack.callback(_refill, kept)
         stack.callback(reshard, model)
+        copies: dict[int, Any] = {id(module._parameters): None for module in model.modules()}
         for module in model.modules():  # not model.eval(), which may be made to do more
-            attributes, buffers = vars(module), module._buffers
-            own = [x for name, x in attributes.items() if name != "_parameters"]
-            kept += [(x, x.copy()) for x in (attributes, *own) if type(x) in CONTAINERS]
+            _copy_state(vars(module), kept, copies)
             module.training = False
-            buffers.update({k: copy_once(t) for k, t in buffers.items() if t is not None})
-            attributes.update({k: copy_once(t) for k, t in attributes.items() if _is_state(t)})
         yield
 
 
@@ -181,6 +179,25 @@ def reshard(model: nn.Module) -> None:
     for module in cast(Any, model).modules():
         if hasattr(module, "unshard") and callable(getattr(module, "reshard", None)):
             module.reshard()
+
+
+def _copy_state(value: Any, kept: list[tuple[Any, Any]], copies: dict[int, Any]) -> Any:
+    """Return a copy of a tensor or array for a run to write to; containers get copies in place.
+
+    What containers held is kept. Tensors that share memory do so after copying, too.
+    """
+    if isinstance(value, STATES) or _is_state(value):
+        return copy.deepcopy(value, copies)
+    if type(value) is tuple or hasattr(value, "_make"):  # of a namedtuple
+        return getattr(value, "_make", tuple)(_copy_state(each, kept, copies) for each in value)
+    if type(value) in CONTAINERS and id(value) not in copies:
+        copies[id(value)] = value
+        kept.append((value, value.copy()))
+        if not isinstance(value, set):
+            entries = enumerate(value) if isinstance(value, list | deque) else value.items()
+            for key, each in entries:
+                value[key] = _copy_state(each, kept, copies)
+    return value
 
 
 def _is_state(value: object) -> bool:

@@ -201,8 +201,9 @@ class _Recorder(TorchFunctionMode):
             # A division with rounding is not linear.
             op = "round" if kwargs.get("rounding_mode") else _op(func)
             node = self.classify(op, read)
-            if len(read) == 1 and args and args[0] is read[0].tensor:
-                node = replace(node, func=func, args=args[1:], kwargs=kwargs)
+            own = {name: value for name, value in kwargs.items() if name != "input"}
+            if len(read) == 1 and read[0].tensor is (args[0] if args else kwargs.get("input")):
+                node = replace(node, func=func, args=args[1:], kwargs=own)
             self.record(node, read, result)
         return result
 

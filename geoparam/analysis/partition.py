@@ -19,16 +19,17 @@ Smooth activations have no bits. `slices` draws the regions themselves.
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from geoparam.analysis.divisions import count_examples, divide, find_divisions, list_divisions
 from geoparam.analysis.reading.layer_sites import Layers, Site, find_sites
 from geoparam.analysis.reading.probe import MaxPool, find_other_activations, observe
 from geoparam.conversion.plan import Inputs
-from geoparam.inspection import arguments_of, tensors_in, unwrap
+from geoparam.inspection import unwrap
 from geoparam.storage import list_few
 
 # Read as one integer, eight bools are the sum of b_i 2^(8i). Times the sum of 2^(63 - 9j), b_i is
@@ -190,17 +191,17 @@ def _combine(prints: Sequence[Tensor]) -> Tensor:
 class Collector:
     """Packs pre-activations and inputs of max pools: the `pre_activation` of `observe`.
 
-    A layer is left out if its activation has no breakpoints, if its input is empty, if its values
-    cannot be divided by the number of examples, or if they do not stay with them (0 blocks).
+    A layer is left out if its activation has no breakpoints, if its input is empty, or if its
+    values cannot be divided among the examples.
 
     Args:
         inputs: The batch.
-        blocks: For each step, how often its values go through all examples, one after the other:
-            see `find_blocks`. By default the values of an example are together.
+        divisions: Of each step: see `find_divisions`. By default the values of an example are
+            together.
     """
 
-    def __init__(self, inputs: Inputs, blocks: Mapping[int, int] | None = None) -> None:
-        self.examples, self.blocks = _count_examples(inputs), blocks or {}
+    def __init__(self, inputs: Inputs, divisions: Mapping[int, int] | None = None) -> None:
+        self.examples, self.divisions = count_examples(inputs), divisions or {}
         self.left_out: set[str] = set()  # layers whose values could not be divided
         self._parts: dict[int, Pattern] = {}
         self._layers: dict[str, set[int]] = {}
@@ -208,8 +209,8 @@ class Collector:
     def __call__(self, site: Site, z: Tensor, step: int) -> None:
         if self.examples is None:
             self.examples = len(z)
-        bits, blocks = _find_bits(site, z.detach()), self.blocks.get(step, 1)
-        if bits is None or blocks not in _list_blocks(z, self.examples):
+        bits, blocks = _find_bits(site, z.detach()), self.divisions.get(step, 1)
+        if bits is None or blocks not in list_divisions(z, self.examples):
             self.left_out |= {site.name} if bits is not None else set()
             return
         if step not in self._parts:
@@ -223,89 +224,9 @@ class Collector:
         return Patterns(parts, layers) if parts else None
 
 
-def _count_examples(inputs: Inputs) -> int | None:
-    """Return the first tensor's first dimension that is not 1, or else 1; None without tensors.
-
-    A list as the first argument, as detectors take it, has an example in each entry.
-    """
-    first = inputs[0] if isinstance(inputs, tuple) and inputs else None
-    if isinstance(first, list):
-        return len(first)
-    sizes = [len(tensor) for tensor in tensors_in(inputs) if tensor.ndim]
-    return next((size for size in sizes if size != 1), 1) if sizes else None
-
-
-def _list_blocks(z: Tensor, examples: int) -> list[int]:
-    """Return how values may be divided: by example in turn, by copies of the batch, by time."""
-    if not z.ndim or not examples:
-        return []
-    fits, is_second = len(z) % examples == 0, z.shape[1:2] == (examples,)
-    return [1, len(z) // examples] * fits + [len(z)] * is_second
-
-
 def _pack_examples(bits: Sequence[Tensor], examples: int, blocks: int) -> Pattern:
-    rows = [side.reshape(blocks, examples, -1).transpose(0, 1).flatten(1) for side in bits]
+    rows = [divide(side, examples, blocks) for side in bits]
     return _join([Pattern(pack(row), row.shape[1]) for row in rows])
-
-
-@torch.no_grad()
-def find_blocks(model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) -> dict[int, int]:
-    """Return for each step how its values are divided among examples: see `Collector`.
-
-    The model runs on shuffled inputs, and again with their examples rolled by one: the bits must
-    roll with them. A step where they stay, as in a sorted batch, gets 0; one where neither holds,
-    as in a graph, is not in the result, and none is if the model refuses the run.
-    """
-    args, kwargs = arguments_of(model, inputs)
-    examples = _count_examples(inputs)
-    unique = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
-    moving = [tensor for tensor in unique.values() if tensor.shape[:1] == (examples,)]
-    if not moving or not examples or examples < 2 or (args and isinstance(args[0], list)):
-        return {}
-    try:
-        ways = [_pack_ways(model, args or kwargs, sites, examples) for _ in _shuffle(moving)]
-    except Exception:  # the model may not take such inputs: lengths may have to be sorted
-        return {}
-    result: dict[int, int] = {}
-    for (step, blocks), first in reversed(ways[0].items()):
-        second = ways[1].get((step, blocks))
-        rolled = Pattern(first.packed.roll(1, 0), first.bits)
-        if second and second.hamming(rolled).double().mean() <= 0.01 * first.bits:
-            result[step] = blocks
-        elif second and second.hamming(first).double().mean() <= 0.01 * first.bits:
-            result.setdefault(step, 0)
-    return result
-
-
-def _shuffle(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Mix examples in place, or add noise to equal ones; then move each to the next's place."""
-    random = torch.Generator().manual_seed(0)
-    for tensor in tensors:
-        n, shape = len(tensor), tensor.shape[1:]
-        shifts = torch.randint(n, shape, generator=random, device="cpu")
-        order = torch.randperm(n, generator=random, device="cpu").view(n, *[1] * len(shape))
-        tensor.copy_(tensor.gather(0, ((order + shifts) % n).to(tensor.device)))
-        if tensor.is_floating_point() and torch.equal(tensor, tensor[:1].expand_as(tensor)):
-            noise = torch.randn(tensor.shape, generator=random, device="cpu").to(tensor.device)
-            tensor += (noise * tensor.float().std()).to(tensor.dtype)
-    yield
-    for tensor in tensors:
-        tensor.copy_(tensor.roll(1, 0))
-    yield
-
-
-def _pack_ways(
-    model: nn.Module, inputs: Any, sites: Mapping[str, Site], examples: int
-) -> dict[tuple[int, int], Pattern]:
-    """Return the patterns of a run by step and by each way to divide its values."""
-    found: dict[tuple[int, int], Pattern] = {}
-
-    def see(site: Site, z: Tensor, step: int) -> None:
-        if (bits := _find_bits(site, z)) is not None:
-            for blocks in _list_blocks(z, examples):
-                found[step, blocks] = _pack_examples(bits, examples, blocks)
-
-    return found if observe(model, inputs, sites, pre_activation=see) else {}
 
 
 def _find_bits(site: Site, z: Tensor) -> Sequence[Tensor] | None:
@@ -334,17 +255,22 @@ def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Pattern
     """
     sites, model = find_sites(model, inputs, layers), unwrap(model)
     sites = sites | find_other_activations(model, inputs, sites)
-    collector = Collector(inputs, find_blocks(model, inputs, sites))
+    collector = Collector(inputs, find_divisions(model, inputs, sites))
     observe(model, inputs, sites, pre_activation=collector)
-    found = collector.patterns()
+    found, left_out = collector.patterns(), ""
+    if collector.left_out:
+        left_out = (
+            f"no bits of {list_few(sorted(collector.left_out))}: an activation there does not see "
+            "all examples, which are in the first dimension of the inputs, or not in their order."
+        )
     if found is None:
         raise ValueError(
-            "a pattern needs an activation with breakpoints (ReLU and its relatives, ReLU6, "
+            left_out
+            or "a pattern needs an activation with breakpoints (ReLU and its relatives, ReLU6, "
             "Hardtanh, SReLU) or a max pool after a layer that is analysed, with values for each "
             "example; none ran. Smooth activations have no regions: follow their units' "
             "directions instead."
         )
-    if collector.left_out:
-        why = "an activation there does not see all examples, or not in their order"
-        warnings.warn(f"no bits of {list_few(sorted(collector.left_out))}: {why}.", stacklevel=2)
+    if left_out:
+        warnings.warn(left_out, stacklevel=2)
     return found

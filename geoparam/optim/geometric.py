@@ -392,7 +392,7 @@ def _check_options(
             "max_turn bounds the turn of angles."
         )
     for name, value in rates.items():
-        if value is not None and value < 0:
+        if value is not None and not value >= 0:  # nor NaN
             raise ValueError(f"{name} is 0 or more; got {value}.")
 
 

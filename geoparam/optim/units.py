@@ -87,8 +87,12 @@ def find_units(
     """
     _check_model(model)
     graph = None if example_inputs is None else trace(model, example_inputs)
-    outputs = set(output_layers(model) if graph is None else graph.outputs)
-    norms = _norms_by_order(model) if graph is None else _norms_by_graph(model, graph)
+    outputs, norms = set(output_layers(model)), _norms_by_order(model)
+    if graph is not None:  # the order counts for what did not run: heads for training only
+        ran = set(graph.layers)
+        outputs = outputs - ran | set(graph.outputs)
+        norms = {layer: norm for layer, norm in norms.items() if layer not in ran}
+        norms |= _norms_by_graph(model, graph)
     parameters = dict(model.named_parameters())
     names = {id(p): name for name, p in parameters.items()}
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
@@ -204,7 +208,8 @@ def _value_flags(
     if weight.is_meta:
         return False, False
     weight, bias = (x.to_local() if hasattr(x, "to_local") else x for x in (weight, bias))
-    r = torch.linalg.vector_norm(unit.to_rows(weight.detach()).float(), dim=1)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    r = torch.linalg.vector_norm(unit.to_rows(weight.detach()), dim=1, dtype=dtype)
     is_far = bias is not None and len(bias) == len(r) and bool((bias.abs() > most * r).any())
     return bool((r == 0).any()), is_far
 

@@ -103,6 +103,7 @@ WRITTEN: dict[str, tuple[Callable[[Tensor], Tensor], Breaks | None]] = {
     "hardtanh, as it is": (F.hardtanh, Breaks((-1.0, 1.0), closes=True)),
     "threshold": (lambda z: F.threshold(z, 0.5, 9.0), Breaks((0.5,))),
     "clamp": (lambda z: torch.clamp(z, 0, 6), Breaks((0.0, 6.0), closes=True)),
+    "clamp by names": (lambda z: torch.clamp(input=z, min=0.5), Breaks((0.5,))),
     "clamp from below": (lambda z: z.clamp_(min=0.5), Breaks((0.5,))),
     "clamp from above": (lambda z: z.clamp(max=1), Breaks((1.0,), opens=False, closes=True)),
     "clamp by a tensor": (lambda z: z.clamp(min=torch.zeros(())), None),

@@ -16,6 +16,7 @@ from boundary_checks import CLOSE, check, pre_activation, predict, randomise
 from patches import by_unit, patches, responses
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
+from torch.nn.utils.parametrize import register_parametrization
 from torchvision.ops import FrozenBatchNorm2d
 
 import geoparam as gp
@@ -31,6 +32,9 @@ LINEAR: dict[str, Callable[[], nn.Module]] = {
     "sp without bias": lambda: nn.Linear(FAN_IN, UNITS, bias=False),
     "wn": lambda: parametrizations.weight_norm(nn.Linear(FAN_IN, UNITS)),
     "wn over inputs": lambda: parametrizations.weight_norm(nn.Linear(FAN_IN, UNITS), dim=1),
+    "parametrized bias": lambda: register_parametrization(
+        nn.Linear(FAN_IN, UNITS), "bias", nn.Hardtanh(-0.1, 0.2)
+    ),
     "gmp, r inside": lambda: GmPLinear(FAN_IN, UNITS),
     "gmp, intrinsic": lambda: GmPLinear(FAN_IN, UNITS, coordinates="intrinsic"),
     "one input": lambda: nn.Linear(1, UNITS),

@@ -81,6 +81,11 @@ class ShiftedReLU(nn.Module):
 ShiftedReLU.__name__ = "ReLU"
 
 
+def in_order(m: nn.Module, x: Tensor) -> Tensor:
+    assert (x.diff(dim=0) >= 0).all()  # as lengths have to be for pack_padded_sequence
+    return F.relu(m.a(x.repeat(1, 3).view(6, 6, 2).transpose(0, 1)))
+
+
 # A model whose first layer is "a", its inputs, and the bits of that layer, one tensor for each
 # breakpoint and call.
 Case = tuple[Callable[..., Tensor], dict[str, nn.Module], Tensor, Callable[..., list[Tensor]]]
@@ -89,6 +94,8 @@ nn.init.uniform_(SRELU.lower, -0.3, 0.0)
 OUTSIDE = gp.GmPLinear(4, 7, activation=torch.relu)
 nn.init.normal_(OUTSIDE.lam)
 nn.init.constant_(OUTSIDE.r, -1.0)
+FEW_ACTIVE = nn.Linear(2, 400)
+nn.init.constant_(FEW_ACTIVE.bias, -1.2)
 NORM = nn.BatchNorm2d(3).eval()
 nn.init.normal_(NORM.running_mean)
 CASES: dict[str, Case] = {
@@ -146,6 +153,18 @@ CASES: dict[str, Case] = {
         X,
         lambda m, x: [m.a(x.view(6, 2, 2)).flatten(1) > 0],
     ),
+    "time first, in sorted order": (
+        in_order,
+        {"a": nn.Linear(2, 3)},
+        X.sort(dim=0).values,
+        lambda m, x: [m.a(x.repeat(1, 3).view(6, 6, 2)).flatten(1) > 0],
+    ),
+    "few active units, time first": (
+        lambda m, x: F.relu(m.a(x.repeat(1, 3).view(6, 6, 2).transpose(0, 1))),
+        {"a": FEW_ACTIVE},
+        X,
+        lambda m, x: [m.a(x.repeat(1, 3).view(6, 6, 2)).flatten(1) > 0],
+    ),
     "the name of another": (
         lambda m, x: m.act(m.a(x)),
         {"a": nn.Linear(4, 5), "act": ShiftedReLU()},
@@ -193,6 +212,17 @@ def test_what_is_not_told_by_example_is_left_out() -> None:
         model = FunctionModel(each, a=nn.Linear(4, 3), b=nn.Linear(3, 1), c=nn.Linear(4, 2))
         with pytest.warns(UserWarning, match="no bits of c:"):
             assert list(patterns(model, X)) == ["a"]
+    along = lambda m, x: F.relu(m.a(x.reshape(3, 25, 2).transpose(0, 1).reshape(5, 15, 2)))  # noqa: E731
+    with pytest.raises(ValueError, match="no bits of a:"):
+        patterns(FunctionModel(along, a=nn.Linear(2, 3)), IMAGES)
+
+
+def test_rows_that_see_each_other_are_taken_for_examples_with_a_warning() -> None:
+    neighbours = (torch.arange(6)[:, None] - torch.arange(6)).abs() <= 1
+    model = FunctionModel(lambda m, x: F.relu(m.a(neighbours.float() @ x)), a=nn.Linear(4, 5))
+    with pytest.warns(UserWarning, match="examples see each other in a,"):
+        found = patterns(model, X)
+    assert np.array_equal(found["a"].packed, rows(model.a(neighbours.float() @ X) > 0))
 
 
 def test_smooth_layers_are_left_out() -> None:

@@ -2,11 +2,13 @@
 
 import copy
 import functools
+import math
 import re
 from typing import Any
 
 import pytest
 import torch
+from function_model import FunctionModel
 from plain_models import assert_same_weights, backward, both_coordinates, build, mlp, train
 from torch import nn
 from torch.nn.utils import prune
@@ -117,6 +119,15 @@ def test_a_frozen_norm_leaves_r_free_and_only_a_neighbour_fixes_it() -> None:
     assert "fixed, 1 follows" in str(build(apart, example_inputs=torch.randn(4, 6)))
 
 
+def test_layers_that_do_not_run_are_judged_by_their_order() -> None:
+    layers = {"a": nn.Linear(6, 8), "out": nn.Linear(8, 3), "aux": nn.Linear(8, 4)}
+    layers |= {"norm": nn.BatchNorm1d(4), "aux_out": nn.Linear(4, 3)}
+    model = FunctionModel(lambda m, x: m.out(m.a(x).relu()), **layers)
+    table = str(build(model, example_inputs=torch.randn(4, 6)))
+    assert "fixed, norm follows" in table
+    assert re.search("aux_out.weight +the output layer", table)
+
+
 @both_coordinates
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_all_kinds_of_layers_have_units(coordinates: str, is_traced: bool) -> None:
@@ -204,7 +215,7 @@ def test_any_base_lowers_the_loss(base: str, options: Any, coordinates: str) -> 
         (mlp, {"base": functools.partial(torch.optim.SGD, lr=1.0)}, "not in a partial"),
         (mlp, {"rest": torch.optim.Muon}, "Muon"), (mlp, {"turn": 2, "max_turn": 1}, "below turn"),
         (mlp, {"turn": 0}, "an angle in degrees"), (mlp, {"turn": 181}, "at most 180; got 181"),
-        (mlp, {"weight_decay": -1.0}, "0 or more"), (mlp, {"scale_lr": -1.0}, "scale_lr is 0"),
+        (mlp, {"weight_decay": -1.0}, "0 or more"), (mlp, {"scale_lr": math.nan}, "scale_lr is 0"),
         (mlp, {"groups": [{"lr": 1.0}]}, "under 'params'"),
         (mlp, {"turn": 1, "coordinates": "angles"}, "turn needs coordinates='intrinsic'"),
         (mlp, {"groups": [{"params": mlp().parameters()}]}, "the model does not"),
