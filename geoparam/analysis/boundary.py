@@ -38,14 +38,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from geoparam import sphere
+from geoparam.analysis.reading import layer_sites
 from geoparam.analysis.reading.activations import Breaks, breaks
-from geoparam.analysis.reading.layer_sites import (
-    Layers,
-    check_norm,
-    find_sites,
-    has_positions,
-    has_units,
-)
 from geoparam.analysis.reading.norms import Moments, has_running
 from geoparam.analysis.reading.probe import read_moments
 from geoparam.base_layer import GmPLayer
@@ -108,7 +102,7 @@ class Units(NamedTuple):
 def boundaries(
     model: nn.Module,
     inputs: Inputs | None = None,
-    layers: Layers = None,
+    layers: layer_sites.Layers = None,
     statistics: Statistics = "running",
 ) -> dict[str, Boundaries]:
     """Return the boundaries of every layer's units, in float64, by layer name.
@@ -142,7 +136,7 @@ def boundaries(
         (-1.414213562373095, [[1.0, 1.0]])
     """
     batch = uses_batch_statistics(statistics, inputs)
-    sites = find_sites(model, inputs, layers)
+    sites = layer_sites.find_sites(model, inputs, layers)
     moments = {} if inputs is None else read_moments(unwrap(model), inputs, sites, batch)
     return {
         name: compute_boundaries(read_units(site.layer, site.norm, moments.get(name)), site.breaks)
@@ -170,12 +164,12 @@ def layer_boundaries(
         >>> layer_boundaries(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU6()).distances.shape
         torch.Size([2, 5])
     """
-    if not has_units(layer, "in_proj_weight"):
+    if not layer_sites.has_units(layer, "in_proj_weight"):
         raise ValueError(
             f"{type(layer).__name__} has no units that are rows of its weight: Linear, Conv1d-3d "
             "and their GmP forms do, and subclasses that compute the same."
         )
-    units = read_units(layer, check_norm(norm, layer))
+    units = read_units(layer, layer_sites.check_norm(norm, layer))
     return compute_boundaries(units, breaks(choose_activation(layer, activation)))
 
 
@@ -239,7 +233,7 @@ def read_units(
         given = {"offset": bias}
     normalised = isinstance(layer, GmPLayer) and layer.coordinates == "angles"
     if norm is not None:
-        groups = count_groups(norm, has_positions(layer))
+        groups = count_groups(norm, layer_sites.has_positions(layer))
         if groups:
             rows, given = _centre(rows, given, groups)
         given |= _read_norm(norm, bool(groups), moments)

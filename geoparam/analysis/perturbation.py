@@ -24,17 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from geoparam import sphere
-from geoparam.analysis import boundary
+from geoparam.analysis import boundary, parameter_steps
 from geoparam.analysis.boundary import Boundaries, Statistics, Units
-from geoparam.analysis.parameter_steps import (
-    Kind,
-    Steps,
-    add_steps,
-    coordinates,
-    make_steps,
-    read_direction_rows,
-    read_stored,
-)
+from geoparam.analysis.parameter_steps import Kind, Steps
 from geoparam.analysis.reading import layer_sites
 from geoparam.analysis.reading.activations import Activation, Breaks, breaks
 from geoparam.analysis.reading.layer_sites import Layers, Site
@@ -97,7 +89,9 @@ def perturb(
     model = unwrap(model)
     found = {}
     for name, site in layer_sites.find_sites(model, inputs, layers).items():
-        steps = make_steps(site.layer, kind, delta, norm=site.norm, generator=generator)
+        steps = parameter_steps.make_steps(
+            site.layer, kind, delta, norm=site.norm, generator=generator
+        )
         before, after = (_perturb_site(model, inputs, site, batch, each) for each in ({}, steps))
         found[name] = _compare(before, after)
     return found
@@ -142,7 +136,7 @@ def _perturb_state(
 ) -> _State:
     """Return a layer after given steps, with the norm's moments if they are known."""
     copies = {m: layer_sites.copy_in_float64(m) for m in (layer, norm) if m is not None}
-    for (module, name), value in add_steps(layer, norm, steps).items():
+    for (module, name), value in parameter_steps.add_steps(layer, norm, steps).items():
         copies[module].get_parameter(name).copy_(value)
     other, other_norm = copies[layer], None if norm is None else copies[norm]
     units = boundary.read_units(other, other_norm, moments)
@@ -159,7 +153,7 @@ def _perturb_site(
     """
     moments = None
     if inputs is not None and needs_batch(site.norm, model, batch):
-        values = add_steps(site.layer, site.norm, steps)
+        values = parameter_steps.add_steps(site.layer, site.norm, steps)
         with ExitStack() as after:
             for (module, name), value in values.items():
                 parameter = module.get_parameter(name)
@@ -191,11 +185,11 @@ def _bound_turn(before: _State, after: _State) -> Tensor:
     layer, norm = before.layer, before.norm
     if norm is not None and boundary.count_groups(norm, layer_sites.has_positions(layer)):
         row, other = before.units.rows, after.units.rows  # those of w_i - mean(w)
-    elif coordinates(layer) == "sign":
+    elif parameter_steps.coordinates(layer) == "sign":
         return torch.zeros_like(before.boundaries.scale)
     else:
-        row, other = (read_direction_rows(each.layer) for each in (before, after))
-        if coordinates(layer) == "latitude":
+        row, other = (parameter_steps.read_direction_rows(each.layer) for each in (before, after))
+        if parameter_steps.coordinates(layer) == "latitude":
             return sphere.length(other - row).clamp(max=math.pi)
     size, length = sphere.length(other - row), sphere.length(row)
     return torch.where(size < length, (size / length).clamp(max=1).asin(), math.pi)
@@ -204,6 +198,6 @@ def _bound_turn(before: _State, after: _State) -> Tensor:
 def _factors(of: _State) -> list[Tensor]:
     """Return r inside, gamma and l, each (out,), whose signs are the unit's too."""
     factors = [of.units.parts.gain, of.units.parts.gamma]
-    if "length" in (held := read_stored(of.layer)):
+    if "length" in (held := parameter_steps.read_stored(of.layer)):
         factors.append(held["length"].flatten())
     return factors

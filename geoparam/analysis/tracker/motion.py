@@ -21,14 +21,8 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from geoparam.analysis.boundary import (
-    Terms,
-    Units,
-    displacement,
-    place_boundaries,
-    read_units,
-    spread,
-)
+from geoparam.analysis import boundary
+from geoparam.analysis.boundary import Terms, Units
 from geoparam.analysis.reading.layer_sites import Site, count_units
 from geoparam.analysis.reading.norms import Moments
 from geoparam.base_layer import GmPLayer
@@ -81,15 +75,15 @@ class Motion:
         with torch.autocast(self.device.type, enabled=False):
             for name, site in self.sites.items():
                 known = None if moments is None else moments.get(name)
-                units = read_units(site.layer, site.norm, known, self.dtype)
+                units = boundary.read_units(site.layer, site.norm, known, self.dtype)
                 u, turns = self._compare_directions(name, units)
                 ends = (torch.nan,) if site.breaks is None else site.breaks.points
-                levels = [spread(end, units.parts.gain) for end in (ends[0], ends[-1])]
+                levels = [boundary.spread(end, units.parts.gain) for end in (ends[0], ends[-1])]
                 rest = [self.pick(name, vector) for vector in (*levels, *units.parts)]
                 columns.append([self._cast(vector) for vector in (*turns, *rest)])
                 angular.append(self._cast(_angle_metric(site, u)))
         length, apart, together, low, high, *parts = map(torch.cat, zip(*columns, strict=True))
-        located = place_boundaries(Terms(*parts), length, torch.stack([low, high]))
+        located = boundary.place_boundaries(Terms(*parts), length, torch.stack([low, high]))
         return self._compare(apart, together, located, torch.stack(angular))
 
     def pick(self, name: str, value: Tensor) -> Tensor:
@@ -105,7 +99,7 @@ class Motion:
         rows = units.rows.detach()
         rows = rows if self.chosen[name] is None else self.pick(name, full_tensor(rows))
         u = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        length = spread(1.0, units.parts.gain[: len(u)])
+        length = boundary.spread(1.0, units.parts.gain[: len(u)])
         if not units.normalised:
             length = torch.linalg.vector_norm(u, dim=1)
             u = u / length[:, None]
@@ -129,7 +123,7 @@ class Motion:
         turn = 2 * torch.atan2(near, far)
         return Measured(
             rotation=torch.where((before[0] * sign).isnan(), torch.nan, turn.rad2deg()),
-            displacement=displacement(before[1:], distances, near, far).amax(dim=0),
+            displacement=boundary.displacement(before[1:], distances, near, far).amax(dim=0),
             scale=scale,
             distance=distances[0],
             is_undefined=sign.isnan(),
@@ -146,7 +140,7 @@ def _angle_metric(site: Site, u: Tensor) -> Tensor:
     layer = site.layer
     angles = isinstance(layer, GmPLayer) and layer.coordinates == "angles" and layer.fan_in > 1
     if not angles:
-        return spread(torch.nan, torch.empty(2, device=u.device))
+        return boundary.spread(torch.nan, torch.empty(2, device=u.device))
     smallest = torch.linalg.vector_norm(u[:, -2:], dim=1).amin()
     some = u[:: -(-len(u) // SAMPLED)]
     used_up = some[:, :-2].square().cumsum(1) > 1 - NEGLIGIBLE  # P_1 = 1 is never small

@@ -14,13 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp
 
 from geoparam.storage import replacing
 
@@ -28,7 +22,7 @@ State = dict[str, Any]
 
 CHECKPOINT, WEIGHTS = "checkpoint.pt", "weights.pt"
 FINISHED = "finished"  # names the files of a finished run that are whole
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def write(path: Path, state: State) -> None:
@@ -57,13 +51,13 @@ def get_state(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.
 
     It is the states of the model, of its optimizer, and of torch's generators.
     """
-    weights: State = get_model_state_dict(model, options=_WHOLE)
+    weights: State = dcp.get_model_state_dict(model, options=_WHOLE)
     weights = {name: value.clone() for name, value in weights.items()}  # on a CPU the model's own
     moments: State = {}
     # SGD without momentum has no state. torch would take a step of rate 0 to find out, which calls
     # the hook that retracts and may change the last bit.
     if optimizer.state:
-        moments = dict(get_optimizer_state_dict(model, optimizer, options=_WHOLE))
+        moments = dict(dcp.get_optimizer_state_dict(model, optimizer, options=_WHOLE))
     random = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(device)
@@ -75,8 +69,8 @@ def load_state(
 ) -> None:
     """Load the result of `get_state`, sharded or not, perhaps of another kind of device."""
     if state["optimizer"]:  # before the weights: torch takes a step of rate 0
-        set_optimizer_state_dict(model, optimizer, dict(state["optimizer"]), options=_WHOLE)
-    set_model_state_dict(model, dict(state["model"]), options=_WHOLE)
+        dcp.set_optimizer_state_dict(model, optimizer, dict(state["optimizer"]), options=_WHOLE)
+    dcp.set_model_state_dict(model, dict(state["model"]), options=_WHOLE)
     torch.set_rng_state(state["random"]["cpu"])
     if device.type == "cuda" and "cuda" in state["random"]:
         torch.cuda.set_rng_state(state["random"]["cuda"], device)
