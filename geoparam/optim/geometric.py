@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 
 from geoparam.inspection import unwrap
 from geoparam.optim import saved_states
-from geoparam.optim.angular import AngularStage
 from geoparam.optim.groups import divide_groups, list_params, name_params, undecayed_names
 from geoparam.optim.inner import Inner, MakeOptimizer, Maker, Pair, Slot, fit_state, local
-from geoparam.optim.stage import Member, Stage
+from geoparam.optim.stage import AngularStage, Member, Stage
 from geoparam.optim.units import BY_VALUES, find_units, format_table
 from geoparam.trace import Filter
 
