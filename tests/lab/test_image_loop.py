@@ -13,7 +13,7 @@ import geoparam as gp
 from geoparam_lab import methods, networks
 from geoparam_lab.training.images import loop, preparation, run_checkpoints
 from geoparam_lab.training.images.loop import Training
-from geoparam_lab.training.images.settings import Outcome
+from geoparam_lab.training.images.settings import Outcome, find_rate_factor
 from geoparam_lab.training.images.train import train
 
 pytest.importorskip("accelerate")
@@ -348,3 +348,23 @@ def test_compiled_training_is_close(precision: str, tolerance: float, tmp_path: 
     assert list(eager) == list(made)
     for name, value in eager.items():
         torch.testing.assert_close(made[name], value, atol=tolerance, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs", "steps"),
+    [("steps", 90, 90), ("steps", 18, 18), ("linear", 10, 40), ("cosine", 10, 40)],
+)
+def test_schedules_are_torchs(name: str, epochs: int, steps: int) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedulers, thirds = torch.optim.lr_scheduler, [epochs // 3, 2 * epochs // 3, 8 * epochs // 9]
+    theirs = {
+        "steps": lambda: schedulers.MultiStepLR(optimizer, thirds),
+        "linear": lambda: schedulers.LinearLR(optimizer, 1.0, 0.0, total_iters=steps),
+        "cosine": lambda: schedulers.CosineAnnealingLR(optimizer, steps),
+    }[name]()
+    for step in range(steps):
+        factor = find_rate_factor(name, epochs, 0.0, epochs * step / steps)
+        expected = theirs.get_last_lr()[0]
+        assert factor == pytest.approx(expected, rel=1e-12, abs=0 if name == "steps" else 1e-9)
+        optimizer.step()
+        theirs.step()

@@ -1,1 +1,1 @@
-"""Training on images: settings, schedules, checkpoints, and the loop."""
+"""Training on images: settings, checkpoints, and the loop."""

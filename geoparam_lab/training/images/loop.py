@@ -24,8 +24,7 @@ import geoparam as gp
 from geoparam import sphere
 from geoparam_lab.data.image_source import Batches, Source
 from geoparam_lab.training.images import preparation, run_checkpoints
-from geoparam_lab.training.images.schedules import SCHEDULES
-from geoparam_lab.training.images.settings import Outcome, Settings
+from geoparam_lab.training.images.settings import Outcome, Settings, find_rate_factor
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -110,7 +109,6 @@ class Training:
         self.batches = part.train(batch, seed=settings.seed, crop=settings.crop, **place)
         self.validation = part.val(batch, **place)  # evaluated after every epoch
         self.test = source.val(batch, **place) if select else None  # evaluated at the end
-        self.schedule = SCHEDULES[settings.schedule](settings.epochs, settings.warmup)
         self.epoch = 0
         self.sums = Sums(accelerator.device)
         self.split = "select" if select else "val"
@@ -180,7 +178,8 @@ class Training:
         steps, settings = self.batches.steps, self.settings
         rise = max(settings.warmup * settings.epochs * steps, 1)
         warmth = min((self.epoch * steps + step + 1) / rise, 1.0)
-        return warmth * self.schedule(self.epoch + step / steps)
+        schedule = settings.schedule, settings.epochs, settings.warmup
+        return warmth * find_rate_factor(*schedule, self.epoch + step / steps)
 
     def _is_finite(self) -> bool:
         return math.isfinite(self.sums.average(self.accelerator).loss)

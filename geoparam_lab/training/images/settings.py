@@ -22,7 +22,6 @@ from geoparam_lab import methods
 from geoparam_lab.checks import check_counts, check_names
 from geoparam_lab.run_folder import Record
 from geoparam_lab.training.images.rival_optimizers import RIVALS
-from geoparam_lab.training.images.schedules import SCHEDULES
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16"}  # and what Accelerate calls them
 OPTIMIZERS: dict[str, tuple[str, ...]] = {  # and the settings that are theirs alone
@@ -32,6 +31,7 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {  # and the settings that are theirs a
     "geometric": ("rest", "rest_lr", "base", "turn", "coordinates"),
 }
 BASES = ("sgd", "adamw", "muon")
+SCHEDULES = ("steps", "linear", "cosine")
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,18 @@ class Outcome:
 def _check(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def find_rate_factor(schedule: str, epochs: int, warmup: float, epoch: float) -> float:
+    """Return what rates are multiplied by after so many epochs, 0.5 being within the first.
+
+    "steps" is the papers' v2: to a tenth at 1/3, 2/3 and 8/9 of all epochs (30, 60 and 80 of 90).
+    The others fall to 0 at the end, along a line or half a cosine, from the end of the warmup on.
+    """
+    if schedule == "steps":
+        return 1 / 10 ** sum(9 * int(epoch) >= n * epochs for n in (3, 6, 8))
+    share = max(0.0, epoch - warmup * epochs) / (epochs - warmup * epochs)
+    return 1 - share if schedule == "linear" else (1 + math.cos(math.pi * share)) / 2
 
 
 # --- the grid of a method -----------------------------------------------------------------------
