@@ -28,7 +28,7 @@ from geoparam_lab.checks import check_names
 from geoparam_lab.data import banana_data as points
 from geoparam_lab.data import splits
 from geoparam_lab.data.banana_data import Banana
-from geoparam_lab.experiments import toy_seeds, toys
+from geoparam_lab.experiments import toys
 from geoparam_lab.experiments.experiment import (
     ACCURACY,
     DETAILS,
@@ -180,7 +180,7 @@ def _film(run: Run, data: Banana) -> Arrays:
     frames = {name: name for name in ("score", "direction", "distance")}
     frames["accuracy"] = "frame_accuracy"
     per_epoch = make_problem(data).steps_per_epoch
-    found = toy_seeds.film_seeds(run, "test_accuracy", frames, "rotation", per_epoch)
+    found = toys.film_seeds(run, "test_accuracy", frames, "rotation", per_epoch)
     return found | {"x": data.x_train, "y": data.y_train, "limits": find_limits(data)}
 
 
@@ -194,7 +194,7 @@ def _finding(run: Run) -> str:
         "one update under GmP, and one turns by {sp_most:.0f}° under SP; the median test accuracy "
         "is {gmp:.2f} under GmP and {sp:.2f} under SP."
     )
-    return toy_seeds.compare_gmp_with_sp(run, text, "test_accuracy", "largest_rotation", lr)
+    return toys.compare_gmp_with_sp(run, text, "test_accuracy", "largest_rotation", lr)
 
 
 def _remark(config: Config) -> Iterator[str]:

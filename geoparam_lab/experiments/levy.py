@@ -29,7 +29,7 @@ import numpy as np
 
 from geoparam_lab import methods
 from geoparam_lab.data.synthetic import Regression, levy_regression
-from geoparam_lab.experiments import toy_seeds, toys
+from geoparam_lab.experiments import toys
 from geoparam_lab.experiments.experiment import (
     DETAILS,
     LARGEST_MOVE,
@@ -143,7 +143,7 @@ def _film(run: Run, data: Regression) -> Arrays:
     if data.x_train.ndim > 2:
         return {}
     frames = {"prediction": "prediction", "locations": "locations", "loss": "frame_loss"}
-    return toy_seeds.film_seeds(run, "test_rmse", frames, "moves") | {
+    return toys.film_seeds(run, "test_rmse", frames, "moves") | {
         "grid": data.x_test[:, 0],
         "truth": data.y_test,
         "x": data.x_train[:, 0],
@@ -159,7 +159,7 @@ _FOUND = (
 
 
 def _limits(run: Run) -> str:
-    own = [record["test_rmse"] for record in toy_seeds.find_records(run, "gmp")]
+    own = [record["test_rmse"] for record in toys.find_records(run, "gmp")]
     good = sum(error < GOOD for error in own)
     here = f" GmP fits well in {good} of {len(own)} seeds (test RMSE below {GOOD})." if own else ""
     return (
@@ -202,7 +202,7 @@ EXPERIMENT = Experiment(
         "first, when most happens. Each method is at the papers' rate for it.",
         {"loss": "Training loss", "moves": "Largest move of a unit since the frame before"},
     ),
-    finding=lambda run: toy_seeds.compare_gmp_with_sp(run, _FOUND, "test_rmse", "largest_move"),
+    finding=lambda run: toys.compare_gmp_with_sp(run, _FOUND, "test_rmse", "largest_move"),
     limits=_limits,
     epochs=EPOCHS,
     remarks=toys.remark_on_rates,

@@ -12,8 +12,7 @@ from geoparam.plots import CYCLE, INK, MUTED
 from geoparam_lab import methods
 from geoparam_lab.data.banana_data import Banana
 from geoparam_lab.data.synthetic import Regression
-from geoparam_lab.experiments.toy_seeds import find_papers_lr, load_medians
-from geoparam_lab.experiments.toys import Array, Arrays
+from geoparam_lab.experiments.toys import Array, Arrays, find_papers_lr, load_medians
 from geoparam_lab.run_folder import Run
 
 LOWEST = -20  # the power of 2 at which figure 2c begins: smaller moves are after training

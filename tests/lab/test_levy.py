@@ -14,7 +14,7 @@ from torch_rules import keras_adam, train_alone
 from geoparam_lab import methods
 from geoparam_lab.data.synthetic import levy, levy_regression
 from geoparam_lab.experiments import levy as experiment
-from geoparam_lab.experiments import toy_seeds, toys
+from geoparam_lab.experiments import toys
 from geoparam_lab.experiments.toys import Member
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training import tasks
@@ -177,14 +177,14 @@ def test_the_slider_has_every_method_on_one_time_axis(finished: Run) -> None:
 def test_the_slider_and_the_figures_begin_with_each_methods_median_seed(tmp_path: Path) -> None:
     options: dict[str, Any] = {"methods": ["sp", "gmp"], "lrs": [0.1], "epochs": 3, "jobs": 1}
     run = experiment.run(tmp_path / "run", **options, seeds=7)
-    slider, shown = run.curves("slider_levy"), toy_seeds.load_medians(run, "test_rmse")
-    assert len(slider["seeds"]) == toy_seeds.SHOWN
+    slider, shown = run.curves("slider_levy"), toys.load_medians(run, "test_rmse")
+    assert len(slider["seeds"]) == toys.SHOWN
     for m, method in enumerate(["sp", "gmp"]):
-        own = toy_seeds.find_records(run, method)
+        own = toys.find_records(run, method)
         middle = np.median([record["test_rmse"] for record in own])
         [seed] = [record["seed"] for record in own if record["test_rmse"] == middle]
         place = slider["median"][m]
-        assert slider["seeds"][place] == seed == toy_seeds.find_median_seed(own, "test_rmse")
+        assert slider["seeds"][place] == seed == toys.find_median_seed(own, "test_rmse")
         np.testing.assert_array_equal(
             slider["prediction"][place, m, -1], shown[method]["prediction"][-1]
         )
@@ -192,7 +192,7 @@ def test_the_slider_and_the_figures_begin_with_each_methods_median_seed(tmp_path
 
 def test_what_was_found_and_what_not_is_said_from_the_records(finished: Run) -> None:
     said = experiment.EXPERIMENT.finding(finished)
-    results = [record["test_rmse"] for record in toy_seeds.find_records(finished, "gmp")]
+    results = [record["test_rmse"] for record in toys.find_records(finished, "gmp")]
     assert f"RMSE at the papers' rates is {np.median(results):.2f} under GmP" in said
     assert "cut short" in experiment.EXPERIMENT.describe_limits(finished)
     assert f"of {len(results)} seeds" in experiment.EXPERIMENT.limits(finished)
