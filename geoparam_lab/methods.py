@@ -290,9 +290,6 @@ def use_papers_means_(module: Model) -> Model:
     return module
 
 
-# --- layers -------------------------------------------------------------------------------------
-
-
 def _make_plain(
     kind: type[Plain], sizes: Sequence[int], options: dict[str, Any], init: str, normalise: bool
 ) -> Any:

@@ -127,9 +127,6 @@ def resnet(
     return model
 
 
-# --- residual networks --------------------------------------------------------------------------
-
-
 def _make_conv(method: Method, inputs: int, units: int, kernel: int, stride: int = 1) -> nn.Module:
     shape = {"stride": stride, "padding": kernel // 2}
     return method.make_layer(nn.Conv2d, inputs, units, kernel, **shape)

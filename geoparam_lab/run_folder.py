@@ -234,9 +234,6 @@ def _check_same(folder: Path, info: Record, wanted: Record, may_change: Sequence
         )
 
 
-# --- files -----------------------------------------------------------------------------------
-
-
 def _append(path: Path, record: Record) -> None:
     line = json.dumps(_to_json(record), allow_nan=False) + "\n"
     with open(path, "a", encoding="utf-8") as file:
@@ -248,9 +245,6 @@ def _read_lines(path: Path, fields: Iterable[str]) -> list[Record]:
     content = path.read_bytes() if path.exists() else b""
     lines = content[: content.rfind(b"\n") + 1].splitlines()
     return [_decode(line, f"{path}, line {n}", fields) for n, line in enumerate(lines, start=1)]
-
-
-# --- JSON ------------------------------------------------------------------------------------
 
 
 def _to_json(value: Any) -> Any:

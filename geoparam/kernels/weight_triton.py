@@ -170,9 +170,6 @@ def _write_starts(latitude, starts, n, chunks, TYPE: tl.constexpr, BLOCK: tl.con
     tl.debug_barrier()  # the whole program reads what one of its threads wrote
 
 
-# --- products ---------------------------------------------------------------------------------
-
-
 @triton.jit
 def multiply(near, far, near_2, far_2):
     """Return the product of (1 - near) far and (1 - near_2) far_2 in this form."""
@@ -183,8 +180,6 @@ def multiply(near, far, near_2, far_2):
 def product(near, far):
     return tl.fma(-near, far, far)
 
-
-# --- sines ------------------------------------------------------------------------------------
 
 _PI = tl.constexpr(3.1415927410125732)  # float32 nearest to pi
 _PI_REST = tl.constexpr(-8.742277657347586e-08)  # pi = _PI + _PI_REST

@@ -181,9 +181,6 @@ def _make_transforms(size: int) -> tuple[Callable[[Any], Tensor], Callable[[Any]
     )
 
 
-# --- files --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Listing:
     """Paths and labels of a split; arrays, since a list of a million strings grows in workers."""

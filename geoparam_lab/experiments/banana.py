@@ -148,9 +148,6 @@ def make_grid(data: Banana) -> tuple[Array, Array]:
     return np.linspace(left, right, SIDE), np.linspace(bottom, top, SIDE)
 
 
-# --- figures ------------------------------------------------------------------------------------
-
-
 def draw(run: Run, data: Banana) -> Drawings:
     """Return all figures of a run, from what is in its folder."""
     from geoparam_lab.experiments import toy_figures as figures  # it imports matplotlib
@@ -182,9 +179,6 @@ def _film(run: Run, data: Banana) -> Arrays:
     per_epoch = make_problem(data).steps_per_epoch
     found = toys.film_seeds(run, "test_accuracy", frames, "rotation", per_epoch)
     return found | {"x": data.x_train, "y": data.y_train, "limits": find_limits(data)}
-
-
-# --- what it says -------------------------------------------------------------------------------
 
 
 def _finding(run: Run) -> str:

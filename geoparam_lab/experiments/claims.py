@@ -153,8 +153,6 @@ def find_answers(records: Sequence[Record]) -> list[Record]:
     return found + correlate(by_part["deep"], ("dataset", "method"), QUANTITIES, groups)
 
 
-# --- a picture ----------------------------------------------------------------------------------
-
 _COVARIANCE = """Equation 9. Two inputs with correlations 0, 0.5 and 0.9 (points), and weights of
     length 1: in the norm of their covariance, as BN has it (line), and in the usual norm, as WN
     has it (dashed). Across the data's long axis BN's weights are long."""
@@ -175,9 +173,6 @@ def _draw_norms() -> "Figure":
         ax.set(xlim=(-4, 4), ylim=(-4, 4), aspect="equal", title=f"correlation {correlation:g}")
     plots.legend_beside(axes[0, -1])
     return figure
-
-
-# --- what it says -------------------------------------------------------------------------------
 
 
 _ERROR = {"test_error": "Test error: root mean square, or share of wrong classes"}

@@ -48,9 +48,6 @@ PAPERS_METHODS = {
 _MAY_CHANGE = ("methods", "batch_sizes", "lrs", "seeds")  # when a sweep is resumed
 
 
-# --- a sweep ------------------------------------------------------------------------------------
-
-
 def run(
     out: str | Path,
     experiment: str = "imagenet32",
@@ -293,9 +290,6 @@ def _check_runs(config: Record, source: Source, jobs: int, storage: str | None) 
             f"storage; got jobs={jobs}, {processes} processes, storage={storage!r}."
         )
     return accelerator
-
-
-# --- what they say ------------------------------------------------------------------------------
 
 
 def _make_experiment(name: str, **own: Any) -> Experiment:

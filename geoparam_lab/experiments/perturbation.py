@@ -179,9 +179,6 @@ def _spread(name: str, values: Array) -> dict[str, float]:
     }
 
 
-# --- figures ------------------------------------------------------------------------------------
-
-
 def draw(turns: Mapping[str, Turns]) -> Drawings:
     """Return all figures of a run."""
     names = list_in_words(TITLES[method] for method in turns)
@@ -251,9 +248,6 @@ def _draw_2d() -> "Figure":
         plots.unit_2d(u, lam, limits=VIEW, legend=ax is axes[0, -1], ax=ax)
         ax.set_title(f"({letter}) θ = {theta}°, λ = {lam:+g}", loc="left")
     return figure
-
-
-# --- what it says -------------------------------------------------------------------------------
 
 
 def _finding(run: Run) -> str:

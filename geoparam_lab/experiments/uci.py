@@ -124,9 +124,6 @@ def sum_folds(records: Iterable[Record]) -> dict[tuple[str, str, int], dict[floa
     return errors
 
 
-# --- one stack ----------------------------------------------------------------------------------
-
-
 def train(
     tables: Mapping[str, Table], config: Record, task: Task, tick: Tick | None = None
 ) -> Done:
@@ -178,9 +175,6 @@ def _find_errors(
         return {"val_rmse": judged}
     test = np.sqrt(((result.predict(data.x_test) - data.y_test) ** 2).mean(1))
     return {"val_rmse": judged, "test_rmse": np.where(np.isfinite(judged), test, np.nan)}
-
-
-# --- a run --------------------------------------------------------------------------------------
 
 
 def run(
@@ -271,9 +265,6 @@ def _draw_rates(run: Run) -> None:
         found = [{"method": method, "lr": lr, "val_rmse": math.sqrt(e)} for lr, e in own.items()]
         panels.setdefault(dataset.capitalize(), []).extend(found)
     save_figures(run, draw_rates(run, panels, Measure("val_rmse", "validation RMSE")))
-
-
-# --- what it says -------------------------------------------------------------------------------
 
 
 def _finding(run: Run) -> str:

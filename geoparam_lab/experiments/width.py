@@ -163,8 +163,6 @@ def find_exponents(records: Sequence[Record]) -> Record:
     return found
 
 
-# --- what it says -------------------------------------------------------------------------------
-
 _EXPONENTS = Layout(
     (
         Measure("exponent_activation", "activations"),

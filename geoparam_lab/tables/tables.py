@@ -167,9 +167,6 @@ def _make_papers_column(
     return "papers" + f" (≈ {sum(verdicts)} of {len(verdicts)})" * bool(verdicts), cells
 
 
-# --- differences to a baseline -------------------------------------------------------------------
-
-
 def find_pairs(
     experiment: Experiment, measure: str, rows: Sequence[Row]
 ) -> dict[str, dict[Row, Row]]:
@@ -214,9 +211,6 @@ def _make_difference_column(
         for row in rows
     ]
     return title + f" (k = {len(holm)})" * bool(holm), cells
-
-
-# --- cells and notes -----------------------------------------------------------------------------
 
 
 def name_value(experiment: Experiment, value: Any) -> str:

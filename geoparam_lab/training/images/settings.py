@@ -243,9 +243,6 @@ def _read_option(part: str) -> tuple[str, list[Any]]:
         ) from None
 
 
-# --- runs ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ImageTask:
     """One run of a sweep, as a task of `training.tasks.Session`."""

@@ -218,9 +218,6 @@ def _rows(weight: Tensor, vector: Tensor) -> Tensor:
     return torch.bmm(weight, vector.unsqueeze(-1)).squeeze(-1)
 
 
-# --- modules ------------------------------------------------------------------------------------
-
-
 def layer_for(module: nn.Module) -> Layer:
     """Return the function that does for a stack what `module` does for one network."""
     if parametrize.is_parametrized(module, "weight"):

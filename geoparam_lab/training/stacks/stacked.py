@@ -160,9 +160,6 @@ def train(
     return run.result()
 
 
-# --- one training run ---------------------------------------------------------------------------
-
-
 class _Run:
     """The members that are still in training, and the results of all."""
 
