@@ -1,6 +1,7 @@
 """Shared by the tests of the laboratory."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,8 +21,4 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No file on any disk, and no network."""
     monkeypatch.delenv("GEOPARAM_DATA", raising=False)
     monkeypatch.setenv("GEOPARAM_CACHE", str(tmp_path / "empty"))
-
-    def fail(url: str) -> bytes:
-        raise OSError("no network")
-
-    monkeypatch.setattr(table_files, "fetch", fail)
+    monkeypatch.setattr(table_files, "fetch", Mock(side_effect=OSError("no network")))

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import tiny_images
@@ -171,10 +172,7 @@ def test_every_option_has_help(geoparam: Geoparam) -> None:
 def test_ctrl_c_says_how_to_go_on(
     tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted() -> Run:
-        raise KeyboardInterrupt
-
-    replace_run(monkeypatch, "levy", interrupted)
+    replace_run(monkeypatch, "levy", Mock(side_effect=KeyboardInterrupt))
     out = tmp_path / "my run"
     status, _, told = geoparam("run", "levy", "--seeds", 3, "--out", out)
     assert status == 130 and f"geoparam run levy --seeds 3 --out '{out}' --resume" in told
@@ -217,10 +215,7 @@ def test_followers_are_silent(
 def test_an_interrupt_before_a_command_begins_ends_quietly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("geoparam.cli.app", interrupt)
+    monkeypatch.setattr("geoparam.cli.app", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(SystemExit, match="130"):
         cli.main()
     assert capsys.readouterr().err == "\nInterrupted.\n"
@@ -389,9 +384,6 @@ def test_extras_of_experiments_are_named(
     missing: str, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extra = "vision" if missing == "torchvision" else "experiments"
-
-    def broken() -> Run:
-        raise ModuleNotFoundError(f"No module named '{missing}.part'", name=f"{missing}.part")
-
-    replace_run(monkeypatch, "levy", broken)
+    error = ModuleNotFoundError(f"No module named '{missing}.part'", name=f"{missing}.part")
+    replace_run(monkeypatch, "levy", Mock(side_effect=error))
     assert geoparam("run", "levy").status.endswith(f"pip install 'geoparam[{extra}]'")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import forked
 import pytest
@@ -76,10 +77,7 @@ def test_every_task_is_done_once_in_each_study(storage: str) -> None:
 def test_a_task_that_failed_is_done_by_the_next(
     storage: str, number: int, error: BaseException
 ) -> None:
-    def fail() -> None:
-        raise error
-
-    first, second = Work(number, fail), Work()
+    first, second = Work(number, Mock(side_effect=error)), Work()
     with pytest.raises(type(error)):
         share(first, storage)
     assert share(second, storage) == NAMES

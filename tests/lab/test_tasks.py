@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import forked
 import numpy as np
@@ -193,9 +194,7 @@ def test_a_process_that_vanishes_is_told(run: Run, quick: None) -> None:
 
 
 def test_an_error_stops_the_work(run: Run, quick: None) -> None:
-    def fail(task: Batch) -> None:
-        raise ValueError("a full disk")
-
+    fail = Mock(side_effect=ValueError("a full disk"))
     with pytest.raises(ValueError, match="full disk"):  # only when the other process has ended
         session(run, endless, jobs=2, finished=fail).spread(singles(2))
 
