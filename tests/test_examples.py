@@ -1,19 +1,46 @@
-"""Every example runs with tiny settings and saves its figure; so does the sweep of defaults."""
+"""What readers run: the pages' Python blocks, in order, the examples and the benchmarks."""
 
+import importlib
 import json
+import re
 import runpy
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-pytest.importorskip("matplotlib")
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+from geoparam_lab.data import uci_data
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+GUIDES = "optimizer layers conversion training checkpoints analysis experiments".split()
+PAGES = ("README.md", *(f"docs/{guide}.md" for guide in GUIDES))
+LAUNCHED = "# torchrun ", "# accelerate launch "  # tests/distributed/test_recipes.py runs these
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / page).read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for number, block in enumerate(blocks, start=1):
+        if block.startswith(LAUNCHED):
+            continue
+        for name in ("lightning", "transformers"):
+            if f"import {name}\n" in block or f"from {name} import" in block:
+                pytest.importorskip(name)
+        exec(compile(block, f"{page}, python block {number}", "exec"), namespace)
+    assert blocks
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_saves_its_figure(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("matplotlib")
     main = runpy.run_path(str(path))["main"]
     main(["--steps", "3", "--out", str(tmp_path / "figure.png")])
     assert (tmp_path / "figure.png").stat().st_size > 1000
@@ -33,3 +60,28 @@ def test_an_interrupted_sweep_of_defaults_goes_on_to_the_same_records(tmp_path: 
     defaults.main([*options, "--methods", methods, "--out", str(out), "--resume"])
     assert json.loads(out.read_text()) == records
     assert "| optimizer, turn | Muon, turn |" in out.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("host --layers 2 --steps 1", "| none | bn | imn | layers | layers+imn | intrinsic |"),
+        ("stacked --methods sp,gmp --splits 2", "| GmP |"),
+        ("training --device cpu --networks vgg6 --batches 2 --modes eager --steps 1 --methods bn",
+         "| vgg6, 2x32², eager |"),
+        ("uci --datasets yacht --methods sp --splits 2 --jobs 1", "yacht"),
+    ],
+)  # fmt: skip
+def test_a_benchmark_prints_its_table(
+    command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x = np.random.default_rng(0).standard_normal((40, 6))
+    monkeypatch.setattr(uci_data, "load", lambda name, data: (x, x.sum(1)))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # restored afterwards
+    name, *arguments = command.split()
+    module = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr(module, "REPEATS", 1, raising=False)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    module.main()
+    assert said in capsys.readouterr().out

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from boundary_checks import CLOSE, check, pre_activation, predict, randomise
-from patches import by_unit, patches, responses
+from boundary_checks import CLOSE, by_unit, check, pre_activation, predict, randomise, responses
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.parametrize import register_parametrization
@@ -100,7 +99,7 @@ def test_r_outside_scales_the_output_and_leaves_the_boundary(make: Callable) -> 
     x = batch_for(layer)
     found = boundaries(layer, x)[""]
     z = by_unit(pre_activation(layer, x, layer.activation), layer.channel_dim).detach()
-    lam = responses(found.direction, patches(layer, x)) + found.distance
+    lam = responses(found.direction, layer, x) + found.distance
     torch.testing.assert_close(lam, z, **CLOSE)
     torch.testing.assert_close(found.scale, layer.r.detach().abs(), **CLOSE)
     torch.testing.assert_close(found.location, layer.location.detach().flatten(1), **CLOSE)
@@ -243,7 +242,7 @@ def test_norms_over_positions_have_the_averages_over_examples(norm: nn.Module) -
     rows, bias = model[0].weight.detach().flatten(1), model[0].bias.detach()
     torch.testing.assert_close(
         predict(found, model[0], x),
-        gamma * (responses(rows, patches(model[0], x)) + bias - mean) / deviation + beta,
+        gamma * (responses(rows, model[0], x) + bias - mean) / deviation + beta,
         **CLOSE,
     )
 

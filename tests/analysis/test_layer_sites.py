@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from boundary_checks import CLOSE, predict, randomise
+from boundary_checks import CLOSE, by_unit, predict, randomise
 from function_model import FunctionModel
-from patches import by_unit
 from torch import Tensor, nn
 
 from geoparam import GmPLinear, convert_

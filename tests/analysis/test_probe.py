@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from patches import patches
+from boundary_checks import patches
 from torch import nn
 
 from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear

@@ -5,19 +5,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import sliced_networks
 import torch
 import torch.nn.functional as F
 from function_model import FunctionModel
-from sliced_networks import (
-    NETWORKS,
-    assert_agrees_with_sampling,
-    assert_fills_its_window,
-    cnn,
-    cut,
-    locate,
-    mlp,
-    with_norm,
-)
+from sliced_networks import NETWORKS, cnn, cut, locate, mlp, with_norm
 from torch import Tensor, nn
 
 import geoparam as gp
@@ -37,8 +29,8 @@ def test_every_point_is_in_the_polygon_of_its_pattern(make: Callable, names: lis
     model = make()
     found = cut(model)
     assert found.count > 10 and list(found.segments) == names
-    assert_agrees_with_sampling(model, found)
-    assert_fills_its_window(found)
+    sliced_networks.assert_agrees_with_sampling(model, found)
+    sliced_networks.assert_fills_its_window(found)
 
 
 @pytest.mark.parametrize("make", [cnn, lambda: gp.convert_(cnn())], ids=["plain", "gmp"])
@@ -46,8 +38,8 @@ def test_a_plane_through_three_images(make: Callable) -> None:
     model = make()
     found = slice_regions(model, plane_through(*torch.randn(3, 1, 4, 4)))
     assert found.count > 50
-    assert_agrees_with_sampling(model, found)
-    assert_fills_its_window(found)
+    sliced_networks.assert_agrees_with_sampling(model, found)
+    sliced_networks.assert_fills_its_window(found)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +72,7 @@ def test_functions_are_activations_too() -> None:
     model = FunctionModel(lambda m, x: F.leaky_relu_(m.b(m.a(x).clamp(0.0, 0.7)), 0.1), **layers)
     found = cut(model)
     modules = nn.Sequential(model.a, nn.Hardtanh(0.0, 0.7), model.b, nn.LeakyReLU(0.1))
-    assert_agrees_with_sampling(modules, found)
+    sliced_networks.assert_agrees_with_sampling(modules, found)
 
 
 def test_the_model_is_left_alone() -> None:
@@ -98,7 +90,7 @@ def test_groups_of_regions_give_the_same_as_all_at_once(monkeypatch: pytest.Monk
     parts = cut(model)
     assert np.sort(parts.areas) == pytest.approx(np.sort(whole.areas))
     assert len(parts.segments["2"]) == len(whole.segments["2"])
-    assert_agrees_with_sampling(model, parts)
+    sliced_networks.assert_agrees_with_sampling(model, parts)
 
 
 POOLED = {
@@ -125,7 +117,7 @@ def test_with_max_pools_polygons_are_the_regions_of_one_affine_map(middle: tuple
     model = pooled(*middle)
     found = slice_regions(model, plane_through(*torch.randn(3, 1, 4, 4)))
     assert found.count > 30
-    assert_fills_its_window(found)
+    sliced_networks.assert_fills_its_window(found)
     points, region = locate(found)
     exact = copy.deepcopy(model).double().eval()
     direct = patterns(exact, found.plane.at(points)).network.packed.numpy()
@@ -173,7 +165,7 @@ def test_lines_through_one_point_and_lines_twice() -> None:
     found = slice_regions(model, UNIT)
     assert found.count == 6
     assert len(found.segments["0"]) == 4
-    assert_agrees_with_sampling(model, found)
+    sliced_networks.assert_agrees_with_sampling(model, found)
 
 
 def test_lines_along_the_windows_border_cut_nothing() -> None:
@@ -208,7 +200,7 @@ def test_small_whole_numbers_as_weights(seed: int) -> None:
     for parameter in model.parameters():
         parameter.data = torch.randint(-1, 2, parameter.shape).float()
     found = cut(model)
-    assert_agrees_with_sampling(model, found)
+    sliced_networks.assert_agrees_with_sampling(model, found)
     assert found.areas.sum() == pytest.approx(16, abs=1e-9)
 
 
@@ -218,7 +210,7 @@ def test_windows_that_are_thin_or_far_away(extent: tuple) -> None:
     model[0].bias.data -= model[0].weight.data @ torch.tensor([extent[0] + extent[1]] * 2) / 2
     found = slice_regions(model, Plane(torch.zeros(2), torch.eye(2), extent))
     assert found.count > 5
-    assert_fills_its_window(found)
+    sliced_networks.assert_fills_its_window(found)
 
 
 def bent(bend: Callable[[Tensor], Tensor]) -> nn.Module:

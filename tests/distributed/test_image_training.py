@@ -4,20 +4,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import image_runs
 import pytest
 import torch
 import torch.distributed as dist
-from image_runs import (
-    STEPS,
-    Killed,
-    assert_same_run,
-    die,
-    kill_at,
-    settings,
-    source,
-    weights,
-    without_times,
-)
+from image_runs import STEPS, Killed, die, kill_at, settings, source, weights
 from processes import Processes
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -68,7 +59,7 @@ def trains_to_the_same(
     options: dict[str, Any], sharded: bool, folder: Path, reference: Path, expected: Outcome
 ) -> None:
     outcome = train(settings(**options), source(), folder, accelerator=accelerator(sharded))
-    for name, curve in without_times(expected.curves).items():
+    for name, curve in image_runs.without_times(expected.curves).items():
         torch.testing.assert_close(
             torch.tensor(outcome.curves[name]), torch.tensor(curve), msg=name, **CLOSE
         )
@@ -104,7 +95,7 @@ def goes_on(options: dict[str, Any], sharded: bool, whole: Path, parts: Path) ->
     outcome = train(chosen, images, parts, accelerator=both)
     dist.barrier()
     if dist.get_rank() == 0:
-        assert_same_run(outcome, expected, parts, whole)
+        image_runs.assert_same_run(outcome, expected, parts, whole)
     assert outcome.record["top1"] == expected.record["top1"]
     dist.barrier()
 
