@@ -204,8 +204,8 @@ class Slot:
     def _fit(self, value: Any) -> Any:
         """Return an entry in the parameter's shape and type; half precision stays as it is."""
         shape = (self.parameter if self.layout is None else self.layout).shape
-        is_flat = isinstance(value, Tensor) and value.ndim == 1 < len(shape)
-        if is_flat or not self._has_elements(value):
+        is_each = isinstance(value, Tensor) and value.numel() == self.parameter.numel()
+        if not is_each or value.ndim == 0 or value.ndim == 1 < len(shape):
             return value
         if {value.dtype, self.parameter.dtype} <= {*FULL_PRECISION}:
             value = value.to(self.parameter.dtype)
@@ -221,11 +221,6 @@ class Slot:
         if self.layout is None or not has_shape:
             return value
         return value.as_strided(self.layout.shape, self.layout.stride())
-
-    def _has_elements(self, value: Any) -> bool:
-        """Whether an entry has an element for each of the parameter's."""
-        is_tensor = isinstance(value, Tensor) and value.ndim > 0
-        return is_tensor and value.numel() == self.parameter.numel()
 
 
 def fit_state(state: State, p: Any, step_on_device: bool) -> None:

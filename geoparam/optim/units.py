@@ -119,14 +119,10 @@ def find_units(
     for name in (name for name, p in parameters.items() if p.ndim > 1 and name not in found):
         plain.setdefault(name, "an embedding" if name in embedded else "not in a known layer")
     if not units:
-        raise _refusal(plain, is_traced=graph is not None)
+        why = "; ".join(f"{name}: {reason}" for name, reason in plain.items()) or "none was found"
+        hint = " With example_inputs, output layers are found in a run." if graph is None else ""
+        raise ValueError(f"no layer of this model has units to train ({why}).{hint}")
     return units, plain, candidates
-
-
-def _refusal(plain: Mapping[str, str], is_traced: bool) -> ValueError:
-    why = "; ".join(f"{name}: {reason}" for name, reason in plain.items()) or "none was found"
-    hint = "" if is_traced else " With example_inputs, output layers are found in a run."
-    return ValueError(f"no layer of this model has units to train ({why}).{hint}")
 
 
 def _find_overlaps(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
