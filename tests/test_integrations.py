@@ -1,18 +1,82 @@
-"""The callbacks of Lightning and transformers record what the tracker records by hand."""
+"""Accelerate, Lightning and transformers' Trainer: optimizers and trackers do there as by hand."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from plain_models import assert_same_weights, mlp, start
+from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
-from training_stacks import Fit
 
 import geoparam as gp
 
 STEPS = 4
+
+
+class WithLoss(nn.Module):
+    """Takes what a point holds and returns its loss, as transformers' models do."""
+
+    def __init__(self, net: nn.Module, loss: Any = F.mse_loss) -> None:
+        super().__init__()
+        self.net, self.loss = net, loss
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.loss(self.net(x), labels)}
+
+
+@dataclass
+class Fit:
+    """One training in batches of two: each method runs it, and leaves a checkpoint in `folder`.
+
+    With more than one epoch it goes on from the checkpoint there, for the last epoch.
+    """
+
+    model: nn.Module
+    optimizer: optim.Optimizer
+    points: Any
+    folder: Path
+    epochs: int = 1
+
+    def by_accelerate(self) -> None:
+        accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+        run, optimizer = accelerator.prepare(self.model, self.optimizer)
+        if self.epochs > 1:
+            accelerator.load_state(self.folder)
+        for batch in DataLoader(self.points, batch_size=2):
+            optimizer.zero_grad()
+            accelerator.backward(run(**batch)["loss"])
+            optimizer.step()
+        accelerator.save_state(self.folder)
+
+    def by_lightning(self, **options: Any) -> None:
+        pl = pytest.importorskip("lightning.pytorch")
+        extras = "progress_bar", "model_summary", "checkpointing"
+        options |= {f"enable_{name}": False for name in extras}
+        options |= {"default_root_dir": self.folder, "accelerator": "cpu", "logger": False}
+        module, path = pl.LightningModule(), self.folder / "last.ckpt"
+        module.model = self.model
+        module.training_step = lambda batch, batch_idx: self.model(**batch)["loss"]
+        module.configure_optimizers = lambda: self.optimizer
+        trainer = pl.Trainer(max_epochs=self.epochs, **options)
+        batches = DataLoader(self.points, batch_size=2)
+        start = path if self.epochs > 1 else None
+        trainer.fit(module, batches, ckpt_path=start, weights_only=True)
+        trainer.save_checkpoint(path)
+
+    def by_trainer(self, **options: Any) -> None:
+        transformers = pytest.importorskip("transformers")
+        chosen = {"max_grad_norm": 0, "report_to": [], "disable_tqdm": True, "use_cpu": True}
+        chosen |= {"train_sampling_strategy": "sequential", "save_strategy": "epoch"}
+        chosen |= {"per_device_train_batch_size": 2, "num_train_epochs": self.epochs}
+        arguments = transformers.TrainingArguments(str(self.folder), **chosen)
+        constant = optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
+        options |= {"optimizers": (self.optimizer, constant), "train_dataset": self.points}
+        trainer = transformers.Trainer(self.model, arguments, **options)
+        trainer.train(resume_from_checkpoint=self.epochs > 1)
 
 
 def network(coordinates: str = "intrinsic") -> nn.Sequential:
@@ -25,17 +89,8 @@ DRAWN = torch.randn(2 * STEPS, 3, generator=torch.Generator().manual_seed(1))
 POINTS = [{"x": x, "labels": x.sum(0, keepdim=True)} for x in DRAWN]
 
 
-class WithLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": (self.net(x) - labels).square().mean()}
-
-
 def by_hand(epochs: int = 1, accumulate: int = 1, **options: Any) -> gp.BoundaryTracker:
-    model = WithLoss()
+    model = WithLoss(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_post_hook(gp.retract(model))
     tracker = gp.BoundaryTracker(model.net, **options)
@@ -51,7 +106,7 @@ def by_hand(epochs: int = 1, accumulate: int = 1, **options: Any) -> gp.Boundary
 
 def run_in(stack: str, folder: Path, epochs: int = 1, accumulate: int = 1, **options: Any) -> Any:
     """Return the tracker of a run by Lightning or by transformers' Trainer."""
-    callbacks, model = pytest.importorskip(f"geoparam.integrations.{stack}"), WithLoss()
+    callbacks, model = pytest.importorskip(f"geoparam.integrations.{stack}"), WithLoss(network())
     fit = Fit(model, torch.optim.SGD(model.parameters(), lr=0.1), POINTS, folder, epochs)
     options |= {"module": "model.net"} if stack == "lightning" else {}
     track = callbacks.TrackBoundaries(**options)
@@ -120,3 +175,28 @@ def test_accelerate_checkpoints_the_tracker_itself(tmp_path: Path) -> None:
     assert after["step"] == before["step"] == 3 and after["measured_at"] == 2
     for name, directions in before["measurement"]["reference"].items():
         assert torch.equal(after["measurement"]["reference"][name], directions)
+
+
+def test_trainers_factory_takes_rate_and_decay_of_its_arguments(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    Geometric = pytest.importorskip("geoparam.integrations.transformers").Geometric
+    args = transformers.TrainingArguments(str(tmp_path), weight_decay=0.3, learning_rate=0.02)
+    choice = Geometric, {"base": torch.optim.AdamW, "args": args}
+    trainer = transformers.Trainer(mlp(), args, optimizer_cls_and_kwargs=choice)
+    found = [(g["lr"], g["weight_decay"]) for g in trainer.create_optimizer().param_groups]
+    assert found == [(0.02, 0.0), (0.02, 0.3)]
+
+
+@pytest.mark.parametrize("kind", ["Adam", "angles", "turn"])
+@pytest.mark.parametrize("run", [Fit.by_accelerate, Fit.by_lightning, Fit.by_trainer])
+def test_a_second_epoch_goes_on_from_a_file(run: Any, kind: str, tmp_path: Path) -> None:
+    points = [{"x": torch.arange(6).mul(i + 1.0).sin(), "labels": i % 3} for i in range(8)]
+    nets = [start(kind, lambda _: mlp(torch.float32)) for _ in range(3)]
+    (expected, optimizer), *fits = [(WithLoss(net, F.cross_entropy), its) for net, its in nets]
+    for part in [*DataLoader(points, batch_size=2)] * 2:
+        expected.zero_grad()
+        expected(**part)["loss"].backward()
+        optimizer.step()
+    for epochs, (model, its) in enumerate(fits, start=1):
+        run(Fit(model, its, points, tmp_path, epochs))
+    assert_same_weights(model.net, expected.net)

@@ -1,14 +1,15 @@
-"""Bases that keep counters in their groups, wrap others or choose types; partials; resets."""
+"""Bases that count in their groups, wrap others or choose types; partials, resets, schedules."""
 
 import copy
 import functools
 from typing import Any
 
+import plain_models as pm
 import pytest
 import torch
-from plain_models import assert_same_weights, backward, both_coordinates, build, mlp, train
+from plain_models import assert_same_weights, backward, build, mlp, start, train
 from torch import nn
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer, lr_scheduler
 
 
 class Counting(Optimizer):
@@ -76,7 +77,7 @@ def lookahead(params: Any, **options: Any) -> Any:
     return timm_base("Lookahead")(MOMENTUM(params, **options), k=2)
 
 
-@both_coordinates
+@pm.both_coordinates
 @pytest.mark.parametrize(
     "base", [Counting, NOTING, Storing, lookahead, "Lamb", "AdafactorBigVision"]
 )
@@ -171,3 +172,24 @@ def test_what_a_partial_names_is_kept() -> None:
     assert build(model, Muon, lr=0.02, rest=rest, groups=slower).param_groups[1]["lr"] == 5e-4
     decayed = build(mlp(), functools.partial(SGD, weight_decay=0.2))
     assert [group["weight_decay"] for group in decayed.param_groups] == [0.0, 0.2]
+
+
+@pm.every_kind
+def test_schedules_scaling_clipping_and_closures_work_as_ever(kind: str) -> None:
+    (model, optimizer), (other, same) = start(kind), start(kind)
+    cycles = {"total_steps": 9, "cycle_momentum": kind in ("SGD", "angles", "turn")}
+    schedule = lr_scheduler.OneCycleLR(optimizer, [0.3, 0.1], **cycles)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    for step in range(5):
+        for group, its in zip(optimizer.param_groups, same.param_groups, strict=True):
+            its.update({k: group[k] for k in ("lr", "momentum", "betas") if k in its})
+        backward(model, step, scaler.get_scale())
+        model[3].weight.grad[0, 0] += torch.inf if step == 1 else 0  # this step is skipped
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+        scaler.step(optimizer)
+        scaler.update()
+        assert step == 1 or same.step(lambda step=step: backward(other, step)).isfinite()
+        schedule.step()
+    assert_same_weights(model, other)
