@@ -4,6 +4,8 @@ A function that fails or does not end in time fails the test with the process's 
 processes are then thrown away and the next test gets new ones.
 """
 
+import functools
+import inspect
 import tempfile
 import time
 import traceback
@@ -66,6 +68,19 @@ class Processes:
         self._workers = []
 
 
+def in_both(function: Callable[..., None]) -> Callable[..., None]:
+    """Make a test of a function: both processes call it, with the test's arguments."""
+    parameters = list(inspect.signature(function).parameters.values())
+
+    @functools.wraps(function)
+    def test(processes: Processes, **given: Any) -> None:
+        processes.run(test, *(given[parameter.name] for parameter in parameters))
+
+    own = inspect.Parameter("processes", inspect.Parameter.KEYWORD_ONLY)
+    test.__signature__ = inspect.Signature([*parameters, own])  # type: ignore[attr-defined]
+    return test
+
+
 def _work(rank: int, count: int, meeting_point: str, pipe: Connection) -> None:
     warnings.filterwarnings("error", module="geoparam")
     torch.set_num_threads(1)
@@ -76,7 +91,7 @@ def _work(rank: int, count: int, meeting_point: str, pipe: Connection) -> None:
         function, args = pipe.recv()
         torch.manual_seed(0)
         try:
-            function(*args)
+            getattr(function, "__wrapped__", function)(*args)
             pipe.send(None)
         except BaseException:  # pytest's failures are no Exceptions
             pipe.send(traceback.format_exc())

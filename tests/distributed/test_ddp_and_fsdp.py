@@ -1,7 +1,6 @@
 """DDP and FSDP2 train to what one process does; shards are saved and read as whole tensors."""
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from processes import Processes
+from processes import Processes, in_both
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -27,6 +21,7 @@ import geoparam as gp
 from geoparam.base_layer import GmPLayer
 
 EXACT = {"atol": 1e-10, "rtol": 1e-10}
+both_coordinates = pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
 
 
 def sharded(model: nn.Module, **options: Any) -> nn.Module:
@@ -82,7 +77,9 @@ def test_trains_to_the_same_compiled(processes: Processes, way: str) -> None:
     processes.run(trains_to_the_same, way, "absorbed", "angles", EQUAL, True, timeout=300)
 
 
-def trains_in_bfloat16(coordinates: str) -> None:
+@both_coordinates
+@in_both
+def test_shards_train_in_bfloat16(coordinates: str) -> None:
     kind = "absorbed"
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     reference = network(kind, coordinates, torch.float32)
@@ -95,7 +92,8 @@ def trains_in_bfloat16(coordinates: str) -> None:
     assert_same_state(model, reference, tolerance=0.01)
 
 
-def unit_vectors_stay_on_the_sphere() -> None:
+@in_both
+def test_unit_vectors_stay_on_the_sphere() -> None:
     model = fully_shard(gp.GmPLinear(7, 3, coordinates="intrinsic"))  # 2 rows here, 1 row there
     with torch.no_grad():
         model.unit.mul_(3)
@@ -106,7 +104,8 @@ def unit_vectors_stay_on_the_sphere() -> None:
     torch.testing.assert_close(model.unit.full_tensor(), before / 3)
 
 
-def a_wrong_optimizer_is_noticed() -> None:
+@in_both
+def test_a_wrong_optimizer_is_noticed() -> None:
     model = fully_shard(gp.GmPLinear(7, 2, coordinates="intrinsic"))
     optimizer = torch.optim.AdamW(model.parameters())
     with warnings.catch_warnings(record=True) as caught:
@@ -118,7 +117,9 @@ def a_wrong_optimizer_is_noticed() -> None:
     assert len(said) == 2 and "weight decay" in said[0] and "length 1" in said[1]
 
 
-def views_are_sharded(coordinates: str) -> None:
+@both_coordinates
+@in_both
+def test_views_are_sharded(coordinates: str) -> None:
     torch.manual_seed(0)
     plain = gp.GmPConv2d(4, 3, 3, coordinates=coordinates)  # 3 rows: one process holds 2
     torch.manual_seed(0)
@@ -136,57 +137,40 @@ def views_are_sharded(coordinates: str) -> None:
     assert not isinstance(model.weight, DTensor)
 
 
-def refuses_split_rows() -> None:
+@in_both
+def test_split_rows_are_refused() -> None:
     model = fully_shard(gp.GmPLinear(9, 4), shard_placement_fn=lambda p: Shard(p.ndim - 1))
     with pytest.raises(ValueError, match="whole rows"):
         model.weight  # noqa: B018
 
 
-def resumes_from_a_checkpoint(kind: str, coordinates: str, folder: Path) -> None:
-    model, other = sharded(network(kind, coordinates)), sharded(network(kind, coordinates))
+@both_coordinates
+@in_both
+def test_resumes_from_a_distributed_checkpoint(coordinates: str, tmp_path: Path) -> None:
+    model, other = (sharded(network("absorbed", coordinates)) for _ in range(2))
     optimizer, resumed = sgd(model), sgd(other)
     train(model, EQUAL, optimizer=optimizer)
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    weights, moments = states.get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp_path)
 
-    weights, moments = get_state_dict(other, resumed)
-    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-    set_state_dict(other, resumed, model_state_dict=weights, optim_state_dict=moments)
+    weights, moments = states.get_state_dict(other, resumed)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=tmp_path)
+    states.set_state_dict(other, resumed, model_state_dict=weights, optim_state_dict=moments)
     for part, its_optimizer in ((model, optimizer), (other, resumed)):
         train(part, EQUAL, optimizer=its_optimizer, steps=2)
     assert_same_state(other, model, tolerance=0)
 
 
-@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
-def test_resumes_from_a_distributed_checkpoint(
-    processes: Processes, coordinates: str, tmp_path: Path
-) -> None:
-    processes.run(resumes_from_a_checkpoint, "absorbed", coordinates, tmp_path)
-
-
-def one_process_folds(coordinates: str) -> None:
+@both_coordinates
+@in_both
+def test_one_process_folds(coordinates: str) -> None:
     model = sharded(network("absorbed", coordinates))
     train(model, EQUAL)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    gathered = get_model_state_dict(model, options=options)
+    options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered = states.get_model_state_dict(model, options=options)
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     expected = model.eval()(x)
     if dist.get_rank() == 0:
         single = network("absorbed", coordinates)
         single.load_state_dict(gathered)
         torch.testing.assert_close(gp.fold_(single).eval()(x), expected, **EXACT)
-
-
-@pytest.mark.parametrize(
-    "function", [unit_vectors_stay_on_the_sphere, a_wrong_optimizer_is_noticed, refuses_split_rows]
-)
-def test_shards(processes: Processes, function: Callable[[], None]) -> None:
-    processes.run(function)
-
-
-@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
-@pytest.mark.parametrize("function", [trains_in_bfloat16, views_are_sharded, one_process_folds])
-def test_shards_in_both_coordinates(
-    processes: Processes, function: Callable[[str], None], coordinates: str
-) -> None:
-    processes.run(function, coordinates)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Processes
+from processes import in_both
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -49,7 +49,10 @@ def train(model: nn.Module, optimizer: Any, is_part: bool = True, first: int = 0
         optimizer.step()
 
 
-def equals_one_process(way: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["DDP", "FSDP2", "FSDP2 later"])
+@in_both
+def test_two_processes_train_as_one(way: str, kind: str) -> None:
     pair, (one, its) = start(kind, way), start(kind, "one process")
     train(*pair)
     if way == "FSDP2":  # goes on from the state of its shards
@@ -63,13 +66,8 @@ def equals_one_process(way: str, kind: str) -> None:
     assert_same_state(model, one, 1e-2 if kind == "Muon" else 1e-10)  # Newton-Schulz: bfloat16
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["DDP", "FSDP2", "FSDP2 later"])
-def test_two_processes_train_as_one(processes: Processes, way: str, kind: str) -> None:
-    processes.run(equals_one_process, way, kind)
-
-
-def refuses_units_in_pieces() -> None:
+@in_both
+def test_units_in_pieces_are_refused() -> None:
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     for layer in (conv1d(4, 6), nn.ConvTranspose1d(6, 4, 1)):
         model = fully_shard(nn.Sequential(layer, nn.Linear(4, 2)))
@@ -77,7 +75,3 @@ def refuses_units_in_pieces() -> None:
             p.grad = torch.zeros_like(p)
         with pytest.raises(ValueError, match="'0.weight'.* cuts its units into pieces"):
             gp.GeometricOptimizer(model, lr=0.1).step()
-
-
-def test_units_in_pieces_are_refused(processes: Processes) -> None:
-    processes.run(refuses_units_in_pieces)

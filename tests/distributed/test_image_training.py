@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from image_runs import STEPS, Killed, die, kill_at, settings, source, weights
-from processes import Processes
+from processes import Processes, in_both
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -132,21 +132,17 @@ def test_one_goes_on_with_what_two_began(
     assert_close_weights(tmp_path / "two", tmp_path / "one")
 
 
-def diverges(folder: Path) -> None:
+@in_both
+def test_two_refuse_odd_batches_and_notice_together_that_they_diverge(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="multiple of 4"):
         odd = settings("sp", batch_size=6, accumulate=2)
-        train(odd, source(), folder, accelerator=accelerator())
-    outcome = train(settings("sp", lr=1e30), source(), folder, accelerator=accelerator())
+        train(odd, source(), tmp_path, accelerator=accelerator())
+    outcome = train(settings("sp", lr=1e30), source(), tmp_path, accelerator=accelerator())
     assert outcome.record["outcome"] == "diverged"
 
 
-def test_two_refuse_odd_batches_and_notice_together_that_they_diverge(
-    processes: Processes, tmp_path: Path
-) -> None:
-    processes.run(diverges, tmp_path)
-
-
-def own_means_are_evaluated_alike() -> None:
+@in_both
+def test_means_that_are_not_synchronised_are_the_main_processes() -> None:
     both = accelerator()
     with pytest.warns(UserWarning, match="synchronises BatchNorm on GPUs alone"):
         training = Training(settings("bn"), source(), both)
@@ -156,7 +152,3 @@ def own_means_are_evaluated_alike() -> None:
     theirs = found.clone()
     dist.broadcast(theirs, src=0)
     assert torch.equal(found, theirs)
-
-
-def test_means_that_are_not_synchronised_are_the_main_processes(processes: Processes) -> None:
-    processes.run(own_means_are_evaluated_alike)

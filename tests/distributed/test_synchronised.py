@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Processes
+from processes import Processes, in_both
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -36,7 +36,10 @@ def own_part(x: Tensor, sizes: tuple[int, int]) -> Tensor:
     return x.split(sizes)[dist.get_rank()].clone()
 
 
-def equals_the_joint_batch(form: str, sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("sizes", [(4, 4), (5, 2), (6, 0)], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@in_both
+def test_equals_the_joint_batch(form: str, sizes: tuple[int, int]) -> None:
     make, shape = FORMS[form]
     joint = make().double()
     ours = synchronise_means_(copy.deepcopy(joint))
@@ -55,13 +58,9 @@ def equals_the_joint_batch(form: str, sizes: tuple[int, int]) -> None:
     torch.testing.assert_close([*ours.buffers()], [*joint.buffers()], **EXACT)
 
 
-@pytest.mark.parametrize("sizes", [(4, 4), (5, 2), (6, 0)], ids=str)
-@pytest.mark.parametrize("form", FORMS)
-def test_equals_the_joint_batch(processes: Processes, form: str, sizes: tuple[int, int]) -> None:
-    processes.run(equals_the_joint_batch, form, sizes)
-
-
-def nothing_at_all_changes_nothing(momentum: float | None) -> None:
+@pytest.mark.parametrize("momentum", [0.1, None])
+@in_both
+def test_an_empty_joint_batch_changes_nothing(momentum: float | None) -> None:
     norm = synchronise_means_(InputMeanNorm(3, momentum=momentum))
     assert norm(torch.empty(0, 3)).shape == (0, 3)
     assert not norm.running_mean.any() and norm.num_batches_tracked == 0
@@ -71,14 +70,8 @@ def nothing_at_all_changes_nothing(momentum: float | None) -> None:
     assert torch.equal(norm.running_mean, before) and norm.num_batches_tracked == 1
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_an_empty_joint_batch_changes_nothing(
-    processes: Processes, momentum: float | None
-) -> None:
-    processes.run(nothing_at_all_changes_nothing, momentum)
-
-
-def only_training_communicates() -> None:
+@in_both
+def test_only_training_communicates() -> None:
     x = torch.randn(4, 3)
     norm = synchronise_means_(InputMeanNorm(3))
     with CommDebugMode() as training:
@@ -88,17 +81,13 @@ def only_training_communicates() -> None:
     assert training.get_total_counts() == 1 and evaluation.get_total_counts() == 0
 
 
-def a_group_of_one_is_local() -> None:
+@in_both
+def test_a_group_of_one_is_local() -> None:
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     x = torch.randn(4, 3) + dist.get_rank()
     for group in groups:  # its own, and one that it does not belong to
         norm = synchronise_means_(InputMeanNorm(3), group)
         assert torch.equal(norm(x), InputMeanNorm(3)(x))
-
-
-@pytest.mark.parametrize("function", [only_training_communicates, a_group_of_one_is_local])
-def test_communication(processes: Processes, function: Callable[[], None]) -> None:
-    processes.run(function)
 
 
 def compiles_to_the_same() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Processes
+from processes import Processes, in_both
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from tracked_networks import network, train
@@ -48,7 +48,13 @@ def test_ddp_records_in_the_first_process(processes: Processes, tmp_path: Path, 
     assert len(np.load(tmp_path / "history.npy")) == 3 * 3
 
 
-def sharded_parameters_have_the_same_history(kind: str, probe: bool, units: int | None) -> None:
+@pytest.mark.parametrize(
+    ("kind", "probe", "units"), [*product(KINDS, [False, True], [None]), ("bn", True, 3)]
+)
+@in_both
+def test_sharded_parameters_have_the_same_history_whole_or_sampled(
+    kind: str, probe: bool, units: int | None
+) -> None:
     model, reference = network(kind), network(kind)
     for module in model[1:]:
         if any(True for _ in module.parameters()):
@@ -64,20 +70,8 @@ def sharded_parameters_have_the_same_history(kind: str, probe: bool, units: int 
         assert_same_history(tracker, alone)
 
 
-@pytest.mark.parametrize(
-    ("kind", "probe", "units"), [*product(KINDS, [False, True], [None]), ("bn", True, 3)]
-)
-def test_sharded_parameters_have_the_same_history_whole_or_sampled(
-    processes: Processes, kind: str, probe: bool, units: int | None
-) -> None:
-    processes.run(sharded_parameters_have_the_same_history, kind, probe, units)
-
-
-def sharded_without_example() -> None:
+@in_both
+def test_a_sharded_model_needs_an_example() -> None:
     model = fully_shard(network("sp"))
     with pytest.raises(ValueError, match="FSDP2"):
         BoundaryTracker(model)
-
-
-def test_a_sharded_model_needs_an_example(processes: Processes) -> None:
-    processes.run(sharded_without_example)
