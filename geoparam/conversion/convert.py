@@ -137,7 +137,11 @@ def convert_(
     decided = plan(
         model, filter_fn, init=init, norm=norm, weights=weights, example_inputs=example_inputs
     )
-    _check_coordinates(weights, coordinates, natural)
+    if weights == "plain" and (coordinates is not None or natural):
+        raise ValueError(
+            "coordinates and natural say how directions are stored, and with weights='plain' none "
+            "are: give coordinates to GeometricOptimizer instead."
+        )
     if norm == "imn" and init is None and (advice := _find_misuse(model, decided, pretrained)):
         warnings.warn(advice, stacklevel=2)
     if norm == "imn" and init is not None and (advice := _find_new_keys(model, decided)):
@@ -158,14 +162,6 @@ def convert_(
     )
     log.info("%s", decided)
     return model
-
-
-def _check_coordinates(weights: str, coordinates: str | None, natural: bool) -> None:
-    if weights == "plain" and (coordinates is not None or natural):
-        raise ValueError(
-            "coordinates and natural say how directions are stored, and with weights='plain' none "
-            "are: give coordinates to GeometricOptimizer instead."
-        )
 
 
 def _find_misuse(model: nn.Module, decided: Plan, pretrained: bool) -> str | None:

@@ -20,17 +20,13 @@ LEARNT = np.array([0.6, 0.5, 0.7, 1.0])  # of the target, in the end
 def levy(folder: Path, seeds: int = 5, frames: int = 24) -> Run:
     """Each method at the papers' rate, close to the papers' error, with a slider."""
     rmse = {"sp": 1.104, "wn": 1.219, "bn": 1.244, "gmp": 0.496}
-    run = _toy(folder, "levy", seeds, "test_rmse", rmse)
-    run.save_curves("slider_levy", **add_seeds(levy_slider(frames)))
-    return run
+    return _toy(folder, "levy", seeds, "test_rmse", rmse, levy_slider(frames))
 
 
 def banana(folder: Path, seeds: int = 5, frames: int = 24) -> Run:
     """Each method at the papers' rate, close to the papers' accuracy, with a slider."""
     accuracy = {"sp": 0.8, "wn": 0.81, "bn": 0.875, "gmp": 0.885}
-    run = _toy(folder, "banana", seeds, "test_accuracy", accuracy)
-    run.save_curves("slider_banana", **add_seeds(banana_slider(frames)))
-    return run
+    return _toy(folder, "banana", seeds, "test_accuracy", accuracy, banana_slider(frames))
 
 
 def uci(folder: Path, protocol: str = "paper", splits: int = 10) -> Run:
@@ -69,7 +65,9 @@ def _uci(dataset: str, method: str, split: int, protocol: str, value: float) -> 
     return [*trials, {**result, "val_rmse": value}]
 
 
-def _toy(folder: Path, experiment: str, seeds: int, measure: str, centre: dict[str, float]) -> Run:
+def _toy(
+    folder: Path, experiment: str, seeds: int, measure: str, centre: dict[str, float], slider: Any
+) -> Run:
     config = {"methods": [*METHODS], "seeds": seeds, "rates": [0.01, 0.1]}
     command = f"geoparam run {experiment} --seeds {seeds} --out {folder}"
     run = Run.create(folder, experiment, config, command, key=("method", "lr", "seed"))
@@ -82,6 +80,7 @@ def _toy(folder: Path, experiment: str, seeds: int, measure: str, centre: dict[s
             record |= {"outcome": "finished", "largest_move": 0.3 if calm else 65000.0}
             record |= {"largest_rotation": 9.0 if calm else 179.0}
             run.append(record | {measure: centre[method] + 0.02 * rng.standard_normal()})
+    run.save_curves(f"slider_{experiment}", **add_seeds(slider))
     return run
 
 
