@@ -34,17 +34,10 @@ from geoparam.analysis.boundary import spread
 from geoparam.analysis.partition import Collector, Pattern, Patterns
 from geoparam.analysis.reading.layer_sites import Site
 from geoparam.analysis.reading.probe import MaxPool, observe
+from geoparam.analysis.slices import polygons
 from geoparam.analysis.slices.piecewise import Network, explain_bend
 from geoparam.analysis.slices.plane import Plane, check_plane, scale_window
-from geoparam.analysis.slices.polygons import (
-    ON_LINE,
-    Polygon,
-    area,
-    cell_above,
-    chord,
-    side_on,
-    split,
-)
+from geoparam.analysis.slices.polygons import ON_LINE, Polygon
 from geoparam.inspection import tensors_in
 
 CONSTANT = 1e-13  # of the largest pre-activation
@@ -102,29 +95,29 @@ def slice_regions(model: nn.Module, plane: Plane, *, max_regions: int = 100_000)
         regions, ends = _cut_regions(network, site, regions, max_regions)
         segments[name] = middle + half * np.array(ends).reshape(-1, 2, 2)
     patterns = _read_patterns(network, regions)
-    areas = np.array([area(region) for region in regions]) * half.prod()
-    polygons = [middle + half * region for region in regions]
-    return Slice(plane, polygons, areas, patterns, segments)
+    areas = np.array([polygons.area(region) for region in regions]) * half.prod()
+    corners = [middle + half * region for region in regions]
+    return Slice(plane, corners, areas, patterns, segments)
 
 
 def _cut_regions(network: Network, site: Site, regions: Sequence[Polygon], limit: int) -> Cut:
     """Cut every region; raise ValueError if there are more than `limit` pieces."""
     pool = isinstance(site.activation, MaxPool)
     find, cut = (_inputs, _cut_at_winners) if pool else (_lines, _cut_along_lines)
-    polygons: list[Polygon] = []
+    found: list[Polygon] = []
     ends: list[np.ndarray] = []
     for group in _groups(network, regions, points=2):
         points = np.stack([region.mean(axis=0) for region in group])
         for region, normal, offset in zip(group, *find(network, site, points), strict=True):
             pieces, own_ends = cut(region, normal, offset)
-            polygons += pieces
+            found += pieces
             ends += own_ends
-            if len(polygons) > limit:
+            if len(found) > limit:
                 raise ValueError(
                     "the window has more regions than `max_regions`. Take a smaller window or "
                     "a smaller network, or allow more."
                 )
-    return polygons, ends
+    return found, ends
 
 
 def _cut_along_lines(region: Polygon, normal: np.ndarray, offset: np.ndarray) -> Cut:
@@ -134,9 +127,9 @@ def _cut_along_lines(region: Polygon, normal: np.ndarray, offset: np.ndarray) ->
     lines = crosses.nonzero()[0].tolist()
     pieces = [region]
     for line in lines:
-        halves = [split(piece, normal[line], offset[line]) for piece in pieces]
+        halves = [polygons.split(piece, normal[line], offset[line]) for piece in pieces]
         pieces = [half for both in halves for half in both]
-    return pieces, [chord(region, normal[line], offset[line]) for line in lines]
+    return pieces, [polygons.chord(region, normal[line], offset[line]) for line in lines]
 
 
 def _cut_at_winners(region: Polygon, slope: np.ndarray, value: np.ndarray) -> Cut:
@@ -152,13 +145,13 @@ def _cut_at_winners(region: Polygon, slope: np.ndarray, value: np.ndarray) -> Cu
     ends: list[np.ndarray] = []
     for output in (ahead.min(axis=0) < -near).any(axis=1).nonzero()[0]:
         duels = [_duels(slope[output], value[output], k, rounding) for k in places]
-        cells = {k: cell_above(region, *duels[k]) for k in places}
+        cells = {k: polygons.cell_above(region, *duels[k]) for k in places}
         winners = [k for k in places if len(cells[k])]
-        parts = [cell_above(piece, *duels[k]) for piece in pieces for k in winners]
+        parts = [polygons.cell_above(piece, *duels[k]) for piece in pieces for k in winners]
         pieces = [part for part in parts if len(part)]
         for k, j in itertools.combinations(winners, 2):
             normal, offset = duels[k]
-            ends += side_on(cells[k], normal[j], offset[j])
+            ends += polygons.side_on(cells[k], normal[j], offset[j])
     return pieces, ends
 
 
