@@ -127,7 +127,7 @@ class Stage:
                 m.state["is_fixed"] = int(m.unit.is_fixed)
 
     def _first_scale(self, m: Member) -> Tensor:
-        return torch.linalg.vector_norm(m.rows(), dim=1)
+        return sphere.length(rows := m.rows()).to(rows.dtype)
 
     def _layer_means(self, per_row: Tensor) -> Tensor:
         """Return the mean of each layer; 1 where it is 0 or NaN, and without `match`."""
@@ -301,7 +301,7 @@ class AngularStage(Stage):
             self.r[changed] = rows[:, 0]
             return
         sign = torch.where(self.r[changed] < 0, -1, 1)
-        self.r[changed] = torch.linalg.vector_norm(rows, dim=1) * sign
+        self.r[changed] = sphere.length(rows).to(rows.dtype) * sign
         self._store_directions(changed, rows * sign[:, None])
 
     def _limit(self, limit: float) -> None:

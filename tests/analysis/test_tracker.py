@@ -79,6 +79,16 @@ def test_training_is_bit_identical_with_and_without(name: str, statistics: str |
     )
 
 
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_turns_of_very_short_and_long_rows_are_seen(scale: float) -> None:
+    model = nn.Sequential(nn.Linear(2, 1), nn.ReLU(), nn.Linear(1, 1))
+    model[0].weight.data = torch.tensor([[scale, 0.0]])
+    tracker = BoundaryTracker(model, example_inputs=torch.zeros(1, 2))
+    model[0].weight.data = torch.tensor([[scale, scale]])
+    tracker.step()
+    np.testing.assert_allclose(tracker.history["0"]["rotation_max"], 45, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["sp", "bn", "gmp outside"])
 def test_dead_units_are_those_that_no_probe_point_activates(name: str) -> None:
     model, probe = network(name), torch.randn(64, 3, dtype=TYPE)

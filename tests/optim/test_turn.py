@@ -168,6 +168,18 @@ def test_r_crosses_zero_with_its_weight(fan_in: int, options: Any, coordinates: 
     torch.testing.assert_close(rows(model[0]), torch.full((1, fan_in), -0.35).double())
 
 
+@both_coordinates
+@pytest.mark.parametrize("when", [0, 1])
+def test_a_row_too_long_for_squares_leaves_the_others_alone(coordinates: str, when: int) -> None:
+    model = mlp().float()
+    optimizer = build(model, coordinates=coordinates, max_turn=5.0)
+    for step in range(2):
+        if step == when:
+            nn.init.constant_(model[0].weight[0], 1e20)
+        turned = turns(model, optimizer, step, scale=1e-3)[0]
+    assert 0 < turned.max() < 5.1 and rows(model[0])[1:].abs().max() < 10
+
+
 def test_one_peak_for_degrees_and_rates_is_warned_of() -> None:
     model = mlp()
     optimizer = build(model, turn=2.0, momentum=0.9)

@@ -21,6 +21,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from geoparam import sphere
 from geoparam.analysis import boundary
 from geoparam.analysis.boundary import Terms, Units
 from geoparam.analysis.reading.layer_sites import Site, count_units
@@ -101,7 +102,7 @@ class Motion:
         u = rows.to(torch.promote_types(rows.dtype, torch.float32))
         length = boundary.spread(1.0, units.parts.gain[: len(u)])
         if not units.normalised:
-            length = torch.linalg.vector_norm(u, dim=1)
+            length = sphere.length(u).to(u.dtype)
             u = u / length[:, None]
         if name not in self.reference:
             self.reference[name] = u.clone()
