@@ -25,6 +25,12 @@ def check_counts(**counts: int | None) -> None:
             raise ValueError(f"{name} must be >= 1; got {count}.")
 
 
+def check_folds(folds: int, points: int) -> None:
+    """Raise ValueError where training points cannot be divided into so many folds."""
+    if not 2 <= folds <= points:
+        raise ValueError(f"{points} training points cannot be divided into {folds} folds.")
+
+
 def check_rates(lrs: Sequence[float]) -> list[float]:
     """Return learning rates in order, each once; raise ValueError where one cannot be."""
     if not lrs or not all(0 < lr < math.inf for lr in lrs):

@@ -216,6 +216,11 @@ def get(name: str, **options: str) -> Method:
     check_options(plain, [each.partition("=")[0] for each in own])
     if not pairs.keys() <= set(OPTIONS):
         raise ValueError(f"a method's options are {', '.join(OPTIONS)}; got {name!r}.")
+    is_idle = "angle_lr" in pairs or pairs.get("init") == "sphere"
+    if is_idle and not METHODS[plain].is_geometric:
+        raise ValueError(
+            f"angle_lr and init=sphere are options of geometric layers; got {name!r}."
+        )
     return replace(METHODS[plain], **(options | pairs))  # type: ignore[arg-type]
 
 

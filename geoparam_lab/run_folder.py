@@ -17,10 +17,11 @@ out, and a resumed run removes it. JSON has no NaN and no infinities: they are w
 strings "NaN", "Infinity", "-Infinity", and these strings come back as numbers.
 """
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ Record = dict[str, Any]
 
 _SESSION = ("config", "command", "versions", "commit", "hardware", "started")
 _RUN = ("experiment", "key", *_SESSION)
+_PLAIN = (str, int, float, type(None))
+_TYPES: dict[str, Any] = dict.fromkeys(("config", "versions", "hardware"), dict)
+_TYPES |= {"key": list, "commit": (dict, *_PLAIN)}  # other fields are plain
 _OWN = ("metrics.jsonl", "sessions.jsonl", "curves", "figures", "checkpoints", "weights")
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -57,8 +61,6 @@ class Run:
     def __init__(self, folder: Path, info: Record) -> None:
         self.folder = folder
         self.info = info  # what its config.json holds
-
-    # --- starting -----------------------------------------------------------------------------
 
     @classmethod
     def create(
@@ -119,8 +121,6 @@ class Run:
             )
         return cls(Path(folder), _decode(path.read_bytes(), str(path), _RUN, "Start the run anew"))
 
-    # --- records ------------------------------------------------------------------------------
-
     def append(self, record: Mapping[str, Any]) -> None:
         """Add the record of a finished piece of work."""
         missing = [field for field in self.info["key"] if field not in record]
@@ -155,12 +155,21 @@ class Run:
         """The configuration, as the last session had it."""
         return self.sessions()[-1]["config"]
 
+    @contextlib.contextmanager
+    def explain_damage(self) -> Iterator[None]:
+        """Name the folder where its contents raise an error of Python's."""
+        try:
+            yield
+        except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"{self.folder} is damaged, or another version's ({what})."
+            ) from error
+
     def sessions(self) -> list[Record]:
         """Command, versions, commit, hardware and start of each session, the first one first."""
         lines = _read_lines(self.folder / "sessions.jsonl", _SESSION)
         return [{name: self.info[name] for name in _SESSION}, *lines]
-
-    # --- arrays and pictures ------------------------------------------------------------------
 
     def save_curves(self, name: str, **arrays: Any) -> Path:
         """Write arrays to curves/NAME.npz, whole or not at all."""
@@ -282,7 +291,8 @@ def _decode(
         raise ValueError(f"{where} is damaged: nested too deeply. {advice}") from error
     except ValueError as error:
         raise ValueError(f"{error}. {advice}") from error
-    missing = [name for name in fields if name not in record]
-    if missing:
-        raise ValueError(f"{where} is damaged: it has no {', '.join(missing)}. {advice}")
+    wrong = [n for n in fields if not isinstance(record.get(n, ...), _TYPES.get(n, _PLAIN))]
+    if wrong:
+        names = ", ".join(map(str, wrong))
+        raise ValueError(f"{where} is damaged: it has no {names}, or a wrong one. {advice}")
     return record

@@ -144,8 +144,6 @@ class GeometricOptimizer(Optimizer):
         Optimizer.add_param_group(self, param_group)
         self._forget()
 
-    # --- the step -----------------------------------------------------------------------------
-
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -298,8 +296,6 @@ class GeometricOptimizer(Optimizer):
             return p, self.state[p]
         self._slots.append(Slot("plain", self.state[p], p))
         return self._slots[-1].pair
-
-    # --- states -------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of the same model and settings; tensors keep their types."""

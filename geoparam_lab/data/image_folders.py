@@ -116,8 +116,10 @@ class FolderBatches(Batches):
         )
         return map(self._finish, loader)
 
-    def _finish(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _finish(self, batch: Batch | ValueError) -> tuple[Tensor, Tensor]:
         """Scale and centre the images of a batch, on the device."""
+        if isinstance(batch, ValueError):
+            raise batch
         images, shifts, labels = (part.to(self.device, non_blocking=True) for part in batch)
         images = images.contiguous(memory_format=find_layout(images.device)).div(255)
         images += (shifts - self._mean)[:, :, None, None]
@@ -128,15 +130,24 @@ class FolderBatches(Batches):
 
 
 @dataclass(frozen=True)
-class _Images(Dataset[Batch]):
-    """The images at some places of an epoch; with a seed augmented, by the place's own draws."""
+class _Images(Dataset[Batch | ValueError]):
+    """The images at some places of an epoch; with a seed augmented, by the place's own draws.
+
+    An error is returned, since one that a worker raises comes with its traceback.
+    """
 
     listing: "_Listing"
     transform: Callable[[Any], Tensor]
     size: int
     seed: int | None = None
 
-    def __getitem__(self, places: Sequence[Place]) -> Batch:
+    def __getitem__(self, places: Sequence[Place]) -> Batch | ValueError:
+        try:
+            return self._load(places)
+        except ValueError as error:
+            return error
+
+    def _load(self, places: Sequence[Place]) -> Batch:
         images = torch.empty(len(places), 3, self.size, self.size, dtype=torch.uint8)
         shifts = torch.zeros(len(places), 3)
         for index, (epoch, place, number) in enumerate(places):

@@ -80,7 +80,9 @@ class PackedImages(Source):
                 f"{val_file} has labels that the training files do not have: "
                 f"{', '.join(map(str, others[:5]))}. Use files that belong together."
             )
-        return cls(train, val, max(known) + 1, checksum=digest.hexdigest()[:16])
+        names = train.labels.unique()  # in order; there may be gaps
+        train, val = (Split(s.images, torch.searchsorted(names, s.labels)) for s in (train, val))
+        return cls(train, val, len(names), checksum=digest.hexdigest()[:16])
 
     def _make_batches(
         self, split: Split, shares: Shares, device: Device, seed: int | None = None, crop: int = 0

@@ -51,8 +51,6 @@ class Member(NamedTuple):
 
 Members = Sequence[Member]
 
-# --- single layers ------------------------------------------------------------------------------
-
 
 def draw_correlated(correlation: float, rows: int, features: int, seed: int) -> Tensor:
     """Return normal inputs, any two of them with this correlation, minus their mean."""
@@ -100,9 +98,6 @@ def measure_cost(members: Members, *unused: object) -> list[Record]:
     fastest = dict(zip(members, seconds.min(axis=0).tolist(), strict=True))
     plain = {(m.size, m.seed): own for m, own in fastest.items() if m.method == "sp"}
     return [{"seconds": s, "ratio": s / plain[m.size, m.seed]} for m, s in fastest.items()]
-
-
-# --- training -----------------------------------------------------------------------------------
 
 
 class Trained(NamedTuple):

@@ -98,10 +98,16 @@ class Experiment:
     def describe_limits(self, run: Run) -> str:
         """Return what a run's results do not show."""
         said = self.limits(run)
-        if run.config.get("epochs", self.epochs) < self.epochs:
-            said = f"{self.title}: training was cut short here, so that its results say little."
+        if cut := self.explain_cut(run.config):
+            said = f"{self.title}: {cut}"
         reason = self.mismatch(run.config)
         return f"{said or f'{self.make_title(run.config)}:'} {reason}." if reason else said
+
+    def explain_cut(self, config: Config) -> str:
+        """Say that there were fewer epochs than the papers'; empty where there were not."""
+        epochs = config.get("epochs")
+        is_cut = isinstance(epochs, int) and epochs < self.epochs
+        return "training was cut short here, so that its results say little." if is_cut else ""
 
     def make_title(self, config: Config) -> str:
         """Return what a run with this configuration is called."""

@@ -214,9 +214,6 @@ class _Work:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# --- what is asked for --------------------------------------------------------------------------
-
-
 def _load_images(
     experiment: str, data: str | Path | Source, size: int, workers: int | None
 ) -> Source:

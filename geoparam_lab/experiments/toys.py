@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from geoparam_lab import methods as methods_table
-from geoparam_lab.checks import check_counts, check_rates
+from geoparam_lab.checks import check_counts, check_folds, check_rates
 from geoparam_lab.experiments.experiment import Config, Drawings, Measure
 from geoparam_lab.experiments.rate_tolerance import draw_rates
 from geoparam_lab.run_folder import Record, Run, select_records
@@ -143,17 +143,15 @@ def run(
     import geoparam.plots  # noqa: F401  fails now, not after training, without it
 
     chosen, rates = methods_table.check_methods(methods), check_rates(lrs)
-    check_counts(seeds=seeds, epochs=epochs, patience=patience)
+    check_counts(seeds=seeds, epochs=epochs, patience=patience, jobs=jobs)
     if any(methods_table.get(name).order for name in chosen):
         raise ValueError("another order of the inputs is an option of uci; leave it out here.")
-    if folds < 0 or folds == 1:
-        raise ValueError(f"folds, parts of the training points, are 2 or more, or 0; got {folds}.")
     config: Record = {"methods": chosen, "seeds": seeds, "lrs": rates}
     config |= {"epochs": epochs, "patience": patience} | ({"folds": folds} if folds else {})
     data, source = toy.load(toy.options(**own))
     problem = toy.make_problem(data, epochs, patience)
-    if folds > (points := problem.data[0].shape[-2]):
-        raise ValueError(f"{points} training points cannot be divided into {folds} folds.")
+    if folds:
+        check_folds(folds, problem.data[0].shape[-2])
     may_change = ("methods", "seeds") if folds else ("methods", "seeds", "lrs")
     options: Record = {"resume": resume, "may_change": may_change}
     done = Run.create(out, toy.name, config | source, command, key=Member._fields, **options)
@@ -167,9 +165,6 @@ def run(
     if arrays := toy.film(done, data):
         done.save_curves(f"slider_{toy.name}", kind=toy.name, **arrays)
     return done
-
-
-# --- training -----------------------------------------------------------------------------------
 
 
 def train(

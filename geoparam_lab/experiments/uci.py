@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from geoparam_lab import methods as all_methods
-from geoparam_lab.checks import check_counts, check_names, check_rates
+from geoparam_lab.checks import check_counts, check_folds, check_names, check_rates
 from geoparam_lab.data import splits as parts
 from geoparam_lab.data import uci_data as data_sets
 from geoparam_lab.data.synthetic import levy
@@ -187,7 +187,7 @@ def run(
     data: str | Path | None = None,
     lrs: Sequence[float] | None = None,
     epochs: int = EPOCHS,
-    folds: int = 5,
+    folds: int | None = None,
     jobs: int | None = None,
     resume: bool = False,
     command: str | None = None,
@@ -206,7 +206,7 @@ def run(
         lrs: learning rates for every method; by default the papers' own under "paper", and the
             papers' grid under "heldout", and up to 3.0 under "cv".
         epochs: the most there are.
-        folds: of the training part, under "cv".
+        folds: of the training part, under "cv"; by default 5.
         jobs: how many processes work; by default as many as there are cores.
     """
     check_names("each of datasets", (*NAMES, *COPIES), *datasets)
@@ -214,11 +214,11 @@ def run(
     chosen = all_methods.check_methods(methods)
     for name in chosen:
         all_methods.get(name)  # raises where an option is wrong
-    check_counts(seeds=seeds, epochs=epochs)
-    if folds < 2:
-        raise ValueError(f"folds, parts of the training part, must be >= 2; got {folds}.")
+    check_counts(seeds=seeds, epochs=epochs, jobs=jobs)
+    if folds is not None and protocol != "cv":
+        raise ValueError(f"folds are of protocol 'cv'; got {protocol!r}.")
     grid = {"heldout": RATES, "cv": WIDE_RATES}.get(protocol) if lrs is None else lrs
-    config: Record = {"folds": folds} if protocol == "cv" else {}
+    config: Record = {"folds": folds or 5} if protocol == "cv" else {}
     config |= {
         "methods": chosen,
         "protocol": protocol,
@@ -228,6 +228,10 @@ def run(
         "datasets": list(dict.fromkeys(datasets)),
     }
     loaded = {name: load(name, data) for name in config["datasets"]}
+    if protocol == "cv":
+        check_folds(
+            config["folds"], min(len(parts.split(len(x), 0)[0]) for x, _ in loaded.values())
+        )
     key, changes = FOLD_KEY if protocol == "cv" else KEY, _MAY_CHANGE
     folder = Run.create(out, "uci", config, command, key=key, resume=resume, may_change=changes)
     _train_all(folder, loaded, config, jobs=jobs, progress=progress)

@@ -108,6 +108,8 @@ def run(
     check_names("each of datasets", DATASETS, *datasets)
     check_counts(seeds=seeds, widths=min(widths, default=0))
     datasets, widths = list(dict.fromkeys(datasets)), sorted(set(widths))
+    if len(widths) < 2:
+        raise ValueError(f"exponents are fitted to two widths or more; got {widths}.")
     config: Record = {"datasets": datasets, "widths": widths, "seeds": seeds}
     energy = data_sets.load("energy", data) if "energy" in datasets else None
     folder = Run.create(out, "width", config, command, key=Member._fields, resume=resume)

@@ -33,7 +33,9 @@ class Estimate(NamedTuple):
 
 
 def number(value: Any) -> float:
-    """Return a number as a float, and NaN for what is none."""
+    """Return a number as a float, and NaN for what is none; text raises TypeError."""
+    if isinstance(value, str):
+        raise TypeError(f"a record has {value!r} where a number belongs")
     known = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if known else math.nan
 

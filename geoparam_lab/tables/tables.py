@@ -49,8 +49,10 @@ Column = tuple[str, list[str]]  # a heading, and a cell for each row
 
 def export(runs: Iterable[Run]) -> str:
     """Return the tables of some runs as one text in Markdown, with a heading for each run."""
-    runs = list(runs)
-    found = [(make_heading(run), make_tables(run)) for run in runs]
+    runs, found = list(runs), []
+    for run in runs:
+        with run.explain_damage():
+            found.append((make_heading(run), make_tables(run)))
     if not any(own for _, own in found):
         why = "there is no finished piece of work yet"
         if any(run.records() for run in runs):
@@ -242,7 +244,8 @@ def _detail_cell(records: Sequence[Record], detail: Measure) -> str:
         return estimates.shorten(math.nan if any(map(math.isnan, values)) else max(values))
     found = estimates.estimate(values)
     some = f" ({len(values)} of {len(records)})" if len(values) < len(records) else ""
-    return f"{found.mean:,.{detail.digits}f}{some}" if found else EMPTY
+    digits = f",.{detail.digits}f" if found and abs(found.mean) < 1e9 else ".3g"
+    return f"{found.mean:{digits}}{some}" if found else EMPTY
 
 
 def _explain(
@@ -255,6 +258,8 @@ def _explain(
     """Yield what a reader must know of a table with these headings."""
     if any(sample(record) != "" for record in records):
         yield _MEANS
+    if cut := experiment.explain_cut(config):
+        yield cut.capitalize()
     yield from experiment.remarks(config)
     papers = next((heading for heading in headings if heading.startswith("papers")), "")
     if papers:

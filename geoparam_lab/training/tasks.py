@@ -214,9 +214,6 @@ class Session:
                 pool.shutdown(cancel_futures=True)
 
 
-# --- processes ----------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def limit_threads(threads: int | None) -> Iterator[None]:
     """Let torch use this many threads within the context; None changes nothing."""

@@ -120,6 +120,9 @@ def test_a_damaged_line_in_the_middle_is_named(run: Run) -> None:
     (run.folder / "metrics.jsonl").write_text('{"method": "sp", "seed": 0}\n{"meth\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is damaged.*Remove that line"):
         run.records()
+    (run.folder / "metrics.jsonl").write_text('{"method": "sp", "seed": [0]}\n')
+    with pytest.raises(ValueError, match="line 1 is damaged: it has no seed, or a wrong one"):
+        run.records()
 
 
 def test_an_existing_run_is_not_touched_without_resume(run: Run) -> None:

@@ -94,6 +94,7 @@ def test_tasks_of_a_killed_process_are_done_by_others(storage: str) -> None:
 def test_a_task_that_another_process_works_on_is_done_last(storage: str) -> None:
     pipe, its = forked.CONTEXT.Pipe()
     forked.start(hold_the_first, storage, its)
+    its.close()  # so that a process that fails does not let the test wait
     held, work = pipe.recv(), Work()
     assert share(work, storage) == NAMES
     assert sorted(work.tasks) == NAMES and work.tasks[-1] == held

@@ -214,6 +214,18 @@ def test_odd_records_do_no_harm(value: Any) -> None:
     assert table.rows[-1][0] == "something new"
 
 
+def test_text_for_a_number_is_named_with_its_folder(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", "levy", {"seeds": 1}, "", key=("method", "seed"))
+    run.append({"method": "sp", "seed": 0, "lr": 0.1, "test_rmse": "2.7"})
+    with pytest.raises(ValueError, match="run is damaged.*'2.7' where a number belongs"):
+        tables.export([run])
+
+
+def test_a_run_that_was_cut_short_is_marked() -> None:
+    [table] = tables.from_records(levy({"sp": [1.0, 2.0]}), "levy", {"epochs": 3})
+    assert any("cut short" in note for note in table.notes)
+
+
 def test_an_experiment_that_is_not_known_has_a_table_all_the_same() -> None:
     table = only(tables.from_records(levy({"sp": [1.0, 2.0]}), "other"))
     assert cell(table, "Test RMSE", "SP") == "1.500 ± 0.500"

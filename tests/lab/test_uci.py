@@ -189,7 +189,7 @@ def test_a_run_cut_anywhere_resumes_to_the_same_records(
     shutil.copy(whole.folder / "config.json", tmp_path / "run")
     text = (whole.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(text[:kept]))
-    options = {"datasets": whole.config["datasets"], "folds": whole.config.get("folds", 5)}
+    options = {"datasets": whole.config["datasets"], "folds": whole.config.get("folds")}
     resumed = run(tmp_path / "run", protocol, resume=True, **options)
     assert by_key(resumed) == by_key(whole) and lines(resumed) == len(text)
 

@@ -139,8 +139,6 @@ class Training:
             self.wrapped_model.compile()
         self.model.train()
 
-    # --- steps --------------------------------------------------------------------------------
-
     def train_epoch(self) -> None:
         """Do all steps of an epoch, or until the loss is no longer finite: that is an outcome."""
         start = time.perf_counter()
@@ -183,8 +181,6 @@ class Training:
 
     def _is_finite(self) -> bool:
         return math.isfinite(self.sums.average(self.accelerator).loss)
-
-    # --- epochs -------------------------------------------------------------------------------
 
     def end_epoch(self) -> None:
         """Evaluate, and decide how to go on."""
@@ -246,8 +242,6 @@ class Training:
         self.model.train()
         return sums.average(self.accelerator)
 
-    # --- results ------------------------------------------------------------------------------
-
     def start_tracker(self, every: int, folder: Path, state: run_checkpoints.State | None) -> None:
         """Start a tracker that writes to the folder, or continue the one of a checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -297,8 +291,6 @@ class Training:
                 times[f"epochs_to_{level:g}"] = epoch
                 times[f"seconds_to_{level:g}"] = self.curves["seconds"][epoch - 1]
         return times
-
-    # --- checkpoints --------------------------------------------------------------------------
 
     def state_dict(self) -> run_checkpoints.State:
         """Return the state to resume from; a collective call, complete in the main process."""

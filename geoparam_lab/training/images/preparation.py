@@ -137,7 +137,8 @@ def _make_rival(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
         )
     kind, momentum = RIVALS[settings.optimizer]
     rest = settings.rest or ("sgd" if settings.optimizer == "rotational" else "adamw")
-    rest_lr = settings.rest_lr or (settings.lr if rest == "sgd" else 1e-3)
+    usual = settings.lr if rest == "sgd" else 1e-3
+    rest_lr = usual if settings.rest_lr is None else settings.rest_lr
     rows = set(map(id, weights))
     groups = gp.param_groups(model, rest_lr, settings.weight_decay, match=None)
     for group in groups:
@@ -154,7 +155,7 @@ def _make_geometric(settings: Settings, model: nn.Module) -> torch.optim.Optimiz
     return gp.GeometricOptimizer(
         model,
         base.func,
-        lr=settings.rest_lr or settings.lr,
+        lr=settings.lr if settings.rest_lr is None else settings.rest_lr,
         coordinates=coordinates,
         turn=settings.turn,
         rest=_torch_optimizer(settings.rest, settings) if settings.rest else None,

@@ -193,8 +193,6 @@ def find_rate_factor(schedule: str, epochs: int, warmup: float, epoch: float) ->
     return 1 - share if schedule == "linear" else (1 + math.cos(math.pi * share)) / 2
 
 
-# --- the grid of a method -----------------------------------------------------------------------
-
 WORDS = tuple("optimizer base rest coordinates schedule init imn mbn skip scales".split())
 WHOLE = ("accumulate", "crop")  # numbers that are whole
 _NUMBERS = "lr decay turn rest_lr momentum warmup label_smoothing scale_decay dropout"
