@@ -186,10 +186,8 @@ def _copy_state(value: Any, kept: list[tuple[Any, Any]], copies: dict[int, Any])
 
     What containers held is kept. Tensors that share memory do so after copying, too.
     """
-    if isinstance(value, STATES) or _is_state(value):
-        return copy.deepcopy(value, copies)
-    if type(value) is tuple or hasattr(value, "_make"):  # of a namedtuple
-        return getattr(value, "_make", tuple)(_copy_state(each, kept, copies) for each in value)
+    if value is None or isinstance(value, int | str | nn.Module):  # most are
+        return value
     if type(value) in CONTAINERS and id(value) not in copies:
         copies[id(value)] = value
         kept.append((value, value.copy()))
@@ -197,6 +195,10 @@ def _copy_state(value: Any, kept: list[tuple[Any, Any]], copies: dict[int, Any])
             entries = enumerate(value) if isinstance(value, list | deque) else value.items()
             for key, each in entries:
                 value[key] = _copy_state(each, kept, copies)
+    elif type(value) is tuple or hasattr(value, "_make"):  # of a namedtuple
+        return getattr(value, "_make", tuple)(_copy_state(each, kept, copies) for each in value)
+    elif _is_state(value) or isinstance(value, STATES):
+        return copy.deepcopy(value, copies)
     return value
 
 
