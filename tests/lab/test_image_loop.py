@@ -318,6 +318,7 @@ def test_leaves_random_numbers_and_switches_as_they_were(tmp_path: Path) -> None
         ({"turn": 2.4}, "turn is not for optimizer 'sgd'"),
         ({"optimizer": "muon", "base": "sgd"}, "base is not for optimizer 'muon'"),
         ({"optimizer": "rotational"}, "weight_decay is above 0"),
+        ({"skip": "plain"}, "vgg6 has no skip connections"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

@@ -231,7 +231,7 @@ def find_other_activations(
     """Run the model and return its max pools, and the activations that no site shows, as sites.
 
     Each has the name of the layer before it; if there is none, that of its function. What follows
-    layers outside of `sites`, and calls that pass their input by keyword, are left out.
+    layers outside of `sites` is left out.
     """
     graph, modules = trace(model, inputs), dict(model.named_modules())
     names = {call.layer: site.name for site in sites.values() for call in site.calls}

@@ -158,13 +158,15 @@ class Settings:
             self.optimizer != "rotational" or self.weight_decay > 0,
             "rotational turns units by decay's angle: weight_decay is above 0.",
         )
+        is_resnet = self.network.startswith("resnet")
+        _check(is_resnet or self.skip == "centred", f"{self.network} has no skip connections.")
         if self.widths is not None:
-            is_one = self.network.startswith("resnet")
-            fits = 0 < len(self.widths) <= (1 if is_one else math.inf) and min(self.widths) >= 1
+            fits = 0 < len(self.widths) <= (1 if is_resnet else math.inf) and min(self.widths) >= 1
+            count = "one" if is_resnet else "one or more"
             _check(
                 fits,
-                f"widths are numbers of channels from 1 on, {'one' if is_one else 'one or more'} "
-                f"for {self.network}; got {list(self.widths)}.",
+                f"widths are numbers of channels from 1 on, {count} for {self.network}; got "
+                f"{list(self.widths)}.",
             )
 
 
