@@ -5,7 +5,7 @@ import inspect
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # in names
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 CONTAINERS = {list, dict, set, deque, defaultdict, OrderedDict, Counter}
-STATES = np.ndarray, bytearray, torch.Generator, np.random.Generator, random.Random
+STATES: tuple[type, ...] = (np.ndarray, bytearray, torch.Generator, random.Random)
+STATES += (np.random.Generator, np.random.RandomState)
 Label = TypeVar("Label")
 
 
@@ -127,14 +128,19 @@ def _copy_leaf(copies: dict[int, Any], leaf: Any) -> Any:
         return copies[id(leaf)]
     if isinstance(leaf, Tensor):
         return copies.setdefault(id(leaf), leaf.clone())
-    if not _is_record(leaf) or next(tensors_in(leaf), None) is None:
+    if next(tensors_in(leaf), None) is None:
         return leaf
+    copy_parts = partial(tree_map, partial(_copy_leaf, copies))
+    slots = [entry.name for entry in fields(leaf)] if is_dataclass(leaf) else []
     try:
         new = copies[id(leaf)] = copy.copy(leaf)
+        for name in getattr(leaf, "__dict__", slots):
+            object.__setattr__(new, name, copy_parts(getattr(leaf, name)))
+        for key in leaf if isinstance(leaf, MutableMapping) else ():
+            new[key] = copy_parts(leaf[key])
+        return new
     except Exception:  # an object that cannot be copied
         return leaf
-    vars(new).update({k: tree_map(partial(_copy_leaf, copies), v) for k, v in vars(leaf).items()})
-    return new
 
 
 def why_not_callable(model: nn.Module, /, *args: Any, **kwargs: Any) -> str:
@@ -167,10 +173,12 @@ def inspection_mode(model: nn.Module) -> Iterator[None]:
         kept: list[tuple[Any, Any]] = []
         stack.callback(_refill, kept)
         stack.callback(reshard, model)
-        copies: dict[int, Any] = {id(module._parameters): None for module in model.modules()}
+        copies: dict[int, Any] = {id(m._parameters): m._parameters for m in model.modules()}
         for module in model.modules():  # not model.eval(), which may be made to do more
             _copy_state(vars(module), kept, copies)
             module.training = False
+            rest = {k: t for k, t in module._buffers.items() if not (t is None or _is_state(t))}
+            module._buffers.update({name: Tensor.clone(t) for name, t in rest.items()})
         yield
 
 
@@ -182,9 +190,10 @@ def reshard(model: nn.Module) -> None:
 
 
 def _copy_state(value: Any, kept: list[tuple[Any, Any]], copies: dict[int, Any]) -> Any:
-    """Return a copy of a tensor or array for a run to write to; containers get copies in place.
+    """Return a copy of a tensor or array, which a run may write to.
 
-    What containers held is kept. Tensors that share memory do so after copying, too.
+    Containers stay the same objects: their entries are replaced by copies, and what they held is
+    kept. Copies of tensors that share memory share it, too.
     """
     if value is None or isinstance(value, int | str | nn.Module):  # most are
         return value
@@ -195,10 +204,14 @@ def _copy_state(value: Any, kept: list[tuple[Any, Any]], copies: dict[int, Any])
             entries = enumerate(value) if isinstance(value, list | deque) else value.items()
             for key, each in entries:
                 value[key] = _copy_state(each, kept, copies)
-    elif type(value) is tuple or hasattr(value, "_make"):  # of a namedtuple
-        return getattr(value, "_make", tuple)(_copy_state(each, kept, copies) for each in value)
+    elif type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        make = getattr(value, "_make", tuple)  # of a namedtuple
+        return make(_copy_state(each, kept, copies) for each in value)
     elif _is_state(value) or isinstance(value, STATES):
-        return copy.deepcopy(value, copies)
+        try:
+            return copy.deepcopy(value, copies)
+        except Exception:  # sparse tensors, subclasses, what holds a lock
+            return value.clone() if isinstance(value, Tensor) else value
     return value
 
 

@@ -1,6 +1,7 @@
 """The trace says what a model's author would: what follows a layer, where data enters and ends."""
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -308,12 +309,17 @@ def test_what_a_model_keeps_outside_of_buffers_is_left_alone() -> None:
     assert (str(np.random.get_state()), random.getstate()) == states
 
 
+class Settings(dict):
+    __getattr__ = dict.get
+
+
 def test_what_containers_hold_is_left_alone() -> None:
     def forward(m: FunctionModel, x: Tensor) -> Tensor:
         m.nested["means"][0][0].add_(m.noise["own"].random())
         m.views[0].add_(torch.rand((), generator=m.generator))
         assert m.buffer[0] > 0  # views stay views
         m.array += 1
+        m.computed.add_(1)
         return m.conv(x)
 
     model = FunctionModel(forward, conv=conv())
@@ -321,9 +327,11 @@ def test_what_containers_hold_is_left_alone() -> None:
     model.views, model.nested = (model.buffer[:1],), {"means": [[torch.zeros(2)]]}
     model.generator, model.array = torch.Generator(), np.zeros(2)
     model.noise = {"own": np.random.default_rng(0)}
+    model.odd = [np.array([threading.Lock()]), Settings, Settings()]
+    model.register_buffer("computed", model.conv.weight.mean(0) * 0)
     states = model.generator.get_state(), str(model.noise["own"].bit_generator.state)
     trace(model, PIXELS)
-    left = model.buffer, model.views[0], model.nested["means"][0][0], model.array
+    left = model.buffer, model.views[0], model.nested["means"][0][0], model.array, model.computed
     assert not any(each.any() for each in left) and model.views[0]._base is model.buffer
     assert model.generator.get_state().equal(states[0])
     assert str(model.noise["own"].bit_generator.state) == states[1]

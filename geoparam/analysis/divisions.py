@@ -6,19 +6,21 @@ examples tell these apart. A division is a number of blocks: how often the rows 
 examples, one after the other. With 1 the values of an example are together.
 """
 
+import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from geoparam.analysis.reading.layer_sites import Site
-from geoparam.analysis.reading.probe import observe
+from geoparam.analysis.reading.probe import MaxPool, observe
 from geoparam.conversion.plan import Inputs
 from geoparam.inspection import arguments_of, tensors_in
 from geoparam.storage import list_few
 
 CLOSE = 0.01  # a change below this share of the change that was made counts as none
+MOST = 1.5  # share of the change of replaced examples that others may have where they see these
 
 
 def count_examples(inputs: Inputs) -> int | None:
@@ -60,7 +62,7 @@ def find_divisions(model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) 
     if not examples or examples < 2:
         return {}
     args, kwargs = arguments_of(model, inputs)
-    batch = _list_batched(args, kwargs, examples)
+    batch = _list_batched(args, kwargs, examples, {id(tensor) for tensor in tensors_in(inputs)})
     here, chosen = torch.arange(examples, device="cpu"), _choose_examples(batch, examples)
     orders = here, here.roll(1), here - chosen.long()
     names: dict[int, str] = {}
@@ -73,8 +75,8 @@ def find_divisions(model: nn.Module, inputs: Inputs, sites: Mapping[str, Site]) 
     }
     if unsure := sorted({names[step] for step, division in found.items() if division is None}):
         warnings.warn(
-            f"examples see each other in {list_few(unsure)}, so it cannot be checked which values "
-            "are whose: the rows there are taken for those of the examples.",
+            f"it could not be checked which values are whose in {list_few(unsure)}, as where "
+            "examples see each other: the rows there are taken for those of the examples.",
             stacklevel=3,
         )
     return {step: 1 if division is None else division for step, division in found.items()}
@@ -87,17 +89,19 @@ def _choose_division(
     unknown = torch.full_like(values, torch.nan)  # is close to nothing
     moved = unknown if moved is None or moved.shape != values.shape else moved
     replaced = unknown if replaced is None or replaced.shape != values.shape else replaced
-    divisions = list_divisions(values, examples := len(chosen))
-    for blocks in divisions:
-        before, after = (divide(run, examples, blocks) for run in (values, moved))
-        if _is_close(after, before.roll(1, 0), before):
-            return blocks
+    examples, shares = len(chosen), dict[int, float]()
+    for blocks in list_divisions(values, examples):
+        change = divide((replaced - values).abs(), examples, blocks).mean(dim=1).cpu()
+        shares[blocks] = (change[~chosen].mean() / change[chosen].mean()).item()  # or NaN
+    parts = {b: [divide(run, examples, b) for run in (values, moved)] for b in shares}
+    if moving := [b for b, (old, new) in parts.items() if _is_close(new, old.roll(1, 0), old)]:
+        best = min(moving, key=shares.__getitem__)
+        return 0 if shares[best] > MOST else best
     if _is_close(moved, values, values.roll(1, 0)):  # in another place they are the same
         return 0
-    for blocks in divisions:
-        change = divide((replaced - values).abs(), examples, blocks).mean(dim=1).cpu()
-        if change[~chosen].mean() < CLOSE * change[chosen].mean():
-            return blocks
+    best = min(shares, key=shares.__getitem__, default=0)
+    if shares and shares[best] < CLOSE:
+        return best
     return None if len(values) == examples else 0
 
 
@@ -114,40 +118,38 @@ def _sum_values(
     found: dict[int, Tensor] = {}
 
     def see(site: Site, z: Tensor, step: int) -> None:
-        if z.ndim and z.numel():
+        has_bits = isinstance(site.activation, MaxPool) or site.breaks is not None
+        if has_bits and z.ndim and z.numel():
             values = z.float().nan_to_num(0, 0, 0).reshape(*(*z.shape, 1)[:2], -1)
             weights = torch.linspace(1, 2, values.shape[2], device=z.device)  # 1 might cancel
-            found[step], names[step] = values @ weights, site.name
+            with torch.autocast(z.device.type, enabled=False):
+                found[step], names[step] = values @ weights, site.name
 
-    try:
-        return found if observe(model, inputs, sites, pre_activation=see) else {}
-    except Exception:  # a model may refuse another order: lengths may have to be sorted
-        return {}
+    # A model may refuse another order, or take other steps: what was seen is tested all the same.
+    with contextlib.suppress(Exception):
+        observe(model, inputs, sites, pre_activation=see)
+    return found
 
 
-def _list_batched(args: tuple, kwargs: Mapping, examples: int) -> list[Tensor | list]:
-    """Return what has an entry for each example; noise is added where all examples are equal."""
+def _list_batched(
+    args: tuple, kwargs: Mapping, examples: int, given: Collection[int]
+) -> list[Tensor | list]:
+    """Return what has an entry for each example, and is no tensor of the user's."""
     if args and isinstance(args[0], list):
         return [args[0]]
-    unique = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
-    batch = [tensor for tensor in unique.values() if tensor.shape[:1] == (examples,)]
-    if all(torch.equal(tensor, tensor[:1].expand_as(tensor)) for tensor in batch):
-        random = torch.Generator().manual_seed(0)
-        for tensor in filter(torch.is_floating_point, batch):
-            noise = torch.randn(tensor.shape, generator=random, device="cpu")
-            tensor += noise.to(tensor.device, tensor.dtype)
-    return [*batch]
+    unique = {id(t): t for t in tensors_in((args, kwargs)) if t.layout is torch.strided}
+    return [t for key, t in unique.items() if t.shape[:1] == (examples,) and key not in given]
 
 
 def _choose_examples(batch: Sequence[Tensor | list], examples: int) -> Tensor:
-    """Return bools for half of the examples that differ from those before them."""
+    """Return bools for every second example, the last too, that differs from the one before."""
     differs = torch.zeros(examples, dtype=torch.bool, device="cpu")
     for item in batch:
         if isinstance(item, Tensor):
             differs[1:] |= (item[1:] != item[:-1]).reshape(examples - 1, -1).any(dim=1).cpu()
         else:
             differs[1:] = True
-    return differs & (differs.cumsum(0) % 2 == 1)
+    return differs & ((differs.sum() - differs.cumsum(0)) % 2 == 0)
 
 
 def _reorder(batch: Sequence[Tensor | list], orders: Sequence[Tensor]) -> Iterator[None]:

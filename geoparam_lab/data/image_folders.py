@@ -126,9 +126,6 @@ class FolderBatches(Batches):
         return images, labels
 
 
-# --- in the workers -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Images(Dataset[Batch | ValueError]):
     """The images at some places of an epoch; with a seed augmented, by the place's own draws.

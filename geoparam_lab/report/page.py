@@ -102,22 +102,18 @@ def _say_each(runs: Sequence[Run], what: Callable[[Run], str]) -> list[str]:
 
 def _describe(run: Run, number: int) -> dict[str, Any]:
     with run.explain_damage():
-        return _list_parts(run, number)
-
-
-def _list_parts(run: Run, number: int) -> dict[str, Any]:
-    # By stem: "figure1" comes before "figure1-a", but "figure1.png" would come after.
-    pictures = sorted((run.folder / "figures").glob("*.png"), key=lambda path: path.stem)
-    return {
-        "number": number,
-        "heading": tables.make_heading(run),
-        "about": find_experiment(run).about,
-        "slider": _find_slider(run),
-        "tables": tables.make_tables(run),
-        "figures": list(map(_read_figure, pictures)),
-        "commands": list_commands(run),
-        "facts": describe_run(run),
-    }
+        # By stem: "figure1" comes before "figure1-a", but "figure1.png" would come after.
+        pictures = sorted((run.folder / "figures").glob("*.png"), key=lambda path: path.stem)
+        return {
+            "number": number,
+            "heading": tables.make_heading(run),
+            "about": find_experiment(run).about,
+            "slider": _find_slider(run),
+            "tables": tables.make_tables(run),
+            "figures": list(map(_read_figure, pictures)),
+            "commands": list_commands(run),
+            "facts": describe_run(run),
+        }
 
 
 def _find_slider(run: Run) -> dict[str, Any] | None:

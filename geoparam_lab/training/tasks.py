@@ -266,8 +266,6 @@ def throttle(function: Callable[..., None], seconds: float) -> Callable[..., Non
     return call
 
 
-# --- in a working process -----------------------------------------------------------------------
-
 _ticks: Any = None
 _stop: Any = None
 
@@ -277,7 +275,7 @@ class _Stopped(Exception):
 
 
 def _start_worker(ticks: Any, stop: Any) -> None:
-    global _ticks, _stop
+    global _ticks, _stop  # of a working process
     _ticks, _stop = ticks, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it, and sets stop
     torch.set_num_threads(1)

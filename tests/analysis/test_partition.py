@@ -1,6 +1,8 @@
 """Activation patterns: bits are numpy's, changes are counted as one would by hand."""
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -147,6 +149,12 @@ CASES: dict[str, Case] = {
         X,
         lambda m, x: [torch.cat([m.a(x), m.a(-x)], dim=1) > 0],
     ),
+    "seven batches, as many as examples and one": (
+        lambda m, x: F.relu(m.a(x.repeat(7, 1))),
+        {"a": nn.Linear(4, 3)},
+        X,
+        lambda m, x: [m.a(x).repeat(1, 7) > 0],
+    ),
     "time first": (
         lambda m, x: F.relu(m.a(x.view(6, 2, 2).transpose(0, 1))),
         {"a": nn.Linear(2, 3)},
@@ -205,10 +213,24 @@ def test_inputs_in_a_narrow_range_or_given_twice_have_patterns() -> None:
         assert len(patterns(model, (same, same))["a"]) == len(X)
 
 
+@dataclass(slots=True)
+class Batch:
+    x: Tensor
+
+
+@pytest.mark.parametrize("pack", [Batch, lambda x: Counter(x=x)])
+def test_a_batch_in_an_object_is_left_as_it_is(pack: Callable) -> None:
+    read = lambda batch: batch.x if isinstance(batch, Batch) else batch["x"]  # noqa: E731
+    model = FunctionModel(lambda m, batch: F.relu(m.a(read(batch))), a=nn.Linear(4, 3))
+    found = patterns(model, (batch := pack(X.clone()),))
+    assert torch.equal(read(batch), X) and np.array_equal(found["a"].packed, rows(model.a(X) > 0))
+
+
 def test_what_is_not_told_by_example_is_left_out() -> None:
     function = lambda m, x: m.b(F.relu(m.a(x))) + F.relu(m.c(x[:4])).sum()  # noqa: E731
+    rolled = lambda m, x: m.b(F.relu(m.a(x))) + F.relu(m.c(x.roll(1, 0))).sum()  # noqa: E731
     by_first = lambda m, x: m.b(F.relu(m.a(x))) + F.relu(m.c(x[x[:, 0].argsort()])).sum()  # noqa: E731
-    for each in (function, by_first):
+    for each in (function, rolled, by_first):
         model = FunctionModel(each, a=nn.Linear(4, 3), b=nn.Linear(3, 1), c=nn.Linear(4, 2))
         with pytest.warns(UserWarning, match="no bits of c:"):
             assert list(patterns(model, X)) == ["a"]
@@ -220,7 +242,7 @@ def test_what_is_not_told_by_example_is_left_out() -> None:
 def test_rows_that_see_each_other_are_taken_for_examples_with_a_warning() -> None:
     neighbours = (torch.arange(6)[:, None] - torch.arange(6)).abs() <= 1
     model = FunctionModel(lambda m, x: F.relu(m.a(neighbours.float() @ x)), a=nn.Linear(4, 5))
-    with pytest.warns(UserWarning, match="examples see each other in a,"):
+    with pytest.warns(UserWarning, match="could not be checked which values are whose in a,"):
         found = patterns(model, X)
     assert np.array_equal(found["a"].packed, rows(model.a(neighbours.float() @ X) > 0))
 
