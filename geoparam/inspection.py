@@ -242,12 +242,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             parts = [*here]
         elif id(here) not in seen and is_dataclass(here) and not isinstance(here, type):
             parts = [getattr(here, entry.name) for entry in fields(here)]
-        elif id(here) not in seen and _is_record(here):
-            parts = [*vars(here).values()]
+        elif id(here) not in seen and getattr(type(here), "__dictoffset__", False):
+            parts = [] if callable(here) else [*vars(here).values()]  # of no module or class
         seen.add(id(here))
         todo += reversed(parts)
-
-
-def _is_record(value: object) -> bool:
-    """Return whether it is an object with attributes; no module, class or function."""
-    return getattr(type(value), "__dictoffset__", 0) != 0 and not callable(value)

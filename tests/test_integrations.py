@@ -1,5 +1,6 @@
 """Accelerate, Lightning and transformers' Trainer: optimizers and trackers do there as by hand."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,30 @@ def test_tracking_goes_on_from_a_checkpoint(stack: str, every: int, tmp_path: Pa
     run_in(stack, tmp_path, epochs=1, **options)
     found = run_in(stack, tmp_path, epochs=2, **options)
     assert_same(stack, found, by_hand(epochs=2, every=every))
+
+
+def test_trainers_tracker_knows_its_own_checkpoint(tmp_path: Path) -> None:
+    first, other, file = tmp_path / "first", tmp_path / "other", tmp_path / "history.npy"
+    run_in("transformers", first, epochs=1, file=file)
+    checkpoint = shutil.copytree(first, other) / f"checkpoint-{STEPS}"
+    saved = torch.load(checkpoint / "boundaries.pt", weights_only=True)
+    torch.save({**saved, "sums": saved["sums"] + 1}, checkpoint / "boundaries.pt")
+    with pytest.warns(UserWarning, match="anew: .*boundaries.pt was saved with other weights"):
+        assert run_in("transformers", other, epochs=2).history.steps[0] == 1
+    shutil.rmtree(other / f"checkpoint-{2 * STEPS}")
+    place = {"checkpoint": first / checkpoint.name, "file": file}
+    assert_same("transformers", run_in("transformers", other, 2, **place), by_hand(epochs=2))
+
+
+@pytest.mark.filterwarnings("ignore:resume=True without file")
+def test_a_tracker_of_lightning_begins_anew_in_another_fit(tmp_path: Path) -> None:
+    callbacks, model = pytest.importorskip("geoparam.integrations.lightning"), WithLoss(network())
+    both = [callbacks.TrackBoundaries(name, probe=ZEROS) for name in ("model.net", "model.net.0")]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epochs in (1, 2, 1):
+        Fit(model, optimizer, POINTS, tmp_path, epochs).by_lightning(callbacks=both)
+        steps = both[0].tracker.history.steps.tolist()
+        assert steps == [*range(STEPS * (epochs - 1) + 1, STEPS * epochs + 1)]
 
 
 def test_accelerate_checkpoints_the_tracker_itself(tmp_path: Path) -> None:

@@ -64,8 +64,6 @@ def test_attention_with_separate_projections_has_four_layers() -> None:
     assert graph.outputs == ("out_proj",)
 
 
-# Ways to write the same thing.
-
 ACTIVATIONS = {
     "module": (lambda m, x: m.relu(x), "relu"),
     "F.relu": (lambda m, x: F.relu(x), "relu"),
@@ -119,9 +117,6 @@ def test_pooling_and_constants_are_passed_and_named() -> None:
     assert call.activation is not None and call.path == ("max_pool2d", "mul")
 
 
-# When a norm belongs to one layer alone.
-
-
 def changed_in_another_view(m: nn.Module, x: Tensor) -> Tensor:
     y = m.conv(x)
     y[:, :1].relu_()
@@ -157,9 +152,6 @@ def test_norm_counts_channels_where_the_linear_layer_has_them(
 ) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
     assert trace(model, torch.zeros(shape)).norm_after("0")[1] == exclusive
-
-
-# First, last, unused, shared, functional.
 
 
 def test_several_heads_and_several_inputs() -> None:
@@ -231,8 +223,6 @@ def test_layers_with_computed_weights_are_one_step() -> None:
     assert output_layers(model) == ("9",)
 
 
-# Where a sign per channel can go.
-
 STOPS = {
     "max_pool2d": lambda m, x: m.last(F.max_pool2d(m.conv(x), 2)),
     "relu": lambda m, x: m.last(F.relu(m.conv(x))),
@@ -255,9 +245,6 @@ def test_signs_that_cannot_move_are_refused_with_the_reason(
     model = FunctionModel(forward, conv=conv(), bn=nn.BatchNorm2d(3), last=conv())
     with pytest.raises(ValueError, match=reason):
         trace(model, PIXELS).receivers("conv")
-
-
-# The model is left as it was.
 
 
 def test_model_and_random_state_are_left_alone() -> None:
@@ -309,10 +296,6 @@ def test_what_a_model_keeps_outside_of_buffers_is_left_alone() -> None:
     assert (str(np.random.get_state()), random.getstate()) == states
 
 
-class Settings(dict):
-    __getattr__ = dict.get
-
-
 def test_what_containers_hold_is_left_alone() -> None:
     def forward(m: FunctionModel, x: Tensor) -> Tensor:
         m.nested["means"][0][0].add_(m.noise["own"].random())
@@ -327,7 +310,8 @@ def test_what_containers_hold_is_left_alone() -> None:
     model.views, model.nested = (model.buffer[:1],), {"means": [[torch.zeros(2)]]}
     model.generator, model.array = torch.Generator(), np.zeros(2)
     model.noise = {"own": np.random.default_rng(0)}
-    model.odd = [np.array([threading.Lock()]), Settings, Settings()]
+    settings = type("Settings", (dict,), {"__getattr__": dict.get})
+    model.odd = [np.array([threading.Lock()]), settings, settings()]
     model.register_buffer("computed", model.conv.weight.mean(0) * 0)
     states = model.generator.get_state(), str(model.noise["own"].bit_generator.state)
     trace(model, PIXELS)

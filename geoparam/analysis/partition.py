@@ -214,7 +214,8 @@ class Collector:
             self.left_out |= {site.name} if bits is not None else set()
             return
         if step not in self._parts:
-            self._parts[step] = _pack_examples(bits, self.examples, blocks)
+            rows = [divide(side, self.examples, blocks) for side in bits]
+            self._parts[step] = _join([Pattern(pack(row), row.shape[1]) for row in rows])
         self._layers.setdefault(site.name, set()).add(step)
 
     def patterns(self) -> Patterns | None:
@@ -222,11 +223,6 @@ class Collector:
         layers = {name: tuple(sorted(steps)) for name, steps in self._layers.items()}
         parts = {step: self._parts[step] for step in sorted(self._parts)}
         return Patterns(parts, layers) if parts else None
-
-
-def _pack_examples(bits: Sequence[Tensor], examples: int, blocks: int) -> Pattern:
-    rows = [divide(side, examples, blocks) for side in bits]
-    return _join([Pattern(pack(row), row.shape[1]) for row in rows])
 
 
 def _find_bits(site: Site, z: Tensor) -> Sequence[Tensor] | None:

@@ -28,6 +28,10 @@ class TrackBoundaries(Callback):
         self._seen = 0
         self._state: dict[str, Any] | None = None
 
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(module=self.module)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         options = dict(self.options)
         example = pl_module.example_input_array
@@ -38,7 +42,7 @@ class TrackBoundaries(Callback):
         self.tracker = BoundaryTracker(pl_module.get_submodule(self.module), **options)
         if self._state is not None:
             self.tracker.load_state_dict(self._state)
-        self._seen = trainer.global_step
+        self._seen, self._state = trainer.global_step, None  # a state is for one fit
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if self.tracker is not None and trainer.global_step != self._seen:  # not accumulating

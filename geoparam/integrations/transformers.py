@@ -4,50 +4,68 @@ In a loop of one's own, with Accelerate, the tracker is used as it is: `tracker.
 `optimizer.step()`, and `accelerator.register_for_checkpointing(tracker)` for its state.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from geoparam.analysis.tracker.tracker import BoundaryTracker
+from geoparam.inspection import full_tensor
 from geoparam.optim import GeometricOptimizer
 from geoparam.step_hooks import retract
-
-STATE = "boundaries.pt"
 
 
 class TrackBoundaries(TrainerCallback):
     """Runs a `BoundaryTracker` along with `Trainer.train`; its state is saved with checkpoints.
 
+    Trainer does not tell callbacks which checkpoint it resumes. So the state is looked for in
+    that of this step in `output_dir`, and used if it was saved with the weights that are there.
+
     Args:
+        name: Of the state's file in a checkpoint; two callbacks need two names.
+        checkpoint: Folder of the checkpoint that is resumed, if it is not in `output_dir`.
         options: Those of `BoundaryTracker`, such as `every`, `probe`, `file`.
 
     Attributes:
         tracker: The tracker, once training has begun; `tracker.history` has the records.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self.options = options
+    def __init__(
+        self, name: str = "boundaries", checkpoint: str | Path | None = None, **options: Any
+    ) -> None:
+        self.file, self.checkpoint, self.options = f"{name}.pt", checkpoint, options
         self.tracker: BoundaryTracker | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        saved = _checkpoint(args, state) / STATE
-        resumed = state.global_step > 0 and saved.exists()
-        options = {**self.options, "resume": True} if resumed else self.options
-        self.tracker = BoundaryTracker(kwargs["model"], **options)
-        if resumed:
-            self.tracker.load_state_dict(torch.load(saved, weights_only=True))
+        names = vars(state).setdefault("boundary_files", [])  # of the other callbacks
+        if self.file in names:
+            raise ValueError(f"two TrackBoundaries would write {self.file}: give one a name=.")
+        names.append(self.file)
+        model, path = kwargs["model"], Path(self.checkpoint or _checkpoint(args, state), self.file)
+        saved = torch.load(path, weights_only=True) if state.global_step and path.exists() else {}
+        sums = saved.pop("sums", torch.empty(0))
+        own = _sum_weights(model) if state.global_step else sums
+        is_resumed = bool(saved) and sums.shape == own.shape and torch.allclose(sums, own)
+        if state.global_step and not is_resumed:
+            why = "was saved with other weights" if saved else "is not there"
+            advice = "Give checkpoint=, the folder that is resumed."
+            warnings.warn(f"boundaries are tracked anew: {path} {why}. {advice}", stacklevel=2)
+        options = {**self.options, "resume": True} if is_resumed else self.options
+        self.tracker = BoundaryTracker(model, **options)
+        if is_resumed:
+            self.tracker.load_state_dict(saved)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.tracker is not None:
             self.tracker.step()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        folder = _checkpoint(args, state)
+        folder, sums = _checkpoint(args, state), _sum_weights(kwargs["model"])
         if self.tracker is not None and state.is_world_process_zero and folder.is_dir():
-            torch.save(self.tracker.state_dict(), folder / STATE)
+            torch.save({**self.tracker.state_dict(), "sums": sums}, folder / self.file)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.tracker is not None:
@@ -79,6 +97,12 @@ class Retract(TrainerCallback):
         optimizer = kwargs["optimizer"]
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
         optimizer.register_step_post_hook(retract(kwargs["model"]))
+
+
+@torch.no_grad()
+def _sum_weights(model: nn.Module) -> Tensor:
+    """Return the sum of each parameter, by which a model is known again; all processes sum."""
+    return torch.stack([full_tensor(p.sum(dtype=torch.float64)).cpu() for p in model.parameters()])
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

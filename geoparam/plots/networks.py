@@ -16,6 +16,7 @@ from geoparam.plots.style import as_array, axis_or_new, legend_beside, step_numb
 ROW = 0.16  # inches a layer's name needs at 7 points
 COLUMNS = 400  # cells that a figure 900 pixels wide can show
 PERCENT = FuncFormatter(lambda share, _: f"{100 * share:g}%")
+Limits = tuple[float, float] | None
 FILLS = ("#f4f4f4", "#e8eef4", "#f4efe8", "#eaf2ec", "#f1eaf1")
 
 
@@ -79,17 +80,13 @@ def _number_steps(ax: Axes, steps: np.ndarray) -> None:
 
 
 def rotation_heatmap(
-    values: np.ndarray,
-    *,
-    layers: Sequence[str],
-    steps: np.ndarray | None = None,
-    limits: tuple[float, float] | None = None,
-    ax: Axes | None = None,
+    values: np.ndarray, *, layers: Sequence[str], limits: Limits = None, **options: Any
 ) -> Axes:
     """The rotation of each layer's units in each step, in degrees, on a logarithmic scale.
 
     `values` are (layers, records); 0 takes the colour of the lowest one. `limits` are the values
-    of the lowest and highest colour, for figures that are compared.
+    of the lowest and highest colour, for figures that are compared; `steps` and `ax` are options
+    as in `layer_heatmap`.
 
     Example:
         >>> ax = rotation_heatmap(np.array([[0.1, 1.0], [0.0, 10.0]]), layers=["conv1", "fc"])
@@ -101,20 +98,13 @@ def rotation_heatmap(
     positive = positive if len(positive) else np.array([1e-3, 1.0])
     low, high = limits or (positive.min(), max(positive.max(), 1.01 * positive.min()))
     norm = LogNorm(low, high, clip=True)  # clip: 0 has no logarithm, but is not unknown
-    return layer_heatmap(
-        values, layers=layers, steps=steps, label="rotation (degrees)", norm=norm, ax=ax
-    )
+    return layer_heatmap(values, layers=layers, label="rotation (degrees)", norm=norm, **options)
 
 
 def dead_units(
-    values: np.ndarray,
-    *,
-    layers: Sequence[str],
-    steps: np.ndarray | None = None,
-    limits: tuple[float, float] | None = None,
-    ax: Axes | None = None,
+    values: np.ndarray, *, layers: Sequence[str], limits: Limits = None, **options: Any
 ) -> Axes:
-    """The share of each layer's units that are dead, 0 to 1, (layers, records).
+    """The share of each layer's units that are dead, 0 to 1; as in `rotation_heatmap`.
 
     Example:
         >>> ax = dead_units(np.array([[0.0, 0.5]]), layers=["conv1"])
@@ -125,8 +115,8 @@ def dead_units(
     known = shares[np.isfinite(shares)]
     highest = max(0.01, known.max(initial=0.0))  # one unit in a thousand must not look like all
     norm = Normalize(*(limits or (0.0, highest)))
-    style: dict[str, Any] = {"label": "dead units", "cmap": "magma_r", "ticks": PERCENT}
-    return layer_heatmap(shares, layers=layers, steps=steps, norm=norm, ax=ax, **style)
+    options |= {"label": "dead units", "cmap": "magma_r", "ticks": PERCENT, "norm": norm}
+    return layer_heatmap(shares, layers=layers, **options)
 
 
 def region_slice(

@@ -128,10 +128,7 @@ class FolderBatches(Batches):
 
 @dataclass(frozen=True)
 class _Images(Dataset[Batch | ValueError]):
-    """The images at some places of an epoch; with a seed augmented, by the place's own draws.
-
-    An error is returned, since one that a worker raises comes with its traceback.
-    """
+    """The images at some places of an epoch; with a seed augmented, by the place's own draws."""
 
     listing: "_Listing"
     transform: Callable[[Any], Tensor]
@@ -142,7 +139,7 @@ class _Images(Dataset[Batch | ValueError]):
         try:
             return self._load(places)
         except ValueError as error:
-            return error
+            return error  # one that a worker raises comes with its traceback
 
     def _load(self, places: Sequence[Place]) -> Batch:
         images = torch.empty(len(places), 3, self.size, self.size, dtype=torch.uint8)

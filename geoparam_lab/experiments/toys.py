@@ -280,9 +280,6 @@ def save_figures(run: Run, drawings: Drawings, progress: Progress | None = None)
             progress(title, count, len(drawings))
 
 
-# --- which seeds are shown: each method's median, since one seed may be lucky -------------------
-
-
 def find_papers_lr(method: str, lrs: Sequence[float]) -> float:
     """Return the papers' rate of a method, or where that was not run the nearest one that was.
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 
 import numpy as np
 import pytest
@@ -213,9 +213,7 @@ def test_inputs_in_a_narrow_range_or_given_twice_have_patterns() -> None:
         assert len(patterns(model, (same, same))["a"]) == len(X)
 
 
-@dataclass(slots=True)
-class Batch:
-    x: Tensor
+Batch = make_dataclass("Batch", ["x"], slots=True)
 
 
 @pytest.mark.parametrize("pack", [Batch, lambda x: Counter(x=x)])

@@ -345,7 +345,7 @@ def test_the_page_says_what_the_data_were_and_has_the_figures(page_file: Path) -
         ({"batch_sizes": []}, "batch_sizes must be some; got none"),
         ({"batch_sizes": [16, 65]}, "no batch of 65 can be taken from 64 images"),
         ({"lrs": [float("nan")]}, "above 0 and finite"),
-        ({"widths": ()}, r"from 1 on, one or more for vgg6; got \[\]"),
+        ({"widths": ()}, r"channels from 1 on; got \[\]"),
         ({"crop": 32}, "below the size 32; got 32"),
         ({"blur": 0.5}, "settings are epochs, .*; got blur"),
         ({"size": 64}, "64"),

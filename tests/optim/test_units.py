@@ -124,8 +124,7 @@ def test_layers_that_do_not_run_are_judged_by_their_order() -> None:
     layers |= {"norm": nn.BatchNorm1d(4), "aux_out": nn.Linear(4, 3)}
     model = FunctionModel(lambda m, x: m.out(m.a(x).relu()), **layers)
     table = str(build(model, example_inputs=torch.randn(4, 6)))
-    assert "fixed, norm follows" in table
-    assert re.search("aux_out.weight +the output layer", table)
+    assert "fixed, norm follows" in table and re.search("aux_out.weight +the output", table)
 
 
 @both_coordinates

@@ -162,12 +162,8 @@ class Settings:
         _check(is_resnet or self.skip == "centred", f"{self.network} has no skip connections.")
         if self.widths is not None:
             fits = 0 < len(self.widths) <= (1 if is_resnet else math.inf) and min(self.widths) >= 1
-            count = "one" if is_resnet else "one or more"
-            _check(
-                fits,
-                f"widths are numbers of channels from 1 on, {count} for {self.network}; got "
-                f"{list(self.widths)}.",
-            )
+            words = "widths are numbers of channels from 1 on" + ", one for a ResNet" * is_resnet
+            _check(fits, f"{words}; got {list(self.widths)}.")
 
 
 @dataclass(frozen=True)

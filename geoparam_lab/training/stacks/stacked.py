@@ -30,10 +30,8 @@ from geoparam_lab.training.stacks.packing import Data
 from geoparam_lab.training.stacks.stack_motion import Motion, Recorder
 
 Array = np.ndarray
+# A loss or metric: outputs and targets (S, N, ...) -> a number for each member, (S,).
 Score = Callable[[Tensor, Tensor], Tensor]
-
-
-# --- losses and metrics: outputs and targets (S, N, ...) -> a number for each member, (S,) -------
 
 
 def absolute_error(output: Tensor, target: Tensor) -> Tensor:
