@@ -87,12 +87,7 @@ def find_units(
     """
     _check_model(model)
     graph = None if example_inputs is None else trace(model, example_inputs)
-    outputs, norms = set(output_layers(model)), _norms_by_order(model)
-    if graph is not None:  # the order counts for what did not run: heads for training only
-        ran = set(graph.layers)
-        outputs = outputs - ran | set(graph.outputs)
-        norms = {layer: norm for layer, norm in norms.items() if layer not in ran}
-        norms |= _norms_by_graph(model, graph)
+    outputs, norms = _outputs_and_norms(model, graph)
     parameters = dict(model.named_parameters())
     names = {id(p): name for name, p in parameters.items()}
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
@@ -123,6 +118,16 @@ def find_units(
         hint = " With example_inputs, output layers are found in a run." if graph is None else ""
         raise ValueError(f"no layer of this model has units to train ({why}).{hint}")
     return units, plain, candidates
+
+
+def _outputs_and_norms(model: nn.Module, graph: Graph | None) -> tuple[set[str], dict[str, str]]:
+    """Return the output layers, and the norms after layers: by order for what did not run."""
+    outputs, norms = set(output_layers(model)), _norms_by_order(model)
+    if graph is None:
+        return outputs, norms
+    ran = set(graph.layers)  # heads for training only do not
+    norms = {layer: norm for layer, norm in norms.items() if layer not in ran}
+    return outputs - ran | set(graph.outputs), norms | _norms_by_graph(model, graph)
 
 
 def _find_overlaps(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
