@@ -20,7 +20,7 @@ from geoparam.inspection import arguments_of, tensors_in
 from geoparam.storage import list_few
 
 CLOSE = 0.01  # a change below this share of the change that was made counts as none
-MOST = 1.5  # share of the change of replaced examples that others may have where they see these
+MOST = 1.5  # examples that see replaced ones may change so many times as much as these
 
 
 def count_examples(inputs: Inputs) -> int | None:
@@ -97,7 +97,7 @@ def _choose_division(
     if moving := [b for b, (old, new) in parts.items() if _is_close(new, old.roll(1, 0), old)]:
         best = min(moving, key=shares.__getitem__)
         return 0 if shares[best] > MOST else best
-    if _is_close(moved, values, values.roll(1, 0)):  # in another place they are the same
+    if _is_close(moved, values, values.roll(1, 0)):  # rows stay although examples moved
         return 0
     best = min(shares, key=shares.__getitem__, default=0)
     if shares and shares[best] < CLOSE:
@@ -121,7 +121,7 @@ def _sum_values(
         has_bits = isinstance(site.activation, MaxPool) or site.breaks is not None
         if has_bits and z.ndim and z.numel():
             values = z.float().nan_to_num(0, 0, 0).reshape(*(*z.shape, 1)[:2], -1)
-            weights = torch.linspace(1, 2, values.shape[2], device=z.device)  # 1 might cancel
+            weights = torch.linspace(1, 2, values.shape[2], device=z.device)  # ones might cancel
             with torch.autocast(z.device.type, enabled=False):
                 found[step], names[step] = values @ weights, site.name
 

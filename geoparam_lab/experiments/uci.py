@@ -218,7 +218,7 @@ def run(
     if folds is not None and protocol != "cv":
         raise ValueError(f"folds are of protocol 'cv'; got {protocol!r}.")
     grid = {"heldout": RATES, "cv": WIDE_RATES}.get(protocol) if lrs is None else lrs
-    config: Record = {"folds": folds or 5} if protocol == "cv" else {}
+    config: Record = {"folds": 5 if folds is None else folds} if protocol == "cv" else {}
     config |= {
         "methods": chosen,
         "protocol": protocol,

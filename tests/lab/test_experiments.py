@@ -74,6 +74,7 @@ def test_every_experiment_says_what_it_is(experiment: Experiment) -> None:
         ("uci", {"protocol": "test"}, "protocol .* of paper, heldout, cv; got 'test'"),
         ("uci", {"folds": 5}, "folds are of protocol 'cv'"),
         ("uci", {"datasets": ["levy2"], "protocol": "cv", "folds": 4000}, "cannot be divided"),
+        ("uci", {"datasets": ["levy2"], "protocol": "cv", "folds": 0}, "into 0 folds"),
         ("uci", {"methods": ["bn:init=sphere"]}, "of geometric layers; got 'bn:init=sphere'"),
         ("width", {"widths": [4]}, "two widths or more"),
         ("uci", {"seeds": 0}, "seeds must be >= 1; got 0"),
