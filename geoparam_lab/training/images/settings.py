@@ -72,7 +72,8 @@ class Settings:
         precision: "fp32", or "bf16" for autocast.
         compile: use torch.compile.
         deterministic: the same run gives the same bits on a GPU too.
-        init: "glorot", as the papers' code, or "sphere", as their text.
+        init: "glorot", as the papers' code, "sphere", as their text, or "released", as the code
+            with its inverse of u(theta), which loses a sign.
         imn: where IMN is: "output", as in the papers' code, or "input", as in their text.
         mbn: where MBN's offset is: "after" the mean, or "before" it, as the papers' code, where it
             has no effect.
