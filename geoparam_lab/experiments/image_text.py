@@ -17,6 +17,9 @@ IMAGENET = {"classes": 1000, "train": 1_281_167, "val": 50_000}  # ILSVRC 2012
 NETWORKS = {"vgg6": "VGG-6"} | {f"resnet{depth}": f"ResNet-{depth}" for depth in (18, 34, 50)}
 SCHEDULES = {
     "steps": "v2's: the rate falls to a tenth at 1/3, 2/3 and 8/9 of the epochs",
+    "plateau-top1": "v1's: a tenth after 5 epochs without a better top-1, end after 10",
+    "plateau-top5": "the released code's: a tenth after 5 epochs without a better top-5, end "
+    "after 10, and the best weights are kept",
     "linear": "the rate falls to 0 along a line, a little in every step",
     "cosine": "the rate falls to 0 along half a cosine, a little in every step",
 }

@@ -73,6 +73,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "gmp+imn": {"method": "gmp+imn"},
     "intrinsic+imn": {"method": "intrinsic+imn", "weight_decay": 0.1},
     "in parts": {"method": "gmp", "accumulate": 2, "schedule": "cosine"},
+    "best weights": {"method": "gmp", "schedule": "plateau-top5", "patience": 1, "epochs": 4},
 }
 
 

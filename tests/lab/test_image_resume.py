@@ -46,6 +46,15 @@ RUNS: dict[str, dict[str, Any]] = {
         "schedule": "linear",
         "nesterov": True,
     },
+    "plateau": {"method": "bn", "schedule": "plateau-top1", "patience": 1, "epochs": 6},
+    "best weights": {
+        "method": "gmp+imn",
+        "schedule": "plateau-top5",
+        "patience": 2,
+        "warmup": 0.3,
+        "epochs": 8,
+        "select": 0.25,
+    },
     "turn": {"method": "bn", "optimizer": "geometric", "base": "muon", "turn": 2.0, "lr": 1e-3},
 }
 

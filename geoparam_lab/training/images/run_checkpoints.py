@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.fsdp import FSDPModule
 
 from geoparam.storage import replacing
 
@@ -46,13 +47,29 @@ def read(folder: Path) -> State | None:
         ) from error
 
 
+def get_weights(model: nn.Module) -> State:
+    """Return a copy of the model's state on the CPU; complete in the main process."""
+    weights: State = dcp.get_model_state_dict(model, options=_WHOLE)
+    return {name: value.clone() for name, value in weights.items()}  # on a CPU the model's own
+
+
+def load_weights(model: nn.Module, weights: State | None) -> None:
+    """Load the main process's result of `get_weights` in all processes; a collective call."""
+    from accelerate.utils import broadcast_object_list
+
+    [sent] = broadcast_object_list([weights])
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # evaluation leaves it whole
+    dcp.set_model_state_dict(model, sent, options=_WHOLE)
+
+
 def get_state(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> State:
     """Return a copy of all that training changes, on the CPU; complete in the main process.
 
     It is the states of the model, of its optimizer, and of torch's generators.
     """
-    weights: State = dcp.get_model_state_dict(model, options=_WHOLE)
-    weights = {name: value.clone() for name, value in weights.items()}  # on a CPU the model's own
+    weights = get_weights(model)  # first: under FSDP2 it shards what evaluation left whole
     moments: State = {}
     # SGD without momentum has no state. torch would take a step of rate 0 to find out, which calls
     # the hook that retracts and may change the last bit.

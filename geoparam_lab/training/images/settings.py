@@ -21,6 +21,7 @@ import numpy as np
 from geoparam_lab import methods
 from geoparam_lab.checks import check_counts, check_names
 from geoparam_lab.run_folder import Record
+from geoparam_lab.training.images.plateau import PLATEAUS
 from geoparam_lab.training.images.rival_optimizers import RIVALS
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16"}  # and what Accelerate calls them
@@ -31,7 +32,7 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {  # and the settings that are theirs a
     "geometric": ("rest", "rest_lr", "base", "turn", "coordinates"),
 }
 BASES = ("sgd", "adamw", "muon")
-SCHEDULES = ("steps", "linear", "cosine")
+SCHEDULES = ("steps", *PLATEAUS, "linear", "cosine")
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,11 @@ class Settings:
         lr: the schedule scales it.
         batch_size: images in a step, over all processes.
         seed: of the weights, the order of the images and their augmentation.
-        epochs: how many there are.
-        schedule: "steps", as in the papers' v2, "linear" or "cosine".
+        epochs: how many there are at most.
+        schedule: "steps", as in the papers' v2, "plateau-top1", as in v1, "plateau-top5", as in
+            the released code, "linear" or "cosine".
+        patience: epochs without a better accuracy after which a plateau schedule cuts rates to a
+            tenth; after twice as many a run ends.
         warmup: share of all steps in which rates rise from 0.
         optimizer: "sgd", "adamw", "muon", "airbench", "rotational", "angularmuown", or "geometric"
             for `gp.GeometricOptimizer`.
@@ -68,7 +72,8 @@ class Settings:
         precision: "fp32", or "bf16" for autocast.
         compile: use torch.compile.
         deterministic: the same run gives the same bits on a GPU too.
-        init: "glorot", as the papers' code, or "sphere", as their text.
+        init: "glorot", as the papers' code, "sphere", as their text, or "released", as the code
+            with its inverse of u(theta), which loses a sign.
         imn: where IMN is: "output", as in the papers' code, or "input", as in their text.
         mbn: where MBN's offset is: "after" the mean, or "before" it, as the papers' code, where it
             has no effect.
@@ -87,6 +92,7 @@ class Settings:
     seed: int
     epochs: int = 90
     schedule: str = "steps"
+    patience: int = 5
     warmup: float = 0.0
     optimizer: str = "sgd"
     momentum: float | None = None
@@ -125,7 +131,8 @@ class Settings:
         check_names("optimizer", OPTIMIZERS, self.optimizer)
         check_names("base", BASES, self.base or "sgd")
         check_names("rest", BASES[:2], self.rest or "sgd")
-        check_counts(batch_size=self.batch_size, epochs=self.epochs, accumulate=self.accumulate)
+        counts = ("batch_size", "epochs", "accumulate", "patience")
+        check_counts(**{name: getattr(self, name) for name in counts})
         for name in ("momentum", "label_smoothing", "dropout", "warmup", "select"):
             value = getattr(self, name)
             _check(0 <= (value or 0) < 1, f"{name} is from 0 to below 1; got {value}.")
@@ -157,6 +164,10 @@ class Settings:
         _check(
             self.optimizer != "rotational" or self.weight_decay > 0,
             "rotational turns units by decay's angle: weight_decay is above 0.",
+        )
+        _check(
+            self.schedule in PLATEAUS or self.patience == Settings.patience,
+            f"patience is for {' and '.join(PLATEAUS)}; got schedule {self.schedule!r}.",
         )
         is_resnet = self.network.startswith("resnet")
         _check(is_resnet or self.skip == "centred", f"{self.network} has no skip connections.")
@@ -192,7 +203,7 @@ def find_rate_factor(schedule: str, epochs: int, warmup: float, epoch: float) ->
 
 
 WORDS = tuple("optimizer base rest coordinates schedule init imn mbn skip scales".split())
-WHOLE = ("accumulate", "crop")  # numbers that are whole
+WHOLE = ("accumulate", "crop", "patience")  # numbers that are whole
 _NUMBERS = "lr decay turn rest_lr momentum warmup label_smoothing scale_decay dropout"
 NUMBERS = (*_NUMBERS.split(), *WHOLE)
 _READERS: dict[str, Any] = dict.fromkeys(WORDS, str) | dict.fromkeys(NUMBERS, float)
