@@ -61,6 +61,8 @@ class Rows:
             first_rows.append(first_rows[-1] + count)
         spans = [slice(*pair) for pair in zip(first_rows, first_rows[1:], strict=False)]
         self.stacks = [_Stack(members, spans, self.device) for members in stacks.values()]
+        numbers = torch.cat([stack.numbers for stack in self.stacks])
+        self.order = numbers.argsort()  # where each row is in the stacks, one after the other
 
     def project(
         self,
@@ -75,82 +77,75 @@ class Rows:
         r has the sign of `r_before`. Of a row that has never had a direction grad_r is -|g|: its
         length will grow along the descent.
         """
-        r, grad_r, size_g = torch.empty((3, self.total), dtype=self.dtype, device=self.device)
-        for stack in self.stacks:
-            x, y = stack.join(w), stack.join(g)
-            before, at_length = stack.take(r_before), stack.take(length)
-            scale = torch.linalg.vector_norm(x, dim=1).copysign(before)
-            is_new = (scale == 0) & (before == 0)
-            size = torch.linalg.vector_norm(y, dim=1)
-            by_scale = torch.linalg.vecdot(x, y) / nonzero(scale)
+        pairs = [(stack.join(w), stack.join(g)) for stack in self.stacks]
+        r = self._gather([torch.linalg.vector_norm(x, dim=1) for x, _ in pairs]).copysign(r_before)
+        size_g = self._gather([torch.linalg.vector_norm(y, dim=1) for _, y in pairs])
+        by_r = self._gather([torch.linalg.vecdot(x, y) for x, y in pairs]) / nonzero(r)
 
-            by_g = torch.where(is_new, 1, scale / at_length)
-            gradient = torch.mul(y, by_g[:, None], out=stack.find_memory(grad_d))
-            gradient.addcmul_(x, (-by_scale / at_length)[:, None])
+        is_new = (r == 0) & (r_before == 0)
+        by_g = torch.where(is_new, 1, r / length)[:, None]
+        by_w = (-by_r / length)[:, None]
+        for stack, (x, y) in zip(self.stacks, pairs, strict=True):
+            gradient = torch.mul(y, stack.take(by_g), out=stack.find_memory(grad_d))
+            gradient.addcmul_(x, stack.take(by_w))
             stack.scatter(gradient, grad_d)
-            stack.put(r, scale)
-            stack.put(grad_r, torch.where(is_new, -size, by_scale))
-            stack.put(size_g, size)
-        return r, grad_r, size_g
+        return r, torch.where(is_new, -size_g, by_r), size_g
 
     def measure(
         self, w: Sequence[Tensor], d: Sequence[Tensor], r: Tensor, work: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return how far each row of d goes along w / r, and across it; `work` is overwritten."""
-        along, across = torch.empty((2, self.total), dtype=self.dtype, device=self.device)
-        for stack in self.stacks:
-            x, y = stack.join(w), stack.join(d)
-            scale = nonzero(stack.take(r))
-            parallel = torch.linalg.vecdot(x, y) / scale
-            # |d|^2 - along^2 would have few digits.
-            memory = stack.find_memory(work)
-            rest = torch.addcmul(y, x, (-parallel / scale)[:, None], out=memory)
-
-            stack.put(along, parallel)
-            stack.put(across, torch.linalg.vector_norm(rest, dim=1))
-        return along, across
+        pairs = [(stack.join(w), stack.join(d)) for stack in self.stacks]
+        along = self._gather([torch.linalg.vecdot(x, y) for x, y in pairs]) / nonzero(r)
+        by_w = (-along / nonzero(r))[:, None]
+        sizes = []
+        for stack, (x, y) in zip(self.stacks, pairs, strict=True):  # |d|^2 - along^2: few digits
+            rest = torch.addcmul(y, x, stack.take(by_w), out=stack.find_memory(work))
+            sizes.append(torch.linalg.vector_norm(rest, dim=1))
+        return along, self._gather(sizes)
 
     def combine(self, w: Sequence[Tensor], d: Sequence[Tensor], a: Tensor, b: Tensor) -> None:
         """Write a w + b d to d."""
+        a, b = a[:, None], b[:, None]
         for stack in self.stacks:
-            result = stack.join(d)
-            result.mul_(stack.take(b)[:, None])
-            result.addcmul_(stack.join(w), stack.take(a)[:, None])
+            result = stack.join(d).mul_(stack.take(b))
+            result.addcmul_(stack.join(w), stack.take(a))
             stack.scatter(result, d)
+
+    def _gather(self, by_stack: list[Tensor]) -> Tensor:
+        """Return one tensor of all rows from one for each stack."""
+        return torch.cat(by_stack)[self.order]
 
 
 class _Stack:
-    """Matrices of equal width, as one: their numbers, and their rows among all."""
+    """Matrices of equal width, as one: which they are, and which rows among all they have."""
 
     def __init__(self, members: list[int], spans: list[slice], device: torch.device) -> None:
-        self.members = members
+        self.members, self.span = members, spans[members[0]]
         self.counts = [spans[i].stop - spans[i].start for i in members]
-        self.span = spans[members[0]]
-        self.numbers: Tensor | None = None
-        if len(members) > 1:
-            self.numbers = torch.cat(
-                [torch.arange(spans[i].start, spans[i].stop, device=device) for i in members]
-            )
+        ranges = [torch.arange(spans[i].start, spans[i].stop, device=device) for i in members]
+        self.numbers = torch.cat(ranges)
+        self.is_single = len(members) == 1
 
     def join(self, matrices: Sequence[Tensor]) -> Tensor:
-        if self.numbers is None:
+        """Return the matrices as one: a single one itself, several as a copy."""
+        if self.is_single:
             return matrices[self.members[0]]
         return torch.cat([matrices[i] for i in self.members])
 
     def find_memory(self, matrices: Sequence[Tensor]) -> Tensor | None:
         """Return where results can be written at once; None where they have to be scattered."""
-        return matrices[self.members[0]] if self.numbers is None else None
+        return matrices[self.members[0]] if self.is_single else None
 
     def scatter(self, joined: Tensor, matrices: Sequence[Tensor]) -> None:
-        if self.numbers is not None:
+        """Write a copy back to the matrices; a single one has been written already."""
+        if not self.is_single:
             parts = joined.split(self.counts)
             torch._foreach_copy_([matrices[i] for i in self.members], parts)
 
     def take(self, per_row: Tensor) -> Tensor:
-        return per_row[self.span] if self.numbers is None else per_row[self.numbers]
-
-    def put(self, per_row: Tensor, values: Tensor) -> None:
-        per_row[self.span if self.numbers is None else self.numbers] = values
+        """Return the entries of these rows."""
+        return per_row[self.span] if self.is_single else per_row[self.numbers]
 
 
 def rows_for(shapes: Sequence[tuple[int, int]], like: Tensor) -> Rows:

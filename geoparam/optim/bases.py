@@ -154,14 +154,21 @@ def choose_rest(
     Where both are of one class, they share the options that the rest does not name.
     """
     if rest is None and base.is_muon:
-        is_on_gpu = all(type(p) is nn.Parameter and p.is_cuda for p in model.parameters())
-        rest = functools.partial(torch.optim.AdamW, **({"fused": True} if is_on_gpu else {}))
+        rest = functools.partial(torch.optim.AdamW, fused=_can_be_fused(model))
     elif rest is None:
         rest = functools.partial(base.func, **base.named)
     named = getattr(rest, "keywords", {})
     is_same = getattr(rest, "func", rest) is base.func
     shared = {k: v for k, v in options.items() if is_same and k not in named}
     return Recipe("rest", rest, lr, shared)
+
+
+def _can_be_fused(model: nn.Module) -> bool:
+    """Return whether torch's fused kernels take all parameters: plain tensors on one device."""
+    devices = {p.device.type for p in model.parameters()}
+    return devices in ({"cuda"}, {"cpu"}) and not any(
+        hasattr(p, "device_mesh") for p in model.parameters()
+    )
 
 
 def check_options(base: Any, options: Collection[str], siblings: Collection[str]) -> None:

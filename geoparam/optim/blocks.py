@@ -180,7 +180,9 @@ class Block:
         for m, value, grad in zip(self.members, *parts, strict=True):
             if not m.unit.is_fixed:
                 pair = [shard_like(m.weight, x, m.unit.rows) for x in (value, grad)]
-                self.slots.append(Slot("r", m.state, m.group + 1, *pair))
+                zeros = not m.state["length"].any()
+                slot = Slot("r", m.state, m.group + 1, *pair, began_as_zeros=zeros)
+                self.slots.append(slot)
         self.results.append((self.stored_r, self.r))
 
     def _add_biases(self) -> None:

@@ -14,6 +14,7 @@ from geoparam.optim.bases import Recipe
 
 State = dict[str, Any]
 FULL_PRECISION = (torch.float32, torch.float64)
+ZERO_START_PACE = 10.0  # times the rate of r: measured, see docs/optimizer.md
 
 
 class Slot:
@@ -25,6 +26,7 @@ class Slot:
         group: the number of the outer group from which it has its options.
         parts: rows of each layer in it, where it is a matrix.
         decays: whether the group's weight decay acts on it.
+        began_as_zeros: whether it is the r of a layer of zeros, which has far to grow.
     """
 
     def __init__(
@@ -36,9 +38,10 @@ class Slot:
         grad: Tensor | None = None,
         parts: tuple[int, ...] = (),
         decays: bool = False,
+        began_as_zeros: bool = False,
     ) -> None:
         self.name, self.outer, self.group = name, outer, group
-        self.parts, self.decays = parts, decays
+        self.parts, self.decays, self.began_as_zeros = parts, decays, began_as_zeros
         self.parameter = value
         self.prefix = f"{name}/" if name else ""
         if grad is not None:
@@ -81,7 +84,8 @@ class Inner:
         self.options = [key for key in recipe.defaults if key not in ("lr", "weight_decay")]
         members: dict[Any, list[Slot]] = {}
         for slot in slots:
-            members.setdefault((slot.name, slot.group, slot.decays), []).append(slot)
+            key = slot.name, slot.group, slot.decays, slot.began_as_zeros
+            members.setdefault(key, []).append(slot)
 
         self.first = [alike[0] for alike in members.values()]
         groups = [{"params": [slot.parameter for slot in alike]} for alike in members.values()]
@@ -111,7 +115,8 @@ def _find_rate_and_decay(slot: Slot, outer: dict[str, Any]) -> tuple[Any, float]
     if slot.name == "direction":  # which turns by an angle whatever the rate, or at the rate
         return (outer["lr"] if outer["turn"] is None else 1.0), 0.0
     if slot.name == "r":
-        return outer["lr"] * outer["scale_ratio"], outer["scale_decay"]
+        pace = ZERO_START_PACE if slot.began_as_zeros else 1.0
+        return outer["lr"] * outer["scale_ratio"] * pace, outer["scale_decay"]
     decay = outer.get("weight_decay", 0.0) if slot.decays else 0.0
     return outer["lr"] * outer["lr_ratio"], decay
 

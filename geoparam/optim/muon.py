@@ -86,11 +86,11 @@ class RowMuon(Optimizer):
 
 def _orthogonalise_all(matrices: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
     """Return the step of each matrix: the nearest orthogonal one, times -lr and its factor."""
-    changes = list(matrices)
+    changes, dtype = list(matrices), matrices[0].dtype
     coefficients = [group["ns_coefficients"]] * group["ns_steps"]
     for batch in _find_batches(matrices):
-        stacks = [torch.stack([matrices[i] for i in members]) for members in batch.values()]
-        result = orthogonalise(_join(stacks), coefficients, group["eps"])
+        stacks = [_stack([matrices[i] for i in members], group["eps"]) for members in batch.values()]
+        result = _iterate(_join(stacks), coefficients)
 
         first = 0
         for (out, fan_in), members in batch.items():
@@ -99,7 +99,8 @@ def _orthogonalise_all(matrices: list[Tensor], group: dict[str, Any]) -> list[Te
             part = part.mT if is_tall else part
             first += len(members)
             factor = -_find_factor(group["adjust_lr_fn"], out, fan_in)
-            steps = part.to(matrices[members[0]].dtype) * factor * group["lr"]
+            steps = torch.empty_like(part, dtype=dtype, memory_format=torch.contiguous_format)
+            steps.copy_(part).mul_(factor * group["lr"])
             for i, step in zip(members, steps.unbind(), strict=True):
                 changes[i] = step
     return changes
@@ -116,14 +117,21 @@ def _find_batches(matrices: list[Tensor]) -> list[dict[tuple[int, int], list[int
     return list(batches.values())
 
 
+def _stack(matrices: list[Tensor], eps: float) -> Tensor:
+    """Return matrices of one shape as a stack of wide ones of norm 1, in bfloat16."""
+    stack = _normalise(torch.stack(matrices), eps)
+    return stack.mT if stack.shape[1] > stack.shape[2] else stack
+
+
 def _join(stacks: list[Tensor]) -> Tensor:
-    """Return stacks of matrices as one of wide matrices.
+    """Return stacks of wide matrices as one.
 
     Shorter ones are padded with columns of zeros, which Newton-Schulz steps leave zero.
     """
-    wide = [x.mT if x.shape[1] > x.shape[2] else x for x in stacks]
-    longest = max(x.shape[2] for x in wide)
-    return torch.cat([nn.functional.pad(x, (0, longest - x.shape[2])) for x in wide])
+    if len(stacks) == 1:
+        return stacks[0]
+    longest = max(stack.shape[2] for stack in stacks)
+    return torch.cat([nn.functional.pad(x, (0, longest - x.shape[2])) for x in stacks])
 
 
 def orthogonalise(
@@ -134,14 +142,23 @@ def orthogonalise(
     Each step has coefficients of its own.
     """
     is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.bfloat16()
-    x = x.mT if is_tall else x
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=eps)
+    x = _normalise(matrices, eps)
+    x = _iterate(x.mT if is_tall else x, coefficients)
+    return x.mT if is_tall else x
+
+
+def _normalise(matrices: Tensor, eps: float) -> Tensor:
+    size = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True)
+    return (matrices / size.clamp(min=eps)).bfloat16()
+
+
+def _iterate(x: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
+    """Take Newton-Schulz steps X <- a X + (b A + c A^2) X with A = X X^T."""
     for a, b, c in coefficients:
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x.mT if is_tall else x
+    return x
 
 
 def _find_factor(name: str | None, out: int, fan_in: int) -> float:
