@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from geoparam.optim import RowMuon
-from geoparam_lab.training.images import rival_optimizers
-from geoparam_lab.training.images.rival_optimizers import EXPRESS, MUON, Together, polar
+from geoparam_lab.training import rival_optimizers
+from geoparam_lab.training.rival_optimizers import EXPRESS, MUON, Together, polar
 
 OPTIONS: dict[Any, dict[str, float]] = {
     RowMuon: {"lr": 0.05, "momentum": 0.95, "weight_decay": 0.2},
