@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from geoparam_lab.run_folder import Record
-
 LARGEST = 1 << 32  # bytes of a text: all of it is in memory
 VALIDATION_SHARE = 0.1  # the end of a text, where no other text is given
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
@@ -29,7 +27,7 @@ class Text:
     name: str
 
     @property
-    def fingerprint(self) -> Record:
+    def fingerprint(self) -> dict[str, Any]:
         """What tells this text from others."""
         digest = hashlib.sha256(self.train.data)
         digest.update(self.val.data)

@@ -85,15 +85,15 @@ def run(
         data: a text file, plain or .xz; by default the sources of Python's standard library.
         validation: another text file; by default the last tenth of the text.
         methods: some of adamw, muon, angularmuown, muonh, and turn, which is ours.
-        widths: of the network.
-        depths: of the network, in blocks.
-        steps: of a run.
+        widths: widths of the network.
+        depths: blocks of the network.
+        steps: steps of the optimizer in a run.
         batch_sizes: windows in a step, over all processes.
         one_factor: vary width, depth, steps and batch size one at a time, around the first of
             each, in place of all combinations.
         turns: degrees by which units turn in a step at the schedule's peak: method turn.
         lrs: rates of the other methods: adamw's for all, else for hidden matrices.
-        momenta: momenta, or adamw's first beta.
+        momenta: of hidden matrices, or adamw's first beta.
         decays: weight decay: of muon's hidden matrices, of all of adamw's.
         rest_lrs: AdamW's rates for embeddings, norms and the output layer.
         rest_decays: weight decay of embeddings and the output layer, but adamw's.
