@@ -48,6 +48,7 @@ class ShakespeareSettings(TextSettings):
 
 ShakespeareSettings.__doc__ = TextSettings.__doc__  # the help of its options
 _SETTINGS = {"text": TextSettings, "shakespeare": ShakespeareSettings}
+_METHODS = {"text": ("turn", "muon"), "shakespeare": ("adamw", "turn")}
 
 
 def run(
@@ -56,7 +57,8 @@ def run(
     *,
     data: str | Path | None = None,
     validation: str | Path | None = None,
-    methods: Sequence[str] = ("turn", "muon"),
+    methods: Sequence[str] | None = None,
+    method: list[str] | None = None,
     widths: Sequence[int] = (256,),
     depths: Sequence[int] = (6,),
     steps: Sequence[int] = (500,),
@@ -84,7 +86,10 @@ def run(
         experiment: "text" or "shakespeare".
         data: a text file, plain or .xz; by default the sources of Python's standard library.
         validation: another text file; by default the last tenth of the text.
-        methods: some of adamw, muon, angularmuown, muonh, and turn, which is ours.
+        methods: some of adamw, muon, angularmuown, muonh, and turn, which is ours; by default turn
+            and muon, or adamw and turn for shakespeare.
+        method: one more method with numbers of its own, as in muon:lr=0.01,0.02:decay=0.1,0.3; may
+            be given again.
         widths: widths of the network.
         depths: blocks of the network.
         steps: steps of the optimizer in a run.
@@ -109,8 +114,10 @@ def run(
     Returns:
         The sweep's folder; None in all but the leading one of several processes.
     """
+    check_names("experiment", _SETTINGS, experiment)
+    chosen = [*(methods or ()), *(method or ())]
     axes = {
-        "methods": methods,
+        "methods": chosen if methods is not None or method else _METHODS[experiment],
         "widths": widths,
         "depths": depths,
         "steps": steps,
@@ -125,7 +132,6 @@ def run(
         "schedules": schedules,
     }
     check_counts(seeds=seeds, jobs=jobs)
-    check_names("experiment", _SETTINGS, experiment)
     config = _make_config(experiment, axes, settings) | {"seeds": seeds, "one_factor": one_factor}
     todo = list_tasks(config)  # raises where settings are wrong
     if experiment == "shakespeare" and data is None:
@@ -276,7 +282,6 @@ SHAKESPEARE = _make_experiment(
     run=functools.partial(
         run,
         experiment="shakespeare",
-        methods=("adamw", "turn"),
         widths=(384,),
         steps=(5000,),
         batch_sizes=(64,),

@@ -69,6 +69,15 @@ def test_a_method_has_the_numbers_that_are_its_own() -> None:
     assert f"adamw-{size}-lr0.01-decay0.3-momentum0.9-power-seed1" in names
 
 
+def test_a_method_may_have_values_of_its_own() -> None:
+    axes = dict.fromkeys(("decays", "momenta", "rest_lrs", "rest_decays", "scale_lrs"))
+    config = {**GRID, **axes, **text.find_defaults(text.TextSettings), "widths": [16]}
+    config |= {"depths": [1], "schedules": ["linear"], "seeds": 1}
+    config["methods"] = ["muon:lr=0.3:decay=0,0.5", "turn:turn=7:schedule=hold,cosine", "muon"]
+    found = [(t.settings.method, t.settings.turn or t.settings.lr) for t in list_tasks(config)]
+    assert found == [("muon", 0.3)] * 2 + [("turn", 7)] * 2 + [("muon", 0.01), ("muon", 0.02)]
+
+
 def test_the_record_says_what_the_text_was(whole: Run) -> None:
     found = whole.config["data"]
     assert found["name"] == "words.txt" and re.fullmatch("[0-9a-f]{64}", found["sha256"])
@@ -150,6 +159,8 @@ def test_jobs_give_the_same_records(whole: Run, data: Path, tmp_path: Path) -> N
     ("options", "said"),
     [
         ({"methods": ["lion"]}, "each of methods is one of turn, adamw"),
+        ({"methods": ["muon:turn=2"]}, "options of muon are lr, decay.*got 'turn=2'"),
+        ({"methods": ["muon:lr=fast"]}, "got 'lr=fast'"),
         ({"methods": []}, "methods must not be empty"),
         ({"widths": []}, "widths must not be empty"),
         ({"widths": [0]}, "width must be >= 1; got 0"),

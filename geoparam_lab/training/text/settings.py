@@ -2,12 +2,14 @@
 
 A sweep is a grid. Sizes (width, depth, steps, batch size) are combined, or varied one at a time
 around the first of each; at each size a method has every combination of those numbers that are its
-own: "turn" has angles and no decay, Muon rates and a decay.
+own: "turn" has angles and no decay, Muon rates and a decay. A method may name its own values:
+
+    muon:lr=0.01,0.02:decay=0.1,0.3
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -246,22 +248,48 @@ def list_tasks(config: Record) -> list[TextTask]:
         for size in list_sizes(config):
             for method in config["methods"]:
                 for numbers in _list_numbers(method, config):
-                    options = {**common, **size, **numbers, "method": method, "seed": seed}
+                    options = {**common, **size, **numbers, "seed": seed}
                     task = TextTask(TextSettings(**options))
                     by_name.setdefault(task.name, task)
     return list(by_name.values())
 
 
-def _list_numbers(method: str, config: Record) -> Iterator[dict[str, Any]]:
-    """Yield the schedule and the numbers of a method in all combinations."""
-    check_names("each of methods", METHODS, method)
-    axes: dict[str, Sequence[Any]] = {"schedule": config["schedules"]}
+def _list_numbers(text: str, config: Record) -> Iterator[dict[str, Any]]:
+    """Yield a method's schedule and numbers in all combinations: its own, or the sweep's."""
+    method, own = read_method(text)
+    axes: dict[str, Any] = {"schedule": own.get("schedule", config["schedules"])}
     for number, usual in METHODS[method].items():
-        several = config[NUMBERS[number]]
+        several = own.get(number, config[NUMBERS[number]])
         axes[number] = [usual] if several is None else several
     absent = dict.fromkeys(NUMBERS)
     for values in itertools.product(*axes.values()):
-        numbers = dict(zip(axes, values, strict=True))
+        numbers = {**absent, **dict(zip(axes, values, strict=True)), "method": method}
         if method == "turn":
             numbers["lr"] = numbers["rest_lr"]
-        yield {**absent, **numbers}
+        yield numbers
+
+
+def read_method(text: str) -> tuple[str, dict[str, list[Any]]]:
+    """Return a method and the numbers that it was given for itself.
+
+    Example:
+        >>> read_method("muon:lr=0.01,0.02:decay=0.3")
+        ('muon', {'lr': [0.01, 0.02], 'decay': [0.3]})
+    """
+    method, *parts = text.split(":")
+    check_names("each of methods", METHODS, method)
+    own: dict[str, list[Any]] = {}
+    for part in parts:
+        option, _, values = part.partition("=")
+        is_known = option in METHODS[method] or option == "schedule"
+        try:
+            read: Any = str if option == "schedule" else float
+            own[option] = [read(value) for value in values.split(",")]
+        except ValueError:
+            is_known = False
+        if not is_known:
+            raise ValueError(
+                f"options of {method} are {', '.join(METHODS[method])} and schedule, with values "
+                f"between commas as in muon:lr=0.01,0.02:decay=0.1; got {part!r}."
+            )
+    return method, own
