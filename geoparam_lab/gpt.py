@@ -23,8 +23,16 @@ from geoparam_lab.checks import check_names
 BYTES = 256
 EMBEDDING_STD = 0.02
 NORMS = ("layernorm", "rmsnorm")
+
+
+def relu2(x: Tensor) -> Tensor:
+    """Return relu(x)^2; as a product, since autocast computes powers in fp32."""
+    positive = F.relu(x)
+    return positive * positive
+
+
 MLPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu2": lambda x: F.relu(x).square(),
+    "relu2": relu2,
     "gelu": F.gelu,
     "relu": F.relu,
 }
