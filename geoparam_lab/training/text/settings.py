@@ -205,11 +205,11 @@ class TextTask:
     @property
     def tuned(self) -> str:
         """Its numbers besides the rate, as tables read them."""
-        numbers = [f"{name}={value:g}" for name, value in self.numbers.items() if name != "lr"]
-        words = (
-            [] if self.settings.schedule == "linear" else [f"schedule={self.settings.schedule}"]
-        )
-        return ":".join([*numbers, *words])
+        rate = "rest_lr" if self.settings.method == "turn" else "lr"
+        parts = [f"{name}={value:g}" for name, value in self.numbers.items() if name != rate]
+        if self.settings.schedule != "linear":
+            parts.append(f"schedule={self.settings.schedule}")
+        return ":".join(parts)
 
     def __str__(self) -> str:
         one = self.settings
