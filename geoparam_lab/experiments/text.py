@@ -86,8 +86,8 @@ def run(
         experiment: "text" or "shakespeare".
         data: a text file, plain or .xz; by default the sources of Python's standard library.
         validation: another text file; by default the last tenth of the text.
-        methods: some of adamw, muon, angularmuown, muonh, and turn, which is ours; by default turn
-            and muon, or adamw and turn for shakespeare.
+        methods: some of adamw, muon, angularmuown, muonh, and ours, turn and geometric (without a
+            turn); by default turn and muon, or adamw and turn for shakespeare.
         method: one more method with numbers of its own, as in muon:lr=0.01,0.02:decay=0.1,0.3; may
             be given again.
         widths: widths of the network.
@@ -102,7 +102,7 @@ def run(
         decays: weight decay: of muon's hidden matrices, of all of adamw's.
         rest_lrs: AdamW's rates for embeddings, norms and the output layer.
         rest_decays: weight decay of embeddings and the output layer, but adamw's.
-        scale_lrs: rates of r: method turn.
+        scale_lrs: rates of r, for our methods.
         schedules: some of linear, cosine, power and hold.
         seeds: how many, from 0 on.
         jobs: runs that are trained side by side on this machine's GPU, each in a process of its
@@ -209,6 +209,8 @@ def _check_processes(todo: Sequence[TextTask], jobs: int, storage: str | None) -
     for task in todo:
         processes.check_processes(accelerator, precision, task.settings.batch_size)
     processes.check_jobs(accelerator, jobs, storage)
+    for settings in {task.settings.method: task.settings for task in todo}.values():
+        preparation.make_optimizer(settings, preparation.build(settings))  # raises before all runs
     return accelerator.is_main_process
 
 

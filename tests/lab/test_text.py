@@ -158,7 +158,7 @@ def test_jobs_give_the_same_records(whole: Run, data: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"methods": ["lion"]}, "each of methods is one of turn, adamw"),
+        ({"methods": ["lion"]}, "each of methods is one of turn, geometric, adamw"),
         ({"methods": ["muon:turn=2"]}, "options of muon are lr, decay.*got 'turn=2'"),
         ({"methods": ["muon:lr=fast"]}, "got 'lr=fast'"),
         ({"methods": []}, "methods must not be empty"),
@@ -175,6 +175,7 @@ def test_jobs_give_the_same_records(whole: Run, data: Path, tmp_path: Path) -> N
         ({"speed": 3}, "settings are heads, .*got speed"),
         ({"context": 4000}, "text must be longer than the context"),
         ({"methods": ["muonh"], "zero_projections": True}, "muonh keeps each matrix"),
+        ({"coordinates": "angles"}, "turn needs coordinates intrinsic"),
         ({"seeds": 0}, "seeds must be >= 1"),
     ],
 )

@@ -107,6 +107,12 @@ def test_ours_is_the_geometric_optimizer_with_its_turn() -> None:
     assert turn == pytest.approx(3.0, rel=0.05)
 
 
+@pytest.mark.parametrize("coordinates", ["intrinsic", "angles"])
+def test_geometric_has_a_rate_of_units_and_one_of_the_rest(coordinates: str) -> None:
+    training = start("geometric", lrs=[0.02], base="adamw", coordinates=coordinates, warmup=0.0)
+    assert [group["lr"] for group in training.optimizer.param_groups] == [0.02, 0.01]
+
+
 def test_hidden_matrices_are_the_rivals_and_the_rest_is_adamws() -> None:
     model = preparation.build(make_task("muon").settings)
     optimizer = preparation.make_optimizer(make_task("muon").settings, model)

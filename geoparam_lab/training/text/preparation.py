@@ -36,7 +36,7 @@ def make_optimizer(settings: TextSettings, model: gpt.GPT) -> torch.optim.Optimi
         betas = (settings.momentum, settings.beta2)
         groups = _group(list(model.parameters()), settings.decay)
         return torch.optim.AdamW(groups, lr=settings.lr, betas=betas)
-    if settings.method == "turn":
+    if settings.method in ("turn", "geometric"):
         return _make_geometric(settings, model)
     make, _ = RIVALS[settings.method]
     rows = model.hidden_weights()
@@ -67,6 +67,9 @@ def _make_geometric(settings: TextSettings, model: gpt.GPT) -> torch.optim.Optim
         "sgd": (torch.optim.SGD, {"momentum": settings.momentum, "nesterov": True}),
     }
     base, options = bases[settings.base]
+    rest: dict[str, Any] = {"betas": (REST_BETA1, settings.beta2)}
+    if settings.turn is None:  # with a turn, lr is the rest's
+        rest["lr"] = settings.rest_lr
     coordinates: Any = settings.coordinates
     scale: Any = settings.scale
     return gp.GeometricOptimizer(
@@ -77,7 +80,7 @@ def _make_geometric(settings: TextSettings, model: gpt.GPT) -> torch.optim.Optim
         coordinates=coordinates,
         scale=scale,
         scale_lr=settings.scale_lr,
-        rest=partial(torch.optim.AdamW, betas=(REST_BETA1, settings.beta2)),
+        rest=partial(torch.optim.AdamW, **rest),
         weight_decay=settings.rest_decay or 0.0,
         **options,
     )

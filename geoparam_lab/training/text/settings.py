@@ -31,6 +31,13 @@ METHODS: dict[str, dict[str, float | None]] = {
         "rest_decay": None,
         "scale_lr": None,
     },
+    "geometric": {
+        "lr": 3e-3,
+        "momentum": 0.9,
+        "rest_lr": 3e-3,
+        "rest_decay": None,
+        "scale_lr": None,
+    },
     "adamw": {"lr": 3e-3, "decay": 0.1, "momentum": 0.9},
     "muon": {"lr": 0.02, "decay": 0.1, "momentum": 0.95, "rest_lr": 3e-3, "rest_decay": None},
     "angularmuown": {"lr": 0.04, "momentum": 0.95, "rest_lr": 3e-3, "rest_decay": None},
@@ -55,7 +62,8 @@ class TextSettings:
     The command line shows what is said here of each.
 
     Args:
-        method: "adamw", "muon", "angularmuown", "muonh", or "turn" for `gp.GeometricOptimizer`.
+        method: "adamw", "muon", "angularmuown", "muonh", or `gp.GeometricOptimizer`: "turn", and
+            "geometric" without a turn.
         width: of the residual stream.
         depth: blocks.
         steps: of the optimizer.
@@ -67,7 +75,7 @@ class TextSettings:
         momentum: of the hidden matrices; with "adamw", its first beta.
         rest_lr: AdamW's rate for embeddings, norms and the output layer.
         rest_decay: weight decay of embeddings and the output layer.
-        scale_lr: with "turn", the rate of r.
+        scale_lr: the rate of r, for our methods.
         schedule: after the warmup: "linear", "cosine", "power" (1 - t^p), "hold" (and fall).
         heads: None for one for each 64 of the width.
         context: bytes in a window.
@@ -83,9 +91,9 @@ class TextSettings:
         hold: share of the steps at the full rate, with the schedule "hold".
         beta2: AdamW's second beta.
         momentum_warmup: steps in which momentum rises from 0.85.
-        base: with "turn", the optimizer of units: "muon", "adamw" or "sgd".
-        coordinates: with "turn", "intrinsic" or "angles".
-        scale: with "turn", r is "auto", "free" or "fixed".
+        base: the optimizer of units, for our methods: "muon", "adamw" or "sgd".
+        coordinates: of units: "intrinsic", or with "geometric" "angles".
+        scale: r of units is "auto", "free" or "fixed".
         clip: the gradient's norm is cut to this; 0 for never.
         marks: evaluations on the validation text, equally spaced; the last is at the end.
         windows: of the validation text, the same at every mark.
@@ -151,6 +159,8 @@ class TextSettings:
                 f"width must be a multiple of heads; got width {self.width} and "
                 f"{self.head_count} heads."
             )
+        if self.method == "turn" and self.coordinates == "angles":
+            raise ValueError("turn needs coordinates intrinsic; got angles. Use geometric.")
         if self.method == "muonh" and self.zero_projections:
             raise ValueError(
                 "muonh keeps each matrix at the length of its start: projections that start from "
