@@ -108,9 +108,14 @@ def test_ours_is_the_geometric_optimizer_with_its_turn() -> None:
 
 
 @pytest.mark.parametrize("coordinates", ["intrinsic", "angles"])
-def test_geometric_has_a_rate_of_units_and_one_of_the_rest(coordinates: str) -> None:
-    training = start("geometric", lrs=[0.02], base="adamw", coordinates=coordinates, warmup=0.0)
-    assert [group["lr"] for group in training.optimizer.param_groups] == [0.02, 0.01]
+def test_without_a_turn_the_rest_has_its_own_rate(coordinates: str) -> None:
+    options: dict[str, Any] = {"base": "adamw", "coordinates": coordinates, "warmup": 0.0}
+    training = start("geometric", lrs=[0.02], rest_lrs=[0.003], **options)
+    weight = training.model.head.weight
+    before = weight.detach().clone()
+    training.train_on(training.draw_windows(0))
+    change = (weight.detach() - before).abs()
+    assert change.median().item() == pytest.approx(0.003, rel=0.01)  # Adam's first step
 
 
 def test_hidden_matrices_are_the_rivals_and_the_rest_is_adamws() -> None:
