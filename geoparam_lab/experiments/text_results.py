@@ -108,7 +108,8 @@ def describe(run: Run) -> str:
     for method in list_methods(records):
         by_size = measure_peaks(records, method)
         common = find_common(by_size)
-        if common is None or max(map(len, by_size.values())) < 2:
+        has_choice = any(len(losses) > 1 for losses in by_size.values())
+        if common is None or common.sizes < 2 or not has_choice:
             continue
         peak = f"{common.peak:g} degrees" if method == "turn" else f"{method}'s {common.peak:g}"
         said.append(f"{peak} by {common.excess:.3f}")

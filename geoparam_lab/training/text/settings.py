@@ -254,13 +254,11 @@ def list_tasks(config: Record) -> list[TextTask]:
     names = [field.name for field in fields(TextSettings) if field.name in config]
     common = {name: config[name] for name in names}
     by_name: dict[str, TextTask] = {}
-    for seed in range(config["seeds"]):
-        for size in list_sizes(config):
-            for method in config["methods"]:
-                for numbers in _list_numbers(method, config):
-                    options = {**common, **size, **numbers, "seed": seed}
-                    task = TextTask(TextSettings(**options))
-                    by_name.setdefault(task.name, task)
+    grid = itertools.product(range(config["seeds"]), list_sizes(config), config["methods"])
+    for seed, size, method in grid:
+        for numbers in _list_numbers(method, config):
+            task = TextTask(TextSettings(**{**common, **size, **numbers, "seed": seed}))
+            by_name.setdefault(task.name, task)
     return list(by_name.values())
 
 
