@@ -13,7 +13,7 @@ from processes import Processes, in_both
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from geoparam_lab.training.images import run_checkpoints
+from geoparam_lab.training import run_checkpoints
 from geoparam_lab.training.images.loop import Training
 from geoparam_lab.training.images.settings import Outcome
 from geoparam_lab.training.images.train import train

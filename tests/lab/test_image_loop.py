@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import geoparam as gp
 from geoparam_lab import methods, networks
-from geoparam_lab.training.images import loop, preparation, run_checkpoints
+from geoparam_lab.training import processes, run_checkpoints
+from geoparam_lab.training.images import loop, preparation
 from geoparam_lab.training.images.loop import Training
 from geoparam_lab.training.images.plateau import Plateau
 from geoparam_lab.training.images.settings import Outcome, find_rate_factor
@@ -106,7 +107,7 @@ def test_scales_decay_or_keep_their_mean_where_asked() -> None:
 
 
 def test_dropout_is_of_the_output_layers_inputs_in_training(tmp_path: Path) -> None:
-    accelerator = preparation.make_accelerator("fp32")
+    accelerator = processes.make_accelerator("fp32")
     model = preparation.make_network(settings("bn", dropout=0.5), source(), accelerator)
     x = torch.ones(3, model.output.in_features)
     assert torch.equal(model.output.eval()(x), model.output.forward(x))
@@ -168,7 +169,7 @@ def test_a_step_does_not_wait_for_the_device(method: str) -> None:
             Reads.count += function is torch.ops.aten._local_scalar_dense.default
             return function(*args, **(kwargs or {}))
 
-    training = Training(settings(method), source(), preparation.make_accelerator("fp32"))
+    training = Training(settings(method), source(), processes.make_accelerator("fp32"))
     batches = list(training.batches.epoch(0))
     with Reads():
         for batch in batches:
@@ -369,7 +370,7 @@ def test_mistaken_settings_say_so(changes: dict[str, Any], said: str) -> None:
 
 
 def test_another_precision_than_accelerates_is_refused(tmp_path: Path) -> None:
-    accelerator = preparation.make_accelerator("fp32")
+    accelerator = processes.make_accelerator("fp32")
     with pytest.raises(ValueError, match="precision 'bf16' needs"):
         train(settings(precision="bf16"), source(), tmp_path, accelerator=accelerator)
 

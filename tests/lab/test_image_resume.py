@@ -13,7 +13,7 @@ import pytest
 import torch
 from image_runs import STEPS, Killed, assert_same_run, die, kill_at, save_half, settings, source
 
-from geoparam_lab.training.images import run_checkpoints
+from geoparam_lab.training import run_checkpoints
 from geoparam_lab.training.images.loop import Training
 from geoparam_lab.training.images.settings import Outcome, Settings
 from geoparam_lab.training.images.train import train

@@ -23,7 +23,8 @@ from torch.nn import functional as F
 import geoparam as gp
 from geoparam import sphere
 from geoparam_lab.data.image_source import Batches, Source
-from geoparam_lab.training.images import preparation, run_checkpoints
+from geoparam_lab.training import run_checkpoints
+from geoparam_lab.training.images import preparation
 from geoparam_lab.training.images.plateau import PLATEAUS, Plateau
 from geoparam_lab.training.images.settings import Outcome, Settings, find_rate_factor
 

@@ -22,9 +22,10 @@ from geoparam_lab import methods
 from geoparam_lab.checks import check_counts, check_names
 from geoparam_lab.run_folder import Record
 from geoparam_lab.training.images.plateau import PLATEAUS
-from geoparam_lab.training.images.rival_optimizers import RIVALS
+from geoparam_lab.training.processes import PRECISIONS
+from geoparam_lab.training.rival_optimizers import RIVALS
+from geoparam_lab.training.schedules import fall
 
-PRECISIONS = {"fp32": "no", "bf16": "bf16"}  # and what Accelerate calls them
 OPTIMIZERS: dict[str, tuple[str, ...]] = {  # and the settings that are theirs alone
     "sgd": (),
     "adamw": (),
@@ -199,7 +200,7 @@ def find_rate_factor(schedule: str, epochs: int, warmup: float, epoch: float) ->
     if schedule == "steps":
         return 1 / 10 ** sum(9 * int(epoch) >= n * epochs for n in (3, 6, 8))
     share = max(0.0, epoch - warmup * epochs) / (epochs - warmup * epochs)
-    return 1 - share if schedule == "linear" else (1 + math.cos(math.pi * share)) / 2
+    return fall(schedule, share)
 
 
 WORDS = tuple("optimizer base rest coordinates schedule init imn mbn skip scales".split())

@@ -10,7 +10,7 @@ run may go on with another number of processes.
 import os
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,6 +24,34 @@ State = dict[str, Any]
 CHECKPOINT, WEIGHTS = "checkpoint.pt", "weights.pt"
 FINISHED = "finished"  # names the files of a finished run that are whole
 _WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class Resumable(Protocol):
+    """A run in progress."""
+
+    is_main: bool  # in the process that writes
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+def resume(training: Resumable, folder: Path) -> State | None:
+    """Let a run go on from the checkpoint in its folder, and return that; None if there is none.
+
+    All processes call it.
+    """
+    from accelerate.utils import broadcast_object_list
+
+    [state] = broadcast_object_list([read(folder) if training.is_main else None])
+    if state is None:
+        return None
+    try:
+        training.load_state_dict(state)
+    except (RuntimeError, LookupError, ValueError) as error:
+        raise ValueError(
+            f"the checkpoint in {folder} is not of this run ({error!s:.100}). Remove it, and "
+            "the run starts anew."
+        ) from error
+    return state
 
 
 def write(path: Path, state: State) -> None:
