@@ -21,12 +21,13 @@ always Glorot-uniform. From one seed, networks of linear layers get the same Glo
 all methods, so that SP, WN and GmP start as one function.
 
 **Norms.** BN and LN have Keras's epsilon of 1e-3, BN, MBN and IMN its momentum, 1 % of each new
-batch. IMN stands where the papers' code has it, at the end of each hidden block: every layer but
-the first has a centred input, behind plain layers as behind geometric ones. `imn="input"`, of
-geometric layers, is the papers' text: at the start of each hidden block but the first, so that it
-does nothing in a network of one hidden layer. WN and WN+MBN normalise the output layer too,
-without MBN there. MBN's offset comes after the mean (Salimans and Kingma); `mbn="before"` is the
-papers' code, whose offset comes before it and cancels, so that units have none.
+batch (in ResNets BN has torchvision's unless asked otherwise: see `networks`). IMN stands where
+the papers' code has it, at the end of each hidden block: every layer but the first has a centred
+input, behind plain layers as behind geometric ones. `imn="input"`, of geometric layers, is the
+papers' text: at the start of each hidden block but the first, so that it does nothing in a network
+of one hidden layer. WN and WN+MBN normalise the output layer too, without MBN there. MBN's offset
+comes after the mean (Salimans and Kingma); `mbn="before"` is the papers' code, whose offset comes
+before it and cancels, so that units have none.
 
 **Options.** They may be part of a name: "wn+mbn:mbn=before". `angle_lr="fan_in"` divides the rate
 of directions by sqrt(n). `order=3` gives the inputs in another order, drawn from 3, and the first

@@ -360,6 +360,7 @@ def test_leaves_random_numbers_and_switches_as_they_were(tmp_path: Path) -> None
         ({"optimizer": "muon", "base": "sgd"}, "base is not for optimizer 'muon'"),
         ({"optimizer": "rotational"}, "weight_decay is above 0"),
         ({"patience": 2}, "patience is for plateau-top1 and plateau-top5"),
+        ({"constants": "keras"}, "vgg6 always has Keras"),
         ({"skip": "plain"}, "vgg6 has no skip connections"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

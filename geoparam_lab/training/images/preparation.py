@@ -28,7 +28,7 @@ def check(settings: Settings, accelerator: "Accelerator") -> None:
 
 def build(settings: Settings, source: Source) -> nn.Module:
     """Return the network for these images."""
-    names = ("init", "imn", "mbn", "skip", "widths", "seed")
+    names = ("init", "imn", "mbn", "skip", "constants", "widths", "seed")
     options = {name: getattr(settings, name) for name in names} | {"size": source.size}
     return networks.build(settings.network, settings.method, source.classes, **options)
 

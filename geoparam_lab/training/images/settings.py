@@ -20,6 +20,7 @@ import numpy as np
 
 from geoparam_lab import methods
 from geoparam_lab.checks import check_counts, check_names
+from geoparam_lab.networks import CONSTANTS
 from geoparam_lab.run_folder import Record
 from geoparam_lab.training.images.plateau import PLATEAUS
 from geoparam_lab.training.processes import PRECISIONS
@@ -78,7 +79,9 @@ class Settings:
         imn: where IMN is: "output", as in the papers' code, or "input", as in their text.
         mbn: where MBN's offset is: "after" the mean, or "before" it, as the papers' code, where it
             has no effect.
-        skip: a ResNet's skip connections: "centred", as the authors', or "plain".
+        skip: a ResNet's skip connections: "centred", as in the authors' ResNet-34, or "plain".
+        constants: epsilon and momentum of a ResNet's BatchNorm: "torchvision", or "keras" for
+            those of the authors' ResNet-34, 1e-3 and 0.01.
         crop: pixels by which an image of 32 or 64 is shifted at most.
         widths: VGG-6's channels, or a ResNet's first stage's.
         select: share of the training images kept back for choosing settings.
@@ -116,6 +119,7 @@ class Settings:
     imn: str = "output"
     mbn: str = "after"
     skip: str = "centred"
+    constants: str = "torchvision"
     crop: int = 0
     widths: tuple[int, ...] | None = None
     select: float = 0.0
@@ -128,6 +132,7 @@ class Settings:
         check_names("schedule", SCHEDULES, self.schedule)
         check_names("precision", PRECISIONS, self.precision)
         check_names("skip", ("centred", "plain"), self.skip)
+        check_names("constants", CONSTANTS, self.constants)
         check_names("scales", ("free", "relative"), self.scales)
         check_names("optimizer", OPTIMIZERS, self.optimizer)
         check_names("base", BASES, self.base or "sgd")
@@ -172,6 +177,10 @@ class Settings:
         )
         is_resnet = self.network.startswith("resnet")
         _check(is_resnet or self.skip == "centred", f"{self.network} has no skip connections.")
+        _check(
+            is_resnet or self.constants == "torchvision",
+            f"constants are of a ResNet's BatchNorm: {self.network} always has Keras's.",
+        )
         if self.widths is not None:
             fits = 0 < len(self.widths) <= (1 if is_resnet else math.inf) and min(self.widths) >= 1
             words = "widths are numbers of channels from 1 on" + ", one for a ResNet" * is_resnet
@@ -203,7 +212,9 @@ def find_rate_factor(schedule: str, epochs: int, warmup: float, epoch: float) ->
     return fall(schedule, share)
 
 
-WORDS = tuple("optimizer base rest coordinates schedule init imn mbn skip scales".split())
+WORDS = tuple(
+    "optimizer base rest coordinates schedule init imn mbn skip constants scales".split()
+)
 WHOLE = ("accumulate", "crop", "patience")  # numbers that are whole
 _NUMBERS = "lr decay turn rest_lr momentum warmup label_smoothing scale_decay dropout"
 NUMBERS = (*_NUMBERS.split(), *WHOLE)
