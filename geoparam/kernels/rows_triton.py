@@ -11,7 +11,6 @@ never reads freed memory. Tables that a CUDA graph uses are never dropped: every
 and repeats the transfer of those that were made while it was captured.
 """
 
-from itertools import chain
 from typing import Any
 
 import torch

@@ -10,6 +10,7 @@ To teach the library a new type of layer, add an entry to `_describe`.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -114,7 +115,7 @@ def _describe(
     elif isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
         yield "weight", "bias", Layout(), 1
     elif is_conv1d(module):
-        fan_in, out = module.weight.shape
+        fan_in, out = module._parameters["weight"].shape  # type: ignore[union-attr]
         is_packed = name.endswith("c_attn")  # GPT-2's q, k, v; k, v in its cross attention
         yield "weight", "bias", Layout("io"), out // fan_in if is_packed else 1
     elif isinstance(module, nn.MultiheadAttention):
@@ -172,7 +173,7 @@ class _Named:
         self.option, self.values = option, values
         self.used: set[str] = set()
 
-    def find(self, *names: str):  # noqa: ANN201
+    def find(self, *names: str) -> Any:
         for end, value in self.values.items():
             for name in map(strip_wrappers, names):
                 if name == end or name.endswith(f".{end}"):

@@ -23,9 +23,7 @@ def check_turn(name: str, value: Any) -> None:
     """Raise unless it is an angle in degrees; warn if it looks like a rate."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value <= 180:
-        raise ValueError(
-            f"{name} is an angle in degrees, above 0 and at most 180; got {value!r}."
-        )
+        raise ValueError(f"{name} is an angle in degrees, above 0 and at most 180; got {value!r}.")
     if name == "turn" and value < LEAST_TURN:
         warnings.warn(
             f"turn={value} is an angle in degrees, and a small one: 2.4 is usual. The rate of "

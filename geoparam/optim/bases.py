@@ -40,9 +40,9 @@ class Recipe:
         if role == "rest" and self.is_muon:
             raise ValueError("Muon steps matrices, but the rest has vectors: make Muon the base.")
 
-        func = RowMuon if self.is_muon else call.func
+        func: Any = RowMuon if self.is_muon else call.func
         given = {"lr": lr, **self.named, **options}
-        self.make = functools.partial(func, *call.args, **given)
+        self.make: Any = functools.partial(func, *call.args, **given)
         self.rate = given["lr"]
         optimizer = self.make([nn.Parameter(torch.zeros(1, 1))])
         self._check_form(optimizer)
@@ -51,7 +51,8 @@ class Recipe:
 
     def _check_form(self, optimizer: Any) -> None:
         if not isinstance(optimizer, Optimizer):
-            raise ValueError(f"{self.role} must make a torch optimizer; it made {type(optimizer)}.")
+            made = type(optimizer)
+            raise ValueError(f"{self.role} must make a torch optimizer; it made {made}.")
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(
@@ -60,8 +61,8 @@ class Recipe:
             )
         if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
             raise ValueError(
-                f"{self.name} wraps another optimizer, whose state would be lost: give the wrapped "
-                f"one as {self.role}."
+                f"{self.name} wraps another optimizer, whose state would be lost: give the "
+                f"wrapped one as {self.role}."
             )
 
     def _check_defaults(self) -> None:

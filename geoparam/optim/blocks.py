@@ -61,7 +61,7 @@ class Member:
         self.is_direct = unit.layout.axes in ("oi", "eoi") and is_dense and is_by_row
 
     def to_matrix(self, x: Tensor) -> Tensor:
-        """Return a tensor of the target's shape as rows, in the order in which they are stepped."""
+        """Return a tensor of the target's shape as rows, in the order they are stepped in."""
         if not self.is_direct:
             return self.unit.layout.to_rows(x).contiguous()
         if x.stride() != self.target.stride():
@@ -179,9 +179,8 @@ class Block:
         parts = [x.split(self.counts) for x in (self.r, self.grad_r)]
         for m, value, grad in zip(self.members, *parts, strict=True):
             if not m.unit.is_fixed:
-                pair = [shard_like(m.weight, x, m.unit.rows) for x in (value, grad)]
-                zeros = not m.state["length"].any()
-                slot = Slot("r", m.state, m.group + 1, *pair, began_as_zeros=zeros)
+                slot = Slot("r", m.state, m.group + 1, *self._shard(m, value, grad))
+                slot.began_as_zeros = not m.state["length"].any()
                 self.slots.append(slot)
         self.results.append((self.stored_r, self.r))
 
@@ -195,7 +194,7 @@ class Block:
         self.lam, self.grad_lam = self.stored_r.new_zeros(2, sum(counts))
         parts = [x.split(counts) for x in (self.lam, self.grad_lam)]
         for m, target, value, grad in zip(with_bias, self.biases, *parts, strict=True):
-            pair = [shard_like(m.bias, x, m.unit.rows) for x in (value, grad)]
+            pair = self._shard(m, value, grad)
             self.slots.append(Slot("lam", m.bias_state, m.bias_group, *pair))
             self._add_result(value, target, m.bias, Tensor.detach)
 
@@ -220,8 +219,14 @@ class Block:
 
             self._add_result(pair[0], m.target, m.weight, m.view)
             if m.unit.fan_in > 1:
-                pair = [shard_like(m.weight, x, length) for x in pair]
-                self.slots.append(Slot("direction", m.state, m.group, *pair, m.unit.parts))
+                d, grad_d = (shard_like(m.weight, x, length) for x in pair)
+                self.slots.append(Slot("direction", m.state, m.group, d, grad_d, m.unit.parts))
+
+    @staticmethod
+    def _shard(m: Member, value: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tensors with an entry for each row, sharded as the weight is."""
+        rows = m.unit.rows
+        return shard_like(m.weight, value, rows), shard_like(m.weight, grad, rows)
 
     def _add_result(self, value: Tensor, target: Tensor, parameter: Any, view: View) -> None:
         """Note where a new value is written: to the parameter, and to its master if it has one."""
@@ -391,7 +396,7 @@ class AngularBlock(Block):
         parts = [memory.split(self.counts) for memory in memories]
         for m, stored, increment, gradient, rows in zip(self.members, *parts, strict=True):
             m.state["direction"] = shard_like(m.weight, stored, m.unit.rows)
-            pair = [shard_like(m.weight, x, m.unit.rows) for x in (increment, gradient)]
+            pair = self._shard(m, increment, gradient)
             self.slots.append(Slot("direction", m.state, m.group, *pair))
             self._add_result(rows, m.target, m.weight, m.unit.layout.view)
         self.results.append((self.stored, self.increment))

@@ -23,7 +23,7 @@ from geoparam.optim.blocks import AngularBlock, Block, Member
 from geoparam.optim.groups import divide_groups, list_params, name_params, undecayed_names
 from geoparam.optim.inner import Inner, Slot, fit_state
 from geoparam.optim.sharding import check_sharding
-from geoparam.optim.units import Found, find_units, format_table
+from geoparam.optim.units import find_units, format_table
 from geoparam.trace import Filter
 
 
@@ -393,7 +393,35 @@ class GeometricOptimizer(Optimizer):
         return "\n".join([*lines, format_table(self._found, trained)])
 
     def _describe_groups(self) -> list[str]:
-        return []
+        """Return a line for each group: who steps it, how far, and what decays."""
+        lines = []
+        for i, group in enumerate(self.param_groups):
+            rate = float(group["lr"])
+            if group["role"] == "units":
+                words = [f"directions ({self._coordinates}) by {self._make_base.name}"]
+                if group["turn"] is None:
+                    words.append(f"lr {rate:g}")
+                else:
+                    words.append(f"turn {group['turn']:g} degrees at lr {group['start_lr']:g}")
+                if self._max_turn is not None:
+                    words.append(f"max_turn {self._max_turn:g}")
+                words += _describe_momentum(group)
+                words.append("no decay")
+            else:
+                words = [f"r, lam and {len(group['params'])} parameters by {self._make_rest.name}"]
+                words.append(f"lr {rate * group['lr_ratio']:g}")
+                if group["scale_ratio"] != group["lr_ratio"]:
+                    words.append(f"lr of r {rate * group['scale_ratio']:g}")
+                words += _describe_momentum(group)
+                words.append(f"decay {group['weight_decay']:g} on matrices that are no units")
+                if group["scale_decay"]:
+                    words.append(f"decay {group['scale_decay']:g} on r")
+            lines.append(f"group {i}: " + ", ".join(words))
+        return lines
+
+
+def _describe_momentum(group: dict[str, Any]) -> list[str]:
+    return [f"{key} {group[key]}" for key in ("momentum", "betas") if key in group]
 
 
 def _check_choices(coordinates: str, scale: str, turn: Any, max_turn: Any) -> None:

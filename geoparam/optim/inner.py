@@ -26,6 +26,8 @@ class Slot:
         group: the number of the outer group from which it has its options.
         parts: rows of each layer in it, where it is a matrix.
         decays: whether the group's weight decay acts on it.
+
+    Attributes:
         began_as_zeros: whether it is the r of a layer of zeros, which has far to grow.
     """
 
@@ -38,10 +40,10 @@ class Slot:
         grad: Tensor | None = None,
         parts: tuple[int, ...] = (),
         decays: bool = False,
-        began_as_zeros: bool = False,
     ) -> None:
         self.name, self.outer, self.group = name, outer, group
-        self.parts, self.decays, self.began_as_zeros = parts, decays, began_as_zeros
+        self.parts, self.decays = parts, decays
+        self.began_as_zeros = False
         self.parameter = value
         self.prefix = f"{name}/" if name else ""
         if grad is not None:

@@ -80,7 +80,7 @@ class RowMuon(Optimizer):
         momenta: Any = [self.state[p]["momentum_buffer"] for p in params]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         if group["nesterov"]:
-            return torch._foreach_lerp(gradients, momenta, group["momentum"])
+            momenta = torch._foreach_lerp(gradients, momenta, group["momentum"])
         return momenta
 
 
@@ -89,7 +89,9 @@ def _orthogonalise_all(matrices: list[Tensor], group: dict[str, Any]) -> list[Te
     changes, dtype = list(matrices), matrices[0].dtype
     coefficients = [group["ns_coefficients"]] * group["ns_steps"]
     for batch in _find_batches(matrices):
-        stacks = [_stack([matrices[i] for i in members], group["eps"]) for members in batch.values()]
+        stacks = []
+        for members in batch.values():
+            stacks.append(_stack([matrices[i] for i in members], group["eps"]))
         result = _iterate(_join(stacks), coefficients)
 
         first = 0

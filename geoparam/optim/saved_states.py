@@ -33,7 +33,8 @@ def find_states(
 ) -> dict[str, dict[str, Any]]:
     """Return the saved states by the names of parameters; raise where they do not fit."""
     saved = state_dict["param_groups"]
-    for i, (mine, theirs) in enumerate(zip_longest(groups, saved, fillvalue={})):
+    pairs: Any = zip_longest(groups, saved, fillvalue={})
+    for i, (mine, theirs) in enumerate(pairs):
         _check_group(i, mine, theirs)
 
     keys = chain.from_iterable(group["params"] for group in saved)

@@ -193,22 +193,17 @@ def _find_outputs(
     if len(heads) == 1:
         return {heads[0]: f"{reason}: shaped as the embedding"}
 
-    routers = [c.layer for c in candidates if c.layer and is_router_layer(model, c)]
-    last = [layer for layer in output_layers(model) if layer not in routers]
+    last = [layer for layer in output_layers(model) if not is_router(model, layer)]
     for layer in last:
         if _is_in_a_block(model, layer):
             reason += ", by order; it ends a block"
             warnings.warn(
-                f"{layer!r} is taken for the output layer because it comes last, but it looks like "
-                "the end of one of several equal blocks. If the output layer is another one, give "
-                "example_inputs or filter_fn.",
+                f"{layer!r} is taken for the output layer because it comes last, but it looks "
+                "like the end of one of several equal blocks. If the output layer is another one, "
+                "give example_inputs or filter_fn.",
                 stacklevel=5,
             )
     return dict.fromkeys(last, reason)
-
-
-def is_router_layer(model: nn.Module, candidate: UnitWeight) -> bool:
-    return candidate.layer in dict(model.named_modules()) and is_router(model, candidate.layer)
 
 
 def _is_in_a_block(model: nn.Module, layer: str) -> bool:

@@ -19,7 +19,6 @@ import geoparam as gp
 from geoparam.optim.inner import fit_state
 
 
-
 def through_a_file(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)
