@@ -1,6 +1,5 @@
 """Geometric parameterization in the optimizer, for a model that stays plain."""
 
-import copy
 import inspect
 import math
 import warnings
@@ -388,7 +387,8 @@ class GeometricOptimizer(Optimizer):
 
         for _, name, p in self._list_params():
             if states[name]:
-                self.state[p] = {key: copy.deepcopy(x) for key, x in states[name].items()}
+                entries = states[name].items()
+                self.state[p] = {k: x.clone() if isinstance(x, Tensor) else x for k, x in entries}
         if self._guesses_scale:  # the model's mode may be another now
             self._found = replace(self._found, units=[
                 replace(u, is_fixed=bool(states.get(u.name, {}).get("is_fixed", u.is_fixed)))
