@@ -135,7 +135,7 @@ class GeometricOptimizer(Optimizer):
         unit_names = {unit.name for unit in self._found.units}
         divided = divide_groups(model, groups, unit_names, unit_options, self._rest_options)
         for group in divided:
-            if group.get("turn") is not None:
+            if group.get("turn") not in (None, turn):  # one of its own
                 _check_angle("turn", group["turn"])
         super().__init__(divided, {})
         # OneCycleLR asks here whether there are betas in all groups.
