@@ -81,7 +81,10 @@ class Recipe:
         """
         if self.is_muon or device.type == "meta":
             return
-        move, optimizer = self._try(device, start=0.0)
+        try:
+            move, optimizer = self._try(device, start=0.0)
+        except RuntimeError as error:
+            raise ValueError(f"{self.name} cannot step a dense matrix: {error}") from error
         group = optimizer.param_groups[0]
         names = group.keys() - {"params", "lr", "weight_decay"}
         if changed := sorted(k for k in names if group[k] != self.defaults.get(k)):
