@@ -42,6 +42,8 @@ def weight(
         tensor([[0., 0., 0., 1.],
                 [0., 0., 0., 2.]])
     """
+    if is_eager(latitude, r):
+        return _Weight.apply(latitude, r, natural, dtype)
     if _in_forward_mode() or torch._C._are_functorch_transforms_active():
         _refuse_natural(natural)
         u = sphere.to_unit(latitude)
@@ -49,8 +51,6 @@ def weight(
         return w.to(dtype or result_type(latitude, r))
     if hasattr(latitude, "placements") and not isinstance(latitude, Proxy):
         return _weight_of_shards(latitude, r, natural, dtype)
-    if is_eager(latitude, r):
-        return _Weight.apply(latitude, r, natural, dtype)
     return _weight(latitude, r, natural, dtype)
 
 
@@ -79,30 +79,50 @@ def _weight_of_shards(latitude: Any, r: Any, natural: bool, dtype: Type) -> Tens
 
 def compute_weight(latitude: Tensor, r: Tensor | None, dtype: Type = None) -> Tensor:
     """Return the weight without autograd."""
+    return _compute_weight_and_lengths(latitude, r, dtype)[0]
+
+
+def _compute_weight_and_lengths(
+    latitude: Tensor, r: Tensor | None, dtype: Type
+) -> tuple[Tensor, Tensor | None]:
+    """Return the weight, and what the kernel's backward can use again."""
     flat, scale = _as_rows(latitude, r)
-    rows = weight_kernel(latitude).forward(flat, scale, dtype or result_type(latitude, r))
-    return torch.ops.aten._unsafe_view(rows, (*latitude.shape[:-1], latitude.shape[-1] + 1))
+    dtype = dtype or result_type(latitude, r)
+    rows, lengths = weight_kernel(latitude).forward(flat, scale, dtype)
+    if latitude.ndim != 2:
+        shape = (*latitude.shape[:-1], latitude.shape[-1] + 1)
+        rows = torch.ops.aten._unsafe_view(rows, shape)
+    return rows, lengths
 
 
 def compute_gradients(
-    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
+    grad: Tensor,
+    latitude: Tensor,
+    r: Tensor | None,
+    natural: bool,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of latitude and r for `grad`, of the weight's shape."""
+    kernel = weight_kernel(latitude)
     flat, scale = _as_rows(latitude, r)
+    if latitude.ndim == 2:
+        return kernel.backward(grad, flat, scale, natural, lengths)
     grad = grad.reshape(len(flat), flat.shape[1] + 1)
-    grad_latitude, grad_r = weight_kernel(latitude).backward(grad, flat, scale, natural)
+    grad_latitude, grad_r = kernel.backward(grad, flat, scale, natural, lengths)
     return grad_latitude.view(latitude.shape), grad_r.view(latitude.shape[:-1])
 
 
 def _as_rows(latitude: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    flat = latitude.contiguous().view(latitude.shape[:-1].numel(), latitude.shape[-1])
-    return flat, None if r is None else r.contiguous().view(-1)
+    """Return contiguous matrices of latitudes (rows, n - 1) and scales (rows,)."""
+    flat, scale = latitude.contiguous(), None if r is None else r.contiguous()
+    if latitude.ndim != 2:
+        flat = flat.view(latitude.shape[:-1].numel(), latitude.shape[-1])
+        scale = None if scale is None else scale.view(-1)
+    return flat, scale
 
 
-def _gradient_formula(
-    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
-) -> tuple[Tensor, Tensor]:
-    """Return what `compute_gradients` does (natural=False), differentiably.
+def _gradient_formula(grad: Tensor, latitude: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what `compute_gradients` does without `natural`, differentiably.
 
     y_n = g_n, y_k = sin(a_k) g_k + cos(a_k) y_{k+1};  dL/dr = y_1;
     dL/da_k = r P_k (cos(a_k) g_k - sin(a_k) y_{k+1}).
@@ -126,21 +146,21 @@ class _Weight(torch.autograd.Function):
         ctx: Any, latitude: Tensor, r: Tensor | None, natural: bool, dtype: Type
     ) -> Tensor:
         _check_shapes(latitude, r)
-        ctx.save_for_backward(latitude, r)
+        weight, lengths = _compute_weight_and_lengths(latitude, r, dtype)
+        ctx.save_for_backward(latitude, r, lengths)
         ctx.natural = natural
-        return compute_weight(latitude, r, dtype)
+        return weight
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        latitude, r = ctx.saved_tensors
+        latitude, r, lengths = ctx.saved_tensors
         if torch.is_grad_enabled():
             _refuse_natural(ctx.natural)
-            compute: Any = _gradient_formula
+            grad_latitude, grad_r = _gradient_formula(grad, latitude, r)
         elif is_eager(grad, latitude, r):
-            compute = compute_gradients
+            grad_latitude, grad_r = compute_gradients(grad, latitude, r, ctx.natural, lengths)
         else:
-            compute = _weight_backward
-        grad_latitude, grad_r = compute(grad, latitude, r, ctx.natural)
+            grad_latitude, grad_r = _weight_backward(grad, latitude, r, ctx.natural)
         return grad_latitude, None if r is None else grad_r, None, None
 
 
@@ -168,15 +188,17 @@ def _weight_fake(
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     latitude, r, ctx.natural, _ = inputs
-    ctx.save_for_backward(latitude, r)
+    ctx.save_for_backward(latitude, r, None)
 
 
 _weight.register_autograd(_Weight.backward, setup_context=_setup_context)
 
 
-_weight_backward = torch.library.custom_op(
-    "geoparam::weight_backward", compute_gradients, mutates_args=()
-)
+@torch.library.custom_op("geoparam::weight_backward", mutates_args=())
+def _weight_backward(
+    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
+) -> tuple[Tensor, Tensor]:
+    return compute_gradients(grad, latitude, r, natural)
 
 
 @_weight_backward.register_fake

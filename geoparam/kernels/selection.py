@@ -27,12 +27,11 @@ def choose_kernels(x: Tensor) -> Literal["triton", "native", "torch"]:
 
 def weight_kernel(x: Tensor) -> ModuleType:
     """Return the module whose `forward` and `backward` compute weights of this tensor."""
-    kernels = choose_kernels(x)
-    if kernels == "triton":
+    if choose_kernels(x) == "triton":
         from geoparam.kernels import weight_triton  # needs Triton
 
         return weight_triton
-    return weight_native if kernels == "native" else weight
+    return weight
 
 
 @functools.cache

@@ -38,15 +38,15 @@ from geoparam.kernels.weight import SMALLEST_METRIC
 _SMALLEST_METRIC = tl.constexpr(SMALLEST_METRIC)
 
 
-def forward(latitude: Tensor, r: Tensor | None, dtype: torch.dtype) -> Tensor:
+def forward(latitude: Tensor, r: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, None]:
     """Return the weight rows (rows, n) for contiguous latitudes (rows, n - 1) and r (rows,)."""
     weight = latitude.new_empty(len(latitude), latitude.shape[1] + 1, dtype=dtype)
     _launch(_forward_kernel, latitude, r, weight)
-    return weight
+    return weight, None
 
 
 def backward(
-    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
+    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool, lengths: None = None
 ) -> tuple[Tensor, Tensor]:
     """Return dL/dlatitude (rows, n - 1) and dL/dr (rows,) for grad = dL/dweight (rows, n)."""
     grad_latitude = torch.empty_like(latitude)
