@@ -11,7 +11,6 @@ from geoparam.input_mean_layers import (
     InputMeanLinear,
 )
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
-from geoparam.memory import remembered
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm
 from geoparam.optim import GeometricOptimizer, param_groups
 from geoparam.running_statistics import recalibrate_, synchronise_means_
@@ -39,7 +38,6 @@ __all__ = [
     "param_groups",
     "plan",
     "recalibrate_",
-    "remembered",
     "retract",
     "synchronise_means_",
     "verify",

@@ -47,7 +47,7 @@ class GmPMultiheadAttention(nn.MultiheadAttention):
 
     @property
     def in_proj_weight(self) -> Tensor:  # type: ignore[override]
-        return as_computed(self.in_proj._current_weight(None))
+        return as_computed(self.in_proj._weight(None))
 
     @property
     def in_proj_bias(self) -> Tensor | None:  # type: ignore[override]

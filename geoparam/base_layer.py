@@ -30,7 +30,6 @@ from geoparam.coordinates import (
     normalise_,
 )
 from geoparam.functional import result_type
-from geoparam.memory import Memory
 from geoparam.norm import InputMeanNorm
 from geoparam.step_hooks import watch
 
@@ -106,7 +105,6 @@ class GmPLayer(nn.Module):
         self.r = nn.Parameter(torch.empty(out, **place))
         self.lam = nn.Parameter(torch.empty(out, **place)) if bias else None
         self.is_retracted = True
-        self._remembered = Memory()
         if init is not None:
             self.reset_parameters()
         watch(self)
@@ -257,24 +255,10 @@ class GmPLayer(nn.Module):
                 x = self.input_norm(x)
             else:
                 mean = self.input_norm.mean(x)
-        weight, bias = self._current_weight(_autocast_dtype(x)), self._bias
+        weight, bias = self._weight(_autocast_dtype(x)), self._bias
         if mean is not None:
             bias = shift_bias(bias, weight, mean)
         return self._map(x, weight, None if bias is None else bias.to(weight.dtype))
-
-    def _current_weight(self, dtype: torch.dtype | None) -> Tensor:
-        """Return the weight, or the one that `remembered` has cached for these parameters."""
-        kept = None if torch.is_grad_enabled() else self._remembered.value
-        if kept is not None and not (kept[0].is_cuda and torch.cuda.is_current_stream_capturing()):
-            weight, stored, r = kept
-            wanted = dtype or result_type(stored, r)
-            if stored is self._stored and r is self.r and weight.dtype == wanted:
-                return weight
-        return self._weight(dtype)
-
-    def _remember(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the weight, and what it is computed from."""
-        return self._weight(_autocast_dtype(self.r)), self._stored, self.r
 
     def _map(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
