@@ -31,7 +31,6 @@ from geoparam.coordinates import (
 )
 from geoparam.functional import result_type
 from geoparam.norm import InputMeanNorm
-from geoparam.step_hooks import watch
 
 Activation = Callable[[Tensor], Tensor]
 InputNorm = bool | Literal["bias", "border"]
@@ -104,14 +103,8 @@ class GmPLayer(nn.Module):
             self.register_parameter(self._coordinates.name, nn.Parameter(stored))
         self.r = nn.Parameter(torch.empty(out, **place))
         self.lam = nn.Parameter(torch.empty(out, **place)) if bias else None
-        self.is_retracted = True
         if init is not None:
             self.reset_parameters()
-        watch(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        watch(self)  # a copy, or from a file
 
     def reset_parameters(self) -> None:
         """Draw new parameters as `init` says; with None, those of a new torch.nn layer."""
@@ -319,7 +312,6 @@ class GmPLayer(nn.Module):
         """Pull drifted unit vectors back to length 1, which does not change the function."""
         if self._coordinates.name == "unit":
             normalise_(self._stored)
-            self.is_retracted = True
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name in ("weight_orig", "bias_orig"):
