@@ -3,6 +3,7 @@
 from geoparam.analysis.tracker.tracker import BoundaryTracker
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
+from geoparam.checkpoints import fold_state_dict
 from geoparam.conversion import convert_, fold_, plan, verify
 from geoparam.input_mean_layers import (
     InputMeanConv1d,
@@ -35,6 +36,7 @@ __all__ = [
     "MeanOnlyBatchNorm",
     "convert_",
     "fold_",
+    "fold_state_dict",
     "param_groups",
     "plan",
     "recalibrate_",

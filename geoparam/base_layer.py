@@ -95,8 +95,7 @@ class GmPLayer(nn.Module):
         norm = {"momentum": momentum, "dim": self.channel_dim, **place}
         self.input_norm = InputMeanNorm(in_channels, **norm) if input_norm else None
         self._coordinates = coordinates_for(coordinates, n)
-        shapes = {"latitude": (out, n - 1), "unit": (out, n), "sign": (out,)}
-        stored = torch.empty(shapes[self._coordinates.name], **place)
+        stored = torch.empty(self._coordinates.shape(out, n), **place)
         if isinstance(self._coordinates, Sign):
             self.register_buffer("sign", stored)
         else:

@@ -28,6 +28,9 @@ class Angles:
 
     name = "latitude"
 
+    def shape(self, out: int, n: int) -> tuple[int, ...]:
+        return (out, n - 1)
+
     def encode(self, rows: Tensor) -> Tensor:
         return sphere.to_latitude(rows)
 
@@ -43,6 +46,9 @@ class Intrinsic:
     """
 
     name = "unit"
+
+    def shape(self, out: int, n: int) -> tuple[int, ...]:
+        return (out, n)
 
     def encode(self, rows: Tensor) -> Tensor:
         unit = sphere.normalise(rows)
@@ -60,6 +66,9 @@ class Sign:
     """One input: there is no angle, only a `sign` (out,), drawn once and not learned."""
 
     name = "sign"
+
+    def shape(self, out: int, n: int) -> tuple[int, ...]:
+        return (out,)
 
     def encode(self, rows: Tensor) -> Tensor:
         return torch.where(rows.squeeze(-1) < 0, -1, 1)

@@ -77,7 +77,7 @@ def read_json(content: bytes, where: object) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def open_zip(file: Path | IO[bytes], largest: int = 1 << 50) -> Iterator[zipfile.ZipFile]:
+def open_zip(file: Path | IO[bytes], largest: int) -> Iterator[zipfile.ZipFile]:
     """Open an archive none of whose entries claims more than `largest` or than it can hold."""
     try:
         with zipfile.ZipFile(file) as archive:
