@@ -6,9 +6,9 @@ Two torch.library ops are opaque to torch.compile, torch.export, autocast and FS
     weight_backward(grad, latitude, r)  the gradients of <grad, weight>
 
 Torch's dispatch of an op written in Python takes longer than most weights, so eager code calls the
-kernels through an autograd.Function. Forward mode, torch.func and second derivatives do not see
-through either: there `sphere`'s differentiable formula computes the weight, and a formula of the
-same kind its gradient. Arithmetic is float32 or better whatever the type.
+kernels through an autograd.Function. Forward mode, torch.func and second derivatives need formulas
+that torch differentiates itself: `sphere`'s for the weight, `_gradient_formula` for its gradient.
+Arithmetic is float32 or better whatever the type.
 """
 
 from typing import Any
@@ -46,8 +46,9 @@ def weight(
         return _Weight.apply(latitude, r, natural, dtype)
     if _in_forward_mode() or torch._C._are_functorch_transforms_active():
         _refuse_natural(natural)
-        u = sphere.to_unit(latitude)
-        w = u if r is None else r[..., None] * u
+        w = sphere.to_unit(latitude)
+        if r is not None:
+            w = r[..., None] * w
         return w.to(dtype or result_type(latitude, r))
     if hasattr(latitude, "placements") and not isinstance(latitude, Proxy):
         return _weight_of_shards(latitude, r, natural, dtype)
@@ -61,19 +62,25 @@ def _weight_of_shards(latitude: Any, r: Any, natural: bool, dtype: Type) -> Tens
     """
     from torch.distributed.tensor import DTensor  # slow to import, and not in every build
 
-    last, placements, mesh = latitude.ndim - 1, latitude.placements, latitude.device_mesh
-    by_rows = not any(place.is_partial() or place.is_shard(last) for place in placements)
-    if not by_rows or (r is not None and getattr(r, "placements", None) != placements):
+    placements, last = latitude.placements, latitude.ndim - 1
+    r_placements = getattr(r, "placements", None)
+    has_whole_rows = not any(p.is_partial() or p.is_shard(last) for p in placements)
+    if not has_whole_rows or (r is not None and r_placements != placements):
         raise ValueError(
             "latitude and r must be sharded alike, with whole rows on each process; got "
-            f"{placements} and {getattr(r, 'placements', None)}. Under FSDP2, call unshard() on "
-            "the module first."
+            f"{placements} and {r_placements}. Under FSDP2, call unshard() on the module first."
         )
+
     local_r = None if r is None else r.to_local()
     rows = weight(latitude.to_local(), local_r, natural=natural, dtype=dtype)
     whole = torch.empty((*latitude.shape[:-1], latitude.shape[-1] + 1), device="meta")
     return DTensor.from_local(
-        rows, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        rows,
+        latitude.device_mesh,
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
     )
 
 
@@ -128,18 +135,24 @@ def _gradient_formula(grad: Tensor, latitude: Tensor, r: Tensor | None) -> tuple
     dL/da_k = r P_k (cos(a_k) g_k - sin(a_k) y_{k+1}).
     """
     a, g = sphere.wide(latitude), sphere.wide(grad)
-    sin, cos, head, last = a.sin(), a.cos(), g[..., :-1], g[..., -1:]
-    factors = torch.cat([cos, torch.ones_like(last)], dim=-1)
-    terms = torch.cat([sin * head, last], dim=-1)
+    sin, cos = a.sin(), a.cos()
+    g_head, g_last = g[..., :-1], g[..., -1:]
+
+    # y runs from the last coordinate to the first.
+    factors = torch.cat([cos, torch.ones_like(g_last)], dim=-1)
+    terms = torch.cat([sin * g_head, g_last], dim=-1)
     y = sphere.scan(factors.flip(-1), terms.flip(-1)).flip(-1)
+
     p = sphere.products(cos)[..., :-1]
-    change = p * (cos * head - sin * y[..., 1:])
-    change = change if r is None else r[..., None] * change
-    return change.to(latitude.dtype), y[..., 0].to(latitude.dtype if r is None else r.dtype)
+    grad_latitude = p * (cos * g_head - sin * y[..., 1:])
+    if r is not None:
+        grad_latitude = r[..., None] * grad_latitude
+    r_type = latitude.dtype if r is None else r.dtype
+    return grad_latitude.to(latitude.dtype), y[..., 0].to(r_type)
 
 
 class _Weight(torch.autograd.Function):
-    """Without setup_context, for which torch binds arguments: that takes longer than a weight."""
+    """Has no setup_context: binding its arguments takes torch longer than a small weight."""
 
     @staticmethod
     def forward(
@@ -210,20 +223,23 @@ def _weight_backward_fake(
 
 
 def is_eager(*tensors: Tensor | None) -> bool:
-    """Return whether an autograd.Function may serve.
+    """Return whether an autograd.Function can be used.
 
-    The elements are in memory; no compiler, torch.func, forward mode or tracer is active.
+    The tensors are ordinary ones, and no compiler, torch.func, forward mode or tracer is active.
     """
     if torch.compiler.is_compiling() or _in_forward_mode():
         return False
     for x in tensors:
-        if x is not None and type(x) not in (Tensor, nn.Parameter):
+        if x is None:
+            continue
+        if type(x) not in (Tensor, nn.Parameter):
             return False
         # Autograd's batched gradients have no storage, and a sign may be pending.
-        if x is not None and (not torch._C._has_storage(x) or x.is_neg() or x._is_zerotensor()):
+        if not torch._C._has_storage(x) or x.is_neg() or x._is_zerotensor():
             return False
-    modes = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
-    return not modes and torch._C._get_tracing_state() is None
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    return torch._C._get_tracing_state() is None
 
 
 def _in_forward_mode() -> bool:
@@ -232,7 +248,9 @@ def _in_forward_mode() -> bool:
 
 def result_type(stored: Tensor, r: Tensor | None) -> torch.dtype:
     """Return the type of a weight that is computed from stored directions and scales."""
-    return stored.dtype if r is None else torch.promote_types(stored.dtype, r.dtype)
+    if r is None:
+        return stored.dtype
+    return torch.promote_types(stored.dtype, r.dtype)
 
 
 def _check_shapes(latitude: Tensor, r: Tensor | None) -> None:
