@@ -11,6 +11,7 @@ that torch differentiates itself: `sphere`'s for the weight, `_gradient_formula`
 Arithmetic is float32 or better whatever the type.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from geoparam import sphere
 from geoparam.kernels.selection import weight_kernel
 
 Type = torch.dtype | None
+Saved = Sequence[Tensor] | None
 
 __all__ = ["compute_gradients", "compute_weight", "is_eager", "weight"]
 
@@ -86,20 +88,20 @@ def _weight_of_shards(latitude: Any, r: Any, natural: bool, dtype: Type) -> Tens
 
 def compute_weight(latitude: Tensor, r: Tensor | None, dtype: Type = None) -> Tensor:
     """Return the weight without autograd."""
-    return _compute_weight_and_lengths(latitude, r, dtype)[0]
+    return _compute_weight_and_saved(latitude, r, dtype)[0]
 
 
-def _compute_weight_and_lengths(
+def _compute_weight_and_saved(
     latitude: Tensor, r: Tensor | None, dtype: Type
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Saved]:
     """Return the weight, and what the kernel's backward can use again."""
     flat, scale = _as_rows(latitude, r)
     dtype = dtype or result_type(latitude, r)
-    rows, lengths = weight_kernel(latitude).forward(flat, scale, dtype)
+    rows, saved = weight_kernel(latitude).forward(flat, scale, dtype)
     if latitude.ndim != 2:
         shape = (*latitude.shape[:-1], latitude.shape[-1] + 1)
         rows = torch.ops.aten._unsafe_view(rows, shape)
-    return rows, lengths
+    return rows, saved
 
 
 def compute_gradients(
@@ -107,15 +109,15 @@ def compute_gradients(
     latitude: Tensor,
     r: Tensor | None,
     natural: bool,
-    lengths: Tensor | None = None,
+    saved: Saved = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of latitude and r for `grad`, of the weight's shape."""
     kernel = weight_kernel(latitude)
     flat, scale = _as_rows(latitude, r)
     if latitude.ndim == 2:
-        return kernel.backward(grad, flat, scale, natural, lengths)
+        return kernel.backward(grad, flat, scale, natural, saved)
     grad = grad.reshape(len(flat), flat.shape[1] + 1)
-    grad_latitude, grad_r = kernel.backward(grad, flat, scale, natural, lengths)
+    grad_latitude, grad_r = kernel.backward(grad, flat, scale, natural, saved)
     return grad_latitude.view(latitude.shape), grad_r.view(latitude.shape[:-1])
 
 
@@ -159,19 +161,21 @@ class _Weight(torch.autograd.Function):
         ctx: Any, latitude: Tensor, r: Tensor | None, natural: bool, dtype: Type
     ) -> Tensor:
         _check_shapes(latitude, r)
-        weight, lengths = _compute_weight_and_lengths(latitude, r, dtype)
-        ctx.save_for_backward(latitude, r, lengths)
+        weight, saved = _compute_weight_and_saved(latitude, r, dtype)
+        ctx.save_for_backward(latitude, r, *(saved or ()))
         ctx.natural = natural
         return weight
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        latitude, r, lengths = ctx.saved_tensors
+        latitude, r, *saved = ctx.saved_tensors
         if torch.is_grad_enabled():
             _refuse_natural(ctx.natural)
             grad_latitude, grad_r = _gradient_formula(grad, latitude, r)
         elif is_eager(grad, latitude, r):
-            grad_latitude, grad_r = compute_gradients(grad, latitude, r, ctx.natural, lengths)
+            grad_latitude, grad_r = compute_gradients(
+                grad, latitude, r, ctx.natural, saved or None
+            )
         else:
             grad_latitude, grad_r = _weight_backward(grad, latitude, r, ctx.natural)
         return grad_latitude, None if r is None else grad_r, None, None
@@ -201,7 +205,7 @@ def _weight_fake(
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     latitude, r, ctx.natural, _ = inputs
-    ctx.save_for_backward(latitude, r, None)
+    ctx.save_for_backward(latitude, r)
 
 
 _weight.register_autograd(_Weight.backward, setup_context=_setup_context)

@@ -46,7 +46,7 @@ def forward(latitude: Tensor, r: Tensor | None, dtype: torch.dtype) -> tuple[Ten
 
 
 def backward(
-    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool, lengths: None = None
+    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool, saved: None
 ) -> tuple[Tensor, Tensor]:
     """Return dL/dlatitude (rows, n - 1) and dL/dr (rows,) for grad = dL/dweight (rows, n)."""
     rows, n = grad.shape

@@ -108,8 +108,8 @@ def test_nan_stays_in_its_row(kernel: Kernel, bad: float) -> None:
     latitude, r, g = kernel.case(6, 9, torch.float32)
     latitude[2, 4] = bad
     others = torch.arange(6) != 2
-    w, lengths = kernel.module.forward(latitude, r, r.dtype)
-    change, change_r = kernel.module.backward(g, latitude, r, True, lengths)
+    w, saved = kernel.module.forward(latitude, r, r.dtype)
+    change, change_r = kernel.module.backward(g, latitude, r, True, saved)
     assert all(x[2].isnan().any() and x[others].isfinite().all() for x in (w, change, change_r))
 
 
@@ -134,8 +134,8 @@ def test_mixed_types(
     latitude, g = latitude.to(latitude_type), g.to(weight_type)
     scale = None if r_type is None else r.to(r_type)
     ones = torch.ones(5, device=kernel.device) if scale is None else scale
-    w, lengths = kernel.module.forward(latitude, scale, weight_type)
-    changes = kernel.module.backward(g, latitude, scale, False, lengths)
+    w, saved = kernel.module.forward(latitude, scale, weight_type)
+    changes = kernel.module.backward(g, latitude, scale, False, saved)
     types = [weight_type, latitude_type, r_type or latitude_type]
     assert [x.dtype for x in (w, *changes)] == types
     expected = (kernels.weight(latitude, ones), *kernels.brute_force_gradient(g, latitude, ones))
@@ -149,8 +149,8 @@ def test_mixed_types(
 @pytest.mark.parametrize("n", [1, 2, 9])
 def test_any_number_of_rows_and_columns(kernel: Kernel, rows: int, n: int) -> None:
     latitude, r, g = kernel.case(rows, n, torch.float32)
-    w, lengths = kernel.module.forward(latitude, r, torch.float32)
-    change, change_r = kernel.module.backward(g, latitude, r, False, lengths)
+    w, saved = kernel.module.forward(latitude, r, torch.float32)
+    change, change_r = kernel.module.backward(g, latitude, r, False, saved)
     assert w.shape == (rows, n) and change.shape == (rows, n - 1) and change_r.shape == (rows,)
     torch.testing.assert_close(w.double(), kernels.weight(latitude, r), atol=1e-6, rtol=1e-6)
 
@@ -168,9 +168,9 @@ def test_repeats_bit_for_bit_wherever_its_input_lies(kernel: Kernel) -> None:
 
 def test_blocks_of_rows_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     latitude, r, g = kernels.random_case(7, 30, torch.float32)
-    w, lengths = weight.forward(latitude, r, torch.float32)
-    changes = weight.backward(g, latitude, r, True, lengths)
+    w, saved = weight.forward(latitude, r, torch.float32)
+    changes = weight.backward(g, latitude, r, True, saved)
     monkeypatch.setattr(weight, "_BLOCK", 2 * 30)
-    assert all(map(torch.equal, weight.forward(latitude, r, torch.float32), (w, lengths)))
-    for given in (lengths, None):
+    assert torch.equal(weight.forward(latitude, r, torch.float32)[0], w)
+    for given in (saved, None):
         assert all(map(torch.equal, weight.backward(g, latitude, r, True, given), changes))
