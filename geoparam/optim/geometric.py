@@ -327,7 +327,8 @@ class GeometricOptimizer(Optimizer):
                     f"{unit.name!r} is on the meta device and has no values: materialise the "
                     "model, and build the optimizer after that."
                 )
-            check_sharding(unit, weight)
+            if hasattr(weight, "placements"):
+                check_sharding(unit, weight)
             if "r" in self.state[weight]:
                 saved_states.check_size(unit, self.state[weight])
             bias_at, bias = places.get(unit.bias or "", (0, None))
