@@ -25,11 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam.analysis.divisions import count_examples, divide, find_divisions, list_divisions
 from geoparam.analysis.reading.layer_sites import Layers, Site, find_sites
 from geoparam.analysis.reading.probe import MaxPool, find_other_activations, observe
 from geoparam.conversion.plan import Inputs
-from geoparam.inspection import unwrap
+from geoparam.inspection import tensors_in, unwrap
 from geoparam.storage import list_few
 
 # Read as one integer, eight bools are the sum of b_i 2^(8i). Times the sum of 2^(63 - 9j), b_i is
@@ -192,29 +191,26 @@ class Collector:
     """Packs pre-activations and inputs of max pools: the `pre_activation` of `observe`.
 
     A layer is left out if its activation has no breakpoints, if its input is empty, or if its
-    values cannot be divided among the examples.
-
-    Args:
-        inputs: The batch.
-        divisions: Of each step: see `find_divisions`. By default the values of an example are
-            together.
+    first dimension is not the examples'.
     """
 
-    def __init__(self, inputs: Inputs, divisions: Mapping[int, int] | None = None) -> None:
-        self.examples, self.divisions = count_examples(inputs), divisions or {}
-        self.left_out: set[str] = set()  # layers whose values could not be divided
+    def __init__(self, inputs: Inputs) -> None:
+        self.examples = count_examples(inputs)
+        self.left_out: set[str] = set()  # layers whose first dimension is not the examples'
         self._parts: dict[int, Pattern] = {}
         self._layers: dict[str, set[int]] = {}
 
     def __call__(self, site: Site, z: Tensor, step: int) -> None:
+        bits = _find_bits(site, z.detach())
+        if bits is None:
+            return
         if self.examples is None:
             self.examples = len(z)
-        bits, blocks = _find_bits(site, z.detach()), self.divisions.get(step, 1)
-        if bits is None or blocks not in list_divisions(z, self.examples):
-            self.left_out |= {site.name} if bits is not None else set()
+        if z.shape[:1] != (self.examples,):
+            self.left_out.add(site.name)
             return
         if step not in self._parts:
-            rows = [divide(side, self.examples, blocks) for side in bits]
+            rows = [side.flatten(1) for side in bits]
             self._parts[step] = _join([Pattern(pack(row), row.shape[1]) for row in rows])
         self._layers.setdefault(site.name, set()).add(step)
 
@@ -223,6 +219,20 @@ class Collector:
         layers = {name: tuple(sorted(steps)) for name, steps in self._layers.items()}
         parts = {step: self._parts[step] for step in sorted(self._parts)}
         return Patterns(parts, layers) if parts else None
+
+
+def count_examples(inputs: Inputs) -> int | None:
+    """Return the first tensor's first dimension that is not 1, or else 1; None without tensors.
+
+    A list as the first argument, as detectors take it, has an example in each entry.
+    """
+    first = inputs[0] if isinstance(inputs, tuple) and inputs else None
+    if isinstance(first, list):
+        return len(first)
+    sizes = [len(tensor) for tensor in tensors_in(inputs) if tensor.ndim]
+    if not sizes:
+        return None
+    return next((size for size in sizes if size != 1), 1)
 
 
 def _find_bits(site: Site, z: Tensor) -> Sequence[Tensor] | None:
@@ -251,13 +261,14 @@ def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Pattern
     """
     sites, model = find_sites(model, inputs, layers), unwrap(model)
     sites = sites | find_other_activations(model, inputs, sites)
-    collector = Collector(inputs, find_divisions(model, inputs, sites))
+    collector = Collector(inputs)
     observe(model, inputs, sites, pre_activation=collector)
     found, left_out = collector.patterns(), ""
     if collector.left_out:
         left_out = (
-            f"no bits of {list_few(sorted(collector.left_out))}: an activation there does not see "
-            "all examples, which are in the first dimension of the inputs, or not in their order."
+            f"no bits of {list_few(sorted(collector.left_out))}: the first dimension of every "
+            f"activation must be the examples, and there it is not {collector.examples}. Models "
+            "that put time first, or join or divide the batch, have no patterns there."
         )
     if found is None:
         raise ValueError(

@@ -83,11 +83,6 @@ class ShiftedReLU(nn.Module):
 ShiftedReLU.__name__ = "ReLU"
 
 
-def in_order(m: nn.Module, x: Tensor) -> Tensor:
-    assert (x.diff(dim=0) >= 0).all()  # as lengths have to be for pack_padded_sequence
-    return F.relu(m.a(x.repeat(1, 3).view(6, 6, 2).transpose(0, 1)))
-
-
 # A model whose first layer is "a", its inputs, and the bits of that layer, one tensor for each
 # breakpoint and call.
 Case = tuple[Callable[..., Tensor], dict[str, nn.Module], Tensor, Callable[..., list[Tensor]]]
@@ -96,8 +91,6 @@ nn.init.uniform_(SRELU.lower, -0.3, 0.0)
 OUTSIDE = gp.GmPLinear(4, 7, activation=torch.relu)
 nn.init.normal_(OUTSIDE.lam)
 nn.init.constant_(OUTSIDE.r, -1.0)
-FEW_ACTIVE = nn.Linear(2, 400)
-nn.init.constant_(FEW_ACTIVE.bias, -1.2)
 NORM = nn.BatchNorm2d(3).eval()
 nn.init.normal_(NORM.running_mean)
 CASES: dict[str, Case] = {
@@ -137,42 +130,6 @@ CASES: dict[str, Case] = {
         X,
         lambda m, x: [m.a(x) > 0, m.a(m.a(x).relu()) > 0],
     ),
-    "windows of an example": (
-        lambda m, x: F.relu(m.a(x.view(-1, 2))).view(len(x), -1),
-        {"a": nn.Linear(2, 3)},
-        X,
-        lambda m, x: [(m.a(x.view(-1, 2)) > 0).view(6, -1)],
-    ),
-    "two batches one after the other": (
-        lambda m, x: F.relu(m.a(torch.cat([x, -x]))),
-        {"a": nn.Linear(4, 3)},
-        X,
-        lambda m, x: [torch.cat([m.a(x), m.a(-x)], dim=1) > 0],
-    ),
-    "seven batches, as many as examples and one": (
-        lambda m, x: F.relu(m.a(x.repeat(7, 1))),
-        {"a": nn.Linear(4, 3)},
-        X,
-        lambda m, x: [m.a(x).repeat(1, 7) > 0],
-    ),
-    "time first": (
-        lambda m, x: F.relu(m.a(x.view(6, 2, 2).transpose(0, 1))),
-        {"a": nn.Linear(2, 3)},
-        X,
-        lambda m, x: [m.a(x.view(6, 2, 2)).flatten(1) > 0],
-    ),
-    "time first, in sorted order": (
-        in_order,
-        {"a": nn.Linear(2, 3)},
-        X.sort(dim=0).values,
-        lambda m, x: [m.a(x.repeat(1, 3).view(6, 6, 2)).flatten(1) > 0],
-    ),
-    "few active units, time first": (
-        lambda m, x: F.relu(m.a(x.repeat(1, 3).view(6, 6, 2).transpose(0, 1))),
-        {"a": FEW_ACTIVE},
-        X,
-        lambda m, x: [m.a(x.repeat(1, 3).view(6, 6, 2)).flatten(1) > 0],
-    ),
     "the name of another": (
         lambda m, x: m.act(m.a(x)),
         {"a": nn.Linear(4, 5), "act": ShiftedReLU()},
@@ -204,7 +161,6 @@ def test_a_first_argument_of_one_number_is_not_the_examples() -> None:
 
 
 def test_inputs_in_a_narrow_range_or_given_twice_have_patterns() -> None:
-    """A check runs the model on noisy inputs in another order."""
     bounded = lambda m, x, y: F.relu(m.a(x + torch.bernoulli(y)))  # noqa: E731
     twice = lambda m, x, y: F.relu(m.a(x + y))  # noqa: E731
     for function in (bounded, twice):
@@ -224,25 +180,24 @@ def test_a_batch_in_an_object_is_left_as_it_is(pack: Callable) -> None:
     assert torch.equal(read(batch), X) and np.array_equal(found["a"].packed, rows(model.a(X) > 0))
 
 
-def test_what_is_not_told_by_example_is_left_out() -> None:
-    function = lambda m, x: m.b(F.relu(m.a(x))) + F.relu(m.c(x[:4])).sum()  # noqa: E731
-    rolled = lambda m, x: m.b(F.relu(m.a(x))) + F.relu(m.c(x.roll(1, 0))).sum()  # noqa: E731
-    by_first = lambda m, x: m.b(F.relu(m.a(x))) + F.relu(m.c(x[x[:, 0].argsort()])).sum()  # noqa: E731
-    for each in (function, rolled, by_first):
-        model = FunctionModel(each, a=nn.Linear(4, 3), b=nn.Linear(3, 1), c=nn.Linear(4, 2))
-        with pytest.warns(UserWarning, match="no bits of c:"):
-            assert list(patterns(model, X)) == ["a"]
-    along = lambda m, x: F.relu(m.a(x.reshape(3, 25, 2).transpose(0, 1).reshape(5, 15, 2)))  # noqa: E731
-    with pytest.raises(ValueError, match="no bits of a:"):
-        patterns(FunctionModel(along, a=nn.Linear(2, 3)), IMAGES)
-
-
-def test_rows_that_see_each_other_are_taken_for_examples_with_a_warning() -> None:
-    neighbours = (torch.arange(6)[:, None] - torch.arange(6)).abs() <= 1
-    model = FunctionModel(lambda m, x: F.relu(m.a(neighbours.float() @ x)), a=nn.Linear(4, 5))
-    with pytest.warns(UserWarning, match="could not be checked which values are whose in a,"):
-        found = patterns(model, X)
-    assert np.array_equal(found["a"].packed, rows(model.a(neighbours.float() @ X) > 0))
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: x[:4],
+        lambda x: x.view(-1, 2).repeat(1, 2),
+        lambda x: torch.cat([x, -x]),
+        lambda x: x.view(6, 1, 4).transpose(0, 1),
+    ],
+    ids=["a part", "windows", "two batches", "time first"],
+)
+def test_an_activation_without_the_examples_in_front_has_no_bits(move: Callable) -> None:
+    members = {"a": nn.Linear(4, 3), "b": nn.Linear(3, 1), "c": nn.Linear(4, 2)}
+    model = FunctionModel(lambda m, x: m.b(F.relu(m.a(x))) + F.relu(m.c(move(x))).sum(), **members)
+    with pytest.warns(UserWarning, match="no bits of c: the first dimension"):
+        assert list(patterns(model, X)) == ["a"]
+    alone = FunctionModel(lambda m, x: F.relu(m.c(move(x))), c=nn.Linear(4, 2))
+    with pytest.raises(ValueError, match="no bits of c: .* it is not 6"):
+        patterns(alone, X)
 
 
 def test_smooth_layers_are_left_out() -> None:

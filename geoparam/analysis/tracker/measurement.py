@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from geoparam.analysis.divisions import find_divisions
 from geoparam.analysis.partition import Collector, Pattern, Patterns
 from geoparam.analysis.reading.layer_sites import Site, count_units
 from geoparam.analysis.reading.norms import Moments
@@ -60,9 +59,8 @@ class ProbeReadings:
         sites: Mapping[str, Site],
         others: Mapping[str, Site],
         batch: bool = False,
-        divisions: Mapping[int, int] | None = None,
     ) -> None:
-        self._collector = Collector(inputs, divisions)
+        self._collector = Collector(inputs)
         self._active, self._above, self._lengths = (defaultdict[str, list](list) for _ in range(3))
         self._moments = MomentReader(model, sites, batch)
         see = self._see_pre_activation, self._see_input, self._moments
@@ -121,8 +119,6 @@ class Measurement:
         self._replay = GraphReplay(self._measure_motion, itertools.chain(*read.values()))
         self._read = {name: set(own).intersection(model.modules()) for name, own in read.items()}
         self._others = {} if probe is None else find_other_activations(model, probe, sites)
-        seen = {**sites, **self._others}
-        self._divisions = {} if probe is None else find_divisions(model, probe, seen)
         self._patterns: Patterns | None = None
 
     @torch.inference_mode(False)  # tensors that are kept may be used outside of it
@@ -132,7 +128,7 @@ class Measurement:
         self._check_model()
         readings = None
         if self.probe is not None:
-            options = self.sites, self._others, self._batch, self._divisions
+            options = self.sites, self._others, self._batch
             readings = ProbeReadings(self.model, self.probe, *options)
             if not readings.same_steps:
                 warnings.warn(OTHER_STEPS, stacklevel=4)
