@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import geoparam as gp
-from geoparam import analysis, plots
+from geoparam import plots
+from geoparam_lab.regions import Plane, slice_regions
 
-PLANE = analysis.Plane(torch.zeros(2), torch.eye(2), (-2.0, 2.0, -2.0, 2.0))
+PLANE = Plane(torch.zeros(2), torch.eye(2), (-2.0, 2.0, -2.0, 2.0))
 
 
 def draw_rings(count: int) -> tuple[Tensor, Tensor]:
@@ -52,12 +53,12 @@ def main(arguments: list[str] | None = None) -> None:
 
     figure, axes = plots.new_figure(1, 2, size=(11, 5))
     for ax, title, network in zip(axes[0], ("before", "after"), (fresh, model), strict=True):
-        found = analysis.slice_regions(network, PLANE)
-        plots.region_slice(found.polygons, found.segments, legend=title == "after", ax=ax)
+        regions = slice_regions(network, PLANE)
+        plots.region_slice(regions.polygons, regions.segments, legend=title == "after", ax=ax)
         for ring, colour in ((0, "black"), (1, "white")):
             ax.plot(*x[y == ring].T, "o", color=colour, mec="black", ms=3)
-        ax.set_title(f"{title} training: {found.count} linear regions", loc="left")
-        print(f"{title} training: {found.count} linear regions")
+        ax.set_title(f"{title} training: {regions.count} linear regions", loc="left")
+        print(f"{title} training: {regions.count} linear regions")
     figure.savefig(given.out, dpi=120)
 
 

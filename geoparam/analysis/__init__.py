@@ -5,8 +5,6 @@ from geoparam.analysis.parameter_steps import make_steps
 from geoparam.analysis.partition import Patterns, patterns
 from geoparam.analysis.perturbation import DELTAS, Response, perturb, respond
 from geoparam.analysis.reading.activations import SReLU, breaks
-from geoparam.analysis.slices.plane import Plane, plane_through
-from geoparam.analysis.slices.slice import Slice, slice_regions
 from geoparam.analysis.tracker.history import History
 from geoparam.analysis.tracker.tracker import BoundaryTracker
 
@@ -16,17 +14,13 @@ __all__ = [
     "BoundaryTracker",
     "History",
     "Patterns",
-    "Plane",
     "Response",
     "SReLU",
-    "Slice",
     "boundaries",
     "breaks",
     "layer_boundaries",
     "make_steps",
     "patterns",
     "perturb",
-    "plane_through",
     "respond",
-    "slice_regions",
 ]

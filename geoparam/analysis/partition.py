@@ -13,7 +13,7 @@ are counted by a fingerprint of 64 bits: twice the upper half of sum_i k_i w_i m
 w_i of 32 bits, with random keys k_i. Two different patterns get the same one with probability
 2^-64, whatever they are (Lemire and Kaser, *Strongly universal string hashing is fast*, 2014).
 
-Smooth activations have no bits. `slices` draws the regions themselves.
+Smooth activations have no bits.
 """
 
 import warnings

@@ -261,11 +261,11 @@ def read_activation(node: Node, modules: Mapping[str, nn.Module]) -> Any:
     return MaxPool(node) if node.kind == "max" and node.func is not None else None
 
 
-def make_site(name: str, activation: Any, step: int, graph: Graph, layer: Any = None) -> Site:
-    """Return the site of an activation in one step; `layer` is one that applies it itself."""
-    call = Call(-1, None, step, ()) if layer is None else Call(step, None, None, ())
+def make_site(name: str, activation: Any, step: int, graph: Graph) -> Site:
+    """Return the site of an activation in one step."""
     dim = activation.dim - len(graph.nodes[step].shape) if isinstance(activation, SReLU) else -1
-    return Site(name, layer or nn.Identity(), None, activation, dim, (call,), graph=graph)
+    call = Call(-1, None, step, ())
+    return Site(name, nn.Identity(), None, activation, dim, (call,), graph=graph)
 
 
 def _layer_before(graph: Graph, step: int) -> int | None:
