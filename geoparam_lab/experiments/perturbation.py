@@ -7,7 +7,7 @@ The unit has w ~ 0.001 N(0, I) and b ~ 0.001 N(0, 1), and is stored in several w
     sp           (w, b)
     wn           (v, l, b) with v = w, l = ||w||
     bn           (w, gamma, beta) with gamma = ||w||, beta = b, on whitened data: there BN is WN,
-                 with gamma for l and beta for b (a test of `analysis.perturbation`)
+                 with gamma for l and beta for b (a test of `parameter_steps`)
     ln           (w, b) of one of 100 units like it, the others and LN's own parameters (1 and 0)
                  left alone: there LN's unit is SP's, less the mean of the other 99
     gmp          (theta, lam) with u(theta) = w / ||w||, lam = b / ||w||; r = ||w|| is left alone
@@ -39,7 +39,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
-from geoparam.analysis import DELTAS, layer_boundaries, make_steps, respond
+from geoparam.analysis import layer_boundaries
 from geoparam_lab.checks import check_counts, check_names
 from geoparam_lab.experiments import toys
 from geoparam_lab.experiments.experiment import (
@@ -51,6 +51,7 @@ from geoparam_lab.experiments.experiment import (
 )
 from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.methods import TITLES
+from geoparam_lab.parameter_steps import DELTAS, make_steps, respond
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training.tasks import Progress
 
