@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
-from geoparam import plots
+from geoparam_lab import plots
 from geoparam_lab.parameter_steps import make_steps, respond
 
 

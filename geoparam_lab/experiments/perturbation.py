@@ -103,7 +103,7 @@ def run(
     """
     check_counts(seeds=seeds)
     turns = {method: perturb(method, seeds) for method in methods}
-    import geoparam.plots  # noqa: F401  fails now if matplotlib is missing
+    import geoparam_lab.plots  # noqa: F401  fails now if matplotlib is missing
 
     config = {"methods": [*turns], "units": seeds}
     options: Any = {"key": ("method", "delta"), "resume": resume, "may_change": ("methods",)}
@@ -197,7 +197,7 @@ def draw(turns: Mapping[str, Turns]) -> Drawings:
 
 
 def _draw_panels(turns: Mapping[str, Turns]) -> "Figure":
-    from geoparam import plots
+    from geoparam_lab import plots
 
     figure, axes = plots.new_figure(2, 3, size=(12.0, 7.6))
     first, *panels = axes.flat
@@ -230,7 +230,7 @@ def _draw_line(ax: "Axes", turns: Turns, i: int, **style: Any) -> None:
 
 def _draw_1d(units: Sequence[tuple[float, float, float]]) -> "Figure":
     """Draw units over one input, given their sign, lam and r."""
-    from geoparam import plots
+    from geoparam_lab import plots
 
     figure, axes = plots.new_figure(1, len(units), size=(1.4 + 3.6 * len(units), 3.4))
     for ax, letter, (sign, lam, r) in zip(axes[0], "abcd", units, strict=False):
@@ -240,7 +240,7 @@ def _draw_1d(units: Sequence[tuple[float, float, float]]) -> "Figure":
 
 
 def _draw_2d() -> "Figure":
-    from geoparam import plots
+    from geoparam_lab import plots
 
     figure, axes = plots.new_figure(1, 4, size=(16.0, 3.8))
     units = [(30, -1.0), (120, -1.0), (210, 1.0), (300, 1.0)]
