@@ -1,17 +1,24 @@
 """What the units of a network do: their boundaries, how these move, the regions they make."""
 
+from geoparam.analysis.activations import SReLU, breaks
 from geoparam.analysis.boundary import Boundaries, boundaries, layer_boundaries
-from geoparam.analysis.partition import Patterns, patterns
-from geoparam.analysis.reading.activations import SReLU, breaks
-from geoparam.analysis.tracker.history import History
-from geoparam.analysis.tracker.tracker import BoundaryTracker
+from geoparam.analysis.history import History
+from geoparam.analysis.patterns import Patterns, patterns
+from geoparam.analysis.quantities import QUANTITIES, LayerQuantity, UnitQuantity
+from geoparam.analysis.snapshot import Interval, Snapshot
+from geoparam.analysis.tracker import BoundaryTracker
 
 __all__ = [
+    "QUANTITIES",
     "Boundaries",
     "BoundaryTracker",
     "History",
+    "Interval",
+    "LayerQuantity",
     "Patterns",
     "SReLU",
+    "Snapshot",
+    "UnitQuantity",
     "boundaries",
     "breaks",
     "layer_boundaries",

@@ -9,11 +9,12 @@ import pytest
 import torch
 from function_model import FunctionModel
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from tracked_networks import NETWORKS, TYPE, ZEROS, gmp, linear, network, record, train
 
 import geoparam as gp
 from geoparam import BoundaryTracker
-from geoparam.analysis import boundaries
+from geoparam.analysis import QUANTITIES, Interval, UnitQuantity, boundaries
 
 
 @pytest.mark.filterwarnings("ignore:the unit vectors of")
@@ -317,16 +318,12 @@ def test_a_layer_of_no_units_is_left_out() -> None:
     assert list(BoundaryTracker(model, probe=torch.zeros(2, 4)).history) == ["0"]
 
 
-def test_a_lost_history_and_states_of_others_are_told_in_words() -> None:
+def test_a_lost_history_and_what_is_no_state_are_told_in_words() -> None:
     with pytest.warns(UserWarning, match="the history begins here"):
         BoundaryTracker(network("sp"), resume=True)
     tracker = BoundaryTracker(nn.Linear(3, 2), example_inputs=torch.zeros(1, 3), every=2)
     with pytest.raises(ValueError, match="what its state_dict"):
         tracker.load_state_dict({})
-    other = BoundaryTracker(nn.Linear(3, 4), example_inputs=torch.zeros(1, 3), every=2)
-    other.step()
-    with pytest.raises(ValueError, match="of another model"):
-        tracker.load_state_dict(other.state_dict())
 
 
 def test_a_model_without_parameters_has_no_units() -> None:
@@ -387,6 +384,82 @@ def test_a_state_is_small_where_the_model_tells_the_rest() -> None:
     model = network("sp")
     tracker = BoundaryTracker(model, every=2, probe=torch.randn(8, 3, dtype=TYPE))
     train(model, 2, tracker.step)
-    assert tracker.state_dict() == {"step": 2}
+    assert tracker.state_dict() == {"step": 2, "units": {"0": [8, 3], "2": [1, 8]}}
     train(model, 1, tracker.step)
-    assert set(tracker.state_dict()) == {"step", "measured_at", "measurement"}
+    assert set(tracker.state_dict()) == {"step", "units", "measured_at", "snapshot"}
+
+
+def test_a_record_that_could_not_be_written_is_written_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, file = network("sp"), tmp_path / "run.npy"
+    options = {"probe": torch.randn(8, 3, dtype=TYPE), "keep": "full", "file": file}
+    tracker = BoundaryTracker(model, **options)
+    train(model, 2, tracker.step)
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(Path, "open", lambda *args: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            train(model, 1, tracker.step)
+    train(model, 1, tracker.step)
+    resumed = BoundaryTracker(model, **options, resume=True).history
+    assert resumed.steps.tolist() == [1, 2, 3, 4]
+    largest = resumed["0"]["rotation"].max(axis=1)
+    np.testing.assert_array_equal(resumed["0"]["rotation_max"], largest)
+
+
+class LargestDirection(UnitQuantity):
+    """The largest coordinate of each direction."""
+
+    name = "largest"
+    levels = ("max",)
+
+    def measure(self, interval: Interval) -> Tensor:
+        return torch.cat([u.abs().amax(dim=1) for u in interval.now.directions.values()])
+
+
+def test_a_new_quantity_is_one_class() -> None:
+    model = network("sp")
+    quantities = [QUANTITIES[0], LargestDirection()]
+    history = record(model, example_inputs=ZEROS, keep="full", quantities=quantities)["0"]
+    columns = ["step", "rotation_max", "rotation_median", "rotation_p99", "rotation_rms"]
+    assert list(history) == [*columns, "largest_max", "rotation", "largest"]
+    rows = nn.functional.normalize(model[0].weight.detach())
+    np.testing.assert_allclose(history["largest"][0], rows.abs().amax(dim=1))
+
+
+def on_meta() -> nn.Module:
+    return nn.Linear(3, 2, device="meta")
+
+
+X = torch.zeros(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: BoundaryTracker(nn.Linear(3, 2).parameters()), "nn.Module; got generator"),
+        (lambda: BoundaryTracker(on_meta(), probe=X), "parameters on the meta device have none"),
+        (lambda: BoundaryTracker(nn.Linear(3, 2), probe=X.numpy()), "ndarray: .*from_numpy"),
+        (lambda: BoundaryTracker(nn.Linear(3, 2), probe=DataLoader(X)), "DataLoader: take one"),
+        (lambda: BoundaryTracker(nn.Linear(3, 2), probe=iter([X])), "list_iterator: take one"),
+        (lambda: BoundaryTracker(network("sp"), layers=["fc"]), "no layers .'fc'.; .* has: 0, 2"),
+        (lambda: BoundaryTracker(network("sp"), layers=lambda *_: False), "no layer to look at"),
+    ],
+)
+def test_what_cannot_be_tracked_is_said_when_the_tracker_is_built(
+    build: Callable, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_state_of_another_model_is_refused(steps: int) -> None:
+    """After two steps it has no directions: they are those of the model."""
+    tracker = BoundaryTracker(nn.Linear(3, 2), every=2, example_inputs=X)
+    other = BoundaryTracker(nn.Linear(3, 4), every=2, example_inputs=X)
+    for _ in range(steps):
+        other.step()
+    with pytest.raises(ValueError, match="of another model .* 4 x 3 units, .* 2 x 3"):
+        tracker.load_state_dict(other.state_dict())
+    assert tracker.state_dict()["step"] == 0

@@ -14,8 +14,8 @@ from tracked_networks import record
 
 import geoparam as gp
 from geoparam.analysis import SReLU
-from geoparam.analysis.partition import Pattern, pack, patterns
-from geoparam.analysis.reading.probe import MaxPool
+from geoparam.analysis.max_pool import MaxPool
+from geoparam.analysis.patterns import Pattern, pack, patterns
 from geoparam.trace import trace
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
