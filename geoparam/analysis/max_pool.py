@@ -30,18 +30,20 @@ class MaxPool:
         Where a window reaches outside, or is smaller than others, its first inputs are repeated.
         """
         lead = x.ndim - self.dims
-        sizes, device = x.shape[lead:], x.device
+        sizes = x.shape[lead:]
         for d in range(self.dims):
             dim = lead + 2 * d  # each dimension before has become two: outputs and places
-            places = self._range(sizes, device, d)
+            places = self._range(sizes, x.device, d)
             x = x.index_select(dim, places.flatten()).unflatten(dim, places.shape)
-        places_last = [lead + 2 * d + 1 for d in range(self.dims)]
-        return x.movedim(places_last, list(range(-self.dims, 0))).flatten(-self.dims)
+        of_places = [lead + 2 * d + 1 for d in range(self.dims)]
+        last = list(range(-self.dims, 0))
+        return x.movedim(of_places, last).flatten(-self.dims)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return which input of each window wins, as a bool for each place."""
-        each = self.windows(x)
-        return each.argmax(dim=-1, keepdim=True) == torch.arange(each.shape[-1], device=x.device)
+        inputs = self.windows(x)
+        places = torch.arange(inputs.shape[-1], device=x.device)
+        return inputs.argmax(dim=-1, keepdim=True) == places
 
     def _find_range(self, sizes: torch.Size, device: torch.device, d: int) -> Tensor:
         """Return the places of each output in one dimension, (outputs, K)."""

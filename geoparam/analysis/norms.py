@@ -37,21 +37,26 @@ def find_feature_dim(norm: Any, units: int, rank: int, positions: int) -> int | 
     None where the norm is not understood, or its features are not units. `positions` is that of a
     convolution, or 0.
     """
-    home = (type(norm).forward.__module__ or "").partition(".")[0]
+    forward = type(norm).forward
+    home = (forward.__module__ or "").partition(".")[0]
     if home not in READ or "forward" in vars(norm):  # a subclass may compute something else
         return None
-    if type(norm).forward is nn.LayerNorm.forward:  # LayerNorm2d overrides it
-        return rank - 1 if tuple(norm.normalized_shape) == (units,) else None
+
+    if forward is nn.LayerNorm.forward:  # LayerNorm2d overrides it
+        is_over_units = tuple(norm.normalized_shape) == (units,)
+        return rank - 1 if is_over_units else None
     if isinstance(norm, nn.GroupNorm):
         averages_points = rank > 2 and not positions  # of a linear layer on sequences
         return 1 if norm.num_channels == units and not averages_points else None
-    if isinstance(norm, InputMeanNorm):
-        return norm.dim % rank if norm.num_features == units else None
-    if isinstance(norm, BatchNorm | InstanceNorm):
-        return 1 if norm.num_features == units else None
-    if _is_always_frozen(norm):
-        return 1 if norm.running_mean.numel() == units else None
-    return None
+    if isinstance(norm, BatchNorm | InstanceNorm | InputMeanNorm):
+        features = norm.num_features
+    elif _is_always_frozen(norm):
+        features = norm.running_mean.numel()
+    else:
+        return None
+    if features != units:
+        return None
+    return norm.dim % rank if isinstance(norm, InputMeanNorm) else 1
 
 
 def has_running(norm: nn.Module | None) -> bool:
@@ -70,7 +75,9 @@ def uses_batch(norm: nn.Module, model: nn.Module) -> bool:
 
 def needs_batch(norm: nn.Module | None, model: nn.Module, batch: bool) -> bool:
     """Return whether a norm is read by a batch's statistics: with `batch`, or having no others."""
-    return norm is not None and (not has_running(norm) or (batch and uses_batch(norm, model)))
+    if norm is None:
+        return False
+    return not has_running(norm) or (batch and uses_batch(norm, model))
 
 
 def _is_always_frozen(norm: nn.Module) -> bool:
@@ -115,25 +122,30 @@ def compute_moments(norm: Any, z: Tensor) -> Moments:
     z = sphere.wide(z.detach())
     if isinstance(norm, UnknownNorm):
         return Moments(*z.new_full((2,), torch.nan))
+
     if isinstance(norm, nn.LayerNorm):
-        mean, deviation = _moments_over(z, (-1,), norm.eps)
+        mean, deviation = _moments_over(z, [-1], norm.eps)
         return Moments(mean.mean(), deviation.mean())
+
     if isinstance(norm, nn.GroupNorm | InstanceNorm):
-        groups = getattr(norm, "num_groups", z.shape[1])  # InstanceNorm: each channel is one
-        mean, deviation = _moments_over(z.reshape(len(z), groups, -1), (2,), norm.eps)
-        width = z.shape[1] // groups
-        mean, deviation = mean.mean(dim=0), deviation.mean(dim=0)
-        return Moments(mean.repeat_interleave(width), deviation.repeat_interleave(width))
+        channels = z.shape[1]
+        groups = getattr(norm, "num_groups", channels)  # InstanceNorm: each channel is one
+        mean, deviation = _moments_over(z.reshape(len(z), groups, -1), [2], norm.eps)
+        width = channels // groups
+        mean = mean.mean(dim=0).repeat_interleave(width)
+        return Moments(mean, deviation.mean(dim=0).repeat_interleave(width))
+
     channel = getattr(norm, "dim", 1) % z.ndim
-    others = tuple(d for d in range(z.ndim) if d != channel)
+    others = [d for d in range(z.ndim) if d != channel]
     mean, deviation = _moments_over(z, others, getattr(norm, "eps", 0.0))
     if isinstance(norm, InputMeanNorm):
         deviation = torch.ones_like(deviation)
     return Moments(mean, deviation)
 
 
-def _moments_over(z: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor]:
-    return z.mean(dim=dims), (z.var(dim=dims, correction=0) + eps).sqrt()
+def _moments_over(z: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor]:
+    deviation = (z.var(dim=dims, correction=0) + eps).sqrt()
+    return z.mean(dim=dims), deviation
 
 
 def average_moments(calls: list[Moments]) -> Moments:

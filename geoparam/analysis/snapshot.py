@@ -85,21 +85,23 @@ class Layout:
         parameters = [next(module.parameters()) for module in modules]
         is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
         dtype = torch.float64 if is_double else torch.float32
-        self.like = torch.empty(0, dtype=dtype, device=parameters[0].device)
+        device = parameters[0].device
+        self.like = torch.empty(0, dtype=dtype, device=device)
+
         sizes = [count_units(module) for module in modules]
         self.counts = [min(size, units or size) for size in sizes]
         self.chosen: dict[str, Tensor] = {}  # the followed units of layers that are sampled
         for name, size, count in zip(self.sites, sizes, self.counts, strict=True):
             if count < size:
-                spaced = torch.linspace(0, size - 1, count, device=self.like.device)
+                spaced = torch.linspace(0, size - 1, count, device=device)
                 self.chosen[name] = spaced.round().long()
-        self.sizes = torch.tensor([*sizes, sum(sizes)]).to(self.like.device, torch.float64)
-        counts = torch.tensor(self.counts)
-        self.layer_of = torch.arange(len(counts)).repeat_interleave(counts).to(self.like.device)
+        self.sizes = torch.tensor([*sizes, sum(sizes)]).to(device, torch.float64)
+        layers = torch.arange(len(sizes))
+        self.layer_of = layers.repeat_interleave(torch.tensor(self.counts)).to(device)
 
     def pick(self, name: str, values: Tensor) -> Tensor:
         """Return the elements of the units of a layer that are followed, from those of all."""
-        if name not in self.chosen or values.ndim == 0:
+        if name not in self.chosen:
             return values
         return full_tensor(values)[self.chosen[name].to(values.device)]
 
@@ -167,12 +169,11 @@ class Camera:
         """Return the followed units of a layer."""
         if name not in self.layout.chosen:
             return units
-        pick = self.layout.pick
-        terms = {
-            key: pick(name, value) if isinstance(value, Tensor) and value.numel() > 1 else value
-            for key, value in units.terms.items()
-        }
-        return Units(pick(name, units.rows), terms, units.are_unit_vectors)
+        terms = dict(units.terms)
+        for key, value in terms.items():
+            if isinstance(value, Tensor) and value.numel() > 1:  # not one value for all units
+                terms[key] = self.layout.pick(name, value)
+        return Units(self.layout.pick(name, units.rows), terms, units.are_unit_vectors)
 
 
 class Interval:
@@ -187,10 +188,12 @@ class Interval:
         apart, together = [], []
         for name, u in self.now.directions.items():
             earlier = self.before.directions[name]
-            apart.append(full_tensor(torch.linalg.vector_norm(u - earlier, dim=1)))
-            together.append(full_tensor(torch.linalg.vector_norm(u + earlier, dim=1)))
-        like = self.layout.like
-        near, far = (torch.cat([part.to(like) for part in each]) for each in (apart, together))
+            difference = torch.linalg.vector_norm(u - earlier, dim=1)
+            total = torch.linalg.vector_norm(u + earlier, dim=1)
+            apart.append(full_tensor(difference).to(self.layout.like))
+            together.append(full_tensor(total).to(self.layout.like))
+        near, far = torch.cat(apart), torch.cat(together)
+        # A change of sign turns a direction around: the two lengths change places.
         is_flipped = self.before.sign != self.now.sign
         return torch.where(is_flipped, far, near), torch.where(is_flipped, near, far)
 
