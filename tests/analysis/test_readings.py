@@ -1,4 +1,4 @@
-"""Lengths of what a unit gets, patch by patch; what else a probe sees is in test_partition.py."""
+"""Lengths of what a unit gets, patch by patch; what else a probe sees is in test_patterns.py."""
 
 import pytest
 import torch
