@@ -123,14 +123,12 @@ class Active(UnitQuantity):
     needs_probe = True
 
     def measure(self, interval: Interval) -> Tensor:
-        layout, readings = interval.layout, interval.now.readings
-        assert readings is not None
+        layout, active = interval.layout, interval.readings.active
         values = []
         for name, count in zip(layout.sites, layout.counts, strict=True):
-            if name in readings.active:
-                values.append(layout.pick(name, readings.active[name]).to(layout.like.device))
-            else:
-                values.append(layout.like.new_full((count,), torch.nan, dtype=torch.float64))
+            unknown = layout.like.new_full((count,), torch.nan, dtype=torch.float64)
+            shares = layout.pick(name, active[name]) if name in active else unknown
+            values.append(shares.to(unknown.device))
         return torch.cat(values)
 
 
@@ -141,7 +139,7 @@ class Count(LayerQuantity):
 
     def measure(self, interval: Interval) -> Sequence[Tensor]:
         is_undefined = interval.now.sign.isnan().double()
-        return interval.layout.sizes, _sum_by_layer(interval, is_undefined)
+        return interval.layout.sizes, sum_by_layer(interval, is_undefined)
 
 
 class AngleMetric(LayerQuantity):
@@ -153,18 +151,22 @@ class AngleMetric(LayerQuantity):
     columns = ("smallest_product", "negligible_metric")
 
     def measure(self, interval: Interval) -> Sequence[Tensor]:
-        smallest, negligible = {}, {}
+        smallest: dict[str, Tensor] = {}
+        negligible: dict[str, Tensor] = {}
         for name, site in interval.layout.sites.items():
             u = interval.now.directions[name]
             if site.layer is None or not has_angles(site.layer) or u.shape[1] < 2:
                 continue
             u = full_tensor(u)
             smallest[name] = torch.linalg.vector_norm(u[:, -2:], dim=1).amin()
-            some = u[:: -(-len(u) // SAMPLED)]
-            is_used_up = some[:, :-2].square().cumsum(1) > 1 - NEGLIGIBLE  # P_1 = 1 is never small
-            share = is_used_up.sum() / some[:, 1:].numel()
+
+            # P_k^2 = 1 - (u_1^2 + ... + u_{k-1}^2); P_1 = 1 is never small.
+            every = -(-len(u) // SAMPLED)
+            squares = u[::every].square()
+            is_small = squares[:, :-2].cumsum(dim=1) > 1 - NEGLIGIBLE
+            share = is_small.sum() / squares[:, 1:].numel()
             negligible[name] = share.to(u.dtype)
-        return _column(interval, smallest), _column(interval, negligible)
+        return make_column(interval, smallest), make_column(interval, negligible)
 
 
 class InputLength(LayerQuantity):
@@ -174,8 +176,7 @@ class InputLength(LayerQuantity):
     needs_probe = True
 
     def measure(self, interval: Interval) -> Sequence[Tensor]:
-        assert interval.now.readings is not None
-        lengths = _column(interval, interval.now.readings.lengths)
+        lengths = make_column(interval, interval.readings.lengths)
         distances = interval.now.distances[:1].abs()
         medians = _compute_levels(interval, distances, [0.5])[0, :, 0]
         return lengths, medians / lengths
@@ -191,32 +192,28 @@ class Activity(LayerQuantity):
     needs_probe = True
 
     def measure(self, interval: Interval) -> Sequence[Tensor]:
-        readings = interval.now.readings
-        assert readings is not None
         device = interval.layout.like.device
-        smaller = {}
-        for name, share in readings.above.items():
-            smaller[name] = torch.minimum(share, 1 - share).flatten().to(device)
-        together = median(torch.cat([*smaller.values()])) if smaller else None
-        medians = {name: median(shares) for name, shares in smaller.items()}
-        return (
-            self._count_units(interval, 0),
-            self._count_units(interval, 1),
-            _column(interval, medians, together),
-        )
+        medians: dict[str, Tensor] = {}
+        smaller = []  # shares of all layers
+        for name, above in interval.readings.above.items():
+            shares = torch.minimum(above, 1 - above).flatten().to(device)
+            medians[name] = median(shares)
+            smaller.append(shares)
+        network = median(torch.cat(smaller)) if smaller else None
+        dead = self._count_units(interval, 0)
+        always_on = self._count_units(interval, 1)
+        return dead, always_on, make_column(interval, medians, network)
 
     def _count_units(self, interval: Interval, share: float) -> Tensor:
         """Return how many units are active at this share of points."""
-        assert interval.now.readings is not None
         counts: dict[str, Tensor] = {}
         once: dict[Any, Tensor] = {}  # by activation
-        for name, active in interval.now.readings.active.items():
-            site = interval.layout.sites[name]
+        for name, active in interval.readings.active.items():
             counts[name] = (active == share).sum().to(interval.layout.like.device)
-            steps = tuple(call.activation for call in site.calls)
+            steps = tuple(call.activation for call in interval.layout.sites[name].calls)
             once[steps if any(steps) else name] = counts[name]
         network = torch.stack([*once.values()]).sum() if once else None
-        return _column(interval, counts, network)
+        return make_column(interval, counts, network)
 
 
 class Regions(LayerQuantity):
@@ -227,16 +224,16 @@ class Regions(LayerQuantity):
 
     def measure(self, interval: Interval) -> Sequence[Tensor]:
         patterns = interval.now.patterns
-        unknown = _column(interval, {})
+        unknown = make_column(interval, {})
         if patterns is None:
             return unknown, unknown, unknown
-        changes = interval.changes
-        layers, network = patterns.changes(patterns) if changes is None else changes
-        columns = [
-            _column(interval, {name: change[k] for name, change in layers.items()}, network[k])
-            for k in range(3)
-        ]
-        return columns if changes is not None else (unknown, unknown, columns[2])
+        is_comparable = interval.changes is not None
+        layers, network = interval.changes or patterns.changes(patterns)
+        columns = []
+        for kind in range(len(self.columns)):
+            by_layer = {name: change[kind] for name, change in layers.items()}
+            columns.append(make_column(interval, by_layer, network[kind]))
+        return columns if is_comparable else (unknown, unknown, columns[-1])
 
 
 QUANTITIES: tuple[Quantity, ...] = (
@@ -256,56 +253,55 @@ QUANTITIES: tuple[Quantity, ...] = (
 @torch.no_grad()
 def measure(quantities: Sequence[Quantity], interval: Interval) -> tuple[Tensor, Tensor]:
     """Return the summary (layers + 1, columns), the network's last, and the units' (Q, total)."""
-    by_unit: dict[str, Tensor] = {}
+    unknown = make_column(interval, {})
     columns: dict[str, Tensor] = {}
-    unknown = interval.now.sign.new_full((), torch.nan, dtype=torch.float64)
+    summarised: list[UnitQuantity] = []
+    by_unit: list[Tensor] = []
     for quantity in quantities:
-        is_known = interval.now.readings is not None or not quantity.needs_probe
-        if isinstance(quantity, UnitQuantity):
+        is_known = interval.readings is not None or not quantity.needs_probe
+        if isinstance(quantity, LayerQuantity):
+            if is_known:
+                columns |= zip(quantity.columns, quantity.measure(interval), strict=True)
+        else:
             values = quantity.measure(interval) if is_known else interval.now.sign * torch.nan
-            by_unit[quantity.name] = values
-        elif is_known:
-            columns |= dict(zip(quantity.columns, quantity.measure(interval), strict=True))
-    summarised = [q for q in quantities if isinstance(q, UnitQuantity) and q.levels]
+            summarised.append(quantity)
+            by_unit.append(values)
     columns |= _summarise(summarised, by_unit, interval)
 
     names = [column for quantity in quantities for column in quantity.columns]
-    rows = unknown.expand(len(interval.layout.counts) + 1)
-    summary = torch.stack([columns.get(name, rows) for name in names], dim=1)
-    units = torch.stack([values.double() for values in by_unit.values()]) if by_unit else rows
-    return summary, units
+    summary = torch.stack([columns.get(name, unknown) for name in names], dim=1)
+    units = [values.double() for values in by_unit]
+    return summary, torch.stack(units) if units else unknown
 
 
 def _summarise(
-    quantities: Sequence[UnitQuantity], by_unit: dict[str, Tensor], interval: Interval
+    quantities: Sequence[UnitQuantity], by_unit: Sequence[Tensor], interval: Interval
 ) -> dict[str, Tensor]:
     """Return the columns of quantities of units, (layers + 1,) each."""
-    if not quantities:
+    pairs = zip(quantities, by_unit, strict=True)
+    sizes = {quantity: quantity.size(values) for quantity, values in pairs if quantity.levels}
+    if not sizes:
         return {}
-    values = torch.stack([quantity.size(by_unit[quantity.name]) for quantity in quantities])
-    levels = _compute_levels(interval, values, [*LEVELS.values()])
-    columns = {}
-    for quantity, own_values, own_levels in zip(quantities, values, levels, strict=True):
-        for level in quantity.levels:
-            column = f"{quantity.name}_{level}"
-            if level == "rms":
-                squares = own_values.double().nan_to_num(nan=0.0).square()
-                known = (~own_values.isnan()).double()
-                sums = _sum_by_layer(interval, squares)
-                columns[column] = (sums / _sum_by_layer(interval, known)).sqrt()
-            else:
-                columns[column] = own_levels[:, list(LEVELS).index(level)]
+    levels = _compute_levels(interval, torch.stack([*sizes.values()]), [*LEVELS.values()])
+    columns: dict[str, Tensor] = {}
+    for quantity, quantiles in zip(sizes, levels, strict=True):
+        columns |= zip([f"{quantity.name}_{level}" for level in LEVELS], quantiles.T, strict=True)
+        if "rms" in quantity.levels:
+            known = (~sizes[quantity].isnan()).double()
+            squares = sizes[quantity].double().nan_to_num(nan=0.0).square()
+            mean = sum_by_layer(interval, squares) / sum_by_layer(interval, known)
+            columns[f"{quantity.name}_rms"] = mean.sqrt()
     return columns
 
 
-def _sum_by_layer(interval: Interval, values: Tensor) -> Tensor:
+def sum_by_layer(interval: Interval, values: Tensor) -> Tensor:
     """Return the sum of values (total,) over each layer's units, and over all layers."""
     layout = interval.layout
     sums = values.new_zeros(len(layout.counts)).index_add(0, layout.layer_of, values)
     return torch.cat([sums, sums.sum(dim=0, keepdim=True)])
 
 
-def _column(
+def make_column(
     interval: Interval, by_layer: Mapping[str, Tensor], network: Tensor | None = None
 ) -> Tensor:
     """Return one value for each layer, NaN where there is none, and the network's."""

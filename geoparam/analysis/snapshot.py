@@ -181,6 +181,7 @@ class Interval:
 
     def __init__(self, layout: Layout, before: Snapshot, now: Snapshot) -> None:
         self.layout, self.before, self.now = layout, before, now
+        self.readings: Any = now.readings  # None without a probe
 
     @cached_property
     def chords(self) -> tuple[Tensor, Tensor]:
