@@ -154,10 +154,9 @@ class AngleMetric(LayerQuantity):
         smallest: dict[str, Tensor] = {}
         negligible: dict[str, Tensor] = {}
         for name, site in interval.layout.sites.items():
-            u = interval.now.directions[name]
-            if site.layer is None or not has_angles(site.layer) or u.shape[1] < 2:
+            if site.layer is None or not has_angles(site.layer):
                 continue
-            u = full_tensor(u)
+            u = full_tensor(interval.now.directions[name])
             smallest[name] = torch.linalg.vector_norm(u[:, -2:], dim=1).amin()
 
             # P_k^2 = 1 - (u_1^2 + ... + u_{k-1}^2); P_1 = 1 is never small.

@@ -76,8 +76,8 @@ def count_units(layer: Any) -> int:
 
 
 def has_angles(layer: nn.Module) -> bool:
-    """Return whether a layer stores its units' directions as angles."""
-    return isinstance(layer, GmPLayer) and layer.coordinates == "angles"
+    """Return whether a layer stores its units' directions as angles; with one input, a sign."""
+    return isinstance(layer, GmPLayer) and layer.coordinates == "angles" and layer.fan_in > 1
 
 
 def count_positions(layer: nn.Module) -> int:

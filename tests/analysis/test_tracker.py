@@ -217,6 +217,14 @@ def test_a_sign_turns_the_active_side_around(name: str, find: Callable) -> None:
     np.testing.assert_allclose(tracker.history["0"]["rotation"][0], expected, atol=1e-6)
 
 
+def test_a_unit_of_one_input_turns_around_with_its_sign() -> None:
+    model = nn.Sequential(gmp(1, 4), nn.ReLU())
+    tracker = BoundaryTracker(model, keep="full", example_inputs=torch.zeros(2, 1, dtype=TYPE))
+    model[0].sign[1] *= -1
+    tracker.step()
+    assert tracker.history["0"]["rotation"].tolist() == [[0, 180, 0, 0]]
+
+
 def test_angular_layers_tell_their_products_of_cosines() -> None:
     layer = gmp(5, 2)
     layer.latitude.data = torch.tensor([[0.1, 1.5, 1.5, 0.2], [0.3, 0.1, -0.2, 0.3]], dtype=TYPE)
