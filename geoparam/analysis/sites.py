@@ -86,9 +86,10 @@ def find_sites(
     graph = None if inputs is None else trace(model, inputs, kwargs)
     modules = dict(model.named_modules())
     ran = () if graph is None else graph.layers
-    in_order = [name for name in ran if name in units]
+    # A layer that did not run has directions too.
+    in_order = sorted(units, key=lambda name: ran.index(name) if name in ran else len(ran))
     found: dict[str, Site] = {}
-    for name in dict.fromkeys((*in_order, *units)):  # a layer that did not run has directions too
+    for name in in_order:
         module = units[name]
         site = Site(strip_wrappers(name), module, channel=-1 - count_positions(module))
         if graph is not None and name in ran:
@@ -96,7 +97,8 @@ def find_sites(
         if isinstance(module, GmPLayer) and module.activation is not None:
             site = _use_own_activation(site, module.activation)
         found[site.name] = site
-    chosen = choose_layers(found, layers)
+    names = choose_layers({strip_wrappers(name): units[name] for name in in_order}, layers)
+    chosen = {name: found[name] for name in names}
     others = [] if graph is None else _find_others(graph, modules, found, chosen)
     return Sites(chosen, others, graph)
 
@@ -115,19 +117,17 @@ def check_inputs(inputs: object) -> None:
         )
 
 
-def choose_layers(found: Mapping[str, Any], layers: Layers) -> dict[str, Any]:
-    """Return the chosen ones of sites, or of modules, by name."""
+def choose_layers(units: Mapping[str, nn.Module], layers: Layers) -> list[str]:
+    """Return the names of the chosen ones of a model's layers with units."""
     if layers is None:
-        chosen = dict(found)
+        chosen = list(units)
     elif callable(layers):
-        module_of = {name: getattr(each, "layer", each) for name, each in found.items()}
-        chosen = {name: found[name] for name in found if layers(module_of[name], name)}
+        chosen = [name for name, module in units.items() if layers(module, name)]
     else:
-        names = [layers] if isinstance(layers, str) else list(layers)
-        missing = [name for name in names if name not in found]
+        chosen = [layers] if isinstance(layers, str) else list(layers)
+        missing = [name for name in chosen if name not in units]
         if missing:
-            raise ValueError(f"no layers {missing}; the model has: {', '.join(found)}.")
-        chosen = {name: found[name] for name in names}
+            raise ValueError(f"no layers {missing}; the model has: {', '.join(units)}.")
     if not chosen:
         raise ValueError(
             "there is no layer to look at: Linear, Conv1d-3d and their GmP forms have units. "
