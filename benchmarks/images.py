@@ -22,6 +22,7 @@ from geoparam_lab.data.packed_images import PackedImages, Split
 from geoparam_lab.training.images import preparation
 from geoparam_lab.training.images.loop import Training
 from geoparam_lab.training.images.settings import Settings
+from geoparam_lab.training.processes import prepare_torch
 
 STEPS, WARMUP = 50, 1  # of an epoch; epochs
 CLASSES = 1000
@@ -77,7 +78,7 @@ def bare_loop(settings: Settings, source: PackedImages, accelerator: Any) -> Cal
 def compare(settings: Settings, source: PackedImages, accelerator: Any, repeats: int) -> None:
     """Print one row: both steps in ms, images per second, and the loop's share of the speed."""
     device = accelerator.device
-    with preparation.prepare_torch(settings, device):
+    with prepare_torch(settings.seed, settings.deterministic, device):
         loops = {
             "bare": bare_loop(settings, source, accelerator),
             "whole": whole_loop(settings, source, accelerator),

@@ -1,13 +1,14 @@
-"""What GeometricOptimizer costs over its base on the same plain model.
+"""What GeometricOptimizer costs over its base on the same plain model, and beside torch's Muon.
 
     python -m benchmarks.optimizer [--device cuda|cpu] [--steps 40]
         [--batches 2,8,32,128,256] [--modes eager,compiled]
 
-First the optimizer's step alone, for a ResNet and for 50 small layers, in milliseconds and as a
-ratio to the base. Then, on a GPU, whole training steps of ResNet-50 (bfloat16 autocast,
-channels_last, SGD with momentum): both optimizers step the same model, compiled once, in rounds
-that take turns; a round is `steps` steps that follow one another as in training. A cell is the
-median over rounds.
+First the optimizer's step alone, for a ResNet, a GPT (124 million parameters on a GPU, width 256
+on a CPU; q, k and v apart) and 50 small layers, in milliseconds and as a ratio to the base, for
+Muon to torch's own Muon with fused AdamW. Then, on a GPU, whole training steps of ResNet-50
+(bfloat16 autocast, channels_last, SGD with momentum): both optimizers step the same model,
+compiled once, in rounds that take turns; a round is `steps` steps that follow one another as in
+training. A cell is the median over rounds.
 """
 
 import argparse
@@ -40,6 +41,22 @@ def geometric(**options: Any) -> Make:
     return lambda model: gp.GeometricOptimizer(model, **options)
 
 
+class TorchMuon:
+    """torch.optim.Muon on hidden matrices and AdamW on every other parameter, as one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = [m for m in model.modules() if isinstance(m, nn.Linear)][:-1]
+        matrices = [layer.weight for layer in layers]
+        hidden = set(map(id, matrices))
+        others = [p for p in model.parameters() if id(p) not in hidden]
+        self.muon = torch.optim.Muon(matrices, lr=1e-5)
+        self.adamw = torch.optim.AdamW(others, lr=1e-5, fused=others[0].is_cuda)
+
+    def step(self) -> None:
+        self.muon.step()
+        self.adamw.step()
+
+
 OPTIMIZERS: dict[str, Make] = {
     "SGD": plain(**SGD),
     "geometric SGD": geometric(**SGD),
@@ -49,6 +66,12 @@ OPTIMIZERS: dict[str, Make] = {
     "geometric Adam": geometric(**ADAM),
     "geometric Muon, turn": geometric(turn=0.1, **MUON),
 }
+ON_TEXT: dict[str, Any] = {
+    "torch's Muon, AdamW": TorchMuon,
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True),
+    "geometric AdamW": geometric(base=torch.optim.AdamW, lr=1e-5),
+    "geometric Muon, turn": OPTIMIZERS["geometric Muon, turn"],
+}
 IN_TRAINING = ("SGD", "geometric SGD", "geometric SGD, turn", "geometric Muon, turn")
 
 
@@ -56,26 +79,54 @@ def small_layers() -> nn.Module:
     return nn.Sequential(*[nn.Linear(16, 16) for _ in range(50)], nn.Linear(16, 2))
 
 
-def step_times(model: nn.Module, device: str, steps: int) -> dict[str, float]:
+class Block(nn.Module):
+    """The matrices of a transformer's block: only their sizes count here."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+
+
+def gpt(width: int, depth: int) -> nn.Module:
+    """Return the parameters of a GPT with a tied head."""
+    parts = {
+        "tokens": nn.Embedding(50304, width),
+        "positions": nn.Embedding(1024, width),
+        "blocks": nn.ModuleList([Block(width) for _ in range(depth)]),
+        "head": nn.Linear(width, 50304, bias=False),
+    }
+    parts["head"].weight = parts["tokens"].weight
+    return nn.ModuleDict(parts)
+
+
+def step_times(
+    model: nn.Module, device: str, steps: int, optimizers: dict[str, Any]
+) -> dict[str, float]:
     """Return the median milliseconds of each optimizer's step."""
     for p in model.parameters():
         p.grad = 1e-3 * torch.randn_like(p)
-    functions = {name: make(model).step for name, make in OPTIMIZERS.items()}
+    functions = {name: make(model).step for name, make in optimizers.items()}
     return rounds(functions, device, steps)
 
 
 def rounds(functions: dict[str, Callable[[], Any]], device: str, steps: int) -> dict[str, float]:
-    """Time the functions in turn, `steps` calls each; return milliseconds per call."""
+    """Time the functions in turn, `steps` calls each; return milliseconds per call.
+
+    On a CPU it is the process's own time, which other processes disturb less.
+    """
     times: dict[str, list[float]] = {name: [] for name in functions}
+    clock = time.perf_counter if device == "cuda" else time.process_time
     for turn in range(ROUNDS + 1):
         for name, function in functions.items():
             synchronise(device)
-            start = time.perf_counter()
+            start = clock()
             for _ in range(steps):
                 function()
             synchronise(device)
             if turn:  # the first round warms up
-                times[name].append((time.perf_counter() - start) / steps * 1e3)
+                times[name].append((clock() - start) / steps * 1e3)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -124,9 +175,17 @@ def main() -> None:
     print(f"{hardware(device)}; milliseconds per step (ratio to the base on the plain model)")
     resnet = torchvision.models.resnet50 if device == "cuda" else torchvision.models.resnet18
     models = {resnet.__name__: resnet(), "50 layers of 16": small_layers()}
-    columns = {name: step_times(m.to(device), device, steps) for name, m in models.items()}
+    columns = {
+        name: step_times(model.to(device), device, steps, OPTIMIZERS)
+        for name, model in models.items()
+    }
     peers = {name: "Adam" if "Adam" in name else "SGD" for name in OPTIMIZERS}
     print_table("optimizer's step", columns, peers)
+
+    width, depth = (768, 12) if device == "cuda" else (256, 4)
+    times = step_times(gpt(width, depth).to(device), device, steps, ON_TEXT)
+    title = f"GPT of width {width}, depth {depth}"
+    print_table("optimizer's step", {title: times}, dict.fromkeys(ON_TEXT, "torch's Muon, AdamW"))
     if device == "cuda":
         for mode in arguments.modes.split(","):
             batches = map(int, arguments.batches.split(","))

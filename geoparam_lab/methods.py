@@ -13,17 +13,21 @@ cancel.
 into (u, r = ||w||) or (v, l = ||v||), all offsets 0. For convolutions the code has two bounds,
 sqrt(6 / (k^2 (in + out))) for plain layers and sqrt(6 / (k^2 in + out)) for the others. "sphere"
 is the papers' text, for geometric layers: uniform directions, r = 1; others stay Glorot-uniform.
+"released" is "glorot" through the released code's inverse of u(theta), for geometric layers: all
+its angles are arc cosines, from 0 to pi, so that the last component of each direction loses its
+sign and is never negative. With one input a direction is a sign, and stays.
 "he" draws hidden weights, plain or weight-normalised, from N(0, 2 / fan-in). Output layers are
 always Glorot-uniform. From one seed, networks of linear layers get the same Glorot weights under
 all methods, so that SP, WN and GmP start as one function.
 
 **Norms.** BN and LN have Keras's epsilon of 1e-3, BN, MBN and IMN its momentum, 1 % of each new
-batch. IMN stands where the papers' code has it, at the end of each hidden block: every layer but
-the first has a centred input, behind plain layers as behind geometric ones. `imn="input"`, of
-geometric layers, is the papers' text: at the start of each hidden block but the first, so that it
-does nothing in a network of one hidden layer. WN and WN+MBN normalise the output layer too,
-without MBN there. MBN's offset comes after the mean (Salimans and Kingma); `mbn="before"` is the
-papers' code, whose offset comes before it and cancels, so that units have none.
+batch (in ResNets BN has torchvision's unless asked otherwise: see `networks`). IMN stands where
+the papers' code has it, at the end of each hidden block: every layer but the first has a centred
+input, behind plain layers as behind geometric ones. `imn="input"`, of geometric layers, is the
+papers' text: at the start of each hidden block but the first, so that it does nothing in a network
+of one hidden layer. WN and WN+MBN normalise the output layer too, without MBN there. MBN's offset
+comes after the mean (Salimans and Kingma); `mbn="before"` is the papers' code, whose offset comes
+before it and cancels, so that units have none.
 
 **Options.** They may be part of a name: "wn+mbn:mbn=before". `angle_lr="fan_in"` divides the rate
 of directions by sqrt(n). `order=3` gives the inputs in another order, drawn from 3, and the first
@@ -59,7 +63,7 @@ _GEOMETRIC: dict[str, dict[str, Any]] = {
 }
 _GEOMETRIC_TYPES = {nn.Linear: gp.GmPLinear, nn.Conv2d: gp.GmPConv2d}
 _WORDS = {  # options, and what they may be
-    "init": ("glorot", "sphere", "he"),
+    "init": ("glorot", "sphere", "released", "he"),
     "imn": ("output", "input"),
     "mbn": ("after", "before"),
     "angle_lr": (None, "fan_in"),
@@ -73,7 +77,7 @@ class Method:
     title: str  # in tables and figures
     layer: Literal["plain", "weight_norm", "angles", "natural", "intrinsic"] = "plain"
     norm: Literal["bn", "ln", "mbn", "imn"] | None = None
-    init: str = "glorot"  # or "sphere" or "he": see above
+    init: str = "glorot"  # or "sphere", "released" or "he": see above
     imn: str = "output"  # where IMN stands in a hidden block: at its "output" or its "input"
     mbn: str = "after"  # where MBN's offset is: "after" the mean, or "before" it, without effect
     decay: float = 0.0  # share of a weight that a step removes, over the rate
@@ -89,7 +93,7 @@ class Method:
         if self.init == "he" and self.is_geometric:
             raise ValueError(
                 f"init='he' draws weights, and {self.title} has directions and scales instead. "
-                "Use 'glorot' or 'sphere'."
+                "Use 'glorot', 'sphere' or 'released'."
             )
         if self.imn == "input" and self.norm == "imn" and not self.is_geometric:
             raise ValueError(f"imn='input' is a form of geometric layers; got {self.title}.")
@@ -135,7 +139,10 @@ class Method:
         options["bias"] = self.norm not in ("bn", "mbn")  # before which it would cancel
         if not self.is_geometric:
             return _make_plain(kind, sizes, options, self.init, self.layer == "weight_norm")
-        layer = _GEOMETRIC_TYPES[kind](*sizes, **options, **self.form, init=self.init)
+        init = "glorot" if self.init == "released" else self.init
+        layer = _GEOMETRIC_TYPES[kind](*sizes, **options, **self.form, init=init)
+        if self.init == "released":
+            _lose_last_signs_(layer)
         return use_papers_means_(layer)
 
     def block(
@@ -216,10 +223,10 @@ def get(name: str, **options: str) -> Method:
     check_options(plain, [each.partition("=")[0] for each in own])
     if not pairs.keys() <= set(OPTIONS):
         raise ValueError(f"a method's options are {', '.join(OPTIONS)}; got {name!r}.")
-    is_idle = "angle_lr" in pairs or pairs.get("init") == "sphere"
+    is_idle = "angle_lr" in pairs or pairs.get("init") in ("sphere", "released")
     if is_idle and not METHODS[plain].is_geometric:
         raise ValueError(
-            f"angle_lr and init=sphere are options of geometric layers; got {name!r}."
+            f"angle_lr, init=sphere and init=released are of geometric layers; got {name!r}."
         )
     return replace(METHODS[plain], **(options | pairs))  # type: ignore[arg-type]
 
@@ -311,6 +318,15 @@ def _make_plain(
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
     return weight_norm(layer) if normalise else layer
+
+
+@torch.no_grad()
+def _lose_last_signs_(layer: Any) -> None:
+    """Make the last component of each direction positive, unless it is the only one."""
+    weight = layer.weight.flatten(1).clone()
+    if weight.shape[1] > 1:
+        weight[:, -1].abs_()
+        layer.weight = weight.view_as(layer.weight)
 
 
 @torch.no_grad()

@@ -8,11 +8,18 @@ positions, a linear output. IMN stands where their code has it, after r relu(.) 
 function. Other norms of pre-activations stand where BN was; GmP layers hold r inside. IMN comes in
 two forms:
 
-    skip="centred"    the structure of the papers' code: convolution, ReLU, IMN, convolution, plus
-                      the skip (a 1x1 convolution without norm where the shape changes), ReLU, IMN.
-                      What is centred goes into the next block's skip too
+    skip="centred"    the authors' block: convolution, ReLU, IMN, convolution, plus the skip (a 1x1
+                      convolution without norm where the shape changes), ReLU, IMN. What is centred
+                      goes into the next block's skip too
     skip="plain"      what `geoparam.convert_` makes of the ResNet with BN: IMN at the input of
                       each convolution, and skips that it leaves alone
+
+The authors' block is that of the only ResNet in their repository, a ResNet-34 (imagenet2012 at
+commit d1d3e906, later removed). The papers' text says nothing about skips, and their tables are of
+ResNet-18 and ResNet-50, whose code is not public: Bottlenecks here follow the same pattern.
+
+BatchNorm has torchvision's constants, epsilon 1e-5 and 10 % of each new batch in the running
+statistics; `constants="keras"` has those of the authors' ResNet-34, which are Keras's: 1e-3, 1 %.
 
 Weights are drawn as `methods` says. torchvision's own draw is close to `init="he"`, with fan-out
 in place of fan-in.
@@ -32,6 +39,7 @@ from geoparam_lab.methods import Method
 
 VGG6_WIDTHS = (128, 128, 256, 256, 512, 512)
 NETWORKS = ("vgg6", "resnet18", "resnet34", "resnet50")
+CONSTANTS = ("torchvision", "keras")  # of a ResNet's BatchNorm
 _DEPTHS = {  # kernels of a block's convolutions, its expansion, blocks of each stage
     18: ((3, 3), 1, (2, 2, 2, 2)),
     34: ((3, 3), 1, (3, 4, 6, 3)),
@@ -47,18 +55,20 @@ def build(
     size: int,
     widths: Sequence[int] | None = None,
     skip: str = "centred",
+    constants: str = "torchvision",
     **options: Any,
 ) -> nn.Module:
     """Return the network of this name for images of this size.
 
-    `widths` are VGG-6's, or that of a ResNet's first stage; VGG-6 has no `skip`. `options` are
-    `seed` and the method's: `init`, `imn`.
+    `widths` are VGG-6's, or that of a ResNet's first stage; `skip` and `constants` are a ResNet's.
+    `options` are `seed` and the method's: `init`, `imn`, `mbn`.
     """
     check_names("a network", NETWORKS, network)
     if network == "vgg6":
         return vgg6(method, classes, widths=widths or VGG6_WIDTHS, **options)
     depth, [width] = int(network.removeprefix("resnet")), widths or [64]
-    return resnet(depth, method, classes, small=size <= 64, width=width, skip=skip, **options)
+    options |= {"small": size <= 64, "width": width, "skip": skip, "constants": constants}
+    return resnet(depth, method, classes, **options)
 
 
 def vgg6(
@@ -96,6 +106,7 @@ def resnet(
     classes: int,
     *,
     skip: str = "centred",
+    constants: str = "torchvision",
     small: bool = False,
     width: int = 64,
     seed: int = 0,
@@ -109,6 +120,7 @@ def resnet(
     builder = methods.get(method, **options)
     check_names("the depth", _DEPTHS, depth)
     check_names("skip", ("centred", "plain"), skip)
+    check_names("constants", CONSTANTS, constants)
     if builder.norm == "imn" and builder.imn != "output":
         raise ValueError(
             "in a ResNet, IMN at each convolution's input is skip='plain'; got "
@@ -120,6 +132,8 @@ def resnet(
     with methods.use_seed(seed):
         first = methods.get("bn") if is_plain else builder  # plain skips: converted below
         model = ResNet(first, *_DEPTHS[depth], classes, small=small, width=width)
+        if constants == "keras":
+            _use_kerass_constants_(model)
         if is_plain:
             layers: dict[str, Any] = {"init": builder.init, **builder.form}
             gp.convert_(model, norm="imn", example_inputs=torch.zeros(2, 3, 32, 32), **layers)
@@ -135,6 +149,12 @@ def _make_conv(method: Method, inputs: int, units: int, kernel: int, stride: int
 def _make_norm(method: Method, units: int) -> nn.Module:
     """Return the norm of pre-activations, with torchvision's constants."""
     return method.make_norm(nn.Conv2d, units, eps=1e-5, momentum=0.1) or nn.Identity()
+
+
+def _use_kerass_constants_(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eps, module.momentum = methods.EPSILON, methods.MOMENTUM
 
 
 def _make_activation(method: Method, units: int) -> nn.Module:

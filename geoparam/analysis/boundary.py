@@ -34,6 +34,13 @@ from torch import Tensor, nn
 
 from geoparam import sphere
 from geoparam.analysis.activations import breaks
+from geoparam.analysis.layer_units import (
+    UnitRows,
+    count_positions,
+    count_units,
+    has_units,
+    read_rows,
+)
 from geoparam.analysis.norms import (
     Moments,
     Terms,
@@ -43,13 +50,6 @@ from geoparam.analysis.norms import (
 )
 from geoparam.analysis.probe import read_moments
 from geoparam.analysis.sites import Inputs, Layers, Site, find_sites
-from geoparam.analysis.unit_layers import (
-    UnitRows,
-    count_positions,
-    count_units,
-    has_units,
-    read_rows,
-)
 from geoparam.inspection import full_tensor, unwrap
 
 Statistics = Literal["running", "batch"]

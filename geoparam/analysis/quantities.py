@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from geoparam.analysis.layer_units import has_angles
 from geoparam.analysis.readings import median
 from geoparam.analysis.snapshot import Interval
-from geoparam.analysis.unit_layers import has_angles
 from geoparam.inspection import full_tensor
 
 LEVELS = {"min": 0.0, "median": 0.5, "p99": 0.99, "max": 1.0}  # quantiles; and "rms"

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geoparam.analysis.activations import breaks
+from geoparam.analysis.layer_units import count_positions
 from geoparam.analysis.norms import average_moments, compute_moments
 from geoparam.analysis.patterns import Collector
 from geoparam.analysis.probe import list_normed, observe
 from geoparam.analysis.sites import Inputs, Site, Sites
-from geoparam.analysis.unit_layers import count_positions
 from geoparam.base_layer import GmPLayer
 from geoparam.norm import TrackedMean
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from geoparam.analysis.activations import Activation, SReLU, breaks
-from geoparam.analysis.max_pool import MaxPool
-from geoparam.analysis.norms import UnknownNorm, find_feature_dim
-from geoparam.analysis.unit_layers import (
+from geoparam.analysis.layer_units import (
     PROJECTION,
     count_positions,
     count_units,
     find_unit_layers,
 )
+from geoparam.analysis.max_pool import MaxPool
+from geoparam.analysis.norms import UnknownNorm, find_feature_dim
 from geoparam.base_layer import GmPLayer
 from geoparam.graph import Call, Graph, Node
 from geoparam.inspection import strip_wrappers, unwrap

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_map_only
 from geoparam.analysis import history
 from geoparam.analysis.boundary import Statistics, uses_batch_statistics
 from geoparam.analysis.history import NETWORK, History
+from geoparam.analysis.layer_units import find_unit_layers
 from geoparam.analysis.quantities import QUANTITIES, Quantity, UnitQuantity, measure
 from geoparam.analysis.sites import Inputs, Layers, check_inputs, choose_layers, find_sites
 from geoparam.analysis.snapshot import Camera, Interval, Layout, Snapshot
-from geoparam.analysis.unit_layers import find_unit_layers
 from geoparam.inspection import strip_wrappers, unwrap
 from geoparam.trace import is_tracing
 

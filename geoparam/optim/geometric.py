@@ -1,11 +1,11 @@
 """Geometric parameterization in the optimizer, for a model that stays plain."""
 
-import copy
+import inspect
+import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -14,12 +14,18 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from geoparam.inspection import unwrap
+from geoparam.model.unit_layers import Split, Stacks
 from geoparam.optim import saved_states
-from geoparam.optim.groups import divide_groups, list_params, name_params, undecayed_names
-from geoparam.optim.inner import Inner, MakeOptimizer, Maker, Pair, Slot, fit_state, local
-from geoparam.optim.stage import AngularStage, Member, Stage
-from geoparam.optim.units import BY_VALUES, find_units, format_table
+from geoparam.optim.angular import AngularBlock
+from geoparam.optim.bases import MakeOptimizer, Recipe, check_options, choose_rest
+from geoparam.optim.blocks import Block, Member
+from geoparam.optim.groups import divide_groups, list_params, undecayed_names
+from geoparam.optim.inner import Inner, Slot, fit_state
+from geoparam.optim.sharding import check_sharding
+from geoparam.optim.units import find_units, format_table
 from geoparam.trace import Filter
+
+LEAST_TURN = 0.1  # degrees: less is likely a rate
 
 
 class GeometricOptimizer(Optimizer):
@@ -30,31 +36,43 @@ class GeometricOptimizer(Optimizer):
     model is not touched otherwise. With `match=False, scale="free"` this is the training of the
     converted model (`convert_`), to rounding.
 
+    A step is whole or not there: weights, biases and masters are written at its end. An error or a
+    signal before leaves them as they were; parameters of the rest and moments have torch's own
+    guarantee, which is none.
+
     Args:
-        model: any model with layers of torch.nn, or transformers' Conv1D.
-        base: class (or callable `(params, **options)`) of the optimizer that steps directions.
-        lr: learning rate; it means what it means for `base` on the plain model.
+        model: any model with layers of torch.nn, or transformers' Conv1D and experts.
+        base: class (or callable `(params, **options)`) of the optimizer that steps directions:
+            one of torch's element-wise optimizers, or Muon.
+        lr: learning rate; it means what it means for `base` on the plain model. With `turn` it is
+            the rate of everything that is not a direction.
         coordinates: `"intrinsic"`, unit vectors, or `"angles"`, the papers' angles.
         turn: let each step turn the units of a layer by this many degrees, root mean square,
-            whatever the gradient's size. The unit groups' `lr` is then this angle, so that any
-            schedule scales it; `lr` is for all the rest: where the base is Muon, AdamW's rate.
-        max_turn: no unit turns by more degrees in one step; by default 4 times the turn;
-            without `turn`, no limit.
+            whatever the gradient's size, while the rate is `lr`. A schedule of the rate scales the
+            angle along: it is `turn` times the present rate over `lr`.
+        max_turn: no unit turns by more degrees in one step. By default 4 times the layer's angle,
+            and 90 degrees, with `turn`; without it, no limit.
         match: store directions so that `lr` has the speed it has for the plain model. False: as
             converted layers have it.
         scale: r is `"free"`, `"fixed"`, or with `"auto"` fixed where BatchNorm or InstanceNorm
             follows, which undoes it.
-        scale_lr: rate of r, which schedules scale along with `lr`; by default lr. Three times lr
-            is often faster, but no longer the plain model's speed.
+        scale_lr: rate of r while the rate is `lr`; by default that of the rest.
         scale_decay: weight decay of r where it is free.
-        rest: class of the optimizer for r, lam and all that is no unit; by default the base's,
+        rest: class of the optimizer for r, lam and every other parameter; by default the base's,
             AdamW where the base is Muon. A partial may name its own `lr` and `weight_decay`.
         groups: parameter groups, as torch's or timm's; each is divided into units and rest, and
-            keeps its other keys.
+            keeps its other keys. A group's `lr` scales its turn along, unless it names a `turn`:
+            that is its angle at its own rate.
         filter_fn: which layers have units, `filter_fn(module, name)`; by default all but the
-            output layer.
+            output layer and routers.
         example_inputs: inputs on which the model is run once, to find its output layers and the
-            norms that follow a layer; without them the order of its modules decides.
+            norms that follow a layer; without them names, shapes and the order of modules decide.
+        split: packed projections, by the end of their module's name: how many equal parts a
+            weight has, as `{"qkv": 3}`, or the rows of each, as `{"qkv": (2048, 512, 512)}`.
+            MultiheadAttention and GPT-2's c_attn are split by themselves.
+        stacks: 3-D parameters with stacked experts, by the end of their name: which axis is what,
+            as `{"experts.w1": "eoi"}` for (experts, outputs, inputs). Those of transformers are
+            known.
         base_options: options of `base`, and of `rest` where it is the same class. `weight_decay`
             acts on matrices of the rest alone, never on directions, r or lam.
 
@@ -62,16 +80,11 @@ class GeometricOptimizer(Optimizer):
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> _ = nn.init.zeros_(model[0].bias)
-        >>> optimizer = GeometricOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+        >>> optimizer = GeometricOptimizer(model, torch.optim.SGD, turn=2.4, lr=0.1, momentum=0.9)
         >>> model(torch.randn(16, 4)).square().mean().backward()
         >>> optimizer.step()
-        >>> print(optimizer)
-        GeometricOptimizer (intrinsic, SGD; rest SGD): 32 of 58 parameters are units
-          units of                                   rows fan-in  bias   scale
-          0.weight                                      8      4  lam    free
-          plain
-          2.weight                                 the output layer
+        >>> optimizer.turn()
+        [2.4]
     """
 
     def __init__(
@@ -91,58 +104,105 @@ class GeometricOptimizer(Optimizer):
         groups: Sequence[Any] | None = None,
         filter_fn: Filter | None = None,
         example_inputs: Any = None,
+        split: Split | None = None,
+        stacks: Stacks | None = None,
         **base_options: Any,
     ) -> None:
         decay = base_options.pop("weight_decay", None)
-        rates = {"weight_decay": decay, "scale_lr": scale_lr, "scale_decay": scale_decay}
-        _check_options(coordinates, turn, max_turn, scale, **rates)
+        _check_choices(coordinates, scale, turn, max_turn)
+        _check_rates(lr=lr, weight_decay=decay, scale_lr=scale_lr, scale_decay=scale_decay)
+        if turn is not None and not lr:
+            raise ValueError("lr is above 0 with turn, whose angle is for this rate; got 0.")
+        check_options(base, base_options, inspect.signature(GeometricOptimizer).parameters)
+
         model = unwrap(model)
-        self._base = Maker("base", base, lr, base_options)
-        self._rest = self._base.make_rest(rest)
-        self._rest_options = self._find_rest_options(lr, decay)
-        rate = self._rest_options["lr"]
-        is_relative = groups and (turn is not None or rate is not lr)
-        if (is_relative and not lr) or (scale_lr is not None and not rate):
-            raise ValueError("lr is above 0 where other rates are multiples of it; got 0.")
-        self._coordinates, self._turn, self._max_turn = coordinates, turn, max_turn
-        self._match, self._scale_decay = match, scale_decay
-        self._scale_factor: Any = 1.0 if scale_lr is None else scale_lr / rate
-        found = find_units(model, filter_fn, example_inputs, scale, match)
-        self._units, self._plain, self._candidates = found
+        self._found = find_units(model, filter_fn, example_inputs, scale, split, stacks)
+        self._make_base = Recipe("base", base, lr, base_options)
+        self._make_rest = choose_rest(self._make_base, rest, lr, base_options, model)
+        device = next(model.parameters()).device
+        for recipe in (self._make_base, self._make_rest):
+            recipe.check_steps(device)
+
+        self._coordinates, self._match, self._max_turn = coordinates, match, max_turn
         self._guesses_scale = scale == "auto"
-        by_values = [name for name, why in self._plain.items() if why in BY_VALUES]
-        self._rest_options["zero_rows"] = "\n".join(by_values)  # DCP loses an empty list
         self._undecayed = undecayed_names(model)
         self._size = sum(p.numel() for p in model.parameters())
+        self._has_warned = False
         self._forget()
-        words = [coordinates, "turn" if turn else "", "" if match else "match=False"]
-        form = ", ".join(filter(None, words)) + f", {self._base.name}; rest {self._rest.name}"
-        own = {"lr": lr if turn is None else turn, "geometry": form}  # loaded states must match it
-        defaults, rest_defaults = self._base.options(0.0), self._rest.defaults
-        options = {**defaults, **own}, self._rest_options
-        super().__init__(divide_groups(model, groups, self._units, options, lr), {})
-        self.defaults = {k: v for k, v in defaults.items() if k != "betas" or k in rest_defaults}
 
-    def _find_rest_options(self, lr: float | Tensor, decay: float | None) -> dict[str, Any]:
-        """Return the options of the rest's groups; a partial's own rate and decay are kept."""
-        decay = self._base.named.get("weight_decay", 0.0) if decay is None else decay
-        if self._rest is not self._base:
-            decay = self._rest.named.get("weight_decay", decay)
-        own = {"lr": self._rest.named.get("lr", lr), "geometry": "rest"}
-        return {**self._rest.options(decay), **own}
+        unit_options = self._make_unit_options(lr, turn)
+        self._rest_options = self._make_rest_options(lr, decay, scale_lr, scale_decay)
+        unit_names = {unit.name for unit in self._found.units}
+        divided = divide_groups(model, groups, unit_names, unit_options, self._rest_options)
+        for group in divided:
+            if group.get("turn") is not None:
+                _check_angle("turn", group["turn"])
+        super().__init__(divided, {})
+        # OneCycleLR asks here whether there are betas in all groups.
+        self.defaults = dict(self._make_base.defaults)
+        if "betas" not in self._make_rest.defaults:
+            self.defaults.pop("betas", None)
+
+    def _make_unit_options(self, lr: float | Tensor, turn: float | None) -> dict[str, Any]:
+        """Return the options of unit groups, in plain values that any loader takes."""
+        return {
+            **self._make_base.defaults,
+            "lr": lr,
+            "role": "units",
+            "base": self._make_base.name,
+            "coordinates": self._coordinates,
+            "match": self._match,
+            "turn": turn,
+            "start_lr": float(lr),
+        }
+
+    def _make_rest_options(
+        self,
+        lr: float | Tensor,
+        decay: float | None,
+        scale_lr: float | None,
+        scale_decay: float,
+    ) -> dict[str, Any]:
+        """Return the options of the rest's groups; its own rates are ratios to `lr`."""
+        recipe = self._make_rest
+        rate = recipe.named.get("lr", lr)
+        if decay is None:
+            decay = self._make_base.named.get("weight_decay", 0.0)
+        decay = recipe.named.get("weight_decay", decay)
+        if decay and "weight_decay" not in recipe.defaults:
+            raise ValueError(f"weight_decay was given, but {recipe.name} has no such option.")
+        return {
+            **recipe.defaults,
+            "lr": lr,
+            "weight_decay": decay,
+            "role": "rest",
+            "rest": recipe.name,
+            "lr_ratio": _find_ratio(rate, lr),
+            "scale_ratio": _find_ratio(rate if scale_lr is None else scale_lr, lr),
+            "scale_decay": scale_decay,
+        }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; those that come after construction are part of the rest."""
-        if "geometry" not in param_group:
-            params = list_params(param_group["params"])
+        group = dict(param_group)
+        if "role" not in group:
+            params = list_params(group["params"])
             start = sum(len(group["params"]) for group in self.param_groups)
             names = [f"added.{start + i}" for i in range(len(params))]
-            own = {"params": params, "param_names": names}
-            param_group = {**self._rest_options, **param_group, **own}
-        if isinstance(rate := param_group["lr"], Tensor):
-            param_group = {**param_group, "lr": rate.clone()}  # else a change of one changes all
-        Optimizer.add_param_group(self, param_group)
+            group = {**self._rest_options, **group, "params": params, "param_names": names}
+        if isinstance(group["lr"], Tensor):
+            group["lr"] = group["lr"].clone()  # groups must not share the tensor
+        super().add_param_group(group)
         self._forget()
+
+    def turn(self) -> list[float]:
+        """Return the angle of the next step for each unit group, in degrees.
+
+        It is nominal: the root mean square over a layer whose gradient is not zero, before
+        `max_turn`. A tracker measures what units really do. Without `turn` the list is empty.
+        """
+        groups = [group for group in self.param_groups if group.get("turn") is not None]
+        return [float(group["turn"] * group["lr"] / group["start_lr"]) for group in groups]
 
     @_disable_dynamo
     @torch.no_grad()
@@ -150,233 +210,253 @@ class GeometricOptimizer(Optimizer):
         """Take one step; parameters without a gradient are left as they are."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         self._prepare()
-        kept = self._copy_still_weights()
-        entered: list[Stage] = []
+        angles = [self._find_angle(group) for group in self.param_groups]
         try:
-            for stage in self._stages:
-                stage.enter()
-                entered.append(stage)
-            if self._signature is None:  # after enter: bases may copy first values
-                self._build_inner()
+            for block in self._blocks:
+                block.read()
             for inner in self._inner:
                 inner.step(self.param_groups)
-            if self._published != _entry_ids([slot.state for slot in self._slots]):
-                self._publish()
+            for block in self._blocks:
+                block.compute(angles[block.members[0].group])
+            for targets, values in self._results:  # all at once, by type
+                torch._foreach_copy_(targets, values)
         finally:
-            for stage in entered:
-                stage.leave()
-            for weight, before in kept:
-                weight.copy_(before)
+            for block in self._blocks:
+                block.release()
         return loss
 
-    def _copy_still_weights(self) -> list[tuple[Tensor, Tensor]]:
-        """Return weights whose rates are all 0, with copies: rounding must not change them.
+    def _find_angle(self, group: dict[str, Any]) -> Any:
+        """Return by how many radians the units of a group turn; 0 where the rate decides.
 
-        torch.distributed.checkpoint takes a first step with rates of 0. A rate in a tensor counts
-        as nonzero: reading it would wait for the GPU.
+        A rate in a tensor is not checked: that would wait for the GPU.
         """
-        rates = [group["lr"] for group in self.param_groups]
-        is_zero = [not isinstance(rate, Tensor) and rate == 0 for rate in rates]
-        members = [m for stage in self._stages for m in stage.members if is_zero[m.at]]
-        still = [m for m in members if is_zero[m.at + 1] or m.unit.is_fixed]
-        return [(w, w.clone()) for m in still for w in (local(m.weight), m.own)]
+        turn = group.get("turn")
+        if turn is None:
+            return 0.0
+        per_rate = math.radians(turn) / group["start_lr"]
+        if isinstance(group["lr"], Tensor):
+            return per_rate * group["lr"]
+        peak = max(float(group["lr"]), float(group.get("max_lr", 0.0)))  # as OneCycleLR notes it
+        if peak > 4 * group["start_lr"]:
+            self._question_peak(peak, turn, group["start_lr"])
+        return per_rate * group["lr"]
+
+    def _question_peak(self, peak: float, turn: float, start_lr: float) -> None:
+        """Warn of a rate that makes a far larger angle than was asked for, or refuse it."""
+        angle = turn * peak / start_lr
+        words = f"a rate of {peak:g} turns units by {angle:g} degrees: turn={turn:g} is for "
+        words += f"lr={start_lr:g}. "
+        if angle > 90 or math.isclose(peak, turn):
+            raise ValueError(
+                f"{words}Every group's lr is a rate: with OneCycleLR write max_lr={start_lr:g} "
+                "for all groups, not max_lr=[turn, lr]."
+            )
+        if not self._has_warned:
+            advice = f"If {peak:g} is the schedule's peak, build the optimizer with lr={peak:g}."
+            warnings.warn(words + advice, stacklevel=6)
+            self._has_warned = True
+
+    # ---- what is built at the first step, and again where parameters have changed since
 
     def _forget(self) -> None:
-        """Drop what is built at the next step from parameters and states."""
-        self._signature: Any = None
-        self._watched: list[Any] = []
-        self._stages: list[Stage] = []
-        self._slots: list[Slot] = []
+        """Drop what the next step builds from parameters and states."""
+        self._fingerprint: Any = None
+        self._blocks: list[Block] = []
         self._inner: list[Inner] = []
-
-    def _publish(self) -> None:
-        """Write the inner states' entries into the outer ones."""
-        for slot in self._slots:
-            slot.publish()
-        self._published = _entry_ids([slot.state for slot in self._slots])
-        self._signature = self._compute_signature()
-
-    def _compute_signature(self) -> Any:
-        """Return a fingerprint: while it is unchanged, the stages of the last step are reused.
-
-        Others may replace a parameter, its memory, its state, or an entry of a unit's state.
-        """
-        ids = [id(x) for group in self.param_groups for x in (group, *group["params"])]
-        owns = [getattr(p, "_local_tensor", p) for p in self._watched]
-        layouts = [(x.data_ptr(), x.stride(), x.dtype) for x in owns]
-        has_gradient = [p.grad is not None for p in self._watched]
-        members = [m for stage in self._stages for m in stage.members]
-        entries = _entry_ids([m.state for m in members] + [m.bias_state for m in members])
-        states = [id(state) for p, state in self.state.items() if isinstance(p, Tensor)]
-        return ids, layouts, has_gradient, states, entries
+        self._slots: list[Slot] = []
+        self._results: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def _prepare(self) -> None:
-        """Build stages anew where parameters have changed since."""
-        if self._signature == self._compute_signature():
-            return
+        """Build blocks and inner optimizers, unless those of the last step still fit."""
+        if self._fingerprint is not None and self._fingerprint == self._find_fingerprint():
+            if all([inner.is_current() for inner in self._inner]):
+                return
         self._forget()
         self._fit_units()
-        groups = enumerate(self.param_groups)
-        places = {name: (at, p) for at, group in groups for name, p in name_params(group)}
-        names = [name for unit in self._units for name in (unit.name, unit.bias)]
-        self._watched = [places[name][1] for name in names if name in places]
-        self._warn_of_one_peak()
-        for at, p in places.values():
-            group = self.param_groups[at]
-            fit_state(self.state[p], p, bool(group.get("capturable") or group.get("fused")))
-        self._build_stages(places)
+        for i, _, p in self._list_params():
+            group = self.param_groups[i]
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            fit_state(self.state[p], p, on_device)
+        self._build_blocks()
+        self._build_inner()
+        self._build_results()
+        self._fingerprint = self._find_fingerprint()
+
+    def _find_fingerprint(self) -> list[Any]:
+        """Return what changes with a parameter, its memory, its state dict, or a lost gradient."""
+        found = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                part = getattr(p, "_local_tensor", p)
+                layout = part.data_ptr(), part.stride(), part.dtype
+                found.append((id(p), layout, p.grad is None, id(self.state.get(p))))
+        return found
+
+    def _list_params(self) -> list[tuple[int, str, Any]]:
+        """Return each parameter with its group's number and its name."""
+        listed = []
+        for i, group in enumerate(self.param_groups):
+            if len(group["param_names"]) != len(group["params"]):
+                raise ValueError("parameters were taken out of a group: freeze them instead.")
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                listed.append((i, name, p))
+        return listed
 
     def _fit_units(self) -> None:
         """Take up the present sizes of weights."""
-        params = self._named_params()
-        self._units = [u.fit(params[u.name]) if u.name in params else u for u in self._units]
+        params = {name: p for _, name, p in self._list_params()}
+        units = []
+        for unit in self._found.units:
+            p = params.get(unit.name)
+            units.append(unit if p is None else unit.fit(p))
+        self._found = replace(self._found, units=units)
 
-    def _named_params(self) -> dict[str, Any]:
-        return dict(chain.from_iterable(map(name_params, self.param_groups)))
-
-    def _warn_of_one_peak(self) -> None:
-        """Warn where a schedule has the same peak for angles and for rates."""
-        peaks = {group["max_lr"] for group in self.param_groups if "max_lr" in group}
-        if self._turn is not None and len(self.param_groups) > 1 and len(peaks) == 1:
-            warnings.warn(
-                f"OneCycleLR has one max_lr, {peaks.pop()}, for the turn in degrees and for the "
-                "rate of all the rest: give it a list, max_lr=[turn, lr].",
-                stacklevel=4,
-            )
-
-    def _build_stages(self, places: Mapping[Any, tuple[int, Any]]) -> None:
-        """Put weights that have a gradient and are stepped alike into a stage each."""
-        make = AngularStage if self._coordinates == "angles" else Stage
+    def _build_blocks(self) -> None:
+        """Put weights that have a gradient and are stepped alike into a block each."""
+        places = {name: (i, p) for i, name, p in self._list_params()}
         members = defaultdict[Any, list[Member]](list)
-        for unit in self._units:
+        for unit in self._found.units:
             at, weight = places.get(unit.name, (0, None))
-            bias_at, bias = places.get(unit.bias, (0, None)) if unit.has_distance else (0, None)
             if weight is None or weight.grad is None:
                 continue
-            bias = None if bias is None or bias.grad is None else bias
+            if hasattr(weight, "placements"):
+                check_sharding(unit, weight)
             if "r" in self.state[weight]:
                 saved_states.check_size(unit, self.state[weight])
-            m = Member(unit, weight, bias, (at, bias_at), self.state)
-            members[make.key(m)].append(m)
-        for found in members.values():
-            stage = make(
-                found, self.param_groups[found[0].at], match=self._match,
-                turns=self._turn is not None, max_turn=self._max_turn,
-            )  # fmt: skip
-            self._stages.append(stage)
-            self._slots += chain.from_iterable(stage.slots.values())
+            bias_at, bias = places.get(unit.bias or "", (0, None))
+            if bias is not None and bias.grad is None:
+                bias = None
+            member = Member(unit, weight, bias, (at, bias_at), self.state)
+            is_angular = self._coordinates == "angles" and unit.fan_in > 1
+            kind = AngularBlock if is_angular else Block
+            members[kind, kind.key(member)].append(member)
+
+        for (kind, _), together in members.items():
+            turns = self.param_groups[together[0].group]["turn"] is not None
+            together.sort(key=lambda m: m.bias is None)
+            self._blocks.append(
+                kind(together, match=self._match, turns=turns, max_turn=self._max_turn)
+            )
 
     def _build_inner(self) -> None:
-        """Give parameters to the base and the rest: see `Inner` for the keys."""
-        is_one = self._base is self._rest and self._turn is None  # a base may use a global norm
-        directions = defaultdict[Any, list[Pair]](list)
-        others = directions if is_one else defaultdict[Any, list[Pair]](list)
-        factor, biases = None if self._turn is not None else 1.0, set()
-        for stage in self._stages:
-            at, bias_at, slots = stage.first.at, stage.first.bias_at, stage.slots
-            scale = at + 1, self._scale_factor, self._scale_decay
-            directions[at, factor, 0.0] += [slot.pair for slot in slots["direction"]]
-            others[scale] += [slot.pair for slot in slots["r"]]
-            others[bias_at, 1.0, 0.0] += [slot.pair for slot in slots["lam"]]
-            biases |= {id(m.bias) for m in stage.members}
-        for at, group in enumerate(self.param_groups):
-            for name, p in name_params(group) if group["geometry"] == "rest" else ():
-                if id(p) not in biases:
-                    decay = 0.0 if p.ndim < 2 or name in self._undecayed else None
-                    others[at, 1.0, decay].append(self._find_plain_state(p))
-        parts = [("base", self._base, directions), ("rest", self._rest, others)]
-        for name, maker, pairs in parts[:1] if is_one else parts:
-            if any(pairs.values()):
-                self._inner.append(Inner(maker, pairs, self.state, name))
-        self._publish()
+        """Give directions to the base; r, lam and every other parameter to the rest."""
+        self._slots = [slot for block in self._blocks for slot in block.slots]
+        members = [m for block in self._blocks for m in block.members]
+        is_taken = {id(p) for m in members for p in (m.weight, m.bias)}
+        for i, name, p in self._list_params():
+            if self.param_groups[i]["role"] == "rest" and id(p) not in is_taken:
+                # A bias without its weight's gradient has a state for that beside lam's.
+                prefix = "plain" if any("/" in key for key in self.state[p]) else ""
+                decays = p.ndim > 1 and name not in self._undecayed
+                self._slots.append(Slot(prefix, self.state[p], i, p, decays=decays))
 
-    def _find_plain_state(self, p: nn.Parameter) -> Pair:
-        """Return a parameter with its state; a bias whose weight is not stepped now has two."""
-        if "lam" not in self.state[p]:
-            return p, self.state[p]
-        self._slots.append(Slot("plain", self.state[p], p))
-        return self._slots[-1].pair
+        directions = [slot for slot in self._slots if slot.name == "direction"]
+        others = [slot for slot in self._slots if slot.name != "direction"]
+        if directions:
+            self._inner.append(Inner(self._make_base, directions))
+        if others:
+            self._inner.append(Inner(self._make_rest, others))
+
+    def _build_results(self) -> None:
+        """Collect what a step writes, by type: one call copies tensors of equal types fast."""
+        pairs = defaultdict[Any, tuple[list[Tensor], list[Tensor]]](lambda: ([], []))
+        for block in self._blocks:
+            for target, value in block.results:
+                is_alike = target.stride() == value.stride()
+                targets, values = pairs[target.dtype, target.device, is_alike]
+                targets.append(target)
+                values.append(value)
+        self._results = list(pairs.values())
+
+    # ---- states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of the same model and settings; tensors keep their types."""
+        """Load a state of the same model and settings; tensors keep their types.
+
+        The saved `turn` and its rate count, whatever this optimizer was built with.
+        """
         saved_states.check_form(state_dict)
-        saved = state_dict["param_groups"]
-        by_values = self._rest_options["zero_rows"].split("\n")
         self._fit_units()
-        before = [dict(group) for group in self.param_groups], self._units, self._plain
-        try:
-            if names := saved_states.find_saved_names(self.param_groups, saved, by_values):
-                self._regroup(names)
-            states = saved_states.check_fit(self.param_groups, state_dict, self._units)
-        except ValueError:
-            for group, kept in zip(self.param_groups, before[0], strict=True):
-                group.update(kept)
-            self._units, self._plain = before[1:]
-            raise
-        pairs = zip(saved, self.param_groups, strict=True)
-        groups = [{**theirs, "param_names": mine["param_names"]} for theirs, mine in pairs]
-        kept = state_dict["state"]
-        loose = {k: copy.deepcopy(kept[k]) for k in ("base", "rest") if k in kept}
-        super().load_state_dict({**state_dict, "state": loose, "param_groups": groups})
+        states = saved_states.find_states(self.param_groups, state_dict, self._found.units)
+
+        groups = []
+        for saved, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            groups.append({**saved, "param_names": mine["param_names"]})
+        super().load_state_dict({"state": {}, "param_groups": groups})
         self._forget()
-        for name, p in self._named_params().items():
+
+        for _, name, p in self._list_params():
             if states[name]:
                 entries = states[name].items()
-                self.state[p] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in entries}
-        # Keep the choices that were saved: present weights or the model's mode may give others.
-        keys = ("has_distance", "is_fixed") if self._guesses_scale else ("has_distance",)
-        for i, unit in enumerate(self._units):
-            state = states.get(unit.name, {})
-            decided: Any = {key: bool(state[key]) for key in keys if key in state}
-            self._units[i] = replace(unit, **decided)
-
-    def _regroup(self, names: Sequence[list[str]]) -> None:
-        """Give each group the parameters of these names; those of unit groups become units."""
-        params = self._named_params()
-        for group, members in zip(self.param_groups, names, strict=True):
-            group.update(params=[params[name] for name in members], param_names=members)
-        rest = {n for g in self.param_groups if g["geometry"] == "rest" for n in g["param_names"]}
-        known = {unit.name: unit for unit in (*self._candidates, *self._units)}
-        before = {unit.name for unit in self._units}
-        dropped, added = before & rest, params.keys() - rest - before
-        self._units = [u for u in known.values() if u.name in (before - dropped) | added]
-        plain = self._plain | dict.fromkeys(dropped, "plain in the state that was loaded")
-        self._plain = {name: why for name, why in plain.items() if name not in added}
+                self.state[p] = {k: x.clone() if isinstance(x, Tensor) else x for k, x in entries}
+        if self._guesses_scale:  # the model's mode may be another now
+            self._found = replace(self._found, units=[
+                replace(u, is_fixed=bool(states.get(u.name, {}).get("is_fixed", u.is_fixed)))
+                for u in self._found.units
+            ])  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what the next step builds: copies and pickles go on bit for bit."""
-        built = ("_signature", "_published", "_watched", "_stages", "_slots", "_inner", "step")
-        own = self.__dict__.items()
-        return {k: v for k, v in own if not k.endswith("_hooks") and k not in built}
+        built = ("_fingerprint", "_blocks", "_inner", "_slots", "_results", "step")
+        kept = {}
+        for key, value in self.__dict__.items():
+            if key not in built and not key.endswith("_hooks"):
+                kept[key] = value
+        return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget()
 
     def __repr__(self) -> str:
-        trained = {name for name, p in self._named_params().items() if p.requires_grad}
-        sizes = [u.out * u.fan_in for u in self._units if u.name in trained]
-        group = next((g for g in self.param_groups if g["geometry"] != "rest"), {"lr": 0.0})
-        turn = "" if self._turn is None else f", turn {group.get('initial_lr', group['lr']):g}"
-        turn += "" if self._max_turn is None else f", max_turn {self._max_turn:g}"
-        form = f"{self._coordinates}{turn}, {self._base.name}; rest {self._rest.name}"
-        share = f"{sum(sizes):,} of {self._size:,} parameters are units"
-        table = format_table(self._units, self._plain, trained)
-        return f"GeometricOptimizer ({form}): {share}\n{table}"
+        trained = {name for _, name, p in self._list_params() if p.requires_grad}
+        units = [u for u in self._found.units if u.name in trained]
+        count = sum(u.rows * u.fan_in for u in units)
+        lines = [f"GeometricOptimizer: {count:,} of {self._size:,} parameters are units"]
+        lines += [f"  {line}" for line in self._describe_groups()]
+        return "\n".join([*lines, format_table(self._found, trained)])
+
+    def _describe_groups(self) -> list[str]:
+        """Return a line for each group: who steps it, how far, and what decays."""
+        lines = []
+        for i, group in enumerate(self.param_groups):
+            rate = float(group["lr"])
+            if group["role"] == "units":
+                words = [f"directions ({self._coordinates}) by {self._make_base.name}"]
+                if group["turn"] is None:
+                    words.append(f"lr {rate:g}")
+                else:
+                    words.append(f"turn {group['turn']:g} degrees at lr {group['start_lr']:g}")
+                if self._max_turn is not None:
+                    words.append(f"max_turn {self._max_turn:g}")
+                words += _describe_momentum(group)
+                words.append("no decay")
+            else:
+                words = [f"r, lam and {len(group['params'])} parameters by {self._make_rest.name}"]
+                words.append(f"lr {rate * group['lr_ratio']:g}")
+                if group["scale_ratio"] != group["lr_ratio"]:
+                    words.append(f"lr of r {rate * group['scale_ratio']:g}")
+                words += _describe_momentum(group)
+                words.append(f"decay {group['weight_decay']:g} on matrices that are no units")
+                if group["scale_decay"]:
+                    words.append(f"decay {group['scale_decay']:g} on r")
+            lines.append(f"group {i}: " + ", ".join(words))
+        return lines
 
 
-def _check_options(
-    coordinates: str, turn: Any, max_turn: Any, scale: str, **rates: float | None
-) -> None:
-    """Raise where an option makes no sense; rates and decays are 0 or more."""
+def _describe_momentum(group: dict[str, Any]) -> list[str]:
+    return [f"{key} {group[key]}" for key in ("momentum", "betas") if key in group]
+
+
+def _check_choices(coordinates: str, scale: str, turn: Any, max_turn: Any) -> None:
     if coordinates not in ("intrinsic", "angles"):
         raise ValueError(f"coordinates are 'intrinsic' or 'angles'; got {coordinates!r}.")
     if scale not in ("auto", "free", "fixed"):
         raise ValueError(f"scale is 'auto', 'free' or 'fixed'; got {scale!r}.")
-    for name, value in (("turn", turn), ("max_turn", max_turn)):
-        if value is not None and not 0 < value <= 180:
-            words = "an angle in degrees, above 0 and at most 180"
-            raise ValueError(f"{name} is {words}; got {value}.")
+    if turn is not None:
+        _check_angle("turn", turn)
+    if max_turn is not None:
+        _check_angle("max_turn", max_turn)
     if turn is not None and max_turn is not None and max_turn < turn:
         raise ValueError(
             f"max_turn, {max_turn}, is below turn, {turn}: no unit could turn so far."
@@ -386,10 +466,32 @@ def _check_options(
             "turn needs coordinates='intrinsic': a step along latitudes is no arc of a circle. "
             "max_turn bounds the turn of angles."
         )
+
+
+def _check_angle(name: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= 180:
+        raise ValueError(f"{name} is an angle in degrees, above 0 and at most 180; got {value!r}.")
+    if name == "turn" and value < LEAST_TURN:
+        warnings.warn(
+            f"turn={value} is an angle in degrees, and a small one: 2.4 is usual. The rate of "
+            "everything else is lr.",
+            stacklevel=4,
+        )
+
+
+def _check_rates(**rates: Any) -> None:
     for name, value in rates.items():
+        if value is not None and not isinstance(value, int | float | Tensor):
+            raise ValueError(f"{name} is a number; got {value!r}.")
         if value is not None and not value >= 0:  # nor NaN
             raise ValueError(f"{name} is 0 or more; got {value}.")
 
 
-def _entry_ids(states: list[dict[str, Any]]) -> list[int]:
-    return [*map(id, chain.from_iterable(map(dict.values, states)))]
+def _find_ratio(rate: Any, lr: Any) -> float:
+    """Return a rate as a multiple of `lr`, so that who sets one number for all keeps it."""
+    if rate is lr:
+        return 1.0
+    if not lr:
+        raise ValueError("lr is above 0 where other rates are multiples of it; got 0.")
+    return float(rate) / float(lr)

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from geoparam import sphere
 from geoparam.base_layer import GmPLayer
 from geoparam.inspection import full_tensor
-from geoparam.optim.units import Unit
 
 AngleRate = float | Literal["fan_in"] | None
 Match = Literal["plain"] | bool | None
@@ -101,49 +100,63 @@ def param_groups(
 def divide_groups(
     model: nn.Module,
     groups: Iterable[Any] | None,
-    units: Sequence[Unit],
-    options: tuple[dict[str, Any], dict[str, Any]],
-    lr: float | Tensor,
+    unit_names: Collection[str],
+    unit_options: Mapping[str, Any],
+    rest_options: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Divide each group into units and rest, with their options: the rest's after the units'."""
+    """Divide each group into units and rest, with their options: the rest's after the units'.
+
+    Where there are units, both groups are there, even if one is empty: the rest's has the options
+    of r.
+    """
     names = {id(p): name for name, p in model.named_parameters()}
-    unit_names = {unit.name for unit in units}
     divided: list[dict[str, Any]] = []
-    given_groups = list(model.parameters() if groups is None else groups)
-    if not all(isinstance(given, dict) for given in given_groups):
-        given_groups = [{"params": given_groups}]
-    for given in map(dict, given_groups):
-        if "params" not in given:
-            raise ValueError(f"a group has its parameters under 'params'; got {list(given)}.")
+    for given in _list_groups(model, groups):
         params = list_params(given.pop("params"))
         if strangers := [getattr(p, "shape", p) for p in params if id(p) not in names]:
             raise ValueError(f"groups hold parameters that the model does not: {strangers}.")
-        rate = given.pop("lr", lr)
-        pair = [{**own, **given, "geometry": own["geometry"]} for own in options]
-        for group, is_unit in zip(pair, (True, False), strict=True):
-            if rate is not lr:  # it scales a turn, or the rest's own rate, as it does lr
-                group["lr"] = rate if group["lr"] is lr else rate / lr * group["lr"]
-            group["params"] = [p for p in params if (names[id(p)] in unit_names) == is_unit]
-            if group["params"] and ", turn" in group["geometry"] and group["lr"] > 180:
-                raise ValueError(f"a group's lr makes its turn {group['lr']} degrees, above 180.")
-            group["param_names"] = [names[id(p)] for p in group["params"]]
-        if "weight_decay" in pair[0]:
-            pair[0]["weight_decay"] = 0.0
-        divided += pair if pair[0]["params"] else pair[1:] if pair[1]["params"] else []
+
+        units = _make_group(params, names, lambda name: name in unit_names, unit_options, given)
+        rest = _make_group(params, names, lambda name: name not in unit_names, rest_options, given)
+        if "turn" in given:  # an angle at the group's own starting rate
+            units["start_lr"] = float(units["lr"])
+        if units["params"]:
+            units["weight_decay"] = 0.0
+            divided.append(units)
+        if units["params"] or rest["params"]:
+            divided.append(rest)
     return divided
+
+
+def _list_groups(model: nn.Module, groups: Iterable[Any] | None) -> list[dict[str, Any]]:
+    """Return copies of the groups, which may be parameters or dicts."""
+    listed = list(model.parameters() if groups is None else groups)
+    if not all(isinstance(group, dict) for group in listed):
+        listed = [{"params": listed}]
+    for group in listed:
+        if "params" not in group:
+            raise ValueError(f"a group has its parameters under 'params'; got {list(group)}.")
+    return [dict(group) for group in listed]
+
+
+def _make_group(
+    params: list[Any],
+    names: Mapping[int, str],
+    belongs: Callable[[str], bool],
+    options: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> dict[str, Any]:
+    members = [p for p in params if belongs(names[id(p)])]
+    group = {**options, **given, "params": members}
+    group["role"] = options["role"]
+    group["param_names"] = [names[id(p)] for p in members]
+    return group
 
 
 def list_params(params: Any) -> list[Any]:
     """Return the parameters of a group, which may be one, several, or have names."""
     listed = [params] if isinstance(params, Tensor) else list(params)
     return [p[-1] if isinstance(p, tuple) else p for p in listed]
-
-
-def name_params(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return the parameters of a group of `divide_groups` with their names."""
-    if len(group["param_names"]) != len(group["params"]):
-        raise ValueError("parameters were taken out of a group: freeze them instead.")
-    return zip(group["param_names"], group["params"], strict=True)
 
 
 def undecayed_names(model: nn.Module) -> set[str]:

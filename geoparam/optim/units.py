@@ -1,73 +1,59 @@
-"""Finds the weights of a model whose rows are units, and says why others stay plain."""
+"""Finds the weights of a model whose rows are units, and says why others stay plain.
+
+What is a unit depends on modules and names, never on values, so that weights may be loaded before
+or after the optimizer is built. One exception is said in the table: a row of zeros can only grow
+where its r is free.
+"""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from geoparam.base_layer import GmPLayer
-from geoparam.coordinates import STEEPEST
 from geoparam.graph import Graph
-from geoparam.inspection import group_by_memory, is_conv1d, refuse_lazy, strip_wrappers
-from geoparam.trace import Filter, output_layers, trace
-
-BY_VALUES = ("a row of zeros has no direction", f"|bias| > {STEEPEST} |weight| in a row")
-CHANNEL_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+from geoparam.inspection import group_by_memory, refuse_lazy, strip_wrappers
+from geoparam.model.roles import find_embeddings, find_norms, find_outputs, is_router
+from geoparam.model.unit_layers import Layout, Split, Stacks, UnitWeight, find_unit_weights
+from geoparam.trace import Filter, trace
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A weight whose rows are units: its name, sizes, layout, bias and norm.
-
-    A unit is W[i], as in nn.Linear and nn.Conv2d, where `column_groups` is 0. Else it is a column
-    W[:, i] of one of so many groups, as in transposed convolutions and transformers' Conv1D.
-    """
+    """A weight whose rows are units: its name, layout, sizes, bias and norm."""
 
     name: str
-    out: int
-    fan_in: int
-    column_groups: int
-    bias: str | None
-    has_distance: bool  # whether the bias is stored as b = r lam
-    norm: str | None  # the norm that reads its output, so that r has no effect
-    is_fixed: bool  # whether r is held
+    layout: Layout
+    parts: tuple[int, ...]  # rows of each layer in it
+    rows: int = 0
+    fan_in: int = 0
+    bias: str | None = None  # stepped as b = r lam
+    norm: str | None = None  # the norm that reads its output, so that r has no effect
+    is_fixed: bool = False  # whether r is held
 
     def fit(self, weight: Tensor) -> "Unit":
         """Return the unit with the weight's present sizes: pruning may have cut rows."""
-        out = weight.shape[1] * self.column_groups if self.column_groups else len(weight)
-        return replace(self, out=out, fan_in=weight.numel() // out)
-
-    def to_rows(self, weight: Tensor) -> Tensor:
-        """Return the units as rows (out, fan-in); a view where there is one."""
-        if self.column_groups:
-            weight = weight.unflatten(0, (self.column_groups, -1)).movedim(2, 1).flatten(0, 1)
-        return weight.flatten(1)
-
-    def write(self, weight: Tensor, rows: Tensor) -> None:
-        """Write units (out, fan-in) into a weight."""
-        if self.column_groups:
-            shape = (self.column_groups, -1, len(weight) // self.column_groups, *weight.shape[2:])
-            rows = rows.reshape(shape).movedim(1, 2)
-        weight.copy_(rows.reshape(weight.shape))
+        rows, fan_in = self.layout.to_rows(weight).shape
+        if rows == sum(self.parts):
+            return replace(self, rows=rows, fan_in=fan_in)
+        if len(self.parts) > 1:
+            raise ValueError(
+                f"{self.name!r} had {self.rows} rows in {len(self.parts)} parts and has {rows} "
+                "now: build the optimizer anew."
+            )
+        return replace(self, parts=(rows,), rows=rows, fan_in=fan_in)
 
 
-def format_table(units: Sequence[Unit], plain: Mapping[str, str], trained: Collection[str]) -> str:
-    """Return a line for each weight: what its units are, or why it stays plain."""
-    width = min(max(40, *(len(name) for name in (*plain, *(u.name for u in units)))), 100)
-    lines = [f"  {'units of':{width}} {'rows':>6} {'fan-in':>6}  {'bias':5}  scale"]
-    for u in (u for u in units if u.name in trained):
-        norm = f", {u.norm} follows" if u.norm else ""
-        scale = f"fixed{norm}" if u.is_fixed else "free"
-        bias = "lam" if u.has_distance else "plain" if u.bias else "-"
-        lines.append(f"  {u.name:{width}} {u.out:6} {u.fan_in:6}  {bias:5}  {scale}")
-    others = {u.name: "frozen, or in no group at first" for u in units if u.name not in trained}
-    reasons = [f"  {name:{width}} {why}" for name, why in {**plain, **others}.items()]
-    return "\n".join([*lines, "  plain", *reasons])
+@dataclass(frozen=True)
+class Found:
+    """The units of a model, and why other matrices stay plain."""
+
+    units: list[Unit]
+    plain: dict[str, str]
 
 
 def find_units(
@@ -75,68 +61,52 @@ def find_units(
     filter_fn: Filter | None = None,
     example_inputs: Any = None,
     scale: str = "auto",
-    match: bool = True,
-) -> tuple[list[Unit], dict[str, str], list[Unit]]:
-    """Return the units, why other matrices stay plain, and all that could be units.
-
-    Arguments are as in `GeometricOptimizer`.
+    split: Split | None = None,
+    stacks: Stacks | None = None,
+) -> Found:
+    """Find the units; arguments are as in `GeometricOptimizer`.
 
     Example:
-        >>> find_units(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))[1]
+        >>> find_units(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))).plain
         {'2.weight': 'the output layer'}
     """
     _check_model(model)
     graph = None if example_inputs is None else trace(model, example_inputs)
-    outputs, norms = _outputs_and_norms(model, graph)
+    candidates = list(find_unit_weights(model, split, stacks))
     parameters = dict(model.named_parameters())
     names = {id(p): name for name, p in parameters.items()}
+    overlaps = _find_overlaps(parameters)
+    norms = find_norms(model, graph)
+    plain = {name: why for name, why in overlaps.items() if parameters[name].ndim > 1}
+    plain.update(_find_reasons(model, candidates, names, filter_fn, graph))
+
+    units: dict[str, Unit] = {}
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    embedded = {names.get(id(module.weight)) for module in embeddings}
-    shared, found = _find_overlaps(parameters), dict[str, Unit]()
-    plain = {name: why for name, why in shared.items() if parameters[name].ndim > 1}
-    for layer, module, weight, bias, column_groups in _weights(model):
-        name = names[id(weight)]
-        public = strip_wrappers(layer)
-        is_plain = layer in outputs if filter_fn is None else not filter_fn(module, public)
-        if name in embedded:
-            plain[name] = "tied to an embedding"
-        elif is_plain:
-            plain[name] = "the output layer" if filter_fn is None else "filter_fn"
-        is_tied_alike = bias is not None and holders[id(bias)] == holders[id(weight)]
-        is_own = is_tied_alike and names[id(bias)] not in shared
-        own, norm = names.get(id(bias)), norms.get(layer)
+    for candidate in candidates:
+        name = names[id(candidate.weight)]
+        if name in plain or name in units:
+            continue
+        norm = norms.get(candidate.layer)
         is_fixed = scale == "fixed" or (scale == "auto" and norm is not None)
-        unit = Unit(name, 0, 0, column_groups, own, is_own, norm, is_fixed).fit(weight)
-        found.setdefault(name, unit)
-    candidates = [unit for name, unit in found.items() if name not in plain]
-    units = _select_units(parameters, candidates, plain, match)
-    for name in (name for name, p in parameters.items() if p.ndim > 1 and name not in found):
-        plain.setdefault(name, "an embedding" if name in embedded else "not in a known layer")
+        unit = Unit(name, candidate.layout, candidate.parts, norm=norm, is_fixed=is_fixed)
+        unit = unit.fit(candidate.weight)
+        bias = candidate.bias
+        is_tied_alike = holders[id(bias)] == holders[id(candidate.weight)]
+        if bias is not None and is_tied_alike and names[id(bias)] not in overlaps:
+            unit = replace(unit, bias=names[id(bias)])
+        if is_fixed and _has_zero_row(unit, candidate.weight):
+            plain[name] = "a row of zeros cannot grow while r is fixed"
+        else:
+            units[name] = unit
+
+    embedded = {names.get(id(w)) for w in find_embeddings(model)}
+    for name, p in parameters.items():
+        if p.ndim > 1 and name not in units:
+            reason = "an embedding" if name in embedded else "not in a known layer"
+            plain.setdefault(name, reason)
     if not units:
-        why = "; ".join(f"{name}: {reason}" for name, reason in plain.items()) or "none was found"
-        hint = " With example_inputs, output layers are found in a run." if graph is None else ""
-        raise ValueError(f"no layer of this model has units to train ({why}).{hint}")
-    return units, plain, candidates
-
-
-def _outputs_and_norms(model: nn.Module, graph: Graph | None) -> tuple[set[str], dict[str, str]]:
-    """Return the output layers, and the norms after layers: by order for what did not run."""
-    outputs, norms = set(output_layers(model)), _norms_by_order(model)
-    if graph is None:
-        return outputs, norms
-    ran = set(graph.layers)  # heads for training only do not
-    norms = {layer: norm for layer, norm in norms.items() if layer not in ran}
-    return outputs - ran | set(graph.outputs), norms | _norms_by_graph(model, graph)
-
-
-def _find_overlaps(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
-    """Return parameters in one memory, as after `w.data = v.data.t()`: their steps would mix."""
-    local = [(p.to_local() if hasattr(p, "to_local") else p, n) for n, p in parameters.items()]
-    found: dict[str, str] = {}
-    for first, second in chain.from_iterable(map(pairwise, group_by_memory(local))):
-        found |= {second: f"shares memory with {first}", first: f"shares memory with {second}"}
-    return found
+        raise ValueError(_say_why_none(plain, graph is None))
+    return Found(list(units.values()), plain)
 
 
 def _check_model(model: nn.Module) -> None:
@@ -151,102 +121,77 @@ def _check_model(model: nn.Module) -> None:
     refuse_lazy(model)
 
 
-def _weights(
+def _say_why_none(plain: Mapping[str, str], is_guessed: bool) -> str:
+    why = "; ".join(f"{name}: {reason}" for name, reason in plain.items()) or "none was found"
+    hint = " With example_inputs, output layers are found in a run." if is_guessed else ""
+    return f"no layer of this model has units to train ({why}).{hint}"
+
+
+def _find_reasons(
     model: nn.Module,
-) -> Iterator[tuple[str, nn.Module, nn.Parameter, nn.Parameter | None, int]]:
-    """Yield layer, module, weight, bias and `column_groups` of each weight that has units."""
-    for name, module in model.named_modules():
-        column_groups, keys = 0, {"weight": "bias"}
-        if isinstance(module, nn.modules.conv._ConvTransposeNd):
-            column_groups = module.groups
-        elif is_conv1d(module):
-            column_groups = 1
-        elif isinstance(module, nn.MultiheadAttention):  # its three weights share a bias
-            keys = {"in_proj_weight": "in_proj_bias"}
-            keys |= {f"{x}_proj_weight": "" for x in "qkv"}
-        elif not isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-            continue
-        for key, bias_key in keys.items():
-            weight, bias = module._parameters.get(key), module._parameters.get(bias_key)
-            if weight is not None and weight.is_floating_point() and weight.numel():
-                layer = name if key == "weight" else f"{name}.{key}".strip(".")
-                yield layer, module, weight, bias, column_groups
+    candidates: Sequence[UnitWeight],
+    names: Mapping[int, str],
+    filter_fn: Filter | None,
+    graph: Graph | None,
+) -> dict[str, str]:
+    """Return why layers stay plain, by the names of their weights."""
+    embedded = {id(weight) for weight in find_embeddings(model)}
+    outputs = {} if filter_fn else find_outputs(model, candidates, graph)
+    reasons = {}
+    for candidate in candidates:
+        name = names[id(candidate.weight)]
+        if id(candidate.weight) in embedded:
+            reasons[name] = "tied to an embedding"
+        elif filter_fn is not None:
+            if not filter_fn(candidate.module, strip_wrappers(candidate.layer)):
+                reasons[name] = "filter_fn"
+        elif candidate.layer in outputs:
+            reasons[name] = outputs[candidate.layer]
+        elif candidate.layer and name.endswith(".weight") and is_router(model, candidate.layer):
+            reasons[name] = "a router"
+    return reasons
 
 
-def _select_units(
-    parameters: dict[str, nn.Parameter], units: list[Unit], plain: dict[str, str], match: bool
-) -> list[Unit]:
-    """Return the weights that have units (no zero row), and whether each bias is stored as lam.
-
-    lam = b / r moves a bias 1 + lam^2 times as fast as plain training, so it is stored only where
-    |b| <= |r| in every row. Without `match` the rule is that of `convert_`, which leaves a layer
-    with |b| > 100 |r|. Processes that share the rows combine their flags.
-    """
-    most = 1 if match else STEEPEST
-    found = [_value_flags(u, parameters, most) for u in units]
-    flags = torch.tensor(found, dtype=torch.int32, device="cpu")
-    sharded = next((p for p in parameters.values() if hasattr(p, "device_mesh")), None)
-    if sharded is not None:
-        flags = flags.to(sharded.device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-    kept = []
-    for unit, (has_zero_row, is_far) in zip(units, flags.view(-1, 2).tolist(), strict=True):
-        if has_zero_row:
-            plain[unit.name] = BY_VALUES[0]
-        elif is_far and not match:
-            plain[unit.name] = BY_VALUES[1]
-        else:
-            kept.append(replace(unit, has_distance=False) if is_far else unit)
-    return kept
+def _find_overlaps(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
+    """Return parameters in one memory, as after `w.data = v.data.t()`: their steps would mix."""
+    parts = [(p.to_local() if hasattr(p, "to_local") else p, n) for n, p in parameters.items()]
+    overlaps: dict[str, str] = {}
+    for group in group_by_memory(parts):
+        for first, second in pairwise(group):
+            overlaps[second] = f"shares memory with {first}"
+            overlaps[first] = f"shares memory with {second}"
+    return overlaps
 
 
-def _value_flags(
-    unit: Unit, parameters: dict[str, nn.Parameter], most: float
-) -> tuple[bool, bool]:
-    """Return whether a row is zero, and whether a bias is more than `most` times its row."""
-    weight: Any = parameters[unit.name]
-    bias: Any = parameters[unit.bias] if unit.bias and unit.has_distance else None
+def _has_zero_row(unit: Unit, weight: Any) -> bool:
     if weight.is_meta:
-        return False, False
-    weight, bias = (x.to_local() if hasattr(x, "to_local") else x for x in (weight, bias))
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    r = torch.linalg.vector_norm(unit.to_rows(weight.detach()), dim=1, dtype=dtype)
-    is_far = bias is not None and len(bias) == len(r) and bool((bias.abs() > most * r).any())
-    return bool((r == 0).any()), is_far
+        return False
+    part = weight.to_local() if hasattr(weight, "to_local") else weight
+    has_zero = ~unit.layout.to_rows(part.detach()).any(dim=1).all()
+    if hasattr(weight, "device_mesh"):
+        flag = has_zero.int()
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        has_zero = flag
+    return bool(has_zero)
 
 
-def _norms_by_graph(model: nn.Module, graph: Graph) -> dict[str, str]:
-    """Return for each layer the norm that is the only reader of its output."""
-    found = {}
-    for layer in graph.layers:
-        norm, exclusive = graph.norm_after(layer)
-        if exclusive and norm is not None and norm.name:
-            if _undoes_scale(model.get_submodule(norm.name), model.training):
-                found[layer] = norm.name
-    return found
-
-
-def _undoes_scale(norm: nn.Module, model_trains: bool) -> bool:
-    """Return whether a norm divides by its input's scale in training; a frozen one does not."""
-    trained = [p.requires_grad for p in norm.parameters()] or [True]
-    is_frozen = not norm.training and (model_trains or not any(trained))
-    has_statistics = getattr(norm, "track_running_stats", True)
-    return isinstance(norm, CHANNEL_NORMS) and not (is_frozen and has_statistics)
-
-
-def _norms_by_order(model: nn.Module) -> dict[str, str]:
-    """Guess the same without a run: the norm comes next among the modules, with equal width."""
-    found: dict[str, str] = {}
-    layer, width, trains = "", 0, model.training
-    for name, module in model.named_modules():
-        if isinstance(module, CHANNEL_NORMS):
-            is_beside = name.rpartition(".")[0] == layer.rpartition(".")[0]
-            if is_beside and width == module.num_features and _undoes_scale(module, trains):
-                found[layer] = name
-            width = 0
-        elif isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-            layer = name
-            width = getattr(module, "out_features", 0) or getattr(module, "out_channels", 0)
-        elif next(module.children(), None) is None and not isinstance(module, nn.Identity):
-            width = 0
-    return found
+def format_table(found: Found, trained: Collection[str]) -> str:
+    """Return a line for each weight: what its units are, or why it stays plain."""
+    names = [*found.plain, *(unit.name for unit in found.units)]
+    width = min(max(40, *map(len, names)), 100)
+    lines = [f"  {'units of':{width}} {'rows':>6} {'fan-in':>6}  {'bias':5}  scale"]
+    plain = dict(found.plain)
+    for unit in found.units:
+        if unit.name not in trained:
+            plain[unit.name] = "frozen, or in no group at first"
+            continue
+        scale = "free"
+        if unit.is_fixed:
+            scale = f"fixed, {unit.norm} follows" if unit.norm else "fixed"
+        if len(unit.parts) > 1:
+            scale += f"; {len(unit.parts)} layers"
+        bias = "lam" if unit.bias else "-"
+        lines.append(f"  {unit.name:{width}} {unit.rows:6} {unit.fan_in:6}  {bias:5}  {scale}")
+    lines.append("  plain")
+    lines += [f"  {name:{width}} {reason}" for name, reason in plain.items()]
+    return "\n".join(lines)

@@ -20,6 +20,9 @@ Runs = Annotated[
 def table(
     runs: Runs,
     out: Annotated[Path | None, Option(help="File to write; else it is printed.")] = None,
+    baseline: Annotated[
+        str | None, Option(help="Method that others are compared with, such as gmp.")
+    ] = None,
     force: Force = False,
 ) -> None:
     """Print the tables of some runs, beside the papers' numbers."""
@@ -28,7 +31,7 @@ def table(
     with explain_errors():
         if out is not None:
             refuse_overwrite(out, force)
-        text = tables.export(open_runs(runs))
+        text = tables.export(open_runs(runs), baseline)
         if out is None:
             print(printable(text))
         else:

@@ -1,10 +1,13 @@
 """ImageNet as folders of JPEG files: ``train/CLASS/IMAGE.JPEG`` and ``val/CLASS/IMAGE.JPEG``.
 
 Worker processes decode, resize and crop images and pass them to the device as bytes, where they
-are scaled and their mean is subtracted. Augmentation is that of the papers' code, for crops of
+are scaled and their mean is subtracted. Augmentation is that of the papers' text, for crops of
 224: the shorter side resized to U[256, 480], a random crop, a flip with probability 1/2 and
 Krizhevsky's colour noise; validation takes the middle of images whose shorter side is 368. For
-other sizes of crop all of these lengths are scaled.
+other sizes of crop all of these lengths are scaled. The text says nothing of the 368, which is
+from the authors' ResNet-34, imagenet2012 at commit d1d3e906. A comment there says that for the
+paper images were first cut to squares of 480: that is done neither there nor here. Its colour
+noise is one draw for a batch; here, as in Krizhevsky's paper, each image has its own.
 
 Each image's draws come from a generator seeded by (seed, epoch, place in the epoch), so neither
 the number of workers nor that of processes changes anything.

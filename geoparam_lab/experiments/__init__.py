@@ -1,6 +1,15 @@
 """The experiments, one file each. A new one is a file with an `Experiment`, and a line below."""
 
-from geoparam_lab.experiments import banana, claims, images, levy, perturbation, uci, width
+from geoparam_lab.experiments import (
+    banana,
+    claims,
+    images,
+    levy,
+    perturbation,
+    text,
+    uci,
+    width,
+)
 from geoparam_lab.experiments.experiment import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -14,6 +23,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         claims.EXPERIMENT,
         images.IMAGENET32,
         images.IMAGENET,
+        text.TEXT,
+        text.SHAKESPEARE,
     )
 }
 

@@ -4,6 +4,7 @@
     cost          remark 3.4: a layer's cost grows as mn, as that of SP
     shift         remark 3.6: MBN on pre-activations leaves the shift of inputs, IMN removes it
     shell         section 3.1: boundaries should lie near the shell of the data
+    fisher        equations 28 and 29: natural gradients under SP and GmP
     products      appendix E: sparse activations and vanishing products, over the width
     deep          the question they leave open: regions in networks of several layers
 
@@ -24,6 +25,7 @@ from geoparam_lab.data import banana_data, uci_data
 from geoparam_lab.experiments import claims_measures as measures
 from geoparam_lab.experiments.claims_measures import QUANTITIES, Member, Sets
 from geoparam_lab.experiments.experiment import Experiment, Layout, Measure
+from geoparam_lab.experiments.natural_steps import measure_natural_steps
 from geoparam_lab.experiments.rank_correlations import correlate
 from geoparam_lab.run_folder import Record, Run, group_records, select_records
 from geoparam_lab.training.tasks import Done, Progress, Session, Task, Tick
@@ -61,6 +63,9 @@ PARTS = {
         measures.measure_shell, "sp wn wn+mbn bn ln gmp gmp+bn gmp+ln natural intrinsic",
         "energy yacht boston", (100,), (0.01, 0.1), 300,
     ),
+    "fisher": Part(
+        measure_natural_steps, "equation-28 equation-29", "normal", (0.001, 0.01, 0.1)
+    ),
     "products": Part(
         measures.measure_products, "sp gmp:init=sphere", "energy", [4**k for k in range(2, 8)],
         (0.01, 0.1), 20, max_seeds=2,
@@ -92,7 +97,7 @@ def run(
     """Measure the papers' claims that have no table; write records and a picture to a folder.
 
     Args:
-        parts: some of covariance, cost, shift, shell, products, deep.
+        parts: some of covariance, cost, shift, shell, fisher, products, deep.
         seeds: how many initial weights and splits; at most 3 for the cost, 2 for the products.
         data: folder with the UCI and Banana data, before $GEOPARAM_DATA, the cache, the network.
         jobs: how many processes of this machine work; by default as many as there are cores.
@@ -190,6 +195,7 @@ _TABLES: dict[str, tuple[str, dict[str, str]]] = {  # what `size` is, and the me
         "relative_start": "Median |λ| over median ‖x‖ before training",
         "relative": "Median |λ| over median ‖x‖", "on_shell": "Share of units on the shell",
     }),
+    "fisher": ("rate", {"error": "Difference of SP's and GmP's output changes, over SP's"}),
     "products": ("fan-in", _ERROR | {
         "smallest_start": "Smallest product times √fan-in before training",
         "smallest": "Smallest product times √fan-in",

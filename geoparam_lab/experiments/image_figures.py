@@ -27,7 +27,8 @@ _ROWS = {
 }
 _FIGURE_4 = """Figure 4. Top-5 accuracy over epochs, above in training (augmented images, and
     weights that change during the epoch), below in evaluation; mean over seeds, the
-    band is ± its standard error. A seed that diverged is in the mean as long as it lasted.
+    band is ± its standard error. A seed that diverged or stopped early is in the mean as long as
+    it lasted.
     With --recalibrate the last epoch's evaluation is after statistics were recomputed."""
 _HOW = {
     "one": "Every method has one setting",

@@ -4,19 +4,20 @@ The papers' top-1 and top-5 are of ImageNet's 1,000 classes. With fewer classes,
 results are those of another problem: they are shown without the papers' numbers.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
-
+from geoparam_lab.experiments.choice import choose_best
 from geoparam_lab.experiments.experiment import Config
-from geoparam_lab.run_folder import Record, group_records
+from geoparam_lab.run_folder import Record
 from geoparam_lab.training.images.settings import COMMON
 
 IMAGENET = {"classes": 1000, "train": 1_281_167, "val": 50_000}  # ILSVRC 2012
 NETWORKS = {"vgg6": "VGG-6"} | {f"resnet{depth}": f"ResNet-{depth}" for depth in (18, 34, 50)}
 SCHEDULES = {
     "steps": "v2's: the rate falls to a tenth at 1/3, 2/3 and 8/9 of the epochs",
+    "plateau-top1": "v1's: a tenth after 5 epochs without a better top-1, end after 10",
+    "plateau-top5": "the released code's: a tenth after 5 epochs without a better top-5, end "
+    "after 10, and the best weights are kept",
     "linear": "the rate falls to 0 along a line, a little in every step",
     "cosine": "the rate falls to 0 along half a cosine, a little in every step",
 }
@@ -100,25 +101,5 @@ def choose_shown(records: Sequence[Record]) -> Sequence[Record]:
 
 
 def choose(records: Iterable[Record], measure: str) -> list[Record]:
-    """Return the records at each method's best setting: its rate, and what else was tuned.
-
-    That is the highest mean of a measure among the settings with the most seeds: the others were
-    behind with fewer. One that diverged counts only where there is no other; of equal ones, that
-    of the lowest rate. How many `tries` there were is added.
-    """
-    chosen: list[Record] = []
-    for own in group_records(records, "method", "network", "batch_size").values():
-        settings: dict[tuple[float, str], dict[int, Record]] = {}
-        for record in own:
-            at = record["lr"], record.get("tuned", "")
-            settings.setdefault(at, {})[record["seed"]] = record
-        most = max(map(len, settings.values()))
-        values = {
-            at: float(np.mean([record.get(measure, math.nan) for record in some.values()]))
-            for at, some in sorted(settings.items())
-            if len(some) == most
-        }
-        finite = [at for at in values if math.isfinite(values[at])]
-        best = max(finite or values, key=values.__getitem__)
-        chosen += [record | {"tries": len(settings)} for record in settings[best].values()]
-    return chosen
+    """Return the records at each method's best setting: that with the highest mean."""
+    return choose_best(records, measure, ("method", "network", "batch_size"))

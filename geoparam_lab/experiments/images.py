@@ -16,7 +16,6 @@ together; the main one chooses it and writes. Otherwise, processes or machines t
 the same `storage` take runs in turn (`shared_study`), and each ends with all records and curves.
 """
 
-import contextlib
 import functools
 import shutil
 from collections.abc import Callable, Sequence
@@ -31,16 +30,16 @@ from geoparam_lab.data.image_source import Source
 from geoparam_lab.experiments import image_text, papers
 from geoparam_lab.experiments.experiment import TOP1, TOP5, Experiment, Layout
 from geoparam_lab.run_folder import Record, Run
-from geoparam_lab.training import shared_study
+from geoparam_lab.training import shared_study, sweeps
 from geoparam_lab.training.images.loop import BOUNDARIES
-from geoparam_lab.training.images.run_checkpoints import FINISHED, WEIGHTS
 from geoparam_lab.training.images.settings import COMMON, ImageTask, Settings, list_tasks
-from geoparam_lab.training.tasks import Done, Progress, Session, Tick, throttle
+from geoparam_lab.training.processes import check_jobs, make_accelerator
+from geoparam_lab.training.run_checkpoints import FINISHED, WEIGHTS
+from geoparam_lab.training.tasks import Done, Progress, Tick
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-DRAW_EVERY = 60  # seconds between two drawings of a sweep's figures
 PAPERS_METHODS = {
     "imagenet32": ("sp", "wn", "wn+mbn", "bn", "gmp", "gmp+imn"),
     "imagenet": ("wn+mbn", "bn", "gmp+imn"),
@@ -107,80 +106,38 @@ def run(
     load = functools.partial(_load_once, experiment, data, size, workers)
     options = {"tensorboard": tensorboard, "track": track}
     work = _Work(Path(out), load if jobs > 1 else lambda: source, keep_weights, options)
-    if not accelerator.is_main_process:
-        work.assist()
-        return None
     known: Record = {"key": ["name"], "may_change": _MAY_CHANGE, "defaults": COMMON}
-    try:
+
+    def start() -> tuple[Run, Any]:
         study = None if storage is None else shared_study.open_study(storage, experiment, config)
-        folder = Run.create(out, experiment, config, command, resume=resume, **known)
-    except BaseException:  # the other processes wait for a task, or None
-        _send(None)
-        raise
-    _sweep(folder, work, jobs, study, progress)
-    _send(None)
-    return folder
+        return Run.create(out, experiment, config, command, resume=resume, **known), study
 
+    def draw(folder: Run) -> None:
+        from geoparam_lab.experiments import image_figures
 
-def _send(task: ImageTask | None) -> ImageTask | None:
-    """Return in all processes what the main one sends: the next run, or None at the end."""
-    from accelerate.utils import broadcast_object_list
+        image_figures.draw(folder)
 
-    [sent] = broadcast_object_list([task])
-    return sent
-
-
-def _sweep(folder: Run, work: "_Work", jobs: int, study: Any, progress: Progress | None) -> None:
-    """Do all runs that are not done, and redraw the figures now and then."""
-    from geoparam_lab.experiments import image_figures
-
-    todo = list_tasks(folder.config)
-    draw = throttle(functools.partial(image_figures.draw, folder), DRAW_EVERY)
-
-    def finish(task: ImageTask) -> None:
-        work.clean(task)
-        draw()
-
-    options: Any = {"progress": progress, "threads": None, "finished": finish}
-    session = Session(folder, work, len(todo), jobs, **options)
-    finished = {record["name"] for record in folder.records()}
-    for task in todo:
-        if task.name in finished:
-            work.clean(task)  # a kill may have come after its record, before it was cleaned
-    if study is None:
-        session.spread(todo)
-    else:
-        session.share(todo, study, "val_loss")
-    image_figures.draw(folder)
-    with contextlib.suppress(OSError):  # absent, or not empty
-        (work.out / "checkpoints").rmdir()
+    is_main = accelerator.is_main_process
+    return sweeps.conduct(
+        work, list_tasks(config), start, draw, is_main=is_main, jobs=jobs, progress=progress
+    )
 
 
 @dataclass(frozen=True)
-class _Work:
-    """Does one run, with all processes that were started together."""
+class _Work(sweeps.Work):
+    """Trains one network on images."""
 
-    out: Path
     load: Callable[[], Source]
     keep_weights: bool
     options: Record  # of `train.train`
 
-    def __call__(self, task: ImageTask, tick: Tick) -> Done:
-        _send(task)
-        return self.train(task, tick)
-
-    def assist(self) -> None:
-        """Train every run that the main process sends."""
-        while (task := _send(None)) is not None:
-            self.train(task)
-
     def train(self, task: ImageTask, tick: Tick | None = None) -> Done:
-        from geoparam_lab.training.images import preparation, train
+        from geoparam_lab.training.images import train
 
         one, source = task.settings, self.load()
         part = source.hold_out(one.select) if one.select else source
         steps = part.fingerprint["train"] // one.batch_size
-        accelerator = preparation.make_accelerator(one.precision)
+        accelerator = make_accelerator(one.precision)
 
         def report(epoch: int, step: int, speed: float) -> None:
             left = 1 - (epoch + step / steps) / one.epochs  # share of this run that is left
@@ -194,11 +151,8 @@ class _Work:
         record = outcome.record | named | {"processes": accelerator.num_processes}
         return Done([record], {task.name: outcome.curves})
 
-    def folder(self, task: ImageTask) -> Path:
-        return self.out / "checkpoints" / task.name
-
     def clean(self, task: ImageTask) -> None:
-        """Remove what a recorded run has left; files that are whole go to their place."""
+        """Move files that are whole to their place, and remove what else a run has left."""
         folder, name = self.folder(task), task.name
         places = {"tensorboard": f"tensorboard/{name}", BOUNDARIES: f"boundaries/{name}.npy"}
         if self.keep_weights:
@@ -211,7 +165,7 @@ class _Work:
                 (self.out / place).parent.mkdir(exist_ok=True)
                 shutil.rmtree(self.out / place, ignore_errors=True)  # left by an earlier start
                 shutil.move(folder / left, self.out / place)
-        shutil.rmtree(folder, ignore_errors=True)
+        super().clean(task)
 
 
 def _load_images(
@@ -272,7 +226,7 @@ def _check_runs(config: Record, source: Source, jobs: int, storage: str | None) 
     """
     from geoparam_lab.training.images import preparation
 
-    accelerator, todo = preparation.make_accelerator(config["precision"]), list_tasks(config)
+    accelerator, todo = make_accelerator(config["precision"]), list_tasks(config)
     place: Record = {"device": accelerator.device, "world": accelerator.num_processes}
     for one in (task.settings for task in todo):
         preparation.check(one, accelerator)
@@ -280,12 +234,7 @@ def _check_runs(config: Record, source: Source, jobs: int, storage: str | None) 
         part.train(one.batch_size, seed=0, crop=one.crop, **place)
     for one in {task.method: task.settings for task in todo}.values():
         preparation.make_optimizer(one, preparation.build(one, source))
-    processes = accelerator.num_processes
-    if jobs > 1 and (processes > 1 or storage is not None):
-        raise ValueError(
-            "jobs are runs side by side on one GPU: use them without torchrun and without "
-            f"storage; got jobs={jobs}, {processes} processes, storage={storage!r}."
-        )
+    check_jobs(accelerator, jobs, storage)
     return accelerator
 
 

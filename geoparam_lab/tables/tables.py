@@ -13,9 +13,11 @@ the same rate, and where the papers gave the two different rates, at theirs too.
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from geoparam_lab import experiments, methods
+from geoparam_lab.checks import check_names
 from geoparam_lab.data.splits import TEST_SHARE
 from geoparam_lab.experiments.experiment import Config, Experiment, Layout, Measure
 from geoparam_lab.experiments.rank_correlations import adjust
@@ -47,12 +49,15 @@ _DIFFERENCES = (
 Column = tuple[str, list[str]]  # a heading, and a cell for each row
 
 
-def export(runs: Iterable[Run]) -> str:
-    """Return the tables of some runs as one text in Markdown, with a heading for each run."""
+def export(runs: Iterable[Run], baseline: str | None = None) -> str:
+    """Return the tables of some runs as one text in Markdown, with a heading for each run.
+
+    Differences are those to the experiment's baseline, or to the method given.
+    """
     runs, found = list(runs), []
     for run in runs:
         with run.explain_damage():
-            found.append((make_heading(run), make_tables(run)))
+            found.append((make_heading(run), make_tables(run, baseline)))
     if not any(own for _, own in found):
         why = "there is no finished piece of work yet"
         if any(run.records() for run in runs):
@@ -72,13 +77,16 @@ def make_heading(run: Run) -> str:
     return title if folder == experiment.name else f"{title}: {folder}"
 
 
-def make_tables(run: Run) -> list[Table]:
+def make_tables(run: Run, baseline: str | None = None) -> list[Table]:
     """Return the tables of a run, finished or not."""
-    return from_records(run.records(), run.info["experiment"], run.config)
+    return from_records(run.records(), run.info["experiment"], run.config, baseline)
 
 
 def from_records(
-    records: Iterable[Record], name: str, config: Mapping[str, Any] | None = None
+    records: Iterable[Record],
+    name: str,
+    config: Mapping[str, Any] | None = None,
+    baseline: str | None = None,
 ) -> list[Table]:
     """Return the tables of some records.
 
@@ -86,6 +94,7 @@ def from_records(
         records: one for each method and seed or split, and what else the experiment varies.
         name: of the experiment, which decides what is in rows and columns.
         config: of the run, to say where it is not the papers'.
+        baseline: the method that others are compared with; the experiment's if None.
 
     Example:
         >>> records = [{"method": method, "seed": seed, "test_rmse": rmse + seed / 10}
@@ -96,6 +105,9 @@ def from_records(
     """
     experiment = experiments.find(name)
     known = [record for record in records if isinstance(record.get("method"), str)]
+    if baseline is not None:
+        check_names("baseline", {record["method"]: None for record in known}, baseline)
+        experiment = replace(experiment, baseline=baseline)
     known = [record for record in known if record.get("chosen") is not False]  # a search's trials
     shown, found = experiment.choose(known), []
     for layout in experiment.layouts:

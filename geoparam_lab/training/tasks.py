@@ -32,7 +32,7 @@ from geoparam_lab.run_folder import Record, Run
 from geoparam_lab.session import count_cores
 
 Progress = Callable[[str, float, int], None]  # takes a title, how much is done, of how much
-Tick = Callable[..., None]  # takes the epoch, how many records are left, perhaps a remark
+Tick = Callable[..., None]  # takes the epoch or step, how many records are left, perhaps a remark
 
 INTERVAL = 0.3  # seconds between two reports of a task
 
@@ -80,6 +80,7 @@ class Session:
         progress: shows how many records are done.
         threads: for a task in this process; None leaves them. Other processes have one.
         finished: called with a task when all of it is in the folder.
+        unit: what ticks count.
     """
 
     def __init__(
@@ -92,11 +93,12 @@ class Session:
         *,
         threads: int | None = 1,
         finished: Callable[[Any], None] | None = None,
+        unit: str = "epoch",
     ) -> None:
         self.run, self.work, self.total = run, work, total
         self.jobs = jobs or count_cores()
         self.progress = progress or (lambda title, done, total: None)
-        self.threads = threads
+        self.threads, self.unit = threads, unit
         self.finished = finished or (lambda task: None)
         self.keys = {run.key_of(record) for record in run.records()}
         self.open: dict[Any, float] = {}  # records that are left of each task that has begun
@@ -168,9 +170,9 @@ class Session:
     def _is_done(self, task: Any) -> bool:
         return self.keys.issuperset(task.keys)
 
-    def _report(self, task: Any, epoch: int, left: float, remark: str = "") -> None:
+    def _report(self, task: Any, count: int, left: float, remark: str = "") -> None:
         self.open[task] = left
-        self._show(f"{task}, epoch {epoch:,}" + (f", {remark}" if remark else ""))
+        self._show(f"{task}, {self.unit} {count:,}" + (f", {remark}" if remark else ""))
 
     def _show(self, title: str) -> None:
         begun = sum(len(task.keys) - left for task, left in self.open.items())

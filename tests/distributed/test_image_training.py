@@ -13,7 +13,7 @@ from processes import Processes, in_both
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from geoparam_lab.training.images import run_checkpoints
+from geoparam_lab.training import run_checkpoints
 from geoparam_lab.training.images.loop import Training
 from geoparam_lab.training.images.settings import Outcome
 from geoparam_lab.training.images.train import train
@@ -73,6 +73,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "gmp+imn": {"method": "gmp+imn"},
     "intrinsic+imn": {"method": "intrinsic+imn", "weight_decay": 0.1},
     "in parts": {"method": "gmp", "accumulate": 2, "schedule": "cosine"},
+    "best weights": {"method": "gmp", "schedule": "plateau-top5", "patience": 1, "epochs": 4},
 }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from geoparam_lab.data.packed_images import PackedImages, Split
-from geoparam_lab.training.images import run_checkpoints
+from geoparam_lab.training import run_checkpoints
 from geoparam_lab.training.images.settings import Outcome, Settings
 
 WIDTHS = (4, 4, 6, 6, 8, 8)

@@ -14,6 +14,7 @@ import geoparam as gp
 from geoparam import sphere
 from geoparam_lab.experiments import claims, rank_correlations
 from geoparam_lab.experiments import claims_measures as measures
+from geoparam_lab.experiments.natural_steps import measure_natural_steps
 from geoparam_lab.experiments.rank_correlations import rank_correlation
 from geoparam_lab.methods import mlp
 from geoparam_lab.run_folder import Run
@@ -41,6 +42,14 @@ def test_inputs_have_the_correlation() -> None:
     x = measures.draw_correlated(0.9, 4000, 3, seed=0)
     assert np.corrcoef(x.T.numpy()) == pytest.approx(np.where(np.eye(3), 1, 0.9), abs=0.02)
     assert x.mean(dim=0).abs().max() < 1e-14
+
+
+def test_natural_steps_are_independent_of_coordinates_by_the_exponential_map_alone() -> None:
+    sizes, equations = (0.1, 0.01), ("equation-28", "equation-29")
+    members = [Member(equation, rate, None, 0) for equation in equations for rate in sizes]
+    exact, exact_small, first, first_small = (r["error"] for r in measure_natural_steps(members))
+    assert exact < 1e-7 and exact_small < 1e-11
+    assert 0.01 < first < 0.2 and 3 < first / first_small < 20  # of second order in the step
 
 
 def test_costs_are_ratios_to_sp(monkeypatch: pytest.MonkeyPatch) -> None:

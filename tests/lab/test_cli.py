@@ -22,6 +22,7 @@ from geoparam import cli
 from geoparam_lab.cli import running, runs
 from geoparam_lab.experiments import EXPERIMENTS, levy, perturbation, toys
 from geoparam_lab.run_folder import Run
+from geoparam_lab.training.images.loop import Training
 
 
 class Told(NamedTuple):
@@ -203,6 +204,34 @@ def test_images_in_both_layouts(
     assert Run.open(out).info["command"].startswith(f"geoparam run {kind} --data")
 
 
+def test_resnet50_trains_on_jpeg_files_goes_on_and_is_evaluated(
+    tmp_path: Path, geoparam: Geoparam, fresh_accelerate: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ImageNet's stem, which images above 64 pixels have."""
+    pytest.importorskip("torchvision")
+    data = tiny_images.write_folders(tmp_path / "data", classes=3, per_class=8, size=90)
+    words = ["run", "imagenet", "--data", data, "--network", "resnet50", "--widths", 4]
+    words += ["--methods", "gmp+imn", "--size", 80, "--workers", 0, "--batch-sizes", 8]
+    words += ["--seeds", 1, "--epochs", 6, "--lrs", 0.3, "--recalibrate", 3]
+    words += ["--precision", "fp32", "--out"]
+    assert geoparam(*words, tmp_path / "whole").status == 0
+    evaluate, epochs = Training.end_epoch, []
+
+    def end_epoch(training: Training) -> None:
+        epochs.append(training.epoch)
+        if epochs == [0, 1]:
+            raise KeyboardInterrupt
+        evaluate(training)
+
+    monkeypatch.setattr(Training, "end_epoch", end_epoch)
+    assert geoparam(*words, tmp_path / "run").status == 130
+    assert geoparam(*words, tmp_path / "run", "--resume").status == 0
+    assert epochs == [0, 1, 1, 2, 3, 4, 5]  # the first epoch is not done again
+    [record], [expected] = (Run.open(tmp_path / n).records() for n in ("run", "whole"))
+    assert record["top1"] == expected["top1"] > 50  # three classes
+    assert record["train_loss"] == expected["train_loss"] < 1.0
+
+
 def test_followers_are_silent(
     tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,7 +400,7 @@ def test_fold_says_why_not(gmp_file: Path, tmp_path: Path, geoparam: Geoparam) -
 def test_missing_extra_is_named(
     missing: str, extra: str, tmp_path: Path, geoparam: Geoparam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = (missing, "geoparam.cli.", "geoparam.plots")
+    gone = (missing, "geoparam.cli.", "geoparam.plots", "geoparam_lab.plots")
     for name in [name for name in sys.modules if f"{name}.".startswith(gone)]:
         if name != "geoparam.cli":
             monkeypatch.delitem(sys.modules, name)

@@ -57,7 +57,7 @@ def test_every_experiment_says_what_it_is(experiment: Experiment) -> None:
     ("name", "options", "match"),
     [
         ("levy", {"methods": []}, "got none"),
-        ("levy", {"methods": ["gmp:init=he"]}, "Use 'glorot' or 'sphere'"),
+        ("levy", {"methods": ["gmp:init=he"]}, "Use 'glorot', 'sphere' or 'released'"),
         ("levy", {"seeds": 0}, ">= 1; got 0"),
         ("levy", {"lrs": [0.1, math.inf]}, "above 0 and finite"),
         ("levy", {"folds": 1}, "cannot be divided"),

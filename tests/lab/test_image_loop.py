@@ -11,8 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import geoparam as gp
 from geoparam_lab import methods, networks
-from geoparam_lab.training.images import loop, preparation, run_checkpoints
+from geoparam_lab.training import processes, run_checkpoints
+from geoparam_lab.training.images import loop, preparation
 from geoparam_lab.training.images.loop import Training
+from geoparam_lab.training.images.plateau import Plateau
 from geoparam_lab.training.images.settings import Outcome, find_rate_factor
 from geoparam_lab.training.images.train import train
 
@@ -105,7 +107,7 @@ def test_scales_decay_or_keep_their_mean_where_asked() -> None:
 
 
 def test_dropout_is_of_the_output_layers_inputs_in_training(tmp_path: Path) -> None:
-    accelerator = preparation.make_accelerator("fp32")
+    accelerator = processes.make_accelerator("fp32")
     model = preparation.make_network(settings("bn", dropout=0.5), source(), accelerator)
     x = torch.ones(3, model.output.in_features)
     assert torch.equal(model.output.eval()(x), model.output.forward(x))
@@ -167,7 +169,7 @@ def test_a_step_does_not_wait_for_the_device(method: str) -> None:
             Reads.count += function is torch.ops.aten._local_scalar_dense.default
             return function(*args, **(kwargs or {}))
 
-    training = Training(settings(method), source(), preparation.make_accelerator("fp32"))
+    training = Training(settings(method), source(), processes.make_accelerator("fp32"))
     batches = list(training.batches.epoch(0))
     with Reads():
         for batch in batches:
@@ -249,6 +251,45 @@ def test_running_statistics_are_recomputed_before_the_last_evaluation(tmp_path: 
     assert train(settings("sp", recalibrate=4, epochs=1), images, tmp_path / "sp").record["top1"]
 
 
+def test_the_released_schedule_reports_its_best_weights(tmp_path: Path) -> None:
+    chosen = settings("bn", lr=0.3, epochs=40, schedule="plateau-top5", patience=2, select=0.25)
+    images = source(96)
+    outcome = train(chosen, images, tmp_path)
+    record, top5 = outcome.record, outcome.curves["select_top5"]
+    best = int(np.argmax(top5))
+    assert record["outcome"] == "stopped early"
+    assert (record["best_epoch"], record["epochs"]) == (best, len(top5)) == (best, best + 5)
+    assert record["select_top5"] == top5[best]
+    model = networks.build("vgg6", "bn", images.classes, size=8, widths=chosen.widths)
+    model.load_state_dict(weights(tmp_path))
+    place = preparation.make_accelerator("fp32").device
+    [(x, labels)] = images.hold_out(0.25).val(96, device=place).epoch(0)
+    hits = (model.eval()(x).topk(5).indices == labels.unsqueeze(1)).any(1).float()
+    assert 100 * hits.mean().item() == pytest.approx(top5[best])
+
+
+def test_a_plateau_is_counted_as_keras_does() -> None:
+    plateau = Plateau("plateau-top1", 5)
+    accuracies = [10.0, 20.0, *[19.0] * 4, 20.001, *[20.0] * 9, 15.0]
+    factors, stops = [], []
+    for accuracy in accuracies:
+        stops.append(plateau.judge(accuracy)[1])
+        factors.append(plateau.factor)
+    # 20.001 is no better for the rate, by less than 1e-4 of all images, but it is for the end.
+    assert factors == pytest.approx([1.0] * 6 + [0.1] * 5 + [0.01] * 5 + [0.001])
+    assert stops == [False] * 16 + [True]
+
+
+def test_a_plateau_cuts_the_rate_and_ends_the_run(
+    tmp_path: Path, steps: list[list[float]]
+) -> None:
+    chosen = settings("bn", lr=1e-9, epochs=9, warmup=1 / 9, schedule="plateau-top1", patience=2)
+    record = train(chosen, source(), tmp_path).record
+    assert (record["outcome"], record["epochs"], record["best_epoch"]) == ("stopped early", 5, 4)
+    rates = [rate / 1e-9 for rate, *_ in steps]
+    assert rates == pytest.approx([1 / 3, 2 / 3, 1] + [1.0] * 6 + [0.1] * 6)
+
+
 def assert_diverged(outcome: Outcome, epochs: int) -> None:
     record = outcome.record
     assert record["outcome"] == "diverged" and record["epochs"] == epochs
@@ -318,6 +359,8 @@ def test_leaves_random_numbers_and_switches_as_they_were(tmp_path: Path) -> None
         ({"turn": 2.4}, "turn is not for optimizer 'sgd'"),
         ({"optimizer": "muon", "base": "sgd"}, "base is not for optimizer 'muon'"),
         ({"optimizer": "rotational"}, "weight_decay is above 0"),
+        ({"patience": 2}, "patience is for plateau-top1 and plateau-top5"),
+        ({"constants": "keras"}, "vgg6 always has Keras"),
         ({"skip": "plain"}, "vgg6 has no skip connections"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -328,7 +371,7 @@ def test_mistaken_settings_say_so(changes: dict[str, Any], said: str) -> None:
 
 
 def test_another_precision_than_accelerates_is_refused(tmp_path: Path) -> None:
-    accelerator = preparation.make_accelerator("fp32")
+    accelerator = processes.make_accelerator("fp32")
     with pytest.raises(ValueError, match="precision 'bf16' needs"):
         train(settings(precision="bf16"), source(), tmp_path, accelerator=accelerator)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from image_runs import STEPS, Killed, assert_same_run, die, kill_at, save_half, settings, source
 
-from geoparam_lab.training.images import run_checkpoints
+from geoparam_lab.training import run_checkpoints
 from geoparam_lab.training.images.loop import Training
 from geoparam_lab.training.images.settings import Outcome, Settings
 from geoparam_lab.training.images.train import train
@@ -45,6 +45,15 @@ RUNS: dict[str, dict[str, Any]] = {
         "optimizer": "geometric",
         "schedule": "linear",
         "nesterov": True,
+    },
+    "plateau": {"method": "bn", "schedule": "plateau-top1", "patience": 1, "epochs": 6},
+    "best weights": {
+        "method": "gmp+imn",
+        "schedule": "plateau-top5",
+        "patience": 2,
+        "warmup": 0.3,
+        "epochs": 8,
+        "select": 0.25,
     },
     "turn": {"method": "bn", "optimizer": "geometric", "base": "muon", "turn": 2.0, "lr": 1e-3},
 }

@@ -161,6 +161,18 @@ def test_other_layers_are_glorot_or_he_and_outputs_always_glorot(name: str) -> N
     assert max(model[-1].weight.abs().max() for model in (glorot, he)) <= bound
 
 
+@pytest.mark.parametrize("name", ["gmp", "intrinsic+imn"])
+def test_the_released_start_loses_the_sign_of_the_last_component(name: str) -> None:
+    for sizes in ((1, 50, 1), (6, 50, 1)):
+        usual, released = (methods.mlp(name, sizes, init=i)[0] for i in ("glorot", "released"))
+        expected = usual.weight.clone()
+        if sizes[0] > 1:
+            assert (expected[:, -1] < 0).any()
+            expected[:, -1].abs_()
+        torch.testing.assert_close(released.weight, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(released.r, usual.r, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_offsets_start_at_0(name: str) -> None:
     offsets = [
@@ -202,7 +214,7 @@ def test_another_order_of_the_inputs_is_the_same_function_of_them(name: str) -> 
     [
         ("batchnorm", {}, "a method is one of sp, sp.imn, wn, .* got 'batchnorm'"),
         ("gmp", {"init": "he"}, "GmP has directions and scales"),
-        ("sp", {"init": "xavier"}, "init is one of glorot, sphere, he; got 'xavier'"),
+        ("sp", {"init": "xavier"}, "init is one of glorot, sphere, released, he; got 'xavier'"),
         ("gmp+imn", {"imn": "both"}, "imn is one of output, input; got 'both'"),
         ("sp+imn", {"imn": "input"}, "imn='input' is a form of geometric layers; got SP.IMN"),
         ("gmp:order=x", {}, "order is a seed, from 0 on; got 'x'"),

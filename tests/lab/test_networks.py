@@ -38,6 +38,25 @@ def step(model: nn.Module) -> tuple[float, float]:
     return losses[0], losses[1]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"), [({}, (1e-5, 0.1)), ({"constants": "keras"}, (1e-3, 0.01))]
+)
+def test_batchnorm_of_a_resnet_has_the_constants_asked_for(
+    options: dict[str, str], expected: tuple[float, float]
+) -> None:
+    model = networks.build("resnet18", "bn", 3, size=32, widths=(4,), **options)
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert len(norms) == 20 and {(norm.eps, norm.momentum) for norm in norms} == {expected}
+
+
+@pytest.mark.parametrize(("mbn", "offsets"), [("after", 20), ("before", 0)])
+def test_mbn_of_a_resnet_has_both_forms(mbn: str, offsets: int) -> None:
+    model = networks.build("resnet18", "wn+mbn", 3, size=32, widths=(4,), mbn=mbn)
+    kinds = [type(module) for module in model.modules()]
+    assert kinds.count(gp.MeanOnlyBatchNorm) == offsets
+    assert kinds.count(gp.InputMeanNorm) == 20 - offsets
+
+
 def test_vgg6_has_the_papers_shape() -> None:
     model = networks.vgg6("sp", 1000)
     convs = [module for module in model if isinstance(module, nn.Conv2d)]

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from geoparam.optim import RowMuon
-from geoparam_lab.training.images import rival_optimizers
-from geoparam_lab.training.images.rival_optimizers import EXPRESS, MUON, Together, polar
+from geoparam_lab.training import rival_optimizers
+from geoparam_lab.training.rival_optimizers import EXPRESS, MUON, Together, polar
 
 OPTIONS: dict[Any, dict[str, float]] = {
     RowMuon: {"lr": 0.05, "momentum": 0.95, "weight_decay": 0.2},
     rival_optimizers.Airbench: {"lr": 0.24, "momentum": 0.6},
     rival_optimizers.RotationalSGD: {"lr": 0.5, "momentum": 0.9, "weight_decay": 1e-3},
     rival_optimizers.AngularMuown: {"lr": 0.04, "momentum": 0.95},
+    rival_optimizers.MuonH: {"lr": 0.018, "momentum": 0.95},
 }
 
 
@@ -129,6 +130,66 @@ def test_angular_muown_learns_lengths_by_adam_and_takes_up_zero_rows() -> None:
         known = start.norm(dim=1) > 0
         torch.testing.assert_close(change[known].abs(), torch.full_like(change[known], 0.04))
     assert model[4].weight[0].norm().item() == pytest.approx(math.sqrt(0.33), abs=0.05)
+
+
+def exact_polar(x: Tensor) -> Tensor:
+    u, _, vh = torch.linalg.svd(x, full_matrices=False)
+    return u @ vh
+
+
+def well_conditioned(m: int, n: int) -> Tensor:
+    """Return a gradient whose singular values Newton-Schulz brings near 1."""
+    u, _, vh = torch.linalg.svd(torch.randn(m, n), full_matrices=False)
+    return u @ torch.diag(torch.linspace(0.5, 1.5, min(m, n))) @ vh
+
+
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12)])
+def test_muonh_follows_its_formula(shape: tuple[int, int]) -> None:
+    weight = nn.Parameter(torch.randn(shape))
+    by = rival_optimizers.MuonH([weight], lr=0.1, momentum=0.5)
+    w, length, momentum = weight.detach().clone(), weight.detach().norm(), torch.zeros(shape)
+    for _ in range(3):
+        weight.grad = well_conditioned(*shape)
+        momentum = 0.5 * momentum + 0.5 * weight.grad
+        update = exact_polar(0.5 * weight.grad + 0.5 * momentum)
+        w = w - 0.1 * length * update / update.norm()
+        w = length * w / w.norm()
+        by.step()
+        assert weight.norm().item() == pytest.approx(length.item(), rel=1e-5)
+    # Newton-Schulz leaves singular values between 0.68 and 1.20.
+    assert (weight - w).norm() < 0.25 * 3 * 0.1 * length
+
+
+def test_muonh_moves_a_matrix_by_its_rate_times_its_length() -> None:
+    weight = nn.Parameter(torch.randn(20, 20))
+    before = weight.detach().clone()
+    by = rival_optimizers.MuonH([weight], lr=0.0, momentum=0.95)
+    weight.grad = torch.randn(20, 20)
+    by.step()
+    torch.testing.assert_close(weight.detach(), before)
+    by.param_groups[0]["lr"] = 1e-3
+    by.step()
+    step = (weight.detach() - before).norm() / before.norm()
+    assert 0.9e-3 < step.item() < 1.001e-3  # a little is lost: the step is not tangent
+
+
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12)])
+def test_angular_muown_follows_its_formula(shape: tuple[int, int]) -> None:
+    weight = nn.Parameter(torch.randn(shape))
+    by = rival_optimizers.AngularMuown([weight], lr=0.1, momentum=0.5)
+    scale = weight.detach().norm(dim=1, keepdim=True)
+    u, g = weight.detach() / scale, well_conditioned(*shape)
+    weight.grad = g
+    by.step()
+    along = (g * u).sum(dim=1, keepdim=True)
+    tangent = scale * (g - along * u)
+    rate = 0.1 * math.sqrt(max(1, shape[0] / shape[1]))
+    expected = u - rate * exact_polar(1.5 * tangent)  # T + mu M, with M = T at first
+    turned = nn.functional.normalize(expected, dim=1)
+    found = weight.detach() / weight.detach().norm(dim=1, keepdim=True)
+    assert (found - turned).norm() < 0.15 * (turned - u).norm()
+    lengths = (scale - 0.1 * along.sign()).abs()  # Adam's first step is the rate
+    torch.testing.assert_close(weight.detach().norm(dim=1, keepdim=True), lengths)
 
 
 @pytest.mark.parametrize("kind", OPTIONS)

@@ -141,6 +141,18 @@ def test_differences_are_of_the_same_split() -> None:
     assert cell(table, "difference to SP", "SP", "Wine") == "–"
 
 
+def test_any_method_may_be_the_baseline() -> None:
+    records = run_folders.uci_records()
+    table = only(tables.from_records(records, "uci", baseline="gmp"))
+    assert "difference to GmP (k = 21)" in table.columns
+    usual = cell(only(tables.from_records(records, "uci")), "difference to SP", "GmP", "Wine")
+    assert cell(table, "difference to GmP", "SP", "Wine").split()[0] == (
+        usual.split()[0].removeprefix("-") if usual[0] == "-" else f"-{usual.split()[0]}"
+    )
+    with pytest.raises(ValueError, match="baseline is one of .*; got 'ln'"):
+        tables.from_records(records, "uci", baseline="ln")
+
+
 def test_heldout_shows_chosen_rates_and_neither_trials_nor_papers() -> None:
     records, config = run_folders.uci_records("heldout"), {"protocol": "heldout"}
     table = only(tables.from_records(records, "uci", config))

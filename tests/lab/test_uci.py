@@ -100,6 +100,16 @@ def test_the_papers_rates_are_the_default(tmp_path: Path) -> None:
     assert len(records) == 2 * 2 * 3 and all("test_rmse" in r and r["chosen"] for r in records)
 
 
+def test_a_full_batch_is_one_of_all_rows(tmp_path: Path) -> None:
+    def errors(batch_size: str | int) -> list[float]:
+        folder, options = tmp_path / str(batch_size), {"batch_size": batch_size, "epochs": 3}
+        return [r["test_rmse"] for r in run(folder, "paper", lrs=None, **options).records()]
+
+    assert errors("full") == errors(48) != errors("16")
+    with pytest.raises(ValueError, match="from 1 on, or 'full'; got 'all'"):
+        errors("all")
+
+
 def test_each_split_has_the_rate_with_its_lowest_validation_error(heldout: Run) -> None:
     by_split = group_records(heldout.records(), "dataset", "method", "split").values()
     assert len(by_split) == 2 * 2 * 3

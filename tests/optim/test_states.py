@@ -17,7 +17,6 @@ from torch.nn.utils import vector_to_parameters as to_parameters
 
 import geoparam as gp
 from geoparam.optim.inner import fit_state
-from geoparam.optim.stage import Stage
 
 
 def through_a_file(state: Any) -> Any:

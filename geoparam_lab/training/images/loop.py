@@ -23,7 +23,9 @@ from torch.nn import functional as F
 import geoparam as gp
 from geoparam import sphere
 from geoparam_lab.data.image_source import Batches, Source
-from geoparam_lab.training.images import preparation, run_checkpoints
+from geoparam_lab.training import run_checkpoints
+from geoparam_lab.training.images import preparation
+from geoparam_lab.training.images.plateau import PLATEAUS, Plateau
 from geoparam_lab.training.images.settings import Outcome, Settings, find_rate_factor
 
 if TYPE_CHECKING:
@@ -37,8 +39,8 @@ LOOK_EVERY = 50  # steps between two reads of the loss
 HOPELESS = 10.0  # times log(classes), the loss of guessing: a mean loss above it is divergence
 FEWEST_STEPS = 100  # steps; a run with fewer never counts as collapsed, since it starts at chance
 MEASURES = ("loss", "top1", "top5")
-_PLAIN = ("epoch", "seconds", "final", "outcome")
-FINISHED, DIVERGED, COLLAPSED = "finished", "diverged", "collapsed"
+_PLAIN = ("epoch", "best_epoch", "best_weights", "seconds", "final", "outcome")
+FINISHED, STOPPED, DIVERGED, COLLAPSED = "finished", "stopped early", "diverged", "collapsed"
 
 
 class Result(NamedTuple):
@@ -115,6 +117,10 @@ class Training:
         names = [f"{split}_{each}" for split in ("train", self.split) for each in MEASURES]
         self.curves: dict[str, list[float]] = {name: [] for name in (*names, "lr", "seconds")}
         self.final = [float("nan")] * len(MEASURES)  # of the unseen images
+        has_plateau = settings.schedule in PLATEAUS
+        self.plateau = Plateau(settings.schedule, settings.patience) if has_plateau else None
+        self.best_epoch = -1  # the epoch that is reported: the last, where the best is not kept
+        self.best_weights: run_checkpoints.State | None = None  # where they are kept
         self.seconds = 0.0  # of training
         self.outcome: str | None = None
         self.tracker: gp.BoundaryTracker | None = None
@@ -176,6 +182,8 @@ class Training:
         steps, settings = self.batches.steps, self.settings
         rise = max(settings.warmup * settings.epochs * steps, 1)
         warmth = min((self.epoch * steps + step + 1) / rise, 1.0)
+        if self.plateau is not None:
+            return warmth * self.plateau.factor
         schedule = settings.schedule, settings.epochs, settings.warmup
         return warmth * find_rate_factor(*schedule, self.epoch + step / steps)
 
@@ -194,13 +202,34 @@ class Training:
         values = (*trained, *evaluated, lr, self.seconds)
         for curve, value in zip(self.curves.values(), values, strict=True):
             curve.append(value)
+        stops = self._judge(evaluated)
         self.epoch, self.sums = self.epoch + 1, Sums(self.accelerator.device)
-        if self.epoch >= self.settings.epochs:
+        if stops or self.epoch >= self.settings.epochs:
             self._finish()
-            self.outcome = COLLAPSED if self._has_collapsed() else FINISHED
+            self.outcome = STOPPED if stops else FINISHED
+            if self._has_collapsed():
+                self.outcome = COLLAPSED
+
+    def _judge(self, evaluated: Result) -> bool:
+        """Keep the weights of this epoch if they are to be reported; return whether to stop."""
+        if self.plateau is None:
+            self.best_epoch = self.epoch
+            return False
+        is_best, stops = self.plateau.judge(getattr(evaluated, self.plateau.measure))
+        if is_best or not self.plateau.keeps_best:
+            self.best_epoch = self.epoch
+        if is_best and self.plateau.keeps_best:
+            self.best_weights = run_checkpoints.get_weights(self.model)
+        return stops
 
     def _finish(self) -> None:
-        """Evaluate once more where statistics are recomputed, or images were kept unseen."""
+        """Return to the best weights where they are kept, and evaluate what is reported.
+
+        There is a second evaluation where statistics are recomputed, or images were kept unseen.
+        """
+        if self.plateau is not None and self.plateau.keeps_best:
+            run_checkpoints.load_weights(self.model, self.best_weights)
+            self.best_weights = None
         has_statistics = any(n.endswith("running_mean") for n, _ in self.model.named_buffers())
         if self.settings.recalibrate and has_statistics:
             epochs = map(self.batches.epoch, itertools.count(self.epoch))
@@ -210,12 +239,12 @@ class Training:
                 gp.recalibrate_(self.model, (images for images, _ in some))
             curves = list(self.curves.values())[len(MEASURES) :]
             for curve, value in zip(curves, self.evaluate(self.validation), strict=False):
-                curve[-1] = value
+                curve[self.best_epoch] = value
         if self.test is not None:
             self.final = list(self.evaluate(self.test))
 
     def _has_collapsed(self) -> bool:
-        """Return whether the last epoch is at chance: its accuracy and its training loss.
+        """Return whether the reported epoch is at chance: its accuracy and its training loss.
 
         Chance is a top-1 within three standard errors of 1 / classes, on the images that were
         watched, and a loss no lower than 99 % of log(classes).
@@ -224,7 +253,8 @@ class Training:
             return False
         chance = 1 / self.classes
         error = math.sqrt(chance * (1 - chance) / self.validation.examples)
-        loss, top1 = (self.curves[name][-1] for name in ("train_loss", f"{self.split}_top1"))
+        names = ("train_loss", f"{self.split}_top1")
+        loss, top1 = (self.curves[name][self.best_epoch] for name in names)
         return top1 / 100 <= chance + 3 * error and loss >= 0.99 * math.log(self.classes)
 
     @torch.no_grad()
@@ -259,7 +289,7 @@ class Training:
         """Return the outcome of a run that has ended."""
         settings, diverged = self.settings, self.outcome == DIVERGED
         results = {
-            name: float("nan") if diverged else curve[-1]
+            name: float("nan") if diverged else curve[self.best_epoch]
             for name, curve in self.curves.items()
             if name.endswith(MEASURES)
         }
@@ -275,7 +305,7 @@ class Training:
             **results,
             "outcome": self.outcome,
             "epochs": self.epoch,
-            "best_epoch": -1 if diverged else self.epoch - 1,
+            "best_epoch": -1 if diverged else self.best_epoch,
             "images_per_second": images / duration if duration else float("nan"),
             **({} if diverged else self._times()),
         }
@@ -298,6 +328,7 @@ class Training:
             **{name: getattr(self, name) for name in _PLAIN},
             "curves": {name: list(curve) for name, curve in self.curves.items()},
             **run_checkpoints.get_state(self.model, self.optimizer, self.accelerator.device),
+            "plateau": self.plateau.state_dict() if self.plateau is not None else None,
             "tracker": self.tracker.state_dict() if self.tracker is not None else None,
         }
 
@@ -306,4 +337,6 @@ class Training:
         for name in _PLAIN:
             setattr(self, name, state[name])
         self.curves = {name: list(state["curves"][name]) for name in self.curves}
+        if self.plateau is not None:
+            self.plateau.load_state_dict(state["plateau"])
         run_checkpoints.load_state(state, self.model, self.optimizer, self.accelerator.device)

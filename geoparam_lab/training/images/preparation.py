@@ -1,9 +1,6 @@
-"""What a run needs before its first step: processes, network, optimizer, and torch's switches."""
+"""What a run on images needs before its first step: network and optimizer."""
 
-import contextlib
-import os
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,43 +11,24 @@ from torch.nn.functional import dropout
 import geoparam as gp
 from geoparam_lab import networks
 from geoparam_lab.data.image_source import Source, find_layout
-from geoparam_lab.training.images.rival_optimizers import RIVALS, Together
-from geoparam_lab.training.images.settings import PRECISIONS, Settings
+from geoparam_lab.training.images.settings import Settings
+from geoparam_lab.training.processes import check_processes
+from geoparam_lab.training.rival_optimizers import RIVALS, Together
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-def make_accelerator(precision: str = "bf16") -> "Accelerator":
-    """Return an Accelerator; Accelerate has one precision for the life of a process."""
-    from accelerate import Accelerator
-
-    # Without cpu=True, each of torchrun's processes on CPUs would take itself for the only one.
-    no_gpu = not torch.accelerator.is_available()
-    return Accelerator(cpu=no_gpu, mixed_precision=PRECISIONS[precision])
-
-
 def check(settings: Settings, accelerator: "Accelerator") -> None:
     """Raise where the settings do not fit the processes that are there."""
-    expected = PRECISIONS[settings.precision]
-    if accelerator.mixed_precision != expected:
-        raise ValueError(
-            f"precision {settings.precision!r} needs an Accelerator with "
-            f"mixed_precision={expected!r}; got {accelerator.mixed_precision!r}. Start with "
-            f"--mixed_precision {expected}, or choose the other precision."
-        )
-    parts = accelerator.num_processes * settings.accumulate
-    if settings.batch_size % parts:
-        raise ValueError(
-            f"{accelerator.num_processes} processes that go through a batch in "
-            f"{settings.accumulate} parts need a batch size that is a multiple of {parts}; got "
-            f"{settings.batch_size}."
-        )
+    check_processes(
+        accelerator, settings.precision, settings.batch_size, accumulate=settings.accumulate
+    )
 
 
 def build(settings: Settings, source: Source) -> nn.Module:
     """Return the network for these images."""
-    names = ("init", "imn", "mbn", "skip", "widths", "seed")
+    names = ("init", "imn", "mbn", "skip", "constants", "widths", "seed")
     options = {name: getattr(settings, name) for name in names} | {"size": source.size}
     return networks.build(settings.network, settings.method, source.classes, **options)
 
@@ -162,22 +140,3 @@ def _make_geometric(settings: Settings, model: nn.Module) -> torch.optim.Optimiz
         weight_decay=settings.weight_decay,
         **base.keywords,
     )
-
-
-@contextlib.contextmanager
-def prepare_torch(settings: Settings, device: torch.device) -> Iterator[None]:
-    """Set torch's seed and switches for a run, and restore them after it."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(settings.seed)
-        try:
-            torch.backends.cudnn.benchmark = not settings.deterministic
-            if settings.deterministic:
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for cuBLAS
-                torch.use_deterministic_algorithms(True, warn_only=True)
-            yield
-        finally:
-            torch.backends.cudnn.benchmark = benchmark
-            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)

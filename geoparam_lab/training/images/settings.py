@@ -20,10 +20,13 @@ import numpy as np
 
 from geoparam_lab import methods
 from geoparam_lab.checks import check_counts, check_names
+from geoparam_lab.networks import CONSTANTS
 from geoparam_lab.run_folder import Record
-from geoparam_lab.training.images.rival_optimizers import RIVALS
+from geoparam_lab.training.images.plateau import PLATEAUS
+from geoparam_lab.training.processes import PRECISIONS
+from geoparam_lab.training.rival_optimizers import RIVALS
+from geoparam_lab.training.schedules import fall
 
-PRECISIONS = {"fp32": "no", "bf16": "bf16"}  # and what Accelerate calls them
 OPTIMIZERS: dict[str, tuple[str, ...]] = {  # and the settings that are theirs alone
     "sgd": (),
     "adamw": (),
@@ -31,7 +34,7 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {  # and the settings that are theirs a
     "geometric": ("rest", "rest_lr", "base", "turn", "coordinates"),
 }
 BASES = ("sgd", "adamw", "muon")
-SCHEDULES = ("steps", "linear", "cosine")
+SCHEDULES = ("steps", *PLATEAUS, "linear", "cosine")
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,11 @@ class Settings:
         lr: the schedule scales it.
         batch_size: images in a step, over all processes.
         seed: of the weights, the order of the images and their augmentation.
-        epochs: how many there are.
-        schedule: "steps", as in the papers' v2, "linear" or "cosine".
+        epochs: how many there are at most.
+        schedule: "steps", as in the papers' v2, "plateau-top1", as in v1, "plateau-top5", as in
+            the released code, "linear" or "cosine".
+        patience: epochs without a better accuracy after which a plateau schedule cuts rates to a
+            tenth; after twice as many a run ends.
         warmup: share of all steps in which rates rise from 0.
         optimizer: "sgd", "adamw", "muon", "airbench", "rotational", "angularmuown", or "geometric"
             for `gp.GeometricOptimizer`.
@@ -68,11 +74,14 @@ class Settings:
         precision: "fp32", or "bf16" for autocast.
         compile: use torch.compile.
         deterministic: the same run gives the same bits on a GPU too.
-        init: "glorot", as the papers' code, or "sphere", as their text.
+        init: "glorot", as the papers' code, "sphere", as their text, or "released", as the code
+            with its inverse of u(theta), which loses a sign.
         imn: where IMN is: "output", as in the papers' code, or "input", as in their text.
         mbn: where MBN's offset is: "after" the mean, or "before" it, as the papers' code, where it
             has no effect.
-        skip: a ResNet's skip connections: "centred", as the authors', or "plain".
+        skip: a ResNet's skip connections: "centred", as in the authors' ResNet-34, or "plain".
+        constants: epsilon and momentum of a ResNet's BatchNorm: "torchvision", or "keras" for
+            those of the authors' ResNet-34, 1e-3 and 0.01.
         crop: pixels by which an image of 32 or 64 is shifted at most.
         widths: VGG-6's channels, or a ResNet's first stage's.
         select: share of the training images kept back for choosing settings.
@@ -87,6 +96,7 @@ class Settings:
     seed: int
     epochs: int = 90
     schedule: str = "steps"
+    patience: int = 5
     warmup: float = 0.0
     optimizer: str = "sgd"
     momentum: float | None = None
@@ -109,6 +119,7 @@ class Settings:
     imn: str = "output"
     mbn: str = "after"
     skip: str = "centred"
+    constants: str = "torchvision"
     crop: int = 0
     widths: tuple[int, ...] | None = None
     select: float = 0.0
@@ -121,11 +132,13 @@ class Settings:
         check_names("schedule", SCHEDULES, self.schedule)
         check_names("precision", PRECISIONS, self.precision)
         check_names("skip", ("centred", "plain"), self.skip)
+        check_names("constants", CONSTANTS, self.constants)
         check_names("scales", ("free", "relative"), self.scales)
         check_names("optimizer", OPTIMIZERS, self.optimizer)
         check_names("base", BASES, self.base or "sgd")
         check_names("rest", BASES[:2], self.rest or "sgd")
-        check_counts(batch_size=self.batch_size, epochs=self.epochs, accumulate=self.accumulate)
+        counts = ("batch_size", "epochs", "accumulate", "patience")
+        check_counts(**{name: getattr(self, name) for name in counts})
         for name in ("momentum", "label_smoothing", "dropout", "warmup", "select"):
             value = getattr(self, name)
             _check(0 <= (value or 0) < 1, f"{name} is from 0 to below 1; got {value}.")
@@ -158,8 +171,16 @@ class Settings:
             self.optimizer != "rotational" or self.weight_decay > 0,
             "rotational turns units by decay's angle: weight_decay is above 0.",
         )
+        _check(
+            self.schedule in PLATEAUS or self.patience == Settings.patience,
+            f"patience is for {' and '.join(PLATEAUS)}; got schedule {self.schedule!r}.",
+        )
         is_resnet = self.network.startswith("resnet")
         _check(is_resnet or self.skip == "centred", f"{self.network} has no skip connections.")
+        _check(
+            is_resnet or self.constants == "torchvision",
+            f"constants are of a ResNet's BatchNorm: {self.network} always has Keras's.",
+        )
         if self.widths is not None:
             fits = 0 < len(self.widths) <= (1 if is_resnet else math.inf) and min(self.widths) >= 1
             words = "widths are numbers of channels from 1 on" + ", one for a ResNet" * is_resnet
@@ -188,11 +209,13 @@ def find_rate_factor(schedule: str, epochs: int, warmup: float, epoch: float) ->
     if schedule == "steps":
         return 1 / 10 ** sum(9 * int(epoch) >= n * epochs for n in (3, 6, 8))
     share = max(0.0, epoch - warmup * epochs) / (epochs - warmup * epochs)
-    return 1 - share if schedule == "linear" else (1 + math.cos(math.pi * share)) / 2
+    return fall(schedule, share)
 
 
-WORDS = tuple("optimizer base rest coordinates schedule init imn mbn skip scales".split())
-WHOLE = ("accumulate", "crop")  # numbers that are whole
+WORDS = tuple(
+    "optimizer base rest coordinates schedule init imn mbn skip constants scales".split()
+)
+WHOLE = ("accumulate", "crop", "patience")  # numbers that are whole
 _NUMBERS = "lr decay turn rest_lr momentum warmup label_smoothing scale_decay dropout"
 NUMBERS = (*_NUMBERS.split(), *WHOLE)
 _READERS: dict[str, Any] = dict.fromkeys(WORDS, str) | dict.fromkeys(NUMBERS, float)

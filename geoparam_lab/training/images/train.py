@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geoparam_lab.data.image_source import Source
-from geoparam_lab.training.images import preparation, run_checkpoints
+from geoparam_lab.training import run_checkpoints
+from geoparam_lab.training.images import preparation
 from geoparam_lab.training.images.loop import BOUNDARIES, DIVERGED, StepReport, Training
 from geoparam_lab.training.images.settings import Outcome, Settings
+from geoparam_lab.training.processes import make_accelerator, prepare_torch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,12 +38,14 @@ def train(
         track: steps between two records of a `BoundaryTracker`; None for no tracker.
         report: called after every step with epoch, step and images per second of the epoch.
     """
-    accelerator = accelerator or preparation.make_accelerator(settings.precision)
+    accelerator = accelerator or make_accelerator(settings.precision)
     preparation.check(settings, accelerator)
-    with preparation.prepare_torch(settings, accelerator.device):
+    with prepare_torch(settings.seed, settings.deterministic, accelerator.device):
         try:
             training = Training(settings, source, accelerator, report)
-            _resume(training, folder, track)
+            state = run_checkpoints.resume(training, folder)
+            if track is not None:
+                training.start_tracker(track, folder, state)
             _finish(training, folder, tensorboard)
             made = {run_checkpoints.WEIGHTS: True, "tensorboard": tensorboard, BOUNDARIES: track}
             if training.is_main:
@@ -49,23 +53,6 @@ def train(
             return training.result()
         finally:
             accelerator.free_memory()  # else it keeps the networks of all runs
-
-
-def _resume(training: Training, folder: Path, track: int | None) -> None:
-    """Go on from the checkpoint, if there is one."""
-    from accelerate.utils import broadcast_object_list
-
-    [state] = broadcast_object_list([run_checkpoints.read(folder) if training.is_main else None])
-    if state is not None:
-        try:
-            training.load_state_dict(state)
-        except (RuntimeError, LookupError, ValueError) as error:
-            raise ValueError(
-                f"the checkpoint in {folder} is not of this run ({error!s:.100}). Remove it, and "
-                "the run starts anew."
-            ) from error
-    if track is not None:
-        training.start_tracker(track, folder, state)
 
 
 def _finish(training: Training, folder: Path, tensorboard: bool) -> None:

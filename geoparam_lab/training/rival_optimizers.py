@@ -1,4 +1,4 @@
-"""Optimizers to compare with: airbench's Muon, rotational SGD, AngularMuown; and two as one.
+"""Optimizers to compare with: airbench's Muon, rotational SGD, AngularMuown, MuonH.
 
 Each updates weights as matrices of rows (out, fan-in), convolutions flattened to that; layers of
 equal shape are stacked and updated at once. `Together` joins one of them, or `RowMuon`, with
@@ -112,6 +112,24 @@ class Airbench(RowOptimizer):
         return w * (math.sqrt(w.shape[1]) / lengths) - group["lr"] * turn
 
 
+class MuonH(RowOptimizer):
+    """Matrices of constant length R = |W0|_F that move by a constant share of it (Hyperball).
+
+    With X the Nesterov momentum as in `Airbench` and N(A) = A / |A|_F:
+
+        W <- R N(W - lr R N(polar(X))).
+    """
+
+    def start(self, weight: Tensor) -> State:
+        return super().start(weight) | {"length": weight.norm().view(1, 1)}
+
+    def update(self, w: Tensor, g: Tensor, state: State, group: dict[str, Any]) -> Tensor:
+        momentum = state["momentum_buffer"].lerp_(g, 1 - group["momentum"])
+        change = polar(g.lerp(momentum, group["momentum"]), MUON).to(w.dtype)
+        length = state["length"]
+        return length * _unit(w - group["lr"] * length * _unit(change))
+
+
 class RotationalSGD(RowOptimizer):
     """Rows of constant length that turn by sqrt(2 lr decay / (1 + mu)) on average.
 
@@ -183,9 +201,15 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(dim=-1, keepdim=True)
 
 
+def _unit(matrices: Tensor) -> Tensor:
+    """Return matrices (k, m, n) over their lengths."""
+    return matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-30)
+
+
 RIVALS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {  # and the momentum
     "muon": (RowMuon, 0.95),
     "airbench": (Airbench, 0.6),
     "rotational": (RotationalSGD, 0.9),
     "angularmuown": (AngularMuown, 0.95),
+    "muonh": (MuonH, 0.95),
 }

@@ -10,11 +10,12 @@ run may go on with another number of processes.
 import os
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.fsdp import FSDPModule
 
 from geoparam.storage import replacing
 
@@ -23,6 +24,34 @@ State = dict[str, Any]
 CHECKPOINT, WEIGHTS = "checkpoint.pt", "weights.pt"
 FINISHED = "finished"  # names the files of a finished run that are whole
 _WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class Resumable(Protocol):
+    """A run in progress."""
+
+    is_main: bool  # in the process that writes
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+def resume(training: Resumable, folder: Path) -> State | None:
+    """Let a run go on from the checkpoint in its folder, and return that; None if there is none.
+
+    All processes call it.
+    """
+    from accelerate.utils import broadcast_object_list
+
+    [state] = broadcast_object_list([read(folder) if training.is_main else None])
+    if state is None:
+        return None
+    try:
+        training.load_state_dict(state)
+    except (RuntimeError, LookupError, ValueError) as error:
+        raise ValueError(
+            f"the checkpoint in {folder} is not of this run ({error!s:.100}). Remove it, and "
+            "the run starts anew."
+        ) from error
+    return state
 
 
 def write(path: Path, state: State) -> None:
@@ -46,13 +75,29 @@ def read(folder: Path) -> State | None:
         ) from error
 
 
+def get_weights(model: nn.Module) -> State:
+    """Return a copy of the model's state on the CPU; complete in the main process."""
+    weights: State = dcp.get_model_state_dict(model, options=_WHOLE)
+    return {name: value.clone() for name, value in weights.items()}  # on a CPU the model's own
+
+
+def load_weights(model: nn.Module, weights: State | None) -> None:
+    """Load the main process's result of `get_weights` in all processes; a collective call."""
+    from accelerate.utils import broadcast_object_list
+
+    [sent] = broadcast_object_list([weights])
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # evaluation leaves it whole
+    dcp.set_model_state_dict(model, sent, options=_WHOLE)
+
+
 def get_state(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> State:
     """Return a copy of all that training changes, on the CPU; complete in the main process.
 
     It is the states of the model, of its optimizer, and of torch's generators.
     """
-    weights: State = dcp.get_model_state_dict(model, options=_WHOLE)
-    weights = {name: value.clone() for name, value in weights.items()}  # on a CPU the model's own
+    weights = get_weights(model)  # first: under FSDP2 it shards what evaluation left whole
     moments: State = {}
     # SGD without momentum has no state. torch would take a step of rate 0 to find out, which calls
     # the hook that retracts and may change the last bit.

@@ -1,0 +1,295 @@
+"""A GPT on bytes under several optimizers: does one turn, or one rate, serve every size?
+
+A sweep is a grid: methods x sizes x the numbers of each method x seeds (`text.settings`). With
+`one_factor`, sizes are varied one at a time around the first of each kind. Every method sees the
+same windows of the text in the same order, and one schedule scales the rates of all of them.
+
+A run that diverges is a record like any other, with NaN for its results. Records, resuming and
+several processes are as in the sweeps over images. `shakespeare` is the same command with the
+settings of nanoGPT's shakespeare-char.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from geoparam_lab.checks import check_counts, check_names
+from geoparam_lab.data.texts import Text, load_text
+from geoparam_lab.experiments import text_results
+from geoparam_lab.experiments.experiment import Config, Experiment, Layout, Measure
+from geoparam_lab.run_folder import Record, Run
+from geoparam_lab.training import shared_study, sweeps
+from geoparam_lab.training.tasks import Done, Progress, Tick
+from geoparam_lab.training.text.settings import (
+    NUMBERS,
+    SIZES,
+    TextSettings,
+    TextTask,
+    list_tasks,
+)
+
+_AXES = ("methods", *SIZES.values(), *NUMBERS.values(), "schedules", "seeds", "one_factor")
+
+
+@dataclass(frozen=True)
+class ShakespeareSettings(TextSettings):
+    heads: int | None = 6
+    mlp: str = "gelu"
+    dropout: float = 0.2
+    tied: bool = True
+    std: float | None = 0.02
+    warmup: float = 0.02
+    final: float = 0.1
+    beta2: float = 0.99
+    marks: int = 20
+
+
+ShakespeareSettings.__doc__ = TextSettings.__doc__  # the help of its options
+_SETTINGS = {"text": TextSettings, "shakespeare": ShakespeareSettings}
+_METHODS = {"text": ("turn", "muon"), "shakespeare": ("adamw", "turn")}
+
+
+def run(
+    out: str | Path,
+    experiment: str = "text",
+    *,
+    data: str | Path | None = None,
+    validation: str | Path | None = None,
+    methods: Sequence[str] | None = None,
+    method: list[str] | None = None,
+    widths: Sequence[int] = (256,),
+    depths: Sequence[int] = (6,),
+    steps: Sequence[int] = (500,),
+    batch_sizes: Sequence[int] = (96,),
+    one_factor: bool = False,
+    turns: Sequence[float] | None = None,
+    lrs: Sequence[float] | None = None,
+    momenta: Sequence[float] | None = None,
+    decays: Sequence[float] | None = None,
+    rest_lrs: Sequence[float] | None = None,
+    rest_decays: Sequence[float] | None = None,
+    scale_lrs: Sequence[float] | None = None,
+    schedules: Sequence[str] = ("linear",),
+    seeds: int = 1,
+    jobs: int = 1,
+    storage: str | None = None,
+    resume: bool = False,
+    command: str | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Run | None:
+    """Train a GPT under some methods; write records, curves and a figure to a folder.
+
+    Args:
+        experiment: "text" or "shakespeare".
+        data: a text file, plain or .xz; by default the sources of Python's standard library.
+        validation: another text file; by default the last tenth of the text.
+        methods: some of adamw, muon, angularmuown, muonh, and ours, turn and geometric (without a
+            turn); by default turn and muon, or adamw and turn for shakespeare.
+        method: one more method with numbers of its own, as in muon:lr=0.01,0.02:decay=0.1,0.3; may
+            be given again.
+        widths: widths of the network.
+        depths: blocks of the network.
+        steps: steps of the optimizer in a run.
+        batch_sizes: windows in a step, over all processes.
+        one_factor: vary width, depth, steps and batch size one at a time, around the first of
+            each, in place of all combinations.
+        turns: degrees by which units turn in a step at the schedule's peak: method turn.
+        lrs: rates of the other methods: adamw's for all, else for hidden matrices.
+        momenta: of hidden matrices, or adamw's first beta.
+        decays: weight decay: of muon's hidden matrices, of all of adamw's.
+        rest_lrs: AdamW's rates for embeddings, norms and the output layer.
+        rest_decays: weight decay of embeddings and the output layer, but adamw's.
+        scale_lrs: rates of r, for our methods.
+        schedules: some of linear, cosine, power and hold.
+        seeds: how many, from 0 on.
+        jobs: runs that are trained side by side on this machine's GPU, each in a process of its
+            own: small networks do not fill a GPU alone.
+        storage: share the runs: the URL of a database or the path of a file. Start the same
+            command on each GPU, each with an --out of its own.
+        settings: `TextSettings` of all runs, such as context and warmup.
+
+    Returns:
+        The sweep's folder; None in all but the leading one of several processes.
+    """
+    check_names("experiment", _SETTINGS, experiment)
+    chosen = [*(methods or ()), *(method or ())]
+    axes = {
+        "methods": chosen if methods is not None or method else _METHODS[experiment],
+        "widths": widths,
+        "depths": depths,
+        "steps": steps,
+        "batch_sizes": batch_sizes,
+        "turns": turns,
+        "lrs": lrs,
+        "momenta": momenta,
+        "decays": decays,
+        "rest_lrs": rest_lrs,
+        "rest_decays": rest_decays,
+        "scale_lrs": scale_lrs,
+        "schedules": schedules,
+    }
+    check_counts(seeds=seeds, jobs=jobs)
+    config = _make_config(experiment, axes, settings) | {"seeds": seeds, "one_factor": one_factor}
+    todo = list_tasks(config)  # raises where settings are wrong
+    if experiment == "shakespeare" and data is None:
+        raise ValueError("shakespeare needs tiny Shakespeare: give its input.txt as --data.")
+    text = load_text(data, validation)
+    text.check_length(config["context"])
+    config["data"] = text.fingerprint
+    is_main = _check_processes(todo, jobs, storage)
+    load = functools.partial(_load_once, data, validation)
+    work = _Work(Path(out), load if jobs > 1 else lambda: text)
+    defaults = find_defaults(_SETTINGS[experiment])
+    known: Record = {"key": ["name"], "may_change": _AXES, "defaults": defaults}
+
+    def start() -> tuple[Run, Any]:
+        study = None if storage is None else shared_study.open_study(storage, experiment, config)
+        return Run.create(out, experiment, config, command, resume=resume, **known), study
+
+    def draw(folder: Run) -> None:
+        from geoparam_lab.experiments import text_figures
+
+        text_figures.draw(folder)
+
+    options: Any = {"is_main": is_main, "jobs": jobs, "progress": progress, "unit": "step"}
+    return sweeps.conduct(work, todo, start, draw, **options)
+
+
+@dataclass(frozen=True)
+class _Work(sweeps.Work):
+    """Trains one network on text."""
+
+    load: Callable[[], Text]
+
+    def train(self, task: TextTask, tick: Tick | None = None) -> Done:
+        from geoparam_lab.training.text import loop
+
+        def report(step: int, speed: float) -> None:
+            if tick is not None:
+                tick(step, 1 - step / task.settings.steps, f"{speed:,.0f} bytes/s")
+
+        return loop.train(task, self.load(), self.folder(task), report)
+
+
+@functools.lru_cache(maxsize=1)  # a working process trains many runs on the same text
+def _load_once(*arguments: Any) -> Text:
+    return load_text(*arguments)
+
+
+def find_defaults(settings: type[TextSettings]) -> Record:
+    """Return the settings that all runs of a sweep share, with their defaults."""
+    own = fields(settings)
+    return {field.name: field.default for field in own if field.default is not MISSING}
+
+
+def _make_config(experiment: str, axes: Record, settings: Record) -> Record:
+    """Return the configuration; raise ValueError where an option is unknown or empty."""
+    common = find_defaults(_SETTINGS[experiment])
+    unknown = [name for name in settings if name not in common]
+    if unknown:
+        raise ValueError(f"settings are {', '.join(common)}; got {', '.join(unknown)}.")
+    config: Record = {}
+    for name, values in axes.items():
+        if values is not None and not values:
+            raise ValueError(f"{name} must not be empty.")
+        config[name] = None if values is None else list(dict.fromkeys(values))
+    return config | common | settings
+
+
+def _check_processes(todo: Sequence[TextTask], jobs: int, storage: str | None) -> bool:
+    """Raise ValueError where a run could not begin; return whether this process leads."""
+    from geoparam_lab.training import processes
+    from geoparam_lab.training.text import preparation
+
+    precision = preparation.find_precision(todo[0].settings)
+    accelerator = processes.make_accelerator(precision)
+    for task in todo:
+        processes.check_processes(accelerator, precision, task.settings.batch_size)
+    processes.check_jobs(accelerator, jobs, storage)
+    for settings in {task.settings.method: task.settings for task in todo}.values():
+        preparation.make_optimizer(settings, preparation.build(settings))  # raises before all runs
+    return accelerator.is_main_process
+
+
+def _remark(config: Config) -> list[str]:
+    """Say what the text and the network were."""
+    data = config.get("data")
+    if not isinstance(data, dict):
+        return []
+    return [
+        f"GPT on bytes of {data['name']} ({data['train']:,} for training, {data['val']:,} for "
+        f"validation, SHA-256 {data['sha256'][:12]}), context {config['context']}, "
+        f"{config['norm']}, {config['mlp']}; warmup {config['warmup']:g}, gradients clipped at "
+        f"{config['clip']:g}."
+    ]
+
+
+LOSS = Measure("val_loss", "Validation loss (nats per byte)", 4, "lower")
+_BEST_LOSS = Measure("best_val_loss", "lowest at a mark", 4)
+_KEYS = {"width": "width", "depth": "depth", "steps": "steps", "batch_size": "batch size"}
+_SPEED = (
+    Measure("parameters", "parameters", 0),
+    Measure("tokens_per_second", "tokens/s", 0),
+)
+_LAYOUTS = (
+    Layout(
+        (LOSS,),
+        _KEYS,
+        where={"table": "best"},
+        details=(Measure("tries", "settings tried", 0), _BEST_LOSS, *_SPEED),
+        title="The best setting of each method",
+    ),
+    Layout(
+        (LOSS,),
+        _KEYS,
+        where={"table": "all"},
+        compare=False,
+        details=(Measure("excess", "above its best", 4), _BEST_LOSS),
+        title="All settings",
+    ),
+)
+_PUBLISHED = "nanoGPT's README has 1.4697, the lowest loss at a mark, for AdamW in this setting."
+
+
+def _make_experiment(name: str, **own: Any) -> Experiment:
+    return Experiment(
+        name=name,
+        settings=_SETTINGS[name],
+        baseline="muon",
+        rates={},
+        choose=text_results.find_for_tables,
+        finding=text_results.describe,
+        **own,
+    )
+
+
+TEXT = _make_experiment(
+    "text",
+    title="A GPT on bytes",
+    about="A transformer learns to predict the next byte of a text.",
+    summary="A GPT on bytes of a text, under several optimizers and at several sizes. "
+    "Wants a GPU.",
+    run=run,
+    layouts=_LAYOUTS,
+    remarks=_remark,
+)
+SHAKESPEARE = _make_experiment(
+    "shakespeare",
+    title="nanoGPT's shakespeare-char",
+    about="A small transformer learns tiny Shakespeare, which it sees many times.",
+    summary="nanoGPT's shakespeare-char: the settings of a published number. Wants a GPU.",
+    run=functools.partial(
+        run,
+        experiment="shakespeare",
+        widths=(384,),
+        steps=(5000,),
+        batch_sizes=(64,),
+        lrs=(1e-3,),
+        schedules=("cosine",),
+    ),
+    layouts=_LAYOUTS,
+    remarks=lambda config: [*_remark(config), _PUBLISHED],
+)

@@ -1,0 +1,122 @@
+"""What a sweep over text found: losses over rates or angles, at each size.
+
+The peak of a run is the number that its schedule scales: the turn in degrees, or the rate of the
+hidden matrices. Where other numbers were varied too (momentum, decay), a peak has its best.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from geoparam_lab.experiments.choice import choose_best
+from geoparam_lab.experiments.experiment import list_in_words
+from geoparam_lab.run_folder import Record, Run, group_records
+from geoparam_lab.training.text.settings import METHODS, SIZES
+
+Size = tuple[int, ...]  # width, depth, steps, batch size
+Losses = dict[float, float]  # by peak
+_WORDS = {"width": "width", "depth": "depth", "steps": "steps", "batch_size": "batch"}
+
+
+class Common(NamedTuple):
+    """The peak that serves all sizes best."""
+
+    peak: float
+    excess: float  # nats above the best peak of a size, where that is the most
+    sizes: int
+
+
+def get_peak(record: Record) -> float:
+    """Return the turn or the rate of a run."""
+    return float(record["turn" if record["method"] == "turn" else "lr"])
+
+
+def measure_peaks(records: Iterable[Record], method: str) -> dict[Size, Losses]:
+    """Return a method's validation losses by size and peak, means over seeds; diverged: NaN."""
+    own = [record | {"peak": get_peak(record)} for record in records if record["method"] == method]
+    best = choose_best(own, "val_loss", [*SIZES, "peak"], lowest=True)
+    found: dict[Size, Losses] = {}
+    for key, same in sorted(group_records(best, *SIZES, "peak").items()):
+        *size, peak = key
+        losses = [record["val_loss"] for record in same]
+        found.setdefault(tuple(size), {})[peak] = float(np.mean(losses))
+    return found
+
+
+def find_common(by_size: Mapping[Size, Losses]) -> Common | None:
+    """Return the peak that is nowhere far above a size's own best, of those tried everywhere."""
+    if not by_size:
+        return None
+    everywhere = set.intersection(*(set(losses) for losses in by_size.values()))
+    worst: dict[float, float] = {}
+    for peak in sorted(everywhere):
+        above = [losses[peak] - lowest(losses) for losses in by_size.values()]
+        worst[peak] = math.inf if any(map(math.isnan, above)) else max(above)
+    if not worst:
+        return None
+    peak = min(worst, key=worst.__getitem__)
+    return Common(peak, worst[peak], len(by_size))
+
+
+def lowest(losses: Losses) -> float:
+    """Return the best loss; NaN where all runs diverged."""
+    finite = [loss for loss in losses.values() if math.isfinite(loss)]
+    return min(finite, default=math.nan)
+
+
+def name_sizes(sizes: Sequence[Size]) -> dict[Size, str]:
+    """Return a name for each size, of the numbers in which they differ.
+
+    Example:
+        >>> list(name_sizes([(64, 6, 500, 96), (256, 6, 500, 96)]).values())
+        ['width 64', 'width 256']
+    """
+    varied = [i for i in range(len(SIZES)) if len({size[i] for size in sizes}) > 1]
+    words = list(_WORDS.values())
+    shown = varied or [0, 1]
+    return {size: ", ".join(f"{words[i]} {size[i]:,}" for i in shown) for size in sizes}
+
+
+def list_methods(records: Iterable[Record]) -> list[str]:
+    """Return the methods of some records, in their usual order."""
+    known = {record["method"] for record in records}
+    return [method for method in METHODS if method in known]
+
+
+def find_for_tables(records: Sequence[Record]) -> list[Record]:
+    """Return the records for two tables: the best setting of each method, and all settings.
+
+    The latter say how far they are above the best of their method and size.
+    """
+    fields = ["method", *SIZES]
+    best = choose_best(records, "val_loss", fields, lowest=True)
+    shown = [record | {"table": "best"} for record in best]
+    losses = group_records(best, *fields)
+    for record in records:
+        same = losses[tuple(record[field] for field in fields)]
+        above = record["val_loss"] - float(np.mean([each["val_loss"] for each in same]))
+        shown.append(record | {"table": "all", "excess": above})
+    return shown
+
+
+def describe(run: Run) -> str:
+    """Say which turn or rate serves all sizes, and how well."""
+    said = []
+    records = run.records()
+    for method in list_methods(records):
+        by_size = measure_peaks(records, method)
+        common = find_common(by_size)
+        has_choice = any(len(losses) > 1 for losses in by_size.values())
+        if common is None or common.sizes < 2 or not has_choice:
+            continue
+        peak = f"{common.peak:g} degrees" if method == "turn" else f"{method}'s {common.peak:g}"
+        said.append(f"{peak} by {common.excess:.3f}")
+    if not said:
+        return ""
+    sizes = len({tuple(record[name] for name in SIZES) for record in records})
+    return (
+        f"One number for {sizes} sizes, and by how many nats it is above the best of a size, "
+        f"where that is the most: {list_in_words(said)}."
+    )

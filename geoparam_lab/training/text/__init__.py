@@ -1,0 +1,1 @@
+"""Training on text: settings, the optimizer of each method, and the loop."""

@@ -1,0 +1,303 @@
+"""The settings of one run on text, and the runs of a sweep.
+
+A sweep is a grid. Sizes (width, depth, steps, batch size) are combined, or varied one at a time
+around the first of each; at each size a method has every combination of those numbers that are its
+own: "turn" has angles and no decay, Muon rates and a decay. A method may name its own values:
+
+    muon:lr=0.01,0.02:decay=0.1,0.3
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from geoparam_lab import gpt
+from geoparam_lab.checks import check_counts, check_names
+from geoparam_lab.run_folder import Record
+from geoparam_lab.training.processes import PRECISIONS
+from geoparam_lab.training.schedules import SCHEDULES
+
+BASES = ("muon", "adamw", "sgd")
+
+# The numbers of each method, and their values where a sweep names none. `lr` is the rate of the
+# rows; "turn" has an angle in its place, and its `lr` is that of the rest.
+METHODS: dict[str, dict[str, float | None]] = {
+    "turn": {
+        "turn": 2.4,
+        "momentum": 0.95,
+        "rest_lr": 3e-3,
+        "rest_decay": None,
+        "scale_lr": None,
+    },
+    "geometric": {
+        "lr": 3e-3,
+        "momentum": 0.9,
+        "rest_lr": 3e-3,
+        "rest_decay": None,
+        "scale_lr": None,
+    },
+    "adamw": {"lr": 3e-3, "decay": 0.1, "momentum": 0.9},
+    "muon": {"lr": 0.02, "decay": 0.1, "momentum": 0.95, "rest_lr": 3e-3, "rest_decay": None},
+    "angularmuown": {"lr": 0.04, "momentum": 0.95, "rest_lr": 3e-3, "rest_decay": None},
+    "muonh": {"lr": 0.018, "momentum": 0.95, "rest_lr": 3e-3, "rest_decay": None},
+}
+SIZES = {"width": "widths", "depth": "depths", "steps": "steps", "batch_size": "batch_sizes"}
+NUMBERS = {  # of methods, and what a sweep calls several
+    "lr": "lrs",
+    "turn": "turns",
+    "decay": "decays",
+    "momentum": "momenta",
+    "rest_lr": "rest_lrs",
+    "rest_decay": "rest_decays",
+    "scale_lr": "scale_lrs",
+}
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """Everything that decides the numbers of one run, apart from the text.
+
+    The command line shows what is said here of each.
+
+    Args:
+        method: "adamw", "muon", "angularmuown", "muonh", or `gp.GeometricOptimizer`: "turn", and
+            "geometric" without a turn.
+        width: of the residual stream.
+        depth: blocks.
+        steps: of the optimizer.
+        batch_size: windows in a step, over all processes.
+        seed: of the weights and the windows.
+        lr: the schedule scales it, and all other rates.
+        turn: degrees by which units turn in a step, at the schedule's peak.
+        decay: weight decay of the hidden matrices; with "adamw", of all matrices.
+        momentum: of the hidden matrices; with "adamw", its first beta.
+        rest_lr: AdamW's rate for embeddings, norms and the output layer.
+        rest_decay: weight decay of embeddings and the output layer.
+        scale_lr: the rate of r, for our methods.
+        schedule: after the warmup: "linear", "cosine", "power" (1 - t^p), "hold" (and fall).
+        heads: None for one for each 64 of the width.
+        context: bytes in a window.
+        norm: "layernorm" or "rmsnorm".
+        mlp: "relu2", "gelu" or "relu".
+        zero_projections: let maps into the residual stream start from 0.
+        dropout: share of activations dropped in training.
+        tied: embeddings and output layer share their weight.
+        std: deviation of all hidden weights at the start; None for one that goes by the fan-in.
+        warmup: share of all steps in which rates rise from 0.
+        final: share of the rate that is left at the end.
+        power: p of the schedule "power".
+        hold: share of the steps at the full rate, with the schedule "hold".
+        beta2: AdamW's second beta.
+        momentum_warmup: steps in which momentum rises from 0.85.
+        base: the optimizer of units, for our methods: "muon", "adamw" or "sgd".
+        coordinates: of units: "intrinsic", or with "geometric" "angles".
+        scale: r of units is "auto", "free" or "fixed".
+        clip: the gradient's norm is cut to this; 0 for never.
+        marks: evaluations on the validation text, equally spaced; the last is at the end.
+        windows: of the validation text, the same at every mark.
+        precision: "bf16" for autocast on a GPU, or "fp32"; CPUs always have fp32.
+        compile: use torch.compile.
+        deterministic: the same run gives the same bits on a GPU too.
+    """
+
+    method: str
+    width: int
+    depth: int
+    steps: int
+    batch_size: int
+    seed: int
+    lr: float
+    schedule: str
+    turn: float | None
+    decay: float | None
+    momentum: float
+    rest_lr: float | None
+    rest_decay: float | None
+    scale_lr: float | None
+    heads: int | None = None
+    context: int = 256
+    norm: str = "layernorm"
+    mlp: str = "relu2"
+    zero_projections: bool = False
+    dropout: float = 0.0
+    tied: bool = False
+    std: float | None = None
+    warmup: float = 0.1
+    final: float = 0.0
+    power: float = 0.5
+    hold: float = 0.8
+    beta2: float = 0.95
+    momentum_warmup: int = 0
+    base: str = "muon"
+    coordinates: str = "intrinsic"
+    scale: str = "auto"
+    clip: float = 1.0
+    marks: int = 5
+    windows: int = 1024
+    precision: str = "bf16"
+    compile: bool = False
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        counted = ("width", "depth", "steps", "batch_size", "context", "marks", "windows")
+        check_counts(**{name: getattr(self, name) for name in counted}, heads=self.heads)
+        _check(self.momentum_warmup >= 0, "momentum_warmup", "0 or more", self.momentum_warmup)
+        for name in ("momentum", "dropout", "warmup", "final", "hold", "beta2"):
+            value = getattr(self, name)
+            _check(0 <= value < 1, name, "from 0 to below 1", value)
+        for name in ("lr", "turn", "rest_lr", "scale_lr", "power", "std"):
+            value = getattr(self, name)
+            _check(value is None or 0 < value < math.inf, name, "above 0 and finite", value)
+        for name in ("decay", "rest_decay", "clip"):
+            value = getattr(self, name)
+            _check(value is None or 0 <= value < math.inf, name, "0 or more and finite", value)
+        if self.width % self.head_count:
+            raise ValueError(
+                f"width must be a multiple of heads; got width {self.width} and "
+                f"{self.head_count} heads."
+            )
+        if self.method == "turn" and self.coordinates == "angles":
+            raise ValueError("turn needs coordinates intrinsic; got angles. Use geometric.")
+        if self.method == "muonh" and self.zero_projections:
+            raise ValueError(
+                "muonh keeps each matrix at the length of its start: projections that start from "
+                "0 would stay there. Leave --zero-projections out, or muonh."
+            )
+
+    def _check_names(self) -> None:
+        check_names("each of methods", METHODS, self.method)
+        check_names("each of schedules", SCHEDULES, self.schedule)
+        check_names("norm", gpt.NORMS, self.norm)
+        check_names("mlp", gpt.MLPS, self.mlp)
+        check_names("base", BASES, self.base)
+        check_names("coordinates", ("intrinsic", "angles"), self.coordinates)
+        check_names("scale", ("auto", "free", "fixed"), self.scale)
+        check_names("precision", PRECISIONS, self.precision)
+
+    @property
+    def head_count(self) -> int:
+        """How many heads there are."""
+        return self.heads or max(1, self.width // 64)
+
+
+def _check(condition: bool, name: str, rule: str, value: Any) -> None:
+    if not condition:
+        raise ValueError(f"{name} must be {rule}; got {value}.")
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """One run of a sweep, as a task of `training.tasks.Session`."""
+
+    settings: TextSettings
+
+    @property
+    def keys(self) -> list[tuple[Any, ...]]:
+        return [(self.name,)]
+
+    @property
+    def name(self) -> str:
+        one = self.settings
+        sizes = [f"{size.removesuffix('_size')}{getattr(one, size)}" for size in SIZES]
+        numbers = [f"{name}{value:g}" for name, value in self.numbers.items()]
+        words = [] if one.schedule == "linear" else [one.schedule]
+        return "-".join([one.method, *sizes, *numbers, *words, f"seed{one.seed}"])
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers of its method."""
+        values = {name: getattr(self.settings, name) for name in METHODS[self.settings.method]}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def tuned(self) -> str:
+        """Its numbers besides the rate, as tables read them."""
+        rate = "rest_lr" if self.settings.method == "turn" else "lr"
+        parts = [f"{name}={value:g}" for name, value in self.numbers.items() if name != rate]
+        if self.settings.schedule != "linear":
+            parts.append(f"schedule={self.settings.schedule}")
+        return ":".join(parts)
+
+    def __str__(self) -> str:
+        one = self.settings
+        peak = f"{one.turn:g} degrees" if one.method == "turn" else f"rate {one.lr:g}"
+        size = f"width {one.width}, depth {one.depth}, batch {one.batch_size}"
+        return f"{one.method}, {size}, {peak}, seed {one.seed}"
+
+
+def list_sizes(config: Mapping[str, Any]) -> list[dict[str, int]]:
+    """Return the sizes of a sweep: all combinations, or one factor at a time.
+
+    Example:
+        >>> axes = {"widths": [256, 64], "depths": [6, 3], "steps": [500], "batch_sizes": [96]}
+        >>> len(list_sizes({**axes, "one_factor": False}))
+        4
+        >>> for size in list_sizes({**axes, "one_factor": True}):
+        ...     print(*size.values())
+        256 6 500 96
+        64 6 500 96
+        256 3 500 96
+    """
+    axes = {size: config[several] for size, several in SIZES.items()}
+    if not config["one_factor"]:
+        return [dict(zip(axes, each, strict=True)) for each in itertools.product(*axes.values())]
+    centre = {size: values[0] for size, values in axes.items()}
+    others = [centre | {size: n} for size, values in axes.items() for n in values[1:]]
+    return [centre, *others]
+
+
+def list_tasks(config: Record) -> list[TextTask]:
+    """Return the runs of a sweep, the first seed's first, and the methods of a size together."""
+    names = [field.name for field in fields(TextSettings) if field.name in config]
+    common = {name: config[name] for name in names}
+    by_name: dict[str, TextTask] = {}
+    grid = itertools.product(range(config["seeds"]), list_sizes(config), config["methods"])
+    for seed, size, method in grid:
+        for numbers in _list_numbers(method, config):
+            task = TextTask(TextSettings(**{**common, **size, **numbers, "seed": seed}))
+            by_name.setdefault(task.name, task)
+    return list(by_name.values())
+
+
+def _list_numbers(text: str, config: Record) -> Iterator[dict[str, Any]]:
+    """Yield a method's schedule and numbers in all combinations: its own, or the sweep's."""
+    method, own = read_method(text)
+    axes: dict[str, Any] = {"schedule": own.get("schedule", config["schedules"])}
+    for number, usual in METHODS[method].items():
+        several = own.get(number, config[NUMBERS[number]])
+        axes[number] = [usual] if several is None else several
+    absent = dict.fromkeys(NUMBERS)
+    for values in itertools.product(*axes.values()):
+        numbers = {**absent, **dict(zip(axes, values, strict=True)), "method": method}
+        if method == "turn":
+            numbers["lr"] = numbers["rest_lr"]
+        yield numbers
+
+
+def read_method(text: str) -> tuple[str, dict[str, list[Any]]]:
+    """Return a method and the numbers that it was given for itself.
+
+    Example:
+        >>> read_method("muon:lr=0.01,0.02:decay=0.3")
+        ('muon', {'lr': [0.01, 0.02], 'decay': [0.3]})
+    """
+    method, *parts = text.split(":")
+    check_names("each of methods", METHODS, method)
+    own: dict[str, list[Any]] = {}
+    for part in parts:
+        option, _, values = part.partition("=")
+        is_known = option in METHODS[method] or option == "schedule"
+        try:
+            read: Any = str if option == "schedule" else float
+            own[option] = [read(value) for value in values.split(",")]
+        except ValueError:
+            is_known = False
+        if not is_known:
+            raise ValueError(
+                f"options of {method} are {', '.join(METHODS[method])} and schedule, with values "
+                f"between commas as in muon:lr=0.01,0.02:decay=0.1; got {part!r}."
+            )
+    return method, own
