@@ -124,6 +124,7 @@ def _find_input_mean(layer: nn.Module) -> Tensor | None:
 
 def _share(sides: Tensor, channel: int) -> Tensor:
     """Return the share of points that are True; from counts, so that all of them are exactly 1."""
+    channel %= sides.ndim  # a run that takes other steps may show another rank
     by_unit = sides.movedim(channel, 0).reshape(sides.shape[channel], -1)
     return by_unit.sum(dim=1).double() / by_unit.shape[1]
 
