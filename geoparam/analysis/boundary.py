@@ -151,9 +151,10 @@ def boundaries(
     batch = uses_batch_statistics(statistics, inputs)
     sites = find_sites(model, inputs, layers)
     moments = {} if inputs is None else read_moments(unwrap(model), inputs, sites, batch)
-    return {
-        name: _compute_boundaries(site, moments.get(name)) for name, site in sites.layers.items()
-    }
+    computed = {}
+    for name, site in sites.layers.items():
+        computed[name] = _compute_boundaries(site, moments.get(name))
+    return computed
 
 
 def uses_batch_statistics(statistics: str, inputs: Inputs | None) -> bool:
@@ -240,7 +241,8 @@ def _centre(layer: UnitRows, groups: int) -> tuple[Tensor, Tensor | float]:
         t = full_tensor(t)
         t = t.to(torch.promote_types(t.dtype, torch.float32))
         if layer.gain is not None:
-            t = full_tensor(layer.gain).view(-1, *[1] * (t.ndim - 1)) * t
+            gain = full_tensor(layer.gain)
+            t = gain.view(-1, *[1] * (t.ndim - 1)) * t
         t = t.unflatten(0, (groups, -1))
         return (t - t.mean(dim=1, keepdim=True)).flatten(0, 1)
 

@@ -86,19 +86,18 @@ def find_sites(
     graph = None if inputs is None else trace(model, inputs, kwargs)
     modules = dict(model.named_modules())
     ran = () if graph is None else graph.layers
-    # A layer that did not run has directions too.
-    in_order = sorted(units, key=lambda name: ran.index(name) if name in ran else len(ran))
+    order = {name: number for number, name in enumerate(ran)}
     found: dict[str, Site] = {}
-    for name in in_order:
-        module = units[name]
+    for name in sorted(units, key=lambda name: order.get(name, len(order))):
+        module = units[name]  # one that did not run has directions too
         site = Site(strip_wrappers(name), module, channel=-1 - count_positions(module))
         if graph is not None and name in ran:
             site = _follow(site, graph, name, modules)
         if isinstance(module, GmPLayer) and module.activation is not None:
             site = _use_own_activation(site, module.activation)
         found[site.name] = site
-    names = choose_layers({strip_wrappers(name): units[name] for name in in_order}, layers)
-    chosen = {name: found[name] for name in names}
+    by_name = {name: site.layer for name, site in found.items() if site.layer is not None}
+    chosen = {name: found[name] for name in choose_layers(by_name, layers)}
     others = [] if graph is None else _find_others(graph, modules, found, chosen)
     return Sites(chosen, others, graph)
 
@@ -188,12 +187,16 @@ def _find_norm(site: Site, graph: Graph, call: Call, modules: Modules) -> nn.Mod
 
 def _find_activation(graph: Graph, calls: Sequence[Call], modules: Modules) -> Activation | None:
     """Return the activation that follows all calls of a layer, or None."""
-    steps = [None if call.activation is None else graph.nodes[call.activation] for call in calls]
-    first = steps[0]
-    if first is None or len({step and (step.op, step.name, breaks(step)) for step in steps}) > 1:
+    kinds = set()
+    for call in calls:
+        if call.activation is None or "getitem" in call.path:  # which may have left units out
+            return None
+        step = graph.nodes[call.activation]
+        kinds.add((step.op, step.name, breaks(step)))
+    if len(kinds) > 1:
         return None
-    if any("getitem" in call.path for call in calls):  # it may have left units out
-        return None
+    assert calls[0].activation is not None
+    first = graph.nodes[calls[0].activation]
     module = modules.get(first.name) if first.name else None
     if module is None:
         return first
@@ -266,7 +269,8 @@ def _make_site(name: str, activation: Any, step: int, graph: Graph) -> Site:
     """Return the site of an activation in one step."""
     rank = len(graph.nodes[step].shape)
     channel = activation.dim % rank - rank if isinstance(activation, SReLU) else -1
-    return Site(name, None, None, activation, channel, (Call(-1, None, step, ()),))
+    call = Call(layer=-1, norm=None, activation=step, path=())
+    return Site(name, None, activation=activation, channel=channel, calls=(call,))
 
 
 def _find_layer_before(graph: Graph, step: int) -> int | None:

@@ -334,7 +334,8 @@ class _FirstBatch:
 def _check_options(keep: str, every: int, units: int | None, is_lost: bool) -> None:
     if keep not in ("summary", "full"):
         raise ValueError(f"keep is 'summary' or 'full'; got {keep!r}.")
-    if any(count is not None and (count < 1 or count % 1) for count in (every, units)):
+    counts = [count for count in (every, units) if count is not None]
+    if any(count < 1 or count % 1 for count in counts):
         raise ValueError(f"every and units are whole, from 1 on; got {every} and {units}.")
     if is_lost:
         warnings.warn(
