@@ -139,7 +139,7 @@ class GeometricOptimizer(Optimizer):
         divided = divide_groups(model, groups, unit_names, unit_options, self._rest_options)
         for group in divided:
             if group.get("turn") not in (None, turn):  # one of its own
-                _check_angle("turn", group["turn"])
+                _check_choices(coordinates, scale, group["turn"], max_turn)
         super().__init__(divided, {})
         # OneCycleLR asks here whether there are betas in all groups.
         self.defaults = dict(self._make_base.defaults)
