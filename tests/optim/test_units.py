@@ -111,7 +111,7 @@ def test_a_frozen_teacher_is_not_the_output_layer(wrap: Any) -> None:
 def test_a_frozen_head_is_the_output_layer() -> None:
     model = mlp()
     model[6].requires_grad_(False)
-    assert find_table(build(model))["6.weight"] == "the output layer"
+    assert find_table(build(model))["6.weight"] == "the output layer; frozen, or in no group"
 
 
 def test_filter_fn_gets_the_names_of_the_model_inside_of_a_wrapper() -> None:
