@@ -123,14 +123,15 @@ def _find_rate_and_decay(slot: Slot, outer: dict[str, Any]) -> tuple[Any, float]
 def fit_state(state: State, p: Any, step_on_device: bool) -> None:
     """Bring a state to its parameter's present device and type.
 
-    Tensors in full precision follow the parameter, but never to half precision. Counters of steps
-    stay on the CPU unless the optimizer wants them on the device.
+    Tensors in full precision follow the parameter, but never to half precision. Single numbers, as
+    counters of steps, stay as they are unless the optimizer wants them on the device.
     """
     full = torch.float64 if p.dtype == torch.float64 else torch.float32
     for key, value in state.items():
         if not isinstance(value, Tensor):
             continue
-        if key.rpartition("/")[2] == "step":
+        is_number = value.ndim == 0 and p.ndim > 0
+        if is_number or key.rpartition("/")[2] == "step":
             state[key] = value.to(p.device) if step_on_device else value
         elif value.dtype in FULL_PRECISION:
             state[key] = value.to(p.device, full)
