@@ -139,7 +139,7 @@ class GeometricOptimizer(Optimizer):
         divided = divide_groups(model, groups, unit_names, unit_options, self._rest_options)
         for group in divided:
             if group.get("turn") not in (None, turn):  # one of its own
-                _check_angle("turn", group["turn"])
+                _check_choices(coordinates, scale, group["turn"], max_turn)
         super().__init__(divided, {})
         # OneCycleLR asks here whether there are betas in all groups.
         self.defaults = dict(self._make_base.defaults)
@@ -327,7 +327,8 @@ class GeometricOptimizer(Optimizer):
                     f"{unit.name!r} is on the meta device and has no values: materialise the "
                     "model, and build the optimizer after that."
                 )
-            check_sharding(unit, weight)
+            if hasattr(weight, "placements"):
+                check_sharding(unit, weight)
             if "r" in self.state[weight]:
                 saved_states.check_size(unit, self.state[weight])
             bias_at, bias = places.get(unit.bias or "", (0, None))

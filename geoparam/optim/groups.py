@@ -120,6 +120,7 @@ def divide_groups(
         rest = _make_group(params, names, lambda name: name not in unit_names, rest_options, given)
         if "turn" in given:  # an angle at the group's own starting rate
             units["start_lr"] = float(units["lr"])
+            del rest["turn"]
         if units["params"]:
             units["weight_decay"] = 0.0
             divided.append(units)

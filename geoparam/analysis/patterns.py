@@ -1,0 +1,298 @@
+r"""Which linear region each data point is in, and how that changes in training.
+
+A deep unit's boundary is no hyperplane: it bends wherever it meets a boundary of an earlier layer,
+so it has no direction to follow from step to step (the papers leave it open). What can be followed
+is the partition that all boundaries make together. A point's activation pattern has one bit for
+each breakpoint t of each unit, at each position: whether its pre-activation z > t. Two points with
+the same pattern are in the same region, on which a piecewise linear network is one affine map.
+A max pool has one bit for each place of each window: whether the input there wins.
+
+Bits are packed by eight, one activation at a time, and never unpacked: a network may have 10^7 for
+each point. All results stay on the model's device, without a synchronisation. Different patterns
+are counted by a fingerprint of 64 bits: twice the upper half of sum_i k_i w_i mod 2^64, over words
+w_i of 32 bits, with random keys k_i. Two different patterns get the same one with probability
+2^-64, whatever they are (Lemire and Kaser, *Strongly universal string hashing is fast*, 2014).
+
+Smooth activations have no bits.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from geoparam.analysis.activations import breaks
+from geoparam.analysis.max_pool import MaxPool
+from geoparam.analysis.probe import observe
+from geoparam.analysis.sites import Inputs, Layers, Site, find_sites
+from geoparam.inspection import tensors_in, unwrap
+from geoparam.storage import list_few
+
+# Read as one integer, eight bools are the sum of b_i 2^(8i). Times the sum of 2^(63 - 9j), b_i is
+# at bit 63 - i. Other terms have exponents of their own below 56 or above 63: nothing carries.
+GATHER = 0x8040201008040201 - (1 << 64)
+
+
+def pack(bits: Tensor) -> Tensor:
+    """Return bools (N, B) as bytes (N, ceil(B / 8)): those of `numpy.packbits(bits, axis=1)`."""
+    return ((_view_as(bits, torch.int64) * GATHER) >> 56).to(torch.uint8)
+
+
+def fingerprints(packed: Tensor) -> Tensor:
+    """Return one integer of 64 bits for each row, (N,): equal rows have the same."""
+    words = _view_as(packed, torch.int32).long()
+    count = words.shape[1]
+    random = torch.Generator(packed.device).manual_seed(0)
+    keys = torch.empty(2, count + 1, dtype=torch.int64, device=packed.device)
+    keys.random_(-(1 << 63), None, generator=random)
+
+    halves = []
+    for key in keys:
+        sums = (words * key[1:]).sum(dim=1) + key[0]
+        halves.append((sums >> 32).int())
+    return torch.stack(halves, dim=1).view(torch.int64)[:, 0]
+
+
+def _view_as(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows of bytes as rows of a larger type, padded with zeros at the end."""
+    lacking = -rows.shape[1] % dtype.itemsize
+    if lacking or rows.storage_offset() % dtype.itemsize:
+        rows = F.pad(rows, (0, lacking))
+    return rows.contiguous().view(dtype)
+
+
+def _count_distinct(prints: Tensor) -> Tensor:
+    if not len(prints):
+        return prints.new_zeros(())
+    ordered = prints.sort().values
+    return 1 + (ordered[1:] != ordered[:-1]).sum()
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """On which side of its boundaries each point lies: one packed row for each point."""
+
+    packed: Tensor  # bytes (N, bytes); each breakpoint, and each call, begins at a whole byte
+    bits: int  # how many of the bits of a row are in use; the others are 0
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def hamming(self, earlier: "Pattern") -> Tensor:
+        """Return how many bits of each point differ, (N,)."""
+        if self.packed.shape != earlier.packed.shape:
+            raise ValueError(
+                "patterns can be compared if they have the same points and units; got "
+                f"{tuple(self.packed.shape)} and {tuple(earlier.packed.shape)} bytes. Keep the "
+                "probe batch."
+            )
+        count = self.packed ^ earlier.packed
+        count -= (count >> 1) & 0x55  # sums of the bits in each byte: in pairs, fours, all eight
+        count = (count & 0x33) + ((count >> 2) & 0x33)
+        count = (count + (count >> 4)) & 0x0F
+        return count.sum(dim=1)
+
+    def distinct(self) -> Tensor:
+        """Return in how many different regions the points are."""
+        return _count_distinct(fingerprints(self.packed))
+
+
+class Change(NamedTuple):
+    """What happened to the regions of a batch of points, each a tensor with one element."""
+
+    share: Tensor  # of all bits of all points: those that changed
+    points: Tensor  # that are in another region than before
+    regions: Tensor  # different patterns among the points
+
+
+class Changes(NamedTuple):
+    """Changes by layer name, and of all layers together."""
+
+    layers: dict[str, Change]
+    network: Change
+
+
+class Patterns(Mapping[str, Pattern]):
+    """The pattern of each layer, by name, and that of the network: each activation counts once.
+
+    An activation or max pool that shows no layer's units, as one after a sum or a concatenation,
+    belongs to the layer before it. `abs`, `maximum`, `where` and sorting have no bits.
+
+    Args:
+        parts: The pattern of each activation and max pool, by the number of its step.
+        layers: The steps that show a layer's units. Two layers before one sum share a step.
+    """
+
+    def __init__(self, parts: Mapping[int, Pattern], layers: Mapping[str, Sequence[int]]) -> None:
+        self.parts = dict(parts)
+        self.layers = {name: tuple(steps) for name, steps in layers.items()}
+
+    def __getitem__(self, name: str) -> Pattern:
+        return _join([self.parts[step] for step in self.layers[name]])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def network(self) -> Pattern:
+        """All bits of each point in one row; a copy."""
+        return _join(list(self.parts.values()))
+
+    def distinct(self) -> Tensor:
+        """Return in how many different regions of the network the points are."""
+        prints = [fingerprints(part.packed) for part in self.parts.values()]
+        return _count_distinct(_combine(prints))
+
+    def changes(self, earlier: "Patterns") -> Changes:
+        """Return how regions changed since patterns of the same layers on the same points.
+
+        Example:
+            >>> x, model = torch.tensor([[1.], [2.]]), nn.Sequential(nn.Linear(1, 4), nn.ReLU())
+            >>> _ = nn.init.ones_(model[0].weight), nn.init.zeros_(model[0].bias)
+            >>> before = patterns(model, x)
+            >>> _ = nn.init.constant_(model[0].bias[0], -1.5)
+            >>> change = patterns(model, x).changes(before).network
+            >>> change.share.item(), change.points.item(), change.regions.item()
+            (0.125, 1, 2)
+        """
+        if self.layers != earlier.layers:
+            raise ValueError(
+                f"patterns of the same layers can be compared; got {', '.join(self.layers)} and "
+                f"{', '.join(earlier.layers)}, or other steps. Read both from one model."
+            )
+        counts: dict[int, Tensor] = {}
+        prints: dict[int, Tensor] = {}
+        for step, part in self.parts.items():
+            counts[step] = part.hamming(earlier.parts[step])
+            prints[step] = fingerprints(part.packed)
+
+        def change_over(steps: Sequence[int]) -> Change:
+            count = torch.stack([counts[step] for step in steps]).sum(dim=0)
+            bits = sum(self.parts[step].bits for step in steps)
+            share = count.sum().double() / max(1, bits * len(count))
+            regions = _count_distinct(_combine([prints[step] for step in steps]))
+            return Change(share, (count > 0).sum(), regions)
+
+        layers = {name: change_over(steps) for name, steps in self.layers.items()}
+        return Changes(layers, change_over(tuple(self.parts)))
+
+
+def _join(parts: Sequence[Pattern]) -> Pattern:
+    if len(parts) == 1:
+        return parts[0]
+    packed = torch.cat([part.packed for part in parts], dim=1)
+    return Pattern(packed, sum(part.bits for part in parts))
+
+
+def _combine(prints: Sequence[Tensor]) -> Tensor:
+    """Return one fingerprint for each point, from one for each point and part."""
+    if len(prints) == 1:
+        return prints[0]
+    return fingerprints(torch.stack(list(prints), dim=1).view(torch.uint8))
+
+
+class Collector:
+    """Packs pre-activations and inputs of max pools, as a run of a model shows them.
+
+    A layer is left out if its activation has no breakpoints, if its input is empty, or if its
+    first dimension is not that of the examples. Without a number of examples the first input says
+    how many there are.
+    """
+
+    def __init__(self, examples: int | None) -> None:
+        self.examples = examples
+        self.left_out: set[str] = set()
+        self._parts: dict[int, Pattern] = {}
+        self._layers: dict[str, set[int]] = {}
+
+    def add(self, site: Site, step: int, z: Tensor, above: Tensor | None) -> None:
+        """Add the bits of what a step reads: on which side of each breakpoint, (K, *z.shape)."""
+        is_pool = isinstance(site.activation, MaxPool)
+        if not z.numel() or not (is_pool or above is not None):
+            return
+        if self.examples is None:
+            self.examples = len(z)
+        if z.shape[:1] != (self.examples,):
+            self.left_out.add(site.name)
+            return
+        self._layers.setdefault(site.name, set()).add(step)
+        if step not in self._parts:
+            sides = [site.activation(z)] if above is None else above
+            parts = []
+            for side in sides:
+                bits = side.flatten(1)
+                parts.append(Pattern(pack(bits), bits.shape[1]))
+            self._parts[step] = _join(parts)
+
+    def patterns(self) -> Patterns | None:
+        """Return the patterns; None if no layer has breakpoints."""
+        if not self._parts:
+            return None
+        layers = {name: sorted(steps) for name, steps in self._layers.items()}
+        return Patterns(dict(sorted(self._parts.items())), layers)
+
+
+def count_examples(inputs: Inputs) -> int | None:
+    """Return the first tensor's first dimension that is not 1, or else 1; None without tensors.
+
+    A list as the first argument, as detectors take it, has an example in each entry.
+    """
+    first = inputs[0] if isinstance(inputs, tuple) and inputs else None
+    if isinstance(first, list):
+        return len(first)
+    sizes = [len(tensor) for tensor in tensors_in(inputs) if tensor.ndim]
+    if not sizes:
+        return None
+    return next((size for size in sizes if size != 1), 1)
+
+
+def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Patterns:
+    """Return each layer's activation pattern on a batch, in evaluation mode.
+
+    Args:
+        model: Any batch-first model; layers whose activation is smooth are left out.
+        inputs: A batch as the model takes it, examples in the first dimension of its tensors.
+        layers: Names, or a function of module and name; all by default.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1))
+        >>> _ = nn.init.ones_(model[0].weight)
+        >>> regions = patterns(model, torch.tensor([[1., 1.], [-1., 0.], [2., 0.]]))
+        >>> regions["0"].packed.tolist(), regions.distinct().item()
+        ([[128], [0], [128]], 2)
+    """
+    sites = find_sites(model, inputs, layers)
+    collector = Collector(count_examples(inputs))
+
+    def see(site: Site, step: int, z: Tensor) -> None:
+        known = breaks(site.activation)
+        above = None if known is None else known.above(z, site.channel)
+        collector.add(site, step, z, above)
+
+    observe(unwrap(model), inputs, sites, see)
+    collected = collector.patterns()
+    left_out = ""
+    if collector.left_out:
+        left_out = (
+            f"no bits of {list_few(sorted(collector.left_out))}: the first dimension of every "
+            f"activation must be the examples, and there it is not {collector.examples}. Models "
+            "that put time first, or join or divide the batch, have no patterns there."
+        )
+    if collected is None:
+        raise ValueError(
+            left_out
+            or "a pattern needs an activation with breakpoints (ReLU and its relatives, ReLU6, "
+            "Hardtanh, SReLU) or a max pool after a layer that is analysed, with values for each "
+            "example; none ran. Smooth activations have no regions: follow their units' "
+            "directions instead."
+        )
+    if left_out:
+        warnings.warn(left_out, stacklevel=2)
+    return collected

@@ -1,0 +1,64 @@
+"""Curves over training: how far units move and turn in each step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure  # noqa: F401  for the example
+
+from geoparam.plots import MUTED
+from geoparam_lab.plots.method_styles import curve_styles, legend_beside
+
+
+def displacement_curves(
+    curves: Mapping[str, np.ndarray], *, ax: Axes, legend: bool = True
+) -> Axes:
+    """Draw the largest move of any location in each step, (steps,) for each method.
+
+    The axis is in powers of 2. Every value is a thin line, so that no jump is hidden; the
+    running median is in bold.
+
+    Example:
+        >>> ax = Figure().subplots()
+        >>> curves = {"sp": 2.0 ** np.arange(16), "gmp": np.full(16, 0.1)}
+        >>> _ = displacement_curves(curves, ax=ax)
+        >>> [text.get_text() for text in ax.get_legend().get_texts()]
+        ['SP', 'GmP']
+    """
+    for style, curve in zip(curve_styles(curves), curves.values(), strict=True):
+        values = np.asarray(curve, dtype=float)
+        at = np.arange(len(values))
+        ax.plot(at, _loggable(values), color=style.colour, linewidth=0.5, alpha=0.25, zorder=1.5)
+        centres, medians = _medians(at, values)
+        ax.plot(centres, _loggable(medians), **style.line, linewidth=1.8, label=style.title)
+    ax.margins(x=0)
+    ax.set_yscale("log", base=2)
+    ax.set(xlabel="step", ylabel="largest move of a location, max |Δφ|")
+    if legend:
+        legend_beside(ax)
+    return ax
+
+
+def rotation_curves(curves: Mapping[str, np.ndarray], *, ax: Axes, legend: bool = True) -> Axes:
+    """Draw the largest rotation of any unit in each step, in degrees, likewise."""
+    displacement_curves(curves, ax=ax, legend=legend)
+    ax.set_ylabel("largest rotation of a unit (degrees)")
+    ax.axhline(180, color=MUTED, linewidth=1.0, linestyle=":")
+    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right"}
+    place |= {"xytext": (0, 3), "textcoords": "offset points"}
+    ax.annotate("180°: turned round", (1.0, 180), **place, color=MUTED, size=8)
+    return ax
+
+
+def _loggable(values: np.ndarray) -> np.ndarray:
+    """The values that a logarithmic axis can show; NaN, a gap, for the others."""
+    return np.where((values > 0) & np.isfinite(values), values, np.nan)
+
+
+def _medians(at: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Centres of 100 equal stretches of the curve, and the median of what is finite in each."""
+    parts = np.array_split(np.arange(len(values)), min(100, len(values)))
+    known = [values[p][np.isfinite(values[p])] for p in parts]
+    middle = [np.median(v) if len(v) else np.nan for v in known]
+    return np.array([at[p].mean() for p in parts]), np.array(middle)
