@@ -91,8 +91,9 @@ def _find_loss(model: nn.Module, random: torch.Generator) -> Tensor:
         shape = (8, 2, 6, 6)
     x = torch.randn(shape, generator=random, dtype=torch.float64)
     y = torch.randint(3, (8,), generator=random)
-    scores = model(x.to(next(model.parameters()).dtype))
-    return nn.functional.cross_entropy(scores.double(), y)
+    first = next(model.parameters())
+    scores = model(x.to(first.device, first.dtype))
+    return nn.functional.cross_entropy(scores.double(), y.to(first.device))
 
 
 def train(model: nn.Module, optimizer: Any, steps: int = 3, first: int = 0) -> list[Tensor]:
