@@ -37,6 +37,12 @@ def strip_wrappers(name: str, *others: str) -> str:
     return ".".join(part for part in name.split(".") if part not in (*WRAPPERS, *others))
 
 
+def refuse_non_model(model: object, call: str) -> None:
+    """Raise where something else was given in a model's place; `call` shows the arguments."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{call} takes a model, an nn.Module; got a {type(model).__name__}.")
+
+
 def refuse_unready(model: nn.Module) -> None:
     """Raise where a layer has no shape yet, or is scripted and shows no steps."""
     refuse_lazy(model)

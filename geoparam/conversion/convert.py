@@ -1,8 +1,10 @@
 """Put a network under geometric parameterization: one line, the same function.
 
-`convert_` lets `plan` look at the whole model first, and then replaces one layer after the other,
-so that no second copy of the model is in memory. A layer without activation computes
-r (u^T x + lam) = w^T x + b, so that conversion is exact, whatever follows it.
+`convert_` lets `plan` look at the whole model first, and then replaces one layer after the other.
+The old layers are kept until the end: after an error they are put back.
+
+A layer without activation computes r (u^T x + lam) = w^T x + b, so that conversion is exact,
+whatever follows it.
 """
 
 import logging

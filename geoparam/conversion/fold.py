@@ -22,7 +22,7 @@ from geoparam.conversion.plan import Inputs, kind_of, refuse_wrapped
 from geoparam.conversion.verification import replace_checked
 from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer, release
-from geoparam.inspection import computes_as
+from geoparam.inspection import computes_as, refuse_non_model
 from geoparam.layers import GmPLinear, is_trained
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean
 from geoparam.trace import trace
@@ -66,6 +66,7 @@ def fold_(
         >>> torch.allclose(model(x), before, atol=1e-6)
         True
     """
+    refuse_non_model(model, "fold_(model, ...)")
     ours = _find_ours(model)
     if not ours:
         raise ValueError("nothing to fold: the model has no layers of geoparam.")

@@ -18,7 +18,7 @@ from geoparam.conversion.sharing import ties_and_holders
 from geoparam.coordinates import STEEPEST, Init
 from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer
-from geoparam.inspection import computes_as, is_conv1d, refuse_unready
+from geoparam.inspection import computes_as, is_conv1d, refuse_non_model, refuse_unready
 from geoparam.trace import Filter, output_layers, trace
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -87,6 +87,7 @@ def plan(
 ) -> Plan:
     """Return what `convert_` would do with these arguments, or raise what it would raise."""
     _check_options(norm, init, weights, example_inputs)
+    refuse_non_model(model, "convert_(model, ...)")
     refuse_unready(model)
     refuse_wrapped(model, "convert")
     graph = None if example_inputs is None else trace(model, example_inputs)

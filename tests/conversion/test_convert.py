@@ -1,7 +1,6 @@
 """convert_: the same function, or an error that leaves the model alone."""
 
 import copy
-import math
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -277,43 +276,6 @@ def test_the_plan_prints_a_summary() -> None:
     total = sum(p.numel() for p in model.parameters())
     text = str(gp.plan(model))
     assert text.startswith("3 of 4 layers under GmP") and f"of {total:,} parameters" in text
-
-
-def test_verify_measures_the_largest_relative_difference() -> None:
-    def shifted(shift: float) -> nn.Module:
-        return FunctionModel(lambda m, x: {"a": x, "b": [4 * x + shift]})
-
-    x = torch.ones(2)
-    for inputs in (x, {"x": x}, (x,), [x]):
-        assert gp.verify(shifted(0), shifted(0.5), inputs) == pytest.approx(0.125)
-    with pytest.raises(ValueError, match="shapes"):
-        gp.verify(nn.Linear(2, 3), nn.Linear(2, 4), x)
-
-
-def test_verify_sees_nan_and_restores_the_mode() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    broken = copy.deepcopy(model)
-    with torch.no_grad():
-        broken[0].weight.fill_(torch.nan)
-    assert math.isnan(gp.verify(model, broken, torch.ones(1, 2)))
-    assert model.training and model[1].training
-
-
-def test_verify_sees_imaginary_parts_and_lets_equal_infinities_be() -> None:
-    first, second = (FunctionModel(lambda m, x, s=s: torch.complex(x, s * x)) for s in (1, -1))
-    assert gp.verify(first, second, torch.ones(3)) == pytest.approx(2**0.5)
-    x = torch.tensor([1.0, -torch.inf])
-    assert gp.verify(nn.Identity(), nn.Identity(), x) == 0
-    assert gp.verify(nn.Identity(), nn.ReLU(), x) == math.inf
-
-
-def test_verify_compares_attention_on_torchs_plain_path() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    model = nn.TransformerEncoder(layer, 1).eval()
-    mask = torch.tensor([[False, False, True], [False, False, False]])
-    inputs = {"src": torch.randn(2, 3, 8), "src_key_padding_mask": mask}
-    converted = gp.convert_(copy.deepcopy(model), example_inputs=inputs)
-    assert gp.verify(model, converted, inputs) < 1e-5
 
 
 def two_layers(function: Callable) -> nn.Module:
