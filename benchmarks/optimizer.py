@@ -50,7 +50,7 @@ class TorchMuon:
         hidden = set(map(id, matrices))
         others = [p for p in model.parameters() if id(p) not in hidden]
         self.muon = torch.optim.Muon(matrices, lr=1e-5)
-        self.adamw = torch.optim.AdamW(others, lr=1e-5, fused=True)
+        self.adamw = torch.optim.AdamW(others, lr=1e-5, fused=others[0].is_cuda)
 
     def step(self) -> None:
         self.muon.step()

@@ -13,7 +13,7 @@ one flat tensor. A matrix is contiguous (rows, columns), in float32 or float64.
 
 A zero row has no direction. Where r is 0 too, the row has never had one: `project` gives it the
 plain gradient g, so that its increment can become its direction. Otherwise the row was pruned, and
-its gradient is 0.
+its gradient is 0. So it is for a row too long for the type of its square.
 
 `Rows` is plain torch and the specification; `rows_triton` is for GPUs.
 """
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from geoparam.kernels.selection import choose_kernels
-from geoparam.sphere import nonzero
 
 _LARGE = 1 << 16  # elements: where a copy of a matrix costs more than the calls it saves
 
@@ -80,10 +79,11 @@ class Rows:
         pairs = [(stack.join(w), stack.join(g)) for stack in self.stacks]
         r = self._gather([torch.linalg.vector_norm(x, dim=1) for x, _ in pairs]).copysign(r_before)
         size_g = self._gather([torch.linalg.vector_norm(y, dim=1) for _, y in pairs])
-        by_r = self._gather([torch.linalg.vecdot(x, y) for x, y in pairs]) / nonzero(r)
+        by_r = self._gather([torch.linalg.vecdot(x, y) for x, y in pairs]) / r.where(r != 0, 1)
 
         is_new = (r == 0) & (r_before == 0)
-        by_g = torch.where(is_new, 1, r / length)[:, None]
+        by_r = torch.where(r.isinf(), 0, by_r)
+        by_g = torch.where(is_new, 1, torch.where(r.isinf(), 0, r / length))[:, None]
         by_w = (-by_r / length)[:, None]
         for stack, (x, y) in zip(self.stacks, pairs, strict=True):
             gradient = torch.mul(y, stack.take(by_g), out=stack.find_memory(grad_d))
@@ -96,8 +96,9 @@ class Rows:
     ) -> tuple[Tensor, Tensor]:
         """Return how far each row of d goes along w / r, and across it; `work` is overwritten."""
         pairs = [(stack.join(w), stack.join(d)) for stack in self.stacks]
-        along = self._gather([torch.linalg.vecdot(x, y) for x, y in pairs]) / nonzero(r)
-        by_w = (-along / nonzero(r))[:, None]
+        divisor = r.where(r != 0, 1)
+        along = self._gather([torch.linalg.vecdot(x, y) for x, y in pairs]) / divisor
+        by_w = (-along / divisor)[:, None]
         sizes = []
         for stack, (x, y) in zip(self.stacks, pairs, strict=True):  # |d|^2 - along^2: few digits
             rest = torch.addcmul(y, x, stack.take(by_w), out=stack.find_memory(work))

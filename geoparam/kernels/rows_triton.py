@@ -115,10 +115,12 @@ def _project(
     norm = tl.sqrt(tl.sum(square, 0))
     scale = tl.where(before < 0, -norm, norm)
     is_new = (norm == 0) & (before == 0)
+    is_long = norm == float("inf")
     by_scale = tl.sum(product, 0) / tl.where(norm == 0, 1.0, scale)
+    by_scale = tl.where(is_long, 0.0, by_scale)
 
     at_length = tl.load(length + row)
-    by_g = tl.where(is_new, 1.0, scale / at_length)
+    by_g = tl.where(is_new, 1.0, tl.where(is_long, 0.0, scale / at_length))
     by_w = by_scale / at_length
     for at in range(0, n, BLOCK):
         inside = at + column < n

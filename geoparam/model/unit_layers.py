@@ -130,14 +130,6 @@ def _describe(
             yield key, f"{key}_bias", layout, 2 if is_packed else 1
 
 
-def is_router(model: nn.Module, layer: str) -> bool:
-    """Return whether a layer chooses among experts, by its name and its neighbours."""
-    parent, _, name = layer.rpartition(".")
-    if type(model.get_submodule(layer)).__name__.endswith("Router"):
-        return True
-    return name in ("gate", "router") and hasattr(model.get_submodule(parent), "experts")
-
-
 def _divide(
     layer: str, layout: Layout, weight: Tensor, given: int | Sequence[int]
 ) -> tuple[int, ...]:

@@ -165,11 +165,11 @@ def choose_rest(
 
 
 def _can_be_fused(model: nn.Module) -> bool:
-    """Return whether torch's fused kernels take all parameters: plain tensors on one device."""
-    devices = {p.device.type for p in model.parameters()}
-    return devices in ({"cuda"}, {"cpu"}) and not any(
-        hasattr(p, "device_mesh") for p in model.parameters()
-    )
+    """Return whether torch's fused kernels take all parameters: plain tensors on GPUs.
+
+    On CPUs they silently misread gradients whose strides are not the parameter's.
+    """
+    return all(p.is_cuda and not hasattr(p, "device_mesh") for p in model.parameters())
 
 
 def check_options(base: Any, options: Collection[str], siblings: Collection[str]) -> None:

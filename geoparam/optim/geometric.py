@@ -5,7 +5,7 @@ import inspect
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,14 +17,16 @@ from torch.optim import Optimizer
 from geoparam.inspection import unwrap
 from geoparam.model.unit_layers import Split, Stacks
 from geoparam.optim import saved_states
-from geoparam.optim.angles import check_angles, check_turn, find_angle
+from geoparam.optim.angular import AngularBlock
 from geoparam.optim.bases import MakeOptimizer, Recipe, check_options, choose_rest
-from geoparam.optim.blocks import AngularBlock, Block, Member
-from geoparam.optim.groups import divide_groups, list_params, name_params, undecayed_names
+from geoparam.optim.blocks import Block, Member
+from geoparam.optim.groups import divide_groups, list_params, undecayed_names
 from geoparam.optim.inner import Inner, Slot, fit_state
 from geoparam.optim.sharding import check_sharding
 from geoparam.optim.units import find_units, format_table
 from geoparam.trace import Filter
+
+LEAST_TURN = 0.1  # degrees: less is likely a rate
 
 
 class GeometricOptimizer(Optimizer):
@@ -135,7 +137,7 @@ class GeometricOptimizer(Optimizer):
         divided = divide_groups(model, groups, unit_names, unit_options, self._rest_options)
         for group in divided:
             if group.get("turn") is not None:
-                check_turn("turn", group["turn"])
+                _check_angle("turn", group["turn"])
         super().__init__(divided, {})
         # OneCycleLR asks here whether there are betas in all groups.
         self.defaults = dict(self._make_base.defaults)
@@ -201,42 +203,59 @@ class GeometricOptimizer(Optimizer):
         `max_turn`. A tracker measures what units really do. Without `turn` the list is empty.
         """
         groups = [group for group in self.param_groups if group.get("turn") is not None]
-        return [float(find_angle(group)) for group in groups]
+        return [float(group["turn"] * group["lr"] / group["start_lr"]) for group in groups]
 
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; parameters without a gradient are left as they are."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        self._check_angles()
         self._prepare()
+        angles = [self._find_angle(group) for group in self.param_groups]
         try:
             for block in self._blocks:
                 block.read()
             for inner in self._inner:
                 inner.step(self.param_groups)
             for block in self._blocks:
-                block.compute(self._find_radians(block))
-            self._write()
+                block.compute(angles[block.members[0].group])
+            for targets, values in self._results:  # all at once, by type
+                torch._foreach_copy_(targets, values)
         finally:
             for block in self._blocks:
                 block.release()
         return loss
 
-    def _check_angles(self) -> None:
-        message = check_angles(self.param_groups)
-        if message and not self._has_warned:
-            warnings.warn(message, stacklevel=5)
+    def _find_angle(self, group: dict[str, Any]) -> Any:
+        """Return by how many radians the units of a group turn; 0 where the rate decides.
+
+        A rate in a tensor is not checked: that would wait for the GPU.
+        """
+        turn = group.get("turn")
+        if turn is None:
+            return 0.0
+        per_rate = math.radians(turn) / group["start_lr"]
+        if isinstance(group["lr"], Tensor):
+            return per_rate * group["lr"]
+        peak = max(float(group["lr"]), float(group.get("max_lr", 0.0)))  # as OneCycleLR notes it
+        if peak > 4 * group["start_lr"]:
+            self._question_peak(peak, turn, group["start_lr"])
+        return per_rate * group["lr"]
+
+    def _question_peak(self, peak: float, turn: float, start_lr: float) -> None:
+        """Warn of a rate that makes a far larger angle than was asked for, or refuse it."""
+        angle = turn * peak / start_lr
+        words = f"a rate of {peak:g} turns units by {angle:g} degrees: turn={turn:g} is for "
+        words += f"lr={start_lr:g}. "
+        if angle > 90 or math.isclose(peak, turn):
+            raise ValueError(
+                f"{words}Every group's lr is a rate: with OneCycleLR write max_lr={start_lr:g} "
+                "for all groups, not max_lr=[turn, lr]."
+            )
+        if not self._has_warned:
+            advice = f"If {peak:g} is the schedule's peak, build the optimizer with lr={peak:g}."
+            warnings.warn(words + advice, stacklevel=6)
             self._has_warned = True
-
-    def _find_radians(self, block: Block) -> Any:
-        group = self.param_groups[block.members[0].group]
-        return math.radians(1) * find_angle(group) if block.turns else 0.0
-
-    def _write(self) -> None:
-        """Write all new weights, biases and scales at once, those of one type in one call."""
-        for targets, values in self._results:
-            torch._foreach_copy_(targets, values)
 
     # ---- what is built at the first step, and again where parameters have changed since
 
@@ -251,11 +270,12 @@ class GeometricOptimizer(Optimizer):
     def _prepare(self) -> None:
         """Build blocks and inner optimizers, unless those of the last step still fit."""
         if self._fingerprint is not None and self._fingerprint == self._find_fingerprint():
-            if all(slot.is_current() for slot in self._slots):
+            if all([inner.is_current() for inner in self._inner]):
                 return
         self._forget()
         self._fit_units()
-        for group, _, p in self._named_params():
+        for i, _, p in self._list_params():
+            group = self.param_groups[i]
             on_device = bool(group.get("capturable") or group.get("fused"))
             fit_state(self.state[p], p, on_device)
         self._build_blocks()
@@ -273,29 +293,35 @@ class GeometricOptimizer(Optimizer):
                 found.append((id(p), layout, p.grad is None, id(self.state.get(p))))
         return found
 
-    def _named_params(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        for group in self.param_groups:
-            for name, p in name_params(group):
-                yield group, name, p
+    def _list_params(self) -> list[tuple[int, str, Any]]:
+        """Return each parameter with its group's number and its name."""
+        listed = []
+        for i, group in enumerate(self.param_groups):
+            if len(group["param_names"]) != len(group["params"]):
+                raise ValueError("parameters were taken out of a group: freeze them instead.")
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                listed.append((i, name, p))
+        return listed
 
     def _fit_units(self) -> None:
         """Take up the present sizes of weights."""
-        params = {name: p for _, name, p in self._named_params()}
-        units = [u.fit(params[u.name]) if u.name in params else u for u in self._found.units]
+        params = {name: p for _, name, p in self._list_params()}
+        units = []
+        for unit in self._found.units:
+            p = params.get(unit.name)
+            units.append(unit if p is None else unit.fit(p))
         self._found = replace(self._found, units=units)
 
     def _build_blocks(self) -> None:
         """Put weights that have a gradient and are stepped alike into a block each."""
-        places: dict[str, tuple[int, Any]] = {}
-        for i, group in enumerate(self.param_groups):
-            places.update({name: (i, p) for name, p in name_params(group)})
-
+        places = {name: (i, p) for i, name, p in self._list_params()}
         members = defaultdict[Any, list[Member]](list)
         for unit in self._found.units:
             at, weight = places.get(unit.name, (0, None))
             if weight is None or weight.grad is None:
                 continue
-            check_sharding(unit, weight)
+            if hasattr(weight, "placements"):
+                check_sharding(unit, weight)
             if "r" in self.state[weight]:
                 saved_states.check_size(unit, self.state[weight])
             bias_at, bias = places.get(unit.bias or "", (0, None))
@@ -318,14 +344,12 @@ class GeometricOptimizer(Optimizer):
         self._slots = [slot for block in self._blocks for slot in block.slots]
         members = [m for block in self._blocks for m in block.members]
         is_taken = {id(p) for m in members for p in (m.weight, m.bias)}
-        for i, group in enumerate(self.param_groups):
-            for name, p in name_params(group):
-                if group["role"] == "rest" and id(p) not in is_taken:
-                    decays = p.ndim > 1 and name not in self._undecayed
-                    # A bias without its weight's gradient has a state for that beside lam's.
-                    prefix = "plain" if any("/" in key for key in self.state[p]) else ""
-                    slot = Slot(prefix, self.state[p], i, p, decays=decays)
-                    self._slots.append(slot)
+        for i, name, p in self._list_params():
+            if self.param_groups[i]["role"] == "rest" and id(p) not in is_taken:
+                # A bias without its weight's gradient has a state for that beside lam's.
+                prefix = "plain" if any("/" in key for key in self.state[p]) else ""
+                decays = p.ndim > 1 and name not in self._undecayed
+                self._slots.append(Slot(prefix, self.state[p], i, p, decays=decays))
 
         directions = [slot for slot in self._slots if slot.name == "direction"]
         others = [slot for slot in self._slots if slot.name != "direction"]
@@ -362,7 +386,7 @@ class GeometricOptimizer(Optimizer):
         super().load_state_dict({"state": {}, "param_groups": groups})
         self._forget()
 
-        for _, name, p in list(self._named_params()):
+        for _, name, p in self._list_params():
             if states[name]:
                 self.state[p] = {key: copy.deepcopy(x) for key, x in states[name].items()}
         if self._guesses_scale:  # the model's mode may be another now
@@ -385,7 +409,7 @@ class GeometricOptimizer(Optimizer):
         self._forget()
 
     def __repr__(self) -> str:
-        trained = {name for _, name, p in self._named_params() if p.requires_grad}
+        trained = {name for _, name, p in self._list_params() if p.requires_grad}
         units = [u for u in self._found.units if u.name in trained]
         count = sum(u.rows * u.fan_in for u in units)
         lines = [f"GeometricOptimizer: {count:,} of {self._size:,} parameters are units"]
@@ -430,9 +454,9 @@ def _check_choices(coordinates: str, scale: str, turn: Any, max_turn: Any) -> No
     if scale not in ("auto", "free", "fixed"):
         raise ValueError(f"scale is 'auto', 'free' or 'fixed'; got {scale!r}.")
     if turn is not None:
-        check_turn("turn", turn)
+        _check_angle("turn", turn)
     if max_turn is not None:
-        check_turn("max_turn", max_turn)
+        _check_angle("max_turn", max_turn)
     if turn is not None and max_turn is not None and max_turn < turn:
         raise ValueError(
             f"max_turn, {max_turn}, is below turn, {turn}: no unit could turn so far."
@@ -441,6 +465,18 @@ def _check_choices(coordinates: str, scale: str, turn: Any, max_turn: Any) -> No
         raise ValueError(
             "turn needs coordinates='intrinsic': a step along latitudes is no arc of a circle. "
             "max_turn bounds the turn of angles."
+        )
+
+
+def _check_angle(name: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= 180:
+        raise ValueError(f"{name} is an angle in degrees, above 0 and at most 180; got {value!r}.")
+    if name == "turn" and value < LEAST_TURN:
+        warnings.warn(
+            f"turn={value} is an angle in degrees, and a small one: 2.4 is usual. The rate of "
+            "everything else is lr.",
+            stacklevel=4,
         )
 
 

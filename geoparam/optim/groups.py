@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -157,13 +157,6 @@ def list_params(params: Any) -> list[Any]:
     """Return the parameters of a group, which may be one, several, or have names."""
     listed = [params] if isinstance(params, Tensor) else list(params)
     return [p[-1] if isinstance(p, tuple) else p for p in listed]
-
-
-def name_params(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return the parameters of a group of `divide_groups` with their names."""
-    if len(group["param_names"]) != len(group["params"]):
-        raise ValueError("parameters were taken out of a group: freeze them instead.")
-    return zip(group["param_names"], group["params"], strict=True)
 
 
 def undecayed_names(model: nn.Module) -> set[str]:

@@ -57,16 +57,6 @@ class Slot:
             for key, entry in self.state.items():
                 self.state[key] = _fit_entry(entry, self.parameter)
 
-    def is_current(self) -> bool:
-        """Return whether nobody has replaced an entry in the outer state."""
-        return all(self.outer.get(self.prefix + key) is self.state[key] for key in self.state)
-
-    def publish(self) -> None:
-        """Put the entries into the outer state."""
-        if self.name:
-            for key, value in self.state.items():
-                self.outer[self.prefix + key] = value
-
 
 def _fit_entry(entry: Any, parameter: Tensor) -> Any:
     """Return an entry for each element in the type and with the strides of the parameter."""
@@ -109,7 +99,16 @@ class Inner:
 
         self.optimizer.step()
         for slot in self.slots:
-            slot.publish()
+            if slot.name:
+                slot.outer.update({slot.prefix + key: slot.state[key] for key in slot.state})
+
+    def is_current(self) -> bool:
+        """Return whether nobody has replaced an entry in the outer states."""
+        for slot in self.slots:
+            for key, value in slot.state.items():
+                if slot.outer.get(slot.prefix + key) is not value:
+                    return False
+        return True
 
 
 def _find_rate_and_decay(slot: Slot, outer: dict[str, Any]) -> tuple[Any, float]:

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from geoparam.inspection import full_tensor
-
 # Elements of a matrix for which calls cost more than arithmetic, so that padding it is cheaper.
 _TINY = {"cpu": 1 << 12, "cuda": 1 << 20}
 
@@ -57,7 +55,8 @@ class RowMuon(Optimizer):
         layers: list[Tensor] = []  # of all parameters, one after the other
         counts = []
         for p, update in zip(params, updates, strict=True):
-            matrix = full_tensor(update).flatten(1)  # sharded rows are needed together
+            whole = update.full_tensor() if hasattr(update, "full_tensor") else update
+            matrix = whole.flatten(1)  # rows of a sharded one are needed together
             parts = matrix.split(self.parts.get(p) or len(matrix))
             layers += parts
             counts.append(len(parts))

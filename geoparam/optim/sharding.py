@@ -8,15 +8,8 @@ from torch import Tensor
 from geoparam.optim.units import Unit
 
 
-def local(x: Any) -> Tensor:
-    """Return a tensor without its history; of a DTensor, this process's part."""
-    return x._local_tensor.detach() if hasattr(x, "_local_tensor") else x.detach()
-
-
 def shard_like(p: Any, part: Tensor, length: int) -> Tensor:
-    """Return this process's part of a tensor of that length, as a DTensor where `p` is one."""
-    if not hasattr(p, "placements"):
-        return part
+    """Return this process's part of a tensor of that length as a DTensor, sharded as `p` is."""
     from torch.distributed.tensor import DTensor
 
     size = torch.Size((length, *part.shape[1:]))
@@ -27,8 +20,6 @@ def shard_like(p: Any, part: Tensor, length: int) -> Tensor:
 
 def find_offset(p: Any) -> int:
     """Return where in the first dimension this process's part begins."""
-    if not hasattr(p, "placements"):
-        return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offsets = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)

@@ -5,8 +5,6 @@ or after the optimizer is built. One exception is said in the table: a row of ze
 where its r is free.
 """
 
-import re
-import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,17 +17,9 @@ from torch import Tensor, nn
 from geoparam.base_layer import GmPLayer
 from geoparam.graph import Graph
 from geoparam.inspection import group_by_memory, refuse_lazy, strip_wrappers
-from geoparam.model.unit_layers import (
-    Layout,
-    Split,
-    Stacks,
-    UnitWeight,
-    find_unit_weights,
-    is_router,
-)
-from geoparam.trace import Filter, output_layers, trace
-
-CHANNEL_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+from geoparam.model.roles import find_embeddings, find_norms, find_outputs, is_router
+from geoparam.model.unit_layers import Layout, Split, Stacks, UnitWeight, find_unit_weights
+from geoparam.trace import Filter, trace
 
 
 @dataclass(frozen=True)
@@ -39,26 +29,23 @@ class Unit:
     name: str
     layout: Layout
     parts: tuple[int, ...]  # rows of each layer in it
-    fan_in: int
-    bias: str | None  # stepped as b = r lam
-    norm: str | None  # the norm that reads its output, so that r has no effect
-    is_fixed: bool  # whether r is held
-
-    @property
-    def rows(self) -> int:
-        return sum(self.parts)
+    rows: int = 0
+    fan_in: int = 0
+    bias: str | None = None  # stepped as b = r lam
+    norm: str | None = None  # the norm that reads its output, so that r has no effect
+    is_fixed: bool = False  # whether r is held
 
     def fit(self, weight: Tensor) -> "Unit":
         """Return the unit with the weight's present sizes: pruning may have cut rows."""
         rows, fan_in = self.layout.to_rows(weight).shape
-        if rows == self.rows:
-            return replace(self, fan_in=fan_in)
+        if rows == sum(self.parts):
+            return replace(self, rows=rows, fan_in=fan_in)
         if len(self.parts) > 1:
             raise ValueError(
                 f"{self.name!r} had {self.rows} rows in {len(self.parts)} parts and has {rows} "
                 "now: build the optimizer anew."
             )
-        return replace(self, parts=(rows,), fan_in=fan_in)
+        return replace(self, parts=(rows,), rows=rows, fan_in=fan_in)
 
 
 @dataclass(frozen=True)
@@ -89,7 +76,7 @@ def find_units(
     parameters = dict(model.named_parameters())
     names = {id(p): name for name, p in parameters.items()}
     overlaps = _find_overlaps(parameters)
-    norms = _find_norms(model, graph)
+    norms = find_norms(model, graph)
     plain = {name: why for name, why in overlaps.items() if parameters[name].ndim > 1}
     plain.update(_find_reasons(model, candidates, names, filter_fn, graph))
 
@@ -101,7 +88,7 @@ def find_units(
             continue
         norm = norms.get(candidate.layer)
         is_fixed = scale == "fixed" or (scale == "auto" and norm is not None)
-        unit = Unit(name, candidate.layout, candidate.parts, 0, None, norm, is_fixed)
+        unit = Unit(name, candidate.layout, candidate.parts, norm=norm, is_fixed=is_fixed)
         unit = unit.fit(candidate.weight)
         bias = candidate.bias
         is_tied_alike = holders[id(bias)] == holders[id(candidate.weight)]
@@ -112,7 +99,7 @@ def find_units(
         else:
             units[name] = unit
 
-    embedded = {names.get(id(w)) for w in _embedding_weights(model)}
+    embedded = {names.get(id(w)) for w in find_embeddings(model)}
     for name, p in parameters.items():
         if p.ndim > 1 and name not in units:
             reason = "an embedding" if name in embedded else "not in a known layer"
@@ -148,8 +135,8 @@ def _find_reasons(
     graph: Graph | None,
 ) -> dict[str, str]:
     """Return why layers stay plain, by the names of their weights."""
-    embedded = {id(weight) for weight in _embedding_weights(model)}
-    outputs = {} if filter_fn else _find_outputs(model, candidates, graph)
+    embedded = {id(weight) for weight in find_embeddings(model)}
+    outputs = {} if filter_fn else find_outputs(model, candidates, graph)
     reasons = {}
     for candidate in candidates:
         name = names[id(candidate.weight)]
@@ -163,57 +150,6 @@ def _find_reasons(
         elif candidate.layer and name.endswith(".weight") and is_router(model, candidate.layer):
             reasons[name] = "a router"
     return reasons
-
-
-def _embedding_weights(model: nn.Module) -> list[Tensor]:
-    kinds = nn.Embedding | nn.EmbeddingBag
-    return [m.weight for m in model.modules() if isinstance(m, kinds)]
-
-
-def _find_outputs(
-    model: nn.Module, candidates: Sequence[UnitWeight], graph: Graph | None
-) -> dict[str, str]:
-    """Return the output layers and why they count as such.
-
-    In a run, those that outputs come from. Without one, the layer that is tied to an embedding or
-    the only one of its shape, else the last in order; the order also decides for layers that did
-    not run, as heads for training only.
-    """
-    reason = "the output layer"
-    if graph is not None:
-        ran = set(graph.layers)
-        unseen = [layer for layer in output_layers(model) if layer not in ran]
-        return dict.fromkeys([*graph.outputs, *unseen], reason)
-
-    embeddings = _embedding_weights(model)
-    if any(c.weight is w for c in candidates for w in embeddings):
-        return {}
-    shapes = {w.shape for w in embeddings}
-    heads = [c.layer for c in candidates if c.weight.shape in shapes]
-    if len(heads) == 1:
-        return {heads[0]: f"{reason}: shaped as the embedding"}
-
-    last = [layer for layer in output_layers(model) if not is_router(model, layer)]
-    for layer in last:
-        if _is_in_a_block(model, layer):
-            reason += ", by order; it ends a block"
-            warnings.warn(
-                f"{layer!r} is taken for the output layer because it comes last, but it looks "
-                "like the end of one of several equal blocks. If the output layer is another one, "
-                "give example_inputs or filter_fn.",
-                stacklevel=5,
-            )
-    return dict.fromkeys(last, reason)
-
-
-def _is_in_a_block(model: nn.Module, layer: str) -> bool:
-    """Return whether a layer has a twin at the same place in the block before."""
-    match = re.fullmatch(r"(.*?)(\d+)\.(.+)", layer)
-    if match is None or match[2] == "0":
-        return False
-    twin = f"{match[1]}{int(match[2]) - 1}.{match[3]}"
-    modules = dict(model.named_modules())
-    return twin in modules and type(modules[twin]) is type(modules[layer])
 
 
 def _find_overlaps(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
@@ -237,47 +173,6 @@ def _has_zero_row(unit: Unit, weight: Any) -> bool:
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         has_zero = flag
     return bool(has_zero)
-
-
-def _find_norms(model: nn.Module, graph: Graph | None) -> dict[str, str]:
-    """Return the norm after each layer: by a run, and by order for what did not run."""
-    norms = _find_norms_by_order(model)
-    if graph is None:
-        return norms
-    norms = {layer: norm for layer, norm in norms.items() if layer not in graph.layers}
-    for layer in graph.layers:
-        norm, is_only_reader = graph.norm_after(layer)
-        if is_only_reader and norm is not None and norm.name:
-            if _undoes_scale(model.get_submodule(norm.name), model.training):
-                norms[layer] = norm.name
-    return norms
-
-
-def _undoes_scale(norm: nn.Module, model_trains: bool) -> bool:
-    """Return whether a norm divides by its input's scale in training; a frozen one does not."""
-    is_trained = [p.requires_grad for p in norm.parameters()] or [True]
-    is_frozen = not norm.training and (model_trains or not any(is_trained))
-    has_statistics = getattr(norm, "track_running_stats", True)
-    return isinstance(norm, CHANNEL_NORMS) and not (is_frozen and has_statistics)
-
-
-def _find_norms_by_order(model: nn.Module) -> dict[str, str]:
-    """Guess without a run: the norm comes next among the modules, and has the layer's width."""
-    norms: dict[str, str] = {}
-    layer, width = "", 0
-    for name, module in model.named_modules():
-        if isinstance(module, CHANNEL_NORMS):
-            is_beside = name.rpartition(".")[0] == layer.rpartition(".")[0]
-            if is_beside and width == module.num_features:
-                if _undoes_scale(module, model.training):
-                    norms[layer] = name
-            width = 0
-        elif isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-            layer = name
-            width = getattr(module, "out_features", 0) or getattr(module, "out_channels", 0)
-        elif next(module.children(), None) is None and not isinstance(module, nn.Identity):
-            width = 0
-    return norms
 
 
 def format_table(found: Found, trained: Collection[str]) -> str:

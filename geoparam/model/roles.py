@@ -1,0 +1,114 @@
+"""What a layer is for in its model: an output layer, a router, a layer before a norm."""
+
+import re
+import warnings
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from geoparam.graph import Graph
+from geoparam.model.unit_layers import UnitWeight
+from geoparam.trace import output_layers
+
+CHANNEL_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+def find_embeddings(model: nn.Module) -> list[Tensor]:
+    """Return the weights of embeddings."""
+    kinds = nn.Embedding | nn.EmbeddingBag
+    return [m.weight for m in model.modules() if isinstance(m, kinds)]
+
+
+def is_router(model: nn.Module, layer: str) -> bool:
+    """Return whether a layer chooses among experts, by its name and its neighbours."""
+    parent, _, name = layer.rpartition(".")
+    if type(model.get_submodule(layer)).__name__.endswith("Router"):
+        return True
+    return name in ("gate", "router") and hasattr(model.get_submodule(parent), "experts")
+
+
+def find_outputs(
+    model: nn.Module, candidates: Sequence[UnitWeight], graph: Graph | None
+) -> dict[str, str]:
+    """Return the output layers and why they count as such.
+
+    In a run, those that outputs come from. Without one, the layer that is tied to an embedding or
+    the only one of its shape, else the last in order; the order also decides for layers that did
+    not run, as heads for training only.
+    """
+    reason = "the output layer"
+    if graph is not None:
+        ran = set(graph.layers)
+        unseen = [layer for layer in output_layers(model) if layer not in ran]
+        return dict.fromkeys([*graph.outputs, *unseen], reason)
+
+    embeddings = find_embeddings(model)
+    if any(c.weight is w for c in candidates for w in embeddings):
+        return {}
+    shapes = {w.shape for w in embeddings}
+    heads = [c.layer for c in candidates if c.weight.shape in shapes]
+    if len(heads) == 1:
+        return {heads[0]: f"{reason}: shaped as the embedding"}
+
+    last = [layer for layer in output_layers(model) if not is_router(model, layer)]
+    for layer in last:
+        if _is_in_a_block(model, layer):
+            reason += ", by order; it ends a block"
+            warnings.warn(
+                f"{layer!r} is taken for the output layer because it comes last, but it looks "
+                "like the end of one of several equal blocks. If the output layer is another one, "
+                "give example_inputs or filter_fn.",
+                stacklevel=5,
+            )
+    return dict.fromkeys(last, reason)
+
+
+def _is_in_a_block(model: nn.Module, layer: str) -> bool:
+    """Return whether a layer has a twin at the same place in the block before."""
+    match = re.fullmatch(r"(.*?)(\d+)\.(.+)", layer)
+    if match is None or match[2] == "0":
+        return False
+    twin = f"{match[1]}{int(match[2]) - 1}.{match[3]}"
+    modules = dict(model.named_modules())
+    return twin in modules and type(modules[twin]) is type(modules[layer])
+
+
+def find_norms(model: nn.Module, graph: Graph | None) -> dict[str, str]:
+    """Return the norm after each layer: by a run, and by order for what did not run."""
+    norms = _find_norms_by_order(model)
+    if graph is None:
+        return norms
+    norms = {layer: norm for layer, norm in norms.items() if layer not in graph.layers}
+    for layer in graph.layers:
+        norm, is_only_reader = graph.norm_after(layer)
+        if is_only_reader and norm is not None and norm.name:
+            if _undoes_scale(model.get_submodule(norm.name), model.training):
+                norms[layer] = norm.name
+    return norms
+
+
+def _undoes_scale(norm: nn.Module, model_trains: bool) -> bool:
+    """Return whether a norm divides by its input's scale in training; a frozen one does not."""
+    is_trained = [p.requires_grad for p in norm.parameters()] or [True]
+    is_frozen = not norm.training and (model_trains or not any(is_trained))
+    has_statistics = getattr(norm, "track_running_stats", True)
+    return isinstance(norm, CHANNEL_NORMS) and not (is_frozen and has_statistics)
+
+
+def _find_norms_by_order(model: nn.Module) -> dict[str, str]:
+    """Guess without a run: the norm comes next among the modules, and has the layer's width."""
+    norms: dict[str, str] = {}
+    layer, width = "", 0
+    for name, module in model.named_modules():
+        if isinstance(module, CHANNEL_NORMS):
+            is_beside = name.rpartition(".")[0] == layer.rpartition(".")[0]
+            if is_beside and width == module.num_features:
+                if _undoes_scale(module, model.training):
+                    norms[layer] = name
+            width = 0
+        elif isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+            layer = name
+            width = getattr(module, "out_features", 0) or getattr(module, "out_channels", 0)
+        elif next(module.children(), None) is None and not isinstance(module, nn.Identity):
+            width = 0
+    return norms
