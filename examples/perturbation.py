@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
-from geoparam import analysis, plots
+from geoparam_lab import plots
+from geoparam_lab.parameter_steps import make_steps, respond
 
 
 def build() -> dict[str, nn.Module]:
@@ -46,10 +47,10 @@ def main(arguments: list[str] | None = None) -> None:
     for name, layer in build().items():
         turns = []
         for delta in deltas:
-            noise = analysis.make_steps(
+            noise = make_steps(
                 layer, "gaussian", delta, generator=torch.Generator().manual_seed(0)
             )
-            turns.append(analysis.respond(layer, noise).rotation)
+            turns.append(respond(layer, noise).rotation)
         style = plots.method_style(name).line
         for ax, find in zip(axes[0], (torch.max, torch.median), strict=True):
             ax.plot(deltas, [find(turn) for turn in turns], **style, label=name)

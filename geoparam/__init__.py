@@ -1,6 +1,6 @@
 """Geometric Parameterization (GmP) for PyTorch."""
 
-from geoparam.analysis.tracker.tracker import BoundaryTracker
+from geoparam.analysis.tracker import BoundaryTracker
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion import convert_, fold_, plan, verify

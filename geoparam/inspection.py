@@ -4,8 +4,8 @@ import copy
 import inspect
 import random
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -18,9 +18,7 @@ from torch.utils._pytree import tree_map
 
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # in names
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-CONTAINERS = {list, dict, set, deque, defaultdict, OrderedDict, Counter}
-STATES: tuple[type, ...] = (np.ndarray, bytearray, torch.Generator, random.Random)
-STATES += (np.random.Generator, np.random.RandomState)
+CONTAINERS = {list, dict, OrderedDict}
 Label = TypeVar("Label")
 
 
@@ -128,25 +126,20 @@ def arguments_of(model: nn.Module, inputs: Any, /, **more: Any) -> tuple[tuple, 
     return tree_map(partial(_copy_leaf, {}), (args, more))
 
 
-def _copy_leaf(copies: dict[int, Any], leaf: Any) -> Any:
+def _copy_leaf(copies: dict[int, Tensor], leaf: Any) -> Any:
     """Return a copy of a tensor, or of an object that holds some; anything else itself."""
-    if id(leaf) in copies:
-        return copies[id(leaf)]
     if isinstance(leaf, Tensor):
         return copies.setdefault(id(leaf), leaf.clone())
-    if next(tensors_in(leaf), None) is None:
+    tensors = list(tensors_in(leaf))
+    if not tensors:
         return leaf
-    copy_parts = partial(tree_map, partial(_copy_leaf, copies))
-    slots = [entry.name for entry in fields(leaf)] if is_dataclass(leaf) else []
+    memo = {id(tensor): _copy_leaf(copies, tensor) for tensor in tensors}
     try:
-        new = copies[id(leaf)] = copy.copy(leaf)
-        for name in getattr(leaf, "__dict__", slots):
-            object.__setattr__(new, name, copy_parts(getattr(leaf, name)))
-        for key in leaf if isinstance(leaf, MutableMapping) else ():
-            new[key] = copy_parts(leaf[key])
-        return new
-    except Exception:  # an object that cannot be copied
-        return leaf
+        return copy.deepcopy(leaf, memo)
+    except Exception:  # it holds a lock or the like: only its own tensors are copied
+        shallow = copy.copy(leaf)
+        vars(shallow).update({k: memo.get(id(v), v) for k, v in vars(leaf).items()})
+        return shallow
 
 
 def why_not_callable(model: nn.Module, /, *args: Any, **kwargs: Any) -> str:
@@ -163,9 +156,9 @@ def why_not_callable(model: nn.Module, /, *args: Any, **kwargs: Any) -> str:
 def inspection_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation, no gradients, no compiling; afterwards the model is as it was.
 
-    Restored are training flags, buffers, attributes of modules (tensors, arrays, generators, also
-    in lists, dicts, sets and tuples), hooks and modules that the run adds, and the random states
-    of torch, numpy and Python. Not restored is what other objects hold. The user's hooks run.
+    Restored are training flags, buffers, attributes of modules (tensors and arrays, also in lists
+    and dicts), hooks and modules that the run adds, and the random states of torch, numpy and
+    Python. Not restored is what other objects hold. The user's hooks run.
     """
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with ExitStack() as stack:
@@ -176,15 +169,10 @@ def inspection_mode(model: nn.Module) -> Iterator[None]:
         stack.callback(np.random.set_state, np.random.get_state())
         if "torch._dynamo" in sys.modules:  # its import takes a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        kept: list[tuple[Any, Any]] = []
-        stack.callback(_refill, kept)
+        stack.callback(_put_back, _replace_by_copies(model))
         stack.callback(reshard, model)
-        copies: dict[int, Any] = {id(m._parameters): m._parameters for m in model.modules()}
         for module in model.modules():  # not model.eval(), which may be made to do more
-            _copy_state(vars(module), kept, copies)
             module.training = False
-            rest = {k: t for k, t in module._buffers.items() if not (t is None or _is_state(t))}
-            module._buffers.update({name: Tensor.clone(t) for name, t in rest.items()})
         yield
 
 
@@ -195,43 +183,36 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _copy_state(value: Any, kept: list[tuple[Any, Any]], copies: dict[int, Any]) -> Any:
-    """Return a copy of a tensor or array, which a run may write to.
+def _replace_by_copies(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Let a run write to copies of the tensors and arrays that modules hold.
 
-    Containers stay the same objects: their entries are replaced by copies, and what they held is
-    kept. Copies of tensors that share memory share it, too.
+    Return each container (a module's attributes, and their lists and dicts) and its contents.
     """
-    if value is None or isinstance(value, int | str | nn.Module):  # most are
-        return value
-    if type(value) in CONTAINERS and id(value) not in copies:
-        copies[id(value)] = value
-        kept.append((value, value.copy()))
-        if not isinstance(value, set):
-            entries = enumerate(value) if isinstance(value, list | deque) else value.items()
-            for key, each in entries:
-                value[key] = _copy_state(each, kept, copies)
-    elif type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        make = getattr(value, "_make", tuple)  # of a namedtuple
-        return make(_copy_state(each, kept, copies) for each in value)
-    elif _is_state(value) or isinstance(value, STATES):
-        try:
-            return copy.deepcopy(value, copies)
-        except Exception:  # sparse tensors, subclasses, what holds a lock
-            return value.clone() if isinstance(value, Tensor) else value
-    return value
+    kept: dict[int, tuple[Any, Any]] = {}  # modules may share containers
+    copies: dict[int, Any] = {}  # and tensors
+    for module in model.modules():
+        attributes = vars(module)
+        containers = [value for value in attributes.values() if type(value) in CONTAINERS]
+        for container in (attributes, *containers):
+            if id(container) in kept or container is module._parameters:
+                continue
+            kept[id(container)] = container, container.copy()
+            entries = enumerate(container) if isinstance(container, list) else container.items()
+            for key, value in list(entries):
+                if isinstance(value, np.ndarray):
+                    container[key] = copies.setdefault(id(value), value.copy())
+                elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                    container[key] = copies.setdefault(id(value), Tensor.clone(value))
+    return list(kept.values())
 
 
-def _is_state(value: object) -> bool:
-    """Return whether it is a tensor that a module may write to; with a history it is computed."""
-    return isinstance(value, Tensor) and value.is_leaf and not isinstance(value, nn.Parameter)
-
-
-def _refill(kept: list[tuple[Any, Any]]) -> None:
-    """Give containers, which others may share, their contents back."""
-    for held, content in reversed(kept):  # modules may share them
-        if held or content:  # most hold no hooks, before and after
-            held.clear()
-            (held.extend if isinstance(held, list | deque) else held.update)(content)
+def _put_back(kept: list[tuple[Any, Any]]) -> None:
+    for container, contents in kept:
+        container.clear()
+        if isinstance(container, list):
+            container.extend(contents)
+        else:
+            container.update(contents)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

@@ -66,7 +66,8 @@ ACTIVATIONS = {op.replace("_", ""): op for op, kind in OPS.items() if kind == "a
 LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.Bilinear, nn.RNNBase, nn.RNNCellBase)
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 KNOWN = ("torch", "torchvision", "timm", "transformers", "geoparam")  # by their classes' names
-Visit = Callable[[int, list[Tensor]], None]
+NUMBERS = (int, float, str, type(None), torch.dtype, torch.device, torch.Size)
+Watch = Mapping[int, Sequence[Callable[[Tensor], None]]]
 CHANNEL = {"linear": -1, "addmm": -1, "conv1d": -2, "conv2d": -3, "conv3d": -4}
 
 
@@ -74,7 +75,7 @@ def trace(
     model: nn.Module,
     inputs: Tensor | Sequence | Mapping[str, object] = (),
     kwargs: Mapping[str, object] | None = None,
-    visit: Visit | None = None,
+    watch: Watch | None = None,
 ) -> Graph:
     """Run `model` once on example inputs and return the graph of what it did.
 
@@ -85,8 +86,8 @@ def trace(
         model: Any module. It runs eagerly, also where it is compiled.
         inputs: A tensor, a tuple of positional arguments, or a mapping of keyword arguments.
         kwargs: Further keyword arguments.
-        visit: Called before each call, and once with the outputs. It gets the number that the
-            step will have if one is recorded, and the tensors of the run that the call reads.
+        watch: Functions by the number of a step. They are called once the step is recorded, with
+            a copy of the tensor that it read, as it was before the step.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
@@ -101,15 +102,14 @@ def trace(
     refuse_unready(model)
     with inspection_mode(model):
         args, kwargs = arguments_of(model, inputs, **(kwargs or {}))
-        recorder = _Recorder(model, visit)
-        for tensor in tensors_in((args, kwargs)):
+        recorder = _Recorder(model, watch or {})
+        for tensor in _find_tensors((*args, *kwargs.values())):
             is_index = not (tensor.is_floating_point() or tensor.is_complex())
             kind = "index" if is_index and tensor.dtype != torch.uint8 else "input"  # or an image
             recorder.write(Node(kind, kind), [tensor])
         with recorder.hook_modules(model), recorder:
             result = model(*args, **kwargs)
-        recorder.see(result)
-    recorder.write(Node("output", "output", inputs=_sources(recorder.read(result))), [])
+    recorder.write(Node("output", "output", inputs=_sources(recorder.read((result,)))), [])
     return Graph(recorder.nodes)
 
 
@@ -171,9 +171,10 @@ class _Read(NamedTuple):
 class _Recorder(TorchFunctionMode):
     """Records each function, and each call of a known module, as a node."""
 
-    def __init__(self, model: nn.Module, visit: Visit | None) -> None:
+    def __init__(self, model: nn.Module, watch: Watch) -> None:
         super().__init__()
-        self.visit = visit
+        self.watch = watch
+        self.seen: Tensor | None = None  # by the next step, if that is watched
         self.nodes: list[Node] = []
         self.origin = WeakTensorKeyDictionary()  # tensor -> (its node, its version then)
         self.writer = WeakTensorKeyDictionary()  # base of views -> the last node to change it
@@ -193,7 +194,7 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.calls:
             return func(*args, **kwargs)
-        read = self.see((args, kwargs))
+        read = self.see(args, kwargs)
         result = func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             self.attention(inspect.signature(func).bind(*args, **kwargs).arguments, result)
@@ -252,23 +253,22 @@ class _Recorder(TorchFunctionMode):
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self.calls.append([])
         if len(self.calls) == 1:
-            self.calls[0] = self.see((args, kwargs))
+            self.calls[0] = self.see(args, kwargs)
 
     def leave(self, node: Node, module: nn.Module, args: tuple, result: object) -> None:
         if len(self.calls) == 1:
             self.record(node, self.calls[0], result)
         self.calls.pop()
 
-    def see(self, values: object) -> list[_Read]:
-        """Read the arguments of a call, and show them to the visitor."""
-        read = self.read(values)
-        made_in_the_run = [r.tensor for r in read if r.sources]
-        if self.visit is not None and made_in_the_run:
-            self.visit(len(self.nodes), made_in_the_run)
+    def see(self, args: tuple, kwargs: Mapping[str, object]) -> list[_Read]:
+        """Read the arguments of a call, and copy the one that a watched step would read."""
+        read = self.read((*args, *kwargs.values()))
+        if len(self.nodes) in self.watch:
+            self.seen = next((r.tensor.clone() for r in read if r.sources), None)
         return read
 
-    def read(self, values: object) -> list[_Read]:
-        tensors = list(tensors_in(values))
+    def read(self, values: Sequence) -> list[_Read]:
+        tensors = _find_tensors(values)
         for t in tensors:  # `layer.weight` of a GmP layer is a view that no function has made
             if owner := self.owner.get(_base(t)):
                 self.owner.setdefault(t, owner)
@@ -283,7 +283,8 @@ class _Recorder(TorchFunctionMode):
     def record(self, node: Node, read: list[_Read], result: object) -> None:
         """Record a call that made or changed a tensor; of constants, only their owner."""
         changed = [r.tensor for r in read if _version(r.tensor) != r.version]
-        made = [t for t in tensors_in(result) if all(t is not r.tensor for r in read)] + changed
+        made = [t for t in _find_tensors((result,)) if all(t is not r.tensor for r in read)]
+        made += changed
         sources = _sources(read)
         if not made or node.kind == "constant":
             return
@@ -302,6 +303,11 @@ class _Recorder(TorchFunctionMode):
         for tensor in changed:
             self.writer[_base(tensor)] = len(self.nodes)
         self.nodes.append(node)
+        if self.seen is not None:
+            seen, self.seen = self.seen, None
+            with torch._C.DisableTorchFunction():  # what they compute is no step
+                for function in self.watch[len(self.nodes) - 1]:
+                    function(seen)
 
 
 def _step(module: nn.Module) -> Node:
@@ -338,6 +344,17 @@ def _op(func: Callable) -> str:
     name = name.partition(".")[0].strip("_").removesuffix("_with_indices")
     operators = {"iadd": "add", "radd": "add", "imul": "mul", "rmul": "mul", "truediv": "div"}
     return operators.get(name, name)
+
+
+def _find_tensors(values: Sequence) -> list[Tensor]:
+    """Return the tensors in the arguments of a call, or in its result."""
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif not isinstance(value, NUMBERS):
+            tensors += tensors_in(value)
+    return tensors
 
 
 def _sources(read: list[_Read]) -> tuple[int, ...]:

@@ -198,8 +198,8 @@ def test_accelerate_checkpoints_the_tracker_itself(tmp_path: Path) -> None:
     accelerator.load_state(tmp_path)
     after = tracker.state_dict()
     assert after["step"] == before["step"] == 3 and after["measured_at"] == 2
-    for name, directions in before["measurement"]["reference"].items():
-        assert torch.equal(after["measurement"]["reference"][name], directions)
+    for name, directions in before["snapshot"]["directions"].items():
+        assert torch.equal(after["snapshot"]["directions"][name], directions)
 
 
 def test_trainers_factory_takes_rate_and_decay_of_its_arguments(tmp_path: Path) -> None:

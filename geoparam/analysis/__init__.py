@@ -1,32 +1,26 @@
 """What the units of a network do: their boundaries, how these move, the regions they make."""
 
+from geoparam.analysis.activations import SReLU, breaks
 from geoparam.analysis.boundary import Boundaries, boundaries, layer_boundaries
-from geoparam.analysis.parameter_steps import make_steps
-from geoparam.analysis.partition import Patterns, patterns
-from geoparam.analysis.perturbation import DELTAS, Response, perturb, respond
-from geoparam.analysis.reading.activations import SReLU, breaks
-from geoparam.analysis.slices.plane import Plane, plane_through
-from geoparam.analysis.slices.slice import Slice, slice_regions
-from geoparam.analysis.tracker.history import History
-from geoparam.analysis.tracker.tracker import BoundaryTracker
+from geoparam.analysis.history import History
+from geoparam.analysis.patterns import Patterns, patterns
+from geoparam.analysis.quantities import QUANTITIES, LayerQuantity, UnitQuantity
+from geoparam.analysis.snapshot import Interval, Snapshot
+from geoparam.analysis.tracker import BoundaryTracker
 
 __all__ = [
-    "DELTAS",
+    "QUANTITIES",
     "Boundaries",
     "BoundaryTracker",
     "History",
+    "Interval",
+    "LayerQuantity",
     "Patterns",
-    "Plane",
-    "Response",
     "SReLU",
-    "Slice",
+    "Snapshot",
+    "UnitQuantity",
     "boundaries",
     "breaks",
     "layer_boundaries",
-    "make_steps",
     "patterns",
-    "perturb",
-    "plane_through",
-    "respond",
-    "slice_regions",
 ]

@@ -25,28 +25,51 @@ A unit with zero rows, gamma = 0 or an inside r = 0 is constant and has no bound
 a layer normalises the mean of its own input (IMN), x is the centred input.
 """
 
-import functools
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from geoparam import sphere
-from geoparam.analysis.reading import layer_sites
-from geoparam.analysis.reading.activations import Breaks, breaks
-from geoparam.analysis.reading.norms import Moments, has_running
-from geoparam.analysis.reading.probe import read_moments
-from geoparam.base_layer import GmPLayer
-from geoparam.conversion.plan import Inputs
-from geoparam.inspection import full_tensor, is_conv1d, unwrap
+from geoparam.analysis.activations import breaks
+from geoparam.analysis.norms import (
+    Moments,
+    Terms,
+    count_groups,
+    find_feature_dim,
+    read_norm,
+)
+from geoparam.analysis.probe import read_moments
+from geoparam.analysis.sites import Inputs, Layers, Site, find_sites
+from geoparam.analysis.unit_layers import (
+    UnitRows,
+    count_positions,
+    count_units,
+    has_units,
+    read_rows,
+)
+from geoparam.inspection import full_tensor, unwrap
 
 Statistics = Literal["running", "batch"]
+
+# What a term is where a unit has none. The terms: the length of its row, r inside, bias or lam, r
+# outside, the norm's parameters and statistics (its deviation is sqrt(variance + eps)), the first
+# and the last breakpoint.
+DEFAULTS = {
+    "length": 1.0,
+    "gain": 1.0,
+    "offset": 0.0,
+    "outer": 1.0,
+    "gamma": 1.0,
+    "beta": 0.0,
+    "mean": 0.0,
+    "variance": 1.0,
+    "eps": 0.0,
+    "low": torch.nan,
+    "high": torch.nan,
+}
 
 
 @dataclass(frozen=True)
@@ -73,36 +96,26 @@ class Boundaries:
         return -self.distances[..., None] * self.direction
 
 
-class Terms(NamedTuple):
-    """The coefficients of pre-activations, one element for each unit, (out,)."""
-
-    gain: Tensor  # r inside
-    offset: Tensor  # b, or lam
-    outer: Tensor  # r outside
-    gamma: Tensor
-    beta: Tensor
-    mean: Tensor
-    variance: Tensor  # the deviation is sqrt(variance + eps)
-    eps: Tensor
-
-
-Found = dict[str, Tensor | float | None]  # coefficients by name; None: as if it were not there
-DEFAULTS = dict.fromkeys(("gain", "outer", "gamma", "variance"), 1.0)
-DEFAULTS |= dict.fromkeys(("offset", "beta", "mean", "eps"), 0.0)
-
-
 class Units(NamedTuple):
-    """The units of a layer: the weight as rows (out, n), and what is added to it."""
+    """The units of a layer: the weight as rows (out, n), and the terms that are known of them."""
 
     rows: Tensor
-    parts: Terms
-    normalised: bool  # all rows are unit vectors
+    terms: Terms
+    are_unit_vectors: bool
+
+
+class Places(NamedTuple):
+    """Where boundaries are, one element for each unit; NaN for a constant one."""
+
+    sign: Tensor  # of the gain
+    scale: Tensor
+    distances: Tensor  # (2, units), at the first and the last breakpoint
 
 
 def boundaries(
     model: nn.Module,
     inputs: Inputs | None = None,
-    layers: layer_sites.Layers = None,
+    layers: Layers = None,
     statistics: Statistics = "running",
 ) -> dict[str, Boundaries]:
     """Return the boundaries of every layer's units, in float64, by layer name.
@@ -131,16 +144,15 @@ def boundaries(
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 1), nn.ReLU())
         >>> _ = nn.init.constant_(model[0].weight, 3.0), nn.init.constant_(model[0].bias, -6.0)
-        >>> found = boundaries(model, torch.zeros(1, 2))["0"]
-        >>> found.distance.item(), found.location.round(decimals=6).tolist()
+        >>> first = boundaries(model, torch.zeros(1, 2))["0"]
+        >>> first.distance.item(), first.location.round(decimals=6).tolist()
         (-1.414213562373095, [[1.0, 1.0]])
     """
     batch = uses_batch_statistics(statistics, inputs)
-    sites = layer_sites.find_sites(model, inputs, layers)
+    sites = find_sites(model, inputs, layers)
     moments = {} if inputs is None else read_moments(unwrap(model), inputs, sites, batch)
     return {
-        name: compute_boundaries(read_units(site.layer, site.norm, moments.get(name)), site.breaks)
-        for name, site in sites.items()
+        name: _compute_boundaries(site, moments.get(name)) for name, site in sites.layers.items()
     }
 
 
@@ -154,165 +166,119 @@ def uses_batch_statistics(statistics: str, inputs: Inputs | None) -> bool:
 
 
 def layer_boundaries(
-    layer: nn.Module, norm: nn.Module | None = None, activation: nn.Module | None = None
+    layer: nn.Module, norm: nn.Module | None = None, activation: Any = None
 ) -> Boundaries:
     """Return the boundaries of one layer's units, given the norm and activation after it.
 
-    The activation is ReLU by default.
+    The activation is the layer's own, or else ReLU, by default.
 
     Example:
         >>> layer_boundaries(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU6()).distances.shape
         torch.Size([2, 5])
     """
-    if not layer_sites.has_units(layer, "in_proj_weight"):
+    if not has_units(layer):
         raise ValueError(
             f"{type(layer).__name__} has no units that are rows of its weight: Linear, Conv1d-3d "
             "and their GmP forms do, and subclasses that compute the same."
         )
-    units = read_units(layer, layer_sites.check_norm(norm, layer))
-    return compute_boundaries(units, breaks(choose_activation(layer, activation)))
-
-
-def choose_activation(layer: nn.Module, activation: Any = None) -> Any:
-    """Return the activation that is given, or the layer's own, or ReLU."""
-    own = getattr(layer, "activation", None) if activation is None else activation
-    return nn.ReLU() if own is None else own
-
-
-@torch.no_grad()
-def compute_boundaries(units: Units, breaks: Breaks | None) -> Boundaries:
-    """Return the boundaries of these units, in float64."""
-    rows = sphere.wide(full_tensor(units.rows))
-    length = sphere.length(rows)
-    points = (torch.nan,) if breaks is None else breaks.points
-    levels = torch.stack([spread(point, length) for point in points])
-    sign, scale, distances = place_boundaries(units.parts, length, levels)
-    return Boundaries(sign[:, None] * sphere.normalise(rows), scale, distances)
-
-
-def place_boundaries(of: Terms, length: Tensor, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sign of the gain, the scale and, at breakpoints (K, out), the signed distances.
-
-    This is the formula of this file, for rows of this length. All are NaN for a constant unit. A
-    deviation that is not known does not matter where beta is the breakpoint.
-    """
-    gain = of.gamma * of.gain
-    slope = gain.abs() * length
-    slope = torch.where(slope == 0, torch.nan, slope)
-    sign = torch.where(slope.isnan(), torch.nan, gain.sign())
-    deviation = (of.variance + of.eps).sqrt()
-    height = of.beta - points
-    offset = of.gamma * (of.gain * of.offset - of.mean)
-    offset = offset + torch.where(height == 0, 0, height * deviation)
-    return sign, of.outer.abs() * slope / deviation, offset / slope
-
-
-def displacement(lam: Tensor, later: Tensor, near: Tensor, far: Tensor) -> Tensor:
-    """Return ||lam u - lam' u'|| without cancellation, from ||u - u'|| and ||u + u'||."""
-    product = lam * later
-    same_side = (later - lam).square() + product * near.square()
-    other_side = (later + lam).square() - product * far.square()
-    return torch.where(product < 0, other_side, same_side).sqrt()
-
-
-@torch.no_grad()
-def read_units(
-    layer: nn.Module,
-    norm: nn.Module | None = None,
-    moments: Moments | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> Units:
-    """Return the units of a layer and the norm after it, the rows in a type of their own."""
-    given: Found
-    if isinstance(layer, GmPLayer):
-        r = full_tensor(layer.r)
-        rows = layer._rows(None, torch.promote_types(r.dtype, torch.float32))
-        given = {"gain" if layer.activation is None else "outer": r, "offset": layer.lam}
-    else:
-        rows, bias = _weight_and_bias(layer)
-        given = {"offset": bias}
-    normalised = isinstance(layer, GmPLayer) and layer.coordinates == "angles"
+    units, positions = count_units(layer), count_positions(layer)
     if norm is not None:
-        groups = count_groups(norm, layer_sites.has_positions(layer))
+        dims = [find_feature_dim(norm, units, rank, positions) for rank in range(2, 6)]
+        if all(dim is None for dim in dims):
+            raise ValueError(
+                f"{type(norm).__name__} is not known as a norm of this layer's {units} units."
+            )
+    if activation is None:
+        activation = getattr(layer, "activation", None)
+    if activation is None:
+        activation = nn.ReLU()
+    return _compute_boundaries(Site("", layer, norm, activation))
+
+
+@torch.no_grad()
+def _compute_boundaries(site: Site, moments: Moments | None = None) -> Boundaries:
+    """Return the boundaries of a layer's units, in float64."""
+    units = read_units(site, moments)
+    rows = sphere.wide(full_tensor(units.rows))
+    units.terms["length"] = sphere.length(rows)
+    places = place_boundaries(combine_terms([units], rows))
+    known = breaks(site.activation)
+    count = 1 if known is None else len(known.points)
+    direction = places.sign[:, None] * sphere.normalise(rows)
+    return Boundaries(direction, places.scale, places.distances[:count])
+
+
+@torch.no_grad()
+def read_units(site: Site, moments: Moments | None = None) -> Units:
+    """Return the units of a layer, with the norm after it and the activation's breakpoints."""
+    assert site.layer is not None
+    layer = read_rows(site.layer)
+    rows, are_unit_vectors = layer.rows, layer.are_unit_vectors
+    terms: Terms = {}
+    for name in ("gain", "outer", "offset"):
+        if getattr(layer, name) is not None:
+            terms[name] = getattr(layer, name)
+
+    if site.norm is not None:
+        groups = count_groups(site.norm, count_positions(site.layer))
         if groups:
-            rows, given = _centre(rows, given, groups)
-        given |= _read_norm(norm, bool(groups), moments)
-        normalised = normalised and not groups
-    like = torch.empty(len(rows), dtype=dtype, device=rows.device)
-    known = {name: value for name, value in given.items() if value is not None}
-    parts = {name: spread(value, like) for name, value in (DEFAULTS | known).items()}
-    return Units(rows, Terms(**parts), normalised)
+            rows, offset = _centre(layer, groups)
+            terms = {**terms, "gain": 1.0, "offset": offset}
+            are_unit_vectors = False
+        terms |= read_norm(site.norm, bool(groups), moments)
+
+    known = breaks(site.activation)
+    if known is not None:
+        terms |= {"low": known.points[0], "high": known.points[-1]}
+    return Units(rows, terms, are_unit_vectors)
 
 
-def spread(value: Tensor | float, like: Tensor) -> Tensor:
-    """Return a number, or a tensor, in the shape and type of `like`."""
-    if not isinstance(value, Tensor):
-        value = _constant(value, like.dtype, like.device)
-    return full_tensor(value.detach()).to(like).expand_as(like)
-
-
-@functools.cache
-def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Keep a number on its device, so that a record does not fill a tensor for each layer."""
-    return torch.full((), value, dtype=dtype, device=device)
-
-
-def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the weight as rows (out, n) and the bias of a layer that is not ours.
-
-    They are those of its next call. torch's older hooks (weight_norm, pruning) write
-    `layer.weight` in a call only, so it is computed here. Parametrizations are read in evaluation
-    mode: in training, reading spectral_norm's weight takes a step of its power iteration.
-    """
-    if isinstance(layer, nn.MultiheadAttention):
-        return layer.in_proj_weight, layer.in_proj_bias
-    with ExitStack() as after:
-        for step in layer.parametrizations.modules() if is_parametrized(layer) else ():
-            after.callback(setattr, step, "training", step.training)
-            step.training = False
-        own = {name: getattr(layer, name, None) for name in ("weight", "bias")}
-    for hook in layer._forward_pre_hooks.values():
-        if isinstance(hook, WeightNorm):
-            own[hook.name] = hook.compute_weight(layer)
-        elif isinstance(hook, SpectralNorm):
-            own[hook.name] = hook.compute_weight(layer, do_power_iteration=False)
-        elif isinstance(hook, BasePruningMethod):
-            own[hook._tensor_name] = hook.apply_mask(layer)
-    weight: Any = own["weight"]
-    return (weight.t() if is_conv1d(layer) else weight.flatten(1)), own["bias"]
-
-
-def _read_norm(norm: Any, centred: bool, moments: Moments | None) -> Found:
-    """Return the parts that a norm adds; unknown statistics make distances NaN."""
-    gamma, beta = (getattr(norm, name, None) for name in ("weight", "bias"))
-    found: Found = {"gamma": gamma, "beta": beta}
-    if moments is not None:
-        mean = 0.0 if centred else moments.mean
-        return {**found, "mean": mean, "variance": moments.deviation.square()}
-    if has_running(norm):
-        variance = getattr(norm, "running_var", None)
-        eps = 0.0 if variance is None else norm.eps
-        return {**found, "mean": norm.running_mean, "variance": variance, "eps": eps}
-    return {**found, "mean": 0.0 if centred else torch.nan, "variance": torch.nan}
-
-
-def count_groups(norm: nn.Module, positions: bool) -> int:
-    """Return how many groups of units a norm centres at each point; 0 if it does not do that."""
-    if isinstance(norm, nn.LayerNorm):
-        return 1
-    return norm.num_groups if isinstance(norm, nn.GroupNorm) and not positions else 0
-
-
-def _centre(rows: Tensor, given: Found, groups: int) -> tuple[Tensor, Found]:
-    """Subtract the mean over the units of each group, which is an affine map too."""
+def _centre(layer: UnitRows, groups: int) -> tuple[Tensor, Tensor | float]:
+    """Return rows and offset less their mean over the units of each group, times the gain."""
 
     def subtract_mean(t: Tensor) -> Tensor:
+        t = full_tensor(t)
         t = t.to(torch.promote_types(t.dtype, torch.float32))
-        if isinstance(gain := given.get("gain"), Tensor):
-            t = gain.view(-1, *[1] * (t.ndim - 1)) * t
+        if layer.gain is not None:
+            t = full_tensor(layer.gain).view(-1, *[1] * (t.ndim - 1)) * t
         t = t.unflatten(0, (groups, -1))
         return (t - t.mean(dim=1, keepdim=True)).flatten(0, 1)
 
-    offset = given["offset"]
-    offset = subtract_mean(full_tensor(offset)) if isinstance(offset, Tensor) else offset
-    return subtract_mean(full_tensor(rows)), {**given, "gain": 1.0, "offset": offset}
+    offset = 0.0 if layer.offset is None else subtract_mean(layer.offset)
+    return subtract_mean(layer.rows), offset
+
+
+def combine_terms(units: Sequence[Units], like: Tensor) -> dict[str, Tensor]:
+    """Return each term of all layers' units in one vector, of the type and device of `like`."""
+    constants: dict[float, Tensor] = {}  # one tensor for each number: a launch on a GPU
+    columns = {}
+    for name, default in DEFAULTS.items():
+        parts = []
+        for each in units:
+            value = each.terms.get(name, default)
+            if isinstance(value, Tensor):
+                value = full_tensor(value).to(like)
+            else:
+                if value not in constants:
+                    constants[value] = like.new_full((), value)
+                value = constants[value]
+            parts.append(value.expand(len(each.rows)))
+        columns[name] = torch.cat(parts)
+    return columns
+
+
+def place_boundaries(terms: dict[str, Tensor]) -> Places:
+    """Return where boundaries are: the formula of this file.
+
+    A deviation that is not known does not matter where beta is the breakpoint.
+    """
+    gamma, beta = terms["gamma"], terms["beta"]
+    gain = gamma * terms["gain"]
+    slope = gain.abs() * terms["length"]
+    slope = torch.where(slope == 0, torch.nan, slope)
+    sign = torch.where(slope.isnan(), torch.nan, gain.sign())
+    deviation = (terms["variance"] + terms["eps"]).sqrt()
+    shift = gamma * (terms["gain"] * terms["offset"] - terms["mean"])
+    height = beta - torch.stack([terms["low"], terms["high"]])
+    distances = (shift + torch.where(height == 0, 0, height * deviation)) / slope
+    return Places(sign, terms["outer"].abs() * slope / deviation, distances)

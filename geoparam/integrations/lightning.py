@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from geoparam.analysis.tracker.tracker import BoundaryTracker
+from geoparam.analysis.tracker import BoundaryTracker
 from geoparam.step_hooks import retract
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from geoparam.analysis.tracker.tracker import BoundaryTracker
+from geoparam.analysis.tracker import BoundaryTracker
 from geoparam.inspection import full_tensor
 from geoparam.optim import GeometricOptimizer
 from geoparam.step_hooks import retract

@@ -104,7 +104,7 @@ def run(
     """
     check_names("each of parts", PARTS, *parts)
     check_counts(seeds=seeds)
-    import geoparam.plots  # noqa: F401  fails now if matplotlib is missing
+    import geoparam_lab.plots  # noqa: F401  fails now if matplotlib is missing
 
     chosen = [part for part in PARTS if part in parts]
     trained = " ".join(PARTS[part].datasets for part in chosen if PARTS[part].epochs)
@@ -164,7 +164,7 @@ _COVARIANCE = """Equation 9. Two inputs with correlations 0, 0.5 and 0.9 (points
 
 
 def _draw_norms() -> "Figure":
-    from geoparam import plots
+    from geoparam_lab import plots
 
     figure, axes = plots.new_figure(1, 3, size=(11.0, 3.6))
     angles = np.linspace(0, 2 * np.pi, 200)

@@ -13,10 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from geoparam import plots
-from geoparam.plots import curve_styles, legend_beside
-from geoparam_lab import methods
+from geoparam_lab import methods, plots
 from geoparam_lab.experiments import image_text
+from geoparam_lab.plots import curve_styles, legend_beside
 from geoparam_lab.run_folder import Record, Run
 
 Array = np.ndarray

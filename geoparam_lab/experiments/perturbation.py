@@ -7,7 +7,7 @@ The unit has w ~ 0.001 N(0, I) and b ~ 0.001 N(0, 1), and is stored in several w
     sp           (w, b)
     wn           (v, l, b) with v = w, l = ||w||
     bn           (w, gamma, beta) with gamma = ||w||, beta = b, on whitened data: there BN is WN,
-                 with gamma for l and beta for b (a test of `analysis.perturbation`)
+                 with gamma for l and beta for b (a test of `parameter_steps`)
     ln           (w, b) of one of 100 units like it, the others and LN's own parameters (1 and 0)
                  left alone: there LN's unit is SP's, less the mean of the other 99
     gmp          (theta, lam) with u(theta) = w / ||w||, lam = b / ||w||; r = ||w|| is left alone
@@ -39,7 +39,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
-from geoparam.analysis import DELTAS, layer_boundaries, make_steps, respond
+from geoparam.analysis import layer_boundaries
 from geoparam_lab.checks import check_counts, check_names
 from geoparam_lab.experiments import toys
 from geoparam_lab.experiments.experiment import (
@@ -51,6 +51,7 @@ from geoparam_lab.experiments.experiment import (
 )
 from geoparam_lab.experiments.papers import read_table
 from geoparam_lab.methods import TITLES
+from geoparam_lab.parameter_steps import DELTAS, make_steps, respond
 from geoparam_lab.run_folder import Run
 from geoparam_lab.training.tasks import Progress
 
@@ -102,7 +103,7 @@ def run(
     """
     check_counts(seeds=seeds)
     turns = {method: perturb(method, seeds) for method in methods}
-    import geoparam.plots  # noqa: F401  fails now if matplotlib is missing
+    import geoparam_lab.plots  # noqa: F401  fails now if matplotlib is missing
 
     config = {"methods": [*turns], "units": seeds}
     options: Any = {"key": ("method", "delta"), "resume": resume, "may_change": ("methods",)}
@@ -196,7 +197,7 @@ def draw(turns: Mapping[str, Turns]) -> Drawings:
 
 
 def _draw_panels(turns: Mapping[str, Turns]) -> "Figure":
-    from geoparam import plots
+    from geoparam_lab import plots
 
     figure, axes = plots.new_figure(2, 3, size=(12.0, 7.6))
     first, *panels = axes.flat
@@ -229,7 +230,7 @@ def _draw_line(ax: "Axes", turns: Turns, i: int, **style: Any) -> None:
 
 def _draw_1d(units: Sequence[tuple[float, float, float]]) -> "Figure":
     """Draw units over one input, given their sign, lam and r."""
-    from geoparam import plots
+    from geoparam_lab import plots
 
     figure, axes = plots.new_figure(1, len(units), size=(1.4 + 3.6 * len(units), 3.4))
     for ax, letter, (sign, lam, r) in zip(axes[0], "abcd", units, strict=False):
@@ -239,7 +240,7 @@ def _draw_1d(units: Sequence[tuple[float, float, float]]) -> "Figure":
 
 
 def _draw_2d() -> "Figure":
-    from geoparam import plots
+    from geoparam_lab import plots
 
     figure, axes = plots.new_figure(1, 4, size=(16.0, 3.8))
     units = [(30, -1.0), (120, -1.0), (210, 1.0), (300, 1.0)]

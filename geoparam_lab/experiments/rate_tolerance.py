@@ -90,7 +90,7 @@ def draw_rates(run: Run, records: Mapping[str, Iterable[Record]], measure: Measu
 
 def draw_tolerance(panels: Panels, label: str) -> "Figure":
     """Draw the median error over the rate, a panel for each data set; the plateau is filled."""
-    from geoparam import plots
+    from geoparam_lab import plots
 
     wide = min(len(panels), 4)
     deep = -(-len(panels) // wide)

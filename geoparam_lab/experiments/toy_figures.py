@@ -7,12 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from geoparam import plots
-from geoparam.plots import CYCLE, INK, MUTED
-from geoparam_lab import methods
+from geoparam_lab import methods, plots
 from geoparam_lab.data.banana_data import Banana
 from geoparam_lab.data.synthetic import Regression
 from geoparam_lab.experiments.toys import Array, Arrays, find_papers_lr, load_medians
+from geoparam_lab.plots import CYCLE, INK, MUTED
 from geoparam_lab.run_folder import Run
 
 LOWEST = -20  # the power of 2 at which figure 2c begins: smaller moves are after training

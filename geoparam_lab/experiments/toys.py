@@ -140,7 +140,7 @@ def run(
         jobs: how many processes train, by default one a core; numbers do not depend on it.
         own: the experiment's own options, about its data.
     """
-    import geoparam.plots  # noqa: F401  fails now, not after training, without it
+    import geoparam_lab.plots  # noqa: F401  fails now, not after training, without it
 
     chosen, rates = methods_table.check_methods(methods), check_rates(lrs)
     check_counts(seeds=seeds, epochs=epochs, patience=patience, jobs=jobs)

@@ -22,11 +22,11 @@ import jinja2
 import numpy as np
 
 import geoparam as gp
-from geoparam.plots import CYCLE, curve_styles
 from geoparam.storage import replacing
 from geoparam_lab import experiments
 from geoparam_lab.experiments import papers
 from geoparam_lab.experiments.experiment import Experiment
+from geoparam_lab.plots import CYCLE, curve_styles
 from geoparam_lab.run_folder import Run
 from geoparam_lab.tables import tables
 

@@ -10,7 +10,7 @@ from function_model import FunctionModel
 from torch import Tensor, nn
 
 from geoparam.analysis import SReLU, breaks
-from geoparam.analysis.reading.activations import Breaks
+from geoparam.analysis.activations import Breaks
 from geoparam.trace import trace
 
 D = {"dtype": torch.float64}

@@ -1,7 +1,8 @@
 """The tracker's numbers are those of plain geometry, and training is as if it were not there."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,11 @@ import pytest
 import torch
 from function_model import FunctionModel
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from tracked_networks import NETWORKS, TYPE, ZEROS, gmp, linear, network, record, train
 
-import geoparam as gp
 from geoparam import BoundaryTracker
-from geoparam.analysis import boundaries
+from geoparam.analysis import QUANTITIES, Interval, UnitQuantity, boundaries
 
 
 @pytest.mark.filterwarnings("ignore:the unit vectors of")
@@ -22,61 +23,62 @@ def test_rotation_and_displacement_are_those_of_plain_geometry(name: str) -> Non
     """What they are at one moment is compared with the model's own forward in test_boundary."""
     model = network(name)
     tracker = BoundaryTracker(model, keep="full", example_inputs=ZEROS)
-    seen: list[tuple[np.ndarray, np.ndarray]] = []
+    seen = [boundaries(model, ZEROS)["0"]]
 
-    def read_boundaries() -> None:
-        found = boundaries(model, ZEROS)["0"]
-        seen.append((found.direction.numpy(), found.distances.numpy()))
+    def record_and_read() -> None:
+        tracker.step()
+        seen.append(boundaries(model, ZEROS)["0"])
 
-    read_boundaries()
-    train(model, 6, lambda: (tracker.step(), read_boundaries()))
+    train(model, 6, record_and_read)
     history = tracker.history["0"]
-    for number, ((u, lam), (v, mu)) in enumerate(zip(seen[1:], seen, strict=False)):
-        turn = np.degrees(np.arccos(np.clip((u * v).sum(1), -1, 1)))
+    for number, (before, now) in enumerate(pairwise(seen)):
+        cosine = (now.direction * before.direction).sum(dim=1).clamp(-1, 1)
+        turn = cosine.acos().rad2deg()
         np.testing.assert_allclose(history["rotation"][number], turn, atol=2e-6)
-        moved = np.linalg.norm(lam[..., None] * u - mu[..., None] * v, axis=-1).max(0)
-        np.testing.assert_allclose(history["displacement"][number], moved, rtol=1e-8, atol=1e-9)
-        np.testing.assert_allclose(history["distance"][number], lam[0], rtol=1e-9, atol=1e-12)
+        moves = (now.locations - before.locations).norm(dim=-1).amax(dim=0)
+        np.testing.assert_allclose(history["displacement"][number], moves, rtol=1e-8, atol=1e-9)
+        np.testing.assert_allclose(history["distance"][number], now.distance, rtol=1e-9)
     assert history["rotation"].max() > 0.1
+
+
+def assert_summary(history: Mapping[str, np.ndarray], quantity: str, values: np.ndarray) -> None:
+    np.testing.assert_allclose(history[f"{quantity}_max"], values.max(axis=1))
+    np.testing.assert_allclose(history[f"{quantity}_median"], np.median(values, axis=1))
+    np.testing.assert_allclose(history[f"{quantity}_p99"], np.percentile(values, 99, axis=1))
 
 
 def test_the_summary_is_that_of_the_units() -> None:
     model = network("two breakpoints")
     tracker = BoundaryTracker(model, keep="full", probe=torch.randn(32, 3, dtype=TYPE))
     train(model, 4, tracker.step)
-    history, last = tracker.history["0"], tracker.history["2"]
-    for its, quantity, values in (
-        (history, "rotation", history["rotation"]),
-        (history, "displacement", history["displacement"]),
-        (history, "distance", np.abs(history["distance"])),
-        (last, "rotation", last["rotation"]),
-    ):
-        np.testing.assert_allclose(its[f"{quantity}_max"], values.max(1))
-        np.testing.assert_allclose(its[f"{quantity}_median"], np.median(values, 1))
-        np.testing.assert_allclose(its[f"{quantity}_p99"], np.percentile(values, 99, 1))
-    np.testing.assert_allclose(history["scale_min"], history["scale"].min(1))
-    rms = np.sqrt(np.square(history["rotation"]).mean(1))
-    np.testing.assert_allclose(history["rotation_rms"], rms)
-    np.testing.assert_array_equal(history["dead"], (history["active"] == 0).sum(1))
-    np.testing.assert_array_equal(history["always_on"], (history["active"] == 1).sum(1))
-    ratio = history["distance_median"] / history["input_length_median"]
-    np.testing.assert_allclose(history["relative_distance_median"], ratio)
+    first, last = tracker.history["0"], tracker.history["2"]
+    assert_summary(first, "rotation", first["rotation"])
+    assert_summary(first, "displacement", first["displacement"])
+    assert_summary(first, "distance", np.abs(first["distance"]))
+    assert_summary(last, "rotation", last["rotation"])
+    np.testing.assert_allclose(first["scale_min"], first["scale"].min(axis=1))
+    mean_square = np.square(first["rotation"]).mean(axis=1)
+    np.testing.assert_allclose(first["rotation_rms"], np.sqrt(mean_square))
+    np.testing.assert_array_equal(first["dead"], (first["active"] == 0).sum(axis=1))
+    np.testing.assert_array_equal(first["always_on"], (first["active"] == 1).sum(axis=1))
+    ratio = first["distance_median"] / first["input_length_median"]
+    np.testing.assert_allclose(first["relative_distance_median"], ratio)
 
 
 @pytest.mark.filterwarnings("ignore:the unit vectors of")
 @pytest.mark.parametrize("name", ["bn", "intrinsic", "imn", "learned breakpoints"])
 @pytest.mark.parametrize("statistics", [None, "running", "batch"])
 def test_training_is_bit_identical_with_and_without(name: str, statistics: str | None) -> None:
-    model = nn.Sequential(*network(name)[:-1], nn.Dropout(0.2), linear(8, 1))
-    alone, tracked = copy.deepcopy(model), copy.deepcopy(model)
-    options = {"probe": torch.randn(9, 3, dtype=TYPE), "statistics": statistics}
-    tracker = BoundaryTracker(tracked, keep="full", **options if statistics else {})
+    alone = nn.Sequential(*network(name)[:-1], nn.Dropout(0.2), linear(8, 1))
+    tracked = copy.deepcopy(alone)
+    options: dict = {}
+    if statistics is not None:
+        options = {"probe": torch.randn(9, 3, dtype=TYPE), "statistics": statistics}
+    tracker = BoundaryTracker(tracked, keep="full", **options)
     assert train(tracked, 8, tracker.step) == train(alone, 8)
     for key, value in alone.state_dict().items():
         assert torch.equal(value, tracked.state_dict()[key]), key
-    assert all(
-        a.training == b.training for a, b in zip(alone.modules(), tracked.modules(), strict=True)
-    )
+    assert all(module.training for module in tracked.modules())
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
@@ -89,17 +91,25 @@ def test_turns_of_very_short_and_long_rows_are_seen(scale: float) -> None:
     np.testing.assert_allclose(tracker.history["0"]["rotation_max"], 45, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["sp", "bn", "gmp outside"])
+SHIFTS = {
+    "sp": lambda model: model[0].bias,
+    "bn": lambda model: model[1].bias,
+    "gmp outside": lambda model: model[0].lam,
+}
+
+
+@pytest.mark.parametrize("name", SHIFTS)
 def test_dead_units_are_those_that_no_probe_point_activates(name: str) -> None:
     model, probe = network(name), torch.randn(64, 3, dtype=TYPE)
-    shift = model[1].bias if name == "bn" else model[0].lam if "gmp" in name else model[0].bias
-    with torch.no_grad():
-        shift[:2] -= 100
-        shift[2:5] += 100
-        if name == "gmp outside":
-            model[0].r.abs_()  # so that what is active is positive
+    shift = SHIFTS[name](model).data
+    shift[:2] -= 100
+    shift[2:5] += 100
+    if name == "gmp outside":
+        model[0].r.data.abs_()  # so that what is active is positive
     history = record(model, probe=probe, keep="full")["0"]
-    share = (copy.deepcopy(model).eval()[:-1](probe) > 0).double().mean(0).numpy()
+
+    hidden = copy.deepcopy(model).eval()[:-1](probe)
+    share = (hidden > 0).double().mean(dim=0).numpy()
     np.testing.assert_allclose(history["active"][0], share)
     assert history["dead"] == (share == 0).sum() >= 2
     assert history["always_on"] == (share == 1).sum() >= 3
@@ -107,24 +117,23 @@ def test_dead_units_are_those_that_no_probe_point_activates(name: str) -> None:
     np.testing.assert_allclose(history["separated_median"], separated)
 
 
-@pytest.mark.parametrize(
-    ("move", "is_readable"),
-    [
-        (lambda z: z, True),
-        (lambda z: z.flatten(0, 1), False),
-        (lambda z: z.transpose(1, 2), False),
-        (lambda z: z[:, :, :3].transpose(1, 2), False),
-        (lambda z: z.flatten(1), False),
-        (lambda z: z[..., [1, 0, 3, 2]], False),
-        (lambda z: z[..., :1] + torch.zeros(4, dtype=TYPE), False),
-    ],
-)
-def test_dead_units_are_counted_where_no_view_moves_the_units(
-    move: Callable, is_readable: bool
-) -> None:
+MOVES = {
+    "not moved": lambda z: z,
+    "points in one row": lambda z: z.flatten(0, 1),
+    "transposed": lambda z: z.transpose(1, 2),
+    "as many positions": lambda z: z[:, :, :3].transpose(1, 2),
+    "flat": lambda z: z.flatten(1),
+    "in another order": lambda z: z[..., [1, 0, 3, 2]],
+    "one unit, spread": lambda z: z[..., :1] + torch.zeros(4, dtype=TYPE),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_dead_units_are_counted_where_no_view_moves_the_units(name: str) -> None:
+    move = MOVES[name]
     model = FunctionModel(lambda m, x: torch.relu(move(m.fc(x))), fc=linear(5, 4))
-    history = record(model, probe=torch.randn(2, 3, 5, dtype=TYPE))
-    assert np.isfinite(history["fc"]["dead"]).all() == is_readable
+    dead = record(model, probe=torch.randn(2, 3, 5, dtype=TYPE))["fc"]["dead"]
+    assert np.isfinite(dead).all() == (name == "not moved")
 
 
 def test_one_unit_is_not_counted_in_a_sum_with_many() -> None:
@@ -145,28 +154,26 @@ def test_pattern_changes_are_those_of_the_signs() -> None:
         signs.append(model[0](probe) > 0)
 
     train(model, 5, after)
+    changes = [now != before for before, now in pairwise(signs)]
+    regions = [len(now.unique(dim=0)) for now in signs[1:]]
     for history in (tracker.history["0"], tracker.history.network):
-        for number, (now, before) in enumerate(zip(signs[1:], signs, strict=False)):
-            changed = now != before
-            assert history["pattern_change"][number] == pytest.approx(changed.double().mean())
-            assert history["points_changed"][number] == changed.any(1).sum()
-            assert history["regions"][number] == len({tuple(row) for row in now.tolist()})
+        shares = [change.double().mean().item() for change in changes]
+        np.testing.assert_allclose(history["pattern_change"], shares)
+        assert history["points_changed"].tolist() == [c.any(dim=1).sum() for c in changes]
+        assert history["regions"].tolist() == regions
 
 
-def test_batch_norm_is_read_by_running_or_by_the_probes_statistics() -> None:
+@pytest.mark.parametrize("statistics", ["running", "batch"])
+def test_batch_norm_is_read_by_running_or_by_the_probes_statistics(statistics: str) -> None:
     model, probe = network("bn"), torch.randn(40, 3, dtype=TYPE) + 1
-    trackers = {
-        name: BoundaryTracker(model, probe=probe, statistics=name, keep="full")
-        for name in ("running", "batch")
-    }
-    train(model, 2, lambda: [tracker.step() for tracker in trackers.values()])
-    for name, tracker in trackers.items():
-        expected = boundaries(model, probe, statistics=name)["0"]
-        history = tracker.history["0"]
-        np.testing.assert_allclose(history["distance"][-1], expected.distance, rtol=1e-9)
-        np.testing.assert_allclose(history["scale"][-1], expected.scale, rtol=1e-9)
-    gap = trackers["running"].history["0"]["distance"] - trackers["batch"].history["0"]["distance"]
-    assert np.abs(gap).max() > 0.1
+    tracker = BoundaryTracker(model, probe=probe, statistics=statistics, keep="full")
+    train(model, 2, tracker.step)
+    history = tracker.history["0"]
+    expected = boundaries(model, probe, statistics=statistics)["0"]
+    np.testing.assert_allclose(history["distance"][-1], expected.distance, rtol=1e-9)
+    np.testing.assert_allclose(history["scale"][-1], expected.scale, rtol=1e-9)
+    other = boundaries(model, probe, statistics="batch" if statistics == "running" else "running")
+    assert (expected.distance - other["0"].distance).abs().max() > 0.1
 
 
 def test_a_unit_without_a_boundary_is_counted_and_left_out() -> None:
@@ -193,30 +200,45 @@ def test_units_that_have_diverged_are_not_dead() -> None:
     assert np.isnan(tracker.history["0"]["active"]).sum() == 1
 
 
-@pytest.mark.parametrize("turn", ["gamma", "row", "r"])
-def test_a_sign_turns_the_active_side_around(turn: str) -> None:
-    model = network("gmp inside" if turn == "r" else "bn")
-    flipped = {"gamma": model[1], "row": model[0], "r": model[0]}[turn]
+FLIPS = {
+    "gamma": ("bn", lambda model: model[1].weight),
+    "row": ("bn", lambda model: model[0].weight),
+    "r": ("gmp inside", lambda model: model[0].r),
+}
+
+
+@pytest.mark.parametrize(("name", "find"), FLIPS.values(), ids=FLIPS)
+def test_a_sign_turns_the_active_side_around(name: str, find: Callable) -> None:
+    model = network(name)
     tracker = BoundaryTracker(model, keep="full", example_inputs=ZEROS)
-    with torch.no_grad():
-        (flipped.r if turn == "r" else flipped.weight)[2].neg_()
+    find(model).data[2] *= -1
     tracker.step()
     expected = np.where(np.arange(8) == 2, 180.0, 0.0)
     np.testing.assert_allclose(tracker.history["0"]["rotation"][0], expected, atol=1e-6)
 
 
+def test_a_unit_of_one_input_turns_around_with_its_sign() -> None:
+    model = nn.Sequential(gmp(1, 4), nn.ReLU())
+    tracker = BoundaryTracker(model, keep="full", example_inputs=torch.zeros(2, 1, dtype=TYPE))
+    model[0].sign[1] *= -1
+    tracker.step()
+    assert tracker.history["0"]["rotation"].tolist() == [[0, 180, 0, 0]]
+
+
 def test_angular_layers_tell_their_products_of_cosines() -> None:
-    layer = gp.GmPLinear(5, 2, dtype=TYPE)
+    layer = gmp(5, 2)
+    layer.latitude.data = torch.tensor([[0.1, 1.5, 1.5, 0.2], [0.3, 0.1, -0.2, 0.3]], dtype=TYPE)
     model = nn.Sequential(layer, nn.ReLU(), gmp(2, 1, coordinates="intrinsic"))
-    with torch.no_grad():
-        layer.latitude.copy_(torch.tensor([[0.1, 1.5, 1.5, 0.2], [0.3, 0.1, -0.2, 0.3]]))
-    found = record(model, example_inputs=torch.zeros(2, 5, dtype=TYPE))
+    history = record(model, example_inputs=torch.zeros(2, 5, dtype=TYPE))
+
     cosines = layer.latitude.detach().cos()
-    products = torch.cat([torch.ones(2, 1, dtype=TYPE), cosines.cumprod(1)[:, :-1]], 1)
-    np.testing.assert_allclose(found["0"]["smallest_product"], products.min(), rtol=1e-10)
+    ones = torch.ones(2, 1, dtype=TYPE)
+    products = torch.cat([ones, cosines.cumprod(dim=1)[:, :-1]], dim=1)
+    np.testing.assert_allclose(history["0"]["smallest_product"], products.min(), rtol=1e-10)
     share = (products.square() < 1e-4).double().mean()
-    np.testing.assert_allclose(found["0"]["negligible_metric"], share)
-    assert share > 0 and np.isnan(found["2"]["smallest_product"]).all()
+    np.testing.assert_allclose(history["0"]["negligible_metric"], share)
+    assert share > 0
+    assert np.isnan(history["2"]["smallest_product"]).all()
 
 
 def test_a_smooth_activation_leaves_rotation_alone() -> None:
@@ -272,11 +294,12 @@ def test_records_come_when_they_are_due() -> None:
 
 def test_a_sampled_subset_has_the_numbers_of_its_units() -> None:
     model = network("bn")
-    all_units = BoundaryTracker(model, keep="full", probe=torch.randn(8, 3, dtype=TYPE))
-    some = BoundaryTracker(model, keep="full", probe=torch.randn(8, 3, dtype=TYPE), units=3)
-    train(model, 2, lambda: (all_units.step(), some.step()))
-    for quantity in ("rotation", "displacement", "scale", "distance"):
-        expected = all_units.history["0"][quantity][:, [0, 4, 7]]
+    options = {"keep": "full", "probe": torch.randn(8, 3, dtype=TYPE)}
+    everything = BoundaryTracker(model, **options)
+    some = BoundaryTracker(model, units=3, **options)
+    train(model, 2, lambda: (everything.step(), some.step()))
+    for quantity in ("rotation", "displacement", "scale", "distance", "active"):
+        expected = everything.history["0"][quantity][:, [0, 4, 7]]
         np.testing.assert_allclose(some.history["0"][quantity], expected)
 
 
@@ -317,16 +340,12 @@ def test_a_layer_of_no_units_is_left_out() -> None:
     assert list(BoundaryTracker(model, probe=torch.zeros(2, 4)).history) == ["0"]
 
 
-def test_a_lost_history_and_states_of_others_are_told_in_words() -> None:
+def test_a_lost_history_and_what_is_no_state_are_told_in_words() -> None:
     with pytest.warns(UserWarning, match="the history begins here"):
         BoundaryTracker(network("sp"), resume=True)
     tracker = BoundaryTracker(nn.Linear(3, 2), example_inputs=torch.zeros(1, 3), every=2)
     with pytest.raises(ValueError, match="what its state_dict"):
         tracker.load_state_dict({})
-    other = BoundaryTracker(nn.Linear(3, 4), example_inputs=torch.zeros(1, 3), every=2)
-    other.step()
-    with pytest.raises(ValueError, match="of another model"):
-        tracker.load_state_dict(other.state_dict())
 
 
 def test_a_model_without_parameters_has_no_units() -> None:
@@ -360,33 +379,111 @@ def test_tensorboard_itself_reads_them(tmp_path: Path) -> None:
 def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(
     tmp_path: Path, name: str, every: int
 ) -> None:
-    probe = torch.randn(8, 3, dtype=TYPE)
-    options = {"every": every, "probe": probe, "keep": "full"}
-    whole, parts = network(name), network(name)
+    options = {"every": every, "probe": torch.randn(8, 3, dtype=TYPE), "keep": "full"}
+    whole = network(name)
     tracker = BoundaryTracker(whole, file=tmp_path / "whole.npy", **options)
-    first = BoundaryTracker(parts, file=tmp_path / "parts.npy", **options)
+    for seed in range(6):
+        train(whole, 1, tracker.step, seed)
+
+    killed = network(name)
+    first = BoundaryTracker(killed, file=tmp_path / "parts.npy", **options)
     for seed in range(3):
-        train(whole, 1, tracker.step, seed)
-        train(parts, 1, first.step, seed)
-    saved = copy.deepcopy((parts.state_dict(), first.state_dict()))
-    train(parts, 2, first.step, seed=99)  # lost: after the checkpoint
+        train(killed, 1, first.step, seed)
+    weights, state = copy.deepcopy((killed.state_dict(), first.state_dict()))
+    train(killed, 2, first.step, seed=99)  # lost: after the checkpoint
+
     resumed = network(name)
-    resumed.load_state_dict(saved[0])
+    resumed.load_state_dict(weights)
     again = BoundaryTracker(resumed, file=tmp_path / "parts.npy", resume=True, **options)
-    again.load_state_dict(saved[1])
+    again.load_state_dict(state)
     for seed in range(3, 6):
-        train(whole, 1, tracker.step, seed)
         train(resumed, 1, again.step, seed)
     assert tracker.history.rows.tobytes() == again.history.rows.tobytes()  # NaN for NaN
     for ending in (".npy", ".units.npy"):
-        files = [np.load(tmp_path / f"{run}{ending}") for run in ("whole", "parts")]
-        assert files[0].tobytes() == files[1].tobytes()
+        uninterrupted = np.load(tmp_path / f"whole{ending}")
+        assert uninterrupted.tobytes() == np.load(tmp_path / f"parts{ending}").tobytes()
 
 
 def test_a_state_is_small_where_the_model_tells_the_rest() -> None:
     model = network("sp")
     tracker = BoundaryTracker(model, every=2, probe=torch.randn(8, 3, dtype=TYPE))
     train(model, 2, tracker.step)
-    assert tracker.state_dict() == {"step": 2}
+    assert tracker.state_dict() == {"step": 2, "units": {"0": [8, 3], "2": [1, 8]}}
     train(model, 1, tracker.step)
-    assert set(tracker.state_dict()) == {"step", "measured_at", "measurement"}
+    assert set(tracker.state_dict()) == {"step", "units", "measured_at", "snapshot"}
+
+
+def test_a_record_that_could_not_be_written_is_written_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, file = network("sp"), tmp_path / "run.npy"
+    options = {"probe": torch.randn(8, 3, dtype=TYPE), "keep": "full", "file": file}
+    tracker = BoundaryTracker(model, **options)
+    train(model, 2, tracker.step)
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(Path, "open", lambda *args: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            train(model, 1, tracker.step)
+    train(model, 1, tracker.step)
+    resumed = BoundaryTracker(model, **options, resume=True).history
+    assert resumed.steps.tolist() == [1, 2, 3, 4]
+    largest = resumed["0"]["rotation"].max(axis=1)
+    np.testing.assert_array_equal(resumed["0"]["rotation_max"], largest)
+
+
+class LargestDirection(UnitQuantity):
+    """The largest coordinate of each direction."""
+
+    name = "largest"
+    levels = ("max",)
+
+    def measure(self, interval: Interval) -> Tensor:
+        return torch.cat([u.abs().amax(dim=1) for u in interval.now.directions.values()])
+
+
+def test_a_new_quantity_is_one_class() -> None:
+    model = network("sp")
+    quantities = [QUANTITIES[0], LargestDirection()]
+    history = record(model, example_inputs=ZEROS, keep="full", quantities=quantities)["0"]
+    columns = ["step", "rotation_max", "rotation_median", "rotation_p99", "rotation_rms"]
+    assert list(history) == [*columns, "largest_max", "rotation", "largest"]
+    rows = nn.functional.normalize(model[0].weight.detach())
+    np.testing.assert_allclose(history["largest"][0], rows.abs().amax(dim=1))
+
+
+def on_meta() -> nn.Module:
+    return nn.Linear(3, 2, device="meta")
+
+
+X = torch.zeros(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: BoundaryTracker(nn.Linear(3, 2).parameters()), "nn.Module; got generator"),
+        (lambda: BoundaryTracker(on_meta(), probe=X), "parameters on the meta device have none"),
+        (lambda: BoundaryTracker(nn.Linear(3, 2), probe=X.numpy()), "ndarray: .*from_numpy"),
+        (lambda: BoundaryTracker(nn.Linear(3, 2), probe=DataLoader(X)), "DataLoader: take one"),
+        (lambda: BoundaryTracker(nn.Linear(3, 2), probe=iter([X])), "list_iterator: take one"),
+        (lambda: BoundaryTracker(network("sp"), layers=["fc"]), "no layers .'fc'.; .* has: 0, 2"),
+        (lambda: BoundaryTracker(network("sp"), layers=lambda *_: False), "no layer to look at"),
+    ],
+)
+def test_what_cannot_be_tracked_is_said_when_the_tracker_is_built(
+    build: Callable, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_state_of_another_model_is_refused(steps: int) -> None:
+    """After two steps it has no directions: they are those of the model."""
+    tracker = BoundaryTracker(nn.Linear(3, 2), every=2, example_inputs=X)
+    other = BoundaryTracker(nn.Linear(3, 4), every=2, example_inputs=X)
+    for _ in range(steps):
+        other.step()
+    with pytest.raises(ValueError, match="of another model .* 4 x 3 units, .* 2 x 3"):
+        tracker.load_state_dict(other.state_dict())
+    assert tracker.state_dict()["step"] == 0

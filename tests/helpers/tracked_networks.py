@@ -8,7 +8,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import geoparam as gp
 from geoparam.analysis import SReLU
-from geoparam.analysis.tracker.history import History
+from geoparam.analysis.history import History
 
 TYPE = torch.float64
 ZEROS = torch.zeros(2, 3, dtype=TYPE)

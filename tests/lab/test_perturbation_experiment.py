@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from geoparam.analysis import DELTAS
 from geoparam_lab.experiments.perturbation import METHODS, Turns, perturb, run
+from geoparam_lab.parameter_steps import DELTAS
 from geoparam_lab.run_folder import Run
 
 

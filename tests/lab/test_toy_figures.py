@@ -7,7 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.lines import Line2D
 
-from geoparam import plots
+from geoparam_lab import plots
 from geoparam_lab.data.banana_data import Banana
 from geoparam_lab.data.synthetic import Regression
 from geoparam_lab.experiments import image_figures, toy_figures

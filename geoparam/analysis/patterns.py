@@ -13,7 +13,7 @@ are counted by a fingerprint of 64 bits: twice the upper half of sum_i k_i w_i m
 w_i of 32 bits, with random keys k_i. Two different patterns get the same one with probability
 2^-64, whatever they are (Lemire and Kaser, *Strongly universal string hashing is fast*, 2014).
 
-Smooth activations have no bits. `slices` draws the regions themselves.
+Smooth activations have no bits.
 """
 
 import warnings
@@ -25,11 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from geoparam.analysis.divisions import count_examples, divide, find_divisions, list_divisions
-from geoparam.analysis.reading.layer_sites import Layers, Site, find_sites
-from geoparam.analysis.reading.probe import MaxPool, find_other_activations, observe
-from geoparam.conversion.plan import Inputs
-from geoparam.inspection import unwrap
+from geoparam.analysis.activations import breaks
+from geoparam.analysis.max_pool import MaxPool
+from geoparam.analysis.probe import observe
+from geoparam.analysis.sites import Inputs, Layers, Site, find_sites
+from geoparam.inspection import tensors_in, unwrap
 from geoparam.storage import list_few
 
 # Read as one integer, eight bools are the sum of b_i 2^(8i). Times the sum of 2^(63 - 9j), b_i is
@@ -189,77 +189,89 @@ def _combine(prints: Sequence[Tensor]) -> Tensor:
 
 
 class Collector:
-    """Packs pre-activations and inputs of max pools: the `pre_activation` of `observe`.
+    """Packs pre-activations and inputs of max pools, as a run of a model shows them.
 
     A layer is left out if its activation has no breakpoints, if its input is empty, or if its
-    values cannot be divided among the examples.
-
-    Args:
-        inputs: The batch.
-        divisions: Of each step: see `find_divisions`. By default the values of an example are
-            together.
+    first dimension is not that of the examples. Without a number of examples the first input says
+    how many there are.
     """
 
-    def __init__(self, inputs: Inputs, divisions: Mapping[int, int] | None = None) -> None:
-        self.examples, self.divisions = count_examples(inputs), divisions or {}
-        self.left_out: set[str] = set()  # layers whose values could not be divided
+    def __init__(self, examples: int | None) -> None:
+        self.examples = examples
+        self.left_out: set[str] = set()
         self._parts: dict[int, Pattern] = {}
         self._layers: dict[str, set[int]] = {}
 
-    def __call__(self, site: Site, z: Tensor, step: int) -> None:
+    def add(self, site: Site, step: int, z: Tensor, above: Tensor | None) -> None:
+        """Add the bits of what a step reads: on which side of each breakpoint, (K, *z.shape)."""
+        is_pool = isinstance(site.activation, MaxPool)
+        if not z.numel() or not (is_pool or above is not None):
+            return
         if self.examples is None:
             self.examples = len(z)
-        bits, blocks = _find_bits(site, z.detach()), self.divisions.get(step, 1)
-        if bits is None or blocks not in list_divisions(z, self.examples):
-            self.left_out |= {site.name} if bits is not None else set()
+        if z.shape[:1] != (self.examples,):
+            self.left_out.add(site.name)
             return
-        if step not in self._parts:
-            rows = [divide(side, self.examples, blocks) for side in bits]
-            self._parts[step] = _join([Pattern(pack(row), row.shape[1]) for row in rows])
         self._layers.setdefault(site.name, set()).add(step)
+        if step not in self._parts:
+            sides = [site.activation(z)] if above is None else above
+            rows = [side.flatten(1) for side in sides]
+            self._parts[step] = _join([Pattern(pack(row), row.shape[1]) for row in rows])
 
     def patterns(self) -> Patterns | None:
         """Return the patterns; None if no layer has breakpoints."""
-        layers = {name: tuple(sorted(steps)) for name, steps in self._layers.items()}
-        parts = {step: self._parts[step] for step in sorted(self._parts)}
-        return Patterns(parts, layers) if parts else None
+        if not self._parts:
+            return None
+        layers = {name: sorted(steps) for name, steps in self._layers.items()}
+        return Patterns(dict(sorted(self._parts.items())), layers)
 
 
-def _find_bits(site: Site, z: Tensor) -> Sequence[Tensor] | None:
-    """Return bools in the shape of z for each breakpoint, or a max pool's winners, or None."""
-    if not z.numel():
+def count_examples(inputs: Inputs) -> int | None:
+    """Return the first tensor's first dimension that is not 1, or else 1; None without tensors.
+
+    A list as the first argument, as detectors take it, has an example in each entry.
+    """
+    first = inputs[0] if isinstance(inputs, tuple) and inputs else None
+    if isinstance(first, list):
+        return len(first)
+    sizes = [len(tensor) for tensor in tensors_in(inputs) if tensor.ndim]
+    if not sizes:
         return None
-    if isinstance(site.activation, MaxPool):
-        return [site.activation(z)]
-    return None if site.breaks is None else [*site.breaks.above(z, site.channel)]
+    return next((size for size in sizes if size != 1), 1)
 
 
 def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Patterns:
     """Return each layer's activation pattern on a batch, in evaluation mode.
 
     Args:
-        model: Any model; layers whose activation is smooth are left out.
+        model: Any batch-first model; layers whose activation is smooth are left out.
         inputs: A batch as the model takes it, examples in the first dimension of its tensors.
         layers: Names, or a function of module and name; all by default.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1))
         >>> _ = nn.init.ones_(model[0].weight)
-        >>> found = patterns(model, torch.tensor([[1., 1.], [-1., 0.], [2., 0.]]))
-        >>> found["0"].packed.tolist(), found.distinct().item()
+        >>> regions = patterns(model, torch.tensor([[1., 1.], [-1., 0.], [2., 0.]]))
+        >>> regions["0"].packed.tolist(), regions.distinct().item()
         ([[128], [0], [128]], 2)
     """
-    sites, model = find_sites(model, inputs, layers), unwrap(model)
-    sites = sites | find_other_activations(model, inputs, sites)
-    collector = Collector(inputs, find_divisions(model, inputs, sites))
-    observe(model, inputs, sites, pre_activation=collector)
-    found, left_out = collector.patterns(), ""
+    sites = find_sites(model, inputs, layers)
+    collector = Collector(count_examples(inputs))
+
+    def see(site: Site, step: int, z: Tensor) -> None:
+        known = breaks(site.activation)
+        collector.add(site, step, z, None if known is None else known.above(z, site.channel))
+
+    observe(unwrap(model), inputs, sites, see)
+    collected = collector.patterns()
+    left_out = ""
     if collector.left_out:
         left_out = (
-            f"no bits of {list_few(sorted(collector.left_out))}: an activation there does not see "
-            "all examples, which are in the first dimension of the inputs, or not in their order."
+            f"no bits of {list_few(sorted(collector.left_out))}: the first dimension of every "
+            f"activation must be the examples, and there it is not {collector.examples}. Models "
+            "that put time first, or join or divide the batch, have no patterns there."
         )
-    if found is None:
+    if collected is None:
         raise ValueError(
             left_out
             or "a pattern needs an activation with breakpoints (ReLU and its relatives, ReLU6, "
@@ -269,4 +281,4 @@ def patterns(model: nn.Module, inputs: Inputs, layers: Layers = None) -> Pattern
         )
     if left_out:
         warnings.warn(left_out, stacklevel=2)
-    return found
+    return collected

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from geoparam.plots.style import BLUE, BROWN, INK, VERMILLION, as_array, axis_or_new, legend_beside
+from geoparam.plots import INK
+from geoparam_lab.plots.method_styles import BLUE, BROWN, VERMILLION, legend_beside
 
 SIDES = (("active", "#d3e6f2"), ("inactive", "#f8efe6"))
 ACTIVE, INACTIVE = BLUE, VERMILLION  # the papers' green and red are one colour to some
@@ -18,18 +19,11 @@ def unit_1d(
     r: float = 1.0,
     limits: tuple[float, float] = (-3.0, 3.0),
     legend: bool = True,
-    ax: Axes | None = None,
+    ax: Axes,
 ) -> Axes:
-    """A unit r * relu(direction * x + lam) over one input: its value, boundary and two sides.
-
-    Example:
-        >>> ax = unit_1d(-1.0, 1.0, r=2.0)
-        >>> ax.get_title(loc="left")
-        'boundary at φ = 1'
-    """
+    """A unit r * relu(direction * x + lam) over one input: its value, boundary and two sides."""
     if direction == 0:
         raise ValueError("a unit with direction 0 has no boundary to draw.")
-    ax = axis_or_new(ax)
     location = -lam / direction
     x = np.sort(np.append(np.linspace(*limits, 401), np.clip(location, *limits)))
     inside = direction * x + lam
@@ -63,22 +57,16 @@ def unit_2d(
     *,
     limits: tuple[float, float] = (-3.0, 3.0),
     legend: bool = True,
-    ax: Axes | None = None,
+    ax: Axes,
 ) -> Axes:
     """A unit over two inputs: its boundary, active half plane, direction and location φ.
 
     `direction` (2,) is its unit vector u, or its weight under other parameterizations.
-
-    Example:
-        >>> ax = unit_2d(np.array([0.6, 0.8]), -1.0)
-        >>> ax.get_xlabel(), ax.get_ylabel()
-        ('$x_1$', '$x_2$')
     """
-    direction = as_array("direction", direction, (2,))
     length, width = np.linalg.norm(direction), limits[1] - limits[0]
     if length == 0:
         raise ValueError("a unit with direction 0 has no boundary to draw.")
-    ax = plane(ax, limits)
+    plane(ax, limits)
     ax.grid(visible=False)
     u, location = direction / length, -lam * direction / length**2
     reach = 3 * width + np.linalg.norm(location)  # beyond the axis, which clips
@@ -109,12 +97,11 @@ def _arrows(ax: Axes, location: np.ndarray, towards: np.ndarray, length: float) 
         ax.annotate(word, (x, y), xytext=tuple(beside), **text, size=12, annotation_clip=True)
 
 
-def plane(ax: Axes | None, limits: tuple[float, float]) -> Axes:
-    """The given axis, or a new one, as a square of the plane with the origin marked.
+def plane(ax: Axes, limits: tuple[float, float]) -> Axes:
+    """Make the axis a square of the plane with the origin marked.
 
     `limits` are the lowest and highest value in view of both inputs.
     """
-    ax = axis_or_new(ax, size=(6.0, 4.6))
     ax.set(xlim=limits, ylim=limits, aspect="equal", xlabel="$x_1$", ylabel="$x_2$")
     ax.locator_params(nbins=5)
     ax.plot([0], [0], "+", color=INK, markersize=9, zorder=4)

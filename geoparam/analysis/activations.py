@@ -62,19 +62,21 @@ class SReLU(nn.Module):
         return self.lower, torch.maximum(self.lower, self.upper)
 
     def forward(self, z: Tensor) -> Tensor:
-        parameters = (*self.breakpoints(), self.lower_slope - 1, self.upper_slope - 1)
-        lower, upper, below, above = (_along_channels(t, z, self.dim) for t in parameters)
+        lower, upper = (along_channels(point, z, self.dim) for point in self.breakpoints())
+        below = along_channels(self.lower_slope - 1, z, self.dim)
+        above = along_channels(self.upper_slope - 1, z, self.dim)
         bent = below * (z - lower).clamp(max=0) + above * (z - upper).clamp(min=0)
         return z + bent.to(z.dtype)
 
 
-def _along_channels(value: Any, z: Tensor, dim: int) -> Any:
+def along_channels(value: Any, z: Tensor, dim: int) -> Any:
     """Return a number, or a vector over the channels in `dim`, so that it broadcasts with z."""
     if not isinstance(value, Tensor):
         return value
     if value.numel() == 1:
         return value.view([1] * z.ndim)
-    return value.view(-1, *[1] * (z.ndim - 1 - dim % z.ndim))
+    following = z.ndim - 1 - dim % z.ndim
+    return value.view(-1, *[1] * following)
 
 
 @dataclass(frozen=True)
@@ -86,24 +88,40 @@ class Breaks:
     closes: bool = False  # whether it stops at the last one (ReLU6, Hardtanh)
     linear: bool = True  # whether the pieces are straight: the network is piecewise linear
 
+    def above(self, z: Tensor, channel: int) -> Tensor:
+        """Return whether pre-activations are above each point, (K, *z.shape)."""
+        return torch.stack([z > along_channels(point, z, channel) for point in self.points])
+
     def active(self, z: Tensor, channel: int) -> Tensor:
         """Return where units are active, for pre-activations with channels in that dimension."""
-        first, last = (_along_channels(p, z, channel) for p in (self.points[0], self.points[-1]))
-        if self.opens and self.closes:
-            return (z > first) & (z < last)
-        return z > first if self.opens else z < last
-
-    def above(self, z: Tensor, channel: int) -> Tensor:
-        """Return whether pre-activations lie above each point, with a new first dimension."""
-        return torch.stack([z > _along_channels(point, z, channel) for point in self.points])
+        first = along_channels(self.points[0], z, channel)
+        last = along_channels(self.points[-1], z, channel)
+        if not self.opens:
+            return z < last
+        if not self.closes:
+            return z > first
+        return (z > first) & (z < last)
 
 
 FIXED = {
-    **dict.fromkeys(("relu", "leaky_relu", "prelu", "rrelu"), Breaks((0.0,))),
-    **dict.fromkeys(("elu", "selu", "celu"), Breaks((0.0,), linear=False)),
+    "relu": Breaks((0.0,)),
+    "leaky_relu": Breaks((0.0,)),
+    "prelu": Breaks((0.0,)),
+    "rrelu": Breaks((0.0,)),
+    "elu": Breaks((0.0,), linear=False),
+    "selu": Breaks((0.0,), linear=False),
+    "celu": Breaks((0.0,), linear=False),
     "relu6": Breaks((0.0, 6.0), closes=True),
     "hardswish": Breaks((-3.0, 3.0), linear=False),
     "hardsigmoid": Breaks((-3.0, 3.0), closes=True),
+}
+LIMITS = {  # the arguments that are breakpoints, where a unit opens and where it closes
+    "hardtanh": ("min_val", "max_val"),
+    "clamp": ("min", "max"),
+    "clip": ("min", "max"),
+    "clamp_min": ("min", None),
+    "clamp_max": (None, "max"),
+    "threshold": ("threshold", None),
 }
 
 
@@ -118,35 +136,35 @@ def breaks(activation: Activation | None) -> Breaks | None:
     """
     if activation is None:
         return None
-    name = _name(activation)
     if isinstance(activation, SReLU):
         return Breaks(tuple(point.detach() for point in activation.breakpoints()))
-    if name in ("hardtanh", "clamp", "clamp_min", "clamp_max", "clip", "threshold"):
-        return _limits(activation, name)
+    name = _find_name(activation)
+    if name in LIMITS:
+        return _read_limits(activation, *LIMITS[name])
     return FIXED.get(name)
 
 
-def _name(activation: Activation) -> str:
+def _find_name(activation: Activation) -> str:
     """Return torch's name of the function: "leaky_relu" for LeakyReLU, F.leaky_relu, x.relu_."""
     if isinstance(activation, Node):
         return activation.op
     if isinstance(activation, nn.Module):
-        short = type(activation).__name__.lower()
-        return {"leakyrelu": "leaky_relu"}.get(short, short)
+        name = type(activation).__name__.lower()
+        return "leaky_relu" if name == "leakyrelu" else name
     return getattr(activation, "__name__", "").strip("_")
 
 
-def _limits(activation: Activation, name: str) -> Breaks | None:
-    """Return the breakpoints of an activation that has them as arguments."""
-    single = {"threshold": ("threshold",), "clamp_max": ("max",)}
-    by_place = {**single, "hardtanh": ("min_val", "max_val")}.get(name, ("min", "max"))
-    given: dict[str, Any] = {"min_val": -1.0, "max_val": 1.0}
+def _read_limits(activation: Activation, lower: str | None, upper: str | None) -> Breaks | None:
+    """Return the breakpoints of an activation that has them as arguments of these names."""
+    values: dict[Any, Any] = {"min_val": -1.0, "max_val": 1.0}  # hardtanh's defaults
     if isinstance(activation, nn.Module):
-        given |= vars(activation)
+        values |= vars(activation)
     elif isinstance(activation, Node):
-        given |= dict(zip(by_place, activation.args, strict=False)) | activation.kwargs
-    limits = [given.get(each) for each in by_place]
-    points = tuple(float(limit) for limit in limits if limit is not None)
-    closes = name != "threshold" and limits[-1] is not None
-    opens = name != "clamp_max" and limits[0] is not None
-    return Breaks(points, opens, closes) if points else None
+        by_position = [name for name in (lower, upper) if name is not None]
+        values |= zip(by_position, activation.args, strict=False)
+        values |= activation.kwargs
+    low, high = values.get(lower), values.get(upper)
+    points = tuple(float(limit) for limit in (low, high) if limit is not None)
+    if not points:
+        return None
+    return Breaks(points, opens=low is not None, closes=high is not None)

@@ -5,37 +5,30 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure  # noqa: F401  for the example
 
-from geoparam.plots.style import (
-    MUTED,
-    as_array,
-    axis_or_new,
-    curve_styles,
-    legend_beside,
-    step_numbers,
-)
+from geoparam.plots import MUTED
+from geoparam_lab.plots.method_styles import curve_styles, legend_beside
 
 
 def displacement_curves(
-    curves: Mapping[str, np.ndarray],
-    *,
-    steps: np.ndarray | None = None,
-    legend: bool = True,
-    ax: Axes | None = None,
+    curves: Mapping[str, np.ndarray], *, ax: Axes, legend: bool = True
 ) -> Axes:
-    """The largest move of any location in each step, (steps,) for each method, in powers of 2.
+    """Draw the largest move of any location in each step, (steps,) for each method.
 
-    Every value is a thin line, so that no jump is hidden; the running median is in bold.
+    The axis is in powers of 2. Every value is a thin line, so that no jump is hidden; the
+    running median is in bold.
 
     Example:
-        >>> ax = displacement_curves({"sp": 2.0 ** np.arange(16), "gmp": np.full(16, 0.1)})
+        >>> ax = Figure().subplots()
+        >>> curves = {"sp": 2.0 ** np.arange(16), "gmp": np.full(16, 0.1)}
+        >>> _ = displacement_curves(curves, ax=ax)
         >>> [text.get_text() for text in ax.get_legend().get_texts()]
         ['SP', 'GmP']
     """
-    ax = axis_or_new(ax)
     for style, curve in zip(curve_styles(curves), curves.values(), strict=True):
-        values = as_array("a curve", curve, ("steps",))
-        at = step_numbers(steps, len(values))
+        values = np.asarray(curve, dtype=float)
+        at = np.arange(len(values))
         ax.plot(at, _loggable(values), color=style.colour, linewidth=0.5, alpha=0.25, zorder=1.5)
         centres, medians = _medians(at, values)
         ax.plot(centres, _loggable(medians), **style.line, linewidth=1.8, label=style.title)
@@ -47,21 +40,9 @@ def displacement_curves(
     return ax
 
 
-def rotation_curves(
-    curves: Mapping[str, np.ndarray],
-    *,
-    steps: np.ndarray | None = None,
-    legend: bool = True,
-    ax: Axes | None = None,
-) -> Axes:
-    """The largest rotation of any unit in each step, in degrees, as `displacement_curves` draws.
-
-    Example:
-        >>> ax = rotation_curves({"sp": np.array([0.5, 170.0]), "gmp": np.array([0.5, 1.0])})
-        >>> ax.get_ylabel()
-        'largest rotation of a unit (degrees)'
-    """
-    ax = displacement_curves(curves, steps=steps, legend=legend, ax=ax)
+def rotation_curves(curves: Mapping[str, np.ndarray], *, ax: Axes, legend: bool = True) -> Axes:
+    """Draw the largest rotation of any unit in each step, in degrees, likewise."""
+    displacement_curves(curves, ax=ax, legend=legend)
     ax.set_ylabel("largest rotation of a unit (degrees)")
     ax.axhline(180, color=MUTED, linewidth=1.0, linestyle=":")
     place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right"}

@@ -1,4 +1,4 @@
-"""Lengths of what a unit gets, patch by patch; what else a probe sees is in test_partition.py."""
+"""Lengths of what a unit gets, patch by patch; what else a probe sees is in test_patterns.py."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from boundary_checks import patches
 from torch import nn
 
 from geoparam import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
-from geoparam.analysis.reading.probe import compute_input_lengths
+from geoparam.analysis.readings import compute_input_lengths
 
 D = {"dtype": torch.float64}
 OPTIONS = [

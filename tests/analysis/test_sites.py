@@ -12,8 +12,9 @@ from function_model import FunctionModel
 from torch import Tensor, nn
 
 from geoparam import GmPLinear, convert_
-from geoparam.analysis import Boundaries, SReLU, boundaries, layer_boundaries
-from geoparam.analysis.reading.layer_sites import find_sites, unwrap
+from geoparam.analysis import Boundaries, SReLU, boundaries, breaks, layer_boundaries
+from geoparam.analysis.sites import find_sites
+from geoparam.inspection import unwrap
 
 D = {"dtype": torch.float64}
 UNITS, FAN_IN = 6, 5
@@ -161,7 +162,7 @@ def test_relu_is_assumed_where_one_layer_is_given_alone() -> None:
     )
     elu = GmPLinear(3, 4, activation=nn.GELU())
     assert layer_boundaries(elu).distance.isnan().all()
-    assert isinstance(find_sites(nn.Sequential(elu))["0"].activation, nn.GELU)
+    assert isinstance(find_sites(nn.Sequential(elu)).layers["0"].activation, nn.GELU)
 
 
 def test_layers_are_chosen_by_name_or_function() -> None:
@@ -211,12 +212,14 @@ def check_model(model: nn.Module, x: Tensor) -> dict[str, Boundaries]:
         model(x)
     for handle in handles:
         handle.remove()
-    found, sites = boundaries(model, x), find_sites(model, x)
+    found, sites = boundaries(model, x), find_sites(model, x).layers
     for name, one in found.items():
         site = sites[name]
         if one.distance.isfinite().all():
             z = by_unit(made[site.norm or site.layer], site.channel)
-            expected = predict(one, site.layer, given[site.layer], site.breaks.points[0])
+            expected = predict(
+                one, site.layer, given[site.layer], breaks(site.activation).points[0]
+            )
             if site.norm is not None and site.activation in site.norm.children():
                 expected = site.activation(expected)
             torch.testing.assert_close(expected, z, rtol=1e-8, atol=1e-9 * z.abs().max().item())
@@ -278,7 +281,7 @@ def test_names_are_plain_in_compiled_and_wrapped_models() -> None:
         torch.distributed.destroy_process_group()
     part = make()
     part[0], part[1] = torch.compile(part[0]), torch.compile(part[1])
-    found = find_sites(part, x)
+    found = find_sites(part, x).layers
     assert list(found) == names and isinstance(found["0"].norm, nn.BatchNorm1d)
 
 

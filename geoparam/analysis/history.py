@@ -1,0 +1,231 @@
+"""What a tracker has recorded: numpy arrays in memory and, as they come, in files.
+
+The summary has one row for each record and layer: `pandas.DataFrame(numpy.load(file))`. With
+`keep="full"` a second file, with ".units" before its ending, has one row for each record, with an
+array for each quantity over the units of all layers, one layer after another.
+
+A file grows by writing rows after its end and then their number into its header, for which numpy
+leaves room. A process that is killed in between leaves a whole file with the earlier rows. A
+record counts once the summary's header says so: what a failed write left in the file of the units
+is written over by the next record.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+NETWORK = "(network)"
+
+
+class GrowingArray:
+    """Rows of one structured type, in memory and, if there is a path, in an .npy file."""
+
+    def __init__(
+        self, dtype: np.dtype, path: str | os.PathLike | None = None, resume: bool = False
+    ) -> None:
+        self.dtype = dtype
+        self.path = None if path is None else Path(path)
+        self._parts = [np.empty(0, dtype)]
+        self._header_size = 0
+        if self.path is None:
+            return
+        if self.path.exists() and not resume:
+            raise FileExistsError(
+                f"{self.path} exists. Go on with it by resume=True, or give another."
+            )
+        if self.path.exists() and self.path.stat().st_size:  # else killed before the header
+            self._parts = [_read(self.path, dtype)]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.touch()
+        self.truncate(len(self))
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self._parts)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """All rows, (length,)."""
+        if len(self._parts) > 1:
+            self._parts = [np.concatenate(self._parts)]
+        return self._parts[0]
+
+    def write(self, rows: np.ndarray) -> None:
+        """Write rows to the file; they count once `add` is called with them."""
+        if self.path is not None:
+            self._write(rows)
+
+    def add(self, rows: np.ndarray) -> None:
+        """Let rows count that were written."""
+        self._parts.append(rows)
+
+    def truncate(self, length: int) -> None:
+        """Forget the rows from `length` on."""
+        self._parts = [self.rows[:length].copy()]
+        self.write(self.rows[:0])
+
+    def _write(self, rows: np.ndarray) -> None:
+        """Write rows after those that count, and then, in the header, how many there are now."""
+        assert self.path is not None
+        header: dict = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False}
+        with self.path.open("r+b") as file:
+            if len(rows):
+                file.seek(self._header_size + len(self) * self.dtype.itemsize)
+                file.write(rows.tobytes())
+                file.truncate()
+                file.seek(0)  # flushes: rows are written before the header
+            header["shape"] = (len(self) + len(rows),)
+            np.lib.format.write_array_header_2_0(file, header)
+            self._header_size = file.tell()
+
+
+def _read(path: Path, dtype: np.dtype) -> np.ndarray:
+    try:
+        with path.open("rb") as file:
+            rows = np.lib.format.read_array(file, allow_pickle=False)
+    except (ValueError, EOFError, MemoryError) as error:
+        raise ValueError(
+            f"{path} is damaged, or not a tracker's ({error!s:.200}). Give another file."
+        ) from error
+    if rows.dtype != dtype:
+        raise ValueError(
+            f"{path} is not a tracker's, or of another model or version: its columns are others. "
+            "Give another file."
+        )
+    return rows
+
+
+class LayerHistory(dict[str, np.ndarray]):
+    """The records of one layer, by quantity."""
+
+    def __missing__(self, quantity: str) -> np.ndarray:
+        raise ValueError(
+            f"no quantity {quantity!r}; there are: {', '.join(self)}. Quantities of each unit, as "
+            "rotation, are kept by BoundaryTracker(keep='full')."
+        )
+
+
+class History(Mapping[str, LayerHistory]):
+    """The records of a tracker: `history[layer][quantity]` has one value for each record.
+
+    Every layer has the columns of the summary and, where `counts` says how many units of it are
+    kept, those of its units, (records, units). `network` has those of all layers together, and NaN
+    for lengths of inputs and products of cosines.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[str],
+        columns: Sequence[str],
+        unit_columns: Sequence[str] = (),
+        counts: Sequence[int] | None = None,
+        path: str | os.PathLike | None = None,
+        resume: bool = False,
+    ) -> None:
+        self.layers = tuple(layers)
+        self.quantities = tuple(columns)
+        self._rows_of = {name: index for index, name in enumerate((*layers, NETWORK))}
+        width = max(map(len, self._rows_of))
+        numbers = [(name, "f8") for name in columns]
+        dtype = np.dtype([("step", "i8"), ("layer", f"U{width}"), *numbers])
+        self._summary = GrowingArray(dtype, path, resume)
+        self._check_layers()
+
+        self._units: GrowingArray | None = None
+        self._unit_columns = tuple(unit_columns)
+        self._slices: dict[str, slice] = {}  # of each layer's units in the arrays of all
+        if counts is not None:
+            ends = np.cumsum([0, *counts]).tolist()
+            self._slices = dict(zip(layers, map(slice, ends, ends[1:]), strict=True))
+            arrays = [(name, "f8", (ends[-1],)) for name in unit_columns]
+            beside = None if path is None else Path(path).with_suffix(".units.npy")
+            self._units = GrowingArray(np.dtype([("step", "i8"), *arrays]), beside, resume)
+            self._match_units(self._units)
+
+    def append(self, step: int, values: np.ndarray, units: np.ndarray | None = None) -> None:
+        """Add a record, to both files or to none.
+
+        `values` are (layers + 1, columns), the network's last; `units` have one row for each of
+        the units' columns, over the units of all layers.
+        """
+        rows = np.zeros(len(self._rows_of), self._summary.dtype)
+        rows["step"] = step
+        rows["layer"] = list(self._rows_of)
+        for column, name in enumerate(self.quantities):
+            rows[name] = values[:, column]
+        if self._units is None or units is None:
+            self._summary.write(rows)
+            self._summary.add(rows)
+            return
+
+        row = np.zeros(1, self._units.dtype)
+        row["step"] = step
+        for name, own in zip(self._unit_columns, units, strict=True):
+            row[name] = own
+        self._units.write(row)
+        self._summary.write(rows)  # if it fails, neither counts, and the next row is written over
+        self._units.add(row)
+        self._summary.add(rows)
+
+    def forget_after(self, step: int) -> None:
+        """Drop the records of later steps, of a run that was killed and went on from `step`."""
+        kept = int((self.steps <= step).sum())
+        self._summary.truncate(kept * len(self._rows_of))
+        if self._units is not None:
+            self._units.truncate(kept)
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The steps at which there is a record."""
+        return self._summary.rows["step"][:: len(self._rows_of)]
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The summary as one table, a row for each record and layer: `pandas.DataFrame(rows)`."""
+        return self._summary.rows
+
+    def table(self, quantity: str) -> np.ndarray:
+        """Return one quantity of the summary for all layers, (layers, records)."""
+        return self._summary.rows[quantity].reshape(-1, len(self._rows_of))[:, :-1].T.copy()
+
+    @property
+    def network(self) -> LayerHistory:
+        """The quantities of all layers together; NaN where there is no such thing."""
+        return self[NETWORK]
+
+    def __getitem__(self, layer: str) -> LayerHistory:
+        if layer not in self._rows_of:
+            raise KeyError(f"no layer {layer!r}; there are: {', '.join(self.layers)}")
+        rows = self._summary.rows[self._rows_of[layer] :: len(self._rows_of)]
+        records = LayerHistory({name: rows[name].copy() for name in ("step", *self.quantities)})
+        if self._units is not None and layer in self._slices:
+            for name in self._unit_columns:
+                records[name] = self._units.rows[name][:, self._slices[layer]].copy()
+        return records
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def _check_layers(self) -> None:
+        """Refuse a file with the layers of another model; records may have the same length."""
+        layers = self._summary.rows["layer"]
+        if not np.array_equal(layers, np.resize(list(self._rows_of), len(layers))):
+            raise ValueError(
+                f"{self._summary.path} is of another model: its layers are "
+                f"{', '.join(dict.fromkeys(layers))}. Give another file."
+            )
+
+    def _match_units(self, units: GrowingArray) -> None:
+        """Drop a record that only the units' file has; refuse records of other steps."""
+        records = len(self.steps)
+        if not np.array_equal(units.rows["step"][:records], self.steps):
+            raise ValueError(
+                f"{self._summary.path} has {records} records and {units.path} {len(units)}, and "
+                "they are not of the same steps: the files are not of one run with keep='full'. "
+                "Give another file."
+            )
+        units.truncate(records)

@@ -1,0 +1,281 @@
+"""Where the units of a model are: its layers, and the norm and activation that follow each.
+
+They are found in one run of the model. Activations and max pools that show no layer's units (after
+a concatenation, or a reshape) are found too: they belong to the regions of a network.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from geoparam.analysis.activations import Activation, SReLU, breaks
+from geoparam.analysis.max_pool import MaxPool
+from geoparam.analysis.norms import UnknownNorm, find_feature_dim
+from geoparam.analysis.unit_layers import (
+    PROJECTION,
+    count_positions,
+    count_units,
+    find_unit_layers,
+)
+from geoparam.base_layer import GmPLayer
+from geoparam.graph import Call, Graph, Node
+from geoparam.inspection import strip_wrappers, unwrap
+from geoparam.trace import OPS, Filter, trace
+
+Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+Layers = Iterable[str] | Filter | None
+Modules = Mapping[str, nn.Module]
+
+INSIDE_ATTENTION = (nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A layer and what follows it; or an activation alone, and then `layer` is None.
+
+    If something between layer and activation is not understood, `norm` is an `UnknownNorm`, and
+    distances are NaN. `F.linear(x, layer.weight)` is no call of the layer.
+    """
+
+    name: str  # without the additions of torch.compile
+    layer: nn.Module | None  # nn.MultiheadAttention stands for its input projection
+    norm: nn.Module | None = None
+    activation: Any = None  # a module, a function, a step of the trace, a MaxPool
+    channel: int = -1  # the units' dimension in the layer's output, from the end
+    calls: tuple[Call, ...] = ()
+    is_readable: bool = True  # the activation's input has the units where the layer's output has
+
+    has_own_activation: bool = False  # the layer applies it itself, with r outside
+
+
+@dataclass(frozen=True)
+class Sites:
+    """The chosen layers of a model by name, in the order of their calls.
+
+    `others` are activations and max pools that no layer's site shows, each with the name of the
+    layer before it. `graph` is the run in which they were found; None without one.
+    """
+
+    layers: dict[str, Site]
+    others: list[Site] = field(default_factory=list)
+    graph: Graph | None = None
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter((*self.layers.values(), *self.others))
+
+
+def find_sites(
+    model: nn.Module,
+    inputs: Inputs | None = None,
+    layers: Layers = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Sites:
+    """Return every layer with units, and what follows it.
+
+    Args:
+        inputs: A small batch as the model takes it, with `kwargs`; None for no run.
+        layers: Names of the layers, or a function of module and name; all by default.
+    """
+    check_inputs(inputs)
+    model = unwrap(model)
+    units = find_unit_layers(model)
+    graph = None if inputs is None else trace(model, inputs, kwargs)
+    modules = dict(model.named_modules())
+    ran = () if graph is None else graph.layers
+    in_order = [name for name in ran if name in units]
+    found: dict[str, Site] = {}
+    for name in dict.fromkeys((*in_order, *units)):  # a layer that did not run has directions too
+        module = units[name]
+        site = Site(strip_wrappers(name), module, channel=-1 - count_positions(module))
+        if graph is not None and name in ran:
+            site = _follow(site, graph, name, modules)
+        if isinstance(module, GmPLayer) and module.activation is not None:
+            site = _use_own_activation(site, module.activation)
+        found[site.name] = site
+    chosen = choose_layers(found, layers)
+    others = [] if graph is None else _find_others(graph, modules, found, chosen)
+    return Sites(chosen, others, graph)
+
+
+def check_inputs(inputs: object) -> None:
+    """Refuse what is not one batch as the model takes it."""
+    advice = ""
+    if isinstance(inputs, np.ndarray):
+        advice = "make it a tensor by torch.from_numpy"
+    elif isinstance(inputs, DataLoader) or hasattr(inputs, "__next__"):
+        advice = "take one batch of it, as in next(iter(loader)), and of (x, y) the x"
+    if advice:
+        raise ValueError(
+            "a probe, or example inputs, are one batch as the model takes it: a tensor, a tuple "
+            f"of arguments, or a mapping of keywords; got {type(inputs).__name__}: {advice}."
+        )
+
+
+def choose_layers(found: Mapping[str, Any], layers: Layers) -> dict[str, Any]:
+    """Return the chosen ones of sites, or of modules, by name."""
+    if layers is None:
+        chosen = dict(found)
+    elif callable(layers):
+        module_of = {name: getattr(each, "layer", each) for name, each in found.items()}
+        chosen = {name: found[name] for name in found if layers(module_of[name], name)}
+    else:
+        names = [layers] if isinstance(layers, str) else list(layers)
+        missing = [name for name in names if name not in found]
+        if missing:
+            raise ValueError(f"no layers {missing}; the model has: {', '.join(found)}.")
+        chosen = {name: found[name] for name in names}
+    if not chosen:
+        raise ValueError(
+            "there is no layer to look at: Linear, Conv1d-3d and their GmP forms have units. "
+            "Give `layers` names, or a function of module and name that is true for some."
+        )
+    return chosen
+
+
+def _use_own_activation(site: Site, activation: Activation) -> Site:
+    """Return the site of a layer that applies its activation itself: nothing is in between."""
+    calls = tuple(replace(call, norm=None, activation=None) for call in site.calls)
+    return replace(
+        site,
+        norm=None,
+        activation=activation,
+        calls=calls,
+        is_readable=True,
+        has_own_activation=True,
+    )
+
+
+def _follow(site: Site, graph: Graph, name: str, modules: Modules) -> Site:
+    """Return the site with the norm and activation that all calls of its layer have."""
+    is_inside = isinstance(site.layer, INSIDE_ATTENTION)
+    calls = [c for c in graph.calls(name) if is_inside or graph.nodes[c.layer].is_call]
+    if not calls:  # in `F.linear(x, layer.weight.t())` the weight's rows are no units
+        return site
+    norms = [_find_norm(site, graph, call, modules) for call in calls]
+    differ = any(norm is not norms[0] for norm in norms)
+    return replace(
+        site,
+        norm=UnknownNorm() if differ else norms[0],
+        activation=_find_activation(graph, calls, modules),
+        calls=tuple(calls),
+        is_readable=all(_has_units_in(graph, c, c.activation, site.channel) for c in calls),
+    )
+
+
+def _find_norm(site: Site, graph: Graph, call: Call, modules: Modules) -> nn.Module | None:
+    """Return the norm after one call of a layer, if its features are the layer's units."""
+    kinds = {OPS.get(step, step) for step in call.path}
+    if call.activation is not None and kinds & {"arithmetic", "average"}:
+        return UnknownNorm()
+    if call.norm is None:
+        return None
+    node = graph.nodes[call.norm]
+    norm = None if node.name is None else modules.get(node.name)
+    if norm is None:
+        return UnknownNorm()
+    assert site.layer is not None
+    positions = count_positions(site.layer)
+    dim = find_feature_dim(norm, count_units(site.layer), len(node.shape), positions)
+    mixes_units = "max" in kinds and isinstance(norm, nn.LayerNorm | nn.GroupNorm)
+    if dim is None or mixes_units or not _has_units_in(graph, call, call.norm, dim):
+        return UnknownNorm()
+    return norm
+
+
+def _find_activation(graph: Graph, calls: Sequence[Call], modules: Modules) -> Activation | None:
+    """Return the activation that follows all calls of a layer, or None."""
+    steps = [None if call.activation is None else graph.nodes[call.activation] for call in calls]
+    first = steps[0]
+    if first is None or len({step and (step.op, step.name, breaks(step)) for step in steps}) > 1:
+        return None
+    if any("getitem" in call.path for call in calls):  # it may have left units out
+        return None
+    module = modules.get(first.name) if first.name else None
+    if module is None:
+        return first
+    if isinstance(module, SReLU) and module.lower.numel() > 1:
+        dim = module.dim % len(first.shape)
+        if not all(_has_units_in(graph, call, call.activation, dim) for call in calls):
+            return None
+    return module
+
+
+def _has_units_in(graph: Graph, call: Call, step: int | None, dim: int) -> bool:
+    """Return whether there is a `step` whose input is known to have the layer's units in `dim`.
+
+    A norm with as many features as a layer has units may still have others: positions, the units
+    of one head, or the units in another order. So no step up to the activation may be a view.
+    """
+    if step is None:
+        return False
+    layer, shape = graph.nodes[call.layer], graph.nodes[step].shape
+    dim = len(shape) + dim if dim < 0 else dim
+    channel = len(layer.shape) + (-1 if layer.channel is None else layer.channel)
+    is_moved = any(OPS.get(name) in ("view", "average") for name in call.path)
+    return not is_moved and dim == channel and shape[dim] == layer.shape[channel]
+
+
+def _find_others(
+    graph: Graph, modules: Modules, found: Mapping[str, Site], chosen: Mapping[str, Site]
+) -> list[Site]:
+    """Return the max pools, and the activations with breakpoints that no chosen site shows.
+
+    Each has the name of the layer before it; if there is none, that of its function. Those that
+    follow layers which were not chosen are left out.
+    """
+    names = {call.layer: site.name for site in chosen.values() for call in site.calls}
+    all_units = {site.layer for site in found.values()}
+    chosen_units = {site.layer for site in chosen.values()}
+    shown: set[int | None] = set()
+    for site in chosen.values():
+        if site.is_readable and breaks(site.activation):
+            shown |= {call.activation for call in site.calls}
+
+    others = []
+    for step, node in enumerate(graph.nodes):
+        activation = None if step in shown else _read_activation(node, modules)
+        if activation is None:
+            continue
+        before = _find_layer_before(graph, step)
+        layer = "" if before is None else graph.nodes[before].name or ""
+        module = modules.get(layer.removesuffix(PROJECTION).removesuffix(".")) if layer else None
+        is_first_pool = before is None and isinstance(activation, MaxPool)
+        is_no_units = module not in all_units and chosen_units == all_units
+        if module in chosen_units or is_first_pool or is_no_units:
+            name = names.get(-1 if before is None else before, layer or node.op)
+            others.append(_make_site(name, activation, step, graph))
+    return others
+
+
+def _read_activation(node: Node, modules: Modules) -> Any:
+    """Return the max pool, or the activation with breakpoints, that a step is; or None."""
+    if node.kind == "max" and node.func is not None:
+        return MaxPool(node)
+    if node.kind != "activation":
+        return None
+    module = None if node.name is None else modules.get(node.name)
+    activation = module or node
+    return activation if breaks(activation) else None
+
+
+def _make_site(name: str, activation: Any, step: int, graph: Graph) -> Site:
+    """Return the site of an activation in one step."""
+    rank = len(graph.nodes[step].shape)
+    channel = activation.dim % rank - rank if isinstance(activation, SReLU) else -1
+    return Site(name, None, None, activation, channel, (Call(-1, None, step, ()),))
+
+
+def _find_layer_before(graph: Graph, step: int) -> int | None:
+    """Return the nearest layer that a step's input comes from; of several, the last one."""
+    todo = set(graph.nodes[step].inputs)
+    while todo:
+        last = max(todo)
+        if graph.nodes[last].kind == "layer":
+            return last
+        todo.remove(last)
+        todo.update(graph.nodes[last].inputs)
+    return None

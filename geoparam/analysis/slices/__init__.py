@@ -1,1 +1,0 @@
-"""Linear regions of a network in a plane."""

@@ -1,0 +1,367 @@
+"""Follow the boundaries of a model's units through training: `BoundaryTracker`.
+
+A tracker only reads: it draws no random numbers and changes no buffer and no flag, so a run gives
+the same numbers with and without it. Everything is computed on the model's device; a record is one
+small asynchronous copy to the host, which only reading the history waits for.
+"""
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from geoparam.analysis import history
+from geoparam.analysis.boundary import Statistics, uses_batch_statistics
+from geoparam.analysis.history import NETWORK, History
+from geoparam.analysis.quantities import QUANTITIES, Quantity, UnitQuantity, measure
+from geoparam.analysis.sites import Inputs, Layers, check_inputs, choose_layers, find_sites
+from geoparam.analysis.snapshot import Camera, Interval, Layout, Snapshot
+from geoparam.analysis.unit_layers import find_unit_layers
+from geoparam.inspection import strip_wrappers, unwrap
+from geoparam.trace import is_tracing
+
+__all__ = ["BoundaryTracker", "history"]
+
+OTHER_STEPS = (
+    "on the probe the model takes other steps than when the tracker was built, so the probe's "
+    "quantities are NaN in this record: a branch or a router decided otherwise, or example_inputs "
+    "lead elsewhere than the probe does."
+)
+
+
+class BoundaryTracker:
+    r"""Records how the characteristic boundaries of a model's units move while it trains.
+
+    Call `step()` after each optimizer step. Each record has, for every layer:
+
+    - `rotation_max`, `_median`, `_p99`, `_rms`: degrees by which directions have turned since the
+      last record. A direction is that of the active half-space: signs of gamma, of weight_norm's
+      length and of an inside r count. A unit without one (gamma = 0) is left out of the summary
+      and counted in `undefined`.
+    - `displacement_max`, `_median`, `_p99`: ||delta phi||; `scale_min`, `_median`, `_max`;
+      `distance_median`, `_p99`, `_max` of |lam|; `units`, how many the layer has.
+    - for angles: `smallest_product` of cosines, the share with `negligible_metric` (< 1e-4).
+    - with a probe: `input_length_median`, the median of ||x|| over the layer's inputs;
+      `relative_distance_median`, that of |lam| over it; the number of units that are `dead`
+      (active nowhere) and `always_on`; `separated_median`, the share of points on the smaller side
+      of a boundary; `pattern_change`, the share of activation bits that changed since the last
+      record; `points_changed`, the number of examples in another region; `regions`, how many
+      there are. They belong to the activation that follows, after a residual sum if there is one;
+      phi is always that of the layer and its norm alone.
+
+    `keep="full"` adds `rotation`, `displacement`, `scale`, `distance` (signed) and `active` of
+    each unit. Layers with a smooth activation, or none, have rotation and scale only; the rest is
+    NaN.
+
+    What follows a layer is found in a run on `example_inputs`, or on the probe; with neither, on
+    the first batch that the model is called with. Build the tracker after the model is on its
+    device, before or after wrapping it in DDP or torch.compile, and after `fully_shard`. With
+    several processes the first one records and the others do nothing, except under FSDP2: there
+    call `step()` in all of them.
+
+    Args:
+        model: Any model: standard, weight_norm, BatchNorm, LayerNorm, GmP, or a mixture.
+        every: Record after so many steps.
+        layers: Names of layers, or a function of module and name; all by default.
+        probe: A batch as the model takes it: a tensor, a tuple, or a mapping of keywords.
+        keep: "summary", or "full" for every unit.
+        schedule: Function of the step's number that says whether to record; instead of `every`.
+        example_inputs: A small batch, to see what follows each layer.
+        units: At most so many units of each layer, evenly spaced, are followed; saves the copy
+            of all directions that is otherwise kept.
+        statistics: "running" reads BatchNorm and MBN as they evaluate. "batch" reads them as they
+            train, by the statistics of the probe, which then needs the size of a training batch.
+        quantities: What is recorded; see `geoparam.analysis.quantities`. All by default.
+        file: An .npy file that grows with the records and survives a kill; see `history.py`.
+        resume: Go on with the existing file; then call `load_state_dict`.
+        writer: A TensorBoard SummaryWriter to write the summary to as well.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> tracker = BoundaryTracker(model, probe=torch.randn(16, 2))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> for _ in range(3):
+        ...     loss = model(torch.randn(4, 2)).square().mean()
+        ...     optimizer.zero_grad()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     tracker.step()
+        >>> tracker.history["0"]["rotation_max"].shape, tracker.history["0"]["step"]
+        ((3,), array([1, 2, 3]))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int = 1,
+        layers: Layers = None,
+        probe: Inputs | None = None,
+        keep: Literal["summary", "full"] = "summary",
+        *,
+        schedule: Callable[[int], bool] | None = None,
+        example_inputs: Inputs | None = None,
+        units: int | None = None,
+        statistics: Statistics = "running",
+        quantities: Sequence[Quantity] = QUANTITIES,
+        file: str | os.PathLike | None = None,
+        resume: bool = False,
+        writer: Any = None,
+    ) -> None:
+        _check_options(keep, every, units, resume and file is None)
+        _check_model(model)
+        for inputs in (probe, example_inputs):
+            check_inputs(inputs)
+        self.model = unwrap(model)
+        self.schedule = schedule or (lambda step: step % every == 0)
+        self.quantities = tuple(quantities)
+        self._is_full = keep == "full"
+        self._layers, self._units = layers, units
+        self._batch = uses_batch_statistics(statistics, probe)
+        self._file, self._resume, self._writer = file, resume, writer
+        self._steps = 0
+        self._measured_at = 0
+        self._pending: list[_Pending] = []
+        self._camera: Camera | None = None
+        self._last: Snapshot | None = None
+        self._history: History | None = None
+        self._loaded: Mapping[str, Any] | None = None
+
+        # Copies: a loader may fill the same memory with the next batch.
+        device = next((p.device for p in self.model.parameters()), None)
+        place = partial(Tensor.to, device=device, copy=True)
+        self._probe = tree_map_only(Tensor, place, probe)
+        known = self._probe
+        if example_inputs is not None:
+            known = tree_map_only(Tensor, place, example_inputs)
+        self._is_first = (
+            not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+        )
+        is_sharded = any(hasattr(p, "full_tensor") for p in self.model.parameters())
+        self._takes_part = self._is_first or is_sharded
+        if known is None and is_sharded:
+            raise ValueError("under FSDP2 the tracker needs example_inputs, or a probe.")
+        if known is not None and self._takes_part:
+            self._begin(known)
+        elif self._takes_part:
+            _check_layers(self.model, layers)  # now, and not at the first batch
+            hook = _FirstBatch(self._see_first_batch)
+            self._hook = model.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def step(self) -> None:
+        """Count one optimizer step, and record if it is time to."""
+        self._steps += 1
+        if self._takes_part and self.schedule(self._steps):
+            self._record()
+        self._collect(wait=False)
+
+    @property
+    def history(self) -> History:
+        """The records so far: `history[layer][quantity]`, or `history.table(quantity)`."""
+        if not self._is_first:
+            raise RuntimeError("this process does not record: the first one of the group does.")
+        self._require_camera()
+        self._collect(wait=True)
+        assert self._history is not None
+        return self._history
+
+    def close(self) -> None:
+        """Wait for the last records and write them."""
+        self._collect(wait=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs to go on: the step, and between records the snapshot.
+
+        Everything recorded is in the file when this returns.
+        """
+        self._collect(wait=True)
+        state: dict[str, Any] = {"step": self._steps}
+        if self._camera is not None and self._last is not None:
+            state["units"] = self._count_units()
+            if self._measured_at != self._steps:
+                state["measured_at"] = self._measured_at
+                state["snapshot"] = self._last.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; call it when the model has the checkpoint's weights.
+
+        Records of later steps, of a run that was killed after the checkpoint, are dropped.
+        """
+        if "step" not in state:
+            raise ValueError("a tracker's state has a step: load what its state_dict() returned.")
+        if self._camera is not None:
+            self._go_on(state)
+        self._steps, self._loaded = state["step"], state
+
+    def _see_first_batch(self, args: tuple, kwargs: dict) -> None:
+        self._hook.remove()
+        self._begin(args, kwargs)
+
+    def _begin(self, inputs: Inputs, kwargs: Mapping[str, Any] | None = None) -> None:
+        """Find what follows each layer, and take the first snapshot, to compare with."""
+        sites = find_sites(self.model, inputs, self._layers, kwargs)
+        layout = Layout(sites, self._units)
+        camera = Camera(self.model, sites, layout, self._probe, self._batch)
+        self._last = camera.take()
+        self._camera = camera
+        if self._is_first:
+            columns = [column for quantity in self.quantities for column in quantity.columns]
+            by_unit = [q.name for q in self.quantities if isinstance(q, UnitQuantity)]
+            counts = layout.counts if self._is_full else None
+            self._history = History(
+                list(sites.layers), columns, by_unit, counts, self._file, self._resume
+            )
+            if len(self._history.steps) and self._loaded is None:
+                self._steps = self._measured_at = int(self._history.steps[-1])
+        if self._loaded is not None:
+            self._go_on(self._loaded)
+
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        """Take over a checkpoint's state."""
+        units = self._count_units()
+        if state.get("units", units) != units:
+            raise ValueError(
+                "the tracker's state is of another model or other options: it follows "
+                f"{_describe(state['units'])} units, and this tracker {_describe(units)}. Load "
+                "the state that was saved with this model."
+            )
+        if self._history is not None:
+            self._history.forget_after(state["step"])
+        self._last = self._require_camera().take()
+        self._measured_at = state.get("measured_at", state["step"])
+        if "snapshot" in state:
+            self._last = self._last.replace_by(state["snapshot"])
+
+    def _count_units(self) -> dict[str, list[int]]:
+        """Return the number of followed units of each layer, and of their inputs."""
+        assert self._last is not None
+        return {name: list(rows.shape) for name, rows in self._last.directions.items()}
+
+    def _record(self) -> None:
+        """Take a snapshot, and start copying what it shows to the host."""
+        camera = self._require_camera()
+        assert self._last is not None
+        camera.check_model()
+        now = camera.take()
+        if now.readings is not None and not now.readings.took_same_steps:
+            warnings.warn(OTHER_STEPS, stacklevel=3)
+        values, units = measure(self.quantities, Interval(camera.layout, self._last, now))
+        if now.patterns is None:  # the next ones are compared with the last that were known
+            now = now._replace(patterns=self._last.patterns)
+        self._last = now._replace(readings=None)
+        self._measured_at = self._steps
+        if self._is_first:
+            self._pending.append(
+                _start_copy(self._steps, values, units if self._is_full else None)
+            )
+
+    def _require_camera(self) -> Camera:
+        if self._camera is None:
+            raise ValueError(
+                "the tracker does not know what follows each layer: the model was not called, or "
+                "only where torch.compile hides it. Give example_inputs=, or a probe."
+            )
+        return self._camera
+
+    def _collect(self, wait: bool) -> None:
+        """Put the records that have arrived into the history; `wait` for all."""
+        while self._pending:
+            record = self._pending[0]
+            if record.arrived is not None:
+                if not wait and not record.arrived.query():
+                    return
+                record.arrived.synchronize()
+            assert self._history is not None
+            units = None if record.units is None else record.units.numpy()
+            self._history.append(record.step, record.values.numpy(), units)
+            self._pending.pop(0)  # only now: after a failed write it is tried again
+            if self._writer is not None:
+                self._write_scalars(record)
+
+    def _write_scalars(self, record: "_Pending") -> None:
+        assert self._history is not None
+        names = (*self._history.layers, NETWORK)
+        for name, values in zip(names, record.values.tolist(), strict=True):
+            for quantity, value in zip(self._history.quantities, values, strict=True):
+                if math.isfinite(value):
+                    self._writer.add_scalar(f"{name}/{quantity}", value, record.step)
+
+
+class _Pending(NamedTuple):
+    """A record on its way to the host."""
+
+    step: int
+    values: Tensor
+    units: Tensor | None
+    arrived: torch.cuda.Event | None  # None: it is there
+
+
+def _start_copy(step: int, values: Tensor, units: Tensor | None) -> _Pending:
+    """Start copying a record to the host, to pinned memory, without waiting for it."""
+    is_cuda = values.is_cuda  # other devices copy at once
+    host = values.to("cpu", non_blocking=is_cuda)
+    if units is not None:
+        units = units.to("cpu", non_blocking=is_cuda)
+    arrived = None
+    if is_cuda:
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(values.device))
+    return _Pending(step, host, units, arrived)
+
+
+class _FirstBatch:
+    """The hook that shows a tracker the first batch; in a copy of the model it does nothing."""
+
+    def __init__(self, see: Callable[[tuple, dict], None] | None = None) -> None:
+        self._see = see
+
+    def __call__(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        is_hidden = torch.compiler.is_compiling() or is_tracing()
+        if self._see is not None and not is_hidden:
+            self._see(args, kwargs)
+
+    def __reduce__(self) -> tuple:
+        return _FirstBatch, ()
+
+
+def _check_options(keep: str, every: int, units: int | None, is_lost: bool) -> None:
+    if keep not in ("summary", "full"):
+        raise ValueError(f"keep is 'summary' or 'full'; got {keep!r}.")
+    if any(count is not None and (count < 1 or count % 1) for count in (every, units)):
+        raise ValueError(f"every and units are whole, from 1 on; got {every} and {units}.")
+    if is_lost:
+        warnings.warn(
+            "resume=True without file=: earlier records are not there, and the history begins "
+            "here. Give the file of the run before.",
+            stacklevel=3,
+        )
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"a tracker follows the layers of an nn.Module; got {type(model).__name__}. Give the "
+            "model itself, not its parameters."
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            "a tracker reads the values of weights; parameters on the meta device have none. "
+            "Build it after the model is on its device and has its weights."
+        )
+
+
+def _check_layers(model: nn.Module, layers: Layers) -> None:
+    """Refuse names of layers that the model does not have, before anything runs."""
+    units = {strip_wrappers(name): module for name, module in find_unit_layers(model).items()}
+    choose_layers(units, layers)
+
+
+def _describe(units: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{name}: {shape[0]} x {shape[1]}" for name, shape in units.items())

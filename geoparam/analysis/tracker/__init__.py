@@ -1,1 +1,0 @@
-"""BoundaryTracker: how boundaries move in training, what is measured and what is kept."""

@@ -1,0 +1,298 @@
+"""Boundaries under steps of parameters: the papers' propositions, and the bounds beside them.
+
+Second computations are plain numpy: directions from the papers' formula in theta, locations by
+solving for the boundary's nearest point.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+import geoparam as gp
+from geoparam import sphere
+from geoparam.analysis import boundaries
+from geoparam_lab.parameter_steps import KINDS, Response, make_steps, read_stored, respond
+
+SIZES = (2, 3, 147, 4608)
+METHODS = ("sp", "wn", "gmp", "intrinsic")
+COORDINATES = {"gmp": "angles", "intrinsic": "intrinsic"}
+HALF_TURN = torch.tensor(180.0).double()
+
+
+def make(method: str, n: int, out: int = 4, length: float = 0.01) -> nn.Module:
+    """Units with random weights of about this length, and biases."""
+    layer = nn.Linear(n, out, dtype=torch.float64)
+    nn.init.normal_(layer.weight, std=length / math.sqrt(n))
+    nn.init.normal_(layer.bias, std=length)
+    if method == "wn":
+        return weight_norm(layer)
+    if method in COORDINATES:
+        return gp.GmPLinear.from_linear(layer, coordinates=COORDINATES[method])
+    return layer
+
+
+@pytest.mark.parametrize("n", [2, 4608])
+@pytest.mark.parametrize("method", ["sp", "wn"])
+@pytest.mark.parametrize("norm", [None, nn.BatchNorm1d(4)], ids=["", "bn"])
+def test_the_adversary_reverses_units_under_sp_wn_and_bn(
+    method: str, n: int, norm: nn.Module | None
+) -> None:
+    layer = make(method, n).float()
+    response = respond(layer, make_steps(layer, "adversarial", 0.01, norm=norm), norm)
+    assert torch.allclose(response.rotation, HALF_TURN, atol=1e-4)
+    assert (response.bound == 180).all()
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_the_adversary_reverses_units_under_ln_by_flipping_all_rows(n: int) -> None:
+    layer, norm = make("sp", n), nn.LayerNorm(4)
+    step = make_steps(layer, "adversarial", 0.01, norm=norm)
+    assert torch.allclose(respond(layer, step, norm).rotation, HALF_TURN)
+    step["direction"][1:] = 0
+    assert (respond(layer, step, norm).rotation < 179).all()
+
+
+@pytest.mark.parametrize("kind", ["constant", "adversarial"])
+def test_bn_on_whitened_data_answers_as_weight_normalization_does(kind: str) -> None:
+    n = 9
+    x = torch.randn(500, n, dtype=torch.float64) @ torch.randn(n, n, dtype=torch.float64)
+    x -= x.mean(dim=0)
+    root = torch.linalg.cholesky(x.t() @ x / len(x))  # of the covariance
+    whitened = torch.linalg.solve_triangular(root, x.t(), upper=False).t()
+
+    linear, norm = make("sp", n), nn.BatchNorm1d(4, eps=1e-15).double()
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    wn = weight_norm(copy.deepcopy(linear))
+    with torch.no_grad():
+        wn.parametrizations.weight.original0.copy_(norm.weight[:, None])
+        wn.parametrizations.weight.original1.copy_(linear.weight)
+        wn.bias.copy_(norm.bias)
+    response = respond(wn, make_steps(wn, kind, 0.02))
+
+    steps = make_steps(linear, kind, 0.02, norm=norm)
+    model = nn.Sequential(linear, norm, nn.ReLU())
+    old = boundaries(model, whitened, statistics="batch")["0"]
+    with torch.no_grad():
+        for role in steps.keys() - {"offset"}:  # BatchNorm subtracts the layer's bias again
+            read_stored(linear, norm)[role].add_(steps[role])
+    new = boundaries(model, whitened, statistics="batch")["0"]
+    turn = sphere.angle_between(old.direction, new.direction).rad2deg()
+    assert torch.allclose(turn, response.rotation)
+    assert torch.allclose((old.location - new.location).norm(dim=1), response.displacement)
+
+
+def spherical(theta: np.ndarray) -> np.ndarray:
+    """u(theta) as the papers write it, one coordinate at a time."""
+    u = np.ones(len(theta) + 1)
+    for i, angle in enumerate(theta):
+        u[i] *= np.cos(angle)
+        u[i + 1 :] *= np.sin(angle)
+    return u
+
+
+def affine(method: str, stored: dict[str, np.ndarray], unit: int) -> tuple[np.ndarray, float]:
+    """Weight and bias of a unit from its stored numbers."""
+    direction, offset = stored["direction"][unit], stored["offset"][unit]
+    if method == "sp":
+        return direction, offset
+    if method == "wn":
+        return stored["length"][unit] * direction / np.linalg.norm(direction), offset
+    if method == "gmp":
+        direction = spherical(math.pi / 2 - direction)
+    return direction / np.linalg.norm(direction), offset
+
+
+def location(w: np.ndarray, b: float) -> np.ndarray:
+    """The nearest point to the origin of {x : w^T x + b = 0}, by its Lagrangian's equations."""
+    n = len(w)
+    system = np.block([[np.eye(n), w[:, None]], [w[None], np.zeros((1, 1))]])
+    return np.linalg.solve(system, np.append(np.zeros(n), -b))[:n]
+
+
+def degrees_between(u: np.ndarray, v: np.ndarray) -> float:
+    u, v = u / np.linalg.norm(u), v / np.linalg.norm(v)
+    across = np.linalg.norm(v - (u @ v) * u)
+    return math.degrees(math.atan2(across, u @ v))
+
+
+@pytest.mark.parametrize("delta", [1e-4, 0.5])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [2, 9])
+@pytest.mark.parametrize("method", METHODS)
+def test_turns_and_moves_are_those_of_the_geometry(
+    method: str, n: int, kind: str, delta: float
+) -> None:
+    layer = make(method, n, length=0.1)
+    step = make_steps(layer, kind, delta)
+    response = respond(layer, step)
+    before = {role: tensor.detach().numpy() for role, tensor in read_stored(layer).items()}
+    after = {role: value + step[role].numpy() for role, value in before.items() if role in step}
+    after = before | after
+    if method == "gmp" and kind == "constant":
+        assert np.allclose(math.pi / 2 - after["direction"], layer.theta.detach() + delta)
+    for unit in range(4):
+        (w, b), (w_after, b_after) = (affine(method, roles, unit) for roles in (before, after))
+        turn = degrees_between(w, w_after)
+        move = np.linalg.norm(location(w, b) - location(w_after, b_after))
+        assert np.isclose(response.rotation[unit].item(), turn, rtol=1e-7, atol=1e-9)
+        assert np.isclose(response.displacement[unit].item(), move, rtol=1e-7, atol=1e-9)
+
+
+def assert_bounded(response: Response) -> None:
+    """In degrees; what rounding adds to an angle of 180 degrees is below 1e-5."""
+    assert torch.isfinite(response.rotation).all()
+    assert (response.rotation <= response.bound + 1e-5).all()
+
+
+@pytest.mark.parametrize("near", ["anywhere", "poles", "at a pole"])
+@pytest.mark.parametrize("size", [1e-6, 0.3, 2.0])
+@pytest.mark.parametrize("n", SIZES)
+def test_no_step_of_angles_turns_a_unit_by_more_than_its_length(
+    n: int, size: float, near: str
+) -> None:
+    layer = gp.GmPLinear(n, 64, dtype=torch.float64)
+    if near != "anywhere":
+        layer.latitude.data[:, :: max(1, n // 8)] = math.pi / 2 - 1e-3 * (near == "poles")
+    step = size * sphere.sample(64, n - 1)
+    response = respond(layer, {"direction": step})
+    length = torch.linalg.vector_norm(step, dim=1)
+    assert torch.allclose(response.bound, length.rad2deg(), rtol=1e-6, atol=1e-12)
+    assert (response.rotation <= response.bound * (1 + 1e-9) + 1e-9).all()
+
+
+def find_worst_step(row: Tensor, size: float) -> Tensor:
+    """A step of size ||row||: a triangle with its right angle at the end of the step."""
+    length = row.norm(dim=1, keepdim=True)
+    u = row / length
+    across = sphere.sample(*row.shape)
+    across = sphere.normalise(across - (across * u).sum(dim=1, keepdim=True) * u)
+    return size * length * (math.sqrt(1 - size**2) * across - size * u)
+
+
+@pytest.mark.parametrize("size", [1e-6, 0.9, 1.1])
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("method", ["sp", "wn", "intrinsic"])
+def test_the_bound_of_vectors_holds_and_is_attained(method: str, n: int, size: float) -> None:
+    layer = make(method, n, out=32)
+    row = read_stored(layer)["direction"].detach()
+    step = size * row.norm(dim=1, keepdim=True) * sphere.sample(32, n)
+    response = respond(layer, {"direction": step})
+    expected = torch.tensor(math.degrees(math.asin(size)) if size < 1 else 180.0).double()
+    assert torch.allclose(response.bound, expected)
+    assert_bounded(response)
+    if size < 1:
+        worst = respond(layer, {"direction": find_worst_step(row, size)})
+        assert torch.allclose(worst.rotation, expected)
+
+
+@pytest.mark.parametrize("norm", [None, nn.BatchNorm1d(6), nn.LayerNorm(6)], ids=str)
+@pytest.mark.parametrize("delta", [0.1, 3.0])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", METHODS)
+def test_no_unit_turns_by_more_than_its_bound(
+    method: str, kind: str, delta: float, norm: nn.Module | None
+) -> None:
+    layer = make(method, 5, 6, length=0.3)
+    assert_bounded(respond(layer, make_steps(layer, kind, delta, norm=norm), norm))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("method", COORDINATES)
+def test_an_adversary_of_the_same_strength_turns_gmp_by_the_length_of_the_weight(
+    method: str, n: int
+) -> None:
+    standard = make("sp", n)
+    layer = gp.GmPLinear.from_linear(standard, coordinates=COORDINATES[method])
+    step = make_steps(layer, "adversarial", 0.1)
+    length = make_steps(standard, "adversarial", 0.1)["direction"].norm(dim=1)
+    assert torch.allclose(step["direction"].norm(dim=1), length)
+    response = respond(layer, step)
+    turn = length if method == "gmp" else length.asin()
+    assert torch.allclose(response.rotation, turn.rad2deg(), rtol=1e-7)
+    assert torch.allclose(response.bound, turn.rad2deg(), rtol=1e-7)
+
+
+def test_an_offset_alone_moves_a_gmp_boundary_by_itself() -> None:
+    response = respond(make("gmp", 9), {"offset": torch.full((4,), 0.25).double()})
+    assert torch.allclose(response.displacement, torch.tensor(0.25).double())
+    assert (response.rotation == 0).all() and (response.bound == 0).all()
+
+
+def test_r_outside_the_activation_moves_nothing_and_inside_it_may_reverse() -> None:
+    for activation, turned in ((torch.relu, 0.0), (None, 180.0)):
+        layer = gp.GmPLinear(3, 2, activation=activation, dtype=torch.float64)
+        response = respond(layer, {"scale": torch.tensor([-1.5, -0.5]).double()})
+        assert response.rotation.tolist() == [turned, 0.0]
+        assert response.bound.tolist() == [turned, 0.0]
+
+
+@pytest.mark.parametrize("role", ["length", "gamma"])
+def test_a_flipped_length_or_gamma_reverses_a_unit(role: str) -> None:
+    layer, norm = make("wn", 3, length=1.0), nn.BatchNorm1d(4)
+    value = read_stored(layer, norm)[role].detach()
+    response = respond(layer, {role: -2 * value}, norm)
+    assert torch.allclose(response.rotation, HALF_TURN)
+    assert (response.bound == 180).all()
+
+
+def test_a_unit_of_one_input_keeps_its_direction() -> None:
+    layer = gp.GmPLinear(1, 4, dtype=torch.float64)
+    for kind in KINDS:
+        assert (respond(layer, make_steps(layer, kind, 3.0)).rotation == 0).all()
+
+
+def test_both_breakpoints_of_relu6_are_followed() -> None:
+    layer = make("sp", 3, length=1.0)
+    step = make_steps(layer, "constant", 0.1)
+    moves = respond(layer, step, activation=nn.ReLU6()).displacements
+    w, b = layer.weight.detach().numpy(), layer.bias.detach().numpy()
+    for row, point in zip(moves, (0.0, 6.0), strict=True):
+        for unit in range(4):
+            one = location(w[unit], b[unit] - point)
+            two = location(w[unit] + 0.1, b[unit] + 0.1 - point)
+            assert math.isclose(row[unit].item(), np.linalg.norm(one - two), rel_tol=1e-9)
+
+
+def test_units_without_a_boundary_are_nan() -> None:
+    layer, norm = make("sp", 3), nn.BatchNorm1d(4)
+    layer.weight.data[1] = 0
+    norm.weight.data[0] = 0
+    response = respond(layer, make_steps(layer, "adversarial", 0.1), norm)
+    assert response.rotation.isnan().tolist() == [True, True, False, False]
+    assert response.bound.isnan().tolist() == [True, True, False, False]
+
+
+def test_the_layer_is_left_alone_and_a_step_is_rounded_to_what_it_can_hold() -> None:
+    layer = nn.Linear(2, 1)
+    nn.init.ones_(layer.weight)
+    tiny = {"direction": torch.tensor([[1e-9, 0.0]])}
+    assert respond(layer, tiny).rotation == 0
+    assert (layer.weight == 1).all() and layer.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda layer: make_steps(layer, "uniform"),
+            "a kind is one of constant, gaussian, adversarial; got 'uniform'",
+        ),
+        (lambda layer: make_steps(layer, "adversarial", 0.0), "needs delta > 0"),
+        (
+            lambda layer: respond(layer, {"length": torch.ones(3)}),
+            r"roles direction, offset; got steps of \['length'\]",
+        ),
+        (lambda layer: make_steps(weight_norm(layer, dim=1)), "is not known"),
+        (lambda layer: make_steps(spectral_norm(layer)), "is not known"),
+    ],
+)
+def test_what_cannot_be_answered_says_why(call: Callable, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call(nn.Linear(3, 3))
