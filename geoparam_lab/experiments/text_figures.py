@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, NullLocator
 
 from geoparam import plots
-from geoparam.plots import legend_beside
 from geoparam_lab.experiments import text_results
 from geoparam_lab.experiments.text_results import Losses, Size
+from geoparam_lab.plots import legend_beside
 from geoparam_lab.run_folder import Run
 
 _CAPTION = """Validation loss over the turn or the learning rate, a line for each size; means over
