@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
 from geoparam.conversion.convert import RemovedNorm
-from geoparam.conversion.plan import Inputs, kind_of, refuse_wrapped
+from geoparam.conversion.plan import Inputs, refuse_wrapped
 from geoparam.conversion.verification import replace_checked
 from geoparam.graph import Graph
 from geoparam.input_mean_layers import InputMeanLayer, release
 from geoparam.inspection import computes_as, refuse_non_model
 from geoparam.layers import GmPLinear, is_trained
+from geoparam.model.unit_layers import is_plain_layer
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm, TrackedMean
-from geoparam.trace import trace
+from geoparam.trace import record_run
 
 log = logging.getLogger("geoparam")
 
@@ -71,7 +72,8 @@ def fold_(
     if not ours:
         raise ValueError("nothing to fold: the model has no layers of geoparam.")
     refuse_wrapped(model, "fold")
-    graph = None if example_inputs is None else trace(model, example_inputs)
+    run = None if example_inputs is None else record_run(model, example_inputs)
+    graph = None if run is None else run.graph
     removed = _find_removed_norms(ours)
     factors = _find_factors(model, ours, graph)
     ours |= {name: model.get_submodule(name) for name in factors if name not in ours}
@@ -95,7 +97,7 @@ def fold_(
         (old, old.to_attention() if isinstance(old, GmPMultiheadAttention) else folded[old])
         for old in reversed(ours.values())  # children before the attention that holds them
     )
-    return replace_checked(model, pairs, example_inputs, "folded")
+    return replace_checked(model, pairs, example_inputs, run, "folded")
 
 
 def _find_ours(model: nn.Module) -> dict[str, nn.Module]:
@@ -249,7 +251,7 @@ def _find_receivers(name: str, model: nn.Module, graph: Graph | None) -> dict[st
         modules = dict(model.named_modules())
         for receiver in found:
             module = modules.get(receiver, nn.Identity())
-            is_plain = kind_of(module) in ("linear", "conv") and "weight" in module._parameters
+            is_plain = is_plain_layer(module) and "weight" in module._parameters
             if not is_plain and not isinstance(module, GmPLayer | InputMeanLayer):
                 raise ValueError(
                     f"{receiver!r} computes something else than nn.Linear or a convolution, or "

@@ -3,17 +3,18 @@
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
 from geoparam.conversion.plan import Inputs
 from geoparam.inspection import arguments_of, inspection_mode, refuse_non_model, tensors_in
 from geoparam.step_hooks import note_replaced
+from geoparam.trace import Run, record_run
 
 MASKED = 1_000  # times the median: larger elements that are equal in both are masked
 NOISE = 1e-6  # of the largest output: smaller tensors may be rounding noise
@@ -48,7 +49,7 @@ def verify(a: nn.Module, b: nn.Module, *inputs: Any) -> float:
     for model in (a, b):
         refuse_non_model(model, "verify(model_a, model_b, *inputs)")
     call_inputs = inputs[0] if len(inputs) == 1 else inputs
-    return _measure_difference(_run(a, call_inputs)[0], _run(b, call_inputs)[0])
+    return _measure_difference(_run(a, call_inputs), _run(b, call_inputs))
 
 
 def _measure_difference(first: list[Tensor], second: list[Tensor]) -> float:
@@ -98,18 +99,20 @@ def _widen(tensor: Tensor) -> Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _run(model: nn.Module, inputs: Inputs) -> tuple[list[Tensor], set[int]]:
-    """Return the outputs, and the ids of all tensors that were read."""
-    with inspection_mode(model), ReadRecorder() as recorder:
+def _run(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """Return the outputs of a model in evaluation."""
+    # In a TorchFunctionMode torch's attention takes its plain path.
+    with inspection_mode(model), BaseTorchFunctionMode():
         args, kwargs = arguments_of(model, inputs)
         outputs = model(*args, **kwargs)
-    return list(tensors_in(outputs)), recorder.ids
+    return list(tensors_in(outputs))
 
 
 def replace_checked(
     model: nn.Module,
     pairs: Iterable[tuple[nn.Module, nn.Module]],
     inputs: Inputs | None,
+    before: Run | None,
     done: Literal["converted", "folded"],
     *,
     changed: Sequence[Tensor] = (),
@@ -119,23 +122,26 @@ def replace_checked(
 
     A run shows what no look at the modules can: a forward that reads a layer's weight or a norm's
     statistics, or that reaches an old layer through an object, a global name or a closure. Without
-    inputs nothing is run. `changed` is what is written to in place while `pairs` are built; `same`
-    says whether the outputs must stay.
+    inputs nothing is run.
+
+    Args:
+        before: The run of the model on these inputs as it was.
+        changed: What is written to in place while `pairs` are built.
+        same: Whether the outputs must stay.
     """
     parameters = [weakref.ref(p) for p in model.parameters()]
     modules = dict(model.named_modules())
-    before = None if inputs is None else _run(model, inputs)
     with _undo_on_error(model, changed):
         new = _replace(model, pairs)
         if inputs is not None and before is not None:
             try:
-                after = _run(new, inputs)
+                after = record_run(new, inputs)
             except Exception as error:
                 text = f"does not run on example_inputs ({type(error).__name__}: {error})"
                 raise _refusal(done, text) from error
-            _check_reads(modules, new, before[1], after[1], done)
+            _check_reads(modules, new, before.reads, after.reads, done)
             if same:
-                _check_same(before[0], after[0], done)
+                _check_same(before.outputs, after.outputs, done)
     note_replaced(parameters, new)
     return new
 
@@ -165,28 +171,37 @@ def _replace(model: nn.Module, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> 
     for parent in model.modules():
         for name, child in parent._modules.items():
             places[child].append((parent, name))
-    for old, new in pairs:  # a generator may build each after the last is placed
-        for key, value in old.__dict__.items():
+
+    for old, new in pairs:
+        for key, value in vars(old).items():
             if key.endswith("_hooks") or "_hooks_" in key or key == "_is_full_backward_hook":
-                new.__dict__[key] = value  # the same dict, so that handles can still remove a hook
+                vars(new)[key] = value  # the same dict, so that handles can still remove a hook
         new.train(old.training)
-        for parent, name in places.pop(old, ()):  # the last one frees the old layer
+        for parent, name in places[old]:
             parent._modules[name] = new
-        model = new if old is model else model
+        if old is model:
+            model = new
     return model
 
 
 def _check_reads(
-    old: dict[str, nn.Module], model: nn.Module, read_before: set[int], read: set[int], done: str
+    old_modules: dict[str, nn.Module],
+    model: nn.Module,
+    read_before: set[int],
+    read_after: set[int],
+    done: str,
 ) -> None:
     """Refuse a model that still computes with a replaced parameter, or skips a new layer."""
     kept = {id(p) for p in model.parameters()}
-    for name, module in model.named_modules():
-        if old.get(name, module) is module:
+    for name, new in model.named_modules():
+        old = old_modules.get(name, new)
+        if old is new:
             continue
-        known = {id(p) for p in old[name].parameters()}
-        gone, added = known - kept, {id(p) for p in module.parameters()} - known
-        if gone & read or (gone & read_before and added and not added & read):
+        old_ids = {id(p) for p in old.parameters()}
+        gone = old_ids - kept
+        added = {id(p) for p in new.parameters()} - old_ids
+        is_skipped = bool(gone & read_before and added and not added & read_after)
+        if gone & read_after or is_skipped:
             raise ValueError(
                 f"{name!r} would be {done}, but the model goes on with the old layer: its forward "
                 "reaches that otherwise than by its name (a list, a closure, a bound method, an "
@@ -218,19 +233,3 @@ def _refusal(done: str, text: str) -> ValueError:
         f"the {done} model {text}: something reads a layer, a norm or its output otherwise than "
         f"by calling the next module, or sorts values that nearly tie. {_ADVICE[done]}"
     )
-
-
-class ReadRecorder(TorchFunctionMode):
-    """Records the tensors that a run computes with; reading a shape or dtype is not recorded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ids: set[int] = set()
-
-    def __torch_function__(
-        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") != "__get__" or isinstance(result, Tensor):
-            self.ids.update(id(tensor) for tensor in tensors_in((args, kwargs)))
-        return result
