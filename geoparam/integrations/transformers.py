@@ -4,6 +4,7 @@ In a loop of one's own, with Accelerate, the tracker is used as it is: `tracker.
 `optimizer.step()`, and `accelerator.register_for_checkpointing(tracker)` for its state.
 """
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,10 @@ class TrackBoundaries(TrainerCallback):
 class Geometric:
     """Makes a `GeometricOptimizer` when Trainer asks for one: under FSDP, after sharding.
 
-    Trainer refuses `optimizers=` with FSDP, because those hold the parameters of before. It gives
-    its arguments to no optimizer of others: their `learning_rate` and `weight_decay` count where
-    the options have them as `args` and name no `lr` or `weight_decay`.
+    Trainer refuses `optimizers=` with FSDP, because those hold the parameters of before. It does
+    not hand its own settings to such an optimizer, so give them as `args`: `learning_rate`,
+    `weight_decay`, and, for AdamW as base or as Muon's rest, `adam_beta1`, `adam_beta2` and
+    `adam_epsilon`. An option that you name yourself counts more.
 
     Example:
         >>> options = {"lr": 1e-3, "base": torch.optim.AdamW}
@@ -86,8 +88,20 @@ class Geometric:
 
     def __call__(self, model: nn.Module, args: Any = None, **options: Any) -> GeometricOptimizer:
         if args is not None:
-            options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, **options}
+            options = {**_read_settings(args, options.get("base"), "rest" in options), **options}
         return GeometricOptimizer(model, **options)
+
+
+def _read_settings(args: Any, base: Any, has_rest: bool) -> dict[str, Any]:
+    """Return the options that Trainer's arguments stand for."""
+    settings = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+    adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    kind = getattr(base, "func", base)
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        settings |= adam
+    elif kind is torch.optim.Muon and not has_rest:
+        settings["rest"] = functools.partial(torch.optim.AdamW, **adam)
+    return settings
 
 
 class Retract(TrainerCallback):

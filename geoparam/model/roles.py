@@ -1,6 +1,5 @@
 """What a layer is for in its model: an output layer, a router, a layer before a norm."""
 
-import re
 import warnings
 from collections.abc import Sequence
 
@@ -65,12 +64,14 @@ def find_outputs(
 
 def _is_in_a_block(model: nn.Module, layer: str) -> bool:
     """Return whether a layer has a twin at the same place in the block before."""
-    match = re.fullmatch(r"(.*?)(\d+)\.(.+)", layer)
-    if match is None or match[2] == "0":
-        return False
-    twin = f"{match[1]}{int(match[2]) - 1}.{match[3]}"
     modules = dict(model.named_modules())
-    return twin in modules and type(modules[twin]) is type(modules[layer])
+    parts = layer.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if part.isdigit() and part != "0":
+            twin = ".".join([*parts[:i], str(int(part) - 1), *parts[i + 1 :]])
+            if type(modules.get(twin)) is type(modules[layer]):
+                return True
+    return False
 
 
 def find_norms(model: nn.Module, graph: Graph | None) -> dict[str, str]:

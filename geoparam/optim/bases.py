@@ -81,7 +81,10 @@ class Recipe:
         """
         if self.is_muon or device.type == "meta":
             return
-        move, optimizer = self._try(device, start=0.0)
+        try:
+            move, optimizer = self._try(device, start=0.0)
+        except RuntimeError as error:
+            raise ValueError(f"{self.name} cannot step a dense matrix: {error}") from error
         group = optimizer.param_groups[0]
         names = group.keys() - {"params", "lr", "weight_decay"}
         if changed := sorted(k for k in names if group[k] != self.defaults.get(k)):
@@ -154,11 +157,12 @@ def choose_rest(
 
     Where both are of one class, they share the options that the rest does not name.
     """
-    if rest is None and base.is_muon:
-        rest = functools.partial(torch.optim.AdamW, fused=_can_be_fused(model))
-    elif rest is None:
-        rest = functools.partial(base.func, **base.named)
+    if rest is None:
+        rest = torch.optim.AdamW if base.is_muon else functools.partial(base.func, **base.named)
     named = getattr(rest, "keywords", {})
+    is_adamw = getattr(rest, "func", rest) is torch.optim.AdamW
+    if base.is_muon and is_adamw and not {"fused", "foreach", "capturable"} & {*named}:
+        rest = functools.partial(rest, fused=_can_be_fused(model))
     is_same = getattr(rest, "func", rest) is base.func
     shared = {k: v for k, v in options.items() if is_same and k not in named}
     return Recipe("rest", rest, lr, shared)
@@ -188,7 +192,7 @@ def check_options(base: Any, options: Collection[str], siblings: Collection[str]
     for option in options:
         if option in names:
             continue
-        if close := get_close_matches(option, [*siblings, *names], n=1):
+        if close := get_close_matches(option, [*siblings, *names], n=1, cutoff=0.8):
             raise ValueError(f"there is no option {option!r}; did you mean {close[0]!r}?")
         raise ValueError(
             f"{getattr(func, '__name__', func)}, the base, has no option {option!r}. One of the "

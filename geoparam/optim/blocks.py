@@ -277,8 +277,8 @@ class Block:
         """
         r, divisor = self.r_before[self.bias_rows], self.divisor[self.bias_rows]
         pairs = zip(self.members, self.biases, strict=False)
-        grad_bias = torch.cat([find_gradient(m.bias, target) for m, target in pairs])
-        self.bias = torch.cat(self.biases)
+        grad_bias = torch.cat([find_gradient(m.bias, target).flatten() for m, target in pairs])
+        self.bias = torch.cat([target.flatten() for target in self.biases])
         most = 1 if self.match else STEEPEST
         self.is_near = (r != 0) & r.isfinite() & (self.bias.abs() <= most * r.abs())
         self.mean = torch.ones_like(r)

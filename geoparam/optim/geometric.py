@@ -1,6 +1,5 @@
 """Geometric parameterization in the optimizer, for a model that stays plain."""
 
-import copy
 import inspect
 import math
 import warnings
@@ -118,6 +117,9 @@ class GeometricOptimizer(Optimizer):
 
         model = unwrap(model)
         self._found = find_units(model, filter_fn, example_inputs, scale, split, stacks)
+        params = dict(model.named_parameters())
+        for unit in self._found.units:
+            check_sharding(unit, params[unit.name])
         self._make_base = Recipe("base", base, lr, base_options)
         self._make_rest = choose_rest(self._make_base, rest, lr, base_options, model)
         device = next(model.parameters()).device
@@ -136,7 +138,7 @@ class GeometricOptimizer(Optimizer):
         unit_names = {unit.name for unit in self._found.units}
         divided = divide_groups(model, groups, unit_names, unit_options, self._rest_options)
         for group in divided:
-            if group.get("turn") is not None:
+            if group.get("turn") not in (None, turn):  # one of its own
                 _check_angle("turn", group["turn"])
         super().__init__(divided, {})
         # OneCycleLR asks here whether there are betas in all groups.
@@ -320,8 +322,12 @@ class GeometricOptimizer(Optimizer):
             at, weight = places.get(unit.name, (0, None))
             if weight is None or weight.grad is None:
                 continue
-            if hasattr(weight, "placements"):
-                check_sharding(unit, weight)
+            if weight.is_meta:
+                raise ValueError(
+                    f"{unit.name!r} is on the meta device and has no values: materialise the "
+                    "model, and build the optimizer after that."
+                )
+            check_sharding(unit, weight)
             if "r" in self.state[weight]:
                 saved_states.check_size(unit, self.state[weight])
             bias_at, bias = places.get(unit.bias or "", (0, None))
@@ -388,7 +394,8 @@ class GeometricOptimizer(Optimizer):
 
         for _, name, p in self._list_params():
             if states[name]:
-                self.state[p] = {key: copy.deepcopy(x) for key, x in states[name].items()}
+                entries = states[name].items()
+                self.state[p] = {k: x.clone() if isinstance(x, Tensor) else x for k, x in entries}
         if self._guesses_scale:  # the model's mode may be another now
             self._found = replace(self._found, units=[
                 replace(u, is_fixed=bool(states.get(u.name, {}).get("is_fixed", u.is_fixed)))

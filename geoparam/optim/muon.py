@@ -55,9 +55,10 @@ class RowMuon(Optimizer):
         layers: list[Tensor] = []  # of all parameters, one after the other
         counts = []
         for p, update in zip(params, updates, strict=True):
+            # All rows of a sharded matrix are needed together.
             whole = update.full_tensor() if hasattr(update, "full_tensor") else update
-            matrix = whole.flatten(1)  # rows of a sharded one are needed together
-            parts = matrix.split(self.parts.get(p) or len(matrix))
+            sizes = self.parts.get(p) or (len(whole),)
+            parts = whole.reshape(sum(sizes), -1).split(sizes)
             layers += parts
             counts.append(len(parts))
         changes = iter(_orthogonalise_all(layers, group))

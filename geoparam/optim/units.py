@@ -99,14 +99,21 @@ def find_units(
         else:
             units[name] = unit
 
-    embedded = {names.get(id(w)) for w in find_embeddings(model)}
+    known = {*units, *(unit.bias for unit in units.values())}
     for name, p in parameters.items():
-        if p.ndim > 1 and name not in units:
-            reason = "an embedding" if name in embedded else "not in a known layer"
-            plain.setdefault(name, reason)
+        if p.ndim > 1 and name not in known:
+            plain.setdefault(name, _name_owner(model, name))
     if not units:
         raise ValueError(_say_why_none(plain, graph is None))
     return Found(list(units.values()), plain)
+
+
+def _name_owner(model: nn.Module, name: str) -> str:
+    """Return why a parameter of a module that is no known layer stays plain."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and name.endswith("weight"):
+        return "an embedding"
+    return "a router" if type(owner).__name__.endswith("Router") else "not in a known layer"
 
 
 def _check_model(model: nn.Module) -> None:

@@ -2,8 +2,11 @@
 # The sweeps behind results/images: every run of one part, which goes on where it was cut off.
 #   sweeps.sh DATA OUT PART...
 #   PART: vgg6-optimizers resnet18-optimizers vgg6-fair resnet18-fair
-#   table2 table2-90 table3, bn-rate (the rate 0.3 under the papers' schedule), or, each after its
-#   fair sweep,
+#   table2 table2-90 table3, bn-rate (the rate 0.3 under the papers' schedule),
+#   schedules-1024 schedules-256    BN, GmP+IMN, WN+MBN over the papers' six rates under v2's steps
+#                                   and v1's plateau, each with and without warmup
+#   start-1024                      GmP+IMN from the text's start and the released code's, or, each
+#   after its fair sweep,
 #   vgg6-why resnet18-why           what could help input means, by one option each
 #   vgg6-tracked resnet18-tracked   the boundaries of three methods in training
 #   resnet18-optimizers-tracked     the same for SGD, Muon with decay and `turn`, or
@@ -85,6 +88,20 @@ sweep() { # NAME OPTIONS...: a fair sweep; its network is the name's first word
 table=(--epochs 30 --compile)
 table2=("${table[@]}" --methods "bn,gmp+imn,gmp,wn+mbn,wn+mbn:mbn=before,sp,wn,intrinsic+imn")
 
+# The papers' rates under one schedule, chosen on a tenth of the training images; then three seeds.
+# Of 18 epochs 5 and 10 of 90 would be 1 and 2: the plateau has a patience of 2 and ends after 4.
+schedules() { # BATCH NAME SCHEDULE WARMUP
+  local name=table2-$1-$2 epochs=18 patience=()
+  [ "$1" = 256 ] && epochs=12
+  [[ $3 = plateau* ]] && patience=(--patience 2)
+  local common=(--batch-sizes "$1" --epochs "$epochs" --schedule "$3" --warmup "$4" "${patience[@]}"
+    --select 0.1 --recalibrate 80)
+  run "$name" "${common[@]}" --seeds 1 --methods bn,gmp+imn,wn+mbn \
+    --lrs 0.001,0.003,0.01,0.03,0.1,0.3
+  choose "$name" 99 1
+  run "$name" "${common[@]}" --seeds 3 "${best[@]}"
+}
+
 choose() { # NAME COUNT EACH: set `best` to the COUNT best settings, at most EACH of a method
   mapfile -t best < <(python3 "$(dirname "$0")/best.py" "$out/$1" "$3")
   [ ${#best[@]} -gt 0 ] || { echo "$out/$1 has no records" >&2; exit 1; }
@@ -151,6 +168,18 @@ for part in "$@"; do
     table2)
       run "$part" "${table2[@]}" --batch-sizes 256,1024 --seeds "${SEEDS:-3}"
       run "$part" "${table2[@]}" --batch-sizes 512 --seeds 1 ;;
+    schedules-*)
+      for warmup in 0 0.1; do
+        suffix=$([ $warmup = 0 ] || echo -warmup)
+        schedules "${part#schedules-}" "steps$suffix" steps $warmup
+        schedules "${part#schedules-}" "plateau$suffix" plateau-top1 $warmup
+      done ;;
+    start-1024)
+      start=(--batch-sizes 1024 --epochs 18 --schedule steps --select 0.1 --recalibrate 80)
+      run table2-1024-start "${start[@]}" --seeds 1 \
+        --method gmp+imn:init=sphere,released:lr=0.03,0.1,0.3
+      choose table2-1024-start 99 1
+      run table2-1024-start "${start[@]}" --seeds 3 "${best[@]}" ;;
     table2-90) run "$part" --epochs 90 --compile --batch-sizes 1024 --seeds 1 \
       --methods bn,gmp,gmp+imn ;;
     table3)

@@ -1,7 +1,8 @@
 """The papers' plateau schedules: the accuracy after each epoch decides when the rate falls.
 
     plateau-top1    v1's text: to a tenth after 5 epochs without a better top-1, end after 10
-    plateau-top5    the released code: the same by top-5, and the best weights are kept
+    plateau-top5    the released code of VGG-6: the same by top-5, and the best weights are kept;
+                    its runs have at most 500 epochs
 
 Epochs are counted as Keras counts them (`stacks.keras_rules`): the rate falls when 5 are reached,
 and better means by 1e-4 of all images for the rate, by any amount for the end. The images are the
