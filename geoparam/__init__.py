@@ -3,6 +3,7 @@
 from geoparam.analysis.tracker import BoundaryTracker
 from geoparam.attention import GmPMultiheadAttention
 from geoparam.base_layer import GmPLayer
+from geoparam.checkpoints import fold_state_dict
 from geoparam.conversion import convert_, fold_, plan, verify
 from geoparam.input_mean_layers import (
     InputMeanConv1d,
@@ -11,7 +12,6 @@ from geoparam.input_mean_layers import (
     InputMeanLinear,
 )
 from geoparam.layers import GmPConv1d, GmPConv2d, GmPConv3d, GmPLinear
-from geoparam.memory import remembered
 from geoparam.norm import InputMeanNorm, MeanOnlyBatchNorm
 from geoparam.optim import GeometricOptimizer, param_groups
 from geoparam.running_statistics import recalibrate_, synchronise_means_
@@ -36,10 +36,10 @@ __all__ = [
     "MeanOnlyBatchNorm",
     "convert_",
     "fold_",
+    "fold_state_dict",
     "param_groups",
     "plan",
     "recalibrate_",
-    "remembered",
     "retract",
     "synchronise_means_",
     "verify",

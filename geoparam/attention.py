@@ -13,7 +13,7 @@ class GmPMultiheadAttention(nn.MultiheadAttention):
     """torch's attention, whose `in_proj_weight` and `in_proj_bias` are views of a `GmPLinear`.
 
     Query, key and value of all heads are rows of one matrix, so one layer `in_proj` holds them.
-    `convert_` makes it from an attention that is there; all else, forward included, is torch's.
+    `convert_` makes it from torch's attention, whose forward and other parts it keeps.
 
     Example:
         >>> import copy, torch
@@ -30,9 +30,10 @@ class GmPMultiheadAttention(nn.MultiheadAttention):
     def around(
         cls, attention: nn.MultiheadAttention, in_proj: GmPLinear
     ) -> "GmPMultiheadAttention":
-        """Return attention with another input projection."""
+        """Return a copy of `attention` with this input projection."""
         converted = copy_as(cls, attention)
-        converted._parameters.update(in_proj_weight=None, in_proj_bias=None)  # keeps their order
+        # None rather than removed, so that folding puts them back in their order.
+        converted._parameters.update(in_proj_weight=None, in_proj_bias=None)
         converted.in_proj = in_proj.train(attention.training)
         return converted
 
@@ -40,14 +41,16 @@ class GmPMultiheadAttention(nn.MultiheadAttention):
         """Return the nn.MultiheadAttention that computes the same."""
         plain = copy_as(nn.MultiheadAttention, self)
         linear = plain._modules.pop("in_proj")
-        linear = linear.to_linear() if isinstance(linear, GmPLinear) else linear
+        if isinstance(linear, GmPLinear):
+            linear = linear.to_linear()
         assert isinstance(linear, nn.Linear)
-        plain._parameters.update({f"in_proj_{n}": p for n, p in linear.named_parameters()})
+        for name, parameter in linear.named_parameters():
+            plain._parameters[f"in_proj_{name}"] = parameter
         return plain
 
     @property
     def in_proj_weight(self) -> Tensor:  # type: ignore[override]
-        return as_computed(self.in_proj._current_weight(None))
+        return as_computed(self.in_proj._weight(None))
 
     @property
     def in_proj_bias(self) -> Tensor | None:  # type: ignore[override]

@@ -21,18 +21,14 @@ from geoparam.computed import as_computed
 from geoparam.coordinates import (
     Init,
     Name,
-    Sign,
     check_assigned,
     check_finite,
     compute_distance,
     coordinates_for,
     draw,
-    normalise_,
 )
 from geoparam.functional import result_type
-from geoparam.memory import Memory
 from geoparam.norm import InputMeanNorm
-from geoparam.step_hooks import watch
 
 Activation = Callable[[Tensor], Tensor]
 InputNorm = bool | Literal["bias", "border"]
@@ -42,7 +38,7 @@ _BLOCK = 1 << 18  # elements encoded at once: bounds the float64 copies
 
 
 class UnitOptions(NamedTuple):
-    """What all layers take by keyword; `GmPLinear` says what it means."""
+    """What every layer takes by keyword; `GmPLinear` documents it."""
 
     activation: Activation | None
     init: Init | None
@@ -58,15 +54,17 @@ class GmPLayer(nn.Module):
     `weight` and `bias` are what the affine map uses: r u and r lam, or, with an activation, u and
     lam, since r then stays outside. `direction` and `location` have the weight's shape. All four,
     and `theta`, are computed from the parameters. Assigning `weight` or `bias` sets the
-    parameters; writing into any of the five in place raises, as it would be lost.
+    parameters; writing into any of the five in place raises, because it would be lost.
     """
 
     _version = 2  # in version 1 `input_norm=True` was the border form
-    _plain: ClassVar[type[nn.Module]]  # the torch.nn layer, and what both are built from
-    _arguments: ClassVar[tuple[str, ...]]
-    _extra: tuple[str, ...] = ()  # attributes a user set on the torch.nn layer
-    _hidden: Mapping[str, Any] = {}  # the same, of names that this class uses itself
-    _made_from: type[nn.Module] | None = None  # that layer's class, which may be a user's own
+    _plain: ClassVar[type[nn.Module]]  # the torch.nn layer that this one stands for
+    _arguments: ClassVar[tuple[str, ...]]  # of both constructors: attributes of both layers
+
+    # Of a converted layer, so that folding gives them back:
+    _extra: tuple[str, ...] = ()  # attributes that the user had set on the torch.nn layer
+    _hidden: Mapping[str, Any] = {}  # those whose names this class uses itself
+    _made_from: type[nn.Module] | None = None  # its class, which may be a user's subclass
 
     r: nn.Parameter
     lam: nn.Parameter | None
@@ -83,37 +81,33 @@ class GmPLayer(nn.Module):
         options: UnitOptions,
     ) -> None:
         super().__init__()
-        activation, init, coordinates, natural, input_norm, momentum = options
         _check_options(weight_shape, options)
         out, n = weight_shape[0], math.prod(weight_shape[1:])
         self.weight_shape = weight_shape
         self.channel_dim = 1 - len(weight_shape)  # -1, or before the positions
-        self.coordinates = coordinates
-        self.natural = natural
-        self.init = init
-        self.activation = activation
-        self.input_norm_form = input_norm
+        self.coordinates = options.coordinates
+        self.natural = options.natural
+        self.init = options.init
+        self.activation = options.activation
+        self.input_norm_form = options.input_norm
+        self._coordinates = coordinates_for(options.coordinates, n, options.natural)
+
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        norm = {"momentum": momentum, "dim": self.channel_dim, **place}
-        self.input_norm = InputMeanNorm(in_channels, **norm) if input_norm else None
-        self._coordinates = coordinates_for(coordinates, n)
-        shapes = {"latitude": (out, n - 1), "unit": (out, n), "sign": (out,)}
-        stored = torch.empty(shapes[self._coordinates.name], **place)
-        if isinstance(self._coordinates, Sign):
-            self.register_buffer("sign", stored)
-        else:
+        self.input_norm = None
+        if options.input_norm:
+            momentum, dim = options.momentum, self.channel_dim
+            self.input_norm = InputMeanNorm(in_channels, momentum, dim, **place)
+
+        stored = torch.empty(self._coordinates.shape(out, n), **place)
+        if self._coordinates.is_learned:
             self.register_parameter(self._coordinates.name, nn.Parameter(stored))
+        else:
+            self.register_buffer(self._coordinates.name, stored)
         self.r = nn.Parameter(torch.empty(out, **place))
         self.lam = nn.Parameter(torch.empty(out, **place)) if bias else None
-        self.is_retracted = True
-        self._remembered = Memory()
-        if init is not None:
-            self.reset_parameters()
-        watch(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        watch(self)  # a copy, or from a file
+        if options.init is not None:
+            self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw new parameters as `init` says; with None, those of a new torch.nn layer."""
@@ -123,15 +117,17 @@ class GmPLayer(nn.Module):
             return
         if self.init is None:
             plain = self._new_plain(self.r.device, self.r.dtype, self.lam is not None)
-            return self._set_affine(plain.weight, plain.bias)
-        out, n, device = self.weight_shape[0], self.fan_in, self.r.device
-        rows = draw(out, n, self.init, device=device, dtype=self.r.dtype)
+            self._set_affine(plain.weight, plain.bias)
+            return
+
+        out, device = self.weight_shape[0], self.r.device
+        rows = draw(out, self.fan_in, self.init, device=device, dtype=self.r.dtype)
         r = sphere.length(rows) if self.init == "glorot" else torch.ones(out, device=device)
         self._assign(rows, r, torch.zeros(out, device=device))
 
     @torch.no_grad()
     def _assign(self, rows: Tensor, r: Tensor, lam: Tensor | None) -> None:
-        """Take the directions of `rows`, a block at a time: encoding is float64."""
+        """Store the directions of `rows`, a block at a time since encoding is float64."""
         step = max(1, _BLOCK // self.fan_in)
         for start in range(0, len(rows), step):
             block = slice(start, start + step)
@@ -145,16 +141,19 @@ class GmPLayer(nn.Module):
         check_finite(weight, "weight")
         w = weight.detach().flatten(1)
         r = sphere.length(w)
-        r = r if gain is None else sphere.wide(gain.detach()) * r
+        if gain is not None:
+            r = sphere.wide(gain.detach()) * r
         if not r.to(self.r.dtype).isfinite().all():
             raise ValueError(
                 f"a row of the weight is longer than the largest {self.r.dtype}, so r cannot hold "
                 "its length. Leave the layer standard, or convert it in a wider type."
             )
-        self._assign(w, r, None if bias is None else compute_distance(bias, r, self.r.dtype))
+        lam = None if bias is None else compute_distance(bias, r, self.r.dtype)
+        self._assign(w, r, lam)
 
     @property
     def _stored(self) -> Tensor:
+        """The tensor that holds the directions: `latitude`, `unit` or `sign`."""
         return getattr(self, self._coordinates.name)
 
     @property
@@ -165,10 +164,7 @@ class GmPLayer(nn.Module):
     @property
     def theta(self) -> Tensor:
         """The papers' angles (out, n - 1): pi/2 minus the latitudes."""
-        if self._coordinates.name == "latitude":
-            return as_computed(math.pi / 2 - self._stored)
-        latitude = sphere.to_latitude(self._rows(None))
-        return as_computed((math.pi / 2 - latitude).to(self.r.dtype))
+        return as_computed(self._coordinates.theta(self._stored))
 
     @property
     def direction(self) -> Tensor:
@@ -179,8 +175,11 @@ class GmPLayer(nn.Module):
     def location(self) -> Tensor:
         """The boundaries' nearest points to the origin, -lam u, in the weight's shape."""
         u = self._rows(None)
-        phi = torch.zeros_like(u) if self.lam is None else -self.lam[:, None] * u
-        return as_computed(phi.view(self.weight_shape))
+        if self.lam is None:
+            location = torch.zeros_like(u)
+        else:
+            location = -self.lam[:, None] * u
+        return as_computed(location.view(self.weight_shape))
 
     @property
     def weight(self) -> Tensor:
@@ -192,7 +191,9 @@ class GmPLayer(nn.Module):
         """Set directions and r, and lam so that the bias stays."""
         check_assigned("weight", weight, self.weight_shape)
         if self.activation is None:
-            return self._set_affine(weight, self._bias)
+            self._set_affine(weight, self._bias)
+            return
+
         check_finite(weight, "weight")
         rows = weight.detach().flatten(1)
         if (sphere.length(rows) - 1).abs().max() > _LARGEST_ROUNDING:
@@ -206,11 +207,11 @@ class GmPLayer(nn.Module):
     def bias(self) -> Tensor | None:
         """The affine map's bias: r lam, or lam where r is outside the activation."""
         bias = self._bias
-        return bias if bias is None else as_computed(bias)
+        return None if bias is None else as_computed(bias)
 
     @bias.setter
     def bias(self, bias: Tensor | None) -> None:
-        """Set lam = b / r, or b where r is outside; None leaves the layer without."""
+        """Set lam = b / r, or b where r is outside; None removes lam."""
         if bias is None:
             self.lam = None
             return
@@ -246,37 +247,28 @@ class GmPLayer(nn.Module):
         if self.activation is None:
             return z
         z = self.activation(z)
-        r = self.r.view(-1, *[1] * (-1 - self.channel_dim))
+        positions = -1 - self.channel_dim
+        r = self.r.view(-1, *[1] * positions)
         return z * r.to(z.dtype)
 
     def _affine(self, x: Tensor) -> Tensor:
-        """Return w^T (x - E[x]) + b; without a centred copy of x unless it is the border form."""
+        """Return w^T (x - E[x]) + b; only the border form makes a centred copy of x."""
         mean = None
-        if self.input_norm is not None:
-            if self.input_norm_form == "border":
-                x = self.input_norm(x)
-            else:
-                mean = self.input_norm.mean(x)
-        weight, bias = self._current_weight(_autocast_dtype(x)), self._bias
+        if self.input_norm is not None and self.input_norm_form == "border":
+            x = self.input_norm(x)
+        elif self.input_norm is not None:
+            mean = self.input_norm.mean(x)
+
+        weight = self._weight(_autocast_dtype(x))
+        bias = self._bias
         if mean is not None:
             bias = shift_bias(bias, weight, mean)
-        return self._map(x, weight, None if bias is None else bias.to(weight.dtype))
-
-    def _current_weight(self, dtype: torch.dtype | None) -> Tensor:
-        """Return the weight, or the one that `remembered` has cached for these parameters."""
-        kept = None if torch.is_grad_enabled() else self._remembered.value
-        if kept is not None and not (kept[0].is_cuda and torch.cuda.is_current_stream_capturing()):
-            weight, stored, r = kept
-            wanted = dtype or result_type(stored, r)
-            if stored is self._stored and r is self.r and weight.dtype == wanted:
-                return weight
-        return self._weight(dtype)
-
-    def _remember(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the weight, and what it is computed from."""
-        return self._weight(_autocast_dtype(self.r)), self._stored, self.r
+        if bias is not None:
+            bias = bias.to(weight.dtype)
+        return self._map(x, weight, bias)
 
     def _map(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return w^T x + b."""
         raise NotImplementedError
 
     @property
@@ -285,7 +277,7 @@ class GmPLayer(nn.Module):
 
     @property
     def _centres_borders(self) -> bool:
-        """Whether zeros are padded to the centred input, so that its mean fits into no bias."""
+        """Whether zeros are padded after centring, so that no bias can hold the mean."""
         return self.input_norm_form == "border" and self._pads_zeros
 
     def _to_plain(self) -> Any:
@@ -295,34 +287,41 @@ class GmPLayer(nn.Module):
                 "this layer applies its own activation with r outside of it, so no standard layer "
                 "alone is the same. Fold the model, which gives Sequential(layer, activation)."
             )
-        mean = None if self.input_norm is None else self.input_norm.running_mean
         if self._centres_borders:
             raise ValueError(
                 "the input's mean cannot go into a bias: zeros are padded to the centred input. "
                 "Use input_norm=True, or fold the model."
             )
+        mean = None if self.input_norm is None else self.input_norm.running_mean
         return self.build_plain(*self._fold(self.r, mean))
 
     @torch.no_grad()
     def _fold(self, scale: Tensor | None, mean: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the plain layer's weight and bias, for a scale inside and a mean of the input."""
         weight = self._rows(scale).view(self.weight_shape)
-        bias = self.lam if self.lam is None or scale is None else scale * self.lam
+        bias: Tensor | None = self.lam
+        if bias is not None and scale is not None:
+            bias = scale * bias
         if mean is not None:
             bias = shift_bias(bias, weight, mean).to(weight.dtype)
         return weight, bias
 
     def build_plain(self, weight: Tensor, bias: Tensor | None) -> Any:
-        """Return the torch.nn layer with this weight and bias, frozen and in the mode of self."""
+        """Return the torch.nn layer with this weight and bias, in this one's mode.
+
+        Its parameters are frozen where those that they were computed from are.
+        """
         layer = self._new_plain("meta", weight.dtype, bias is not None)
-        learned = self._stored if isinstance(self._stored, nn.Parameter) else self.r
-        layer.weight = nn.Parameter(weight, requires_grad=learned.requires_grad)
+        weight_source = self._stored if isinstance(self._stored, nn.Parameter) else self.r
+        layer.weight = nn.Parameter(weight, requires_grad=weight_source.requires_grad)
         if bias is not None:
-            trained = self.r if self.lam is None else self.lam
-            layer.bias = nn.Parameter(bias, requires_grad=trained.requires_grad)
-        layer.__dict__.update({name: getattr(self, name) for name in self._extra}, **self._hidden)
+            bias_source = self.r if self.lam is None else self.lam
+            layer.bias = nn.Parameter(bias, requires_grad=bias_source.requires_grad)
+
+        layer.__dict__.update({name: getattr(self, name) for name in self._extra})
+        layer.__dict__.update(self._hidden)
         layer.train(self.training)
-        with contextlib.suppress(TypeError):  # a class with slots cannot be given back
+        with contextlib.suppress(TypeError):  # the user's class has other slots
             layer.__class__ = self._made_from or self._plain
         return layer
 
@@ -333,9 +332,29 @@ class GmPLayer(nn.Module):
     @torch.no_grad()
     def retract_(self) -> None:
         """Pull drifted unit vectors back to length 1, which does not change the function."""
-        if self._coordinates.name == "unit":
-            normalise_(self._stored)
-            self.is_retracted = True
+        self._coordinates.retract_(self._stored)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GmPLayer":
+        """Change type or device; refuse a type that cannot hold r or lam."""
+        for name in ("r", "lam"):
+            self._check_cast(name, fn)
+        return super()._apply(fn, recurse)
+
+    @torch.no_grad()
+    def _check_cast(self, name: str, fn: Callable[[Tensor], Tensor]) -> None:
+        values = self._parameters.get(name)
+        if values is None or values.is_meta:
+            return
+        cast = fn(values)
+        if cast.dtype == values.dtype or cast.is_meta:
+            return
+        lost = values.isfinite() & ~cast.isfinite().to(values.device)
+        if lost.any():
+            row = int(lost.nonzero()[0])
+            raise ValueError(
+                f"{name} of {self} is {float(values[row]):g} in row {row}, which {cast.dtype} "
+                "cannot hold. Leave this layer standard (filter_fn of convert_), or use bfloat16."
+            )
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name in ("weight_orig", "bias_orig"):
@@ -353,8 +372,9 @@ class GmPLayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def extra_repr(self) -> str:
-        text = "" if isinstance(self._coordinates, Sign) else f", coordinates={self.coordinates!r}"
-        text += ", natural=True" if self.natural else ""
+        text = f", coordinates={self.coordinates!r}" if self._coordinates.is_learned else ""
+        if self.natural:
+            text += ", natural=True"
         if callable(self.activation) and not isinstance(self.activation, nn.Module):
             text += f", activation={getattr(self.activation, '__name__', self.activation)}"
         if self.input_norm is not None:
@@ -369,29 +389,26 @@ def _check_options(weight_shape: tuple[int, ...], options: UnitOptions) -> None:
             "a layer needs at least one unit with at least one input; got a weight of shape "
             f"{weight_shape}, that is {out} units with fan-in {n}."
         )
-    if options.natural and options.coordinates != "angles":
-        raise ValueError(
-            "natural=True corrects the gradient of angles; intrinsic coordinates need no "
-            "correction. Use coordinates='angles' or natural=False."
-        )
     if options.activation is not None and not callable(options.activation):
         raise ValueError(f"activation is a function or module; got {options.activation!r}.")
-    if (form := options.input_norm) not in (False, True, "bias", "border"):
-        raise ValueError(f"input_norm is False, True, 'bias' or 'border'; got {form!r}.")
+    if options.input_norm not in (False, True, "bias", "border"):
+        raise ValueError(
+            f"input_norm is False, True, 'bias' or 'border'; got {options.input_norm!r}."
+        )
 
 
 def _check_version(name: str, version: int | None) -> None:
-    """Refuse a state in which input_norm=True meant something else; warn if it does not tell."""
-    say = (
+    """Refuse a state in which input_norm=True meant something else; warn if it has no version."""
+    message = (
         f"{name or 'the layer'} centres its input and pads zeros with input_norm=True, which was "
         "the border form up to version 1 of the layers' state, and is the bias form now. {} "
         "Set layer.input_norm_form = 'border' before loading for a layer that was trained with "
         "True then, or 'bias' for one of today or of convert_ without init."
     )
     if version is None:
-        warnings.warn(say.format("This state dict has no version."), stacklevel=2)
+        warnings.warn(message.format("This state dict has no version."), stacklevel=2)
     elif version < 2:
-        raise ValueError(say.format(f"This state dict has version {version}."))
+        raise ValueError(message.format(f"This state dict has version {version}."))
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -14,9 +14,9 @@ number of positions of x, and s, the sum of dL/dz over the positions of z,
 
 It is for large tensors in eager code, where passes over memory take the time: autograd's backward
 pass of a mean writes a tensor of the input's size, and torch adds one value per channel at a third
-of the memory's speed. Linear layers and 1x1 convolutions add it inside of the matrix product, the
+of the memory's speed. Linear layers and 1x1 convolutions add it inside the matrix product, the
 others with a kernel (`channels_triton`). For small tensors autograd's own nodes are faster than
-ones written in Python. Compilers fuse these passes themselves; torch.func and forward mode need
+those written in Python. Compilers fuse these passes themselves; torch.func and forward mode need
 torch's own ops. Second derivatives are those of the formulas above.
 """
 
@@ -45,8 +45,9 @@ _POINTWISE = ConvOptions((1, 1), (0, 0), (1, 1))
 
 def has_own_backward(x: Tensor, weight: Tensor | None = None) -> bool:
     """Return whether a mean of `x`, or a map of it, uses the backward pass of this module."""
-    # The compiler comes first: comparing sizes in it would make a guard on the batch's size.
-    return not torch.compiler.is_compiling() and x.numel() >= LARGE and is_eager(x, weight)
+    if torch.compiler.is_compiling():  # first: comparing sizes would guard on the batch's size
+        return False
+    return x.numel() >= LARGE and is_eager(x, weight)
 
 
 def working_type(x: Tensor) -> torch.dtype:
@@ -87,14 +88,20 @@ def shift_bias(bias: Tensor | None, weight: Tensor, mean: Tensor) -> Tensor:
     if autocast_type(device_type) is not None:
         with _without_autocast(device_type):
             return shift_bias(bias, weight, mean)
-    wide, width = working_type(mean), weight.shape[1]
-    mean, bias = cast(mean, wide), None if bias is None else cast(bias, wide)
-    summed = _sum_kernel(weight, wide)
+    dtype = working_type(mean)
+    mean = cast(mean, dtype)
+    w_summed = _sum_kernel(weight, dtype)
+    width = weight.shape[1]
     groups = mean.numel() // width
+
+    if groups == 1 and bias is not None:
+        return torch.addmv(cast(bias, dtype), w_summed, mean, alpha=-1)
     if groups == 1:
-        return -summed.mv(mean) if bias is None else torch.addmv(bias, summed, mean, alpha=-1)
-    shift = (summed.view(groups, -1, width) * mean.view(groups, 1, width)).sum(2).flatten()
-    return -shift if bias is None else bias - shift
+        shift = w_summed.mv(mean)
+    else:
+        products = w_summed.view(groups, -1, width) * mean.view(groups, 1, width)
+        shift = products.sum(2).flatten()
+    return -shift if bias is None else cast(bias, dtype) - shift
 
 
 def map_centred(
@@ -128,33 +135,40 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Return an expanded view of one value per channel."""
+        positions = ctx.shape.numel() // grad.numel()
+        grad = (grad / positions).to(ctx.dtype)
         shape = [1 if dim in ctx.dims else size for dim, size in enumerate(ctx.shape)]
-        grad = grad / (ctx.shape.numel() // grad.numel())
-        return grad.to(ctx.dtype).view(shape).expand(ctx.shape), None
+        return grad.view(shape).expand(ctx.shape), None
 
 
 class _Map(torch.autograd.Function):
-    """The map and its backward pass, in few calls of torch: each costs microseconds."""
+    """The map and its backward pass, in few calls of torch: each costs microseconds.
+
+    Rows are positions of x or z, columns their channels. `w` is the weight in x's type, `w_summed`
+    the weight added up over its kernel.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Any
     ) -> tuple[Tensor, Tensor]:
-        rows = _to_rows(x, options)
-        mean, w, summed = _prepare(rows, weight)
-        ctx.save_for_backward(x, weight, mean, w, summed)
-        ctx.options, ctx.bias_type = options, None if bias is None else bias.dtype
+        x_rows = _to_rows(x, options)
+        mean, w, w_summed = _prepare(x_rows, weight)
+        ctx.save_for_backward(x, weight, mean, w, w_summed)
+        ctx.options = options
+        ctx.bias_type = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean)
+
         bias = mean.new_zeros(1) if bias is None else cast(bias, mean.dtype)
-        shift = torch.addmv(bias, summed, mean, alpha=-1)
+        shifted = torch.addmv(bias, w_summed, mean, alpha=-1)  # b - w_summed m
         if _is_product(weight, options):
             z = _make_empty(x, len(weight), options)
-            out = _to_rows(z, options)
-            torch.addmm(cast(shift, x.dtype), rows, w.flatten(1).t(), out=out)
+            z_rows = _to_rows(z, options)
+            torch.addmm(cast(shifted, x.dtype), x_rows, w.flatten(1).t(), out=z_rows)
         elif _has_kernel(x):
-            z = _add_row(F.conv2d(x, w, None, *options), shift, 1.0)
+            z = _add_row(F.conv2d(x, w, None, *options), shifted, 1.0)
         else:
-            z = F.conv2d(x, w, cast(shift, x.dtype), *options)
+            z = F.conv2d(x, w, cast(shifted, x.dtype), *options)
         return z, mean
 
     @staticmethod
@@ -163,33 +177,72 @@ class _Map(torch.autograd.Function):
         if autocast_type(device_type) is not None:  # backward() was called inside of it
             with _without_autocast(device_type):
                 return _Map.backward(ctx, grad, _)
-        x, weight, mean, w, summed = ctx.saved_tensors
-        options, (of_x, of_weight, *_) = ctx.options, ctx.needs_input_grad
+
+        x, weight, mean, w, w_summed = ctx.saved_tensors
+        options, needs = ctx.options, ctx.needs_input_grad[:2]
         if options is not None and torch._C._has_storage(grad):  # unlike a batch of gradients
             grad = grad.contiguous(memory_format=torch.channels_last)
-        rows, by_rows = _to_rows(x, options), _to_rows(grad, options)
         if torch.is_grad_enabled():  # second derivatives need the graph of these
-            mean, w, summed = _prepare(rows, weight)
-        sums, by_mean = _sum_rows(by_rows), -1 / len(rows)
-        grad_x: Any = None
-        grad_weight: Any = None
+            mean, w, w_summed = _prepare(_to_rows(x, options), weight)
+
+        s = _sum_rows(_to_rows(grad, options))
+        through_mean = w_summed.t().mv(s) if needs[0] else None
         if _is_product(weight, options):
-            if of_x:
-                shift = cast(summed.t().mv(sums) * by_mean, x.dtype)
-                grad_x = _from_rows(torch.addmm(shift, by_rows, w.flatten(1)), x, options)
-            if of_weight:
-                grad_weight = by_rows.t().mm(rows).view(weight.shape)
+            grad_x, grad_weight = _backward_product(grad, x, w, options, needs, through_mean)
         else:
-            more = False, (0, 0), 1, (of_x, of_weight, False)
-            backward = torch.ops.aten.convolution_backward
-            grad_x, grad_weight, _ = backward(grad, x, w, None, *options, *more)
-            grad_x = _add_row(grad_x, summed.t().mv(sums), by_mean) if of_x else None
-        if of_weight:
+            grad_x, grad_weight = _backward_conv(grad, x, w, options, needs, through_mean)
+
+        if grad_weight is not None:
             ones = [1] * (weight.ndim - 2)
-            s, m = sums.view(-1, 1, *ones), mean.view(1, -1, *ones)
-            grad_weight = cast(torch.addcmul(grad_weight, s, m, value=-1), weight.dtype)
-        grad_bias = None if ctx.bias_type is None else cast(sums, ctx.bias_type)
+            s_column, mean_row = s.view(-1, 1, *ones), mean.view(1, -1, *ones)
+            grad_weight = torch.addcmul(grad_weight, s_column, mean_row, value=-1)
+            grad_weight = cast(grad_weight, weight.dtype)
+        grad_bias = None if ctx.bias_type is None else cast(s, ctx.bias_type)
         return grad_x, grad_weight, grad_bias, None
+
+
+Gradients = tuple[Tensor | None, Tensor | None]
+
+
+def _backward_product(
+    grad: Tensor,
+    x: Tensor,
+    w: Tensor,
+    options: ConvOptions | None,
+    needs: tuple[bool, bool],
+    through_mean: Tensor | None,
+) -> Gradients:
+    """Return dL/dx, and dL/dw without the mean's part, of a matrix product.
+
+    `through_mean` is w_summed^T s, of which 1/n is subtracted from each row of dL/dx.
+    """
+    x_rows, grad_rows = _to_rows(x, options), _to_rows(grad, options)
+    grad_x = grad_weight = None
+    if through_mean is not None:
+        shift = cast(through_mean * (-1 / len(x_rows)), x.dtype)
+        grad_x = _from_rows(torch.addmm(shift, grad_rows, w.flatten(1)), x, options)
+    if needs[1]:
+        grad_weight = grad_rows.t().mm(x_rows).view(w.shape)
+    return grad_x, grad_weight
+
+
+def _backward_conv(
+    grad: Tensor,
+    x: Tensor,
+    w: Tensor,
+    options: ConvOptions,
+    needs: tuple[bool, bool],
+    through_mean: Tensor | None,
+) -> Gradients:
+    """Return what `_backward_product` does, of a convolution."""
+    is_transposed, output_padding, groups = False, (0, 0), 1
+    grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
+        grad, x, w, None, *options, is_transposed, output_padding, groups, (*needs, False)
+    )
+    if through_mean is not None:
+        positions = x.numel() // x.shape[1]
+        grad_x = _add_row(grad_x, through_mean, -1 / positions)
+    return grad_x, grad_weight
 
 
 def _without_autocast(device_type: str) -> Any:
@@ -216,14 +269,16 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _prepare(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean row, and the weight in the rows' type and added up over its kernel."""
+    """Return the mean of the rows, the weight in their type, and w_summed."""
     mean = _sum_rows(rows) / len(rows)
     return mean, cast(weight, rows.dtype), _sum_kernel(weight, mean.dtype)
 
 
 def _is_product(weight: Tensor, options: ConvOptions | None) -> bool:
-    """Return whether each position is mapped by itself, so that all are one matrix product."""
-    return options is None or (options == _POINTWISE and weight.shape[2:].numel() == 1)
+    """Return whether the map is one matrix product: a linear layer or a 1x1 convolution."""
+    if options is None:
+        return True
+    return options == _POINTWISE and weight.shape[2:].numel() == 1
 
 
 def _sum_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -234,13 +289,14 @@ def _sum_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _has_kernel(x: Tensor) -> bool:
-    """Return whether Triton's kernels serve; they have no gradient of their own."""
+    """Return whether Triton's kernels are used, which autograd cannot differentiate."""
     if x.dtype == torch.float64 or torch.is_grad_enabled() or not torch._C._has_storage(x):
         return False
     return choose_kernels(x) == "triton"
 
 
 def _sum_rows(rows: Tensor) -> Tensor:
+    """Return the sum of all rows, in float32 or better."""
     if _has_kernel(rows) and rows.is_contiguous():
         from geoparam.kernels import channels_triton  # needs Triton
 
@@ -249,7 +305,7 @@ def _sum_rows(rows: Tensor) -> Tensor:
 
 
 def _add_row(images: Tensor, row: Tensor, factor: float) -> Tensor:
-    """Return images plus factor times one value per channel; in place where a kernel does it."""
+    """Return images plus factor times one value per channel; a kernel does it in place."""
     if _has_kernel(images) and images.is_contiguous(memory_format=torch.channels_last):
         from geoparam.kernels import channels_triton
 
@@ -259,18 +315,20 @@ def _add_row(images: Tensor, row: Tensor, factor: float) -> Tensor:
 
 
 def _to_rows(x: Tensor, options: ConvOptions | None) -> Tensor:
+    """Return a matrix with a row for each position and a column for each channel."""
     rows = x if options is None else x.permute(0, 2, 3, 1)
     return rows.reshape(-1, rows.shape[-1])
 
 
 def _from_rows(rows: Tensor, like: Tensor, options: ConvOptions | None) -> Tensor:
+    """Undo `_to_rows` for a matrix with the rows of `like`."""
     if options is None:
         return rows.view(like.shape)
     return rows.view(like.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
 
 
 def _make_empty(x: Tensor, channels: int, options: ConvOptions | None) -> Tensor:
-    """Return a new tensor for z. It is no view: an in-place ReLU on a view would copy it."""
+    """Return a new tensor for z; not a view, which an in-place ReLU would copy."""
     if options is None:
         return x.new_empty(*x.shape[:-1], channels)
     batch, _, *size = x.shape

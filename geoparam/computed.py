@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WRITES = {
-    f"__i{name}__"
-    for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
-} | {"__setitem__", "__set__"}
+_OPERATORS = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+    *("and", "or", "xor", "lshift", "rshift"),
+)
+_WRITES = {f"__i{name}__" for name in _OPERATORS} | {"__setitem__", "__set__"}
 _HARMLESS = {"requires_grad_"}
 
 
@@ -39,11 +40,10 @@ those parameters.
     ) -> Any:
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
         written = kwargs.get("out")
-        in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
-        if name in _WRITES or in_place:
+        if _writes_in_place(name):
             written = args[0] if args else kwargs.get("tensor")  # nn.init passes it by keyword
-        several = written if isinstance(written, list | tuple) else [written]
-        if any(isinstance(t, Computed) for t in several):
+        targets = written if isinstance(written, list | tuple) else [written]
+        if any(isinstance(target, Computed) for target in targets):
             raise RuntimeError(
                 "this tensor is computed from r, lam and the direction, so what "
                 f"{name} writes into it would be lost. Assign to it (layer.weight = ..., "
@@ -58,17 +58,25 @@ those parameters.
 
 
 def as_computed(x: Tensor) -> Tensor:
-    """Return x as a tensor that refuses writes; as it is where a compiler or tracer reads it."""
-    plain = type(x) is Tensor and not torch.compiler.is_compiling()
-    if not plain or torch._C._are_functorch_transforms_active():
+    """Return x as a tensor that refuses writes; unchanged under a compiler or tracer."""
+    if type(x) is not Tensor or torch.compiler.is_compiling():
+        return x
+    if torch._C._are_functorch_transforms_active():
         return x
     return x.as_subclass(Computed)
+
+
+def _writes_in_place(name: str) -> bool:
+    """Return whether torch's function of this name writes into its first argument."""
+    if name in _WRITES:
+        return True
+    return name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
 
 
 def _is_part_of(result: Any, args: tuple) -> bool:
     """Return whether a result is in the memory of a computed tensor: a view of it, its data."""
     if type(result) is not Tensor or not torch._C._has_storage(result):
         return False
-    x: Any = args[0] if args else None
-    is_computed = isinstance(x, Computed)
-    return is_computed and x.untyped_storage()._cdata == result.untyped_storage()._cdata
+    if not args or not isinstance(args[0], Computed):
+        return False
+    return args[0].untyped_storage()._cdata == result.untyped_storage()._cdata

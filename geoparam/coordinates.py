@@ -1,8 +1,9 @@
 """How a layer stores its units' directions: as latitudes, as unit vectors, or as a sign.
 
-The three objects share one vocabulary: `name` of the stored tensor, `encode` from rows (out, n) of
-any length, and `decode` to weight rows, scaled by r where it is given. A zero row has no
-direction; it gets the last axis. Below them is what else a layer's parameters are computed from.
+A coordinate system knows all that depends on it: the name and shape of the stored tensor, how rows
+are encoded and decoded, the sphere's metric in it, and how it is kept on the sphere after a step.
+A zero row has no direction; it gets the last axis. Below the systems is what else a layer's
+parameters are computed from.
 """
 
 import math
@@ -23,10 +24,46 @@ STEEPEST = 100  # |b| / |r| beyond which a small change of r moves the bias too 
 _SHORTEST = 1e-12  # a vector that was set to 0 stays finite
 
 
-class Angles:
+class Coordinates:
+    """A way to store directions (out, n); `stored` is the tensor that holds them."""
+
+    name: str  # of the stored tensor
+    is_learned = True
+    has_natural = False  # whether the gradient can be divided by the metric
+
+    def shape(self, out: int, n: int) -> tuple[int, ...]:
+        """Return the shape of the stored tensor."""
+        raise NotImplementedError
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Return the stored values, in float64, for rows of any length."""
+        raise NotImplementedError
+
+    def decode(self, stored: Tensor, r: Tensor | None, natural: bool, dtype: Type) -> Tensor:
+        """Return the unit rows, or weight rows r u."""
+        raise NotImplementedError
+
+    def theta(self, stored: Tensor) -> Tensor:
+        """Return the papers' angles (out, n - 1)."""
+        latitude = sphere.to_latitude(self.decode(stored, None, False, None))
+        return (math.pi / 2 - latitude).to(stored.dtype)
+
+    def metric(self, stored: Tensor) -> Tensor:
+        """Return the metric's diagonal: a small step e turns a unit by sqrt(sum_k m_k e_k^2)."""
+        return torch.ones_like(stored)
+
+    def retract_(self, stored: Tensor) -> None:
+        """Bring directions back onto the sphere after a step."""
+
+
+class Angles(Coordinates):
     """The papers' hyperspherical coordinates, as `latitude` (out, n - 1) = pi/2 - theta."""
 
     name = "latitude"
+    has_natural = True
+
+    def shape(self, out: int, n: int) -> tuple[int, ...]:
+        return (out, n - 1)
 
     def encode(self, rows: Tensor) -> Tensor:
         return sphere.to_latitude(rows)
@@ -34,8 +71,14 @@ class Angles:
     def decode(self, stored: Tensor, r: Tensor | None, natural: bool, dtype: Type) -> Tensor:
         return functional.weight(stored, r, natural=natural, dtype=dtype)
 
+    def theta(self, stored: Tensor) -> Tensor:
+        return math.pi / 2 - stored
 
-class Intrinsic:
+    def metric(self, stored: Tensor) -> Tensor:
+        return sphere.metric(stored)
+
+
+class Intrinsic(Coordinates):
     """The direction itself, as `unit` (out, n), of which only the direction counts.
 
     d / ||d|| has a gradient tangent to the sphere, so a step e of a unit vector turns it by at
@@ -43,6 +86,9 @@ class Intrinsic:
     """
 
     name = "unit"
+
+    def shape(self, out: int, n: int) -> tuple[int, ...]:
+        return (out, n)
 
     def encode(self, rows: Tensor) -> Tensor:
         unit = sphere.normalise(rows)
@@ -52,45 +98,56 @@ class Intrinsic:
     def decode(self, stored: Tensor, r: Tensor | None, natural: bool, dtype: Type) -> Tensor:
         d = stored if stored.dtype == torch.float64 else stored.float()
         scale = _length(d).clamp(min=_SHORTEST).reciprocal()
-        rows = d * (scale if r is None else scale * r[..., None])
+        if r is not None:
+            scale = scale * r[..., None]
+        rows = d * scale
         return rows.to(functional.result_type(stored, r) if dtype is None else dtype)
 
+    def retract_(self, stored: Tensor) -> None:
+        """Divide the rows by their lengths, in place; zero rows stay zero."""
+        stored.div_(sphere.nonzero(_length(stored)))
 
-class Sign:
+
+class Sign(Coordinates):
     """One input: there is no angle, only a `sign` (out,), drawn once and not learned."""
 
     name = "sign"
+    is_learned = False
+
+    def shape(self, out: int, n: int) -> tuple[int, ...]:
+        return (out,)
 
     def encode(self, rows: Tensor) -> Tensor:
         return torch.where(rows.squeeze(-1) < 0, -1, 1)
 
     def decode(self, stored: Tensor, r: Tensor | None, natural: bool, dtype: Type) -> Tensor:
-        row = (stored if r is None else stored * r).unsqueeze(-1)
-        return row if dtype is None else row.to(dtype)
+        signed = stored if r is None else stored * r
+        rows = signed.unsqueeze(-1)
+        return rows if dtype is None else rows.to(dtype)
 
 
-Coordinates = Angles | Intrinsic | Sign
+_SYSTEMS: dict[str, Coordinates] = {"angles": Angles(), "intrinsic": Intrinsic()}
 
 
-def normalise_(unit: Tensor) -> None:
-    """Divide the rows of `unit` (out, n) by their lengths in place; zero rows stay zero."""
-    unit.div_(sphere.nonzero(_length(unit)))
+def coordinates_for(name: str, fan_in: int, natural: bool = False) -> Coordinates:
+    """Return the coordinates called `name` for units with `fan_in` inputs."""
+    if name not in _SYSTEMS:
+        raise ValueError(f"coordinates are 'angles' or 'intrinsic'; got {name!r}.")
+    if natural and not _SYSTEMS[name].has_natural:
+        raise ValueError(
+            "natural=True corrects the gradient of angles; intrinsic coordinates need no "
+            "correction. Use coordinates='angles' or natural=False."
+        )
+    return Sign() if fan_in == 1 else _SYSTEMS[name]
 
 
 def _length(rows: Tensor) -> Tensor:
     """Return the lengths (out, 1) of rows, in float32 or better."""
-    precise = torch.promote_types(rows.dtype, torch.float32)
-    is_long = rows.shape[-1] > 1 << 16  # float32 loses 2e-6 in a sum of 300,000 squares (CPU)
-    dtype = sphere.wide_type(rows.device) if is_long else precise
-    return torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=dtype).to(precise)
-
-
-def coordinates_for(name: str, fan_in: int) -> Coordinates:
-    """Return the coordinates called `name` for units with `fan_in` inputs."""
-    known: dict[str, Coordinates] = {"angles": Angles(), "intrinsic": Intrinsic()}
-    if name not in known:
-        raise ValueError(f"coordinates are 'angles' or 'intrinsic'; got {name!r}.")
-    return Sign() if fan_in == 1 else known[name]
+    result_type = torch.promote_types(rows.dtype, torch.float32)
+    # In float32 a sum of 300,000 squares loses 2e-6 (CPU).
+    is_long = rows.shape[-1] > 1 << 16
+    dtype = sphere.wide_type(rows.device) if is_long else result_type
+    return torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=dtype).to(result_type)
 
 
 def draw(out: int, n: int, init: Init, *, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -107,15 +164,17 @@ def draw(out: int, n: int, init: Init, *, device: torch.device, dtype: torch.dty
 
 
 def compute_distance(bias: Tensor, r: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return lam = b / r in float64, if that is a number of the type it is stored in."""
+    """Return lam = b / r in float64; raise if `dtype`, in which it is stored, cannot hold it."""
     check_finite(bias, "bias")
     b = sphere.wide(bias.detach())
-    lost = ((r == 0) & (b != 0)).nonzero().flatten().tolist()
-    if lost:
+    without_direction = (r == 0) & (b != 0)
+    if without_direction.any():
+        rows = without_direction.nonzero().flatten().tolist()
         raise ValueError(
-            f"rows {lost[:8]} have a zero weight and a bias: such a unit has no boundary, "
+            f"rows {rows[:8]} have a zero weight and a bias: such a unit has no boundary, "
             "and r * lam cannot hold its bias. Leave the layer standard or prune the row."
         )
+
     lam = torch.where(r == 0, 0, b / sphere.nonzero(r))
     if not lam.to(dtype).isfinite().all():
         raise ValueError(
@@ -126,7 +185,7 @@ def compute_distance(bias: Tensor, r: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_finite(x: Tensor, name: str) -> None:
-    """Raise where a tensor, called `name` in the error, holds NaN or infinity."""
+    """Raise if a tensor, called `name` in the error, holds NaN or infinity."""
     if not x.isfinite().all():
         raise ValueError(
             f"the {name} holds NaN or infinite values, which have no direction; got "
@@ -135,7 +194,7 @@ def check_finite(x: Tensor, name: str) -> None:
 
 
 def check_assigned(name: str, value: Any, shape: tuple[int, ...]) -> None:
-    """Raise where a weight or bias, called `name` in the error, cannot be one of this shape."""
+    """Raise if a weight or bias, called `name` in the error, cannot be one of this shape."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"the {name} is a tensor of floating-point values; got {kind}.")

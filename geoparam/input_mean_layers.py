@@ -37,43 +37,55 @@ class InputMeanLayer(TrackedMean):
         self._start(momentum)
 
     def _start(self, momentum: float | None) -> None:
-        size: tuple[int, ...] = getattr(self, "kernel_size", ())
-        channels = getattr(self, "in_channels" if size else "in_features")
-        place = self.weight.device, self.weight.dtype
-        self._start_tracking(channels, momentum, -1 - len(size), *place)
+        """Start a running mean of the input."""
+        layer: Any = self
+        kernel_size: tuple[int, ...] = getattr(self, "kernel_size", ())
+        channels = layer.in_channels if kernel_size else layer.in_features
+        dim = -1 - len(kernel_size)
+        self._start_tracking(channels, momentum, dim, self.weight.device, self.weight.dtype)
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name for it
         x, weight = input, self.weight  # once: a parametrization computes it each time
         if self.training and not self.is_shared and self._uses_map_centred(x, weight):
             self._check_channels(x)
-            layer: Any = self
-            is_conv = isinstance(self, nn.Conv2d)
-            options = ConvOptions(layer.stride, layer.padding, layer.dilation) if is_conv else None
-            z, mean = map_centred(x, weight, self.bias, options)
+            z, mean = map_centred(x, weight, self.bias, self._conv_options())
             self._track(mean)
             return z
-        return self._map(x, weight, shift_bias(self.bias, weight, self.mean(x)).to(weight.dtype))
+        bias = shift_bias(self.bias, weight, self.mean(x))
+        return self._map(x, weight, bias.to(weight.dtype))
+
+    def _conv_options(self) -> ConvOptions | None:
+        if not isinstance(self, nn.Conv2d):
+            return None
+        padding: Any = self.padding
+        return ConvOptions(self.stride, padding, self.dilation)
 
     def _map(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """Return w^T x + bias; convolutions pad as torch's do."""
         return self._conv_forward(x, weight, bias)  # type: ignore[operator]
 
     def _uses_map_centred(self, x: Tensor, weight: Tensor) -> bool:
-        """Return whether the input is large, its layout and type fit, and all have gradients."""
+        """Return whether the input is large, its layout and type fit, and both have gradients."""
         if not has_own_backward(x, weight) or not (x.requires_grad and weight.requires_grad):
             return False
         if type(self).mean is not TrackedMean.mean or x.numel() <= self.num_features:
             return False
-        if autocast_type(x.device.type) is not None:
-            if torch.float64 in (x.dtype, weight.dtype):
-                return False  # autocast leaves these as they are
-        elif x.dtype != weight.dtype:
-            return False  # torch refuses it
-        if not isinstance(self, nn.Conv2d):
-            return isinstance(self, nn.Linear) and len(weight) > 0
-        if type(self)._conv_forward is not nn.Conv2d._conv_forward or self.groups > 1:
+        if autocast_type(x.device.type) is None:
+            if x.dtype != weight.dtype:
+                return False  # torch refuses it
+        elif torch.float64 in (x.dtype, weight.dtype):
+            return False  # autocast leaves these as they are
+
+        if isinstance(self, nn.Linear):
+            return len(weight) > 0
+        return isinstance(self, nn.Conv2d) and self._is_simple_conv(x)
+
+    def _is_simple_conv(self, x: Tensor) -> bool:
+        """Return whether a Conv2d is one that `map_centred` computes for this input."""
+        conv: Any = self
+        if type(conv)._conv_forward is not nn.Conv2d._conv_forward or conv.groups > 1:
             return False
-        if self.padding_mode != "zeros" or isinstance(self.padding, str):
+        if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
             return False
         return x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
 
@@ -161,23 +173,24 @@ def adopt(layer: nn.Module, momentum: float | None = MOMENTUM, centred: bool = T
         >>> type(layer).__name__, layer.weight is conv.weight
         ('InputMeanConv2d', True)
     """
-    kinds = [kind for kind in _KINDS if isinstance(layer, kind._plain)]
-    if not kinds:
+    kind = next((kind for kind in _KINDS if isinstance(layer, kind._plain)), None)
+    if kind is None:
         raise ValueError(
             f"input means are for nn.Linear and nn.Conv1d/2d/3d; got {type(layer).__name__}."
         )
-    new = copy_as(kinds[0] if centred else type(layer), layer)
+    new = copy_as(kind if centred else type(layer), layer)
     if new.bias is None:
         new.bias = nn.Parameter(new.weight.detach().new_zeros(len(new.weight)))
     if centred:
         new._start(momentum)
-        new.__dict__["_plain"] = type(layer)  # perhaps a user's own class
+        new.__dict__["_plain"] = type(layer)  # may be a user's subclass
     return new
 
 
 def release(layer: nn.Module) -> Any:
     """Return the torch.nn layer with the same Parameters and options, without the mean."""
-    plain = copy_as(getattr(layer, "_plain", type_before_parametrizations(layer)), layer)
+    kind = getattr(layer, "_plain", type_before_parametrizations(layer))
+    plain = copy_as(kind, layer)
     plain._modules.pop("parametrizations", None)
     plain.__dict__.pop("_plain", None)
     if isinstance(layer, TrackedMean):
@@ -190,7 +203,7 @@ def release(layer: nn.Module) -> Any:
 def copy_as(kind: type[nn.Module], layer: nn.Module) -> Any:
     """Return a module of another class with the state, options and hooks of `layer`."""
     new = kind.__new__(kind)
-    for key, value in layer.__dict__.items():
-        own = key in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-        new.__dict__[key] = value.copy() if own else value
+    new.__dict__.update(layer.__dict__)
+    for key in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        new.__dict__[key] = layer.__dict__[key].copy()
     return new

@@ -101,12 +101,19 @@ class GmPLinear(GmPLayer):
 
 
 class _GmPConv(GmPLayer):
-    """The convolutions, which differ in their rank alone."""
+    """What convolutions share; they differ in rank alone."""
 
     _plain: ClassVar[type[PlainConv]]
     _rank: ClassVar[int]
-    _arguments = tuple(
-        "in_channels out_channels kernel_size stride padding dilation groups padding_mode".split()
+    _arguments = (
+        "in_channels",
+        "out_channels",
+        "kernel_size",
+        "stride",
+        "padding",
+        "dilation",
+        "groups",
+        "padding_mode",
     )
     padding_mode: str
     _reversed_padding_repeated_twice: list[int]
@@ -132,13 +139,15 @@ class _GmPConv(GmPLayer):
         input_norm: InputNorm = False,
         momentum: float | None = MOMENTUM,
     ) -> None:
-        plain: Any = self._plain  # checks the arguments, and holds them as its forward wants them
+        # torch's layer checks the arguments, and its attributes are what _conv_forward reads.
+        plain: Any = self._plain
         sizes = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
         conv = plain(*sizes, bias=False, padding_mode=padding_mode, device="meta")
         if len(conv.kernel_size) != self._rank:
             raise ValueError(
                 f"kernel_size is one number or {self._rank} of them; got {kernel_size}."
             )
+
         options = UnitOptions(activation, init, coordinates, natural, input_norm, momentum)
         super().__init__(tuple(conv.weight.shape), in_channels, bias, device, dtype, options)
         for name in (*self._arguments, "output_padding", "_reversed_padding_repeated_twice"):
@@ -211,12 +220,12 @@ class GmPConv3d(_GmPConv):
 
 
 def _convert(kind: type[Layer], plain: Any, coordinates: Name, natural: bool) -> Layer:
+    """Return a layer of this kind that computes what a torch.nn layer does."""
+    expected, got = kind._plain.__name__, type(plain).__name__
     if not issubclass(type(plain), kind._plain):
-        expected = f"{kind.__name__} is made from an nn.{kind._plain.__name__}"
-        raise ValueError(f"{expected}; got {type(plain).__name__}.")
+        raise ValueError(f"{kind.__name__} is made from an nn.{expected}; got {got}.")
     if overrides(plain, kind._plain):
-        base = f"its base class nn.{kind._plain.__name__}"
-        raise ValueError(f"{type(plain).__name__} computes something else than {base}.")
+        raise ValueError(f"{got} computes something else than its base class nn.{expected}.")
     layer = build_like(kind, plain, init=None, coordinates=coordinates, natural=natural)
     layer._set_affine(plain.weight, plain.bias)
     return layer
@@ -224,26 +233,32 @@ def _convert(kind: type[Layer], plain: Any, coordinates: Name, natural: bool) ->
 
 def build_like(kind: type[Layer], plain: Any, **options: Any) -> Layer:
     """Return a new layer with the sizes, type, mode, flags and attributes of a torch.nn layer."""
-    sizes: dict[str, Any] = {name: getattr(plain, name) for name in kind._arguments}
-    place = {"device": plain.weight.device, "dtype": plain.weight.dtype}
-    layer = kind(**sizes, **{"bias": plain.bias is not None, **place, **options})
+    has_bias, weight = plain.bias is not None, plain.weight
+    arguments: dict[str, Any] = {name: getattr(plain, name) for name in kind._arguments}
+    arguments |= {"bias": has_bias, "device": weight.device, "dtype": weight.dtype}
+    layer = kind(**{**arguments, **options})
+
     for name, parameter in layer.named_parameters():
-        own = "bias" if name == "lam" and plain.bias is not None else "weight"
-        parameter.requires_grad_(is_trained(plain, own))
-    torchs = vars(layer._new_plain("meta", plain.weight.dtype, plain.bias is not None))
-    extra = {key: value for key, value in vars(plain).items() if not hasattr(layer, key)}
-    known = {*torchs, *extra, "weight", "bias"}
-    hidden = {k: v for k, v in vars(plain).items() if k not in known and k[0] != "_"}
+        source = "bias" if name == "lam" and has_bias else "weight"
+        parameter.requires_grad_(is_trained(plain, source))
+
+    # A user's attributes are kept; those whose names are ours come back with folding.
+    attributes = vars(plain)
+    extra = {key: value for key, value in attributes.items() if not hasattr(layer, key)}
+    of_torch = vars(layer._new_plain("meta", weight.dtype, has_bias))
+    known = {*of_torch, *extra, "weight", "bias"}
+    hidden = {k: v for k, v in attributes.items() if k not in known and not k.startswith("_")}
     layer.__dict__.update(extra, _extra=tuple(extra), _hidden=hidden)
     layer._made_from = type_before_parametrizations(plain)
     return layer.train(plain.training)
 
 
 def is_trained(plain: nn.Module, name: str) -> bool:
-    """Return whether a tensor learns, or what it is computed from (weight_norm)."""
-    learned = [key for key, p in plain.named_parameters() if p.requires_grad]
-    behind = any(key.removeprefix("parametrizations.").startswith(name) for key in learned)
-    return behind or getattr(plain, name).requires_grad
+    """Return whether a tensor, or what it is computed from (weight_norm), learns."""
+    for key, parameter in plain.named_parameters():
+        if parameter.requires_grad and key.removeprefix("parametrizations.").startswith(name):
+            return True
+    return getattr(plain, name).requires_grad
 
 
 def as_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

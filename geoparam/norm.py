@@ -18,9 +18,15 @@ from geoparam.centred_map import cast, channel_mean, working_type
 
 MOMENTUM = 0.1  # as torch's BatchNorm has it
 TRACKING = (  # the attributes that `TrackedMean` adds to a module
-    "running_mean num_batches_tracked num_features momentum dim corrected synchronised "
-    "process_group"
-).split()
+    "running_mean",
+    "num_batches_tracked",
+    "num_features",
+    "momentum",
+    "dim",
+    "corrected",
+    "synchronised",
+    "process_group",
+)
 
 
 class TrackedMean(nn.Module):
@@ -51,9 +57,11 @@ class TrackedMean(nn.Module):
         self._check_channels(x)
         if not self.training:
             return self.running_mean
-        x = x.unsqueeze(0) if x.ndim == 1 else x
+        if x.ndim == 1:
+            x = x.unsqueeze(0)
         if self.is_shared:
             return self._joint_mean(x)
+
         count = x.numel() // self.num_features
         if count == 0:  # an empty batch has no mean
             return self.running_mean.clone()
@@ -69,8 +77,9 @@ class TrackedMean(nn.Module):
     @property
     def is_shared(self) -> bool:
         """Whether the mean is that of several processes."""
-        ready = self.synchronised and dist.is_available() and dist.is_initialized()
-        return ready and dist.get_world_size(self.process_group) > 1
+        if not (self.synchronised and dist.is_available() and dist.is_initialized()):
+            return False
+        return dist.get_world_size(self.process_group) > 1
 
     def reset_running_stats(self) -> None:
         """Forget all batches."""
@@ -82,6 +91,7 @@ class TrackedMean(nn.Module):
         sums = x.sum(dim=self._other_dims(x), dtype=working_type(x))
         count = sums.new_full((1,), x.numel() // self.num_features)
         joint = _SumOverProcesses.apply(torch.cat([sums, count]), self.process_group)
+
         sums, count = joint[:-1], joint[-1].detach()
         mean = torch.where(count > 0, sums / count.clamp(min=1), self.running_mean)
         self._track(mean.detach(), count > 0)
@@ -99,10 +109,13 @@ class TrackedMean(nn.Module):
         mean = cast(mean, running.dtype)
         if self.momentum is not None and not self.corrected:
             running.lerp_(mean, self.momentum)
-        else:
-            count = count.double() if running.dtype == torch.float64 else count
-            most = None if self.momentum is None else 1 / self.momentum
-            running.addcdiv_(mean - running, count.clamp(1, most))
+            return
+
+        # running += (mean - running) / min(count, 1 / momentum)
+        if running.dtype == torch.float64:
+            count = count.double()
+        most = None if self.momentum is None else 1 / self.momentum
+        running.addcdiv_(mean - running, count.clamp(1, most))
 
     def _check_channels(self, x: Tensor) -> None:
         if not -x.ndim <= self.dim < x.ndim or x.shape[self.dim] != self.num_features:
@@ -160,17 +173,23 @@ class InputMeanNorm(TrackedMean):
         return (x - self._along_channels(self.mean(x), x)).to(x.dtype)
 
     def reset_parameters(self) -> None:
-        """Start anew; there is nothing to draw."""
+        """Forget all batches; there is no parameter to draw."""
         self.reset_running_stats()
 
     def _along_channels(self, per_channel: Tensor, x: Tensor) -> Tensor:
-        return per_channel.view(-1, *[1] * (x.ndim - 1 - self.dim % x.ndim))
+        """Return one value per channel in a shape that broadcasts over x."""
+        dims_behind = x.ndim - 1 - self.dim % x.ndim
+        return per_channel.view(-1, *[1] * dims_behind)
 
     def extra_repr(self) -> str:
         text = f"{self.num_features}, momentum={self.momentum}"
-        text += "" if self.corrected else ", corrected=False"
-        text += ", synchronised=True" if self.synchronised else ""
-        return text if self.dim == 1 else f"{text}, dim={self.dim}"
+        if not self.corrected:
+            text += ", corrected=False"
+        if self.synchronised:
+            text += ", synchronised=True"
+        if self.dim != 1:
+            text += f", dim={self.dim}"
+        return text
 
 
 class MeanOnlyBatchNorm(InputMeanNorm):
@@ -204,11 +223,13 @@ class MeanOnlyBatchNorm(InputMeanNorm):
 
     def forward(self, z: Tensor) -> Tensor:
         mean = self.mean(z)
-        mean = mean if self.bias is None else mean - self.bias
+        if self.bias is not None:
+            mean = mean - self.bias
         return (z - self._along_channels(mean, z)).to(z.dtype)
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + ("" if self.bias is not None else ", bias=False")
+        bias = ", bias=False" if self.bias is None else ""
+        return super().extra_repr() + bias
 
 
 class _SumOverProcesses(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """Running statistics of a whole model: recomputed, or shared by several processes."""
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +21,9 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
     """Recompute the running statistics of `model` as plain averages over some batches, in place.
 
     It is for all mean normalization, that of layers too, and for torch's BatchNorm: after
-    averaging weights, after editing them, or where the moving average lags behind. Only modules
-    with running statistics are in training mode meanwhile, so dropout stays off. Momentum and
-    flags are restored. A norm that does not run keeps its statistics; after an error all do.
+    averaging or editing weights, or where the moving average lags behind. Only modules with
+    running statistics are in training mode meanwhile, so dropout stays off. Momentum and flags are
+    restored. A norm that does not run keeps its statistics; after an error all of them do.
 
     Args:
         model: a model with such norms.
@@ -35,42 +36,62 @@ def recalibrate_(model: Model, batches: Iterable[Any]) -> Model:
         >>> recalibrate_(nn.BatchNorm1d(1), batches).running_mean
         tensor([4.])
     """
-    kinds = (TrackedMean, _BatchNorm)
-    found = [module for module in model.modules() if isinstance(module, kinds)]
-    norms = [norm for norm in found if norm.running_mean is not None]
+    norms = _find_norms(model)
+    if not norms:
+        raise ValueError(
+            "recalibrate_ needs a model whose norms have running statistics; got none."
+        )
     iterator = iter([batches] if isinstance(batches, Tensor | Mapping) else batches)
     first = list(itertools.islice(iterator, 1))
-    if not norms or not first:
-        lacking = "batches" if norms else "a model whose norms have running statistics"
-        raise ValueError(f"recalibrate_ needs {lacking}; got none.")
+    if not first:
+        raise ValueError("recalibrate_ needs batches; got none.")
+
+    before = {norm: [b.clone() for b in norm.buffers(recurse=False)] for norm in norms}
+    with _averaging(model, norms):
+        not_run = norms
+        try:
+            for batch in itertools.chain(first, iterator):
+                _run_batch(model, batch)
+            not_run = [norm for norm in norms if not norm.num_batches_tracked]
+        finally:
+            for norm in not_run:
+                torch._foreach_copy_(list(norm.buffers(recurse=False)), before[norm])
+    return model
+
+
+def _find_norms(model: nn.Module) -> list[Any]:
+    """Return the modules with running statistics."""
+    norms = [module for module in model.modules() if isinstance(module, TrackedMean | _BatchNorm)]
+    return [norm for norm in norms if norm.running_mean is not None]
+
+
+@contextlib.contextmanager
+def _averaging(model: nn.Module, norms: list[Any]) -> Iterator[None]:
+    """Let norms start a plain average of batches, in a model that is otherwise in evaluation."""
     flags = {module: module.training for module in model.modules()}
     momenta = {norm: norm.momentum for norm in norms}
-    kept = {norm: [b.clone() for b in norm.buffers(recurse=False)] for norm in norms}
     model.eval()
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # the plain average
         norm.train()
     try:
-        for batch in itertools.chain(first, iterator):
-            _run_batch(model, batch)
-        kept = {norm: own for norm, own in kept.items() if not norm.num_batches_tracked}
+        yield
     finally:
-        for norm, own in kept.items():
-            torch._foreach_copy_(list(norm.buffers(recurse=False)), own)
         for norm, momentum in momenta.items():
             norm.momentum = momentum
         for module, flag in flags.items():
             module.training = flag
-    return model
 
 
 def _run_batch(model: nn.Module, batch: Any) -> None:
+    """Run the model on a batch, without labels and whatever else forward does not take."""
     if isinstance(batch, tuple | list):
-        sizes = range(1, len(batch) + 1)
-        sizes = sizes if isinstance(batch, list) else sizes[::-1]
-        fits = (n for n in sizes if not why_not_callable(model, *batch[:n]))
-        batch = batch[: next(fits, len(batch))]
+        counts = range(1, len(batch) + 1)
+        if isinstance(batch, tuple):  # as many arguments as forward takes; of a list, as few
+            counts = counts[::-1]
+        fitting = (n for n in counts if not why_not_callable(model, *batch[:n]))
+        batch = batch[: next(fitting, len(batch))]
     args, kwargs = arguments_of(model, batch)
     model(*args, **kwargs)
 

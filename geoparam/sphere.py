@@ -13,8 +13,8 @@ storage type. From latitudes to vectors it can be differentiated any number of t
 cosines are never divided by a cosine, so poles (cos a_k = 0) need no special case; the later
 coordinates are 0, their angles get no gradient, and all is finite.
 
-With n = 1 there is no angle: `to_unit` gives +1 and `to_latitude` an empty tensor; who needs the
-sign of a one-dimensional direction stores it beside.
+With n = 1 there is no angle: `to_unit` gives +1 and `to_latitude` an empty tensor; the sign of a
+one-dimensional direction has to be stored beside it.
 """
 
 import torch
@@ -47,17 +47,26 @@ def scan(a: Tensor, b: Tensor) -> Tensor:
     pairs = n // 2
     a_even, a_odd = a[..., 0::2], a[..., 1::2]
     b_even, b_odd = b[..., 0::2], b[..., 1::2]
-    odd = scan(a_odd * a_even[..., :pairs], b_odd + a_odd * b_even[..., :pairs])
-    later = b_even[..., 1:] + a_even[..., 1:] * odd[..., : n - pairs - 1]
-    even = torch.cat([b_even[..., :1], later], dim=-1)
-    paired = torch.stack([even[..., :pairs], odd], dim=-1).flatten(-2)
-    return torch.cat([paired, even[..., pairs:]], dim=-1)
+
+    # y_odd in terms of the y_odd before it
+    factors = a_odd * a_even[..., :pairs]
+    terms = b_odd + a_odd * b_even[..., :pairs]
+    y_odd = scan(factors, terms)
+
+    # y_even from the y_odd before it
+    y_later = b_even[..., 1:] + a_even[..., 1:] * y_odd[..., : n - pairs - 1]
+    y_even = torch.cat([b_even[..., :1], y_later], dim=-1)
+
+    interleaved = torch.stack([y_even[..., :pairs], y_odd], dim=-1).flatten(-2)
+    return torch.cat([interleaved, y_even[..., pairs:]], dim=-1)
 
 
 def products(cos: Tensor) -> Tensor:
     """Return P_1, ..., P_n for n - 1 cosines: P_1 = 1, P_{k+1} = cos_k P_k."""
-    one = torch.ones_like(cos[..., :1]) if cos.shape[-1] else cos.new_ones(*cos.shape[:-1], 1)
-    return scan(torch.cat([one, cos], dim=-1), torch.cat([one, torch.zeros_like(cos)], dim=-1))
+    one = cos.new_ones(*cos.shape[:-1], 1)
+    factors = torch.cat([one, cos], dim=-1)
+    terms = torch.cat([one, torch.zeros_like(cos)], dim=-1)
+    return scan(factors, terms)
 
 
 def to_unit(latitude: Tensor) -> Tensor:
@@ -89,20 +98,22 @@ def to_latitude(vector: Tensor) -> Tensor:
     if vector.shape[-1] == 0:
         raise ValueError("a direction needs at least one coordinate; got a vector of length 0.")
     x = _rescale(wide(vector))
-    tail = x.square().flip(-1).cumsum(-1).flip(-1).sqrt()
-    rest = torch.cat([tail[..., 1:-1], x[..., -1:]], dim=-1)[..., : x.shape[-1] - 1]
+    n = x.shape[-1]
+    tail_length = x.square().flip(-1).cumsum(-1).flip(-1).sqrt()
+    rest = torch.cat([tail_length[..., 1:-1], x[..., -1:]], dim=-1)[..., : n - 1]
     return torch.atan2(x[..., :-1], rest)
 
 
 def normalise(vector: Tensor) -> Tensor:
     """Return the directions of vectors (..., n) in float64; a zero vector stays zero."""
     x = _rescale(wide(vector))
-    return x / nonzero(torch.linalg.vector_norm(x, dim=-1, keepdim=True))
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / nonzero(norm)
 
 
 def length(vector: Tensor) -> Tensor:
     """Return the lengths of vectors (..., n) in float64, of very short and long ones too."""
-    if vector.dtype != torch.float64:  # squares of narrower types do not leave float64
+    if vector.dtype != torch.float64:  # float64 holds the squares of narrower types
         return torch.linalg.vector_norm(vector, dim=-1, dtype=wide_type(vector.device))
     scale = torch.linalg.vector_norm(vector, ord=torch.inf, dim=-1)
     return scale * torch.linalg.vector_norm(_rescale(vector), dim=-1)
@@ -114,7 +125,8 @@ def metric(latitude: Tensor) -> Tensor:
     A small step e of the latitudes turns the direction by sqrt(sum_k m_k e_k^2) <= ||e||
     (Chen & Ge, Theorem 3.7; appendix B of their first version prints sums for the products).
     """
-    return products(wide(latitude).cos())[..., :-1].square().to(latitude.dtype)
+    p = products(wide(latitude).cos())
+    return p[..., :-1].square().to(latitude.dtype)
 
 
 def angle_between(u: Tensor, v: Tensor) -> Tensor:
@@ -149,11 +161,12 @@ def sample(
 
 def _rescale(x: Tensor) -> Tensor:
     """Bring the largest coordinate to 1, so that squares neither underflow nor overflow."""
-    return x / nonzero(torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, keepdim=True))
+    largest = torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, keepdim=True)
+    return x / nonzero(largest)
 
 
 def nonzero(x: Tensor) -> Tensor:
-    """Return x with 1 for 0, to divide by."""
+    """Replace zeros by ones: a safe divisor."""
     return torch.where(x == 0, 1, x)
 
 

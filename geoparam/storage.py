@@ -1,8 +1,8 @@
 """Read files that others wrote, within bounds; write without losing what is there.
 
 A file may claim anything: JSON may be nested so deeply that Python's stack ends, an archive of
-40 kB may unpack to gigabytes. Functions that read raise ValueError, in words, where
-a file holds something else.
+40 kB may unpack to gigabytes. Functions that read raise ValueError, with a sentence, where a file
+holds something else.
 """
 
 import contextlib
@@ -38,9 +38,11 @@ def list_few(names: Iterable[str], most: int = 12) -> str:
         >>> list_few("abcd", most=2)
         'a, b and 2 more'
     """
-    every = [name if len(name) < 200 else f"{name[:200]}..." for name in names]
-    more = len(every) - most
-    return ", ".join(every[:most]) + (f" and {more} more" if more > 0 else "")
+    shortened = [name if len(name) < 200 else f"{name[:200]}..." for name in names]
+    text = ", ".join(shortened[:most])
+    if len(shortened) > most:
+        text += f" and {len(shortened) - most} more"
+    return text
 
 
 def printable(text: str) -> str:
@@ -50,10 +52,13 @@ def printable(text: str) -> str:
         >>> printable("a\\x1b]0;title\\x07")
         'a\\\\x1b]0;title\\\\x07'
     """
-    return "".join(
-        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else ascii(c)[1:-1]
-        for c in text
-    )
+    return "".join(ascii(c)[1:-1] if _is_control(c) else c for c in text)
+
+
+def _is_control(character: str) -> bool:
+    if character in "\n\t":
+        return False
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs")
 
 
 def read_json(content: bytes, where: object) -> dict[str, Any]:
@@ -77,7 +82,7 @@ def read_json(content: bytes, where: object) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def open_zip(file: Path | IO[bytes], largest: int = 1 << 50) -> Iterator[zipfile.ZipFile]:
+def open_zip(file: Path | IO[bytes], largest: int) -> Iterator[zipfile.ZipFile]:
     """Open an archive none of whose entries claims more than `largest` or than it can hold."""
     try:
         with zipfile.ZipFile(file) as archive:
@@ -97,10 +102,10 @@ def _check_entry(entry: zipfile.ZipInfo, largest: int) -> None:
     if entry.flag_bits & 1:
         raise ValueError(f"its entry {entry.filename} is encrypted")
     ratio = 1 if entry.compress_type == zipfile.ZIP_STORED else RATIO
-    if entry.file_size > min(largest, ratio * entry.compress_size):
+    bound = min(largest, ratio * entry.compress_size)
+    if entry.file_size > bound:
         raise ValueError(
-            f"its entry {entry.filename} claims {entry.file_size:,} bytes, and may have "
-            f"{min(largest, ratio * entry.compress_size):,}"
+            f"its entry {entry.filename} claims {entry.file_size:,} bytes, and may have {bound:,}"
         )
 
 
@@ -109,21 +114,23 @@ def read_npz(path: Path, *names: str) -> dict[str, np.ndarray]:
 
     numpy raises where a header claims more than memory, or than the file has.
     """
+    arrays = {}
     try:
         with zipfile.ZipFile(path) as archive:
-            names = names or tuple(name.removesuffix(".npy") for name in archive.namelist())
-            files = {name: archive.open(f"{name}.npy") for name in names}
-            read = np.lib.format.read_array  # np.load returns bytes where there is no array
-            return {name: read(file, allow_pickle=False) for name, file in files.items()}
+            for name in names or [entry.removesuffix(".npy") for entry in archive.namelist()]:
+                with archive.open(f"{name}.npy") as file:
+                    # np.load would return bytes where there is no array.
+                    arrays[name] = np.lib.format.read_array(file, allow_pickle=False)
+        return arrays
     except (KeyError, OSError):
         raise
-    except Exception as error:  # whatever numpy stumbles over in a damaged file
+    except Exception as error:  # whatever numpy raises for a damaged file
         raise ValueError(f"{path} is truncated or damaged ({error!s:.200})") from error
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, which becomes `path` when the block ends well and is removed if not.
+    """Yield a path to write to; it becomes `path` at the end, and is removed after an error.
 
     Example:
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -140,8 +147,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def refuse_overwrite(path: Path, force: bool = False, mark: bytes = b"") -> None:
-    """Raise where a file is there already, unless it begins with the `mark` of our own."""
-    if force or not os.path.lexists(path):  # a link that leads nowhere is there, too
+    """Raise if a file exists, unless it begins with the `mark` of our own."""
+    if force or not os.path.lexists(path):  # a link that leads nowhere exists, too
         return
     if mark and path.is_file():
         with path.open("rb") as file:

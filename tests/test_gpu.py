@@ -100,34 +100,6 @@ def test_cuda_graph_capture() -> None:
     torch.testing.assert_close(out, expected)
 
 
-@torch.no_grad()
-def test_remembered_weights_serve_other_streams() -> None:
-    layer, x = GmPLinear(2048, 2048).cuda(), torch.randn(64, 2048, device="cuda")
-    expected, streams = layer(x), [torch.cuda.Stream() for _ in range(4)]
-    torch.cuda.synchronize()
-    for _ in range(20):
-        found = []
-        with gp.remembered(layer):
-            for stream in streams:
-                with torch.cuda.stream(stream):
-                    found.append(layer(x))
-        junk = [torch.full((2048, 2048), torch.nan, device="cuda") for _ in range(2)]
-        torch.cuda.synchronize()
-        assert len(junk) == 2 and all(torch.equal(y, expected) for y in found)
-
-
-@torch.no_grad()
-def test_a_graph_captured_with_remembered_weights_follows_the_parameters() -> None:
-    layer, x = GmPLinear(300, 64).cuda(), torch.randn(16, 300, device="cuda")
-    layer(x)  # compiles the kernel before the capture
-    graph = torch.cuda.CUDAGraph()
-    with gp.remembered(layer), torch.cuda.graph(graph):
-        out = layer(x)
-    layer.latitude.add_(0.1 * torch.randn_like(layer.latitude))
-    graph.replay()
-    torch.testing.assert_close(out, layer(x))
-
-
 @pytest.mark.parametrize("norm", [None, "imn"])
 @pytest.mark.parametrize("probe", [False, True], ids=["motion", "probe"])
 def test_tracking_gives_what_the_cpu_gives_and_never_waits(norm: str | None, probe: bool) -> None:

@@ -337,3 +337,24 @@ def test_repr_says_what_it_is() -> None:
     assert repr(GmPLinear(3, 2, bias=False, natural=True)) == (
         "GmPLinear(3, 2, bias=False, coordinates='angles', natural=True)"
     )
+
+
+@pytest.mark.parametrize("coordinates", ["angles", "intrinsic"])
+def test_a_type_that_cannot_hold_a_rows_length_is_refused(coordinates: str) -> None:
+    """Each element of the row fits into float16, the row's length does not."""
+    model = nn.Sequential(nn.Linear(100, 3), nn.ReLU(), nn.Linear(3, 2))
+    with torch.no_grad():
+        model[0].weight[1] = 1e4
+    convert_(model, coordinates=coordinates)
+    with pytest.raises(ValueError, match=r"r of GmPLinear\(100, 3.* is 100000 in row 1"):
+        model.half()
+    assert model[0].r.dtype == torch.float32
+    assert model.bfloat16()(torch.ones(1, 100).bfloat16()).isfinite().all()
+
+
+def test_a_type_that_cannot_hold_a_distance_is_refused() -> None:
+    layer = GmPLinear(4, 3)
+    layer.weight = torch.full((3, 4), 1e-6)
+    layer.bias = torch.ones(3)
+    with pytest.raises(ValueError, match="lam of GmPLinear.* is 500000 in row 0"):
+        layer.to(torch.float16)

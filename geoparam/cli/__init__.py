@@ -17,7 +17,6 @@ EXTRAS = {
     "hf": ("transformers",),
 }
 INSTALL = {name: f"'geoparam[{extra}]'" for extra, names in EXTRAS.items() for name in names}
-INSTALL["timm"] = "timm"
 
 
 def main() -> None:

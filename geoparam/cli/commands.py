@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
@@ -13,42 +13,23 @@ from geoparam.storage import printable
 
 
 def fold(
-    checkpoint: Annotated[
-        Path, Argument(help="safetensors file, sharded folder or index, or torch state_dict.")
-    ],
-    out: Annotated[Path, Option(help="The safetensors file to write.")],
-    arch: Annotated[
-        str | None,
-        Option(
-            help="The plain model: torchvision:NAME, timm:NAME, transformers:FOLDER with a "
-            "config.json, or package.module:function. Only its shapes are used."
-        ),
-    ] = None,
+    checkpoint: Annotated[Path, Argument(help="The safetensors file of a converted model.")],
+    out: Annotated[Path, Argument(help="The safetensors file to write.")],
     like: Annotated[
-        Path | None, Option(help="A plain checkpoint, file or folder, of the same architecture.")
+        Path | None,
+        Option(help="A safetensors file of the plain model, for the shapes of convolutions."),
     ] = None,
-    linear: Annotated[
-        bool,
-        Option(
-            "--linear", help="Every converted layer is nn.Linear or attention: no model needed."
-        ),
-    ] = False,
-    prefix: Annotated[
-        str, Option(help="Take only entries that begin with this, and remove it.")
-    ] = "",
     force: Annotated[bool, Option("--force", help="Overwrite the output.")] = False,
 ) -> None:
     """Turn the checkpoint of a converted model into one of the plain model."""
-    from geoparam.checkpoints.checkpoint_files import fold_checkpoint
+    from geoparam.checkpoints import fold_file
 
-    plain: dict[str, Any] = {"arch": arch, "like": like, "linear": linear}
     try:
-        report = fold_checkpoint(checkpoint, out, **plain, prefix=prefix, force=force)
+        fold_file(checkpoint, out, like=like, force=force)
     except (ValueError, OSError) as error:
         sys.exit(printable(f"Nothing written. {error}"))
-    print(f"{report.layers} layers folded, {report.kept} entries kept as they are.")
-    for note in report.notes:
-        print(printable(f"Note: {note}"))
+    if like is None:
+        print("Weights are matrices (out, in). If a layer is a convolution, give --like.")
     print(printable(f"The plain checkpoint is {out}, {out.stat().st_size / 1e6:,.1f} MB."))
 
 

@@ -1,4 +1,4 @@
-"""Which kernels serve a tensor: Triton's on GPUs, those in C on CPUs, plain torch elsewhere."""
+"""Which kernels compute with a tensor: Triton's on GPUs, plain torch elsewhere."""
 
 import functools
 import importlib.util
@@ -8,31 +8,30 @@ from typing import Literal
 
 from torch import Tensor
 
-from geoparam.kernels import weight, weight_native
+from geoparam.kernels import weight
 
-# auto: the fastest there is. torch: plain torch. triton, native: that one, or an error; for tests.
+# auto: the fastest. torch: plain torch. triton: Triton's, or an error; for tests.
 KERNELS = os.environ.get("GEOPARAM_KERNELS", "auto")
-if KERNELS not in ("auto", "torch", "triton", "native"):
-    raise ValueError(f"GEOPARAM_KERNELS is auto, torch, triton or native; got {KERNELS!r}.")
+if KERNELS not in ("auto", "torch", "triton"):
+    raise ValueError(f"GEOPARAM_KERNELS is auto, torch or triton; got {KERNELS!r}.")
 
 
-def choose_kernels(x: Tensor) -> Literal["triton", "native", "torch"]:
-    """Return which kernels serve this tensor."""
-    if KERNELS == "triton" or (KERNELS == "auto" and x.is_cuda and _has_triton()):
+def choose_kernels(x: Tensor) -> Literal["triton", "torch"]:
+    """Return which kernels compute with this tensor."""
+    if KERNELS == "triton":
         return "triton"
-    if x.is_cpu and (KERNELS == "native" or (KERNELS == "auto" and weight_native.is_available())):
-        return "native"
+    if KERNELS == "auto" and x.is_cuda and _has_triton():
+        return "triton"
     return "torch"
 
 
 def weight_kernel(x: Tensor) -> ModuleType:
     """Return the module whose `forward` and `backward` compute weights of this tensor."""
-    kernels = choose_kernels(x)
-    if kernels == "triton":
+    if choose_kernels(x) == "triton":
         from geoparam.kernels import weight_triton  # needs Triton
 
         return weight_triton
-    return weight_native if kernels == "native" else weight
+    return weight
 
 
 @functools.cache

@@ -6,8 +6,8 @@ With Q_k = cos(a_1) ... cos(a_k) and S_k = sum_{j>k} g_j u_j, as in weight.py:
     dL/da_k = r (Q_k g_k - tan(a_k) S_k),    dL/dr = g_1 u_1 + S_1
 
 A program owns one row and walks along it in chunks of BLOCK columns, with one scan for the
-products and one for the sums. What is needed one column further is loaded there again, from the
-cache, so that nothing has to be moved between threads. The backward starts from the right; where
+products and one for the sums. Values of the neighbouring column are loaded again, from the cache,
+so that nothing has to be moved between threads. The backward pass starts from the right; where
 there are several chunks it first walks to the right to store the product at each chunk's start.
 No atomics: the same numbers every time.
 
@@ -38,44 +38,47 @@ from geoparam.kernels.weight import SMALLEST_METRIC
 _SMALLEST_METRIC = tl.constexpr(SMALLEST_METRIC)
 
 
-def forward(latitude: Tensor, r: Tensor | None, dtype: torch.dtype) -> Tensor:
+def forward(latitude: Tensor, r: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, None]:
     """Return the weight rows (rows, n) for contiguous latitudes (rows, n - 1) and r (rows,)."""
     weight = latitude.new_empty(len(latitude), latitude.shape[1] + 1, dtype=dtype)
     _launch(_forward_kernel, latitude, r, weight)
-    return weight
+    return weight, None
 
 
 def backward(
-    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool
+    grad: Tensor, latitude: Tensor, r: Tensor | None, natural: bool, saved: None
 ) -> tuple[Tensor, Tensor]:
     """Return dL/dlatitude (rows, n - 1) and dL/dr (rows,) for grad = dL/dweight (rows, n)."""
+    rows, n = grad.shape
     grad_latitude = torch.empty_like(latitude)
-    grad_r = latitude.new_empty(len(latitude)) if r is None else torch.empty_like(r)
-    chunks = triton.cdiv(grad.shape[1], _block(latitude))
-    working = torch.promote_types(latitude.dtype, torch.float32)
-    starts = latitude.new_empty(len(latitude), chunks, dtype=working)
+    grad_r = latitude.new_empty(rows) if r is None else torch.empty_like(r)
+    chunks = triton.cdiv(n, _block(latitude))
+    working_type = torch.promote_types(latitude.dtype, torch.float32)
+    starts = latitude.new_empty(rows, chunks, dtype=working_type)
     tensors = grad.contiguous(), grad_latitude, grad_r, starts
     _launch(_backward_kernel, latitude, r, *tensors, NATURAL=natural)
     return grad_latitude, grad_r
 
 
 def _block(latitude: Tensor) -> int:
-    """Return how many columns a program takes at once."""
+    """Return the number of columns in a chunk."""
     return max(16, min(triton.next_power_of_2(latitude.shape[1] + 1), 1024))
 
 
 def _launch(
     kernel: Any, latitude: Tensor, r: Tensor | None, *tensors: Tensor, **options: bool
 ) -> None:
-    (rows, angles), block = latitude.shape, _block(latitude)
-    working = tl.float64 if latitude.dtype == torch.float64 else tl.float32
-    scale = latitude if r is None else r
+    rows, angles = latitude.shape
+    if rows == 0:
+        return
+    n, block = angles + 1, _block(latitude)
+    scale = latitude if r is None else r  # a pointer is needed, also if it is not read
+    working_type = tl.float64 if latitude.dtype == torch.float64 else tl.float32
+    constants = r is not None, working_type, block, n <= block
     with torch.cuda.device_of(latitude):  # nothing in Triton's interpreter
-        if rows:
-            kernel[(rows,)](
-                latitude, scale, *tensors, angles + 1, r is not None, working, block,
-                angles < block, **options, num_warps=max(1, block // 256),
-            )  # fmt: skip
+        kernel[(rows,)](
+            latitude, scale, *tensors, n, *constants, **options, num_warps=max(1, block // 256)
+        )
 
 
 @triton.jit

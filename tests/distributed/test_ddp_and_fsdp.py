@@ -1,6 +1,5 @@
 """DDP and FSDP2 train to what one process does; shards are saved and read as whole tensors."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -102,19 +101,6 @@ def test_unit_vectors_stay_on_the_sphere() -> None:
         gp.retract(model)()
     assert communication.get_total_counts() == 0
     torch.testing.assert_close(model.unit.full_tensor(), before / 3)
-
-
-@in_both
-def test_a_wrong_optimizer_is_noticed() -> None:
-    model = fully_shard(gp.GmPLinear(7, 2, coordinates="intrinsic"))
-    optimizer = torch.optim.AdamW(model.parameters())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            model(torch.randn(4, 7)).sum().backward()
-            optimizer.step()
-    said = [str(w.message) for w in caught if "GmP layers" in str(w.message)]
-    assert len(said) == 2 and "weight decay" in said[0] and "length 1" in said[1]
 
 
 @both_coordinates

@@ -1,4 +1,4 @@
-"""Every implementation of the weight equals float64 arithmetic: plain torch, C, Triton.
+"""Every implementation of the weight equals float64 arithmetic: plain torch and Triton.
 
 Triton's runs on a GPU, or in Triton's interpreter with TRITON_INTERPRET=1 (`make
 test-interpreter`), where two rows of a thousand take a second: long rows are marked slow there.
@@ -14,14 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from geoparam.kernels import weight_native
+from geoparam.kernels import weight
 
 FLOATS = [torch.float32, torch.float64]
 HALVES = [torch.bfloat16, torch.float16]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 IMPLEMENTATIONS = [
     "weight",
-    "weight_native",
     pytest.param(
         "weight_triton", marks=pytest.mark.interpreter if INTERPRETED else pytest.mark.gpu
     ),
@@ -40,8 +39,6 @@ class Kernel(NamedTuple):
 @pytest.fixture(params=IMPLEMENTATIONS)
 def kernel(request: pytest.FixtureRequest) -> Kernel:
     name = request.param
-    if name == "weight_native" and not weight_native.is_available():
-        pytest.skip("needs a C compiler")
     on_gpu = name == "weight_triton" and not INTERPRETED
     if name == "weight_triton":
         pytest.importorskip("triton")
@@ -64,7 +61,7 @@ def test_long_rows(kernel: Kernel, n: int, dtype: torch.dtype) -> None:
     kernels.assert_weight(kernel.module, latitude, r)
     a = latitude.double().clone().requires_grad_()
     expected = torch.autograd.grad(kernels.weight(a, r), a, g.double())[0]
-    found = kernel.module.backward(g, latitude, r, False)[0].double()
+    found = kernel.module.backward(g, latitude, r, False, None)[0].double()
     largest = expected.abs().amax(dim=1, keepdim=True)
     assert ((found - expected).abs() / largest).max() < kernels.GRADIENT_BOUND[dtype]
 
@@ -84,7 +81,7 @@ def test_what_is_behind_a_pole_keeps_its_digits(kernel: Kernel, dtype: torch.dty
     latitude, r, _ = kernel.case(2, 40, dtype)
     latitude[:, 5] = torch.pi / 2 - 1e-5
     expected = kernels.weight(latitude, r)[:, 6:]
-    found = kernel.module.forward(latitude, r, dtype).double()[:, 6:]
+    found = kernel.module.forward(latitude, r, dtype)[0].double()[:, 6:]
     assert expected.abs().max() < 1e-4
     torch.testing.assert_close(found, expected, rtol=10 * torch.finfo(dtype).eps, atol=1e-14)
 
@@ -93,7 +90,7 @@ def test_what_is_behind_a_pole_keeps_its_digits(kernel: Kernel, dtype: torch.dty
 def test_zero_latitudes_and_zero_scale(kernel: Kernel, dtype: torch.dtype) -> None:
     latitude, r, g = kernel.case(3, 12, dtype)
     latitude[0], r[1], latitude[2, ::2] = 0, 0, 0
-    found, _ = kernel.module.backward(g, latitude, r, False)
+    found, _ = kernel.module.backward(g, latitude, r, False, None)
     expected, _ = kernels.brute_force_gradient(g, latitude, r)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     assert (found[1] == 0).all()
@@ -110,8 +107,9 @@ def test_wound_up_angles(kernel: Kernel) -> None:
 def test_nan_stays_in_its_row(kernel: Kernel, bad: float) -> None:
     latitude, r, g = kernel.case(6, 9, torch.float32)
     latitude[2, 4] = bad
-    w, others = kernel.module.forward(latitude, r, r.dtype), torch.arange(6) != 2
-    change, change_r = kernel.module.backward(g, latitude, r, True)
+    others = torch.arange(6) != 2
+    w, saved = kernel.module.forward(latitude, r, r.dtype)
+    change, change_r = kernel.module.backward(g, latitude, r, True, saved)
     assert all(x[2].isnan().any() and x[others].isfinite().all() for x in (w, change, change_r))
 
 
@@ -136,13 +134,12 @@ def test_mixed_types(
     latitude, g = latitude.to(latitude_type), g.to(weight_type)
     scale = None if r_type is None else r.to(r_type)
     ones = torch.ones(5, device=kernel.device) if scale is None else scale
-    w = kernel.module.forward(latitude, scale, weight_type)
-    changes = kernel.module.backward(g, latitude, scale, False)
+    w, saved = kernel.module.forward(latitude, scale, weight_type)
+    changes = kernel.module.backward(g, latitude, scale, False, saved)
     types = [weight_type, latitude_type, r_type or latitude_type]
     assert [x.dtype for x in (w, *changes)] == types
     expected = (kernels.weight(latitude, ones), *kernels.brute_force_gradient(g, latitude, ones))
-    working = {latitude_type, r_type} if kernel.module is weight_native else {latitude_type}
-    narrow = torch.float64 not in working
+    narrow = latitude_type != torch.float64
     for found, precise in zip((w, *changes), expected, strict=True):
         eps = max(torch.finfo(found.dtype).eps, torch.finfo(torch.float32).eps if narrow else 0)
         assert (found.double() - precise).abs().max() < 8 * eps * precise.abs().max()
@@ -152,38 +149,28 @@ def test_mixed_types(
 @pytest.mark.parametrize("n", [1, 2, 9])
 def test_any_number_of_rows_and_columns(kernel: Kernel, rows: int, n: int) -> None:
     latitude, r, g = kernel.case(rows, n, torch.float32)
-    w = kernel.module.forward(latitude, r, torch.float32)
-    change, change_r = kernel.module.backward(g, latitude, r, False)
+    w, saved = kernel.module.forward(latitude, r, torch.float32)
+    change, change_r = kernel.module.backward(g, latitude, r, False, saved)
     assert w.shape == (rows, n) and change.shape == (rows, n - 1) and change_r.shape == (rows,)
     torch.testing.assert_close(w.double(), kernels.weight(latitude, r), atol=1e-6, rtol=1e-6)
 
 
 def test_repeats_bit_for_bit_wherever_its_input_lies(kernel: Kernel) -> None:
     latitude, r, g = kernel.case(6, 300, torch.float32)
-    expected = kernel.module.backward(g, latitude, r, False)
+    expected = kernel.module.backward(g, latitude, r, False, None)
     flat = torch.zeros(1 + latitude.numel(), device=kernel.device)
     flat[1:] = latitude.flatten()
     off_its_alignment = flat[1:].view(latitude.shape)
     strided = g.t().contiguous().t()
     for a, b in ((latitude, g), (off_its_alignment, g), (latitude, strided)):
-        assert all(map(torch.equal, kernel.module.backward(b, a, r, False), expected))
+        assert all(map(torch.equal, kernel.module.backward(b, a, r, False, None), expected))
 
 
-@pytest.mark.parametrize("rows", [1, 30])
-def test_threads_do_not_change_a_bit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    latitude, r, g = kernels.random_case(rows, 300, torch.float32)
-    monkeypatch.setattr(weight_native, "_ANGLES_PER_THREAD", 1)
-    results = []
-    for threads in (1, 3, 100):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        w = weight_native.forward(latitude, r, torch.float32)
-        results.append((w, *weight_native.backward(g, latitude, r, True)))
-    assert all(all(map(torch.equal, result, results[0])) for result in results)
-
-
-@pytest.mark.parametrize("turned", [-9.9e5, 1.1e6, -1e25])
-def test_the_librarys_sines_take_over_far_out(turned: float) -> None:
-    latitude, r, g = kernels.random_case(5, 30, torch.float64)
-    latitude[:, ::3] += turned
-    kernels.assert_weight(weight_native, latitude, r)
-    kernels.assert_gradient(weight_native, g, latitude, r)
+def test_blocks_of_rows_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    latitude, r, g = kernels.random_case(7, 30, torch.float32)
+    w, saved = weight.forward(latitude, r, torch.float32)
+    changes = weight.backward(g, latitude, r, True, saved)
+    monkeypatch.setattr(weight, "_BLOCK", 2 * 30)
+    assert torch.equal(weight.forward(latitude, r, torch.float32)[0], w)
+    for given in (saved, None):
+        assert all(map(torch.equal, weight.backward(g, latitude, r, True, given), changes))
