@@ -83,30 +83,37 @@ def full_tensor(value: Any) -> Tensor:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def group_by_memory(labelled: Iterable[tuple[Tensor, Label]]) -> Iterator[list[Label]]:
-    """Yield the labels of tensors in groups that have memory in common."""
-    group: list[Label] = []
-    before, end = "", 0
+def group_by_memory(labelled: Iterable[tuple[Tensor, Label]]) -> list[list[Label]]:
+    """Return the labels of tensors in groups that have memory in common."""
     spans = [(_find_span(tensor), label) for tensor, label in labelled]
-    for (device, start, last), label in sorted(spans, key=lambda pair: pair[0]):
-        if group and (device != before or start > end):
-            yield group
-            group, end = [], 0
-        group.append(label)
-        before, end = device, max(end, last)
-    yield group
+    spans.sort(key=lambda pair: pair[0])
+
+    groups: list[list[Label]] = []
+    group_device, group_end = "", -1
+    for (device, start, last), label in spans:
+        overlaps = device == group_device and start <= group_end
+        if not groups or not overlaps:
+            groups.append([])
+            group_device, group_end = device, -1
+        groups[-1].append(label)
+        group_end = max(group_end, last)
+    return groups
 
 
 def _find_span(tensor: Tensor) -> tuple[str, int, int]:
     """Return a tensor's device, and the addresses of its first and last byte."""
     try:
-        if start := tensor.data_ptr():
-            steps = zip(tensor.shape, tensor.stride(), strict=True)
-            elements = 1 + sum((n - 1) * step for n, step in steps)
-            return str(tensor.device), start, start + elements * tensor.element_size() - 1
+        start = tensor.data_ptr()
+        strides = tensor.stride()
     except (RuntimeError, ValueError):  # lazy, nested, or a subclass that wraps tensors
-        pass
-    return "", id(tensor), id(tensor)  # no memory, as on meta: the object itself stands for it
+        start = 0
+    if not start:  # no memory, as on meta: the object itself stands for it
+        return "", id(tensor), id(tensor)
+
+    elements = 1
+    for size, stride in zip(tensor.shape, strides, strict=True):
+        elements += (size - 1) * stride
+    return str(tensor.device), start, start + elements * tensor.element_size() - 1
 
 
 def arguments_of(model: nn.Module, inputs: Any, /, **more: Any) -> tuple[tuple, dict[str, Any]]:

@@ -423,6 +423,8 @@ def _find_tensors(values: Sequence) -> list[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             tensors.append(value)
+        elif isinstance(value, tuple | list):  # as a kernel's size is
+            tensors += _find_tensors(value)
         elif not isinstance(value, NUMBERS):
             tensors += tensors_in(value)
     return tensors

@@ -305,7 +305,7 @@ class _Builder:
     @torch.no_grad()
     def build(self, candidate: Candidate, decision: Decision, norm: nn.Module | None) -> nn.Module:
         """Return the layer that takes the place of an old one, and of the norm it absorbs."""
-        weight, bias = candidate.weight, candidate.bias
+        weight, bias = candidate.read()
         keeps_function = self.init is None and not weight.is_meta
         is_centred = self.init is None and norm is not None and bool(decision.input_norm)
         mean = self.means.get(decision.name) if is_centred else None
@@ -344,7 +344,7 @@ class _Builder:
         """Return a layer of the same sizes; one that absorbs a norm has a bias."""
         plain: Any = candidate.module
         if not candidate.is_plain:
-            plain = as_linear(candidate.weight, candidate.bias)
+            plain = as_linear(*candidate.read())
         kind = next(kind for kind in LAYERS if isinstance(plain, kind._plain))
         layer: Any = build_like(
             kind,

@@ -96,14 +96,10 @@ class Candidate(NamedTuple):
     module: nn.Module
     entry: Entry
 
-    @property
-    def weight(self) -> Tensor:
-        """The weight (out, in, ...), also where a module stores it transposed."""
-        return self.entry.layout.to_units_first(getattr(self.module, self.entry.key))
-
-    @property
-    def bias(self) -> Tensor | None:
-        return getattr(self.module, self.entry.bias_key)
+    def read(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight (out, in, ...), also where it is stored transposed, and the bias."""
+        weight = self.entry.layout.to_units_first(getattr(self.module, self.entry.key))
+        return weight, getattr(self.module, self.entry.bias_key)
 
     @property
     def is_attention(self) -> bool:
@@ -334,7 +330,7 @@ class _Planner:
 
     def _check_values(self, candidate: Candidate, decision: Decision) -> str:
         """Raise for NaN; return a reason to leave the layer where r or r lam cannot hold it."""
-        weight, bias = candidate.weight, candidate.bias
+        weight, bias = candidate.read()
         if weight.is_meta:
             return ""
         for key, tensor in (("weight", weight), ("bias", bias)):
@@ -373,7 +369,7 @@ class _Planner:
 
     def _add_facts(self, candidate: Candidate, decision: Decision) -> Decision:
         """Add a layer's number of parameters, and what is worth knowing about them."""
-        weight, bias = candidate.weight, candidate.bias
+        weight, bias = candidate.read()
         notes = list(decision.notes)
         if not weight.is_meta:
             is_zero = ~weight.flatten(1).any(dim=1)
