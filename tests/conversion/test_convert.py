@@ -1,6 +1,7 @@
 """convert_: the same function, or an error that leaves the model alone."""
 
 import copy
+import io
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -345,3 +346,12 @@ def test_without_example_inputs_heads_beside_each_other_stay_plain() -> None:
     model = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
     decisions = {d.name: d.converted for d in gp.plan(model).decisions}
     assert decisions == {"body": True, "hidden": True, "classes": False, "box": False}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_onnx_export_says_to_fold_first(dynamo: bool) -> None:
+    pytest.importorskip("onnxscript")
+    model = gp.convert_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))).eval()
+    with pytest.raises(Exception, match="fold the model first"):
+        torch.onnx.export(model, (torch.ones(1, 4),), io.BytesIO(), dynamo=dynamo, verbose=False)
