@@ -176,7 +176,9 @@ def inspection_mode(model: nn.Module) -> Iterator[None]:
         stack.callback(np.random.set_state, np.random.get_state())
         if "torch._dynamo" in sys.modules:  # its import takes a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.callback(_put_back, _replace_by_copies(model))
+        contents: dict[int, tuple[Any, Any]] = {}
+        stack.callback(_put_back, contents)
+        _replace_by_copies(model, contents)
         stack.callback(reshard, model)
         for module in model.modules():  # not model.eval(), which may be made to do more
             module.training = False
@@ -190,36 +192,35 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _replace_by_copies(model: nn.Module) -> list[tuple[Any, Any]]:
+def _replace_by_copies(model: nn.Module, contents: dict[int, tuple[Any, Any]]) -> None:
     """Let a run write to copies of the tensors and arrays that modules hold.
 
-    Return each container (a module's attributes, and their lists and dicts) and its contents.
+    Each container (a module's attributes, and their lists and dicts) is noted in `contents`, by
+    its id, with what it held.
     """
-    kept: dict[int, tuple[Any, Any]] = {}  # modules may share containers
-    copies: dict[int, Any] = {}  # and tensors
+    copies: dict[int, Any] = {}  # modules may share tensors
     for module in model.modules():
         attributes = vars(module)
         containers = [value for value in attributes.values() if type(value) in CONTAINERS]
         for container in (attributes, *containers):
-            if id(container) in kept or container is module._parameters:
+            if id(container) in contents or container is module._parameters:
                 continue
-            kept[id(container)] = container, container.copy()
+            contents[id(container)] = container, container.copy()
             entries = enumerate(container) if isinstance(container, list) else container.items()
             for key, value in list(entries):
                 if isinstance(value, np.ndarray):
                     container[key] = copies.setdefault(id(value), value.copy())
                 elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                     container[key] = copies.setdefault(id(value), Tensor.clone(value))
-    return list(kept.values())
 
 
-def _put_back(kept: list[tuple[Any, Any]]) -> None:
-    for container, contents in kept:
+def _put_back(contents: dict[int, tuple[Any, Any]]) -> None:
+    for container, held in contents.values():
         container.clear()
         if isinstance(container, list):
-            container.extend(contents)
+            container.extend(held)
         else:
-            container.update(contents)
+            container.update(held)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
